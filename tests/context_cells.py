@@ -447,6 +447,24 @@ def patches() -> jp.Model:
     return jp.Model(init=init, loss=loss)
 
 
+def patches_of_one_image() -> jp.Model:
+    """As an Equinox module has them: of one image, channels first, vmapped over rows."""
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return _draws(key) | {"patch": 0.3 * jax.random.normal(jax.random.fold_in(key, 13), (DIM, 3, 2, 2))}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        def of_one(image: jax.Array) -> jax.Array:
+            x = jax.lax.conv(jnp.moveaxis(image, -1, 0)[None], params["patch"], (2, 2), "VALID")[0]
+            x = (x + params["bias"].reshape(-1, 1, 1)).reshape(DIM, -1).T[None]
+            return (x + jax.nn.dot_product_attention(*_heads(params, x)).reshape(x.shape) @ params["out"])[0]
+
+        x = jax.vmap(of_one)(batch["image"])
+        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+
+    return jp.Model(init=init, loss=loss)
+
+
 def class_token() -> jp.Model:
     """As ViT: a token before all patches, 17 positions in two layers; what becomes of it is what counts."""
 
@@ -616,6 +634,7 @@ MODELS = {
         neighbours,
         streams,
         patches,
+        patches_of_one_image,
         class_token,
         t5_translator,
         states,
@@ -640,6 +659,7 @@ KERNELS = (
     "neighbours",
     "streams",
     "patches",
+    "patches_of_one_image",
     "class_token",
     "t5_translator",
     "bert",

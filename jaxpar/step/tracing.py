@@ -156,8 +156,7 @@ class Tracing:
     Once a batch has been traced, these say what came of it:
 
       attention_modes: how context ranks attend.
-      attention_taken: attention that the loss spells out and that is taken as `jp.attention`, by its line: which keys
-        count, and the type of its scores.
+      attention_spelled: attention that the loss spells out, by its line: which keys count, and the type of its scores.
       attention_not_taken: other attention that it spells out, by its line: why.
       experts_gathered: where expert ranks gather experts in place of exchanging tokens, and bytes of all of them.
       experts_fewer: where they do because the tokens would be more, and bytes of those.
@@ -177,7 +176,7 @@ class Tracing:
     choices: tuple[str, ...] = ()
     gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     attention_modes: dict[AttentionMode, None] = field(default_factory=dict, compare=False, repr=False)
-    attention_taken: dict[str, tuple[str, Any]] = field(default_factory=dict, compare=False, repr=False)
+    attention_spelled: dict[str, tuple[str, Any]] = field(default_factory=dict, compare=False, repr=False)
     attention_not_taken: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
     experts_gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     experts_fewer: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
@@ -192,6 +191,12 @@ class Tracing:
     def ranks(self) -> int:
         """The number of tensor ranks."""
         return self.layout.mesh.shape["tensor"]
+
+    @property
+    def takes_attention(self) -> bool:
+        """Whether attention that the loss spells out becomes `jp.attention`."""
+        shared = self.layout.mesh.shape["context"] > 1 and self.strategy.attention != "gather"
+        return shared or self.strategy.kernels == "fused"
 
     @property
     def in_fp8(self) -> list[str]:
@@ -363,11 +368,10 @@ class Tracing:
         `context` share a sequence.
         """
         fused, shared = self.strategy.kernels == "fused", self.layout.mesh.shape["context"] > 1
-        if not fused and (not shared or self.strategy.attention == "gather"):
-            return flat
-        replay = shared and self.strategy.attention != "gather"
-        found = spelled(flat, self.traced_axes, replay, biases=fused and not shared)
-        self.attention_taken.update({line: (what, found.scores[line]) for line, what in found.taken.items()})
+        take = self.takes_attention
+        replay = not take or (shared and self.strategy.attention != "gather")
+        found = spelled(flat, self.traced_axes, replay, biases=fused and not shared, take=take)
+        self.attention_spelled.update({line: (what, found.scores[line]) for line, what in found.taken.items()})
         self.attention_not_taken.update(found.not_taken)
         if fused and not found.taken and not any(calls(flat.eqns)):
             why = "; ".join(f"that of {line} {why}" for line, why in found.not_taken.items()) or "it spells none out"

@@ -185,6 +185,23 @@ def test_what_is_gathered_only_to_be_cut_is_named() -> None:
     assert [(site.kind, site.involuntary) for site in found.sites] == [("all-gather", False)]
 
 
+def exchanging(x: jax.Array) -> jax.Array:
+    x = jax.lax.all_to_all(x, "fsdp", 1, 0, tiled=True)  # exchanged
+    return jax.lax.ppermute(jnp.sin(x), "tensor", [(0, 1), (1, 0)])  # passed on
+
+
+def test_what_is_exchanged_and_passed_on_has_its_line() -> None:
+    mesh = mesh_of()
+    x = jax.ShapeDtypeStruct((32, 8), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
+    fn = jax.shard_map(exchanging, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False)
+    found = {site.kind: (site.axes, site.source, site.sent) for site in jp.explain(jax.jit(fn), x).sites}
+    own = 4 * 8 * 8
+    assert found == {
+        "all-to-all": (("fsdp",), line("exchanged", exchanging), own * 3 // 4),
+        "collective-permute": (("tensor",), line("passed on", exchanging), own),
+    }
+
+
 def test_forms_of_a_program_say_the_same(found: Any) -> None:
     fn, *args = step_of(mesh_of())
     lowered = fn.lower(*args)
@@ -283,7 +300,7 @@ def test_errors_say_what_to_do() -> None:
         jp.predict(fn, *args, target="cpu:8")
 
 
-@pytest.mark.battery
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 @pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
 def test_on_gpus_that_are_not_here(found: Any) -> None:
@@ -295,6 +312,7 @@ def test_on_gpus_that_are_not_here(found: Any) -> None:
         assert sent(on_gpus, **weight) == 2 * LAYERS * 4 * WIDTH * HIDDEN // 8 // 2
     prediction = on_gpus.prediction
     assert prediction.seconds == pytest.approx(prediction.compute + prediction.exposed)
+    assert 0 < sum(site.hidden for site in on_gpus.sites) < sum(site.sent for site in on_gpus.sites)
     assert prediction.devices == 16
     assert "rows/s" not in str(prediction)
     alone = jp.predict(lambda x: x @ x, jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16), target="1xH100")
@@ -304,7 +322,7 @@ def test_on_gpus_that_are_not_here(found: Any) -> None:
         jp.predict(text, target="1xH100")
 
 
-@pytest.mark.battery
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 @pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
 def test_proposals_are_ranked_by_what_they_take() -> None:
@@ -325,13 +343,17 @@ def test_proposals_are_ranked_by_what_they_take() -> None:
     assert seconds == sorted(seconds)
     assert f"{1e3 * seconds[1]:,.1f}" in str(found)
     assert list(found.json()["found"]) == names
+    with pytest.raises(ValueError, match=r"no proposal can be: 1: .*8 devices"):
+        jp.plan_shardings(step, [step_of(small)[1:]], "16xH100")
 
 
 def test_proposals_that_are_none() -> None:
-    with pytest.raises(ValueError, match=r"shardings is 'fsdp'; needs by name the tuple of fn's arguments"):
+    with pytest.raises(
+        ValueError, match=r"shardings is 'fsdp'; needs by name, or in a list, the tuple of fn's arguments"
+    ):
         jp.plan_shardings(jnp.sin, "fsdp", "8xH100")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"shardings is 'list'; needs by name"):
-        jp.plan_shardings(jnp.sin, [(1.0,)], "8xH100")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"shardings is 'dict'; needs by name"):
+        jp.plan_shardings(jnp.sin, [1.0], "8xH100")
     with pytest.raises(ValueError, match="no proposal can be: shardings is empty"):
         jp.plan_shardings(jnp.sin, {}, "8xH100")
 

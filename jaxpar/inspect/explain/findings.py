@@ -187,15 +187,17 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
             f"layers{f', and {left} of what gradients of inputs leave for those of weights' if left else ''}; "
             f"idle {float(schedule.bubble):.1%} of the time."
         )
-    for line, (keys, scores) in step.tracing.attention_taken.items():
-        yield (
-            f"{line}: attention that is spelled out, {keys}, goes by blocks, as jp.attention does: none of its "
-            f"scores, {scores.str_short()}, {size(math.prod(scores.shape) * scores.dtype.itemsize)}, is kept."
-        )
+    goes, are = "goes by blocks, as jp.attention does: none of", "is kept"
+    if not step.tracing.takes_attention:
+        goes, are = "stays so:", "are whole"
+    for line, (keys, scores) in step.tracing.attention_spelled.items():
+        held = f"{scores.str_short()}, {size(math.prod(scores.shape) * scores.dtype.itemsize)}"
+        yield f"{line}: attention that is spelled out, {keys}, {goes} its scores, {held}, {are}."
     for line, why in step.tracing.attention_not_taken.items():
         yield f"{line}: attention that is spelled out stays so, since it {why}."
     for mode in step.tracing.attention_modes:
-        yield f"context={step.mesh.shape['context']}: attention by {mode.name}, since {mode.why}."
+        how = mode.name + " in zigzag order" * (mode.order == "zigzag")
+        yield f"context={step.mesh.shape['context']}: attention by {how}, since {mode.why}."
     for place, one in step.tracing.logits.items():
         whole = f"{place}: the logits of {one.tokens:,} tokens, {size(4 * one.tokens * one.words)} in float32, are "
         if one.chunks > 1:

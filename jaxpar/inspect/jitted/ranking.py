@@ -59,20 +59,24 @@ class ShardingPlan:
         return "\n".join([f"{self.target}, each device and step", table(rows, "<>>>><"), *wrapped])
 
 
-def plan_shardings(fn: Callable[..., Any], shardings: Mapping[str, Any], target: Target | str) -> ShardingPlan:
+def plan_shardings(
+    fn: Callable[..., Any], shardings: Mapping[str, Any] | list[Any], target: Target | str
+) -> ShardingPlan:
     """A function with its arguments as each proposal has them, by predicted seconds. Nothing runs.
 
     Args:
       fn, target: as for `explain`.
-      shardings: by name the arguments as they would lie: tuples of `jax.ShapeDtypeStruct` with a NamedSharding, whose
-        meshes, which may differ, have as many devices as the target.
+      shardings: by name, or in a list ("1", "2", ...), the arguments as they would lie: tuples of
+        `jax.ShapeDtypeStruct` with a NamedSharding, whose meshes, which may differ, have as many devices as the target.
 
     Raises ValueError where none can be.
     """
+    if isinstance(shardings, list):
+        shardings = {f"{number}": args for number, args in enumerate(shardings, 1)}
     if not isinstance(shardings, Mapping) or not all(isinstance(args, tuple) for args in shardings.values()):
         given = shardings if isinstance(shardings, str) else type(shardings).__name__
         raise ValueError(
-            f"shardings is {given!r}; needs by name the "
+            f"shardings is {given!r}; needs by name, or in a list, the "
             "tuple of fn's arguments as they would lie: {'fsdp': (state, batch), ...}"
         )
     found, refused = dict[str, JittedExplanation](), dict[str, str]()

@@ -131,8 +131,10 @@ class _Reader:
             found = []
             for at, name in enumerate(one.operands[:1] if of.kind == "ragged-all-to-all" else one.operands):
                 own, name_of_own = one, self._operation(one)
-                # Combined, a sum is named by its terms, else by its use; so is a gather of what is only moved.
-                if not name_of_own or len(one.operands) > 1 or (name_of_own in _MOVES and "reduce" not in of.kind):
+                # Combined, a sum is named by its terms, else by its use; so is a gather of what is only moved. Of
+                # all-to-alls none are: on CPUs each has its pieces as operands.
+                combined = len(one.operands) > 1 and of.kind != "all-to-all"
+                if not name_of_own or combined or (name_of_own in _MOVES and "reduce" not in of.kind):
                     used = None if "reduce" in of.kind else self._use(users, one, at)
                     own = used or self._named(block, name) or one
                 shape = self._made[block][name].shape

@@ -72,14 +72,16 @@ class Spelled:
     not_taken: dict[str, str] = field(default_factory=dict)
 
 
-def spelled(flat: jx.Flat, axes: Mapping[str, int], replay: bool = False, biases: bool = False) -> Spelled:
-    """What a program spells out, found and taken; `axes` are those of the mesh that it may name. With `replay` also
-    what is no `jp.attention`, since of its scores others are made; with `biases` what a kernel of whole sequences adds
-    to them.
+def spelled(
+    flat: jx.Flat, axes: Mapping[str, int], replay: bool = False, biases: bool = False, take: bool = True
+) -> Spelled:
+    """What a program spells out, found and, with `take`, taken; `axes` are those of the mesh that it may name. With
+    `replay` also what is no `jp.attention`, since of its scores others are made; with `biases` what a kernel of whole
+    sequences adds to them.
     """
     noted = Spelled(flat, replay, biases)
     scope = Scope(flat, _constants(flat))
-    if not _note(scope, noted):
+    if not _note(scope, noted) or not take:
         return noted
     new, _ = jx.trace(_taking(scope), *map(jx.type_of, flat.invars), axes=dict(axes))
     return replace(noted, flat=replace(new, eqns=jx.live(new.eqns, new.outvars)))

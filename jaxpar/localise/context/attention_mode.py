@@ -3,17 +3,17 @@
 gather     keys and values are gathered, queries stay        any mask; sends 2 Hkv a position, c times over
 ulysses    ranks exchange positions for heads, and back      sends (2 Hq + 2 Hkv) a position; c divides the heads
 ring       keys and values move from rank to rank            sends as gather; holds two blocks of keys at a time
-usp        ulysses in groups of ranks, a ring of the groups  where c does not divide the heads, and a divisor of it does
+usp        ulysses in groups of ranks, a ring of the groups  where a divisor of c divides the heads
 """
 
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ...ops.context import usp_bytes
+from ...ops.context import ring_hops, ulysses_bytes, usp_bytes
 from ...ops.context.order import Order
 from ...ops.flash import AttentionOptions
 from ...program import jaxpr as jx
@@ -31,11 +31,7 @@ class AttentionMode:
     name: Literal["gather", "ulysses", "ring", "usp"]
     why: str
     group: int = 1  # of usp: how many ranks next to each other share the heads
-
-    @property
-    def order(self) -> Order:
-        """Which positions ranks have: those of a ring balance causal work."""
-        return "zigzag" if self.name in RINGS else "plain"
+    order: Order = "plain"  # zigzag balances causal work on a ring
 
     def sharing(self, ranks: int) -> int:
         """How many of so many ranks share the heads of a position."""
@@ -146,30 +142,52 @@ def choose(
             f"attention='usp' shares heads among some of context={ranks} ranks, and no divisor of it divides "
             f"{heads[0][0]} query and {heads[0][1]} key heads{shared}; use attention='ring'"
         )
+    order = "zigzag" if any(_whole(call, ranks) for call in free) else "plain"
+    ring, usp = (AttentionMode(name, "it was asked for", of, order) for name, of in (("ring", 1), ("usp", group)))
+    ulysses = AttentionMode("ulysses", ring.why)
     if asked == "usp" and group < ranks:
-        return AttentionMode("usp", f"it was asked for, in groups of {group} ranks", group)
+        return replace(usp, why=f"{usp.why}, in groups of {group} ranks")
     if asked in ("ulysses", "ring"):
-        return AttentionMode("ulysses" if asked == "ulysses" else "ring", "it was asked for")
+        return ulysses if asked == "ulysses" else ring
     # A rank that has all keys computes hidden ones as well, where their scores are others.
     halved = next((call.line for call in scored if call.options.causal), "")
-    if not mixed and (schedule or not halved) and all(q % ranks == 0 == k % ranks for q, k in heads):
-        return AttentionMode("ulysses", f"context={ranks} divides {heads[0][0]} and {heads[0][1]} heads{shared}")
+    by_heads = not (odd or uneven or mixed)
+    divides = f"context={ranks} divides {heads[0][0]} query heads{shared}"
+    if not by_heads:
+        divides = f"context={ranks} does not divide {heads[0][0]} query and {heads[0][1]} key heads{shared}"
+    if schedule and by_heads:
+        return replace(ulysses, why=divides)
     if schedule:
-        return AttentionMode(
-            "gather", f"ranks of schedule={schedule} are not in one layer at one time, as a ring needs"
+        why = f"ranks of schedule={schedule} are not in one layer at one time, as a ring needs"
+        return AttentionMode("gather", why)
+    if mixed:
+        return replace(ring, why=f"what {mixed} makes of scores is of all heads")
+    if halved:
+        return replace(
+            ring, why=f"of the causal scores that {halved} makes others of, it leaves out those of hidden keys"
         )
-    if halved or mixed:
-        why = f"of the causal scores that {halved} makes others of, it leaves out those of hidden keys"
-        return AttentionMode("ring", f"what {mixed} makes of scores is of all heads" if mixed else why)
-    why = f"context={ranks} does not divide {heads[0][0]} and {heads[0][1]} heads{shared}"
-    around, shares = (sum(_sent(call, ranks, tensor, group) for call in free) for group in (1, group))
-    if shares < around:
-        why += f", and groups of {group} ranks, which do, send {shares / around:.0%} of what a ring of all sends"
-        return AttentionMode("usp", why, group)
-    return AttentionMode("ring", why)
+    can = [ulysses] * by_heads + [usp] * (1 < group < ranks) + [ring]
+    sent = {mode: sum(_sent(call, mode, ranks, tensor) for call in free) for mode in can}
+    least, *others = sorted(can, key=lambda mode: sent[mode])
+    more = ", ".join(f"{mode.name} {sent[mode] / sent[least]:.2f} times as much" for mode in others if sent[least])
+    return replace(least, why=f"{divides}{f', and it sends least ({more})' if more else ''}")
 
 
-def _sent(call: Call, ranks: int, tensor: int, group: int) -> int:
-    """Bytes that a call sends in groups of so many ranks, forwards and backwards; a group of one is the ring."""
-    (b, t, hq, d), (_, s, hkv, _) = call.query, call.key
-    return sum(usp_bytes(b, s, hq // tensor, hkv // tensor, d, ranks, group, call.itemsize, t))
+def _whole(call: Call, ranks: int) -> bool:
+    """Whether later positions see more keys than earlier ones, in blocks of most ranks."""
+    return call.options.causal and _hops(call, ranks, 1) == ranks - 1
+
+
+def _sent(call: Call, mode: AttentionMode, ranks: int, tensor: int) -> int:
+    """Bytes that a call sends, forwards and backwards."""
+    (b, t, hq, d), (_, s, hkv, _), e = call.query, call.key, call.itemsize
+    hq, hkv = hq // tensor, hkv // tensor
+    if mode.name == "ulysses":
+        return sum(ulysses_bytes(b, s, hq, hkv, d, ranks, e))
+    hops = _hops(call, ranks, mode.group) if mode.order == "plain" else None
+    return sum(usp_bytes(b, s, hq, hkv, d, ranks, mode.group, e, t, hops))
+
+
+def _hops(call: Call, ranks: int, group: int) -> int:
+    """Of its keys, in plain order, round a ring of groups."""
+    return ring_hops(-(-call.query[1] * group // ranks), ranks // group, call.options.window)

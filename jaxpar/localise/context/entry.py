@@ -1,5 +1,6 @@
 """Where the sequence begins to be split: where a batch's ids [rows, positions] become features, by a lookup; frames
-[rows, positions, features] do, by a matmul; or patches of images [rows, height, width, channels] do, by a convolution.
+[rows, positions, features] do, by a matmul; or patches of images [rows, height, width, channels], or channels first,
+do, by a convolution.
 """
 
 import math
@@ -16,7 +17,7 @@ from ..tensor.localiser import Found, Localiser, LocalValue
 
 @dataclass(frozen=True)
 class FirstSplit:
-    """An equation whose operand `side`, whole so far, is split along dim 1; None: whose result is cut.
+    """An equation whose operand `side`, whole so far, is split along its dim `at`; None: whose result is cut.
 
     Attributes:
       eqn: the equation. It is known by its `id`, which is its own while it is held: rules of differentiation are
@@ -24,16 +25,18 @@ class FirstSplit:
       side: which of the two operands has the sequence.
       dim: the dim of the sequence in the result.
       tokens: the number of positions in all rows.
+      at: the dim of the sequence in the operand.
     """
 
     eqn: Any
     side: int | None
     dim: int
     tokens: int
+    at: int = 1
 
     def run(self, work: Localiser, inputs: Sequence[LocalValue]) -> Found:
         """The equation on this rank's positions."""
-        values = [work.part(x, 1) if i == self.side else work.whole(x) for i, x in enumerate(inputs)]
+        values = [work.part(x, self.at) if i == self.side else work.whole(x) for i, x in enumerate(inputs)]
         (value,) = jx.bind(self.eqn, values)
         return [(work.take(value, self.dim) if self.side is None else value, self.dim)]
 
@@ -59,7 +62,8 @@ def starts(flat: jx.Flat, leaves: int, batch: Collection[int], ranks: int, parts
         raise ValueError(
             f"context={ranks} splits sequences, and the loss looks up no ids [rows, positions] of the batch in a "
             "parameter, nor multiplies [rows, positions, features] by one, nor takes patches of [rows, height, width, "
-            "channels] by a convolution whose strides are its window; use data, fsdp or tensor for context"
+            "channels] or [rows, channels, height, width] by a convolution whose strides are its window; use data, "
+            "fsdp or tensor for context"
         )
     return found
 
@@ -80,30 +84,32 @@ def _start(eqn: Any, sides: Sequence[str]) -> FirstSplit | None:
 
 
 def _patches(eqn: Any, flat: jx.Flat, parts: int) -> FirstSplit | None:
-    """Of a convolution of images, channels last, whose windows lie side by side. Ranks convolve rows of patches of
-    their own where they can; else all of them, and these are cut where they become one dim.
+    """Of a convolution of images whose windows lie side by side. Ranks convolve rows of patches of their own where they
+    can; else all of them, and these are cut where they become one dim.
     """
     p, numbers, (out,) = eqn.params, eqn.params["dimension_numbers"], eqn.outvars
-    shape, last = out.aval.shape, len(out.aval.shape) - 1
-    across = tuple(range(1, last))
-    channels_last = all(spec == (0, last, *across) for spec in (numbers.lhs_spec, numbers.out_spec))
-    if not (channels_last and side_by_side(eqn, across)) or p["batch_group_count"] > 1:
+    (rows, channels, *across), shape = numbers.out_spec, out.aval.shape
+    one_stretch = rows == 0 and across == [*range(across[0], across[0] + len(across))]
+    if numbers.lhs_spec != numbers.out_spec or not one_stretch or p["batch_group_count"] > 1:
         return None
-    tokens = math.prod(shape[:-1])
-    if shape[1] % parts == 0:
-        return FirstSplit(eqn, 0, 1, tokens)
+    tokens, first = math.prod(shape) // shape[channels], across[0]
+    if not side_by_side(eqn, across) or tokens == shape[0]:
+        return None
+    if shape[first] % parts == 0:
+        return FirstSplit(eqn, 0, first, tokens, first)
     if len(across) == 1:
-        return FirstSplit(eqn, None, 1, tokens)
+        return FirstSplit(eqn, None, first, tokens)
+    joined = (*shape[:first], tokens // shape[0], *shape[first + len(across) :])
+    wide = lambda shape: [d for d, n in enumerate(shape) if n != 1]  # vmap has a dim of one element come and go
+    sizes = lambda shape: [shape[d] for d in wide(shape)]
     same = {out}
     for other in flat.eqns:
         if any(not jx.is_literal(v) and v in same for v in other.invars):
-            if other.primitive.name == "reshape" and other.params["new_sizes"] == (
-                shape[0],
-                tokens // shape[0],
-                shape[-1],
-            ):
-                return FirstSplit(other, None, 1, tokens)
-            if primitives.of(other).elementwise:
+            after = other.outvars[0].aval.shape
+            view = other.primitive.name in ("reshape", "squeeze")
+            if view and sizes(after) == sizes(joined):
+                return FirstSplit(other, None, wide(after)[wide(joined).index(first)], tokens)
+            if primitives.of(other).elementwise or (view and sizes(after) == sizes(shape)):
                 same.update(other.outvars)
     return None
 

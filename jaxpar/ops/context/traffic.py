@@ -23,13 +23,13 @@ def ulysses_bytes(b: int, s: int, hq: int, hkv: int, d: int, c: int, e: int) -> 
 
 
 def usp_bytes(
-    b: int, s: int, hq: int, hkv: int, d: int, c: int, u: int, e: int, t: int | None = None
+    b: int, s: int, hq: int, hkv: int, d: int, c: int, u: int, e: int, t: int | None = None, hops: int | None = None
 ) -> tuple[int, int]:
-    """The all-to-alls of groups of u ranks, which u of both kinds of heads divides, and the ring of c / u groups; of t
-    queries to s keys.
+    """The all-to-alls of groups of u ranks, which u of both kinds of heads divides, and the ring of c / u groups, of so
+    many `hops`; of t queries to s keys.
     """
     exchanged = (2 * hq * (t or s) + 2 * hkv * s) * b * d * e * (u - 1) // (u * c)
-    forward, backward = ring_bytes(b, s, hkv // u, d, c // u, e)
+    forward, backward = ring_bytes(b, s, hkv // u, d, c // u, e, hops)
     return exchanged + forward, exchanged + backward
 
 

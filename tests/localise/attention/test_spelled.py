@@ -516,8 +516,9 @@ def test_functions_of_scores_are_replayed_where_a_sequence_is_split(fun: Spellin
 
 MODES = (
     AttentionMode("ulysses", ""),
-    AttentionMode("usp", "", 2),
+    AttentionMode("usp", "", 2, "zigzag"),
     AttentionMode("ring", ""),
+    AttentionMode("ring", "", order="zigzag"),
     AttentionMode("gather", ""),
 )
 

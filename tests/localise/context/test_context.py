@@ -3,6 +3,7 @@
 A cell compiles one step and checks gradients, three steps of SGD with momentum, bytes at rest, and the collectives.
 """
 
+import functools
 import math
 import re
 from typing import Any
@@ -37,6 +38,7 @@ FIRST = (
         "context=4,attention=ring",
     ),  # cut where the patches become one dim; of two ranks each has a row of them
     ("patches", "context=2,attention=ulysses"),
+    ("patches_of_one_image", "context=4,data=2,attention=ring"),
     ("class_token", "context=4,data=2,attention=ring"),
     ("bert", "context=4,attention=usp,tensor=2"),
     ("lengths", "context=2,data=4,attention=ulysses"),
@@ -101,7 +103,9 @@ def possible(name: str, text: str, way: str) -> bool:
     if way == "usp" and not 1 < math.gcd(ranks, heads, groups) < ranks:
         return False  # nothing to share, or nothing to pass on
     # Chunks of four positions in the first, two positions of the next chunk in the second, 40 slots of an expert.
-    return chunks <= {"chunked": 4, "neighbours": 8, "mixture": 8, "patches": 8}.get(name, chunks)
+    return chunks <= {"chunked": 4, "neighbours": 8, "mixture": 8, "patches": 8, "patches_of_one_image": 8}.get(
+        name, chunks
+    )
 
 
 def battery() -> list[Any]:
@@ -172,11 +176,16 @@ def test_zero_shards_over_fsdp_and_context() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "way", "why"),
     [
-        ("llama_gqa", "context=4", "ulysses", "context=4 divides 8 and 4 heads"),
-        ("llama_gqa", "context=4,tensor=2", "usp", "does not divide 4 and 2 heads of a tensor rank"),
-        ("alibi", "context=2", "ulysses", "context=2 divides 4 and 4 heads"),
+        ("llama_gqa", "context=4", "ulysses", "context=4 divides 8 query heads, .*ring 2.22 times as much"),
+        ("llama_gqa", "context=4,tensor=2", "ulysses", "divides 4 query heads of a tensor rank .*usp 1.17 times"),
+        ("alibi", "context=2", "ulysses", "context=2 divides 4 query heads, .*ring"),
         ("capped", "context=2", "ring", "causal scores that .* makes others of, it leaves out those of hidden keys"),
-        ("llama_gqa", "context=2,tensor=2,pipe=2,microbatches=2,schedule=zb-h1", "ulysses", "divides 4 and 2 heads"),
+        (
+            "llama_gqa",
+            "context=2,tensor=2,pipe=2,microbatches=2,schedule=zb-h1",
+            "ulysses",
+            "divides 4 query heads of a tensor rank",
+        ),
     ],
 )
 def test_auto_says_why(name: str, text: str, way: str, why: str) -> None:
@@ -196,7 +205,7 @@ def test_ranks_that_branch_have_no_ring() -> None:
         "auto", jx.trace(jp.attention, *[jax.ShapeDtypeStruct((1, 32, 4, 8), jnp.float32)] * 3)[0].eqns, 8, 1
     )
     assert (found.name, found.group) == ("usp", 4)
-    assert "groups of 4 ranks, which do, send 32% of what a ring of all sends" in found.why
+    assert "does not divide 4 query and 4 key heads, and it sends least (ring 3.14 times as much)" in found.why
     found = choose("auto", flat.eqns, 3, 1, "zb-h1")
     assert (found.name, "not in one layer at one time" in found.why) == ("gather", True)
 
@@ -205,7 +214,31 @@ def test_heads_that_tensor_does_not_divide_are_whole() -> None:
     """It said that context divides 2 and 0 heads of a tensor rank."""
     q, k = (jax.ShapeDtypeStruct((1, 16, heads, 8), jnp.float32) for heads in (8, 2))
     flat, _ = jx.trace(jp.attention, q, k, k)
-    assert choose("auto", flat.eqns, 2, 4).why == "context=2 divides 8 and 2 heads"
+    assert choose("auto", flat.eqns, 2, 4).why.startswith("context=2 divides 8 query heads, ")
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "ranks", "window", "way", "order"),
+    [
+        (32, 32, 8, None, "ulysses", "plain"),
+        (32, 8, 16, None, "ulysses", "plain"),  # of repeated key heads
+        (32, 2, 2, None, "ring", "zigzag"),
+        (32, 1, 4, 100, "ring", "plain"),  # whose keys go one hop, of three
+        (6, 6, 4, 1000, "usp", "zigzag"),  # whose window is nearly all
+    ],
+)
+def test_auto_sends_least(heads: int, key_heads: int, ranks: int, window: int | None, way: str, order: str) -> None:
+    q, k = (jax.ShapeDtypeStruct((1, 1024, n, 8), jnp.bfloat16) for n in (heads, key_heads))
+    attend = functools.partial(jp.attention, causal=True, window=window)
+    mode = choose("auto", jx.trace(attend, q, k, k)[0].eqns, ranks, 1)
+    assert (mode.name, mode.order) == (way, order if way != "ulysses" else "plain")
+
+
+@pytest.mark.parametrize(("causal", "order"), [(True, "zigzag"), (False, "plain")])
+def test_a_ring_is_zigzag_where_attention_is_causal(causal: bool, order: str) -> None:
+    x = jax.ShapeDtypeStruct((1, 12, 4, 8), jnp.float32)
+    flat, _ = jx.trace(functools.partial(jp.attention, causal=causal), x, x, x)
+    assert choose("ring", flat.eqns, 4, 1).order == order
 
 
 STEPS: dict[str, tuple[Any, bool]] = {

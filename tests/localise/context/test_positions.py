@@ -83,7 +83,7 @@ def _total(name: str) -> Callable[..., Any]:
     return total
 
 
-WAYS = {"plain": GATHER, "zigzag": AttentionMode("ring", "for its order")}
+WAYS = {"plain": GATHER, "zigzag": AttentionMode("ring", "for its order", order="zigzag")}
 
 
 @pytest.fixture(scope="module", params=WAYS)
