@@ -51,20 +51,18 @@ import pytest  # noqa: E402
 
 from jaxpar.inspect.targets.devices import missing_compiler  # noqa: E402
 
-SAMPLE = 6  # of the cells of each test, `make test` runs one in so many
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--battery", action="store_true", help="every cell of the battery, not only its covering array")
-    parser.addoption("--sample", action="store_true", help="of the cells of each test one in six, in their order")
+    parser.addoption("--sample", type=int, default=1, help="of the cells of each test one in so many, in their order")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--battery"):
         deselect(config, items, [item for item in items if item.get_closest_marker("battery")])
-    if config.getoption("--sample"):
-        places: dict[str, Iterator[int]] = defaultdict(itertools.count)
-        deselect(config, items, [item for item in items if next(places[item.nodeid.partition("[")[0]]) % SAMPLE])
+    places: dict[str, Iterator[int]] = defaultdict(itertools.count)
+    each = config.getoption("--sample")
+    deselect(config, items, [item for item in items if next(places[item.nodeid.partition("[")[0]]) % each])
     # Of tests in no group, those that start processes take longest: at the end one worker would wait for the other.
     items.sort(key=lambda item: item.path.parent.name not in ("hosts", "train"))
 
