@@ -456,7 +456,23 @@ def divided_at_the_end(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return weighed(over, v) / over.sum(-1).swapaxes(1, 2)[..., None]
 
 
+def shaw(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """A vector for each distance (Shaw et al. 2018), whose products with queries are added."""
+    places = jnp.arange(T)
+    vectors = q[0, :5, 0][jnp.clip(places - places[:, None], -2, 2) + 2]
+    return weighed(soft(scores(q, k) + jnp.einsum("bthd,tsd->bhts", q, vectors)), v)
+
+
+def transformer_xl(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Products of queries with vectors of all distances, moved row by row to their own (Dai et al. 2019)."""
+    far = jnp.einsum("bthd,shd->bhts", q, jnp.sin(k[0]))
+    far = jnp.pad(far, ((0, 0), (0, 0), (0, 0), (1, 0))).reshape(B, H, T + 1, T)[:, :, 1:]
+    return weighed(soft(jnp.where(triangle(), scores(q, k) + far, LEAST)), v)
+
+
 NOT_TAKEN |= {
+    shaw: r"test_spelled.py:\d+:\d+ \(shaw\)",
+    transformer_xl: "computes reshape (of|along)",
     with_a_sink: "has a softmax of more than its keys",
     where_of_softmax: "computes select_n of weights",
     one_more_in_the_sum: "weighs values by an exponential of scores in no known form of a softmax",
