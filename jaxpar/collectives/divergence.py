@@ -89,12 +89,7 @@ class _Walk:
         def run(jaxpr: Any, given: list[Axes], decides: Axes | None) -> list[Axes]:
             return self.run(jaxpr, given, parted if alike or decides is None else parted | decides)
 
-        if (outs := propagate(eqn, given, run, frozenset.union)) is not None:
-            return outs
-        if jx.communicates([eqn], PRIMITIVES):
-            for program in jx.programs(eqn):
-                self.run(program, [every] * len(program.invars), parted)
-        return [every] * len(eqn.outvars)
+        return propagate(eqn, given, run, frozenset.union, every) or [every] * len(eqn.outvars)
 
     def _named(self, eqn: Any) -> Axes:
         return self.axes.intersection(axes_of(eqn))

@@ -25,8 +25,9 @@ from typing import Any, Self
 import jax
 
 from ..program.collectives import KINDS, PRIMITIVES, axes_of
-from ..program.jaxpr import live, opened, programs
-from ..program.trip_counts import Share, share_of
+from ..program.jaxpr import live
+from ..program.trip_counts import share_of
+from ..program.walk import fold, opened
 from ..text import table
 from .compiled.entry import Collective as Collective
 from .compiled.entry import Nesting, merged, whole
@@ -46,14 +47,16 @@ class Ledger(tuple[Collective, ...]):
         """Collectives written in a program, through jit, scan, cond, while, remat, custom derivatives, shard_map.
 
         Args:
-          jaxpr: `jax.make_jaxpr(f)(...)`. What nobody reads inside `shard_map` is left out, as compilers leave it out
-            (a derivative of `max` counts the elements that tie, even if it is then stopped).
+          jaxpr: `jax.make_jaxpr(f)(...)`. What nobody reads is left out, as compilers leave it out (a derivative of
+            `max` counts the elements that tie, even if it is then stopped).
           mesh: the mesh of its `shard_map`; gives the size of each axis.
 
         Raises:
           ValueError: a collective runs over an axis that `mesh` lacks.
         """
-        return cls(_from_jaxpr(opened(jaxpr)[0], mesh, Nesting()))
+        program = opened(jaxpr)[0]
+        read = fold(live(program.eqns, program.outvars), functools.partial(_operations, mesh))
+        return cls(collectives(read, Nesting()))
 
     @classmethod
     def from_hlo(cls, text: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Self:
@@ -145,42 +148,30 @@ def _computes(one: Operation) -> bool:
     return one.computes if isinstance(one, Kernel) else any(map(_computes, inside))
 
 
-def _from_jaxpr(jaxpr: Any, mesh: Any, nesting: Nesting, mapped: bool = False) -> Iterator[Collective]:
-    everyones, own = list[Any](), dict[int, list[Any]]()
-    for eqn in live(jaxpr.eqns, jaxpr.outvars) if mapped else jaxpr.eqns:
-        share = _share(eqn)
-        (everyones if share is None or share.rank is None else own.setdefault(share.rank, [])).append(eqn)
-    yield from _from_eqns(everyones, mesh, nesting)
-    if own:  # as of a conditional's branches, a device runs one rank's
-        yield from nesting.branches([functools.partial(_from_eqns, eqns, mesh) for eqns in own.values()])
+def _operations(mesh: Any, eqns: Sequence[Any], held: Sequence[Sequence[list[Operation]]]) -> list[Operation]:
+    """A program as if it were compiled, from those that each of its equations holds."""
+    return [one for eqn, inner in zip(eqns, held, strict=True) for one in _operation(mesh, eqn, inner)]
 
 
-def _from_eqns(eqns: Iterable[Any], mesh: Any, nesting: Nesting) -> Iterator[Collective]:
-    for eqn in eqns:
-        name = eqn.primitive.name
-        if kind := PRIMITIVES.get(name.removesuffix("_start")):
-            named = axes_of(eqn)
-            if unknown := set(named) - set(mesh.axis_names):
-                raise ValueError(
-                    f"{name} runs over {sorted(unknown)}, mesh has {mesh.axis_names}; give the mesh of the shard_map"
-                )
-            axes = tuple(axis for axis in mesh.axis_names if axis in named and mesh.shape[axis] > 1)
-            group = math.prod(mesh.shape[axis] for axis in axes)
-            if parts := eqn.params.get("axis_index_groups"):
-                axes, group = (f"{len(parts[0])} of {'+'.join(axes)}",), len(parts[0])
-            avals = [v.aval for v in eqn.invars[: 1 if kind == "ragged-all-to-all" else None]]
-            buffers = whole(kind, group, ((a.dtype.name, a.size * a.dtype.itemsize) for a in avals))
-            yield from nesting.collectives(kind, axes, group, buffers)
-        elif name == "cond":
-            walks = [functools.partial(_from_jaxpr, opened(branch)[0], mesh) for branch in eqn.params["branches"]]
-            yield from nesting.branches(walks)
-        else:
-            share = _share(eqn)
-            trips = share.runs if share else eqn.params.get("length")
-            inner = nesting.loop(trips) if name in ("scan", "while") else nesting
-            for sub in programs(eqn):
-                yield from _from_jaxpr(sub, mesh, inner, name == "shard_map")
-
-
-def _share(eqn: Any) -> Share | None:
-    return share_of(str(eqn.source_info.name_stack)) if eqn.primitive.name == "while" else None
+def _operation(mesh: Any, eqn: Any, held: Sequence[list[Operation]]) -> Iterable[Operation]:
+    name, inside = eqn.primitive.name, tuple(itertools.chain(*held))
+    if kind := PRIMITIVES.get(name.removesuffix("_start")):
+        named = axes_of(eqn)
+        if unknown := set(named) - set(mesh.axis_names):
+            raise ValueError(
+                f"{name} runs over {sorted(unknown)}, mesh has {mesh.axis_names}; give the mesh of the shard_map"
+            )
+        axes = tuple(axis for axis in mesh.axis_names if axis in named and mesh.shape[axis] > 1)
+        group = math.prod(mesh.shape[axis] for axis in axes)
+        if parts := eqn.params.get("axis_index_groups"):
+            axes, group = (f"{len(parts[0])} of {'+'.join(axes)}",), len(parts[0])
+        avals = [v.aval for v in eqn.invars[: 1 if kind == "ragged-all-to-all" else None]]
+        buffers = whole(kind, group, ((a.dtype.name, a.size * a.dtype.itemsize) for a in avals))
+        return [Start("", "", kind, axes, sum(buffers.values()), (), True, buffers, group)]
+    if name == "cond":
+        return [Choice("", tuple(map(tuple, held)))]
+    if name in ("scan", "while"):
+        share = share_of(str(eqn.source_info.name_stack)) if name == "while" else None
+        trips = share.runs if share else eqn.params.get("length")
+        return [While("", trips, inside, rank=share.rank if share else None)]
+    return inside

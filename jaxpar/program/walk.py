@@ -1,8 +1,9 @@
-"""Programs inside equations: which they are, a visit to all of them, and one fixpoint for values that are followed.
+"""Programs inside equations: which they are, a visit, a fold, and one fixpoint for values that are followed.
 
 Scans, whiles, conds, calls and functions with derivatives of their own hold programs. Whoever only looks goes through
-them by `visit`; whoever follows a property of values, such as what depends on parameters, by `propagate`. The two ends
-of the supported range of jax spell some parameters differently, and this is the only file that knows.
+them by `visit`; whoever adds up what they cost by `fold`, which leaves to it what a branch or an iteration counts;
+whoever follows a property of values, such as what depends on parameters, by `propagate`. The two ends of the supported
+range of jax spell some parameters differently, and this is the only file that knows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,6 +64,11 @@ def visit(
             inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
             for jaxpr in programs(eqn):
                 yield from visit(jaxpr.eqns, into, inside)
+
+
+def fold(eqns: Sequence[Any], of: Callable[[Sequence[Any], list[list[V]]], V]) -> V:
+    """What `of` makes of a program: of its equations, and of what it made of the programs that each of these holds."""
+    return of(eqns, [[fold(jaxpr.eqns, of) for jaxpr in programs(eqn)] for eqn in eqns])
 
 
 def with_programs(eqn: Any, of: Callable[[Any], Any], constant: Callable[[Any], Any] = lambda x: x) -> Any:
@@ -152,6 +158,7 @@ def propagate(
     ins: Sequence[V],
     run: Callable[[Any, list[V], V | None], list[V]],
     join: Callable[[V, V], V],
+    other: V | None = None,
 ) -> list[V] | None:
     """A property of values, followed through the programs that an equation holds: of its results, from its operands'.
 
@@ -161,6 +168,7 @@ def propagate(
       run: of the results of a program (open or closed) from that of its inputs; the last argument is the property of
         what decides whether it runs (a branch's number, a loop's condition), else None.
       join: of a value that may be either of two.
+      other: of all inputs of programs whose inputs are not the operands; without it these are not run.
 
     Returns None for an equation that holds no program, or one whose inputs are not its operands. A scanned value has
     the property of its slices.
@@ -194,5 +202,8 @@ def propagate(
         return outs
     inner = called(eqn)
     if inner is None or len(opened(inner)[0].invars) != len(ins) or len(opened(inner)[0].outvars) != len(eqn.outvars):
+        if other is not None:
+            for program in programs(eqn):
+                run(program, [other] * len(program.invars), None)
         return None
     return run(inner, list(ins), None)

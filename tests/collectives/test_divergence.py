@@ -24,6 +24,8 @@ from jaxpar.parallel.pipeline.slots import Slots
 total = lambda x, axis="a": collectives.all_reduce(x, axis)
 twice = lambda x: x + total(x)
 rank = lambda axis="a": lax.axis_index(axis)
+# An equation whose programs have other inputs than it has operands.
+solved = lambda x, solve: lax.custom_linear_solve(twice, x, lambda matvec, b: solve(b), symmetric=True)
 
 
 def found(fun: Callable[[jax.Array], jax.Array]) -> list[str]:
@@ -47,6 +49,7 @@ PARTED: dict[str, Callable[[jax.Array], jax.Array]] = {
     "branches that send in another order": lambda x: lax.cond(
         rank() == 0, lambda x: total(x) + total(x[0]), lambda x: total(x[0]) + total(x), x
     ),
+    "a solver's loop by rows": lambda x: solved(x, lambda x: lax.while_loop(lambda x: x.sum() < 9, twice, x)),
     "both over the mesh": lambda x: lax.cond(rank("b") == 0, lambda x: total(x, ("a", "b")), lambda x: x, x),
 }
 TOGETHER: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -58,6 +61,7 @@ TOGETHER: dict[str, Callable[[jax.Array], jax.Array]] = {
     "a value that stood beside others": lambda x: lax.cond(
         lax.optimization_barrier((x, jnp.float32(1)))[1] > 0, twice, lambda x: x, x
     ),
+    "a solver": lambda x: solved(x, twice),
     "beside a branch": lambda x: total(lax.cond(rank() == 0, jnp.sin, jnp.cos, x)),
 }
 

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jaxpar.program import jaxpr as jx
-from jaxpar.program.walk import propagate, settled, through, visit
+from jaxpar.program.walk import fold, propagate, settled, through, visit
 
 
 def follow(closed: Any, ins: list[bool], decides: bool | None = None) -> list[bool]:
@@ -61,6 +61,20 @@ def test_a_visit_says_how_often_each_equation_runs() -> None:
     assert {eqn.primitive.name: n for eqn, n in visit(eqns)} == {"scan": 3, "cos": 3, "sin": 12, "tanh": 1}
     closed = visit(eqns, into=lambda eqn: False)
     assert [eqn.primitive.name for eqn, _ in closed] == ["scan", "tanh"]
+
+
+def test_a_fold_is_told_what_became_of_each_equations_programs() -> None:
+    def fun(x: jax.Array) -> jax.Array:
+        branch = lambda x: lax.cond(x > 0, lambda x: jnp.sin(jnp.cos(x)), jnp.tanh, x)
+        return lax.scan(lambda x, _: (branch(x), None), x, None, length=3)[0] + 1
+
+    def most(eqns: Any, held: list[list[int]]) -> int:
+        """As many equations as run in the longer branch."""
+        times = [eqn.params.get("length", 1) for eqn in eqns]
+        return sum(n * max(inner, default=1) for n, inner in zip(times, held, strict=True))
+
+    conversions = 2  # of the predicate, in each iteration
+    assert fold(jax.make_jaxpr(fun)(1.0).eqns, most) == 3 * (2 + conversions) + 1
 
 
 def test_a_carry_settles_where_another_step_changes_nothing() -> None:

@@ -13,12 +13,13 @@ modules by construction, others by habit), so that order, shapes and paths tell 
                                           all-gather of a backwards
     tables, by their names                by rows, or by features if the rows do not divide
 
-A convolution's kernel [k, k, in, out] is like any other, and its window is part of what it multiplies. Inner modules
-go first; what one without pairs holds stands in the module around it. Of the pairs that a chain allows, those are
-taken that multiply most. The price is counted for each position of the output, in elements that are sent against
-products that are saved. A pair saves b (a + c) and sends in proportion to a + c, so that it is worth it from the width
-of b on: the hidden features must be as many as those on its narrower side, or it would rather be computed twice. A
-product alone sends 2 b + a for its a b and is split if it is large, and multiplies 64 times for each element.
+A convolution's kernel [k, k, in, out] is like any other, and its window is part of what it multiplies; one called
+weight is Equinox's, [out, in, k, k]. Inner modules go first; what one without pairs holds stands in the module around
+it. Of the pairs that a chain allows, those are taken that multiply most. The price is counted for each position of the
+output, in elements that are sent against products that are saved. A pair saves b (a + c) and sends in proportion to a +
+c, so that it is worth it from the width of b on: the hidden features must be as many as those on its narrower side, or
+it would rather be computed twice. A product alone sends 2 b + a for its a b and is split if it is large, and multiplies
+64 times for each element.
 
 A guess can be wrong (a module that creates its leaves in another order). Then more is sent; the result is the same,
 because `localise` follows the loss itself.
@@ -106,7 +107,7 @@ class _Search:
         self.leaves, self.ranks, self.chosen, self.expanding = leaves, ranks, chosen, expanding
         self.dims: dict[str, int] = {}
         # Modules, layers and features out of what may be stacks of kernels.
-        self.stacks = {(_module(path), s[0], s[-1]) for path, s in leaves if len(s) > 2}
+        self.stacks = {(_module(p), s[0], s[d]) for p, s in leaves if len(s) > 2 and (d := _features(p, s)[1])}
         self.seen = False  # whether there was a product
         self.beside: set[int] = set()  # grouped convolutions, stacked vectors
         if not expanding:
@@ -143,12 +144,13 @@ class _Search:
             if len(shape) > 1:
                 yield None
         elif len(shape) > 1 and not _NO_PRODUCT.fullmatch(path):
-            depthwise = len(shape) > 2 and shape[-2] == 1 and self.seen  # or of an image of one channel
+            into, out_of = _features(path, shape)
+            depthwise = len(shape) > 2 and shape[into] == 1 and self.seen  # or of an image of one channel
             self.seen = True
             if depthwise or self._stacked(path, shape):
                 self.beside.add(at)
             else:
-                yield _Product((at,), shape[-2], shape[-1], math.prod(shape))
+                yield _Product((at,), shape[into], shape[out_of], math.prod(shape))
 
     def _stacked(self, path: str, shape: tuple[int, ...]) -> bool:
         """Whether it is a vector for each layer of a stack, [L, b] beside [L, a, b]."""
@@ -187,25 +189,40 @@ class _Search:
 
     def _split(self, one: _Product, two: _Product) -> None:
         """Columns, what stands between, rows."""
-        self.dims.update((self.leaves[i][0], len(self.leaves[i][1]) - 1) for i in one.at)
-        self.dims.update((self.leaves[i][0], len(self.leaves[i][1]) - 2) for i in two.at)
+        self.dims.update((self.leaves[i][0], _features(*self.leaves[i])[1]) for i in one.at)
+        self.dims.update((self.leaves[i][0], _features(*self.leaves[i])[0]) for i in two.at)
         for at in range(one.at[0], two.at[0]):
             path, shape = self.leaves[at]
-            beside = at in self.beside or len(shape) == 1 or (len(shape) == 2 and _NO_PRODUCT.fullmatch(path))
-            if beside and shape[-1] == one.out_of and path not in self.chosen:
-                self.dims.setdefault(path, len(shape) - 1)
+            dim = _features(path, shape)[1]
+            vector = len(shape) == 2 or math.prod(shape) == shape[dim]  # of each layer, or one
+            beside = at in self.beside or len(shape) == 1 or (vector and _NO_PRODUCT.fullmatch(path))
+            if beside and shape[dim] == one.out_of and path not in self.chosen:
+                self.dims.setdefault(path, dim)
 
     def _alone(self, product: _Product | None) -> None:
         for at in product.at if product else ():
             path, shape = self.leaves[at]
-            a, b, size = shape[-2], shape[-1], math.prod(shape)
-            if _KERNEL.fullmatch(path) and a % self.ranks == 0 and size >= max(PAD_FROM, _WORTH * (2 * b + a)):
-                self.dims[path] = len(shape) - 2
+            (into, out_of), size = _features(path, shape), math.prod(shape)
+            worth = size >= max(PAD_FROM, _WORTH * (2 * shape[out_of] + shape[into]))
+            if _KERNEL.fullmatch(path) and shape[into] % self.ranks == 0 and worth:
+                self.dims[path] = into
 
 
 def _module(path: str) -> str:
     """The outermost module of a leaf."""
     return path.partition("/")[0] if "/" in path else ""
+
+
+def _features(path: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """The dims of a kernel's features in and out, the last two; Equinox has [out, in, *window], of stacks [L, out, in].
+    Of what stands beside kernels the second counts.
+    """
+    if len(shape) > 2 and {*shape[1:]} == {1}:
+        return 1, 0  # a bias of Equinox's convolutions
+    if len(shape) > 1 and path.endswith("weight"):
+        first = int(len(shape) == 3 and shape[0] < shape[2])  # windows are narrower than a stack's features
+        return first + 1, first
+    return len(shape) - 2, len(shape) - 1
 
 
 def _is_table(path: str) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from ...program import jaxpr as jx
 from ...program import primitives
 from ...program.collectives import PRIMITIVES as COLLECTIVES
-from ...program.walk import visit
+from ...program.walk import fold, visit
 
 # Operations in the time of one byte of memory: an H100 SXM's 989e12 / 3.35e12 (NVIDIA's data sheet, bf16).
 FLOPS = 300.0
@@ -45,8 +45,8 @@ def _fuses(eqn: Any) -> bool:
     return not any(primitives.of(inner).kernel or inner.primitive.name in _SENDS for inner in held)
 
 
-def _forwards(eqns: Sequence[Any]) -> list[float]:
-    """The time of each equation's forward, in bytes of memory."""
+def _forwards(eqns: Sequence[Any], held: Sequence[Sequence[list[float]]]) -> list[float]:
+    """The time of each equation's forward, in bytes of memory, from those of the programs that each holds."""
     readers: dict[Any, list[Any]] = {}
     for eqn in eqns:
         for v in eqn.invars:
@@ -54,37 +54,37 @@ def _forwards(eqns: Sequence[Any]) -> list[float]:
                 readers.setdefault(v, []).append(eqn)
     written: dict[Any, bool] = {}  # whether a value is written to memory
     found = []
-    for eqn in reversed(eqns):
+    for eqn, inner in zip(reversed(eqns), reversed(held), strict=True):
         for v in eqn.outvars:
             mine = readers.get(v, ())
             on = [written[r.outvars[0]] if primitives.of(r).view else not _fuses(r) for r in mine]
             # A sum is a kernel of its own: what others read too is written for both.
             summed = len(mine) > 1 and any(r.primitive.name.startswith("reduce_") for r in mine)
             written[v] = summed or any(on) or not on
-        found.append(_forward(eqn, any(written[v] for v in eqn.outvars)))
+        found.append(_forward(eqn, any(written[v] for v in eqn.outvars), inner))
     return found[::-1]
 
 
-def _forward(eqn: Any, written: bool) -> float:
-    name, made = eqn.primitive.name, float(sum(map(bytes_of, eqn.outvars)))
+def _forward(eqn: Any, written: bool, inner: Sequence[list[float]]) -> float:
+    name, known, made = eqn.primitive.name, primitives.of(eqn), float(sum(map(bytes_of, eqn.outvars)))
     read = sum(bytes_of(v) for v in eqn.invars)
     if name in _SENDS:
         return LINK * max(made, read) * _SENDS[name] / 3  # of `times`
     if name in primitives.PRODUCTS:
         ((flops, _),) = jx.matmuls([eqn]).values()
         return max(2 * flops / FLOPS, made + read)
-    if primitives.of(eqn).view:
+    if known.view:
         return 0.0
     if name.startswith(("reduce_", "arg")):
         return made + read
-    if not _fuses(eqn) and (inner := [jaxpr.eqns for jaxpr in jx.programs(eqn)]):
-        return max(sum(_forwards(some)) for some in inner) * (eqn.params["length"] if name == "scan" else 1)
+    if inner and not _fuses(eqn) and (known.nested or not known.kernel):  # what a scatter adds by runs within it
+        return max(map(sum, inner)) * (eqn.params["length"] if name == "scan" else 1)
     return 2 * made if written or not _fuses(eqn) else 0.0  # what it is made of is read
 
 
 def times(eqns: Sequence[Any]) -> np.ndarray:
     """The time of each equation, forwards and backwards: a backward takes two forwards."""
-    return 3 * np.array(_forwards(eqns))
+    return 3 * np.array(fold(eqns, _forwards))
 
 
 def crossing(eqns: Sequence[Any]) -> np.ndarray:

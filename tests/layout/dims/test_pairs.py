@@ -108,6 +108,21 @@ class Aggregated(nn.Module):
         return nn.ConvTranspose(8, (2, 2), strides=(2, 2))(y)
 
 
+def equinox() -> jp.Model:
+    """Kernels [out, in, 3, 3], biases [out, 1, 1], and a dense layer [out, in]."""
+    nn = pytest.importorskip("equinox", reason="Equinox is not installed: pip install equinox").nn
+
+    def make(key: jax.Array) -> Any:
+        keys = iter(jax.random.split(key, 6))
+        conv = lambda *features, **options: nn.Conv2d(*features, 3, padding=1, key=next(keys), **options)
+        inverted = [conv(4, 16), nn.GroupNorm(4, 16), nn.Lambda(jax.nn.silu), conv(16, 16, groups=16), conv(16, 4)]
+        mean = nn.Lambda(lambda x: jnp.tanh(x).mean((1, 2)))
+        dense = [nn.Linear(4, 12, key=next(keys)), nn.Lambda(jax.nn.relu), nn.Linear(12, 5, key=next(keys))]
+        return nn.Sequential([conv(3, 4), nn.Sequential(inverted), mean, *dense])
+
+    return jp.from_equinox(make, lambda module, b, key: weighed(jax.vmap(module)(jnp.moveaxis(b["x"], 3, 1)), b["w"]))
+
+
 def separable() -> jp.Model:
     batch = {"x": rand(1, SIZE, SIZE, 3), "w": rand(1, 2 * SIZE, 2 * SIZE, 8)}
     return jp.from_linen(Separable(), lambda apply, b: weighed(apply(b["x"]), b["w"]), example=batch)
@@ -195,6 +210,14 @@ GROUP = functools.partial(nnx.GroupNorm, num_groups=2)
 MODELS: dict[str, tuple[Callable[[], jp.Model], Any, dict[str, int]]] = {
     "BatchNorm": (lambda: pictures(nnx.BatchNorm), IMAGES, CONV),
     "GroupNorm": (lambda: pictures(GROUP), IMAGES, CONV),
+    "equinox": (
+        equinox,
+        IMAGES,
+        {
+            **{f"layers/1/layers/{i}/{name}": 0 for i in (0, 1, 3) for name in ("weight", "bias")},
+            **{"layers/1/layers/4/weight": 1, "layers/3/weight": 0, "layers/3/bias": 0, "layers/5/weight": 1},
+        },
+    ),
     "separable": (
         separable,
         MAPS,

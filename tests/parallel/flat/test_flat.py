@@ -430,6 +430,15 @@ def test_the_cut_is_the_best(name: str) -> None:
     assert found == pytest.approx(min(longest(i, j) for i in every for j in every if i < j))
 
 
+@pytest.mark.parametrize("update", ["set", "add", "max"])
+def test_a_scatter_takes_the_time_of_the_array_that_it_writes(update: str) -> None:
+    """It took next to none: that of the function of two scalars by which it updates."""
+    scatter = lambda x, i: jnp.sin(getattr(x.at[i], update)(1.0)) @ x.T
+    eqns = jx.trace(scatter, jnp.zeros((64, 32)), jnp.zeros(8, jnp.int32))[0].eqns
+    (took,) = (t for eqn, t in zip(eqns, times(eqns), strict=True) if eqn.primitive.name.startswith("scatter"))
+    assert took == 3 * 2 * 4 * 64 * 32
+
+
 def test_a_program_grows_with_its_stages_and_not_with_their_ranks() -> None:
     """Each stage's forward and backward stand in the program once: as many products on two ranks as on four."""
     model, batch = of("irregular")
