@@ -143,7 +143,8 @@ def choose(
             f"{heads[0][0]} query and {heads[0][1]} key heads{shared}; use attention='ring'"
         )
     order = "zigzag" if any(_whole(call, ranks) for call in free) else "plain"
-    ring, usp = (AttentionMode(name, "it was asked for", of, order) for name, of in (("ring", 1), ("usp", group)))
+    ring = AttentionMode("ring", "it was asked for", 1, order)
+    usp = replace(ring, name="usp", group=group)
     ulysses = AttentionMode("ulysses", ring.why)
     if asked == "usp" and group < ranks:
         return replace(usp, why=f"{usp.why}, in groups of {group} ranks")
