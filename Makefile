@@ -1,7 +1,7 @@
 # Each of these does its own set-up: it needs Python 3.11 or newer and nothing else.
 #   make train      train a small Llama on 8 simulated devices, fully sharded
 #   make compare    every strategy on the same data: one table, one picture, in runs/compare
-#   make test       format, types, docs, tests in ten minutes (of a test's cells each sixth; SLOW=1 also those of 3 s and more; EVERY=2 those and half of the cells)
+#   make test       format, types, docs, tests in ten minutes (of a test's cells each eighth; SLOW=1 also those of 3 s and more; EVERY=2 those and half of the cells)
 #   make battery    what CI leaves out: every strategy x every model, not only a covering array, and so on
 #   make soak       every strategy family on every model, 200 steps each, beside busy processes and on one core (SECONDS=120 FROM=0 JOBS=1)
 #   make fuzz       random programs under random strategies beside one device, random losses that couple rows (SECONDS=600 SEED=0 FROM=0 COUNT=100 JOBS=2)
@@ -45,7 +45,7 @@ test: $(VENV)/.packages
 
 # It builds the docs too (tests/test_site.py). Beside the types, of which pyright's one process takes as long as many tests.
 pytest: $(VENV)/.packages
-	$(PYTEST) --sample $(or $(EVERY),6) $(if $(EVERY)$(SLOW),,-m 'not slow')
+	$(PYTEST) --sample $(or $(EVERY),8) $(if $(EVERY)$(SLOW),,-m 'not slow')
 
 battery: $(VENV)/.packages
 	$(PYTEST) --battery

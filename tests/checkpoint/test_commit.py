@@ -117,6 +117,7 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     assert sorted(x.name for x in tmp_path.iterdir()) == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_a_program_whose_last_save_fails_does_not_end_well(tmp_path: Path) -> None:
     """Where the folder was removed, the end of the program waited for ever; where it could not be written to, the
     program showed a traceback and ended with status 0.

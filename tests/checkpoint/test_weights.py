@@ -48,6 +48,7 @@ def averaged() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, state))
 
 
+@pytest.mark.slow
 def test_weights_begin_a_new_state_and_adapters_may_be_fresh(tmp_path: Path) -> None:
     """Both ended in two dumps of a PyTreeDef."""
     old = jp.make_train_step(model(), optax.adam(1e-2), "fsdp")
@@ -99,6 +100,7 @@ def test_a_frozen_base_goes_on_in_the_precision_of_the_step(there: str, here: st
                 np.testing.assert_array_equal(got[name], want[name])
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder_is_written_tensor_by_tensor(tmp_path: Path) -> None:
     """All parameters were in memory at once."""
     tiny = named("llama-tiny", layers=12, dim=64, heads=2, kv_heads=2, ffn=128)

@@ -69,6 +69,7 @@ def test_train_writes_its_run_and_goes_on_with_it(
     assert "already holds a run" in fails(command(text, "--out", str(out)), 2, capsys)
 
 
+@pytest.mark.slow
 def test_images_train_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pytest.importorskip("sklearn")
     words = [

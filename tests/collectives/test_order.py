@@ -63,6 +63,7 @@ def test_a_decoder_that_aborted_trains() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_calls_within_a_callers_jit_follow_each_other() -> None:
     step, batch = decoder("zero3")
     other = jax.tree.map(lambda x: x[::-1], batch)

@@ -235,6 +235,7 @@ def test_missing_packages_say_how_to_install_them(
         load()
 
 
+@pytest.mark.slow
 def test_a_model_learns_the_digits(digits: Images) -> None:
     model = named("mlp-tiny", **digits.sizes)
     step = jp.make_train_step(model.model, optax.adam(1e-2), "ddp")

@@ -22,6 +22,7 @@ def measured(out: Path, *options: str) -> dict[str, Any]:
     return json.loads((out / "claims.json").read_text())["claims"]
 
 
+@pytest.mark.slow
 def test_cheap_claims(tmp_path: Path) -> None:
     found = measured(tmp_path, "--only", *CHEAP)
     assert set(found) == set(CHEAP)

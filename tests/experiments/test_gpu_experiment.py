@@ -24,6 +24,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_cells(load: Any, tmp_path: Path) -> None:
     """The last of the simulated devices plays the GPU, the first is the CPU."""
     gpu_cells, report = load("gpu_cells"), load("gpu_report")
@@ -81,6 +82,7 @@ def test_unknown_model(load: Any) -> None:
         load("gpu_speed").spec_of("gpt3", None, tiny=False)
 
 
+@pytest.mark.slow
 def test_profile(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_profile, report = load("gpu_profile"), load("gpu_report")
     monkeypatch.setattr(gpu_profile, "LARGEST", 2**30)  # a trace holds every program of the process, of other tests too

@@ -22,6 +22,7 @@ from jaxpar.step import tracing
 SIZES = Sizes(8, 8, 8, 8)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_are_programs() -> None:
     """They trace and differentiate; the same seed and number are the same program, another number is another."""
     drawn = set()
@@ -78,6 +79,7 @@ def test_a_wrong_rule_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -
     assert "lax.rev" in runnable(small, "wrong", "tensor=2", 2)
 
 
+@pytest.mark.slow
 def test_a_coupling_in_silence_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     g = Draw(random.Random(1), SIZES)
     start, innocent = losses.plain_start(g), spelled(g, INNOCENT, "alone")

@@ -55,6 +55,7 @@ def rows_batch() -> Any:
     return {"x": rng.normal(size=(8, 4)).astype(np.float32), "label": label}
 
 
+@pytest.mark.slow
 def test_rows_that_a_loss_couples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Indices that count along another dim than the rows were taken for the rows' own: nothing was said."""
     monkeypatch.setattr(tracing, "check_coupling", lambda *_, **__: None)
@@ -73,6 +74,7 @@ def centred(params: Any, batch: Any, key: Any) -> jax.Array:
     return jnp.square(h - mean).mean()
 
 
+@pytest.mark.slow
 def test_what_sums_rows_is_named_and_not_what_reads_the_sum() -> None:
     model = jp.Model(lambda key: {"w": jax.random.normal(key, (4, 5))}, centred, rows="independent")
     found = jp.bisect(model, "ddp", None, {"x": rows_batch()["x"]}, mesh=TWO)
@@ -283,12 +285,14 @@ def test_a_loss_by_hand_in_other_words_parts_where_its_mathematics_does() -> Non
     assert "of a step give the loss that it differentiates" in error.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_two_devices_are_named() -> None:
     model, batch = jp.Model(draws, by_scan), rows_batch()
     same = jp.bisect(model, None, None, batch, mesh=TWO[:1], mesh_b=TWO[1:])
     assert str(same).startswith("one device on device 0 and one device on device 1 agree within 1e-05"), str(same)
 
 
+@pytest.mark.slow
 def test_devices_in_another_order_show_the_one_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of the second device are half a thousandth too large, whichever rank it is."""
     run = sides.UnderStrategy.__call__
@@ -354,6 +358,7 @@ os._exit(9)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     model, batch = met("this")
     with (

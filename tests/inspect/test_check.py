@@ -111,6 +111,7 @@ def test_strategies_keep_their_promises(strategy: str) -> None:
     assert wanted <= parts
 
 
+@pytest.mark.slow
 def test_the_program_that_is_checked_is_the_one_that_runs(caplog: pytest.LogCaptureFixture) -> None:
     """One compilation, whether the step is called or compiled first."""
     step = made("zero1", check=True)
@@ -278,6 +279,7 @@ def test_a_broken_strategy_is_caught(name: str, monkeypatch: pytest.MonkeyPatch)
     assert max(map(len, str(proof).splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_nothing_runs_where_a_promise_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what was promised, what was found, and what to try; the state is as it was."""
     monkeypatch.setattr("jaxpar.parallel.ddp.all_reduce", not_reduced)
@@ -300,6 +302,7 @@ def pair(key: jax.Array) -> dict[str, jax.Array]:
 
 
 @pytest.mark.filterwarnings("ignore:the optimizer multiplies")
+@pytest.mark.slow
 def test_an_optimizer_that_gathers_is_named() -> None:
     """Muon multiplies matrices that fsdp and tensor share out; as one stack of several leaves they have no owners, and
     the line of optax that multiplies is in the note.
@@ -331,6 +334,7 @@ def test_an_optimizer_that_gathers_is_named() -> None:
     assert check(make(optax.adafactor(1e-2, min_dim_size_to_factor=16)), batch).ok  # it sends vectors
 
 
+@pytest.mark.slow
 def test_a_state_that_does_not_fit_is_named_by_its_array() -> None:
     """What jax says names no array. A state of another strategy whose leaves have the same shapes can be moved."""
     step, other = made("zero3"), made("ddp")

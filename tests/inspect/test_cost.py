@@ -74,6 +74,7 @@ def test_flops_of_llama_matmul_by_matmul(strategy: str) -> None:
     assert sum(found.values()) == 7 * (rows // 8) * scores(c, length)
 
 
+@pytest.mark.slow
 def test_flops_of_recomputed_layers() -> None:
     model = named("llama-tiny", layers=2, vocab=300, ffn=352)
     rows, length, c = 8, 23, model.config

@@ -163,6 +163,7 @@ def grouped(w: jax.Array, batch: Batch) -> jax.Array:
     return ((batch["x"] @ w)[:, 0] * (gain - gain.mean(1, keepdims=True)).reshape(-1)).mean()
 
 
+@pytest.mark.slow
 def test_groups_that_no_block_parts_are_dealt_whole() -> None:
     """One device has the same groups, so the step is its step; single rows dealt otherwise would refuse it."""
     found = checked(grouped)
@@ -211,6 +212,7 @@ def centred(w: jax.Array, batch: Batch) -> jax.Array:
     return jnp.square(x - jp.all_rows(x).mean(0) - batch["y"]).mean()
 
 
+@pytest.mark.slow
 def test_what_is_not_judged_is_said() -> None:
     one = {"x": BATCH["x"][:4], "y": BATCH["y"][:4], "scale": BATCH["scale"]}
     assert "anything, as a block has one row" in str(checked(mean, batch=one))

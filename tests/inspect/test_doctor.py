@@ -34,6 +34,7 @@ main(["doctor", "--strategy", "ddp", "--folder", folder, "--bytes", "4000", "--d
 """
 
 
+@pytest.mark.slow
 def test_one_process_is_well(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     main(["doctor", "--strategy", "data=2,fsdp=4", "--bytes", "4096", "--folder", str(tmp_path)])
     said = capsys.readouterr().out
@@ -50,6 +51,7 @@ def test_one_process_is_well(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
     assert not list(tmp_path.iterdir())  # it leaves nothing behind
 
 
+@pytest.mark.slow
 def test_wrong_sums_and_a_folder_that_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -77,6 +77,7 @@ def test_every_planted_line_is_named_where_a_step_comes_to_it(name: str, strateg
     check(name, error.value.found, step)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_an_error_that_names_the_line_and_has_the_state_of_before() -> None:
     step, state, batch = spoilt(name := "log_of_0", "pipe zb-h1", light=True, trace_nonfinite=True)
     good = planted.batch(name, bad=False)
@@ -169,6 +170,7 @@ def traced(model: jp.Model, strategy: str, batch: Any) -> Nonfinite:
     return step.trace_nonfinite(step.init(jax.random.key(0)), batch)
 
 
+@pytest.mark.slow
 def test_what_blocks_make_together_is_named() -> None:
     """The count of a masked batch, the sum of gradients, and a loss that takes the rows of all."""
 
@@ -255,6 +257,7 @@ def test_an_overflow_by_float16s_scale_is_no_fault() -> None:
     assert int(metrics["skipped"]) > 0
 
 
+@pytest.mark.slow
 def test_the_replay_is_the_steps_mathematics() -> None:
     """Rows, microbatches, keys, counts and the scale: its loss and gradients are those of the step."""
 

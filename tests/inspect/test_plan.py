@@ -294,6 +294,7 @@ def test_families_take_turns() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_remat_without_a_stack_is_refused_with_the_steps_own_words() -> None:
     mlp = jp.Model(
         init=lambda key: {"w": jax.random.normal(key, (5, 7))},
@@ -313,6 +314,7 @@ def test_remat_without_a_stack_is_refused_with_the_steps_own_words() -> None:
 # -- lines -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_order_is_by_predicted_time_and_the_numbers_are_the_programs(tmp_path: Path) -> None:
     names = ["ddp,precision=bf16", "fsdp=8,precision=bf16,remat=layer", "tensor=3,precision=bf16,data=2"]
     found = a_plan(names, flops=FLOPS)
@@ -372,6 +374,7 @@ def test_the_answer_is_the_first_sentence() -> None:
     assert str(dataclasses.replace(found, lines=(), interrupted=True)).startswith("nothing was compiled")
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_last_and_says_by_how_much() -> None:
     names = ["ddp", "fsdp=8,remat=layer"]
     totals = {str(line.strategy): line.memory["total"] for line in a_plan(names).lines}

@@ -77,6 +77,7 @@ def test_ways_of_attention_that_are_one_program_are_compiled_once() -> None:
     assert why == {usp: f"as {auto}, by closed forms: of attention the way is the same", ring: None}
 
 
+@pytest.mark.slow
 def test_what_context_ranks_send_by_hand() -> None:
     """Keys and values of a layer gathered, and their gradients scattered; parameters and gradients in ZeRO beside."""
     ours = estimator("llama-tiny", rows=2)
@@ -125,6 +126,7 @@ def test_positions_are_split_no_further_than_devices_need() -> None:
     assert [enough(n, rows) for n, rows in ((1024, 512), (1024, 1024), (8, 3), (8, 1))] == [2, 1, 4, 8]
 
 
+@pytest.mark.slow
 def test_a_loss_without_positions_says_so_where_they_would_be_split() -> None:
     batch = lambda rows: jax.ShapeDtypeStruct((rows, 24), jnp.float32)
     few, enough = (jp.plan(MODEL, batch(n), here(devices=2), ADAM, top=1, cache=False) for n in (1, 2))

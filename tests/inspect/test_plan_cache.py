@@ -93,6 +93,7 @@ def faked(monkeypatch: pytest.MonkeyPatch, told: Any) -> list[jp.Strategy]:
     return asked
 
 
+@pytest.mark.slow
 def test_whole_logits_are_tried_where_the_best_has_them_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama-3-8B on 8 H100 took 1.715 s, and with `logits=whole` 1.685."""
     faked(monkeypatch, lambda s: (1.0 + (s.zero != 1) + (s.logits == "auto"), 10, s.logits == "auto"))
@@ -127,6 +128,7 @@ def test_what_is_worse_in_no_closed_form_is_tried_first() -> None:
     assert found[0] == dataclasses.replace(best, reduce="compute")
 
 
+@pytest.mark.slow
 def test_a_search_that_ends_early_has_looked_around_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama-3-405B on 1,024 H100: six programs, each of another family, and `reduce=compute` was not among them."""
     asked = faked(monkeypatch, lambda s: (1.0, 10, False))

@@ -75,6 +75,7 @@ def test_every_dtype_has_a_checksum_that_one_element_changes() -> None:
     assert dict(zip(kinds, (found != others).all(axis=0)[:-1].tolist(), strict=True)) == dict.fromkeys(kinds, True)
 
 
+@pytest.mark.slow
 def test_what_is_on_the_host_has_the_checksum_that_it_has_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`offload=optimizer` leaves it there; a block at a time comes to the device."""
     monkeypatch.setattr("jaxpar.step.streamed.BLOCK", 64)

@@ -146,6 +146,7 @@ def squared(module: Any, batch: Any) -> jax.Array:
 NOISY = jp.from_nnx(lambda rngs: Noisy(rngs=rngs), squared)
 
 
+@pytest.mark.slow
 def test_dropout() -> None:
     """Masks belong to blocks of rows: 8 replicas draw what 4 replicas of 2 microbatches draw. Each step draws anew."""
     still = optax.sgd(0.0)

@@ -88,6 +88,7 @@ def test_an_annotated_linen_module_makes_the_program_of_a_plain_one(wrap: Any, n
     assert programs(linen(Layers(wrap, names)), strategies, rules) == programs(linen(Layers()), strategies)
 
 
+@pytest.mark.slow
 def test_annotated_linen_gradients() -> None:
     model = linen(Layers(nn.with_partitioning, ("embed", "heads", "kv")))
     assert jp.verify(model, "tensor=2,fsdp=4", BATCH, steps=1).ok

@@ -101,6 +101,7 @@ def test_a_program_with_effects_stays() -> None:
     assert len(bits(draws_together(draw), jax.random.key(0))) == 3
 
 
+@pytest.mark.slow
 def test_of_a_first_state() -> None:
     """With raw keys inside, and under shards: the parameters are those of the model's own `init`."""
 

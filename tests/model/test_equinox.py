@@ -79,6 +79,7 @@ def test_a_module_comes_back() -> None:
     np.testing.assert_allclose(step.evaluate(state, BATCH)["loss"], wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_state_comes_back() -> None:
     step = jp.make_train_step(others.resnet(), SGD, "fsdp")
     state = step.init(jax.random.key(0))

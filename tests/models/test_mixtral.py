@@ -70,6 +70,7 @@ def test_the_load_of_each_expert_is_that_of_one_device(strategy: str, masked: bo
     np.testing.assert_allclose(found[strategy], found["single"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_rematerialised_layer_with_a_loop_inside_is_traced() -> None:
     """The loop is the blocks. For it the layer was inlined, and the derivative of attention taken for its kernel."""
     step = jp.make_train_step(named("mixtral-tiny", **NARROW).model, optax.sgd(0.1), "zero3,remat=layer")

@@ -93,6 +93,7 @@ def test_grouped_queries_equal_full_attention_with_repeated_keys_and_values() ->
     np.testing.assert_allclose(logits(full, tokens()), logits(grouped, tokens()), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_whole_model_is_the_textbook_formula() -> None:
     """Layer by layer, head by head, one row: no scan, no batching, no library attention."""
 
@@ -134,6 +135,7 @@ def test_the_whole_model_is_the_textbook_formula() -> None:
     np.testing.assert_allclose(logits(model, text)[0], expected, rtol=1e-4, atol=1e-4 * jnp.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_tied_head_is_the_embedding() -> None:
     model = build(dataclasses.replace(SMALL, tied=True))
     _, gradient = nnx.jit(nnx.value_and_grad(llama.loss))(model, {"tokens": jnp.zeros((1, 4), jnp.int32)})
@@ -147,6 +149,7 @@ def test_initial_loss_is_near_that_of_a_uniform_guess() -> None:
     assert abs(value - np.log(SMALL.vocab)) < 1
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_compute_in_bfloat16_and_lose_in_float32() -> None:
     model = build(SMALL)
     exact = loss(model, {"tokens": tokens()})
@@ -175,6 +178,7 @@ def test_masked_loss_counts_only_the_mask() -> None:
     np.testing.assert_allclose(masked.total / masked.count, loss(model, {"tokens": text[1:, :4]}), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_drops_in_training_only_and_differs_between_layers_and_calls() -> None:
     model = build(dataclasses.replace(SMALL, dropout=0.5))
     text = tokens()
@@ -185,6 +189,7 @@ def test_dropout_drops_in_training_only_and_differs_between_layers_and_calls() -
     assert len({tuple(key) for key in keys.tolist()}) == SMALL.layers
 
 
+@pytest.mark.slow
 def test_the_model_learns() -> None:
     graph, parameters = nnx.split(build(SMALL))
     optimizer = optax.adam(1e-2)

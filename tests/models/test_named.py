@@ -112,6 +112,7 @@ def test_flops_of_images_are_those_of_the_program() -> None:
         assert model.flops(3) == 6 * macs(model, 3, 0, backward=False)
 
 
+@pytest.mark.slow
 def test_multiply_adds_of_an_image_are_as_published() -> None:
     # As torchvision states them, in 10^9. Striding in the first 1x1 convolution of a bottleneck would give 3.8.
     assert named("resnet18").flops(1) / 6e9 == pytest.approx(1.81, abs=0.005)
@@ -126,6 +127,7 @@ def image_batch(model: Named, rows: int = 16) -> dict[str, np.ndarray]:
     return {"image": pixels.astype(np.float32), "label": np.arange(rows, dtype=np.int32) * 3 % model.config.classes}
 
 
+@pytest.mark.slow
 def test_gpt_is_the_textbook_formula() -> None:
     """Layer by layer, head by head, one row: no scan, no batching, no library attention."""
 

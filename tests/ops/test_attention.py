@@ -366,6 +366,7 @@ def test_cudnn_on_gpus(kernel: str, mask: str, t: int, options: dict[str, Any], 
 
 
 @pytest.mark.cuda_compiler
+@pytest.mark.slow
 def test_xla_on_gpus() -> None:
     qkv = (1, 32, 2, 64), (1, 32, 1, 64), (1, 32, 1, 64)
     assert not cudnn_calls(compiled(jp.attention, *qkv, dtype=jnp.float32))

@@ -360,6 +360,7 @@ def test_a_label_beyond_its_limit_is_named_by_the_step_that_saw_it(strategy: str
             run.run()
 
 
+@pytest.mark.slow
 def test_labels_that_are_looked_up_where_nothing_is_are_told() -> None:
     """Those of -1 trained in silence, as the last class, and 8 of 8 was "try a lower learning rate"."""
 

@@ -43,6 +43,7 @@ def again(out: Path, step: int, **options: Any) -> Any:
     return jp.replay(trainer(out, **OPTIONS | options), step, equation=False)
 
 
+@pytest.mark.slow
 def test_the_same_layout_has_the_same_bits(recorded: Path) -> None:
     assert [line["step"] for _, line in digests_of(recorded)] == [2, 4, 6]
     assert (recorded / "digests.jsonl").stat().st_size < 4 * 2048  # a head, and three digests
@@ -54,6 +55,7 @@ def test_the_same_layout_has_the_same_bits(recorded: Path) -> None:
     assert sorted(path.name for path in (recorded / "checkpoints").iterdir()) == ["3", "6"]
 
 
+@pytest.mark.slow
 def test_another_layout_has_the_same_numbers(recorded: Path) -> None:
     found = again(recorded, 6, strategy="data=2,fsdp=2")
     assert found.ok
@@ -155,6 +157,7 @@ def test_a_run_that_is_resumed_has_each_digest_once(recorded: Path, tmp_path: Pa
     assert again(tmp_path, 6).compared == (4, 6)  # 4 is that of the checkpoint
 
 
+@pytest.mark.slow
 def test_recording_changes_no_program(tmp_path: Path) -> None:
     texts = {run(tmp_path / str(record), record=record, steps=2).compiled.as_text() for record in (2, None)}
     assert len(texts) == 1
@@ -265,6 +268,7 @@ def test_a_flipped_bit_of_a_shard_is_convicted_by_a_replay(what: str, at: int, t
     assert {*found.leaves} == of
 
 
+@pytest.mark.slow
 def test_a_device_that_is_always_wrong_is_found_by_turning_the_others(tmp_path: Path) -> None:
     turned = [*MESH[-1:], *MESH[:-1]]
 

@@ -172,6 +172,7 @@ def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(tmp_pat
     assert int(state.step) == 3
 
 
+@pytest.mark.slow
 def test_another_run_is_neither_resumed_nor_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     trainer(tmp_path, steps=2, about={"lr": 0.01}).run()
@@ -214,6 +215,7 @@ def test_an_update_that_is_not_finite_is_neither_evaluated_nor_saved(tmp_path: P
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     program = "import sys; from filelock import FileLock; FileLock(sys.argv[1], blocking=False).acquire()"
 

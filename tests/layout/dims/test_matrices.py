@@ -122,6 +122,7 @@ def test_layers_are_not_multiplied_with_one_another() -> None:
             jp.make_train_step(model.model, optimizer, "fsdp").trace(model.example(8, 8))
 
 
+@pytest.mark.slow
 def test_what_is_no_hidden_matrix_is_not_multiplied() -> None:
     """Of layers in a loop Muon took the embedding and biases of heads, and no kernel of theirs, and nothing said so.
     Optimizers that keep factors are meant for embeddings too.

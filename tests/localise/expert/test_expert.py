@@ -132,6 +132,7 @@ def test_all_tokens_are_gathered_where_each_has_more_experts_than_there_are_rank
     assert ledger.total(kind="all-to-all") == cells.LAYERS * (2 * tokens * features + 4 * table)
 
 
+@pytest.mark.slow
 def test_grouped_matmuls_are_exchanged_where_that_is_fewer_bytes() -> None:
     step, ledger = traced("grouped", "expert=4,data=2")
     assert step.tracing.experts_fewer == {}

@@ -113,6 +113,7 @@ def largest(eqns: Any) -> int:
     return max([*inner, *(int(np.prod(v.aval.shape)) for eqn in eqns for v in eqn.outvars)], default=0)
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_whole() -> None:
     """Eight ways to write it, each token weighed by itself, with sums over all tokens; and no value of logits' size."""
     params, x, ids, weights = arrays()
