@@ -1,19 +1,23 @@
-"""Every picture, page and number of docs that a program of `experiments/` makes: how it is made again, and which are
-older than their program.
+"""Every picture, page and number of docs that a program of `experiments/` makes: how it is made again, and its age.
 
-python experiments/figures.py                  # which are older than their program
+python experiments/figures.py                  # when and by which jaxpar each was made, and which programs have changed
 python experiments/figures.py claims compare   # make these again
 python experiments/figures.py all              # make all again: hours, and the compiler for GPUs
 
-`figures.json` has the hash of each program as it was when its figures were made. A program whose numbers stand in the
-text of a page prints them: bring the page up to date with what it says.
+`figures.json` has of each the hash of its program, the day, and the jaxpar (a hash of its source) and the jax that made
+it; null where that was not kept. A program that has changed fails a test. Another jaxpar does not, since each commit is
+one, and most change no figure: what is quickly made again is compared in the battery. A program whose numbers stand in
+the text of a page prints them: bring the page up to date with what it says.
 """
 
+import datetime
 import hashlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +34,11 @@ class Figure:
 
     @property
     def hash(self) -> str:
-        return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in self.programs)).hexdigest()[:16]
+        return _hash(ROOT / name for name in self.programs)
+
+
+def _hash(files: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def _asset(*names: str) -> tuple[str, ...]:
@@ -73,6 +81,11 @@ FIGURES = {
         "experiments/published_blind.py",
     ),
     "exposed": _script(("docs/strategies/zero3.md",), "exposed.py"),
+    "plan": Figure(
+        ("docs/plan.md",),
+        f"{sys.executable} -m jaxpar plan --model llama3-8b --target 8xH100 --batch 8 --seq 4096",
+        (),  # jaxpar itself
+    ),
     "plans": _script(("docs/plan.md",), "ten_plans.py"),
     "planner": _script(("docs/plan.md",), "benchmarks/planner.py"),
     "experts": _script(("docs/experts.md",), "benchmarks/experts.py"),
@@ -90,7 +103,22 @@ FIGURES = {
 def older() -> list[str]:
     """The names of those whose program is another than made them."""
     made = json.loads(RECORD.read_text())
-    return [name for name, figure in FIGURES.items() if made.get(name) != figure.hash]
+    return [name for name, figure in FIGURES.items() if made.get(name, {}).get("program") != figure.hash]
+
+
+def now(figure: Figure) -> dict[str, str]:
+    """What is kept of a figure that is made now."""
+    by = f"jaxpar {_hash(sorted((ROOT / 'jaxpar').rglob('*.py')))}, jax {version('jax')}"
+    return {"program": figure.hash, "by": by, "made": str(datetime.datetime.now(datetime.UTC).date())}
+
+
+def ages() -> Iterable[str]:
+    """A line for each: when it was made, by what, and whether its program is another since."""
+    made, changed = json.loads(RECORD.read_text()), older()
+    for name, figure in FIGURES.items():
+        of = {"by": None, "made": None} | made.get(name, {})
+        by = "this jaxpar and jax" if of["by"] == now(figure)["by"] else of["by"] or "a jaxpar that was not kept"
+        yield f"{name:16}{of['made'] or 'no date':12}by {by}{'; its program is another since' * (name in changed)}"
 
 
 def main(names: list[str]) -> None:
@@ -99,10 +127,10 @@ def main(names: list[str]) -> None:
         raise SystemExit(f"no figure {unknown[0]!r}; there are {', '.join(FIGURES)}, or all")
     for name in names:
         subprocess.run(FIGURES[name].command, shell=True, check=True, cwd=ROOT)
-        made = json.loads(RECORD.read_text()) | {name: FIGURES[name].hash}
+        made = json.loads(RECORD.read_text()) | {name: now(FIGURES[name])}
         RECORD.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n")
     if not names:
-        print("older than their program:", ", ".join(older()) or "none")
+        print(*ages(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import numpy as np
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 _ANSWERS = 40  # seconds within which a bucket answers; it is then not asked again for as long
-_LONG = 600  # those of a list of a million keys, or of a copy that the bucket makes itself
+_LONG = 600  # those of a list of a million keys, or of what the bucket does itself: a copy, parts put together
 _PART = 1 << 24  # bytes that are sent or asked for at a time
 _PARTS = 10_000  # at most, of one object in S3
 _WINDOW = 4  # parts that are asked for at once
@@ -269,7 +269,8 @@ def writing(place: Place, size: int = 0) -> Iterator[Callable[[Any], object]]:
     out = place._ask(lambda system: system.open(place.url, "wb", block_size=block))
     try:
         yield lambda data: place._ask(lambda _: out.write(data))
-        place._ask(lambda _: out.close())
+        # Of many parts a bucket makes an object in up to some minutes, by what S3 says of CompleteMultipartUpload.
+        place._ask(lambda _: out.close(), _LONG if size > block else None)
     except BaseException:
         out.closed = True  # else it would write the rest once nobody holds it
         with contextlib.suppress(OSError):  # a bucket that is gone keeps no parts

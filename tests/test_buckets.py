@@ -196,6 +196,21 @@ def test_large_objects_go_in_parts_and_come_in_windows(bucket: Bucket, monkeypat
     assert not (bucket / "half").exists()
 
 
+def test_parts_may_be_put_together_for_longer_than_an_answer_takes(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 takes up to minutes, and a run was to end after 40 s."""
+    fsspec = pytest.importorskip("fsspec.spec")
+    closes = fsspec.AbstractBufferedFile.close
+    monkeypatch.setattr(buckets, "_PART", part := 5 << 20)
+    with writing(bucket / "x", 2 * part) as write:
+        write(bytes(2 * part))
+        monkeypatch.setattr(buckets, "_ANSWERS", 1)
+        monkeypatch.setattr(fsspec.AbstractBufferedFile, "close", lambda file: time.sleep(1.5) or closes(file))
+    monkeypatch.undo()
+    assert (bucket / "x").stat().st_size == 2 * part
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

@@ -92,6 +92,17 @@ def test_pictures_of_mechanisms_are_what_their_programs_do(name: str) -> None:
     assert drawn == mechanisms_picture.DRAWN[name](), "run experiments/mechanisms_picture.py"
 
 
+def test_every_picture_of_a_pipeline_is_wide_on_a_phone() -> None:
+    """By the style sheet, which is all there is to look at without a browser."""
+    rules = re.findall(r"img:is\((.*?)\)\)? \{ (.*?) \}", (ROOT / "docs" / "assets" / "site.css").read_text())
+    (moved,) = [selectors for selectors, style in rules if style == "overflow-x: auto;"]
+    kept = [selectors for selectors, style in rules if "min-width" in style and "max-width: none" in style]
+    assert sorted(moved.split(", ")) == sorted(", ".join(kept).split(", "))
+    for picture in (ROOT / "docs" / "assets").glob("*.svg"):
+        if picture.name.startswith(("pipe", "tutorial-")):
+            assert f'[src*="assets/{picture.name.split("-")[0].partition(".")[0]}' in moved
+
+
 # -- what was built ----------------------------------------------------------------------------------------------------
 
 

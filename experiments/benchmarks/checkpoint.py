@@ -4,7 +4,7 @@
 state itself is in the host's memory: `save` is beside it, `restore` with it. Memory is what the process has of its own
 (RssAnon), sampled every 2 ms; files that are mapped are the system's to drop.
 
-    python experiments/benchmarks/checkpoint.py [MODEL] [ROWS]
+    python experiments/benchmarks/checkpoint.py [MODEL] [ROWS] [BUCKET]
 
     fresh      seconds of a core to touch as much memory as the state has for the first time: most of the first save on
                a virtual machine whose host takes freed pages back; later saves are copied into the first one's memory
@@ -12,9 +12,12 @@ state itself is in the host's memory: `save` is beside it, `restore` with it. Me
     save       the first brings its memory with it, imports and folders too, the second is copied into that memory
     written    seconds until all is on disk, in the background
     step       seconds of a step alone, and while a checkpoint is being written
+    to         where a bucket is given, s3://name: medians of saves to disk and there in turns, after one of each, of
+               the state of SGD
 """
 
 import shutil
+import statistics
 import sys
 import tempfile
 import threading
@@ -28,9 +31,10 @@ import numpy as np
 import optax
 
 import jaxpar as jp
+from jaxpar.checkpoint.checkpoints import Checkpoints
 from jaxpar.models import named
 
-DEVICES, STEPS = 4, 10
+DEVICES, STEPS, TURNS = 4, 10, 3
 
 
 def own_memory() -> int:
@@ -59,11 +63,12 @@ def peak(call: Callable[[], Any]) -> tuple[Any, int, float]:
     return result, max(most - before, 0), seconds
 
 
-def main(name: str = "llama-130m", rows: int = 4) -> None:
+def main(name: str = "llama-130m", rows: int = 4, bucket: str = "") -> None:
     if jax.config.jax_platforms in (None, "cpu"):
         jp.simulate(DEVICES)
     model = named(name)
-    step = jp.make_train_step(model.model, optax.adam(1e-4), "fsdp")
+    # moto takes more than s3fs's 15 s to put more than a GB together.
+    step = jp.make_train_step(model.model, optax.sgd(1e-4) if bucket else optax.adam(1e-4), "fsdp")
     folder = Path(tempfile.mkdtemp())
     state = step.init(jax.random.key(0))
     size = sum(x.nbytes for x in jax.tree.leaves(state) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
@@ -74,17 +79,20 @@ def main(name: str = "llama-130m", rows: int = 4) -> None:
     room[:] = 2
     print(f"fresh     {fresh:.2f} s, the same again {time.thread_time() - begin:.2f} s")
     del room
+    batch = {"tokens": jax.random.randint(jax.random.key(1), (rows, 17), 0, 1000)}
     try:
-        for place in ("first", "second"):
-            saves, most, _ = peak(lambda place=place: saved_at(time.perf_counter(), step, folder / place, state))
+        if bucket:
+            in_turns(step, state, batch, {"disk": folder, "bucket": bucket})
+            return
+        for name in ("first", "second"):
+            saves, most, _ = peak(lambda name=name: saved_at(time.perf_counter(), step, folder / name, state))
             returns, written = saves
-            print(f"save      {place}: memory {most / size:.2f} N, returns {returns:.2f} s, written {written:.2f} s")
+            print(f"save      {name}: memory {most / size:.2f} N, returns {returns:.2f} s, written {written:.2f} s")
         del state
         _, _, seconds = peak(jp.Checkpoint(folder / "second").verify)
         print(f"verify    {seconds:.2f} s")
         state, most, seconds = peak(lambda: step.restore(folder / "second"))
         print(f"restore   memory {most / size:.2f} N, {seconds:.2f} s")
-        batch = {"tokens": jax.random.randint(jax.random.key(1), (rows, 17), 0, 1000)}
         state, metrics = step(state, batch)
         times, stall = [], 0.0
         for saving in (False, True):
@@ -106,6 +114,29 @@ def main(name: str = "llama-130m", rows: int = 4) -> None:
         shutil.rmtree(folder)
 
 
+def in_turns(step: Any, state: Any, batch: Any, places: dict[str, Any]) -> None:
+    """Saves to each place in turns, and prints medians; memory is beside what is kept from the saves before."""
+    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in places}
+    runs = {name: Checkpoints(at, step, {}, keep=1) for name, at in places.items()}
+    for _ in range(1 + TURNS):
+        for name, saves in runs.items():
+            begin = time.perf_counter()
+            stall, most, written = peak(lambda saves=saves, state=state: returned(saves, state))
+            found[name].append((stall - begin, written, most / 1e6))
+        state = jax.block_until_ready(step(state, batch)[0])
+    for name, rows in found.items():
+        stall, written, memory = (statistics.median(column[1:]) for column in zip(*rows, strict=True))
+        print(f"to {name:6} stall {stall:.2f} s, written {written:.2f} s, memory {memory:.0f} MB more")
+
+
+def returned(saves: Checkpoints, state: Any) -> float:
+    """When the call has returned; waits until all is there."""
+    saves.save(int(state.step), state)
+    now = time.perf_counter()
+    saves.wait()
+    return now
+
+
 def saved_at(begin: float, step: Any, folder: Path, state: Any) -> tuple[float, float]:
     """Seconds until the call returns, and until all is on disk."""
     saves = step.save(folder, state)
@@ -115,4 +146,4 @@ def saved_at(begin: float, step: Any, folder: Path, state: Any) -> tuple[float, 
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2], *map(int, sys.argv[2:3]))
+    main(*sys.argv[1:2], *map(int, sys.argv[2:3]), *sys.argv[3:4])

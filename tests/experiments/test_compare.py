@@ -77,6 +77,25 @@ def test_pictures(compared: tuple[str, Path, dict[str, Any]]) -> None:
         assert ET.parse(out / f"compare{theme}.svg").getroot().tag.endswith("svg")
 
 
+def test_the_picture_draws_one_curve_and_the_largest_difference_from_it(
+    compared: tuple[str, Path, dict[str, Any]],
+) -> None:
+    """Curves that lie on each other said nothing: of ten one saw the last."""
+    _, out, record = compared
+    svg = (out / "compare.svg").read_text()
+    of = dict(zip(("loss", "stored", "apart", "sent"), re.split(r'<g id="axes_\d">', svg)[1:], strict=True))
+    curves = re.findall(r'<path d="([^"]*)" clip-path="[^"]*" style="fill: none', of["loss"])
+    assert [len(re.findall("[ML]", curve)) for curve in curves] == [STEPS]
+    assert "<!-- the loss of dp -->" in of["loss"]
+    assert "<!-- the largest difference from it, of zero3 -->" in of["apart"]
+    first, other = (np.array(record["strategies"][name]["losses"]) for name in STRATEGIES)
+    apart = abs(other - first)[other != first]
+    (group,) = re.findall(r"<g clip-path[^>]*>(.*?)</g>", of["apart"], re.DOTALL)
+    heights = -np.array(re.findall(r'<use [^>]*y="([\d.]+)"', group), float)
+    assert len(heights) == len(apart)
+    assert np.array_equal(np.argsort(heights, stable=True), np.argsort(apart, stable=True))
+
+
 def test_a_misspelt_strategy_is_named_before_anything_compiles(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

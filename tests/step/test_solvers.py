@@ -37,6 +37,27 @@ def equilibrium(w: jax.Array, x: jax.Array) -> jax.Array:
     return optx.fixed_point(lambda z, _: jnp.tanh(0.1 * w @ z + x), solver, jnp.zeros(DIM), max_steps=64).value
 
 
+def root(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Newton's, with what it needs handed as `args`, not closed over."""
+    solver = optx.Newton(1e-6, 1e-6)
+    found = optx.root_find(lambda z, a: z - jnp.tanh(0.1 * a[0] @ z + a[1]), solver, jnp.zeros(DIM), args=(w, x))
+    return found.value
+
+
+def least_squares(w: jax.Array, x: jax.Array) -> jax.Array:
+    solver = optx.LevenbergMarquardt(1e-6, 1e-6)
+    return optx.least_squares(lambda z, a: a[0] @ z - jnp.sin(a[1]), solver, jnp.zeros(DIM), args=(w, x)).value
+
+
+def adaptive(w: jax.Array, x: jax.Array) -> jax.Array:
+    """An ODE whose steps a PID controller chooses, each row its own."""
+    term = dfx.ODETerm(lambda t, y, a: jnp.tanh(a @ y))
+    pid = dfx.PIDController(1e-4, 1e-4)
+    found = dfx.diffeqsolve(term, dfx.Tsit5(), 0.0, 1.0, 0.25, x, w, stepsize_controller=pid, max_steps=64).ys
+    assert found is not None
+    return found[-1]
+
+
 def flow(w: jax.Array, x: jax.Array) -> jax.Array:
     """An ODE of fixed steps, differentiated through its loop with checkpoints."""
     term = dfx.ODETerm(lambda t, y, a: jnp.tanh(w @ y))
@@ -56,6 +77,9 @@ def flow(w: jax.Array, x: jax.Array) -> jax.Array:
         (equilibrium, "zero2,microbatches=2"),
         (flow, "fsdp"),
         (lu, "pipe=2,stages=cut,microbatches=2"),
+        pytest.param(root, "fsdp", marks=pytest.mark.slow),
+        pytest.param(least_squares, "fsdp", marks=pytest.mark.slow),
+        pytest.param(adaptive, "fsdp", marks=pytest.mark.slow),
     ],
     ids=lambda value: value.__name__ if callable(value) else value.replace(",", "-"),
 )
@@ -70,7 +94,7 @@ def test_a_solver_in_a_loss(solve: Callable[..., jax.Array], strategy: str) -> N
         return jnp.mean((found - b["y"]) ** 2)
 
     # The derivative that comes with diffrax's loop is refused, and says that one may write this.
-    rows = "independent" if solve is flow else None
+    rows = "independent" if solve in (flow, adaptive) else None
     model = jp.Model(init=lambda key: jax.tree.map(jnp.asarray, params), loss=loss, rows=rows)
     step = jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=jax.devices()[:2])
     found = step.value_and_grad(step.init(jax.random.key(0)), batch)
