@@ -748,6 +748,14 @@ def test_no_rank_of_a_ring_holds_scores_of_all_positions_nor_all_keys(name: str)
     assert "none of its scores, float32[4,4,16,16], 16.38 kB, is kept" in said
 
 
+def test_a_table_of_distances_is_read_for_a_ranks_queries_where_keys_are_gathered() -> None:
+    """Every rank made the bias of all queries and keys, and cut it."""
+    step = jp.make_train_step(cells.built("t5"), cells.SGD, "context=4,attention=gather", jax.devices()[:4])
+    shapes = {v.aval.shape for eqn, _ in visit(step.trace(cells.batch_of(4)).jaxpr.eqns) for v in eqn.outvars}
+    assert (4, cells.LENGTH // 4, cells.HEADS, cells.DIM // cells.HEADS) in shapes
+    assert not [shape for shape in shapes if shape.count(cells.LENGTH) > 1]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message", "advised"),
     [
