@@ -134,13 +134,13 @@ def pushed(
             return value
         places = positions(x.shape[dim], dim).astype(value.dtype)
         return jnp.broadcast_to(jnp.expand_dims(places, [d for d in range(len(x.shape)) if d != dim]), value.shape)
-    if name in ("gather", "reshape", "squeeze", "transpose"):  # a table's numbers for each distance, at other dims
+    if name in ("gather", "transpose") or primitives.of(eqn).view:  # a table's numbers for each distance, at other dims
         *table, y = inputs
         alone = (None,) * len(table)
         at = next((f.ins[-1] for f in factors.of(eqn) if f.outs[0] == dim and f.ins[:-1] == alone), None)
         if at is not None and y.shape[at] == x.shape[dim]:
             part = work.part(y, Split(at, dim.rows, dim.overlap))
-            if name in ("reshape", "squeeze"):
+            if name == "reshape":
                 return part.reshape(work.local(x.shape, dim))
             return jx.bind(eqn, [*map(work.whole, table), part])[0]
     return None
