@@ -28,7 +28,12 @@ def host_of(device: Any) -> int:
     if process >= len(_hosts) or device.platform != "gpu":
         return process
     # GPUs that are not there have hosts of their own, whatever this run's processes are.
-    return process if type(device.client).__name__ == "CompileOnlyPyClient" else _hosts[process]
+    return process if is_away(device) else _hosts[process]
+
+
+def is_away(device: Any) -> bool:
+    """Whether programs can be compiled for it and not run: one of a `jaxpar.inspect.targets.target`."""
+    return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
 def hosts_of(devices: Any) -> np.ndarray:

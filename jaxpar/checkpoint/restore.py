@@ -14,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 from ..layout.precision import LossScale
 from ..layout.state import State
 from ..step.core import Step
-from ..step.init import BEGIN_ANEW
+from ..step.init import BEGIN_ANEW, check_here
 from ..text import few
 from .about import fits
 from .arrays import EXTRA, LEFT, Array, arrays_of, extra_arrays, raw
@@ -34,6 +34,7 @@ def restored(step: Step, saved: Checkpoint) -> State:
 
     Raises ValueError where it is another model's or optimizer's, or damaged, naming the array.
     """
+    check_here(step.layout)
     arrays, tree = arrays_of(step)
     of_scale = lambda name: name.startswith("scale/")
     left = {array.path: array for array in arrays if array.path.startswith(LEFT)}
@@ -77,6 +78,7 @@ def weights(step: Step, saved: Checkpoint, key: jax.Array, fresh: Fresh | None) 
       key: of the new state.
       fresh: `fresh(path)` for the paths of parameters that begin as the model's own, whatever the checkpoint has.
     """
+    check_here(step.layout)
     arrays, tree = arrays_of(step)
     anew = lambda name: fresh is not None and name.startswith("params/") and fresh(name.removeprefix("params/"))
     needed = [array for array in arrays if array.path.partition("/")[0] in ("params", "variables")]

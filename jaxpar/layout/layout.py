@@ -254,8 +254,10 @@ class Layout:
 
     def __str__(self) -> str:
         width = max((len(leaf.path) for leaf in self.leaves), default=0)
+        notes = self.notes
         lines = [
-            f"{leaf.path:<{width}}  {leaf.shape!s:<20} params {self.spec(leaf, 'params')!s:<28} {leaf.note}".rstrip()
+            f"{leaf.path:<{width}}  {leaf.shape!s:<20} params {self.spec(leaf, 'params')!s:<28} "
+            f"{notes.get(leaf.path, '')}".rstrip()
             for leaf in self.leaves
         ]
         total = ", ".join(f"{name} {count:,}" for name, count in self.bytes.items())

@@ -14,6 +14,7 @@ from ..cpu_compiler import cpu_options
 from ..layout.layout import Layout
 from ..layout.precision import LossScale, Policy
 from ..layout.state import State
+from ..machines import is_away
 from ..model.draws import draws_together
 from ..model.model import Model
 from ..model.paths import name_of
@@ -36,6 +37,8 @@ class FirstState:
     def init(self, key: jax.Array, params: Any = None, fresh: Callable[[str], bool] | None = None) -> State:
         """A new state, created sharded; see `TrainStep.init`."""
         _check_key(key)
+        if not isinstance(key, Tracer):
+            check_here(self.layout)
         if params is None:
             return self._creating(key) if not isinstance(key, Tracer) else self._creating_within(key)
         places = jax.tree.leaves(self.layout.handed_out)
@@ -172,6 +175,17 @@ class FirstState:
             scale=jax.tree.map(lambda _: here, shapes.scale),
             key=here,  # type: ignore[arg-type]
             residuals={path: layout.sharding(place.spec) for path, place in layout.residuals.items()},  # type: ignore
+        )
+
+
+def check_here(layout: Layout) -> None:
+    """Raise ValueError where programs are compiled for the devices of a layout, and cannot run."""
+    first = layout.mesh.devices.flat[0]
+    if is_away(first):
+        raise ValueError(
+            f"the step is for {layout.mesh.size} x {first.device_kind}, which are not here: it can be compiled, "
+            "explained, checked and predicted; to run it give make_train_step devices that are here, as "
+            "mesh=jax.devices(), or no mesh"
         )
 
 

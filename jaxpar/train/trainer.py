@@ -166,7 +166,7 @@ class Trainer:
         return self.state
 
     def stop(self) -> None:
-        """Ends the run after this step, as if it were the last; for hooks. With several hosts, all must call it."""
+        """Ends the run after the step that is running, as its last; for hooks. With several hosts, all must call it."""
         self._stopping = True
 
     @property

@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxpar as jp
 from jaxpar.inspect.targets import devices as targets
 from jaxpar.inspect.targets import kinds
 from jaxpar.inspect.targets.devices import target
@@ -297,6 +299,24 @@ def test_config_is_read_from_a_client() -> None:
     mine = Hardware(kind="mine", device_kind="NVIDIA H100 PCIe", config=config, memory_bytes=7 * 2**30)
     assert "device_memory_size: 7516192768\n" in mine.target_config
     assert len(target("2xmine", mine).devices) == 2
+
+
+@pytest.mark.cuda_compiler
+def test_a_step_for_devices_that_are_not_here_does_not_begin(tmp_path: Path) -> None:
+    """It was jax's `'Executable' object has no attribute 'local_devices'`."""
+    model = jp.Model(init=lambda key: {"w": jnp.ones((8, 4))}, loss=lambda p, b, key: (b["x"] @ p["w"]).mean())
+    here = jp.make_train_step(model, optax.sgd(0.1), "fsdp")
+    state = here.init(jax.random.key(0))
+    here.save(tmp_path, state).wait()
+    step = jp.make_train_step(model, optax.sgd(0.1), "fsdp", mesh=target("8xH100").devices)
+    for begin in (
+        lambda: step.init(jax.random.key(0)),
+        lambda: step.init(jax.random.key(0), params=here.params(state)),
+        lambda: step.restore(tmp_path),
+        lambda: step.restore(tmp_path, weights_only=True),
+    ):
+        with pytest.raises(ValueError, match=r"the step is for 8 x NVIDIA H100.*, which are not here: .*mesh="):
+            begin()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")

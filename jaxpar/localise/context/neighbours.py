@@ -253,8 +253,14 @@ def _convolution(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
         return None
     along = numbers.lhs_spec.index(x.dim) - 2
     out, step, size = numbers.out_spec[2 + along], params["window_strides"][along], x.value.shape[x.dim]
-    if step > 1 and side_by_side(eqn, [x.dim]) and not work.overlap and work.rows == 1:
-        cut = size % (step * work.mode.parts(1)) or size * work.ranks != x.shape[x.dim]
+    if step > 1 and side_by_side(eqn, [x.dim]) and work.rows == 1:
+        multiple, n = step * work.mode.parts(work.ranks), x.shape[x.dim]
+        if n % multiple and math.prod(x.shape) > work.cheap:
+            raise ValueError(
+                f"context={work.ranks} splits the {n} positions of {place(eqn)}, whose windows of {step} want a "
+                f"multiple of {multiple}; use {n + -n % multiple} positions, or tensor, fsdp or pipe for context"
+            )
+        cut = work.overlap or n % multiple or size * work.ranks != n
         return None if cut else [(jx.bind(eqn, [x.value, kernel.value])[0], Split(out))]
     if work.rows > 1 or params["window_strides"][along] != 1 or params["lhs_dilation"][along] != 1:
         return None

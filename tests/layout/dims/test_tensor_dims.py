@@ -423,6 +423,16 @@ def test_a_vocabulary_of_any_size_gives_the_gradients_of_one_device(tied: bool, 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, wanted)
 
 
+def test_a_printed_layout_says_what_every_tensor_rank_holds_whole() -> None:
+    step = jp.make_train_step(
+        named("gpt-tiny", layers=1, vocab=257).model, optax.sgd(0.1), "tensor=2", jax.devices()[:2]
+    )
+    (line,) = (line for line in str(step.layout).splitlines() if line.startswith("embedding "))
+    assert line.endswith(
+        "whole on every tensor rank: tensor=2 does not divide the 257 on dim 0; pad them to 258 to split it"
+    )
+
+
 def test_tables_of_our_models_name_all_that_they_can() -> None:
     """A typing error in a table would leave a leaf whole: each of its rules matches."""
     ours: dict[str, tuple[Any, Any]] = {

@@ -379,6 +379,25 @@ def test_what_does_not_fit_is_refused(name: str, text: str, length: int, said: s
         step.traced(cells.batch_of(4, length))
 
 
+def test_windows_that_a_chunk_cuts_are_told_how_many_positions_fit() -> None:
+    """It was "no rule", and the advice to attend by jp.attention."""
+
+    class Windows(nn.Module):
+        @nn.compact
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            return nn.Dense(4)(nn.Conv(8, (4,), strides=(4,))(nn.Embed(16, 8)(tokens)))
+
+    for length, fits in ((36, 40), (32, 0)):
+        batch = {"tokens": np.zeros((4, length), np.int32)}
+        model = jp.from_linen(Windows(), lambda apply, batch: jnp.square(apply(batch["tokens"])).mean(), batch)
+        step = jp.make_train_step(model, cells.SGD, "context=2", jax.devices()[:2])
+        if not fits:
+            assert step.traced(batch).program.pieces
+        else:
+            with pytest.raises(ValueError, match=r"the 36 positions of .* want a multiple of 8; use 40 positions"):
+                step.traced(batch)
+
+
 def test_a_capacity_is_refused() -> None:
     """Which tokens of a row it drops depends on all of them."""
     model = named("mixtral-tiny", vocab=cells.VOCAB, dim=8, layers=1, capacity=0.8).model

@@ -556,7 +556,7 @@ def test_a_variable_of_two_stages_is_refused() -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        "pipe=4,microbatches=4",
+        "pipe=4,microbatches=4,remat=layer",
         pytest.param("pipe=2,chunks=2,microbatches=4,schedule=zb-v,remat=layer", marks=pytest.mark.battery),
     ],
 )
