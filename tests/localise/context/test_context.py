@@ -95,8 +95,9 @@ def possible(name: str, text: str, way: str) -> bool:
         return False  # no layers: a pipeline cuts the program, and its ranks run different operations
     if ring and "schedule=zb" in text:
         return False
-    if (name == "streams" and "pipe" in text) or (name == "gpt2_of_odd_length" and "sequence" in text and not ring):
-        return False  # positions go to other ranks than the next; each has seven
+    odd = name == "lengths" or (name == "gpt2_of_odd_length" and not ring)  # seven positions of a rank
+    if (odd and "sequence" in text) or (name == "streams" and "pipe" in text):  # to others than the next
+        return False
     heads, groups = (
         n // (2 if "tensor" in text else 1) for n in {"llama_gqa": (8, 4), "mixture": (4, 2)}.get(name, (4, 4))
     )
