@@ -95,7 +95,7 @@ def possible(name: str, text: str, way: str) -> bool:
         return False  # no layers: a pipeline cuts the program, and its ranks run different operations
     if ring and "schedule=zb" in text:
         return False
-    odd = name == "lengths" or (name == "gpt2_of_odd_length" and not ring)  # seven positions of a rank
+    odd = name in ("lengths", "class_token") or (name == "gpt2_of_odd_length" and not ring)  # positions of a rank
     if (odd and "sequence" in text) or (name == "streams" and "pipe" in text):  # to others than the next
         return False
     heads, groups = (
