@@ -108,16 +108,19 @@ def older() -> list[str]:
 
 def now(figure: Figure) -> dict[str, str]:
     """What is kept of a figure that is made now."""
-    by = f"jaxpar {_hash(sorted((ROOT / 'jaxpar').rglob('*.py')))}, jax {version('jax')}"
-    return {"program": figure.hash, "by": by, "made": str(datetime.datetime.now(datetime.UTC).date())}
+    return {"program": figure.hash, "by": _maker(), "made": str(datetime.datetime.now(datetime.UTC).date())}
+
+
+def _maker() -> str:
+    return f"jaxpar {_hash(sorted((ROOT / 'jaxpar').rglob('*.py')))}, jax {version('jax')}"
 
 
 def ages() -> Iterable[str]:
     """A line for each: when it was made, by what, and whether its program is another since."""
-    made, changed = json.loads(RECORD.read_text()), older()
-    for name, figure in FIGURES.items():
+    made, changed, this = json.loads(RECORD.read_text()), older(), _maker()
+    for name in FIGURES:
         of = {"by": None, "made": None} | made.get(name, {})
-        by = "this jaxpar and jax" if of["by"] == now(figure)["by"] else of["by"] or "a jaxpar that was not kept"
+        by = "this jaxpar and jax" if of["by"] == this else of["by"] or "a jaxpar that was not kept"
         yield f"{name:16}{of['made'] or 'no date':12}by {by}{'; its program is another since' * (name in changed)}"
 
 

@@ -13,13 +13,13 @@ modules by construction, others by habit), so that order, shapes and paths tell 
                                           all-gather of a backwards
     tables, by their names                by rows, or by features if the rows do not divide
 
-A convolution's kernel [k, k, in, out] is like any other, and its window is part of what it multiplies; one called
-weight is Equinox's, [out, in, k, k]. Inner modules go first; what one without pairs holds stands in the module around
-it. Of the pairs that a chain allows, those are taken that multiply most. The price is counted for each position of the
-output, in elements that are sent against products that are saved. A pair saves b (a + c) and sends in proportion to a +
-c, so that it is worth it from the width of b on: the hidden features must be as many as those on its narrower side, or
-it would rather be computed twice. A product alone sends 2 b + a for its a b and is split if it is large, and multiplies
-64 times for each element.
+A convolution's kernel [k, k, in, out] is like any other, and its window is part of what it multiplies. What is called
+weight may be [out, in, k, k], as Equinox has it: of both readings that counts in which pairs multiply more. Inner
+modules go first; what one without pairs holds stands in the module around it. Of the pairs that a chain allows, those
+are taken that multiply most. The price is counted for each position of the output, in elements that are sent against
+products that are saved. A pair saves b (a + c) and sends in proportion to a + c, so that it is worth it from the width
+of b on: the hidden features must be as many as those on its narrower side, or it would rather be computed twice. A
+product alone sends 2 b + a for its a b and is split if it is large, and multiplies 64 times for each element.
 
 A guess can be wrong (a module that creates its leaves in another order). Then more is sent; the result is the same,
 because `localise` follows the loss itself.
@@ -95,25 +95,43 @@ def found(leaves: Leaves, ranks: int, chosen: Mapping[str, int | None], expandin
       expanding: only pairs of convolutions, and pairs [a, b], [b, a] with b > a: feed-forwards of a model whose
         attention is known.
     """
-    search = _Search(leaves, ranks, chosen, expanding)
-    search.module("", range(len(leaves)))
-    return search.dims
+    searches = [_Search(leaves, ranks, chosen, expanding, turned) for turned in (True, False)]
+    for search in searches:
+        search.module("", range(len(leaves)))
+    return max(searches, key=lambda search: search.paired).dims
 
 
 class _Search:
-    """One search: `dims` is what it found."""
+    """One search: `dims` is what it found, `paired` how many elements are in pairs; `turned`: whether leaves called
+    weight are [out, in, ...].
+    """
 
-    def __init__(self, leaves: Leaves, ranks: int, chosen: Mapping[str, int | None], expanding: bool):
-        self.leaves, self.ranks, self.chosen, self.expanding = leaves, ranks, chosen, expanding
+    def __init__(
+        self, leaves: Leaves, ranks: int, chosen: Mapping[str, int | None], expanding: bool, turned: bool
+    ) -> None:
+        self.leaves, self.ranks, self.chosen, self.expanding, self.turned = leaves, ranks, chosen, expanding, turned
         self.dims: dict[str, int] = {}
+        self.paired = 0
         # Modules, layers and features out of what may be stacks of kernels.
-        self.stacks = {(_module(p), s[0], s[d]) for p, s in leaves if len(s) > 2 and (d := _features(p, s)[1])}
+        stacks = ((p, s, self._features(p, s)[1]) for p, s in leaves if len(s) > 2)
+        self.stacks = {(_module(path), shape[0], shape[dim]) for path, shape, dim in stacks if dim}
         self.seen = False  # whether there was a product
         self.beside: set[int] = set()  # grouped convolutions, stacked vectors
         if not expanding:
             for path, shape in leaves:
                 if path not in chosen and len(shape) == 2 and _is_table(path):
                     self.dims.update((path, d) for d in (1, 0) if shape[d] % ranks == 0)
+
+    def _features(self, path: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        """The dims of a kernel's features in and out: the last two; if turned [out, in, *window], of stacks [L, out,
+        in]. Of a bias or a scale the second is its features.
+        """
+        if len(shape) > 2 and {*shape[1:]} == {1}:
+            return 1, 0  # a bias of Equinox's convolutions
+        if self.turned and len(shape) > 1 and path.endswith("weight"):
+            first = int(len(shape) == 3 and shape[0] < shape[2])  # windows are narrower than a stack's features
+            return first + 1, first
+        return len(shape) - 2, len(shape) - 1
 
     def module(self, prefix: str, at: Sequence[int]) -> list[_Product | None]:
         """Pairs within the module below `prefix`, whose leaves stand `at`. Returns what is left, None at each break."""
@@ -144,7 +162,7 @@ class _Search:
             if len(shape) > 1:
                 yield None
         elif len(shape) > 1 and not _NO_PRODUCT.fullmatch(path):
-            into, out_of = _features(path, shape)
+            into, out_of = self._features(path, shape)
             depthwise = len(shape) > 2 and shape[into] == 1 and self.seen  # or of an image of one channel
             self.seen = True
             if depthwise or self._stacked(path, shape):
@@ -181,7 +199,8 @@ class _Search:
                 size, begins = best[n - 2]
                 options.append((size + one.size + two.size, (*begins, n - 2)))
             best.append(max(options, key=lambda option: option[0]))
-        begins = best[len(chain)][1]
+        size, begins = best[len(chain)]
+        self.paired += size
         for n in begins:
             self._split(chain[n], chain[n + 1])
         paired = {i for n in begins for i in (n, n + 1)}
@@ -189,11 +208,11 @@ class _Search:
 
     def _split(self, one: _Product, two: _Product) -> None:
         """Columns, what stands between, rows."""
-        self.dims.update((self.leaves[i][0], _features(*self.leaves[i])[1]) for i in one.at)
-        self.dims.update((self.leaves[i][0], _features(*self.leaves[i])[0]) for i in two.at)
+        self.dims.update((self.leaves[i][0], self._features(*self.leaves[i])[1]) for i in one.at)
+        self.dims.update((self.leaves[i][0], self._features(*self.leaves[i])[0]) for i in two.at)
         for at in range(one.at[0], two.at[0]):
             path, shape = self.leaves[at]
-            dim = _features(path, shape)[1]
+            dim = self._features(path, shape)[1]
             vector = len(shape) == 2 or math.prod(shape) == shape[dim]  # of each layer, or one
             beside = at in self.beside or len(shape) == 1 or (vector and _NO_PRODUCT.fullmatch(path))
             if beside and shape[dim] == one.out_of and path not in self.chosen:
@@ -202,7 +221,7 @@ class _Search:
     def _alone(self, product: _Product | None) -> None:
         for at in product.at if product else ():
             path, shape = self.leaves[at]
-            (into, out_of), size = _features(path, shape), math.prod(shape)
+            (into, out_of), size = self._features(path, shape), math.prod(shape)
             worth = size >= max(PAD_FROM, _WORTH * (2 * shape[out_of] + shape[into]))
             if _KERNEL.fullmatch(path) and shape[into] % self.ranks == 0 and worth:
                 self.dims[path] = into
@@ -211,18 +230,6 @@ class _Search:
 def _module(path: str) -> str:
     """The outermost module of a leaf."""
     return path.partition("/")[0] if "/" in path else ""
-
-
-def _features(path: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """The dims of a kernel's features in and out, the last two; Equinox has [out, in, *window], of stacks [L, out, in].
-    Of what stands beside kernels the second counts.
-    """
-    if len(shape) > 2 and {*shape[1:]} == {1}:
-        return 1, 0  # a bias of Equinox's convolutions
-    if len(shape) > 1 and path.endswith("weight"):
-        first = int(len(shape) == 3 and shape[0] < shape[2])  # windows are narrower than a stack's features
-        return first + 1, first
-    return len(shape) - 2, len(shape) - 1
 
 
 def _is_table(path: str) -> bool:

@@ -142,7 +142,7 @@ def choose(
             f"attention='usp' shares heads among some of context={ranks} ranks, and no divisor of it divides "
             f"{heads[0][0]} query and {heads[0][1]} key heads{shared}; use attention='ring'"
         )
-    order = "zigzag" if any(_whole(call, ranks) for call in free) else "plain"
+    order = "zigzag" if any(_triangular(call, ranks) for call in free) else "plain"
     ring = AttentionMode("ring", "it was asked for", 1, order)
     usp = replace(ring, name="usp", group=group)
     ulysses = AttentionMode("ulysses", ring.why)
@@ -153,14 +153,12 @@ def choose(
     # A rank that has all keys computes hidden ones as well, where their scores are others.
     halved = next((call.line for call in scored if call.options.causal), "")
     by_heads = not (odd or uneven or mixed)
-    divides = f"context={ranks} divides {heads[0][0]} query heads{shared}"
-    if not by_heads:
-        divides = f"context={ranks} does not divide {heads[0][0]} query and {heads[0][1]} key heads{shared}"
-    if schedule and by_heads:
-        return replace(ulysses, why=divides)
+    q, k = (odd or uneven or heads)[0]
+    divides = f"divides {q} query heads" if by_heads else f"does not divide {q} query and {k} key heads"
+    divides = f"context={ranks} {divides}{shared}"
     if schedule:
         why = f"ranks of schedule={schedule} are not in one layer at one time, as a ring needs"
-        return AttentionMode("gather", why)
+        return replace(ulysses, why=divides) if by_heads else AttentionMode("gather", why)
     if mixed:
         return replace(ring, why=f"what {mixed} makes of scores is of all heads")
     if halved:
@@ -174,8 +172,8 @@ def choose(
     return replace(least, why=f"{divides}{f', and it sends least ({more})' if more else ''}")
 
 
-def _whole(call: Call, ranks: int) -> bool:
-    """Whether later positions see more keys than earlier ones, in blocks of most ranks."""
+def _triangular(call: Call, ranks: int) -> bool:
+    """Whether later positions see more keys than earlier ones, those of every rank before them."""
     return call.options.causal and _hops(call, ranks, 1) == ranks - 1
 
 

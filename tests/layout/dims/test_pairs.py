@@ -278,6 +278,8 @@ LEAVES: dict[str, tuple[Any, dict[str, int]]] = {
         [("layers/a", (3, 8, 32)), ("layers/shift", (3, 32)), ("layers/b", (3, 32, 8))],
         {"layers/a": 2, "layers/shift": 1, "layers/b": 1},
     ),
+    "weights [in, out]": ([("up/weight", (8, 32)), ("down/weight", (32, 8))], {"up/weight": 1, "down/weight": 0}),
+    "weights [out, in]": ([("up/weight", (32, 8)), ("down/weight", (8, 32))], {"up/weight": 0, "down/weight": 1}),
     "two readers": (
         [("a/kernel", (64, 32)), ("mean/kernel", (32, 4)), ("var/kernel", (32, 4)), ("b/kernel", (4, 32))],
         {"a/kernel": 1, "mean/kernel": 0, "var/kernel": 0},
