@@ -45,7 +45,7 @@ test: $(VENV)/.packages
 
 # It builds the docs too (tests/test_site.py). Beside the types, of which pyright's one process takes as long as many tests.
 pytest: $(VENV)/.packages
-	$(PYTEST) --sample $(or $(EVERY),8) $(if $(EVERY)$(SLOW),,-m 'not slow')
+	$(PYTEST) --sample $(or $(EVERY),8) --from $(or $(FROM),0) $(if $(EVERY)$(SLOW),,-m 'not slow')
 
 battery: $(VENV)/.packages
 	$(PYTEST) --battery
@@ -112,7 +112,7 @@ $(VENV)/.gpu-compiler: $(VENV)/.installed
 
 # On Linux this torch brings CUDA (some GB); PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has it without.
 $(VENV)/.hf: $(VENV)/.installed
-	@$(INSTALL) torch==2.13.0 'transformers>=4.57,<6'
+	@$(INSTALL) torch==2.13.0 'transformers>=4.57,<6' torchdata
 	@touch $@
 
 clean:

@@ -131,11 +131,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200, help="half of them on runs of one process")
     parser.add_argument("--flips", type=int, default=40)
     parser.add_argument("--faults", default="all", help=f"all, none, or some of: {', '.join(x.name for x in FAULTS)}")
-    parser.add_argument("--short", action="store_true", help="6 kills, 8 flips, three faults, one process, 35 s")
+    parser.add_argument("--short", action="store_true", help="6 kills, 8 flips, four faults, one process, 35 s")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--jobs", type=int, default=2, help="parts at a time")
     if parser.parse_known_args()[0].short:
-        some = "full disk, folder removed, lock removed"
+        some = "full disk, folder removed, lock removed, checkpoints read-only"
         parser.set_defaults(seconds=35, kills=6, flips=8, faults=some)
     options = parser.parse_args()
     wanted = [name.strip() for name in options.faults.split(",")]

@@ -1,11 +1,9 @@
 """Eight simulated devices, and what else the tests need. Imported before any of them imports jax."""
 
 import gc
-import itertools
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -55,14 +53,18 @@ from jaxpar.inspect.targets.devices import missing_compiler  # noqa: E402
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--battery", action="store_true", help="every cell of the battery, not only its covering array")
     parser.addoption("--sample", type=int, default=1, help="of the cells of each test one in so many, in their order")
+    parser.addoption("--from", type=int, default=0, help="the place of the first of these")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--battery"):
         deselect(config, items, [item for item in items if item.get_closest_marker("battery")])
-    places: dict[str, Iterator[int]] = defaultdict(itertools.count)
-    each = config.getoption("--sample")
-    deselect(config, items, [item for item in items if next(places[item.nodeid.partition("[")[0]]) % each])
+    cells: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cells[item.nodeid.partition("[")[0]].append(item)
+    each, first = config.getoption("--sample"), config.getoption("--from")
+    kept = {item for some in cells.values() for item in some[first % min(each, len(some)) :: each]}
+    deselect(config, items, [item for item in items if item not in kept])
     # Of tests in no group, those that start processes take longest: at the end one worker would wait for the other.
     items.sort(key=lambda item: item.path.parent.name not in ("hosts", "train"))
 

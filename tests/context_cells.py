@@ -465,6 +465,22 @@ def patches_of_one_image() -> jp.Model:
     return jp.Model(init=init, loss=loss)
 
 
+def patches_by_reshape() -> jp.Model:
+    """Patches that are cut out of images by a reshape, and multiplied."""
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return _draws(key) | {"patch": 0.3 * jax.random.normal(jax.random.fold_in(key, 13), (12, DIM))}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        rows, height, width, channels = batch["image"].shape
+        x = batch["image"].reshape(rows, height // 2, 2, width // 2, 2, channels)
+        x = jnp.tanh(x.transpose(0, 1, 3, 2, 4, 5).reshape(rows, -1, 12) @ params["patch"])
+        x = x + jax.nn.dot_product_attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
+        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+
+    return jp.Model(init=init, loss=loss)
+
+
 def class_token() -> jp.Model:
     """As ViT: a token before all patches, 17 positions in two layers; what becomes of it is what counts."""
 
@@ -635,6 +651,7 @@ MODELS = {
         streams,
         patches,
         patches_of_one_image,
+        patches_by_reshape,
         class_token,
         t5_translator,
         states,
@@ -660,6 +677,7 @@ KERNELS = (
     "streams",
     "patches",
     "patches_of_one_image",
+    "patches_by_reshape",
     "class_token",
     "t5_translator",
     "bert",

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import optax
 import pytest
 
+import jaxpar as jp
 from jaxpar import compile_cache
 from jaxpar.compile_cache import folder, keep_compiled
 
@@ -43,6 +45,16 @@ data = [jax.numpy.ones((4, 8))] * 6
 jp.Trainer(model, optax.adamw(0.1), data, "single", jp.Loop(steps=steps, out=out, resume=resume, quiet=True)).run()
 print("COUNTS", json.dumps(counts))
 """
+
+
+def test_a_step_keeps_what_is_compiled_for_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr("jaxpar.make.keep_compiled", kept.append)
+    model = jp.Model(
+        init=lambda key: {"w": jax.numpy.ones(8)}, loss=lambda params, batch, key: (batch * params["w"]).mean()
+    )
+    jp.make_train_step(model, optax.sgd(0.1), "fsdp", mesh=jax.devices()[2:4])
+    assert kept == [jax.devices()[2]]
 
 
 def run(tmp_path: Path, *words: str) -> dict[str, int]:

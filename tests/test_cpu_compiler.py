@@ -9,6 +9,7 @@ import jax
 import jaxlib
 import pytest
 
+import jaxpar as jp
 from jaxpar import cpu_compiler
 
 NEEDED = pytest.mark.skipif(not cpu_compiler.is_wrong(), reason=f"jaxlib {jaxlib.__version__} is right without")
@@ -95,6 +96,15 @@ def test_what_xla_flags_says_already_stays(before: str | None, after: str, monke
         monkeypatch.setenv("XLA_FLAGS", before)
     cpu_compiler.set_flag()
     assert os.environ["XLA_FLAGS"] == after
+
+
+def test_simulate_sets_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA_FLAGS may have been written since the import."""
+    monkeypatch.setattr(cpu_compiler, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(jaxlib, "__version__", cpu_compiler.WRONG[0])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    jp.simulate(len(jax.devices()))
+    assert cpu_compiler.FLAG in os.environ["XLA_FLAGS"]
 
 
 def test_a_release_that_is_right_gets_no_flag(monkeypatch: pytest.MonkeyPatch) -> None:

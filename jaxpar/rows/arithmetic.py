@@ -76,7 +76,7 @@ def joined(eqn: Any, a: Value, b: Value) -> Value:
     power, name = sum_power(a, b), eqn.primitive.name
     same = a.at == b.at and (a.kind != "sum" or a.varies == b.varies)
     if a.kind == b.kind == "whole":
-        found = _pair(eqn, a, b)
+        found = replace(_pair(eqn, a, b), number=a.number if a.scalar == b.scalar == 0 else None)
     elif a.zero or (a.kind == "whole" and b.kind == "sum" and a.power - 1 == b.power):
         found, power = b.plain(), b.power
     elif (a.kind == b.kind and same) or (a.kind, b.kind) == ("whole", "rows"):

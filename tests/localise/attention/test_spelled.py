@@ -284,6 +284,13 @@ def test_it_is_taken(fun: Spelling, results: dict[str, tuple[Any, Any]]) -> None
 
 def test_scores_in_float32_of_a_model_in_bfloat16_are_taken() -> None:
     assert [*spelled(jx.trace(in_float32, *arrays()[:3])[0], {}).taken.values()] == ["causal"]
+    gradients = []
+    for text, ranks in (("context=4,attention=ring", 4), ("single", 1)):
+        step = jp.make_train_step(model_of(in_float32), cells.SGD, f"{text},precision=bf16", jax.devices()[:ranks])
+        _, found = step.value_and_grad(step.init(jax.random.key(0)), cells.batch_of(B))
+        gradients.append(jax.device_get(found))
+    for name, wanted in gradients[1].items():
+        np.testing.assert_allclose(gradients[0][name], wanted, rtol=0, atol=0.03 * float(jnp.abs(wanted).max()))
 
 
 def alibi(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -689,10 +696,29 @@ def test_what_is_no_softmax_over_keys_is_no_attention(fun: Spelling) -> None:
     assert not spelled(jx.trace(fun, *arrays()[:3])[0], {}).taken
 
 
+def explained(fun: Spelling, text: str) -> str:
+    step = jp.make_train_step(model_of(fun), cells.SGD, text, jax.devices()[:4])
+    return " ".join(str(step.explain(cells.batch_of(B))).split())
+
+
+@pytest.mark.parametrize(
+    ("text", "goes"),
+    [
+        ("context=4,attention=ring", "goes by blocks, as jp.attention does: none of its scores, {}, is kept"),
+        ("context=4,attention=gather", "stays so: its scores, {}, are whole"),
+        ("tensor=4,sequence=false", "stays so: its scores, {}, are whole"),
+    ],
+)
+def test_attention_is_explained_with_its_line_and_mask(text: str, goes: str) -> None:
+    said = explained(where_minus_inf, text)
+    found = rf"test_spelled.py:\d+:\d+ \(weighed\): attention that is spelled out, causal, {goes}"
+    assert re.search(found.format(r"float32\[\d,4,14,14\], [\d.]+ kB"), said)
+    assert ("attention by ring in zigzag order, since it was asked for" in said) == ("ring" in text)
+
+
 def test_what_is_not_taken_is_explained_with_its_line() -> None:
     """Under `auto` its keys are gathered, and nothing said why."""
-    model = lambda fun: jp.make_train_step(model_of(fun), cells.SGD, "context=4", jax.devices()[:4])
-    said = " ".join(str(model(divided_at_the_end).explain(cells.batch_of(B))).split())
+    said = explained(divided_at_the_end, "context=4")
     why = "attention that is spelled out stays so, since it weighs values by an exponential of scores in no known form"
     assert re.search(rf"test_spelled.py:\d+:\d+ \(weighed\): {why}", said)
 

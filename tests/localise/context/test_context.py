@@ -39,6 +39,7 @@ FIRST = (
     ),  # cut where the patches become one dim; of two ranks each has a row of them
     ("patches", "context=2,attention=ulysses"),
     ("patches_of_one_image", "context=4,data=2,attention=ring"),
+    ("patches_by_reshape", "context=4,data=2,attention=ring"),
     ("class_token", "context=4,data=2,attention=ring"),
     ("bert", "context=4,attention=usp,tensor=2"),
     ("lengths", "context=2,data=4,attention=ulysses"),
