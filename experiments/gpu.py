@@ -45,8 +45,8 @@ class Train(Common):
 class Cells(Common):
     """Gradients of the battery's models on the GPU beside those of the CPU in float32."""
 
-    models: tuple[str, ...] = ("gpt", "gpt_linen", "gpt_masked", "resnet", "encoder_decoder")
-    """of tests/zoo.py; the first takes every strategy, the others three"""
+    models: tuple[str, ...] = ("gpt", "llama-tiny", "gpt_linen", "gpt_masked", "resnet", "encoder_decoder")
+    """of tests/zoo.py, of which the first takes every strategy, the others three; llama-tiny its own"""
 
 
 @dataclass(frozen=True, kw_only=True)

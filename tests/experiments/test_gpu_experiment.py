@@ -118,3 +118,16 @@ def test_command_line() -> None:
     text = (EXPERIMENTS.parent / "docs" / "gpu.md").read_text()
     for command in ("train", "cells", "attention", "speed", "profile"):
         assert f"gpu.py {command}" in text
+
+
+def test_figures() -> None:
+    """What docs/gpu.md says of a step is what `gpu.json` records, at as many digits."""
+    record = json.loads((EXPERIMENTS / "gpu.json").read_text())
+    rows = [row for name, rows in record["rows"].items() if name.startswith(("speed", "predicted")) for row in rows]
+    known = {f"{value * by:,.{digits}f}" for row in rows for value in row.values() if isinstance(value, float)
+             for by in (1, 100) for digits in range(3)}  # fmt: skip
+    table = (EXPERIMENTS.parent / "docs" / "gpu.md").read_text().split("| model |")[1].split("\n\n")[0]
+    cells = [cell.strip(" %") for line in table.splitlines()[2:] for cell in line.split("|")[3:]]
+    shown = [cell for cell in cells if cell]
+    assert len(shown) > 60
+    assert not [cell for cell in shown if cell not in known]

@@ -320,7 +320,16 @@ COUPLED = [ppo, info_nce, masked_mean, batch_norm, rank, balance, variance, mixu
 COUPLED += [discrepancy, vicreg, barlow_twins, median, cumulative, global_max, log_mean, plain_sum, decay_in_a_sum]
 COUPLED += [last_row, over_rows, log_of_the_count, scaled_by_the_count, count_in_each_row, beside_the_diagonal]
 COUPLED += [next_to_the_diagonal, root_of_a_mean, first_rows, shared_capacity, vmapped_mean, pairs_of_the_next]
-COUPLED += [pairs_by_column, langevin, penalty_of_a_mean, normed_gradient, centred_tangent, moving_average, running_sums, critic]
+COUPLED += [
+    pairs_by_column,
+    langevin,
+    penalty_of_a_mean,
+    normed_gradient,
+    centred_tangent,
+    moving_average,
+    running_sums,
+    critic,
+]
 
 
 @pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
