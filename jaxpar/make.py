@@ -436,7 +436,7 @@ class TrainStep(Step):
         """The state in a checkpoint, of whatever strategy, devices, hosts: each device reads its own part of each leaf.
 
         Args:
-          folder: of a checkpoint, or of several, of which it is the last.
+          folder: of a checkpoint, or of several: the last.
           weights_only: parameters and variables alone, in a new state: the optimizer, the number of the step and the
             loss scale begin anew.
           key: with `weights_only`, that of the new state; `jax.random.key(0)` if None.
@@ -458,7 +458,7 @@ class TrainStep(Step):
         """The trees that were saved beside a state, by name, in any layout: each device reads its own part.
 
         Args:
-          folder: of a checkpoint, or of several, of which it is the last.
+          folder: of a checkpoint, or of several: the last.
           like: trees of the same shapes and dtypes by name, where the arrays are to be: {"ema": step.params(state)}. A
             checkpoint may have others.
 

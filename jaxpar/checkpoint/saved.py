@@ -29,7 +29,7 @@ class Checkpoint:
     """A checkpoint: a folder named by its step. It needs no devices.
 
     Args:
-      folder: of one checkpoint, or one that holds several, of which it is the last.
+      folder: of one checkpoint, or one that holds several: the last.
 
     Raises ValueError where there is none, and where `about.json` is damaged, naming it.
 

@@ -50,7 +50,7 @@ _TRAINED = (
     "./folder,lora=16; or package.module:function, which returns a "
     "jp.Model, its data and, if you like, what is held out"
 )
-_PLACE = tyro.constructors.PrimitiveConstructorSpec(  # of two types, of which tyro knows one
+_PLACE = tyro.constructors.PrimitiveConstructorSpec(  # of two types; tyro knows one
     nargs=1,
     metavar="{None}|PATH",
     instance_from_str=lambda words: None if words[0] == "None" else Path(words[0]),  # `Loop` makes an address of it

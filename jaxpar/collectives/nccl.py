@@ -154,7 +154,7 @@ def reduce_scatter(x: jax.Array, axes: Axes, dim: int = 0, op: str = "sum", pad:
 def scatter(x: jax.Array, axes: Axes, root: int = 0, dim: int = 0, pad: bool = False) -> jax.Array:
     """Part i of the root's `x` on rank i: [.., n d, ..] -> [.., d, ..].
 
-    An `all_to_all` of which only the root's parts are kept: sends (n-1)/n S, as the root must in any case.
+    An `all_to_all` that keeps the root's parts alone: sends (n-1)/n S, as the root must in any case.
 
     Args:
       x: what is sent; read on the root only.

@@ -66,7 +66,7 @@ def check_ids(batch: Any, limits: Mapping[str, int]) -> Any:
 
     Args:
       batch: a pytree of arrays.
-      limits: leaf -> how many ids there are, of which the last is one less. A leaf is named by its path, "inputs/ids".
+      limits: leaf -> how many ids there are, 0 to one less. A leaf is named by its path, "inputs/ids".
 
     Raises ValueError naming the leaf, the value, its row and the limit; and where a leaf is missing or has no integers.
     """

@@ -44,7 +44,7 @@ def compare(
     Args:
       what: what is compared, such as "the step".
       notes: name -> value, compared as text.
-      texts: name -> a long text, of which the first line that differs is shown.
+      texts: name -> a long text; the first line that differs is shown.
       hint: what to do where something differs.
     """
     if jax.process_count() == 1:

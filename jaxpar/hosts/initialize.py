@@ -36,7 +36,7 @@ def initialize(
     """Joins the processes of one run; call it in each, before anything that touches a device.
 
     Without arguments it asks the environment: `jaxpar launch`, srun, mpirun, Kubernetes' indexed Jobs and JobSets, or
-    the variables in `jaxpar/hosts/README.md`. A process of which nothing says that it is one of several is alone.
+    the variables in `jaxpar/hosts/README.md`. A process is alone where nothing says that it is one of several.
     Process 0 prints one line of what was found. From then on a watchdog ends every process, with exit status 75 and one
     sentence, where another is lost, stuck or has failed.
 

@@ -21,7 +21,7 @@ from .store import Store
 
 ENDED = 75  # exit status of a process that another one's end has ended
 LIMIT = 60.0  # seconds until all have ended
-STALL = 1800.0  # seconds that all may be at something of which it is not known how long it takes
+STALL = 1800.0  # seconds that all may be at something that may take any time
 TRAINING, COMPILING = "training", "compiling"  # in a step of a loop that waits for each; what may last for any time
 ELSEWHERE = ("starting", "between steps", "done with the run")  # in code of the user's, which says nothing
 _TIMES, _LONGER = 5, 10  # steps after which it is known how long one takes; how much longer none takes

@@ -190,7 +190,7 @@ def _hardware(step: Step) -> Hardware | None:
 
 
 def stacks_of(step: Step, batch: Any) -> list[_Stack]:
-    """The layer stacks of a step's loss, in order. On devices of which no numbers are known, costs are an H100's."""
+    """The layer stacks of a step's loss, in order. On devices without known numbers costs are an H100's."""
     loss, hardware = step.traced(batch), _hardware(step) or KINDS["H100"]
     found: dict[int, _Stack] = {}
 

@@ -54,7 +54,7 @@ class Counted:
       counts: whether the loss counts rows or tokens; then a count is summed before the backward.
       once: whether each use is run once: one turn, no pipeline.
       outside: leaves of a pipeline that no stage owns: their gradients are given as accumulated.
-      given: leaves of which some rank gives a gradient, where each rank has a program of its own.
+      given: leaves that some rank gives a gradient of, where each rank has a program of its own.
     """
 
     runs: list[Runs]

@@ -173,7 +173,7 @@ class Leaf:
 
     @property
     def split(self) -> tuple[str, ...]:
-        """The axes of which each rank has a part of the leaf that no other computes with, and so its whole gradient."""
+        """The axes along which each rank has a part of the leaf to itself, and so that part's whole gradient."""
         return ("pipe",) * self.of_a_stage + ("expert",) * (self.expert is not None)
 
     @property

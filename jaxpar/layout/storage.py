@@ -268,7 +268,7 @@ def _check_stages(leaves: Sequence[Leaf], pipe: Pipe) -> None:
 
 
 def _lacks_stack(storage: Storage, pipe: Pipe) -> bool:
-    """Whether no stack is most of a model: it has none, or lists of blocks most of which are not alike, or too short.
+    """Whether no stack is most of a model: it has none, or its lists of blocks are too short, or most blocks unlike.
 
     A stack that the model scans is one, however short it is: its program cannot be cut within. Kernels of square
     convolutions, [k, k, in, out], are none, nor matrices that share a dim.

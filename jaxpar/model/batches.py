@@ -38,7 +38,7 @@ def microbatches(batch: Any, count: int) -> Any:
 
 
 def one_block(batch: Any, blocks: int | Fraction) -> Any:
-    """Abstract rows of one of the blocks into which a batch is divided, or of one of which it is a part (a fraction);
+    """Abstract rows of one of the blocks into which a batch is divided, or of a larger block (a fraction);
     marked leaves are whole.
     """
     rows = lambda x: jax.ShapeDtypeStruct((x.shape[0] // blocks, *x.shape[1:]), x.dtype)
@@ -153,7 +153,7 @@ def rows_of(batch: Any) -> int:
 
 
 def global_shapes(batch: Any, hosts: int) -> Any:
-    """The abstract global batch of which `batch` is given; `hosts` as for `check_rows`."""
+    """The abstract global batch that `batch` is, or is this host's part of; `hosts` as for `check_rows`."""
     shapes = jax.eval_shape(lambda x: x, batch)
     if hosts == 1 or is_global(batch):
         return shapes

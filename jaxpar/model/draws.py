@@ -1,4 +1,4 @@
-"""Equal draws of random numbers, of which a program has hundreds, as one batched draw.
+"""A program's hundreds of equal draws of random numbers as one batched draw.
 
 XLA compiles every draw anew, on CPUs in about 0.1 s each: a model of 300 small leaves took half a minute to
 initialise, on any number of devices. JAX's own generator (threefry) gives the same numbers batched as one by one.

@@ -138,7 +138,7 @@ class Promise:
     """What a rule promises, in the numbers of its paper.
 
     Attributes:
-      holds: the trees of which a device holds one shard at rest, of "params", "optimizer"; it holds the others whole.
+      holds: which of "params", "optimizer" a device holds one shard of at rest; it holds the other whole.
         Where a copy in low precision is stored beside float32 masters, the masters live with the optimizer.
       sends: what is sent for one leaf in a step, a function of its uses. Of a rule that shards, it is asked for the
         leaves that are sharded; what is sent for the others is ddp's, as their rule is.

@@ -31,7 +31,7 @@ class Factor(NamedTuple):
       outs: its dim in each result.
       reduced: what joins the parts of a result without it: "sum", "max", "argmax", ...; "" where they are the same.
       params: the parameters of a part that differ from those of the whole.
-      grouped: the parameter that says into how many groups it is cut, of which each part has whole ones.
+      grouped: the parameter that says into how many groups it is cut; each part has whole ones.
     """
 
     ins: tuple[int | None, ...]
@@ -249,7 +249,7 @@ def gather(eqn: Any) -> Iterable[Factor]:
 
 
 def scatter(eqn: Any) -> Iterable[Factor]:
-    """Dims of which all is written, and rows of indices that write into rows of their own."""
+    """Dims that are written whole, and rows of indices that write into rows of their own."""
     (x, _, new), n = shapes(eqn)[0], eqn.params["dimension_numbers"]
     kept = [d for d in range(len(x)) if d not in (*n.inserted_window_dims, *n.operand_batching_dims)]
     for d, at in zip(kept, n.update_window_dims, strict=True):

@@ -1,4 +1,4 @@
-"""Equinox's primitives, of which lineax, optimistix and diffrax make their solvers, as equations of JAX's own.
+"""Equinox's primitives, which solvers of lineax, optimistix and diffrax consist of, as equations of JAX's own.
 
 They keep the types of what they were given, and compare them when they are differentiated and lowered. Within
 `shard_map` every type names the mesh, in a loss that was traced outside none does: "pytree does not match

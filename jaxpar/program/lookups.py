@@ -65,7 +65,7 @@ class _Reader:
 
     Attributes:
       found: the lookups.
-      compared: inputs of which the program knows that they may be anything.
+      compared: inputs that may be anything, as the program knows.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Which values a forward saves for its backward: products and sums are kept, elementwise values rematerialised.
 
-JAX's derivatives save every operand that they read. Of `silu(x W) * (x V)` that is six arrays, all of which follow,
+JAX's derivatives save every operand that they read. Of `silu(x W) * (x V)` that is six arrays, which all follow,
 element by element, from the two products; of a norm it is the input, three times. They are most of a layer's
 activations, and to write and read them takes longer than to compute them again, since compilers fuse such operations
 with what reads them. What operators with backwards of their own save is counted by Korthikanti et al. 2022,

@@ -25,7 +25,7 @@ from ..program.primitives import PRODUCTS
 from ..program.walk import propagate, through
 from .loop import hold
 
-_COMBINED = ("all-gather", "all-reduce", "reduce-scatter")  # of which XLA makes one
+_COMBINED = ("all-gather", "all-reduce", "reduce-scatter")  # XLA makes one of several
 
 
 class _Each(tuple[Any, ...]):

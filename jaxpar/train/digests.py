@@ -95,7 +95,7 @@ def _combined(sums: np.ndarray) -> list[int]:
 
 class Record:
     """Writes the digest of every `loop.record`th step into `digests.jsonl`, the first line of each start of a run says
-    what must be the same for the same bits. On all hosts, of which process 0 writes.
+    what must be the same for the same bits. Called on all hosts; process 0 writes.
     """
 
     def __init__(self, step: TrainStep, loop: Loop, run: Mapping[str, Any]):

@@ -22,7 +22,7 @@ def suspects(batch: Any, lookups: Mapping[str, Lookup]) -> str:
     where nothing is. With several hosts all must ask, with the batch of the same step.
 
     Args:
-      batch: a pytree of arrays, of which each host sees its part.
+      batch: a pytree of arrays; each host sees its part.
       lookups: what the loss looks up, by the path of its leaf.
     """
     own = [*not_finite(batch), *(text for _, text in beyond(batch, lookups))]
@@ -45,7 +45,7 @@ def not_finite(batch: Any) -> Iterator[str]:
 
 
 def beyond(batch: Any, lookups: Mapping[str, Lookup]) -> Iterator[tuple[str, str]]:
-    """The leaves of which this host has an element that is looked up where it is not, and the first such."""
+    """The leaves with an element on this host that is looked up beyond what there is, and the first such element."""
     leaves = {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(batch)}
     for name, (size, line) in lookups.items():
         for begin, part in parts(leaves[name]):

@@ -121,7 +121,7 @@ class Trainer:
         self._record = Record(self.step, self.loop, self.about) if self.loop.record else None
         self._pace, self._busy = Pace.of_run(self.loop.record), 0.0
         self._lookups: Mapping[str, Lookup] = {}  # of the loss, by leaves of the batch
-        self._warned: set[str] = {*self.ids}  # the leaves of which none is to be given any more
+        self._warned: set[str] = {*self.ids}  # leaves that are named no more
         self._late: tuple[int, Any, Any] | None = None  # of the last step its number, metrics, and batch
         self._clock, self._stopping = 0.0, False
         self._claim, self._input = Claim(None), Input(self.step, Stream(iter(()), 0), 0)

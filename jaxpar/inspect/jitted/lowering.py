@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ...program.walk import is_literal, opened, replaced, visit
 from ..targets.devices import Target
 
-UNNAMED = "devices"  # the axis of a program of which no mesh is known
+UNNAMED = "devices"  # the axis of a program whose mesh is not known
 _JITS = ("jit", "pjit")
 
 

@@ -31,7 +31,7 @@ class Promises:
     Attributes:
       collectives: (kind, axis or axes in the mesh's order) -> bytes of its buffers at most. Others may have less than
         1 kB each in all, as sums of scalars have.
-      copies: axis -> bytes: no argument of which a device holds more is the same along that axis.
+      copies: axis -> bytes: no argument with more on a device is the same along that axis.
       memory: bytes of arguments, outputs and temporaries at most, donated memory counted once.
       involuntary: whether arrays may be gathered whole for no other end than to be cut anew.
     """
@@ -64,7 +64,7 @@ def check(
 
     What is broken is named with its line or argument: print what is returned, or call its `require()`. Raises
     ValueError as `explain`, for a promise of an axis that the mesh lacks, and of a text for promises of memory and
-    copies, of which it does not tell.
+    copies, which a text does not tell.
     """
     if isinstance(fn, Step):
         if promises is not None or len(args) != 1 or target is not None or mesh is not None:

@@ -11,7 +11,7 @@ from ..predict.prediction import longer
 from ..targets.devices import Target
 from .report import JittedExplanation, explain
 
-_NAMED = 3  # parts of a step of which it is said that they make it slower
+_NAMED = 3  # parts of a step that are said to make it slower
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ..targets.devices import target as target_of
 from .program import Argument, JittedMemory, JittedProgram, program_of
 from .sites import Site, sites_of
 
-LARGE = 1_000_000  # bytes of which is said that they are copies, or not donated
+LARGE = 1_000_000  # bytes: what is larger is said to be a copy, or not donated
 _LISTED = 8
 
 

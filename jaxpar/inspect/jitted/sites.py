@@ -205,7 +205,7 @@ class _Reader:
         return False
 
     def _argument(self, block: str, name: str) -> str:
-        """The argument that a value is, or a part of which it is; "" of what was computed."""
+        """The argument that a value is, or is a part of; "" of what was computed."""
         i = self._made[block].get(name)
         if i is None:
             return ""

@@ -71,7 +71,7 @@ class Fault:
       operands: what it read.
       backward: whether it belongs to the transposed program.
       brought: the input that was not finite and of which it is the first reader; None where operands were finite.
-      order: how many faults the search has met before it, most of which reach no result.
+      order: how many faults the search has met before it; most reach no result.
     """
 
     primitive: str

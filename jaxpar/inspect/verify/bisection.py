@@ -141,7 +141,7 @@ class _Search:
         return Bisected(self.a, self.b, *of, iteration, backward, *far, len(self.told))
 
     def first(self, places: Sequence[int], site: Callable[[int], Site]) -> int | None:
-        """The first place at which the sides differ, of which all after it do as well; None where not even the last."""
+        """The first place from which on the sides differ; None where not even the last does."""
         if not places or not self.differs(site(places[-1])):
             return None
         low, high = 0, len(places) - 1

@@ -23,7 +23,7 @@ from ...model.model import Mean, Model, is_replicated, row_axes
 from ...program import jaxpr as jx
 from ...program.walk import is_literal, scan_parts
 
-_CASTS = ("convert_element_type", "reduce_precision")  # of which other precisions have others
+_CASTS = ("convert_element_type", "reduce_precision")  # which other precisions have others of
 Site = tuple[int, ...]  # an equation's place; in a scan the iteration and the place in its body besides
 
 
@@ -209,7 +209,7 @@ def _number(x: Any, dim: int) -> Any:
 
 
 def without_casts(eqns: Sequence[Any]) -> list[Any]:
-    """Some equations without those of which other precisions have others."""
+    """Some equations without those that differ from precision to precision."""
     return [eqn for eqn in eqns if eqn.primitive.name not in _CASTS]
 
 

@@ -242,7 +242,7 @@ class _Scores:
             self.scale, self.hiding = self.scale * float(by), [x * by for x in self.hiding]
         elif name in ("add", "sub"):
             match self._of(other, eqn):
-                case Constant(_):  # of which a softmax knows nothing
+                case Constant(_):  # a softmax takes no note of it
                     pass
                 case Table(values, known, ids) if known.all():
                     values = values.astype(float) * (1 if name == "add" else -1)

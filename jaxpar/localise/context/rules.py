@@ -253,7 +253,7 @@ def attend_scored(
 
 
 def beyond(x: jax.Array, dim: int, length: int) -> jax.Array:
-    """What has positions along a dim, so many of them, of which the last is repeated."""
+    """What has so many positions along a dim, the last of them repeated."""
     return jnp.pad(x, [(0, length - n if d == dim else 0) for d, n in enumerate(x.shape)], "edge")
 
 

@@ -70,7 +70,7 @@ def by_row(fun: Callable[[jax.Array, int], jax.Array], value: jax.Array, dim: Sp
 
 def reshaped(before: Sequence[int], dim: Split, after: Sequence[int], parts: int) -> Split | None:
     """Where a reshape from the shape `before`, split along a dim, to `after` puts the split; None where it goes through
-    a dim of `after` in a way that no `Split` says, or where it is not in whole chunks, of which there are `parts`.
+    a dim of `after` in a way that no `Split` says, or where it is not in whole chunks (there are `parts`).
 
     >>> at = reshaped((3, 8, 5), Split(1), (24, 5), parts=2)
     >>> at, at.rows

@@ -1,6 +1,6 @@
 """Grouped matmuls (`lax.ragged_dot`) as the exchange of tokens.
 
-Rows [M, D] lie in groups, one for each expert, of which `sizes` [E] says how long they are: a program that sorts its
+Rows [M, D] lie in groups, one for each expert, as long as `sizes` [E] says: a program that sorts its
 tokens by expert has them. What a row meets is in these sizes alone, so that nothing need be known of the sort. One
 product follows another, with what computes each row for itself between them (an activation, a gate): such a run of
 equations is a function of a row and of its expert's leaves, and is computed as `jp.experts` computes one without a
@@ -68,7 +68,7 @@ class ExpertRun:
       sizes: the variable of the groups' lengths, [E].
       rows: variables [M, ...] that come in with a row, of one dtype.
       leaves: variables [E, ...]: right sides of grouped matmuls.
-      rest: variables of which every row reads all.
+      rest: variables that every row reads whole.
       rules: what becomes of an equation for an expert rank, by primitive.
     """
 
@@ -165,7 +165,7 @@ def _plain(eqn: Any) -> bool:
 
 
 def _source(v: Any, made: dict[Any, Any]) -> Any:
-    """The variable of which this one is a copy."""
+    """The variable that this one is a copy of."""
     while v in made and (how := primitives.of(made[v])).view and how.elementwise:
         v = made[v].invars[0]
     return v
@@ -185,7 +185,7 @@ def _by_group(eqns: Sequence[Any], made: dict[Any, Any], rules: Any) -> dict[Any
 
 
 def _computes_rows(eqn: Any, groups: dict[Any, Any], made: dict[Any, Any], rules: Any) -> bool:
-    """Whether an equation computes each row for itself, beside values of which every row reads all."""
+    """Whether an equation computes each row for itself, beside values that every row reads whole."""
     tokens = next(v.aval.shape[0] for v in eqn.invars if not jx.is_literal(v) and v in groups)
     kinds = [_kind(v, tokens, made) for v in eqn.invars]
     custom = eqn.primitive.name in jx.CUSTOM

@@ -27,7 +27,7 @@ from ..tensor.localiser import Localiser, LocalValue
 
 @dataclass(frozen=True)
 class SlotDims:
-    """Where a slotwise value has experts, of which this is a rank's part, and where slots, those of all ranks."""
+    """Where a slotwise value has experts (a rank's part of them), and where slots (those of all ranks)."""
 
     dim: int
     slots: int

@@ -17,7 +17,7 @@ from ...text import few
 from .product import ScaledProduct, product
 
 SMALLEST = 128  # features: a smaller product takes less time than the kernels that quantise its operands
-MULTIPLE = 16  # of which cuBLASLt needs every dim of an FP8 product; XLA fills up with zeros what a rank has of it
+MULTIPLE = 16  # cuBLASLt needs every dim of an FP8 product to be one; XLA fills up with zeros what a rank has of it
 _DATA = -2  # the mark of what depends on the batch
 
 

@@ -82,7 +82,7 @@ class Architecture:
       tensors: what each parameter is made of, by its path. `embedding` and `head/kernel` have these names.
       sizes: what `config.json` must say, by the names that our config has for it.
       defaults: what it may say: its name there and the value where it is absent, or a function of our sizes.
-      fixed: what it must say if anything: the values that our model computes, of which the first is written.
+      fixed: what it must say if anything: the values that our model computes; the first is written.
       follows: what else is written.
       settings: fields of our config that this architecture has no choice of.
       renamed: options by the names that version 5 of transformers gives them.

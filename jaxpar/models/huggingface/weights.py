@@ -41,7 +41,7 @@ class Family:
       title: as errors call it: "Llama".
       here: how they begin what it has: "Llama here has".
       config, module: its sizes, and (config, rngs=) -> NNX module.
-      architectures: of which `config.json`, or the settings of a config, choose one.
+      architectures: `config.json`, or the settings of a config, choose one.
       apart: whether a parameter, by its path, is in no file of the model.
       folded: (config, parameters by path) -> those of the files.
     """

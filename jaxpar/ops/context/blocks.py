@@ -24,7 +24,7 @@ from jax import lax
 from ..flash import HIDDEN, AttentionOptions, cudnn_backward, cudnn_forward, in_rows, refusal, visible
 
 PLAIN = AttentionOptions(False, None, None, None, 0, False)
-QUERIES = 1024  # of which the plain kernel holds scores at once
+QUERIES = 1024  # whose scores the plain kernel holds at once
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _backward(options: AttentionOptions, *arrays: jax.Array) -> list[jax.Array]:
 
 
 def _refused(q: jax.Array, k: jax.Array) -> bool:
-    """Whether cuDNN computes this nowhere: its dtype or head_dim, or odd lengths, of which it has no backward."""
+    """Whether cuDNN computes this nowhere: its dtype or head_dim, or odd lengths, for which it has no backward."""
     return bool(q.shape[1] % 2 or k.shape[1] % 2 or refusal(q.shape, k.shape, q.dtype.name))
 
 

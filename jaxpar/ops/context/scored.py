@@ -99,7 +99,7 @@ class ScoreProgram:
 
     @property
     def numbered(self) -> set[str]:
-        """The sides of which the places are read, and not only how many there are."""
+        """The sides whose places are read, and not only how many there are."""
         made = [step for step in self.steps if step.eqn.primitive.name in ("iota", "random_bits")]
         return {x.side for step in made for x in step.result[1] if x}
 
@@ -118,7 +118,7 @@ class ScoreFunction:
     """What becomes of the products of queries and keys until they are multiplied by values.
 
     Attributes:
-      scores: of the products the scores, of which a softmax is taken.
+      scores: of the products those that a softmax is taken of.
       weights: of a softmax what values are multiplied by, linear in it, as dropout is; None: the softmax.
       sink: whether the softmax has more than the scores; its operand `SINK` is then the last.
       by_heads: whether some of the heads are computed without the others. Those of `HEADS` that count come first.

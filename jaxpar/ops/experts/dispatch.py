@@ -26,7 +26,7 @@ def dispatch(
 
     Args:
       slots: C, a multiple of `groups`, which are equal parts of the tokens with slots of their own.
-      by_weight: whether choices get slots by their weight, of which no gradient comes, or by position.
+      by_weight: whether choices get slots by their weight (no gradient comes of that) or by position.
       couples: what of it depends on other rows, if anything does.
       drops: whether what finds no slot is dropped, so that it matters which tokens share them.
 

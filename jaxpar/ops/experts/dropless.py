@@ -1,4 +1,4 @@
-"""Each token through the experts of its choices, none of which is dropped.
+"""Each token through all the experts that it chose: none is dropped.
 
 Dims: N tokens, k choices of a token, E experts, C slots of an expert, D features.
 """
@@ -12,7 +12,7 @@ from .dispatch import combine, dispatch
 from .overflow import Expert, overflow
 
 FIRST = 1.25  # of an expert's mean load: what a dropless mixture computes at once; see docs/experts.md
-_SLOTS = 8  # of which those are a multiple, so that ranks of `context` divide them
+_SLOTS = 8  # they are a multiple of it, so that ranks of `context` divide them
 
 
 def slots_of(tokens: int, k: int, experts: int) -> int:

@@ -97,7 +97,7 @@ def experts(
         jaxpar refuses where rows are spread unless the model says rows="independent". Three different losses.
       drop: which choices keep their slots, the first by "position" or the largest by "probability" (their weight).
       drop_within: whether each "row" has its own slots, so that what is dropped is the same in every layout, or the
-        "microbatch" of a replica shares them, of which jaxpar warns where rows are spread.
+        "microbatch" of a replica shares them: a warning where rows are spread.
 
     Returns:
       [B, T, D] in the dtype of x, and a `Routing`.

@@ -38,7 +38,7 @@ _taken.defvjp(
 
 def most_rounds(tokens: int, k: int, experts: int, ranks: int, slots: int) -> int:
     """The most rounds of S = C E / e choices that there can be: all choices of a rank's tokens go to one rank's
-    experts, of which at least one has filled its slots.
+    experts, where at least one has filled its slots.
     """
     per = experts // ranks
     return -(-(tokens * min(k, per) - slots) // (slots * per))

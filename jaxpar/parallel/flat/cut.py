@@ -135,7 +135,7 @@ def points(cuts: Sequence[str], stages: int, paths: Sequence[str]) -> tuple[str,
 def stages_at(
     eqns: Sequence[Any], reads: Sequence[frozenset[int]], points: Sequence[tuple[str, frozenset[int]]]
 ) -> list[list[Any]]:
-    """The equations, in order, as groups of which each but the first begins where a parameter of its point is read.
+    """The equations, in order, as groups; each but the first begins where a parameter of its point is read.
 
     `reads` are the numbers of the parameters that each equation reads, `points` names of modules and the numbers of
     theirs. Raises ValueError where they do not follow one another in the program.
@@ -157,7 +157,7 @@ def stages_at(
 
 
 def stages_of(eqns: Sequence[Any], stages: int) -> list[list[Any]]:
-    """The equations, in order, as so many groups of which the longest is as short as can be.
+    """The equations, in order, as so many groups, the longest as short as can be.
 
     The best of all cuts between equations, by dynamic programming; in a program of more than 3,000 equations, of those
     that few bytes cross.

@@ -65,7 +65,7 @@ class FlatPipeline:
       rows: what its slots look up (`parallel/pipeline/buffers.SlotTables`), one operation a rank in each.
       access: how parameters are fetched and gradients given.
       parts: what this rank stores of every leaf, in the compute dtype.
-      values: `values(microbatch)`, those of the program's inputs, of which the first are `variables`.
+      values: `values(microbatch)`, those of the program's inputs; the first are `variables`.
       variables: their values before the step.
       summed: positions of the outputs to add up.
       changed: positions of the outputs that are the variables' new values.

@@ -217,7 +217,7 @@ def run(
 
 
 def _whole(mine: Sequence[Any], which: Sequence[int], leaves: int) -> list[Any]:
-    """All leaves of a program, of which a stage has some."""
+    """All leaves of a program; a stage has some."""
     out: list[Any] = [None] * leaves
     for i, x in zip(which, mine, strict=True):
         out[i] = x

@@ -105,7 +105,7 @@ class SharedPrologues:
         return lax.scan(one, start, every)[0]
 
     def _environment(self, number: jax.Array) -> dict[Any, Any]:
-        """Of this rank's microbatch of that number; of the last where it has fewer, of which nothing is read."""
+        """Of this rank's microbatch of that number; of the last where it has fewer, and nothing is read of that."""
         microbatch = number * self.ranks + lax.axis_index(AXIS)
         return self.program.environment(self.values(jnp.minimum(microbatch, self.microbatches - 1)))
 

@@ -36,7 +36,7 @@ _CELLS = 1 << 22  # of a table
 class Schedule:
     """A schedule for p ranks, m microbatches and v chunks a rank; with `forwards_only`, its forwards alone.
 
-    Raises ValueError for an unknown kind, for a count below 1, and for numbers of which the kind has no table: with
+    Raises ValueError for an unknown kind, for a count below 1, and for numbers that the kind has no table for: with
     v > 1 those have m a multiple of p.
 
     >>> schedule = Schedule("1f1b", ranks=4, microbatches=8)

@@ -40,7 +40,7 @@ from .schedules import Kind, Phase
 
 
 def _op(kind: Kind, row: Any) -> dict[str, jax.Array]:
-    """What this rank runs at a tick: whether anything, and of which chunk and microbatch."""
+    """What this rank runs at a tick: whether anything, and for which chunk and microbatch."""
     return {name: row[f"{kind}_{name}"] for name in ("valid", "chunk", "microbatch")}
 
 

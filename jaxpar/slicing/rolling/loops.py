@@ -39,7 +39,7 @@ class RolledLoop:
 
 @dataclass(frozen=True)
 class _Lists:
-    """Lists that one loop runs over: families of leaves, and leaves of which it reads rows (with their dim)."""
+    """Lists that one loop runs over: families of leaves, and leaves whose rows it reads (with their dim)."""
 
     depth: int
     families: tuple[StackMembers, ...] = ()
@@ -108,7 +108,7 @@ def _listed(families: Sequence[StackMembers]) -> list[_Lists]:
 
 
 def _stacked(flat: jx.Flat, params: int) -> list[_Lists]:
-    """Leaves of which a program reads every row of a dim, each by its number."""
+    """Leaves that a program reads row by row, every row of a dim by its number."""
     index = {v: i for i, v in enumerate(flat.invars[:params])}
     read: dict[tuple[int, int], set[int]] = {}
     for row in rows(flat.eqns, lambda v: v in index).values():
@@ -235,7 +235,7 @@ def _attempt(flat: jx.Flat, ways: _Ways, number: int, span: Span) -> Any:
 
 
 def _aside(readings: Readings, eqns: Sequence[Any], run: Pass) -> Mapping[Any, Row]:
-    """Rows of arrays that are there before a pass begins and of which it takes several."""
+    """Rows that a pass takes of arrays which are there before it begins, several of each."""
     born = {v: at for at, e in enumerate(readings.others) for v in e.outvars}
     taken = rows(eqns, lambda v: born.get(v, -1) < run.first[0])
     numbers: dict[Any, set[int]] = {}
