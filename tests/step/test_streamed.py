@@ -16,7 +16,7 @@ from tensor_cells import batch_of, built
 
 import jaxpar as jp
 from jaxpar.checkpoint.arrays import arrays_of
-from jaxpar.checkpoint.write import held
+from jaxpar.checkpoint.checkpoints import held
 from jaxpar.inspect.compiled.kernels import Executable, HostCopy, While
 from jaxpar.inspect.predict.prediction import predict
 from jaxpar.inspect.targets import target
