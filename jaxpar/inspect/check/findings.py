@@ -25,13 +25,13 @@ from ...program import jaxpr as jx
 from ...program.walk import visit
 from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
+from ...targets.hardware import Hardware
 from ...text import few
 from ..compiled.compiler_remarks import unread
 from ..compiled.cost import Costs
 from ..compiled.kernels import Executable
 from ..expected import expected
 from ..ledger import Ledger
-from ..targets.hardware import Hardware
 from ..transfers import rehearse
 from .overlap import hardware_of, hidden
 from .promises import ALLOWED, LARGE, SCALARS, Holding, bounds, gathered_weights, not_by_layer, shares
