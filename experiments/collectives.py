@@ -188,7 +188,7 @@ def main(options: Options) -> dict[str, list[Measurement]]:
     screen.print(
         "Simulated devices: copies within one machine, no network's bandwidth."
         if simulated()
-        else "busbw, 1e9 bytes/s. Data sheets: of a device and direction; sources: jaxpar/inspect/targets/hardware.py."
+        else "busbw, 1e9 bytes/s. Data sheets: of a device and direction; sources: jaxpar/targets/hardware.py."
     )
     screen.print(f"{options.out}/collectives.json, .svg, .png, and -dark.svg, -dark.png")
     if wrong := sum(row.wrong for mine in rows.values() for row in mine):

@@ -16,9 +16,9 @@ from report import GB, console
 
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.targets import target
 from jaxpar.models import named
 from jaxpar.parallel.flat.cut import times
+from jaxpar.targets import target
 
 
 @dataclass(frozen=True)

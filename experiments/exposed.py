@@ -20,8 +20,8 @@ import tyro
 
 import jaxpar as jp
 from jaxpar.inspect.predict import predict
-from jaxpar.inspect.targets import target
 from jaxpar.models import named
+from jaxpar.targets import target
 
 LENGTH = 4096
 SIZES_13B = {"layers": 8, "dim": 5120, "heads": 40, "ffn": 17920}

@@ -34,8 +34,8 @@ from published_rows import FLOAT8, RUNS, Run
 
 import jaxpar as jp
 from jaxpar.inspect.predict.prediction import Prediction, predict
-from jaxpar.inspect.targets.devices import target
 from jaxpar.models import named
+from jaxpar.targets.devices import target
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _program(run: Run, step: Any, batch: Any, programs: Path | None) -> str:
     if programs is None:
         return _compiled(step, batch)
     root = Path(jp.__file__).parent
-    sources = [f.read_bytes() for f in sorted(root.rglob("*.py")) if "inspect" not in f.parts or "targets" in f.parts]
+    sources = [f.read_bytes() for f in sorted(root.rglob("*.py")) if "inspect" not in f.parts]
     # No strategy names a policy: the file of the rows stands for it.
     about = (run.name, run.strategy, run.rows, run.length, run.sizes, jax.__version__, jaxlib.__version__)
     key = hashlib.sha256(b"".join([repr(about).encode(), *sources])).hexdigest()[:16]

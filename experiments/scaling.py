@@ -43,8 +43,8 @@ from rich.table import Table
 import jaxpar as jp
 from jaxpar.inspect.explain import explain
 from jaxpar.inspect.predict import predict
-from jaxpar.inspect.targets.hardware import peak_flops
 from jaxpar.models import Named, named
+from jaxpar.targets.hardware import peak_flops
 
 KINDS = ("weak", "strong")
 

@@ -26,8 +26,8 @@ import jaxpar as jp
 from jaxpar.inspect.compiled.kernels import Executable
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.predict.prediction import predict
-from jaxpar.inspect.targets import target
 from jaxpar.models import named
+from jaxpar.targets import target
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def host_of(device: Any) -> int:
 
 
 def is_away(device: Any) -> bool:
-    """Whether programs can be compiled for it and not run: one of a `jaxpar.inspect.targets.target`."""
+    """Whether programs can be compiled for it and not run: one of a `jaxpar.targets.target`."""
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 

@@ -22,9 +22,9 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.cli import main
-from jaxpar.inspect.targets import missing_compiler
 from jaxpar.models import NAMES, llama, named
 from jaxpar.strategy import PRESETS
+from jaxpar.targets import missing_compiler
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -21,8 +21,8 @@ from jaxpar.data import text as windows_of
 from jaxpar.files import json_of, local, member, place, plain, text_of
 from jaxpar.inspect.plan.cache import PlanCache
 from jaxpar.inspect.plan.cache import folder as cache_folder
-from jaxpar.inspect.targets.kinds import load
 from jaxpar.models.llama import from_hf
+from jaxpar.targets.kinds import load
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 64}  # fmt: skip

@@ -92,7 +92,9 @@ def test_lists_of_primitives_stand_with_the_primitives() -> None:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             literal = ast.List | ast.Tuple | ast.Set
-            parts = node.elts if isinstance(node, literal) else node.args if isinstance(node, ast.Call) else []
+            parts = node.elts if isinstance(node, literal) else []
+            if isinstance(node, ast.Call):  # and "a b c".split()
+                parts = [*node.args, getattr(node.func, "value", None)]
             texts = [x.value for x in parts if isinstance(x, ast.Constant) and isinstance(x.value, str)]
             words = [word for text in texts for word in text.split()]
             known = [word for word in words if word in names]

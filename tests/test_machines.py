@@ -10,9 +10,9 @@ import pytest
 from jaxpar import machines
 from jaxpar.axes import AXES
 from jaxpar.collectives.compiling import compiler_options
-from jaxpar.inspect.targets.devices import target
 from jaxpar.layout.mesh import make_mesh
 from jaxpar.strategy import Strategy
+from jaxpar.targets.devices import target
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.inspect.compiled.cost import Costs
-from jaxpar.inspect.targets.devices import gpu_topology
 from jaxpar.ops.experts.experts import experts, swiglu
 from jaxpar.ops.experts.overflow import overflow
 from jaxpar.ops.experts.tables import order
+from jaxpar.targets.devices import gpu_topology
 
 Tree = Any
 SIZES = {  # tokens, features, hidden, experts, chosen

@@ -253,7 +253,7 @@ def _spec(path: tuple[Any, ...], leaf: Any) -> P:
 
 def main() -> None:
     from jaxpar.inspect.ledger import Ledger
-    from jaxpar.inspect.targets.devices import gpu_topology
+    from jaxpar.targets.devices import gpu_topology
 
     devices = gpu_topology("8xH100")
     for zero in (2, 3):

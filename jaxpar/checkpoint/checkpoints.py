@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,13 +23,16 @@ from ..files import place
 from ..layout.state import State
 from ..step.core import Step
 from .about import about_of, exact, same_run
-from .arrays import Array, arrays_of, extra_arrays
+from .arrays import Array, arrays_of, extra_arrays, raw
+from .boxes import Box, box_of, parts
 from .commit import Commit, clear, writer
+from .files import write_arrays
 from .restore import extras, restored
 from .saved import Checkpoint, latest_good, numbers
-from .write import Room, held, write
 
-# Of each step, what its last save was copied into (`write.held`).
+_Written = tuple[str, Box, np.ndarray]  # of a leaf
+Room = dict[tuple[str, int], np.ndarray]  # by array and device
+# Of each step, what its last save was copied into (`held`).
 _rooms: weakref.WeakKeyDictionary[Step, Room] = weakref.WeakKeyDictionary()
 
 
@@ -127,7 +130,7 @@ class Checkpoints:
         about = about_of(self.step, arrays, number, self.about, data or {})
 
         def files(folder: Place) -> None:
-            write(folder, boxes)
+            write_arrays(folder, jax.process_index(), _drained(boxes))
             if self._beside is not None:
                 self._beside()
 
@@ -190,3 +193,40 @@ class Checkpoints:
 
     def _place(self, number: int) -> Place:
         return self.folder / str(number)
+
+
+def held(arrays: Sequence[Array], state: Any, room: Room) -> list[_Written]:
+    """The boxes of the model's own leaves that this host saves: of every box one replica, copied to its memory; of what
+    waits there (`offload`), views.
+
+    Waits for the devices and for the copy. What is derived is left out. Where devices are the host itself, `room` is
+    what the save before was copied into, whose boxes are written: memory that a process touches for the first time took
+    a virtual machine ten times as long as the copy.
+    """
+    shards = []
+    for array, x in zip(arrays, jax.tree.leaves(state), strict=True):
+        if not array.derived:
+            shards += [(array, shard) for shard in raw(x).addressable_shards if shard.replica_id == 0]
+    for _, shard in shards:
+        shard.data.copy_to_host_async()  # all at once, before any is waited for
+    boxes: list[_Written] = []
+    for array, shard in shards:
+        host = np.asarray(shard.data)
+        if shard.device.platform == "cpu" and shard.data.sharding.memory_kind != "pinned_host":
+            # A view of memory that the next step may write into.
+            where = array.path, shard.device.id
+            if where not in room:
+                room[where] = np.empty_like(host)
+            np.copyto(room[where], host)
+            host = room[where]
+        for part in parts(array.leaf, array.inner, box_of(shard.index, array.shape)):
+            view = part.view(host)
+            if view.size or not np.prod(array.logical):
+                boxes.append((array.names[part.member], part.box, view))
+    return boxes
+
+
+def _drained(boxes: list[_Written]) -> Iterator[_Written]:
+    """The boxes, which are forgotten as they are written."""
+    while boxes:
+        yield boxes.pop()

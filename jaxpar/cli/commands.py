@@ -261,7 +261,7 @@ def _explain_own(options: ExplainOptions) -> None:
 
 def _step_of(options: CheckOptions | ExplainOptions) -> tuple[TrainStep, Any]:
     """The step that the options name, on devices here or not, and a batch for it."""
-    from ..inspect.targets.devices import target  # only what compiles for them needs it
+    from ..targets.devices import target  # only what compiles for them needs it
 
     Strategy.parse(options.strategy)  # before anything that takes time
     devices = None

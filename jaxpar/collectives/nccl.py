@@ -32,7 +32,6 @@ from .ranks import index as index
 from .ranks import on as on
 from .reductions import OPS as OPS
 from .reductions import check_op, mean
-from .ring import ring_all_reduce as ring_all_reduce
 
 _IN_PIECES = 1 << 26  # elements: 256 MB in float32
 _PIECES = 16

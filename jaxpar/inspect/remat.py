@@ -30,12 +30,12 @@ from ..slicing.pieces import Stack
 from ..step.core import Step
 from ..step.tracing import Loss
 from ..strategy import OFFLOADS
+from ..targets.hardware import KINDS, RESERVE, Hardware, of_device_kind
 from ..text import amount, size
 from .compiled.compiler_remarks import unread
 from .memory import WholeAccess, of_step
 from .predict.efficiency import estimated_seconds
 from .predict.prediction import predict
-from .targets.hardware import KINDS, RESERVE, Hardware, of_device_kind
 
 AnyStep = TypeVar("AnyStep", bound=Step)
 _COMPILED = 5  # programs, without the host and with it

@@ -38,13 +38,13 @@ from jax import lax
 from jax.sharding import Mesh
 
 from ..collectives.order import Token
-from ..inspect.targets.hardware import of_device_kind
-from ..inspect.targets.links import Reach, collective_seconds
 from ..layout.layout import Stored, is_stored
 from ..layout.leaves import Leaf
 from ..layout.whole_matrices import Region, UpdateProgram, flops_of, in_order, one_matrix, region_of
 from ..machines import hosts_spanned
 from ..program import jaxpr as jx
+from ..targets.hardware import of_device_kind
+from ..targets.links import Reach, collective_seconds
 from ..text import number
 from .contract import Sent
 from .matrices import Bundle, Kind, MatrixValue

@@ -17,7 +17,6 @@ from ..axes import ROWS, SHARDS
 from ..collectives import order
 from ..collectives.compiling import compiler_options
 from ..collectives.order import Token
-from ..inspect.targets.devices import has_memories, mark_on_host
 from ..layout.dims.expert import apart, expert_dims, looks_stacked
 from ..layout.dims.matrices import astray
 from ..layout.dims.pairs import creation_order
@@ -40,6 +39,7 @@ from ..parallel.pipeline.schedules import Schedule
 from ..program.buffers import HOST, on_device
 from ..program.filter_primitives import rewritten, without_filter_primitives
 from ..strategy import Strategy
+from ..targets.devices import has_memories, mark_on_host
 from .checks import Intake, check_reached, check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, measures, metrics_of
 from .init import FirstState

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ..checkpoint.about import exact
-from ..inspect.targets.devices import peak_flops
+from ..targets.devices import peak_flops
 from ..text import size
 from .loop import Run
 from .picture import loads

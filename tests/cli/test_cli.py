@@ -17,8 +17,8 @@ import yaml
 import jaxpar as jp
 from jaxpar.cli.commands import main
 from jaxpar.cli.options import CheckOptions, ExplainOptions, TrainOptions, model_of, optimizer_of, units_of
-from jaxpar.inspect.targets.devices import peak_flops
 from jaxpar.models import named
+from jaxpar.targets.devices import peak_flops
 from jaxpar.train.recorder import read
 
 TINY = "llama-tiny,layers=1,dim=16,heads=2,kv_heads=1,ffn=16"
@@ -141,7 +141,7 @@ def test_files_that_cannot_be_are_named_and_a_closed_pipe_ends_it(
     def missing(*_: Any) -> None:
         raise ImportError("target='v5e:2x2' needs the TPU compiler; pip install")
 
-    monkeypatch.setattr("jaxpar.inspect.targets.devices.target", missing)
+    monkeypatch.setattr("jaxpar.targets.devices.target", missing)
     assert "jaxpar: target='v5e:2x2' needs" in fails(["check", "--target", "v5e:2x2"], 2, capsys)
     svg = str(text / "below.svg")
     assert f"jaxpar: {svg}: Not a directory; see that" in fails(["timeline", "--svg", svg], 1, capsys)

@@ -18,7 +18,7 @@ from jaxpar import collectives
 from jaxpar.collectives import OPS, on
 from jaxpar.collectives.reductions import DTYPES
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.targets.devices import gpu_topology
+from jaxpar.targets.devices import gpu_topology
 
 Reference = Callable[[np.ndarray], np.ndarray]
 MOVED = (*DTYPES, "complex64", "complex128")

@@ -23,8 +23,8 @@ from zoo import ZOO
 import jaxpar as jp
 from jaxpar import collectives
 from jaxpar.collectives import edges, order
-from jaxpar.inspect.targets.devices import gpu_topology
 from jaxpar.program.collectives import PRIMITIVES
+from jaxpar.targets.devices import gpu_topology
 
 SGD = optax.sgd(0.1, momentum=0.9)
 

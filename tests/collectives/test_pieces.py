@@ -12,8 +12,8 @@ import jaxpar as jp
 from jaxpar.collectives import nccl, scatter_pieces
 from jaxpar.collectives.compiling import compiler_options
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.targets.devices import target
 from jaxpar.models import named
+from jaxpar.targets.devices import target
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 

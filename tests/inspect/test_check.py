@@ -19,7 +19,6 @@ import jaxpar as jp
 from jaxpar.cli.commands import main
 from jaxpar.inspect.check.findings import check
 from jaxpar.inspect.check.proof import Finding, Proof
-from jaxpar.inspect.targets.devices import gpu_topology
 from jaxpar.layout.layout import place_optimizer
 from jaxpar.layout.storage import place
 from jaxpar.localise.tensor import RULES
@@ -31,6 +30,7 @@ from jaxpar.step.checks import misfit
 from jaxpar.step.core import Step
 from jaxpar.step.gradients import Local
 from jaxpar.step.update import Update
+from jaxpar.targets.devices import gpu_topology
 
 # One layer is 1.18 MB in float32, so that a layer alone is more than what need not be promised.
 LAYERS, DIM, HIDDEN, VOCAB = 3, 384, 768, 40

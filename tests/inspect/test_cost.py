@@ -17,8 +17,8 @@ from jaxpar.inspect.compiled.cost import Costs
 from jaxpar.inspect.compiled.hlo import Module, nbytes
 from jaxpar.inspect.compiled.kernels import Executable, Kernel, Start, While, traffic
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.targets.devices import target
 from jaxpar.models import named
+from jaxpar.targets.devices import target
 
 X = jnp.ones(8 * 24)
 

@@ -17,7 +17,7 @@ from jaxpar import collectives
 from jaxpar.cli.commands import main
 from jaxpar.cpu_compiler import CANARIES, FLAG
 from jaxpar.inspect.bench import doctor
-from jaxpar.inspect.targets.devices import INSTALL
+from jaxpar.targets.devices import INSTALL
 
 WORKER = """
 import json, sys, time

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
 from jaxpar.cli.commands import run
-from jaxpar.inspect.targets import missing_compiler
+from jaxpar.targets import missing_compiler
 
 LAYERS, ROWS, LENGTH, WIDTH, HIDDEN, WORDS = 4, 64, 32, 128, 512, 1000
 AXES = {"fsdp": 4, "tensor": 2}

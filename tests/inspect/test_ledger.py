@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.inspect.ledger import Collective, Ledger
-from jaxpar.inspect.targets.devices import gpu_topology, missing_compiler
+from jaxpar.targets.devices import gpu_topology, missing_compiler
 
 SIZES, AXES = (1, 2, 4, 1), ("pipe", "data", "fsdp", "tensor")
 ROWS = P(("data", "fsdp"))

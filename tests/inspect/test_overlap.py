@@ -14,7 +14,7 @@ import jaxpar as jp
 from jaxpar.inspect.check import Proof, check
 from jaxpar.inspect.check.overlap import _promised
 from jaxpar.inspect.predict import Part
-from jaxpar.inspect.targets import target
+from jaxpar.targets import target
 
 LAYERS, DIM = 4, 1024
 SHAPES = {"up": (LAYERS, DIM, 4 * DIM), "down": (LAYERS, 4 * DIM, DIM)}

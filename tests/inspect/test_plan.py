@@ -21,11 +21,11 @@ from jaxpar.inspect.plan.neighbours import families, neighbours
 from jaxpar.inspect.plan.planner import reason_to_skip
 from jaxpar.inspect.plan.ranking import Plan
 from jaxpar.inspect.predict.efficiency import PRODUCT_START
-from jaxpar.inspect.targets.devices import Target, target
-from jaxpar.inspect.targets.hardware import KINDS, RESERVE, Hardware
-from jaxpar.inspect.targets.links import Reach, collective_seconds
 from jaxpar.models import named
 from jaxpar.strategy import SUMS
+from jaxpar.targets.devices import Target, target
+from jaxpar.targets.hardware import KINDS, RESERVE, Hardware
+from jaxpar.targets.links import Reach, collective_seconds
 from jaxpar.text import WIDTH
 
 H100 = KINDS["H100"]

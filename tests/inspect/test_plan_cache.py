@@ -16,8 +16,8 @@ from jaxpar.inspect.plan import planner as planning
 from jaxpar.inspect.plan.candidates import candidates
 from jaxpar.inspect.plan.estimates import Estimator
 from jaxpar.inspect.plan.neighbours import neighbours
-from jaxpar.inspect.targets.hardware import KINDS
 from jaxpar.make import TrainStep
+from jaxpar.targets.hardware import KINDS
 
 
 @pytest.mark.slow

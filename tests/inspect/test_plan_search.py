@@ -10,8 +10,8 @@ from test_plan import ADAM, H100, here, stack
 
 import jaxpar as jp
 from jaxpar.inspect.plan.candidates import candidates
-from jaxpar.inspect.targets.devices import Target
-from jaxpar.inspect.targets.hardware import RESERVE
+from jaxpar.targets.devices import Target
+from jaxpar.targets.hardware import RESERVE
 
 ROWS = 16
 

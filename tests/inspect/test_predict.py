@@ -20,10 +20,10 @@ from jaxpar.inspect.compiled.products import Product
 from jaxpar.inspect.predict.clock import Clock
 from jaxpar.inspect.predict.efficiency import busy_share, kernel_seconds, quantized_seconds
 from jaxpar.inspect.predict.prediction import Prediction, predict
-from jaxpar.inspect.targets.devices import target
-from jaxpar.inspect.targets.hardware import KINDS, Hardware
-from jaxpar.inspect.targets.links import Reach, collective_seconds
 from jaxpar.models import named
+from jaxpar.targets.devices import target
+from jaxpar.targets.hardware import KINDS, Hardware
+from jaxpar.targets.links import Reach, collective_seconds
 from jaxpar.text import size
 
 H100 = KINDS["H100"]

@@ -15,9 +15,9 @@ from jaxpar.inspect.check import check
 from jaxpar.inspect.compiled.kernels import Choice, Kernel
 from jaxpar.inspect.predict.clock import Clock
 from jaxpar.inspect.predict.prediction import Prediction, predict
-from jaxpar.inspect.targets.devices import gpu_topology
-from jaxpar.inspect.targets.hardware import KINDS
 from jaxpar.models import named
+from jaxpar.targets.devices import gpu_topology
+from jaxpar.targets.hardware import KINDS
 
 H100 = KINDS["H100"]
 SIMULATED = dataclasses.replace(H100, device_kind="cpu")  # its numbers, for programs of simulated devices

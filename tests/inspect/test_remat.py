@@ -20,12 +20,12 @@ import jaxpar as jp
 from jaxpar.inspect.memory import WholeAccess, of_step
 from jaxpar.inspect.predict.prediction import predict
 from jaxpar.inspect.remat import cheapest, stacks_of
-from jaxpar.inspect.targets import target
 from jaxpar.inspect.verify.parity import Reference
 from jaxpar.models import named
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.residuals import Residuals
 from jaxpar.slicing.slicer import Slicing, slice_program
+from jaxpar.targets import target
 
 LAYERS, DIM, ROWS = 3, 6, 5
 

@@ -11,9 +11,9 @@ import pytest
 import jaxpar as jp
 from jaxpar.inspect.predict import Part, Prediction, predict
 from jaxpar.inspect.predict.slots import best_schedule, op_costs, searched
-from jaxpar.inspect.targets import target
 from jaxpar.models import llama
 from jaxpar.parallel.pipeline.schedules import OpCosts, Schedule
+from jaxpar.targets import target
 
 MODEL = jp.from_nnx(lambda rngs: llama.Llama(llama.Config(32, 16, 4, 2, 2, 32), rngs=rngs), llama.loss)
 

@@ -14,11 +14,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
-from jaxpar.inspect.targets.devices import gpu_topology
 from jaxpar.ops import flash
 from jaxpar.program import equal as same
 from jaxpar.program import jaxpr as jx
 from jaxpar.program import kernels
+from jaxpar.targets.devices import gpu_topology
 
 B, T, S, H, K, h = 3, 7, 5, 6, 2, 8
 IDS = np.array([[0, 0, 0, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0], [4, 4, 1, 1, 1, 1, 9]], np.int32)

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 import jaxpar as jp
 from jaxpar.inspect.compiled.kernels import Done, Executable, Kernel, Operation, Start, While
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.targets.devices import gpu_topology, target
 from jaxpar.models import llama, named
 from jaxpar.ops.attention import biased_attention
 from jaxpar.ops.context import (
@@ -30,6 +29,7 @@ from jaxpar.ops.context import (
     usp_attention,
     usp_bytes,
 )
+from jaxpar.targets.devices import gpu_topology, target
 from jaxpar.text import size
 
 pytestmark = [pytest.mark.cuda_compiler, pytest.mark.xdist_group("gpu attention")]

@@ -19,10 +19,10 @@ from jaxpar.inspect.check import check
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.plan.estimates import Estimator
-from jaxpar.inspect.targets.devices import target
-from jaxpar.inspect.targets.hardware import KINDS
 from jaxpar.parallel import Promise, Rule, register
 from jaxpar.parallel.fsdp import ZERO3
+from jaxpar.targets.devices import target
+from jaxpar.targets.hardware import KINDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "strategies" / "own.md"
 SGD = optax.sgd(0.1, momentum=0.9)

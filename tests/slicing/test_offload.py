@@ -14,10 +14,10 @@ from tensor_cells import LENGTH, batch_of, built
 import jaxpar as jp
 from jaxpar.inspect.compiled.kernels import Done, Executable, HostCopy, Kernel, Operation, While
 from jaxpar.inspect.predict.prediction import predict
-from jaxpar.inspect.targets import target
 from jaxpar.inspect.verify.parity import Reference
 from jaxpar.models import named
 from jaxpar.program.walk import visit
+from jaxpar.targets import target
 
 MODEL, BATCH = built("scanned")[0], batch_of(8)
 LAYERS, DIM = 5, 64

@@ -16,7 +16,7 @@ from jaxpar.inspect.compiled.entry import Collective, Nesting
 from jaxpar.inspect.compiled.kernels import Executable, Operation, While
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import collectives
-from jaxpar.inspect.targets.devices import gpu_topology
+from jaxpar.targets.devices import gpu_topology
 
 pytestmark = pytest.mark.cuda_compiler
 WIDTHS = handwritten.Config()  # Llama-3-8B, 8 layers

@@ -13,8 +13,8 @@ import pytest
 import jaxpar as jp
 from jaxpar.inspect.check.findings import check
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.targets.devices import target
 from jaxpar.parallel.owners import Owners
+from jaxpar.targets.devices import target
 
 D, F, LAYERS, ROWS = 16, 48, 6, 24
 

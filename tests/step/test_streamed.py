@@ -16,14 +16,14 @@ from tensor_cells import batch_of, built
 
 import jaxpar as jp
 from jaxpar.checkpoint.arrays import arrays_of
-from jaxpar.checkpoint.write import held
+from jaxpar.checkpoint.checkpoints import held
 from jaxpar.inspect.compiled.kernels import Executable, HostCopy, While
 from jaxpar.inspect.predict.prediction import predict
-from jaxpar.inspect.targets import target
 from jaxpar.inspect.verify.parity import Reference
 from jaxpar.models import named
 from jaxpar.program.walk import visit
 from jaxpar.step import streamed
+from jaxpar.targets import target
 
 MODEL, BATCH = built("scanned")[0], batch_of(8)
 LAYERS, DIM, PADDED, ROWS = 3, 83, 88, np.ones((8, 83), np.float32)

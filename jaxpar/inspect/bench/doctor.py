@@ -25,9 +25,9 @@ from ...cpu_compiler import CANARIES, FLAG, NAME, failing
 from ...layout.mesh import make_mesh
 from ...machines import host_of, hosts_of
 from ...strategy import Strategy
+from ...targets.devices import INSTALL
+from ...targets.hardware import KINDS
 from ...text import size
-from ..targets.devices import INSTALL
-from ..targets.hardware import KINDS
 from .timing import Effort, measure
 
 PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "numpy")

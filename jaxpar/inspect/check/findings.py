@@ -17,23 +17,31 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ...layout.leaves import Leaf
+from ...localise.fp8.product import F8, SCOPE
 from ...program import jaxpr as jx
 from ...program.walk import visit
 from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
+from ...targets.hardware import Hardware
+from ...text import few
 from ..compiled.compiler_remarks import unread
+from ..compiled.cost import Costs
 from ..compiled.kernels import Executable
 from ..expected import expected
 from ..ledger import Ledger
-from ..targets.hardware import Hardware
 from ..transfers import rehearse
-from .fp8 import products
 from .overlap import hardware_of, hidden
 from .promises import ALLOWED, LARGE, SCALARS, Holding, bounds, gathered_weights, not_by_layer, shares
 from .proof import Finding, Proof, Verdict
 from .resharding import Move, cause, moves
+
+_F8 = jnp.dtype(F8).name
+# Of FP8's three, the forward's, which a backward recomputes, and dx: in a loop of one layer the compiler computes the
+# first once.
+_SHARED = 2 / 3
 
 
 def check(
@@ -142,7 +150,7 @@ def _collectives(step: Step, batch: Any, program: Executable) -> Iterator[Findin
     jaxpr, closed = step.trace(batch), expected(step, batch)
     yield from _written(closed, Ledger.from_jaxpr(jaxpr, step.mesh))
     yield from _compiled(step, closed, [program], jaxpr)
-    yield from products(step, jaxpr, program)
+    yield from _products(step, jaxpr, program)
     if step.mesh.shape["tensor"] > 1:
         yield from _tensor(step, batch, jaxpr)
 
@@ -200,6 +208,33 @@ def _why(step: Step, here: Sequence[Move]) -> str:
     if not here:
         return "the compiler added it; see step.explain(batch).ledger, and compiled.as_text() for where it stands"
     return f"the update has it, the largest: {here[0].message}; {cause(step, here[0])}"
+
+
+def _products(step: Step, jaxpr: Any, program: Executable) -> Iterator[Finding]:
+    """FLOPs of FP8 products in the jaxpr and in the compiled program, each product once in whatever loop it stands."""
+    if step.strategy.precision != "fp8":
+        return
+    what = f"{len(step.tracing.in_fp8)} leaves in {_F8}"
+    dots = (eqn for eqn, _ in visit(jx.opened(jaxpr)[0].eqns) if eqn.primitive.name == "dot_general")
+    promised = sum(2 * jx.matmuls([eqn]).get(_F8, (0, ""))[0] for eqn in dots)
+    if step.mesh.devices.flat[0].platform == "cpu":
+        note = "CPU: no kernel multiplies float8; the same numbers are multiplied as wider ones"
+        yield Finding("products", what, promised, promised, note=note, unit="FLOP")
+        return
+    found = 0
+    for kernel in (cost.kernel for cost in Costs.of(program)):
+        for product in kernel.products:
+            if product.dtype == _F8:
+                found += product.flops
+            elif SCOPE in kernel.source:
+                path = kernel.source.partition(SCOPE)[2].partition(")")[0]
+                note = f"{kernel.label} multiplies {product.dtype}, of {path}: no FP8 kernel for this device; use "
+                note += "precision='bf16'"
+                yield Finding("products", kernel.name, product.flops, 0, "MISSING", note, unit="FLOP")
+    least = 0.99 * promised * (1 if step.strategy.remat == "none" else _SHARED)
+    note = f"less than promised of {few(step.tracing.in_fp8)}: compare compiled.as_text() with step.trace(batch)"
+    verdict, note = ("MISSING", note) if found < least else ("ok", "")
+    yield Finding("products", what, promised, found, verdict, note, unit="FLOP")
 
 
 def _tensor(step: Step, batch: Any, jaxpr: Any) -> Iterator[Finding]:

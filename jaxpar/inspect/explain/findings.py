@@ -21,6 +21,7 @@ from ...slicing.stacks import described
 from ...step.core import Step
 from ...step.piped import rows_of
 from ...step.server import OF_REPLICAS, ServerStep
+from ...targets.hardware import of_device_kind
 from ...text import few, size
 from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
@@ -32,7 +33,6 @@ from ..expected import expected
 from ..ledger import Collective, Ledger
 from ..memory import in_flight, of_server, of_step
 from ..predict.efficiency import estimated_seconds
-from ..targets.hardware import of_device_kind
 from ..transfers import Transfer, rehearse
 from .explanation import Check, Explanation
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ...program.walk import is_literal, opened, replaced, visit
-from ..targets.devices import Target
+from ...targets.devices import Target
 
 UNNAMED = "devices"  # the axis of a program whose mesh is not known
 _JITS = ("jit", "pjit")

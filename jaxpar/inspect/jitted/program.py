@@ -13,12 +13,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ...machines import hosts_of
+from ...targets.devices import Target
+from ...targets.devices import target as target_of
 from ..check.resharding import axes_of
 from ..compiled.compiler_remarks import unread
 from ..compiled.kernels import Executable, devices_of
 from ..compiled.memory import program_memory
-from ..targets.devices import Target
-from ..targets.devices import target as target_of
 from .lowering import UNNAMED, as_given, is_array, meshes_of, on_target, paths_of
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from ...program.collectives import KINDS
 from ...step.core import Step
+from ...targets.devices import Target
+from ...targets.hardware import Hardware
 from ...text import few, size
 from ..check import check as check_step
 from ..check.promises import SCALARS
 from ..check.proof import Finding, Proof
-from ..targets.devices import Target
-from ..targets.hardware import Hardware
 from .program import program_of
 from .report import JittedExplanation, explained
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...targets.devices import Target
 from ...text import WIDTH, size, table
 from ..predict import Prediction
 from ..predict.prediction import longer
-from ..targets.devices import Target
 from .report import JittedExplanation, explain
 
 _NAMED = 3  # parts of a step that are said to make it slower

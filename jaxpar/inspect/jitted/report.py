@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...step.core import Step
+from ...targets.devices import Target
+from ...targets.devices import target as target_of
 from ...text import WIDTH, few, heading, number, size, table
 from ..compiled.compiler_remarks import remarks
 from ..compiled.cost import Costs
@@ -17,8 +19,6 @@ from ..ledger import Ledger
 from ..predict import Prediction
 from ..predict import predict as predict_step
 from ..predict.prediction import timed
-from ..targets.devices import Target
-from ..targets.devices import target as target_of
 from .program import Argument, JittedMemory, JittedProgram, program_of
 from .sites import Site, sites_of
 

@@ -19,7 +19,7 @@ import jaxlib
 from ...files import json_of, local
 from ...model.model import Model
 from ...model.paths import name_of
-from ..targets.devices import Target
+from ...targets.devices import Target
 
 _FLAGS = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "jax_enable_x64")
 

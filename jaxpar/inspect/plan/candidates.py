@@ -8,7 +8,7 @@ from typing import Any
 
 from ...strategy import Strategy
 from ...tables import SCHEDULES
-from ..targets.devices import Target
+from ...targets.devices import Target
 
 REMATS = ("none", "dots", "layer")
 _MICROBATCHES = (1, 2, 4)  # times the ranks of a pipeline: the bubble shrinks, the messages grow in number

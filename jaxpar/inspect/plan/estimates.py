@@ -43,10 +43,10 @@ from ...parallel.owners import Owners
 from ...parallel.pipeline.schedules import Schedule
 from ...step.core import Step
 from ...strategy import Strategy
+from ...targets.devices import Target
+from ...targets.links import Reach, collective_seconds
 from ..memory import forward
 from ..predict.efficiency import PRODUCT_START
-from ..targets.devices import Target
-from ..targets.links import Reach, collective_seconds
 from ..uses import count
 from .candidates import Splits, powers
 

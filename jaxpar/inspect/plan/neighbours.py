@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from ...axes import AXES, ROWS
 from ...strategy import PER_RANK, SUMS, Strategy
 from ...tables import SCHEDULES
-from ..targets.devices import Target
-from ..targets.hardware import RESERVE
+from ...targets.devices import Target
+from ...targets.hardware import RESERVE
 from .candidates import NONE, REMATS, Splits
 
 T = TypeVar("T")

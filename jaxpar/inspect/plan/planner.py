@@ -26,6 +26,9 @@ from ...model.model import MAKERS, Model
 from ...parallel.pipeline.chunks import padded
 from ...step.core import Step
 from ...strategy import Strategy, as_strategy
+from ...targets.devices import Target
+from ...targets.devices import target as target_of
+from ...targets.hardware import KINDS, RESERVE
 from ...text import size
 from ..compiled.compiler_remarks import unread
 from ..compiled.kernels import Executable
@@ -34,9 +37,6 @@ from ..ledger import Ledger
 from ..memory import of_step
 from ..predict.prediction import predict
 from ..predict.slots import searched
-from ..targets.devices import Target
-from ..targets.devices import target as target_of
-from ..targets.hardware import KINDS, RESERVE
 from .cache import PlanCache, about, folder
 from .candidates import NONE, REMATS, Splits, candidates, enough
 from .estimates import Estimate, Estimator
@@ -68,7 +68,7 @@ def plan(
     Args:
       model: from `from_nnx`, `from_linen`, `from_equinox`, `from_haiku` or `Model(init=..., loss=...)`.
       batch: the global batch, as `jax.ShapeDtypeStruct` or arrays.
-      target: by name ("8xH100"), or from `jaxpar.inspect.targets.devices.target`.
+      target: by name ("8xH100"), or from `jaxpar.targets.devices.target`.
       optimizer: any optax transformation; `optax.adamw(3e-4)` if None.
       rules: for `tensor`, as for `make_train_step`.
       flops: of a step on that batch, forward and backward without recomputation; gives the MFU.

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...strategy import Strategy
+from ...targets.hardware import RESERVE
 from ...text import WIDTH, number, size
 from ..predict.efficiency import UPPER_BOUND
-from ..targets.hardware import RESERVE
 from .line import ERROR, UNSEEN, Line
 
 _JAX_TAKES = 0.75  # of the memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else (JAX's page on GPU memory)

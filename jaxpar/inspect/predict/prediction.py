@@ -26,12 +26,12 @@ import jax
 from ...machines import hosts_of
 from ...model.batches import rows_of
 from ...step.core import Step
+from ...targets.hardware import RESERVE, Hardware
 from ...text import size
 from ..compiled.compiler_remarks import remarks, unread
 from ..compiled.cost import Costs
 from ..compiled.kernels import Executable
 from ..compiled.memory import program_memory
-from ..targets.hardware import RESERVE, Hardware
 from .clock import Clock, Part
 from .efficiency import LEAST, MOST, SLOWEST, UPPER_BOUND, is_upper_bound
 

@@ -21,12 +21,12 @@ from jaxpar.inspect.check import check
 from jaxpar.inspect.compiled.cost import Costs
 from jaxpar.inspect.explain import explain
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.targets import target
 from jaxpar.layout import precision
 from jaxpar.localise.fp8 import product as fp8
 from jaxpar.localise.fp8.product import ScaledProduct, product, quantised
 from jaxpar.models import llama, mixtral
 from jaxpar.parallel import eight_bits
+from jaxpar.targets import target
 
 SGD = optax.sgd(0.05, momentum=0.9)
 STEPS = 2

@@ -13,8 +13,8 @@ from cells import Compiled
 
 import jaxpar as jp
 from jaxpar.inspect.expected import expected
-from jaxpar.inspect.targets.devices import gpu_topology
 from jaxpar.models import named
+from jaxpar.targets.devices import gpu_topology
 
 pytestmark = pytest.mark.cuda_compiler
 PIPE, FSDP, TENSOR, MICROBATCHES, LENGTH = 4, 8, 2, 16, 8192

@@ -19,9 +19,9 @@ from zoo import cross_entropy
 
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.targets import target
 from jaxpar.inspect.timeline.drawing import held_bytes
 from jaxpar.models import llama
+from jaxpar.targets import target
 
 SGD = optax.sgd(0.02, momentum=0.9)
 TUNERS = {**OPTIMIZERS, "adaptive-clip": lambda: optax.chain(optax.adaptive_grad_clip(0.05), optax.sgd(0.1))}

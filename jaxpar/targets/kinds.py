@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ...files import text_of
+from ..files import text_of
 from .hardware import DTYPES, KINDS, Hardware, of_device_kind, peaks_of
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Hardware)}
@@ -63,7 +63,7 @@ def capture(kind: str = "attached") -> Hardware:
     if device.platform != "gpu":
         raise ValueError(
             f"capture({kind!r}) needs a GPU, and JAX runs on {device.platform!r}; describe it in a file "
-            f"(jaxpar.inspect.targets.kinds.load), like one of {', '.join(KINDS)}"
+            f"(jaxpar.targets.kinds.load), like one of {', '.join(KINDS)}"
         )
     name = device.device_kind
     known = of_device_kind(name) or Hardware(kind=kind, device_kind=name, peaks=peaks_of(name))

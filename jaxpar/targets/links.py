@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..compiled.kernels import Start
+from ..inspect.compiled.kernels import Start
 from .hardware import Hardware
 
 # Of LL where data stays in a host, by the kind of GPU, and of two hosts, and of more (llMaxBws, of Intel's hosts).
@@ -187,6 +187,6 @@ def _bandwidth(way: Reach, hardware: Hardware) -> float:
         if value is None:
             raise ValueError(
                 f"{hardware.kind} has no {name}, and a collective of {way.group} devices on {way.hosts} hosts no time; "
-                "give it in a file (jaxpar.inspect.targets.kinds.load)"
+                "give it in a file (jaxpar.targets.kinds.load)"
             )
     return min(limits.values())

@@ -16,11 +16,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
-from jaxpar.inspect.targets import devices as targets
-from jaxpar.inspect.targets import kinds
-from jaxpar.inspect.targets.devices import target
-from jaxpar.inspect.targets.hardware import DTYPES, KINDS, Hardware, peak_flops, peaks_of
-from jaxpar.inspect.targets.kinds import capture, load, to_toml
+from jaxpar.targets import devices as targets
+from jaxpar.targets import kinds
+from jaxpar.targets.devices import target
+from jaxpar.targets.hardware import DTYPES, KINDS, Hardware, peak_flops, peaks_of
+from jaxpar.targets.kinds import capture, load, to_toml
 
 GPUS = ["A100-40GB", "A100-80GB", "H100", "H100-PCIe", "H200", "B200"]
 Write = Callable[[str], Path]

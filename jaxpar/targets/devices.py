@@ -55,7 +55,7 @@ def target(name: str, hardware: Hardware | None = None, memory_bytes: float | No
       name: one of
         "8xH100": count and kind, which fill hosts of `Hardware.per_host`, 8, or are fewer, on one host;
         "32x4xH100": 32 hosts of 4;
-        "64xcluster.toml": of the kind that this file describes, see `jaxpar.inspect.targets.kinds.load`;
+        "64xcluster.toml": of the kind that this file describes, see `jaxpar.targets.kinds.load`;
         "v5e:4x4": a slice of TPUs, by its shape;
         "cpu:8": so many of the CPU devices that `jaxpar.simulate` made.
       hardware: the kind that the name ends in, where the table lacks it; from `load` or `capture`.
