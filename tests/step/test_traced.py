@@ -89,7 +89,8 @@ def test_inspect_reads_no_private_names() -> None:
     """It read `_abstract`, `_shardings`, `_mapped` and the insides of `local` some 30 times: no change of a step was
     its own affair.
     """
-    for path in (Path(jp.__file__).parent / "inspect").rglob("*.py"):
+    jaxpar = Path(jp.__file__).parent
+    for path in (*(jaxpar / "inspect").rglob("*.py"), *(jaxpar / "targets").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
                 assert ast.unparse(node.value) in ("self", "cls"), f"{path}:{node.lineno}: {ast.unparse(node)}"
