@@ -5,16 +5,15 @@ whole, and every iteration takes its row. Where all that it takes of an array is
 slice the array itself, so that a strategy fetches a layer when its turn comes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jec
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from ...program import jaxpr as jx
+from ...program.walk import called, propagate, through
 
 _WIDE = ("int32", "uint32", "int64", "uint64")  # the 200th is no int8
 
@@ -28,17 +27,9 @@ def sliced(flat: jx.Flat, trace: Callable[[Callable[..., list[Any]], jx.Flat], j
     loops = {id(eqn): loop for eqn in flat.eqns if eqn.primitive.name == "scan" and (loop := _sliced(eqn, made))}
     if not loops:
         return flat
-
-    def fun(*values: Any) -> list[Any]:
-        env = dict(zip((*flat.constvars, *flat.invars), (*flat.consts, *values), strict=True))
-        for eqn in flat.eqns:
-            ins = [jnp.asarray(a.val, a.aval.dtype) if jx.is_literal(a) else env[a] for a in eqn.invars]
-            with jx.source_info_of(eqn):
-                outs = loops[id(eqn)](ins) if id(eqn) in loops else jx.bind(eqn, ins)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [jnp.asarray(v.val, v.aval.dtype) if jx.is_literal(v) else env[v] for v in flat.outvars]
-
-    return trace(fun, flat)
+    program = jx.build(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)
+    of = lambda eqn, ins: loops[id(eqn)](ins) if id(eqn) in loops else jx.bind(eqn, ins)
+    return trace(lambda *values: jx.evaluate(program, [*flat.consts, *values], of), flat)
 
 
 def _sliced(eqn: Any, made: Mapping[Any, Any]) -> Callable[[Sequence[Any]], list[Any]] | None:
@@ -53,25 +44,19 @@ def _sliced(eqn: Any, made: Mapping[Any, Any]) -> Callable[[Sequence[Any]], list
             terms = () if jx.is_literal(out) else adds.get(out, ())
             if _is(first, 0) and any(a is v for a in terms) and any(_is(a, 1) for a in terms):
                 numbers.add(v)
-    arrays = [v for v in body.invars[:n] if numbers and v.aval.shape[:1] == (parts.length,)]
-    rows = {v: jec.Var(v.aval.update(shape=(1, *v.aval.shape[1:]))) for v in arrays if _by_number(body, v, numbers)}
+    program = jx.build(body.eqns, (*body.constvars, *body.invars), body.outvars)
+    arrays = {v: i for i, v in enumerate(body.invars[:n]) if numbers and v.aval.shape[:1] == (parts.length,)}
+    rows = _by_number(program, arrays, numbers)
     if not rows:
         return None
-    eqns = [_of_rows(e, rows) for e in body.eqns]
-    whole = [v for v in body.invars[:n] if v not in rows]
-    order = [*body.constvars, *whole, *body.invars[n:k], *body.invars[k:], *rows.values()]
-    run = jx.run(eqns, order, body.outvars)
 
     def loop(ins: Sequence[Any]) -> list[Any]:
-        given = dict(zip(body.invars, ins, strict=True))
-        fixed = [*body.consts, *(given[v] for v in whole)]
-
-        def step(carry: list[Any], x: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-            outs = run(*fixed, *carry, *x[0], *(row[None] for row in x[1]))
+        def step(carry: list[Any], x: tuple[list[Any], dict[int, Any]]) -> tuple[list[Any], list[Any]]:
+            consts = [x[1][i][None] if i in rows else value for i, value in enumerate(ins[:n])]
+            outs = jx.evaluate(program, [*body.consts, *consts, *carry, *x[0]], _of_rows)
             return outs[: k - n], outs[k - n :]
 
-        xs = [given[v] for v in body.invars[k:]], [given[v] for v in rows]
-        unroll = eqn.params["unroll"]
+        xs, unroll = (list(ins[k:]), {i: ins[i] for i in rows}), eqn.params["unroll"]
         carry, ys = lax.scan(step, list(ins[n:k]), xs, length=parts.length, reverse=parts.reverse, unroll=unroll)
         return [*carry, *ys]
 
@@ -90,64 +75,42 @@ def _counts(x: Any, length: int, made: Mapping[Any, Any]) -> bool:
     return getattr(maker, "primitive", None) is lax.iota_p and x.aval.shape == (length,)
 
 
-def _same_number(eqns: Iterable[Any], numbers: set[Any]) -> set[Any]:
-    """All that is the iteration's number: also where a negative one would count from the end."""
-    found, negative = set(numbers), set[Any]()
-    known = lambda atom, among: not jx.is_literal(atom) and atom in among
-    for e in eqns:
-        name, ins = e.primitive.name, e.invars
-        if name == "convert_element_type" and known(ins[0], found) and e.outvars[0].aval.dtype.name in _WIDE:
-            found.add(e.outvars[0])
-        elif name == "lt" and known(ins[0], found) and _is(ins[1], 0):
-            negative.add(e.outvars[0])
-        elif name == "select_n" and known(ins[0], negative) and known(ins[1], found):
-            found.add(e.outvars[0])
-    return found
+def _by_number(program: Any, arrays: Mapping[Any, int], numbers: set[Any]) -> list[int]:
+    """Those arrays, inputs with their number, of which all that a program takes is the row of the iteration's number.
+
+    A value is known as an array, as the number, or as whether that is negative, which would count from the end.
+    """
+    whole = set[Any]()
+
+    def of(eqn: Any, ins: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        inside = propagate(eqn, ins, run, lambda a, b: a) if name in (*jx.CALLS, *jx.REMATS) else None
+        if inside is not None:
+            return inside
+        outs: list[Any] = [None] * len(eqn.outvars)
+        if name == "convert_element_type" and eqn.outvars[0].aval.dtype.name in _WIDE and ins == ["number"]:
+            outs = ins
+        elif name == "lt" and ins[0] == "number" and _is(eqn.invars[1], 0):
+            outs = ["negative"]
+        elif name == "select_n" and ins[:2] == ["negative", "number"]:
+            outs = ["number"]
+        elif name == "dynamic_slice" and eqn.params["slice_sizes"] == (1, *eqn.invars[0].aval.shape[1:]):
+            ins = ins[1:] if ins[1] == "number" else ins
+        whole.update(ins)
+        return outs
+
+    run = lambda program, ins, _=None: through(program, ins, of, None)
+    whole.update(run(program, ["number" if v in numbers else arrays.get(v) for v in program.jaxpr.invars]))
+    return [i for i in arrays.values() if i not in whole]
 
 
-def _by_number(program: jx.Flat, array: Any, numbers: set[Any]) -> bool:
-    """Whether all that a program takes of an array is the row of the iteration's number."""
-    numbers = _same_number(program.eqns, numbers)
-    if any(v is array for v in program.outvars):
-        return False
-    for e in program.eqns:
-        at = [i for i, a in enumerate(e.invars) if a is array]
-        if not at:
-            continue
-        if e.primitive.name in jx.REMATS:
-            inner = _inside(e)
-            here = {v for v, a in zip(inner.invars, e.invars, strict=True) if not jx.is_literal(a) and a in numbers}
-            if inner.consts or not all(_by_number(inner, inner.invars[i], here) for i in at):
-                return False
-        elif not (
-            e.primitive.name == "dynamic_slice"
-            and at == [0]
-            and not jx.is_literal(e.invars[1])
-            and e.invars[1] in numbers
-            and e.params["slice_sizes"] == (1, *array.aval.shape[1:])
-        ):
-            return False
-    return True
-
-
-def _inside(eqn: Any) -> jx.Flat:
-    """What a rematerialised call runs."""
-    return jx.flatten(jec.ClosedJaxpr(*jx.opened(eqn.params["jaxpr"])))
-
-
-def _of_rows(eqn: Any, rows: Mapping[Any, Any]) -> Any:
-    """An equation that is given single rows [1, ...] for arrays: `dynamic_slice` moves what would begin beyond it."""
-    if not any(not jx.is_literal(a) and a in rows for a in eqn.invars):
-        return eqn
-    params, ins = eqn.params, [a if jx.is_literal(a) else rows.get(a, a) for a in eqn.invars]
+def _of_rows(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+    """What an equation makes of operands of which some are single rows [1, ...] of arrays."""
+    if all(x.shape == v.aval.shape for x, v in zip(ins, eqn.invars, strict=True)):
+        return jx.bind(eqn, ins)
+    if eqn.primitive.name == "dynamic_slice":
+        return [ins[0]]
+    run = lambda *values: jx.evaluate(called(eqn), values, _of_rows)
     if eqn.primitive.name in jx.REMATS:
-        inner = _inside(eqn)
-        mine = {
-            v: jec.Var(rows[a].aval)
-            for v, a in zip(inner.invars, eqn.invars, strict=True)
-            if not jx.is_literal(a) and a in rows
-        }
-        eqns = [_of_rows(e, mine) for e in inner.eqns]
-        program = jx.build(eqns, [mine.get(v, v) for v in inner.invars], inner.outvars)
-        return eqn.replace(invars=ins, params={**params, "jaxpr": program.jaxpr})
-    return eqn.replace(invars=[ins[0], *([jec.Literal(np.int32(0), jax.typeof(np.int32(0)))] * (len(ins) - 1))])
+        run = jax.checkpoint(run, **{name: eqn.params[name] for name in ("policy", "prevent_cse")})
+    return run(*ins)
