@@ -131,7 +131,7 @@ class Strategy:
       offload: what waits in the host's memory, or a sum of these, as "activations+optimizer". "activations": what each
         layer of a layer stack leaves for its backward, beside which other layers compute (what `remat` keeps, with
         "layer" the layers' inputs alone); on CPUs, which have one memory, nothing moves; not for pipelines.
-        "optimizer": the optimizer's state, brought to the device a block at a time (`step/streamed.py`; ZeRO-Offload,
+        "optimizer": the optimizer's state, brought to the device a block at a time (`step/offload.py`; ZeRO-Offload,
         Ren et al. 2021), of optimizers that work element by element. "params": stacks of layers, of which a device's
         part of one is brought to it while the layer before runs, and its update a block at a time; of zero=3 and where
         no ZeRO is.

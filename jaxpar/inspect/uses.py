@@ -30,7 +30,7 @@ from ..program.walk import visit
 from ..slicing.program import Program
 from ..step.core import Step
 from ..step.gradients import accumulate
-from ..step.piped import Piped
+from ..step.pipeline import Piped
 from ..step.tracing import Loss, Traced
 from .ledger import Collective, Ledger
 

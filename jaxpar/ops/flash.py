@@ -33,7 +33,7 @@ class AttentionOptions:
     segments: int  # arrays of ids: 0, 1 (for queries and keys alike) or 2
     masked: bool
     keys: int | None = None  # how many of the keys count; None: all
-    function: Any = None  # of scores, whose operands follow in place of ids and masks (`context/scored.py`)
+    function: Any = None  # of scores, whose operands follow in place of ids and masks (`context/score_function.py`)
     biased: bool = False  # what is added to scores [1, H, T, S] follows in place of ids and masks
 
 

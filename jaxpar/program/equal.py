@@ -1,5 +1,6 @@
 """Whether two equations do the same, down to the programs and the rules of differentiation inside them."""
 
+import functools
 import types
 from typing import Any
 
@@ -26,6 +27,7 @@ def differing(e: Any, f: Any, rules: bool = True) -> str | None:
     return next((name for name in e.params if not _equal(e.params[name], f.params.get(name), rules)), None)
 
 
+@functools.lru_cache(64)  # each equation is compared with many
 def _derivative(eqn: Any) -> Any:
     """The transpose of an equation's derivative, as a program."""
     avals: list[Any] = [a.aval for a in eqn.invars]

@@ -165,6 +165,17 @@ def bind(eqn: Any, values: Sequence[Any], **changes: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def evaluate(program: Any, values: Sequence[Any], of: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
+    """The results of a program, open or closed, of whose equations `of(eqn, operands)` gives those."""
+    jaxpr, consts = opened(program)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+    read = lambda atom: jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else env[atom]
+    for eqn in jaxpr.eqns:
+        with source_info_of(eqn):
+            env.update(zip(eqn.outvars, of(eqn, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
 def rerun(eqn: Any, values: Sequence[Any], run: Callable[..., tuple[Any, list[Any]]], state: Any = ()) -> Any:
     """The results of a scan, while, cond or call whose programs `run(program, values, state)` runs, as `(state, outs)`:
     what it returns too. The state, a tree, goes through all of them; a while's condition leaves it as it is.

@@ -43,8 +43,8 @@ from ..targets.devices import has_memories, mark_on_host
 from .checks import Intake, check_reached, check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, measures, metrics_of
 from .init import FirstState
+from .offload import streams
 from .refusals import check_cut, check_prefetch
-from .streamed import streams
 from .tracing import Sums, Traced, Tracing
 from .update import Update, taking_value
 
@@ -312,7 +312,7 @@ class Step(FirstState, Intake):
 
         `Tracing` (step/tracing.py) has the first half: trace, roll, localise, slice. What it makes goes on here:
 
-            schedule    step/gradients.py   forwards and backwards, one microbatch after another or, in step/piped.py
+            schedule    step/gradients.py   forwards and backwards, one microbatch after another or, in step/pipeline.py
                                             and parallel/pipeline/, in the order of a schedule's table
             rule        parallel/           within these, how parameters are fetched and gradients are reduced
             place       layout/             that on every device, on its part of each leaf

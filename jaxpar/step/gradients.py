@@ -21,7 +21,7 @@ from ..model.running import Deferred
 from ..parallel import rule_of
 from ..parallel.access import RuleAccess, SpreadAccess
 from ..parallel.fsdp import secondary
-from .piped import Piped
+from .pipeline import Piped
 from .tracing import Loss, Sums, Tracing
 
 Metrics = dict[str, jax.Array]

@@ -27,7 +27,7 @@ from ..parallel import Rule, publish
 from ..parallel.owners import Owners
 from ..program.buffers import is_on_host
 from .gradients import Metrics, metrics_of
-from .streamed import Streams, kept
+from .offload import Streams, kept
 from .tracing import Sums
 
 

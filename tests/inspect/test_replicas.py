@@ -78,7 +78,7 @@ def test_every_dtype_has_a_checksum_that_one_element_changes() -> None:
 @pytest.mark.slow
 def test_what_is_on_the_host_has_the_checksum_that_it_has_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """`offload=optimizer` leaves it there; a block at a time comes to the device."""
-    monkeypatch.setattr("jaxpar.step.streamed.BLOCK", 64)
+    monkeypatch.setattr("jaxpar.step.offload.BLOCK", 64)
     mesh, spec = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), jax.sharding.PartitionSpec("x")
     x = np.random.default_rng(0).normal(size=(12, 20)).astype("float32")
     place = lambda kind: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec, memory_kind=kind))

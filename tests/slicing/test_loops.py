@@ -361,7 +361,7 @@ def test_layers_that_a_loop_looks_up_by_number() -> None:
 
     def scanned(p: Any, x: jax.Array) -> jax.Array:
         row = lambda i: jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, i, 0, False), p)
-        step = jax.checkpoint(lambda x, i: layer(x, row(i)))
+        step = jax.checkpoint(jax.jit(lambda x, i: layer(x, row(i))))
         # A carry that ends as a constant is no count.
         return jax.lax.scan(lambda c, i: ((step(c[0], i), 1.0), None), (x, 0.0), jnp.arange(4))[0][0]
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...model.paths import name_of
 from ...program.buffers import is_on_host
-from ...step.streamed import Blocks
+from ...step.offload import Blocks
 from ...text import few
 
 

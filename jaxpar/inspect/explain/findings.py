@@ -19,7 +19,7 @@ from ...parallel.pipeline.chunks import padded
 from ...slicing.program import Program
 from ...slicing.stacks import described
 from ...step.core import Step
-from ...step.piped import rows_of
+from ...step.pipeline import rows_of
 from ...step.server import OF_REPLICAS, ServerStep
 from ...targets.hardware import of_device_kind
 from ...text import few, size

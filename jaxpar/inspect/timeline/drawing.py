@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ...parallel.pipeline.schedules import Column, Schedule
 from ...step.core import Step
-from ...step.piped import Piped, rows_of
+from ...step.pipeline import Piped, rows_of
 from ...tables.operations import TIME, WORDS, Kind
 from ...text import size as bytes_of
 from .svg import INK, kinds_of, tint

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...ops.context.blocks import dtype_of_sums
-from ...ops.context.scored import (
+from ...ops.context.score_function import (
     Along,
     Labels,
     ScoreFunction,

@@ -8,14 +8,14 @@ import jax
 
 from ...program import jaxpr as jx
 from ..tensor.localiser import LocalValue, place
-from .grouped import PRIMITIVE, ExpertRun, repeats, runs
 from .localiser import ExpertLocaliser
+from .ragged_dot import PRIMITIVE, ExpertRun, repeats, runs
 
 
 @dataclass
 class TokenExchange(ExpertLocaliser):
-    """The rewriting of a loss, grouped matmuls as `grouped.py` has them. `fewer` has those whose experts are gathered
-    because they are fewer bytes than its tokens: where, and bytes of those.
+    """The rewriting of a loss, grouped matmuls as `ragged_dot.py` has them. `fewer` has those whose experts are
+    gathered because they are fewer bytes than its tokens: where, and bytes of those.
     """
 
     fewer: dict[str, int] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...ops import permutations
-from ...ops.experts.gathered import fewer
+from ...ops.experts.gather import fewer
 from ...program import factors
 from ...program import jaxpr as jx
 from ...program.primitives import having

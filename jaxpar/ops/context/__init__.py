@@ -15,8 +15,8 @@ from .ring import by_rounds as by_rounds
 from .ring import ring_attention as ring_attention
 from .rounds import Rounds as Rounds
 from .rounds import ring_hops as ring_hops
-from .scored import ScoreFunction as ScoreFunction
-from .scored import scored_attention as scored_attention
+from .score_function import ScoreFunction as ScoreFunction
+from .score_function import scored_attention as scored_attention
 from .traffic import gather_bytes as gather_bytes
 from .traffic import ring_bytes as ring_bytes
 from .traffic import ulysses_bytes as ulysses_bytes

@@ -39,7 +39,7 @@ class Rectangle:
       options: what the kernel is to know: causality, window, scale.
       mask: bool [B or 1, 1, queries, keys], True where a query sees a key, or None.
       there: traced bool, False if it does not count at all; None: it does.
-      replay: what a function of scores needs (`scored.py`), in place of options and mask.
+      replay: what a function of scores needs (`score_function.py`), in place of options and mask.
     """
 
     query: jax.Array | int

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from ...collectives.nccl import shift
 from ...collectives.ranks import Axes, count, index
 from ..flash import AttentionOptions
-from . import blocks, scored
+from . import blocks, score_function
 from .blocks import Rectangle
 from .order import Order, positions_of
-from .scored import ScoreFunction
+from .score_function import ScoreFunction
 
 
 def ring_hops(block: int, ranks: int, window: int | None = None) -> int:
@@ -73,7 +73,7 @@ class Rounds:
     @property
     def blocks(self) -> Any:
         """What attends to a block, and pulls its gradients back."""
-        return blocks if self.function is None else scored
+        return blocks if self.function is None else score_function
 
     @property
     def rank(self) -> jax.Array | int:
@@ -108,7 +108,7 @@ class Rounds:
                 if self.lengths is not None:
                     there = at["s"] < self.lengths[1]
                     at = {side: jnp.minimum(x, n - 1) for (side, x), n in zip(at.items(), self.lengths, strict=True)}
-                block = scored.ScoreBlock(self.function, at, ids, whose * self.keys + key, there)
+                block = score_function.ScoreBlock(self.function, at, ids, whose * self.keys + key, there)
                 return replace(rectangle, replay=block)
             seen = None
             if self.window is not None and in_kernel is None:

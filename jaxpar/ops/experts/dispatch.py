@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ..permutations import route
-from . import gathered
+from . import gather
 from .tables import added, places, rows_of, summed
 
 
@@ -45,8 +45,8 @@ def dispatch(
     def backward(slot: jax.Array, given: tuple[jax.Array, Any, Any]) -> tuple[Any, Any, Any]:
         return summed(given[0], slot), None, None
 
-    def gather(ranks: int) -> Callable[..., Any]:
-        return gathered.dispatch(experts, slots, groups, by_weight, ranks)
+    def from_all(ranks: int) -> Callable[..., Any]:
+        return gather.dispatch(experts, slots, groups, by_weight, ranks)
 
     def part(ranks: int) -> Callable[..., Any]:
         """Each rank's tokens in slots of its own."""
@@ -59,7 +59,7 @@ def dispatch(
 
     name = f"dispatch_{experts}_{slots}_{groups}_{by_weight}_{bool(couples)}_{drops}"
     parted = None if drops else part
-    return route(name, ("routed", "rows", "routed"), run, forward, backward, couples, part=parted, gather=gather)
+    return route(name, ("routed", "rows", "routed"), run, forward, backward, couples, part=parted, gather=from_all)
 
 
 def _renumbered(slot: jax.Array, experts: int, slots: int, others: int) -> jax.Array:
@@ -104,5 +104,5 @@ combine = route(
     lambda *given: (_combine(*given), given),
     _combine_backward,
     part=_combine_part,
-    gather=gathered.combine,
+    gather=gather.combine,
 )

@@ -20,7 +20,7 @@ from jax import lax
 from ...program import trip_counts
 from ..permutations import route
 from .dispatch import combine
-from .gathered import AXIS
+from .gather import AXIS
 from .tables import Order, order, rows_of, summed, wide
 
 

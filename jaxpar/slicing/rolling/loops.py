@@ -15,7 +15,7 @@ import jax
 import jax.extend.core as jec
 
 from ...program import jaxpr as jx
-from .counted import sliced
+from .indexing import sliced
 from .readings import Pass, Readings, Row, keys, rows
 from .roll import NotAlike, Span, roll
 

@@ -22,7 +22,6 @@ from jaxpar.inspect.predict.prediction import predict
 from jaxpar.inspect.verify.parity import Reference
 from jaxpar.models import named
 from jaxpar.program.walk import visit
-from jaxpar.step import streamed
 from jaxpar.targets import target
 
 MODEL, BATCH = built("scanned")[0], batch_of(8)
@@ -42,7 +41,7 @@ KEY = jax.random.key(0)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer and less: these models have no more than one block else."""
-    monkeypatch.setattr(streamed, "BLOCK", 1 << 11)
+    monkeypatch.setattr("jaxpar.step.offload.BLOCK", 1 << 11)
 
 
 def step_of(strategy: str, optimizer: Any = CLIPPED, **options: Any) -> Any:
@@ -223,7 +222,7 @@ def test_compiled_for_gpus(params: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     """
     layers, rows, devices = 4, 2, target("2xH100")
     it = named("llama3-8b", layers=layers, dim=1024, heads=8, kv_heads=4, ffn=2048, vocab=2048)
-    monkeypatch.setattr(streamed, "BLOCK", block := 1024 * 2048 * 4 // 2)  # a device's part of a layer of the largest
+    monkeypatch.setattr("jaxpar.step.offload.BLOCK", block := 1024 * 2048 * 4 // 2)  # a device's part of the largest
     made = lambda text: jp.make_train_step(it.model, CLIPPED, f"fsdp=2,precision=bf16{text}", devices.devices)
     offload = ",offload=optimizer" + params * "+params"
     there, here = (Compiled.of(made(text), it.example(rows, 4096)) for text in (offload, ""))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.localise.expert import RULES
-from jaxpar.localise.expert.grouped import ExpertRun, runs
+from jaxpar.localise.expert.ragged_dot import ExpertRun, runs
 from jaxpar.program import jaxpr as jx
 
 EXPERTS, DIM, FFN, TOKENS = 4, 6, 10, 40
