@@ -10,10 +10,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..program import factors, primitives
+from ..program import jaxpr as jx
 from ..program.primitives import PRIMITIVES
 from .labels import Labels, moved
 from .numbers import computed
@@ -38,7 +40,7 @@ from .values import (
 LINEAR = {name for name, known in PRIMITIVES.items() if known.linear not in ("", "each") and name != "div"}
 LINEAR |= {"dynamic_update_slice", "scatter", "scatter-add", "stop_gradient"}
 PRODUCTS = {name for name, known in PRIMITIVES.items() if known.linear == "each"}
-_ROUNDED = {"div", "floor", "round", "shift_right_logical"}
+_BOUNDS = {"and", "clamp", "convert_element_type", "div", "floor", "max", "min", "rem", "round", "sign"}
 _SAID = {"approx_top_k": "sort", "fft": "Fourier transform", "reduce_max": "maximum", "reduce_min": "minimum"}
 _SAID |= {"reduce_or": "any", "reduce_and": "all"}
 
@@ -150,20 +152,26 @@ def _of_whole(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, j:
 
 
 def _same_places(eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Note]:
-    """What is to be said of numbers that follow from places along rows and are all alike: `arange(n) < 64` is so in a
-    block of 16 rows and in one of 32, and not in the batch. That no place is below 0 is so in any.
-    """
-    decides = primitives.of(eqn).compares or eqn.primitive.name in _ROUNDED
-    if twin is None or not decides or shape_of(eqn) == shape_of(twin):
+    """What is to be said where `arange(n) < 64`, or `arange(n) % 64`, does nothing to blocks of 16 rows and of 32."""
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    bounds = primitives.of(eqn).compares or (out.dtype != bool and (name in _BOUNDS or "shift" in name))
+    if twin is None or not bounds or out.shape == shape_of(twin) or 0 in out.shape:
         return []
     (number,) = computed(eqn, twin, [x.number for x in ins])
-    if number is None or number.uniform or any(a is None or not a.size or (a != a.flat[0]).any() for a in number.pair):
+    if number is None or number.uniform or number.pair[1] is None:
         return []
-    others = [x.number.pair for x in ins if x.number is not None and np.ndim(x.number.pair[0]) == 0]
-    if any(a == 0 or a != b for a, b in others):
+    pairs = [x.number.pair for x in ins if x.number is not None]
+    same = [k for k, a in enumerate((number.array.flat[0], *(a for a, _ in pairs))) if (number.array == a).all()]
+    if not same:
         return []
-    what = f"{eqn.primitive.name} of places in the block is the same for all, and need not be so in the whole batch"
-    return [Note.at(eqn, what, certain=False)]
+    ends = [[np.real([np.min(a), np.max(a)]).astype(float) for a in pair] for pair in pairs]
+    with jax.ensure_compile_time_eval(), np.errstate(all="ignore"):  # far beyond, where numbers have grown on so
+        far = [a + np.nan_to_num(b - a) * ((1 << 30) // (1 + np.abs(ends).max())) for a, b in ends]
+        points = np.broadcast_arrays(*np.ix_(*(np.clip(np.concatenate(far), *x) for x in far)))
+        points = [x.astype(v.aval.dtype) for x, v in zip(points, eqn.invars, strict=True)]
+        if (jx.bind(eqn, points)[0] == [number.array.flat[0], *points][same[0]].astype(out.dtype)).all():
+            return []
+    return [Note.at(eqn, f"{name} of places does nothing in this block, and may in the whole batch", certain=False)]
 
 
 def powered(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], met: Met, x: Value, j: int = 0) -> Value:

@@ -14,7 +14,7 @@ from .generic import Met, generic
 from .labels import Labels, alike, ordinals
 from .reader import Reader, column_notes, rule, shapes
 from .shapes import of_rows
-from .values import FROM_ALL, PICKS, Note, Value, coupled, mixed, others, some_rows
+from .values import FROM_ALL, PICKS, Note, Value, coupled, mixed, others, position, some_rows
 
 
 @rule("gather")
@@ -37,7 +37,8 @@ def _gather(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]
     places = tuple(picked(d) if d in mapped else 0 for d in range(len(into)))
     rows, inner = x.at.array[places], ordinals(x.at.array)[places]
     note = Note.at(eqn, PICKS, certain=not r.looped)
-    if at.kind == "rows" and at.at != Labels(rows[..., None]):
+    often = [_often(eqn, twin, columns[d], d) for d in mapped]
+    if (at.kind == "rows" and at.at != Labels(rows[..., None])) or any(len(x) > 1 for x in often):
         return coupled(ins, note)
     found = of_rows(eqn, x, np.expand_dims(rows, n.offset_dims), np.expand_dims(inner, n.offset_dims), note)
     same = lambda d: alike(rows, *columns[d]) if d in columns else at.kind == "rows" or not at.varies
@@ -79,6 +80,8 @@ def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value
     if free:
         notes = column_notes(eqn, at)
         return [replace(y, power=sum_power(x, new)).noted(*notes) for y in generic(r, eqn, twin, ins)]
+    if (found := _at_own_places(eqn, twin, ins)) is not None:
+        return found
     note = Note.at(eqn, f"{name} of rows at computed indices; {FROM_ALL}", certain=False)
     own = at.columns or at.notes or at.at.array.ndim - 1 in at.at.dims  # places that are a row's own
     own = own or any(y.kind == "whole" and y.varies for y in (at, new))
@@ -90,3 +93,27 @@ def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value
     if not of.at.equally(r.rows):
         return coupled(ins, of.pick or some_rows(eqn))
     return combine(eqn, {0: x, 2: Value("sum", power=new.power, pick=new.pick)}).noted(*new.notes)
+
+
+def _at_own_places(eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
+    """Rows added up at known places, each place those of one row, as `segment_sum` by `repeat(arange(rows), T)`."""
+    (x, at, new), n, size = ins, eqn.params["dimension_numbers"], shapes(eqn)[0]
+    (*to, d), inside = n.inserted_window_dims or (0,), n.update_window_dims
+    kinds, adds = (x.kind, at.kind, new.kind), eqn.primitive.name in ("scatter-add", "scatter-sub")
+    plain = n.scatter_dims_to_operand_dims == (d,) and not (to or n.operand_batching_dims or new.at.dims & {*inside})
+    columns = at.column(0) if plain and adds and kinds == ("whole", "whole", "rows") else []
+    if len(columns) < 2 or 0 in (often := _often(eqn, twin, columns, d)) or len(often) > 1:
+        return None
+    places, rows = np.broadcast_arrays(columns[0], new.at.array.squeeze(inside))
+    of = rows.ravel()[np.unique(places, return_index=True)[1]]
+    if (of[places] != rows).any() or not alike(rows, ordinals(of)[places]):
+        return None
+    found = new.plain(at=Labels(of.reshape([-1 if k == d else 1 for k in range(len(size))])), power=sum_power(x, new))
+    return found.noted(*position(eqn, x, found))
+
+
+def _often(eqn: Any, twin: Any, columns: Sequence[np.ndarray], d: int) -> set[int]:
+    """How many of the indices, here and for twice the rows, are each place in dim d; 0 where these are not as many."""
+    sides = zip(columns, map(shapes, (eqn, twin)), strict=False)
+    each = [(size[d], *np.unique(np.broadcast_to(c, s[:-1]), return_counts=True)) for c, (size, s, *_) in sides]
+    return {n[0] if size and np.array_equal(at, range(size)) and (n == n[0]).all() else 0 for size, at, n in each}

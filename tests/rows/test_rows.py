@@ -316,7 +316,35 @@ def running_sums(w: jax.Array, batch: Batch) -> jax.Array:
     return sums.mean() / len(x)
 
 
-COUPLED = [ppo, info_nce, masked_mean, batch_norm, rank, balance, variance, mixup, permuted, sorting, triplet]
+def _segments(w: jax.Array, batch: Batch, of: Callable[[Any], Any], segments: int | None = None) -> jax.Array:
+    """What tokens of all rows add up to in segments, as `of(row of each token)` says."""
+    rows, length = batch["tokens"].shape
+    tokens = jnp.tanh(w[batch["tokens"]]).reshape(-1, WIDTH)
+    return jax.ops.segment_sum(tokens, of(jnp.repeat(jnp.arange(rows), length)), segments or rows)
+
+
+def segments_of_the_next(w: jax.Array, batch: Batch) -> jax.Array:
+    x = _segments(w, batch, lambda row: (row + 1) % len(batch["x"]))
+    return jnp.square(x - batch["y"]).mean()  # sub of rows with other rows
+
+
+def segments_reversed(w: jax.Array, batch: Batch) -> jax.Array:
+    x = _segments(w, batch, lambda row: row[::-1])
+    return jnp.square(x - batch["y"]).mean()  # sub of rows with other rows
+
+
+def one_segment(w: jax.Array, batch: Batch) -> jax.Array:
+    return jnp.square(_segments(w, batch, jnp.zeros_like, 1)).mean()  # a sum or mean over rows
+
+
+def picks_that_end(w: jax.Array, batch: Batch) -> jax.Array:
+    """Row 7 is the last of a block, and not of two. It passed."""
+    x = (batch["x"] @ w)[jnp.minimum(jnp.arange(len(batch["x"])), 7)]  # picks rows by computed indices
+    return jnp.square(x - batch["y"]).mean()
+
+
+COUPLED = [segments_of_the_next, segments_reversed, one_segment, picks_that_end]
+COUPLED += [ppo, info_nce, masked_mean, batch_norm, rank, balance, variance, mixup, permuted, sorting, triplet]
 COUPLED += [discrepancy, vicreg, barlow_twins, median, cumulative, global_max, log_mean, plain_sum, decay_in_a_sum]
 COUPLED += [last_row, over_rows, log_of_the_count, scaled_by_the_count, count_in_each_row, beside_the_diagonal]
 COUPLED += [next_to_the_diagonal, root_of_a_mean, first_rows, shared_capacity, vmapped_mean, pairs_of_the_next]
@@ -578,7 +606,17 @@ def kernel_of_each_channel(w: jax.Array, batch: Batch) -> jax.Array:
     return jnp.square(jax.vmap(lambda x: jax.vmap(channel, 1, 1)(x, w))(x)).mean()
 
 
+def segments(w: jax.Array, batch: Batch) -> jax.Array:
+    """The tokens of each row, by indices that say which are its own; alone, rows may be in another order."""
+    x, n = batch["x"] @ w, len(batch["x"])
+    of_rows = [lambda row: row, lambda row: jnp.arange(row.size) // 7, lambda row: np.repeat(np.arange(n), 7)]
+    both = sum(jnp.tanh(_segments(w, batch, of) - batch["y"]) for of in of_rows)
+    once = jnp.ones_like(x).at[jnp.arange(n)].add(x)
+    return jnp.square(both * once).mean() + jnp.tanh(_segments(w, batch, lambda row: (row + 1) % n)).mean()
+
+
 APART = [
+    segments,
     mean,
     normal,
     solved,
@@ -778,6 +816,18 @@ def test_one_row_in_a_block() -> None:
         traced(of(masked_mean), batch=batch)
 
 
+def test_rows_one_by_one_in_a_python_loop_are_a_warning() -> None:
+    """Alone, or weighted by their place: nothing tells the one from the other."""
+    for weigh in (lambda i: 1.0, lambda i: 1.0 + i):
+
+        def loss(w: jax.Array, batch: Batch, weigh: Any = weigh) -> jax.Array:
+            x = batch["x"]
+            return jnp.stack([weigh(i) * jnp.tanh(x[i] @ w) for i in range(len(x))]).mean()
+
+        (message,) = traced(of(loss))
+        assert "another program for twice the rows" in message
+
+
 def test_two_rows_in_a_block() -> None:
     """A number that is the same for two rows, and not for four, was taken for the same for all."""
 
@@ -799,7 +849,19 @@ def test_places_that_are_alike_in_two_blocks_and_not_in_the_batch() -> None:
 
     for loss, name in ((first_sixteen, "lt"), (halves, "div")):
         (message,) = traced(of(loss))
-        assert f"{name} of places in the block" in message
+        assert f"{name} of places" in message
+
+
+def test_segments_that_may_be_of_several_rows_are_a_warning() -> None:
+    words = "scatter-add of rows at computed indices"
+    cases: list[tuple[Callable[[Any], Any], str]] = [(lambda row: row // 2, words), (lambda row: row % 8, words)]
+    cases += [(lambda row: jnp.sort(row % 4 * 2), words), (lambda row: jnp.tile(row[::7], 7), words)]
+    cases += [(lambda row: jnp.where(jnp.arange(row.size) < 5, row[-1], row), words), (lambda row: row - 1, words)]
+    cases += [(lambda row: row % 16, "rem of places"), (lambda row: jnp.minimum(row, 15), "min of places")]
+    cases += [(lambda row: row + (row >> 4), "shift_right_arithmetic of places")]
+    for of_rows, said in cases:
+        (message,) = traced(of(lambda w, batch, of=of_rows: jnp.tanh(_segments(w, batch, of)).mean()))
+        assert said in message
 
 
 def test_a_derivative_that_calls_its_function() -> None:
