@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
+from jaxpar.inspect import targets as older
 from jaxpar.targets import devices as targets
 from jaxpar.targets import kinds
 from jaxpar.targets.devices import target
@@ -329,3 +330,7 @@ def test_slices_of_tpus() -> None:
     assert "all-reduce" in text
     with pytest.raises(ValueError, match="target='v5e:3x5' is no slice that the compiler knows: "):
         target("v5e:3x5")
+
+
+def test_its_older_name() -> None:
+    assert (older.target, older.KINDS) == (target, KINDS)
