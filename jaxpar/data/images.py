@@ -170,7 +170,7 @@ def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
         groups.append([(file, label) for file in files])
     if max(map(len, groups)) < HELD_OUT:
         raise ValueError(
-            f"{root} has at most {max(map(len, groups))} images of a class: none can be held out; "
+            f"{root} has at most {max(map(len, groups))} images of a class, and none can be held out; "
             f"{HELD_OUT} of one class are needed"
         )
     classes = tuple(sub.name for sub in folders)

@@ -16,6 +16,7 @@ from ..strategy import Strategy
 from .arithmetic import named
 from .labels import Labels, numbered
 from .reader import Reader
+from .unrolled import loops_over_rows
 from .values import FROM_ALL, NUMBER, Note, Value
 
 Trace = Callable[[Any, Mapping[str, int]], jx.Flat]
@@ -62,13 +63,20 @@ def _pair(
     name, replicas = next(iter(axes.items()), ("data", 0))
     if rows > 1 and replicas and replicas % 2 == 0:
         large = trace(_with_rows(rest, 2), {**axes, name: replicas // 2})
-        if [e.primitive for e in flat.eqns] == [e.primitive for e in large.eqns]:
+        if _alike(flat, large):
             return (flat, large), rows, axes
         # The loss looks at its number of rows, and is another program for twice as many.
     n = rows if rows > 1 else 2 * rows
-    over = {**axes, name: 4}
-    pair = trace(_with_rows(rest, n // rows), over), trace(_with_rows(rest, 2 * n // rows), {**over, name: 2})
+    over, half = {**axes, name: 4}, {**axes, name: 2}
+    pair = trace(_with_rows(rest, n // rows), over), trace(_with_rows(rest, 2 * n // rows), half)
+    if not _alike(*pair):
+        rolled = loops_over_rows(pair[0], n, over), loops_over_rows(pair[1], 2 * n, half)
+        pair = rolled if _alike(*rolled) else pair
     return pair, n, over
+
+
+def _alike(one: jx.Flat, other: jx.Flat) -> bool:
+    return [e.primitive for e in one.eqns] == [e.primitive for e in other.eqns]
 
 
 def _with_rows(rest: Any, factor: int) -> Any:

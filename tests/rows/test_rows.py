@@ -343,7 +343,17 @@ def picks_that_end(w: jax.Array, batch: Batch) -> jax.Array:
     return jnp.square(x - batch["y"]).mean()
 
 
-COUPLED = [segments_of_the_next, segments_reversed, one_segment, picks_that_end]
+def other_row_in_python(w: jax.Array, batch: Batch) -> jax.Array:
+    x, n = batch["x"], len(batch["x"])
+    return jnp.stack([jnp.tanh(x[i] @ w) * x[n - 1 - i].sum() for i in range(n)]).mean()  # takes some of the rows
+
+
+def mean_in_python(w: jax.Array, batch: Batch) -> jax.Array:
+    x, mean = batch["x"], (batch["x"] @ w).mean(0)
+    return jnp.stack([jnp.tanh(x[i] @ w - mean) for i in range(len(x))]).mean()  # tanh of rows that hold a sum or mean
+
+
+COUPLED = [segments_of_the_next, segments_reversed, one_segment, picks_that_end, other_row_in_python, mean_in_python]
 COUPLED += [ppo, info_nce, masked_mean, batch_norm, rank, balance, variance, mixup, permuted, sorting, triplet]
 COUPLED += [discrepancy, vicreg, barlow_twins, median, cumulative, global_max, log_mean, plain_sum, decay_in_a_sum]
 COUPLED += [last_row, over_rows, log_of_the_count, scaled_by_the_count, count_in_each_row, beside_the_diagonal]
@@ -509,6 +519,18 @@ def whole(w: jax.Array, batch: Batch) -> jax.Array:
     return nats.mean() + 0.01 * jnp.square(jax.nn.softmax(every).mean(0)).sum()
 
 
+def rows_in_python(w: jax.Array, batch: Batch) -> jax.Array:
+    """Stacked, put together, added up, of a function with a derivative of its own, and two at a time."""
+    x, n = batch["x"], len(batch["x"])
+    parts = jnp.stack([jax.nn.relu(x[i] @ w) * x[i].sum() for i in range(n)], axis=1).mean()
+    parts += jnp.concatenate([jnp.tanh(x[i : i + 1] @ w) for i in range(n)]).mean()
+    parts += sum(jnp.tanh(row @ w).sum() for row in x) / n
+    total = 0.5 * jnp.sum(w**2) * n
+    for label, row in zip(batch["label"], x, strict=True):
+        total = total + label * jax.nn.silu(row @ w).sum()
+    return parts + total / n
+
+
 def loop_by_row(w: jax.Array, batch: Batch) -> jax.Array:
     """Each row ends after steps of its own."""
 
@@ -642,6 +664,7 @@ APART += [
     called_with_nothing,
     eigenvalues,
     loop_by_row,
+    rows_in_python,
     two_views,
     noisy,
     convolved,
@@ -816,16 +839,12 @@ def test_one_row_in_a_block() -> None:
         traced(of(masked_mean), batch=batch)
 
 
-def test_rows_one_by_one_in_a_python_loop_are_a_warning() -> None:
-    """Alone, or weighted by their place: nothing tells the one from the other."""
-    for weigh in (lambda i: 1.0, lambda i: 1.0 + i):
+def test_rows_one_by_one_in_a_python_loop_that_counts_them_are_a_warning() -> None:
+    def loss(w: jax.Array, batch: Batch) -> jax.Array:
+        return jnp.stack([(1.0 + i) * jnp.tanh(batch["x"][i] @ w) for i in range(len(batch["x"]))]).mean()
 
-        def loss(w: jax.Array, batch: Batch, weigh: Any = weigh) -> jax.Array:
-            x = batch["x"]
-            return jnp.stack([weigh(i) * jnp.tanh(x[i] @ w) for i in range(len(x))]).mean()
-
-        (message,) = traced(of(loss))
-        assert "another program for twice the rows" in message
+    (message,) = traced(of(loss))
+    assert "mul with a value that depends on a row's place in its block" in message
 
 
 def test_two_rows_in_a_block() -> None:

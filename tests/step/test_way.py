@@ -27,6 +27,7 @@ HANDED_DOWN = {
     ("program", "parallel/pipeline"): "one tick, to be traced",
     ("program", "collectives"): "a property of values, followed through what an equation holds",
     ("parallel/pipeline", "step"): "the rows of a microbatch, by its number",
+    ("program", "slicing/rolling"): "what is known of a value in a loop, followed through its body",
 }
 
 
