@@ -839,12 +839,20 @@ def test_one_row_in_a_block() -> None:
         traced(of(masked_mean), batch=batch)
 
 
-def test_rows_one_by_one_in_a_python_loop_that_counts_them_are_a_warning() -> None:
-    def loss(w: jax.Array, batch: Batch) -> jax.Array:
+def test_rows_one_by_one_in_a_python_loop_that_may_be_coupled_are_a_warning() -> None:
+    def counted(w: jax.Array, batch: Batch) -> jax.Array:
         return jnp.stack([(1.0 + i) * jnp.tanh(batch["x"][i] @ w) for i in range(len(batch["x"]))]).mean()
 
-    (message,) = traced(of(loss))
-    assert "mul with a value that depends on a row's place in its block" in message
+    def opaque(w: jax.Array, batch: Batch) -> jax.Array:
+        weight = lambda x: jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x))
+        return jnp.stack([weight(row @ w) * (row @ w) for row in batch["x"]]).mean()  # a callback has no rule for vmap
+
+    for loss, said in (
+        (counted, "mul with a value that depends on a row's place"),
+        (opaque, "another program for twice"),
+    ):
+        (message,) = traced(of(loss))
+        assert said in message
 
 
 def test_two_rows_in_a_block() -> None:
