@@ -166,7 +166,7 @@ def bind(eqn: Any, values: Sequence[Any], **changes: Any) -> list[Any]:
 
 
 def evaluate(program: Any, values: Sequence[Any], of: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
-    """The results of a program, open or closed, of whose equations `of(eqn, operands)` gives those."""
+    """The results of a program, open or closed; `of(eqn, operands)` gives those of an equation."""
     jaxpr, consts = opened(program)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
     read = lambda atom: jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else env[atom]

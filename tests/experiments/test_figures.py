@@ -45,6 +45,7 @@ def numbers(text: str) -> list[str]:
 @pytest.mark.parametrize(("name", "head"), [
     ("zero", "| devices | Pos, `zero1` |"),
     ("plan", "| strategy | GB of 84.9 |"),
+    ("strategies-time", "| strategy | rows | state, GB per device |"),
 ])  # fmt: skip
 def test_what_is_quickly_made_again_is_what_docs_say(name: str, head: str) -> None:
     """Each number of a table is one that the program prints, at as many digits: seconds to minutes of two cores."""
