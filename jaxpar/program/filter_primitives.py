@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -63,24 +63,16 @@ def implemented(eqn: Any) -> Any:
 
 def _expanded(closed: Any) -> Any:
     """A closed jaxpr without them."""
-    jaxpr, consts = jx.opened(closed)
+    jaxpr, _ = jx.opened(closed)
     if not any(_implementation(eqn) for eqn, _ in visit(jaxpr.eqns)):
         return closed
 
-    def run(*values: Any) -> list[Any]:
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-        read = lambda atom: atom.val if jx.is_literal(atom) else env[atom]
-        for eqn in jaxpr.eqns:
-            ins = list(map(read, eqn.invars))
-            with jx.source_info_of(eqn):
-                if (own := implemented(eqn)) is not None:
-                    outs = jec.jaxpr_as_fun(_expanded(own))(*ins)
-                else:
-                    outs = jx.bind(eqn, ins, **{name: _inside(value) for name, value in eqn.params.items()})
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return list(map(read, jaxpr.outvars))
+    def of(eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
+        if (own := implemented(eqn)) is not None:
+            return jec.jaxpr_as_fun(_expanded(own))(*ins)
+        return jx.bind(eqn, ins, **{name: _inside(value) for name, value in eqn.params.items()})
 
-    return jax.make_jaxpr(run)(*map(_of_no_mesh, jaxpr.invars))
+    return jax.make_jaxpr(lambda *values: jx.evaluate(closed, values, of))(*map(_of_no_mesh, jaxpr.invars))
 
 
 def _inside(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """Python loops over rows, `[f(x[i]) for i in range(n)]`, as one computation of all rows.
 
 What such a loop writes out is another program for twice the rows, and the two cannot be read side by side. The program
-made of it here computes the same, but for the order of sums: equations that are alike in all rows, of what is the row's
-own and what all read, become one under `vmap`, and their results, where they are stacked or added up, all of them.
+that is made of it here computes the same, but for the order of sums: equations that are the same in all rows, of what
+is the row's own and of what all rows read, become one under `vmap`, and so does what stacks or adds up their results.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import numpy as np
 from ..program import jaxpr as jx
 from ..program.equal import differing
 
-Own = Callable[[Any], Any]  # of an atom: ((which equations are alike, number of the result), row), or None
+Result = tuple[int, int]  # which equations are alike, and which of their results
+Own = Callable[[Any], tuple[Result, int] | None]  # of an atom: the result that it is, and of which row
 
 
 class _Alike(NamedTuple):
-    """Equations that are alike, one of each row in order, and where their operands come from: the result of others in
-    the same row, as `Own` names it, a variable that all read, or None of literals. Without, they are the rows.
+    """Equations that are alike, of each row in order. An operand is a `Result` in the same row, a variable that all
+    rows read, or None for literals. Equations without operands take the rows of an array.
     """
 
     operands: tuple[Any, ...]
@@ -33,39 +34,36 @@ class _Alike(NamedTuple):
         """Their results [rows, ...], of those of others and what all read."""
         first, ins, axes = self.eqns[0], [], []
         if not self.operands:
-            x = read(first.invars[0])
-            return [
-                jnp.expand_dims(x, 1) if first.primitive.name == "slice" else jnp.moveaxis(x, first.params["axis"], 0)
-            ]
+            x, unstacked = read(first.invars[0]), first.primitive.name == "unstack"
+            return [jnp.moveaxis(x, first.params["axis"], 0) if unstacked else jnp.expand_dims(x, 1)]
         for j, (atom, at) in enumerate(zip(first.invars, self.operands, strict=True)):
-            literals = np.stack([eqn.invars[j].val for eqn in self.eqns]) if at is None else np.zeros(0)
-            differ = bool((literals != literals[:1]).any())
-            ins.append(literals.astype(atom.aval.dtype) if differ else whole[at] if at in whole else read(atom))
-            axes.append(0 if differ or at in whole else None)
+            own = np.stack([eqn.invars[j].val for eqn in self.eqns]).astype(atom.aval.dtype) if at is None else None
+            own = whole.get(at) if own is None or (own == own[0]).all() else own
+            ins.append(read(atom) if own is None else own)
+            axes.append(None if own is None else 0)
         return jax.vmap(lambda *ins: jx.bind(first, ins), axes, axis_size=len(self.eqns))(*ins)
 
 
 def loops_over_rows(flat: jx.Flat, rows: int, axes: Mapping[str, int]) -> jx.Flat:
     """A program in which what a loop over so many rows writes out is one computation. It may name these mesh axes."""
     alike: list[_Alike] = []
-    groups: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}  # those with the same primitive and operands
     place: dict[int, tuple[int, int]] = {}  # the id of an equation -> which are alike, and its row
-    member: dict[Any, Any] = {}
-    sums: dict[Any, tuple[Any, int, Any]] = {}
+    member: dict[Any, tuple[Result, int]] = {}
+    sums: dict[Any, tuple[Result, int, Any]] = {}  # variable -> as `_added` says
     own: Own = lambda atom: None if jx.is_literal(atom) else member.get(atom)
     for eqn in flat.eqns:
-        ins = list(map(own, eqn.invars))
-        numbers = {i for i in (_row(eqn, rows),) if i is not None} or {x[1] for x in ins if x}
-        if (added := _added(eqn, own, sums)) is not None:
-            sums[eqn.outvars[0]] = added
         if eqn.primitive.name == "unstack" and len(eqn.outvars) == rows:  # `for row in x`, from jax 0.11 on
             place[id(eqn)] = len(alike), 0
             member |= {v: ((len(alike), 0), i) for i, v in enumerate(eqn.outvars)}
             alike.append(_Alike((), [eqn] * rows))
             continue
-        if len(numbers) != 1:
+        if (added := _added(eqn, own, sums)) is not None:
+            sums[eqn.outvars[0]] = added
+        ins = list(map(own, eqn.invars))
+        i, *others = {x[1] for x in ins if x} or {_row(eqn, rows)}
+        if i is None or others:
             continue
-        (i,) = numbers
         operands = [x[0] if x else None if jx.is_literal(a) else a for x, a in zip(ins, eqn.invars, strict=True)]
         operands = tuple(operands) if any(ins) else ()
         same = groups.setdefault((eqn.primitive, operands or eqn.invars[0]), [])

@@ -43,6 +43,12 @@ def average(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.stack(states)
 
 
+def each_with_each(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Of as many columns as rows."""
+    y = jnp.tanh(x @ x.T)
+    return jnp.stack([jnp.stack([y[i][j] + y[0, j] for j in range(len(x))]) * w.sum() for i in range(len(x))])
+
+
 def some(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.stack([jnp.tanh(x[i] @ w) for i in range(len(x) - 1, 0, -1)]) + (x[0] @ w if len(x) > 5 else 0)
 
@@ -51,7 +57,7 @@ def some(w: jax.Array, x: jax.Array) -> jax.Array:
     ("loss", "alike"),
     [
         *((loss, True) for loss in (stacked, one_after_another, added, of_two_lists)),
-        *((loss, False) for loss in (next_row, average, some)),
+        *((loss, False) for loss in (next_row, average, each_with_each, some)),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
