@@ -51,6 +51,8 @@ def loops_over_rows(flat: jx.Flat, rows: int, axes: Mapping[str, int]) -> jx.Fla
     place: dict[int, tuple[int, int]] = {}  # the id of an equation -> which are alike, and its row
     member: dict[Any, tuple[Result, int]] = {}
     sums: dict[Any, tuple[Result, int, Any]] = {}  # variable -> as `_added` says
+    once: dict[Any, Any] = {}  # what no row enters, as `jnp.zeros(3)`, is made again for each: variable -> the first
+    makers: dict[Any, list[Any]] = {}
     own: Own = lambda atom: None if jx.is_literal(atom) else member.get(atom)
     for eqn in flat.eqns:
         if eqn.primitive.name == "unstack" and len(eqn.outvars) == rows:  # `for row in x`, from jax 0.11 on
@@ -62,9 +64,17 @@ def loops_over_rows(flat: jx.Flat, rows: int, axes: Mapping[str, int]) -> jx.Fla
             sums[eqn.outvars[0]] = added
         ins = list(map(own, eqn.invars))
         i, *others = {x[1] for x in ins if x} or {_row(eqn, rows)}
+        if i is None:
+            reads = [(str(a), a.aval.dtype) if jx.is_literal(a) else once.get(a, a) for a in eqn.invars]
+            known = makers.setdefault((eqn.primitive, *reads), [])
+            first = next((e for e in known if not eqn.effects and differing(e, eqn) is None), eqn)
+            once.update(zip(eqn.outvars, first.outvars, strict=True))
+            known.append(eqn)
         if i is None or others:
             continue
-        operands = [x[0] if x else None if jx.is_literal(a) else a for x, a in zip(ins, eqn.invars, strict=True)]
+        operands = [
+            x[0] if x else None if jx.is_literal(a) else once.get(a, a) for x, a in zip(ins, eqn.invars, strict=True)
+        ]
         operands = tuple(operands) if any(ins) else ()
         same = groups.setdefault((eqn.primitive, operands or eqn.invars[0]), [])
         if i == 0:

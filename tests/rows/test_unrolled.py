@@ -31,6 +31,12 @@ def of_two_lists(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.array([jnp.vdot(a @ w, b @ w) for a, b in zip(x, y, strict=True)])
 
 
+def made_for_each(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Constants, and scans, whose programs are traced anew."""
+    step = lambda state, at: (0.5 * state + at, None)
+    return jnp.stack([jax.lax.scan(step, jnp.zeros(5), row * jnp.ones((4, 1)))[0] @ w * jnp.arange(3.0) for row in x])
+
+
 def next_row(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.stack([jnp.tanh(x[i] @ w) - x[i - 1] @ w for i in range(len(x))])
 
@@ -56,7 +62,7 @@ def some(w: jax.Array, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("loss", "alike"),
     [
-        *((loss, True) for loss in (stacked, one_after_another, added, of_two_lists)),
+        *((loss, True) for loss in (stacked, one_after_another, added, of_two_lists, made_for_each)),
         *((loss, False) for loss in (next_row, average, each_with_each, some)),
     ],
     ids=lambda x: getattr(x, "__name__", None),
