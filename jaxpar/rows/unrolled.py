@@ -65,11 +65,11 @@ def loops_over_rows(flat: jx.Flat, rows: int, axes: Mapping[str, int]) -> jx.Fla
         ins = list(map(own, eqn.invars))
         i, *others = {x[1] for x in ins if x} or {_row(eqn, rows)}
         if i is None:
-            reads = [(str(a), a.aval.dtype) if jx.is_literal(a) else once.get(a, a) for a in eqn.invars]
+            reads = [str(a) if jx.is_literal(a) else once.get(a, a) for a in eqn.invars]
             known = makers.setdefault((eqn.primitive, *reads), [])
             first = next((e for e in known if not eqn.effects and differing(e, eqn) is None), eqn)
             once.update(zip(eqn.outvars, first.outvars, strict=True))
-            known.append(eqn)
+            known += [eqn] if first is eqn else []
         if i is None or others:
             continue
         operands = [
