@@ -7,10 +7,10 @@ import stat
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .buckets import PACKAGES, Bucket, Place
+from .buckets import PACKAGES, Place, bucket, is_bucket
 from .packages import needed
 
-At = TypeVar("At", bound=Place)
+At = TypeVar("At", bound=Any)
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _KINDS = {
     stat.S_IFIFO: "a FIFO, which waits for somebody to write",
@@ -39,21 +39,24 @@ def local(path: os.PathLike[str] | str, name: str) -> Path:
     return Path(path)
 
 
-def place(path: os.PathLike[str] | str | Bucket, name: str) -> Place:
+def place(path: os.PathLike[str] | str | Place, name: str) -> Place:
     """A path on this machine's file systems, or that of an address in s3:// or gs://; nothing is asked of a bucket.
 
     Raises ValueError for other addresses, and where the library for buckets of its kind is not installed.
     """
-    if isinstance(path, Bucket) or not (given := _address(path)):
-        return path if isinstance(path, Bucket) else Path(path)
+    if is_bucket(path):
+        return path
+    if not (given := _address(path)):
+        return Path(path)
     scheme, _, key = given.partition("://")
     if scheme.lower() not in PACKAGES or not key.strip("/"):
         raise ValueError(
             f"{name}={given!r} is an address, needs s3://BUCKET/..., gs://BUCKET/... or a path on this machine's file "
             "systems; mount what it names, or copy the files to a disk"
         )
-    needed(PACKAGES[scheme.lower()], f"{name}={given!r} needs")
-    return Bucket(given)
+    for package in (PACKAGES[scheme.lower()], "upath"):
+        needed(package, f"{name}={given!r} needs")
+    return bucket(given)
 
 
 def _address(path: os.PathLike[str] | str) -> str:
@@ -116,3 +119,16 @@ def member(folder: Path, name: Any, says: Path | None = None) -> Path:
         by = f", which {says.name} names" if says else ""
         raise ValueError(f"{folder} lacks {name}{by}; download the model once more")
     return plain(path)
+
+
+def sync(path: Place, deep: bool = True) -> None:
+    """Have the operating system write a folder, and with `deep` all files below it, to the disk."""
+    for root, _, files in os.walk(path) if isinstance(path, Path) else ():
+        for name in (*(files if deep else ()), "."):
+            descriptor = os.open(Path(root, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        if not deep:
+            return

@@ -1,10 +1,13 @@
-"""The arrays of a step's state, each with the model's own leaves that are in it: what is saved under which name."""
+"""The arrays of a step's state, and which of the model's own leaves each of them holds: what is saved under which name.
+
+A name is a key path as text: the keys joined by "/", in which "/" and "~" of a key itself are written "~1" and "~0" as
+in JSON pointers (RFC 6901, section 3). So two leaves never share a name.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +16,34 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
-from ..layout.layout import is_stored
+from ..layout.boxes import Box, box_of, parts
+from ..layout.layout import Stored, is_stored
 from ..layout.leaves import Leaf, Staged
-from ..layout.state import State
-from ..model.paths import name_of
 from ..step.core import Step
 
-LEFT = "residuals/"  # what begins the names of residuals of gradients
-EXTRA = "extra/"  # what begins the names of arrays that are no state's
+RESIDUALS, EXTRA = "residuals", "extra"  # the first key of residuals of gradients, and of trees that are no state
+Keys = tuple[str, ...]
+
+
+def name_of(keys: Sequence[str]) -> str:
+    """Return the name of a key path.
+
+    >>> name_of(("params", "a/b")), name_of(("params", "a", "b"))
+    ('params/a~1b', 'params/a/b')
+    """
+    return "/".join(key.replace("~", "~0").replace("/", "~1") for key in keys)
+
+
+def keys_of(name: str) -> Keys:
+    """Return the key path of a name."""
+    return tuple(key.replace("~1", "/").replace("~0", "~") for key in name.split("/"))
+
+
+def flatten(tree: Any, prefix: Keys = ()) -> list[tuple[Keys, Any]]:
+    """Return the leaves of a tree with their key paths, keys as text; `prefix` is put in front of each."""
+    text = lambda key: jax.tree_util.keystr((key,), simple=True)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [((*prefix, *map(text, path)), leaf) for path, leaf in leaves]
 
 
 @dataclass(frozen=True)
@@ -28,16 +51,14 @@ class Array:
     """One array of a state, as a step stores it.
 
     Attributes:
-      path: its place in the state, such as `optimizer/0/mu/layers/*/w`.
-      shape, dtype, sharding: as it is stored; of keys, those of their data.
+      shape, dtype, sharding: of the stored array; of random keys, those of their data.
       inner: its shape without padding.
-      names: what it is saved as: `optimizer/0/mu/layers/0/w` and so on, one for each of the model's leaves in it.
-      leaf: the parameter that it is or mirrors, None for others.
-      kind: of keys, their implementation.
-      derived: whether it is not saved, but made of the parameters of these names.
+      names: the names of the model's own leaves that it holds.
+      leaf: the parameter that it is or mirrors, None for other arrays.
+      kind: the implementation of random keys, None for numbers.
+      derived: whether it is a copy made from the parameters of these names, and so not saved.
     """
 
-    path: str
     shape: tuple[int, ...]
     dtype: np.dtype
     sharding: Sharding
@@ -48,9 +69,9 @@ class Array:
     derived: bool = False
 
     @property
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """Whether it is a parameter that is not trained, and so stored in the dtype that the loss sees."""
-        return self.leaf is not None and not self.leaf.trainable and not self.path.startswith("optimizer")
+        return self.leaf is not None and not self.leaf.trainable and not self.names[0].startswith("optimizer")
 
     @property
     def logical(self) -> tuple[int, ...]:
@@ -60,101 +81,124 @@ class Array:
         if self.leaf.rolled:
             return self.leaf.logical[1:]
         shape = list(self.leaf.logical)
-        if isinstance(self.leaf.form, Staged) and self.leaf.form.dim:
-            dim = self.leaf.form.dim
+        if isinstance(self.leaf.form, Staged) and (dim := self.leaf.form.dim):
             shape[0], shape[dim] = shape[dim], shape[0]
         return tuple(shape)
 
+    def boxes(self) -> dict[Box, list[jax.Device]]:
+        """Return the boxes of the stored array, each with the devices that hold it."""
+        found: dict[Box, list[jax.Device]] = {}
+        for device, index in self.sharding.devices_indices_map(self.shape).items():
+            found.setdefault(box_of(index, self.shape), []).append(device)
+        return found
+
+    def chunks(self) -> list[tuple[int, ...]]:
+        """Return, for each name, the largest chunk shape whose grid no device's box cuts through."""
+        spacing = [[0] * len(self.logical) for _ in self.names]
+        for box in self.boxes():
+            for part in parts(self.leaf, self.inner, box):
+                for dim, (bounds, size) in enumerate(zip(part.box, self.logical, strict=True)):
+                    cuts = [bound for bound in bounds if bound < size]  # a cut at 0 changes no divisor
+                    spacing[part.member][dim] = math.gcd(spacing[part.member][dim], *cuts)
+        return [tuple(step or max(1, n) for step, n in zip(steps, self.logical, strict=True)) for steps in spacing]
+
 
 def arrays_of(step: Step) -> tuple[list[Array], Any]:
-    """The arrays of a step's state in their order, and its tree."""
-    layout, state = step.layout, step.abstract_state()
-    storage = layout.storage
-    places: dict[str, Any] = {}
-    for kind in ("params", "copy", "optimizer") if layout.copied else ("params", "optimizer"):
-        stored = jax.tree.leaves(layout.places(kind), is_leaf=is_stored)
-        places |= zip(_paths(getattr(state, kind), kind), stored, strict=True)
-    places |= {f"{LEFT}{path}": place for path, place in layout.residuals.items()}
-    members = {
-        leaf.path: [storage.models[i].path for i in at] for leaf, at in zip(storage.leaves, storage.origin, strict=True)
-    }
+    """Return the arrays of a step's state in the order of its leaves, and the tree of that state."""
+    state = step.abstract_state()
     found = []
-    flat, tree = jax.tree_util.tree_flatten_with_path(state)
-    for (path, x), (data, kind) in zip(flat, _data(state), strict=True):
-        name = name_of(path)
-        place = places.get(name)
+    flat, tree = jax.tree.flatten(state)
+    rows = zip(flat, _data(flat), _places(step, state), strict=True)
+    for x, (data, kind), (place, names, derived) in rows:
         leaf = place.leaf if place is not None else None
         # A server's state lives on the layout's mesh of one device, whatever devices its replicas have.
         spec = PartitionSpec() if place is None else x.sharding.spec
-        sharding = layout.sharding(spec, place is not None and place.host)
-        names: tuple[str, ...] = (name,)
-        if leaf is not None and not leaf.as_modelled:
-            assert name.endswith(leaf.path), (name, leaf.path)
-            names = tuple(name.removesuffix(leaf.path) + own for own in members[leaf.path])
-        derived = name.startswith("copy/") or name == "copy"
-        if derived:
-            names = tuple("params" + own.removeprefix("copy") for own in names)
+        sharding = step.layout.sharding(spec, place is not None and place.host)
         inner = tuple(data.shape) if leaf is None else leaf.shape
-        array = Array(name, tuple(data.shape), np.dtype(data.dtype), sharding, inner, names, leaf, kind, derived)
-        found.append(array)
-    return _distinct(found), tree
+        shape, dtype = tuple(data.shape), np.dtype(data.dtype)
+        found.append(Array(shape, dtype, sharding, inner, names, leaf, kind, derived))
+    return found, tree
+
+
+def _places(step: Step, state: Any) -> Iterator[tuple[Stored | None, tuple[str, ...], bool]]:
+    """Yield how each leaf of a state is stored, the names that it holds, and whether it is derived."""
+    layout, storage = step.layout, step.layout.storage
+    model_keys = [keys for keys, _ in flatten(jax.tree.unflatten(storage.model_tree, storage.models))]
+    members = {leaf.path: [model_keys[i] for i in at] for leaf, at in zip(storage.leaves, storage.origin, strict=True)}
+    stored_keys = {leaf.path: keys for keys, leaf in flatten(jax.tree.unflatten(storage.tree, storage.leaves))}
+    is_model_tree = storage.tree == storage.model_tree
+
+    def named(keys: Keys, place: Stored | None) -> tuple[str, ...]:
+        if place is None or place.leaf is None or is_model_tree or place.leaf.path not in members:
+            return (name_of(keys),)
+        own = stored_keys[place.leaf.path]
+        if keys[-len(own) :] != own:  # an optimizer that is shown the model's own leaves
+            return (name_of(keys),)
+        return tuple(name_of((*keys[: -len(own)], *member)) for member in members[place.leaf.path])
+
+    for field, value in vars(state).items():
+        leaves = flatten(value, ("params" if field == "copy" else field,))
+        if field in ("params", "copy", "optimizer"):
+            places = jax.tree.leaves(layout.places(field), is_leaf=is_stored) if leaves else []
+        else:
+            places = [layout.residuals.get(keys[-1]) if field == RESIDUALS else None for keys, _ in leaves]
+        for (keys, _), place in zip(leaves, places, strict=True):
+            whole = place is not None and field == RESIDUALS  # its first dim is of ranks, and it is no leaf's
+            names = (name_of(keys),) if whole else named(keys, place)
+            yield place, names, field == "copy"
+
+
+def logical_tree(step: Step, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree that is saved, in the nesting of `step.params(state)` and of the optimizer's state.
+
+    Args:
+      names: what stands at each leaf, by its name.
+    """
+    state, storage = step.abstract_state(), step.layout.storage
+    tree = {field: value for field, value in vars(state).items() if field != "copy" and jax.tree.leaves(value)}
+    own = flatten(jax.tree.unflatten(storage.model_tree, storage.models), ("params",))
+    if "optimizer" in tree and step.update.as_stacked and not storage.same:
+        tree["optimizer"] = jax.eval_shape(step.update.optimizer.init, storage.seen(as_stacked=False)[1])
+    others = {field: value for field, value in tree.items() if field != "params"}
+    values = [names[name_of(keys)] for keys, _ in flatten(others)]
+    params = step.model_def.wrap(jax.tree.unflatten(storage.model_tree, [names[name_of(keys)] for keys, _ in own]))
+    return {**jax.tree.unflatten(jax.tree.structure(others), values), "params": params}
 
 
 def extra_arrays(step: Step, extra: Mapping[str, Any]) -> tuple[list[Array], list[jax.Array]]:
-    """The arrays of trees that are saved beside a state, as `extra/<name>/<path>`, and their values: where they are on
-    the step's devices, or replicated on all.
+    """Return the arrays of trees that are saved beside a state, and their values on the step's devices, replicated
+    where they were elsewhere.
     """
     if not isinstance(extra, Mapping):
         raise ValueError(f"extra is a {type(extra).__name__}; pass a dict of trees by name, such as {{'ema': tree}}")
     arrays, values = [], []
     everywhere = step.layout.sharding(PartitionSpec())
-    for path, x in jax.tree_util.tree_leaves_with_path(dict(extra)):
+    for keys, x in flatten(dict(extra), (EXTRA,)):
         if not isinstance(x, jax.Array) or (jax.process_count() > 1 and x.is_fully_addressable):
             x = jax.device_put(x, everywhere)
         data, kind = raw(x), str(jax.random.key_impl(x)) if is_key(x) else None
-        shape, name = tuple(data.shape), f"{EXTRA}{name_of(path)}"
-        arrays.append(Array(name, shape, np.dtype(data.dtype), data.sharding, shape, (name,), kind=kind))
+        shape = tuple(data.shape)
+        arrays.append(Array(shape, np.dtype(data.dtype), data.sharding, shape, (name_of(keys),), kind=kind))
         values.append(x)
-    return _distinct(arrays), values
+    return arrays, values
 
 
-def _paths(tree: Any, name: str) -> list[str]:
-    paths = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    return [f"{name}/{path}" if path else name for path in paths]
-
-
-def _data(state: State) -> list[tuple[Any, str | None]]:
-    """Of every array its shape and dtype, of keys those of their data, and the name of their implementation."""
+def _data(leaves: Sequence[Any]) -> list[tuple[Any, str | None]]:
+    """Return the shape and dtype of each array, of random keys those of their data, and the name of their kind."""
     kinds: list[str | None] = []
 
-    def note(leaves: list[Any]) -> list[Any]:
-        kinds.extend(str(jax.random.key_impl(x)) if is_key(x) else None for x in leaves)
-        return [raw(x) for x in leaves]
+    def data(xs: list[Any]) -> list[Any]:
+        kinds.extend(str(jax.random.key_impl(x)) if is_key(x) else None for x in xs)
+        return [raw(x) for x in xs]
 
-    return list(zip(jax.eval_shape(note, jax.tree.leaves(state)), kinds, strict=True))
-
-
-def _distinct(arrays: list[Array]) -> list[Array]:
-    """Names with a slash of their own may be two arrays' at once: those after the first are numbered. Of such a model
-    no layers are rolled, so that the order of its leaves is that of its tree in every layout.
-    """
-    seen: Counter[tuple[bool, str]] = Counter()
-    out = []
-    for array in arrays:
-        names = []
-        for name in array.names:
-            seen[array.derived, name] += 1
-            number = seen[array.derived, name]
-            names.append(name if number == 1 else f"{name}#{number}")
-        out.append(dataclasses.replace(array, names=tuple(names)))
-    return out
+    return list(zip(jax.eval_shape(data, list(leaves)), kinds, strict=True))
 
 
 def is_key(x: Any) -> bool:
-    """Whether an array is of keys."""
+    """Return whether an array is of random keys."""
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 def raw(x: Any) -> Any:
-    """An array; of keys, their data."""
+    """Return an array; of random keys, their data."""
     return jax.random.key_data(x) if is_key(x) else x

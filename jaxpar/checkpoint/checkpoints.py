@@ -1,17 +1,18 @@
 """The checkpoints of a run: saved in the background, the last few kept, restored into any layout.
 
-A checkpoint is a folder named by its step, written under another name and renamed when all hosts are done, or in a
-bucket complete with the last file: what a killed process leaves half-written is no checkpoint, and an older one is
-removed only after that.
+A checkpoint is an Orbax step folder, named by its step, with the items `state`, `about` and, where there are more
+trees, `extra`. What a killed process leaves unfinished is no checkpoint, and an older one is removed only after a newer
+one is complete.
 """
 
 from __future__ import annotations
 
-import functools
+import collections
+import dataclasses
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,19 +21,19 @@ from jax.experimental import multihost_utils
 
 from ..buckets import Place, rename
 from ..files import place
+from ..layout.boxes import Box, box_of, parts
 from ..layout.state import State
 from ..step.core import Step
-from .about import about_of, exact, same_run
-from .arrays import Array, arrays_of, extra_arrays, raw
-from .boxes import Box, box_of, parts
+from .about import About, about_of, exact, same_run
+from .arrays import EXTRA, Array, arrays_of, extra_arrays, flatten, keys_of, logical_tree, name_of, raw
 from .commit import Commit, clear, writer
-from .files import write_arrays
 from .restore import extras, restored
-from .saved import Checkpoint, latest_good, numbers
+from .saved import STATE, Checkpoint, finish, latest_good, numbers, save_tree
+from .stores import SavedArray
 
-_Written = tuple[str, Box, np.ndarray]  # of a leaf
+_Boxes = dict[str, list[tuple[Box, np.ndarray]]]  # of the model's own leaves, by name
 Room = dict[tuple[str, int], np.ndarray]  # by array and device
-# Of each step, what its last save was copied into (`held`).
+# For each step, the memory into which its last save was copied (`held`).
 _rooms: weakref.WeakKeyDictionary[Step, Room] = weakref.WeakKeyDictionary()
 
 
@@ -84,10 +85,6 @@ class Checkpoints:
         self._own.add(number)
         _rooms[self.step], self._room = self._room, {}
 
-    @functools.cached_property
-    def _arrays(self) -> list[Array]:
-        return arrays_of(self.step)[0]
-
     @property
     def latest(self) -> int | None:
         """The step of the last complete checkpoint, None without any."""
@@ -123,18 +120,23 @@ class Checkpoints:
             )
         self._room = _rooms.pop(self.step, {})
         more, values = extra_arrays(self.step, extra or {})
-        arrays = [*self._arrays, *more]
+        arrays = [*arrays_of(self.step)[0], *more]
+        about = about_of(self.step, arrays, number, self.about, data or {})
+        saved, about, items = planned(self.step, arrays, about, extra)
         boxes = held(arrays, (state, values), self._room)
         if (here := int(np.asarray(state.step))) != number:
             raise ValueError(f"this is the state after step {here}, to be saved as that after step {number}")
-        about = about_of(self.step, arrays, number, self.about, data or {})
+        for name, array in saved.items():
+            array.boxes = boxes.pop(name, [])  # type: ignore[assignment]  # arrays, where functions may be too
 
-        def files(folder: Place) -> None:
-            write_arrays(folder, jax.process_index(), _drained(boxes))
+        def write(folder: Place) -> None:
+            for item, tree in items.items():
+                save_tree(folder / item, tree)
             if self._beside is not None:
                 self._beside()
 
-        self._writing = number, writer().begin(self.folder, number, self._keep, files, about.json())
+        complete = lambda folder: finish(folder, list(items), about)
+        self._writing = number, writer().begin(self.folder, number, self._keep, write, complete)
         if any(self.step.layout.host_bytes.values()):
             self.wait()
 
@@ -195,13 +197,46 @@ class Checkpoints:
         return self.folder / str(number)
 
 
-def held(arrays: Sequence[Array], state: Any, room: Room) -> list[_Written]:
-    """The boxes of the model's own leaves that this host saves: of every box one replica, copied to its memory; of what
-    waits there (`offload`), views.
+def planned(
+    step: Step, arrays: Sequence[Array], about: About, extra: Mapping[str, Any] | None
+) -> tuple[dict[str, SavedArray], About, dict[str, Any]]:
+    """Return what is saved, still without values: the arrays by name, `about` with their paths in Orbax's trees, and
+    the tree of each item.
 
-    Waits for the devices and for the copy. What is derived is left out. Where devices are the host itself, `room` is
-    what the save before was copied into, whose boxes are written: memory that a process touches for the first time took
-    a virtual machine ten times as long as the copy.
+    Raises ValueError where Orbax, which joins the keys of a path by dots, would take two arrays for one.
+    """
+    saved = {
+        name: SavedArray(array.logical, array.dtype, chunk, [])
+        for array in arrays
+        if not array.derived
+        for name, chunk in zip(array.names, array.chunks(), strict=True)
+    }
+    items = {STATE: logical_tree(step, saved)}
+    if extra:
+        leaves = [saved[name_of(keys)] for keys, _ in flatten(dict(extra), (EXTRA,))]
+        items[EXTRA] = jax.tree.unflatten(jax.tree.structure(dict(extra)), leaves)
+    of = {id(array): name for name, array in saved.items()}
+    paths = {of[id(array)]: keys for keys, array in flatten(items[STATE])}
+    paths |= {of[id(array)]: keys for keys, array in flatten(items.get(EXTRA, {}), (EXTRA,))}
+    joined = collections.defaultdict(list)
+    for name, keys in paths.items():
+        joined[".".join(keys)].append(name)
+    if same := next((names for names in joined.values() if len(names) > 1), None):
+        raise ValueError(
+            f"{same[0]} and {same[1]} cannot be saved together: Orbax joins the keys of a path by dots, and so names "
+            f"both {'.'.join(paths[same[0]])!r}; rename one of the two, without a dot in its keys"
+        )
+    differing = {name: keys for name, keys in paths.items() if keys != keys_of(name)}
+    return saved, dataclasses.replace(about, paths=differing), items
+
+
+def held(arrays: Sequence[Array], state: Any, room: Room) -> _Boxes:
+    """Return the boxes of the model's own leaves that this host saves, by name: of every box one replica, copied to
+    this host's memory; views of what waits there already (`offload`).
+
+    Waits for the devices and for the copy. Where devices are the host itself, values are copied into `room`, the memory
+    of the save before: memory that a process touches for the first time took a virtual machine ten times as long as the
+    copy.
     """
     shards = []
     for array, x in zip(arrays, jax.tree.leaves(state), strict=True):
@@ -209,12 +244,12 @@ def held(arrays: Sequence[Array], state: Any, room: Room) -> list[_Written]:
             shards += [(array, shard) for shard in raw(x).addressable_shards if shard.replica_id == 0]
     for _, shard in shards:
         shard.data.copy_to_host_async()  # all at once, before any is waited for
-    boxes: list[_Written] = []
+    boxes: _Boxes = {}
     for array, shard in shards:
         host = np.asarray(shard.data)
         if shard.device.platform == "cpu" and shard.data.sharding.memory_kind != "pinned_host":
             # A view of memory that the next step may write into.
-            where = array.path, shard.device.id
+            where = array.names[0], shard.device.id
             if where not in room:
                 room[where] = np.empty_like(host)
             np.copyto(room[where], host)
@@ -222,11 +257,5 @@ def held(arrays: Sequence[Array], state: Any, room: Room) -> list[_Written]:
         for part in parts(array.leaf, array.inner, box_of(shard.index, array.shape)):
             view = part.view(host)
             if view.size or not np.prod(array.logical):
-                boxes.append((array.names[part.member], part.box, view))
+                boxes.setdefault(array.names[part.member], []).append((part.box, view))
     return boxes
-
-
-def _drained(boxes: list[_Written]) -> Iterator[_Written]:
-    """The boxes, which are forgotten as they are written."""
-    while boxes:
-        yield boxes.pop()

@@ -11,68 +11,60 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
+from ..layout.boxes import box_of, parts
 from ..layout.precision import LossScale
 from ..layout.state import State
 from ..step.core import Step
 from ..step.init import BEGIN_ANEW, check_here
 from ..text import few
 from .about import fits
-from .arrays import EXTRA, LEFT, Array, arrays_of, extra_arrays, raw
-from .boxes import box_of, parts
-from .checksum import checksum
-from .files import Damaged
+from .arrays import EXTRA, RESIDUALS, Array, arrays_of, extra_arrays, raw
 from .saved import Checkpoint, damaged
+from .stores import Damaged
 
 Fresh = Callable[[str], bool]
 
 
 def restored(step: Step, saved: Checkpoint) -> State:
-    """The whole state, as the step's layout stores it.
+    """Return the whole state, as the step's layout stores it.
 
-    A loss scale (float16) begins anew where the checkpoint has none, and is left out where the step has none; so do
-    residuals of gradients, with a warning. Of n ranks each gets those of every n-th there: their sum is kept.
+    A loss scale (float16) begins anew where the checkpoint has none, and is left out where the step has none. Residuals
+    of gradients begin anew, with a warning, where the checkpoint has them for other ranks.
 
     Raises ValueError where it is another model's or optimizer's, or damaged, naming the array.
     """
     check_here(step.layout)
+    if saved.is_foreign:
+        raise ValueError(
+            f"{saved.folder} has no item `about`: another program wrote it, or a part of it is missing; take its "
+            "weights alone with weights_only=True"
+        )
     arrays, tree = arrays_of(step)
-    of_scale = lambda name: name.startswith("scale/")
-    left = {array.path: array for array in arrays if array.path.startswith(LEFT)}
-    kept = {name for name, a in left.items() if name in saved.arrays and saved.arrays[name][0][1:] == a.shape[1:]}
-    there = {name for name in saved.arrays if name.startswith(LEFT)}
-    if lost := [name.removeprefix(LEFT) for name in sorted((there | {*left}) - kept)]:
+    kind = lambda array: array.names[0].partition("/")[0]
+    is_there = lambda array: saved.arrays.get(array.names[0], (None,))[0] == array.logical
+    anew = [a for a in arrays if (kind(a) == RESIDUALS and not is_there(a))]
+    anew += [a for a in arrays if kind(a) == "scale" and a.names[0] not in saved.arrays]
+    residuals = {name for name in saved.arrays if name.startswith(f"{RESIDUALS}/")}
+    if residuals - {a.names[0] for a in arrays if a not in anew} or any(kind(a) == RESIDUALS for a in anew):
         warnings.warn(
-            f"{saved.folder}: what rounding took from the gradients of {few(lost)} is not carried over from "
-            f"{saved.strategy} to {step.strategy}: error_feedback begins anew there, or is off",
+            f"{saved.folder}: what rounding took from the gradients is not carried over from {saved.strategy} to "
+            f"{step.strategy}: error_feedback begins anew there, or is off",
             stacklevel=2,
         )
-    scaled = [array for array in arrays if of_scale(array.path) and array.path not in saved.arrays]
-    wanted = {name: a for a in arrays if a not in scaled and not a.derived and a.path not in left for name in a.names}
-    beside = lambda name: of_scale(name) or name.startswith((EXTRA, LEFT))
-    fits(saved.about, wanted, saved.folder, list(filter(beside, saved.arrays)))
-    first = dict(zip((a.path for a in scaled), jax.tree.leaves(LossScale.create()), strict=False))
-    read = _Reader(saved)
-    first |= {name: _residual(saved if name in kept else None, a) for name, a in left.items()}
-    values = [jax.device_put(first[a.path], a.sharding) if a.path in first else read(a) for a in arrays]
-    read.check()
+    wanted = {name: a for a in arrays if a not in anew and not a.derived for name in a.names}
+    optional = [name for name in saved.arrays if name.partition("/")[0] in ("scale", EXTRA, RESIDUALS)]
+    fits(saved.about, wanted, saved.folder, optional)
+    scale = iter(jax.tree.leaves(LossScale.create()))
+    begin = lambda a: next(scale) if kind(a) == "scale" else np.zeros(a.shape, a.dtype)
+    values = _together(lambda: [jax.device_put(begin(a), a.sharding) if a in anew else _read(saved, a) for a in arrays])
     state = jax.tree.unflatten(tree, values)
     if (number := int(state.step)) != saved.step:
-        raise damaged(saved.folder, Damaged(f"about.json says step {saved.step}, and the state is of step {number}"))
+        raise damaged(saved.folder, Damaged(f"about says step {saved.step}, and the state is of step {number}"))
     return state
 
 
-def _residual(saved: Checkpoint | None, array: Array) -> jax.Array:
-    """Residuals [n, ...] of n ranks: row r has the sum of rows r, r + n, ... of a checkpoint, zeros without one. Every
-    host reads them whole.
-    """
-    rows = np.zeros(array.shape, array.dtype)
-    for at, row in enumerate(() if saved is None else saved.read(array.path)):
-        rows[at % len(rows)] += row
-    return jax.make_array_from_callback(array.shape, array.sharding, lambda index: rows[index])
-
-
 def weights(step: Step, saved: Checkpoint, key: jax.Array, fresh: Fresh | None) -> State:
-    """A new state with the parameters and variables of a checkpoint.
+    """Return a new state with the parameters and variables of a checkpoint, which another program may have written.
 
     Args:
       key: of the new state.
@@ -80,86 +72,105 @@ def weights(step: Step, saved: Checkpoint, key: jax.Array, fresh: Fresh | None) 
     """
     check_here(step.layout)
     arrays, tree = arrays_of(step)
-    anew = lambda name: fresh is not None and name.startswith("params/") and fresh(name.removeprefix("params/"))
-    needed = [array for array in arrays if array.path.partition("/")[0] in ("params", "variables")]
-    wanted = {name: array for array in needed for name in array.names if not anew(name)}
-    if missing := [name.removeprefix("params/") for name in wanted if name not in saved.arrays]:
-        raise ValueError(f"{saved.folder} has no weights for {few(missing)}; {BEGIN_ANEW}")
-    fits(saved.about, wanted, saved.folder, saved.arrays)
-    made = dict(zip((a.path for a in arrays), jax.tree.leaves(step.init(key)), strict=True)) if fresh else {}
-    read = _Reader(saved)
-    values = {a.path: read(a, made.get(a.path), anew) for a in needed}
-    read.check()
-    del made
-    state = jax.tree.unflatten(tree, [values.get(a.path) for a in arrays])
+    is_fresh = lambda name: fresh is not None and name.startswith("params/") and fresh(name.removeprefix("params/"))
+    needed = [array for array in arrays if array.names[0].partition("/")[0] in ("params", "variables")]
+    wanted = {name: array for array in needed for name in array.names if not is_fresh(name)}
+    there = _names_there(saved, wanted)
+    missing = [name for name in wanted if name not in there]
+    if saved.is_foreign and (begun := [name for name in missing if name.startswith("variables/")]):
+        missing = [name for name in missing if name not in begun]
+        if others := [name.removeprefix("variables/") for name in begun if wanted[name].kind is None]:
+            warnings.warn(f"{saved.folder} has no {few(others)}: they begin as the model's own", stacklevel=2)
+    if missing:
+        names = few([name.removeprefix("params/") for name in missing])
+        has = few([name.removeprefix("params/") for name in saved.arrays])
+        raise ValueError(f"{saved.folder} has no weights for {names}; it has {has}; {BEGIN_ANEW}")
+    if saved.is_foreign:
+        _check_shapes(saved, {there[name]: wanted[name] for name in there})
+    else:
+        fits(saved.about, wanted, saved.folder, saved.arrays)
+    begins_anew = any(name not in there for array in needed for name in array.names)
+    made = dict(zip((a.names for a in arrays), jax.tree.leaves(step.init(key)), strict=True)) if begins_anew else {}
+    values = _together(lambda: {a.names: _read(saved, a, there, made.pop(a.names, None)) for a in needed})
+    made.clear()
+    state = jax.tree.unflatten(tree, [values.get(a.names) if not a.derived else None for a in arrays])
     return step.begin(key, state.params, state.variables)
 
 
+def _names_there(saved: Checkpoint, wanted: Mapping[str, Array]) -> dict[str, str]:
+    """Return the names that a checkpoint has for those that are wanted, where it has them. Another program keeps
+    variables beside its parameters, or among them.
+    """
+    found = {}
+    for name in wanted:
+        rest = name.removeprefix("variables/")
+        ways = (name, f"params/{rest}", f"other/{rest}") if saved.is_foreign and rest != name else (name,)
+        if (there := next((way for way in ways if way in saved.arrays), None)) is not None:
+            found[name] = there
+    return found
+
+
+def _check_shapes(saved: Checkpoint, wanted: Mapping[str, Array]) -> None:
+    for name, array in wanted.items():
+        if (shape := saved.arrays[name][0]) != array.logical:
+            raise ValueError(
+                f"{saved.folder} has {name.removeprefix('params/')} of shape {list(shape)}, the model needs "
+                f"{list(array.logical)}; make the model with the sizes of that checkpoint"
+            )
+
+
 def extras(step: Step, saved: Checkpoint, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Trees that were saved beside a state, with the shapes, dtypes and places of `like`."""
+    """Return trees that were saved beside a state, with the shapes, dtypes and places of `like`."""
     arrays, _ = extra_arrays(step, like)
-    wanted = {array.path: array for array in arrays}
+    wanted = {array.names[0]: array for array in arrays}
     if missing := [name for name in wanted if name not in saved.arrays]:
-        have = [name.removeprefix(EXTRA) for name in saved.arrays if name.startswith(EXTRA)]
-        given = few([name.removeprefix(EXTRA) for name in missing])
+        have = [name.removeprefix(f"{EXTRA}/") for name in saved.arrays if name.startswith(f"{EXTRA}/")]
+        given = few([name.removeprefix(f"{EXTRA}/") for name in missing])
         raise ValueError(
             f"{saved.folder} has no {given} beside its state; it has {few(have) if have else 'nothing there'}"
         )
     fits(saved.about, wanted, saved.folder, saved.arrays)
-    read = _Reader(saved)
-    found = [read(array) for array in arrays]
-    read.check()
-    return jax.tree.unflatten(jax.tree.structure(dict(like)), found)
+    values = _together(lambda: [_read(saved, array) for array in arrays])
+    return jax.tree.unflatten(jax.tree.structure(dict(like)), values)
 
 
-class _Reader:
-    """Reads arrays of a checkpoint into a layout, and sums up what it has read."""
+def _together(read: Callable[[], Any]) -> Any:
+    """Return what `read` returns. Where it fails on one host, raise on all: the others would wait for it for ever."""
+    values, problem = None, None
+    try:
+        values = read()
+    except (ValueError, OSError) as error:
+        problem = error
+    if jax.process_count() > 1:
+        failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(problem is not None)))
+        if failed.size and problem is None:
+            problem = ValueError(f"process {failed[0]} could not read its part of the checkpoint; its error says why")
+    if problem is not None:
+        raise problem
+    return values
 
-    def __init__(self, saved: Checkpoint):
-        self.saved = saved
-        self.sums: dict[str, int] = {}
 
-    def __call__(self, array: Array, made: jax.Array | None = None, anew: Callable[[str], bool] | None = None) -> Any:
-        """An array of a state; where it has leaves that begin anew, these are those of `made`."""
-        if not array.derived:  # on every host in this order, whatever it holds
-            self.sums |= {name: 0 for name in array.names if anew is None or not anew(name)}
-        places = array.sharding.devices_indices_map(array.shape)
-        boxes: dict[Any, list[jax.Device]] = {}
-        for device, index in places.items():
-            boxes.setdefault(box_of(index, array.shape), []).append(device)
-        own = {box_of(s.index, array.shape): s.data for s in raw(made).addressable_shards} if made is not None else {}
-        here, shards = jax.process_index(), []
-        for box, devices in boxes.items():
-            mine = [device for device in devices if device.process_index == here]
-            if mine:
-                shape = [stop - start for start, stop in box]
-                read = [name for name in array.names if anew is None or not anew(name)]
-                dtype = self.saved.arrays[read[0]][1] if read else array.dtype
-                into = np.zeros(shape, dtype) if made is None else np.array(own[box], dtype)
-                self._fill(array, box, into, anew, devices[0].process_index == here)
-                into = into.astype(array.dtype, copy=False)  # what is frozen, or a copy
-                kind = array.sharding.memory_kind
-                shards += [jax.device_put(into, SingleDeviceSharding(device, memory_kind=kind)) for device in mine]
-                jax.block_until_ready(shards)  # so that one box at a time is in this host's memory
-        x = jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
-        return x if array.kind is None else jax.random.wrap_key_data(x, impl=array.kind)
+def _read(
+    saved: Checkpoint, array: Array, there: Mapping[str, str] | None = None, made: jax.Array | None = None
+) -> jax.Array:
+    """Return an array of a state, read from a checkpoint.
 
-    def _fill(self, array: Array, box: Any, into: np.ndarray, anew: Any, counts: bool) -> None:
-        for part in parts(array.leaf, array.inner, box):
-            name = array.names[part.member]
-            if anew is not None and anew(name):
-                continue
-            view = part.view(into)
-            self.saved.fill(name, part.box, view)
-            if counts and not array.derived:  # of several hosts with one box, one
-                total = checksum(view, [start for start, _ in part.box])
-                self.sums[name] = (self.sums[name] + total) % 2**64
-
-    def check(self) -> None:
-        """Raise ValueError unless all that was read, by all hosts together, is what was written."""
-        totals = np.array(list(self.sums.values()), np.uint64)
-        if jax.process_count() > 1:  # jax has no 64 bits here
-            halves = multihost_utils.process_allgather(totals.view(np.uint32))
-            totals = np.asarray(halves).reshape(jax.process_count(), -1).view(np.uint64).sum(0, dtype=np.uint64)
-        for name, total in zip(self.sums, totals.tolist(), strict=True):
-            self.saved.require(name, total)
+    Args:
+      there: the names that the checkpoint has for those of the array; the same names if None.
+      made: what the leaves begin with that the checkpoint has no name for.
+    """
+    here, shards = jax.process_index(), []
+    names = {name: name for name in array.names} if there is None else there
+    first = {box_of(s.index, array.shape): s.data for s in raw(made).addressable_shards} if made is not None else {}
+    for box, devices in array.boxes().items():
+        mine = [device for device in devices if device.process_index == here]
+        if mine:
+            shape = [stop - start for start, stop in box]
+            into = np.array(first[box], array.dtype) if first else np.zeros(shape, array.dtype)
+            boxes = [(array.names[part.member], part) for part in parts(array.leaf, array.inner, box)]
+            saved.fill((names[name], part.box, part.view(into)) for name, part in boxes if name in names)
+            kind = array.sharding.memory_kind
+            shards += [jax.device_put(into, SingleDeviceSharding(device, memory_kind=kind)) for device in mine]
+            jax.block_until_ready(shards)  # so that one box at a time is in this host's memory
+    x = jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+    return x if array.kind is None else jax.random.wrap_key_data(x, impl=array.kind)

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import jax
 import tyro
 
-from ..checkpoint.saved import Checkpoint, converted, numbers
+from ..checkpoint.convert import converted
+from ..checkpoint.saved import Checkpoint, numbers
 from ..files import place
 from ..text import size
 from . import exports

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from ..buckets import Place
-from ..checkpoint.saved import Checkpoint, weights_of
+from ..checkpoint.convert import weights_of
+from ..checkpoint.saved import Checkpoint
 from ..files import json_of, member
 from ..models import llama
 from .options import named_of

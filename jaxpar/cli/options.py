@@ -16,7 +16,7 @@ import tyro
 import yaml
 
 from .. import data
-from ..buckets import Bucket, Place
+from ..buckets import Place, is_bucket
 from ..data import images
 from ..files import place, text_of
 from ..layout.dims.matrices import matrices
@@ -54,7 +54,7 @@ _PLACE = tyro.constructors.PrimitiveConstructorSpec(  # of two types; tyro knows
     nargs=1,
     metavar="{None}|PATH",
     instance_from_str=lambda words: None if words[0] == "None" else Path(words[0]),  # `Loop` makes an address of it
-    is_instance=lambda given: isinstance(given, Path | Bucket | None),
+    is_instance=lambda given: isinstance(given, Path | None) or is_bucket(given),
     str_from_instance=lambda given: [str(given)],
 )
 Class = TypeVar("Class")

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ..buckets import Bucket, Place, below
+from ..buckets import Place, below, is_bucket
 from ..files import place, plain
 from .contents import check_mapped, chunks
 from .tokens import token_ids
@@ -145,7 +145,7 @@ def _files(root: Place, stdlib: bool) -> Sequence[Place]:
         return [plain(root)]
     skipped = TESTS | INSTALLED if stdlib else set()
     wanted = lambda name: name not in skipped and not name.startswith(".")
-    if isinstance(root, Bucket):
+    if is_bucket(root):
         listed = sorted(below(root).items(), key=lambda item: item[0].as_posix())
         return [file for name, file in listed if all(map(wanted, name.parts))]
     found: list[Path] = []

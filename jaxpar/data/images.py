@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..buckets import Bucket, Place, below
+from ..buckets import Place, below, is_bucket
 from ..files import place, plain
 from ..packages import needed
 from ..text import did_you_mean, few
@@ -164,7 +164,7 @@ def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
     for label, sub in enumerate(folders):
         found = sorted(below(sub).items(), key=lambda item: item[0].as_posix())
         named = (file for name, file in found if name.suffix.lower() in known and not _hidden(name))
-        files = [plain(file) for file in named if not file.is_dir()]
+        files = [file if is_bucket(file) else plain(file) for file in named if is_bucket(file) or not file.is_dir()]
         if not files:
             raise ValueError(f"{sub} holds no images; add some ({', '.join(sorted(known)[:8])}, ...), or remove it")
         groups.append([(file, label) for file in files])
@@ -228,7 +228,7 @@ def _decoded(file: Place, size: int) -> np.ndarray:
     from PIL import Image, ImageOps
 
     try:
-        content = io.BytesIO(file.read_bytes()) if isinstance(file, Bucket) else plain(file)
+        content = io.BytesIO(file.read_bytes()) if is_bucket(file) else plain(file)
         with Image.open(content, formats=FORMATS) as opened:
             pixels, most = math.prod(opened.size), Image.MAX_IMAGE_PIXELS
             if most is not None and pixels > most:

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from ..buckets import Bucket, Place, Ranges, writing
+from ..buckets import Place, is_bucket, pieces, writing
 from ..files import place, plain
 from .contents import check_mapped, outside
-
-_PIECE = 1 << 24  # bytes that are copied at a time
 
 
 def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
@@ -29,7 +27,7 @@ def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
     if not path.exists():
         raise ValueError(f"there is no file {path}; give one that exists, or none for Python's own source")
     plain(path)
-    file = kept(path) if isinstance(path, Bucket) else path
+    file = kept(path) if is_bucket(path) else path
     if path.suffix == ".npy":
         try:
             ids = np.load(file, mmap_mode="r")
@@ -57,7 +55,7 @@ def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
     return ids
 
 
-def kept(path: Bucket) -> Path:
+def kept(path: Place) -> Path:
     """The copy on this machine of a file in a bucket, since windows are read from all over it: in
     `$XDG_CACHE_HOME/jaxpar/data` (else `~/.cache`), made once for all runs and processes, until the file in the bucket
     is another. Nothing removes the last one. Raises OSError where there is no room, or no answer.
@@ -65,15 +63,14 @@ def kept(path: Bucket) -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpar" / "data"
     folder = base / hashlib.sha256(str(path).encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    copy = folder / f"{path.version()[:16]}{path.suffix}"
+    copy = folder / f"{path.fs.ukey(path.path)[:16]}{path.suffix}"
     with FileLock(folder / ".lock"):
         if not copy.exists():
             for old in folder.glob(f"*{path.suffix}*"):
                 old.unlink()
-            content = Ranges(path)
             with writing(part := copy.with_name(f"{copy.name}.part")) as write:
-                for at in range(0, content.size, _PIECE):
-                    write(content[at : at + _PIECE].data)
+                for piece in pieces(path):
+                    write(piece.data)
             part.rename(copy)
     return copy
 

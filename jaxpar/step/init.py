@@ -17,7 +17,7 @@ from ..layout.state import State
 from ..machines import is_away
 from ..model.draws import draws_together
 from ..model.model import Model
-from ..model.paths import name_of
+from ..model.paths import as_flax_saves, name_of
 from ..program.buffers import on_device
 from ..text import did_you_mean, few
 from .checks import check_state
@@ -131,6 +131,8 @@ class FirstState:
         models = self.layout.storage.models
         flat = jax.tree_util.tree_leaves_with_path(self.model_def.unwrap(params))
         names, paths = [name_of(path) for path, _ in flat], [leaf.path for leaf in models]
+        if not {*names} & {*paths}:
+            names = as_flax_saves(names)
         if len({*paths}) < len(paths) and names == paths:  # paths with a slash of their own
             given = dict(enumerate(x for _, x in flat))
         else:
@@ -138,11 +140,9 @@ class FirstState:
             if unknown := [name for name in names if name not in at]:
                 if unknown == [""]:
                     raise ValueError(f"params= is a {type(params).__name__}; pass a tree like step.params(state)")
-                linen = any(name.startswith("params/") and name[len("params/") :] in at for name in unknown)
-                tree = "variables['params']" if linen else "a tree like step.params(state)"
                 raise ValueError(
                     f"params= has {few(unknown)}, and the model has {few(paths)}{did_you_mean(unknown[0], paths)}; "
-                    f"pass {tree}"
+                    "pass a tree like step.params(state)"
                 )
             given = {at[name]: x for name, (_, x) in zip(names, flat, strict=True)}
         missing = [path for number, path in enumerate(paths) if number not in given]

@@ -18,7 +18,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from jax.experimental import multihost_utils
 
-from ..buckets import Bucket, Place, remove, writing
+from ..buckets import Place, is_bucket, remove
 from .loop import Loop
 
 # What a run writes into its folder, and all that `overwrite` removes.
@@ -114,19 +114,17 @@ class Staging:
     def __init__(self, claim: Claim):
         self._claim, self._copied = claim, dict[Path, tuple[int, int]]()
         out = claim.out
-        self._made = tempfile.TemporaryDirectory(prefix="jaxpar-") if isinstance(out, Bucket) else None
+        self._made = tempfile.TemporaryDirectory(prefix="jaxpar-") if is_bucket(out) else None
         self.folder: Path | None = Path(self._made.name) if self._made else out if isinstance(out, Path) else None
 
     def copy(self) -> None:
         """Copies what has changed, where that is to be done."""
-        if not isinstance(out := self._claim.out, Bucket) or self.folder is None:
+        if (out := self._claim.out) is None or not is_bucket(out) or self.folder is None:
             return
         for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
             about = path.stat()
             if self._copied.get(path) != (version := (about.st_size, about.st_mtime_ns)):
-                with path.open("rb") as file, writing(out / path.relative_to(self.folder).as_posix()) as write:
-                    while piece := file.read(1 << 24):
-                        write(piece)
+                out.fs.put_file(str(path), (out / path.relative_to(self.folder).as_posix()).path)
                 self._copied[path] = version
 
     def __enter__(self) -> Staging:
@@ -187,7 +185,7 @@ def claimed(loop: Loop) -> Iterator[Claim]:
 
 def write_whole(path: Place, data: bytes) -> None:
     """Writes a file such that, whenever the process dies, its name has what was there before or all of `data`."""
-    if isinstance(path, Bucket):  # where an object is there once all of it is
+    if is_bucket(path):  # where an object is there once all of it is
         path.write_bytes(data)
         return
     fresh = path.with_name(f".{path.name.removeprefix('.')}.new")

@@ -8,7 +8,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ..buckets import Bucket, Place
+from ..buckets import Place, is_bucket
 from ..files import local, place
 from ..step.core import Step
 from ..text import did_you_mean
@@ -66,7 +66,7 @@ class Loop:
     def __post_init__(self) -> None:
         for name in (one.name for one in fields(self)):  # those of the command line too
             given = getattr(self, name)
-            if name in ("out", "data") and isinstance(given, str | Path | Bucket):
+            if name in ("out", "data") and (isinstance(given, str | Path) or is_bucket(given)):
                 object.__setattr__(self, name, place(given, name))
             elif isinstance(given, Path):
                 local(given, name)

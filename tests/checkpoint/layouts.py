@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ import optax
 from ports import free_port
 
 import jaxpar as jp
-from jaxpar.checkpoint.boxes import whole
-from jaxpar.checkpoint.files import ABOUT, read_json, write_arrays, write_json
 
 LAYERS = 5  # which neither 4 stages nor 2 with 2 chunks divide
 # By name: the strategy, and how many of the 8 devices.
@@ -75,20 +74,23 @@ def step(name: str) -> Any:
 
 
 def random_state(folder: Path) -> dict[str, np.ndarray]:
-    """A checkpoint of random values, moments included; and these by name. Nothing is compiled for it but one state."""
-    one = step("single")
-    one.save(folder, one.init(jax.random.key(0))).wait()
-    rng, at = np.random.default_rng(0), folder / "0" / "state"
-    values = {}
-    for name, (shape, dtype) in jp.Checkpoint(folder).arrays.items():
-        noise = np.abs(rng.normal(size=shape)) if "/nu/" in name else rng.normal(size=shape) * 0.3
-        values[name] = noise.astype(dtype) if dtype == np.float32 else jp.Checkpoint(folder).read(name)
-    values["step"] = np.asarray(np.int32(3))
-    about = read_json(at / ABOUT)
-    write_arrays(at, 0, [(name, whole(x.shape), x) for name, x in values.items()])
-    write_json(at / ABOUT, {**about, "step": 3})
-    (folder / "0").rename(folder / "3")
-    return values
+    """Save a state of random values after step 3, moments included; return them by name."""
+    one, rng = step("single"), np.random.default_rng(0)
+
+    def noise(path: Any, x: jax.Array) -> jax.Array:
+        if x.dtype != np.float32:
+            return x
+        values = rng.normal(size=x.shape) * 0.3
+        positive = "nu" in jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        return jax.device_put((np.abs(values) if positive else values).astype(x.dtype), x.sharding)
+
+    state = one.init(jax.random.key(0))
+    state = replace(
+        jax.tree_util.tree_map_with_path(noise, state), step=jax.device_put(np.int32(3), state.step.sharding)
+    )
+    one.save(folder, state).wait()
+    found = jp.Checkpoint(folder)
+    return {name: found.read(name) for name in found.arrays}
 
 
 def saved(folder: Path) -> dict[str, bytes]:

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.checkpoint.commit import Writer
+from jaxpar.checkpoint.commit import Writer, clear
+from jaxpar.checkpoint.saved import numbers
+from jaxpar.hosts import outcomes
+from jaxpar.hosts.outcomes import Outcomes
 
 Write = Callable[[Path], object]
 
@@ -36,7 +39,7 @@ class Table:
 
 def hosts(count: int) -> list[Writer]:
     table = Table()
-    return [Writer(host, count, table if count > 1 else None) for host in range(count)]
+    return [Writer(Outcomes(host, count, table if count > 1 else None)) for host in range(count)]
 
 
 def save(
@@ -45,7 +48,7 @@ def save(
     """Every host's error, "" without one; `others` are what hosts do in place of writing a file."""
     plain = lambda host: lambda place: (place / f"{host}").write_text(str(number)) and None
     commits = [
-        writer.begin(folder, number, keep, (others or {}).get(writer.own, plain(writer.own))) for writer in writers
+        writer.begin(folder, number, keep, (others or {}).get(host, plain(host))) for host, writer in enumerate(writers)
     ]
     found = []
     for commit in commits:
@@ -69,7 +72,7 @@ def test_all_write_and_the_last_are_kept(count: int, tmp_path: Path) -> None:
     for number in (3, 5, 8, 13):
         assert save(writers, tmp_path, number, keep=2) == [""] * count
     assert sorted(x.name for x in tmp_path.iterdir()) == ["13", "8"]
-    assert sorted(x.name for x in (tmp_path / "13" / "state").iterdir()) == [*map(str, range(count)), "about.json"]
+    assert sorted(x.name for x in (tmp_path / "13").iterdir()) == [*map(str, range(count)), "commit_success.txt"]
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -98,7 +101,9 @@ def test_a_folder_that_is_gone_is_not_made_again(count: int, tmp_path: Path) -> 
     folder.mkdir()
     assert not any(save(writers, folder, 1))
     shutil.rmtree(folder)
-    assert all("checkpoints: No such file or directory; make room" in text for text in save(writers, folder, 2))
+    assert all(
+        "checkpoints: " in text and "No such file or directory; make room" in text for text in save(writers, folder, 2)
+    )
     assert not folder.exists()
 
 
@@ -106,8 +111,8 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     """Two of one process, of two steps, would take each other's words in the table."""
     first, second = hosts(2)
     go, order = threading.Event(), []
-    slow = lambda place: (go.wait(600), order.append(place.parent.name))
-    fast = lambda place: order.append(place.parent.name)
+    slow = lambda place: (go.wait(600), order.append(place.name))
+    fast = lambda place: order.append(place.name)
     commits = [writer.begin(tmp_path, 1, None, slow) for writer in (first, second)]
     commits += [writer.begin(tmp_path, 2, None, fast) for writer in (second, first)]
     go.set()
@@ -115,6 +120,45 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
         commit.wait()
     assert [name.partition(".")[0] for name in order] == ["1", "1", "2", "2"]
     assert sorted(x.name for x in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_a_host_that_says_nothing_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait had no end of its own; a clock that is set does not change it, since it is not the one that is read."""
+    monkeypatch.setattr(outcomes, "LONGEST", 0.2)
+    first, _ = hosts(2)
+    commit = first.begin(tmp_path, 1, None, lambda place: None)
+    with pytest.raises(ValueError, match=r"process 1 has not said in 0.2 s how it fared"):
+        commit.wait()
+    assert not any(path.name.isdigit() for path in tmp_path.iterdir())
+
+
+def test_a_host_that_fails_and_goes_on_is_not_missed(tmp_path: Path) -> None:
+    """What it says of the next save stood where the others still looked for the one before."""
+    first, second = hosts(2)
+    failed = [second.begin(tmp_path, number, None, full) for number in (1, 2)]
+    for commit in failed:
+        commit._thread.join(0.5)
+    commits = [first.begin(tmp_path, number, None, lambda place: None) for number in (1, 2)]
+    for commit in (*commits, *failed):
+        with pytest.raises(ValueError, match="process 1: No space left on device"):
+            commit.wait()
+
+
+def test_odd_neighbours_are_no_dead_end(tmp_path: Path) -> None:
+    """A folder `0100`, a file `200`, and a link in the place of an unfinished checkpoint."""
+    (tmp_path / "elsewhere").mkdir()
+    folder = tmp_path / "checkpoints"
+    (folder / "0100").mkdir(parents=True)
+    (folder / "200").write_text("")
+    (folder / "3.orbax-checkpoint-tmp").symlink_to(tmp_path / "elsewhere")
+    assert numbers(folder) == []
+    assert save(hosts(1), folder, 3, keep=1) == [""]
+    assert save(hosts(1), folder, 4, keep=1) == [""]
+    assert numbers(folder) == [4]
+    (folder / "5.orbax-checkpoint-tmp").symlink_to(tmp_path / "elsewhere")
+    clear(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["0100", "200", "4"]
+    assert (tmp_path / "elsewhere").is_dir()
 
 
 @pytest.mark.slow

@@ -6,12 +6,13 @@ a device, and no device sees more of a leaf than its own part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from ..layout.leaves import Leaf, Stacked, Staged
+from .leaves import Leaf, Stacked, Staged
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) of every dim
 
@@ -30,33 +31,23 @@ class LeafPart(NamedTuple):
     view: Callable[[np.ndarray], np.ndarray]
 
 
-def whole(shape: Sequence[int]) -> Box:
-    """The box of all of an array."""
-    return tuple((0, n) for n in shape)
-
-
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """A device's part of an array, as `jax.sharding.Sharding` tells it."""
     return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
 
 
-def size(box: Box) -> int:
-    """The elements of a box."""
-    count = 1
-    for start, stop in box:
-        count *= stop - start
-    return count
-
-
-def common(a: Box, b: Box) -> Box | None:
-    """What two boxes share, None for nothing."""
-    both = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
-    return both if all(start < stop for start, stop in both) else None
-
-
 def slices(box: Box, within: Box) -> tuple[slice, ...]:
     """A box as an index of the array of a larger one."""
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(box, within, strict=True))
+
+
+def slabs(shape: Sequence[int], itemsize: int, size: int = 1 << 26) -> list[Box]:
+    """Return boxes along the first dim, each of about `size` bytes, that make up an array."""
+    rest = tuple((0, n) for n in shape[1:])
+    if not math.prod(shape) or not shape:
+        return [(*((0, n) for n in shape[:1]), *rest)]
+    rows = max(1, size * shape[0] // (math.prod(shape) * itemsize))
+    return [((begin, min(begin + rows, shape[0])), *rest) for begin in range(0, shape[0], rows)]
 
 
 def parts(leaf: Leaf | None, shape: Sequence[int], box: Box) -> Iterator[LeafPart]:

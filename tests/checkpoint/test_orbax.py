@@ -1,0 +1,211 @@
+"""Checkpoints are Orbax checkpoints: Orbax alone reads ours, and a step begins with the weights of anybody's."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jaxpar as jp
+
+PLAIN = Path(__file__).parents[2] / ".venv-orbax/bin/python"  # made by `make orbax-env`
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Net(nnx.Module):
+    """Four layers in a list, and a head whose rows no number of shards divides."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([Block(rngs) for _ in range(4)])
+        self.head = nnx.Linear(8, 2053, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for number in range(4):
+            x = x + nn.Dense(8, name=f"layer_{number}")(jnp.tanh(x))
+        return nn.Dense(5, name="head")(x)
+
+
+def squares(module: Any, batch: Any) -> jax.Array:
+    return (module(batch["x"]) ** 2).mean()
+
+
+BATCH = {"x": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)}
+NNX = jp.from_nnx(lambda rngs: Net(rngs), squares)
+LINEN = jp.from_linen(Dense(), lambda apply, batch: (apply(batch["x"]) ** 2).mean(), example=BATCH)
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+def step_of(model: jp.Model, strategy: str, optimizer: Any = OPTIMIZER) -> Any:
+    sizes = [
+        int(part.partition("=")[2]) for part in strategy.split(",") if part[:4] in ("fsdp", "pipe", "data", "tens")
+    ]
+    return jp.make_train_step(model, optimizer, strategy, mesh=jax.devices()[: int(np.prod(sizes)) or 8])
+
+
+STRATEGIES = ["fsdp=8", "pipe=2,data=2,chunks=2,microbatches=2", "tensor=2,fsdp=2", "fsdp=8,zero=1"]
+
+
+@pytest.mark.slow
+def test_orbax_alone_reads_what_jaxpar_saved(tmp_path: Path) -> None:
+    """Parameters, moments and counters, equal to the bit, in an environment without jaxpar where there is one."""
+    for number, strategy in enumerate(STRATEGIES):
+        step = step_of(NNX, strategy)
+        state, _ = step(step.init(jax.random.key(0)), BATCH)
+        step.save(tmp_path / str(number), state).wait()
+        params = jax.tree_util.tree_leaves_with_path(step.params(state))
+        optimizer = jax.tree.map(np.asarray, step.layout.to_logical(state.optimizer, "optimizer"))
+        saved = jp.Checkpoint(tmp_path / str(number))
+        arrays = {".".join(saved.about.path(name)): saved.read(name) for name in saved.arrays}
+        for path, x in params:
+            name = "params." + jax.tree_util.keystr(path, simple=True, separator=".")
+            assert arrays[name].tobytes() == np.asarray(x).tobytes()
+        assert len(jax.tree.leaves(optimizer)) <= sum(name.startswith("optimizer.") for name in arrays)
+        np.savez(tmp_path / f"{number}.npz", **arrays)
+    python, more = (str(PLAIN), []) if PLAIN.exists() else (sys.executable, ["--hide"])
+    words = [python, str(Path(__file__).with_name("plain_orbax.py")), str(tmp_path), *more]
+    environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"} | {"JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=1800, env=environment)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.split() == ["0", "57", "1", "57", "2", "57", "3", "57"]
+
+
+def saved_by_flax(kind: str, folder: Path) -> Any:
+    """Save weights as the documentation of Flax does, and return them in the tree of `step.params`."""
+    if kind == "nnx":
+        module = Net(nnx.Rngs(7))
+        _, state = nnx.split(module)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / "state", state)
+        return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    variables = Dense().init(jax.random.key(7), BATCH["x"])
+    if kind == "linen":
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / "variables", variables)
+    else:
+        state = TrainState.create(apply_fn=Dense().apply, params=variables["params"], tx=optax.adam(1e-3))
+        with ocp.CheckpointManager(folder / "manager") as manager:
+            manager.save(3, args=ocp.args.StandardSave({"model": state, "config": {"width": np.array([8])}}))
+    return variables["params"]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp=8", "pipe=2,data=2,microbatches=2"])
+@pytest.mark.parametrize("kind", ["nnx", "linen", "train state"])
+def test_a_step_begins_with_the_weights_that_flax_saved(kind: str, strategy: str, tmp_path: Path) -> None:
+    expected = saved_by_flax(kind, tmp_path)
+    step = step_of(NNX if kind == "nnx" else LINEN, strategy)
+    folder = next(tmp_path.iterdir())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Orbax says that it takes the devices of those who saved
+        restored = ocp.PyTreeCheckpointer().restore(folder) if kind != "train state" else None
+    for state in (
+        step.restore(folder, weights_only=True),
+        step.init(jax.random.key(0), params=expected if restored is None else restored),
+    ):
+        ours = step.params(state)
+        ours = nnx.to_pure_dict(ours) if isinstance(ours, nnx.State) else ours
+        jax.tree.map(np.testing.assert_array_equal, ours, dict(expected))
+    with pytest.raises(ValueError, match=r"has no item `about`: another program wrote it.*weights_only=True"):
+        step.restore(folder)
+    jp.Checkpoint(folder).verify()
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    saved_by_flax("linen", tmp_path)
+    step = step_of(NNX, "fsdp=8")
+    with pytest.raises(ValueError, match=r"has no weights for head/bias|has no weights for layers/0"):
+        step.restore(tmp_path / "variables", weights_only=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "wide", nnx.state(nnx.clone(Net(nnx.Rngs(0)), variables=False), nnx.Param))
+        tree = nnx.to_pure_dict(nnx.state(Net(nnx.Rngs(0)), nnx.Param))
+        tree["head"]["bias"] = np.zeros(7, np.float32)
+        checkpointer.save(tmp_path / "narrow", tree)
+    with pytest.raises(ValueError, match=r"has head/bias of shape \[7\], the model needs \[2053\]"):
+        step.restore(tmp_path / "narrow", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a/b": 1.0, "a": {"b": 2.0}},
+        {"": 1.0, "x": {"": 2.0, "~": 3.0, "~1": 4.0}},
+        {"layers": [1.0, [2.0, 3.0]], "other": {"0": 4.0, "1": {"0": 5.0}}},
+        {"10": 1.0, "9": 2.0, "a b": {"ü": 3.0}},
+    ],
+)
+def test_a_leaf_is_its_key_path(tree: Any, tmp_path: Path) -> None:
+    """`{"a/b": x, "a": {"b": y}}` came back with x twice; a state restored with the key "" did not fit its step."""
+    tree = jax.tree.map(lambda x: np.full((8, 8), x, np.float32), tree)
+    model = jp.Model(
+        init=lambda key: tree, loss=lambda p, b, key: sum(jnp.square(b["x"] @ x).mean() for x in jax.tree.leaves(p))
+    )
+    for strategy in ("ddp", "fsdp=4,zero=1"):
+        step = step_of(model, strategy, optax.adam(1e-2))
+        state, _ = step(step.init(jax.random.key(0)), BATCH)
+        folder = tmp_path / strategy
+        step.save(folder, state).wait()
+        again = step.restore(folder)
+        jax.tree.map(np.testing.assert_array_equal, step.params(again), step.params(state))
+        jax.tree.map(np.testing.assert_array_equal, again.optimizer, state.optimizer)
+        step(again, BATCH)
+        plain = ocp.PyTreeCheckpointer().restore(folder / "1" / "state")
+        state, _ = step(step.restore(folder), BATCH)
+        jax.tree.map(np.testing.assert_array_equal, plain["params"], step.params(step.restore(folder)))
+
+
+def test_two_leaves_that_orbax_takes_for_one_are_refused(tmp_path: Path) -> None:
+    tree = {"a.b": np.ones((4, 4), np.float32), "a": {"b": np.zeros((4, 4), np.float32)}}
+    model = jp.Model(init=lambda key: tree, loss=lambda p, b, key: (p["a.b"] + p["a"]["b"]).mean() + b["x"].mean())
+    step = step_of(model, "ddp", optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"params/a/b and params/a.b cannot be saved together.*rename one"):
+        step.save(tmp_path, step.init(jax.random.key(0)))
+
+
+def test_a_checkpoint_in_the_form_before_is_named(tmp_path: Path) -> None:
+    """With what to do: its weights, by their paths, begin a new state."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    (tmp_path / "3" / "state").mkdir(parents=True)
+    (tmp_path / "3" / "state" / "about.json").write_text('{"crc32": 0, "content": {"version": 2}}')
+    weights = {f"params/{name}": np.ones((8, 8), np.float32) for name in ("a/w", "b")}
+    safetensors.save_file(weights, file := tmp_path / "3" / "state" / "arrays-00000.safetensors")
+    model = jp.Model(
+        init=lambda key: {"a": {"w": jnp.zeros((8, 8))}, "b": jnp.zeros((8, 8))},
+        loss=lambda p, b, key: jnp.square(b["x"] @ p["a"]["w"] @ p["b"]).mean(),
+    )
+    step = step_of(model, "fsdp=8", optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"before 0.2.*jaxpar convert .*--weights-only.*step.init\(key, params="):
+        step.restore(tmp_path)
+    tree: dict[str, Any] = {}
+    for name, x in safetensors.load_file(file).items():
+        *above, last = name.removeprefix("params/").split("/")
+        node = tree
+        for part in above:
+            node = node.setdefault(part, {})
+        node[last] = x
+    np.testing.assert_array_equal(step.params(step.init(jax.random.key(0), params=tree))["a"]["w"], 1)
