@@ -10,6 +10,7 @@
 #   make gpu-compiler   what compiling for GPUs without a GPU takes (about 1.5 GB); tests that need it then run
 #   make bench      how fast it is beside plain jit, code by hand and torch; fails if 10% worse than stored (STORE=1 stores)
 #   make package    a wheel and an sdist, built, installed into an empty environment, and tried
+#   make orbax-env  an environment with Orbax and without jaxpar, in which a test reads jaxpar's checkpoints
 #   make hf         torch and transformers, with which weights from Hugging Face are compared; those tests then run
 # Overridable: PYTHON=python3.13  VENV=.venv313  WORKERS=2
 
@@ -31,7 +32,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PACKAGES := flaxmodels==0.1.3 google-tunix==0.1.7 flaxdiff==0.2.11
 IMPORTED := diffrax einops filelock h5py jaxtyping lineax optimistix regex requests tqdm
 
-.PHONY: train compare test pytest package battery soak fuzz campaign radar lint format types docs bench gpu-compiler hf setup clean
+.PHONY: train compare test pytest package battery soak fuzz campaign radar lint format types docs bench gpu-compiler hf orbax-env setup clean
 
 train: setup
 	JAX_PLATFORMS=cpu $(BIN)/jaxpar train --out runs/train --overwrite --evaluate-every 50 --evaluate-batches 50
@@ -88,6 +89,8 @@ gpu-compiler: $(VENV)/.gpu-compiler
 
 hf: $(VENV)/.hf
 
+orbax-env: .venv-orbax/.installed
+
 $(VENV)/.installed: pyproject.toml
 ifeq ($(PYTHON),)
 	$(error jaxpar needs Python 3.11 to 3.14, and PATH has none; install one, or name it: make PYTHON=/path/to/python3.12)
@@ -115,5 +118,12 @@ $(VENV)/.hf: $(VENV)/.installed
 	@$(INSTALL) torch==2.13.0 'transformers>=4.57,<6' torchdata
 	@touch $@
 
+# Orbax reads what jaxpar wrote, as anybody has it: of the same jax and Orbax, and nothing of jaxpar.
+.venv-orbax/.installed: $(VENV)/.installed
+	@$(BIN)/python -m venv .venv-orbax >/dev/null
+	@versions=$$($(BIN)/python -c 'from importlib.metadata import version as v; print(*(f"{n}=={v(n)}" for n in ("jax", "jaxlib", "orbax-checkpoint")))') && \
+	.venv-orbax/bin/python -m pip install --quiet --disable-pip-version-check $$versions
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache site
+	rm -rf $(VENV) .venv-orbax .pytest_cache .ruff_cache site

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeIs
     from upath import UPath
 
     Place: TypeAlias = Path | UPath
@@ -96,16 +97,16 @@ class _Answering:
         raise ConnectionError(errno.EIO, text, address) from error
 
 
-def is_bucket(place: Place) -> bool:
+def is_bucket(place: Any) -> TypeIs[UPath]:
     """Return whether a place is in a bucket, and not on this machine's file systems."""
     return not isinstance(place, PurePath) and hasattr(place, "storage_options")
 
 
-def pieces(place: Place) -> Iterator[np.ndarray]:
+def pieces(place: UPath) -> Iterator[np.ndarray]:
     """Yield the bytes of an object, uint8 [n], 64 MiB at a time."""
     size = place.stat().st_size
     for begin in range(0, size, _PIECE):
-        data = place.fs.cat_file(place.path, start=begin, end=min(begin + _PIECE, size))
+        data: Any = place.fs.cat_file(place.path, start=begin, end=min(begin + _PIECE, size))
         if len(data) != min(_PIECE, size - begin):
             raise OSError(errno.EIO, f"it had {size} bytes, and is another object now", str(place))
         yield np.frombuffer(data, np.uint8)
@@ -142,9 +143,9 @@ def below(folder: Place) -> dict[PurePath, Place]:
 
 def rename(place: Place, target: Place) -> None:
     """Give a folder another name: at once on disk; in a bucket object by object, so that a kill leaves both."""
-    if not is_bucket(place):
+    if is_bucket(place) and is_bucket(target):
+        for name in below(place):
+            place.fs.cp_file((place / str(name)).path, (target / str(name)).path)
+        remove(place)
+    else:
         place.rename(target)  # type: ignore[arg-type]  # both are on disk
-        return
-    for name, source in below(place).items():
-        place.fs.cp_file(source.path, (target / str(name)).path)
-    remove(place)

@@ -151,7 +151,8 @@ def flip(work: Work) -> None:
         copy = out.with_name(f"{out.name}-flip{number}")
         shutil.copytree(out, copy)
         last = max((x for x in (copy / "checkpoints").iterdir() if x.name.isdigit()), key=lambda x: int(x.name))
-        files = sorted(x for x in last.rglob("*") if x.is_file() and x.stat().st_size)
+        is_read = lambda x: x.is_file() and x.stat().st_size and x.name != "commit_success.txt"  # a name says it
+        files = sorted(filter(is_read, last.rglob("*")))
         file = choice.choices(files, [x.stat().st_size for x in files])[0]
         data = bytearray(file.read_bytes())
         bit = choice.randrange(8 * len(data))

@@ -28,10 +28,10 @@ import jaxpar as jp
 from jaxpar import buckets, data
 from jaxpar.buckets import Place, below, pieces, remove
 from jaxpar.checkpoint.checkpoints import Checkpoints
-from jaxpar.checkpoint.convert import converted
 from jaxpar.checkpoint.saved import numbers
 from jaxpar.cli import checkpoints as commands
 from jaxpar.cli.commands import _default
+from jaxpar.cli.convert import converted
 from jaxpar.cli.options import TrainOptions
 from jaxpar.data import images, tokens
 from jaxpar.train.folder import write_whole
@@ -112,7 +112,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 @pytest.fixture
 def bucket(server: Server) -> Place:
-    return server.bucket()
+    return server.bucket() / "top"
 
 
 def model() -> jp.Model:
@@ -164,7 +164,9 @@ def test_a_bucket_answers_as_a_path_does(bucket: Place, tmp_path: Path) -> None:
         buckets.rename(root / "b", root / "d")
         remove(root / "x.txt")
         found[-1].append(sorted(name.as_posix() for name, place in below(root).items() if place.is_file()))
-        for action in (lambda none: [*none.iterdir()], type(root).read_bytes, type(root).stat):
+        with pytest.raises((FileNotFoundError, NotADirectoryError)):
+            [*(root / "none").iterdir()]
+        for action in (type(root).read_bytes, type(root).stat):
             with pytest.raises(FileNotFoundError) as error:
                 action(root / "none")
             assert (error.value.filename, error.value.strerror) == (str(root / "none"), "No such file or directory")
@@ -187,7 +189,7 @@ def test_a_large_object_comes_in_pieces(bucket: Place, monkeypatch: pytest.Monke
     late = pieces(bucket / "x")
     next(late)
     (bucket / "x").write_bytes(x[:99].tobytes())
-    with pytest.raises(OSError, match=r"is another object now|range"):
+    with pytest.raises(OSError, match=r"is another object now|range|416"):
         next(late)
 
 
@@ -269,10 +271,9 @@ def test_a_run_in_a_bucket_is_one_on_disk(bucket: Place, tmp_path: Path) -> None
     state = trainer(out, resume=True).run()
     assert losses(out) == losses(tmp_path / "run")
     jax.tree.map(np.testing.assert_array_equal, state.params, on_disk.params)
-    names = lambda root: sorted(name.as_posix() for name, place in below(root).items() if place.is_file())
-    assert [x for x in names(out) if "events" not in x] == [
-        x for x in names(tmp_path / "run") if "events" not in x and x != ".lock"
-    ]
+    names = lambda root: {name.as_posix() for name, place in below(root).items() if place.is_file()}
+    is_same = lambda name: "events" not in name and "state/" not in name and name != ".lock"
+    assert {*filter(is_same, names(out))} == {*filter(is_same, names(tmp_path / "run"))}
     options = TrainOptions(out=str(out), steps=7)  # type: ignore[arg-type]
     write_whole(out / "config.yaml", options.dump().encode())
     assert _default(["--resume", "--out", str(out)]) == options

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jaxpar as jp
-from jaxpar.checkpoint.saved import converted
+from jaxpar.cli.convert import converted
 from jaxpar.cli.options import TrainOptions
 from jaxpar.data import byte_corpus, images, token_ids
 from jaxpar.data import text as windows_of

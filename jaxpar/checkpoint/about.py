@@ -71,7 +71,7 @@ class About:
         """
         if (folder / "state" / "about.json").is_file():
             raise ValueError(
-                f"{folder} was written by a jaxpar before 0.2, in a form of its own. To go on from its weights, run "
+                f"{folder} was written by an earlier jaxpar, in a form of its own. To go on from its weights, run "
                 f"`jaxpar convert {folder} weights --weights-only` with that version: the file "
                 "weights/*/state/arrays-00000.safetensors then holds each parameter by its path, for "
                 "step.init(key, params=...)"
@@ -129,12 +129,13 @@ def files_of(folder: Place) -> dict[str, Any]:
     """
     if is_bucket(folder):
         root = len(folder.path.rstrip("/")) + 1
-        objects = folder.fs.find(folder.path, detail=True).items()
-        tags = {key[root:]: [info["size"], str(info.get("ETag") or info.get("md5Hash"))] for key, info in objects}
+        objects: Any = folder.fs.find(folder.path, detail=True)
+        tag = lambda info: [info["size"], str(info.get("ETag") or info.get("md5Hash"))]
+        tags = {key[root:]: tag(info) for key, info in objects.items()}
         return {name: tag for name, tag in sorted(tags.items()) if "/" in name and name != ABOUT}
     found = {}
     for name, path in sorted(below(folder).items()):
-        if path.is_file() and len(name.parts) > 1 and name.as_posix() != ABOUT:
+        if isinstance(path, Path) and path.is_file() and len(name.parts) > 1 and name.as_posix() != ABOUT:
             found[name.as_posix()] = [path.stat().st_size, _ends(path)]
     return found
 

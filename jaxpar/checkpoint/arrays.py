@@ -6,6 +6,7 @@ in JSON pointers (RFC 6901, section 3). So two leaves never share a name.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ class Array:
             found.setdefault(box_of(index, self.shape), []).append(device)
         return found
 
+    @functools.cached_property
     def chunks(self) -> list[tuple[int, ...]]:
         """Return, for each name, the largest chunk shape whose grid no device's box cuts through."""
         spacing = [[0] * len(self.logical) for _ in self.names]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 import weakref
@@ -85,6 +86,10 @@ class Checkpoints:
         self._own.add(number)
         _rooms[self.step], self._room = self._room, {}
 
+    @functools.cached_property
+    def _arrays(self) -> list[Array]:
+        return arrays_of(self.step)[0]
+
     @property
     def latest(self) -> int | None:
         """The step of the last complete checkpoint, None without any."""
@@ -120,7 +125,7 @@ class Checkpoints:
             )
         self._room = _rooms.pop(self.step, {})
         more, values = extra_arrays(self.step, extra or {})
-        arrays = [*arrays_of(self.step)[0], *more]
+        arrays = [*self._arrays, *more]
         about = about_of(self.step, arrays, number, self.about, data or {})
         saved, about, items = planned(self.step, arrays, about, extra)
         boxes = held(arrays, (state, values), self._room)
@@ -209,7 +214,7 @@ def planned(
         name: SavedArray(array.logical, array.dtype, chunk, [])
         for array in arrays
         if not array.derived
-        for name, chunk in zip(array.names, array.chunks(), strict=True)
+        for name, chunk in zip(array.names, array.chunks, strict=True)
     }
     items = {STATE: logical_tree(step, saved)}
     if extra:

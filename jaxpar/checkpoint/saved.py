@@ -251,7 +251,7 @@ def save_tree(folder: Place, tree: Any) -> None:
 
 def finish(folder: Place, items: Sequence[str], about: About) -> None:
     """On process 0, once all have written: merge the processes' parts, and write what the checkpoint says of itself."""
-    for item in items:
+    for item in items if not str(folder).startswith("s3://") else ():
         handler(folder).finalize(orbax_path(folder / item))
     about = dataclasses.replace(about, files=files_of(folder))
     (folder / "about").mkdir(exist_ok=True)

@@ -129,7 +129,9 @@ def kvstore(place: Any) -> dict[str, Any]:
     spec = {"driver": "s3", "bucket": bucket, "path": f"{key}/"}
     # TensorStore takes an endpoint from its spec alone, and asks AWS for the region of a bucket without one.
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-    return spec | ({"endpoint": address, "aws_region": region} if address else {})
+    spec |= {"endpoint": address, "aws_region": region} if address else {}
+    # Otherwise it looks for files of credentials first, and prints each that is not there.
+    return spec | ({"aws_credentials": {"type": "environment"}} if os.environ.get("AWS_ACCESS_KEY_ID") else {})
 
 
 @dataclass(frozen=True)

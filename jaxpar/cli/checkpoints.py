@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 import jax
 import tyro
 
-from ..checkpoint.convert import converted
 from ..checkpoint.saved import Checkpoint, numbers
 from ..files import place
 from ..text import size
 from . import exports
+from .convert import converted
 
 
 @dataclass(frozen=True)

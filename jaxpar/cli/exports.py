@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from ..buckets import Place
-from ..checkpoint.convert import weights_of
 from ..checkpoint.saved import Checkpoint
 from ..files import json_of, member
 from ..models import llama
+from .convert import weights_of
 from .options import named_of
 from .own import is_folder, is_function, path_of
 

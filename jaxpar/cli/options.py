@@ -135,7 +135,8 @@ class TrainOptions(Loop):
 
     def dump(self) -> str:
         """The options of the run as YAML, all of them, for `load`."""
-        values = {k: str(v) if isinstance(v, Place) else v for k, v in vars(self).items() if k not in PASSING}
+        text = lambda v: str(v) if isinstance(v, Path) or is_bucket(v) else v
+        values = {name: text(v) for name, v in vars(self).items() if name not in PASSING}
         return yaml.safe_dump(values, sort_keys=False)
 
     @property

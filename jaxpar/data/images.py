@@ -64,7 +64,7 @@ class Images:
         """
 
         def of(item: Item) -> bytes:
-            content = item[0].read_bytes() if isinstance(item[0], Place) else np.ascontiguousarray(item[0]).data
+            content = item[0].read_bytes() if hasattr(item[0], "read_bytes") else np.ascontiguousarray(item[0]).data
             return hashlib.sha256(content).digest() + item[1].to_bytes(4)
 
         digest = hashlib.sha256()

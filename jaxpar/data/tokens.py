@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock
@@ -14,6 +14,9 @@ from filelock import FileLock
 from ..buckets import Place, is_bucket, pieces, writing
 from ..files import place, plain
 from .contents import check_mapped, outside
+
+if TYPE_CHECKING:
+    from upath import UPath
 
 
 def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
@@ -55,7 +58,7 @@ def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
     return ids
 
 
-def kept(path: Place) -> Path:
+def kept(path: UPath) -> Path:
     """The copy on this machine of a file in a bucket, since windows are read from all over it: in
     `$XDG_CACHE_HOME/jaxpar/data` (else `~/.cache`), made once for all runs and processes, until the file in the bucket
     is another. Nothing removes the last one. Raises OSError where there is no room, or no answer.

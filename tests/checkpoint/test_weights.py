@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxpar as jp
-from jaxpar.checkpoint.convert import weights_of
+from jaxpar.cli.convert import weights_of
 from jaxpar.models import llama, named
 
 LORA = lambda path: "lora" in path

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..buckets import Place
+from ..checkpoint.arrays import EXTRA, keys_of
+from ..checkpoint.commit import writer
+from ..checkpoint.saved import STATE, Checkpoint, finish, save_tree
+from ..checkpoint.stores import SavedArray
 from ..files import place
 from ..layout.boxes import Box, slabs
-from .arrays import EXTRA, keys_of
-from .commit import writer
-from .saved import STATE, Checkpoint, finish, save_tree
-from .stores import SavedArray
 
 
 def converted(
@@ -45,7 +45,7 @@ def converted(
         if cast is not None and name.startswith("params") and jnp.issubdtype(kind, jnp.floating):
             kind = cast
         pieces = slabs(shape, kind.itemsize)
-        boxes = [(box, functools.partial(_read, saved, name, box, kind)) for box in pieces]
+        boxes: list[Any] = [(box, functools.partial(_read, saved, name, box, kind)) for box in pieces]
         shapes[name], paths[name] = (shape, kind), keys_of(name) if saved.is_foreign else about.path(name)
         node, keys = items, paths[name] if paths[name][0] == EXTRA else (STATE, *paths[name])
         for key in keys[:-1]:
