@@ -68,33 +68,43 @@ class _Answering:
 
     def _ask(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         path = next((x for x in args if isinstance(x, str) and "/" in x), str(next(iter(args), "")))
-        address = f"{self._scheme}://{path.partition('://')[2] or path}"
-        name = "/".join(address.split("/")[:3])
-        when, error_text = _silent.get(name, (-ANSWER_SECONDS, ""))
-        if time.monotonic() < when + ANSWER_SECONDS:  # a run that ends for it asks several times on its way out
-            raise ConnectionError(errno.EIO, error_text, address)
-        answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        return _answer(lambda: call(*args, **kwargs), f"{self._scheme}://{path.partition('://')[2] or path}")
 
-        def ask() -> None:
-            try:
-                answers.put((call(*args, **kwargs), None))
-            except Exception as error:  # the three libraries' errors have no class in common
-                answers.put((None, error))
 
-        threading.Thread(target=ask, name="jaxpar-bucket", daemon=True).start()
+def answered(place: Place, call: Callable[[], Any], seconds: float | None = None) -> Any:
+    """Return what a call on a place returns. In a bucket, raise ConnectionError where it takes longer than `seconds`,
+    `ANSWER_SECONDS` if None.
+    """
+    return _answer(call, str(place), seconds) if is_bucket(place) else call()
+
+
+def _answer(call: Callable[[], Any], address: str, seconds: float | None = None) -> Any:
+    name, seconds = "/".join(address.split("/")[:3]), seconds or ANSWER_SECONDS
+    when, text = _silent.get(name, (-ANSWER_SECONDS, ""))
+    if time.monotonic() < when + ANSWER_SECONDS:  # a run that ends for it asks several times on its way out
+        raise ConnectionError(errno.EIO, text, address)
+    answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+    def ask() -> None:
         try:
-            result, error = answers.get(timeout=ANSWER_SECONDS)
-        except queue.Empty:
-            result, error = None, TimeoutError(f"no answer in {ANSWER_SECONDS} s")
-        if error is None:
-            return result
-        text = " ".join(str(getattr(error, "strerror", None) or error).split())[:300]
-        code = error.errno if isinstance(error, OSError) else None
-        if isinstance(error, _REFUSALS) or code == errno.EINVAL:  # their text may be no more than the key
-            code = code or (errno.EACCES if isinstance(error, PermissionError) else errno.ENOENT)
-            raise OSError(code, text if " " in text else os.strerror(code), address) from error
-        _silent[name] = time.monotonic(), (text := f"{type(error).__name__}: {text}")
-        raise ConnectionError(errno.EIO, text, address) from error
+            answers.put((call(), None))
+        except Exception as error:  # the three libraries' errors have no class in common
+            answers.put((None, error))
+
+    threading.Thread(target=ask, name="jaxpar-bucket", daemon=True).start()
+    try:
+        result, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        result, error = None, TimeoutError(f"no answer in {seconds} s")
+    if error is None:
+        return result
+    text = " ".join(str(getattr(error, "strerror", None) or error).split())[:300]
+    code = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, _REFUSALS) or code == errno.EINVAL:  # their text may be no more than the key
+        code = code or (errno.EACCES if isinstance(error, PermissionError) else errno.ENOENT)
+        raise OSError(code, text if " " in text else os.strerror(code), address) from error
+    _silent[name] = time.monotonic(), (text := f"{type(error).__name__}: {text}")
+    raise ConnectionError(errno.EIO, text, address) from error
 
 
 def is_bucket(place: Any) -> TypeIs[UPath]:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from orbax.checkpoint.path import atomicity
 
-from ..buckets import Place, is_bucket, remove, rename
+from ..buckets import Place, answered, is_bucket, remove, rename
 from ..files import place, sync
 from ..hosts import ending
 from ..hosts.outcomes import Outcomes
@@ -129,13 +129,13 @@ class Commit:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
             if self._unfinished.is_symlink():
                 self._unfinished.unlink()
-        asyncio.run(self._orbax.create())
+        answered(self.folder, lambda: asyncio.run(self._orbax.create()))
 
     def _complete(self) -> None:
         """Commit the checkpoint; then remove older ones that are not kept, so that a kill leaves no half of them."""
-        self._finish(self._unfinished)
+        answered(self.folder, lambda: self._finish(self._unfinished))
         sync(self._unfinished)
-        asyncio.run(self._orbax.finalize())
+        answered(self.folder, lambda: asyncio.run(self._orbax.finalize()))
         sync(self._final)
         sync(self.folder, deep=False)
         before = [number for number in numbers(self.folder) if str(number) != self._final.name]

@@ -7,12 +7,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from ..buckets import Place, is_bucket
+from ..buckets import ANSWER_SECONDS, Place, answered, is_bucket
 from ..files import place
 from ..layout.boxes import Box, slabs
 from ..text import few
@@ -26,6 +27,7 @@ COMPLETE = "commit_success.txt"  # what Orbax writes last in a bucket
 DATABASE = "manifest.ocdbt"  # the first file of an OCDBT database
 _METADATA = "_METADATA"  # Orbax's description of a tree
 _ITEMS = (STATE, "params", "default", "model", "pytree")  # where others keep a tree in a checkpoint
+_SLOWEST = 1e6  # bytes per second that a bucket takes at least
 _ATTRIBUTE = "value"  # of a variable of Flax NNX, the last key of its path
 
 
@@ -246,7 +248,9 @@ def _leaves(node: Any, keys: Keys = ()) -> Iterable[tuple[Keys, Any]]:
 def save_tree(folder: Place, tree: Any) -> None:
     """Write this process's part of a tree of `SavedArray` into a folder, which is made if need be."""
     folder.mkdir(exist_ok=True)  # also where a file system does not show at once what process 0 has made
-    handler(folder).save(orbax_path(folder), args=ocp.args.PyTreeSave(tree))
+    size = sum(array.nbytes for array in jax.tree.leaves(tree))
+    save = lambda: handler(folder).save(orbax_path(folder), args=ocp.args.PyTreeSave(tree))
+    answered(folder, save, ANSWER_SECONDS + size / _SLOWEST)
 
 
 def finish(folder: Place, items: Sequence[str], about: About) -> None:

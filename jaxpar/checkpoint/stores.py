@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,11 @@ class SavedArray:
     dtype: np.dtype
     chunk: tuple[int, ...]
     boxes: list[tuple[Box, np.ndarray | Callable[[], np.ndarray]]]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that this host writes."""
+        return sum(math.prod(stop - start for start, stop in box) for box, _ in self.boxes) * self.dtype.itemsize
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
