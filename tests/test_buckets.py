@@ -303,7 +303,7 @@ def test_a_run_whose_bucket_stops_to_answer_or_is_taken_ends(
     assert not (bucket / "taken" / "loss.png").exists()
     assert (bucket / "taken" / ".owner").read_bytes() == owner
     goes = at(3, lambda: remove(bucket.parent))
-    with pytest.raises((OSError, ValueError), match=f"{bucket}(/gone)?"):
+    with pytest.raises((OSError, ValueError), match=str(bucket.parent)):
         trainer(bucket / "gone", hooks=[goes]).run()
 
 
