@@ -217,7 +217,7 @@ def test_a_run_goes_on_with_images_that_were_mended_where_that_is_said(
     assert (made.number, made.position["batches"]) == (4, 4)
     assert "was saved with data '31 images" in capsys.readouterr().out
     run(6, resume=True)  # the checkpoint is of the new data
-    with pytest.raises(ValueError, match="changed_data is for a run that goes on"):
+    with pytest.raises(ValueError, match="changed_data=True is for a run that goes on"):
         jp.Loop(changed_data=True)
 
 
