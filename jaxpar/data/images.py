@@ -113,7 +113,7 @@ class Images:
             first = next(iter(broken.values()))
             raise ValueError(
                 f"{_counted(broken)}, the first because of this: {first.__cause__}; mend or remove them, or leave them "
-                "out with broken='skip' (--broken skip)"
+                "out with broken='skip'"
             )
 
     def _read(self, items: Any, rows: int) -> Iterator[Batch]:
@@ -254,7 +254,7 @@ def _decoded(file: Place, size: int) -> np.ndarray:
     except ConnectionError:  # which says nothing of the image
         raise
     except Exception as error:  # each of Pillow's formats raises what it likes
-        hint = "mend the file, remove it, or leave it out with broken='skip' (--broken skip)"
+        hint = "mend the file, remove it, or leave it out with broken='skip'"
         raise ValueError(f"cannot read {file} as {_ONE_OF}: {error}; {hint}") from error
     return pixels.astype(np.float32) / 127.5 - 1
 
