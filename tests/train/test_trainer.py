@@ -487,7 +487,9 @@ def test_metrics_are_json_and_the_plot_is_drawn(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "held_out_loss" in line] == [3, 6]
     first = next(line for line in lines if "loss" in line)
-    assert set(first) == {"step", "loss", "grad_norm", "finite", "skipped", "seconds", "rows_per_second", "input_share"}
+    names = {"step", "loss", "grad_norm", "finite", "skipped", "seconds", "rows_per_second", "input_share"}
+    assert set(first) == names | {"strategy", "devices"}
+    assert all(set(line) == names for line in lines[1:] if "loss" in line)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     if list(tmp_path.glob("tensorboard")):
         assert list((tmp_path / "tensorboard").glob("events.*"))
