@@ -11,6 +11,7 @@
 #   make bench      how fast it is beside plain jit, code by hand and torch; fails if 10% worse than stored (STORE=1 stores)
 #   make package    a wheel and an sdist, built, installed into an empty environment, and tried
 #   make orbax-env  an environment with Orbax and without jaxpar, in which a test reads jaxpar's checkpoints
+#   make constraints   the exact versions of this environment, into constraints.txt, once its tests have passed
 #   make hf         torch and transformers, with which weights from Hugging Face are compared; those tests then run
 # Overridable: PYTHON=python3.13  VENV=.venv313  WORKERS=2
 
@@ -32,7 +33,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PACKAGES := flaxmodels==0.1.3 google-tunix==0.1.7 flaxdiff==0.2.11
 IMPORTED := diffrax einops filelock h5py jaxtyping lineax optimistix regex requests tqdm
 
-.PHONY: train compare test pytest package battery soak fuzz campaign radar lint format types docs bench gpu-compiler hf orbax-env setup clean
+.PHONY: train compare test pytest package battery soak fuzz campaign radar lint format types docs bench constraints gpu-compiler hf orbax-env setup
+.PHONY: clean
 
 train: setup
 	JAX_PLATFORMS=cpu $(BIN)/jaxpar train --out runs/train --overwrite --evaluate-every 50 --evaluate-batches 50
@@ -82,6 +84,9 @@ docs: setup
 
 bench: setup
 	$(BIN)/python experiments/benchmarks/suite.py $(if $(STORE),--store)
+
+constraints: setup
+	$(BIN)/python tests/constraints.py
 
 setup: $(VENV)/.installed
 

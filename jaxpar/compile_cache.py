@@ -6,8 +6,12 @@ off: of jax 0.10.2, programs with collectives that come from it can abort or han
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import shutil
 import socket
+import stat
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +26,7 @@ _OFF = "JAX_COMPILATION_CACHE_DIR=/a/folder names another, and JAX_ENABLE_COMPIL
 
 
 def folder() -> Path:
-    """This host's, in the user's folder for caches, which hosts may share: only this user's processes may write there,
-    since whoever can has them run what they like.
-    """
+    """This host's, in the user's folder for caches, which hosts may share; see `secure`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "jaxpar" / "compiled" / socket.gethostname()
 
@@ -39,10 +41,13 @@ def keep_compiled(first: Any) -> None:
         return
     if not config.jax_enable_compilation_cache:
         return
+    place = folder()
     try:
-        (place := folder()).mkdir(parents=True, exist_ok=True, mode=0o700)
+        if untrusted := secure(place):
+            warnings.warn(f"{untrusted}: what was kept there is removed, and compiled again", stacklevel=4)
     except OSError as error:
-        warnings.warn(f"{folder()}: {error.strerror}; what is compiled is not kept. {_OFF}", stacklevel=4)
+        where = error.filename or place
+        warnings.warn(f"{where}: {error.strerror}; what is compiled is not kept. {_OFF}", stacklevel=4)
         return
     config.update("jax_compilation_cache_dir", str(place))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
@@ -50,6 +55,38 @@ def keep_compiled(first: Any) -> None:
     mine = min(d.process_index for d in jax.devices() if host_of(d) == host_of(jax.local_devices()[0]))
     if jax.process_index() == mine > 0:
         compiler._cache_write = _write
+
+
+def secure(place: Path) -> str:
+    """Make the folder one to which this user's processes alone can write, whether it exists already or not: who can
+    write there can have them run what they like.
+
+    The two folders above it are made so too, since who can write there can put another in its place. Where others could
+    write to `place` itself, what they may have left there is removed.
+
+    Returns that others could, or "". Raises OSError where one of the three is another user's, or cannot be changed.
+    """
+    for part in (place.parent.parent, place.parent, place):
+        part.mkdir(parents=True, exist_ok=True, mode=0o700)
+        link, about = part.lstat(), part.stat()
+        for owner in (link.st_uid, about.st_uid):
+            if owner != os.geteuid():
+                raise PermissionError(errno.EPERM, f"it belongs to another user, {owner}", str(part))
+        others = stat.S_IWGRP | stat.S_IWOTH
+        if part != place and about.st_mode & others:
+            part.chmod(stat.S_IMODE(about.st_mode) & ~others)
+    if not about.st_mode & others:
+        place.chmod(0o700)
+        return ""
+    if place.is_symlink():
+        raise PermissionError(errno.EPERM, f"others can write to {place.resolve()}, to which it is a link", str(place))
+    # In one go, so that no other process finds a folder that is closed and not empty yet.
+    aside = place.with_name(f".{place.name}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):  # another process of this user is faster
+        place.rename(aside)
+    place.mkdir(exist_ok=True, mode=0o700)
+    shutil.rmtree(aside, ignore_errors=True)
+    return f"others could write to {place} (mode {stat.S_IMODE(about.st_mode):o})"
 
 
 def _write(

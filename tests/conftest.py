@@ -1,8 +1,10 @@
 """Eight simulated devices, and what else the tests need. Imported before any of them imports jax."""
 
+import atexit
 import gc
 import os
 import sys
+import tempfile
 from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
@@ -16,8 +18,16 @@ QUICK = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_c
 
 # What a developer has set for other work, or the job in which the tests run, of which they are no process.
 OTHERS = ("JAX_", "JAXPAR_", "SLURM_", "OMPI_", "KUBERNETES_", "JOBSET_", "JOB_COMPLETION_", "FORCE_COLOR")
+OTHERS += ("XDG_", "MPLCONFIGDIR")
 for name in [name for name in os.environ if name.startswith(OTHERS)]:
     del os.environ[name]
+
+# All tests share a new home directory. Caches and settings in a developer's own home would change what tests see, and
+# some machines have no home: there matplotlib writes a warning into every command's output.
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
+    home = tempfile.TemporaryDirectory(prefix="jaxpar-tests-", ignore_cleanup_errors=True)
+    atexit.register(home.cleanup)
+    os.environ["HOME"] = home.name
 
 # Some hundred processes of the tests import the same files. Where bytecode is not kept, as containers often have it,
 # each compiles them anew: a sixth of its start.

@@ -19,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What the sdist holds beside the package: a clone without its history.
 IN_SDIST = ("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "zensical.toml", "pyproject.toml",
-            "docs/index.md", "docs/assets/strategies.svg", "tests/conftest.py", "experiments/compare.py")  # fmt: skip
+            "docs/index.md", "docs/assets/strategies.svg", "tests/conftest.py", "experiments/compare.py",
+            "constraints.txt")  # fmt: skip
 
 SMOKE = """
 import importlib.metadata, importlib.resources, sys

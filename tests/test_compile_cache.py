@@ -116,6 +116,54 @@ def test_where_it_is_kept(config: dict[str, Any], tmp_path: Path) -> None:
     assert place.stat().st_mode & 0o077 == 0  # who can write there can have us run what they like
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o707, 0o755, 0o700, 0o1777])
+def test_a_folder_that_exists_is_made_private(mode: int, config: dict[str, Any], tmp_path: Path) -> None:
+    """Its mode was that of whoever made it first: 777 stayed, and what anybody put there was run."""
+    config.pop("own")
+    place = folder()
+    place.mkdir(parents=True)
+    (place / "program-cache").write_text("of whom?")
+    place.parent.parent.chmod(0o777)
+    place.chmod(mode)
+    if mode & 0o022:
+        with pytest.warns(UserWarning, match=rf"others could write to {place} \(mode {mode:o}\): what .* is removed"):
+            keep_compiled(device())
+    else:
+        keep_compiled(device())
+    assert place.stat().st_mode & 0o7777 == 0o700
+    assert place.parent.parent.stat().st_mode & 0o022 == 0  # who can write there can put another in its place
+    assert [path.name for path in place.iterdir()] == ([] if mode & 0o022 else ["program-cache"])
+    assert [path.name for path in place.parent.iterdir()] == [place.name]
+    assert config["jax_compilation_cache_dir"] == str(place)
+
+
+def test_a_folder_of_another_user_is_not_used(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.pop("own")
+    folder().mkdir(parents=True)
+    other = os.geteuid() + 1
+    with monkeypatch.context() as patch:
+        patch.setattr("os.geteuid", lambda: other)
+        with pytest.warns(
+            UserWarning, match=r"jaxpar: it belongs to another user, \d+; what is compiled is not kept. JAX"
+        ):
+            keep_compiled(device())
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    elsewhere.chmod(0o777)
+    folder().rmdir()
+    folder().symlink_to(elsewhere)
+    with pytest.warns(
+        UserWarning, match=r"others can write to .*elsewhere, to which it is a link; what is compiled is no"
+    ):
+        keep_compiled(device())
+    assert not config
+    # The advice, or what follows from it: a folder of one's own.
+    elsewhere.chmod(0o700)
+    keep_compiled(device())
+    assert config["jax_compilation_cache_dir"] == str(folder())
+
+
 def test_a_folder_that_cannot_be_made_is_told(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import reprlib
 import threading
 import time
 from dataclasses import dataclass
@@ -154,19 +155,20 @@ class Server:
     # -- what workers call, each in a thread of its own ----------------------------------------------------------------
 
     def _join(self, fields: Fields, _: Any) -> bytes:
-        if fields["signature"] != self._signature:
+        number = _whole(fields, "worker")
+        if (theirs := fields.get("signature")) != self._signature:
             raise ValueError(
-                f"the worker's parameters are not the server's: {_differs(fields['signature'], self._signature)}; "
+                f"the worker's parameters are not the server's: {_differs(theirs, self._signature)}; "
                 "build both from the same model"
             )
         with self._changed:
-            token, clock = self._clocks.join(fields["worker"])
-            self.lost.pop(fields["worker"], None)
+            token, clock = self._clocks.join(number)
+            self.lost.pop(number, None)
         key = {"impl": str(jax.random.key_impl(self._key)), "data": np.asarray(jax.random.key_data(self._key)).tolist()}
         return encode({"token": token, "clock": clock, "key": key, "lease": self._clocks.lease})
 
     def _pull(self, fields: Fields, _: Any) -> bytes:
-        number, token = fields["worker"], fields["token"]
+        number, token = _whole(fields, "worker"), _whole(fields, "token")
         with self._changed:
             self._clocks.heard(number, token)
             begin = time.monotonic()
@@ -183,29 +185,43 @@ class Server:
             return self._encoded[1]
 
     def _push(self, fields: Fields, arrays: list[np.ndarray]) -> bytes:
+        # Every field is checked before anything changes. A push that was refused halfway stayed, and was applied again
+        # with each that followed.
+        number, token, pulled = (_whole(fields, name) for name in ("worker", "token", "version"))
+        loss, count = _real(fields, "loss"), _real(fields, "count")
+        if count < np.finfo(np.float32).tiny:
+            raise ValueError(
+                f"count={count}: no row of this worker's batch counts, and gradients are divided by the count; give "
+                "each worker rows whose weights add up to more than 0"
+            )
         if len(arrays) != len(self._signature):
             raise ValueError(f"a push has {len(arrays)} gradients; send {len(self._signature)}, one for each leaf")
         for x, (name, shape, dtype) in zip(arrays, self._signature, strict=True):
             if [list(x.shape), str(x.dtype)] != [shape, dtype]:
                 raise ValueError(f"the gradient of {name} is {x.dtype}{list(x.shape)}; send {dtype}{shape}")
+            if not np.isfinite(x).all():
+                raise ValueError(f"the gradient of {name} is not finite; leave it out, and try a lower learning rate")
         with self._changed:
-            self._clocks.heard(fields["worker"], fields["token"])
-            clock = self._clocks.pushed(fields["worker"])
-            about = (fields["version"], arrays, fields["loss"], fields["count"])
-            self._pending.append(_Pending(fields["worker"], clock, *about))
+            self._clocks.heard(number, token)
+            if pulled > self._version:
+                raise ValueError(f"version={pulled} has not been made yet; send that of the last pull")
+            if not self._clocks.may_start(number):
+                raise ValueError(f"worker {number} pushes once more than it may; pull before each push")
+            self._pending.append(_Pending(number, self._clocks.pushed(number), pulled, arrays, loss, count))
             self._apply()
             self._changed.notify_all()
-            return encode({"waited": self._waited.pop(fields["worker"], 0.0)})
+            return encode({"waited": self._waited.pop(number, 0.0)})
 
     def _beat(self, fields: Fields, _: Any) -> bytes:
         # Without the lock: while an update compiles, those who live must not seem dead.
-        self._clocks.heard(fields["worker"], fields["token"])
+        self._clocks.heard(_whole(fields, "worker"), _whole(fields, "token"))
         return encode({})
 
     def _leave(self, fields: Fields, _: Any) -> bytes:
+        number, token = _whole(fields, "worker"), _whole(fields, "token")
         with self._changed:
-            self._clocks.heard(fields["worker"], fields["token"])
-            self._clocks.leave(fields["worker"])
+            self._clocks.heard(number, token)
+            self._clocks.leave(number)
             self._apply()
             self._changed.notify_all()
         return encode({})
@@ -227,18 +243,15 @@ class Server:
         in_step = self._clocks.staleness == 0
         if not pushed or (in_step and any(w.clock <= pushed[0].clock for w in self._clocks.live.values())):
             return
-        pushed.sort(key=lambda one: one.worker)  # sums are rounded in one order, whoever came first
+        pushed = sorted(pushed, key=lambda one: one.worker)  # sums are rounded in one order, whoever came first
         grads = [jax.tree.unflatten(jax.tree.structure(self._params), one.grads) for one in pushed]
         totals, count = sum(one.loss for one in pushed), sum(one.count for one in pushed)
-        self._params, self._state = self._update(
-            self._params, self._state, grads, jnp.float32(totals), jnp.float32(count)
-        )
+        params, state = self._update(self._params, self._state, grads, jnp.float32(totals), jnp.float32(count))
         now, before = time.monotonic() - self.begin, self._version
-        self._version += 1
-        for one in pushed:
-            age = before - one.pulled
-            self.log.append(Pushed(one.worker, one.clock, age, one.loss, one.count, self._version, now))
-        self._pending = []
+        self.log += [
+            Pushed(one.worker, one.clock, before - one.pulled, one.loss, one.count, before + 1, now) for one in pushed
+        ]
+        self._params, self._state, self._version, self._pending = params, state, before + 1, []
 
 
 def signature(params: Any) -> list[list[Any]]:
@@ -247,8 +260,25 @@ def signature(params: Any) -> list[list[Any]]:
     return [[name_of(path), list(x.shape), str(x.dtype)] for path, x in leaves]
 
 
-def _differs(theirs: list[list[Any]], ours: list[list[Any]]) -> str:
-    for a, b in zip(theirs, ours, strict=False):
-        if a != b:
-            return f"{a[0]} {a[2]}{a[1]} there, {b[0]} {b[2]}{b[1]} here"
-    return f"{len(theirs)} leaves there, {len(ours)} here"
+def _differs(theirs: Any, ours: list[list[Any]]) -> str:
+    match theirs:
+        case [*leaves] if all(isinstance(leaf, list) and len(leaf) == 3 for leaf in leaves):
+            for a, b in zip(leaves, ours, strict=False):
+                if a != b:
+                    return f"{a[0]} {a[2]}{a[1]} there, {b[0]} {b[2]}{b[1]} here"
+            return f"{len(leaves)} leaves there, {len(ours)} here"
+    return f"{reprlib.repr(theirs)} lists no leaves by name, shape and dtype"
+
+
+def _whole(fields: Fields, name: str) -> int:
+    value = fields.get(name)
+    if type(value) is not int or value < 0:  # True is an int as well
+        raise ValueError(f"{name}={reprlib.repr(value)} in a message; send a whole number from 0")
+    return value
+
+
+def _real(fields: Fields, name: str) -> float:
+    value = fields.get(name)
+    if type(value) not in (int, float) or not abs(value) <= np.finfo(np.float32).max:
+        raise ValueError(f"{name}={reprlib.repr(value)} in a message; send a finite number of float32")
+    return float(value)

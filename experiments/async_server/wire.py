@@ -67,7 +67,7 @@ def decode(message: bytes) -> tuple[Fields, list[np.ndarray]]:
         header = json.loads(bytes(body[:length]))
         fields, about = dict(header["fields"]), [(_DTYPES[name], tuple(shape)) for name, shape in header["arrays"]]
         sizes = [dtype.itemsize * math.prod(_sizes(shape)) for dtype, shape in about]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"a message has a header that cannot be read ({type(error).__name__}: {error})") from error
     if length + sum(sizes) != len(body):
         raise ValueError(f"a message announces {length + sum(sizes)} bytes and holds {len(body)}")

@@ -3,13 +3,10 @@
 import argparse
 import dataclasses
 import functools
-import inspect
 import json
 import os
 import re
-import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +14,6 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
-import tyro
 from jax.experimental import multihost_utils
 
 from .. import __version__
@@ -37,6 +33,7 @@ from ..train.trainer import Trainer
 from . import exports
 from .options import PASSING, CheckOptions, ExplainOptions, TrainOptions, model_of, optimizer_of, read, trainer_of
 from .own import is_folder, is_function, own, own_step
+from .parsing import in_flags, parse
 
 _OF = {field.name: field.default for field in dataclasses.fields(ExplainOptions)}
 _USAGE = """usage: jaxpar COMMAND [OPTIONS]
@@ -104,42 +101,43 @@ def run(words: list[str]) -> None:
         case ["--version"]:
             print(f"jaxpar {__version__}, jax {jax.__version__}")  # noqa: T201
         case ["train", *rest]:
-            train(_parse(TrainOptions, "train", rest, _default(rest)))
+            _run(TrainOptions, "train", rest, train, _default(rest))
         case ["launch", *rest]:
             cut = rest.index("--") if "--" in rest else len(rest)
-            sys.exit(launch.launch(_parse(launch.LaunchOptions, "launch", rest[:cut]), rest[cut + 1 :]))
+            run_it = lambda options: sys.exit(launch.launch(options, rest[cut + 1 :]))
+            _run(launch.LaunchOptions, "launch", rest[:cut], run_it)
         case ["check", *rest]:
-            check(_parse(CheckOptions, "check", rest, _default(rest, CheckOptions)))
+            _run(CheckOptions, "check", rest, check, _default(rest, CheckOptions))
         case ["explain", *rest]:
-            explain(_parse(ExplainOptions, "explain", rest, _default(rest, ExplainOptions)))
+            _run(ExplainOptions, "explain", rest, explain, _default(rest, ExplainOptions))
         case ["plan", *rest]:
             from . import plan  # only this command needs it
 
-            plan.main(_parse(plan.PlanOptions, "plan", rest))
+            _run(plan.PlanOptions, "plan", rest, plan.main)
         case ["timeline", *rest]:
             from . import timeline
 
-            timeline.main(_parse(timeline.TimelineOptions, "timeline", rest))
+            _run(timeline.TimelineOptions, "timeline", rest, timeline.main)
         case ["doctor", *rest]:
             from . import doctor
 
-            doctor.main(_parse(doctor.DoctorOptions, "doctor", rest))
+            _run(doctor.DoctorOptions, "doctor", rest, doctor.main)
         case ["replay", *rest]:
             from . import replay
 
-            replay.main(_parse(replay.ReplayOptions, "replay", rest))
+            _run(replay.ReplayOptions, "replay", rest, replay.main)
         case ["verify-checkpoint", *rest]:
             from . import checkpoints
 
-            checkpoints.verify(_parse(checkpoints.VerifyOptions, "verify-checkpoint", rest))
+            _run(checkpoints.VerifyOptions, "verify-checkpoint", rest, checkpoints.verify)
         case ["convert", *rest]:
             from . import checkpoints
 
-            checkpoints.convert(_parse(checkpoints.ConvertOptions, "convert", rest))
+            _run(checkpoints.ConvertOptions, "convert", rest, checkpoints.convert)
         case ["bench", "collectives", *rest]:
             from ..inspect.bench import bandwidth
 
-            bandwidth.main(_parse(bandwidth.BenchOptions, "bench collectives", rest))
+            _run(bandwidth.BenchOptions, "bench collectives", rest, bandwidth.main)
         case ["bench", *rest]:
             _unknown(" ".join(["bench", *rest[:1]]), ["bench collectives"])
         case [word, *_]:
@@ -147,19 +145,13 @@ def run(words: list[str]) -> None:
             _unknown(word, [*known, "verify-checkpoint", "convert", "--help", "--version"])
 
 
-def _parse(options: type, command: str, words: list[str], default: Any = None) -> Any:
-    extra = {} if default is None else {"default": default}
-    for at in reversed([at for at, word in enumerate(words) if word == "--resume"]):
-        if words[at + 1 : at + 2] != ["latest-good"]:  # it may stand alone, as a flag does
-            words = [*words[: at + 1], "True", *words[at + 1 :]]
-    # tyro leaves this to the terminal, which breaks words; it keeps the ends of lines that begin with a blank.
-    width = min(shutil.get_terminal_size().columns, 120)
-    said = "\n\n".join(
-        textwrap.fill(part, width, subsequent_indent=" ")
-        for part in inspect.cleandoc(options.__doc__ or "").split("\n\n")
-    )
-    config = (tyro.conf.FlagCreatePairsOff,)
-    return tyro.cli(options, prog=f"jaxpar {command}", description=said, args=words, config=config, **extra)
+def _run(options: type, command: str, words: list[str], call: Callable[[Any], Any], default: Any = None) -> None:
+    """Runs a command. Its errors name options as the command line spells them: the library says `broken='skip'`."""
+    try:
+        call(parse(options, command, words, default))
+    except (ValueError, FloatingPointError) as error:
+        error.args = (in_flags(str(error), options), *error.args[1:])
+        raise
 
 
 def _unknown(given: str, known: list[str]) -> NoReturn:

@@ -35,6 +35,15 @@ BROKEN = ("error", "skip")
 # What is decoded, by Pillow's names. It knows 40 more, and one of them, EPS, runs the file as a program of Ghostscript.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 _ONE_OF = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+# Pillow's modes of at most 8 bits a channel, which it converts to RGB as they are. In other modes it clips every value
+# to 0..255: grey of 16 bits becomes white, a fraction becomes black.
+_EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBX", "RGBA", "CMYK", "YCbCr", "LAB")
+_SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+_NUMBERS = {"I": "32-bit or signed integers", "F": "floating-point numbers"}
+_BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # tags of TIFF 6.0
+_WHITE_IS_ZERO, _UNSIGNED = 0, 1  # values of the last two
+# Pixels of a side. Pillow keeps a pointer for each row in every copy: 88,000,000 rows of one bit took 2.6 GB.
+_LONGEST = 1_000_000
 
 Item = tuple[Any, int]  # what `read` takes, and the number of its class
 
@@ -104,7 +113,7 @@ class Images:
             first = next(iter(broken.values()))
             raise ValueError(
                 f"{_counted(broken)}, the first because of this: {first.__cause__}; mend or remove them, or leave them "
-                "out with broken='skip' (--broken skip)"
+                "out with broken='skip'"
             )
 
     def _read(self, items: Any, rows: int) -> Iterator[Batch]:
@@ -133,8 +142,8 @@ def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
 
     Classes are numbered in the order of their names. Files may lie at any depth below; hidden files and those whose
     suffix is not of PNG, JPEG, WebP, BMP, GIF or TIFF are left out. An image (the first, where a file has several) is
-    turned as its camera says, cropped at its centre to a square, resized to `size` and made RGB. Of each class, every
-    tenth file in the order of paths is held out.
+    turned as its camera says, cropped at its centre to a square, resized to `size` and made RGB of 8 bits; grey of 12
+    or 16 bits is scaled by its range. Of each class, every tenth file in the order of paths is held out.
 
     Args:
       path: the folder, or its address in s3:// or gs://, from where each image is read whenever it is drawn.
@@ -144,8 +153,9 @@ def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
 
     Raises ValueError where the folder is missing or holds no two classes, where a class is empty or none has ten
     images, where one is a FIFO or a device, and where Pillow is not installed; and on the way, or before a long run
-    (`check_readable`), where a file cannot be read, is of another format than these, or has more pixels than Pillow
-    takes (`PIL.Image.MAX_IMAGE_PIXELS`, 89 million), naming it.
+    (`check_readable`), where a file cannot be read, is of another format than these, has pixels whose range is not
+    known (32 bits, signed or floating-point numbers), has more pixels than Pillow takes
+    (`PIL.Image.MAX_IMAGE_PIXELS`, 89 million), or a side of more than a million, naming it.
     """
     if broken not in BROKEN:
         raise ValueError(f"broken={broken!r}: use {' or '.join(map(repr, BROKEN))}{did_you_mean(broken, BROKEN)}")
@@ -229,15 +239,47 @@ def _decoded(file: Place, size: int) -> np.ndarray:
 
     try:
         content = io.BytesIO(file.read_bytes()) if is_bucket(file) else plain(file)
-        with Image.open(content, formats=FORMATS) as opened:
-            pixels, most = math.prod(opened.size), Image.MAX_IMAGE_PIXELS
-            if most is not None and pixels > most:
-                raise ValueError(f"its {pixels:,} pixels are more than PIL.Image.MAX_IMAGE_PIXELS, {most:,}")
-            image = ImageOps.exif_transpose(opened).convert("RGB")
+        with Image.open(content, formats=FORMATS) as image:
+            count, most = math.prod(image.size), Image.MAX_IMAGE_PIXELS
+            if most is not None and count > most:
+                raise ValueError(f"its {count:,} pixels are more than PIL.Image.MAX_IMAGE_PIXELS, {most:,}")
+            if max(image.size) > _LONGEST:
+                raise ValueError(f"one side is {max(image.size):,} pixels long, and {_LONGEST:,} are the most")
+            _check_range(image)
+            ImageOps.exif_transpose(image, in_place=True)
+            # An RGB image is not converted, which would be one more copy of up to 89 million pixels.
+            whole = image if image.mode in ("RGB", *_SIXTEEN_BITS) else image.convert("RGB")
+            square = ImageOps.fit(whole, (size, size), Image.Resampling.BILINEAR)
+            pixels = _eight_bits(square, image) if square.mode in _SIXTEEN_BITS else np.asarray(square)
     except ConnectionError:  # which says nothing of the image
         raise
     except Exception as error:  # each of Pillow's formats raises what it likes
-        hint = "mend the file, remove it, or leave it out with broken='skip' (--broken skip)"
+        hint = "mend the file, remove it, or leave it out with broken='skip'"
         raise ValueError(f"cannot read {file} as {_ONE_OF}: {error}; {hint}") from error
-    square = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
-    return np.asarray(square, np.float32) / 127.5 - 1
+    return pixels.astype(np.float32) / 127.5 - 1
+
+
+def _check_range(image: Any) -> None:
+    """Raises ValueError where no mode or tag of an opened image says which values are black and white."""
+    known = image.mode in (*_EIGHT_BITS, *_SIXTEEN_BITS)
+    if known and set(_tags(image).get(_SAMPLE_FORMAT, [])) <= {_UNSIGNED}:
+        return
+    numbers = "signed integers" if known else _NUMBERS.get(image.mode, "of another kind")
+    raise ValueError(
+        f"its pixels are {numbers} (Pillow's mode {image.mode}), and nothing says which values are black and white; "
+        "save it as RGB or grey with 8 unsigned bits a channel, or as grey with 16"
+    )
+
+
+def _eight_bits(square: Any, image: Any) -> np.ndarray:
+    """Grey pixels of 12 or 16 bits, cut from `image`, as uint8 [H, W, 3]: its range becomes 0..255."""
+    tags = _tags(image)
+    grey = np.asarray(square).astype(np.uint32) * 255 // (2 ** tags.get(_BITS, (16,))[0] - 1)
+    if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:  # Pillow inverts fewer bits itself
+        grey = 255 - grey
+    return np.repeat(grey.astype(np.uint8)[..., None], 3, axis=-1)
+
+
+def _tags(image: Any) -> Mapping[int, Any]:
+    """The tags of a TIFF file; none of others."""
+    return getattr(image, "tag_v2", {})

@@ -54,7 +54,9 @@ class Rows:
         return f"{self.size:,} rows, sha256 {digest.hexdigest()[:16]}"
 
     def batches(self, rows: int, seed: int, start: int = 0) -> RowBatches:
-        """Endless global batches of `rows` from batch `start` on; see `RowBatches`."""
+        """Endless global batches of `rows` from batch `start` on: epoch follows epoch, and a loop over them must end by
+        itself (`itertools.islice`). See `RowBatches`; `once` ends.
+        """
         sampler = Sampler(self.size, self.last, self.shuffle, seed)
         return RowBatches(self, sampler, rows, sampler.after(start, rows))
 

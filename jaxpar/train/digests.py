@@ -100,7 +100,7 @@ class Record:
 
     def __init__(self, step: TrainStep, loop: Loop, run: Mapping[str, Any]):
         if loop.out is None:
-            raise ValueError(f"record={loop.record} needs somewhere to write to: give the run's folder as out")
+            raise ValueError(f"record={loop.record} needs somewhere to write to: give the run's folder as out=")
         self._loop, self._run, self._digests, self._taken = loop, run, Digests(step), None
 
     def begin(self, number: int, folder: Any) -> None:
@@ -139,5 +139,5 @@ def digests_of(out: Place) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         if head is not line:
             found.append((head, line))
     if not found:
-        raise ValueError(f"{out} holds no digests; record them as it trains: --record 10, or Loop(record=10)")
+        raise ValueError(f"{out} holds no digests; record them as it trains, with record=10")
     return found

@@ -10,7 +10,7 @@ import socket
 import tempfile
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -53,7 +53,7 @@ class Claim:
         own = there and all(there[name] == self._mine[name] for name in ("host", "pid", "began"))
         alive = there and there["host"] == self._mine["host"] and there == {**there, **_process(int(there["pid"]))}
         if alive and not (own and there["id"] not in _live):
-            return f"another run, {there['pid']}, is going on in {self.out}; wait for its end, or name another out"
+            return f"another run, {there['pid']}, is going on in {self.out}; wait for its end, or name another out="
         write_whole(self.out / _OWNER, json.dumps(self._mine).encode())
         _live.add(str(self._mine["id"]))
         return ""
@@ -77,7 +77,7 @@ class Claim:
         taken = f"process {there['pid']} on {there['host']} has taken it" if there else "it was removed or moved"
         return (
             f"{self.out} is no longer this run's: {taken} while the run went on; nothing more is saved, begin again "
-            "with another out"
+            "with another out="
         )
 
     def check(self) -> None:
@@ -149,8 +149,8 @@ def claimed(loop: Loop) -> Iterator[Claim]:
     there = [name for name in WRITTEN if (out / name).is_file() or any((out / name).rglob("*"))]
     if there and not (loop.resume or loop.overwrite):
         raise ValueError(
-            f"{out} already holds a run ({', '.join(there)}); resume goes on with it, overwrite removes it, "
-            "another out leaves it alone"
+            f"{out} already holds a run ({', '.join(there)}); resume=True goes on with it, overwrite=True "
+            "removes it, another out= leaves it alone"
         )
     several, problem = jax.process_count() > 1, ""
     if several:  # none removes what another has not looked at yet, or writes what one then removes
@@ -170,8 +170,9 @@ def claimed(loop: Loop) -> Iterator[Claim]:
                 problem = claim.take()
                 if not problem:
                     stack.callback(claim.release)
+                    problem = _not_removable(out, there) if loop.overwrite and isinstance(out, Path) else ""
             except Timeout:
-                problem = f"another run is going on in {out}; wait for its end, or name another out"
+                problem = f"another run is going on in {out}; wait for its end, or name another out="
             except OSError as error:
                 problem = f"out={str(out)!r} cannot be used: {error.strerror}; name a folder that you may write to"
             for path in (out / name for name in there if loop.overwrite and not problem):
@@ -181,6 +182,28 @@ def claimed(loop: Loop) -> Iterator[Claim]:
         if problem:
             raise ValueError(problem)
         yield claim
+
+
+def _not_removable(out: Path, names: Sequence[str]) -> str:
+    """Return why `overwrite` cannot remove what an earlier run wrote, or "". It is asked before anything is removed.
+
+    Args:
+      out: the folder of the run.
+      names: those of `WRITTEN` that hold something.
+    """
+    other = "or name another out="
+    for path in (out / name for name in WRITTEN):
+        # What a link leads to belongs to somebody else. A link to an empty folder is used as it is.
+        if path.is_symlink() and (path.name in names or not path.exists()):
+            do = "remove the link, empty the folder that it leads to" if path.is_dir() else "remove the link"
+            says = f"{path} is a link to {path.readlink()}, and overwrite=True removes only what lies in {out}"
+            return f"{says}; {do}, {other}"
+        for folder, _, _ in os.walk(path) if path.name in names else ():
+            if os.path.ismount(folder):
+                return f"{folder} is a mount point, which overwrite=True cannot remove; empty it, {other}"
+            if not os.access(folder, os.W_OK | os.X_OK):
+                return f"{folder} cannot be removed, as you may not write to it; make it writable, {other}"
+    return ""
 
 
 def write_whole(path: Place, data: bytes) -> None:

@@ -88,20 +88,20 @@ class Loop:
                 f"{did_you_mean(self.on_nonfinite, ON_NONFINITE)}"
             )
         if self.on_nonfinite == "rollback" and self.out is None:
-            raise ValueError("on_nonfinite='rollback' needs checkpoints to go back to: give the run's folder as out")
+            raise ValueError("on_nonfinite='rollback' needs checkpoints to go back to: give the run's folder as out=")
         if self.record and self.on_nonfinite == "rollback":
             raise ValueError(
                 "a recorded step is computed again from the checkpoint before, and on_nonfinite='rollback' goes on "
-                "with older parameters; use on_nonfinite='skip', or leave record out"
+                "with older parameters; use on_nonfinite='skip', or leave out record="
             )
         if self.resume not in (False, True, "latest-good"):
             raise ValueError(f"resume={self.resume!r}: use True, False or 'latest-good'")
         if self.resume and self.overwrite:
-            raise ValueError("resume and overwrite contradict each other; leave one out")
+            raise ValueError("resume=True and overwrite=True contradict each other; leave one out")
         if self.changed_data and not self.resume:
-            raise ValueError("changed_data is for a run that goes on with other data than before; give resume as well")
+            raise ValueError("changed_data=True is for a run that goes on with other data; give resume=True as well")
         if (self.resume or self.overwrite) and self.out is None:
-            raise ValueError(f"{'resume' if self.resume else 'overwrite'} needs the run's folder: give it as out")
+            raise ValueError(f"{'resume' if self.resume else 'overwrite'}=True needs the run's folder: give it as out=")
 
     @property
     def again(self) -> str:

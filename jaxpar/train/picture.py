@@ -17,6 +17,7 @@ from .loop import Units
 # Legible on white and on black: the figure has no ground of its own.
 _INK, _LINE, _POINTS = "#808080", "#5b8dd9", "#e07b39"
 _LOAD = re.compile(r"(?:held_out_)?load_(\d+)")
+_LABEL = 0.055  # of the height of the axes, for a line of text
 _EVEN, _MOST = 1, 2  # times the mean load: the middle and the end of the colours
 
 
@@ -28,11 +29,23 @@ def loads(names: Iterable[str]) -> dict[str, int]:
 def plot(lines: Sequence[Mapping[str, Any]], path: Path, units: Units, title: str) -> None:
     """Draws the loss over steps, held-out losses and `units.lines`, legible on light and dark pages alike. Of a
     mixture, whose metrics have `load_0`, `load_1`, ... in units of the mean load, and `dropped`, these as well.
+
+    Args:
+      lines: of `metrics.jsonl`.
+      path: of the picture, a PNG.
+      units: what losses are shown in.
+      title: where no line says which strategy a part of the run had.
     """
+    if (figure := drawn(lines, units, title)) is not None:
+        _written(figure, path)
+
+
+def drawn(lines: Sequence[Mapping[str, Any]], units: Units, title: str) -> Any:
+    """The figure that `plot` writes; None where no line has a loss."""
     steps = [(x["step"], x["loss"] * units.factor) for x in lines if x.get("loss") is not None]
     points = [(x["step"], x["held_out_loss"] * units.factor) for x in lines if x.get("held_out_loss") is not None]
     if not steps:
-        return
+        return None
     routed = [x for x in lines if "dropped" in x and "load_0" in x]
     figure = _figure()
     if routed:
@@ -43,9 +56,9 @@ def plot(lines: Sequence[Mapping[str, Any]], path: Path, units: Units, title: st
     else:
         axes = dropped = figure.add_subplot()
     _draw_losses(axes, steps, points, units)
-    axes.set_title(title, color=_INK, fontsize=10)
+    axes.set_title(_segments(lines) or title, color=_INK, fontsize=10)
     dropped.set_xlabel("step", color=_INK)
-    _written(figure, path)
+    return figure
 
 
 def plot_pace(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -88,17 +101,44 @@ def _written(figure: Any, path: Path) -> None:
 
 def _draw_losses(axes: Any, steps: Any, points: Any, units: Units) -> None:
     axes.plot(*zip(*steps, strict=True), color=_LINE, alpha=0.6, linewidth=0.9, label="training batch")
+    # Labels stand to the right of the axes: inside they lay on the curve, which ends near what it is compared with.
+    labels = [(value, f"{name} {value:.3f}", {"color": _INK}) for name, value in units.lines.items()]
     if points:
         axes.plot(*zip(*points, strict=True), "o-", color=_POINTS, markersize=4, label="held out", clip_on=False)
-        axes.annotate(f"{points[-1][1]:.3f}", points[-1], (0, 6), textcoords="offset points", color=_POINTS,
-                      fontweight="bold", ha="right", va="bottom")  # fmt: skip
+        labels.append((points[-1][1], f"{points[-1][1]:.3f}", {"color": _POINTS, "fontweight": "bold"}))
     end = max(steps[-1][0], 2)
-    for name, value in units.lines.items():
+    for value in units.lines.values():
         axes.axhline(value, color=_INK, linewidth=1, linestyle="--")
-        axes.text(end, value, f"{name} {value:.3f}", color=_INK, ha="right", va="bottom", fontsize=9)
     axes.set_ylabel(units.loss)
     axes.set(xlim=(0, end), ylim=(0, None))
+    labels.sort(key=lambda label: label[0])
+    for height, (_, text, style) in zip(
+        _apart([label[0] / axes.get_ylim()[1] for label in labels]), labels, strict=True
+    ):
+        axes.annotate(text, (1.01, height), xycoords="axes fraction", va="center", fontsize=9, **style)
     axes.legend(frameon=False, loc="lower left", labelcolor=_INK)
+
+
+def _apart(heights: Sequence[float]) -> list[float]:
+    """Rising heights of labels, in fractions of the axes, moved as little as needed so that no two lines overlap."""
+    found = list(heights)
+    for at in range(1, len(found)):
+        found[at] = max(found[at], found[at - 1] + _LABEL)
+    for at in reversed(range(len(found))):
+        found[at] = min(found[at], found[at + 1] - _LABEL if at + 1 < len(found) else 1.0)
+    return found
+
+
+def _segments(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The strategy and devices of each part of a run, which may be resumed under others; "" where no line says them."""
+    starts = [(x["step"], f"{x['strategy']} on {x['devices']}") for x in lines if "strategy" in x]
+    changes = [(step, under) for at, (step, under) in enumerate(starts) if not at or under != starts[at - 1][1]]
+    if len(changes) <= 1:
+        return changes[0][1] if changes else ""
+    ends = [step - 1 for step, _ in changes[1:]] + [max(x["step"] for x in lines)]
+    parts = [f"steps {step} to {end}: {under}" for (step, under), end in zip(changes, ends, strict=True)]
+    more = [f"{len(parts) - 2} other strategies"] if len(parts) > 3 else parts[1:-1]
+    return "\n".join([parts[0], *more, parts[-1]])
 
 
 def _draw_loads(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:

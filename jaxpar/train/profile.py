@@ -30,7 +30,7 @@ class Profile:
     def on_start(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Begins, where there are too few steps to pass some over."""
         if trainer.loop.out is None:
-            raise ValueError(f"profile={self.steps} needs somewhere to write to: give the run's folder as out")
+            raise ValueError(f"profile={self.steps} needs somewhere to write to: give the run's folder as out=")
         if trainer.loop.steps < trainer.number + 2 + self.steps:
             self._begin(trainer)
         else:

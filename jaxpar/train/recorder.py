@@ -25,14 +25,16 @@ class Recorder:
     (`picture.plot`).
 
     Each line of `metrics.jsonl` is one step or one evaluation, losses as the model returns them (nats), what is not
-    finite as null. Where a run resumes from an earlier step than the last one written, later lines are removed. What
-    cannot be written (a full disk) ends the run: OSError names the file.
+    finite as null. The first line of each start also has the `strategy` and the `devices`. Where a run resumes from an
+    earlier step than the last one written, later lines are removed. What cannot be written (a full disk) ends the run:
+    OSError names the file.
     """
 
     def __init__(self) -> None:
         self._file: TextIO | None = None
         self._board: _Board | None = None
         self._failed = False
+        self._start: dict[str, str] = {}  # what the next line says of this start of the run
 
     def on_start(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         """Opens the files, for a run that has somewhere to write to."""
@@ -42,6 +44,7 @@ class Recorder:
         with self._writing(path):
             write_whole(path, until(trainer.loop.out / "metrics.jsonl", metrics["step"]))
             self._file = path.open("a", buffering=1)
+        self._start = _under(trainer)
         if importlib.util.find_spec("tensorboardX") is not None:
             folder = trainer.files / "tensorboard"
             with self._writing(folder):
@@ -53,7 +56,8 @@ class Recorder:
         if self._file is not None and out is not None:
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             with self._writing(out / "metrics.jsonl"):
-                self._file.write(json.dumps(finite) + "\n")
+                self._file.write(json.dumps(finite | self._start) + "\n")
+            self._start = {}
         if self._board is not None and out is not None:
             with self._writing(out / "tensorboard"):
                 self._board.write(metrics)
@@ -74,11 +78,14 @@ class Recorder:
         with self._writing(out / "metrics.jsonl"):
             for file in open_:
                 file.close()
-        step = trainer.step
-        title = f"{exact(step)} on {step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
         if out.exists():  # else someone has removed it under the run, which ends with these words
             with self._writing(out / "loss.png"):
-                plot(read(out / "metrics.jsonl"), out / "loss.png", trainer.units, title)
+                plot(
+                    read(out / "metrics.jsonl"),
+                    out / "loss.png",
+                    trainer.units,
+                    "{strategy} on {devices}".format(**_under(trainer)),
+                )
 
     @contextlib.contextmanager
     def _writing(self, path: Path) -> Iterator[None]:
@@ -122,6 +129,13 @@ class _Board:
     def close(self) -> None:
         """Ends the file."""
         self._events.close()
+
+
+def _under(trainer: Run) -> dict[str, str]:
+    """The strategy of a run, with the sizes of its axes, and its devices."""
+    step = trainer.step
+    devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
+    return {"strategy": str(exact(step)), "devices": devices}
 
 
 def read(path: Place) -> list[dict[str, Any]]:

@@ -111,7 +111,7 @@ def replay(trainer: Trainer, number: int, equation: bool = True) -> Replayed:
     """
     step, loop = trainer.step, trainer.loop
     if loop.out is None:
-        raise ValueError("this trainer writes nothing; give the folder of the recorded run as out")
+        raise ValueError("this trainer writes nothing; give the folder of the recorded run as out=")
     recorded = {line["step"]: (head, line) for head, line in digests_of(loop.out)}
     if number not in recorded:
         near = sorted(recorded, key=lambda step: (abs(step - number), step))[:3]

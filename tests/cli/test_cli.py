@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 import jaxpar as jp
 from jaxpar.cli.commands import main
@@ -66,7 +68,9 @@ def test_train_writes_its_run_and_goes_on_with_it(
     assert yaml.safe_load((out / "config.yaml").read_text())["steps"] == 6
     said = fails(["train", "--resume", "--out", str(out), "--lr", "1e-4"], 2, capsys)
     assert "lr 0.003 there and 0.0001 here" in said
-    assert "already holds a run" in fails(command(text, "--out", str(out)), 2, capsys)
+    said = fails(command(text, "--out", str(out)), 2, capsys)  # "resume goes on with it" is no option of a command
+    assert "already holds a run" in said
+    assert "; --resume goes on with it, --overwrite removes it, another --out leaves it alone" in said
 
 
 @pytest.mark.slow
@@ -96,22 +100,39 @@ def test_images_train_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture) -
     [
         (["trian"], "there is no command 'trian' (did you mean 'train'?)"),
         (["bench", "colectives"], "did you mean 'bench collectives'?"),
-        (["train", "--stepss", "3"], "Perhaps you meant: --steps"),
-        (["train", "--steps", "many"], "Error parsing --steps"),
+        (
+            ["train", "--stepss", "3"],
+            "jaxpar: train has no option '--stepss' (did you mean '--steps'?); jaxpar",
+        ),
+        (
+            ["train", "--strategi=ddp"],
+            "train has no option '--strategi' (did you mean '--strategy'?); jaxpar",
+        ),
+        (["replay", "run", "--stepp", "3"], "replay has no option '--stepp' (did you mean '--step'?); jaxpar replay"),
+        (["train", "ddp"], "train does not take 'ddp'; jaxpar train --help explains each option"),
+        (["train", "--steps", "many"], "jaxpar: --steps: 'many' is no whole number; jaxpar train --help explains"),
+        (["train", "--lr=low"], "jaxpar: --lr: 'low' is no number; jaxpar train --help explains each option"),
+        (["train", "--steps"], "jaxpar: Missing value for argument '--steps'."),
+        (["train", "--broken", "skpi"], "jaxpar: invalid choice 'skpi' for argument '--broken'."),
+        (["verify-checkpoint"], "jaxpar: Missing from jaxpar verify-checkpoint: FOLDER"),
+        (["replay", "run"], "jaxpar: Missing from jaxpar replay: --step INT"),
         (["train", "--model", "lama-tiny"], "did you mean 'llama-tiny'?"),
         (["train", "--model", "llama-tiny,layer=2"], "did you mean 'layers'?"),
         (["train", "--model", "llama-tiny,layers"], "write sizes to change as name=value"),
         (["train", "--strategy", "fsd"], "did you mean 'fsdp'?"),
         (["train", "--data", "nowhere"], "there is no file or folder nowhere"),
         (["train", "--length", "4096"], "beyond the context of llama-tiny"),
-        (["train", "--resume"], "resume needs the run's folder"),
-        (["train", "--steps", "-1"], "steps=-1 is too small"),
-        (["train", "--lr", "0"], "lr=0.0 is not a positive number"),
-        (["train", "--weight-decay", "nan"], "weight_decay=nan is not a number from 0"),
-        (["train", "--seed", "-1"], "seed=-1 is too small"),
+        (["train", "--resume"], "--resume needs the run's folder: give it as --out"),
+        (["train", "--steps", "-1"], "jaxpar: --steps -1 is too small; use 0 or more"),
+        (["train", "--lr", "0"], "--lr 0.0 is not a positive number"),
+        (["train", "--weight-decay", "nan"], "--weight-decay nan is not a number from 0"),
+        (["train", "--seed", "-1"], "--seed -1 is too small"),
         (["train", "--model", "llama-tiny,layers=["], "'layers=[' in model 'llama-tiny,layers=[': '[' is no value"),
         (["train", "--model", "llama-tiny,layers=2,layers=3"], "sets layers again; give each size once"),
-        (["train", "--rows", "3"], "use rows=8, or any multiple of 8"),
+        (["train", "--rows", "3"], "use --rows 8, or any multiple of 8"),
+        (["train", "--on-nonfinite", "halt"], "--on-nonfinite halt is not one of stop, explain, skip, rollback"),
+        (["train", "--strategy", "fsdp,prefetch=x"], "jaxpar: prefetch='x' is unknown"),  # a strategy's own
+        (["launch", "--least", "3", "--", "x.py"], "--least 3 needs --processes, to start with"),
         (["--verson"], "did you mean '--version'?"),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
         (["train", "--processes", "2"], "give all three"),
@@ -123,6 +144,24 @@ def test_mistakes_are_named_in_one_message(
     monkeypatch.chdir(tmp_path)
     assert says in fails(words, 2, capsys)
     assert not list(tmp_path.rglob("*.*"))  # nothing is in the way of the next try
+
+
+def test_an_image_that_cannot_be_read_is_left_out_as_its_error_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The error of the command said `broken='skip'`."""
+    for label in "ab":
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for i in range(20):
+            pixels = np.full((4, 4), 10 * i, np.uint8 if (label, i) != ("a", 3) else np.float32)
+            Image.fromarray(pixels).save(tmp_path / "photos" / label / f"{i}.tiff")
+    words = ["train", "--model", "mlp-tiny", "--data", str(tmp_path / "photos"), "--out", str(tmp_path / "run")]
+    words += ["--strategy", "ddp", "--rows", "8", "--steps", "5", "--quiet"]
+    said = fails(words, 2, capsys)
+    assert "1 image cannot be read" in said
+    (advice,) = re.findall(r"leave them out with (--broken skip)$", said)
+    main([*words, *advice.split(), "--steps", "1"])
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_run_that_diverges_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -145,7 +184,7 @@ def test_files_that_cannot_be_are_named_and_a_closed_pipe_ends_it(
     assert "jaxpar: target='v5e:2x2' needs" in fails(["check", "--target", "v5e:2x2"], 2, capsys)
     svg = str(text / "below.svg")
     assert f"jaxpar: {svg}: Not a directory; see that" in fails(["timeline", "--svg", svg], 1, capsys)
-    assert f"out={str(text)!r} cannot be used: File exists" in fails(command(text, "--out", str(text)), 2, capsys)
+    assert f"--out {text} cannot be used: File exists" in fails(command(text, "--out", str(text)), 2, capsys)
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:
@@ -177,10 +216,11 @@ def test_yaml_holds_every_option_and_the_command_line_comes_before_it(tmp_path: 
     path = tmp_path / "run.yaml"
     path.write_text(options.dump())
     assert TrainOptions.load(path) == options
-    from jaxpar.cli.commands import _default, _parse
+    from jaxpar.cli.commands import _default
+    from jaxpar.cli.parsing import parse
 
     words = ["--config", str(path), "--steps", "9"]
-    found = _parse(TrainOptions, "train", words, _default(words))
+    found = parse(TrainOptions, "train", words, _default(words))
     assert found == dataclasses.replace(options, steps=9, config=path)
 
 
@@ -244,10 +284,10 @@ def test_flops_and_peaks_make_the_mfu() -> None:
 
 def test_muon_takes_the_hidden_matrices() -> None:
     """Its state has momenta of these alone, and all else is AdamW's. `explain` and `check` refused the option."""
-    from jaxpar.cli.commands import _parse
+    from jaxpar.cli.parsing import parse
 
     for command, options in {"explain": ExplainOptions, "check": CheckOptions}.items():
-        assert _parse(options, command, ["--optimizer", "muon"]).optimizer == "muon"
+        assert parse(options, command, ["--optimizer", "muon"]).optimizer == "muon"
     model = named("llama-tiny")
     options = TrainOptions(model="llama-tiny", optimizer="muon")
     tx = optimizer_of(options, model.model, model.example(1, 8))

@@ -89,7 +89,7 @@ def test_help_has_what_counts_and_no_broken_words(
     if command in ("check", "explain"):
         for option in ("--steps", "--lr", "--resume", "--sample", "--out", "--keep", "--seed", "--export", "--profile"):
             assert option not in shown
-        assert "Unrecognized options: --steps" in said([command, "--steps", "3"], 2, capsys)
+        assert f"{command} has no option '--steps'" in said([command, "--steps", "3"], 2, capsys)
     if command != "plan":
         words = set(re.findall(r"\w+", shown))
         assert words.issuperset({*PRESETS, "microbatches", "tensor", "sequence", "remat", "schedule", "rule"})

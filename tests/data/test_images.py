@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import struct
 import sys
+import zlib
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -215,7 +217,7 @@ def test_a_run_goes_on_with_images_that_were_mended_where_that_is_said(
     assert (made.number, made.position["batches"]) == (4, 4)
     assert "was saved with data '31 images" in capsys.readouterr().out
     run(6, resume=True)  # the checkpoint is of the new data
-    with pytest.raises(ValueError, match="changed_data is for a run that goes on"):
+    with pytest.raises(ValueError, match="changed_data=True is for a run that goes on"):
         jp.Loop(changed_data=True)
 
 
@@ -265,3 +267,89 @@ def test_files_that_are_no_image_are_refused_before_a_program_runs_them(photos: 
         images.folder(root, size=8)
     with pytest.raises(ValueError, match="is a FIFO"):
         found.read(fifo)
+
+
+GREY = np.linspace(0, 1, 8)
+
+
+def tiff(row: np.ndarray, bits: int, sample_format: int = 1, photometric: int = 1) -> bytes:
+    """A TIFF file of eight such rows of eight grey pixels. Pillow reads more kinds of them than it writes."""
+    data = 8 * row.tobytes()
+    tags = {256: 8, 257: 8, 258: bits, 259: 1, 262: photometric, 277: 1, 278: 8, 279: len(data), 339: sample_format}
+    tags[273] = 8 + 2 + 12 * (len(tags) + 1) + 4  # where the pixels begin, after these
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in sorted(tags.items()))
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + struct.pack("<I", 0) + data
+
+
+def twelve_bits(values: np.ndarray) -> np.ndarray:
+    """Two values in three bytes."""
+    first, second = values.astype(int).reshape(-1, 2).T
+    return np.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], axis=-1).astype(np.uint8)
+
+
+SCALED = {
+    "8 bits": tiff((255 * GREY).astype("<u1"), 8),
+    "8 bits, 0 is white": tiff(255 - (255 * GREY).astype("<u1"), 8, photometric=0),
+    "16 bits": tiff((65535 * GREY).astype("<u2"), 16),
+    "16 bits, 0 is white": tiff(65535 - (65535 * GREY).astype("<u2"), 16, photometric=0),
+    "12 bits": tiff(twelve_bits(4095 * GREY), 12),
+}
+REFUSED = {
+    "signed 8 bits": (tiff((255 * GREY - 128).astype("<i1"), 8, 2), r"signed integers \(Pillow's mode L\)"),
+    "signed 16 bits": (tiff((65535 * GREY - 32768).astype("<i2"), 16, 2), r"signed integers \(Pillow's mode I\)"),
+    "32 bits": (tiff(((2**32 - 1) * GREY).astype("<u4"), 32), r"32-bit or signed integers \(Pillow's mode I\)"),
+    "signed 32 bits": (tiff((2**31 * GREY - 2**30).astype("<i4"), 32, 2), r"signed integers \(Pillow's mode I\)"),
+    "floats": (tiff(GREY.astype("<f4"), 32, 3), r"floating-point numbers \(Pillow's mode F\)"),
+    "floats, 0 is white": (tiff(GREY.astype("<f4"), 32, 3, 0), r"floating-point numbers \(Pillow's mode F\)"),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_grey_of_more_than_8_bits_is_scaled_by_its_range(kind: str, tmp_path: Path) -> None:
+    """Grey of 12 and 16 bits became white, as Pillow's conversion to RGB clips; where 0 is white, black as well."""
+    (tmp_path / "ramp.tiff").write_bytes(SCALED[kind])
+    found = (images._decoded(tmp_path / "ramp.tiff", 8) + 1) * 127.5
+    right = np.broadcast_to(np.array([0, 36, 72, 109, 145, 182, 218, 255])[:, None], (8, 8, 3))
+    np.testing.assert_allclose(found, right, atol=1)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tiff"])
+def test_grey_of_16_bits_is_the_picture_of_8_bits_that_shows_the_same(suffix: str, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 50))
+    Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / f"8.{suffix}")
+    Image.fromarray((257 * pixels).astype(np.uint16)).save(tmp_path / f"16.{suffix}")
+    eight, sixteen = (images._decoded(tmp_path / f"{bits}.{suffix}", 20) for bits in (8, 16))
+    np.testing.assert_allclose(eight, sixteen, atol=1.01 / 127.5)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_pixels_without_a_known_range_are_refused_by_name(kind: str, photos: Path, tmp_path: Path) -> None:
+    """They became black and white without a word: in training, before a long run, and where broken ones are skipped."""
+    shutil.copytree(photos, root := tmp_path / "photos")
+    data, says = REFUSED[kind]
+    (file := root / "red" / "ramp.tiff").write_bytes(data)
+    source = images.folder(root, 4)
+    with pytest.raises(ValueError, match=rf"cannot read .*ramp\.tiff as .* its pixels are .*{says}, and nothing says"):
+        source.read(file)
+    with pytest.raises(ValueError, match=rf"1 image cannot be read \(.*ramp\.tiff\), the first because .*{says}"):
+        source.check_readable(10**9)
+    assert "1 image cannot be read" in images.folder(root, 4, broken="skip").description
+    # The advice: grey with 16 unsigned bits.
+    with Image.open(file) as image:
+        values = np.asarray(image).astype(float)
+    scaled = (values - values.min()) / (values.max() - values.min()) * 65535
+    Image.fromarray(scaled.astype(np.uint16)).save(file)
+    assert images.folder(root, 4).read(file).shape == (4, 4, 3)
+
+
+def test_an_image_of_very_many_rows_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    """88,000,000 rows of one bit passed the limit of pixels. Pillow keeps a pointer for each row: it took 2.6 GB."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    for width, height in ((1, 88_000_000), (88_000_000, 1), (1_000_001, 80)):
+        header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
+        (file := tmp_path / "long.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b""))
+        with pytest.raises(ValueError, match=r"long\.png as .*: one side is [\d,]+ pixels long, and 1,000,000 are"):
+            images._decoded(file, 4)

@@ -161,14 +161,71 @@ def test_what_does_not_fit_is_refused() -> None:
         with Worker(model(), server.address, 0) as worker:
             with pytest.raises(ValueError, match="takes part already"):
                 Worker(model(), server.address, 0)
+            about = {"version": 0, "loss": 1.0, "count": 1.0}
             with pytest.raises(ValueError, match=r"gradient of \w is float32\[1\]; send"):
-                worker._server("push", worker._who | {"version": 0}, [np.zeros(1, "float32")] * 2)
+                worker._server("push", worker._who | about, [np.zeros(1, "float32")] * 2)
             with pytest.raises(FloatingPointError, match=r"worker 0, step 0: loss nan.*not pushed"):
                 worker.step(part(0, 0, 1) | {"x": np.full((ROWS, 5), np.nan, "float32")})
         assert server.version == 0
         with pytest.raises(OSError, match="cannot be bound"):
             Server(model(), optax.sgd(0.1), jax.random.key(0), workers=1, staleness=0, address=server.address)
 
+
+def test_no_field_of_a_message_changes_anything_before_all_are_checked() -> None:
+    """A push whose version was text was applied, failed afterwards, and was applied again with every later push; with
+    count=0 the parameters were not finite.
+    """
+    no_number = [None, "0", "x", True, [], {}, [0], 10**400, float("nan"), float("inf"), -float("inf")]
+    no_whole = [*no_number, -1, 1.5]
+    with (
+        Server(model(), optax.sgd(0.1), jax.random.key(0), workers=2, staleness=1) as server,
+        Worker(model(), server.address, 0) as worker,
+    ):
+        leaves = [np.ones(shape, dtype) for _, shape, dtype in server._signature]
+        push = worker._who | {"version": 0, "loss": 1.5, "count": 2.0}
+        wrong = [
+            (call, {**push, who: x}) for call in ("pull", "beat", "leave") for who in worker._who for x in no_whole
+        ]
+        wrong += [("push", {**push, name: x}) for name in ("worker", "token", "version") for x in no_whole]
+        wrong += [("push", {**push, name: x}) for name in ("loss", "count") for x in no_number]
+        wrong += [("push", {**push, "count": x}) for x in (0, -1, 1e-40)]
+        wrong += [("push", {**push, "version": 1})]
+        wrong += [("push", {key: x for key, x in push.items() if key != name}) for name in push]
+        wrong += [("join", {"worker": x, "signature": server._signature}) for x in [*no_whole, 0, 2]]
+        wrong += [("join", {"worker": 1, "signature": x}) for x in [*no_whole, [[]], [[1, 2, 3]], "abc"]]
+        before = jax.tree.map(np.asarray, server.params)
+        for method, fields in wrong:
+            with pytest.raises((ValueError, ConnectionError), match="worker 0: "):
+                worker._server(method, fields, leaves if method == "push" else [])
+            assert (server.version, server._pending, server.log) == (0, [], []), (method, fields)
+            assert [one.clock for one in server._clocks.live.values()] == [0, 0], (method, fields)
+        for bad in (np.nan, np.inf):
+            with pytest.raises(ValueError, match=r"gradient of \w is not finite"):
+                worker._server("push", push, [np.full_like(x, bad) for x in leaves])
+        jax.tree.map(np.testing.assert_array_equal, before, server.params)
+        for _ in range(2):
+            worker._server("push", push, leaves)
+        with pytest.raises(ValueError, match="worker 0 pushes once more than it may; pull before each push"):
+            worker._server("push", push, leaves)
+        # The right pushes were applied once each: by SGD, 0.1 of a gradient of 1/2.
+        assert [(one.worker, one.clock) for one in server.log] == [(0, 0), (0, 1)]
+        for name, x in server.params.items():
+            np.testing.assert_allclose(x, before[name] - 2 * 0.1 / 2, rtol=1e-5)
+
+
+def test_a_worker_without_rows_that_count_is_told() -> None:
+    with (
+        Server(model(), optax.sgd(0.1), jax.random.key(0), workers=1, staleness=None) as server,
+        Worker(model(), server.address, 0) as worker,
+    ):
+        none = part(0, 0, 1) | {"mask": np.zeros(ROWS, "float32")}
+        with pytest.raises(ValueError, match=r"worker 0: count=0\.0: no row of this worker's batch counts, .*; give"):
+            worker.step(none)
+        # The advice: rows whose weights add up to more than 0.
+        assert worker.step(none | {"mask": np.eye(1, ROWS, dtype="float32")[0]}).version == 0
+
+
+def test_mutable_state_is_refused() -> None:
     class Normed(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
             self.norm = nnx.BatchNorm(5, rngs=rngs)
@@ -254,7 +311,7 @@ def messages() -> Iterator[bytes]:
     yield b"\x80\x04\x95"  # a pickle
     array = '{"fields": {}, "arrays": [["%s", [%d]]]}'
     wrong = [array % about for about in (("float32", -1), ("object", 1), ("float32", 10**12))]
-    for header in (b"{}", b"[]", b"\xff", *map(str.encode, wrong)):
+    for header in (b"{}", b"[]", b"\xff", b"[" * 100_000, *map(str.encode, wrong)):
         yield wire._MAGIC + wire._HEAD.pack(wire.zlib.crc32(header), len(header)) + header
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from jaxpar.cli.commands import _parse
 from jaxpar.cli.options import TrainOptions
+from jaxpar.cli.parsing import parse
 from jaxpar.hosts.launch import LaunchOptions
 from jaxpar.strategy import Strategy
 
@@ -82,7 +82,7 @@ def trained(words: list[str]) -> list[str]:
     """The options of `jaxpar train`, by itself or under `jaxpar launch`, which then starts a process for each GPU."""
     if words[0] == "launch":
         cut = words.index("--")
-        assert _parse(LaunchOptions, "launch", words[1:cut]).processes is None
+        assert parse(LaunchOptions, "launch", words[1:cut]).processes is None
         assert words[cut + 1 : cut + 3] == ["-m", "jaxpar"]
         words = words[cut + 3 :]
     assert words[0] == "train"
@@ -109,7 +109,7 @@ def test_scripts_start_what_jaxpar_understands(script: str, tmp_path: Path) -> N
     assert len(runs) == (2 if by_ssh else 16)
     assert len(doctors) == (0 if by_ssh else 16)
     for words, env in runs:
-        options = _parse(TrainOptions, "train", trained(words))
+        options = parse(TrainOptions, "train", trained(words))
         assert (options.out, options.resume, options.steps) == (out, True, 7)
         assert Strategy.parse(options.strategy).precision == "bf16"
         assert env["NCCL_DEBUG"] == "WARN"
@@ -232,7 +232,7 @@ def test_manifests(name: str) -> None:
     assert pod["securityContext"]["runAsNonRoot"]
     assert [v["name"] for v in pod["volumes"]] == [m["name"] for m in container["volumeMounts"]]
     assert {m["mountPath"] for m in container["volumeMounts"]} == {"/shared", "/dev/shm"}
-    options = _parse(TrainOptions, "train", trained(container["args"]))
+    options = parse(TrainOptions, "train", trained(container["args"]))
     assert options.resume
     assert options.out is not None
     assert options.out.is_relative_to("/shared")

@@ -1,6 +1,7 @@
 """What launchers say: environments as srun, mpirun and Kubernetes make them, and what contradicts itself."""
 
 import socket
+import unittest.mock
 from pathlib import Path
 
 import pytest
@@ -115,9 +116,17 @@ def test_the_coordinator_listens_where_it_was_told(monkeypatch: pytest.MonkeyPat
     assert initialize.listening("localhost:80") == "127.0.0.1:80"
     assert initialize.listening("[::1]:80") == "[::1]:80"
     # Debian's /etc/hosts gives a host's own name an address of loopback, where nobody else would find it.
+    # Both with and without a network, whichever this machine has.
     known = lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 80))]
-    monkeypatch.setattr(socket, "getaddrinfo", known)
-    assert not initialize.listening("node7:80").startswith("127.0.1.1")
+    for reach, address in ((None, "198.51.100.3:80"), (OSError("Network is unreachable"), "127.0.1.1:80")):
+        probe = unittest.mock.MagicMock()
+        probe.__enter__.return_value = probe
+        probe.connect.side_effect = reach
+        probe.getsockname.return_value = ("198.51.100.3", 40000)
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "getaddrinfo", known)
+            patch.setattr(socket, "socket", lambda *_, probe=probe: probe)
+            assert initialize.listening("node7:80") == address
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -192,6 +193,64 @@ def test_another_run_is_neither_resumed_nor_overwritten(tmp_path: Path) -> None:
     trainer(tmp_path, steps=1, overwrite=True).run()
     assert sorted(losses(tmp_path)) == [1]
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_overwrite_decides_before_it_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `checkpoints` a link to another disk it deleted config, metrics, digests and plot, and then failed."""
+    out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    out.mkdir()
+    elsewhere.mkdir()
+    (out / "metrics.jsonl").write_text("{}\n")
+
+    def checkpoints(kind: str) -> None:
+        if (out / "checkpoints").is_symlink():
+            (out / "checkpoints").unlink()
+        (elsewhere / "kept").mkdir(exist_ok=True)
+        match kind:
+            case "link":
+                (out / "checkpoints").symlink_to(elsewhere)
+            case "dangling":
+                (out / "checkpoints").symlink_to(tmp_path / "gone")
+            case "folder":
+                (out / "checkpoints" / "3").mkdir(parents=True, exist_ok=True)
+
+    def refused(says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            trainer(out, steps=1, overwrite=True).run()
+        assert (out / "metrics.jsonl").read_text() == "{}\n"
+        assert (elsewhere / "kept").is_dir()
+        assert not (out / ".owner").exists()
+
+    checkpoints("link")
+    refused(
+        r"checkpoints is a link to .*elsewhere, and overwrite=True removes only what lies in .*; remove the link, empty"
+    )
+    checkpoints("dangling")
+    refused(r"checkpoints is a link to .*gone, and overwrite=True .*; remove the link, or name another out=")
+    checkpoints("none")
+    (out / "loss.png").symlink_to(elsewhere / "loss.png")
+    (elsewhere / "loss.png").write_text("mine")
+    refused(r"loss.png is a link to .*; remove the link, or name another out=")
+    (out / "loss.png").unlink()
+    (elsewhere / "loss.png").unlink()
+    checkpoints("folder")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.path.ismount", lambda path: str(path).endswith("3"))
+        refused(r"checkpoints/3 is a mount point, which overwrite=True cannot remove; empty it, or name another")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda path, _: not str(path).endswith("3"))
+        refused(r"checkpoints/3 cannot be removed, as you may not write to it; make it writable, or name another")
+    # The advice: a link to a folder that was emptied is used.
+    shutil.rmtree(out / "checkpoints")
+    checkpoints("link")
+    shutil.rmtree(elsewhere / "kept")
+    trainer(out, steps=1, overwrite=True).run()
+    assert sorted(losses(out)) == [1]
+    assert [path.name for path in elsewhere.iterdir()] == ["1"]
+    # The other: without the link.
+    (out / "checkpoints").unlink()
+    trainer(out, steps=1, overwrite=True).run()
+    assert [path.name for path in elsewhere.iterdir()] == ["1"]
 
 
 def test_what_is_not_finite_ends_the_run_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
@@ -428,7 +487,9 @@ def test_metrics_are_json_and_the_plot_is_drawn(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "held_out_loss" in line] == [3, 6]
     first = next(line for line in lines if "loss" in line)
-    assert set(first) == {"step", "loss", "grad_norm", "finite", "skipped", "seconds", "rows_per_second", "input_share"}
+    names = {"step", "loss", "grad_norm", "finite", "skipped", "seconds", "rows_per_second", "input_share"}
+    assert set(first) == names | {"strategy", "devices"}
+    assert all(set(line) == names for line in lines[1:] if "loss" in line)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     if list(tmp_path.glob("tensorboard")):
         assert list((tmp_path / "tensorboard").glob("events.*"))
