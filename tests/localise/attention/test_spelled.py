@@ -30,6 +30,8 @@ from jaxpar.ops.context import from_zigzag, score_function, to_zigzag
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.walk import visit
 
+pytestmark = cells.SHARED_BATCH
+
 B, T, H, K, D = 2, 14, 4, 2, 8  # rows, positions, heads, key heads, features of a head
 LEAST = -1e9
 soft = functools.partial(jax.nn.softmax, axis=-1)

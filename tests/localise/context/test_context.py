@@ -25,6 +25,8 @@ from jaxpar.models import named
 from jaxpar.ops.context import gather_bytes, halo_bytes, ring_bytes, ulysses_bytes, usp_bytes
 from jaxpar.program import jaxpr as jx
 
+pytestmark = cells.SHARED_BATCH
+
 # All three ways, every other axis, dropout, shifted targets, a product with the keys on its left, logits in chunks.
 FIRST = (
     ("llama_gqa", "context=2,tensor=2,sequence=true,attention=ring,remat=layer,logits=8"),

@@ -23,6 +23,8 @@ from jaxpar.layout.dims.expert import apart, expert_dims, looks_stacked
 from jaxpar.models import named
 from jaxpar.ops.experts.rounds import most_rounds
 
+pytestmark = context_cells.SHARED_BATCH
+
 FIRST = (
     ("dropless", "pipe=2,expert=4,microbatches=2"),
     ("einsum", "expert=2,tensor=2"),

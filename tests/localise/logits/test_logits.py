@@ -16,6 +16,8 @@ import jaxpar as jp
 from jaxpar.localise.logits.logits import Logits, chunked
 from jaxpar.program import jaxpr as jx
 
+pytestmark = cells.SHARED_BATCH
+
 B, T, D, V = 3, 10, 8, 32
 CHUNK = 6  # tokens: 2 positions of 3 rows
 

@@ -27,6 +27,8 @@ from jaxpar.parallel.flat.cut import LINK, crossing, stages_of, times
 from jaxpar.parallel.flat.stages import stages, used
 from jaxpar.program import jaxpr as jx
 
+pytestmark = context_cells.SHARED_BATCH
+
 SGD = optax.sgd(0.05, momentum=0.9)
 ROWS = 16
 
