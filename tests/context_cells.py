@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from cells import OneDevice, check
 from flax import linen as nn
 from flax import nnx
@@ -688,10 +687,6 @@ KERNELS = (
     "states_by_number",
     "mixture",
 )  # those whose attention is jp.attention, for all three ways
-
-
-# The models share one batch, and most read some of its leaves: a module of tests has this as its `pytestmark`.
-SHARED_BATCH = pytest.mark.filterwarnings("ignore:the loss does not read batch")
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from jaxpar.program import jaxpr as jx
 from jaxpar.program.collectives import PRIMITIVES
 from jaxpar.program.walk import visit
 
-pytestmark = context_cells.SHARED_BATCH
+pytestmark = tensor_cells.SHARED_BATCH
 
 BATTERY = pytest.mark.battery
 

@@ -16,6 +16,7 @@ import optax
 import pytest
 from cells import OPTIMIZERS, OneDevice, check
 from flax import linen as nn
+from tensor_cells import SHARED_BATCH
 from zoo import random_tokens
 
 import jaxpar as jp
@@ -27,7 +28,7 @@ from jaxpar.parallel.flat.cut import LINK, crossing, stages_of, times
 from jaxpar.parallel.flat.stages import stages, used
 from jaxpar.program import jaxpr as jx
 
-pytestmark = context_cells.SHARED_BATCH
+pytestmark = SHARED_BATCH
 
 SGD = optax.sgd(0.05, momentum=0.9)
 ROWS = 16
