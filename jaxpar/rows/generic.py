@@ -43,7 +43,6 @@ LINEAR |= {"dynamic_update_slice", "scatter", "scatter-add", "stop_gradient"}
 PRODUCTS = {name for name, known in PRIMITIVES.items() if known.linear == "each"}
 _BOUNDS = {"and", "clamp", "convert_element_type", "div", "floor", "max", "min", "rem", "round", "sign"}
 _SAID = {"approx_top_k": "sort", "fft": "Fourier transform", "reduce_max": "maximum", "reduce_min": "minimum"}
-_CHUNKS = {"add", "add_any", "convert_element_type", "div", "mul", "reduce_sum", "reshape"}
 _INVERSE = (jax.lax.FftType.IFFT, jax.lax.FftType.IRFFT)
 _SAID |= {"reduce_or": "any", "reduce_and": "all"}
 
@@ -292,10 +291,13 @@ def _part(eqn: Any, ins: Sequence[Value]) -> frozenset[int]:
     """
     name, parts = eqn.primitive.name, [x.part for x in ins if x.kind != "whole"]
     part = frozenset().union(*parts)
-    apart = all(parts) and len(part) == sum(map(len, parts)) and (name != "div" or ins[0].part == part)
-    apart = apart and (len(parts) == 1 or name in ("add", "add_any"))
+    apart = all(parts) and len(part) == sum(map(len, parts))
     numbers = all(x.scalar is not None for x in ins if x.kind == "whole")
-    return part if apart and numbers and name in _CHUNKS else frozenset()
+    if len(parts) > 1:
+        linear = name in primitives.SUMS and name != "sub"
+    else:
+        linear = name in LINEAR | PRODUCTS or (name == "div" and ins[0].part == part)
+    return part if apart and numbers and linear else frozenset()
 
 
 def _doubted(notes: Collection[Note], *what: str) -> frozenset[Note]:

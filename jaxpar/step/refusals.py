@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..layout.families import unlike
 from ..layout.layout import Layout
 from ..layout.leaves import Leaf
-from ..model.model import MAKERS
+from ..model.model import MAKERS, is_replicated
 from ..model.paths import below, name_of
 from ..parallel.flat.cut import points
 from ..parallel.pipeline.chunks import padded
@@ -233,6 +233,21 @@ def warn_untrained(whole: jx.Flat, outputs: Any, leaves: Sequence[Leaf]) -> None
             "with the module or params that it is given, not with a module from outside of it",
             stacklevel=2,
         )
+
+
+def unread_leaves(whole: jx.Flat, rest: Any, params: int) -> list[str]:
+    """The paths of the batch's leaves with rows that no result of a loss depends on.
+
+    Args:
+      whole: the loss; its first `params` inputs are parameters, the others the leaves of `rest`.
+      rest: abstract (variables, batch, key).
+    """
+    read = {v for eqn in jx.live(whole.eqns, whole.outvars) for v in eqn.invars if not jx.is_literal(v)}
+    read |= {v for v in whole.outvars if not jx.is_literal(v)}
+    numbers = iter(whole.invars[params:])
+    batch = jax.tree.map(lambda _: next(numbers), rest)[1]
+    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_replicated)
+    return [name_of(path) or "batch" for path, v in leaves if not is_replicated(v) and v not in read]
 
 
 def warn_unread(names: Sequence[str]) -> None:

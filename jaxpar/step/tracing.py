@@ -25,7 +25,7 @@ from ..localise.fp8 import in_fp8, of_blocks
 from ..localise.logits import Logits, chunked
 from ..localise.tensor import RULES, localise
 from ..model.batches import one_block, rows_of
-from ..model.model import Mean, Model, couplings, is_replicated
+from ..model.model import Mean, Model, couplings
 from ..model.paths import below, name_of
 from ..model.running import Deferred, deferring
 from ..parallel.flat.cut import points, stages_at, stages_of
@@ -44,6 +44,7 @@ from .refusals import (
     check_independent_of_replicas,
     check_pipe,
     check_remat,
+    unread_leaves,
     warn_gathered,
     warn_no_rule,
     warn_padded,
@@ -286,18 +287,8 @@ class Tracing:
         """The paths of the batch's leaves with rows that the loss reads neither in a step nor in evaluate, which gives
         it no key.
         """
-        variables, rows, key = rest
-        leaves = jax.tree_util.tree_leaves_with_path(rows, is_leaf=is_replicated)
-
-        def unread(flat: jx.Flat, rest: Any) -> list[str]:
-            numbers = iter(flat.invars[len(self._params) :])
-            inputs = jax.tree.leaves(jax.tree.map(lambda _: next(numbers), rest)[1], is_leaf=is_replicated)
-            live = jx.live(flat.eqns, flat.outvars)
-            read = {v for v in (*flat.outvars, *(v for eqn in live for v in eqn.invars)) if not jx.is_literal(v)}
-            found = zip(leaves, inputs, strict=True)
-            return [name_of(path) or "batch" for (path, _), v in found if not is_replicated(v) and v not in read]
-
-        if not (names := unread(whole, rest)):
+        (variables, rows, key), params = rest, len(self._params)
+        if not (names := unread_leaves(whole, rest, params)):
             return []
         plain = variables.reading() if isinstance(variables, Deferred) else variables
         other = plain, rows, None if key is not None else jax.eval_shape(lambda: jax.random.key(0))
@@ -305,7 +296,7 @@ class Tracing:
             flat, _ = self._trace(other, self.axes)
         except Exception:  # the user's code: a loss that needs its key runs in a step alone, and has been read there
             return names
-        also = unread(flat, other)
+        also = unread_leaves(flat, other, params)
         return [name for name in names if name in also]
 
     def _cut(self, eqns: Sequence[Any], reads: Sequence[frozenset[int]]) -> list[list[Any]]:
