@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from cells import OneDevice, check
 from flax import linen as nn
 from flax import nnx
@@ -182,6 +183,10 @@ def one_device(name: str) -> OneDevice:
 def reference(name: str, blocks: int, rows: int) -> tuple[Any, Any]:
     """Gradients and parameters of one device; blocks of rows have keys of their own."""
     return one_device(name).train(SGD, batch_of(rows), blocks, STEPS)
+
+
+# One batch for all models, of whose leaves most read some: a module of tests has this as its `pytestmark`.
+SHARED_BATCH = pytest.mark.filterwarnings("ignore:the loss does not read batch")
 
 
 def batch_of(rows: int) -> dict[str, np.ndarray]:

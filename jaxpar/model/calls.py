@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 import linecache
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..program.libraries import of_library
 from ..text import did_you_mean
@@ -72,6 +74,8 @@ _NUMBERS = (
     jax.errors.TracerArrayConversionError,  # np.asarray(x)
     jax.errors.TracerIntegerConversionError,  # range(x), a list's x-th
 )
+# How jax, optax and Flax refuse indices and labels that are floating-point numbers. A shape of floats is another fault.
+_INTEGERS = re.compile(r"(?<!Shapes )must (?:be|have)[\w ]*\binteger|numpy\.integer.*float|subtypes of integer")
 IN_INIT = (
     "it is traced by jax.jit, so that parameters are created sharded, and arrays have no numbers there; compute this "
     "one with NumPy or Python (np.linspace for jnp.linspace)"
@@ -178,8 +182,21 @@ def reading(batch: Any, what: str = "the batch") -> Iterator[None]:
                 hint = "make dicts of a loader's tuples, ({'x': x, 'y': y} for x, y in loader), or read them by number"
             at = f"{place}," if (place := _place(error)) else ""
             raise ValueError(f"the loss{at} asks {what} for {asked}, and it is {described(batch)}; {hint}") from error
+        if asked is None and _INTEGERS.search(str(error)) and (floats := _floats(batch)):
+            raise ValueError(
+                f"the loss{_place(error)} needs integers, as labels and indices are, and was given floating-point "
+                f"numbers ({error}); {what} has {', '.join(floats)}: make labels and indices integers where the batch "
+                "is made, such as labels.astype('int32')"
+            ) from error
         error.add_note(f"{what}, a block of its rows: {described(batch)}")
         raise
+
+
+def _floats(batch: Any) -> list[str]:
+    """The floating-point leaves of a batch, "y float32[8]"."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    floats = [(path, x) for path, x in leaves if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
+    return [f"{name_of(path)} {kind_of(x)}".strip() for path, x in floats[:_LISTED]]
 
 
 def _asked(error: Exception, batch: Any) -> str | None:

@@ -138,8 +138,12 @@ class Model:
             else:
                 out, new = self.loss(params, batch, key), variables
         value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
-        if not isinstance(metrics, dict):
-            raise ValueError(f"loss returned metrics of type {type(metrics).__name__}; return (value, {{name: value}})")
+        if isinstance(value, tuple | list | dict) or not isinstance(metrics, dict):
+            raise ValueError(
+                f"loss returned {_spelled(out)}; it must return a scalar mean over rows or jp.Mean(total, count), or "
+                "either with a dict, (value, metrics): put what else it returns into a dict of metrics by name, "
+                "(value, {'name': other})"
+            )
         for name in metrics:
             if not isinstance(name, str):
                 raise ValueError(f"loss returned a metric named {name!r}, a {type(name).__name__}; name it by a str")
@@ -156,7 +160,8 @@ def all_rows(x: jax.Array) -> jax.Array:
       x: [rows of this call, ...], any dtype.
 
     Returns [rows of the microbatch over all replicas, ...], in the order of the global batch; `x` itself on one device.
-    Differentiable. Communicates: one all-gather over the data axes, forwards; a reduce-scatter backwards.
+    With `microbatches` above 1 that is less than the batch, and the step warns. Differentiable. Communicates: one
+    all-gather over the data axes, forwards; a reduce-scatter backwards.
 
     >>> all_rows(jnp.arange(3)).tolist()
     [0, 1, 2]
@@ -234,6 +239,14 @@ def _arrays(tree: Any) -> Any:
                 f"init returned a {type(tree).__name__}, whose {leaf} {_described(x)}, and no array; {hint}"
             ) from error
     return jax.tree.map(jnp.asarray, tree)
+
+
+def _spelled(out: Any) -> str:
+    """What a loss returned, with what is in it: "a tuple of 2 (float32[], dict)"."""
+    if not isinstance(out, tuple | list | dict):
+        return kind_of(out)
+    inside = out.values() if isinstance(out, dict) else out
+    return f"{kind_of(out)} of {len(out)} ({', '.join(kind_of(x).removeprefix('a ') for x in inside)})"
 
 
 def _described(x: Any) -> str:

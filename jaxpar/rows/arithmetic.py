@@ -104,7 +104,7 @@ def _added(eqn: Any, total: Value, power: float, other: Value, what: str) -> Val
         return total.plain()
     if total.unknown or other.unknown or (math.isnan(total.power) and math.isnan(power)):
         return total.plain(power=ODD)
-    note = Note.at(eqn, f"adds up {named(total.power)} and {what}; {SCALES}")
+    note = replace(Note.at(eqn, f"adds up {named(total.power)} and {what}; {SCALES}"), scale=other.kind != "rows")
     return total.plain(power=ODD).noted(note) if math.isnan(total.power + power) else coupled([total], note)
 
 

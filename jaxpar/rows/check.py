@@ -18,11 +18,11 @@ from .arithmetic import named
 from .labels import Labels, numbered
 from .reader import Reader
 from .unrolled import loops_over_rows
-from .values import FROM_ALL, NUMBER, Note, Value
+from .values import FROM_ALL, NUMBER, SOME, Note, Value
 
 Trace = Callable[[Any, Mapping[str, int]], jx.Flat]
 _SHOWN = 6
-_SILENCE = f"if it is meant so, give rows='independent' to {MAKERS}"
+_SILENCE = f"If this is what you mean, give rows='independent' to {MAKERS}"
 
 
 def check_coupling(
@@ -41,7 +41,7 @@ def check_coupling(
     """
     rows = next(x.shape[0] for x in jax.tree.leaves(rest[1], is_leaf=_is_replicated) if not _is_replicated(x))
     try:
-        pair, n, over = _pair(flat, rest, rows, trace, axes)
+        pair, over, n = _pair(flat, rest, rows, trace, axes)
     except Exception as error:  # the user's code, at a number of rows that it may not know
         found = _read(flat, None, out, rest, rows, axes)
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
@@ -50,13 +50,16 @@ def check_coupling(
         found = {name: [*(replace(n, certain=False) for n in notes), last] for name, notes in found.items()}
     else:
         found = _read(*pair, out, rest, n, over)
-    _report(found, axes, strategy)
+        certain = [note for note in found.get("loss", ()) if note.certain]
+        if certain and all(note.scale for note in certain):
+            found = _in_larger(out, rest, rows, 2 * n, trace, axes) or found
+    _report(found, axes, strategy, rows * math.prod(axes.values()))
 
 
 def _pair(
     flat: jx.Flat, rest: Any, rows: int, trace: Trace, axes: Mapping[str, int]
-) -> tuple[tuple[jx.Flat, jx.Flat], int, Mapping[str, int]]:
-    """The loss on two sizes of blocks of the same rows, the second twice the first, and the rows and axes of the first.
+) -> tuple[tuple[jx.Flat, jx.Flat], Mapping[str, int], int]:
+    """The loss on two sizes of blocks of the same rows, the second twice the first, and the axes and rows of the first.
 
     A single replica is read as one of several, so that jp.all_rows and BatchNorm are seen, and a single row as one of
     two, whose dim is known.
@@ -65,16 +68,41 @@ def _pair(
     if rows > 1 and replicas and replicas % 2 == 0:
         large = trace(_with_rows(rest, 2), {**axes, name: replicas // 2})
         if _alike(flat, large):
-            return (flat, large), rows, axes
+            return (flat, large), axes, rows
         # The loss looks at its number of rows, and is another program for twice as many.
     n = rows if rows > 1 else 2 * rows
+    return *_of_twice(rest, rows, n, trace, axes), n
+
+
+def _in_larger(
+    out: Any, rest: Any, rows: int, n: int, trace: Trace, axes: Mapping[str, int]
+) -> dict[str, list[Note]] | None:
+    """The notes on a loss that would be refused as no mean, read in blocks of `n` rows; None if they cannot be had.
+
+    In a block that has as many rows as `x.reshape(2, -1)` has groups, each has one row: a mean over it reads as a sum.
+    So does what is a mean in larger blocks alone, `x.sum() / max(len(x) // 4, 1)`: hence never silence, but a warning.
+    """
+    try:
+        pair, over = _of_twice(rest, rows, n, trace, axes)
+    except Exception:  # the user's code, at a number of rows that it may not know: what has been read stands
+        return None
+    what = f"reads as a mean over rows in blocks of {n} rows and more, and not in those of fewer"
+    found = _read(*pair, out, rest, n, over)
+    return {name: [*notes, Note("the loss", what, False)] for name, notes in found.items()}
+
+
+def _of_twice(
+    rest: Any, rows: int, n: int, trace: Trace, axes: Mapping[str, int]
+) -> tuple[tuple[jx.Flat, jx.Flat], Mapping[str, int]]:
+    """The loss on blocks of `n` rows and of twice as many, and the axes of the first."""
+    name = next(iter(axes), "data")
     over, half = {**axes, name: 4}, {**axes, name: 2}
     pair = trace(_with_rows(rest, n // rows), over), trace(_with_rows(rest, 2 * n // rows), half)
     if not _alike(*pair):
         with contextlib.suppress(NotImplementedError):  # in such a loop, what has no rule for vmap: they stay two
             rolled = loops_over_rows(pair[0], n, over), loops_over_rows(pair[1], 2 * n, half)
             pair = rolled if _alike(*rolled) else pair
-    return pair, n, over
+    return pair, over
 
 
 def _alike(one: jx.Flat, other: jx.Flat) -> bool:
@@ -124,7 +152,7 @@ def _result(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean, power
     notes = {*total.notes, *count.notes}
     for x in (total, count):
         if x.kind == "rows" or (x.kind == "sum" and x.varies):
-            notes.add(x.pick or Note(line, f"takes some of the rows; {FROM_ALL}"))
+            notes.add(x.pick or Note(line, f"{SOME}; {FROM_ALL}"))
     if name != "loss":
         notes = {n for n in notes if not n.backward}
     powers = [x.power - (x.kind == "whole") for x in (total, count)]
@@ -135,10 +163,13 @@ def _result(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean, power
     if any(map(math.isnan, powers)):
         said = f"{what} is {NUMBER}"
     elif count.kind == "whole" and count.scalar == 1:
-        said = f"{what} is {_kind(powers[0])}; divide by the number of rows, or return jp.Mean(total, count)"
+        said = (
+            f"{what} is {_kind(powers[0])}; take the mean, .mean() for .sum(), which divides by the number of rows, or "
+            "return jp.Mean(total, count)"
+        )
     else:
         said = f"{what} is jp.Mean of {' and '.join(map(_kind, powers))}; give two sums over rows"
-    return [*notes, Note(line, said)]
+    return [*notes, Note(line, said, scale=True)]
 
 
 def _kind(power: float) -> str:
@@ -156,24 +187,46 @@ def _line(flat: jx.Flat, atom: Any) -> str:
     return "what the loss returns"
 
 
-def _report(found: Mapping[str, Sequence[Note]], axes: Mapping[str, int], strategy: Strategy) -> None:
+def _report(found: Mapping[str, Sequence[Note]], axes: Mapping[str, int], strategy: Strategy, rows: int) -> None:
+    """Raise or warn of what was found; a microbatch has so many rows on all replicas."""
     replicas, m = math.prod(axes.values()), strategy.microbatches
     blocks = " x ".join(f"{n} {what}" for n, what in ((replicas, "replicas"), (m, "microbatches")) if n > 1)
     loss = list(found.get("loss", ()))
-    if certain := [n for n in loss if n.certain]:
+    certain = [n for n in loss if n.certain]
+    if certain and all(n.scale for n in certain):
+        raise ValueError(
+            f"the loss is not a mean over rows, and {blocks} see only their own, so the result would not be one "
+            f"device's:\n{_listed(certain)}"
+        )
+    if certain:
         raise ValueError(
             f"the loss couples rows, and {blocks} see only their own, so the result would not be one device's:\n"
-            f"{_listed(certain)}\n{_SILENCE}"
+            f"{_listed(certain)}{_of_microbatch(certain, rows, m)}\n{_SILENCE}"
         )
     if loss:
-        warnings.warn(f"the loss may couple rows, which {blocks} spread:\n{_listed(loss)}\n{_SILENCE}", stacklevel=2)
+        warnings.warn(
+            f"the loss may couple rows, which {blocks} spread:\n"
+            f"{_listed(loss)}{_of_microbatch(loss, rows, m)}\n{_SILENCE}",
+            stacklevel=2,
+        )
     for name, notes in found.items():
         if name != "loss" and (certain := [n for n in notes if n.certain]):
+            does = "is not a mean over rows" if all(n.scale for n in certain) else "couples rows"
             warnings.warn(
-                f"metric {name!r} couples rows, and is averaged over {blocks} that see only their own:\n"
-                f"{_listed(certain)}",
+                f"metric {name!r} {does}, and is averaged over {blocks} that see only their own:\n"
+                f"{_listed(certain)}{_of_microbatch(certain, rows, m)}",
                 stacklevel=2,
             )
+
+
+def _of_microbatch(notes: Sequence[Note], rows: int, microbatches: int) -> str:
+    """Which rows `jp.all_rows` returns, where notes advise it and a batch has several microbatches."""
+    if microbatches == 1 or not any("jp.all_rows" in n.what for n in notes):
+        return ""
+    return (
+        f"\njp.all_rows(x) returns the rows of one microbatch, {rows} of the {rows * microbatches} rows of the batch: "
+        f"use microbatches=1 with it, in place of {microbatches}"
+    )
 
 
 def _listed(notes: Sequence[Note]) -> str:

@@ -26,6 +26,7 @@ from .values import (
     NUMBER,
     ODD,
     PICKS,
+    SOME,
     Note,
     Value,
     coupled,
@@ -42,6 +43,7 @@ LINEAR |= {"dynamic_update_slice", "scatter", "scatter-add", "stop_gradient"}
 PRODUCTS = {name for name, known in PRIMITIVES.items() if known.linear == "each"}
 _BOUNDS = {"and", "clamp", "convert_element_type", "div", "floor", "max", "min", "rem", "round", "sign"}
 _SAID = {"approx_top_k": "sort", "fft": "Fourier transform", "reduce_max": "maximum", "reduce_min": "minimum"}
+_INVERSE = (jax.lax.FftType.IFFT, jax.lax.FftType.IRFFT)
 _SAID |= {"reduce_or": "any", "reduce_and": "all"}
 
 
@@ -99,7 +101,8 @@ class Met:
         if how != {"sum"}:
             return coupled([x], Note.at(self.eqn, f"{_SAID.get(name, name)} over rows; {FROM_ALL}"))
         if not x.at.equally(r.rows):
-            return coupled([x], x.pick or some_rows(self.eqn))
+            some = coupled([x], x.pick or some_rows(self.eqn))
+            return replace(some, part=frozenset() if x.routed else frozenset(x.at.array.flat))
         left = frozenset(d for i in x.at.dims if (d := self.outs[j][i]) is not None)
         return Value("sum", power=x.power, varies=left, pick=x.pick, notes=x.notes)
 
@@ -263,22 +266,43 @@ def _coupled(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
     if x.root is not None and (itself or name == "square" or eqn.params.get("y") == 2):
         return x.root
     found, known = coupled(ins), primitives.of(eqn)
+    if part := _part(eqn, ins):  # sums over some rows and over the others are one over all, in chunks
+        return replace(found, part=part, notes=_doubted(found.notes, SOME) if len(part) == r.rows else found.notes)
     if x.root is not None and known.view and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
         return replace(found, root=x.root)
     if name == "stop_gradient" and all("imum over rows" in n.what for n in x.notes):
         # As a softmax takes off a maximum, for rounding alone. Not seen here is whether the result depends on it.
-        return Value(varies=frozenset(range(len(shape_of(eqn)))), notes=_doubted(x.notes))
-    if name == "gather" and x is ins[0] and not more and ins[1].number is None:  # rows may go back to where they were
-        return replace(found, notes=_doubted(found.notes, PICKS))
+        return Value(varies=frozenset(range(len(shape_of(eqn)))), notes=_doubted(x.notes, "imum over rows"))
+    # What is taken from, or put at, indices that are not known may be rows that go back to where they were.
+    moved = {"gather": ins[0], "scatter": ins[-1]}.get(name, Value())
+    if moved.kind == "coupled" and ins[1].number is None and all(y in (moved, ins[1]) for y in (x, *more)):
+        return replace(found, notes=_doubted(found.notes, PICKS, "sort over rows"))
+    if name == "fft" and eqn.params["fft_type"] in _INVERSE:  # it may undo a transform over rows
+        return replace(found, notes=_doubted(found.notes, _SAID["fft"]))
     if more or not x.pairs or not (known.elementwise or known.moves):
         return found
     diagonal = _of_diagonal(eqn, ins, ins.index(x))
     return replace(found, pairs=not diagonal, notes=_doubted(found.notes, GATHER) if diagonal else found.notes)
 
 
-def _doubted(notes: Collection[Note], what: str = "") -> frozenset[Note]:
-    """The same, those that say so no longer certain."""
-    return frozenset(replace(n, certain=n.certain and what not in n.what) for n in notes)
+def _part(eqn: Any, ins: Sequence[Value]) -> frozenset[int]:
+    """The rows of a sum over some rows that is multiplied by a number, or added to sums over others; none of other
+    values.
+    """
+    name, parts = eqn.primitive.name, [x.part for x in ins if x.kind != "whole"]
+    part = frozenset().union(*parts)
+    apart = all(parts) and len(part) == sum(map(len, parts))
+    numbers = all(x.scalar is not None for x in ins if x.kind == "whole")
+    if len(parts) > 1:
+        linear = name in primitives.SUMS and name != "sub"
+    else:
+        linear = name in LINEAR | PRODUCTS or (name == "div" and ins[0].part == part)
+    return part if apart and numbers and linear else frozenset()
+
+
+def _doubted(notes: Collection[Note], *what: str) -> frozenset[Note]:
+    """The same, those that say any of it no longer certain."""
+    return frozenset(replace(n, certain=n.certain and not any(one in n.what for one in what)) for n in notes)
 
 
 def _of_diagonal(eqn: Any, ins: Sequence[Value], k: int) -> bool:

@@ -14,7 +14,7 @@ from .generic import Met, generic
 from .labels import Labels, alike, ordinals
 from .reader import Reader, column_notes, rule, shapes
 from .shapes import of_rows
-from .values import FROM_ALL, PICKS, Note, Value, coupled, mixed, others, position, some_rows
+from .values import FROM_ALL, PICKS, SOME, Note, Value, coupled, mixed, others, position, some_rows
 
 
 @rule("gather")
@@ -53,7 +53,7 @@ def _dynamic_slice(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list
     if any(s.kind == "sum" for s in starts):
         return mixed(eqn, ins, "a slice that starts at")
     if x.kind == "rows" and any(sizes[d] != into[d] for d in x.at.dims):
-        return coupled(ins, Note.at(eqn, f"takes some of the rows; {FROM_ALL}", certain=not r.looped))
+        return coupled(ins, Note.at(eqn, f"{SOME}; {FROM_ALL}", certain=not r.looped))
     return generic(r, eqn, twin, ins)
 
 

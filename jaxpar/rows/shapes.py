@@ -15,7 +15,7 @@ from .arithmetic import combine
 from .generic import Met, generic, mixes_rows
 from .labels import Labels, alike, blocks, ordinals, reshaped
 from .reader import Reader, rule, shape_of, shapes
-from .values import FROM_ALL, Note, Value, coupled, mixed, others
+from .values import FROM_ALL, SOME, Note, Value, coupled, mixed, others
 
 # What becomes of the labels of an operand [its shape, or 1 in its place], for each result.
 _PIECES: dict[str, Callable[[Any, np.ndarray], list[np.ndarray]]] = {
@@ -58,7 +58,7 @@ def _pieces(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]
 def of_rows(eqn: Any, x: Value, at: np.ndarray, inner: np.ndarray, pick: Note | None = None) -> Value:
     """Rows x after an equation has moved, or picked, elements: of which rows they are, and which of each row's."""
     name, labels = eqn.primitive.name, Labels(at)
-    said = {"rev": "reverse order over rows", "unstack": "takes rows one by one"}.get(name, "takes some of the rows")
+    said = {"rev": "reverse order over rows", "unstack": "takes rows one by one"}.get(name, SOME)
     strided = name == "slice" and max(eqn.params["strides"] or [1]) > 1  # of pairs, which no block may part
     pick = pick or Note.at(eqn, f"{said}; {FROM_ALL}", certain=not strided)
     found = x.plain(at=labels, pick=x.pick if name == "reshape" or labels == x.at else pick)

@@ -38,18 +38,25 @@ UNNAMED = "a function of JAX"  # in place of a line, where none is the user's
 GATHER = "give it jp.all_rows(x) for one of them"
 FROM_ALL = "compute it from jp.all_rows(x)"
 PICKS = f"picks rows by computed indices; {FROM_ALL}"
+SOME = "takes some of the rows"
 SCALES = "make means of both, or multiply what is no sum by the count of jp.Mean"
 NUMBER = "what depends on how many rows a block has, fewer than the batch; use a number that is given"
 
 
 @dataclass(frozen=True)
 class Note:
-    """An equation that couples rows, or may: its line, what it does, and what to write; `backward`: in a derivative."""
+    """An equation that couples rows, or may: its line, what it does, and what to write.
+
+    Attributes:
+      backward: whether it is in a derivative.
+      scale: whether no rows meet, and the result is no mean over them but a sum, say.
+    """
 
     line: str
     what: str
     certain: bool = True
     backward: bool = False
+    scale: bool = False
 
     @classmethod
     def at(cls, eqn: Any, what: str, certain: bool = True) -> Note:
@@ -73,6 +80,7 @@ class Value:
       columns: of indices that are rows, what is known of their columns.
       root: of a coupled value that is the root of a sum over rows, that sum.
       pairs: of a coupled value, whether each element is of two rows, of which those on a diagonal may be one.
+      part: of a coupled value that is a sum over some of the rows, these rows.
       pick: what to say of the equation that has picked rows, or drawn numbers, should that couple rows.
       notes: what couples rows on the way to it.
     """
@@ -87,6 +95,7 @@ class Value:
     columns: tuple[tuple[int, Number], ...] = field(default=(), compare=False)
     root: Value | None = None
     pairs: bool = False
+    part: frozenset[int] = frozenset()
     pick: Note | None = None
     notes: frozenset[Note] = frozenset()
 
@@ -129,7 +138,9 @@ class Value:
 
     def plain(self, **changes: Any) -> Value:
         """The same, changed, without what is known of single elements."""
-        return replace(self, **{"number": None, "columns": (), "root": None, "pairs": False} | changes)
+        return replace(
+            self, **{"number": None, "columns": (), "root": None, "pairs": False, "part": frozenset()} | changes
+        )
 
 
 def coupled(values: Iterable[Value], *notes: Note) -> Value:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ..layout.families import unlike
 from ..layout.layout import Layout
 from ..layout.leaves import Leaf
+from ..model.model import MAKERS, is_replicated
 from ..model.paths import below, name_of
 from ..parallel.flat.cut import points
 from ..parallel.pipeline.chunks import padded
@@ -230,6 +231,49 @@ def warn_untrained(whole: jx.Flat, outputs: Any, leaves: Sequence[Leaf]) -> None
         warnings.warn(
             "the loss reads no parameter that is trained: every gradient is zero, and nothing is learned; compute it "
             "with the module or params that it is given, not with a module from outside of it",
+            stacklevel=2,
+        )
+
+
+def unread_leaves(whole: jx.Flat, rest: Any, params: int) -> list[str]:
+    """The paths of the batch's leaves with rows that no result of a loss depends on.
+
+    Args:
+      whole: the loss; its first `params` inputs are parameters, the others the leaves of `rest`.
+      rest: abstract (variables, batch, key).
+    """
+    read = {v for eqn in jx.live(whole.eqns, whole.outvars) for v in eqn.invars if not jx.is_literal(v)}
+    read |= {v for v in whole.outvars if not jx.is_literal(v)}
+    numbers = iter(whole.invars[params:])
+    batch = jax.tree.map(lambda _: next(numbers), rest)[1]
+    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_replicated)
+    return [name_of(path) or "batch" for path, v in leaves if not is_replicated(v) and v not in read]
+
+
+def warn_unread(names: Sequence[str]) -> None:
+    """Warn of leaves of the batch that the loss does not read, by their paths."""
+    if names:
+        leaves, them = (f"leaf {names[0]}", "it") if len(names) == 1 else (f"leaves {', '.join(names)}", "them")
+        warnings.warn(
+            f"the loss does not read batch {leaves}, so no result depends on {them}; read {them} in the loss, or leave "
+            f"{them} out of the batch",
+            stacklevel=2,
+        )
+
+
+def warn_rows_of_a_microbatch(noted: Sequence[str], rows: int, microbatches: int) -> None:
+    """Warn that `jp.all_rows` returns the rows of one microbatch, where a step has several.
+
+    Args:
+      noted: the calls that gather rows (`model.couplings`).
+      rows: how many rows a microbatch has on all replicas.
+    """
+    if "all_rows" in noted and microbatches > 1:
+        warnings.warn(
+            f"jp.all_rows returns the rows of one microbatch, {rows} of the {rows * microbatches} rows of the batch, "
+            f"so the result is not that of the whole batch; use microbatches=1 in place of {microbatches}, with "
+            "remat=layer or more devices where memory is short, or, if the rows of a microbatch are what you mean, "
+            f"give rows='independent' to {MAKERS}",
             stacklevel=2,
         )
 

@@ -44,10 +44,13 @@ from .refusals import (
     check_independent_of_replicas,
     check_pipe,
     check_remat,
+    unread_leaves,
     warn_gathered,
     warn_no_rule,
     warn_padded,
     warn_precision,
+    warn_rows_of_a_microbatch,
+    warn_unread,
     warn_untrained,
 )
 
@@ -165,6 +168,7 @@ class Tracing:
       fp8: under precision="fp8" why the products of each leaf are not in FP8, "" where they are.
       momenta: those of deferred running statistics.
       doubts: how the loss may couple rows.
+      unread: paths of the batch's leaves that the loss does not read, in a step or without a key in evaluate.
     """
 
     model: Model
@@ -185,6 +189,7 @@ class Tracing:
     fp8: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
     momenta: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
     doubts: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
+    unread: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -266,7 +271,7 @@ class Tracing:
         program = replace(program, loops=tuple(loops), coupled=bool(noted) or jx.communicates(whole.eqns))
         tree = jax.tree.structure(out)
         outputs = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
-        self._check(whole, program, outputs, (variables, rows, key))
+        self._check(whole, program, outputs, (variables, rows, key), noted)
         found = self._lookups(whole, variables, rows)
         inputs = (self._leaves, variables, rows, key, self.strategy.concurrent)
         axes = (self.axes, self.summed, self.traced_axes)
@@ -277,6 +282,22 @@ class Tracing:
         leaves = enumerate(jax.tree_util.tree_leaves_with_path(rows), before)
         names = {i: name_of(path) for i, (path, x) in leaves if jnp.issubdtype(x.dtype, jnp.integer)}
         return {names[i]: lookup for i, lookup in lookups(flat, list(names)).items()}
+
+    def _unread(self, whole: jx.Flat, rest: Any) -> list[str]:
+        """The paths of the batch's leaves with rows that the loss reads neither in a step nor in evaluate, which gives
+        it no key.
+        """
+        (variables, rows, key), params = rest, len(self._params)
+        if not (names := unread_leaves(whole, rest, params)):
+            return []
+        plain = variables.reading() if isinstance(variables, Deferred) else variables
+        other = plain, rows, None if key is not None else jax.eval_shape(lambda: jax.random.key(0))
+        try:
+            flat, _ = self._trace(other, self.axes)
+        except Exception:  # the user's code: a loss that needs its key runs in a step alone, and has been read there
+            return names
+        also = unread_leaves(flat, other, params)
+        return [name for name in names if name in also]
 
     def _cut(self, eqns: Sequence[Any], reads: Sequence[frozenset[int]]) -> list[list[Any]]:
         """Equations, and the numbers of the parameters that each reads, as the stages of a pipeline."""
@@ -435,7 +456,7 @@ class Tracing:
         self.fp8.update(why)
         return own
 
-    def _check(self, whole: jx.Flat, program: Program, outputs: Any, rest: Any) -> None:
+    def _check(self, whole: jx.Flat, program: Program, outputs: Any, rest: Any, noted: Sequence[str]) -> None:
         """Refuse, or warn of, what would not be as on one device; and tell the layout how its layers run."""
         self.layout.loops.update(described(program, self.layout.storage))
         if self.schedule is not None:
@@ -447,12 +468,18 @@ class Tracing:
         check_independent_of_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))
         warn_precision(whole, self.layout.policy.compute, self.strategy.precision)
         warn_untrained(whole, outputs, self.layout.storage.units)
+        unread = [path for path in self._unread(whole, rest) if path not in self.unread]
+        self.unread.update(dict.fromkeys(unread))
+        warn_unread(unread)
         leaves = [(leaf.path, leaf.logical) for leaf in self.layout.storage.units]
         if self.astray and (said := self.astray(whole, leaves)):
             warnings.warn(said, stacklevel=2)
         alone = math.prod(self.axes.values()) * self.strategy.microbatches == 1
         known = any(kind[0] == jax.tree.structure(rest) for kind in self._traced)  # with another number of rows
         if self.model.rows is None and not alone and not known:
+            warn_rows_of_a_microbatch(
+                noted, rows_of(rest[1]) * math.prod(self.axes.values()), self.strategy.microbatches
+            )
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 check_coupling(whole, outputs, rest, lambda *args: self._trace(*args)[0], self.axes, self.strategy)

@@ -18,6 +18,8 @@ from zoo import ZOO
 import jaxpar as jp
 from jaxpar.inspect.check.dealing import _dealt_otherwise
 
+# All losses of this file share one batch, and most read some of its leaves.
+pytestmark = pytest.mark.filterwarnings("ignore:the loss does not read batch")
 Batch = dict[str, Any]
 Loss = Callable[[jax.Array, Batch], Any]
 RANDOM = np.random.default_rng(0)

@@ -141,6 +141,7 @@ def test_what_was_started_since_is_done_again_and_no_row_is_lost(strategy: str, 
 
 def test_what_has_stopped_is_seen_before_it_is_used(tmp_path: Path) -> None:
     model, batch = mean_squares(lambda p, b, key: jnp.square(b["x"] @ p["w"]).mean())
+    del batch["mask"]
     step = jp.make_train_step(model, optax.sgd(0.1), "single", trace_nonfinite=True)
     bad = {**batch, "x": batch["x"] * np.inf}
     uses = {
@@ -195,6 +196,7 @@ def test_what_blocks_make_together_is_named() -> None:
         return jnp.square(b["x"] @ p["w"] / every.min()).mean()  # where one row of all is nought
 
     model, batch = mean_squares(coupled)
+    del batch["mask"]
     batch["x"] = np.abs(batch["x"])
     batch["x"][3] = 0
     model = jp.Model(lambda key: {"w": jax.random.uniform(key, (4, 4)) + 0.1}, model.loss)
@@ -249,6 +251,7 @@ def test_branches_and_closed_over_arrays() -> None:
 def test_an_overflow_by_float16s_scale_is_no_fault() -> None:
     """The loss is 1e3 times what it should be: its first scale of 2^15 is too much, and is halved."""
     model, batch = mean_squares(lambda p, b, key: 1e3 * jnp.square(b["x"].astype(p["w"].dtype) @ p["w"]).mean())
+    del batch["mask"]
     step = jp.make_train_step(model, optax.sgd(1e-6), "single,precision=f16", trace_nonfinite=True)
     state, metrics = step(step.init(jax.random.key(0)), batch)
     assert not metrics["finite"]

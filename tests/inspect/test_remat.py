@@ -14,7 +14,7 @@ import pytest
 from cells import OneDevice, check, initial
 from expert_cells import check_cell
 from jax import lax
-from tensor_cells import batch_of, built
+from tensor_cells import SHARED_BATCH, batch_of, built
 
 import jaxpar as jp
 from jaxpar.inspect.memory import WholeAccess, of_step
@@ -26,6 +26,8 @@ from jaxpar.program import jaxpr as jx
 from jaxpar.program.residuals import Residuals
 from jaxpar.slicing.slicer import Slicing, slice_program
 from jaxpar.targets import target
+
+pytestmark = SHARED_BATCH
 
 LAYERS, DIM, ROWS = 3, 6, 5
 

@@ -118,5 +118,34 @@ def test_a_variable_gives_no_gradient_from_microbatch_to_microbatch() -> None:
             return h * self.mean[...]
 
     batch = {"x": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}
-    model = jp.from_nnx(Scaled, lambda net, batch: jnp.square(net(batch["x"])).mean())
+    loss = lambda net, batch: jnp.square(net(batch["x"])).mean()
+    model = jp.from_nnx(Scaled, loss, rows="independent")  # of its microbatch
     assert jp.verify(model, "data=2,microbatches=2", batch, mesh=jax.devices()[:2]).ok
+
+
+def test_the_whole_batch_at_once() -> None:
+    """One device was given the same microbatches, and the report did not say that the whole batch has another loss."""
+
+    def balance(params: Any, batch: Any, key: Any) -> jax.Array:
+        x = batch["x"] if key is None else batch["x"] + 0.1 * jax.random.normal(key, batch["x"].shape)
+        gates = jp.all_rows(jax.nn.softmax(x @ params))
+        return 4 * (gates.mean(0) * jax.nn.one_hot(gates.argmax(-1), 4).mean(0)).sum()
+
+    def plain(params: Any, batch: Any, key: Any) -> jax.Array:
+        return jnp.square(batch["x"] @ params + jax.random.normal(key, (len(batch["x"]), 4))).mean()
+
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)}
+    init = lambda key: jax.random.normal(key, (8, 4))
+    devices = jax.devices()[:2]
+    model = jp.Model(init, balance, rows="independent")
+    cut = jp.verify(model, "data=2,microbatches=4", batch, steps=1, mesh=devices)
+    assert cut.ok
+    assert cut.uncut_loss is not None
+    assert f"the loss of the whole batch at once is {cut.uncut_loss:.7g}; microbatches=1 has it" in str(cut)
+    # Every row draws the noise of its block there too: as many blocks, all of them in one microbatch.
+    blocks = jp.verify(model, "data=8", batch, steps=1)
+    np.testing.assert_allclose(cut.uncut_loss, blocks.expected_loss, rtol=1e-6)
+    assert blocks.uncut_loss is None
+    report = jp.verify(jp.Model(init, plain), "data=2,microbatches=4", batch, steps=1, mesh=devices)
+    np.testing.assert_allclose(report.uncut_loss, report.expected_loss, rtol=1e-6)
+    assert "whole batch" not in str(report)

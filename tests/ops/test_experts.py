@@ -254,7 +254,7 @@ def batch() -> Tree:
     return {"x": x.astype(np.float32), "weight": random.uniform(0.5, 2, 8).astype(np.float32)}
 
 
-@pytest.mark.parametrize("options", [{}, {"capacity": 0.6}, {"balance": "global"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"capacity": 0.6}, {"balance": "global", "rows": "independent"}], ids=str)
 def test_rows_keep_to_themselves_and_so_layouts_agree(options: Tree) -> None:
     with jax.enable_x64(False):
         assert jp.verify(routed(**options), "zero3,microbatches=2", batch(), mesh=jax.devices()[:4]).ok

@@ -21,6 +21,8 @@ from jaxpar.program import jaxpr as jx
 from jaxpar.program.collectives import PRIMITIVES
 from jaxpar.program.walk import visit
 
+pytestmark = tensor_cells.SHARED_BATCH
+
 BATTERY = pytest.mark.battery
 
 

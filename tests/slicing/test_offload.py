@@ -9,7 +9,7 @@ import jax
 import optax
 import pytest
 from cells import Compiled, check, initial
-from tensor_cells import LENGTH, batch_of, built
+from tensor_cells import LENGTH, SHARED_BATCH, batch_of, built
 
 import jaxpar as jp
 from jaxpar.inspect.compiled.kernels import Done, Executable, HostCopy, Kernel, Operation, While
@@ -18,6 +18,8 @@ from jaxpar.inspect.verify.parity import Reference
 from jaxpar.models import named
 from jaxpar.program.walk import visit
 from jaxpar.targets import target
+
+pytestmark = SHARED_BATCH
 
 MODEL, BATCH = built("scanned")[0], batch_of(8)
 LAYERS, DIM = 5, 64

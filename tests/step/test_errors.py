@@ -197,11 +197,13 @@ def test_model(make: Callable[[], Any], parts: tuple[str, ...]) -> None:
         (lambda y: y, ("the loss is float32[1, 2]", "scalar mean over rows", "try .mean()", "jp.Mean(total, count)")),
         (lambda y: None, ("the loss is None", "scalar mean over rows")),
         (lambda y: "low", ("the loss is", "str", "scalar mean over rows")),
-        (lambda y: {"loss": y.mean()}, ("the loss is", "dict", "scalar mean over rows")),
-        (lambda y: [y.mean(), {}], ("the loss is", "list", "scalar mean over rows")),
-        (lambda y: (y.mean(), {}, {}), ("the loss is", "tuple", "scalar mean over rows")),
+        (lambda y: {"loss": y.mean()}, ("loss returned a dict of 1 (float32[])", "scalar mean over rows")),
+        (lambda y: [y.mean(), {}], ("loss returned a list of 2 (float32[], dict)", "(value, {'name': other})")),
+        # `.mean()` was advised, which no tuple has.
+        (lambda y: (y.mean(), 1, {}), ("returned a tuple of 3 (float32[], int, dict)", "(value, {'name': other})")),
+        (lambda y: (y.mean(), y), ("returned a tuple of 2 (float32[], float32[1, 2])", "(value, {'name': other})")),
         (lambda y: 3, ("the loss is int32", "floating-point")),
-        (lambda y: (y.mean(), [y.mean()]), ("metrics of type list", "return (value, {name: value})")),
+        (lambda y: (y.mean(), [y.mean()]), ("a tuple of 2 (float32[], list)", "a dict of metrics by name")),
         (lambda y: (y.mean(), {"grad_norm": y.mean()}), ("named 'grad_norm'", "rename it")),
         (lambda y: (y.mean(), {7: y.mean()}), ("7", "str")),
         (lambda y: (y.mean(), {"a": y}), ("metric 'a' is float32[1, 2]", "scalar mean over rows", "try .mean()")),
@@ -218,6 +220,30 @@ def test_model(make: Callable[[], Any], parts: tuple[str, ...]) -> None:
 )
 def test_what_a_loss_returns(returns: Callable[[jax.Array], Any], parts: tuple[str, ...]) -> None:
     raises(lambda: train(loss=lambda params, batch, key: returns(batch["x"] @ params["w"])), *parts)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, labels: optax.softmax_cross_entropy_with_integer_labels(y, labels),
+        lambda y, labels: y[jnp.arange(len(labels)), labels],
+        lambda y, labels: jnp.take_along_axis(y, labels[:, None], 1),
+        lambda y, labels: jax.vmap(jnp.take)(y, labels),
+        lambda y, labels: jax.vmap(lambda y, i: jax.lax.dynamic_index_in_dim(y, i))(y, labels),
+        lambda y, labels: y * nn.Embed(2, 2).apply({"params": {"embedding": jnp.eye(2)}}, labels),
+    ],
+)
+def test_labels_that_are_no_integers(loss: Callable[[jax.Array, jax.Array], jax.Array]) -> None:
+    """They ended in the raw TypeError of optax, jax or Flax, which names no leaf of the batch. The advice works."""
+    of = lambda params, batch, key: loss(batch["x"] @ params["w"], batch["label"]).mean()
+    labels = np.zeros(8, np.float32)
+    raises(
+        lambda: train({"x": X, "label": labels}, loss=of),
+        "needs integers",
+        "label float32[1], x float32[1, 2]",
+        "labels.astype('int32')",
+    )
+    train({"x": X, "label": labels.astype("int32")}, loss=of)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import optax
 import pytest
 from cells import Compiled, check, initial
 from expert_cells import check_cell
-from tensor_cells import batch_of, built
+from tensor_cells import SHARED_BATCH, batch_of, built
 
 import jaxpar as jp
 from jaxpar.checkpoint.arrays import arrays_of
@@ -23,6 +23,8 @@ from jaxpar.inspect.verify.parity import Reference
 from jaxpar.models import named
 from jaxpar.program.walk import visit
 from jaxpar.targets import target
+
+pytestmark = SHARED_BATCH
 
 MODEL, BATCH = built("scanned")[0], batch_of(8)
 LAYERS, DIM, PADDED, ROWS = 3, 83, 88, np.ones((8, 83), np.float32)

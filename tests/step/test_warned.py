@@ -43,9 +43,61 @@ def test_a_loss_that_reads_no_parameter() -> None:
 
 def test_a_loss_that_reads_frozen_parameters_alone() -> None:
     trained = {"trainable": lambda path: "bias" in path}
+    frozen = lambda module, batch: jnp.square(batch["x"] @ module.kernel[...] - batch["y"]).mean()
     with pytest.warns(UserWarning, match="reads no parameter that is trained"):
-        step_of(linear, lambda module, batch: jnp.mean(batch["x"] @ module.kernel[...]), **trained).trace(BATCH)
+        step_of(linear, frozen, **trained).trace(BATCH)
     step_of(linear, square, **trained).trace(BATCH)
+
+
+def test_leaves_of_a_batch_that_nothing_reads() -> None:
+    """`segment_ids` beside tokens was given to a Llama that takes none, and documents in one row saw each other."""
+    reads_x = lambda module, batch: jnp.square(module(batch["x"])).mean()
+    nested = {"x": BATCH["x"], "more": {"segment_ids": np.zeros((16, 8), np.int32), "labels": [BATCH["y"]] * 2}}
+    for strategy in ("fsdp", "ddp,microbatches=2"):
+        step = step_of(linear, reads_x, strategy)
+        with pytest.warns(UserWarning, match=r"does not read batch leaf y, so no result depends on it"):
+            step.trace(BATCH)
+        step.trace({name: np.concatenate([x, x]) for name, x in BATCH.items()})  # it has been said
+        with pytest.warns(UserWarning, match="leaves more/labels/0, more/labels/1, more/segment_ids, so no result"):
+            step.trace(nested)
+        step.trace({"x": BATCH["x"]})  # the advice
+
+
+def test_leaves_of_a_batch_that_something_reads() -> None:
+    """No warning for what a metric, a variable, or the loss in `evaluate` alone reads, or for what is replicated."""
+
+    def in_a_metric(module: Any, batch: Any) -> Any:
+        return jnp.square(module(batch["x"])).mean(), {"bias": batch["y"].mean()}
+
+    def in_evaluate(params: Any, batch: Any, key: jax.Array | None) -> Any:
+        y = batch["x"] @ params
+        return (jnp.square(y).mean(), {"error": jnp.abs(y - batch["y"]).mean()} if key is None else {})
+
+    def in_a_step(params: Any, batch: Any, key: jax.Array | None) -> Any:
+        y = batch["x"] @ params
+        return jnp.square(y).mean() if key is None else jnp.square(y - batch["y"]).mean()
+
+    def with_its_key(params: Any, batch: Any, key: jax.Array) -> Any:
+        return jnp.square(batch["x"] @ params + jax.random.normal(key, (4,)) - batch["y"]).mean()
+
+    class Seen(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear, self.mean = nnx.Linear(8, 4, rngs=rngs), nnx.BatchStat(jnp.zeros(4))
+
+    def in_a_variable(module: Seen, batch: Any) -> jax.Array:
+        module.mean[...] = jp.all_rows(batch["y"]).mean(0)
+        return jnp.square(module.linear(batch["x"])).mean()
+
+    step_of(linear, in_a_metric).trace(BATCH)
+    step_of(Seen, in_a_variable).trace(BATCH)
+    marked = BATCH | {"y": jp.Replicated(BATCH["y"])}
+    step_of(linear, lambda module, batch: jnp.square(module(batch["x"])).mean()).trace(marked)
+    for loss in (in_evaluate, in_a_step, with_its_key):
+        model = jp.Model(init=lambda key: jnp.ones((8, 4)), loss=loss)
+        step = jp.make_train_step(model, optax.sgd(0.1), "fsdp")
+        step.trace(BATCH)
+        if loss is not with_its_key:
+            step.evaluate(step.init(jax.random.key(0)), BATCH)
 
 
 class Tokens(nnx.Module):

@@ -105,9 +105,9 @@ class RowCheck:
         """Raise ValueError where rows are coupled, with the figures and what to do."""
         if self.coupled:
             raise ValueError(
-                f"{self}\ntake what needs all rows from jp.all_rows(x), return jp.Mean(total, count) for a mean over "
-                "anything but rows, and do not use the number of rows; or, where blocks are meant to be on their own, "
-                f"give rows='independent' to {MAKERS}"
+                f"{self}\ntake what needs all rows from jp.all_rows(x), with microbatches=1, since it returns those of "
+                "one microbatch; return jp.Mean(total, count) for a mean over anything but rows, and do not use the "
+                f"number of rows; or, where blocks are meant to be on their own, give rows='independent' to {MAKERS}"
             )
 
     def __repr__(self) -> str:

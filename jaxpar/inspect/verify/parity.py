@@ -36,6 +36,11 @@ class Report:
     """The result of `verify`. `ok` is whether the loss and every leaf agree to `tolerance`; `worst` is the leaf
     furthest off; `idle`, whether every gradient is zero on one device, which proves little; `where`, the equation at
     which a difference begins (`jp.bisect`), or why none can be named.
+
+    Attributes:
+      expected_loss: of one device that runs the strategy's microbatches, as `ok` and all differences are.
+      uncut_loss: with several microbatches, the loss of one device that takes the whole batch at once; another than
+        `expected_loss` where the loss takes all rows of a microbatch (`jp.all_rows`, BatchNorm).
     """
 
     ok: bool
@@ -45,6 +50,7 @@ class Report:
     differences: tuple[Difference, ...]
     idle: bool = False
     where: Bisected | str | None = None
+    uncut_loss: float | None = None
 
     @property
     def worst(self) -> Difference:
@@ -62,6 +68,11 @@ class Report:
         lines = [f"{verdict}: loss {self.loss:.7g}, one device {self.expected_loss:.7g}"]
         line = f"worst {w.kind} {w.path}: error {w.error:.2g} of {_OF[w.scale]} (allowed {self.tolerance:.0e})"
         lines.append(f"{line}, ratio {w.ratio:.4g}" + (f": {w.hint}" if w.hint and w.error > self.tolerance else ""))
+        if self.uncut_loss is not None and not _close(self.uncut_loss, self.expected_loss, self.tolerance):
+            lines.append(
+                "one device was given the same microbatches, and the loss depends on which rows share one: the loss of "
+                f"the whole batch at once is {self.uncut_loss:.7g}; microbatches=1 has it"
+            )
         if self.idle:
             lines.append("every gradient is zero, on one device too: the loss does not depend on what is trained")
         if by_terms := [f"{d.kind} {d.path}" for d in self.differences if d.scale == "terms"]:
@@ -84,7 +95,8 @@ def verify(
     """Compare a strategy with one device: loss, every gradient leaf, and parameters after some steps.
 
     The one device sees the same global batch, plainly: no jaxpar machinery beyond the model; where the loss draws
-    random numbers, block by block with the blocks' keys.
+    random numbers, block by block with the blocks' keys. It runs the strategy's microbatches. The loss of the whole
+    batch at once is computed too, and the report says so where that is another number.
 
     Args:
       model, strategy, batch, mesh: as for `make_train_step`; the batch may be NumPy arrays.
@@ -124,6 +136,10 @@ def verify(
         expected_loss, expected_grads = reference.value_and_grad(key, batch)
         shown(f"one device: {steps} steps")
         expected = reference.train(optimizer, key, batch, steps)
+        uncut: float | None = None
+        if step.strategy.microbatches > 1:
+            shown("one device: the whole batch at once")
+            uncut = float(reference.uncut_loss(key, batch))
 
         low = [*dtypes_of(strategy), *reference.low(batch)]
         tolerance = max(TOLERANCE[dtype] for dtype in low)
@@ -144,7 +160,7 @@ def verify(
             terms = [[MARGIN * x / tolerance for x in reference.rounding(run, epsilon)] for run in runs]
             again = [d for (kind, a, b), t in zip(pairs, terms, strict=True) for d in differences(kind, a, b, t)]
             found = [by_terms if d.error > tolerance else d for d, by_terms in zip(found, again, strict=True)]
-        close = bool(np.isfinite(loss) and np.isclose(loss, expected_loss, rtol=tolerance, atol=tolerance))
+        close = bool(np.isfinite(loss)) and _close(float(loss), float(expected_loss), tolerance)
         ok = close and all(d.error <= tolerance for d in found)
         where: Bisected | str | None = None
         if equation and not ok:
@@ -154,7 +170,11 @@ def verify(
             except ValueError as error:  # the report is of the difference, whether or not its equation can be had
                 where = f"its equation is not known: {error}"
     idle = not any(np.any(leaf) for leaf in jax.tree.leaves(expected_grads))
-    return Report(ok, tolerance, float(loss), float(expected_loss), tuple(found), idle, where)
+    return Report(ok, tolerance, float(loss), float(expected_loss), tuple(found), idle, where, uncut)
+
+
+def _close(one: float, other: float, tolerance: float) -> bool:
+    return bool(np.isclose(one, other, rtol=tolerance, atol=tolerance))
 
 
 def _remembering(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

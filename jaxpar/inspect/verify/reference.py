@@ -28,18 +28,20 @@ _SAMPLES = 3  # runs with another rounding: a small leaf's noise may be small by
 class Reference:
     """One device: the model's loss on the global batch, microbatch by microbatch, differentiated by `jax.grad`.
 
-    `replicas` fixes which rows share a microbatch and, where the loss draws random numbers, a key.
+    `replicas` fixes which rows share a microbatch and, where the loss draws random numbers, a key. `microbatches` are
+    those of the strategy if None.
     """
 
-    def __init__(self, model: Model, strategy: Strategy, replicas: int):
+    def __init__(self, model: Model, strategy: Strategy, replicas: int, microbatches: int | None = None):
         self.model, self.strategy, self.replicas = model, strategy, replicas
+        self.microbatches = strategy.microbatches if microbatches is None else microbatches
         grad = jax.value_and_grad(self._objective, has_aux=True, allow_int=True)
         self._grad = jax.jit(grad, compiler_options=cpu_options())
         self._create = jax.jit(model.create, compiler_options=cpu_options())
         self._updates: dict[int, tuple[Any, Any, Any]] = {}
 
     def _objective(self, params: Any, variables: Any, batch: Any, key: jax.Array, step: jax.Array | int) -> Any:
-        m, n = self.strategy.microbatches, self.replicas
+        m, n = self.microbatches, self.replicas
         policy = Policy.of(self.strategy)
         declared = jax.eval_shape(self.model.create, jax.random.key(0))[0]
         params = jax.tree.map(lambda x, d: x.astype(policy.computed(d.dtype)), params, declared)
@@ -110,10 +112,16 @@ class Reference:
 
     def value_and_grad(self, key: jax.Array, batch: Any, nudge: float = 0.0, sample: int = 0) -> tuple[jax.Array, Any]:
         """Loss and gradients at the initial values that `key` gives, for the keys of the first step."""
-        check_rows(batch, self.replicas, self.strategy.microbatches)
+        check_rows(batch, self.replicas, self.microbatches)
         params, variables = self._start(key, nudge, sample)
         (loss, _), grads = self._grad(params, variables, batch, jax.random.fold_in(key, 1), 0)
         return loss, _trained(grads)
+
+    def uncut_loss(self, key: jax.Array, batch: Any) -> jax.Array:
+        """The loss at the initial values that `key` gives, of all rows in one microbatch; blocks keep their keys."""
+        whole = Reference(self.model, self.strategy, self.replicas * self.microbatches, microbatches=1)
+        loss = jax.jit(whole._objective, compiler_options=cpu_options())
+        return loss(*self._start(key, 0.0, 0), batch, jax.random.fold_in(key, 1), 0)[0]
 
     def train(
         self,

@@ -15,7 +15,7 @@ import pytest
 from cells import check, initial
 from flax import linen as nn
 from flax import nnx
-from tensor_cells import SGD, STEPS
+from tensor_cells import SGD, SHARED_BATCH, STEPS
 from test_tensor_dims import leaves_of
 
 import jaxpar as jp
@@ -25,6 +25,8 @@ from jaxpar.inspect.verify.parity import Reference
 from jaxpar.layout.dims.pairs import creation_order
 from jaxpar.layout.dims.tensor import tensor_dims
 from jaxpar.models import named
+
+pytestmark = SHARED_BATCH
 
 ROWS, SIZE = 8, 6
 

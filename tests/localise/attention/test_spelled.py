@@ -20,6 +20,7 @@ from jax import lax
 from jax.extend.random import threefry_2x32
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from tensor_cells import SHARED_BATCH
 
 import jaxpar as jp
 from jaxpar.localise.attention import spelled
@@ -29,6 +30,8 @@ from jaxpar.localise.context.rules import attend_scored
 from jaxpar.ops.context import from_zigzag, score_function, to_zigzag
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.walk import visit
+
+pytestmark = SHARED_BATCH
 
 B, T, H, K, D = 2, 14, 4, 2, 8  # rows, positions, heads, key heads, features of a head
 LEAST = -1e9

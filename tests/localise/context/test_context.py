@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from cells import covering
 from flax import linen as nn
+from tensor_cells import SHARED_BATCH
 
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
@@ -24,6 +25,8 @@ from jaxpar.localise.context.neighbours import diagonal
 from jaxpar.models import named
 from jaxpar.ops.context import gather_bytes, halo_bytes, ring_bytes, ulysses_bytes, usp_bytes
 from jaxpar.program import jaxpr as jx
+
+pytestmark = SHARED_BATCH
 
 # All three ways, every other axis, dropout, shifted targets, a product with the keys on its left, logits in chunks.
 FIRST = (

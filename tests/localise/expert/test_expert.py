@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from cells import OneDevice, logical
+from tensor_cells import SHARED_BATCH
 
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
@@ -22,6 +23,8 @@ from jaxpar.inspect.verify.parity import differences
 from jaxpar.layout.dims.expert import apart, expert_dims, looks_stacked
 from jaxpar.models import named
 from jaxpar.ops.experts.rounds import most_rounds
+
+pytestmark = SHARED_BATCH
 
 FIRST = (
     ("dropless", "pipe=2,expert=4,microbatches=2"),

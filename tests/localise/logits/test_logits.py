@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tensor_cells import SHARED_BATCH
 
 import jaxpar as jp
 from jaxpar.localise.logits.logits import Logits, chunked
 from jaxpar.program import jaxpr as jx
+
+pytestmark = SHARED_BATCH
 
 B, T, D, V = 3, 10, 8, 32
 CHUNK = 6  # tokens: 2 positions of 3 rows

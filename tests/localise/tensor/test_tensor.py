@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import pytest
 from cells import covering, pairs_of
-from tensor_cells import FOUR, SGD, Cell, batch_of, built, check_cell, one_device, product
+from tensor_cells import FOUR, SGD, SHARED_BATCH, Cell, batch_of, built, check_cell, one_device, product
 
 import jaxpar as jp
+
+pytestmark = SHARED_BATCH
 
 
 def pairs(cell: Cell) -> set[Any]:

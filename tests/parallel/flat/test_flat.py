@@ -16,6 +16,7 @@ import optax
 import pytest
 from cells import OPTIMIZERS, OneDevice, check
 from flax import linen as nn
+from tensor_cells import SHARED_BATCH
 from zoo import random_tokens
 
 import jaxpar as jp
@@ -26,6 +27,8 @@ from jaxpar.inspect.timeline.drawing import slot_bytes
 from jaxpar.parallel.flat.cut import LINK, crossing, stages_of, times
 from jaxpar.parallel.flat.stages import stages, used
 from jaxpar.program import jaxpr as jx
+
+pytestmark = SHARED_BATCH
 
 SGD = optax.sgd(0.05, momentum=0.9)
 ROWS = 16

@@ -20,6 +20,8 @@ from jaxpar.models import named
 from jaxpar.parallel.pipeline.schedules import Schedule
 from jaxpar.tables.greedy import OpCosts
 
+pytestmark = tensor_cells.SHARED_BATCH
+
 FIRST = (
     # What a search finds for given times and room for 3 activations.
     Cell("experts", 4, "auto:1:1.3:0.7:0.1:3", 1, "p+1", "fsdp=2,zero=3", "none"),
