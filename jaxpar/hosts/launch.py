@@ -256,7 +256,7 @@ def _until_all_end(children: Sequence[subprocess.Popen], outcome: Outcome, first
                 done[rank] = code
                 if code and rank not in killed and until is None:
                     until = time.monotonic() + _GRACE
-                    if code != ENDED and len(done) < len(children):
+                    if code != ENDED and outcome.stopped is None and len(done) < len(children):
                         _say(f"rank {first + rank} {ended(code)}; {going_on()} have {_GRACE:.0f} s to end")
                 elif not code and until is None and outcome.early is None:
                     outcome.early, alone = first + rank, time.monotonic() + _ALONE
