@@ -29,7 +29,7 @@ from .inspect.check.replicas import check as check_sums
 from .inspect.check.replicas import checksums
 from .inspect.explain import Explanation
 from .inspect.explain import explain as _explain
-from .inspect.nonfinite import Nonfinite, NonfiniteError, Replay
+from .inspect.nonfinite import Nonfinite, NonfiniteError, Replay, unseen
 from .inspect.remat import settle
 from .layout.dims.tensor import Rules
 from .layout.mesh import make_mesh
@@ -86,14 +86,16 @@ def make_train_step(
       trace_nonfinite: after a step whose loss or gradients have a NaN or an infinity, find the equation that made it
         (`step.trace_nonfinite`) and raise `FloatingPointError` with its line, rank and rows (`NonfiniteError`). Nothing
         waits for it: such a step and what comes after it are not applied, each call looks at the steps that are done
-        (with several hosts, at all but its own), and `step.wait(state)`, `step.save` and `step.evaluate` at the last. A
-        batch is kept until its step is seen: do not write into its arrays. Costs what `skip_nonfinite` does. Under
-        float16, gradients that overflow by the loss's scale are no fault until it is 1.
+        (with several hosts, at all but its own), and `step.wait(state)`, `step.save` and `step.evaluate` at the last.
+        If none of them follows, the next `make_train_step` raises, or the process says it at its end and exits with
+        status 1. A batch is kept until its step is seen: do not write into its arrays. Costs what `skip_nonfinite`
+        does. Under float16, gradients that overflow by the loss's scale are no fault until it is 1.
 
     Raises ValueError on anything that does not fit, naming what was given, what is needed, and what to try. Warns where
     a pipeline has one microbatch, and so one rank that works at a time, and where an optimizer multiplies layers of a
     stack with one another.
     """
+    unseen.look()  # at what an earlier step was given last
     strategy = as_strategy(strategy)
     if not isinstance(model, Model):
         raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}")
@@ -241,6 +243,7 @@ class TrainStep(Step):
                 after, metrics = super().__call__(state, batch)
         if self.traces:
             self._calls.append(_Call(after, metrics.pop("stopped"), batch))
+            unseen.expect(self._look)
             self._look(wait=False)
         return after, metrics
 
@@ -264,8 +267,11 @@ class TrainStep(Step):
             if (call := calls.popleft()).stopped:
                 after, undone = (calls[-1] if calls else call).state, tuple(later.batch for later in calls)
                 calls.clear()
+                unseen.forget(self._look)
                 found = self.trace_nonfinite(replace(after, step=-after.step - 1), call.batch)
                 raise NonfiniteError(found, replace(after, step=-after.step), call.batch, undone)
+        if not calls:
+            unseen.forget(self._look)
 
     def trace_nonfinite(self, state: State, batch: Any, device: jax.Device | None = None) -> Nonfinite:
         """Where the NaN or infinity of a step begins: the equation with its line, module, layer and operands, the

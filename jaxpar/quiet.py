@@ -16,12 +16,67 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
 # Abseil's form: level, month and day, time, thread, file:line.
 _NOISE = re.compile(rb"[IW]\d{4} .*\] |WARNING: All log messages before absl::InitializeLog\(\) is called")
-# Whatever its level. `jaxpar launch` leaves it out for every script, as all that its processes print goes through it.
-GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\s*")
+# What Gloo writes, in pieces; a number, which may be anybody's, is one of them.
+_GLOO = rb"\[Gloo\] Rank | is connected to | peer ranks\.(?: |$)|Expected number of connected peer ranks is :(?: |$)"
+# The client and the service of JAX's coordinator, where one of them ends.
+_COORDINATION = re.compile(
+    rb"[WEF]\d{4} .* (?:coordination_service\w*|preemption_\w+)\.(?:cc|h):\d+\] "
+    rb"|F\d{4} .* client\.h:\d+\] Terminating process because the JAX distributed service .*?(?:absl::Status: (.*))?$"
+)
+_CONTINUED = re.compile(
+    rb"\s*$|RPC: /xla\.coordination|Additional GRPC error information from remote target coordination_service"
+    rb"|:[A-Z_]+:| \[type\.googleapis\.com/|This suggests that the workers are out of sync"
+    rb"|This is usually caused by an earlier error|\*\*\* Check failure stack trace: \*\*\*|    @ +0x"
+)
+
+
+class Gloo:
+    """Knows the lines of Gloo about its own connections, one for each group of devices. `jaxpar launch` leaves them out
+    for every script, as all that its processes print goes through it.
+
+    A process's devices write at once, each in pieces: lines of two of them come as `[Gloo] Rank [Gloo] Rank 2 is
+    connected ...`, `3 is connected ...`, or with an end of a line too many later.
+    """
+
+    def __init__(self) -> None:
+        self._begun = 0  # of its lines, whose end has not been seen
+
+    def __call__(self, line: bytes) -> bool:
+        """Whether the next line of a process's output is Gloo's."""
+        line = line.rstrip(b"\r\n")
+        if re.sub(_GLOO, b"", line).strip(b"0123456789 ") or not (self._begun or re.search(_GLOO, line)):
+            return False
+        self._begun = max(0, self._begun + line.count(b"[Gloo] Rank ") - 1)
+        return True
+
+
+class Coordination:
+    """Knows the lines, and the stack, with which XLA ends a process once JAX's coordinator is gone or reports an error.
+    `jaxpar launch` leaves them out, as a sentence then says why the process ends: its own (`hosts/ending.py`), or else
+    the launcher's.
+
+    Attributes: `error`, the one that ended the process, "" before.
+    """
+
+    def __init__(self) -> None:
+        self._within, self.error = False, ""
+
+    def __call__(self, line: bytes) -> bool:
+        """Whether the next line of a process's errors is one of these."""
+        begun = _COORDINATION.match(line.rstrip(b"\r\n"))
+        if begun and begun[1] and not self.error:
+            self.error = begun[1].decode(errors="replace")
+        self._within = bool(begun or (self._within and _CONTINUED.match(line)))
+        return self._within
+
+
+def _is_noise(line: bytes) -> bool:
+    return bool(_NOISE.match(line))
 
 
 def is_command() -> bool:
@@ -40,11 +95,11 @@ def filter_start() -> None:
     that CUDA's plugin cannot load one.
     """
     logging.getLogger("jax._src.xla_bridge").addFilter(_matters)
-    sys.stderr = sys.__stderr__ = _around(2, sys.stderr, _NOISE)  # type: ignore[misc, assignment]
-    sys.stdout = sys.__stdout__ = _around(1, sys.stdout, GLOO)  # type: ignore[misc, assignment]
+    sys.stderr = sys.__stderr__ = _around(2, sys.stderr, _is_noise)  # type: ignore[misc, assignment]
+    sys.stdout = sys.__stdout__ = _around(1, sys.stdout, Gloo())  # type: ignore[misc, assignment]
 
 
-def _around(number: int, python: TextIO | None, noise: re.Pattern[bytes]) -> TextIO | None:
+def _around(number: int, python: TextIO | None, is_noise: Callable[[bytes], bool]) -> TextIO | None:
     """The file `number` filtered for C++, and what Python has to write to for its own not to be; as it is if closed."""
     try:
         real = os.dup(number)
@@ -52,7 +107,7 @@ def _around(number: int, python: TextIO | None, noise: re.Pattern[bytes]) -> Tex
         return python
     read, write = os.pipe()
     if os.fork() == 0:
-        _pass_on(read, real, noise, close=(0, 1, 2, write))
+        _pass_on(read, real, is_noise, close=(0, 1, 2, write))
     os.dup2(write, number)
     os.close(write)
     os.close(read)
@@ -67,7 +122,7 @@ def _matters(record: logging.LogRecord) -> bool:
     return gpus or not record.getMessage().startswith("Jax plugin configuration error")
 
 
-def _pass_on(read: int, real: int, noise: re.Pattern[bytes], close: tuple[int, ...]) -> None:
+def _pass_on(read: int, real: int, is_noise: Callable[[bytes], bool], close: tuple[int, ...]) -> None:
     """Copies lines until all writers are gone, and ends the process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):  # those are the command's
         signal.signal(number, signal.SIG_IGN)
@@ -82,9 +137,9 @@ def _pass_on(read: int, real: int, noise: re.Pattern[bytes], close: tuple[int, .
             while part := source.read(1 << 16):
                 *lines, rest = (rest + part).split(b"\n")
                 for line in lines:
-                    if not noise.match(line):
+                    if not is_noise(line):
                         os.write(real, line + b"\n")
-            if rest and not noise.match(rest):
+            if rest and not is_noise(rest):
                 os.write(real, rest)
     finally:
         os._exit(0)

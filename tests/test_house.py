@@ -141,3 +141,64 @@ def test_a_class_has_a_name_of_its_own() -> None:
                     places.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
     twice = {name: paths for name, paths in places.items() if len(paths) > 1}
     assert not twice, f"one name, two meanings: {twice}"
+
+
+UNPICKLING = r"""
+    \b(?:import|from)\s+(?:[\w.]+\s*,\s*)*(?:_?c?[pP]ickle|cloudpickle|dill|marshal|shelve|joblib|multiprocessing)\b
+  | \bimport_module\(\s*["'](?:pickle|cloudpickle|dill|marshal|shelve|joblib|multiprocessing)
+  | \b(?:read_pickle|unpickle|Unpickler|recv_pyobj|serialize_executable|unsafe_load|full_load|UnsafeLoader|FullLoader)\b
+  | allow_pickle\s*=\s*(?!False\b)
+  | \byaml\.(?:load|load_all)\(
+  | \btorch\.load\((?![^()]*(?:\([^()]*\)[^()]*)*\bweights_only\s*=\s*True)
+"""
+
+
+def unpickles(text: str) -> list[str]:
+    return [found[0].strip() for found in re.finditer(UNPICKLING, text, re.VERBOSE)]
+
+
+def test_nothing_unpickles_what_comes_from_outside_the_process() -> None:
+    """`jp.bisect` between two processes unpickled what a stranger sent, and so ran the stranger's code."""
+    found = {path.relative_to(ROOT).as_posix(): unpickles(path.read_text()) for path in FILES}
+    assert not any(found.values()), {path: names for path, names in found.items() if names}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "import os, pickle as p",
+        "from pickle import loads",
+        "import marshal",
+        "import cloudpickle",
+        "from multiprocessing.connection import Client, Listener",
+        "import multiprocessing",
+        "importlib.import_module('pickle')",
+        "np.load(path, allow_pickle=True)",
+        "np.load(path, allow_pickle=trusted)",
+        "torch.load(path)",
+        "torch.load(str(path), map_location='cpu')",
+        "torch.load(path, weights_only=False)",
+        "pd.read_pickle(path)",
+        "yaml.load(text, yaml.Loader)",
+        "yaml.unsafe_load(text)",
+        "yaml.parse(text, yaml.UnsafeLoader)",
+        "from jax.experimental import serialize_executable",
+    ],
+)
+def test_the_search_finds_each_way_to_unpickle(line: str) -> None:
+    assert unpickles(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "np.load(path)",
+        "np.load(path, mmap_mode='r', allow_pickle=False)",
+        "yaml.safe_load(text)",
+        "torch.load(str(path), weights_only=True)",
+        "# pickled objects are refused",
+    ],
+)
+def test_the_search_passes_what_unpickles_nothing(line: str) -> None:
+    assert not unpickles(line)

@@ -200,9 +200,12 @@ def train(options: TrainOptions) -> None:
     say(f"{time.perf_counter() - begin:.1f} s; written: {options.out}")
     if options.export is not None:
         assert options.out is not None
+        say(f"exporting to {options.export}")
         say(f"exported: {exports.export(options.model, options.out, options.export, options.export_dtype)}")
     writes = model is not None and not is_folder(options.model) and model.generate
     if options.sample and writes and isinstance(source, Text) and source.corpus is not None:
+        # It compiles a program of its own, for tens of seconds where several processes share a machine.
+        say(f"compiling and writing a sample of {options.sample} tokens")
         sample = _sample(trainer, options, source.corpus.held_out[: options.length // 2], writes)
         say("a sample, after the beginning of the held-out text:")
         say(sample)

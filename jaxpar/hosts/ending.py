@@ -17,17 +17,19 @@ from types import TracebackType
 
 import jax
 
-from . import watchdog
+from . import exit_status, watchdog
 from .environment import Place
 from .judge import who
 from .store import Store
 from .watchdog import ENDED, Watch, end
 
-_LEAVES = 300  # seconds for which the end waits for the others, as jax does
+_LEAVES = 600  # seconds for which a process that has come to its end waits for the others: one of them may write on
+_TOGETHER = 5.0  # seconds for which it does with another status than 0, with which all may leave at once
 _NOTICED = 1.5  # seconds within which jax's thread has seen a signal, and all have answered it
 _watch: Watch | None = None
 _status: int | None = None  # with which a failed process of several exits
 _bad: int | None = None  # with which a process exits that has come to its end
+_agreed = False  # whether all processes leave with the same status, after the same step
 _waiting: tuple[Place, int] | None = None  # while the processes join: for whom, and how long
 
 
@@ -44,6 +46,7 @@ def start(store: Store, place: Place, limit: float) -> None:
     _watch = Watch(store, place, limit, stall=watchdog.stall_seconds())
     jax.monitoring.register_event_duration_secs_listener(_watch.compiles)
     sys.excepthook = _excepthook_after(sys.excepthook)
+    exit_status.watch_exit()
     # Handlers run last in, first out: before jax's own, which waits for processes that may not come.
     atexit.register(_at_exit)
     _watch.start()
@@ -65,6 +68,17 @@ def fail(error: BaseException | str, status: int = 1) -> None:
             f"\njaxpar: {verdict.sentence}. It broke off a collective of rank {_watch.place.process}, which ends too.",
             ENDED,
         )
+
+
+def has_failed() -> bool:
+    """Whether this process leaves with an error, alone as far as it knows."""
+    return _status is not None or (exit_status.left()[0] != 0 and not _agreed)
+
+
+def agreed() -> None:
+    """All processes leave after the same step, with whatever status: none of them fails."""
+    global _agreed
+    _agreed = True
 
 
 def badly(error: Exception) -> None:
@@ -118,21 +132,26 @@ def doing(what: str) -> None:
 def _excepthook_after(before: object):  # noqa: ANN202, a closure
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)  # type: ignore[operator]
-        fail(error)
+        fail(error, 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 
     return hook
 
 
 def _at_exit() -> None:
     assert _watch is not None
+    status, text = exit_status.left()
+    if _status is None and (not status or _agreed):
+        _watch.own.ended = True
+        begin = time.monotonic()
+        if not _leave(_watch, _LEAVES) and time.monotonic() - begin >= _LEAVES:  # else another one has failed
+            fail(
+                f"it came to its end and waited {_LEAVES} s for the others, which go on; let all processes end within "
+                "that time, and see what the others do"
+            )
+    elif _status is None and not _leave(_watch, _TOGETHER):
+        fail(f"it left with exit status {status}" + (f", {text}" if text else ""), status)
     if _status is not None:
-        # jax would wait at its own exit for processes that have ended.
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None and not stream.closed:
-                stream.flush()
-        os._exit(_status)
-    _watch.own.ended = True
-    _leave(_watch)
+        end("", _status)  # jax would wait at its own exit for processes that have ended
 
 
 @atexit.register  # when this is imported, and so after those of the user's program
@@ -141,15 +160,17 @@ def _exit_badly() -> None:
         end("", _bad)
 
 
-def _leave(watch: Watch) -> None:
+def _leave(watch: Watch, seconds: float) -> bool:
     """All processes leave together, and no signal counts any more. Whoever gets SIGTERM asks all others at which step
     they are, in a thread of jax's that looks for it once a second (XLA, preemption_notifier.cc); asked of one that has
-    gone, it would wait for a quarter of an hour, and this process for it.
+    gone, it would wait for a quarter of an hour, and this process for it. Whether all have come within the time.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if watch.store.wait("leaving", _LEAVES):
+    if watch.store.wait("leaving", seconds):
         time.sleep(_NOTICED)
         watch.close()  # a thread that comes back from C++ when Python has gone ends its process by abort()
+        return True
+    return False
 
 
 # -- the coordinator's end ---------------------------------------------------------------------------------------------

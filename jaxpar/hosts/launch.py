@@ -14,16 +14,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from ..quiet import GLOO
+from ..quiet import Coordination, Gloo
 from .environment import Place, detect
 from .initialize import gpus_here
 from .watchdog import ENDED
 
 _GRACE = 20.0  # seconds that the others have to end by themselves, with their own sentence, once one has failed
+_ALONE = 10.0  # seconds after which it is told that a process has ended well, and others go on
 _MENDABLE = 2  # exit status of `jaxpar` for what the user can mend: the same would come of the same
 
 
@@ -34,8 +35,9 @@ class LaunchOptions:
     What follows -- is for Python: a script, or -m and a module, as in `-- -m jaxpar train --out runs/two`. The script
     calls `jp.initialize()` first; `jaxpar train` does. Output is prefixed with the process's number, signals are passed
     on, and when one process fails all are ended; the exit status is that of the first that failed. Lines of Gloo about
-    its own connections are left out. Started once on each of several hosts (by srun, mpirun or Kubernetes, or with
-    JAXPAR_COORDINATOR, JAXPAR_PROCESSES and JAXPAR_PROCESS, which then count hosts), all their processes are one run.
+    its own connections, and the stacks with which XLA ends a process whose coordinator is gone, are left out. Started
+    once on each of several hosts (by srun, mpirun or Kubernetes, or with JAXPAR_COORDINATOR, JAXPAR_PROCESSES and
+    JAXPAR_PROCESS, which then count hosts), all their processes are one run.
     """
 
     processes: int | None = None
@@ -68,18 +70,33 @@ class Outcome:
     Attributes:
       failed: rank -> return code as `subprocess` has it, of those that failed by themselves, the first one first.
       lost: how many are not to be counted on: those that a signal ended, or that had to be ended, or else one.
+      early: the first rank that ended with exit status 0 before any failed, None where there was none.
       stopped: the signal that the launcher was sent, None without one.
+      coordinator: where JAX's coordinator of this start is, and what it reported to a process that it then ended, "".
     """
 
     failed: dict[int, int] = field(default_factory=dict)
     lost: int = 0
+    early: int | None = None
     stopped: int | None = None
+    coordinator: tuple[str, str] = "", ""
 
     @property
     def status(self) -> int:
         """The launcher's exit status."""
         code = next(iter(self.failed.values()), 0)
         return 128 - code if code < 0 else code
+
+    def __str__(self) -> str:
+        who = ", ".join(f"rank {rank} {ended(code)}" for rank, code in self.failed.items())
+        if self.early is not None and self.status == ENDED:  # nobody else is a reason for their end
+            who = f"rank {self.early} ended with exit status 0 before the others, {who}"
+        where, error = self.coordinator
+        if error and -signal.SIGABRT in self.failed.values():
+            who += f"; JAX's coordinator at {where} had ended it: {error.rstrip('.')}."
+            if not error.startswith("UNAVAILABLE"):
+                who += f" It asks nobody for a password: see that nothing else speaks to {where}"
+        return who
 
 
 def launch(options: LaunchOptions, command: Sequence[str]) -> int:
@@ -112,18 +129,18 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         outcome = run_once(command, host, processes, options, restart)
         if outcome.stopped is not None or not outcome.failed:
             return outcome.status
-        who = ", ".join(f"rank {rank} {ended(code)}" for rank, code in outcome.failed.items())
         if shrunk and outcome.status == _MENDABLE and processes > least:
             processes -= 1  # so many do not divide the rows, or the layers: this is no new failure
-            _say(f"{who}; {processes} processes are tried")
+            _say(f"{outcome}; {processes} processes are tried")
             continue
         if restart == options.restarts or outcome.status == _MENDABLE:
-            _say(f"{who}; {f'after {restart} restarts ' if restart else ''}the run ends with status {outcome.status}")
+            after = f"after {restart} restarts " if restart else ""
+            _say(f"{outcome}; {after}the run ends with status {outcome.status}")
             return outcome.status
         restart, before = restart + 1, processes
         processes = max(least, processes - outcome.lost)
         shrunk = shrunk or processes < before
-        _say(f"{who}; started again with {processes} processes, restart {restart} of {options.restarts}")
+        _say(f"{outcome}; started again with {processes} processes, restart {restart} of {options.restarts}")
 
 
 def run_once(command: Sequence[str], host: Place, processes: int, options: LaunchOptions, restart: int) -> Outcome:
@@ -159,11 +176,11 @@ def run_once(command: Sequence[str], host: Place, processes: int, options: Launc
         )
         for local in range(processes)
     ]
-    lock = threading.Lock()
+    lock, errors = threading.Lock(), [Coordination() for _ in children]
     readers = [
-        threading.Thread(target=_prefixed, args=(stream, into, f"[{rank}] ", lock), daemon=True)
-        for rank, child in enumerate(children, first)
-        for stream, into in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))
+        threading.Thread(target=_prefixed, args=(stream, into, f"[{rank}] ", lock, left_out), daemon=True)
+        for rank, (child, error) in enumerate(zip(children, errors, strict=True), first)
+        for stream, into, left_out in ((child.stdout, sys.stdout, Gloo()), (child.stderr, sys.stderr, error))
     ]
     for reader in readers:
         reader.start()
@@ -182,6 +199,7 @@ def run_once(command: Sequence[str], host: Place, processes: int, options: Launc
             signal.signal(number, handler)
     for reader in readers:
         reader.join(5)  # a grandchild may hold the pipe open
+    outcome.coordinator = host.coordinator, next((each.error for each in errors if each.error), "")
     return outcome
 
 
@@ -228,14 +246,23 @@ def _until_all_end(children: Sequence[subprocess.Popen], outcome: Outcome, first
     """Notes who failed, of ranks from `first` on. Once one has, the others have a while to end by themselves."""
     done: dict[int, int] = {}
     until: float | None = None
+    alone: float | None = None
     killed: set[int] = set()
+    going_on = lambda: f"{len(children) - len(done)} of {len(children)} processes"
     while len(done) < len(children):
         time.sleep(0.05)
         for rank, child in enumerate(children):
             if rank not in done and (code := child.poll()) is not None:
                 done[rank] = code
-                if code and rank not in killed:
-                    until = until or time.monotonic() + _GRACE
+                if code and rank not in killed and until is None:
+                    until = time.monotonic() + _GRACE
+                    if code != ENDED and outcome.stopped is None and len(done) < len(children):
+                        _say(f"rank {first + rank} {ended(code)}; {going_on()} have {_GRACE:.0f} s to end")
+                elif not code and until is None and outcome.early is None:
+                    outcome.early, alone = first + rank, time.monotonic() + _ALONE
+        if alone is not None and until is None and time.monotonic() > alone and len(done) < len(children):
+            _say(f"rank {outcome.early} has ended with exit status 0, and {going_on()} go on")
+            alone = None
         if until is not None and time.monotonic() > until and not killed:
             killed = {rank for rank in range(len(children)) if rank not in done}
             for rank in killed:
@@ -253,11 +280,15 @@ def _signal(children: Sequence[subprocess.Popen], number: int) -> None:
             child.send_signal(number)
 
 
-def _prefixed(stream: IO[bytes], into: IO[str], prefix: str, lock: threading.Lock) -> None:
-    """Passes lines on, but Gloo's. Nothing is decoded that is not whole, and lines of two processes do not mix."""
+def _prefixed(
+    stream: IO[bytes], into: IO[str], prefix: str, lock: threading.Lock, left_out: Callable[[bytes], bool]
+) -> None:
+    """Passes lines on, but those that are left out. Nothing is decoded that is not whole, and lines of two processes do
+    not mix.
+    """
     with stream:
         for line in stream:
-            if GLOO.fullmatch(line):
+            if left_out(line):
                 continue
             with lock:
                 into.write(prefix + line.decode(errors="replace").rstrip("\r\n") + "\n")

@@ -26,6 +26,7 @@ TRAINING, COMPILING = "training", "compiling"  # in a step of a loop that waits 
 ELSEWHERE = ("starting", "between steps", "done with the run")  # in code of the user's, which says nothing
 _TIMES, _LONGER = 5, 10  # steps after which it is known how long one takes; how much longer none takes
 _SILENT = 0.6  # of these, until one that says nothing, or stays behind, is given up; the rest is for the news to spread
+_WAITS = 10.0  # seconds after which a process that has come to its end says that it waits for the others
 _LEAVING = 3.0  # seconds that process 0, which has the coordinator, waits for the others to hear why they end
 
 
@@ -91,6 +92,7 @@ class Watch:
         self.waits = False  # whether the loop waits for each step, as a `Trainer`'s does
         self._stall, self._began, self._before = stall, now, ""
         self._longest: dict[str, tuple[int, float]] = {}  # of what it did: how often, and the most seconds
+        self._ended: float | None = None  # when this process had come to its end; 0 once that was said
         self._closed = threading.Event()
         self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._talk, self._look)]
 
@@ -211,6 +213,12 @@ class Watch:
                 each.since = each.moved = now
                 each.behind = None
         self._looked = now
+        if self.own.ended and self._ended is None:
+            self._ended = now
+        elif self._ended and now - self._ended > _WAITS:
+            self._ended = 0.0
+            told = f"rank {self.place.process} has come to its end, after step {self.own.position // 2}"
+            os.write(2, f"jaxpar: {told}, and waits for the others\n".encode())
         self.verdict = self.verdict or self._judged(now)
         if self.verdict is not None:
             self._spread()

@@ -162,6 +162,7 @@ class Trainer:
             assert stop.signal is not None
             where = f"saved in {out}; {loop.again}" if out else "nothing is saved, as there is no out"
             self.progress.say(f"stopped by {stop.signal.name} after step {self.number}, {where}")
+            ending.agreed()
             raise SystemExit(128 + stop.signal)
         return self.state
 

@@ -17,6 +17,7 @@ import yaml
 from PIL import Image
 
 import jaxpar as jp
+from jaxpar.cli import commands
 from jaxpar.cli.commands import main
 from jaxpar.cli.options import CheckOptions, ExplainOptions, TrainOptions, model_of, optimizer_of, units_of
 from jaxpar.models import named
@@ -53,10 +54,15 @@ def test_train_writes_its_run_and_goes_on_with_it(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    sample, said = commands._sample, []
+    keep = lambda *given: said.append(capsys.readouterr().out) or sample(*given)
+    monkeypatch.setattr(commands, "_sample", keep)
     main(command(text))
     (out,) = (tmp_path / "runs").iterdir()
     assert out.name.startswith("llama-tiny-layers=1")
-    shown = capsys.readouterr().out
+    # Two processes printed nothing for 41 s after "written".
+    assert said[0].endswith("compiling and writing a sample of 8 tokens\n")
+    shown = said[0] + capsys.readouterr().out
     for part in ("bigram entropy", "bits/byte", "tokens/s", "held out", f"written: runs/{out.name}", "a sample"):
         assert part in shown
     assert {"config.yaml", "metrics.jsonl", "loss.png", "checkpoints"} <= {path.name for path in out.iterdir()}

@@ -48,6 +48,77 @@ while True:
     assert "rank 0 was ended by SIGKILL" in capfd.readouterr().err
 
 
+def test_a_process_that_ends_early_is_named_whatever_its_status(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a rank that left by `os._exit(0)` nothing was said, and the run ended with the 75 of the others."""
+    monkeypatch.setattr(launch, "_ALONE", 0.2)
+    script = "import os, sys, time; rank = int(os.environ['JAXPAR_PROCESS'])\nif rank == 1: os._exit({0})\n"
+    assert launch.launch(LaunchOptions(processes=2), ["-c", script.format(0) + "time.sleep(3); sys.exit(75)"]) == 75
+    said = capfd.readouterr().err
+    assert "rank 1 has ended with exit status 0, and 1 of 2 processes go on" in said
+    assert "rank 1 ended with exit status 0 before the others, rank 0 failed with exit status 75; the run ends" in said
+    assert launch.launch(LaunchOptions(processes=2), ["-c", script.format(7) + "time.sleep(1); sys.exit(75)"]) == 7
+    said = capfd.readouterr().err
+    assert "rank 1 failed with exit status 7; 1 of 2 processes have 20 s to end" in said
+    assert "rank 1 failed with exit status 7; the run ends with status 7" in said
+
+
+COORDINATION = """E1128 18:22:04.611674 11683 coordination_service_agent.cc:289] Polled an error from the service.
+F1128 18:22:04.611928 11683 client.h:80] Terminating process because the JAX distributed service detected fatal \
+errors. See the other logs. absl::Status: {error}
+Additional GRPC error information from remote target coordination_service while calling /xla.coordination:
+:UNKNOWN:Error received from peer  {{grpc_message:"Socket closed", grpc_status:14}}
+*** Check failure stack trace: ***
+    @     0x7f47ddf040ee  xla::CoordinationServiceAgent::SetError()
+    @     0x7f47e94a71f5  (unknown)
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [("ABORTED: 1 unexpectedly tried to connect.", True), ("UNAVAILABLE: Failed to send RPC. Check earlier", False)],
+)
+def test_a_sentence_stands_for_the_stack_with_which_xla_ends_a_process(
+    error: str, advice: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Another program that spoke to JAX's coordinator ended both processes, with 40 lines of XLA's and no reason."""
+    text = COORDINATION.format(error=error) + "of the script\n    at its line 3\n"
+    script = f"import faulthandler, os; faulthandler.disable(); os.write(2, {text!r}.encode()); os.abort()"
+    assert launch.launch(LaunchOptions(processes=1), ["-c", script]) == 134
+    *lines, last = capfd.readouterr().err.splitlines()
+    assert lines == ["[0] of the script", "[0]     at its line 3"]
+    assert "rank 0 was ended by SIGABRT; JAX's coordinator at 127.0.0.1:" in last
+    assert f" had ended it: {error.rstrip('.')}." in last
+    assert ("It asks nobody for a password: see that nothing else speaks to 127.0.0.1:" in last) == advice
+
+
+GLOO = "[Gloo] Rank {0} is connected to 3 peer ranks. Expected number of connected peer ranks is : 3"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [GLOO.format(1)],
+        ["[Gloo] Rank [Gloo] Rank 2 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3",
+         "3 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3"],
+        [GLOO.format(1) + GLOO.format(2), ""],
+        [GLOO.format(1)[:-1] + GLOO.format(2)[:-1] + "33", ""],
+        [GLOO.format(1)[:-1] + GLOO.format(2), "3"],
+        ["[Gloo] Rank 2" + GLOO.format(1),
+         " is connected to 3 peer ranks. Expected number of connected peer ranks is : 3"],
+    ],
+)  # fmt: skip
+def test_lines_that_several_devices_of_a_process_have_mixed_are_left_out(
+    lines: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Gloo writes a line in pieces, and each device its own: `[Gloo] Rank [Gloo] Rank 2 is ...` was shown."""
+    own = ["3", "", "[Gloo] timed out", "3 is connected to nothing", "step 1"]
+    text = "".join(line + "\n" for line in [*own, *lines, *own])
+    assert launch.launch(LaunchOptions(processes=1), ["-c", f"print({text!r}, end='')"]) == 0
+    assert capfd.readouterr().out.splitlines() == 2 * [f"[0] {line}" for line in own]
+
+
 def test_restarts_with_fewer_processes(capfd: pytest.CaptureFixture[str]) -> None:
     """Four fail at first; three do not divide the rows, which is status 2; two do."""
     script = """

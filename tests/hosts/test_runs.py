@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 LOOP = """
 import os, sys, time
@@ -109,6 +110,75 @@ def test_faults(fault: str, status: int, says: str) -> None:
     assert f"rank {fault.split(':')[1]} on " in said, said
     assert says in said, said
     assert seconds < 1500
+
+
+WAYS = """
+import os, signal, sys, time
+import jaxpar as jp
+place = jp.initialize()
+import jax
+def leave():
+    match os.environ["WAY"]:
+        case "sys.exit": sys.exit(7)
+        case "raise": raise SystemExit(7)
+        case "text": sys.exit("no such file")
+        case "os._exit": os._exit(7)
+        case "well": os._exit(0)
+        case "kill": os.kill(os.getpid(), signal.SIGKILL)
+        case "interrupt": os.kill(os.getpid(), signal.SIGINT)
+        case "error": raise RuntimeError("no such row")
+if place.process == int(os.environ["WHO"]): leave()
+jax.numpy.zeros(1)
+time.sleep(1000)
+"""
+LEFT = "failed: it left with exit status "
+GONE = "is lost: its process is gone"
+
+
+@pytest.mark.parametrize(
+    ("way", "who", "hosts", "status", "says"),
+    [
+        pytest.param("sys.exit", 1, 1, 7, LEFT + "7 (it had not begun a step)", marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.battery)
+            for case in [
+                ("raise", 0, 1, 7, LEFT + "7 "),
+                ("sys.exit", 1, 2, 7, LEFT + "7 "),
+                ("text", 1, 1, 1, LEFT + "1, no such file"),
+                ("os._exit", 1, 1, 7, GONE),
+                ("os._exit", 1, 2, 7, GONE),
+                ("well", 1, 1, 75, "rank 1 ended with exit status 0 before the others"),
+                ("well", 0, 1, 75, "rank 0 ended with exit status 0 before the others"),
+                ("kill", 1, 2, 137, GONE),
+                ("kill", 0, 1, 137, " lost: "),
+                ("interrupt", 1, 1, 130, "failed: KeyboardInterrupt"),
+                ("error", 1, 2, 1, "failed: RuntimeError: no such row"),
+            ]
+        ),
+    ],
+)
+def test_a_process_that_leaves_before_the_first_step_is_noticed_with_its_status(
+    way: str, who: int, hosts: int, status: int, says: str
+) -> None:
+    """One that left by `sys.exit` was taken for one that is done, and the others waited for two minutes and more."""
+    command = [sys.executable, "-m", "jaxpar", "launch", "--processes", str(2 // hosts), "--devices", "1"]
+    env = {**os.environ, **QUICK, "WAY": way, "WHO": str(who)}
+    run = {"JAXPAR_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXPAR_PROCESSES": "2"} if hosts == 2 else {}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    launchers = [
+        subprocess.Popen(
+            [*command, "--", "-c", WAYS], env={**env, **run, **({"JAXPAR_PROCESS": str(n)} if run else {})}, **pipes
+        )
+        for n in range(hosts)
+    ]
+    try:
+        said = [launcher.communicate(timeout=900)[0] for launcher in launchers]  # and not after the 1000 s of a sleep
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert launchers[who if hosts == 2 else 0].returncode == status, said
+    assert says in "".join(said), said
+    assert "xla::" not in "".join(said)  # in place of a stack is a sentence
 
 
 # -- all stuck at one point --------------------------------------------------------------------------------------------

@@ -295,3 +295,14 @@ def test_what_jax_compiles_is_no_hang() -> None:
     assert (watch.own.doing, watch.own.patience) == ("compiling", 0)
     watch.compiles("/jax/core/compile/backend_compile_duration", 0.1, fun_name="step")
     assert (watch.own.doing, watch.own.patience) == ("in a step", 20)
+
+
+def test_a_process_that_waits_for_the_others_says_so_once(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    """A script that returned before the others did waited for minutes, and nothing was said."""
+    run.go(3, each=run.step)
+    run.watches[1].own.ended = True
+    run.go(5)
+    assert not capfd.readouterr().err
+    run.go(60)
+    assert capfd.readouterr().err == "jaxpar: rank 1 has come to its end, after step 3, and waits for the others\n"
+    assert not run.left

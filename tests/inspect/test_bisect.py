@@ -4,8 +4,6 @@ import __future__
 
 import dataclasses
 import inspect
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -313,57 +311,16 @@ def test_devices_in_another_order_show_the_one_that_is_wrong(monkeypatch: pytest
     )
 
 
-OTHER = """
-import sys
-from pathlib import Path
-import test_bisect, jaxpar as jp
-model, batch = test_bisect.met(sys.argv[2])
-print(jp.bisect(model, None, Path(sys.argv[1]), batch))
-"""
-
-
-def met(process: str) -> tuple[jp.Model, Any]:
-    """A model in which the process "other" has another factor: a wrong result, of the same equations."""
-
-    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
-        x = batch["x"] @ params["a"]
-        x = jnp.tanh(x) * (1.001 if process == "other" else 1.0)
-        return jnp.square(x @ params["c"]).mean()
-
-    return jp.Model(draws, loss), {"x": rows_batch()["x"]}
-
-
-@pytest.mark.slow
-def test_two_processes_meet(tmp_path: Path) -> None:
-    here, path = Path(__file__).parent, tmp_path / "meet"
-    command = [sys.executable, "-c", OTHER, str(path), "other"]
-    with subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as other:
-        model, batch = met("this")
-        found = jp.bisect(model, None, path, batch)
-        said, errors = other.communicate()
-    assert (found.primitive, found.backward) == ("mul", False), str(found)
-    assert line(met, "x = jnp.tanh(x) *") in found.line, str(found)
-    assert said.strip() == str(found), errors
-    path.write_text("127.0.0.1 1 00\n")  # of a process that was killed while it waited
-    with pytest.raises(ValueError, match=r"nobody waits at .*meet' any more .*; use a new path"):
-        jp.bisect(model, None, path, batch)
-
-
-GONE = """
-import os, sys
-from pathlib import Path
-from jaxpar.inspect.verify.meeting import _linked
-_linked(Path(sys.argv[1]))[1].recv()
-os._exit(9)
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
-    model, batch = met("this")
-    with (
-        subprocess.Popen([sys.executable, "-c", GONE, str(tmp_path / "meet")]),
-        pytest.raises(ValueError, match=r"the process met at .* has failed or is gone; see what it says"),
-    ):
-        jp.bisect(model, None, tmp_path / "meet", batch)
-    assert not (tmp_path / "meet").exists()
+@pytest.mark.parametrize("a", ["ddp", None])
+def test_a_path_is_refused_and_its_advice_works(a: str | None, tmp_path: Path) -> None:
+    """Two processes met by a file, and each unpickled what came from whoever had made that file first."""
+    model = jp.Model(
+        lambda key: {"w": jax.random.normal(key, (4, 5))}, lambda p, b, key: ((b["x"] @ p["w"]) ** 2).mean()
+    )
+    batch = {"x": rows_batch()["x"]}
+    with pytest.raises(ValueError, match=r"b needs to be a strategy, None for one device, or a loss\. To .*") as error:
+        jp.bisect(model, a, tmp_path / "meet", batch, mesh=TWO)
+    assert not [*tmp_path.iterdir()]
+    advice = "jp.bisect(model, 'fsdp', None, batch)"
+    assert advice in str(error.value)
+    assert eval(advice, {"jp": jp, "model": model, "batch": batch}).primitive == ""

@@ -1,6 +1,8 @@
 """NaN's line: planted faults are found where they stand, under every strategy."""
 
 import collections
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ import planted
 import pytest
 
 import jaxpar as jp
-from jaxpar.inspect.nonfinite import Nonfinite, NonfiniteError
+from jaxpar.inspect.nonfinite import Nonfinite, NonfiniteError, unseen
 from jaxpar.inspect.nonfinite.replay import Replay
-from jaxpar.make import _Call
+from jaxpar.make import TrainStep, _Call
 
 # One fault for each strategy in every run of the tests; all of them for each in the battery.
 SOME = dict(
@@ -159,6 +161,54 @@ def test_what_has_stopped_is_seen_before_it_is_used(tmp_path: Path) -> None:
             use(state)
         assert (name, error.value.undone, int(error.value.state.step)) == (name, (), 1)
     assert not list(tmp_path.iterdir())
+
+
+UNREAD = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, optax
+import jaxpar as jp
+from jaxpar.make import TrainStep
+jp.initialize()
+look = TrainStep._look  # no call looks, as where its step is still running
+TrainStep._look = lambda step, wait=True: look(step, wait) if wait else None
+
+def main():
+    x = np.ones((8, 4), "float32")
+    x[3, 2] = np.nan if "bad" in sys.argv else 1
+    loss = lambda p, b, key: jnp.square(b["x"] @ p["w"]).mean()
+    model = jp.Model(init=lambda key: {"w": jnp.ones((4, 2))}, loss=loss)
+    step = jp.make_train_step(model, optax.sgd(0.1), "ddp", trace_nonfinite=True)
+    state = step.init(jax.random.key(0))
+    for _ in range(3):
+        state, _ = step(state, {"x": x})
+
+main()
+print("dropped")
+if "exit" in sys.argv: sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize(("words", "status"), [(["bad"], 1), (["bad", "exit"], 1), (["good"], 0)])
+def test_a_process_that_reads_no_loss_says_at_its_end_that_a_step_was_not_finite(words: list[str], status: int) -> None:
+    """It ended with status 0, and nothing was said."""
+    done = subprocess.run([sys.executable, "-c", UNREAD, *words], capture_output=True, text=True, timeout=1800)
+    assert (done.returncode, done.stdout) == (status, "dropped\n"), done.stderr
+    assert ("error: step 1: the loss is not finite: batch leaf x holds nan at [3, 2]" in done.stderr) == bool(status)
+
+
+def test_the_next_step_that_is_made_says_that_an_earlier_one_was_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    look = TrainStep._look  # no call looks, as where its step is still running
+    monkeypatch.setattr(TrainStep, "_look", lambda step, wait=True: look(step, wait) if wait else None)
+    model, batch = mean_squares(lambda p, b, key: jnp.square(b["x"] @ p["w"]).mean())
+    make = lambda: jp.make_train_step(model, optax.sgd(0.1), "single", trace_nonfinite=True)
+    step = make()
+    step(step.init(jax.random.key(0)), {**batch, "x": batch["x"] * np.inf})
+    del step
+    with pytest.raises(NonfiniteError, match="step 1: the loss is not finite: batch leaf x holds"):
+        make()
+    step = make()
+    step.wait(step(step.init(jax.random.key(0)), batch)[0])
+    assert not unseen._looks
 
 
 def mean_squares(loss: Any, shape: tuple[int, ...] = (4, 4)) -> tuple[jp.Model, dict[str, np.ndarray]]:

@@ -7,9 +7,9 @@ iterations, and then within its body.
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,16 +25,15 @@ from .bisected import Bisected
 from .cut import CutLoss, Site, body_of, without_casts
 from .differences import TOLERANCE, Furthest, furthest
 from .losses import beside
-from .meeting import Meeting
 from .sides import OneDevice, UnderStrategy
 
-Side = UnderStrategy | OneDevice | Meeting
+Side = UnderStrategy | OneDevice
 
 
 def bisect(
     model: Model,
     a: Strategy | str | None,
-    b: Strategy | str | Callable[..., Any] | Path | None,
+    b: Strategy | str | Callable[..., Any] | None,
     batch: Any,
     mesh: Mesh | Sequence[jax.Device] | None = None,
     key: jax.Array | None = None,
@@ -45,8 +44,7 @@ def bisect(
     Args:
       model, batch, mesh: as for `make_train_step`; the batch may be NumPy arrays.
       a, b: strategies, which may differ in precision; None is one device, plainly, as in `jp.verify`. `b` may also be a
-        loss of one's own: see `losses.py`. Or a `Path`, a new file by which another process, with another jax or on
-        another machine, finds this one with the same call and its own `a`; each has then the two of them compared.
+        loss of one's own: see `losses.py`. Both sides run in this process.
       key: the key of the initial values; `jax.random.key(0)` if None.
       mesh_b: the devices of `b`, where they are others, or the same ones in another order: the same strategy on both
         tells two devices apart. None: those of `a`.
@@ -60,9 +58,16 @@ def bisect(
     memory, and one more on one device where they differ. Communicates what these do. With several processes all call
     it, with the same batch.
 
-    Raises ValueError where both sides are not finite, where the two make other programs of the loss, and where a
-    strategy takes none that is cut.
+    Raises ValueError where both sides are not finite, where the two make other programs of the loss, where a strategy
+    takes none that is cut, and where `b` is a path.
     """
+    if isinstance(b, os.PathLike):
+        raise ValueError(
+            f"bisect(b={os.fspath(b)!r}) was given a path, by which two processes used to meet; that was removed, "
+            "because each ran code that the other one sent. b needs to be a strategy, None for one device, or a loss. "
+            "To compare two releases of jax or two machines, call jp.bisect(model, 'fsdp', None, batch), with your "
+            "strategy, in each: it names the equation at which that one departs from its own single device"
+        )
     if a is None and b is None and mesh_b is None:
         raise ValueError(
             "bisect(a=None, b=None) compares one device with itself; give a strategy, such as 'fsdp', or other devices "
@@ -73,7 +78,7 @@ def bisect(
         apart = None if a is None else bisect(model, a, None, batch, mesh, key)
         return beside(model, b, batch, key) if apart is None or not apart.primitive else apart
     cut = CutLoss(model, batch, key)
-    given = [(a, mesh), *([] if isinstance(b, Path) else [(b, mesh if mesh_b is None else mesh_b)])]
+    given = [(a, mesh), (b, mesh if mesh_b is None else mesh_b)]
     steps = [one if one is None else UnderStrategy(cut, as_strategy(one), on, key, batch) for one, on in given]
     single = UnderStrategy(cut, as_strategy("single"), _devices(mesh)[:1], key, batch)
     lowest = lambda side: max(TOLERANCE[name] for name in side.dtypes)
@@ -81,9 +86,6 @@ def bisect(
     here = lambda on: next((d for d in _devices(on) if d.process_index == jax.process_index()), jax.local_devices()[0])
     sides = [step or OneDevice(like, here(on)) for step, (_, on) in zip(steps, given, strict=True)]
     said = ["one device" if one is None else str(one) for one, _ in given]
-    if isinstance(b, Path):
-        meeting = Meeting(b, sides[0], said[0])
-        return meeting.search(lambda: _Search(cut, [sides[0], meeting], like, meeting.said).found())
     if mesh_b is not None:
         said = [f"{one} on {_named(side)}" for one, side in zip(said, sides, strict=True)]
     return _Search(cut, sides, like, said).found()

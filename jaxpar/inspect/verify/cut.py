@@ -67,12 +67,6 @@ class CutLoss:
         self.site = site
         return dataclasses.replace(self.model)
 
-    def described(self) -> list[str]:
-        """The equations, with those of scans, as other processes can compare them."""
-        inner = [e for eqn in self.eqns if eqn.primitive.name == "scan" for e in without_casts(body_of(eqn).eqns)]
-        said = lambda eqn: f"{eqn.primitive.name} {[*eqn.outvars[0].aval.shape]}" if eqn.outvars else eqn.primitive.name
-        return list(map(said, [*self.eqns, *inner]))
-
     def with_rows(self, at: Site) -> list[int]:
         """The equations of the program, or of the scan `at` a place, after which something with rows is made."""
         return [site[-1] for site, sizes in self.sizes.items() if site[:-1] == at and any(sizes)]

@@ -58,7 +58,8 @@ def beside(model: Model, loss: Callable[..., Any], batch: Any, key: jax.Array) -
     if (first := at or there) is None:
         raise ValueError(
             f"{name} and the model's own loss differ as compiled, {told.what} by {told.error:.2g}, and agree equation "
-            "by equation: XLA computes one of them wrong; compare it on two devices (mesh_b=) or by two releases of jax"
+            "by equation: XLA computes one of them wrong; compare it on two devices (mesh_b=), or call this again in a "
+            "process with another release of jax"
         )
     other = f"in {name}: {there}" if there and at else f"this is of {name if there else said[0]}: the other has it all"
     common, count = sum(two.are_aligned(one, tolerance)), len(two.results)
