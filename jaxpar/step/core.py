@@ -27,7 +27,7 @@ from ..layout.leaves import Pipe, Sharing
 from ..layout.mesh import check_context
 from ..layout.precision import Policy
 from ..layout.state import State
-from ..layout.storage import make_leaves
+from ..layout.storage import check_trains, make_leaves
 from ..layout.whole_matrices import axes_at_rest, update_program
 from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model, Replicated
@@ -73,6 +73,7 @@ class Step(FirstState, Intake):
         self.optimizer = taking_value(optimizer)
         self.policy, self.rule = Policy.of(strategy), rule_of(strategy)
         params, _ = jax.eval_shape(naming(model.create, ()), jax.random.key(0))
+        check_trains(params, trainable)
         over = tuple(axis for axis in SHARDS if axis == "fsdp" or mesh.shape[axis] > 1)
         over += ("data",) * strategy.hpz
         shards = math.prod(mesh.shape[axis] for axis in over) if strategy.fsdp != 1 else 1
