@@ -15,6 +15,7 @@ from ..buckets import Bucket, Place, Ranges, writing
 from ..files import place, plain
 from .contents import check_mapped, outside
 
+_MAGIC = b"\x93NUMPY"
 _PIECE = 1 << 24  # bytes that are copied at a time
 
 
@@ -31,14 +32,7 @@ def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
     plain(path)
     file = kept(path) if isinstance(path, Bucket) else path
     if path.suffix == ".npy":
-        try:
-            ids = np.load(file, mmap_mode="r")
-        except (ValueError, EOFError) as error:  # pickled objects, half a file, no NumPy file
-            raise ValueError(
-                f"{path} cannot be read as NumPy's array file ({error}); write integers [n] with numpy.save"
-            ) from error
-        if not isinstance(ids, np.ndarray):
-            raise ValueError(f"{path} holds several arrays (.npz); write one, integers [n], with numpy.save")
+        ids = _mapped(file, path)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"{path} holds {ids.dtype}{list(ids.shape)}; save token ids as integers [n]")
     else:
@@ -55,6 +49,23 @@ def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
             f"use the model whose tokenizer made them, or a larger vocab= (it is at {wrong[1][0]:,} of {ids.size:,})"
         )
     return ids
+
+
+def _mapped(file: Path, path: Place) -> np.ndarray:
+    """The array of a `.npy` file, memory-mapped; `path` is its name in errors."""
+    with file.open("rb") as content:
+        begin = content.read(len(_MAGIC))
+    if begin != _MAGIC:  # NumPy would open an archive of several arrays, and unpickle the rest if it were allowed to
+        what = "is a zip archive, as numpy.savez writes of several arrays" if begin[:2] == b"PK" else "is no NumPy file"
+        raise ValueError(f"{path} {what}; write one array of integers [n] with numpy.save")
+    try:
+        return np.load(file, mmap_mode="r", allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:  # of a damaged header NumPy raises what its parsers do: TokenError, OverflowError, ...
+        raise ValueError(
+            f"{path} cannot be read as NumPy's array file ({error}); write integers [n] with numpy.save"
+        ) from error
 
 
 def kept(path: Bucket) -> Path:
