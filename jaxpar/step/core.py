@@ -247,7 +247,8 @@ class Step(FirstState, Intake):
         leaves, tree = jax.tree.flatten(batch)
         # A batch of a kind that was already where the step wants it goes straight to jit: on a tiny model, a look at
         # every array in every step costs more than the rest of this call.
-        kinds = ((x.sharding, x.committed) if is_array(x) else getattr(x, "dtype", None) for x in leaves)
+        # Types count too: jit takes a masked array without its mask once it has taken a plain one.
+        kinds = ((x.sharding, x.committed) if is_array(x) else (type(x), getattr(x, "dtype", None)) for x in leaves)
         places = list(zip(map(np.shape, leaves), kinds, strict=True))
         inside = any(isinstance(x, Tracer) for x in (state.step, *leaves))
         kind = ("in place", name, inside, tree, *places)
