@@ -55,7 +55,7 @@ class TimelineOptions:
 def main(options: TimelineOptions, console: Console | None = None) -> None:
     """Draws, and writes what files are asked for. Raises ValueError where the options do not fit each other."""
     if options.table:
-        schedule = Schedule.from_csv(options.table.read_text().splitlines(), options.table.stem)
+        schedule = Schedule.read(options.table)
     else:
         chunks = options.chunks or getattr(recipe_of(options.schedule), "chunks", 1)  # an unknown one is refused there
         schedule = Schedule(options.schedule, options.pipe, options.microbatches, chunks)

@@ -18,6 +18,8 @@ from .contents import check_mapped, outside
 if TYPE_CHECKING:
     from upath import UPath
 
+_MAGIC = b"\x93NUMPY"
+
 
 def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
     """Token ids [n] of a file, memory-mapped: `.npy` with integers, or `.bin` with nothing but ids, uint16 for
@@ -32,14 +34,7 @@ def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
     plain(path)
     file = kept(path) if is_bucket(path) else path
     if path.suffix == ".npy":
-        try:
-            ids = np.load(file, mmap_mode="r")
-        except (ValueError, EOFError) as error:  # pickled objects, half a file, no NumPy file
-            raise ValueError(
-                f"{path} cannot be read as NumPy's array file ({error}); write integers [n] with numpy.save"
-            ) from error
-        if not isinstance(ids, np.ndarray):
-            raise ValueError(f"{path} holds several arrays (.npz); write one, integers [n], with numpy.save")
+        ids = _mapped(file, path)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"{path} holds {ids.dtype}{list(ids.shape)}; save token ids as integers [n]")
     else:
@@ -56,6 +51,23 @@ def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
             f"use the model whose tokenizer made them, or a larger vocab= (it is at {wrong[1][0]:,} of {ids.size:,})"
         )
     return ids
+
+
+def _mapped(file: Path, path: Place) -> np.ndarray:
+    """The array of a `.npy` file, memory-mapped; `path` is its name in errors."""
+    with file.open("rb") as content:
+        begin = content.read(len(_MAGIC))
+    if begin != _MAGIC:  # NumPy would open an archive of several arrays, and unpickle the rest if it were allowed to
+        what = "is a zip archive, as numpy.savez writes of several arrays" if begin[:2] == b"PK" else "is no NumPy file"
+        raise ValueError(f"{path} {what}; write one array of integers [n] with numpy.save")
+    try:
+        return np.load(file, mmap_mode="r", allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:  # of a damaged header NumPy raises what its parsers do: TokenError, OverflowError, ...
+        raise ValueError(
+            f"{path} cannot be read as NumPy's array file ({error}); write integers [n] with numpy.save"
+        ) from error
 
 
 def kept(path: UPath) -> Path:

@@ -152,7 +152,7 @@ def make_leaves(
 ) -> Storage:
     """An abstract parameter tree as the devices of `sharing` keep it; `split` are the dims that `tensor` splits, by
     path, `mixed` those of experts, `others` dims that are known to be none of layers: what `vmap` made looks like a
-    stack. Raises ValueError on a tree without any trainable leaf.
+    stack.
     """
     model, tree = _model_leaves(params, trainable, split, mixed), jax.tree.structure(params)
     inside = inside_stack([(one.path, one.shape) for one in model], others)
@@ -195,13 +195,24 @@ def _model_leaves(
                 f"tensor and expert are both to split dim {dim} of {name} {list(x.shape)}; name another dim for one: "
                 f"rules={{{name!r}: {{'expert': {dim}, 'tensor': {other}}}}}"
             )
-        trains = bool(jnp.issubdtype(x.dtype, jnp.inexact)) and (trainable is None or bool(trainable(name)))
+        trains = _trains(name, x.dtype, trainable)
         out.append(_ModelLeaf(name, tuple(x.shape), x.dtype, trains, split.get(name), mixed.get(name), (at,)))
-    if not any(one.trainable for one in out):
-        listed = ", ".join(one.path for one in out[:5]) or "none"
-        needed = "at least one must be floating-point" if trainable is None else "trainable= must be true for some path"
-        raise ValueError(f"no trainable parameters among {len(out)} leaves ({listed}); {needed}")
     return out
+
+
+def check_trains(params: Any, trainable: Callable[[str], bool] | None) -> None:
+    """Raise ValueError on an abstract parameter tree without any trainable leaf, whatever the strategy."""
+    leaves = [(name_of(path), x.dtype) for path, x in jax.tree_util.tree_leaves_with_path(params)]
+    if any(_trains(name, dtype, trainable) for name, dtype in leaves):
+        return
+    listed = ", ".join(name for name, _ in leaves[:5]) or "none"
+    needed = "at least one must be floating-point" if trainable is None else "trainable= must be true for some path"
+    raise ValueError(f"no trainable parameters among {len(leaves)} leaves ({listed}); {needed}")
+
+
+def _trains(path: str, dtype: Any, trainable: Callable[[str], bool] | None) -> bool:
+    """Whether a leaf is trained."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact)) and (trainable is None or bool(trainable(path)))
 
 
 def _rolled(model: Sequence[_ModelLeaf], params: Any, inside: Callable[[str], bool]) -> tuple[list[_ModelLeaf], Any]:

@@ -138,12 +138,25 @@ def _check_kind(name: str, x: Any) -> None:
         return
     try:
         jax.typeof(x)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # the second of NumPy's masked arrays
         kind = f"{x.dtype}{list(x.shape)}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
-        raise ValueError(
-            f"batch leaf {name} is {kind}; use NumPy or jax arrays of numbers (np.asarray(x), x.astype(...)), and keep "
-            "text and dates out of the batch"
-        ) from error
+        raise ValueError(f"batch leaf {name} is {kind}; {_instead(x)}") from error
+
+
+def _instead(x: Any) -> str:
+    """What to give in place of a leaf that jit does not take."""
+    if isinstance(x, np.ma.MaskedArray):
+        return "fill what is masked, x.filled(0), and give the mask as a leaf of its own, ~np.ma.getmaskarray(x)"
+    words = "keep text, dates and records out of the batch, or give numbers, as x.astype('int64') makes of dates"
+    if not isinstance(x, np.ndarray):
+        return words if isinstance(x, str | bytes) else "give it as a NumPy array of numbers, np.asarray(x)"
+    if x.dtype.kind in "iufc":  # in the byte order of other machines, or of more bits than jax has
+        known = {"f": np.float32, "c": np.complex64}.get(x.dtype.kind, x.dtype.newbyteorder("="))
+        why = "jax has no such numbers" if x.dtype.isnative else "its bytes are in the order of other machines"
+        return f"{why}, convert it by x.astype({np.dtype(known).name!r})"
+    if x.dtype.kind == "O":
+        return "make one array of numbers of it, x.astype('float32'), or np.stack(x) where its items are arrays"
+    return words
 
 
 def rows_of(batch: Any) -> int:
@@ -220,6 +233,9 @@ def example_shapes(example: Any, what: str) -> Any:
     try:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x := as_array(x)), jnp.result_type(x)), example)
     except TypeError as error:
+        for path, x in jax.tree_util.tree_leaves_with_path(example):
+            if isinstance(x, np.ndarray):  # whose values the error would hold
+                _check_kind(f"{name_of(path)} of {what}".lstrip(), x)
         raise ValueError(
             f"{what} is {described(example)}; needs a batch of arrays or jax.ShapeDtypeStruct: {error}"
         ) from error

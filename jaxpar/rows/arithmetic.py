@@ -13,7 +13,7 @@ from .generic import Met, generic, mixes_rows
 from .labels import Labels
 from .numbers import Number
 from .reader import Reader, rule
-from .values import ODD, SCALES, Note, Value, coupled, mixed, others, position, reasons, some_rows
+from .values import ODD, RATIO, SCALES, Note, Value, coupled, mixed, others, position, reasons, some_rows
 
 _ORDER = ("coupled", "whole", "rows", "sum")
 
@@ -128,8 +128,7 @@ def _div(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | 
         found = generic(r, eqn, twin, [a, r.powered(Value(number=b.number))])
         return [x.noted(Note.at(eqn, what, certain=False)) for x in found]
     if a.kind == "sum":
-        what = "divides one sum over rows by another; return jp.Mean(total, count), or use sums of jp.all_rows(x)"
-        return coupled(ins, Note.at(eqn, what))
+        return coupled(ins, Note.at(eqn, RATIO))
     return mixed(eqn, ins, "a division by")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..ops import permutations
@@ -13,7 +14,7 @@ from .arithmetic import joined
 from .backward import backward_notes
 from .labels import Labels, numbered
 from .reader import ALWAYS, Reader, rule
-from .values import ODD, ROUTED, Note, Value, coupled, mixed, reasons, some_rows
+from .values import ODD, RATIO, RATIOS, ROUTED, Note, Value, coupled, mixed, reasons, some_rows
 
 
 @rule(*jx.CALLS, *jx.REMATS, *jx.CUSTOM, "custom_vmap_call", "composite", table=ALWAYS)
@@ -101,6 +102,8 @@ def _of_all(eqn: Any, x: Value, ndim: int) -> Value:
     if x.kind == "sum" and x.varies:
         return coupled([x], some_rows(eqn))
     notes = frozenset() if x.kind == "sum" else x.notes
+    if eqn.primitive.name.startswith("psum"):
+        notes = frozenset(replace(note, what=RATIOS) if note.what == RATIO else note for note in notes)
     return Value(power=x.power, varies=frozenset(range(ndim)), notes=notes)
 
 

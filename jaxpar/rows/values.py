@@ -39,6 +39,11 @@ GATHER = "give it jp.all_rows(x) for one of them"
 FROM_ALL = "compute it from jp.all_rows(x)"
 PICKS = f"picks rows by computed indices; {FROM_ALL}"
 SOME = "takes some of the rows"
+RATIO = "divides one sum over rows by another; return jp.Mean(total, count), or use sums of jp.all_rows(x)"
+RATIOS = (  # what has been divided on each replica, and then averaged over them
+    "averages over replicas what each divides by its own number of rows, as BatchNorm does with mask=; leave mask= "
+    "out, or divide sums over jp.all_rows(x) and jp.all_rows(mask) in a norm of your own (docs/losses.md)"
+)
 SCALES = "make means of both, or multiply what is no sum by the count of jp.Mean"
 NUMBER = "what depends on how many rows a block has, fewer than the batch; use a number that is given"
 

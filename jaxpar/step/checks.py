@@ -224,7 +224,7 @@ class Intake:
     def _take_in(self, batch: Any) -> Any:
         batch = jax.tree.map(as_array, batch)
         leaves, tree = jax.tree.flatten(batch)
-        kind = ("fits", tree, *(np.shape(x) for x in leaves))
+        kind = ("fits", tree, *((type(x), np.shape(x), getattr(x, "dtype", None)) for x in leaves))
         if kind not in self._jitted:
             self.check(batch)
             self._jitted[kind] = True

@@ -27,7 +27,7 @@ from ..layout.leaves import Pipe, Sharing
 from ..layout.mesh import check_context
 from ..layout.precision import Policy
 from ..layout.state import State
-from ..layout.storage import make_leaves
+from ..layout.storage import check_trains, make_leaves
 from ..layout.whole_matrices import axes_at_rest, update_program
 from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model, Replicated
@@ -73,6 +73,7 @@ class Step(FirstState, Intake):
         self.optimizer = taking_value(optimizer)
         self.policy, self.rule = Policy.of(strategy), rule_of(strategy)
         params, _ = jax.eval_shape(naming(model.create, ()), jax.random.key(0))
+        check_trains(params, trainable)
         over = tuple(axis for axis in SHARDS if axis == "fsdp" or mesh.shape[axis] > 1)
         over += ("data",) * strategy.hpz
         shards = math.prod(mesh.shape[axis] for axis in over) if strategy.fsdp != 1 else 1
@@ -246,7 +247,8 @@ class Step(FirstState, Intake):
         leaves, tree = jax.tree.flatten(batch)
         # A batch of a kind that was already where the step wants it goes straight to jit: on a tiny model, a look at
         # every array in every step costs more than the rest of this call.
-        kinds = ((x.sharding, x.committed) if is_array(x) else getattr(x, "dtype", None) for x in leaves)
+        # Types count too: jit takes a masked array without its mask once it has taken a plain one.
+        kinds = ((x.sharding, x.committed) if is_array(x) else (type(x), getattr(x, "dtype", None)) for x in leaves)
         places = list(zip(map(np.shape, leaves), kinds, strict=True))
         inside = any(isinstance(x, Tracer) for x in (state.step, *leaves))
         kind = ("in place", name, inside, tree, *places)

@@ -137,17 +137,8 @@ class FirstState:
             given = dict(enumerate(x for _, x in flat))
         else:
             at = {path: number for number, path in enumerate(paths)}
-            if unknown := [name for name in names if name not in at]:
-                if unknown == [""]:
-                    raise ValueError(f"params= is a {type(params).__name__}; pass a tree like step.params(state)")
-                raise ValueError(
-                    f"params= has {few(unknown)}, and the model has {few(paths)}{did_you_mean(unknown[0], paths)}; "
-                    "pass a tree like step.params(state)"
-                )
+            _check_names(names, paths, fresh, params)
             given = {at[name]: x for name, (_, x) in zip(names, flat, strict=True)}
-        missing = [path for number, path in enumerate(paths) if number not in given]
-        if missing := [path for path in missing if fresh is None or not fresh(path)]:
-            raise ValueError(f"params= lacks {few(missing)}; pass a tree like step.params(state), or {BEGIN_ANEW}")
         for number, x in given.items():
             if tuple(jnp.shape(x)) != models[number].shape:
                 raise ValueError(
@@ -187,6 +178,23 @@ def check_here(layout: Layout) -> None:
             "explained, checked and predicted; to run it give make_train_step devices that are here, as "
             "mesh=jax.devices(), or no mesh"
         )
+
+
+def _check_names(names: Sequence[str], paths: Sequence[str], fresh: Callable[[str], bool] | None, params: Any) -> None:
+    """Raise ValueError unless the names of given parameters are the model's paths, but for those that are `fresh`."""
+    given, known = {*names}, {*paths}
+    missing = [path for path in paths if path not in given and (fresh is None or not fresh(path))]
+    unknown = [name for name in names if name not in known]
+    if unknown == [""]:
+        raise ValueError(f"params= is a {type(params).__name__}; pass a tree like step.params(state)")
+    linen = any(name.removeprefix("params/") in known for name in unknown)
+    tree = "variables['params']" if linen else "a tree like step.params(state)"
+    lacks = f"lacks {few(missing)}"
+    if unknown:
+        has = f"has {few(unknown)}, and the model has {few(paths)}{did_you_mean(unknown[0], paths)}"
+        raise ValueError(f"params= {f'{lacks}; it ' if missing else ''}{has}; pass {tree}")
+    if missing:
+        raise ValueError(f"params= {lacks}; pass {tree}, or {BEGIN_ANEW}")
 
 
 def _check_key(key: Any) -> None:

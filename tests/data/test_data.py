@@ -235,8 +235,21 @@ def test_token_ids_that_do_not_fit_are_named(tmp_path: Path) -> None:
         text_of(tmp_path, [1] * 201, np.uint8, "t.bin")
     np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object))
     (tmp_path / "empty.npy").touch()
-    for name in ("pickled.npy", "empty.npy"):
-        with pytest.raises(ValueError, match=rf"{name} cannot be read as NumPy's array file .*; write integers \[n\]"):
+    with (tmp_path / "several.npy").open("wb") as file:
+        np.savez(file, ids=np.arange(4))
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "several.npy").read_bytes()[:20])  # BadZipFile
+    damaged = {"shape": "(18446744073709551616,)", "bracket": "(4,"}  # OverflowError, TokenError
+    for name, shape in damaged.items():
+        header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}".ljust(117).encode() + b"\n"
+        (tmp_path / f"{name}.npy").write_bytes(b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header)
+    for name, said in (
+        *((f"{name}.npy", r"cannot be read as NumPy's array file .*; write integers \[n\]") for name in damaged),
+        ("pickled.npy", r"cannot be read as NumPy's array file .*; write integers \[n\]"),
+        ("empty.npy", r"is no NumPy file; write one array of integers \[n\]"),
+        ("several.npy", r"is a zip archive, as numpy.savez writes of several arrays; write one array"),
+        ("cut.npy", r"is a zip archive"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} {said}"):
             source_of(tmp_path / name, 4)
     with pytest.raises(ValueError, match=r"no file .*none.npy; give one"):
         source_of(tmp_path / "none.npy", 4)

@@ -100,9 +100,12 @@ class OneDevice:
 
 
 def refusal(error: BaseException) -> bool:
-    """Whether jaxpar itself raised it, as a sentence for users, and did not pass on what JAX or Python said."""
+    """Whether jaxpar itself raised it, as a sentence for users, and did not pass on what JAX or Python said: `max` of
+    nothing is a ValueError too, in a line of ours that raises none.
+    """
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return isinstance(error, ValueError) and Path(last.filename).is_relative_to(PACKAGE)
+    raised = (last.line or "").startswith("raise ")
+    return isinstance(error, ValueError) and raised and Path(last.filename).is_relative_to(PACKAGE)
 
 
 def category(said: str) -> str:

@@ -205,7 +205,8 @@ def test_params_say_which_paths_are_missing() -> None:
         ),
         (
             {"a": kernel, "lora": kernel},
-            r"params= has lora/kernel, and the model has a/bias.*; pass a tree like",
+            # The key that is too many was named, and the layer that is missing was not.
+            r"params= lacks a/bias, b/bias, b/kernel; it has lora/kernel, and the model has a/bias.*; pass a tree like",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -106,6 +106,43 @@ def test_tensors_of_other_libraries_are_batches() -> None:
     assert losses[0] == losses[1]
 
 
+X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+_float = lambda x: x.astype("float32")
+REFUSED = {  # a leaf that jax does not take, what is said, and what the advice makes of it
+    "of other machines": (X.astype(">f4"), r">f4\[8, 4\]; its bytes .* x.astype\('float32'\)", _float),
+    "integers of other machines": (X.astype(">i8"), r"x.astype\('int64'\)", lambda x: x.astype("int64")),
+    "of 128 bits": (X.astype("longdouble"), r"no such numbers, .* x.astype\('float32'\)", _float),
+    "objects": (X.astype(object), r"x.astype\('float32'\), or np.stack\(x\)", _float),
+    "a memoryview": (memoryview(X), r"a memoryview; give it as .* np.asarray\(x\)", np.asarray),
+    "masked": (np.ma.masked_array(X, X > 1), r"fill what is masked, x.filled\(0\)", lambda x: x.filled(0)),
+    "text": (X.astype("U4"), "keep text, dates and records out of the batch", None),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_leaf_that_jax_does_not_take(name: str) -> None:
+    """Of `>f4` np.asarray was advised, which leaves it as it is. A later batch of the same shapes was not looked at: a
+    TypeError of jax.
+    """
+    leaf, said, advised = REFUSED[name]
+    step = jp.make_train_step(
+        jp.Model(lambda key: {"w": jnp.ones(4)}, lambda p, b, key: (b["x"] * p["w"]).mean()), optax.sgd(0.1), "single"
+    )
+    state, _ = step(step.init(jax.random.key(0)), {"x": X})
+    with pytest.raises(ValueError, match=f"batch leaf x is .*{said}"):
+        step(state, {"x": leaf})
+    if advised is not None:
+        step(state, {"x": advised(leaf)})
+
+
+def test_an_example_that_jax_does_not_take() -> None:
+    """The error held all of its numbers."""
+    with pytest.raises(ValueError, match=r"leaf x of from_linen\(example=\) is >f4\[8, 4\]; its bytes .*'\)$"):
+        jp.from_linen(nn.Dense(1), lambda apply, b: apply(b["x"]).mean(), {"x": X.astype(">f4")}).create(
+            jax.random.key(0)
+        )
+
+
 def test_a_linen_module_is_none_of_nnx() -> None:
     for make, found in ((nn.Dense(1), "got"), (lambda rngs: nn.Dense(1), r"make\(rngs\) returned")):
         with pytest.raises(ValueError, match=rf"from_nnx:? {found} a Linen module; use jp\.from_linen"):

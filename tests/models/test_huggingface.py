@@ -389,6 +389,11 @@ def test_defaults_are_those_of_transformers(hf: Any) -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: Llama here has 'silu'"),
         ({"head_dim": 16}, "head_dim=16 is not supported.*24 / 3"),
         ({"model_type": "mistral"}, "model_type='mistral'"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\] is not supported: Llama here has 'llama'"),  # unhashable
+        ({"model_type": {"name": "llama"}}, "model_type={'name': 'llama'} is not supported"),
+        ({"rms_norm_eps": float("nan")}, "norm_eps=nan: use a number from 0"),  # all was NaN; JSON's NaN is one
+        ({"rms_norm_eps": -1e-6}, "norm_eps=-1e-06: use a number from 0"),
+        ({"rms_norm_eps": 10**400}, "norm_eps=10+: use a number from 0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config=.*has none"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.*'linear'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.*'dynamic'"),

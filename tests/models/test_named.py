@@ -210,7 +210,7 @@ def test_image_loss_counts_only_the_mask() -> None:
         (lambda: resnet.Config(blocks=(2, 0)), r"blocks=\(2, 0\): use whole numbers from 1, such as \(2, 2, 2, 2\)"),
         (lambda: named("mlp-tiny", classes=0), r"classes=0: use a whole number from 1, such as 10"),
         (lambda: named("llama-tiny", layers="two"), r"layers='two': use a whole number from 1, such as 4"),
-        (lambda: named("llama-tiny", dropout="half"), r"dropout='half': use a number, such as 0.0"),
+        (lambda: named("llama-tiny", dropout="half"), r"dropout='half': use a number from 0, such as 0.0"),
         (lambda: named("llama3-8b", tied=1), r"tied=1: use True or False, such as False"),
     ],
 )

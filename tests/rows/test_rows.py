@@ -1,5 +1,6 @@
 """Losses that couple rows are named by line, and those that do not give no alarm. Traced only: nothing is compiled."""
 
+import functools
 import inspect
 import re
 import warnings
@@ -809,6 +810,61 @@ def test_indices_that_count_and_are_not_the_rows_own(loss: Loss) -> None:
     """They were taken for `x[jnp.arange(len(x)), labels]`, and trained in silence with other gradients."""
     with pytest.raises(ValueError, match="picks rows by computed indices"):
         traced(of(loss))
+
+
+class MaskedNorm(nnx.Module):
+    """A BatchNorm of the rows that a mask keeps, by sums over all rows."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.scale, self.mean = nnx.Param(jnp.ones(WIDTH)), nnx.BatchStat(jnp.zeros(WIDTH))
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        everyone, real = jp.all_rows(x), jp.all_rows(mask)[:, None]
+        mean = (everyone * real).sum(0) / real.sum()
+        var = (jnp.square(everyone - mean) * real).sum(0) / real.sum()
+        self.mean[...] = 0.9 * self.mean + 0.1 * mean
+        return (x - mean) * jax.lax.rsqrt(var + 1e-5) * self.scale
+
+
+class FlaxNorm(nnx.Module):
+    def __init__(self, masked: bool, rngs: nnx.Rngs) -> None:
+        self.norm, self.masked = nnx.BatchNorm(WIDTH, rngs=rngs), masked
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        return self.norm(x, mask=mask[:, None] > 0 if self.masked else None)
+
+
+class Normed(nnx.Module):
+    def __init__(self, norm: Callable[..., nnx.Module], rngs: nnx.Rngs) -> None:
+        self.inner, self.norm = nnx.Linear(DIM, WIDTH, rngs=rngs), norm(rngs=rngs)
+
+    def __call__(self, batch: Batch) -> jax.Array:
+        return self.norm(self.inner(batch["x"]), batch["mask"])
+
+
+class LinenNormed(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array, train: bool) -> jax.Array:
+        return nn.BatchNorm(use_running_average=not train)(nn.Dense(WIDTH)(x), mask=mask[:, None] > 0)
+
+
+def weighed(out: jax.Array, batch: Batch) -> jp.Mean:
+    each = jnp.square(out - batch["y"]).sum(-1)
+    return jp.Mean((each * batch["mask"]).sum(), batch["mask"].sum())
+
+
+def test_batch_norm_of_a_mask_is_named_and_what_is_advised_works() -> None:
+    """Flax averages the replicas' means of unequal numbers of rows. "return jp.Mean" was advised, which no norm can."""
+    normed = lambda norm: jp.from_nnx(lambda rngs: Normed(norm, rngs), lambda net, batch: weighed(net(batch), batch))
+    linen = jp.from_linen(
+        LinenNormed(), lambda apply, b: weighed(apply(b["x"], b["mask"], train=apply.train), b), BATCH
+    )
+    for model in (normed(functools.partial(FlaxNorm, True)), linen):
+        with pytest.raises(ValueError, match="as BatchNorm does with mask=; leave mask= out, or divide sums over"):
+            traced(model, "data=2")
+    for norm in (functools.partial(FlaxNorm, False), MaskedNorm):
+        assert traced(normed(norm), "data=2") == []
+        assert jp.verify(normed(norm), "data=2,fsdp=2", BATCH, mesh=jax.devices()[:4]).ok
 
 
 # -- what is said, and when -------------------------------------------------------------------------------------------

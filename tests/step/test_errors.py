@@ -302,11 +302,11 @@ def test_the_data_of_a_key() -> None:
 @pytest.mark.parametrize(
     ("params", "parts"),
     [
-        ({"v": X}, ("params= has v", "the model has w", "step.params(state)")),
-        ([X], ("params= has 0", "the model has w", "step.params(state)")),
+        ({"v": X}, ("params= lacks w; it has v", "the model has w", "step.params(state)")),
+        ([X], ("params= lacks w; it has 0", "the model has w", "step.params(state)")),
         ({}, ("params= lacks w", "step.params(state)", "fresh=lambda path")),
         ({"w": X}, ("w of shape (8, 2)", "the model needs (2, 2)")),
-        ({"params": {"w": X}}, ("params= has params/w", "pass variables['params']")),
+        ({"params": {"w": X}}, ("lacks w; it has params/w", "pass variables['params']")),
     ],
 )
 def test_params(params: Any, parts: tuple[str, ...]) -> None:

@@ -117,9 +117,9 @@ def _hint(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> str:
     rules = {}
     for path, dim in back.items():
         parts = path.split("/")
-        ends = ["/".join(parts[n:]) for n in reversed(range(len(parts)))]
-        own = lambda end, dim=dim: all(back.get(p) == dim for p in shapes if f"/{p}".endswith(f"/{end}"))
-        rules[next(filter(own, ends))] = {AXIS: dim}
+        ends = [re.escape("/".join(parts[n:])) for n in reversed(range(len(parts)))]
+        own = lambda key, dim=dim: all(back.get(p) == dim for p in shapes if pattern("", key).fullmatch(p))
+        rules[next(filter(own, [*ends, f"^{re.escape(path)}"]))] = {AXIS: dim}
     if likely and likely not in experts:  # any leaf of three dims: the model may well have no experts
         return f"if {likely} {list(shapes[likely])} is of {shapes[likely][-3]} experts, say so: rules={rules}, or "
     return f"say which dim is that of experts: rules={rules}, or "

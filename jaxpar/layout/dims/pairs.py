@@ -212,6 +212,8 @@ class _Search:
         self.dims.update((self.leaves[i][0], self._features(*self.leaves[i])[0]) for i in two.at)
         for at in range(one.at[0], two.at[0]):
             path, shape = self.leaves[at]
+            if not shape:  # a scalar, such as a temperature or a gate, has no features
+                continue
             dim = self._features(path, shape)[1]
             vector = len(shape) == 2 or math.prod(shape) == shape[dim]  # of each layer, or one
             beside = at in self.beside or len(shape) == 1 or (vector and _NO_PRODUCT.fullmatch(path))

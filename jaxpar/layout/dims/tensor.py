@@ -308,10 +308,11 @@ def _check_division(chosen: Mapping[str, int | None], shapes: _Shapes, size: int
         (path, dim), shape = bad[0], shapes[bad[0][0]]
         fewer = f"use tensor={common}, " if (common := math.gcd(shape[dim], size)) > 1 else ""
         whole = ", ".join(f"{end!r}: None" for end in dict.fromkeys(_end(path) for path, _ in bad))
+        split = sum(dim is not None for dim in chosen.values())
+        other = f"leave it whole: rules={{{whole}}}" if split > len(bad) else "use data or fsdp for tensor"
         raise ValueError(
             f"{path} {list(shape)} has {shape[dim]} on dim {dim}, which tensor={size} does not divide; pad it to "
-            f"{-(-shape[dim] // size) * size}, {fewer}or leave it whole: "
-            f"rules={{{whole}}}"
+            f"{-(-shape[dim] // size) * size}, {fewer}or {other}"
         )
 
 
@@ -324,14 +325,22 @@ def _unmatched(key: str, shapes: _Shapes, known: set[str]) -> str:
 
 
 def _nothing(shapes: _Shapes, size: int) -> str:
-    path = max(shapes, key=lambda path: math.prod(shapes[path]))
-    # The longest that `size` divides: features, and no window, of kernels [3, 3, in, out] as of [out, in, 3, 3].
-    dim = max(range(-1, -len(shapes[path]) - 1, -1), key=lambda d: (shapes[path][d] % size == 0, shapes[path][d]))
+    """Why no parameter is split, and a rule that would split one; no rule where `size` divides no dim of any."""
+    said = f"tensor={size} splits no parameter, as no rule names one and no product follows another; the largest are "
+    said += f"{_largest(shapes)}."
+    # The longest dim of the largest parameter holds features, and no window: of [3, 3, in, out] as of [out, in, 3, 3].
+    dims = [(path, dim) for path, shape in shapes.items() for dim in reversed(range(-len(shape), 0))]
+    divided = [(path, dim) for path, dim in dims if math.prod(shapes[path]) and shapes[path][dim] % size == 0]
+    if not divided:
+        return (
+            f"{said} No parameter has a dim that {size} divides: make one a multiple of {size}, or use data or fsdp "
+            "for tensor."
+        )
+    path, dim = max(divided, key=lambda at: (math.prod(shapes[at[0]]), shapes[at[0]][at[1]]))
     fused = next((f" {path}: {_fused(path)}." for path in shapes if FUSED.fullmatch(path)), "")
     return (
-        f"tensor={size} splits no parameter, as no rule names one and no product follows another; the largest are "
-        f"{_largest(shapes)}.{fused} Say which dim to split, the output or the input features of a kernel, "
-        f"counted from the last: rules={{{_end(path)!r}: {dim}}}"
+        f"{said}{fused} Say which dim to split, the output or the input features of a kernel, counted from the last: "
+        f"rules={{{_key(path, dim, shapes, size)!r}: {dim}}}"
     )
 
 
@@ -343,6 +352,15 @@ def _largest(shapes: _Shapes) -> str:
 def _fused(path: str) -> str:
     what = "gate and up" if "gate" in path else "several projections"
     return f"it holds {what} side by side, and a part of its columns is no part of each; make them separate"
+
+
+def _key(path: str, dim: int, shapes: _Shapes, size: int) -> str:
+    """A rule's key for a leaf whose dim is to be split: `_end`, or the whole path where others that end so do not
+    divide.
+    """
+    matches = pattern("", _end(path)).fullmatch
+    alike = [shape for other, shape in shapes.items() if matches(other)]
+    return _end(path) if all(len(s) >= -dim and s[dim] % size == 0 for s in alike) else f"^{re.escape(path)}"
 
 
 def _end(path: str) -> str:

@@ -29,7 +29,7 @@ from ...ops.flash import AttentionOptions
 from ...program import factors, kernels
 from ...program import jaxpr as jx
 from ...program.primitives import having
-from ...program.walk import propagate, through
+from ...program.walk import called, propagate, through
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, LocalValue, place
 from ..tensor.primitives import follow, registering, shape_of
@@ -155,15 +155,59 @@ def _gather(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> F
 
 
 @rule("jit", "pjit")
-def _kernel(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """`jp.attention`; another kernel is refused."""
+def _kernel(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
+    """`jp.attention` as a kernel, where its positions, rows or heads are what is split. Any other kernel is what it
+    computes, equation by equation, so that one that mixes positions without a rule is refused by its name and line.
+    """
     options, kernel = options_of(eqn), kernels.of(eqn)
-    if options is None or kernel is None or inputs[0].dim != 1 or any(x.dim not in (None, 1) for x in inputs[1:3]):
+    if options is not None and kernel is not None:
+        query, key, value = (x.dim for x in inputs[:3])
+        if query == 1 and not {key, value} - {None, 1} and work.rows == 1:
+            return _attention(work, eqn, inputs, options, kernel)
+        if query is not None and query == key == value and options.function is None:
+            dims = _separate(work, inputs, work.split(query), options, kernel)
+            if dims is not None:
+                values = [work.whole(x) if d is None else work.part(x, d) for x, d in zip(inputs, dims, strict=True)]
+                return [(_for_tensor(work, kernel.fun, (2, 2, 2, *kernel.in_dims[3:]), 2)(*values), dims[0])]
+    return [(x.value, x.dim) for x in work.run(jx.flatten(called(eqn)), inputs)]
+
+
+def _for_tensor(work: ContextLocaliser, fun: Callable[..., Any], *dims: Any) -> Callable[..., Any]:
+    """Attention as it is; for tensor ranks one kernel, which they run on their heads. As one it must not be
+    differentiated.
+    """
+    return kernels.local_kernel(fun, *dims) if work.tensor > 1 else fun
+
+
+def _separate(
+    work: ContextLocaliser,
+    inputs: Sequence[LocalValue],
+    dim: Split,
+    options: AttentionOptions,
+    kernel: kernels.LocalKernel,
+) -> list[Split | None] | None:
+    """The dims of the inputs of attention where it is separate along a dim of its queries: along rows, as where
+    positions are attended to block by block, or along whole heads; else None.
+    """
+    if dim == 0:
+        ids = [True] * (3 + options.segments)
+        rows = [*ids, *(x.shape[0] > 1 for x in inputs[len(ids) :])]
+        return [Split(0, *dim.how[1:]) if by_row else None for by_row in rows]
+    heads = [x.shape[2] for x in inputs[:3]]
+    if dim.how != (2, 1, 0) or any(n % work.mode.parts(work.ranks) for n in heads):
         return None
-    if work.rows > 1:
-        return None
-    # For tensor ranks it is one kernel, which they run on their heads; as one it must not be differentiated.
-    local = lambda fun, *dims: kernels.local_kernel(fun, *dims) if work.tensor > 1 else fun
+    return [None if d is None else Split(d) for d in kernel.in_dims]
+
+
+def _attention(
+    work: ContextLocaliser,
+    eqn: Any,
+    inputs: Sequence[LocalValue],
+    options: AttentionOptions,
+    kernel: kernels.LocalKernel,
+) -> Found:
+    """`jp.attention` of queries whose positions are split, by the run's mode."""
+    local = functools.partial(_for_tensor, work)
     plain = not (options.causal or options.segments or options.masked or options.function)
     if plain and all(x.dim is None for x in inputs[1:3]):  # as of frames, which every rank encodes: nothing is sent
         return [(local(kernel.fun, (2, 2, 2), 2)(inputs[0].value, *map(work.whole, inputs[1:3])), inputs[0].dim)]

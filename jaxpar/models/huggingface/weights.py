@@ -72,7 +72,7 @@ class Family:
         options = {name: value for name, value in stated.items() if value is not None}
         kinds = {arch.model_type: arch for arch in self.architectures}
         kind = options.get("model_type", self.architectures[0].model_type if len(kinds) == 1 else None)
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             raise ValueError(
                 f"model_type={kind!r} is not supported: {self.here} {' or '.join(map(repr, kinds))}; write that model "
                 "in Flax, and pass it to jp.from_nnx"

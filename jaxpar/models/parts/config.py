@@ -8,7 +8,8 @@ from typing import Any
 from .text import Sizes
 
 _LARGEST = 2**31 - 1  # what an index of 32 bits reaches
-_WORDS = {int: "a whole number from 1", float: "a number", bool: "True or False", tuple: "whole numbers from 1"}
+_MOST = 3.4e38  # about the largest number of float32
+_WORDS = {int: "a whole number from 1", float: "a number from 0", bool: "True or False", tuple: "whole numbers from 1"}
 
 
 class MixtureSizes(Sizes):
@@ -33,8 +34,8 @@ class MixtureSizes(Sizes):
 
 
 def check_sizes(config: Any) -> None:
-    """Raise ValueError where a field of a config is not of the type of its default, an integer is less than 1, or
-    `dropout` is no probability.
+    """Raise ValueError where a field of a config is not of the type of its default, an integer is less than 1, another
+    number is negative or not finite, or `dropout` is no probability.
     """
     for field in dataclasses.fields(config):
         value, kind = getattr(config, field.name), type(field.default)
@@ -43,7 +44,7 @@ def check_sizes(config: Any) -> None:
         elif kind is int:
             fits = _is_size(value) or (field.default == 0 and value == 0 and not isinstance(value, bool | float))
         else:
-            fits = isinstance(value, bool) == (kind is bool) and isinstance(value, Real)
+            fits = isinstance(value, bool) == (kind is bool) and isinstance(value, Real) and _in_float32(value)
         if not fits:
             large = any(isinstance(n, int) and n > _LARGEST for n in (value if isinstance(value, tuple) else (value,)))
             most = f" to {_LARGEST:,}" if large else ""
@@ -51,6 +52,10 @@ def check_sizes(config: Any) -> None:
             raise ValueError(f"{field.name}={value!r}: use {words}{most}, such as {field.default}")
     if not 0 <= (dropout := getattr(config, "dropout", 0)) < 1:
         raise ValueError(f"{dropout=} must lie in [0, 1); use 0 to switch it off")
+
+
+def _in_float32(value: Any) -> bool:
+    return 0 <= value <= _MOST  # also of integers too large for a float
 
 
 def _is_size(value: Any) -> bool:

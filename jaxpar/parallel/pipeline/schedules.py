@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...files import text_of
 from ...tables import SCHEDULES, Recipe, operations, recipe_of, torch_csv
 from ...tables.checker import check_table
 from ...tables.greedy import OpCosts
@@ -30,6 +31,7 @@ from .phases import Column, Phase, grouped, looked_up, places, stash_slots
 BOTH: tuple[Kind, ...] = ("F", "B")  # in the order in which a tick runs them
 
 _CELLS = 1 << 22  # of a table
+_MOST_BYTES = 1 << 24  # of a table's text: of as many cells, 4 bytes each
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,13 @@ class Schedule:
         return Schedule.from_table(as_soon_as_possible(orders, placement, chunks), placement, name)
 
     @staticmethod
+    def read(path: Path) -> "Schedule":
+        """The schedule of a file of torch's lines (`from_csv`). Raises ValueError where it is no plain file, no UTF-8,
+        or larger than 16 MiB, and as `from_csv`.
+        """
+        return Schedule.from_csv(text_of(path, _MOST_BYTES).splitlines(), path.stem)
+
+    @staticmethod
     def auto(
         ranks: int, microbatches: int, costs: OpCosts | None = None, limit: float = math.inf, chunks: int = 1
     ) -> "Schedule":
@@ -119,9 +128,9 @@ class Schedule:
         if isinstance(given, str):
             if not given.endswith(".csv"):
                 return Schedule(given, ranks, microbatches, chunks)
-            if not Path(given).is_file():
+            if not Path(given).exists():
                 raise ValueError(f"schedule={given}: there is no such file; write it with `jaxpar timeline --csv`")
-            given = Schedule.from_csv(Path(given).read_text().splitlines(), Path(given).stem)
+            given = Schedule.read(Path(given))
         own, asked = (given.ranks, given.microbatches, given.chunks), (ranks, microbatches, chunks)
         if own != asked:
             said = [", ".join(map("{}={}".format, ("pipe", "microbatches", "chunks"), some)) for some in (own, asked)]

@@ -124,7 +124,11 @@ RESNET = leaves_of(named("resnet-tiny").model)
     ("leaves", "size", "kwargs", "parts"),
     [
         (  # one message for all that does not divide
-            [("layers/4/ffn/up/kernel", (24, 41)), ("layers/5/ffn/down/kernel", (41, 24))],
+            [
+                ("layers/4/ffn/up/kernel", (24, 41)),
+                ("layers/5/ffn/down/kernel", (41, 24)),
+                ("head/kernel", (24, 8)),
+            ],
             4,
             {},
             (
@@ -133,12 +137,23 @@ RESNET = leaves_of(named("resnet-tiny").model)
             ),
         ),
         (  # a bias follows its kernel in this, too
-            [("up/bias", (41,)), ("up/kernel", (24, 41))],
+            [("up/bias", (41,)), ("up/kernel", (24, 41)), ("down/kernel", (4, 24))],
             2,
             {},
             ("up/kernel [24, 41] has 41 on dim 1", "leave it whole: rules={'up/kernel': None}"),
         ),
-        ([("embedding", (62, 24))], 4, {"rules": {"embedding": 0}}, ("pad it to 64, use tensor=2, or", "': None}")),
+        (
+            [("embedding", (62, 24)), ("head/kernel", (24, 64))],
+            4,
+            {"rules": {"embedding": 0}},
+            ("pad it to 64, use tensor=2, or", "': None}"),
+        ),
+        (  # to leave the only one whole was advised, and refused: nothing was split
+            [("up/kernel", (24, 41))],
+            2,
+            {},
+            ("up/kernel [24, 41] has 41 on dim 1", "pad it to 42, or use data or fsdp for tensor"),
+        ),
         ([("x", ())], 2, {"rules": {"x": 0}}, ("'x': 0 is no dim of x []; it has none, use None",)),
         (
             [("attn/c_attn/kernel", (24, 72))],

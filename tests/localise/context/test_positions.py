@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+import jaxpar as jp
 from jaxpar.localise.context import RULES, split_sequence
 from jaxpar.localise.context.attention_mode import AXIS, GATHER, AttentionMode
 from jaxpar.program import jaxpr as jx
@@ -46,6 +47,24 @@ def _matrices(x: jax.Array, w: jax.Array) -> jax.Array:
     return sum(found) + jnp.abs(jnp.fft.fft(x, axis=-1)) + lax.approx_max_k(x, 2)[0].sum(-1, keepdims=True)
 
 
+def _of_blocks(x: jax.Array, masked: bool) -> jax.Array:
+    """Attention within blocks of four positions, which have become rows."""
+    blocks = x.reshape(-1, 4, 2, DIM // 2)
+    mask = (jnp.arange(4)[:, None] >= jnp.arange(4))[None, None] if masked else None
+    return jp.attention(jnp.sin(blocks), jnp.cos(blocks), blocks, causal=False, mask=mask).reshape(x.shape)
+
+
+def _of_heads(x: jax.Array, heads: int, key_heads: int) -> jax.Array:
+    """Attention where rows of positions are read as heads, as nanodl's T5 has it: [B, T, D] as [B, H, T, D / H]."""
+    query, key, value = (f(x).reshape(ROWS, heads, -1, 4).swapaxes(1, 2) for f in (jnp.sin, jnp.cos, jnp.tanh))
+    key, value = (y[:, :, :: heads // key_heads] for y in (key, value))
+    return jp.attention(query, key, value, causal=True).swapaxes(1, 2).reshape(x.shape)
+
+
+def _smoothed(x: jax.Array) -> jax.Array:
+    return x - jnp.cumsum(jnp.tanh(x), 1) / LENGTH
+
+
 CASES: dict[str, Callable[[Any, Any], Any]] = {
     # Of what overlaps only some primitives were known, those over features not among them.
     "softmax of two positions fewer": lambda x, w: jax.nn.log_softmax((x[:, 2:] + x[:, :-2]) @ w),
@@ -72,6 +91,12 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "products": lambda x, w: (1 + x[:, :-2] / 9).prod(1) @ w,
     "softmax of positions": lambda x, w: jax.nn.softmax(x @ w, axis=1) * x,
     "scattered features": lambda x, w: _rope(x) @ w,
+    # Calls that are kernels to tensor ranks: "jit mixes its positions", whatever they computed.
+    "attention of blocks": lambda x, w: _of_blocks(x @ w, masked=False),
+    "masked attention of blocks": lambda x, w: _of_blocks(x @ w, masked=True),
+    "attention of heads": lambda x, w: _of_heads(x @ w, 8, 8),
+    "attention of grouped heads": lambda x, w: _of_heads(x @ w, 8, 4),
+    "a kernel": lambda x, w: jp.local_kernel(_smoothed, (2,), 2)(x @ w),
 }
 
 
@@ -115,3 +140,23 @@ def test_rule(name: str, results: tuple[dict[str, Any], dict[str, Any]]) -> None
     wanted, found = (r[name] for r in results)
     for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-5 * max(1.0, float(np.abs(a).max())))
+
+
+def test_what_a_kernel_computes_is_refused_by_its_own_name() -> None:
+    """ "jit mixes its positions" named the call, and not the operation in it, nor its line."""
+
+    def sorted_positions(x: jax.Array) -> jax.Array:
+        return jnp.sort(jnp.tanh(x), axis=1)
+
+    def total(table: jax.Array, w: jax.Array, ids: jax.Array) -> jax.Array:
+        return jp.local_kernel(sorted_positions, (2,), 2)(table[ids] @ w).sum()
+
+    args = np.ones((9, DIM), "f"), np.ones((DIM, DIM), "f"), np.zeros((ROWS, LENGTH), "int32")
+    flat, _ = jx.trace(total, *args)
+    mesh = jax.sharding.AbstractMesh((RANKS,), (AXIS,), axis_types=(AxisType.Auto,))
+    fun = split_sequence(flat, 2, [2], 1, RANKS, GATHER, RULES)
+    ranks = jax.shard_map(fun, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    with pytest.raises(
+        ValueError, match=r"sort at .*test_positions.py:\d+:\d+ \(.*sorted_positions\) mixes its positions"
+    ):
+        jax.eval_shape(ranks, *args)

@@ -6,9 +6,11 @@ What runs when is read from `table()` alone, by a checker of its own (`simulate`
 import dataclasses
 import itertools
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from jaxpar.cli import timeline
 from jaxpar.parallel.pipeline.buffers import CODES, WAYS
 from jaxpar.parallel.pipeline.schedules import Schedule
 from jaxpar.strategy import Strategy
@@ -375,9 +377,28 @@ def test_from_csv() -> None:
         (["0F0,0B0", "1F0,1I0"], r"stage 1 \(rank 1\) never runs W of microbatch 0"),
         (["0F0,0I0,0W0", "1F0,1W0,1I0"], r"rank 1 cannot go on: 1W0 needs 1I0"),  # rank 0 waits for it
         ([""], "the table is empty"),
+        # Of 5,000 digits "Exceeds the limit (4300 digits)"; the others filled the memory.
+        ([f"{'9' * 5000}F0"], r"rank 0 has a cell '9{40}'; use stage, .* up to six digits"),
+        (["0F999999,0B0", "999999F0"], r"1,000,000 stages and 1,000,000 microbatches; use 4,096 ranks and"),
+        ([f"{rank}F0,{rank}B0" for rank in range(5000)], "the table has 5,000 ranks"),
+        (["0F0,0F1,0B0,0F1"], "rank 0 has 0F1 twice"),
     ):
         with pytest.raises(ValueError, match=message):
             Schedule.from_csv(lines)
+
+
+def test_a_file_that_is_no_table(tmp_path: Path) -> None:
+    """A file that is no UTF-8 was a UnicodeDecodeError, and one of any size was read; by `timeline --table` too."""
+    path = tmp_path / "mine.csv"
+    path.write_bytes("0F0,0B0".encode("utf-16"))
+    for read in (lambda: Schedule.of(str(path), 1, 1, 1), lambda: timeline.main(timeline.TimelineOptions(table=path))):
+        with pytest.raises(ValueError, match=r"mine.csv is no UTF-8 text: .*; see that it is the file that is meant"):
+            read()
+    path.write_bytes(b" " * ((1 << 24) + 1))
+    with pytest.raises(ValueError, match=r"mine.csv has 16,777,217 bytes, needs at most 16,777,216"):
+        Schedule.read(path)
+    with pytest.raises(ValueError, match="is a folder; needs a file"):
+        Schedule.read(tmp_path)
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
