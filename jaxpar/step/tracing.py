@@ -42,6 +42,7 @@ from ..slicing.stacks import described
 from ..strategy import Strategy
 from .refusals import (
     check_independent_of_replicas,
+    check_ordered,
     check_pipe,
     check_remat,
     warn_gathered,
@@ -446,6 +447,7 @@ class Tracing:
 
     def _check(self, whole: jx.Flat, program: Program, outputs: Any, rest: Any) -> None:
         """Refuse, or warn of, what would not be as on one device; and tell the layout how its layers run."""
+        check_ordered(whole, self.layout.mesh.size)
         self.layout.loops.update(described(program, self.layout.storage))
         if self.schedule is not None:
             check_pipe(program, outputs[1], self.layout, self.strategy)
