@@ -105,6 +105,7 @@ def from_nnx(
             if key is None:
                 module.eval()
             _average(module, own)
+            _embed_in_table_dtype(module)
             numbers = _plain_numbers(module)
             out = loss(module, batch)
             _warn_changed(numbers, _plain_numbers(module))
@@ -141,6 +142,18 @@ def _average(module: nnx.Module, own: bool) -> None:
             names = () if given is None else (given,) if isinstance(given, str) else tuple(given)
             over = (*(name for name in names if name not in row_axes()), *row_axes())
             part.axis_name = over or None  # type: ignore[assignment]  # lax.pmean takes several axes
+
+
+def _embed_in_table_dtype(module: nnx.Module) -> None:
+    """Make each embedding compute in the dtype that its table has now.
+
+    `nnx.Embed` notes the dtype of its table when it is made, which is the master's, and casts to it at every lookup.
+    All products after it would then be in float32 under precision="bf16". Given a `dtype=` such as jnp.float32, it
+    notes that one as it is, which is no `np.dtype`, and keeps it.
+    """
+    for _, part in nnx.iter_modules(module):
+        if isinstance(part, nnx.Embed) and isinstance(part.dtype, np.dtype) and part.dtype == part.param_dtype:
+            part.dtype = part.embedding.dtype
 
 
 def _plain_numbers(module: nnx.Module) -> dict[str, bool | int | float]:
