@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,18 +76,33 @@ _NUMBERS = (
 )
 # How jax, optax and Flax refuse indices and labels that are floating-point numbers. A shape of floats is another fault.
 _INTEGERS = re.compile(r"(?<!Shapes )must (?:be|have)[\w ]*\binteger|numpy\.integer.*float|subtypes of integer")
-IN_INIT = (
-    "it is traced by jax.jit, so that parameters are created sharded, and arrays have no numbers there; compute this "
-    "one with NumPy or Python (np.linspace for jnp.linspace)"
+
+
+class Advice(NamedTuple):
+    """Why an array has no numbers in a trace, and what to write: where its number is asked for, and where it is handed
+    to a function of NumPy.
+    """
+
+    number: str
+    numpy: str
+
+
+_SHARDED = "it is traced by jax.jit, so that parameters are created sharded, and arrays have no numbers there"
+IN_INIT = Advice(
+    f"{_SHARDED}; compute this one with NumPy or Python (np.linspace for jnp.linspace; np.random.default_rng(0) for a "
+    "random one)",
+    f"{_SHARDED}, so that NumPy cannot compute with them; use the function of jax.numpy (jnp.log for np.log), or, if "
+    "the array is not drawn from a key, make it with NumPy too",
 )
-IN_LOSS = (
+_TRACED_ONCE = (
     "it is traced once for all batches, and arrays have no numbers there; stay with jnp (jnp.where in place of if), "
     "and return as a metric, (value, {'name': x}), what you want to see"
 )
+IN_LOSS = Advice(_TRACED_ONCE, _TRACED_ONCE)
 
 
 @contextlib.contextmanager
-def traced(what: str, why: str) -> Iterator[None]:
+def traced(what: str, why: Advice) -> Iterator[None]:
     """Around a call of the user's function `what` under a trace: where it asks for the number of an array, ValueError
     says at which line of which layer, and `why` there is none (`IN_INIT`, `IN_LOSS`); so it does where it asks for a
     mesh. Any other error gets line and layer as a note.
@@ -95,7 +110,8 @@ def traced(what: str, why: str) -> Iterator[None]:
     try:
         yield
     except _NUMBERS as error:
-        raise ValueError(f"{what} asks for the number of an array{_place(error)}: {why}") from error
+        advice = why.numpy if isinstance(error, jax.errors.TracerArrayConversionError) else why.number
+        raise ValueError(f"{what} asks for the number of an array{_place(error)}: {advice}") from error
     except (ValueError, RuntimeError) as error:
         # jax's own advice, to enter a mesh, would not help.
         if "PartitionSpec" not in str(error) or " mesh" not in str(error):

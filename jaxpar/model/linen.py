@@ -49,7 +49,7 @@ class Apply:
                 out, new = self._module.apply(
                     self.variables, *args, method=method, mutable=[*kept, *asked], rngs=rngs, **kwargs
                 )
-            self.variables = {**self.variables, **{name: new[name] for name in kept if name in new}}
+            self.variables = {**self.variables, **{name: new[name] for name in (*kept, "params") if name in new}}
         return (out, {name: new[name] for name in asked if name in new}) if asked else out
 
     def __getattr__(self, name: str) -> Any:
@@ -92,7 +92,8 @@ def from_linen(
       rows: "independent" where the loss is known not to couple rows, whatever its program looks like; see `Model`.
 
     The collection `params` holds the parameters; other collections are state (BatchNorm statistics), the same on all
-    replicas. `nn.BatchNorm` computes its statistics over the rows of all replicas. In `evaluate`, `nn.Dropout`,
+    replicas. If a module writes to its parameters, under `apply(..., mutable=["params"])`, the optimizer changes what
+    it wrote. `nn.BatchNorm` computes its statistics over the rows of all replicas. In `evaluate`, `nn.Dropout`,
     attention dropout and `nn.BatchNorm` are deterministic whatever the loss asks for.
 
     Raises ValueError where the arguments are not of these kinds.
@@ -138,7 +139,7 @@ def from_linen(
                     f"collection {name!r} changes its structure from call to call (is it sown?); "
                     f"call apply(..., mutable=[{name!r}]) to receive it in the loss"
                 )
-        return out, new
+        return out, new, apply.variables["params"]
 
     def bind(params: Any, variables: Any) -> Any:
         return module.bind({"params": params, **variables})

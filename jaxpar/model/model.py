@@ -67,7 +67,8 @@ class Model:
         `batch`, or `jp.Mean`; `metrics` a dict of such values. `key` differs for every step and block of rows, and is
         None in `evaluate` (no dropout there).
       stateful: then `init` returns `(params, variables)`, and `loss(params, variables, batch, key)` a pair of the
-        above and the new variables (BatchNorm statistics and the like).
+        above and the new variables (BatchNorm statistics and the like). A loss that writes to parameters returns them
+        as a third result, and the optimizer changes what it returns.
       wrap: params -> the tree that users see (`step.params`); `unwrap` is the reverse.
       bind: `bind(params, variables)`, the user's module with these values (`step.model`).
       rules: the model's own table of what `tensor` splits, such as {"ffn/up/kernel": -1} (`layout/dims/tensor.py`).
@@ -124,7 +125,16 @@ class Model:
         return _arrays(params), _arrays(variables)
 
     def call(self, params: Any, variables: Any, batch: Any, key: jax.Array | None, rows: tuple[str, ...] = ()) -> Any:
-        """`({name: Mean}, variables)` of the loss; `rows` are the mesh axes over which the rows are spread.
+        """`({name: Mean}, variables)` of the loss; see `forward`."""
+        return self.forward(params, variables, batch, key, rows)[:2]
+
+    def forward(
+        self, params: Any, variables: Any, batch: Any, key: jax.Array | None, rows: tuple[str, ...] = ()
+    ) -> tuple[dict[str, Mean], Any, Any]:
+        """`({name: Mean}, variables, params)`: the loss, and variables and parameters as it leaves them.
+
+        A parameter that the loss does not write to is returned as the same object. `rows` are the mesh axes over which
+        the rows are spread.
 
         Raises ValueError where the loss returns anything else than a scalar or `Mean`, and a dict of those.
         """
@@ -132,11 +142,12 @@ class Model:
         with rows_over(rows), without_mesh(), reading(batch), traced("the loss", IN_LOSS):
             if self.stateful:
                 out = self.loss(params, variables, batch, key)
-                if not (isinstance(out, tuple) and len(out) == 2):
+                if not (isinstance(out, tuple) and len(out) in (2, 3)):
                     raise ValueError(f"loss returned {kind_of(out)}; with stateful=True return (value, variables)")
-                out, new = out[0], _same(variables, out[1])
+                written = _same(params, out[2], "parameter") if len(out) == 3 else params
+                out, new = out[0], _same(variables, out[1], "variable")
             else:
-                out, new = self.loss(params, batch, key), variables
+                out, new, written = self.loss(params, batch, key), variables, params
         value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
         if isinstance(value, tuple | list | dict) or not isinstance(metrics, dict):
             raise ValueError(
@@ -150,7 +161,7 @@ class Model:
         taken = [name for name in metrics if name in _RESERVED]
         if taken:
             raise ValueError(f"loss returned a metric named {taken[0]!r}, which jaxpar reports itself; rename it")
-        return {name: _mean(name, v) for name, v in {"loss": value, **metrics}.items()}, new
+        return {name: _mean(name, v) for name, v in {"loss": value, **metrics}.items()}, new, written
 
 
 def all_rows(x: jax.Array) -> jax.Array:
@@ -280,15 +291,17 @@ def _is_number(x: Any) -> bool:
     return array and any(jnp.issubdtype(jnp.result_type(x), kind) for kind in (jnp.floating, jnp.integer))
 
 
-def _same(old: Any, new: Any) -> Any:
-    """New variables with the structure, shapes and dtypes of the old; raises ValueError where they differ."""
+def _same(old: Any, new: Any, what: str) -> Any:
+    """New variables or parameters with the structure, shapes and dtypes of the old; raises ValueError where structure
+    or shapes differ.
+    """
     before, tree = jax.tree_util.tree_flatten_with_path(old)
     if jax.tree.structure(new) != tree:
-        raise ValueError(f"the loss changes the structure of the variables from {tree} to {jax.tree.structure(new)}")
+        raise ValueError(f"the loss changes the structure of the {what}s from {tree} to {jax.tree.structure(new)}")
     values = []
     for (path, a), b in zip(before, jax.tree.leaves(new), strict=True):
         if jnp.shape(a) != jnp.shape(b):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise ValueError(f"variable {name} changes shape from {jnp.shape(a)} to {jnp.shape(b)}; keep it fixed")
+            raise ValueError(f"{what} {name} changes shape from {jnp.shape(a)} to {jnp.shape(b)}; keep it fixed")
         values.append(b if a.dtype == b.dtype else b.astype(a.dtype))
     return jax.tree.unflatten(tree, values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,8 +35,9 @@ def from_nnx(
         to dims (`nnx.with_partitioning`, `out_sharding=`) serve beside it.
       rows: "independent" where the loss is known not to couple rows, whatever its program looks like; see `Model`.
 
-    `nnx.Param`s are the parameters, which the optimizer alone changes: what the loss assigns to one lasts for that
-    call. Every other variable is state, kept as the loss leaves it and the same on all replicas. `nnx.BatchNorm`
+    `nnx.Param`s are the parameters. If the loss assigns to one (`nnx.SpectralNorm` does), the optimizer changes what it
+    assigned, as in a loop of plain Flax; a step raises ValueError if that depends on the rows. Every other variable is
+    state, kept as the loss leaves it and the same on all replicas. `nnx.BatchNorm`
     computes its statistics over the rows of all replicas. Streams of random numbers (dropout) get keys that depend on
     the stream, the step and the block of rows, and are not advanced. In `evaluate` the module is in `eval()` mode.
 
@@ -103,7 +105,11 @@ def from_nnx(
             if key is None:
                 module.eval()
             _average(module, own)
-            return module, loss(module, batch)
+            _embed_in_table_dtype(module)
+            numbers = _plain_numbers(module)
+            out = loss(module, batch)
+            _warn_changed(numbers, _plain_numbers(module))
+            return module, out
 
         try:
             module, out = run(own=True)
@@ -113,7 +119,7 @@ def from_nnx(
             module, out = run(own=False)  # a name of `pmap`, which is not there, is that of the rows
         _, found, others = nnx.split(module, nnx.Param, ...)
         params_tree.check(found)
-        return out, others_tree.updated(variables, others)
+        return out, others_tree.updated(variables, others), params_tree.pure(found)
 
     return Model(
         init,
@@ -136,6 +142,40 @@ def _average(module: nnx.Module, own: bool) -> None:
             names = () if given is None else (given,) if isinstance(given, str) else tuple(given)
             over = (*(name for name in names if name not in row_axes()), *row_axes())
             part.axis_name = over or None  # type: ignore[assignment]  # lax.pmean takes several axes
+
+
+def _embed_in_table_dtype(module: nnx.Module) -> None:
+    """Make each embedding compute in the dtype that its table has now.
+
+    `nnx.Embed` notes the dtype of its table when it is made, which is the master's, and casts to it at every lookup.
+    All products after it would then be in float32 under precision="bf16". Given a `dtype=` such as jnp.float32, it
+    notes that one as it is, which is no `np.dtype`, and keeps it.
+    """
+    for _, part in nnx.iter_modules(module):
+        if isinstance(part, nnx.Embed) and isinstance(part.dtype, np.dtype) and part.dtype == part.param_dtype:
+            part.dtype = part.embedding.dtype
+
+
+def _plain_numbers(module: nnx.Module) -> dict[str, bool | int | float]:
+    """The plain Python numbers that are attributes of modules, by path."""
+    return {
+        "/".join(map(str, (*path, name))): value
+        for path, part in nnx.iter_modules(module)
+        for name, value in vars(part).items()
+        if isinstance(value, bool | int | float)
+    }
+
+
+def _warn_changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Warn of plain numbers that the loss has changed: the traced program has them as they were."""
+    for name, value in before.items():
+        if (new := after.get(name, value)) != value:
+            warnings.warn(
+                f"the loss changes {name}, a plain Python attribute, from {value} to {new}; a step's program is traced "
+                f"once, so that every step reads {value}; keep it in a variable, nnx.Variable(jnp.zeros(())), "
+                "and assign to its [...]",
+                stacklevel=2,
+            )
 
 
 def _held_by_objects(module: nnx.Module) -> list[tuple[Any, str]]:

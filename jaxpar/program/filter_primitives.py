@@ -61,6 +61,13 @@ def implemented(eqn: Any) -> Any:
     return own and jax.make_jaxpr(own)(*map(_of_no_mesh, eqn.invars))
 
 
+def is_error(branch: Any) -> bool:
+    """Whether a branch, open or closed, is the one that `eqx.error_if` runs to raise its error: it returns nothing."""
+    callbacks = (eqn.params.get("callback") for eqn, _ in visit(jx.opened(branch)[0].eqns))
+    functions = (getattr(callback, "callback_func", None) for callback in callbacks)
+    return any(getattr(function, "__module__", "") == f"{_PACKAGE}._errors" for function in functions)
+
+
 def _expanded(closed: Any) -> Any:
     """A closed jaxpr without them."""
     jaxpr, _ = jx.opened(closed)

@@ -10,6 +10,7 @@ from typing import Any
 from ..ops import permutations
 from ..program import jaxpr as jx
 from ..program import primitives
+from ..program.filter_primitives import is_error
 from .arithmetic import joined
 from .backward import backward_notes
 from .labels import Labels, numbered
@@ -66,7 +67,12 @@ def _solve(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Val
 def _cond(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
     index, *operands = ins
     twins = twin.params["branches"] if twin is not None else [None] * len(eqn.params["branches"])
-    found = [r.inner(b, t, operands) for b, t in zip(eqn.params["branches"], twins, strict=True)]
+    pairs = list(zip(eqn.params["branches"], twins, strict=True))
+    # A guard that raises decides whether there is a result, and not which: each block may run it on its own rows.
+    returning = [pair for pair in pairs if not is_error(pair[0])] or pairs
+    found = [r.inner(b, t, operands) for b, t in returning]
+    if len(found) == 1 < len(pairs):
+        return found[0]
     if eqn.params.get("branches_platforms"):  # the same function, and a fused kernel of one platform says nothing
         return min(found, key=lambda outs: (len(reasons(outs)), [x.kind for x in outs].count("coupled")))
     return [

@@ -117,10 +117,11 @@ class Step(FirstState, Intake):
         split_by = self.rule.sharded, copied, places, split.found, whole, residuals
         self.layout = Layout(storage, self._home(), self.policy, *split_by, host="params" in strategy.offloads)
         streamed = streams(self.optimizer, self.layout, strategy.offloads, as_stacked, owned is not None)
-        self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, on_nonfinite, owned, streamed)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.schedule, self.replicas = schedule, math.prod(axes.values())
         self.tracing = Tracing(model, self.layout, strategy, axes, schedule, wrong)
+        writes = self.tracing.writes
+        self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, on_nonfinite, owned, streamed, writes)
         self.local = Local(self.tracing, dict(ids or {}))
         self._jitted: dict[Any, Any] = {}
 

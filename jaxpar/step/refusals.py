@@ -17,6 +17,7 @@ from ..parallel.flat.cut import points
 from ..parallel.pipeline.chunks import padded
 from ..parallel.pipeline.schedules import Schedule
 from ..program import jaxpr as jx
+from ..program.walk import visit
 from ..slicing.program import Program
 from ..slicing.stacks import gathered
 from ..strategy import Strategy
@@ -85,6 +86,16 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
                 "time; give stages='cut', which runs them in order, use data or fsdp for pipe, or freeze it "
                 "(BatchNorm: use_running_average=True)"
             )
+
+
+def check_ordered(whole: jx.Flat, devices: int) -> None:
+    """Raises ValueError where callbacks of a loss are to run in order, and several devices run it at the same time."""
+    eqn = next((eqn for eqn, _ in visit(whole.eqns) if eqn.params.get("ordered") is True), None)
+    if devices > 1 and eqn is not None:
+        raise ValueError(
+            f"the loss has a callback or print with ordered=True, {eqn.primitive.name} at {jx.where(eqn)}, and "
+            f"{devices} devices run it at the same time; callbacks on several devices have no order; leave ordered= out"
+        )
 
 
 def warn_padded(layers: int, ranks: int, chunks: int) -> None:

@@ -42,6 +42,7 @@ from ..slicing.stacks import described
 from ..strategy import Strategy
 from .refusals import (
     check_independent_of_replicas,
+    check_ordered,
     check_pipe,
     check_remat,
     unread_leaves,
@@ -53,6 +54,7 @@ from .refusals import (
     warn_unread,
     warn_untrained,
 )
+from .writes import Writes, find_writes
 
 Sums = dict[str, Mean]  # of each metric, over some rows
 
@@ -169,6 +171,8 @@ class Tracing:
       momenta: those of deferred running statistics.
       doubts: how the loss may couple rows.
       unread: paths of the batch's leaves that the loss does not read, in a step or without a key in evaluate.
+      touched: positions of the model's own leaves that the loss hands back as other values.
+      writes: what it writes to them; empty, or one.
     """
 
     model: Model
@@ -190,6 +194,8 @@ class Tracing:
     momenta: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
     doubts: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
     unread: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
+    touched: dict[int, None] = field(default_factory=dict, compare=False, repr=False)
+    writes: list[Writes] = field(default_factory=list, compare=False, repr=False)
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -363,7 +369,8 @@ class Tracing:
             deferred = isinstance(variables, Deferred)
             read = variables.reading() if deferred else variables
             try:
-                sums, new = self.model.call(storage.of_units(leaves), read, rows, key, tuple(axes))
+                params = storage.of_units(leaves)
+                sums, new, after = self.model.forward(params, read, rows, key, tuple(axes))
             except TypeError as error:  # of a scan's carry, say
                 if (precision := self.strategy.precision) != "f32":
                     error.add_note(
@@ -372,6 +379,9 @@ class Tracing:
                         "give it the same (dtype=), or cast what it returns"
                     )
                 raise
+            if key is not None:  # what evaluation writes does not last
+                pairs = enumerate(zip(jax.tree.leaves(params), jax.tree.leaves(after), strict=True))
+                self.touched.update((number, None) for number, (one, other) in pairs if one is not other)
             return sums, replace(variables, variables=new) if deferred else new
 
         named = {**self.traced_axes, **axes}
@@ -458,11 +468,17 @@ class Tracing:
 
     def _check(self, whole: jx.Flat, program: Program, outputs: Any, rest: Any, noted: Sequence[str]) -> None:
         """Refuse, or warn of, what would not be as on one device; and tell the layout how its layers run."""
+        check_ordered(whole, self.layout.mesh.size)
         self.layout.loops.update(described(program, self.layout.storage))
         if self.schedule is not None:
             check_pipe(program, outputs[1], self.layout, self.strategy)
             if program.main is not None:
                 warn_padded(program.main.length, self.schedule.ranks, self.schedule.chunks)
+        if self.touched:
+            variables, *block = rest
+            read = jax.eval_shape(lambda x: x.reading() if isinstance(x, Deferred) else x, variables)
+            found = find_writes(self.model, self.layout, self.strategy, tuple(self.touched), (read, *block))
+            self.writes[:] = self.writes if found is None else [found]
         warn_gathered(program, self.layout)
         check_remat(program, self.strategy, self.schedule)
         check_independent_of_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))

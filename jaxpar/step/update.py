@@ -9,6 +9,7 @@ own shape, at the price of moving them, where it does. One that works on whole m
 
 import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from ..program.buffers import is_on_host
 from .gradients import Metrics, metrics_of
 from .offload import Streams, kept
 from .tracing import Sums
+from .writes import Writes
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Update:
         others by then, still has what that step began with.
       owners: how it runs on whole matrices; None where it multiplies none.
       streams: how it runs on state that waits on the host; None where none does.
+      writes: what the loss writes to parameters, known once it has been traced; empty, or one.
     """
 
     optimizer: Any
@@ -51,6 +54,7 @@ class Update:
     on_nonfinite: str = "apply"
     owners: Owners | None = None
     streams: Streams | None = None
+    writes: Sequence[Writes] = ()
 
     def init(self, params: Any) -> Any:
         """The optimizer's state, as it is stored, from the leaves of a step."""
@@ -71,7 +75,10 @@ class Update:
         """Next state and metrics, from unpadded gradients in the leaves' tree (None: frozen), variables, sums, and what
         the gradients' rounding has left.
         """
-        params, updates = self._seen(self._shards(state.params)), self._seen(grads)
+        written = state.params
+        for writes in self.writes:
+            written = writes(self.layout, state.params, state.variables)
+        params, updates = self._seen(self._shards(written)), self._seen(grads)
         loss = metrics_of(sums)["loss"]
         norm = optax.tree.norm(grads)
         token = order.first_token(norm, self.layout.mesh)
@@ -92,7 +99,8 @@ class Update:
         else:
             opt_state = self.layout.to_logical(state.optimizer, "optimizer")
             (changes, opt_state), token = self._changes(updates, opt_state, params, loss, token)
-            tuned = kept(applied, optax.apply_updates(params, changes), params)
+            before = params if written is state.params else self._seen(self._shards(state.params))
+            tuned = kept(applied, optax.apply_updates(params, changes), before)
             packed = kept(applied, self.layout.to_stored(opt_state, "optimizer"), state.optimizer)
         variables = kept(applied, variables, state.variables)
         residuals = kept(applied, residuals or {}, state.residuals)

@@ -179,3 +179,60 @@ def test_an_error_names_its_layer() -> None:
     with pytest.raises(TypeError) as found:
         jp.make_train_step(model, None, "single", mesh=jax.devices()[:1]).trace(np.ones((4, 4), np.float32))
     assert any(note.endswith("in layers/1 (Linear)") for note in found.value.__notes__)
+
+
+class Rotary(eqx.Module):
+    """Keeps arrays where JAX sees none, as palm-jax does with its frequencies."""
+
+    w: jax.Array
+    freq: Any = eqx.field(static=True)
+    more: Any = eqx.field(static=True)
+    scale: Any
+
+    def __init__(self, key: jax.Array, drawn: bool = False):
+        self.w = jax.random.normal(key, (4,))
+        self.freq = self.w if drawn else 1.0 / 10.0 ** jnp.arange(4)
+        self.more = ("name", {"table": [jnp.ones(4)]})
+        shift = jnp.arange(4.0)
+        self.scale = lambda x: x + shift
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.scale(x * self.w * self.freq) * self.more[1]["table"][0]
+
+
+def rotated(module: Rotary, batch: Any, key: jax.Array) -> jax.Array:
+    return jnp.square(module(batch["x"])).mean()
+
+
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
+def test_a_module_may_keep_arrays_in_static_fields() -> None:
+    """They were tracers of a trace that had ended: JAX's UnexpectedTracerError, where Equinox warns and trains."""
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)}
+    step = jp.make_train_step(jp.from_equinox(lambda key: Rotary(key), rotated), SGD, "fsdp")
+    state = step.init(key := jax.random.key(0))
+    _, grads = step.value_and_grad(state, batch)
+    module = eqx.tree_at(lambda module: module.w, Rotary(key), step.params(state).w)
+    np.testing.assert_allclose(grads.w, eqx.filter_grad(rotated)(module, batch, key).w, rtol=1e-5)
+    np.testing.assert_array_equal(step.model(state).freq, module.freq)
+
+
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
+def test_a_static_array_that_is_drawn_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"freq of a Rotary is static, and make\(key\) draws it .*np\.random\.default"):
+        jp.from_equinox(lambda key: Rotary(key, drawn=True), rotated)
+
+
+def test_advice_about_numpy_in_a_constructor_can_be_followed() -> None:
+    """A line that applies NumPy to an array drawn from the key was told to use NumPy (rnn-jax's LRU)."""
+
+    class Lru(eqx.Module):
+        nu: jax.Array
+
+    loss = lambda module, batch, key: (module.nu * batch).mean()
+    with pytest.raises(ValueError, match=r"Lru\(np.log.*use the function of jax.numpy \(jnp.log for np.log\)") as error:
+        jp.from_equinox(lambda key: Lru(np.log(jax.random.uniform(key, (4,)))), loss)
+    assert "compute this one with NumPy" not in str(error.value)
+    jp.from_equinox(lambda key: Lru(jnp.log(jax.random.uniform(key, (4,)))), loss)
+    with pytest.raises(ValueError, match=r"compute this one with NumPy or Python .*np\.random\.default_rng\(0\)"):
+        jp.from_equinox(lambda key: Lru(jnp.ones(int(jax.random.randint(key, (), 1, 5)))), loss)
+    jp.from_equinox(lambda key: Lru(jnp.ones(int(np.random.default_rng(0).integers(1, 5)))), loss)

@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxpar as jp
+from jaxpar.program import jaxpr as jx
 
 BATCH = {"x": np.ones((16, 8), np.float32), "y": np.zeros((16, 4), np.float32)}
 
@@ -101,21 +102,43 @@ def test_leaves_of_a_batch_that_something_reads() -> None:
 
 
 class Tokens(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embed, self.head = nnx.Embed(64, 32, rngs=rngs), nnx.Linear(32, 64, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs, **given: Any) -> None:
+        self.embed, self.head = nnx.Embed(64, 32, rngs=rngs, **given), nnx.Linear(32, 64, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         return self.head(self.embed(tokens))  # the line that the warning names
 
 
-def test_an_embedding_that_computes_in_float32_is_named() -> None:
-    """`nnx.Embed` keeps the dtype that its table was made with. The warning named the matmul after it, and said that an
-    operand was no parameter; the page said that an embedding has the dtype of its table.
+TOKENS = {"tokens": np.zeros((8, 8), np.int32)}
+
+
+def logits(module: Tokens, batch: Any) -> jax.Array:
+    return module(batch["tokens"]).astype(jnp.float32).mean()
+
+
+def attended(module: Tokens, batch: Any) -> jax.Array:
+    return module.embed.attend(module.embed(batch["tokens"])).astype(jnp.float32).mean()
+
+
+@pytest.mark.parametrize("loss", [logits, attended])
+@pytest.mark.parametrize("precision", ["bf16", "f16", "f32"])
+def test_an_embedding_computes_in_the_dtype_of_the_strategy(loss: Any, precision: str) -> None:
+    """`nnx.Embed` casts to the dtype that its table was made with, float32: under precision="bf16" every product after
+    it was in float32, and a warning said so once.
     """
-    batch = {"tokens": np.zeros((8, 8), np.int32)}
-    loss = lambda module, batch: module(batch["tokens"]).astype(jnp.float32).mean()
+    dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}[precision]
+    model = jp.from_nnx(lambda rngs: Tokens(rngs), loss)
+    params, variables = jax.eval_shape(model.create, jax.random.key(0))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
+    flat, _ = jx.trace(lambda *args: model.call(*args, jax.random.key(0)), params, variables, TOKENS)
+    assert [*jx.matmuls(flat.eqns)] == [jnp.dtype(dtype).name]
+    step_of(Tokens, loss, f"ddp,precision={precision}").trace(TOKENS)  # a warning would be an error
+
+
+def test_an_embedding_that_is_told_to_compute_in_float32_is_named() -> None:
+    told = lambda rngs: Tokens(rngs, dtype=jnp.float32)
     with pytest.warns(UserWarning, match=r"bfloat16 becomes float32 at .*test_warned.py:\d+:25 \(Tokens.__call__\)"):
-        step_of(Tokens, loss, "ddp,precision=bf16").trace(batch)
+        step_of(told, logits, "ddp,precision=bf16").trace(TOKENS)
 
     def cast(module: Tokens, batch: Any) -> jax.Array:  # the advice
         x = module.embed(batch["tokens"]).astype(module.head.kernel.dtype)
@@ -123,7 +146,7 @@ def test_an_embedding_that_computes_in_float32_is_named() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step_of(Tokens, cast, "ddp,precision=bf16").trace(batch)
+        step_of(told, cast, "ddp,precision=bf16").trace(TOKENS)
 
 
 class Rates(nnx.Module):

@@ -44,7 +44,8 @@ class Reference:
         m, n = self.microbatches, self.replicas
         policy = Policy.of(self.strategy)
         declared = jax.eval_shape(self.model.create, jax.random.key(0))[0]
-        params = jax.tree.map(lambda x, d: x.astype(policy.computed(d.dtype)), params, declared)
+        masters, params = params, jax.tree.map(lambda x, d: x.astype(policy.computed(d.dtype)), params, declared)
+        written = params
         sums: list[Mean] = []
         drawn: bool | None = None  # whether the loss depends on its key: to be traced once, not for every microbatch
         for i in range(m):
@@ -64,24 +65,27 @@ class Reference:
                 def block(rows: Any, key: jax.Array, variables: Any = variables) -> Any:
                     return self._call(params, variables, rows, key, {"rows": n})
 
-                out, new = jax.vmap(block, in_axes=(axes, 0), axis_name="rows")(blocks, keys)
-                out, variables = jax.tree.map(lambda x: x.sum(0), out), jax.tree.map(lambda x: x[0], new)
+                out, *new = jax.vmap(block, in_axes=(axes, 0), axis_name="rows")(blocks, keys)
+                out, (variables, written) = jax.tree.map(lambda x: x.sum(0), out), jax.tree.map(lambda x: x[0], new)
             else:
                 whole = jax.tree.map(
                     lambda x: x if _marked(x) else x.reshape(-1, *x.shape[2:]), blocks, is_leaf=_marked
                 )
-                out, variables = self._call(params, variables, whole, keys[0])
+                out, variables, written = self._call(params, variables, whole, keys[0])
             sums.append(out["loss"])
-        return sum(s.total for s in sums) / sum(s.count for s in sums), variables
+        # Where the loss leaves a parameter as it is, a low precision must not round the master.
+        kept = lambda master, old, new: jnp.where(new == old, master, new.astype(master.dtype))
+        masters = jax.lax.stop_gradient(jax.tree.map(kept, masters, params, written))
+        return sum(s.total for s in sums) / sum(s.count for s in sums), (variables, masters)
 
     def _call(
         self, params: Any, variables: Any, rows: Any, key: jax.Array, axes: Mapping[str, int] = MappingProxyType({})
     ) -> Any:
-        """The model's loss; under FP8 with products of the same layers in it, scaled and rounded alike."""
+        """`Model.forward`; under FP8 with products of the same layers in it, scaled and rounded alike."""
         if self.strategy.precision != "fp8":
-            return self.model.call(params, variables, rows, key, tuple(axes))
+            return self.model.forward(params, variables, rows, key, tuple(axes))
         named = [(name_of(path), x) for path, x in jax.tree_util.tree_leaves_with_path(params)]
-        loss = lambda params, rest: self.model.call(params, rest[0], rest[1], rest[2], tuple(axes))
+        loss = lambda params, rest: self.model.forward(params, rest[0], rest[1], rest[2], tuple(axes))
         flat, out = jx.trace(loss, params, (variables, rows, key), axes=dict(axes))
         alike = of_blocks([(path, x.shape) for path, x in named])
         leaves = [(path, path in alike) for path, _ in named]
@@ -137,7 +141,7 @@ class Reference:
         tuned, update = self._tuned(optimizer)
         state = tuned.init(_trained(params))
         for step in range(steps):
-            (loss, variables), grads = self._grad(params, variables, batch, jax.random.fold_in(key, 1), step)
+            (loss, (variables, params)), grads = self._grad(params, variables, batch, jax.random.fold_in(key, 1), step)
             params, state = update(grads, state, params, loss)
         return params
 
