@@ -70,11 +70,18 @@ class _Handler(ocp.type_handlers.NumpyHandler):
                 pending.append(store[index].write(x, can_reference_source_data_indefinitely=True))
                 size += x.nbytes
                 if size > _IN_FLIGHT:
-                    await asyncio.gather(*pending)
+                    await _all(pending)
                     pending, size = [], 0
                 del x
-        await asyncio.gather(*pending)
+        await _all(pending)
         return []
+
+
+async def _all(pending: Sequence[Any]) -> None:
+    """Wait for all that is being written, also where some of it fails: what ends later would find no event loop."""
+    results = await asyncio.gather(*pending, return_exceptions=True)
+    if errors := [result for result in results if isinstance(result, BaseException)]:
+        raise errors[0]
 
 
 def _write_spec(array: SavedArray, info: Any) -> ts.Spec:

@@ -57,7 +57,7 @@ def _mapped(file: Path, path: Place) -> np.ndarray:
     """The array of a `.npy` file, memory-mapped; `path` is its name in errors."""
     with file.open("rb") as content:
         begin = content.read(len(_MAGIC))
-    if begin != _MAGIC:  # NumPy would open an archive of several arrays, and unpickle the rest if it were allowed to
+    if begin != _MAGIC:  # NumPy would open an archive of several arrays, and run code of the rest if it were allowed to
         what = "is a zip archive, as numpy.savez writes of several arrays" if begin[:2] == b"PK" else "is no NumPy file"
         raise ValueError(f"{path} {what}; write one array of integers [n] with numpy.save")
     try:

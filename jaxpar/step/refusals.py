@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -348,3 +348,22 @@ def check_independent_of_replicas(program: Program, outputs: Any, inputs: int, a
                 "compute it from jp.all_rows(...), or use the BatchNorm of Flax, Equinox or Haiku, which jaxpar "
                 "switches to all rows"
             )
+
+
+def heard(call: Callable[[], object]) -> list[warnings.WarningMessage]:
+    """Return the warnings that a call gives, which are given all the same."""
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        call()
+    for message in messages:
+        warnings.warn_explicit(message.message, message.category, message.filename, message.lineno)
+    return messages
+
+
+def succeeds(fun: Callable[..., Any], *args: Any) -> bool:
+    """Return whether a function takes these arguments."""
+    try:
+        fun(*args)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -45,6 +45,8 @@ from .refusals import (
     check_ordered,
     check_pipe,
     check_remat,
+    heard,
+    succeeds,
     unread_leaves,
     warn_gathered,
     warn_no_rule,
@@ -346,7 +348,7 @@ class Tracing:
         except (TypeError, ValueError) as error:
             (variables, rows, key), blocks = rest, math.prod(self.axes.values()) * self.strategy.microbatches
             have, loss = rows_of(rows), self._trace
-            takes = lambda many: _succeeds(loss, (variables, one_block(rows, Fraction(have, many)), key), self.axes)
+            takes = lambda many: succeeds(loss, (variables, one_block(rows, Fraction(have, many)), key), self.axes)
             if blocks == 1 or not takes(have * blocks):
                 raise
             enough = next(many for many in range(have + 1, have * blocks + 1) if takes(many))
@@ -490,23 +492,9 @@ class Tracing:
         leaves = [(leaf.path, leaf.logical) for leaf in self.layout.storage.units]
         if self.astray and (said := self.astray(whole, leaves)):
             warnings.warn(said, stacklevel=2)
-        alone = math.prod(self.axes.values()) * self.strategy.microbatches == 1
+        replicas, m, trace = math.prod(self.axes.values()), self.strategy.microbatches, lambda *a: self._trace(*a)[0]
         known = any(kind[0] == jax.tree.structure(rest) for kind in self._traced)  # with another number of rows
-        if self.model.rows is None and not alone and not known:
-            warn_rows_of_a_microbatch(
-                noted, rows_of(rest[1]) * math.prod(self.axes.values()), self.strategy.microbatches
-            )
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                check_coupling(whole, outputs, rest, lambda *args: self._trace(*args)[0], self.axes, self.strategy)
+        if self.model.rows is None and replicas * m > 1 and not known:
+            warn_rows_of_a_microbatch(noted, rows_of(rest[1]) * replicas, m)
+            told = heard(lambda: check_coupling(whole, outputs, rest, trace, self.axes, self.strategy))
             self.doubts.update((said, None) for said in (str(w.message) for w in told) if said.startswith("the loss "))
-            for one in told:
-                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-
-
-def _succeeds(fun: Callable[..., Any], *args: Any) -> bool:
-    try:
-        fun(*args)
-    except (TypeError, ValueError):
-        return False
-    return True

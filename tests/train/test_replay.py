@@ -136,7 +136,7 @@ def test_what_cannot_be_replayed_is_refused(recorded: Path, tmp_path: Path) -> N
         again(recorded, 6, seed=1)
     with pytest.raises(ValueError, match="is of another model or optimizer"):
         again(recorded, 2, optimizer=optax.sgd(0.1))
-    with pytest.raises(ValueError, match="holds no digests; record them as it trains: --record 10"):
+    with pytest.raises(ValueError, match="holds no digests; record them as it trains, with record=10"):
         again(tmp_path, 3)
     with pytest.raises(ValueError, match="record=2 needs somewhere to write to"):
         trainer(record=2)

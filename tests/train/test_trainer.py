@@ -421,7 +421,7 @@ def test_loops_that_cannot_be_are_refused() -> None:
         ({"steps": 2.5}, "steps=2.5 is not a whole number; use one from 0"),  # it ended without a checkpoint
         ({"seed": None}, "seed=None is not a whole number"),
         ({"seed": 2**32}, "seed=4294967296 is more than jax's keys tell apart; use 4294967295 or less"),
-        ({"resume": True}, "resume needs the run's folder"),
+        ({"resume": True}, "resume=True needs the run's folder"),
         ({"resume": True, "overwrite": True, "out": Path("x")}, "contradict"),
     ]:
         with pytest.raises(ValueError, match=says):

@@ -35,12 +35,13 @@ class Reference:
     def __init__(self, model: Model, strategy: Strategy, replicas: int, microbatches: int | None = None):
         self.model, self.strategy, self.replicas = model, strategy, replicas
         self.microbatches = strategy.microbatches if microbatches is None else microbatches
-        grad = jax.value_and_grad(self._objective, has_aux=True, allow_int=True)
+        grad = jax.value_and_grad(self.objective, has_aux=True, allow_int=True)
         self._grad = jax.jit(grad, compiler_options=cpu_options())
         self._create = jax.jit(model.create, compiler_options=cpu_options())
         self._updates: dict[int, tuple[Any, Any, Any]] = {}
 
-    def _objective(self, params: Any, variables: Any, batch: Any, key: jax.Array, step: jax.Array | int) -> Any:
+    def objective(self, params: Any, variables: Any, batch: Any, key: jax.Array, step: jax.Array | int) -> Any:
+        """Return the loss of a batch, block by block, and what goes with it."""
         m, n = self.microbatches, self.replicas
         policy = Policy.of(self.strategy)
         declared = jax.eval_shape(self.model.create, jax.random.key(0))[0]
@@ -124,7 +125,7 @@ class Reference:
     def uncut_loss(self, key: jax.Array, batch: Any) -> jax.Array:
         """The loss at the initial values that `key` gives, of all rows in one microbatch; blocks keep their keys."""
         whole = Reference(self.model, self.strategy, self.replicas * self.microbatches, microbatches=1)
-        loss = jax.jit(whole._objective, compiler_options=cpu_options())
+        loss = jax.jit(whole.objective, compiler_options=cpu_options())
         return loss(*self._start(key, 0.0, 0), batch, jax.random.fold_in(key, 1), 0)[0]
 
     def train(
