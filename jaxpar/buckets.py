@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from .text import reason
+
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
     from upath import UPath
@@ -98,10 +100,11 @@ def _answer(call: Callable[[], Any], address: str, seconds: float | None = None)
         result, error = None, TimeoutError(f"no answer in {seconds} s")
     if error is None:
         return result
-    text = " ".join(str(getattr(error, "strerror", None) or error).split())[:300]
+    text = getattr(error, "strerror", None) or reason(error)
     code = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, _REFUSALS) or code == errno.EINVAL:  # their text may be no more than the key
-        code = code or (errno.EACCES if isinstance(error, PermissionError) else errno.ENOENT)
+    is_denied = isinstance(error, PermissionError) or text.startswith("PERMISSION_DENIED")  # TensorStore's word
+    if is_denied or isinstance(error, _REFUSALS) or code == errno.EINVAL:  # their text may be no more than the key
+        code = code or (errno.EACCES if is_denied else errno.ENOENT)
         raise OSError(code, text if " " in text else os.strerror(code), address) from error
     _silent[name] = time.monotonic(), (text := f"{type(error).__name__}: {text}")
     raise ConnectionError(errno.EIO, text, address) from error

@@ -49,6 +49,15 @@ def did_you_mean(given: Any, known: Iterable[Any], form: str = " ({})", least: f
     return form.format(f"did you mean {near[0]!r}?") if near else ""
 
 
+def reason(error: BaseException, most: int = 300) -> str:
+    """Return what an error says in one line, without the description of the array that TensorStore puts behind it.
+
+    >>> reason(ValueError("no  such   key [tensorstore_spec='...']"))
+    'no such key'
+    """
+    return " ".join(str(error).split()).partition(" [tensorstore_spec")[0][:most]
+
+
 def few(names: Sequence[str], most: int = 3) -> str:
     """Names joined by commas, abbreviated after `most`.
 

@@ -5,6 +5,7 @@ A checkpoint is what has its last file. Cells of gs:// take `pip install gcsfs f
 
 import importlib.util
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -249,6 +250,30 @@ writer().begin(place("{bucket}/a", "a"), 1, None, lambda folder: time.sleep(1) o
     ended = subprocess.run([sys.executable, "-c", program], timeout=1800, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert numbers(bucket / "a") == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answered", [1, 8, 12])
+def test_a_bucket_that_refuses_is_said_at_once(answered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 403 was taken for no answer, or tried again for minutes; it comes where a save lists, makes or writes."""
+    monkeypatch.setenv("INITIAL_NO_AUTH_ACTION_COUNT", str(answered))  # requests, before the server refuses them
+    server = Server("s3")
+    try:
+        program = f"""
+import jax, optax, jaxpar as jp
+model = jp.Model(init=lambda key: {{"w": jax.numpy.ones((64, 64))}}, loss=lambda p, b, key: (p["w"] * b["x"]).mean())
+step = jp.make_train_step(model, optax.adam(1.0), mesh=jax.devices()[:1])
+step.save("{server.bucket()}run", step.init(jax.random.key(0))).wait()
+"""
+        begin = time.monotonic()
+        environment = os.environ | server.environment | {"JAX_PLATFORMS": "cpu"}
+        ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert ended.returncode == 1
+        said = ended.stderr.splitlines()[-1]
+        assert "Key Id you provided does not exist" in said or "Permission denied" in said, ended.stderr
+        assert time.monotonic() - begin < 60
+    finally:
+        server.close()
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from ..files import place, sync
 from ..hosts import ending
 from ..hosts.outcomes import Outcomes
 from ..hosts.store import Coordinator
+from ..text import reason
 from .saved import COMPLETE, UNFINISHED, numbers
 from .stores import orbax_path
 
@@ -180,7 +181,7 @@ def wait_for(folder: Place | str) -> None:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}; make room, or see that the folder is there and may be written to"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; see what it says"
+    return f"{type(error).__name__}: {reason(error)}; see what it says"
 
 
 def _end() -> None:

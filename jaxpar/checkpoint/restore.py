@@ -29,7 +29,8 @@ def restored(step: Step, saved: Checkpoint) -> State:
     """Return the whole state, as the step's layout stores it.
 
     A loss scale (float16) begins anew where the checkpoint has none, and is left out where the step has none. Residuals
-    of gradients begin anew, with a warning, where the checkpoint has them for other ranks.
+    of gradients are dealt to the ranks that the step has; they begin anew, with a warning, where the checkpoint has
+    none of that shape.
 
     Raises ValueError where it is another model's or optimizer's, or damaged, naming the array.
     """

@@ -23,6 +23,7 @@ from etils import epath
 
 from ..buckets import ANSWER_SECONDS, Place, is_bucket
 from ..layout.boxes import Box
+from ..text import reason
 
 _CHUNK = 1 << 23  # bytes of a chunk, the least that a box is read from
 _IN_FLIGHT = 1 << 27  # bytes that are being written at a time, beside those that wait in the host's memory
@@ -190,10 +191,10 @@ def fetched(future: Any, name: str, place: Place) -> Any:
     try:
         return future.result(timeout=20 * ANSWER_SECONDS)
     except Exception as error:  # TensorStore's errors are of several classes; the text begins with the kind
-        text = " ".join(str(error).split())
+        text = reason(error)
         is_silent = isinstance(error, TimeoutError) or text.startswith(("UNAVAILABLE", "DEADLINE_EXCEEDED"))
         if is_bucket(place) and is_silent:
-            raise ConnectionError(errno.EIO, text[:300], str(place)) from error
+            raise ConnectionError(errno.EIO, text, str(place)) from error
         if "PERMISSION_DENIED" in text or isinstance(error, PermissionError):
-            raise PermissionError(errno.EACCES, text[:300], str(place)) from error
-        raise Damaged(f"{name} is not what was written: {text[:300]}") from error
+            raise PermissionError(errno.EACCES, text, str(place)) from error
+        raise Damaged(f"{name} is not what was written: {text}") from error

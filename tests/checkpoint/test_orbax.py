@@ -18,6 +18,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jaxpar as jp
+from jaxpar.cli.convert import converted
 
 PLAIN = Path(__file__).parents[2] / ".venv-orbax/bin/python"  # made by `make orbax-env`
 
@@ -209,3 +210,14 @@ def test_a_checkpoint_in_the_form_before_is_named(tmp_path: Path) -> None:
             node = node.setdefault(part, {})
         node[last] = x
     np.testing.assert_array_equal(step.params(step.init(jax.random.key(0), params=tree))["a"]["w"], 1)
+
+
+def test_weights_of_another_program_are_converted(tmp_path: Path) -> None:
+    """Into a checkpoint of jaxpar's own, from which a step begins."""
+    expected = saved_by_flax("nnx", tmp_path)
+    made = converted(jp.Checkpoint(tmp_path), tmp_path / "ours", weights_only=True)
+    made.verify()
+    assert not made.is_foreign
+    step = step_of(NNX, "fsdp=8")
+    ours = step.params(step.restore(tmp_path / "ours", weights_only=True))
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(ours), expected)
