@@ -317,6 +317,7 @@ def test_a_run_whose_bucket_stops_to_answer_or_is_taken_ends(
             trainer(bucket / "run", hooks=[stops], steps=10**6).run()
     finally:
         server.process.send_signal(signal.SIGCONT)
+    monkeypatch.undo()
     buckets._silent.clear()
     assert int(trainer(bucket / "run", resume=True).run().step) == 6
     assert [step for step, _ in losses(bucket / "run")] == [1, 2, 3, 4, 5, 6]

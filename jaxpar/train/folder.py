@@ -96,8 +96,9 @@ class Claim:
         try:
             yield
         except (OSError, ValueError) as error:
-            if jax.process_index() == 0 and (problem := self.lost()):
-                raise ValueError(problem) from error
+            with contextlib.suppress(ConnectionError):  # the bucket does not answer this either
+                if jax.process_index() == 0 and (problem := self.lost()):
+                    raise ValueError(problem) from error
             raise
 
 
@@ -238,6 +239,8 @@ def _read(path: Place) -> dict[str, str | int]:
     """A claim; nothing where there is none, or none that a run writes."""
     try:
         found = json.loads(path.read_bytes())
+    except ConnectionError:  # a bucket that does not answer may hold another run's claim
+        raise
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) and {"id", "host", "pid", "began"} <= set(found) else {}

@@ -214,6 +214,7 @@ def centred(w: jax.Array, batch: Batch) -> jax.Array:
     return jnp.square(x - jp.all_rows(x).mean(0) - batch["y"]).mean()
 
 
+@pytest.mark.filterwarnings("ignore:jp.all_rows returns the rows of one microbatch")
 @pytest.mark.slow
 def test_what_is_not_judged_is_said() -> None:
     one = {"x": BATCH["x"][:4], "y": BATCH["y"][:4], "scale": BATCH["scale"]}

@@ -212,6 +212,7 @@ def test_batch_norm() -> None:
         same(statistics[strategy], statistics["single"], 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:jp.all_rows returns the rows of one microbatch")
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "ddp,microbatches=2", "zero3,microbatches=2"])
 def test_contrastive(strategy: str) -> None:
     """Every row against the rows of all replicas."""

@@ -306,7 +306,11 @@ def test_the_data_of_a_key() -> None:
         ([X], ("params= lacks w; it has 0", "the model has w", "step.params(state)")),
         ({}, ("params= lacks w", "step.params(state)", "fresh=lambda path")),
         ({"w": X}, ("w of shape (8, 2)", "the model needs (2, 2)")),
-        ({"params": {"w": X}}, ("lacks w; it has params/w", "pass variables['params']")),
+        ({"params": {"w": X}}, ("w of shape (8, 2)", "the model needs (2, 2)")),  # Linen's variables
+        (
+            {"params": {"w": X}, "batch_stats": {"m": X}},
+            ("lacks w; it has batch_stats/m, params/w", "pass variables['params']"),
+        ),
     ],
 )
 def test_params(params: Any, parts: tuple[str, ...]) -> None:
