@@ -30,7 +30,7 @@ def scalars() -> jp.Model:
 
 def test_a_model_of_scalars_under_tensor() -> None:
     """The warning that nothing is split failed while it was composed: "max() arg is an empty sequence"."""
-    with pytest.warns(UserWarning, match=r"splits no parameter.*a \[\], b \[\].*use data or fsdp for tensor"):
+    with pytest.warns(UserWarning, match=r"splits no parameter.*a \[\], b \[\].*use data or fsdp instead of tensor"):
         report = jp.verify(scalars(), "tensor=2", BATCH, mesh=jax.devices()[:2])
     assert report.ok, report
     with pytest.raises(

@@ -309,7 +309,7 @@ def _check_division(chosen: Mapping[str, int | None], shapes: _Shapes, size: int
         fewer = f"use tensor={common}, " if (common := math.gcd(shape[dim], size)) > 1 else ""
         whole = ", ".join(f"{end!r}: None" for end in dict.fromkeys(_end(path) for path, _ in bad))
         split = sum(dim is not None for dim in chosen.values())
-        other = f"leave it whole: rules={{{whole}}}" if split > len(bad) else "use data or fsdp for tensor"
+        other = f"leave it whole: rules={{{whole}}}" if split > len(bad) else "use data or fsdp instead of tensor"
         raise ValueError(
             f"{path} {list(shape)} has {shape[dim]} on dim {dim}, which tensor={size} does not divide; pad it to "
             f"{-(-shape[dim] // size) * size}, {fewer}or {other}"
@@ -334,7 +334,7 @@ def _nothing(shapes: _Shapes, size: int) -> str:
     if not divided:
         return (
             f"{said} No parameter has a dim that {size} divides: make one a multiple of {size}, or use data or fsdp "
-            "for tensor."
+            "instead of tensor."
         )
     path, dim = max(divided, key=lambda at: (math.prod(shapes[at[0]]), shapes[at[0]][at[1]]))
     fused = next((f" {path}: {_fused(path)}." for path in shapes if FUSED.fullmatch(path)), "")

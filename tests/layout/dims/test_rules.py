@@ -152,7 +152,7 @@ RESNET = leaves_of(named("resnet-tiny").model)
             [("up/kernel", (24, 41))],
             2,
             {},
-            ("up/kernel [24, 41] has 41 on dim 1", "pad it to 42, or use data or fsdp for tensor"),
+            ("up/kernel [24, 41] has 41 on dim 1", "pad it to 42, or use data or fsdp instead of tensor"),
         ),
         ([("x", ())], 2, {"rules": {"x": 0}}, ("'x': 0 is no dim of x []; it has none, use None",)),
         (
