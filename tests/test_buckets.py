@@ -276,6 +276,28 @@ step.save("{server.bucket()}run", step.init(jax.random.key(0))).wait()
         server.close()
 
 
+@pytest.mark.slow
+def test_two_hosts_end_with_the_reason_when_their_bucket_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host that met the refusal ended with it; the other one has to know the reason too, within a minute."""
+    monkeypatch.setenv("INITIAL_NO_AUTH_ACTION_COUNT", "200")  # requests: the run trains by then, and saves
+    server = Server("s3")
+    try:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        group = Group(2, out=f"{server.bucket()}/run", steps=10**6)
+        try:
+            assert group.until(lambda: group.step > 0, 300)
+            assert group.end(60)
+            assert None not in group.statuses
+            assert 0 not in group.statuses
+            for lines in group.by_rank:
+                assert any("Key Id you provided does not exist" in line for line in lines), group.said()
+        finally:
+            group.close()
+    finally:
+        server.close()
+
+
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
