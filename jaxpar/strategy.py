@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from .axes import AXES, SHARDS
 from .machines import leaves_host
+from .removed import removed
 from .tables import SCHEDULES, is_schedule
 from .tables.operations import MOST
 from .text import amount, did_you_mean
@@ -199,6 +200,8 @@ class Strategy:
             raise ValueError(f"Strategy{args!r}: its fields come by name; use {text}")
         known = cls.__dataclass_fields__
         for name in fields:
+            if says := removed(f"Strategy.{name}"):
+                raise ValueError(says)
             if name not in known:
                 raise ValueError(f"Strategy has no {name!r}; use one of {', '.join(known)}{did_you_mean(name, known)}")
         return super().__new__(cls)
