@@ -8,10 +8,14 @@ _REPLAY = (
     "keep metrics.jsonl of both runs and compare their losses step by step; jp.verify and jp.bisect(model, strategy, "
     "None, batch) name the equation at which a strategy is wrong, and step.check_replicas(state) a device that is"
 )
+_WIRES = "nobody has measured what these 8 bits gain between devices"
 REMOVED = {
     "jp.replay": _REPLAY,
     "jaxpar replay": _REPLAY,
     "Loop.record": f"use check_replicas_every=10 to compare replicas, or {_REPLAY}",
+    "Strategy.send": f"{_WIRES}; stages send activations in the compute dtype, half as wide with precision=bf16",
+    "Strategy.exchange": f"{_WIRES}; ranks send tokens in the compute dtype, half as wide with precision=bf16",
+    "Strategy.error_feedback": f"{_WIRES}; leave it out: reduce=int8 rounds each gradient once",
     "jp.bisect(b=path)": (
         "each of two processes ran code that the other one sent; call jp.bisect(model, 'fsdp', None, batch), with "
         "your strategy, in each of them: it names the equation at which that one departs from its own single device"

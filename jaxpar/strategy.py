@@ -35,7 +35,7 @@ _CHOICES = {
     "precision": ("f32", "bf16", "f16", "fp8"),
     "fp8_scaling": ("row", "tensor"),
     "reduce": ("f32", "compute", "int8"),
-    **dict.fromkeys(("gather", "send", "exchange"), ("compute", "int8", "fp8")),
+    "gather": ("compute", "int8", "fp8"),
     "remat": ("none", "layer", "dots", "twice", "auto"),
     "offload": ("none", *SUMS),
     "attention": ("auto", "gather", "ulysses", "ring", "usp"),
@@ -116,12 +116,8 @@ class Strategy:
         "tensor", of all that a device has of it, which cuBLASLt's kernel multiplies in by itself.
       reduce: dtype in which gradients are reduced and accumulated: "f32"; "compute", the compute dtype; or "int8",
         float32 that travels in 8 bits, in blocks of 256 (ZeRO++, section 3.3; `parallel/eight_bits.py`).
-      error_feedback: with reduce="int8", whether each rank adds what rounding took from its gradients to those of the
-        next step: they are accumulated whole and reduced once a step, and `State.residuals` is as large as they are.
       gather: dtype in which zero=3 gathers weights (`parallel/eight_bits.py`): "compute", the compute dtype; "int8", in
         blocks of 256 (ZeRO++, Wang et al. 2023, section 3.1); or with precision="fp8" "fp8", those of FP8 products.
-      send, exchange: dtype in which activations go from stage to stage of `pipe`, and tokens to ranks of `expert` and
-        back, and the cotangents of each: "compute", theirs; "int8" or "fp8", by blocks of 256 features.
       remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
         the model itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a
         `jax.checkpoint` policy. Under schedules with backwards in halves, the first half recomputes and leaves what the
@@ -181,10 +177,7 @@ class Strategy:
     fp8_except: str = ""
     fp8_scaling: str = "row"
     reduce: str = "f32"
-    error_feedback: bool = False
     gather: str = "compute"
-    send: str = "compute"
-    exchange: str = "compute"
     remat: str | Callable[..., bool] = "none"
     budget: str = ""
     offload: str = "none"
@@ -246,7 +239,7 @@ class Strategy:
                 raise ValueError(
                     f"{name}={value!r} is unknown; use one of {', '.join(choices)}{_OTHERS.get(name, '')}{near}"
                 )
-        for name in ("single", "server", "sequence", "deferred_batch_norm", "error_feedback", "hpz"):
+        for name in ("single", "server", "sequence", "deferred_batch_norm", "hpz"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a truth value; use True or False")
         if self.sequence and self.tensor == 1:
@@ -304,20 +297,10 @@ class Strategy:
                 f"gather={self.gather!r} with {self._text(skip='gather') or 'data=1'}: only zero=3 gathers weights "
                 "where they are used; use fsdp=-1, or leave gather out"
             )
-        for name, axis in (("send", "pipe"), ("exchange", "expert")):
-            if (how := getattr(self, name)) != "compute" and getattr(self, axis) == 1:
-                raise ValueError(f"{name}={how!r} is how {axis} sends; give {axis}= a size, or leave {name} out")
         if self.reduce == "int8" and (self.server or self.single or self.rule):
             raise ValueError(
                 f"reduce='int8' with {self._text(skip='reduce')}: it is how ddp and ZeRO send gradients; use ddp or "
                 "fsdp=-1, or leave reduce out"
-            )
-        often = self.fsdp != 1 and self.zero != 1 and self.sync != "step"
-        if self.error_feedback and (self.reduce != "int8" or often or self.hpz or self.pipe != 1):
-            raise ValueError(
-                f"error_feedback=True with {self._text(skip='error_feedback') or 'data=1'}: a residual is of whole "
-                "gradients that are rounded once a step; use reduce='int8' with ddp, zero=1, or zero=3 with "
-                "sync='step', without pipe and hpz"
             )
         if not isinstance(self.fp8_except, str):
             raise ValueError(f"fp8_except={self.fp8_except!r}: give parts of paths as text, as 'attention:ffn/down'")
@@ -363,6 +346,8 @@ class Strategy:
                         f"{_meant(name.lower(), fields)}"
                     )
                 values.update(PRESETS[name])
+            elif says := removed(f"Strategy.{name}"):
+                raise ValueError(says)
             elif name not in fields:
                 raise ValueError(
                     f"{part!r} in strategy {text!r}: use name=value with a name of {', '.join(fields)}"
