@@ -71,8 +71,7 @@ class Strategy:
         while it runs (hpZ of ZeRO++, Wang et al. 2023, section 3.2; `parallel/fsdp.py`).
       pipe: size of the axis over which the layers of the model's layer stack are spread, in stages.
       schedule: the order of forwards and backwards in the pipeline, by its name in `tables.SCHEDULES`: "1f1b",
-        "gpipe", or one with backwards in halves, as "zb-h1"; "auto:8.8:10.6:9.3:1.4:8", the best for these times of
-        F, I, W and messages and this limit of activations; a file of torch's lines, "mine.csv"; or a `Schedule`.
+        "gpipe", or one with backwards in halves, as "zb-h1"; a file of torch's lines, "mine.csv"; or a `Schedule`.
       chunks: stages that one rank of the pipeline holds; more than one is the interleaved schedule (Narayanan et al.
         2021, section 2.2.2): a smaller bubble, more messages. "auto" is what the schedule needs: 2 of a V, as
         "zb-v", else 1.
@@ -235,6 +234,8 @@ class Strategy:
             other["logits"] = lambda x: _is_int(x) and x > 0
             other["prefetch"] = lambda x: _is_int(x) and x in (0, 1)
             if not listed and not (name in other and other[name](value)):
+                if says := removed(f"{name}={str(value).partition(':')[0]}"):
+                    raise ValueError(says)
                 near = did_you_mean(value, choices)
                 raise ValueError(
                     f"{name}={value!r} is unknown; use one of {', '.join(choices)}{_OTHERS.get(name, '')}{near}"

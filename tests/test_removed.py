@@ -10,11 +10,17 @@ import jaxpar as jp
 from jaxpar.cli import main
 from jaxpar.cli.options import TrainOptions
 from jaxpar.cli.parsing import in_flags
+from jaxpar.parallel.pipeline.schedules import Schedule
 from jaxpar.removed import REMOVED, removed
 
 MODEL = jp.Model(lambda key: {}, lambda params, batch, key: 0.0)
 CALLS: dict[str, Callable[[str], list[Callable[[], Any]]]] = {
     "jp.bisect(b=path)": lambda _: [lambda: jp.bisect(MODEL, "ddp", Path("there"), {})],  # type: ignore[arg-type]
+    "schedule=auto": lambda _: [
+        lambda: jp.Strategy.parse("pipe=2,schedule=auto"),
+        lambda: jp.Strategy(pipe=2, schedule="auto:8.8:10.6:9.3:1.4:8"),
+        lambda: Schedule("auto:1:1:1", 2, 4),
+    ],
     "jp": lambda name: [lambda: getattr(jp, name), lambda: exec(f"from jaxpar import {name}")],
     "Strategy": lambda name: [
         lambda: jp.Strategy.parse(f"fsdp,{name}=int8"),
