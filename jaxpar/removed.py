@@ -16,6 +16,9 @@ REMOVED = {
     "Strategy.send": f"{_WIRES}; stages send activations in the compute dtype, half as wide with precision=bf16",
     "Strategy.exchange": f"{_WIRES}; ranks send tokens in the compute dtype, half as wide with precision=bf16",
     "Strategy.error_feedback": f"{_WIRES}; leave it out: reduce=int8 rounds each gradient once",
+    "Strategy.deferred_batch_norm": (
+        "leave it out: running statistics change microbatch by microbatch; with microbatches=1 they change once a step"
+    ),
     "schedule=auto": (
         "use zb-h1, zb-h2 or zb-v, which jp.plan tries too, or a table of your own: schedule=mine.csv, in torch's lines"
     ),

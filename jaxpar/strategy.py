@@ -105,8 +105,6 @@ class Strategy:
       concurrent: how many of them run side by side, layer by layer: while one waits for a collective another computes
         (Domino, Wang et al. 2024; `slicing/side_by_side.py`), and a layer is fetched once for all. They keep as much
         for their backwards as one microbatch of all their rows.
-      deferred_batch_norm: whether BatchNorm's running statistics change once a step, by all its rows, and not one
-        microbatch after the other; each is normalised by its own either way (torchgpipe, Kim et al. 2020).
       precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32. "fp8"
         is bf16, with products of layers' weights and activations in float8 (`localise/fp8/`).
       fp8_except: with precision="fp8", parts of paths whose products stay in bfloat16, as "attention:ffn/down"; `*` is
@@ -171,7 +169,6 @@ class Strategy:
     rule: str = ""
     microbatches: int = 1
     concurrent: int = 1
-    deferred_batch_norm: bool = False
     precision: str = "f32"
     fp8_except: str = ""
     fp8_scaling: str = "row"
@@ -240,7 +237,7 @@ class Strategy:
                 raise ValueError(
                     f"{name}={value!r} is unknown; use one of {', '.join(choices)}{_OTHERS.get(name, '')}{near}"
                 )
-        for name in ("single", "server", "sequence", "deferred_batch_norm", "hpz"):
+        for name in ("single", "server", "sequence", "hpz"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a truth value; use True or False")
         if self.sequence and self.tensor == 1:

@@ -233,8 +233,8 @@ class Step(FirstState, Intake):
         """
         batch, state = self.shapes(batch), self.abstract_state()
         step = self if self.settle is None else self.settle(batch)
-        variables = jax.eval_shape(step.local.opened, state.variables)
-        return step.tracing(variables, one_block(batch, self.replicas * self.strategy.microbatches), state.key)
+        block = one_block(batch, self.replicas * self.strategy.microbatches)
+        return step.tracing(state.variables, block, state.key)
 
     def may_couple(self, batch: Any) -> bool:
         """Whether reading the loss has left open if it couples rows, which was a warning; it is traced at most once."""

@@ -17,7 +17,6 @@ from .. import collectives
 from ..data.contents import shares_outside
 from ..model.batches import dealt, microbatches
 from ..model.paths import name_of
-from ..model.running import Deferred
 from ..parallel import rule_of
 from ..parallel.access import RuleAccess, SpreadAccess
 from ..parallel.fsdp import secondary
@@ -103,14 +102,6 @@ class Local:
         stored = secondary(layout, stored) if strategy.hpz else stored
         return Loss(traced, access, layout.storage.unit_values(stored)), rows
 
-    def opened(self, variables: Any) -> Any:
-        """The model's variables as the microbatches of a training step carry them on."""
-        return Deferred.of(variables) if self.tracing.strategy.deferred_batch_norm else variables
-
-    def closed(self, variables: Any) -> Any:
-        """The reverse, after the last."""
-        return variables.settled(self.tracing.momenta) if isinstance(variables, Deferred) else variables
-
     def keys(self, key: jax.Array, step: jax.Array, alike: bool = False) -> jax.Array:
         """The keys of this device's microbatches [m]; where blocks are to be `alike`, all have that of block 0."""
         m = self.tracing.strategy.microbatches
@@ -145,7 +136,6 @@ class Local:
         alike: bool = False,
     ) -> tuple[list[jax.Array | None], Any, Sums]:
         """Gradients times `scale`, new variables, and each metric's sums over all rows; `alike` as for `keys`."""
-        variables = self.opened(variables)
         loss, rows = self.bound(stored, variables, batch, key)
         keys = self.keys(key, step, alike)
         blocks = self._blocks(rows, keys)
@@ -155,7 +145,7 @@ class Local:
         else:
             grads, variables, sums = accumulate(loss, variables, blocks, seed)
             sums = self.total(sums, rows)
-        return self.finished(loss, grads), self.closed(variables), sums
+        return self.finished(loss, grads), variables, sums
 
     def finished(self, loss: Loss, grads: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Gradients as the update gets them: zeros if the loss does not depend on a leaf, None if it is frozen."""
