@@ -1,5 +1,5 @@
-"""What a language model loses by 8 bits: held-out losses of FP8 products, and of weights, gradients, activations and
-tokens that travel in 8 bits, each beside the same run in bfloat16.
+"""What a language model loses by 8 bits: held-out losses of FP8 products, and of weights and gradients that travel in 8
+bits, each beside the same run in bfloat16.
 
 python experiments/eight_bits.py
 python experiments/eight_bits.py --steps 100 --every 20 --kept runs/short.json
@@ -30,9 +30,6 @@ TRIALS = {
     "fp8_scaling=tensor": ("llama-tiny", "fsdp=2,precision=bf16", "precision=fp8,fp8_scaling=tensor"),
     "gather=int8, weights": ("llama-tiny", "fsdp=2,precision=bf16", "gather=int8"),
     "reduce=int8, gradients": ("llama-tiny", "fsdp=2,precision=bf16", "reduce=int8"),
-    "error_feedback": ("llama-tiny", "fsdp=2,precision=bf16", "sync=step,reduce=int8,error_feedback=true"),
-    "send=int8, activations": ("llama-tiny", "pipe=2,microbatches=4,precision=bf16", "send=int8"),
-    "exchange=int8, tokens": ("mixtral-tiny", "expert=2,precision=bf16", "exchange=int8"),
 }
 ALLOWED = 1.0  # percent of bfloat16's loss, which is shaded
 RECORD = Path(__file__).with_suffix(".json")
@@ -98,7 +95,7 @@ def draw(trials: Mapping[str, tuple[str, str, str]], found: Mapping[str, Curve],
     def drawn(ink: str) -> Any:
         heights = [2.4, *[1.0] * len(trials)]
         figure, (loss, *rows) = plt.subplots(
-            len(heights), 1, figsize=(5.4, 8.8), sharex=True, height_ratios=heights, layout="constrained"
+            len(heights), 1, figsize=(5.4, 6.4), sharex=True, height_ratios=heights, layout="constrained"
         )
         bases = {base: model for model, base, _ in trials.values()}
         for color, (base, model) in zip(LINES, bases.items(), strict=False):

@@ -63,10 +63,10 @@ class Speed(Common):
 
     model: str = "gpt2"
     """gpt2 (124M), gpt2-medium (355M), llama3.2-1b (1.2B), mixtral-8x7b (2 narrow layers of it, 1.05B), which takes
-    `expert` too, and tokens in 8 bits"""
+    `expert` too"""
     strategies: tuple[str, ...] = (
         *("fsdp", "single,remat=layer", "single,precision=fp8"),
-        *("fsdp,gather=int8,reduce=int8", "hsdp,hpz=true", "pipe=-1,microbatches=4,send=int8"),
+        *("fsdp,gather=int8,reduce=int8", "hsdp,hpz=true", "pipe=-1,microbatches=4"),
     )
     """beside `single`, which all are compared with, on the cards that divide the rows; in bf16 where they name no
     precision"""

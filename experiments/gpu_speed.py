@@ -26,7 +26,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama3.2-1b": {"rows": 4, "length": 2048, "changes": {}},
     "mixtral-8x7b": {
         **{"rows": 8, "length": 2048, "changes": {"layers": 2, "ffn": 3584}},
-        "strategies": ("expert=-1", "expert=-1,exchange=int8", "expert=-1,precision=fp8,exchange=fp8"),
+        "strategies": ("expert=-1", "expert=-1,precision=fp8"),
     },
 }
 _SMALL = {"vocab": 64, "layers": 2, "heads": 2, "dim": 16, "context": 16}

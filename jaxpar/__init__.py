@@ -1,5 +1,7 @@
 """jaxpar: train any Flax model under any parallelism strategy, chosen by one value."""
 
+from typing import TYPE_CHECKING, Any
+
 from .quiet import filter_start, is_command
 
 if is_command():
@@ -28,9 +30,9 @@ from .ops.attention import attention
 from .ops.cross_entropy import cross_entropy
 from .ops.experts.experts import experts
 from .program.kernels import local_kernel
+from .removed import removed
 from .strategy import Strategy
 from .train.loop import Hook, Loop, Units
-from .train.replay import replay
 from .train.trainer import Trainer
 
 __all__ = [
@@ -67,7 +69,6 @@ __all__ = [
     "plan",
     "plan_shardings",
     "predict",
-    "replay",
     "simulate",
     "trace_nonfinite",
     "verify",
@@ -77,6 +78,15 @@ __version__ = "0.1.0"
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+if not TYPE_CHECKING:  # to which any name would then be one of ours
+
+    def __getattr__(name: str) -> Any:
+        """Say what to use instead of a name that was removed."""
+        if says := removed(f"jp.{name}"):
+            raise ImportError(says)  # of an AttributeError `from jaxpar import name` does not show the text
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 set_flag()

@@ -368,16 +368,12 @@ class TrainStep(Step):
         """
         check_state(state)
         if self.layout.mesh.size > 1:
-            check_sums(self.abstract_state(), np.asarray(self.checksums(state)), self.mesh, int(state.step))
-
-    def checksums(self, state: State) -> jax.Array:
-        """Of what each device holds of each leaf a checksum: uint32 [devices of the mesh, leaves]; the same on every
-        host, which all call it. It reads the state once, and is not waited for.
-        """
-        if "replicas" not in self._jitted:
-            specs = [x.sharding.spec for x in jax.tree.leaves(self.abstract_state())]
-            self._jitted["replicas"] = checksums(self.layout.mesh, specs)
-        return self._jitted["replicas"](jax.tree.leaves(state))
+            abstract = self.abstract_state()
+            if "replicas" not in self._jitted:
+                specs = [x.sharding.spec for x in jax.tree.leaves(abstract)]
+                self._jitted["replicas"] = checksums(self.layout.mesh, specs)
+            sums = np.asarray(self._jitted["replicas"](jax.tree.leaves(state)))
+            check_sums(abstract, sums, self.mesh, int(state.step))
 
     def check_rows(self, state: State, batch: Any) -> RowCheck:
         """Whether the loss couples rows, by running it: a batch and the same rows dealt otherwise over replicas and

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from .axes import AXES, SHARDS
 from .machines import leaves_host
+from .removed import removed
 from .tables import SCHEDULES, is_schedule
 from .tables.operations import MOST
 from .text import amount, did_you_mean
@@ -34,7 +35,7 @@ _CHOICES = {
     "precision": ("f32", "bf16", "f16", "fp8"),
     "fp8_scaling": ("row", "tensor"),
     "reduce": ("f32", "compute", "int8"),
-    **dict.fromkeys(("gather", "send", "exchange"), ("compute", "int8", "fp8")),
+    "gather": ("compute", "int8", "fp8"),
     "remat": ("none", "layer", "dots", "twice", "auto"),
     "offload": ("none", *SUMS),
     "attention": ("auto", "gather", "ulysses", "ring", "usp"),
@@ -70,8 +71,7 @@ class Strategy:
         while it runs (hpZ of ZeRO++, Wang et al. 2023, section 3.2; `parallel/fsdp.py`).
       pipe: size of the axis over which the layers of the model's layer stack are spread, in stages.
       schedule: the order of forwards and backwards in the pipeline, by its name in `tables.SCHEDULES`: "1f1b",
-        "gpipe", or one with backwards in halves, as "zb-h1"; "auto:8.8:10.6:9.3:1.4:8", the best for these times of
-        F, I, W and messages and this limit of activations; a file of torch's lines, "mine.csv"; or a `Schedule`.
+        "gpipe", or one with backwards in halves, as "zb-h1"; a file of torch's lines, "mine.csv"; or a `Schedule`.
       chunks: stages that one rank of the pipeline holds; more than one is the interleaved schedule (Narayanan et al.
         2021, section 2.2.2): a smaller bubble, more messages. "auto" is what the schedule needs: 2 of a V, as
         "zb-v", else 1.
@@ -105,8 +105,6 @@ class Strategy:
       concurrent: how many of them run side by side, layer by layer: while one waits for a collective another computes
         (Domino, Wang et al. 2024; `slicing/side_by_side.py`), and a layer is fetched once for all. They keep as much
         for their backwards as one microbatch of all their rows.
-      deferred_batch_norm: whether BatchNorm's running statistics change once a step, by all its rows, and not one
-        microbatch after the other; each is normalised by its own either way (torchgpipe, Kim et al. 2020).
       precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32. "fp8"
         is bf16, with products of layers' weights and activations in float8 (`localise/fp8/`).
       fp8_except: with precision="fp8", parts of paths whose products stay in bfloat16, as "attention:ffn/down"; `*` is
@@ -115,12 +113,8 @@ class Strategy:
         "tensor", of all that a device has of it, which cuBLASLt's kernel multiplies in by itself.
       reduce: dtype in which gradients are reduced and accumulated: "f32"; "compute", the compute dtype; or "int8",
         float32 that travels in 8 bits, in blocks of 256 (ZeRO++, section 3.3; `parallel/eight_bits.py`).
-      error_feedback: with reduce="int8", whether each rank adds what rounding took from its gradients to those of the
-        next step: they are accumulated whole and reduced once a step, and `State.residuals` is as large as they are.
       gather: dtype in which zero=3 gathers weights (`parallel/eight_bits.py`): "compute", the compute dtype; "int8", in
         blocks of 256 (ZeRO++, Wang et al. 2023, section 3.1); or with precision="fp8" "fp8", those of FP8 products.
-      send, exchange: dtype in which activations go from stage to stage of `pipe`, and tokens to ranks of `expert` and
-        back, and the cotangents of each: "compute", theirs; "int8" or "fp8", by blocks of 256 features.
       remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
         the model itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a
         `jax.checkpoint` policy. Under schedules with backwards in halves, the first half recomputes and leaves what the
@@ -175,15 +169,11 @@ class Strategy:
     rule: str = ""
     microbatches: int = 1
     concurrent: int = 1
-    deferred_batch_norm: bool = False
     precision: str = "f32"
     fp8_except: str = ""
     fp8_scaling: str = "row"
     reduce: str = "f32"
-    error_feedback: bool = False
     gather: str = "compute"
-    send: str = "compute"
-    exchange: str = "compute"
     remat: str | Callable[..., bool] = "none"
     budget: str = ""
     offload: str = "none"
@@ -199,6 +189,8 @@ class Strategy:
             raise ValueError(f"Strategy{args!r}: its fields come by name; use {text}")
         known = cls.__dataclass_fields__
         for name in fields:
+            if says := removed(f"Strategy.{name}"):
+                raise ValueError(says)
             if name not in known:
                 raise ValueError(f"Strategy has no {name!r}; use one of {', '.join(known)}{did_you_mean(name, known)}")
         return super().__new__(cls)
@@ -239,11 +231,13 @@ class Strategy:
             other["logits"] = lambda x: _is_int(x) and x > 0
             other["prefetch"] = lambda x: _is_int(x) and x in (0, 1)
             if not listed and not (name in other and other[name](value)):
+                if says := removed(f"{name}={str(value).partition(':')[0]}"):
+                    raise ValueError(says)
                 near = did_you_mean(value, choices)
                 raise ValueError(
                     f"{name}={value!r} is unknown; use one of {', '.join(choices)}{_OTHERS.get(name, '')}{near}"
                 )
-        for name in ("single", "server", "sequence", "deferred_batch_norm", "error_feedback", "hpz"):
+        for name in ("single", "server", "sequence", "hpz"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a truth value; use True or False")
         if self.sequence and self.tensor == 1:
@@ -301,20 +295,10 @@ class Strategy:
                 f"gather={self.gather!r} with {self._text(skip='gather') or 'data=1'}: only zero=3 gathers weights "
                 "where they are used; use fsdp=-1, or leave gather out"
             )
-        for name, axis in (("send", "pipe"), ("exchange", "expert")):
-            if (how := getattr(self, name)) != "compute" and getattr(self, axis) == 1:
-                raise ValueError(f"{name}={how!r} is how {axis} sends; give {axis}= a size, or leave {name} out")
         if self.reduce == "int8" and (self.server or self.single or self.rule):
             raise ValueError(
                 f"reduce='int8' with {self._text(skip='reduce')}: it is how ddp and ZeRO send gradients; use ddp or "
                 "fsdp=-1, or leave reduce out"
-            )
-        often = self.fsdp != 1 and self.zero != 1 and self.sync != "step"
-        if self.error_feedback and (self.reduce != "int8" or often or self.hpz or self.pipe != 1):
-            raise ValueError(
-                f"error_feedback=True with {self._text(skip='error_feedback') or 'data=1'}: a residual is of whole "
-                "gradients that are rounded once a step; use reduce='int8' with ddp, zero=1, or zero=3 with "
-                "sync='step', without pipe and hpz"
             )
         if not isinstance(self.fp8_except, str):
             raise ValueError(f"fp8_except={self.fp8_except!r}: give parts of paths as text, as 'attention:ffn/down'")
@@ -360,6 +344,8 @@ class Strategy:
                         f"{_meant(name.lower(), fields)}"
                     )
                 values.update(PRESETS[name])
+            elif says := removed(f"Strategy.{name}"):
+                raise ValueError(says)
             elif name not in fields:
                 raise ValueError(
                     f"{part!r} in strategy {text!r}: use name=value with a name of {', '.join(fields)}"

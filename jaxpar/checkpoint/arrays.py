@@ -22,7 +22,7 @@ from ..layout.layout import Stored, is_stored
 from ..layout.leaves import Leaf, Staged
 from ..step.core import Step
 
-RESIDUALS, EXTRA = "residuals", "extra"  # the first key of residuals of gradients, and of trees that are no state
+EXTRA = "extra"  # the first key of trees that are no state
 Keys = tuple[str, ...]
 
 
@@ -143,11 +143,9 @@ def _places(step: Step, state: Any) -> Iterator[tuple[Stored | None, tuple[str, 
         if field in ("params", "copy", "optimizer"):
             places = jax.tree.leaves(layout.places(field), is_leaf=is_stored) if leaves else []
         else:
-            places = [layout.residuals.get(keys[-1]) if field == RESIDUALS else None for keys, _ in leaves]
+            places = [None] * len(leaves)
         for (keys, _), place in zip(leaves, places, strict=True):
-            whole = place is not None and field == RESIDUALS  # its first dim is of ranks, and it is no leaf's
-            names = (name_of(keys),) if whole else named(keys, place)
-            yield place, names, field == "copy"
+            yield place, named(keys, place), field == "copy"
 
 
 def logical_tree(step: Step, names: Mapping[str, Any]) -> dict[str, Any]:

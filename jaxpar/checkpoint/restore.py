@@ -18,7 +18,7 @@ from ..step.core import Step
 from ..step.init import BEGIN_ANEW, check_here
 from ..text import few
 from .about import fits
-from .arrays import EXTRA, RESIDUALS, Array, arrays_of, extra_arrays, keys_of, raw
+from .arrays import EXTRA, Array, arrays_of, extra_arrays, raw
 from .saved import Checkpoint, damaged
 from .stores import Damaged
 
@@ -28,9 +28,7 @@ Fresh = Callable[[str], bool]
 def restored(step: Step, saved: Checkpoint) -> State:
     """Return the whole state, as the step's layout stores it.
 
-    A loss scale (float16) begins anew where the checkpoint has none, and is left out where the step has none. Residuals
-    of gradients are dealt to the ranks that the step has; they begin anew, with a warning, where the checkpoint has
-    none of that shape.
+    A loss scale (float16) begins anew where the checkpoint has none, and is left out where the step has none.
 
     Raises ValueError where it is another model's or optimizer's, or damaged, naming the array.
     """
@@ -42,41 +40,18 @@ def restored(step: Step, saved: Checkpoint) -> State:
         )
     arrays, tree = arrays_of(step)
     kind = lambda array: array.names[0].partition("/")[0]
-    is_there = lambda array: saved.arrays.get(array.names[0], ((),))[0][1:] == array.shape[1:]
-    anew = [a for a in arrays if (kind(a) == RESIDUALS and not is_there(a))]
-    anew += [a for a in arrays if kind(a) == "scale" and a.names[0] not in saved.arrays]
-    carried = [a for a in arrays if kind(a) == RESIDUALS and a not in anew]
-    residuals = {name for name in (*saved.arrays, *(a.names[0] for a in anew)) if name.startswith(f"{RESIDUALS}/")}
-    if lost := [keys_of(name)[-1] for name in sorted(residuals - {a.names[0] for a in carried})]:
-        warnings.warn(
-            f"{saved.folder}: what rounding took from the gradients of {few(lost)} is not carried over from "
-            f"{saved.strategy} to {step.strategy}: error_feedback begins anew there, or is off",
-            stacklevel=2,
-        )
-    wanted = {name: a for a in arrays if a not in (*anew, *carried) and not a.derived for name in a.names}
-    optional = [name for name in saved.arrays if name.partition("/")[0] in ("scale", EXTRA, RESIDUALS)]
+    anew = [a for a in arrays if kind(a) == "scale" and a.names[0] not in saved.arrays]
+    wanted = {name: a for a in arrays if a not in anew and not a.derived for name in a.names}
+    optional = [name for name in saved.arrays if name.partition("/")[0] in ("scale", EXTRA)]
     fits(saved.about, wanted, saved.folder, optional)
     scale = iter(jax.tree.leaves(LossScale.create()))
-    begin = lambda a: next(scale) if kind(a) == "scale" else np.zeros(a.shape, a.dtype)
-
-    def value(array: Array) -> jax.Array:
-        if array in carried:
-            return _residual(saved, array)
-        return jax.device_put(begin(array), array.sharding) if array in anew else _read(saved, array)
+    value = lambda a: jax.device_put(next(scale), a.sharding) if a in anew else _read(saved, a)
 
     values = _together(lambda: [value(array) for array in arrays])
     state = jax.tree.unflatten(tree, values)
     if (number := int(state.step)) != saved.step:
         raise damaged(saved.folder, Damaged(f"about says step {saved.step}, and the state is of step {number}"))
     return state
-
-
-def _residual(saved: Checkpoint, array: Array) -> jax.Array:
-    """Residuals [n, ...] for n ranks: row r is the sum of rows r, r + n, ... of a checkpoint, which keeps their sum."""
-    rows = np.zeros(array.shape, array.dtype)
-    for at, row in enumerate(saved.read(array.names[0])):
-        rows[at % len(rows)] += row
-    return jax.make_array_from_callback(array.shape, array.sharding, lambda index: rows[index])
 
 
 def weights(step: Step, saved: Checkpoint, key: jax.Array, fresh: Fresh | None) -> State:

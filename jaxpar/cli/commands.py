@@ -24,6 +24,7 @@ from ..hosts import consistency, ending, launch
 from ..hosts.initialize import initialize, may_restart
 from ..layout.distributed import attach
 from ..make import TrainStep, make_train_step
+from ..removed import removed
 from ..strategy import Strategy
 from ..text import did_you_mean
 from ..train.folder import write_whole
@@ -46,7 +47,6 @@ commands:
   launch              start a script as several processes on this machine
   check               prove that a strategy takes effect, on devices here or not
   plan                rank strategies for devices that need not be here
-  replay              compute a recorded step of a run again, and compare
   timeline            draw the schedule of a pipeline, before anything runs
   doctor              look at versions, devices, clocks, the shared folder
   bench collectives   measure this machine's collectives as nccl-tests does
@@ -122,10 +122,6 @@ def run(words: list[str]) -> None:
             from . import doctor
 
             _run(doctor.DoctorOptions, "doctor", rest, doctor.main)
-        case ["replay", *rest]:
-            from . import replay
-
-            _run(replay.ReplayOptions, "replay", rest, replay.main)
         case ["verify-checkpoint", *rest]:
             from . import checkpoints
 
@@ -141,7 +137,9 @@ def run(words: list[str]) -> None:
         case ["bench", *rest]:
             _unknown(" ".join(["bench", *rest[:1]]), ["bench collectives"])
         case [word, *_]:
-            known = ["train", "launch", "explain", "check", "plan", "replay", "timeline", "doctor", "bench collectives"]
+            if says := removed(f"jaxpar {word}"):
+                raise ValueError(says)
+            known = ["train", "launch", "explain", "check", "plan", "timeline", "doctor", "bench collectives"]
             _unknown(word, [*known, "verify-checkpoint", "convert", "--help", "--version"])
 
 

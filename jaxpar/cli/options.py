@@ -22,6 +22,7 @@ from ..files import place, text_of
 from ..layout.dims.matrices import matrices
 from ..model.model import Model
 from ..models import Named, llama, named
+from ..removed import removed
 from ..strategy import PRESETS, Strategy
 from ..text import did_you_mean
 from ..train.loop import Loop, Units
@@ -34,7 +35,7 @@ PASSING = ("config", "resume", "changed_data", "overwrite", "coordinator", "proc
 # What may differ when a run is resumed, besides those. Which strategies and devices fit, the checkpoint's layout says,
 # and whether the data are the same, their content.
 FREE = ("out", "data", "broken", "strategy", "devices", "steps", "evaluate_every", "evaluate_batches", "save_every",
-        "keep", "print_every", "prefetch", "on_nonfinite", "check_replicas_every", "record", "quiet", "sample",
+        "keep", "print_every", "prefetch", "on_nonfinite", "check_replicas_every", "quiet", "sample",
         "export", "export_dtype", "profile")  # fmt: skip
 _STRATEGY = (
     f"a preset ({', '.join(PRESETS)}), and name=value to change, or these alone: fsdp,precision=bf16 or data=2,fsdp=4; "
@@ -218,6 +219,8 @@ def read(cls: type, path: Place | str) -> dict[str, Any]:
     types_ = typing.get_type_hints(cls)
     known = [field.name for field in dataclasses.fields(cls)]
     for name in values:
+        if says := removed(f"Loop.{name}"):
+            raise ValueError(f"{path} has an option {name!r}: {says}; remove its line there")
         if name not in known:
             near = did_you_mean(name, known) or f"; use one of {', '.join(known)}"
             raise ValueError(f"{path} has an option {name!r}, which does not exist{near}")
@@ -337,7 +340,7 @@ def units_of(options: TrainOptions, model: Named, source: data.Text | images.Ima
     return Units("tokens", options.length, "bits/byte", 1 / math.log(2), flops, entropies)
 
 
-def trainer_of(options: TrainOptions, hooks: Iterable[Any] = (), mesh: Any = None) -> tuple[Trainer, Named | None]:
+def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Trainer, Named | None]:
     """The trainer that `jaxpar train` runs, and its model where that has a name or a folder."""
     hooks = [*hooks, *([] if options.profile is None else [Profile(options.profile)])]
     if is_function(options.model):
@@ -347,7 +350,7 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any] = (), mesh: Any = Non
                 f"--model {options.model} returned a model and a batch, and training takes data: return model, data, "
                 "where data(start) returns an iterator of batches that begins with batch start, or is a list or loader"
             )
-        about = {"hooks": hooks, "about": options.about, "mesh": mesh}
+        about = {"hooks": hooks, "about": options.about}
         tx = optimizer_of(options, mine.model, mine.example(1))
         return Trainer(mine.model, tx, mine.data, options.strategy, options, held_out=mine.held_out, **about), None
     model, source = model_of(options)
@@ -363,7 +366,6 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any] = (), mesh: Any = Non
         options.strategy,
         options,
         hooks=hooks,
-        mesh=mesh,
         trainable=model.trainable,
         **about,
     )

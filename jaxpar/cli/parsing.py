@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import tyro
 
+from ..removed import removed
 from ..strategy import Strategy
 from ..text import did_you_mean
 
@@ -79,6 +80,8 @@ def _refuse(unknown: Sequence[str], options: type, command: str) -> None:
         if not word.startswith("-"):
             raise ValueError(f"{command} does not take {word!r}; {_see(command)}")
         word = word.partition("=")[0]
+        if says := removed(f"Loop.{word.lstrip('-').replace('-', '_')}"):
+            raise ValueError(says)
         near = did_you_mean(word, map(_flag, _names(options)))
         raise ValueError(f"{command} has no option {word!r}{near}; {_see(command)}")
 

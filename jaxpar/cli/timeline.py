@@ -18,7 +18,7 @@ from ..make import make_train_step
 from ..models import named
 from ..parallel.pipeline.schedules import Schedule
 from ..strategy import Strategy
-from ..tables import SCHEDULES, recipe_of
+from ..tables import SCHEDULES
 
 _WORDS = "; ".join(f"{name}: {recipe.words}" for name, recipe in SCHEDULES.items())
 
@@ -57,7 +57,8 @@ def main(options: TimelineOptions, console: Console | None = None) -> None:
     if options.table:
         schedule = Schedule.read(options.table)
     else:
-        chunks = options.chunks or getattr(recipe_of(options.schedule), "chunks", 1)  # an unknown one is refused there
+        recipe = SCHEDULES.get(options.schedule)  # an unknown one is refused by `Schedule`
+        chunks = options.chunks or (1 if recipe is None else recipe.chunks)
         schedule = Schedule(options.schedule, options.pipe, options.microbatches, chunks)
     size = None if options.model is None else _slot_of(options, schedule)
     console = console or Console(highlight=False)

@@ -22,7 +22,6 @@ from ..collectives import scatter_pieces
 from ..layout.leaves import Leaf
 from ..parallel import Times, Uses
 from ..parallel.access import RuleAccess
-from ..parallel.eight_bits import in_bytes
 from ..parallel.flat.engine import FlatPipeline
 from ..parallel.pipeline.slots import Slots
 from ..program.jaxpr import Flat, build, live, opened, trace
@@ -76,7 +75,7 @@ def uses(step: Step, traced: Traced, counted: Counted) -> Iterator[Uses]:
     program = traced.program
     dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
     for i, runs in enumerate(counted.runs):
-        last = counted.once and not step.strategy.error_feedback and program.uses[i] == (True,)
+        last = counted.once and program.uses[i] == (True,)
         yield _uses(step, i, runs, last, dims.get(i, 0), i in counted.outside, i in counted.given)
 
 
@@ -226,7 +225,7 @@ def _counted(step: Step, parts: list[tuple[int, Any]]) -> tuple[list[Runs], list
     for times, jaxpr in parts:
         for what, index, sliced, runs in _marks(jaxpr):
             found[index][what][sliced] += times * runs
-        for one in Ledger.from_jaxpr(in_bytes(jaxpr, step.strategy, step.mesh.shape), step.mesh):
+        for one in Ledger.from_jaxpr(jaxpr, step.mesh):
             assert one.count is not None
             own.append(dataclasses.replace(one, count=one.count * times, bytes=one.bytes * times))
     runs = [Runs((f[0], f[1]), (g[0], g[1])) for f, g in ((u["fetched"], u["given"]) for u in found)]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..axes import SHARDS, summed_over
+from ..axes import SHARDS
 from ..model.paths import name_of
 from ..program.buffers import HOST, is_on_host
 from ..text import size
@@ -61,7 +61,6 @@ class Layout:
       found: the paths of the model's leaves that are on `tensor` though no rule names them
         (`layout/dims/pairs.py`).
       whole: the paths of large leaves that every rank of `tensor` holds whole, and why.
-      residuals: where the residuals of gradients live, by path; empty without `error_feedback`.
       host: whether large stacks of layers rest in the host's memory.
       loops: how the layers of each list of blocks, and of each stack, run; known once a batch has been traced.
     """
@@ -74,7 +73,6 @@ class Layout:
     optimizer: Any
     found: frozenset[str] = frozenset()
     whole: Mapping[str, str] = field(default_factory=dict, compare=False)
-    residuals: Mapping[str, Stored] = field(default_factory=dict, compare=False)
     host: bool = False
     loops: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -216,8 +214,8 @@ class Layout:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes per device: "params" (the master and, where there is one, the copy), "grads", "optimizer" (and the
-        residuals of gradients), without what is on the host.
+        """Bytes per device: "params" (the master and, where there is one, the copy), "grads", "optimizer",
+        without what is on the host.
         """
         params = self._bytes("params") + (self._bytes("copy") if self.copied else 0)
         return {"params": params, "grads": self._bytes("grads"), "optimizer": self._bytes("optimizer")}
@@ -229,8 +227,7 @@ class Layout:
 
     def _bytes(self, kind: Kind, host: bool = False) -> int:
         total = 0
-        beside = self.residuals if kind == "optimizer" else {}
-        for place in jax.tree.leaves((self.places(kind), dict(beside)), is_leaf=is_stored):
+        for place in jax.tree.leaves(self.places(kind), is_leaf=is_stored):
             if place.host == host and (kind != "grads" or place.leaf.trainable):
                 local = self.sharding(place.spec).shard_shape(place.shape)
                 total += math.prod(local) * jnp.dtype(place.dtype).itemsize
@@ -297,19 +294,6 @@ def place_optimizer(state: Any, params: Any, leaves: Sequence[Leaf], sharded: bo
         return Stored(shape, x.dtype, leaf.spec(sharded), leaf, host and math.prod(shape) >= PAD_FROM)
 
     return jax.tree_util.tree_map_with_path(stored, state)
-
-
-def place_residuals(leaves: Sequence[Leaf], mesh: Mesh, policy: Policy) -> dict[str, Stored]:
-    """Where the residuals of trained leaves from `PAD_FROM` elements live, by path: a row for each rank of the axes
-    over which gradients are summed.
-    """
-    found = {}
-    for leaf in leaves:
-        if leaf.trainable and math.prod(leaf.local.stored) >= PAD_FROM:
-            axes = tuple(axis for axis in summed_over(leaf.split) if mesh.shape[axis] > 1)
-            shape = (math.prod(mesh.shape[axis] for axis in axes), *leaf.shape)
-            found[leaf.path] = Stored(shape, policy.reduced(leaf.dtype), PartitionSpec(axes, *leaf.spec(False)), None)
-    return found
 
 
 def _names(path: Any) -> tuple[str, ...]:

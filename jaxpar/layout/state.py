@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from .precision import LossScale
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "copy", "optimizer", "variables", "scale", "key", "residuals"],
+    data_fields=["step", "params", "copy", "optimizer", "variables", "scale", "key"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -32,8 +32,6 @@ class State:
       variables: what is not a parameter (BatchNorm statistics, random streams), replicated.
       scale: the loss scale (float16), or None.
       key: the key from which those of all steps and blocks of rows are derived.
-      residuals: with `error_feedback`, by path what rounding has taken from the gradients that each rank sent
-        [ranks that sum them, ...]; their sum over ranks is what no update has seen yet. Else empty.
     """
 
     step: jax.Array
@@ -43,7 +41,6 @@ class State:
     variables: Any
     scale: LossScale | None
     key: jax.Array
-    residuals: dict[str, jax.Array] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """A summary: the number of the step, which is waited for, of parameters, and of bytes on each device."""

@@ -13,7 +13,7 @@ from ..program.buffers import on_device
 from ..slicing.program import Program
 from ..strategy import Strategy
 from . import Rule, Use
-from .eight_bits import finish_with, of_leaf
+from .eight_bits import of_leaf
 
 
 class RuleAccess:
@@ -29,7 +29,7 @@ class RuleAccess:
         self.rules = [of_leaf(rule, leaf, in_fp8) for leaf in self.leaves]
         self.pipe = layout.mesh.shape["pipe"]
         self.layer_dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
-        once = strategy.turns == 1 and self.pipe == 1 and not strategy.error_feedback
+        once = strategy.turns == 1 and self.pipe == 1
         self.last = [once and uses == (True,) for uses in program.uses]
         self.prefetch = strategy.prefetches(layout.mesh)
 
@@ -84,12 +84,6 @@ class RuleAccess:
     def finish(self, index: int, gradient: jax.Array) -> jax.Array:
         """The gradient that the update gets."""
         return self.rules[index].finish(gradient, self._use(index, False))
-
-    def finish_with(self, residual: jax.Array, index: int, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The same with the residual of the step before, without padding, and that of this one."""
-        leaf, use = self.leaves[index], self._use(index, False)
-        finished, residual = finish_with(leaf.pad(residual, use.dim), gradient, use)
-        return finished, leaf.unpad(residual, use.dim)
 
 
 class SpreadAccess:

@@ -3,7 +3,6 @@
     weights      ZeRO-3's all-gathers have P (1 + 4 / 256) bytes in place of 2 P in bfloat16, 4 P in float32
     gradients    a reduce-scatter is an all-to-all of P (1 + 4 / 256) bytes in place of 4 P, and a sum on arrival; an
                  all-reduce is that, and an all-gather of the rounded sums
-    activations  over `pipe`, and tokens over `expert`, and their cotangents: blocks of a token's features
     elsewhere    as the rule without: masters, what is computed and accumulated
 
 What a device sends is cut into blocks of 256 numbers, in the order in which they lie; the last may be shorter. Each is
@@ -22,21 +21,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
 
 import jax
-import jax.extend.core as jec
 import jax.numpy as jnp
 from jax import lax
 
 from ..collectives import all_gather, all_reduce, all_to_all, reduce_scatter_as
-from ..collectives.ranks import count, index
+from ..collectives.ranks import count
 from ..layout.leaves import PAD_FROM, Leaf
 from ..localise.fp8.product import F8, quantised
-from ..program import jaxpr as jx
-from ..program.collectives import PRIMITIVES, axes_of
-from ..program.walk import opened, replaced
-from ..strategy import Strategy
 from .contract import Rule, Sent, Use, Uses
 from .ddp import DDP
 from .fsdp import ZERO3, ZERO3_ONCE
@@ -90,97 +83,43 @@ def _fetch(rounding: Rounding, x: jax.Array, use: Use) -> jax.Array:
     return jnp.moveaxis(shards, 0, use.dim).reshape(*x.shape[: use.dim], -1, *x.shape[use.dim + 1 :])
 
 
-Sum = tuple[jax.Array, jax.Array]  # what has arrived, and what rounding on this rank has taken from it, as it was
-
-
-def _scatter(x: jax.Array, use: Use) -> Sum:
+def _scatter(x: jax.Array, use: Use) -> jax.Array:
     """`zero.scatter`'s reduce-scatter, as an all-to-all of rounded parts and their sum."""
     n, dim = count(use.shard), use.dim
     if n == 1 or not _rounds(x.size, use.dtype):
-        return reduce_scatter_as(x, use.shard, dim, use.dtype), jnp.zeros(x.shape, use.dtype)
+        return reduce_scatter_as(x, use.shard, dim, use.dtype)
     parts = jnp.moveaxis(x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :]), dim, 0)
-    total, lost = _summed(parts.reshape(n, -1), use.shard, use.dtype)
-    return total.reshape(parts.shape[1:]), jnp.moveaxis(lost.reshape(parts.shape), 0, dim).reshape(x.shape)
+    return _summed(parts.reshape(n, -1), use.shard, use.dtype).reshape(parts.shape[1:])
 
 
-def _all_reduce(x: jax.Array, use: Use) -> Sum:
+def _all_reduce(x: jax.Array, use: Use) -> jax.Array:
     """`all_reduce` over the rest: each rank sums a part, rounds it again, and all gather these."""
     n = count(use.rest)
     if n == 1 or not _rounds(x.size, use.dtype):
-        return all_reduce(x.astype(use.dtype), use.rest), jnp.zeros(x.shape, use.dtype)
-    part, lost = _summed(jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1), use.rest, use.dtype)
+        return all_reduce(x.astype(use.dtype), use.rest)
+    part = _summed(jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1), use.rest, use.dtype)
     parts = _decoded(int8, all_gather(_encoded(int8, part[None]), use.rest), part.size, use.dtype)
-    at = index(use.rest)
-    own = lambda v: v.reshape(-1)[: x.size].reshape(x.shape)
-    return own(parts), own(lost.at[at].add(part - parts[at]))
+    return parts.reshape(-1)[: x.size].reshape(x.shape)
 
 
-def _summed(rows: jax.Array, axes: tuple[str, ...], dtype: jnp.dtype) -> Sum:
+def _summed(rows: jax.Array, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
     """Row j [s] of the ranks' rows [n, s], on rank j: their sum, each rounded by its rank."""
-    sent = _encoded(int8, rows)
-    total, own = (_decoded(int8, v, rows.shape[1], dtype) for v in (all_to_all(sent, axes), sent))
-    return total.sum(0), rows.astype(dtype) - own
+    return _decoded(int8, all_to_all(_encoded(int8, rows), axes), rows.shape[1], dtype).sum(0)
 
 
 def _give(rule: Rule, x: jax.Array, use: Use) -> jax.Array:
     if not (rule.at_once or use.last):
         return x.astype(use.dtype)
-    x, _ = _scatter(x, use)
+    x = _scatter(x, use)
     return _rest(x, use) if use.last else x
 
 
 def _finish(rule: Rule, x: jax.Array, use: Use) -> jax.Array:
-    return x if use.last else _rest(x if rule.at_once else _scatter(x, use)[0], use)
+    return x if use.last else _rest(x if rule.at_once else _scatter(x, use), use)
 
 
 def _rest(x: jax.Array, use: Use) -> jax.Array:
-    return _all_reduce(_scatter(x, dataclasses.replace(use, shard=use.second))[0], use)[0]
-
-
-def finish_with(residual: jax.Array, x: jax.Array, use: Use) -> Sum:
-    """What was accumulated and the residual of the step before -> the gradient that the update gets, and the residual
-    of this one: what was to be sent less what was, at every hop, so that over all ranks the residuals add up to what
-    the gradients of all steps lack (error feedback, Karimireddy et al. 2019, arXiv:1901.09847, algorithm 2).
-    """
-    x, lost = _scatter(x + residual, use)
-    x, more = _all_reduce(x, use)  # of this rank's shard
-    n = count(use.shard)
-    at = index(use.shard) * (lost.shape[use.dim] // n)
-    own = lax.dynamic_slice_in_dim(lost, at, lost.shape[use.dim] // n, use.dim) + more
-    return x, lax.dynamic_update_slice_in_dim(lost, own, at, use.dim)
-
-
-def in_bytes(jaxpr: Any, strategy: Strategy, sizes: Mapping[str, int]) -> Any:
-    """A jaxpr, open or closed, derivatives taken, in which what stages of a pipeline `send` each other, and tokens and
-    results that ranks of `expert` `exchange`, travel in 8 bits, each cotangent rounded as a number of its own. `sizes`
-    are the mesh's.
-    """
-    ways = {("ppermute", "pipe"): strategy.send}
-    ways |= dict.fromkeys((("all_to_all", "expert"), ("all_gather", "expert")), strategy.exchange)
-
-    def equation(eqn: Any) -> Any:
-        if eqn.primitive.name not in PRIMITIVES:
-            return eqn
-        how, x = ways.get((eqn.primitive.name, "+".join(map(str, axes_of(eqn)))), "compute"), eqn.invars[0].aval
-        weights = eqn.primitive.name == "all_gather" and eqn.params["tiled"]  # along their experts; tokens side by side
-        if how == "compute" or weights or not _rounds(x.size, x.dtype):
-            return eqn
-        travels = jax.jit(functools.partial(_travelled, fp8 if how == "fp8" else int8, eqn))
-        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        (made,) = jax.make_jaxpr(travels, axis_env=list(sizes.items()))(shape).eqns
-        return made.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
-
-    program, consts = opened(jaxpr)
-    program = program.replace(eqns=replaced(program.eqns, equation))
-    return jec.ClosedJaxpr(program, consts) if hasattr(jaxpr, "consts") else program
-
-
-def _travelled(rounding: Rounding, eqn: Any, x: jax.Array) -> jax.Array:
-    """What a collective that leaves the last dim makes of x [.., s], whose rows are rounded on their way."""
-    sent = _encoded(rounding, x.reshape(-1, x.shape[-1]))
-    (moved,) = jx.bind(eqn, [sent.reshape(*x.shape[:-1], -1)])
-    found = _decoded(rounding, moved.reshape(-1, moved.shape[-1]), x.shape[-1], x.dtype)
-    return found.reshape(*moved.shape[:-1], -1)
+    return _all_reduce(_scatter(x, dataclasses.replace(use, shard=use.second)), use)
 
 
 def _rounds(elements: int, dtype: jax.typing.DTypeLike) -> bool:

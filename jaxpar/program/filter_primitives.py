@@ -25,16 +25,13 @@ _PACKAGE = "equinox"
 
 def without_filter_primitives(fun: Callable[..., Any]) -> Callable[..., Any]:
     """`fun`, which runs inside `shard_map`, without these primitives; itself where Equinox has not been imported."""
-    return fun if _PACKAGE not in sys.modules else rewritten(fun, _expanded)
-
-
-def rewritten(fun: Callable[..., Any], of: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`fun`, which runs inside `shard_map`, with what `of` makes of its closed jaxpr."""
+    if _PACKAGE not in sys.modules:
+        return fun
 
     def run(*args: Any) -> Any:
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             closed, out = jax.make_jaxpr(fun, return_shape=True)(*jax.tree.map(_of_no_mesh, args))
-            closed = of(closed)
+            closed = _expanded(closed)
         outs = jec.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out), outs)
 

@@ -22,7 +22,7 @@ from ..layout.dims.matrices import astray
 from ..layout.dims.pairs import creation_order
 from ..layout.dims.tensor import Dims, Rules, tensor_dims, undivided_leaves
 from ..layout.elementwise import sees_stacked
-from ..layout.layout import Layout, is_stored, place_optimizer, place_residuals
+from ..layout.layout import Layout, is_stored, place_optimizer
 from ..layout.leaves import Pipe, Sharing
 from ..layout.mesh import check_context
 from ..layout.precision import Policy
@@ -33,11 +33,10 @@ from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model, Replicated
 from ..model.paths import name_of
 from ..parallel import rule_of
-from ..parallel.eight_bits import in_bytes
 from ..parallel.owners import Dealer
 from ..parallel.pipeline.schedules import Schedule
 from ..program.buffers import HOST, on_device
-from ..program.filter_primitives import rewritten, without_filter_primitives
+from ..program.filter_primitives import without_filter_primitives
 from ..strategy import Strategy
 from ..targets.devices import has_memories, mark_on_host
 from .checks import Intake, check_reached, check_state, misfit, naming, shapes_of
@@ -113,8 +112,7 @@ class Step(FirstState, Intake):
             wrong = functools.partial(astray, multiplied=multiplied, factors=program.factors)
         copied = self.rule.published and shards > 1 and self.policy.compute != jnp.float32
         whole = undivided_leaves(flat, split, parts) if parts > 1 else {}
-        residuals = place_residuals(storage.leaves, mesh, self.policy) if strategy.error_feedback else {}
-        split_by = self.rule.sharded, copied, places, split.found, whole, residuals
+        split_by = self.rule.sharded, copied, places, split.found, whole
         self.layout = Layout(storage, self._home(), self.policy, *split_by, host="params" in strategy.offloads)
         streamed = streams(self.optimizer, self.layout, strategy.offloads, as_stacked, owned is not None)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
@@ -235,8 +233,8 @@ class Step(FirstState, Intake):
         """
         batch, state = self.shapes(batch), self.abstract_state()
         step = self if self.settle is None else self.settle(batch)
-        variables = jax.eval_shape(step.local.opened, state.variables)
-        return step.tracing(variables, one_block(batch, self.replicas * self.strategy.microbatches), state.key)
+        block = one_block(batch, self.replicas * self.strategy.microbatches)
+        return step.tracing(state.variables, block, state.key)
 
     def may_couple(self, batch: Any) -> bool:
         """Whether reading the loss has left open if it couples rows, which was a warning; it is traced at most once."""
@@ -326,7 +324,7 @@ class Step(FirstState, Intake):
         return self.update(state, *placed(state))
 
     def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
-        return self.handed_out(*self._placed(self.local.gradients, batch)(state)[:3])
+        return self.handed_out(*self._placed(self.local.gradients, batch)(state))
 
     def handed_out(self, grads: Any, variables: Any, sums: Sums) -> tuple[jax.Array, Any]:
         """The loss and its gradients in the model's own tree."""
@@ -337,47 +335,40 @@ class Step(FirstState, Intake):
             batch, order = ordered
             return self.local.gradients(stored, variables, self.local.deal(batch, order.value), *rest, alike=True)
 
-        grads, _, sums, _ = self._placed(gradients, ordered)(state)
+        grads, _, sums = self._placed(gradients, ordered)(state)
         return measures(grads, sums)
 
     def _evaluate(self, state: State, batch: Any) -> Metrics:
         sums, _ = self.mapped(self.local.evaluate, batch, _HERE)(state.step, self._weights(state), state.variables)
         return metrics_of(sums)
 
-    def _placed(self, gradients: Callable, batch: Any) -> Callable[[State], tuple[Any, Any, Sums, Any]]:
+    def _placed(self, gradients: Callable, batch: Any) -> Callable[[State], tuple[Any, Any, Sums]]:
         """From the gradients of one device's rows to those of all: a function of the state, which returns float32
-        gradients as `_unscaled` gives them, new variables, sums, and residuals.
+        gradients as `_unscaled` gives them, new variables, and sums.
         """
-        left = {path: place.spec for path, place in self.layout.residuals.items()}
-        run = self.mapped(gradients, batch, (self.layout.specs("grads"), _HERE, _HERE, left), (left,))
+        run = self.mapped(gradients, batch, (self.layout.specs("grads"), _HERE, _HERE))
 
-        def placed(state: State) -> tuple[Any, Any, Sums, Any]:
+        def placed(state: State) -> tuple[Any, Any, Sums]:
             scale = state.scale.scale if state.scale is not None else jnp.float32(1)
             weights, variables = self._weights(state), state.variables
-            given = weights, variables, state.key, state.step, scale, state.residuals
-            (grads, variables, sums, residuals), _ = run(state.step, *given)
-            return self._unscaled(grads, state), variables, sums, residuals
+            (grads, variables, sums), _ = run(state.step, weights, variables, state.key, state.step, scale)
+            return self._unscaled(grads, state), variables, sums
 
         return placed
 
-    def mapped(
-        self, fun: Callable, batch: Any, outs: Any, parts: Sequence[Any] = ()
-    ) -> Callable[..., tuple[Any, Token | None]]:
+    def mapped(self, fun: Callable, batch: Any, outs: Any) -> Callable[..., tuple[Any, Token | None]]:
         """`fun` on every device, for a batch of these leaves: a function of the step's number, what is stored of the
-        weights, variables, batch, whatever is the same everywhere, and trees with the specs `parts`.
+        weights, variables, batch, and whatever is the same everywhere.
 
-        `fun(stored leaves, variables, batch, *replicated, *parts)` gets local values; its results have the specs
+        `fun(stored leaves, variables, batch, *replicated)` gets local values; its results have the specs
         `outs`. None of them is there before its collectives are done, and the second result is the token after these.
         """
         specs = self.layout.specs("copy" if self.layout.copied else "params")
 
         def call(step: jax.Array, stored: Any, variables: Any, *rest: Any) -> tuple[Any, Token | None]:
             check_context(self.mesh)
-            ins = (_HERE, specs, _HERE, batch_specs(batch), *([_HERE] * (len(rest) - len(parts))), *parts)
-            local = without_filter_primitives(fun)
-            if {self.strategy.send, self.strategy.exchange} != {"compute"}:
-                local = rewritten(local, functools.partial(in_bytes, strategy=self.strategy, sizes=self.mesh.shape))
-            run = order.in_order(local, self.mesh)
+            ins = (_HERE, specs, _HERE, batch_specs(batch), *([_HERE] * len(rest)))
+            run = order.in_order(without_filter_primitives(fun), self.mesh)
 
             def last(token: Token | None, *args: Any) -> tuple[Any, Token | None]:
                 result, token = run(token, *args)

@@ -17,7 +17,6 @@ from .. import collectives
 from ..data.contents import shares_outside
 from ..model.batches import dealt, microbatches
 from ..model.paths import name_of
-from ..model.running import Deferred
 from ..parallel import rule_of
 from ..parallel.access import RuleAccess, SpreadAccess
 from ..parallel.fsdp import secondary
@@ -103,14 +102,6 @@ class Local:
         stored = secondary(layout, stored) if strategy.hpz else stored
         return Loss(traced, access, layout.storage.unit_values(stored)), rows
 
-    def opened(self, variables: Any) -> Any:
-        """The model's variables as the microbatches of a training step carry them on."""
-        return Deferred.of(variables) if self.tracing.strategy.deferred_batch_norm else variables
-
-    def closed(self, variables: Any) -> Any:
-        """The reverse, after the last."""
-        return variables.settled(self.tracing.momenta) if isinstance(variables, Deferred) else variables
-
     def keys(self, key: jax.Array, step: jax.Array, alike: bool = False) -> jax.Array:
         """The keys of this device's microbatches [m]; where blocks are to be `alike`, all have that of block 0."""
         m = self.tracing.strategy.microbatches
@@ -142,13 +133,9 @@ class Local:
         key: jax.Array,
         step: jax.Array,
         scale: jax.Array,
-        residuals: Mapping[str, jax.Array],
         alike: bool = False,
-    ) -> tuple[list[jax.Array | None], Any, Sums, dict[str, jax.Array]]:
-        """Gradients times `scale`, new variables, each metric's sums over all rows, and this rank's residuals [1, ...]
-        of gradients by path, from those of the step before; `alike` as for `keys`.
-        """
-        variables = self.opened(variables)
+    ) -> tuple[list[jax.Array | None], Any, Sums]:
+        """Gradients times `scale`, new variables, and each metric's sums over all rows; `alike` as for `keys`."""
         loss, rows = self.bound(stored, variables, batch, key)
         keys = self.keys(key, step, alike)
         blocks = self._blocks(rows, keys)
@@ -158,20 +145,12 @@ class Local:
         else:
             grads, variables, sums = accumulate(loss, variables, blocks, seed)
             sums = self.total(sums, rows)
-        left = {path: x[0] * scale for path, x in residuals.items()}
-        finished = self.finished(loss, grads, left)
-        return finished, self.closed(variables), sums, {path: x[None] / scale for path, x in left.items()}
+        return self.finished(loss, grads), variables, sums
 
-    def finished(
-        self, loss: Loss, grads: Sequence[jax.Array | None], left: dict[str, jax.Array] | None = None
-    ) -> list[jax.Array | None]:
-        """Gradients as the update gets them: zeros if the loss does not depend on a leaf, None if it is frozen. What is
-        `left` by path of the step before joins them, and is replaced by what this step leaves.
-        """
+    def finished(self, loss: Loss, grads: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+        """Gradients as the update gets them: zeros if the loss does not depend on a leaf, None if it is frozen."""
         layout, access = self.tracing.layout, loss.access
         members = {i: at for family in layout.storage.families for i, at in family}
-        left = {} if left is None else left
-        value: Any = lambda i: jnp.float32(0) if grads[i] is None else grads[i]
 
         def finish(i: int, shape: tuple[int, ...]) -> jax.Array:
             grad, dtype = grads[i], layout.policy.reduced(access.leaves[i].dtype)
@@ -182,13 +161,6 @@ class Local:
             if leaf.trainable:
                 spec, stored = layout.spec(leaf, "grads"), layout.stored(leaf, "grads")
                 shape = layout.sharding(spec).shard_shape(stored)
-                if leaf.path in left:
-                    assert isinstance(access, RuleAccess)  # of no cut program
-                    whole, layers = value(i), [value(j) for j in members.get(i, ())]
-                    whole = whole + jnp.stack(jnp.broadcast_arrays(*layers)) if layers else whole
-                    found, left[leaf.path] = access.finish_with(left[leaf.path], i, whole)
-                    finished[i] = found.reshape(shape)
-                    continue
                 parts = [finish(i, shape)] if grads[i] is not None else []
                 if any(grads[j] is not None for j in members.get(i, ())):  # layers that no scan reads
                     parts.append(jnp.stack([finish(j, shape[1:]) for j in members[i]]))

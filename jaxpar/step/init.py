@@ -123,8 +123,7 @@ class FirstState:
         scale = LossScale.create() if self.policy.scaled else None
         # Another stream than that of the initial values.
         run = jax.random.fold_in(key, 1)
-        residuals = {path: jnp.zeros(place.shape, place.dtype) for path, place in self.layout.residuals.items()}
-        return State(jnp.int32(0), params, copy, self.update.init(whole), variables, scale, run, residuals)
+        return State(jnp.int32(0), params, copy, self.update.init(whole), variables, scale, run)
 
     def _given(self, params: Any, fresh: Callable[[str], bool] | None) -> dict[int, Any]:
         """Given parameters by their position among the model's."""
@@ -165,7 +164,6 @@ class FirstState:
             variables=jax.tree.map(lambda _: here, shapes.variables),
             scale=jax.tree.map(lambda _: here, shapes.scale),
             key=here,  # type: ignore[arg-type]
-            residuals={path: layout.sharding(place.spec) for path, place in layout.residuals.items()},  # type: ignore
         )
 
 

@@ -129,7 +129,6 @@ class ServerStep(Step):
         """Every replica's sums, stacked, with new variables, the same on all; and the tapes of all microbatches."""
 
         def local(stored: Any, variables: Any, batch: Any, key: jax.Array, step: jax.Array) -> Any:
-            variables = self.local.opened(variables)
             loss, rows = self.local.bound(stored, variables, batch, key)
 
             def micro(variables: Any, block: Any) -> Any:
@@ -138,7 +137,7 @@ class ServerStep(Step):
                 return variables, (sums, _apart(tape, loss.stored))
 
             variables, (sums, tapes) = lax.scan(micro, variables, (self.local.keys(key, step, alike), rows))
-            return (_lift(self.local.total(added(sums), rows)), self.local.closed(variables)), _lift(tapes)
+            return (_lift(self.local.total(added(sums), rows)), variables), _lift(tapes)
 
         run = self.mapped(local, batch, ((_STACKED, _HERE), _STACKED))
         return run(state.step, state.params, state.variables, state.key, state.step)[0]
@@ -147,7 +146,7 @@ class ServerStep(Step):
         """Every replica's gradients, stacked, from the gradient of the loss with respect to each replica's sum."""
 
         def local(stored: Any, variables: Any, batch: Any, key: jax.Array, tapes: Tapes, seeds: jax.Array) -> Any:
-            loss, _ = self.local.bound(stored, self.local.opened(variables), batch, key)
+            loss, _ = self.local.bound(stored, variables, batch, key)
             tapes = first(tapes)
 
             def micro(grads: Any, tape: Tapes) -> Any:

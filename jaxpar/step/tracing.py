@@ -27,7 +27,6 @@ from ..localise.tensor import RULES, localise
 from ..model.batches import one_block, rows_of
 from ..model.model import Mean, Model, couplings
 from ..model.paths import below, name_of
-from ..model.running import Deferred, deferring
 from ..parallel.flat.cut import points, stages_at, stages_of
 from ..parallel.pipeline.schedules import Schedule
 from ..program import jaxpr as jx
@@ -170,7 +169,6 @@ class Tracing:
       tokens_gathered: where they have all tokens of all, and bytes of those and of what would be sent.
       logits: which of a cross-entropy are made in chunks.
       fp8: under precision="fp8" why the products of each leaf are not in FP8, "" where they are.
-      momenta: those of deferred running statistics.
       doubts: how the loss may couple rows.
       unread: paths of the batch's leaves that the loss does not read, in a step or without a key in evaluate.
       touched: positions of the model's own leaves that the loss hands back as other values.
@@ -193,7 +191,6 @@ class Tracing:
     logits: dict[str, Logits] = field(default_factory=dict, compare=False, repr=False)
     tokens_gathered: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
     fp8: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
-    momenta: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
     doubts: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
     unread: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
     touched: dict[int, None] = field(default_factory=dict, compare=False, repr=False)
@@ -298,8 +295,7 @@ class Tracing:
         (variables, rows, key), params = rest, len(self._params)
         if not (names := unread_leaves(whole, rest, params)):
             return []
-        plain = variables.reading() if isinstance(variables, Deferred) else variables
-        other = plain, rows, None if key is not None else jax.eval_shape(lambda: jax.random.key(0))
+        other = variables, rows, None if key is not None else jax.eval_shape(lambda: jax.random.key(0))
         try:
             flat, _ = self._trace(other, self.axes)
         except Exception:  # the user's code: a loss that needs its key runs in a step alone, and has been read there
@@ -368,11 +364,9 @@ class Tracing:
 
         def loss(leaves: Sequence[Any], rest: Any) -> Any:
             variables, rows, key = rest
-            deferred = isinstance(variables, Deferred)
-            read = variables.reading() if deferred else variables
             try:
                 params = storage.of_units(leaves)
-                sums, new, after = self.model.forward(params, read, rows, key, tuple(axes))
+                sums, new, after = self.model.forward(params, variables, rows, key, tuple(axes))
             except TypeError as error:  # of a scan's carry, say
                 if (precision := self.strategy.precision) != "f32":
                     error.add_note(
@@ -384,17 +378,9 @@ class Tracing:
             if key is not None:  # what evaluation writes does not last
                 pairs = enumerate(zip(jax.tree.leaves(params), jax.tree.leaves(after), strict=True))
                 self.touched.update((number, None) for number, (one, other) in pairs if one is not other)
-            return sums, replace(variables, variables=new) if deferred else new
+            return sums, new
 
-        named = {**self.traced_axes, **axes}
-        flat, out = jx.trace(loss, self._params, rest, axes=named)
-        if isinstance(out[1], Deferred):
-            numbers = iter(range(len(flat.invars))), iter(range(len(flat.outvars)))
-            _, (inputs, _, _) = jax.tree.map(lambda _: next(numbers[0]), (self._params, rest))
-            _, outputs = jax.tree.map(lambda _: next(numbers[1]), out)
-            flat, momenta = deferring(flat, inputs, outputs, self.strategy.microbatches, named)
-            self.momenta.update(momenta)
-        return flat, out
+        return jx.trace(loss, self._params, rest, axes={**self.traced_axes, **axes})
 
     def _with_attention(self, flat: jx.Flat) -> jx.Flat:
         """A program that calls `jp.attention` where it spells attention out, if that is asked for, or ranks of
@@ -477,9 +463,7 @@ class Tracing:
             if program.main is not None:
                 warn_padded(program.main.length, self.schedule.ranks, self.schedule.chunks)
         if self.touched:
-            variables, *block = rest
-            read = jax.eval_shape(lambda x: x.reading() if isinstance(x, Deferred) else x, variables)
-            found = find_writes(self.model, self.layout, self.strategy, tuple(self.touched), (read, *block))
+            found = find_writes(self.model, self.layout, self.strategy, tuple(self.touched), rest)
             self.writes[:] = self.writes if found is None else [found]
         warn_gathered(program, self.layout)
         check_remat(program, self.strategy, self.schedule)

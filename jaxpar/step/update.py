@@ -69,12 +69,8 @@ class Update:
         )
         return self.layout.to_logical(tuned, "params", self.as_stacked)
 
-    def __call__(
-        self, state: State, grads: Any, variables: Any, sums: Sums, residuals: Any = None
-    ) -> tuple[State, Metrics]:
-        """Next state and metrics, from unpadded gradients in the leaves' tree (None: frozen), variables, sums, and what
-        the gradients' rounding has left.
-        """
+    def __call__(self, state: State, grads: Any, variables: Any, sums: Sums) -> tuple[State, Metrics]:
+        """Next state and metrics, from unpadded gradients in the leaves' tree (None: frozen), variables and sums."""
         written = state.params
         for writes in self.writes:
             written = writes(self.layout, state.params, state.variables)
@@ -103,7 +99,6 @@ class Update:
             tuned = kept(applied, optax.apply_updates(params, changes), before)
             packed = kept(applied, self.layout.to_stored(opt_state, "optimizer"), state.optimizer)
         variables = kept(applied, variables, state.variables)
-        residuals = kept(applied, residuals or {}, state.residuals)
         tuned = self.layout.to_stored(tuned, "params", self.as_stacked)
         new = jax.tree.map(lambda old, new: old if new is None else new, state.params, tuned)
         stored, copy, token = self.publish(new, state, token)
@@ -115,7 +110,7 @@ class Update:
             metrics["stopped"] = number < 0
         # The next step's collectives follow its number.
         step, metrics = order.behind(token, (number, metrics))
-        return State(step, stored, copy, packed, variables, scale, state.key, residuals), metrics
+        return State(step, stored, copy, packed, variables, scale, state.key), metrics
 
     def _changes(self, updates: Any, opt_state: Any, params: Any, loss: jax.Array, token: Token | None) -> Any:
         if self.owners is not None and self.owners.bundles:

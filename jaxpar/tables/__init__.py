@@ -20,13 +20,11 @@ A schedule is a function of p ranks, m microbatches and v chunks a rank that wri
   buffers, and ranks branch.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .greedy import one_f_one_b_halves, zb_h1, zb_h2
+from .halves import one_f_one_b_halves, zb_h1, zb_h2
 from .operations import Op, Placement, Table
-from .search import asked, auto
 from .v_shaped import dualpipe_v, v_half, v_min, zb_v
 
 
@@ -105,24 +103,11 @@ SCHEDULES = {
     "v-half": Recipe("the same in half the memory", v_half, planned=False, placement="V", chunks=2),
     "v-min": Recipe("the same in a third of the memory", v_min, planned=False, placement="V", chunks=2),
     "dualpipe-v": Recipe("forwards and backwards of a V in turn", dualpipe_v, planned=False, placement="V", chunks=2),
-    "auto": Recipe("the fewest slots that a search finds", auto, planned=False, placement="V"),
 }
 
 
-def recipe_of(name: str) -> Recipe | None:
-    """The schedule of this name, or of times and memory, as in "auto:8.8:10.6:9.3:1.4:8"; None if there is none.
-
-    Raises ValueError for times that are not of that form (`search.asked`).
-    """
-    if not name.startswith("auto:"):
-        return SCHEDULES.get(name)
-    costs, limit = asked(name)
-    found = functools.partial(auto, costs=costs, limit=limit)
-    return SCHEDULES["auto"]._replace(words="the best that a search finds for these times", table=found)
-
-
 def is_schedule(value: Any) -> bool:
-    """Whether a strategy takes this for its schedule, besides the names above: times and memory, as `recipe_of` takes
-    them, a file of torch's lines, or a `Schedule`.
+    """Whether a strategy takes this for its schedule, besides the names above: a file of torch's lines, or a
+    `Schedule`.
     """
-    return value.endswith(".csv") or bool(recipe_of(value)) if isinstance(value, str) else hasattr(value, "label")
+    return value.endswith(".csv") if isinstance(value, str) else hasattr(value, "label")

@@ -26,7 +26,7 @@ def needs(op: Op, stage: int, stages: int) -> list[tuple[str, int]]:
 
 
 def spans(
-    orders: Sequence[Sequence[Op]], placement: Placement, chunks: int, times: Mapping[str, Number], message: Number = 0
+    orders: Sequence[Sequence[Op]], placement: Placement, chunks: int, times: Mapping[str, Number]
 ) -> list[list[Interval]]:
     """When each rank runs its operations, each as soon as the rank is free and its inputs are there.
 
@@ -35,7 +35,6 @@ def spans(
       placement: where its chunks lie.
       chunks: how many a rank holds.
       times: of F, B, I and W of one chunk.
-      message: from the end of an operation on one rank to the begin of what needs it on another.
 
     Raises ValueError where ranks wait for each other; it names what the first of them waits for.
     """
@@ -57,7 +56,7 @@ def spans(
                 if key not in done:
                     waiting[key] = rank
                     break
-                start = max(start, done[key] + (message if place_of(placement, ranks, of).rank != rank else 0))
+                start = max(start, done[key])
             else:
                 free[rank] = end = start + times[op.kind]
                 out[rank].append(Interval(start, end))

@@ -25,9 +25,6 @@ from .loop import Loop
 WRITTEN = (
     "config.yaml",
     "metrics.jsonl",
-    "digests.jsonl",
-    "pace.jsonl",
-    "pace.png",
     "loss.png",
     "checkpoints",
     "tensorboard",

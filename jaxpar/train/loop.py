@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from ..buckets import Place, is_bucket
 from ..files import local, place
+from ..removed import removed
 from ..step.core import Step
 from ..text import did_you_mean
 
@@ -57,11 +58,14 @@ class Loop:
     the batch after; no batch comes twice)"""
     check_replicas_every: int | None = None
     """steps between comparisons of what all replicas should have the same of, to the bit; without it: none"""
-    record: int | None = None
-    """steps between digests of the state, in the output folder, with which `jaxpar replay` compares a step that it
-    computes again; without it: none"""
     quiet: bool = False
     """print nothing"""
+
+    def __new__(cls, *_: Any, **options: Any) -> Self:
+        """Refuse options that were removed, and say what to use instead."""
+        if says := next(filter(None, (removed(f"Loop.{name}") for name in options)), ""):
+            raise ValueError(says)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in (one.name for one in fields(self)):  # those of the command line too
@@ -72,9 +76,9 @@ class Loop:
                 local(given, name)
         for name, least in {"steps": 0, "rows": 1, "seed": 0, "evaluate_every": 1, "evaluate_batches": 1,
                             "save_every": 1, "keep": 1, "print_every": 1, "prefetch": 0,
-                            "check_replicas_every": 1, "record": 1}.items():  # fmt: skip
+                            "check_replicas_every": 1}.items():  # fmt: skip
             value = getattr(self, name)
-            if value is None and name in ("evaluate_batches", "print_every", "check_replicas_every", "record"):
+            if value is None and name in ("evaluate_batches", "print_every", "check_replicas_every"):
                 continue
             if not isinstance(value, Integral):
                 raise ValueError(f"{name}={value!r} is not a whole number; use one from {least}")
@@ -89,11 +93,6 @@ class Loop:
             )
         if self.on_nonfinite == "rollback" and self.out is None:
             raise ValueError("on_nonfinite='rollback' needs checkpoints to go back to: give the run's folder as out=")
-        if self.record and self.on_nonfinite == "rollback":
-            raise ValueError(
-                "a recorded step is computed again from the checkpoint before, and on_nonfinite='rollback' goes on "
-                "with older parameters; use on_nonfinite='skip', or leave out record="
-            )
         if self.resume not in (False, True, "latest-good"):
             raise ValueError(f"resume={self.resume!r}: use True, False or 'latest-good'")
         if self.resume and self.overwrite:

@@ -61,24 +61,6 @@ def drawn(lines: Sequence[Mapping[str, Any]], units: Units, title: str) -> Any:
     return figure
 
 
-def plot_pace(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws of each process how long it is away from its devices between two steps, and how long a step takes."""
-    figure = _figure()
-    axes, steps = figure.add_subplot(), [x["step"] for x in lines]
-    ranks = range(min(len(x["away"]) for x in lines))
-    last = [lines[-1]["away"][rank] for rank in ranks]
-    for rank in ranks:
-        slow = last[rank] == max(last)
-        style = {"color": _POINTS, "linewidth": 1.4, "label": f"rank {rank}", "zorder": 3} if slow else {"color": _LINE}
-        axes.plot(steps, [1e3 * x["away"][rank] for x in lines], **{"linewidth": 0.7, **style})
-    axes.plot(steps, [1e3 * x["seconds"][0] for x in lines], "--", color=_INK, linewidth=1, label="a step")
-    axes.set_ylabel("ms between two steps")
-    axes.set_xlabel("step", color=_INK)
-    axes.set(ylim=(0, None))
-    axes.legend(frameon=False, labelcolor=_INK)
-    _written(figure, path)
-
-
 def _figure() -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -29,12 +29,10 @@ from ..make import make_train_step
 from ..model.model import Model
 from ..program.lookups import Lookup
 from ..strategy import Strategy
-from .digests import Record
 from .finite import Finite, NotFiniteError, all_finite
 from .folder import Claim, Staging, claimed
 from .input import Input, check_row_count
 from .loop import OWN, Loop, Units, checked
-from .pace import Pace
 from .progress import Progress
 from .recorder import Recorder
 from .suspects import beyond, suspects
@@ -118,8 +116,6 @@ class Trainer:
         self.number, self.rows, self.compiled = 0, 0, None
         self.files: Path | None = None
         self.finite = Finite(self.loop)
-        self._record = Record(self.step, self.loop, self.about) if self.loop.record else None
-        self._pace, self._busy = Pace.of_run(self.loop.record), 0.0
         self._lookups: Mapping[str, Lookup] = {}  # of the loss, by leaves of the batch
         self._warned: set[str] = {*self.ids}  # leaves that are named no more
         self._late: tuple[int, Any, Any] | None = None  # of the last step its number, metrics, and batch
@@ -153,7 +149,6 @@ class Trainer:
                 Checkpoints(out / "checkpoints", self.step, self.about, loop.keep, changed, staging.copy)
             )
             stack.callback(lambda: self._emit("on_end", {"step": self.number}))
-            stack.callback(lambda: self._pace and self._pace.end())
             stack.callback(ending.doing, "done with the run")
             stack.callback(lambda: self._input.close())
             stack.enter_context(ending.failing())
@@ -223,24 +218,16 @@ class Trainer:
         if self.step.may_couple(batch):
             (rows := self.step.check_rows(self.state, batch)).require()
             self.progress.say(str(rows))
-        if self._record is not None:
-            self._record.begin(self.number, self.files)
-        if self._pace is not None and loop.out is not None and self.files is not None:
-            self._pace.begin(self.number, loop.out, self.files)
         ending.going_on(self.number, self.files)
         self._emit("on_start", {"step": self.number})
         self._start_clock()
         while self.number < loop.steps:
             stop.last = self.number + 1 == loop.steps
-            begin = time.perf_counter()
             self.state, metrics = self.step(self.state, batch)
-            self._busy += time.perf_counter() - begin
             self.number += 1
             if not self._sound(self._report, saves):  # on the step before, while this one runs
                 continue  # with the same batch, on other parameters
             self._late = self.number, metrics, batch
-            if self._record is not None:
-                self._record.take(self.number, self.state, batch, metrics)
             stopped = stop.after(self.number)
             ends = stopped or self._stopping or self.number == loop.steps
             evaluates = self.held_out is not None and not stopped and (ends or self.number % loop.evaluate_every == 0)
@@ -350,7 +337,7 @@ class Trainer:
         return True
 
     def _start_clock(self) -> None:
-        self._clock, self._input.waited, self._busy = time.perf_counter(), 0.0, 0.0
+        self._clock, self._input.waited = time.perf_counter(), 0.0
 
     def _settle(self) -> None:
         """Reports the last step. Raises NotFiniteError where it or its update is not finite."""
@@ -364,23 +351,18 @@ class Trainer:
         if self._late is None:
             return
         number, metrics, batch = self._late
-        self._late, begin = None, time.perf_counter()
+        self._late = None
         values = self._inside({name: float(value) for name, value in metrics.items()}, batch, f"step {number}")
         ending.doing("between steps")  # and in hooks
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        away, self._busy = seconds - self._busy - (now - begin), 0.0
         stopped = bool(values.pop("stopped", False))
         explained = lambda: self._explained(batch) if stopped else ""
         if told := self.finite.look(number, values, lambda: suspects(batch, self._lookups), explained, stopped):
             self.progress.say(told)
-        if self._record is not None:
-            self._record.write()
         values["skipped"] += self.finite.skipped
         if self.loop.on_nonfinite == "rollback":
             values["rollbacks"] = self.finite.rollbacks
-        if self._pace is not None and (told := self._pace.add(number, seconds, away, self._input.waited)):
-            self.progress.say(told)
         speed = {"seconds": seconds, f"{self.units.rows}_per_second": self.rows * self.units.per_row / seconds}
         share = {"input_share": min(1.0, self._input.waited / seconds)}
         self.rows = self._input.rows

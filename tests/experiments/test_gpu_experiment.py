@@ -60,7 +60,7 @@ def test_attention(load: Any) -> None:
     ("model", "contender"),
     [
         ("gpt2", "fsdp,gather=int8,reduce=int8"),
-        ("mixtral-8x7b", "expert=-1,precision=fp8,exchange=fp8"),
+        ("mixtral-8x7b", "expert=-1,precision=fp8"),
         ("gpt2", "single,precision=fp8"),
         ("gpt2", "plain"),
     ],

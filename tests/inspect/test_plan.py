@@ -403,7 +403,6 @@ def line_of(name: str, **seconds: float) -> Line:
         "flops": 100,
         "model_flops": None,
         "by_kind": {"matmul": seconds["matmul"]},
-        "tables": [],
         "chunked": False,
     }
     memory = {"total": 10, "arguments": 5}

@@ -40,15 +40,3 @@ def test_the_best_of_16_is_within_5_percent_of_the_best_of_all(width: int, targe
     assert every.lines[0].fits
     assert found.lines[0].fits
     assert found.lines[0].seconds <= 1.05 * every.lines[0].seconds, f"{found.best} for {every.best}"
-
-
-@pytest.mark.battery
-def test_tables_for_predicted_times_are_strategies() -> None:
-    """What a step under zb-h1 is predicted to take for F, I and W gives tables, which a plan ranks as any strategy."""
-    model, batch = stack(width=256), jax.ShapeDtypeStruct((ROWS, 256), jnp.float32)
-    plan: Any = lambda *given: jp.plan(model, batch, here(devices=2), ADAM, cache=False, strategies=given)
-    (line,) = plan("pipe=2,microbatches=8,schedule=zb-h1").lines
-    tables = [f"pipe=2,microbatches=8,schedule={k},chunks={v}" for k, v in line.prediction["tables"]]
-    found = plan(*tables)
-    assert len(found.lines) == len(tables) > 0
-    assert not any(one.prediction["tables"] for one in found.lines)  # the search ends

@@ -6,7 +6,6 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -134,16 +133,6 @@ def test_fp8_products_round_what_arrives_to_the_same_numbers(dims: tuple[int, ..
             "dp,reduce=int8",
             r"reduce='int8' with data=-1,server=true: it is how ddp and ZeRO send .* use ddp or fsdp=-1",
         ),
-        ("ddp,error_feedback=true", r"error_feedback=True with data=-1: .* use reduce='int8' with ddp"),
-        ("fsdp,reduce=int8,error_feedback=true", r"with fsdp=-1,reduce=int8: .* with ddp, zero=1, or zero=3 with sync"),
-        (
-            "pipe=2,data=2,reduce=int8,error_feedback=true",
-            r"with data=2,pipe=2,.*without pipe and hpz",
-        ),
-        (
-            "zero2,reduce=int8,error_feedback=true",
-            r"zero=2.*: a residual is of whole gradients that are rounded once a step",
-        ),
         ("fsdp,reduce=int4", r"reduce='int4' is unknown; use one of f32, compute, int8"),
         ("fsdp,gather=int4", r"gather='int4' is unknown; use one of compute, int8, fp8"),
     ],
@@ -259,100 +248,3 @@ def test_explain_and_check_have_the_bytes() -> None:
     assert re.search(
         r"gather=int8: weights from 16,384 elements go over fsdp in bytes, with a scale for each 256: [\d.]+ kB a", said
     ), said
-
-
-FED = "reduce=int8,error_feedback=true"
-
-
-@functools.cache
-def small() -> Any:
-    """One matrix, of a padded dim where four share it, and a vector, which travels as it is."""
-
-    def loss(params: Any, batch: Any, key: Any) -> Any:
-        return (
-            (jnp.tanh(batch["x"].astype(params["w"].dtype) @ params["w"] + params["b"]) ** 2).mean(-1) * batch["weight"]
-        ).mean()
-
-    init = lambda key: {"w": jax.random.normal(key, (137, 135)) / 12, "b": jnp.ones(135)}
-    return jp.Model(init=init, loss=loss)
-
-
-@functools.cache
-def rows() -> Any:
-    draw = np.random.default_rng(1)
-    x, weight = draw.normal(size=(8, 137)), draw.uniform(0.1, 2.0, 8)
-    return {"x": x.astype(np.float32), "weight": weight.astype(np.float32)}
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "data=2,fsdp=2,zero=1",
-        pytest.param("data=4,precision=f16", marks=pytest.mark.battery),
-        pytest.param("fsdp=4,sync=step,microbatches=2", marks=pytest.mark.battery),
-        pytest.param("fsdp=2,sync=step,microbatches=2,tensor=2", marks=pytest.mark.battery),
-        pytest.param("data=2,expert=2", marks=pytest.mark.battery),
-    ],
-)
-def test_residuals_are_what_the_gradients_of_all_steps_lack(strategy: str) -> None:
-    large, mesh = "tensor" in strategy or "expert" in strategy, jax.devices()[:4]
-    net, batch = (model("expert" in strategy), text()) if large else (small(), rows())
-    step, plain_step = (
-        jp.make_train_step(net, optax.sgd(0.0), one, mesh=mesh) for one in (f"{strategy},{FED}", strategy)
-    )
-    state, exact = step.init(jax.random.key(0)), plain_step.init(jax.random.key(0))
-    _, exact = plain_step.value_and_grad(exact, batch)
-    total: dict[str, np.ndarray] = {}
-    exact = {jax.tree_util.keystr(path): np.asarray(g) for path, g in jax.tree_util.tree_leaves_with_path(exact)}
-    for _ in range(STEPS):
-        _, grads = step.value_and_grad(state, batch)
-        for path, g in jax.tree_util.tree_leaves_with_path(grads):
-            name = jax.tree_util.keystr(path)
-            total[name] = total.get(name, np.float32(0)) + np.asarray(g)
-        state, _ = step(state, batch)
-    assert proof_of(step, batch, step.compile(batch)).ok
-    left = step.layout.unflatten(
-        np.asarray(state.residuals[leaf.path]).sum(0) if leaf.path in state.residuals else np.zeros(leaf.shape)
-        for leaf in step.layout.leaves
-    )
-    left = jax.tree.leaves(step.layout.to_logical(step.layout.to_stored(left, "copy", as_stacked=True), "copy"))
-    rough = 0
-    for lacks, (name, g) in zip(left, exact.items(), strict=True):
-        close = 1e-5 if "f16" not in strategy else 4e-3
-        rough += np.abs(total[name] - STEPS * g).max() > 1e-3 * np.abs(g).max()
-        np.testing.assert_allclose(total[name] + lacks, STEPS * g, atol=STEPS * close * np.abs(g).max(), rtol=0)
-    assert rough, "nothing was rounded"
-
-
-def test_checkpoints_carry_residuals_to_other_layouts(tmp_path: Path) -> None:
-    steps = {
-        name: jp.make_train_step(small(), SGD, name, mesh=jax.devices()[:n])
-        for name, n in ((f"data=4,{FED}", 4), (f"fsdp=2,zero=1,{FED}", 2), ("data=2,reduce=int8", 2))
-    }
-    first, fewer, without = steps.values()
-    state, _ = first(first.init(jax.random.key(0)), rows())
-    first.save(tmp_path, state).wait()
-    again = first.restore(tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, *((s.params, s.residuals) for s in (again, state)))
-    moved = fewer.restore(tmp_path)
-    assert moved.residuals.keys() == state.residuals.keys()
-    for path, x in moved.residuals.items():
-        old = np.asarray(state.residuals[path])
-        assert old.any()
-        np.testing.assert_array_equal(x, [old[0] + old[2], old[1] + old[3]])
-        assert len({str(s.index) for s in x.addressable_shards}) == 2
-    with pytest.warns(UserWarning, match=r"from the gradients of .* is not carried over from data=4.* to data=2"):
-        assert not without.restore(tmp_path).residuals
-    state, _ = without(without.init(jax.random.key(0)), rows())
-    without.save(tmp_path / "other", state).wait()
-    with pytest.warns(UserWarning, match=r"error_feedback begins anew there"):
-        assert not any(np.asarray(x).any() for x in first.restore(tmp_path / "other").residuals.values())
-
-
-def test_a_skipped_step_leaves_residuals_as_they_were() -> None:
-    step = jp.make_train_step(small(), SGD, f"data=2,{FED}", mesh=jax.devices()[:2], skip_nonfinite=True)
-    state, _ = step(step.init(jax.random.key(0)), rows())
-    before = jax.device_get(state.residuals)
-    state, metrics = step(state, {**rows(), "weight": np.full(8, np.nan, np.float32)})
-    assert not metrics["finite"]
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.residuals), before)

@@ -124,7 +124,6 @@ def test_evaluation_frozen_leaves_and_8_bits() -> None:
     [
         ("fsdp,hpz=true", r"hpz=True with fsdp=-1: a second shard .* use hsdp, or give both a size with zero=3"),
         ("data=2,fsdp=2,zero=2,hpz=true", r"hpz=True with data=2,fsdp=2,zero=2: "),
-        ("data=2,fsdp=2,hpz=true,sync=step,reduce=int8,error_feedback=true", r"without pipe and hpz"),
         ("data=2,fsdp=2,hpz=2", r"hpz=2 is not a truth value"),
     ],
 )

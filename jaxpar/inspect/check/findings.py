@@ -81,7 +81,7 @@ def check(
 def _state(step: Step, batch: Any, compiled: jax.stages.Compiled) -> Iterator[Finding]:
     state, given = step.abstract_state(), jax.eval_shape(lambda x: x, batch)
     entering, rows = compiled.input_shardings[0]
-    trees = lambda s: (s.params, s.copy, s.optimizer, s.residuals)
+    trees = lambda s: (s.params, s.copy, s.optimizer)
     stored, leaving = (trees(s) for s in (state, compiled.output_shardings[0]))
     arrays, tree = jax.tree.flatten(stored)
     ins = tree.flatten_up_to(trees(entering))

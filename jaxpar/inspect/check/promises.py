@@ -49,7 +49,7 @@ class Holding:
 
 
 def shares(step: Step, state: Any) -> list[Holding]:
-    """A share for each array of an abstract state: parameters, their copy, the optimizer's, whole gradients' residuals.
+    """A share for each array of an abstract state: parameters, their copy, the optimizer's.
 
     `fsdp` shares out the trees that the rule `holds` in shards; where a copy in low precision is stored, the float32
     masters live with the optimizer. `pipe` shares out the layers, `tensor` the leaves that rules name. What the layout
@@ -77,10 +77,6 @@ def shares(step: Step, state: Any) -> list[Holding]:
         leaf = max(like, key=lambda f: len(f.path), default=None)
         elements = x.size if leaf is None else _elements(leaf, sizes, "optimizer" in holds)
         found.append(Holding("optimizer state", name, elements * x.dtype.itemsize))
-    for leaf in (leaf for leaf in leaves if leaf.path in state.residuals):
-        found.append(
-            Holding("residual", leaf.path, _elements(leaf, sizes, False) * step.policy.reduced(leaf.dtype).itemsize)
-        )
     return found
 
 

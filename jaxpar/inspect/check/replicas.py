@@ -45,7 +45,8 @@ def differing(tree: Any, sums: np.ndarray, mesh: Mesh) -> str:
       sums: `checksums` of its leaves.
     """
     devices, found, odd = list(mesh.devices.flat), list[str](), ""
-    named = lambda group: few([name_of_device(devices[at]) for at in group], 4)
+    name = lambda device: f"device {device.id} of process {device.process_index}"
+    named = lambda group: few([name(devices[at]) for at in group], 4)
     for (path, x), row in zip(jax.tree_util.tree_leaves_with_path(tree), sums.T, strict=True):
         parts = x.sharding.devices_indices_map(tuple(x.shape))
         replicas: dict[Any, dict[int, list[int]]] = {}  # of each part the devices by their checksum
@@ -68,11 +69,6 @@ def check(tree: Any, sums: np.ndarray, mesh: Mesh, number: int) -> None:
             f"replicas have drifted apart after step {number} in {found}, and should be the same; go on from a "
             "checkpoint from before, and where it comes again look at those devices"
         )
-
-
-def name_of_device(device: Any) -> str:
-    """As people read it."""
-    return f"device {device.id} of process {device.process_index}"
 
 
 def checksum(x: jax.Array) -> jax.Array:

@@ -263,15 +263,12 @@ def _in_fp8(step: Step) -> Iterator[str]:
 def _in_8_bits(step: Step, closed: Ledger) -> Iterator[str]:
     """What travels in 8 bits, or that nothing does though it was asked for; and hpZ's second shard."""
     strategy, low = step.strategy, [one for one in closed if one.dtype == "uint8"]
-    tokens = [one for one in low if strategy.exchange != "compute" and one.axes == ("expert",)]
     for name, what, kind in (
         ("reduce", "gradients", "all-to-all"),
         ("gather", "weights of FP8 products" if strategy.gather == "fp8" else "weights", "all-gather"),
-        ("send", "activations and cotangents", "collective-permute"),
-        ("exchange", "tokens, results and cotangents", ""),
     ):
         if (how := getattr(strategy, name)) in ("int8", "fp8"):
-            mine = [one for one in low if one.kind == kind and one not in tokens] if kind else tokens
+            mine = [one for one in low if one.kind == kind]
             axes, sent = ", ".join(dict.fromkeys("+".join(one.axes) for one in mine)), sum(one.bytes for one in mine)
             said = f"go over {axes} in bytes, with a scale for each {BLOCK}: {size(sent)} a step"
             yield f"{name}={how}: {what} from {PAD_FROM:,} elements {said if mine else 'are not sent'}."

@@ -145,7 +145,7 @@ class Replay:
             total, count, new = self._total(*self.inputs(i, r))
             totals, counts = totals + np.float32(total), counts + float(count)
             bad += [(i, r)] * (not np.isfinite(float(total)))
-            if (i, r + 1) not in blocks and not self.step.strategy.deferred_batch_norm:
+            if (i, r + 1) not in blocks:
                 held = new  # of the next microbatch
         if bad:
             forward, of_block = lambda *args: self.total(*args)[0], lambda args: self._total(*args)[0]

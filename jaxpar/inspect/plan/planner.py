@@ -36,7 +36,6 @@ from ..expected import expected
 from ..ledger import Ledger
 from ..memory import of_step
 from ..predict.prediction import predict
-from ..predict.slots import searched
 from .cache import PlanCache, about, folder
 from .candidates import NONE, REMATS, Splits, candidates, enough
 from .estimates import Estimate, Estimator
@@ -259,10 +258,8 @@ class _Planner:
         least = best.estimate
         assert least is not None
         found: list[tuple[bool, bool, bool, float, int, float, str, Strategy, Estimate]] = []
-        found_for: list[dict[str, Any]] = [{"schedule": name, "chunks": v} for name, v in best.prediction["tables"]]
-        if best.fits and best.prediction["chunked"] and best.strategy.logits == Strategy.logits:
-            found_for.append({"logits": "whole"})
-        of_program = (dataclasses.replace(best.strategy, **change) for change in found_for)
+        in_chunks = best.fits and best.prediction["chunked"] and best.strategy.logits == Strategy.logits
+        of_program = [dataclasses.replace(best.strategy, logits="whole")] if in_chunks else []
         others = neighbours(best.strategy, self.target, rows_of(self.batch), self.splits)
         for strategy in itertools.chain(of_program, others):
             if (estimate := self._estimate(strategy)) is not None and self._worth(strategy, estimate, top):
@@ -402,7 +399,6 @@ def numbers(
             f"With {speed / 2e9:g} GB/s each way to the host in place of {speed / 1e9:g}, as where two devices share a "
             f"switch to it, {1e3 * slow.seconds:,.0f} ms."
         )
-    prediction["tables"] = [[table.kind, table.chunks] for table in searched(found, step)]
     prediction["chunked"] = any(logits.chunks > 1 for logits in step.tracing.logits.values())
     return {
         "memory": dataclasses.asdict(memory),

@@ -20,6 +20,7 @@ from ...model.model import Model
 from ...program import jaxpr as jx
 from ...program.evaluation import scope_of
 from ...program.walk import scan_parts
+from ...removed import removed
 from ...strategy import Strategy, as_strategy
 from .bisected import Bisected
 from .cut import CutLoss, Site, body_of, without_casts
@@ -62,12 +63,7 @@ def bisect(
     takes none that is cut, and where `b` is a path.
     """
     if isinstance(b, os.PathLike):
-        raise ValueError(
-            f"bisect(b={os.fspath(b)!r}) was given a path, by which two processes used to meet; that was removed, "
-            "because each ran code that the other one sent. b needs to be a strategy, None for one device, or a loss. "
-            "To compare two releases of jax or two machines, call jp.bisect(model, 'fsdp', None, batch), with your "
-            "strategy, in each: it names the equation at which that one departs from its own single device"
-        )
+        raise ValueError(removed("jp.bisect(b=path)"))
     if a is None and b is None and mesh_b is None:
         raise ValueError(
             "bisect(a=None, b=None) compares one device with itself; give a strategy, such as 'fsdp', or other devices "

@@ -25,7 +25,7 @@ _UNMEASURED = 1e-2
 
 def dtypes_of(strategy: Strategy) -> list[str]:
     """Those in which a strategy multiplies, and sends in 8 bits, as `TOLERANCE` has them."""
-    sent = strategy.gather, strategy.reduce, strategy.send, strategy.exchange
+    sent = strategy.gather, strategy.reduce
     return [strategy.precision, *(how for how in sent if how in ("fp8", "int8"))]
 
 

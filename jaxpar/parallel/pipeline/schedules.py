@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -18,12 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from ...files import text_of
-from ...tables import SCHEDULES, Recipe, operations, recipe_of, torch_csv
+from ...removed import removed
+from ...tables import SCHEDULES, Recipe, operations, torch_csv
 from ...tables.checker import check_table
-from ...tables.greedy import OpCosts
 from ...tables.operations import KINDS, MOST, TIME, Given, Kind, Op, Placement, StagePlace, Table, neighbour, stage_of
 from ...tables.orders import Number, as_soon_as_possible, in_lockstep, orders_of, spans
-from ...tables.search import name_of
 from ...text import did_you_mean
 from .buffers import SlotTables, Walk
 from .phases import Column, Phase, grouped, looked_up, places, stash_slots
@@ -57,7 +55,9 @@ class Schedule:
     given: Given | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.given is None and recipe_of(self.kind) is None:
+        if says := removed(f"schedule={self.kind.partition(':')[0]}"):
+            raise ValueError(says)
+        if self.given is None and self.kind not in SCHEDULES:
             raise ValueError(
                 f"schedule={self.kind!r} is unknown; use one of {', '.join(SCHEDULES)}; interleaved is 1f1b with "
                 f"chunks=2 or more{did_you_mean(self.kind, SCHEDULES, '; {}')}"
@@ -108,16 +108,6 @@ class Schedule:
         or larger than 16 MiB, and as `from_csv`.
         """
         return Schedule.from_csv(text_of(path, _MOST_BYTES).splitlines(), path.stem)
-
-    @staticmethod
-    def auto(
-        ranks: int, microbatches: int, costs: OpCosts | None = None, limit: float = math.inf, chunks: int = 1
-    ) -> "Schedule":
-        """The schedule of least time that a search finds for given times of F, I, W and messages, in which no rank
-        holds more than `limit` activations of all its layers (`tables/search.py`). Its kind, such as
-        "auto:8.8:10.6:9.3:1.4:8", has them to five digits: a strategy that names it trains by the same table.
-        """
-        return Schedule(name_of(costs or OpCosts(), limit), ranks, microbatches, chunks)
 
     @staticmethod
     def of(given: "str | Schedule", ranks: int, microbatches: int, chunks: int) -> "Schedule":
@@ -183,9 +173,7 @@ class Schedule:
 
     @property
     def _recipe(self) -> Recipe:
-        recipe = recipe_of(self.kind)
-        assert recipe is not None  # an error of `__post_init__`
-        return recipe
+        return SCHEDULES[self.kind]
 
     def stage(self, rank: int, chunk: int) -> int:
         """The number of a rank's chunk among all, in the order of the layers."""
@@ -243,17 +231,16 @@ class Schedule:
         busy = sum(TIME[op.kind] for column in self.table() for ops in column for op in ops)
         return 1 - Fraction(busy, self.ranks * self.chunks) / self.time
 
-    def timed(self, times: Mapping[str, Number], message: Number = 0) -> tuple[Number, Number]:
+    def timed(self, times: Mapping[str, Number]) -> tuple[Number, Number]:
         """The time of a step, and that of its busiest rank from its first operation to its last, where ranks wait for
         nothing but their messages.
 
         Args:
           times: of F, B, I and W through one chunk, those that the table has.
-          message: from one rank to another.
 
         The second is what Qi et al. 2023 (section 5.3) call the cost of a schedule.
         """
-        each = spans(orders_of(self.table()), self.placement, self.chunks, times, message)
+        each = spans(orders_of(self.table()), self.placement, self.chunks, times)
         ran = [row for row in each if row]
         return max(row[-1].end for row in ran), max(row[-1].end - row[0].start for row in ran)
 

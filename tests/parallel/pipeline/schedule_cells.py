@@ -64,7 +64,7 @@ class Cell(NamedTuple):
 def kinds() -> Iterator[tuple[str, int]]:
     """Schedules, with the chunks that they may have."""
     for name, recipe in SCHEDULES.items():
-        several = {**dict.fromkeys(LOCKSTEP, (1, 2, 4)), "auto": (1, 2)}
+        several = dict.fromkeys(LOCKSTEP, (1, 2, 4))
         yield from ((name, v) for v in several.get(name, (2,) if recipe.placement == "V" else (1,)))
 
 

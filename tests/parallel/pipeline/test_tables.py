@@ -16,14 +16,12 @@ from jaxpar.parallel.pipeline.schedules import Schedule
 from jaxpar.strategy import Strategy
 from jaxpar.tables import SCHEDULES
 from jaxpar.tables.checker import check_table
-from jaxpar.tables.greedy import OpCosts
 from jaxpar.tables.operations import Op, place_of, stage_of
-from jaxpar.tables.search import best
 
 PIPES = range(2, 9)
 ONE = dict.fromkeys("FIW", 1)
 LOCKSTEP = ("gpipe", "1f1b", "1f1b-overlap")
-CHUNKS = {"1f1b-halves": (1,), "zb-h1": (1,), "zb-h2": (1,), "auto": (1, 2)}  # the others hold two
+CHUNKS = {"1f1b-halves": (1,), "zb-h1": (1,), "zb-h2": (1,)}  # the others hold two
 
 
 def least(kind: str, p: int) -> int:
@@ -121,16 +119,12 @@ def test_time_is_the_closed_form(p: int) -> None:
         where, idle, of_rank = forms.get(schedule.kind, (False, 0, 0))
         if where:
             assert (step, longest) == (work + idle, work + of_rank)
-        if schedule.kind == "auto":
-            others = ("zb-h1", "zb-h2") if v == 1 else ("zb-v", "v-half", "v-min")
-            assert step == min(Schedule(other, p, m, v).ticks for other in others)
 
 
 def test_bubbles_of_the_papers() -> None:
-    """p = 8, m = 24, F = I = W = 1: ZB-H1 has a third of 1F1B's; with 1.5 p activations 3 slots; ZB-H2, ZB-V none."""
+    """p = 8, m = 24, F = I = W = 1: ZB-H1 has a third of 1F1B's; ZB-H2 and ZB-V have none."""
     assert Schedule("1f1b", 8, 24).bubble == pytest.approx(7 / 31)
     assert Schedule("zb-h1", 8, 24).bubble == pytest.approx(7 / 79)  # .0886
-    assert best(8, 24, 1, limit=12, ends=False).bubble(24, OpCosts()) == pytest.approx(3 / 75)  # .0400
     for kind, v in (("zb-h2", 1), ("zb-v", 2)):
         assert Schedule(kind, 8, 24, v).timed(ONE)[1] == 24 * 3 * v
     # DualPipe's (p - 2) / (3 m + p - 2) for its p ranks (DeepSeek-V3 2024, table 2) is the bound; the V form has less.
@@ -162,45 +156,6 @@ def test_the_1f1b_of_the_papers_holds_p_activations() -> None:
     halves = Schedule("1f1b-halves", p, m)
     assert [halves.in_flight(rank) for rank in range(p)] == [p - rank for rank in range(p)]
     assert (halves.time, halves.rows.keeps) == (3 * m + 2 * (p - 1), 1)
-
-
-# Qi et al. 2023: measured times of F, B, W and messages in ms; hidden size and heads, sequences of 1024; bubble rates
-# of ZB-1p and ZB-2p (section 5.3). Of an activation, 34 h + 5 a s, W frees 32 h (table 1).
-MEASURED = [
-    (8, 24, (18.52, 18.09, 9.34, 0.60), 2304, 24, (0.1585, 0.0433)),
-    (8, 24, (29.72, 29.44, 19.93, 0.53), 4096, 32, (0.1323, 0.0029)),
-    (16, 48, (11.35, 11.25, 8.13, 0.38), 5120, 40, (0.1397, 0.0066)),
-]
-
-
-@pytest.mark.parametrize(("p", "m", "times", "hidden", "heads", "rates"), MEASURED)
-def test_bubbles_of_measured_times(
-    p: int, m: int, times: tuple, hidden: int, heads: int, rates: tuple[float, float]
-) -> None:
-    """Within half of one message of the paper's: .0003 of its step."""
-    whole = 34 * hidden + 5 * heads * 1024
-    costs = OpCosts(*times, freed=1 - 32 * hidden / whole)
-    for limit, rate in zip((p, 2 * p), rates, strict=True):
-        found = best(p, m, 1, costs, limit, ends=False)
-        assert found.held <= limit + 1e-6
-        assert found.bubble(m, costs) < rate + 0.0003
-
-
-def test_auto_keeps_to_its_limit() -> None:
-    """Less memory, more time; and the error says what there is."""
-    costs = OpCosts(18.52, 18.09, 9.34, 0.6)
-    steps = []
-    for limit in (2, 4, 8, 16):
-        schedule = Schedule.auto(8, 24, costs, limit)
-        assert max(simulate(schedule)) <= limit
-        steps.append(schedule.timed(costs.times(), costs.message)[0])
-    assert steps == sorted(steps, reverse=True)
-    assert steps[0] > 1.1 * steps[-1]
-    assert max(simulate(Schedule.auto(8, 24, limit=4, chunks=2))) <= 2 * 4
-    with pytest.raises(ValueError, match="holds 2 activations at most; the least found is 4: use limit=4"):
-        Schedule.auto(8, 24, limit=2, chunks=2)
-    with pytest.raises(ValueError, match="the least found is 1: use limit=1 or more"):
-        Schedule.auto(8, 24, limit=0.5)
 
 
 # -- what a program looks up -------------------------------------------------------------------------------------------
@@ -462,7 +417,6 @@ def test_torchs_own_tables_take_as_long(name: str, kind: str) -> None:
         (("zb-h1", 4, 8, 2), "schedule='zb-h1' holds one chunk a rank, not chunks=2; use chunks=1, or zb-v"),
         (("zb-v", 4, 8), "schedule='zb-v' holds two chunks a rank, not chunks=1; use chunks=2"),
         (("dualpipe-v", 4, 7, 2), "microbatches=7 is less than 8; use 8 or more, or zb-v"),
-        (("auto", 4, 8, 3), "schedule='auto' holds one chunk a rank or two, not chunks=3"),
     ],
 )
 def test_errors(arguments: tuple, message: str) -> None:
