@@ -56,7 +56,8 @@ class Copy:
 
     def __init__(self, folder: Path, cells: Sequence[str]):
         self.folder, self.cells = folder / "jaxpar", [*cells]
-        left_out = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__", "site", "runs")
+        # With their bytecode, which else each run of the tests would make anew.
+        left_out = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "site", "runs")
         shutil.copytree(ROOT, self.folder, ignore=left_out, symlinks=True)
         for environment in ROOT.glob(".venv*"):
             (self.folder / environment.name).symlink_to(environment.resolve())
