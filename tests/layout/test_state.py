@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jaxpar as jp
-from jaxpar.layout.precision import LossScale
+from jaxpar.layout.precision import LossScale, Policy
 from jaxpar.step.gradients import block_key
 
 KEY = jax.random.key(0)
@@ -297,6 +297,17 @@ def test_a_step_that_is_not_finite_is_not_applied(strategy: str) -> None:
     assert (bool(metrics["finite"]), int(metrics["skipped"]), int(state.step)) == (True, 0, 2)
     same, _ = plain(same, BATCH)
     assert equal((state.params, state.copy, state.optimizer), jax.device_get((same.params, same.copy, same.optimizer)))
+
+
+def test_masters_and_sums_of_gradients_are_float32_or_wider() -> None:
+    policy = Policy.of(jp.Strategy.parse("ddp,precision=bf16"))
+    f32, bf16, f64, i32 = (jnp.dtype(name) for name in ("float32", "bfloat16", "float64", "int32"))
+    assert [policy.master(dtype) for dtype in (f32, bf16, f64, i32)] == [f32, f32, f64, i32]
+    assert [policy.computed(dtype) for dtype in (f32, bf16, f64)] == [bf16, bf16, f64]
+    assert [policy.reduced(dtype) for dtype in (f32, bf16, f64)] == [f32, f32, f64]
+    assert [policy.stored(bf16, trainable) for trainable in (True, False)] == [f32, bf16]
+    low = Policy.of(jp.Strategy.parse("ddp,precision=bf16,reduce=compute"))
+    assert [low.reduced(dtype) for dtype in (f32, bf16, f64)] == [bf16, bf16, f64]
 
 
 def test_float16s_scale_doubles_with_the_2000th_finite_step_in_a_row() -> None:
