@@ -2,6 +2,9 @@
 #   make train      train a small Llama on 8 simulated devices, fully sharded
 #   make compare    every strategy on the same data: one table, one picture, in runs/compare
 #   make test       format, types, docs, tests in ten minutes (of a test's cells each eighth; SLOW=1 also those of 3 s and more; EVERY=2 those and half of the cells)
+#                   Each commit begins at another cell: the run prints at which, and the command that runs the same again (make test FROM=3)
+#   make test ROOM=parallel/pipeline   the tests of one room alone, in two minutes: a folder or file below tests/, or a room of jaxpar/
+#   make mutants    planted defects, one at a time in a copy of the tree: which ones the tests find (ROOM=parallel, ONLY=ring-chunk, EVERY=2)
 #   make battery    what CI leaves out: every strategy x every model, not only a covering array, and so on
 #   make soak       every strategy family on every model, 200 steps each, beside busy processes and on one core (SECONDS=120 FROM=0 JOBS=1)
 #   make fuzz       random programs under random strategies beside one device, random losses that couple rows (SECONDS=600 SEED=0 FROM=0 COUNT=100 JOBS=2)
@@ -33,7 +36,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PACKAGES := flaxmodels==0.1.3 google-tunix==0.1.7 flaxdiff==0.2.11
 IMPORTED := diffrax einops filelock h5py jaxtyping lineax optimistix regex requests tqdm
 
-.PHONY: train compare test pytest package battery soak fuzz campaign radar lint format types docs bench constraints gpu-compiler hf orbax-env setup
+.PHONY: train compare test pytest mutants package battery soak fuzz campaign radar lint format types docs bench constraints gpu-compiler hf orbax-env setup
 .PHONY: clean
 
 train: setup
@@ -42,13 +45,28 @@ train: setup
 compare: setup
 	$(BIN)/python experiments/compare.py
 
+# Which cells of a test run: one in so many, from one that the commit's hash decides, so that the next commits run others.
+EACH = $(or $(EVERY),8)
+START = $(or $(FROM),$(shell hash=$$(git rev-parse HEAD 2>/dev/null | cut -c 1-7); echo $$((0x$${hash:-0} % $(EACH)))))
+CELLS = --sample $(EACH) --from $(START) $(if $(EVERY)$(SLOW),,-m 'not slow')
+AGAIN = make test $(if $(filter-out .venv,$(VENV)),VENV=$(VENV) )$(if $(ROOM),ROOM=$(ROOM) )$(if $(EVERY),EVERY=$(EVERY) )$(if $(SLOW),SLOW=$(SLOW) )FROM=$(START)
+
 test: $(VENV)/.packages
+ifdef ROOM
+	@$(MAKE) --no-print-directory PYTHON="$(PYTHON)" pytest
+else
 	@$(MAKE) --no-print-directory PYTHON="$(PYTHON)" lint
 	@$(MAKE) --no-print-directory --jobs=2 PYTHON="$(PYTHON)" types pytest
+endif
 
 # It builds the docs too (tests/test_site.py). Beside the types, of which pyright's one process takes as long as many tests.
 pytest: $(VENV)/.packages
-	$(PYTEST) --sample $(or $(EVERY),8) --from $(or $(FROM),0) $(if $(EVERY)$(SLOW),,-m 'not slow')
+	@paths="$(if $(ROOM),$$($(BIN)/python tests/rooms.py $(ROOM)))" && \
+	echo "one cell in $(EACH) of each test, from cell $(START); to run the same again: $(AGAIN)" && \
+	$(PYTEST) $(CELLS) $$paths
+
+mutants: $(VENV)/.packages
+	$(BIN)/python tests/mutants.py --sample $(EACH) --from $(START) $(if $(EVERY)$(SLOW),--slow) $(if $(ROOM),--room $(ROOM)) $(if $(ONLY),--only $(ONLY))
 
 battery: $(VENV)/.packages
 	$(PYTEST) --battery

@@ -1,6 +1,7 @@
 """A checkpoint that cannot be written is named by all hosts, keeps none of them waiting, and costs no older one."""
 
 import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.checkpoint.commit import Writer, clear
-from jaxpar.checkpoint.saved import numbers
+from jaxpar.checkpoint.saved import UNFINISHED, numbers
 from jaxpar.hosts import outcomes
 from jaxpar.hosts.outcomes import Outcomes
 
@@ -64,6 +65,24 @@ def save(
 
 def full(_: Path) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_files_are_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure a checkpoint with its name would hold empty files."""
+    fsync, synced = os.fsync, set[str]()
+
+    def noted(descriptor: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    assert save(hosts(2), tmp_path, 1) == [""] * 2
+    files = {path.relative_to(tmp_path / "1").as_posix() for path in (tmp_path / "1").rglob("*")}
+    unfinished = {path.partition(f"{UNFINISHED}/")[2] for path in synced}
+    assert {"0", "1"} <= files & unfinished
+    assert str(tmp_path) in synced  # and its name
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -100,6 +100,8 @@ def moving(n: int) -> dict[str, tuple[Callable[..., jax.Array], tuple[int, ...],
         ),
         "send_recv": (partial(collectives.send_recv, pairs=shift), odd, lambda x: np.roll(x, 1, axis=0)),
         "send_recv to one": (partial(collectives.send_recv, pairs=[(last, 0)]), odd, lambda x: only(0, x[last], n)),
+        "shift": (partial(collectives.shift, by=1), odd, lambda x: np.roll(x, 1, axis=0)),
+        "shift back": (partial(collectives.shift, by=-2), odd, lambda x: np.roll(x, -2, axis=0)),
         "barrier": (collectives.barrier, odd, lambda x: x),
     }
 

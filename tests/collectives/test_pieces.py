@@ -56,6 +56,16 @@ def test_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch, dim: int, s
     assert pieces > 1
 
 
+def test_a_gradient_is_widened_before_it_is_summed() -> None:
+    """In bfloat16 1 is lost beside 256."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("a",), axis_types=(AxisType.Auto,))
+    x = jnp.asarray([[256.0] * 4, [1.0] * 4, [1.0] * 4, [1.0] * 4], jnp.bfloat16)
+    fun = jax.shard_map(
+        lambda x: nccl.reduce_scatter_as(x[0], ("a",), 0, F32), mesh=mesh, in_specs=P("a"), out_specs=P("a")
+    )
+    np.testing.assert_array_equal(jax.jit(fun)(x), [259.0] * 4)
+
+
 def test_only_gpus_are_told_anything() -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("fsdp", "context"), axis_types=(AxisType.Auto,) * 2)
     assert compiler_options(mesh, ("fsdp", "context")) is None

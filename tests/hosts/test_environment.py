@@ -76,6 +76,8 @@ def test_kubernetes() -> None:
     jobs = {**POD, "JOBSET_JOB_GLOBAL_INDEX": "1", "JOBSET_GLOBAL_REPLICAS": "2", "JOB_COMPLETION_INDEX": "1"}
     place = detect(jobs, name=lambda: "set-workers-1-1.set")
     assert (place.coordinator, place.process) == ("set-workers-0-0.set:12345", 3)
+    place = detect({**jobs, "JAXPAR_PROCESSES": "6"}, name=lambda: "set-workers-1-1.set")
+    assert place.process == 4  # of jobs of three pods each
     with pytest.raises(ValueError, match=r"Kubernetes: .* not coordinator: the pods need a headless service"):
         detect(POD, name=lambda: "train-3")
     with pytest.raises(ValueError, match=r"set JAXPAR_PROCESSES to the Job's completions"):

@@ -10,8 +10,11 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import jaxpar as jp
+from jaxpar.layout.precision import LossScale, Policy
+from jaxpar.step.gradients import block_key
 
 KEY = jax.random.key(0)
 LAYOUTS = ("single", "dp", "ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -144,6 +147,16 @@ def squared(module: Any, batch: Any) -> jax.Array:
 
 
 NOISY = jp.from_nnx(lambda rngs: Noisy(rngs=rngs), squared)
+
+
+def test_blocks_are_numbered_over_replicas_and_their_microbatches() -> None:
+    step = make("data=4,microbatches=2", mesh=jax.devices()[:4])
+    keys = lambda key: jax.random.key_data(step.local.keys(key, jnp.int32(3)))
+    run = jax.shard_map(
+        keys, mesh=step.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec("data"), check_vma=False
+    )
+    blocks = [jax.random.key_data(block_key(KEY, 3, block)) for block in range(8)]
+    np.testing.assert_array_equal(jax.jit(run)(KEY), blocks)
 
 
 @pytest.mark.slow
@@ -284,6 +297,38 @@ def test_a_step_that_is_not_finite_is_not_applied(strategy: str) -> None:
     assert (bool(metrics["finite"]), int(metrics["skipped"]), int(state.step)) == (True, 0, 2)
     same, _ = plain(same, BATCH)
     assert equal((state.params, state.copy, state.optimizer), jax.device_get((same.params, same.copy, same.optimizer)))
+
+
+def test_masters_and_sums_of_gradients_are_float32_or_wider() -> None:
+    policy = Policy.of(jp.Strategy.parse("ddp,precision=bf16"))
+    f32, bf16, f64, i32 = (jnp.dtype(name) for name in ("float32", "bfloat16", "float64", "int32"))
+    assert [policy.master(dtype) for dtype in (f32, bf16, f64, i32)] == [f32, f32, f64, i32]
+    assert [policy.computed(dtype) for dtype in (f32, bf16, f64)] == [bf16, bf16, f64]
+    assert [policy.reduced(dtype) for dtype in (f32, bf16, f64)] == [f32, f32, f64]
+    assert [policy.stored(bf16, trainable) for trainable in (True, False)] == [f32, bf16]
+    low = Policy.of(jp.Strategy.parse("ddp,precision=bf16,reduce=compute"))
+    assert [low.reduced(dtype) for dtype in (f32, bf16, f64)] == [bf16, bf16, f64]
+
+
+def test_float16s_scale_doubles_with_the_2000th_finite_step_in_a_row() -> None:
+    scale = dataclasses.replace(LossScale.create(), good=jnp.int32(1998))
+    found = []
+    for finite in (True, True, True, False):
+        scale = scale.next(jnp.bool_(finite))
+        found.append((float(scale.scale) / 2**15, int(scale.good), int(scale.skipped)))
+    assert found == [(1, 1999, 0), (2, 0, 0), (2, 1, 0), (1, 0, 1)]
+
+
+def test_gradients_that_are_not_finite_beside_a_loss_that_is_are_not_applied() -> None:
+    """At 0 the root of a square has the value 0 and no derivative."""
+    model = jp.Model(
+        lambda key: {"w": jnp.zeros(3)}, lambda params, batch, key: jnp.sqrt(jnp.square(params["w"]).sum())
+    )
+    step = jp.make_train_step(model, SGD, "single", skip_nonfinite=True)
+    with pytest.warns(UserWarning, match="the loss does not read"):
+        state, metrics = step(step.init(KEY), BATCH)
+    assert (float(metrics["loss"]), bool(metrics["finite"])) == (0, False)
+    assert equal(step.params(state), {"w": np.zeros(3)})
 
 
 PARAMETERS = 64 * 64  # one leaf, so that the table is exact

@@ -454,6 +454,24 @@ def test_tensors_that_do_not_fit_are_named(state: dict[str, np.ndarray], message
         from_hf(state, CONFIG)
 
 
+def test_each_tensor_is_the_parameter_of_its_name() -> None:
+    """Without torch: queries and keys of one shape, say, may not change places."""
+    state, layer = weights(CONFIG), 1
+    params = from_hf(state, CONFIG)[1]
+    of_layer = params["layers"]
+    projections = {
+        f"self_attn.{x[0]}_proj": of_layer["attention"][x]["kernel"] for x in ("query", "key", "value", "out")
+    }
+    projections |= {f"mlp.{x}_proj": of_layer["ffn"][x]["kernel"] for x in ("gate", "up", "down")}
+    for name, kernel in projections.items():
+        np.testing.assert_array_equal(kernel[layer].T, state[f"model.layers.{layer}.{name}.weight"], err_msg=name)
+    norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
+    for name, norm in norms.items():
+        np.testing.assert_array_equal(of_layer[norm]["scale"][layer], state[f"model.layers.{layer}.{name}.weight"])
+    np.testing.assert_array_equal(params["embedding"], state["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(params["head"]["kernel"].T, state["lm_head.weight"])
+
+
 def test_a_tied_head_may_be_there_and_must_be_the_embedding() -> None:
     config = CONFIGS["llama3.2"]
     state = weights(config)

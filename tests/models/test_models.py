@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxpar.model.model import Mean
-from jaxpar.models import llama
+from jaxpar.models import llama, resnet
 from jaxpar.models.llama import Config, Llama
 
 SMALL = Config(vocab=61, dim=24, layers=3, heads=4, kv_heads=2, ffn=40)
@@ -57,6 +57,19 @@ def test_a_future_token_does_not_change_an_earlier_logit() -> None:
 def test_rows_do_not_see_each_other() -> None:
     model, text = build(SMALL), tokens(rows=3)
     np.testing.assert_allclose(logits(model, text)[1], logits(model, text[1:2])[0], atol=1e-5)
+
+
+def test_a_resnet_has_logits_for_each_row_that_no_other_row_changes() -> None:
+    config = resnet.SIZES["resnet-tiny"]
+    model = nnx.jit(lambda: resnet.ResNet(config, rngs=nnx.Rngs(0)))()
+    model.eval()
+    image = np.random.default_rng(0).normal(size=(3, config.size, config.size, config.channels)).astype(np.float32)
+    of_three = nnx.jit(lambda model, image: model(image))
+    found, other = of_three(model, image), of_three(model, image * [[[[1]]], [[[-1]]], [[[1]]]])
+    assert found.shape == (3, config.classes)
+    moved = np.abs(np.asarray(found) - np.asarray(other)).max(axis=1)
+    assert moved[1] > 1e-3
+    np.testing.assert_allclose(moved[[0, 2]], 0, atol=1e-6)
 
 
 def test_rope_depends_on_relative_position_alone() -> None:

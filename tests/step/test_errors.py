@@ -107,6 +107,13 @@ def test_strategy_for_devices(strategy: Any, parts: tuple[str, ...]) -> None:
     raises(lambda: build(strategy), *parts)
 
 
+def test_an_axis_of_minus_1_is_what_the_others_leave() -> None:
+    sizes = lambda text, *of: {axis: n for axis, n in jp.Strategy.parse(text).sizes(*of).items() if n > 1}
+    assert sizes("data=2,fsdp=-1,tensor=2", 16) == {"data": 2, "fsdp": 4, "tensor": 2}
+    assert sizes("hsdp", 16, 4) == {"data": 4, "fsdp": 4}
+    assert sizes("fsdp=-1", 1) == {}
+
+
 def mesh_of(sizes: tuple[int, ...], axes: tuple[str, ...]) -> Mesh:
     return Mesh(np.array(jax.devices()).reshape(sizes), axes)
 
