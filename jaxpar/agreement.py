@@ -55,7 +55,7 @@ class Agreement:
             return
         self.note(batch)
         self.on_batch("train", batch)
-        program = consistency.program(self._step.trace(self._step.shapes(batch)))
+        program = consistency.program(self._step.trace(batch))
         consistency.compare("the step", self._settings, {"the program": program})
         self._compared.add(("program", kind))
 

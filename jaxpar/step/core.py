@@ -190,8 +190,7 @@ class Step(FirstState, Intake):
 
         With compile-only devices in the mesh, it is compiled for them.
         """
-        batch = self.shapes(batch)
-        state = self._typed_state
+        state, batch = self._typed_state, self._typed_batch(batch)
         traced = self._function("train", batch).trace(state, batch)
         platform = {"gpu": "cuda"}.get(p := self.mesh.devices.flat[0].platform, p)
         lowered = traced.lower(lowering_platforms=(platform,))
@@ -217,8 +216,22 @@ class Step(FirstState, Intake):
 
     def trace(self, batch: Any) -> Any:
         """The jaxpr of the training step for a batch of these shapes."""
-        batch = self.shapes(batch)
+        batch = self._typed_batch(batch)
         return self._function("train", batch).trace(self._typed_state, batch).jaxpr
+
+    def _typed_batch(self, batch: Any) -> Any:
+        """The shapes of the global batch, with the types that its arrays have when the step takes them.
+
+        An array that lies on the devices of a mesh names this mesh in its type. `jit` traces and compiles a function
+        again for another type, so a program that was compiled for shapes alone would be compiled twice.
+        """
+        shapes, places = self.shapes(batch), batch_shardings(batch, self.mesh)
+
+        def typed(shape: Any, x: Any, place: NamedSharding) -> Any:
+            placed = jax.process_count() > 1 or (is_array(x) and x.committed)
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place) if placed else shape
+
+        return jax.tree.map(typed, shapes, batch, places)
 
     def traced(self, batch: Any) -> Traced:
         """The loss of one microbatch as the program that each device runs, and what it reads.

@@ -40,20 +40,25 @@ class Input:
         self._rows: dict[Any, int] = {}
 
     def first(self, latest: int | None) -> Any:
-        """The first batch; from then on others are read ahead. Raises ValueError, in every process, where several have
-        other batches, or go on from another checkpoint (`latest`, its step).
+        """The first batch. Raises ValueError, in every process, where several go on from another checkpoint (`latest`,
+        its step).
         """
         consistency.compare("where to begin", {"the last checkpoint": latest})
-        given = next(self._batches)
-        batch = self._step.place(self._fit(given, self._step.blocks))
-        self._step.compare(batch)
+        # The batches read ahead lie on their devices. The first one does too, or the step would be compiled twice.
+        put = self._step.send if self._prefetch else self._step.place
+        return put(self._fit(next(self._batches), self._step.blocks))
+
+    def begin(self, first: Any) -> None:
+        """Compares the first batch and the step's program among processes; from then on others are read ahead. Raises
+        ValueError, in every process, where any of them has another.
+        """
+        self._step.compare(first)
         if isinstance(self._batches, Stream) and self._batches.fills:
-            self._step.check_weighs(batch)
+            self._step.check_weighs(first)
         if self._prefetch:
             send = lambda batch: self._step.send(self._fit(batch, self._step.blocks))
             self._batches = Ahead(self._batches, send, self._prefetch)
-        self.look(batch)
-        return batch
+        self.look(first)
 
     def next(self, running: Any = None) -> Any:
         """The next batch; `running` is an array, a result of the step that runs meanwhile."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, Any, cast
 
 from rich import progress as rich
@@ -27,6 +30,7 @@ _MEMORY = {
 }
 _SLOW_INPUT = 0.1  # share of a step from which its wait for data is shown
 _SMOOTH = 10  # steps that the step time shown is a mean of; single steps jump
+_REPEATED = 10.0  # seconds after which a run says again what it is doing
 
 
 def discard_output() -> None:
@@ -93,6 +97,46 @@ class Progress:
     def say(self, text: str) -> None:
         """Prints, above a live bar; in a pipe, lines stay as long as they are."""
         self.console.print(Text(text), soft_wrap=True)
+
+    @contextlib.contextmanager
+    def doing(self, what: str, at_once: bool = True) -> Iterator[None]:
+        """Says what the run is doing while the block runs: "evaluating", and every 10 s "evaluating, 20 s so far".
+
+        A live bar shows this in its line of numbers, so that the terminal does not scroll.
+
+        Args:
+          what: as people read it.
+          at_once: say it when the block begins, and not only if the block takes 10 s.
+        """
+        if self.console.quiet:
+            yield
+            return
+        before = "" if self._bar is None else self._bar.line.plain
+        begin, ended = time.monotonic(), threading.Event()
+
+        def repeat() -> None:
+            while not ended.wait(_REPEATED):
+                self._show(f"{what}, {time.monotonic() - begin:.0f} s so far")
+
+        if at_once:
+            self._show(what)
+        # A thread, because whatever takes this long is one call, such as the compilation of a program.
+        thread = threading.Thread(target=repeat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            if self._bar is not None:
+                self._bar.line.plain = before
+
+    def _show(self, text: str) -> None:
+        if self._bar is None:
+            self.say(text)
+        else:
+            self._bar.line.plain = text
+            self._bar.refresh()
 
     def on_start(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         """Says what trains where, and starts the bar in a terminal."""

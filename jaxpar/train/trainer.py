@@ -137,7 +137,9 @@ class Trainer:
         consistency.compare("the run", {**same, **self.about, "strategy": self.step.strategy})
         if loop.steps == 0:
             batch = next(training(self.data, loop.rows, loop.seed))
-            self.progress.say(str(self.step.explain(batch)))
+            with self.progress.doing("compiling the step", at_once=False):
+                explanation = self.step.explain(batch)
+            self.progress.say(str(explanation))
             return None
         with contextlib.ExitStack() as stack:
             self._claim = stack.enter_context(claimed(loop))
@@ -145,9 +147,11 @@ class Trainer:
             stop = stack.enter_context(Stop())  # a signal does not break off the last save, which all hosts wait for
             changed = ("data",) if loop.changed_data else ()
             self.files = (staging := stack.enter_context(Staging(self._claim))).folder
+            writes = stack.enter_context(contextlib.ExitStack())  # left after the checkpoints
             saves = out and stack.enter_context(
                 Checkpoints(out / "checkpoints", self.step, self.about, loop.keep, changed, staging.copy)
             )
+            stack.callback(lambda: writes.enter_context(self.progress.doing("writing what is left", at_once=False)))
             stack.callback(lambda: self._emit("on_end", {"step": self.number}))
             stack.callback(ending.doing, "done with the run")
             stack.callback(lambda: self._input.close())
@@ -190,40 +194,49 @@ class Trainer:
         loop = self.loop
         latest = None if saves is None else saves.latest
         if saves is not None and latest is not None:
-            self.state = saves.restore(good=loop.resume == "latest-good")
+            with self.progress.doing(f"restoring the checkpoint of step {latest}"):
+                self.state = saves.restore(good=loop.resume == "latest-good")
             self.number = int(self.state.step)
             for line in saves.notes:
                 self.progress.say(line)
         # What a run of these data has begun with is as it was.
         if (latest is None or loop.changed_data) and hasattr(self.data, "check_readable"):
-            self.data.check_readable((loop.steps - self.number) * loop.rows)
+            with self.progress.doing("checking that the data can be read", at_once=False):
+                self.data.check_readable((loop.steps - self.number) * loop.rows)
         if self.number >= loop.steps:
             self.progress.say(f"nothing to do: {self.number} steps are done, and steps={loop.steps}")
             return False
         position = None if saves is None else saves.data or None
         batches = training(self.data, loop.rows, loop.seed, self.number, position, self.step.part)
         self._input = Input(self.step, batches, loop.prefetch)
-        batch = self._input.first(latest)
-        self.rows = self._input.rows
-        # The step finds what is compiled here. A server's programs are several, and none of them is the step.
-        self.compiled = None if self.step.strategy.server else self.step.compile(batch)
-        self._lookups = self.step.traced(batch).lookups
+        with self.progress.doing("reading the first batch", at_once=False):
+            batch = self._input.first(latest)
+        with self.progress.doing("compiling the step"):
+            self._input.begin(batch)
+            self.rows = self._input.rows
+            # The step finds what is compiled here. A server's programs are several, and none of them is the step.
+            self.compiled = None if self.step.strategy.server else self.step.compile(batch)
+            self._lookups = self.step.traced(batch).lookups
         self._warn_of_lookups(batch)
         if latest is None:
-            self.state = self.initial()
+            with self.progress.doing("compiling and computing the first parameters"):
+                self.state = self.initial()
         if self._extra is not None:
             self.extra = dict(self._extra(self))
             if saves is not None and latest is not None:
                 self.extra = saves.extras(self.extra)
         if self.step.may_couple(batch):
-            (rows := self.step.check_rows(self.state, batch)).require()
+            with self.progress.doing("checking whether the loss couples rows"):
+                (rows := self.step.check_rows(self.state, batch)).require()
             self.progress.say(str(rows))
         ending.going_on(self.number, self.files)
         self._emit("on_start", {"step": self.number})
         self._start_clock()
+        compiles = "compiling the step" if self.compiled is None else ""  # what is said while the next step compiles
         while self.number < loop.steps:
             stop.last = self.number + 1 == loop.steps
-            self.state, metrics = self.step(self.state, batch)
+            with self.progress.doing(compiles) if compiles else contextlib.nullcontext():
+                self.state, metrics = self.step(self.state, batch)
             self.number += 1
             if not self._sound(self._report, saves):  # on the step before, while this one runs
                 continue  # with the same batch, on other parameters
@@ -240,13 +253,17 @@ class Trainer:
                 self.finite.come_further()
             if compares:
                 ending.doing("comparing replicas")
-                self.step.check_replicas(self.state)
+                with self.progress.doing("comparing replicas"):
+                    self.step.check_replicas(self.state)
             if evaluates:
                 ending.doing("evaluating")
-                self._emit("on_evaluate", {"step": self.number, **self.evaluate()})
+                with self.progress.doing("evaluating"):
+                    found = self.evaluate()
+                self._emit("on_evaluate", {"step": self.number, **found})
             if saves is not None and saved:
                 ending.doing("saving a checkpoint")
-                self._save(saves)
+                with self.progress.doing("saving a checkpoint"):
+                    self._save(saves)
             if ends:
                 return stopped
             ending.doing("reading a batch")
@@ -256,8 +273,9 @@ class Trainer:
                 self._rescue(saves)
                 raise
             if told := self._input.look(batch):
-                self.progress.say(f"step {self.number + 1} is {told}")
+                told = f"step {self.number + 1} is {told}"
                 self._lookups = self.step.traced(batch).lookups
+            compiles = told
             self._warn_of_lookups(batch)
             if evaluates or saved or compares:
                 self._start_clock()

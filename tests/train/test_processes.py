@@ -3,6 +3,8 @@ same batch, to a step or to a trainer, the losses are one device's.
 """
 
 import json
+import logging
+import re
 import subprocess
 import sys
 from typing import Any
@@ -36,6 +38,21 @@ CASES = ("global step ddp", "host rows fsdp", "global trainer fsdp", "host step 
 MORE = ("host step ddp", "host step zero2", "host step fsdp", "host step hsdp", "global step hsdp",
         "global trainer ddp", "host trainer ddp", f"host step {FOUR_AXES}",
         f"global trainer {FOUR_AXES}", f"host trainer {FOUR_AXES}")  # fmt: skip
+
+
+class Compilations(logging.Handler):
+    """The names of the functions that jax compiles while it is entered, under `jax.log_compiles`."""
+
+    def __enter__(self) -> "Compilations":
+        self.names: list[str] = []
+        logging.getLogger("jax").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("jax").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.names += re.findall(r"Compiling jit\((\w+)\)", record.getMessage())
 
 
 def rows(strategy: str = "ddp") -> dict[str, np.ndarray]:
@@ -74,7 +91,9 @@ def losses(of: str, strategy: str, whose: str, takes: str, batch: Any) -> tuple[
         )
         loop = jp.Loop(steps=3, quiet=True)
         trainer = jp.Trainer(model(of), tx, data, strategy, loop, held_out=[batch], hooks=[hook], rows=whose)
-        trainer.run()
+        with jax.log_compiles(), Compilations() as compiled:
+            trainer.run()
+        assert compiled.names.count("_train") == 1  # two processes compiled it for shapes, and again for their batch
         assert trainer.rows == 16
         return trainer.step, found
     step = jp.make_train_step(model(of), tx, strategy, rows=whose)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from test_processes import model
 import jaxpar as jp
 from jaxpar.data.streams import held_out, training
 from jaxpar.layout.distributed import Stop
-from jaxpar.train.progress import Progress
+from jaxpar.train.progress import Progress, _Bar
 from jaxpar.train.recorder import read
 
 STEPS = 6
@@ -455,12 +456,59 @@ def test_a_pipe_gets_plain_lines() -> None:
     assert "\x1b" not in text
     assert "\r" not in text
     lines = text.splitlines()
-    assert lines[0].startswith("1,056 parameters under fsdp=-1 on 8 x cpu") or "parameters under" in lines[0]
-    assert [line.split("  ")[0] for line in lines[1:]] == [
-        "step 1/6", "step 2/6", "step 3", "step 4/6", "step 6/6", "step 6",
+    assert "parameters under" in lines[2]
+    assert [line.split("  ")[0] for line in lines[:2] + lines[3:]] == [
+        "compiling the step", "compiling and computing the first parameters", "step 1/6", "step 2/6", "evaluating",
+        "step 3", "step 4/6", "step 6/6", "evaluating", "step 6",
     ]  # fmt: skip
-    assert "rows/s" in lines[1]
-    assert "held out" in lines[3]
+    assert "rows/s" in lines[3]
+    assert "held out" in lines[6]
+
+
+def test_a_run_says_again_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes printed nothing for a minute and more while they compiled, and in the last evaluation."""
+    monkeypatch.setattr("jaxpar.train.progress._REPEATED", 0.02)
+    monkeypatch.setattr(jp.Trainer, "evaluate", lambda self: time.sleep(0.2) or {"held_out_loss": 1.0})
+    lines = shown(terminal=False, width=80, strategy="ddp").splitlines()
+    compiling, evaluating = lines.index("compiling the step"), lines.index("evaluating")
+    assert lines[compiling + 1] == "compiling the step, 0 s so far"
+    assert lines[evaluating + 1 : evaluating + 4] == 3 * ["evaluating, 0 s so far"]
+    assert "held out" in lines[-1]  # and nothing comes after the end
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_quiet_run_says_nothing_at_all(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxpar.train.progress._REPEATED", 0.001)
+    console = Console(file=io.StringIO(), force_terminal=terminal, quiet=True)
+    with Progress(console=console).doing("evaluating"):
+        time.sleep(0.02)
+    assert not console.file.getvalue()
+
+
+def test_a_live_bar_shows_what_the_run_is_doing_in_its_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each would push the bar down, and lines written past it would tear it."""
+    monkeypatch.setattr("jaxpar.train.progress._REPEATED", 0.02)
+    console = Console(file=io.StringIO(), force_terminal=True, width=60, color_system=None, legacy_windows=False)
+    progress = Progress(console=console)
+    progress._bar = _Bar(console)
+    progress._bar.begin(0, 6)
+    progress._bar.move(3, "numbers of step 3")
+    with progress.doing("evaluating"):
+        time.sleep(0.1)
+    assert progress._bar.line.plain == "numbers of step 3"
+    progress._bar.stop()
+    shown = console.file.getvalue()
+    assert "evaluating, 0 s so far" in shown
+    frames = [_without_escapes(frame) for frame in re.split("\r", shown)]
+    assert all("step 3/6" in frame for frame in frames if "evaluating" in frame)  # each within a frame of the bar
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_step_is_compiled_once(prefetch: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Batches that lie on their devices have another type than shapes, for which the step was compiled before."""
+    with jax.log_compiles():
+        trainer(strategy="fsdp", prefetch=prefetch).run()
+    assert sum("Compiling jit(_train)" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("width", [80, 40])
