@@ -10,6 +10,10 @@ _REPLAY = (
 )
 _WIRES = "nobody has measured what these 8 bits gain between devices"
 REMOVED = {
+    "jp.from_haiku": (
+        "give what hk.transform(f) returns to jp.Model(init, loss): init(key) returns f.init(key, x), and "
+        "loss(params, batch, key) calls f.apply(params, key, batch['x']); docs/equinox-haiku.md has it in full"
+    ),
     "jp.replay": _REPLAY,
     "jaxpar replay": _REPLAY,
     "Loop.record": f"use check_replicas_every=10 to compare replicas, or {_REPLAY}",
