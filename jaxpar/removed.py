@@ -16,6 +16,10 @@ REMOVED = {
     ),
     "jp.replay": _REPLAY,
     "jaxpar replay": _REPLAY,
+    "jaxpar bench": (
+        "jaxpar doctor times an all-reduce over each axis and checks it; experiments/collectives.py measures every "
+        "collective by size, as nccl-tests does"
+    ),
     "Loop.record": f"use check_replicas_every=10 to compare replicas, or {_REPLAY}",
     "Strategy.send": f"{_WIRES}; stages send activations in the compute dtype, half as wide with precision=bf16",
     "Strategy.exchange": f"{_WIRES}; ranks send tokens in the compute dtype, half as wide with precision=bf16",
