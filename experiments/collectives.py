@@ -5,7 +5,7 @@ python experiments/collectives.py --ops all_reduce --largest 1G
 srun python experiments/collectives.py
 
 busbw is that of nccl-tests: what the busiest link carries per second, to be set beside its data sheet whatever the
-number of ranks. Every result is checked. `jaxpar bench collectives` measures one machine in more detail.
+number of ranks. Every result is checked. `collective_timing.py` times one.
 """
 
 import math
@@ -17,6 +17,7 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
+from collective_timing import Dtype, Effort, Measurement, Op, bytes_of, measure
 from jax.sharding import AxisType, Mesh
 from report import (
     LINES,
@@ -34,8 +35,6 @@ from report import (
 )
 from rich.table import Table
 
-from jaxpar.inspect.bench.bandwidth import bytes_of
-from jaxpar.inspect.bench.timing import Dtype, Effort, Measurement, Op, measure
 from jaxpar.text import size
 
 COMMON: tuple[Op, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")

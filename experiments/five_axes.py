@@ -19,6 +19,7 @@ from unittest import mock
 import jax
 import optax
 import tyro
+from deepseek import named
 from jax._src.cudnn import fused_attention_stablehlo
 from report import GB, console, grid, record
 
@@ -27,7 +28,6 @@ from jaxpar.inspect.compiled.kernels import Executable
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.predict.prediction import predict
-from jaxpar.models import named
 from jaxpar.targets import target
 
 

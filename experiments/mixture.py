@@ -1,7 +1,7 @@
 """A mixture of experts beside a dense model of as many FLOPs: losses, load of each expert, what is dropped.
 
 python experiments/mixture.py
-python experiments/mixture.py --models llama-tiny,ffn=512 deepseek-tiny --strategies fsdp expert=8
+python experiments/mixture.py --models llama-tiny,ffn=512 mixtral-tiny --strategies fsdp expert=8
 
 Each run is that of `jaxpar train --model MODEL --strategy STRATEGY`, with the same data in the same order.
 """

@@ -28,13 +28,13 @@ import jax
 import jaxlib
 import optax
 import tyro
+from deepseek import named
 from jax._src.cudnn import fused_attention_stablehlo
 from published_blind import BLIND
 from published_rows import FLOAT8, RUNS, Run
 
 import jaxpar as jp
 from jaxpar.inspect.predict.prediction import Prediction, predict
-from jaxpar.models import named
 from jaxpar.targets.devices import target
 
 

@@ -21,7 +21,6 @@ from .layout.mesh import enough_threads, simulate
 from .layout.state import State
 from .make import make_train_step
 from .model.equinox import from_equinox
-from .model.haiku import from_haiku
 from .model.linen import from_linen
 from .model.model import Mean, Model, Replicated, all_rows
 from .model.nnx import from_nnx
@@ -57,7 +56,6 @@ __all__ = [
     "experts",
     "explain",
     "from_equinox",
-    "from_haiku",
     "from_linen",
     "from_nnx",
     "generate",

@@ -59,7 +59,7 @@ def make_train_step(
     """A training step of `model` under `strategy`, with the mathematics of one device.
 
     Args:
-      model: from `from_nnx`, `from_linen`, `from_equinox`, `from_haiku` or `Model(init=..., loss=...)`.
+      model: from `from_nnx`, `from_linen`, `from_equinox` or `Model(init=..., loss=...)`.
       optimizer: any optax transformation of gradients, parameters and the loss's `value`, which is all that a step has
         (L-BFGS asks for the loss as a function); it sees whole, logical leaves, whatever their layout. Leaves for which
         the model has a rule of its own (`Model.optimizer`) are left to that. None for gradients alone

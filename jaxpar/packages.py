@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 # Packages whose modules have other names.
-_DISTRIBUTIONS = {"PIL": "pillow", "haiku": "dm-haiku", "sklearn": "scikit-learn", "upath": "universal-pathlib"}
+_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "upath": "universal-pathlib"}
 
 
 def needed(module: str, who: str) -> Any:

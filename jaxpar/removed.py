@@ -8,10 +8,22 @@ _REPLAY = (
     "keep metrics.jsonl of both runs and compare their losses step by step; jp.verify and jp.bisect(model, strategy, "
     "None, batch) name the equation at which a strategy is wrong, and step.check_replicas(state) a device that is"
 )
+_DEEPSEEK = (
+    "experiments/deepseek has it, as a jp.Model of one's own: from deepseek import named; mixtral-tiny, mixtral-8x7b "
+    "and qwen3-30b-a3b are mixtures that jaxpar has by name"
+)
 _WIRES = "nobody has measured what these 8 bits gain between devices"
 REMOVED = {
+    "jp.from_haiku": (
+        "give what hk.transform(f) returns to jp.Model(init, loss): init(key) returns f.init(key, x), and "
+        "loss(params, batch, key) calls f.apply(params, key, batch['x']); docs/equinox-haiku.md has it in full"
+    ),
     "jp.replay": _REPLAY,
     "jaxpar replay": _REPLAY,
+    "jaxpar bench": (
+        "jaxpar doctor times an all-reduce over each axis and checks it; experiments/collectives.py measures every "
+        "collective by size, as nccl-tests does"
+    ),
     "Loop.record": f"use check_replicas_every=10 to compare replicas, or {_REPLAY}",
     "Strategy.send": f"{_WIRES}; stages send activations in the compute dtype, half as wide with precision=bf16",
     "Strategy.exchange": f"{_WIRES}; ranks send tokens in the compute dtype, half as wide with precision=bf16",
@@ -19,6 +31,10 @@ REMOVED = {
     "Strategy.deferred_batch_norm": (
         "leave it out: running statistics change microbatch by microbatch; with microbatches=1 they change once a step"
     ),
+    "jaxpar.models.deepseek": _DEEPSEEK,
+    "jaxpar.models.DeepSeek": _DEEPSEEK,
+    "model deepseek-tiny": _DEEPSEEK,
+    "model deepseek-v3": _DEEPSEEK,
     "schedule=auto": (
         "use zb-h1, zb-h2 or zb-v, which jp.plan tries too, or a table of your own: schedule=mine.csv, in torch's lines"
     ),

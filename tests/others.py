@@ -3,6 +3,7 @@
 Import it where the packages are installed. Dims: B rows, T positions, D dim, V vocab, L layers.
 """
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -121,7 +122,9 @@ def resnet() -> jp.Model:
 
 
 def haiku_decoder(dropout: float = 0.0, stacked: bool = True) -> jp.Model:
-    """Haiku's modules take rows; `hk.layer_stack` is its scan, and dropout a function that asks for keys."""
+    """As in the recipe of docs/equinox-haiku.md. Haiku's modules take rows; `hk.layer_stack` is its scan, and dropout a
+    function that asks for keys.
+    """
 
     def block(x_BTD: jax.Array, train: bool) -> jax.Array:
         norm = lambda x: hk.LayerNorm(axis=-1, create_scale=True, create_offset=True)(x)
@@ -145,25 +148,12 @@ def haiku_decoder(dropout: float = 0.0, stacked: bool = True) -> jp.Model:
                 x_BTD = block(x_BTD, train)
         return hk.Linear(VOCAB)(x_BTD)
 
-    def loss(apply: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        return cross_entropy(apply(batch["tokens"][:, :-1], apply.train), batch["tokens"][:, 1:])
+    net = hk.transform(run)
 
-    example = {"tokens": jax.ShapeDtypeStruct((2, LENGTH + 1), jnp.int32)}
-    return jp.from_haiku(hk.transform(run), loss, example)
+    def init(key: jax.Array) -> Any:
+        return net.init(key, jnp.zeros((1, LENGTH), jnp.int32), True)
 
+    def loss(params: Any, batch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
+        return cross_entropy(net.apply(params, key, batch["tokens"][:, :-1], key is not None), batch["tokens"][:, 1:])
 
-def haiku_resnet() -> jp.Model:
-    """BatchNorm, whose averages are Haiku's state."""
-
-    def run(images: jax.Array, is_training: bool) -> jax.Array:
-        norm = lambda x: hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9)(x, is_training)
-        x = jax.nn.relu(norm(hk.Conv2D(13, 3, stride=2, with_bias=False)(images)))
-        for _ in range(2):
-            x = x + jax.nn.relu(norm(hk.Conv2D(13, 3, with_bias=False)(x)))
-        return hk.Linear(10)(x.mean(axis=(1, 2)))
-
-    def loss(apply: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        return cross_entropy(apply(batch["image"], is_training=apply.train), batch["label"])
-
-    example = {"image": jax.ShapeDtypeStruct((2, 8, 8, 3), jnp.float32), "label": jax.ShapeDtypeStruct((2,), jnp.int32)}
-    return jp.from_haiku(hk.transform_with_state(run), loss, example)
+    return jp.Model(init, loss, bind=lambda params, _: functools.partial(net.apply, params))

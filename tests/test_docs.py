@@ -33,7 +33,6 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What makes a command that a page shows short enough for a test.
 SHORT = {
     ("train",): ["--steps", "2", "--evaluate-batches", "1", "--sample", "1"],
-    ("bench", "collectives"): ["--largest", "4k", "--seconds", "0.01"],
     ("timeline",): [],
     ("doctor",): ["--bytes", "4096"],
     ("check",): [],

@@ -10,6 +10,7 @@ import jaxpar as jp
 from jaxpar.cli import main
 from jaxpar.cli.options import TrainOptions
 from jaxpar.cli.parsing import in_flags
+from jaxpar.models import named
 from jaxpar.parallel.pipeline.schedules import Schedule
 from jaxpar.removed import REMOVED, removed
 
@@ -21,6 +22,9 @@ CALLS: dict[str, Callable[[str], list[Callable[[], Any]]]] = {
         lambda: jp.Strategy(pipe=2, schedule="auto:8.8:10.6:9.3:1.4:8"),
         lambda: Schedule("auto:1:1:1", 2, 4),
     ],
+    "jaxpar": lambda name: [lambda: exec(f"from jaxpar.models import {name.partition('.')[2]}")],
+    "model deepseek-tiny": lambda _: [lambda: named("deepseek-tiny")],
+    "model deepseek-v3": lambda _: [lambda: named("deepseek-v3", layers=4)],
     "jp": lambda name: [lambda: getattr(jp, name), lambda: exec(f"from jaxpar import {name}")],
     "Strategy": lambda name: [
         lambda: jp.Strategy.parse(f"fsdp,{name}=int8"),

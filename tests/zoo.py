@@ -356,5 +356,4 @@ if find_spec("equinox") and find_spec("haiku"):  # without them tests/model says
         "equinox_stack": lambda: Entry("equinox_stack", others.decoder(stacked=True), TOKENS, stacks=1),
         "equinox_resnet": lambda: Entry("equinox_resnet", others.resnet(), images(), stacks=0),
         "haiku_stack": lambda: Entry("haiku_stack", others.haiku_decoder(), TOKENS, stacks=1),
-        "haiku_resnet": lambda: Entry("haiku_resnet", others.haiku_resnet(), images(), stacks=0),
     }

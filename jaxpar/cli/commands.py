@@ -49,7 +49,6 @@ commands:
   plan                rank strategies for devices that need not be here
   timeline            draw the schedule of a pipeline, before anything runs
   doctor              look at versions, devices, clocks, the shared folder
-  bench collectives   measure this machine's collectives as nccl-tests does
   verify-checkpoint   compare what is saved with its checksums
   convert             make weights, or a Hugging Face folder, of a checkpoint
 
@@ -96,7 +95,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def run(words: list[str]) -> None:
     """Finds the command in the words and runs it. Raises ValueError for one that does not exist."""
     match words:
-        case [] | ["-h" | "--help"] | ["bench"] | ["bench", "-h" | "--help"]:
+        case [] | ["-h" | "--help"]:
             print(_USAGE, end="")  # noqa: T201
         case ["--version"]:
             print(f"jaxpar {__version__}, jax {jax.__version__}")  # noqa: T201
@@ -130,16 +129,10 @@ def run(words: list[str]) -> None:
             from . import checkpoints
 
             _run(checkpoints.ConvertOptions, "convert", rest, checkpoints.convert)
-        case ["bench", "collectives", *rest]:
-            from ..inspect.bench import bandwidth
-
-            _run(bandwidth.BenchOptions, "bench collectives", rest, bandwidth.main)
-        case ["bench", *rest]:
-            _unknown(" ".join(["bench", *rest[:1]]), ["bench collectives"])
         case [word, *_]:
             if says := removed(f"jaxpar {word}"):
                 raise ValueError(says)
-            known = ["train", "launch", "explain", "check", "plan", "timeline", "doctor", "bench collectives"]
+            known = ["train", "launch", "explain", "check", "plan", "timeline", "doctor"]
             _unknown(word, [*known, "verify-checkpoint", "convert", "--help", "--version"])
 
 

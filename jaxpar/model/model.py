@@ -17,12 +17,12 @@ import optax
 from .. import collectives
 from .calls import IN_INIT, IN_LOSS, check_call, kind_of, reading, traced
 
-MAKERS = "jp.from_nnx, jp.from_linen, jp.from_equinox, jp.from_haiku or jp.Model(init=, loss=)"
+MAKERS = "jp.from_nnx, jp.from_linen, jp.from_equinox or jp.Model(init=, loss=)"
 _MAKES = {
     "equinox": "jp.from_equinox(lambda key: ..., loss), which trains its floating-point arrays",
     "flax.nnx": "jp.from_nnx(lambda rngs: ..., loss)",
     "flax.linen": "jp.from_linen(Net(...), loss, example)",
-    "haiku": "jp.from_haiku(hk.transform(f), loss, example)",
+    "haiku": "jp.Model(init, loss), whose init returns hk.transform(f).init(key, x): docs/equinox-haiku.md",
 }
 _RESERVED = ("loss", "grad_norm", "skipped", "finite", "stopped")
 _NO_MESH = jax.sharding.AbstractMesh((), ())
@@ -59,7 +59,7 @@ def is_replicated(x: Any) -> bool:
 
 @dataclass(frozen=True)
 class Model:
-    """A model as two functions; `from_nnx`, `from_linen`, `from_equinox` and `from_haiku` make one from a module.
+    """A model as two functions; `from_nnx`, `from_linen` and `from_equinox` make one from a module.
 
     Attributes:
       init: `init(key) -> params`, any pytree of arrays. Arguments of `init` and `loss` come by position.

@@ -3,21 +3,20 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 from flax import nnx
 
 from ..model.model import Model
 from ..model.nnx import from_nnx
+from ..removed import removed
 from ..text import did_you_mean
-from . import deepseek as deepseek
 from . import gpt as gpt
 from . import llama as llama
 from . import mixtral as mixtral
 from . import mlp as mlp
 from . import resnet as resnet
-from .deepseek import DeepSeek as DeepSeek
 from .gpt import GPT as GPT
 from .llama import Llama as Llama
 from .mixtral import Mixtral as Mixtral
@@ -68,7 +67,6 @@ class Named:
 _FAMILIES: list[tuple[Any, Callable[..., nnx.Module], Kind]] = [
     (llama, Llama, "text"),
     (mixtral, Mixtral, "text"),
-    (deepseek, DeepSeek, "text"),
     (gpt, GPT, "text"),
     (resnet, ResNet, "images"),
     (mlp, MLP, "images"),
@@ -83,6 +81,8 @@ def named(name: str, **changes: Any) -> Named:
     It allocates nothing, however large the model. Raises ValueError for a name that is not one of `NAMES`, and for a
     size that the model does not have or cannot have.
     """
+    if says := removed(f"model {name}"):
+        raise ValueError(says)
     if name not in _FAMILY:
         raise ValueError(f"there is no model {name!r}{_nearest(name, NAMES)}")
     family, module, kind = _FAMILY[name]
@@ -92,10 +92,17 @@ def named(name: str, **changes: Any) -> Named:
             raise ValueError(f"{name} has no size {change!r}{_nearest(change, sizes)}")
     config = dataclasses.replace(family.SIZES[name], **changes)
     model = from_nnx(lambda rngs: module(config, rngs=rngs), family.loss, family.RULES)
-    if family is deepseek:
-        model = dataclasses.replace(model, optimizer=deepseek.balanced)
     return Named(name, kind, config, model, text.generate if kind == "text" else None)
 
 
 def _nearest(given: str, known: Any) -> str:
     return did_you_mean(given, known, "; {}") or f"; use one of {', '.join(known)}"
+
+
+if not TYPE_CHECKING:  # to which any name would then be one of ours
+
+    def __getattr__(name: str) -> Any:
+        """Say what to use instead of a name that was removed."""
+        if says := removed(f"jaxpar.models.{name}"):
+            raise ImportError(says)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

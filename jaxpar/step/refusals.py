@@ -345,7 +345,7 @@ def check_independent_of_replicas(program: Program, outputs: Any, inputs: int, a
         if program.depends(fed, at, axes):
             raise ValueError(
                 f"variable {name_of(path)} is updated from this replica's rows alone, so replicas would drift apart; "
-                "compute it from jp.all_rows(...), or use the BatchNorm of Flax, Equinox or Haiku, which jaxpar "
+                "compute it from jp.all_rows(...), or use the BatchNorm of Flax or Equinox, which jaxpar "
                 "switches to all rows"
             )
 

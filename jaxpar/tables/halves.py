@@ -12,6 +12,9 @@ rank 3            F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
 from .operations import Kind, Op, Orders, Table
 from .orders import as_soon_as_possible
 
+# What a rank whose turn is F, or I, tries to run, in this order.
+_ORDER: dict[Kind, tuple[Kind, ...]] = {"F": ("F", "I", "W"), "I": ("I", "F", "W")}
+
 
 def _one_chunk(name: str, v: int) -> None:
     if v > 1:
@@ -32,9 +35,7 @@ def _filled(p: int, m: int, limit: int) -> Orders:
     orders: Orders = [[] for _ in range(p)]
     ran: list[dict[Kind, int]] = [{"F": 0, "I": 0, "W": 0} for _ in range(p)]
     arrived: list[dict[Kind, int]] = [{"F": 0 if rank else m, "I": 0} for rank in range(p)]
-    forward_first: tuple[Kind, ...] = ("F", "I", "W")  # which runs where several can
-    backward_first: tuple[Kind, ...] = ("I", "F", "W")
-    turns = [forward_first] * p
+    turns: list[Kind] = ["F"] * p  # which of F and I runs where both can
     while any(done["W"] < m for done in ran):
         sent: list[tuple[int, Kind]] = []  # to which rank, for the next slot
         for rank, done in enumerate(ran):
@@ -43,20 +44,20 @@ def _filled(p: int, m: int, limit: int) -> Orders:
                 "I": done["I"] < arrived[rank]["I"],
                 "W": done["W"] < done["I"],
             }
-            kind = next((kind for kind in turns[rank] if can_run[kind]), None)
+            kind: Kind | None = next((one for one in _ORDER[turns[rank]] if can_run[one]), None)
             if kind is None:
                 continue
             orders[rank].append(Op(kind, 0, done[kind]))
             done[kind] += 1
             if kind == "F":
-                turns[rank] = backward_first
+                turns[rank] = "I"
                 sent.append((rank + 1, "F") if rank + 1 < p else (rank, "I"))
             elif kind == "I":
-                turns[rank] = forward_first
+                turns[rank] = "F"
                 if rank > 0:
                     sent.append((rank - 1, "I"))
-        for rank, kind in sent:
-            arrived[rank][kind] += 1
+        for to, message in sent:
+            arrived[to][message] += 1
     return orders
 
 

@@ -122,9 +122,8 @@ def test_every_process_runs_as_many_collectives() -> None:
 
 def test_data_sheets_stand_in_the_picture_and_the_table(tmp_path: Path) -> None:
     import collectives
+    from collective_timing import Measurement
     from collectives import Options, draw, table
-
-    from jaxpar.inspect.bench.timing import Measurement
 
     options = Options(ops=("all_reduce",), smallest="1k", largest="4k")
     rows = {"all devices": [Measurement("all_reduce", n, 1e-5, 100.0, 175.0, 0, 1) for n in options.sizes]}

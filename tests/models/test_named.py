@@ -31,7 +31,6 @@ PUBLISHED = {
     "llama3.2-3b": 3_212_749_824,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
-    "deepseek-v3": 671_026_419_200,  # 671 B in the paper; this is the sum over the shapes of its config.json
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,

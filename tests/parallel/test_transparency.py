@@ -33,7 +33,7 @@ REMATS = ("none", "layer", "dots")
 SGD = optax.sgd(0.05, momentum=0.9)
 STEPS = 3
 BY_NAME = ("gpt2_dropout", "mixture", "resnet_bottleneck", "mlp_stack", "decoder_linen")
-OTHERS = ("equinox_stack", "equinox_resnet", "haiku_stack", "haiku_resnet")  # where they are installed
+OTHERS = ("equinox_stack", "equinox_resnet", "haiku_stack")  # where they are installed
 
 
 @functools.cache

@@ -165,7 +165,7 @@ def linear(rngs: nnx.Rngs) -> nnx.Linear:
         (lambda: jp.Model(init=3, loss=square), ("init=3", "must be a function")),
         (
             lambda: build(model=linear),
-            ("model is a function", "jp.from_equinox, jp.from_haiku or jp.Model"),
+            ("model is a function", "jp.from_equinox or jp.Model"),
         ),
         (
             lambda: build(optimizer=optax.sgd),

@@ -4,11 +4,13 @@ Every process looks at its own host and tells the others by JAX's key-value stor
 come to the same findings. Only the collectives use devices, and they come last: where one hangs, the rest is said.
 """
 
+import functools
 import json
 import os
 import platform
 import shutil
 import socket
+import statistics
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib
+import numpy as np
 from filelock import FileLock, Timeout
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from ... import collectives as nccl
 from ...cpu_compiler import CANARIES, FLAG, NAME, failing
 from ...layout.mesh import make_mesh
 from ...machines import host_of, hosts_of
@@ -28,7 +36,6 @@ from ...strategy import Strategy
 from ...targets.devices import INSTALL
 from ...targets.hardware import KINDS
 from ...text import size
-from .timing import Effort, measure
 
 PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "numpy")
 # Where they are: of jaxlib's own version, and what they bring.
@@ -37,7 +44,7 @@ LIBRARIES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidi
 SKEW = 1.0  # seconds by which clocks may differ
 SHARE = 0.5  # of the bandwidth that such hardware reaches
 PINGS = 5
-_FIXED = Effort(iterations=5, repeats=3, warmup=1, seconds=1e9)  # as many on every host, however fast it is
+_TIMES, _REPEATS = 5, 3  # all-reduces in one timed program, and timed programs: as many on every host
 _DRIVER, _SHM = Path("/proc/driver/nvidia/version"), Path("/dev/shm")
 now = time.time
 
@@ -338,15 +345,13 @@ def collectives(strategy: str, bytes_: int | None, others: Others) -> Iterator[D
     amount = bytes_ or (10**6 if first.platform == "cpu" else 64 * 10**6)
     kind = next((kind for kind in KINDS.values() if kind.device_kind == first.device_kind), None)
     for axis in axes:
-        row = measure("all_reduce", amount, "float32", mesh, _FIXED, str(axis))
-        busbw = others.gather(f"busbw/{axis}", row.busbw)[0]
-        found = f"{axis}={mesh.shape[axis]}: all-reduce of {size(row.bytes)} at {busbw:.3g} GB/s busbw"
+        own, wrong_elements = _all_reduce(mesh, str(axis), amount)
+        busbw = others.gather(f"busbw/{axis}", own)[0]
+        found = f"{axis}={mesh.shape[axis]}: all-reduce of {size(amount)} at {busbw:.3g} GB/s busbw"
         found += " (copies in memory)" if first.platform == "cpu" and others.count == 1 else ""
-        if row.wrong:
-            wrong = f"{row.wrong} elements of an all-reduce over {axis} are wrong"
-            yield Diagnosis(
-                "collectives", found, wrong, "jaxpar bench collectives on each host alone, to find whose link it is"
-            )
+        if wrong_elements:
+            wrong = f"{wrong_elements} elements of an all-reduce over {axis} are wrong"
+            yield Diagnosis("collectives", found, wrong, "jaxpar doctor on each host alone, to find whose link it is")
             continue
         along = mesh.devices.swapaxes(0, mesh.axis_names.index(axis)).reshape(mesh.shape[axis], -1)
         group = hosts_of(along[:, 0]).tolist()
@@ -364,3 +369,32 @@ def collectives(strategy: str, bytes_: int | None, others: Others) -> Iterator[D
                 yield Diagnosis("collectives", found, wrong, hint)
                 continue
         yield Diagnosis("collectives", found)
+
+
+def _all_reduce(mesh: Mesh, axis: str, bytes_: int) -> tuple[float, int]:
+    """The busbw of an all-reduce of float32 by all groups along an axis at once, in 1e9 bytes/s (nccl-tests,
+    doc/PERFORMANCE.md: 2 (n - 1) / n times its bytes over its time), and how many elements of it are wrong.
+
+    Timed is one program of several, each of which waits for the one before.
+    """
+    every, n, count = tuple(mesh.axis_names), mesh.shape[axis], max(bytes_ // 4, 1)
+    number = lambda: (lax.iota(jnp.int32, count) % 7).astype(jnp.float32)
+    own = lambda: number() + lax.axis_index(axis)
+
+    def repeated(x: jax.Array, times: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, times, lambda _, y: nccl.all_reduce(y, axis), x)
+
+    def wrong(y: jax.Array) -> jax.Array:
+        return lax.psum((y != n * number() + n * (n - 1) // 2).sum(dtype=jnp.int32), every)
+
+    over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    x = jax.jit(over(own, in_specs=(), out_specs=P(every)))()
+    program = jax.jit(over(repeated, in_specs=(P(every), P()), out_specs=P(every)))
+    once, several = (jax.device_put(np.int32(times), NamedSharding(mesh, P())) for times in (1, _TIMES))
+    mistakes = int(jax.jit(over(wrong, in_specs=P(every), out_specs=P()))(program(x, once)))
+    taken = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        jax.block_until_ready(program(x, several))
+        taken.append(time.perf_counter() - begin)
+    return 2 * (n - 1) / n * 4 * count * _TIMES / statistics.median(taken) / 1e9, mistakes

@@ -65,7 +65,7 @@ def plan(
     """Strategies for a model on a target, ranked by the step time predicted for their compiled programs. Nothing runs.
 
     Args:
-      model: from `from_nnx`, `from_linen`, `from_equinox`, `from_haiku` or `Model(init=..., loss=...)`.
+      model: from `from_nnx`, `from_linen`, `from_equinox` or `Model(init=..., loss=...)`.
       batch: the global batch, as `jax.ShapeDtypeStruct` or arrays.
       target: by name ("8xH100"), or from `jaxpar.targets.devices.target`.
       optimizer: any optax transformation; `optax.adamw(3e-4)` if None.

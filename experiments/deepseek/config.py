@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..parts.config import MixtureSizes, check_sizes
+from jaxpar.models.parts.config import MixtureSizes, check_sizes
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ..llama.model import rope
+from jaxpar.models.llama.model import rope
 
 FIRST = 4096  # positions of the first training of DeepSeek-V3, and below it how often a feature turns in them
 FAST, SLOW = 32, 1

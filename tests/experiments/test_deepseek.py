@@ -2,13 +2,14 @@
 
 from typing import Any
 
+import deepseek
 import jax
 import numpy as np
 import optax
 import pytest
+from deepseek import named
 
 import jaxpar as jp
-from jaxpar.models import deepseek, named
 
 NARROW = {
     "vocab": 61, "dim": 24, "layers": 3, "heads": 4, "query_rank": 20, "rank": 12, "head_dim": 8, "rope_dim": 4,
@@ -23,6 +24,9 @@ def test_active_parameters_lack_the_experts_that_are_not_chosen(name: str) -> No
     assert config.parameters - config.active_parameters == (config.layers - config.dense) * layer
     if name == "deepseek-v3":
         assert config.active_parameters == pytest.approx(37e9, rel=0.02)  # the paper, section 4.2
+        assert config.parameters == 671_026_419_200  # 671 B in the paper; the sum over the shapes of its config.json
+    params, _ = jax.eval_shape(named(name).model.create, jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == config.parameters
 
 
 def batch(length: int = 12) -> dict[str, Any]:

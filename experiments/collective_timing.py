@@ -10,6 +10,7 @@ launch to the moment when all devices are done: the median program, divided by t
 """
 
 import functools
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ... import collectives
+from jaxpar import collectives
 
 Op = Literal[
     *("all_reduce", "ring_all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"),
@@ -54,6 +55,18 @@ class Measurement:
     timed: int
 
 
+def bytes_of(text: str) -> int:
+    """A size in bytes.
+
+    >>> bytes_of("1k"), bytes_of("256MB"), bytes_of("100")
+    (1024, 268435456, 100)
+    """
+    found = re.fullmatch(r"(\d+) ?([kMG]?)i?B?", text, re.IGNORECASE)
+    if found is None or not int(found[1]):
+        raise ValueError(f"{text!r} is no size; use for example 1000, 64k, 256M or 1G")
+    return int(found[1]) * 1024 ** " KMG".index(found[2].upper() or " ")
+
+
 def busbw_factor(op: str, n: int) -> float:
     """busbw / algbw of a collective over n ranks.
 
@@ -67,7 +80,9 @@ def busbw_factor(op: str, n: int) -> float:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure; see `BenchOptions` in `bandwidth.py`."""
+    """How long to measure: collectives in a timed program and timed programs, at most; collectives before these; and
+    seconds of the timed programs.
+    """
 
     iterations: int
     repeats: int

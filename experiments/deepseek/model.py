@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from ...model.paths import name_of
-from ...ops.attention import attention
-from ...ops.experts.experts import Routing, experts
-from .. import llama, mixtral
-from ..parts.stack import run, run_with, stack
+from jaxpar.model.paths import name_of
+from jaxpar.models import llama, mixtral
+from jaxpar.models.parts.stack import run, run_with, stack
+from jaxpar.ops.attention import attention
+from jaxpar.ops.experts.experts import Routing, experts
+
 from . import yarn
 from .config import Config
 
