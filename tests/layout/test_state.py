@@ -279,6 +279,8 @@ def test_skipped_steps(strategy: str) -> None:
     state, metrics = step(state, BATCH)
     assert (int(metrics["skipped"]), float(state.scale.scale), int(state.scale.good)) == (1, scale / 2, 1)
     assert not equal(step.params(state), before[0])
+    wanted = jax.grad(loss)(before[0], BATCH, None)["w"]  # not times the scale
+    np.testing.assert_allclose(state.optimizer[0].trace["w"], wanted, rtol=0, atol=0.02 * float(jnp.abs(wanted).max()))
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero1,precision=bf16"])
@@ -377,7 +379,9 @@ def test_bytes(strategy: str, precision: str) -> None:
 def test_padding() -> None:
     """Padding is zero, stays zero through weight decay and momentum, and is seen by nobody."""
     step = make("zero3", optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.5)))
-    state = step.init(KEY)
+    given = init(KEY)
+    state = step.init(KEY, params=given)
+    assert equal(step.params(state), given)
     assert state.params["odd"].shape == (136, 131)
     assert step.layout.notes["odd"] == "padded: dim 0 from 131 to 136"
     assert step.layout.notes["small"].startswith("replicated: no dim of (3,) divides by 8")
