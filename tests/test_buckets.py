@@ -28,7 +28,7 @@ from ports import free_port
 import jaxpar as jp
 from jaxpar import buckets, data
 from jaxpar.buckets import Place, below, pieces, remove
-from jaxpar.checkpoint import saved
+from jaxpar.checkpoint import stores, write
 from jaxpar.checkpoint.checkpoints import Checkpoints
 from jaxpar.checkpoint.saved import numbers
 from jaxpar.cli import checkpoints as commands
@@ -332,7 +332,8 @@ def test_a_run_whose_bucket_stops_to_answer_or_is_taken_ends(
     server: Server, bucket: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "ANSWER_SECONDS", 2)
-    monkeypatch.setattr(saved, "ANSWER_SECONDS", 2)
+    monkeypatch.setattr(stores, "ANSWER_SECONDS", 2)
+    monkeypatch.setattr(write, "ANSWER_SECONDS", 2)
     stops = at(3, lambda: server.process.send_signal(signal.SIGSTOP))
     try:
         with pytest.raises((OSError, ValueError), match=f"no answer in 2 s: '{bucket}/run"):

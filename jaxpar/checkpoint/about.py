@@ -1,11 +1,11 @@
-"""What a checkpoint says of itself, in its item `about`: its arrays, the run, the position in the data, its files."""
+"""The item `about` of a checkpoint: a description of its arrays, its run, the position in the data, and its files."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,42 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..axes import ROWS
-from ..buckets import Place, below, is_bucket
+from ..buckets import Place, is_bucket
 from ..step.core import Step
 from ..strategy import Strategy
 from ..text import did_you_mean
 from .arrays import Array, keys_of
-from .stores import Damaged
 
 VERSION = 3  # of the form; version 2 was jaxpar's own, without Orbax
 ABOUT = "about/metadata"  # as Orbax's JsonCheckpointHandler names it
+TREE = "_METADATA"  # the file in which Orbax describes a tree
+COMPLETE = "commit_success.txt"  # the file that Orbax writes last in a bucket
+UNFINISHED = ".orbax-checkpoint-tmp"  # what Orbax puts behind the name of a folder that is not complete
 _END = 1 << 16  # bytes at the two ends of a file of arrays that are summed; its chunks have checksums of their own
+HINT = "resume with what it was trained with, take its weights alone with weights_only=True, or start a new run"
+
+
+def numbers(folder: Place) -> list[int]:
+    """Return the steps of the complete checkpoints in a folder, in order."""
+    if not folder.is_dir():
+        return []
+    named = [path for path in folder.iterdir() if path.name.isdecimal() and str(int(path.name)) == path.name]
+    is_complete = lambda path: (path / COMPLETE).is_file() if is_bucket(path) else path.is_dir()
+    return sorted(int(path.name) for path in named if is_complete(path))
+
+
+class Damaged(ValueError):
+    """A part of a checkpoint is missing, incomplete, or not what was written; `what` says which."""
+
+    def __init__(self, folder: Place, what: str):
+        self.what, others = what, [number for number in numbers(folder.parent) if str(number) != folder.name]
+        advice = f'remove that folder to go on from step {others[-1]}, or resume with "latest-good"' if others else ""
+        super().__init__(f"{folder} is damaged: {what}; {advice or 'start a new run'}")
 
 
 @dataclass(frozen=True)
 class About:
-    """What a checkpoint says of itself.
+    """The description of a checkpoint.
 
     Attributes:
       step: steps taken.
@@ -58,7 +79,7 @@ class About:
         return self.paths.get(name, keys_of(name))
 
     def json(self) -> dict[str, Any]:
-        """Return what is written, with the CRC-32 of the rest."""
+        """Return the content of the file, with the CRC-32 of the rest."""
         arrays = {name: {"shape": list(shape), "dtype": dtype.name} for name, (shape, dtype) in self.arrays.items()}
         versions = {"version": VERSION, "jax": jax.__version__}
         content = json.loads(json.dumps({**versions, **vars(self), "arrays": arrays}))  # lists for tuples
@@ -66,86 +87,68 @@ class About:
 
     @classmethod
     def read(cls, folder: Place) -> About:
-        """Read what a checkpoint says of itself. Raises Damaged where it is not what was written, and ValueError where
-        the form is another.
+        """Read the description of a checkpoint. Raises Damaged where it is not what was written, and ValueError where
+        the checkpoint has the form of an earlier version.
         """
         if (folder / "state" / "about.json").is_file():
             raise ValueError(
                 f"{folder} was written by an earlier jaxpar, in a form of its own. To go on from its weights, run "
-                f"`jaxpar convert {folder} weights --weights-only` with that version: the file "
-                "weights/*/state/arrays-00000.safetensors then holds each parameter by its path, for "
-                "step.init(key, params=...)"
+                f"`jaxpar convert {folder} weights --weights-only` with that version, and give the parameters, which "
+                "weights/*/state/arrays-00000.safetensors then holds by path, to step.init(key, params=...)"
             )
         try:
             content = json.loads((folder / ABOUT).read_bytes())
             if content.pop("crc32") != _crc(content):
-                raise Damaged(f"{ABOUT} is not what was written: its checksum is another")
+                raise ValueError("its checksum is another")
             if (version := content.pop("version")) != VERSION:
                 reads = f"this jaxpar reads {VERSION}; use the version of jaxpar that wrote it"
-                raise Damaged(f"{ABOUT} was written in form {str(version)[:20]}, {reads}")
-            arrays = {
-                name: (tuple(entry["shape"]), np.dtype(jnp.dtype(entry["dtype"])))
-                for name, entry in content.pop("arrays").items()
-            }
-            paths = {name: tuple(map(str, path)) for name, path in content.pop("paths").items()}
+                raise Damaged(folder, f"{ABOUT} was written in form {str(version)[:20]}, {reads}")
             del content["jax"]
-            about = cls(arrays=arrays, paths=paths, **content)
+            arrays, paths = content.pop("arrays"), content.pop("paths")
+            arrays = {name: (tuple(x["shape"]), np.dtype(jnp.dtype(x["dtype"]))) for name, x in arrays.items()}
+            about = cls(arrays=arrays, paths={name: tuple(map(str, path)) for name, path in paths.items()}, **content)
             sizes = [size for size, _ in about.files.values()]  # fails where they are no pairs
-            texts = [about.strategy, *about.kinds.values()]
-            numbers = [about.step, about.hosts, *sizes, *(n for shape, _ in arrays.values() for n in shape)]
-            if not all(type(n) is int and n >= 0 for n in numbers) or not all(isinstance(x, str) for x in texts):
-                raise TypeError("a number or a text is of another type")
-            if not isinstance(about.run, dict) or not isinstance(about.data, dict):
-                raise TypeError("run and data are no objects")
+            naturals = [about.step, about.hosts, *sizes, *(n for shape, _ in arrays.values() for n in shape)]
+            texts, objects = [about.strategy, *about.kinds.values()], [about.run, about.data]
+            are_right = [type(n) is int and n >= 0 for n in naturals] + [isinstance(x, str) for x in texts]
+            if not all([*are_right, *(isinstance(x, dict) for x in objects)]):
+                raise TypeError("a number, a text or an object is of another type")
             return about
-        except ConnectionError:  # a bucket that does not answer is not damaged
+        except (ConnectionError, Damaged):  # a bucket that does not answer is not damaged
             raise
         except OSError as error:
-            raise Damaged(f"{ABOUT} cannot be read: {error.strerror}") from error
-        except Damaged:
-            raise
+            raise Damaged(folder, f"{ABOUT} cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-            raise Damaged(f"{ABOUT} is not what was written ({reason})") from error
+            raise Damaged(folder, f"{ABOUT} is not what was written ({reason})") from error
 
 
 def _crc(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def about_of(
-    step: Step, arrays: Sequence[Array], number: int, run: Mapping[str, Any], data: Mapping[str, Any]
-) -> About:
-    """Return what a checkpoint of these arrays says of itself; `paths` and `files` are still missing."""
-    saved = [(name, array) for array in arrays if not array.derived for name in array.names]
-    shapes = {name: (array.logical, array.dtype) for name, array in saved}
-    kinds = {name: array.kind for name, array in saved if array.kind is not None}
-    return About(number, jax.process_count(), str(exact(step)), shapes, {}, kinds, dict(run), dict(data))
-
-
 def files_of(folder: Place) -> dict[str, Any]:
     """Return, for each file of a checkpoint but `about`, its size and what tells it from another of that size: on disk
-    a CRC-32, of a file of arrays that of its two ends; in a bucket the tag that the bucket gives it.
+    a CRC-32, in a bucket the tag that the bucket gives it.
     """
     if is_bucket(folder):
         root = len(folder.path.rstrip("/")) + 1
         objects: Any = folder.fs.find(folder.path, detail=True)
-        tag = lambda info: [info["size"], str(info.get("ETag") or info.get("md5Hash"))]
-        tags = {key[root:]: tag(info) for key, info in objects.items()}
-        return {name: tag for name, tag in sorted(tags.items()) if "/" in name and name != ABOUT}
-    found = {}
-    for name, path in sorted(below(folder).items()):
-        if isinstance(path, Path) and path.is_file() and len(name.parts) > 1 and name.as_posix() != ABOUT:
-            found[name.as_posix()] = [path.stat().st_size, _ends(path)]
-    return found
+        tag = lambda info: str(info.get("ETag") or info.get("md5Hash"))
+        found = {key[root:]: [info["size"], tag(info)] for key, info in objects.items()}
+    else:
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        found = {path.relative_to(folder).as_posix(): [path.stat().st_size, _checksum(path)] for path in files}
+    return {name: found[name] for name in sorted(found) if "/" in name and name != ABOUT}
 
 
-def _ends(path: Path) -> int:
+def _checksum(path: Path) -> int:
+    """Return the CRC-32 of a file; of a file of arrays, whose chunks have their own, that of its two ends."""
+    size = path.stat().st_size
+    end = _END if path.parent.name == "d" else size
     with path.open("rb") as file:
-        if path.stat().st_size <= 2 * _END or path.parent.name != "d":
-            return zlib.crc32(file.read())
-        crc = zlib.crc32(file.read(_END))
-        file.seek(-_END, 2)
+        crc = zlib.crc32(file.read(end))
+        file.seek(max(end, size - end))
         return zlib.crc32(file.read(), crc)
 
 
@@ -154,12 +157,12 @@ def check_files(about: About, folder: Place) -> None:
     there = files_of(folder)
     for name, (size, tag) in about.files.items():
         if name not in there:
-            raise Damaged(f"{name} is missing")
+            raise Damaged(folder, f"{name} is missing")
         size_here, tag_here = there[name]
         if size_here != size:
-            raise Damaged(f"{name} has {size_here} bytes, and was written with {size}")
+            raise Damaged(folder, f"{name} has {size_here} bytes, and was written with {size}")
         if type(tag) is type(tag_here) and tag != tag_here:  # a copy of a bucket on disk has no tags
-            raise Damaged(f"{name} is not what was written")
+            raise Damaged(folder, f"{name} is not what was written")
 
 
 def exact(step: Step) -> Strategy:
@@ -177,27 +180,33 @@ def same_run(saved: Mapping[str, Any], here: Mapping[str, Any], where: Place, ch
         raise ValueError(f"{where} is of another run: {listed}; resume with the values there{hint}, or start a new run")
 
 
-def fits(saved: About, wanted: Mapping[str, Array], where: Place, more: Collection[str]) -> None:
+def fits(
+    saved: About,
+    wanted: Mapping[str, Array],
+    where: Place,
+    more: Collection[str],
+    hint: str = HINT,
+    casts: bool = False,
+) -> None:
     """Raise ValueError unless a checkpoint has the arrays `wanted` by name, and no others but `more`, naming the first
-    that differs. No dtype is cast, but for frozen parameters, which are stored as the loss sees them.
+    that differs.
+
+    Args:
+      hint: advice for the user.
+      casts: whether any dtype will do. Otherwise that of frozen parameters alone may be another float, since they are
+        stored as the loss sees them.
     """
-    hint = "resume with what it was trained with, take its weights alone with weights_only=True, or start a new run"
+    of_another = f"{where} is of another model or optimizer"
     for name, array in wanted.items():
         if name not in saved.arrays:
-            near = did_you_mean(name, saved.arrays)
-            raise ValueError(f"{where} is of another model or optimizer: {name} is here and not there{near}; {hint}")
-        here, there = (array.logical, array.dtype), saved.arrays[name]
-        floats = array.is_frozen and all(jnp.issubdtype(dtype, jnp.floating) for _, dtype in (here, there))
-        if floats and here[0] == there[0]:
-            continue
-        if here != there or saved.kinds.get(name) != array.kind:
-            texts = [f"{dtype.name}{list(shape)}" for shape, dtype in (there, here)]
-            if saved.kinds.get(name) != array.kind:
-                texts = [f"a key of {saved.kinds.get(name)}", f"one of {array.kind}"]
-            if there[0] == here[0]:
-                hint = f"nothing is cast in silence: {hint}"
+            raise ValueError(f"{of_another}: {name} is here and not there{did_you_mean(name, saved.arrays)}; {hint}")
+        there, here = (*saved.arrays[name], saved.kinds.get(name)), (array.logical, array.dtype, array.kind)
+        are_floats = all(jnp.issubdtype(dtype, jnp.floating) for _, dtype, _ in (there, here))
+        if here != there and not (here[0] == there[0] and (casts or (array.is_frozen and are_floats))):
+            texts = [f"{kind or dtype.name}{list(shape)}" for shape, dtype, kind in (there, here)]
+            same = "nothing is cast in silence: " if here[0] == there[0] else ""
             says = f"{name} is {texts[0]} there and {texts[1]} here"
-            raise ValueError(f"{where} is of another model, optimizer or precision: {says}; {hint}")
+            raise ValueError(f"{where} is of another model, optimizer or precision: {says}; {same}{hint}")
     if others := [name for name in saved.arrays if name not in wanted and name not in more]:
         near = did_you_mean(others[0], wanted)
-        raise ValueError(f"{where} is of another model or optimizer: {others[0]} is there and not here{near}; {hint}")
+        raise ValueError(f"{of_another}: {others[0]} is there and not here{near}; {hint}")

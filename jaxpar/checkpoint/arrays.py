@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,20 +105,36 @@ class Array:
         return [tuple(step or max(1, n) for step, n in zip(steps, self.logical, strict=True)) for steps in spacing]
 
 
+@dataclass
+class SavedArray:
+    """One of the model's arrays, as this host saves it.
+
+    Attributes:
+      shape, dtype: of the whole array.
+      chunk: a shape whose grid no host's boxes cut through, so that no chunk has two writers.
+      boxes: the parts that this host writes, as (box, values), or functions that make the values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    boxes: list[tuple[Box, np.ndarray | Callable[[], np.ndarray]]]
+
+
 def arrays_of(step: Step) -> tuple[list[Array], Any]:
     """Return the arrays of a step's state in the order of its leaves, and the tree of that state."""
     state = step.abstract_state()
-    found = []
     flat, tree = jax.tree.flatten(state)
-    rows = zip(flat, _data(flat), _places(step, state), strict=True)
-    for x, (data, kind), (place, names, derived) in rows:
-        leaf = place.leaf if place is not None else None
+    found = []
+    for x, (place, names, derived) in zip(flat, _places(step, state), strict=True):
+        leaf = None if place is None else place.leaf
         # A server's state lives on the layout's mesh of one device, whatever devices its replicas have.
-        spec = PartitionSpec() if place is None else x.sharding.spec
-        sharding = step.layout.sharding(spec, place is not None and place.host)
-        inner = tuple(data.shape) if leaf is None else leaf.shape
-        shape, dtype = tuple(data.shape), np.dtype(data.dtype)
-        found.append(Array(shape, dtype, sharding, inner, names, leaf, kind, derived))
+        sharding = step.layout.sharding(
+            PartitionSpec() if place is None else x.sharding.spec, place is not None and place.host
+        )
+        data, kind = _data_and_kind(x)
+        inner = data.shape if leaf is None else leaf.shape
+        found.append(Array(data.shape, np.dtype(data.dtype), sharding, inner, names, leaf, kind, derived))
     return found, tree
 
 
@@ -176,22 +192,22 @@ def extra_arrays(step: Step, extra: Mapping[str, Any]) -> tuple[list[Array], lis
     for keys, x in flatten(dict(extra), (EXTRA,)):
         if not isinstance(x, jax.Array) or (jax.process_count() > 1 and x.is_fully_addressable):
             x = jax.device_put(x, everywhere)
-        data, kind = raw(x), str(jax.random.key_impl(x)) if is_key(x) else None
-        shape = tuple(data.shape)
-        arrays.append(Array(shape, np.dtype(data.dtype), data.sharding, shape, (name_of(keys),), kind=kind))
+        data, kind = _data_and_kind(x)
+        sharding = raw(x).sharding
+        arrays.append(Array(data.shape, np.dtype(data.dtype), sharding, data.shape, (name_of(keys),), kind=kind))
         values.append(x)
     return arrays, values
 
 
-def _data(leaves: Sequence[Any]) -> list[tuple[Any, str | None]]:
-    """Return the shape and dtype of each array, of random keys those of their data, and the name of their kind."""
-    kinds: list[str | None] = []
+def _data_and_kind(x: Any) -> tuple[Any, str | None]:
+    """Return the shape and dtype of an array, or of the data of random keys, and the implementation of the keys."""
+    kinds: list[str] = []
 
-    def data(xs: list[Any]) -> list[Any]:
-        kinds.extend(str(jax.random.key_impl(x)) if is_key(x) else None for x in xs)
-        return [raw(x) for x in xs]
+    def data(x: jax.Array) -> jax.Array:
+        kinds.extend([str(jax.random.key_impl(x))] if is_key(x) else [])
+        return raw(x)
 
-    return list(zip(jax.eval_shape(data, list(leaves)), kinds, strict=True))
+    return jax.eval_shape(data, x), next(iter(kinds), None)
 
 
 def is_key(x: Any) -> bool:

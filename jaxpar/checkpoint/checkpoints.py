@@ -1,36 +1,44 @@
 """The checkpoints of a run: saved in the background, the last few kept, restored into any layout.
 
 A checkpoint is an Orbax step folder, named by its step, with the items `state`, `about` and, where there are more
-trees, `extra`. What a killed process leaves unfinished is no checkpoint, and an older one is removed only after a newer
-one is complete.
+trees, `extra`. An older one is removed only after a newer one is complete.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
-import itertools
 import json
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from ..buckets import Place, rename
 from ..files import place
 from ..layout.boxes import Box, box_of, parts
 from ..layout.state import State
 from ..step.core import Step
-from .about import About, about_of, exact, same_run
-from .arrays import EXTRA, Array, arrays_of, extra_arrays, flatten, keys_of, logical_tree, name_of, raw
-from .commit import Commit, clear, writer
-from .restore import extras, restored
-from .saved import STATE, Checkpoint, finish, latest_good, numbers, save_tree
-from .stores import SavedArray
+from .about import About, Damaged, exact, numbers, same_run
+from .arrays import (
+    EXTRA,
+    Array,
+    Keys,
+    SavedArray,
+    arrays_of,
+    extra_arrays,
+    flatten,
+    keys_of,
+    logical_tree,
+    name_of,
+    raw,
+)
+from .commit import clear, wait, writer
+from .restore import restored, together
+from .saved import STATE, Checkpoint
 
 _Boxes = dict[str, list[tuple[Box, np.ndarray]]]  # of the model's own leaves, by name
 Room = dict[tuple[str, int], np.ndarray]  # by array and device
@@ -65,7 +73,7 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
             clear(self.folder)
-        self._writing: tuple[int, Commit] | None = None
+        self._writing: tuple[int, Future[None]] | None = None
         self._own: set[int] = set()  # what was saved or restored here
         self._room: Room = {}  # while it is lent to a save
         self.data: dict[str, Any] = {}
@@ -78,13 +86,12 @@ class Checkpoints:
         self.wait()
 
     def wait(self) -> None:
-        """Waits until what is being written is complete. Raises ValueError, on all hosts, where one could not write."""
-        if self._writing is None:
-            return
-        (number, commit), self._writing = self._writing, None
-        commit.wait()
-        self._own.add(number)
-        _rooms[self.step], self._room = self._room, {}
+        """Wait until what is being written is complete. Raises ValueError, on all hosts, where one could not write."""
+        if self._writing is not None:
+            (number, save), self._writing = self._writing, None
+            wait(save)
+            self._own.add(number)
+            _rooms[self.step], self._room = self._room, {}
 
     @functools.cached_property
     def _arrays(self) -> list[Array]:
@@ -92,7 +99,7 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """The step of the last complete checkpoint, None without any."""
+        """Return the step of the last complete checkpoint, None without any."""
         return next(reversed(numbers(self.folder)), None)
 
     def save(
@@ -102,67 +109,63 @@ class Checkpoints:
         data: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes the state after step `number`, in the background; the state may be donated at once.
+        """Write the state after step `number` in the background, as `TrainStep.save` says.
 
-        Waits for the checkpoint before, if that is still being written, and for the copy from the devices to the host;
-        where some of the state waits there (`offload`), until all is written, since the host has no room for it twice.
-
-        Args:
-          number: `state.step`.
-          state: as the step returned it.
-          data: where in the data the run is, as JSON: given back as `Checkpoint.data`.
-          extra: trees of arrays by name: given back by `extras`.
-
-        Raises ValueError where a checkpoint that it waits for could not be written, where the number is not the
-        state's, and where the folder has one of that number which was neither saved nor restored here.
+        Waits until all is written where some of the state is in the host's memory (`offload`), which has no room for it
+        twice. Raises ValueError where the save before failed, where the number is not the state's, and where the folder
+        has a checkpoint of that number which was neither saved nor restored here.
         """
+        from .write import finish, save_items
+
         self.wait()
         if number in self._own:
             return
         if number in numbers(self.folder):
             raise ValueError(
-                f"{self._place(number)} is there already, of another run; name another folder, or remove that one"
+                f"{self.folder}/{number} is there already, of another run; name another folder, or remove that one"
             )
         self._room = _rooms.pop(self.step, {})
         more, values = extra_arrays(self.step, extra or {})
         arrays = [*self._arrays, *more]
-        about = about_of(self.step, arrays, number, self.about, data or {})
-        saved, about, items = planned(self.step, arrays, about, extra)
+        saved, items, paths = planned(self.step, arrays, extra)
         boxes = held(arrays, (state, values), self._room)
         if (here := int(np.asarray(state.step))) != number:
             raise ValueError(f"this is the state after step {here}, to be saved as that after step {number}")
         for name, array in saved.items():
-            array.boxes = boxes.pop(name, [])  # type: ignore[assignment]  # arrays, where functions may be too
+            array.boxes = boxes.get(name, [])  # type: ignore[assignment]  # arrays, where functions may be too
+        shapes = {name: (array.shape, array.dtype) for name, array in saved.items()}
+        kinds = {name: array.kind for array in arrays for name in array.names if array.kind is not None}
+        strategy, hosts = str(exact(self.step)), jax.process_count()
+        about = About(number, hosts, strategy, shapes, paths, kinds, self.about, dict(data or {}))
 
         def write(folder: Place) -> None:
-            for item, tree in items.items():
-                save_tree(folder / item, tree)
+            save_items(folder, items)
             if self._beside is not None:
                 self._beside()
 
-        complete = lambda folder: finish(folder, list(items), about)
+        complete = lambda folder: finish(folder, items, about)
         self._writing = number, writer().begin(self.folder, number, self._keep, write, complete)
         if any(self.step.layout.host_bytes.values()):
             self.wait()
 
     def restore(self, good: bool = False) -> State:
-        """The last complete state, as the step's layout stores it, whatever the layout it was saved in.
+        """Return the last complete state, as `TrainStep.restore` does.
 
         Then `data` is what was given to `save`, and `notes` says what a user should know: checkpoints that were passed
         over, and another strategy than that of the checkpoint.
 
         Args:
-          good: go on from the newest one that is what was written. Damaged ones that are newer are renamed, so that
-            they are in nobody's way.
+          good: go on from the newest one that is what was written; damaged ones that are newer are renamed.
 
-        Raises ValueError where there is none, where it is damaged, and where it belongs to another run, model or
-        optimizer, naming what differs.
+        Raises ValueError where there is none, where it is damaged, and where it belongs to another run.
         """
-        self.notes = self._set_aside() if good else []
+        self.notes = []
+        if good:  # process 0 looks, and the others wait for it
+            self.notes = together("set aside", list if jax.process_index() else self._set_aside)
         number = self.latest
         if number is None:
             raise ValueError(f"{self.folder} holds no complete checkpoint; start the run anew")
-        saved = Checkpoint(self._place(number))
+        saved = Checkpoint(self.folder / str(number))
         same_run(saved.run, self.about, saved.folder, self._changed)
         state = restored(self.step, saved)
         for name in self._changed:
@@ -174,39 +177,33 @@ class Checkpoints:
         self._own.add(number)
         return state
 
-    def extras(self, like: Mapping[str, Any]) -> dict[str, Any]:
-        """The trees that were saved beside the last complete state; see `TrainStep.restore_extra`."""
-        return extras(self.step, Checkpoint(self._place(self.latest or 0)), like)
-
     def _set_aside(self) -> list[str]:
-        """Renames what is newer than the newest checkpoint that is good, and says why; nothing where none is good."""
-        wrong: list[str] = []
-        good: int | None = -1
-        if jax.process_index() == 0:
-            good, wrong = latest_good(self.folder)
-            for newer in [number for number in numbers(self.folder) if good is not None and number > good]:
-                names = (
-                    f"{newer}.damaged{again}" for again in itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
-                )
-                free = next(aside for name in names if not (aside := self.folder / name).exists())
-                rename(self._place(newer), free)
-        if jax.process_count() > 1:
-            good = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if good is None else good)))
-            good = None if good < 0 else good
-        if good is None and numbers(self.folder):
-            why = "; ".join(wrong) or "process 0 says what is wrong with each"
-            raise ValueError(f"{self.folder} holds no checkpoint that is whole: {why}")
-        return wrong
-
-    def _place(self, number: int) -> Place:
-        return self.folder / str(number)
+        """Rename what is newer than the newest checkpoint that is what was written; return what is wrong with each."""
+        wrong: dict[int, str] = {}
+        for number in reversed(numbers(self.folder)):
+            try:
+                if (saved := Checkpoint(self.folder / str(number))).is_foreign:
+                    raise Damaged(saved.folder, "it has no item `about`")
+                saved.verify()
+                break
+            except Damaged as error:
+                wrong[number] = str(error)
+        else:
+            if wrong:
+                raise ValueError(f"{self.folder} holds no checkpoint that is whole: {'; '.join(wrong.values())}")
+        for number in wrong:
+            aside = f"{number}.damaged"
+            while (self.folder / aside).exists():
+                aside += "-again"
+            rename(self.folder / str(number), self.folder / aside)
+        return [*wrong.values()]
 
 
 def planned(
-    step: Step, arrays: Sequence[Array], about: About, extra: Mapping[str, Any] | None
-) -> tuple[dict[str, SavedArray], About, dict[str, Any]]:
-    """Return what is saved, still without values: the arrays by name, `about` with their paths in Orbax's trees, and
-    the tree of each item.
+    step: Step, arrays: Sequence[Array], extra: Mapping[str, Any] | None
+) -> tuple[dict[str, SavedArray], dict[str, Any], dict[str, Keys]]:
+    """Return what is saved, still without values: the arrays by name, the tree of each item, and the key paths of
+    arrays in these trees where they are not those of the names.
 
     Raises ValueError where Orbax, which joins the keys of a path by dots, would take two arrays for one.
     """
@@ -220,19 +217,16 @@ def planned(
     if extra:
         leaves = [saved[name_of(keys)] for keys, _ in flatten(dict(extra), (EXTRA,))]
         items[EXTRA] = jax.tree.unflatten(jax.tree.structure(dict(extra)), leaves)
-    of = {id(array): name for name, array in saved.items()}
-    paths = {of[id(array)]: keys for keys, array in flatten(items[STATE])}
-    paths |= {of[id(array)]: keys for keys, array in flatten(items.get(EXTRA, {}), (EXTRA,))}
-    joined = collections.defaultdict(list)
-    for name, keys in paths.items():
-        joined[".".join(keys)].append(name)
-    if same := next((names for names in joined.values() if len(names) > 1), None):
+    names = {id(array): name for name, array in saved.items()}
+    flat = [*flatten(items[STATE]), *flatten(items.get(EXTRA, {}), (EXTRA,))]
+    paths = {names[id(array)]: keys for keys, array in flat}
+    joined = collections.Counter(".".join(keys) for keys in paths.values())
+    if same := [name for name, keys in paths.items() if joined[".".join(keys)] > 1]:
         raise ValueError(
             f"{same[0]} and {same[1]} cannot be saved together: Orbax joins the keys of a path by dots, and so names "
             f"both {'.'.join(paths[same[0]])!r}; rename one of the two, without a dot in its keys"
         )
-    differing = {name: keys for name, keys in paths.items() if keys != keys_of(name)}
-    return saved, dataclasses.replace(about, paths=differing), items
+    return saved, items, {name: keys for name, keys in paths.items() if keys != keys_of(name)}
 
 
 def held(arrays: Sequence[Array], state: Any, room: Room) -> _Boxes:

@@ -7,16 +7,18 @@ Orbax decides which checkpoint is complete: on disk the folder gets its name at 
 from __future__ import annotations
 
 import asyncio
+import collections
+import concurrent.futures
 import contextlib
 import errno
 import functools
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import TypeVar
 
 import jax
-from orbax.checkpoint.path import atomicity
 
 from ..buckets import Place, answered, is_bucket, remove, rename
 from ..files import place, sync
@@ -24,28 +26,25 @@ from ..hosts import ending
 from ..hosts.outcomes import Outcomes
 from ..hosts.store import Coordinator
 from ..text import reason
-from .saved import COMPLETE, UNFINISHED, numbers
-from .stores import orbax_path
+from .about import COMPLETE, UNFINISHED, numbers
 
-_writing: set[Commit] = set()
+Value = TypeVar("Value")
+Action = Callable[[Place], object]
+_writing: dict[Future[None], Place] = {}  # the folders of saves for whose end nobody has waited
 
 
 class Writer:
     """This process, as one of those that write checkpoints together, one after the other."""
 
     def __init__(self, outcomes: Outcomes):
-        self.outcomes = outcomes
-        self.last: Commit | None = None
+        self._outcomes, self._times = outcomes, collections.Counter[str]()
+        # One thread: what a process says of one save is not taken for another's.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxpar-save")
 
     def begin(
-        self,
-        folder: Place,
-        number: int,
-        keep: int | None,
-        write: Callable[[Place], object],
-        finish: Callable[[Place], object] = lambda unfinished: None,
-    ) -> Commit:
-        """Begin to write a checkpoint; all hosts do so in one order, with the same arguments but `write`.
+        self, folder: Place, number: int, keep: int | None, write: Action, finish: Action = lambda unfinished: None
+    ) -> Future[None]:
+        """Begin to write a checkpoint, and return what `wait` takes. All hosts do so in one order.
 
         Args:
           folder: of the run's checkpoints.
@@ -54,99 +53,106 @@ class Writer:
           write: writes this host's part into the unfinished checkpoint, whose folder it is given.
           finish: what process 0 does there once all hosts have written.
         """
-        self.last = Commit(self.outcomes, self.last, folder, number, keep, write, finish)
-        return self.last
+        _wait_at_the_end()
+        future = self._thread.submit(self._write, folder, number, keep, write, finish)
+        _writing[future] = folder
+        return future
+
+    def together(
+        self, name: str, action: Callable[[], Value], told: Callable[[Exception], str] = str
+    ) -> tuple[Value | None, Exception | None, str]:
+        """Do what all hosts do, each time in one order, and tell the others where it fails: they would wait for ever.
+
+        Returns the action's value, its error on this host, and the reason on all hosts if it failed on one.
+        """
+        value, error, problem = None, None, ""
+        try:
+            value = action()
+        except Exception as failure:  # of a disk, a bucket, or a bug
+            error, problem = failure, told(failure)
+        self._times[name] += 1
+        try:
+            problem = self._outcomes.shared(name, self._times[name], problem)
+        except Exception as failure:  # the coordinator is gone
+            error, problem = error or failure, problem or told(failure)
+        return value, error, problem
+
+    def _write(self, folder: Place, number: int, keep: int | None, write: Action, finish: Action) -> None:
+        from .write import temporary
+
+        final = folder / str(number)
+        unfinished = final if is_bucket(folder) else folder / f"{number}{UNFINISHED}"
+        orbax = temporary(final)
+
+        def make_folder() -> None:
+            if not is_bucket(folder):
+                if not folder.is_dir():  # Orbax would make it again
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+                if unfinished.is_symlink():
+                    unfinished.unlink()
+            answered(folder, lambda: asyncio.run(orbax.create()))
+
+        def complete() -> None:
+            answered(folder, lambda: finish(unfinished))
+            sync(unfinished)
+            answered(folder, lambda: asyncio.run(orbax.finalize()))
+            sync(final)
+            sync(folder, deep=False)
+            older = [old for old in numbers(folder) if old < number]
+            for old in older[: len(older) + 1 - keep] if keep else []:
+                _discard(folder / str(old))
+
+        alone = lambda action: action if self._outcomes.process == 0 else lambda: None
+        actions = {"folder": alone(make_folder), "part": lambda: write(unfinished), "commit": alone(complete)}
+        for name, action in actions.items():
+            _, cause, problem = self.together(f"save/{name}", action, _reason)
+            if problem:
+                text = f"a checkpoint could not be written to {folder}: {problem}. Older ones are as they were"
+                raise ValueError(text) from cause
 
 
 @functools.cache
 def writer() -> Writer:
     """Return this process as a writer."""
-    # This runs before `atexit`: after it no thread can be started, which Orbax and the storage clients need.
-    threading._register_atexit(_end)  # type: ignore[attr-defined]
     processes = jax.process_count()
     return Writer(Outcomes(jax.process_index(), processes, Coordinator() if processes > 1 else None))
 
 
-class Commit:
-    """One checkpoint that is being written, by `Writer.begin`."""
+def wait(save: Future[None]) -> None:
+    """Wait until a checkpoint is complete. Raises ValueError, on all hosts, where one could not write."""
+    try:
+        save.result()
+    finally:
+        _writing.pop(save, None)
 
-    def __init__(
-        self, outcomes: Outcomes, before: Commit | None, folder: Place, number: int, keep: int | None, *parts: Any
-    ):
-        self.folder, self._outcomes, self._before, self._keep = folder, outcomes, before, keep
-        self._serial: int = 1 if before is None else before._serial + 1
-        self._final, (self._write, self._finish) = folder / str(number), parts
-        kind = atomicity.CommitFileTemporaryPath if is_bucket(folder) else atomicity.AtomicRenameTemporaryPath
-        self._orbax = kind.from_final(orbax_path(self._final))
-        self._unfinished = self._final if is_bucket(folder) else folder / f"{number}{UNFINISHED}"
-        self._problem, self._cause = "", None
-        self._thread = threading.Thread(target=self._run, name="jaxpar-save", daemon=True)
-        _writing.add(self)
-        self._thread.start()
 
-    _cause: Exception | None
+def wait_for(folder: Place | str) -> None:
+    """Wait for what this process is still writing to a folder of checkpoints, or to one of them, by whatever step."""
+    path = place(folder, "folder").absolute()
+    for save, where in list(_writing.items()):
+        if where in (path, path.parent):
+            wait(save)
 
-    def wait(self) -> None:
-        """Wait until it is complete. Raises ValueError, on all hosts, where one could not write."""
-        self._thread.join()
-        _writing.discard(self)
-        if self._problem:
-            raise ValueError(
-                f"a checkpoint could not be written to {self.folder}: {self._problem}. Older ones are as they were"
-            ) from self._cause
 
-    def _run(self) -> None:
-        if self._before is not None:  # what a process says of one save is not taken for another's
-            self._before._thread.join()
-            self._before = None
-        is_first = self._outcomes.process == 0
-        for name, action in (
-            ("folder", self._make_folder if is_first else None),
-            ("part", lambda: self._write(self._unfinished)),
-            ("commit", self._complete if is_first else None),
-        ):
-            problem = "" if action is None else self._tried(action)
+@functools.cache
+def _wait_at_the_end() -> None:
+    """Have a program wait at its end for what it has begun to save, and end badly where that is not saved."""
+    from . import write  # noqa: F401  # Orbax, which a thread cannot import at the end of a program
+
+    def end() -> None:
+        for save in list(_writing):
             try:
-                self._problem = self._outcomes.shared(f"save/{name}", self._serial, problem)
-            except Exception as error:  # the coordinator is gone
-                self._problem, self._cause = problem or _reason(error), error
-            if self._problem:
-                break
-        del self._write  # and with it the arrays
-        if not self._problem:
-            _writing.discard(self)
+                wait(save)
+            except ValueError as error:
+                ending.badly(error)
 
-    def _tried(self, action: Callable[[], object]) -> str:
-        try:
-            action()
-        except Exception as error:  # of a disk, a bucket, or a bug: all hosts are told, and `wait` raises it
-            self._cause = error
-            return _reason(error)
-        return ""
-
-    def _make_folder(self) -> None:
-        if not is_bucket(self.folder):
-            if not self.folder.is_dir():  # Orbax would make it again
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
-            if self._unfinished.is_symlink():
-                self._unfinished.unlink()
-        answered(self.folder, lambda: asyncio.run(self._orbax.create()))
-
-    def _complete(self) -> None:
-        """Commit the checkpoint; then remove older ones that are not kept, so that a kill leaves no half of them."""
-        answered(self.folder, lambda: self._finish(self._unfinished))
-        sync(self._unfinished)
-        answered(self.folder, lambda: asyncio.run(self._orbax.finalize()))
-        sync(self._final)
-        sync(self.folder, deep=False)
-        before = [number for number in numbers(self.folder) if str(number) != self._final.name]
-        before = [number for number in before if number < int(self._final.name)]
-        for number in before[: len(before) + 1 - self._keep] if self._keep else []:
-            _discard(self.folder / str(number))
+    # This runs before `atexit`, and before what Orbax's modules have registered: after these no thread can be started,
+    # which Orbax and the storage clients need.
+    threading._register_atexit(end)  # type: ignore[attr-defined]
 
 
 def _discard(old: Place) -> None:
-    """Remove a checkpoint: first what makes it complete, then the rest."""
+    """Remove a checkpoint: first what makes it complete, so that a kill leaves no half of it, then the rest."""
     if is_bucket(old):
         (old / COMPLETE).unlink()
     else:
@@ -157,9 +163,7 @@ def _discard(old: Place) -> None:
 
 def clear(folder: Place) -> None:
     """Remove what killed processes have left unfinished, once this process writes nothing there."""
-    for commit in list(_writing):
-        if commit.folder == folder:
-            commit._thread.join()
+    concurrent.futures.wait([save for save, where in _writing.items() if where == folder])
     if is_bucket(folder):
         complete = {str(number) for number in numbers(folder)}
         inside = list(folder.iterdir()) if folder.exists() else []
@@ -170,24 +174,7 @@ def clear(folder: Place) -> None:
         remove(path)
 
 
-def wait_for(folder: Place | str) -> None:
-    """Wait for what this process is still writing to a folder of checkpoints, or to one of them, by whatever step."""
-    path = place(folder, "folder").absolute()
-    for commit in list(_writing):
-        if commit.folder in (path, path.parent):
-            commit.wait()
-
-
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}; make room, or see that the folder is there and may be written to"
     return f"{type(error).__name__}: {reason(error)}; see what it says"
-
-
-def _end() -> None:
-    """At the end of a program, wait for what it has begun to save, and end badly where that is not saved."""
-    for commit in list(_writing):
-        try:
-            commit.wait()
-        except ValueError as error:
-            ending.badly(error)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
 from ..layout.boxes import box_of, parts
@@ -17,12 +17,14 @@ from ..layout.state import State
 from ..step.core import Step
 from ..step.init import BEGIN_ANEW, check_here
 from ..text import few
-from .about import fits
-from .arrays import EXTRA, Array, arrays_of, extra_arrays, raw
-from .saved import Checkpoint, damaged
-from .stores import Damaged
+from .about import Damaged, fits
+from .arrays import EXTRA, Array, arrays_of, extra_arrays, flatten, name_of, raw
+from .commit import writer
+from .saved import Checkpoint
 
 Fresh = Callable[[str], bool]
+Value = TypeVar("Value")
+_AHEAD = 1 << 28  # bytes that are read at a time, before the devices have them; their boxes share chunks
 
 
 def restored(step: Step, saved: Checkpoint) -> State:
@@ -39,18 +41,24 @@ def restored(step: Step, saved: Checkpoint) -> State:
             "weights alone with weights_only=True"
         )
     arrays, tree = arrays_of(step)
-    kind = lambda array: array.names[0].partition("/")[0]
-    anew = [a for a in arrays if kind(a) == "scale" and a.names[0] not in saved.arrays]
-    wanted = {name: a for a in arrays if a not in anew and not a.derived for name in a.names}
-    optional = [name for name in saved.arrays if name.partition("/")[0] in ("scale", EXTRA)]
-    fits(saved.about, wanted, saved.folder, optional)
-    scale = iter(jax.tree.leaves(LossScale.create()))
-    value = lambda a: jax.device_put(next(scale), a.sharding) if a in anew else _read(saved, a)
+    kind = lambda name: name.partition("/")[0]
+    scale = {name_of(keys): np.asarray(x) for keys, x in flatten(LossScale.create(), ("scale",))}
+    begun = {name for name in scale if name not in saved.arrays}
+    needed = [a for a in arrays if a.names[0] not in begun]
+    optional = [name for name in saved.arrays if kind(name) in ("scale", EXTRA)]
+    fits(saved.about, {name: a for a in needed if not a.derived for name in a.names}, saved.folder, optional)
 
-    values = _together(lambda: [value(array) for array in arrays])
-    state = jax.tree.unflatten(tree, values)
+    def begin(array: Array) -> jax.Array:
+        x = scale[array.names[0]]
+        return jax.make_array_from_callback(array.shape, array.sharding, lambda index: x[index])
+
+    def values() -> list[jax.Array]:
+        found = iter(_read(saved, needed))
+        return [begin(a) if a.names[0] in begun else next(found) for a in arrays]
+
+    state = jax.tree.unflatten(tree, together("restore", values))
     if (number := int(state.step)) != saved.step:
-        raise damaged(saved.folder, Damaged(f"about says step {saved.step}, and the state is of step {number}"))
+        raise Damaged(saved.folder, f"about says step {saved.step}, and the state is of step {number}")
     return state
 
 
@@ -64,9 +72,13 @@ def weights(step: Step, saved: Checkpoint, key: jax.Array, fresh: Fresh | None) 
     check_here(step.layout)
     arrays, tree = arrays_of(step)
     is_fresh = lambda name: fresh is not None and name.startswith("params/") and fresh(name.removeprefix("params/"))
-    needed = [array for array in arrays if array.names[0].partition("/")[0] in ("params", "variables")]
+    is_needed = lambda array: array.names[0].partition("/")[0] in ("params", "variables") and not array.derived
+    needed = [array for array in arrays if is_needed(array)]
     wanted = {name: array for array in needed for name in array.names if not is_fresh(name)}
-    there = _names_there(saved, wanted)
+    # Another program keeps variables beside its parameters, or among them.
+    foreign = ("other/", "params/") if saved.is_foreign else ()
+    ways = lambda name: [root + x for root in foreign if (x := name.removeprefix("variables/")) != name] + [name]
+    there = {name: way for name in wanted for way in ways(name) if way in saved.arrays}
     missing = [name for name in wanted if name not in there]
     if saved.is_foreign and (begun := [name for name in missing if name.startswith("variables/")]):
         missing = [name for name in missing if name not in begun]
@@ -76,92 +88,78 @@ def weights(step: Step, saved: Checkpoint, key: jax.Array, fresh: Fresh | None) 
         names = few([name.removeprefix("params/") for name in missing])
         has = few([name.removeprefix("params/") for name in saved.arrays])
         raise ValueError(f"{saved.folder} has no weights for {names}; it has {has}; {BEGIN_ANEW}")
-    if saved.is_foreign:
-        _check_shapes(saved, {there[name]: wanted[name] for name in there})
-    else:
-        fits(saved.about, wanted, saved.folder, saved.arrays)
+    hint = "make the model with the sizes of that checkpoint, and the step with its precision"
+    fits(saved.about, {there[x]: wanted[x] for x in there}, saved.folder, saved.arrays, hint, casts=saved.is_foreign)
     begins_anew = any(name not in there for array in needed for name in array.names)
-    made = dict(zip((a.names for a in arrays), jax.tree.leaves(step.init(key)), strict=True)) if begins_anew else {}
-    values = _together(lambda: {a.names: _read(saved, a, there, made.pop(a.names, None)) for a in needed})
-    made.clear()
-    state = jax.tree.unflatten(tree, [values.get(a.names) if not a.derived else None for a in arrays])
+    begun = zip(arrays, jax.tree.leaves(step.init(key)), strict=True) if begins_anew else ()
+    made = {array.names: x for array, x in begun if is_needed(array)}
+    values = iter(together("restore", lambda: _read(saved, needed, there, made)))
+    state = jax.tree.unflatten(tree, [next(values) if is_needed(a) else None for a in arrays])
     return step.begin(key, state.params, state.variables)
-
-
-def _names_there(saved: Checkpoint, wanted: Mapping[str, Array]) -> dict[str, str]:
-    """Return the names that a checkpoint has for those that are wanted, where it has them. Another program keeps
-    variables beside its parameters, or among them.
-    """
-    found = {}
-    for name in wanted:
-        rest = name.removeprefix("variables/")
-        ways = (name, f"params/{rest}", f"other/{rest}") if saved.is_foreign and rest != name else (name,)
-        if (there := next((way for way in ways if way in saved.arrays), None)) is not None:
-            found[name] = there
-    return found
-
-
-def _check_shapes(saved: Checkpoint, wanted: Mapping[str, Array]) -> None:
-    for name, array in wanted.items():
-        if (shape := saved.arrays[name][0]) != array.logical:
-            raise ValueError(
-                f"{saved.folder} has {name.removeprefix('params/')} of shape {list(shape)}, the model needs "
-                f"{list(array.logical)}; make the model with the sizes of that checkpoint"
-            )
 
 
 def extras(step: Step, saved: Checkpoint, like: Mapping[str, Any]) -> dict[str, Any]:
     """Return trees that were saved beside a state, with the shapes, dtypes and places of `like`."""
     arrays, _ = extra_arrays(step, like)
     wanted = {array.names[0]: array for array in arrays}
-    if missing := [name for name in wanted if name not in saved.arrays]:
+    if missing := [name.removeprefix(f"{EXTRA}/") for name in wanted if name not in saved.arrays]:
         have = [name.removeprefix(f"{EXTRA}/") for name in saved.arrays if name.startswith(f"{EXTRA}/")]
-        given = few([name.removeprefix(f"{EXTRA}/") for name in missing])
-        raise ValueError(
-            f"{saved.folder} has no {given} beside its state; it has {few(have) if have else 'nothing there'}"
-        )
+        has = few(have) if have else "nothing there"
+        raise ValueError(f"{saved.folder} has no {few(missing)} beside its state; it has {has}")
     fits(saved.about, wanted, saved.folder, saved.arrays)
-    values = _together(lambda: [_read(saved, array) for array in arrays])
-    return jax.tree.unflatten(jax.tree.structure(dict(like)), values)
+    return jax.tree.unflatten(jax.tree.structure(dict(like)), together("restore", lambda: _read(saved, arrays)))
 
 
-def _together(read: Callable[[], Any]) -> Any:
-    """Return what `read` returns. Where it fails on one host, raise on all: the others would wait for it for ever."""
-    values, problem = None, None
-    try:
-        values = read()
-    except (ValueError, OSError) as error:
-        problem = error
-    if jax.process_count() > 1:
-        failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(problem is not None)))
-        if failed.size and problem is None:
-            problem = ValueError(f"process {failed[0]} could not read its part of the checkpoint; its error says why")
-    if problem is not None:
-        raise problem
-    return values
+def together(name: str, action: Callable[[], Value]) -> Value:
+    """Return what an action returns that all hosts do. Where it fails on one, raise on all, with the reason."""
+    value, error, problem = writer().together(name, action)
+    if error is not None or problem:
+        raise error or ValueError(problem)
+    return cast(Value, value)
 
 
 def _read(
-    saved: Checkpoint, array: Array, there: Mapping[str, str] | None = None, made: jax.Array | None = None
-) -> jax.Array:
-    """Return an array of a state, read from a checkpoint.
+    saved: Checkpoint,
+    arrays: Sequence[Array],
+    names: Mapping[str, str] | None = None,
+    made: dict[tuple[str, ...], jax.Array] | None = None,
+) -> list[jax.Array]:
+    """Return arrays of a state, read from a checkpoint, about `_AHEAD` bytes at a time in this host's memory.
 
     Args:
-      there: the names that the checkpoint has for those of the array; the same names if None.
-      made: what the leaves begin with that the checkpoint has no name for.
+      names: the checkpoint's names of the leaves that are read, by the step's; the same names, and all, if None.
+      made: by names, the arrays with the values that other leaves begin with; they are removed.
     """
-    here, shards = jax.process_index(), []
-    names = {name: name for name in array.names} if there is None else there
-    first = {box_of(s.index, array.shape): s.data for s in raw(made).addressable_shards} if made is not None else {}
-    for box, devices in array.boxes().items():
-        mine = [device for device in devices if device.process_index == here]
-        if mine:
-            shape = [stop - start for start, stop in box]
-            into = np.array(first[box], array.dtype) if first else np.zeros(shape, array.dtype)
-            boxes = [(array.names[part.member], part) for part in parts(array.leaf, array.inner, box)]
-            saved.fill((names[name], part.box, part.view(into)) for name, part in boxes if name in names)
-            kind = array.sharding.memory_kind
-            shards += [jax.device_put(into, SingleDeviceSharding(device, memory_kind=kind)) for device in mine]
-            jax.block_until_ready(shards)  # so that one box at a time is in this host's memory
-    x = jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
-    return x if array.kind is None else jax.random.wrap_key_data(x, impl=array.kind)
+    names = {name: name for array in arrays for name in array.names} if names is None else names
+    placed: list[list[jax.Array]] = [[] for _ in arrays]
+    ahead = collections.deque[tuple[list[Callable[[], object]], np.ndarray, int, list[jax.Device]]]()
+    size = 0
+
+    def put_first() -> int:
+        reads, box, at, devices = ahead.popleft()
+        for wait in reads:
+            wait()
+        kind = arrays[at].sharding.memory_kind
+        shards = [jax.device_put(box, SingleDeviceSharding(device, memory_kind=kind)) for device in devices]
+        placed[at] += jax.block_until_ready(shards)
+        return box.nbytes
+
+    for at, array in enumerate(arrays):
+        x = (made or {}).pop(array.names, None)
+        first = {} if x is None else {box_of(s.index, array.shape): s.data for s in raw(x).addressable_shards}
+        for bounds, devices in array.boxes().items():
+            if mine := [device for device in devices if device.process_index == jax.process_index()]:
+                shape = [stop - start for start, stop in bounds]
+                box = np.array(first[bounds], array.dtype) if first else np.zeros(shape, array.dtype)
+                found = [(array.names[part.member], part) for part in parts(array.leaf, array.inner, bounds)]
+                reads = [saved.opened[names[x]].begin(part.box, part.view(box)) for x, part in found if x in names]
+                ahead.append((reads, box, at, mine))
+                size += box.nbytes
+            while size > _AHEAD:
+                size -= put_first()
+    while ahead:
+        put_first()
+    made_of = jax.make_array_from_single_device_arrays
+    values = [made_of(array.shape, array.sharding, shards) for array, shards in zip(arrays, placed, strict=True)]
+    wrap = lambda array, x: x if array.kind is None else jax.random.wrap_key_data(x, impl=array.kind)
+    return [wrap(array, x) for array, x in zip(arrays, values, strict=True)]

@@ -1,141 +1,158 @@
-"""Arrays in files: Orbax's layout of a tree, and TensorStore, which reads and writes boxes of its arrays.
-
-Every array is a zarr3 array whose chunks carry a CRC-32C. On disk and in gs:// the arrays of a tree lie in one OCDBT
-database; each process writes a part of it, and Orbax merges the parts. In s3:// every chunk is an object of its own,
-since Orbax cannot name a database there.
-"""
+"""Arrays in files that TensorStore reads: of a tree that Orbax has written, for jaxpar or for anybody."""
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import math
+import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore as ts
-from etils import epath
 
 from ..buckets import ANSWER_SECONDS, Place, is_bucket
 from ..layout.boxes import Box
 from ..text import reason
+from .about import TREE, About, Damaged
+from .arrays import Keys, flatten, name_of
 
-_CHUNK = 1 << 23  # bytes of a chunk, the least that a box is read from
-_IN_FLIGHT = 1 << 27  # bytes that are being written at a time, beside those that wait in the host's memory
-
-
-class Damaged(ValueError):
-    """A part of a checkpoint that is missing, incomplete, or not what was written."""
+_ATTRIBUTE = "value"  # of a variable of Flax NNX, the last key of its path
 
 
-@dataclass
-class SavedArray:
-    """One of the model's arrays, as this host saves it.
+class Tree:
+    """The folder of a tree that Orbax has written. Raises Damaged where it is none."""
 
-    Attributes:
-      shape, dtype: of the whole array.
-      chunk: a shape whose grid no host's boxes cut through, so that no chunk has two writers.
-      boxes: the parts that this host writes, as (box, values), or functions that make the values.
+    def __init__(self, folder: Place):
+        self.folder, self._context = folder, context()
+        try:
+            metadata = json.loads((folder / TREE).read_bytes())
+            self._driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+            self._has_zeros = bool(metadata.get("store_array_data_equal_to_fill_value"))
+        except (FileNotFoundError, ValueError, AttributeError) as error:
+            raise Damaged(folder, f"{TREE} is not what Orbax writes ({error})") from error
+        self._database = None
+        if (folder / "manifest.ocdbt").is_file():
+            self._database = {"driver": "ocdbt", "base": kvstore(folder), "cache_pool": "cache_pool#ocdbt"}
+
+    def open(self, keys: Keys) -> ts.Future:
+        """Begin to open an array by its key path; returns a future of a TensorStore."""
+        name = ".".join(keys)
+        spec = {
+            "driver": self._driver,
+            "kvstore": {**self._database, "path": f"{name}/"} if self._database else kvstore(self.folder / name),
+            "recheck_cached_metadata": False,
+            "recheck_cached_data": False,
+            "fill_missing_data_reads": not self._has_zeros,  # where zeros are written too, a missing chunk is damage
+        }
+        return ts.open(ts.Spec(spec), open=True, read=True, context=self._context)
+
+    def about(self) -> About:
+        """Describe a tree of another program: the arrays below its `params`, or all of them, are the parameters."""
+        import orbax.checkpoint as ocp
+        from etils import epath
+
+        if is_s3(self.folder):
+            where = "another program, whose checkpoints are read from disk or gs://; copy it"
+            raise ValueError(f"{self.folder} was written by {where}")
+        try:
+            tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(str(self.folder))).tree
+        except Exception as error:  # Orbax raises what its parts raise
+            raise Damaged(self.folder, f"Orbax cannot read it: {type(error).__name__}: {reason(error)}") from error
+        arrays, keys_of = {}, {}
+        for keys, leaf in flatten(tree):
+            shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)  # a text has none
+            if (
+                shape is not None
+                and dtype is not None
+                and any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, np.bool_))
+            ):
+                path = keys[:-1] if len(keys) > 1 and keys[-1] == _ATTRIBUTE else keys
+                keys_of[path], arrays[path] = keys, (tuple(shape), np.dtype(dtype))
+        roots = {path[: path.index("params") + 1] for path in arrays if "params" in path[:-1]}
+        highest = [root for root in roots if len(root) == min(map(len, roots))]
+        root = highest[0] if len(highest) == 1 else ()
+        while root and all(path[len(root)] == "params" for path in arrays if path[: len(root)] == root):
+            root = (*root, "params")  # of Linen's variables in a state
+        is_param = lambda path: path[: len(root)] == root
+        names = {p: name_of(("params", *p[len(root) :]) if is_param(p) else ("other", *p)) for p in arrays}
+        return About(
+            step=int(self.folder.name) if self.folder.name.isdecimal() else 0,
+            hosts=1,
+            strategy="another program",
+            arrays={names[path]: array for path, array in arrays.items()},
+            paths={names[path]: keys for path, keys in keys_of.items()},
+        )
+
+
+@dataclass(frozen=True)
+class OpenedArray:
+    """An array of a checkpoint that TensorStore is opening.
+
+    Its methods raise Damaged, with its name, where its data are not what was written, and OSError where a bucket
+    refuses or does not answer.
     """
 
+    name: str
+    folder: Place
     shape: tuple[int, ...]
     dtype: np.dtype
-    chunk: tuple[int, ...]
-    boxes: list[tuple[Box, np.ndarray | Callable[[], np.ndarray]]]
+    future: ts.Future
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that this host writes."""
-        return sum(math.prod(stop - start for start, stop in box) for box, _ in self.boxes) * self.dtype.itemsize
+    def check(self) -> Any:
+        """Return the TensorStore once it is open, with the shape and the dtype of the description."""
+        store = self._result(self.future)
+        if store.shape != self.shape or store.dtype.numpy_dtype != self.dtype:
+            here = f"{store.dtype.name}{list(store.shape)}, not {self.dtype.name}{list(self.shape)}"
+            raise Damaged(self.folder, f"{self.name} is {here}")
+        return store
 
+    def begin(self, box: Box, into: np.ndarray) -> Callable[[], object]:
+        """Begin to read a box into memory, cast to its dtype; return a function that waits for the end."""
+        source = self.check()[tuple(slice(*bounds) for bounds in box)]
+        if source.dtype.numpy_dtype != into.dtype:
+            source = ts.cast(source, into.dtype)
+        written = ts.array(into).write(source.translate_to[(0,) * source.rank] if source.rank else source)
+        return lambda: self._result(written)
 
-class _Handler(ocp.type_handlers.NumpyHandler):
-    """How Orbax writes a `SavedArray`: as it writes a NumPy array, so that anybody reads it as one."""
+    def read(self, box: Box, dtype: np.dtype) -> np.ndarray:
+        """Return a box, cast to a dtype."""
+        self.check()  # before room is made for a shape that is not true
+        into = np.empty([stop - start for start, stop in box], dtype)
+        self.begin(box, into)()
+        return into
 
-    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
-        """Write the boxes of some arrays and return when all are written; the values are dropped one by one."""
-        pending, size, context = [], 0, _context()
-        for array, info in zip(values, infos, strict=True):
-            if not array.boxes:
-                continue
-            store = await ts.open(_write_spec(array, info), create=True, open=True, context=context)
-            while array.boxes:
-                box, x = array.boxes.pop()
-                x = np.asarray(x() if callable(x) else x)
-                index = tuple(slice(*bounds) for bounds in box)
-                pending.append(store[index].write(x, can_reference_source_data_indefinitely=True))
-                size += x.nbytes
-                if size > _IN_FLIGHT:
-                    await _all(pending)
-                    pending, size = [], 0
-                del x
-        await _all(pending)
-        return []
-
-
-async def _all(pending: Sequence[Any]) -> None:
-    """Wait for all that is being written, also where some of it fails: what ends later would find no event loop."""
-    results = await asyncio.gather(*pending, return_exceptions=True)
-    if errors := [result for result in results if isinstance(result, BaseException)]:
-        raise errors[0]
+    def _result(self, future: Any) -> Any:
+        try:
+            return future.result(timeout=20 * ANSWER_SECONDS)
+        except Exception as error:  # TensorStore's errors are of several classes; the text begins with the kind
+            text = reason(error)
+            is_silent = isinstance(error, TimeoutError) or text.startswith(("UNAVAILABLE", "DEADLINE_EXCEEDED"))
+            if is_bucket(self.folder) and is_silent:
+                raise ConnectionError(errno.EIO, text, str(self.folder)) from error
+            if "PERMISSION_DENIED" in text or isinstance(error, PermissionError):
+                raise PermissionError(errno.EACCES, text, str(self.folder)) from error
+            raise Damaged(self.folder, f"{self.name} is not what was written: {text}") from error
 
 
-def _write_spec(array: SavedArray, info: Any) -> ts.Spec:
-    spec = ocp.type_handlers.get_json_tspec_write(
-        info,
-        use_ocdbt=info.is_ocdbt_checkpoint,
-        global_shape=array.shape,
-        local_shape=array.chunk,
-        dtype=array.dtype,
-        process_index=jax.process_index() if info.is_ocdbt_checkpoint else None,
-        arg=ocp.SaveArgs(chunk_byte_size=_CHUNK),
-    )
-    codecs = spec["metadata"]["codecs"]
-    inner = codecs[0]["configuration"]["codecs"] if codecs[0]["name"] == "sharding_indexed" else codecs
-    inner.append({"name": "crc32c"})
-    if str(info.parent_dir).startswith("s3://"):
-        spec["kvstore"] = kvstore(info.parent_dir / info.name)
-    return ts.Spec(spec)
+def context() -> ts.Context:
+    """Return TensorStore's limits: few tries of a silent bucket, and caches of chunks and of a database's nodes.
 
-
-def handler(place: Place) -> ocp.PyTreeCheckpointHandler:
-    """Return Orbax's handler of trees of `SavedArray`, for a folder of that kind."""
-    registry = ocp.type_handlers.create_type_handler_registry(
-        (SavedArray, _Handler()), (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))
-    )
-    return ocp.PyTreeCheckpointHandler(
-        use_ocdbt=not str(place).startswith("s3://"),
-        use_zarr3=True,
-        use_compression=False,
-        type_handler_registry=registry,
-    )
-
-
-def orbax_path(place: Place) -> epath.Path:
-    """Return a place as Orbax's kind of path."""
-    return epath.Path(str(place))
-
-
-def _context() -> ts.Context:
-    """Return TensorStore's limits: caches of chunks that several boxes share, and few tries of a bucket that is silent.
-
-    Caches know files by their path, so that each save and each checkpoint that is read has its own.
+    Caches know files by their path, so that each save and each checkpoint that is read has its own. The cache of chunks
+    serves boxes that are read one after the other; boxes that are read at the same time share chunks without it.
     """
-    few = {"max_retries": 3}
-    cached = {name: {"total_bytes_limit": 1 << 28} for name in ("cache_pool", "cache_pool#ocdbt")}
-    return ts.Context({**cached, "s3_request_retries": few, "gcs_request_retries": few})
+    few, chunks, nodes = {"max_retries": 3}, {"total_bytes_limit": 1 << 26}, {"total_bytes_limit": 1 << 28}
+    caches = {"cache_pool": chunks, "cache_pool#ocdbt": nodes}
+    return ts.Context({**caches, "s3_request_retries": few, "gcs_request_retries": few})
 
 
-def kvstore(place: Any) -> dict[str, Any]:
+def kvstore(folder: Any) -> dict[str, Any]:
     """Return TensorStore's description of a folder, on disk or in a bucket."""
-    scheme, found, rest = str(place).partition("://")
+    scheme, found, rest = str(folder).partition("://")
     if not found:
-        return {"driver": "file", "path": f"{place}/"}
+        return {"driver": "file", "path": f"{folder}/"}
     bucket, _, key = rest.partition("/")
     if scheme == "gs":
         return {"driver": "gcs", "bucket": bucket, "path": f"{key}/"}
@@ -148,53 +165,6 @@ def kvstore(place: Any) -> dict[str, Any]:
     return spec | ({"aws_credentials": {"type": "environment"}} if os.environ.get("AWS_ACCESS_KEY_ID") else {})
 
 
-@dataclass(frozen=True)
-class TreeFiles:
-    """The folder of a tree that Orbax has written, by jaxpar or by anybody.
-
-    Attributes:
-      place: the folder.
-      is_database: whether its arrays lie in an OCDBT database.
-      driver: "zarr3", or "zarr" for version 2.
-      has_zeros: whether chunks of zeros are written too, so that a missing chunk is damage.
-    """
-
-    place: Place
-    is_database: bool
-    driver: str = "zarr3"
-    has_zeros: bool = True
-    context: ts.Context = field(default_factory=_context, compare=False)
-
-    def open(self, keys: Sequence[str]) -> Any:
-        """Begin to open an array by its key path; returns a future of a TensorStore."""
-        name = ".".join(keys)
-        database = {
-            "driver": "ocdbt",
-            "base": kvstore(self.place),
-            "path": f"{name}/",
-            "cache_pool": "cache_pool#ocdbt",
-        }
-        spec = {
-            "driver": self.driver,
-            "kvstore": database if self.is_database else kvstore(self.place / name),
-            "recheck_cached_metadata": False,
-            "recheck_cached_data": False,
-            "fill_missing_data_reads": not self.has_zeros,
-        }
-        return ts.open(ts.Spec(spec), open=True, read=True, context=self.context)
-
-
-def fetched(future: Any, name: str, place: Place) -> Any:
-    """Wait for TensorStore. Raise Damaged with the name of the array where its data are not what was written, and
-    OSError where a bucket refuses or does not answer.
-    """
-    try:
-        return future.result(timeout=20 * ANSWER_SECONDS)
-    except Exception as error:  # TensorStore's errors are of several classes; the text begins with the kind
-        text = reason(error)
-        is_silent = isinstance(error, TimeoutError) or text.startswith(("UNAVAILABLE", "DEADLINE_EXCEEDED"))
-        if is_bucket(place) and is_silent:
-            raise ConnectionError(errno.EIO, text, str(place)) from error
-        if "PERMISSION_DENIED" in text or isinstance(error, PermissionError):
-            raise PermissionError(errno.EACCES, text, str(place)) from error
-        raise Damaged(f"{name} is not what was written: {text}") from error
+def is_s3(folder: Any) -> bool:
+    """Return whether a folder is in a bucket of S3, where Orbax cannot name a database."""
+    return str(folder).startswith("s3://")

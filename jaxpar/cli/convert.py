@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..buckets import Place
-from ..checkpoint.arrays import EXTRA, keys_of
-from ..checkpoint.commit import writer
-from ..checkpoint.saved import STATE, Checkpoint, finish, save_tree
-from ..checkpoint.stores import SavedArray
+from ..checkpoint.arrays import EXTRA, SavedArray, keys_of
+from ..checkpoint.commit import wait, writer
+from ..checkpoint.saved import STATE, Checkpoint
 from ..files import place
-from ..layout.boxes import Box, slabs
+from ..layout.boxes import slabs
 
 
 def converted(
@@ -45,7 +44,7 @@ def converted(
         if cast is not None and name.startswith("params") and jnp.issubdtype(kind, jnp.floating):
             kind = cast
         pieces = slabs(shape, kind.itemsize)
-        boxes: list[Any] = [(box, functools.partial(_read, saved, name, box, kind)) for box in pieces]
+        boxes: list[Any] = [(box, functools.partial(saved.opened[name].read, box, kind)) for box in pieces]
         shapes[name], paths[name] = (shape, kind), keys_of(name) if saved.is_foreign else about.path(name)
         node, keys = items, paths[name] if paths[name][0] == EXTRA else (STATE, *paths[name])
         for key in keys[:-1]:
@@ -53,20 +52,12 @@ def converted(
         node[keys[-1]] = SavedArray(shape, kind, tuple(max(1, stop - start) for start, stop in pieces[0]), boxes)
     kept = {name: kind for name, kind in about.kinds.items() if name in shapes}
     about = dataclasses.replace(about, hosts=1, arrays=shapes, paths=paths, kinds=kept)
-
-    def write(folder: Place) -> None:
-        for item, tree in items.items():
-            save_tree(folder / item, tree)
+    from ..checkpoint.write import finish, save_items
 
     target.mkdir(parents=True)
-    writer().begin(target, saved.step, None, write, lambda folder: finish(folder, list(items), about)).wait()
+    write, complete = (lambda folder: save_items(folder, items)), (lambda folder: finish(folder, items, about))
+    wait(writer().begin(target, saved.step, None, write, complete))
     return Checkpoint(target)
-
-
-def _read(saved: Checkpoint, name: str, box: Box, kind: np.dtype) -> np.ndarray:
-    into = np.empty([stop - start for start, stop in box], kind)
-    saved.fill([(name, box, into)])
-    return into
 
 
 class Weight:
@@ -83,7 +74,7 @@ class Weight:
 
     def __getitem__(self, index: int) -> np.ndarray:
         box = ((index, index + 1), *((0, n) for n in self.shape[1:]))
-        return _read(self._saved, self._name, box, self.dtype)[0]
+        return self._saved.opened[self._name].read(box, self.dtype)[0]
 
 
 def weights_of(saved: Checkpoint) -> dict[str, Weight]:

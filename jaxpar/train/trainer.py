@@ -224,7 +224,7 @@ class Trainer:
         if self._extra is not None:
             self.extra = dict(self._extra(self))
             if saves is not None and latest is not None:
-                self.extra = saves.extras(self.extra)
+                self.extra = self.step.restore_extra(saves.folder, self.extra)
         if self.step.may_couple(batch):
             with self.progress.doing("checking whether the loss couples rows"):
                 (rows := self.step.check_rows(self.state, batch)).require()
@@ -346,7 +346,7 @@ class Trainer:
             self._late, self.number = None, error.step
             state = self.initial() if saves.latest is None else saves.restore()
             if self.extra and saves.latest is not None:
-                self.extra = saves.extras(self.extra)
+                self.extra = self.step.restore_extra(saves.folder, self.extra)
             step = np.asarray(error.step, np.int32)
             number = jax.make_array_from_callback((), state.step.sharding, lambda _: step)
             self.state = dataclasses.replace(state, step=number)

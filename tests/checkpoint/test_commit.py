@@ -1,5 +1,6 @@
 """A checkpoint that cannot be written is named by all hosts, keeps none of them waiting, and costs no older one."""
 
+import concurrent.futures
 import errno
 import os
 import shutil
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.checkpoint.commit import Writer, clear
-from jaxpar.checkpoint.saved import UNFINISHED, numbers
+from jaxpar.checkpoint.commit import Writer, clear, wait
+from jaxpar.checkpoint.about import UNFINISHED, numbers
 from jaxpar.hosts import outcomes
 from jaxpar.hosts.outcomes import Outcomes
 
@@ -53,10 +54,9 @@ def save(
     ]
     found = []
     for commit in commits:
-        commit._thread.join(600)
-        assert not commit._thread.is_alive()
+        assert concurrent.futures.wait([commit], 600).done
         try:
-            commit.wait()
+            wait(commit)
             found.append("")
         except ValueError as error:
             found.append(str(error))
@@ -136,7 +136,7 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     commits += [writer.begin(tmp_path, 2, None, fast) for writer in (second, first)]
     go.set()
     for commit in commits:
-        commit.wait()
+        wait(commit)
     assert [name.partition(".")[0] for name in order] == ["1", "1", "2", "2"]
     assert sorted(x.name for x in tmp_path.iterdir()) == ["1", "2"]
 
@@ -147,7 +147,7 @@ def test_a_host_that_says_nothing_ends_the_wait(tmp_path: Path, monkeypatch: pyt
     first, _ = hosts(2)
     commit = first.begin(tmp_path, 1, None, lambda place: None)
     with pytest.raises(ValueError, match=r"process 1 has not said in 0.2 s how it fared"):
-        commit.wait()
+        wait(commit)
     assert not any(path.name.isdigit() for path in tmp_path.iterdir())
 
 
@@ -155,12 +155,11 @@ def test_a_host_that_fails_and_goes_on_is_not_missed(tmp_path: Path) -> None:
     """What it says of the next save stood where the others still looked for the one before."""
     first, second = hosts(2)
     failed = [second.begin(tmp_path, number, None, full) for number in (1, 2)]
-    for commit in failed:
-        commit._thread.join(0.5)
+    concurrent.futures.wait(failed, 0.5)
     commits = [first.begin(tmp_path, number, None, lambda place: None) for number in (1, 2)]
     for commit in (*commits, *failed):
         with pytest.raises(ValueError, match="process 1: No space left on device"):
-            commit.wait()
+            wait(commit)
 
 
 def test_odd_neighbours_are_no_dead_end(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 from layouts import random_state, saved, step
 
 import jaxpar as jp
-from jaxpar.checkpoint import stores
+from jaxpar.checkpoint import write
 from jaxpar.checkpoint.about import ABOUT
 from jaxpar.checkpoint.checkpoints import Checkpoints
 
@@ -192,7 +192,7 @@ def test_a_full_disk_is_said_and_costs_no_checkpoint(folder: Path, monkeypatch: 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(stores, "_write_spec", full)
+    monkeypatch.setattr(write, "_write_spec", full)
     says = r"could not be written to .*: No space left on device; make room.* Older ones are as they were"
     with pytest.raises(ValueError, match=says), Checkpoints(folder, there, {}) as saves:
         saves.save(4, state)

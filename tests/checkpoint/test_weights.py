@@ -102,6 +102,17 @@ def test_a_frozen_base_goes_on_in_the_precision_of_the_step(there: str, here: st
                 np.testing.assert_array_equal(got[name], want[name])
 
 
+def test_weights_alone_are_exact_beside_a_copy(tmp_path: Path) -> None:
+    """A step that keeps a copy in the compute dtype asked the checkpoint for that dtype, and refused it."""
+    old = jp.make_train_step(model(), optax.sgd(1e-2), "ddp")
+    state = old.init(jax.random.key(0))
+    old.save(tmp_path, state).wait()
+    new = jp.make_train_step(model(), optax.sgd(1e-2), "zero2,precision=bf16")
+    begun = tree(new, new.restore(tmp_path, weights_only=True))
+    for name, x in tree(old, state).items():
+        np.testing.assert_array_equal(begun[name], x)
+
+
 @pytest.mark.slow
 def test_a_hugging_face_folder_is_written_tensor_by_tensor(tmp_path: Path) -> None:
     """All parameters were in memory at once."""
