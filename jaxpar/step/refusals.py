@@ -350,6 +350,34 @@ def check_independent_of_replicas(program: Program, outputs: Any, inputs: int, a
             )
 
 
+def of_whole_batches(
+    error: Exception, variables: Any, rows: int, blocks: tuple[int, int], takes: Callable[[int], bool]
+) -> str:
+    """What to say where a loss takes the rows of the batch, and not those of one block.
+
+    Args:
+      error: what the loss says of a block.
+      variables: the model's, abstract.
+      rows: those of a block.
+      blocks: how many blocks, (replicas, microbatches).
+      takes: whether the loss takes so many rows.
+    """
+    every = rows * math.prod(blocks)
+    for path, x in jax.tree_util.tree_leaves_with_path(variables):
+        if x.shape[:1] == (every,):
+            return (
+                f"variable {name_of(path)} {list(x.shape)} has one value for each of the batch's {every} rows, and a "
+                f"block has {rows} ({error}): all replicas have the same variables, which are not cut as rows are; "
+                "give it to the loss in the batch, and compute its next value by step.model(state) before the step"
+            )
+    enough = next(many for many in range(rows + 1, every + 1) if takes(many))
+    return (
+        f"the loss takes the batch's {every} rows, but not the {rows} of one of its {math.prod(blocks)} blocks "
+        f"({blocks[0]} replicas x {blocks[1]} microbatches), which cut groups of rows: {error}; give groups a dim of "
+        f"their own, a row for each, or {enough * math.prod(blocks)} rows, or use fewer blocks"
+    )
+
+
 def heard(call: Callable[[], object]) -> list[warnings.WarningMessage]:
     """Return the warnings that a call gives, which are given all the same."""
     with warnings.catch_warnings(record=True) as messages:

@@ -46,6 +46,7 @@ from .refusals import (
     check_pipe,
     check_remat,
     heard,
+    of_whole_batches,
     succeeds,
     unread_leaves,
     warn_gathered,
@@ -346,18 +347,12 @@ class Tracing:
         try:
             return self._trace(rest, self.axes)
         except (TypeError, ValueError) as error:
-            (variables, rows, key), blocks = rest, math.prod(self.axes.values()) * self.strategy.microbatches
-            have, loss = rows_of(rows), self._trace
+            (variables, rows, key), replicas = rest, math.prod(self.axes.values())
+            have, loss, blocks = rows_of(rows), self._trace, (replicas, self.strategy.microbatches)
             takes = lambda many: succeeds(loss, (variables, one_block(rows, Fraction(have, many)), key), self.axes)
-            if blocks == 1 or not takes(have * blocks):
+            if math.prod(blocks) == 1 or not takes(have * math.prod(blocks)):
                 raise
-            enough = next(many for many in range(have + 1, have * blocks + 1) if takes(many))
-            raise ValueError(
-                f"the loss takes the batch's {have * blocks} rows, but not the {have} of one of its {blocks} blocks "
-                f"({math.prod(self.axes.values())} replicas x {self.strategy.microbatches} microbatches), which cut "
-                f"groups of rows: {error}; give groups a dim of their own, a row for each, or {enough * blocks} rows, "
-                "or use fewer blocks"
-            ) from error
+            raise ValueError(of_whole_batches(error, variables, have, blocks, takes)) from error
 
     def _trace(self, rest: Any, axes: Mapping[str, int]) -> tuple[jx.Flat, Any]:
         """The equations of the model's loss, whose rows are spread over `axes`, and the abstract tree of its results.
