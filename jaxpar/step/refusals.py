@@ -25,6 +25,7 @@ from ..text import did_you_mean
 
 GATHERED_FROM = 64 << 20  # bytes; less is not worth a word
 _PADDED = 1.25  # times the layers' work; less is said by `explain` alone
+_NAMED = 3  # leaves that an error names
 _LARGE = 1 << 20  # bytes that tensor ranks gather
 
 
@@ -162,7 +163,7 @@ def check_variables(program: Program, variables: Sequence[tuple[Any, Any]], rank
             )
 
 
-def check_remat(program: Program, strategy: Strategy, schedule: Schedule | None) -> None:
+def check_remat(program: Program, layout: Layout, strategy: Strategy, schedule: Schedule | None) -> None:
     """Raises ValueError where there is neither layer nor stage to recompute, or no two halves to do so twice."""
     remat, table = strategy.remat, [] if schedule is None else schedule.table()
     if remat == "twice" and not any(op.kind == "W" for column in table for ops in column for op in ops):
@@ -171,6 +172,15 @@ def check_remat(program: Program, strategy: Strategy, schedule: Schedule | None)
             "remat='layer', or a schedule with halves, as pipe=4,schedule=zb-h1"
         )
     if remat not in ("none", "auto") and not program.stacks and not program.groups:
+        lengths = {eqn.params["length"] for eqn in program.eqns if eqn.primitive.name == "scan"}
+        units = layout.storage.units
+        if across := [leaf.path for leaf in units if leaf.dim == leaf.stage == 0 and leaf.logical[0] in lengths]:
+            raise ValueError(
+                f"remat={remat!r} applies to the layers of a layer stack, and the {layout.shards} shards of "
+                f"{', '.join(across[:_NAMED])} have some of the layers each, since {layout.shards} divides no other "
+                "dim; use widths that it divides or fewer shards, as fsdp=2 with data=-1, or remat='none' with "
+                "jax.checkpoint in the model"
+            )
         raise ValueError(
             f"remat={remat!r} applies to the layers of a layer stack and the model has none; scan "
             "the layers (nnx.scan, nn.scan, jax.lax.scan), or use remat='none' with jax.checkpoint in the model"

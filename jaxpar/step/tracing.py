@@ -477,7 +477,7 @@ class Tracing:
             found = find_writes(self.model, self.layout, self.strategy, tuple(self.touched), (read, *block))
             self.writes[:] = self.writes if found is None else [found]
         warn_gathered(program, self.layout)
-        check_remat(program, self.strategy, self.schedule)
+        check_remat(program, self.layout, self.strategy, self.schedule)
         check_independent_of_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))
         warn_precision(whole, self.layout.policy.compute, self.strategy.precision)
         warn_untrained(whole, outputs, self.layout.storage.units)

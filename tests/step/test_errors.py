@@ -337,6 +337,18 @@ def test_state() -> None:
 
 def test_remat_without_stack() -> None:
     raises(lambda: train(strategy="ddp,remat=layer"), "remat='layer'", "scan the layers", "or use remat='none'")
+    # Of a model that scans its layers, whose widths no number of shards divides, it was said that it scans none.
+    init = lambda key: {"w": jax.random.normal(key, (4, 2, 2))}
+    scanned = lambda wrap: (
+        lambda params, batch, key: jnp.square(
+            jax.lax.scan(wrap(lambda x, w: (jnp.tanh(x @ w), None)), batch["x"], params["w"])[0]
+        ).mean()
+    )
+    parts = "remat='layer'", "the 4 shards of w have some of the layers each", "fsdp=2", "jax.checkpoint in the model"
+    mesh, itself = jax.devices()[:4], lambda f: f
+    raises(lambda: train(strategy="fsdp,remat=layer", init=init, loss=scanned(itself), mesh=mesh), *parts)
+    train(strategy="fsdp=2,data=-1,remat=layer", init=init, loss=scanned(itself), mesh=mesh)
+    train(strategy="fsdp", init=init, loss=scanned(jax.checkpoint), mesh=mesh)
     raises(lambda: train(strategy="ddp,remat=twice"), "remat='twice'", "backwards are whole", "remat='layer'", "zb-h1")
 
 
