@@ -168,7 +168,8 @@ def all_rows(x: jax.Array) -> jax.Array:
     """The rows of all replicas, for a loss that couples rows (contrastive, load balance).
 
     Args:
-      x: [rows of this call, ...], any dtype.
+      x: [rows of this call, ...], any dtype, with the rows in their order. Gather two views first and concatenate them
+        then: laid end to end before, they would be gathered in another order than one device has, which is refused.
 
     Returns [rows of the microbatch over all replicas, ...], in the order of the global batch; `x` itself on one device.
     With `microbatches` above 1 that is less than the batch, and the step warns. Differentiable. Communicates: one

@@ -100,7 +100,29 @@ def _collective(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequenc
     if eqn.primitive.name not in jx.REDUCTIONS or not {*r.axes} <= over:
         note = Note.at(eqn, f"{eqn.primitive.name} over some of the axes that spread rows", certain=False)
         return [coupled([x], note) for x in ins]
+    notes = [_misplaced(r, eqn, twin, k, x) if eqn.params.get("tiled") else [] for k, x in enumerate(ins)]
+    ins = [x.noted(*some) for x, some in zip(ins, notes, strict=True)]
     return [_of_all(eqn, x, len(getattr(v.aval, "shape", ()))) for x, v in zip(ins, eqn.outvars, strict=True)]
+
+
+def _misplaced(r: Reader, eqn: Any, twin: Any, k: int, x: Value) -> list[Note]:
+    """What is to be said of blocks that, laid one after another, are not what one device has of all rows."""
+    dim = eqn.params["all_gather_dimension"]
+    if x.kind == "rows" and not x.routed:
+        order = x.at.array.ravel()
+        if not x.at.equally(r.rows) or not x.at.dims <= {dim}:
+            what = "jp.all_rows needs all rows of the block along dim 0, one after another; give it rows as they come"
+        elif (order[1:] < order[:-1]).any():
+            what = (
+                "jp.all_rows of rows in another order than the batch's, as of two views that are laid end to end, in "
+                "which blocks take turns; gather first, jnp.concatenate([jp.all_rows(a), jp.all_rows(b)])"
+            )
+        else:
+            return []
+        return [Note.at(eqn, what)]
+    if x.kind == "whole" and dim in x.varies and not x.keyed and r.growth(eqn, twin, [(k, dim)]):
+        return [Note.at(eqn, "jp.all_rows of a row's place in its block, the same in each; put it into the batch")]
+    return []
 
 
 def _of_all(eqn: Any, x: Value, ndim: int) -> Value:

@@ -67,10 +67,17 @@ class Met:
         self.sizes = [eqn.params[f.grouped] if f.grouped else size(f) for f in self.factors]
 
     def to_factors(self, k: int, array: np.ndarray) -> np.ndarray | None:
-        """The row labels of operand k with one dim for each factor; None where they differ along what is no factor."""
+        """The row labels of operand k with one dim for each factor; None where they differ along what is no factor, or
+        within one of its groups.
+        """
         for d, i in enumerate(self.ins[k]):
-            if array.shape[d] > 1 and (i is None or array.shape[d] != self.sizes[i]):
-                return None
+            if (n := array.shape[d]) > 1:
+                if i is None:
+                    return None
+                every, size = array, n // self.sizes[i]  # of a group: 1, but for a convolution's
+                array = every.take(range(0, n, size), d)
+                if not np.array_equal(array.repeat(size, d), every):
+                    return None
         return moved(array, self.ins[k], len(self.factors))
 
     def to_result(self, j: int, array: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
+from ..program import factors
 from ..program import jaxpr as jx
 from ..program.filter_primitives import implemented
 from .labels import alike
@@ -170,8 +171,11 @@ def _differing(eqn: Any, twin: Any) -> Iterator[Note]:
     """What is to be said of parameters, beside shapes, that are not those of the twin: `x ** n`, or `x[:, n]`."""
     if twin is None:
         return
+    grouped = {f.grouped: f for f in factors.of(eqn) if f.grouped}
     for name, value in eqn.params.items():
         other = twin.params.get(name)
+        if name in grouped and _groups_alike(eqn, twin, grouped[name]):
+            continue
         if isinstance(value, tuple) and name in ("start_indices", "limit_indices", "padding_config"):
             same = [d for d, (n, m) in enumerate(zip(shapes(eqn)[0], shapes(twin)[0], strict=True)) if n == m]
             value, other = [value[d] for d in same], [other[d] for d in same]
@@ -179,6 +183,13 @@ def _differing(eqn: Any, twin: Any) -> Iterator[Note]:
             continue
         if value != other and value == value:  # NaN where indices are outside of an array
             yield Note.at(eqn, f"{eqn.primitive.name} by {NUMBER}")
+
+
+def _groups_alike(eqn: Any, twin: Any, factor: factors.Factor) -> bool:
+    """Whether twice the rows are as many more groups of the same size, as where each row has a kernel of its own."""
+    n, m = eqn.params[factor.grouped], twin.params[factor.grouped]
+    dims = [(k, d) for k, d in enumerate(factor.ins) if d is not None]
+    return all(shapes(eqn)[k][d] * m == shapes(twin)[k][d] * n for k, d in dims)
 
 
 def paired(eqns: Sequence[Any], twins: Sequence[Any]) -> tuple[dict[int, Any], Any]:

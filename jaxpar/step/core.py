@@ -45,7 +45,7 @@ from .init import FirstState
 from .offload import streams
 from .refusals import check_cut, check_prefetch
 from .tracing import Sums, Traced, Tracing
-from .update import Update, taking_value
+from .update import Update, taking_value, transforming
 
 _HERE = PartitionSpec()
 
@@ -98,7 +98,8 @@ class Step(FirstState, Intake):
             check_cut(schedule, strategy, [path for path, _ in flat])
         as_stacked = sees_stacked(self.optimizer, storage)
         seen, tuned = storage.seen(as_stacked)
-        state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)
+        with transforming("optimizer.init", tuned):
+            state = jax.eval_shape(naming(self.optimizer.init, flat), tuned)
         masters, tree = jax.tree.flatten(tuned)
         program = update_program(self.optimizer, tree, tuple(masters))
         sharded = "optimizer" in self.rule.sharded

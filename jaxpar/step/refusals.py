@@ -25,6 +25,7 @@ from ..text import did_you_mean
 
 GATHERED_FROM = 64 << 20  # bytes; less is not worth a word
 _PADDED = 1.25  # times the layers' work; less is said by `explain` alone
+_NAMED = 3  # leaves that an error names
 _LARGE = 1 << 20  # bytes that tensor ranks gather
 
 
@@ -162,7 +163,7 @@ def check_variables(program: Program, variables: Sequence[tuple[Any, Any]], rank
             )
 
 
-def check_remat(program: Program, strategy: Strategy, schedule: Schedule | None) -> None:
+def check_remat(program: Program, layout: Layout, strategy: Strategy, schedule: Schedule | None) -> None:
     """Raises ValueError where there is neither layer nor stage to recompute, or no two halves to do so twice."""
     remat, table = strategy.remat, [] if schedule is None else schedule.table()
     if remat == "twice" and not any(op.kind == "W" for column in table for ops in column for op in ops):
@@ -171,6 +172,15 @@ def check_remat(program: Program, strategy: Strategy, schedule: Schedule | None)
             "remat='layer', or a schedule with halves, as pipe=4,schedule=zb-h1"
         )
     if remat not in ("none", "auto") and not program.stacks and not program.groups:
+        lengths = {eqn.params["length"] for eqn in program.eqns if eqn.primitive.name == "scan"}
+        units = layout.storage.units
+        if across := [leaf.path for leaf in units if leaf.dim == leaf.stage == 0 and leaf.logical[0] in lengths]:
+            raise ValueError(
+                f"remat={remat!r} applies to the layers of a layer stack, and the {layout.shards} shards of "
+                f"{', '.join(across[:_NAMED])} have some of the layers each, since {layout.shards} divides no other "
+                "dim; use widths that it divides or fewer shards, as fsdp=2 with data=-1, or remat='none' with "
+                "jax.checkpoint in the model"
+            )
         raise ValueError(
             f"remat={remat!r} applies to the layers of a layer stack and the model has none; scan "
             "the layers (nnx.scan, nn.scan, jax.lax.scan), or use remat='none' with jax.checkpoint in the model"
@@ -348,6 +358,34 @@ def check_independent_of_replicas(program: Program, outputs: Any, inputs: int, a
                 "compute it from jp.all_rows(...), or use the BatchNorm of Flax or Equinox, which jaxpar "
                 "switches to all rows"
             )
+
+
+def of_whole_batches(
+    error: Exception, variables: Any, rows: int, blocks: tuple[int, int], takes: Callable[[int], bool]
+) -> str:
+    """What to say where a loss takes the rows of the batch, and not those of one block.
+
+    Args:
+      error: what the loss says of a block.
+      variables: the model's, abstract.
+      rows: those of a block.
+      blocks: how many blocks, (replicas, microbatches).
+      takes: whether the loss takes so many rows.
+    """
+    every = rows * math.prod(blocks)
+    for path, x in jax.tree_util.tree_leaves_with_path(variables):
+        if x.shape[:1] == (every,):
+            return (
+                f"variable {name_of(path)} {list(x.shape)} has one value for each of the batch's {every} rows, and a "
+                f"block has {rows} ({error}): all replicas have the same variables, which are not cut as rows are; "
+                "give it to the loss in the batch, and compute its next value by step.model(state) before the step"
+            )
+    enough = next(many for many in range(rows + 1, every + 1) if takes(many))
+    return (
+        f"the loss takes the batch's {every} rows, but not the {rows} of one of its {math.prod(blocks)} blocks "
+        f"({blocks[0]} replicas x {blocks[1]} microbatches), which cut groups of rows: {error}; give groups a dim of "
+        f"their own, a row for each, or {enough * math.prod(blocks)} rows, or use fewer blocks"
+    )
 
 
 def heard(call: Callable[[], object]) -> list[warnings.WarningMessage]:

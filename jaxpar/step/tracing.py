@@ -45,6 +45,7 @@ from .refusals import (
     check_pipe,
     check_remat,
     heard,
+    of_whole_batches,
     succeeds,
     unread_leaves,
     warn_gathered,
@@ -342,18 +343,12 @@ class Tracing:
         try:
             return self._trace(rest, self.axes)
         except (TypeError, ValueError) as error:
-            (variables, rows, key), blocks = rest, math.prod(self.axes.values()) * self.strategy.microbatches
-            have, loss = rows_of(rows), self._trace
+            (variables, rows, key), replicas = rest, math.prod(self.axes.values())
+            have, loss, blocks = rows_of(rows), self._trace, (replicas, self.strategy.microbatches)
             takes = lambda many: succeeds(loss, (variables, one_block(rows, Fraction(have, many)), key), self.axes)
-            if blocks == 1 or not takes(have * blocks):
+            if math.prod(blocks) == 1 or not takes(have * math.prod(blocks)):
                 raise
-            enough = next(many for many in range(have + 1, have * blocks + 1) if takes(many))
-            raise ValueError(
-                f"the loss takes the batch's {have * blocks} rows, but not the {have} of one of its {blocks} blocks "
-                f"({math.prod(self.axes.values())} replicas x {self.strategy.microbatches} microbatches), which cut "
-                f"groups of rows: {error}; give groups a dim of their own, a row for each, or {enough * blocks} rows, "
-                "or use fewer blocks"
-            ) from error
+            raise ValueError(of_whole_batches(error, variables, have, blocks, takes)) from error
 
     def _trace(self, rest: Any, axes: Mapping[str, int]) -> tuple[jx.Flat, Any]:
         """The equations of the model's loss, whose rows are spread over `axes`, and the abstract tree of its results.
@@ -466,7 +461,7 @@ class Tracing:
             found = find_writes(self.model, self.layout, self.strategy, tuple(self.touched), rest)
             self.writes[:] = self.writes if found is None else [found]
         warn_gathered(program, self.layout)
-        check_remat(program, self.strategy, self.schedule)
+        check_remat(program, self.layout, self.strategy, self.schedule)
         check_independent_of_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))
         warn_precision(whole, self.layout.policy.compute, self.strategy.precision)
         warn_untrained(whole, outputs, self.layout.storage.units)

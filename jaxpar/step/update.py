@@ -7,9 +7,12 @@ own shape, at the price of moving them, where it does. One that works on whole m
 (`parallel/owners.py`).
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Sequence
+import itertools
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +27,8 @@ from ..layout.layout import Layout, is_stored
 from ..layout.leaves import Leaf
 from ..layout.precision import all_finite
 from ..layout.state import State
+from ..model.calls import Advice, traced
+from ..model.paths import name_of
 from ..parallel import Rule, publish
 from ..parallel.owners import Owners
 from ..program.buffers import is_on_host
@@ -31,6 +36,15 @@ from .gradients import Metrics, metrics_of
 from .offload import Streams, kept
 from .tracing import Sums
 from .writes import Writes
+
+_TRACED = (
+    "it is traced by jax.jit, and arrays have no numbers there; optax.inject_hyperparams makes an array of each number "
+    "that it is given or that is a default: name those that decide shapes or branches in static_args=, such as "
+    "static_args=('min_dim_size_to_factor',) for adafactor; in an optimizer of your own, stay with jnp (jnp.where in "
+    "place of if)"
+)
+IN_OPTIMIZER = Advice(_TRACED, _TRACED)
+_SHOWN = 3  # leaves that an error names
 
 
 @dataclass(frozen=True)
@@ -118,7 +132,8 @@ class Update:
             outs, token = self.owners(self.layout.mesh, token, *args)
             return jax.tree.unflatten(self.owners.program.tree, outs), token
         try:
-            return self.optimizer.update(updates, opt_state, params, value=loss), token
+            with transforming("optimizer.update", params):
+                return self.optimizer.update(updates, opt_state, params, value=loss), token
         except TypeError as error:
             if "required keyword-only argument" not in str(error):
                 raise
@@ -160,6 +175,39 @@ class Update:
         if self.layout.copied:
             return shards, self.layout.unflatten(whole), token
         return self.layout.unflatten(whole), None, token
+
+
+@contextlib.contextmanager
+def transforming(what: str, params: Any) -> Iterator[None]:
+    """Around a call of the user's optimizer under a trace, which sees these parameters.
+
+    Raises ValueError where it asks for the number of an array, or for a tree of parameters that is built otherwise, as
+    masks and labels that are made from a module do.
+    """
+    try:
+        with traced(what, IN_OPTIMIZER):
+            yield
+    except (ValueError, AttributeError) as error:
+        innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+        if isinstance(error, AttributeError) and isinstance(error.obj, Mapping):
+            fault = f"asks for .{error.name} of the parameters"
+        elif isinstance(error, ValueError) and innermost.endswith(("jax/_src/tree.py", "jax/_src/tree_util.py")):
+            fault = f"has a tree, such as a mask or labels, that is not built as they are ({_first(error)})"
+        else:
+            raise
+        paths = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        named = ", ".join(paths[:_SHOWN]) + ", ..." * (len(paths) > _SHOWN)
+        raise ValueError(
+            f"{what} sees the parameters as a {type(params).__name__} of {named}, and {fault}; make masks and labels "
+            "by a function of the parameters that optax calls, such as mask=lambda params: jax.tree.map(lambda p: "
+            "p.ndim > 1, params), or jax.tree_util.tree_map_with_path to choose by path"
+        ) from error
+
+
+def _first(error: Exception) -> str:
+    """Its first words."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(itertools.dropwhile(lambda line: not line, lines), type(error).__name__)
 
 
 def taking_value(optimizer: Any) -> optax.GradientTransformationExtraArgs:

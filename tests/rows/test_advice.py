@@ -129,6 +129,17 @@ def in_groups(w: jax.Array, batch: Batch, key: Any) -> jax.Array:
     return (squares(w, batch)[:, None] * (gain - gain.mean(1, keepdims=True))).sum(1).mean()
 
 
+def views(together: Callable[..., jax.Array]) -> Loss:
+    """SimCLR's loss of two views, of which `together` makes one array."""
+
+    def loss(w: jax.Array, batch: Batch, key: Any) -> jax.Array:
+        z = together(batch["x"] @ w, batch["y"])
+        similar = z @ z.T - 1e9 * jnp.eye(len(z))
+        return jax.nn.logsumexp(similar, -1).mean() - jnp.diagonal(similar, len(z) // 2).mean()
+
+    return loss
+
+
 itself = lambda x: x
 mean_of = lambda total: lambda w, batch, key: jp.Mean(total(w, batch), batch["mask"].sum())
 masked_sum = lambda w, batch: (squares(w, batch) * batch["mask"]).sum()
@@ -139,6 +150,16 @@ CASES = {
     "balance": Case(balanced(itself), "compute it from jp.all_rows(x)", balanced(jp.all_rows)),
     "ranks": Case(ranked(itself), "compute it from jp.all_rows(x)", ranked(jp.all_rows)),
     "pairs": Case(contrasted(itself), "give it jp.all_rows(x) for one of them", contrasted(jp.all_rows)),
+    "views": Case(
+        views(lambda a, b: jp.all_rows(jnp.concatenate([a, b]))),
+        "gather first, jnp.concatenate([jp.all_rows(a), jp.all_rows(b)])",
+        views(lambda a, b: jnp.concatenate([jp.all_rows(a), jp.all_rows(b)])),
+    ),
+    "half of the rows": Case(
+        lambda w, batch, key: jnp.square(jp.all_rows(batch["x"][:4] @ w).mean(0) - batch["y"]).mean(),
+        "give it rows as they come",
+        lambda w, batch, key: jnp.square(jp.all_rows(batch["x"] @ w)[:4].mean(0) - batch["y"]).mean(),
+    ),
     "one column": Case(
         lambda w, batch, key: jnp.square(batch["x"] @ w[:, :1] - batch["mask"]).mean(),
         "if a row was to meet itself alone, [rows] beside [rows, 1] is the mistake",

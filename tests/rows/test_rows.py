@@ -215,6 +215,38 @@ def next_to_the_diagonal(w: jax.Array, batch: Batch) -> jax.Array:
     return jnp.diagonal((batch["x"] @ w) @ batch["y"].T, offset=1).mean()  # jp.all_rows
 
 
+def kernel_of_two_rows(w: jax.Array, batch: Batch) -> jax.Array:
+    """Each group of a convolution has the features of two rows."""
+    x, groups = batch["x"].reshape(1, 1, -1), len(batch["x"]) // 2
+    kernel = jnp.broadcast_to(w.ravel()[: 2 * DIM, None], (1, 2 * DIM, groups))
+    numbers = ("NWC", "WIO", "NWC")
+    conv = functools.partial(jax.lax.conv_general_dilated, dimension_numbers=numbers, feature_group_count=groups)
+    return jnp.square(conv(x, kernel, (1,), "SAME")).mean()  # conv_general_dilated over rows
+
+
+def views_end_to_end(w: jax.Array, batch: Batch) -> jax.Array:
+    """SimCLR's two views: on four devices the gathered rows stood in another order than on one, without a word."""
+    z = jp.all_rows(jnp.concatenate([batch["x"] @ w, batch["y"]]))  # rows in another order than the batch's
+    similar = z @ z.T
+    return jax.nn.logsumexp(similar, -1).mean() - jnp.diagonal(similar, len(z) // 2).mean()
+
+
+def views_beside_each_other(w: jax.Array, batch: Batch) -> jax.Array:
+    views = jp.all_rows(jnp.stack([batch["x"] @ w, batch["y"]]))  # needs all rows of the block along dim 0
+    return jnp.square(views.mean((0, 1)) - batch["y"]).mean()
+
+
+def half_of_all(w: jax.Array, batch: Batch) -> jax.Array:
+    half = jp.all_rows((batch["x"] @ w)[: len(batch["x"]) // 2])  # needs all rows of the block along dim 0
+    return jnp.square(half.mean(0) - batch["y"]).mean()
+
+
+def gathered_places(w: jax.Array, batch: Batch) -> jax.Array:
+    place = jnp.arange(len(batch["x"]))
+    right = place[:, None] == jp.all_rows(place)[None]  # jp.all_rows of a row's place in its block
+    return -jnp.where(right, jax.nn.log_softmax(batch["x"] @ w @ jp.all_rows(batch["y"]).T), 0).sum(1).mean()
+
+
 def root_of_a_mean(w: jax.Array, batch: Batch) -> jax.Array:
     return jnp.linalg.norm(batch["x"] @ w - batch["y"]) / len(batch["x"])  # sqrt of a sum or mean over rows
 
@@ -359,6 +391,7 @@ COUPLED = [segments_of_the_next, segments_reversed, one_segment, picks_that_end,
 COUPLED += [ppo, info_nce, masked_mean, batch_norm, rank, balance, variance, mixup, permuted, sorting, triplet]
 COUPLED += [discrepancy, vicreg, barlow_twins, median, cumulative, global_max, log_mean, plain_sum, decay_in_a_sum]
 COUPLED += [last_row, over_rows, log_of_the_count, scaled_by_the_count, count_in_each_row, beside_the_diagonal]
+COUPLED += [kernel_of_two_rows, views_end_to_end, views_beside_each_other, half_of_all, gathered_places]
 COUPLED += [next_to_the_diagonal, root_of_a_mean, first_rows, shared_capacity, vmapped_mean, pairs_of_the_next]
 COUPLED += [
     pairs_by_column,
@@ -630,6 +663,20 @@ def kernel_of_each_channel(w: jax.Array, batch: Batch) -> jax.Array:
     return jnp.square(jax.vmap(lambda x: jax.vmap(channel, 1, 1)(x, w))(x)).mean()
 
 
+def kernel_of_each_row(w: jax.Array, batch: Batch) -> jax.Array:
+    """Gradients of a convolution for each row, a step along them, and a kernel that each row predicts: in the program
+    rows are groups of features. They were refused.
+    """
+    images = jax.nn.one_hot(batch["tokens"], DIM)  # [rows, 7, DIM]
+    conv = functools.partial(jax.lax.conv_general_dilated, window_strides=(1,), padding="SAME")
+    of = lambda x, w: conv(x[None], w.reshape(1, DIM, WIDTH), dimension_numbers=("NWC", "WIO", "NWC"))[0]
+    one = lambda w, x: jnp.square(jnp.tanh(of(x, w))).mean()
+    grads = jax.vmap(jax.grad(one), (None, 0))(w, images)
+    adapted = jax.vmap(lambda x: one(w - 0.1 * jax.grad(one)(w, x), x))(images)
+    predicted = jax.vmap(of)(images, batch["x"][:, :, None] * w)
+    return jnp.square(grads).mean() + adapted.mean() + jnp.tanh(predicted).mean()
+
+
 def segments(w: jax.Array, batch: Batch) -> jax.Array:
     """The tokens of each row, by indices that say which are its own; alone, rows may be in another order."""
     x, n = batch["x"] @ w, len(batch["x"])
@@ -645,6 +692,7 @@ APART = [
     normal,
     solved,
     kernel_of_each_channel,
+    kernel_of_each_row,
     norm_squared,
     numbered_rows,
     sum_by_rows,

@@ -344,6 +344,18 @@ def test_state() -> None:
 
 def test_remat_without_stack() -> None:
     raises(lambda: train(strategy="ddp,remat=layer"), "remat='layer'", "scan the layers", "or use remat='none'")
+    # Of a model that scans its layers, whose widths no number of shards divides, it was said that it scans none.
+    init = lambda key: {"w": jax.random.normal(key, (4, 2, 2))}
+    scanned = lambda wrap: (
+        lambda params, batch, key: jnp.square(
+            jax.lax.scan(wrap(lambda x, w: (jnp.tanh(x @ w), None)), batch["x"], params["w"])[0]
+        ).mean()
+    )
+    parts = "remat='layer'", "the 4 shards of w have some of the layers each", "fsdp=2", "jax.checkpoint in the model"
+    mesh, itself = jax.devices()[:4], lambda f: f
+    raises(lambda: train(strategy="fsdp,remat=layer", init=init, loss=scanned(itself), mesh=mesh), *parts)
+    train(strategy="fsdp=2,data=-1,remat=layer", init=init, loss=scanned(itself), mesh=mesh)
+    train(strategy="fsdp", init=init, loss=scanned(jax.checkpoint), mesh=mesh)
     raises(lambda: train(strategy="ddp,remat=twice"), "remat='twice'", "backwards are whole", "remat='layer'", "zb-h1")
 
 
@@ -514,3 +526,78 @@ def test_a_loss_whose_groups_of_rows_blocks_cut() -> None:
     build("data=2,fsdp=1", model=model, mesh=jax.devices()[:2]).traced(rows(24))
     with pytest.raises(TypeError, match="reshape"):  # which no batch mends is said by jax
         build(loss=lambda p, batch, key: square(p, batch, key) + batch["x"].reshape(3, 5, 7).sum()).traced(rows(24))
+
+
+class Recurrent(nnx.Module):
+    """Keeps what it has seen of each row, from batch to batch."""
+
+    def __init__(self, kept: bool, rngs: nnx.Rngs) -> None:
+        self.inner, self.outer = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+        if kept:
+            self.seen = nnx.BatchStat(jnp.zeros((8, 8)))
+
+    def next(self, x: jax.Array, seen: jax.Array) -> jax.Array:
+        return jnp.tanh(self.inner(x) + self.outer(seen))
+
+
+def test_a_variable_with_a_value_for_each_row() -> None:
+    """The carry of a stateful RNN was said to be a group of rows, with an advice that does not help. This one does."""
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+    def keeping(net: Recurrent, batch: Any) -> jax.Array:
+        y = net.next(batch["x"], net.seen[...])
+        net.seen[...] = jax.lax.stop_gradient(y)
+        return jnp.square(y - 1).mean()
+
+    def given(net: Recurrent, batch: Any) -> jax.Array:
+        return jnp.square(net.next(batch["x"], batch["seen"]) - 1).mean()
+
+    kept = jp.from_nnx(lambda rngs: Recurrent(True, rngs), keeping)
+    parts = "variable seen [8, 8]", "each of the batch's 8 rows, and a block has 4", "in the batch", "step.model"
+    make = lambda model, strategy: jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=jax.devices()[:2])
+    raises(lambda: make(kept, "ddp").trace({"x": x}), *parts)
+
+    whole, cut = make(kept, "single"), make(jp.from_nnx(lambda rngs: Recurrent(False, rngs), given), "ddp")
+    one, two = whole.init(jax.random.key(0)), cut.init(jax.random.key(0))
+    seen = np.zeros((8, 8), np.float32)
+    for _ in range(2):
+        after = np.asarray(cut.model(two).next(x, seen))
+        (one, _), (two, _) = whole(one, {"x": x}), cut(two, {"x": x, "seen": seen})
+        seen = after
+    for a, b in zip(*(jax.tree.leaves(step.params(state)) for step, state in ((whole, one), (cut, two))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_optimizers_that_a_trace_cannot_run() -> None:
+    """`optax.inject_hyperparams(optax.adafactor)` ended in JAX's TracerBoolConversionError, of no optimizer."""
+    injected = optax.inject_hyperparams(optax.adafactor)
+    parts = "optimizer.init asks for the number of an array", "static_args="
+    raises(lambda: build(optimizer=injected(0.1)), *parts)
+    raises(lambda: build(optimizer=optax.inject_hyperparams(optax.lbfgs)(0.1)), *parts)
+    static = optax.inject_hyperparams(optax.adafactor, static_args=("min_dim_size_to_factor",))
+    build(optimizer=static(0.1))
+
+    def step_of(choice: Callable[[Any, Any], Any]) -> Any:
+        update = lambda updates, state, params=None: (choice(optax.tree.norm(updates) < 1, updates), state)
+        return build("single", optimizer=optax.GradientTransformation(lambda params: optax.EmptyState(), update))
+
+    parts = "optimizer.update asks for the number", "test_errors.py", "jnp.where in place of if"
+    raises(lambda: step_of(lambda small, x: x if small else {"w": 0 * x["w"]}).compile({"x": X}), *parts)
+    step_of(lambda small, x: {"w": jnp.where(small, x["w"], 0)}).compile({"x": X})
+
+
+def test_masks_that_are_built_from_a_module() -> None:
+    """Masks and labels in a module's own tree, which optax takes beside that module, ended in JAX's "pytree structure
+    error: different types", and a function that asks the parameters for an attribute in AttributeError.
+    """
+    model = jp.from_nnx(lambda rngs: Recurrent(False, rngs), lambda net, batch: net.inner(batch["x"]).mean())
+    make = lambda mask: jp.make_train_step(model, optax.adamw(0.1, mask=mask), "ddp", mesh=jax.devices()[:2])
+    state = nnx.state(nnx.eval_shape(lambda: Recurrent(False, nnx.Rngs(0))), nnx.Param)
+    sees, makes = (
+        "optimizer.init sees the parameters as a dict of inner/bias, inner/kernel, outer/bias, ...",
+        "by a func",
+    )
+    raises(lambda: make(jax.tree.map(lambda p: p.ndim > 1, state)), sees, "is not built as they are", makes)
+    raises(lambda: make(lambda params: {"inner": params.inner}), sees, "asks for .inner of the parameters", makes)
+    make(lambda params: jax.tree.map(lambda p: p.ndim > 1, params))
+    make(lambda params: jax.tree_util.tree_map_with_path(lambda path, p: "bias" not in str(path), params))
