@@ -100,14 +100,16 @@ def _collective(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequenc
     if eqn.primitive.name not in jx.REDUCTIONS or not {*r.axes} <= over:
         note = Note.at(eqn, f"{eqn.primitive.name} over some of the axes that spread rows", certain=False)
         return [coupled([x], note) for x in ins]
-    return [_of_all(eqn, x, len(getattr(v.aval, "shape", ()))) for x, v in zip(ins, eqn.outvars, strict=True)]
+    return [_of_all(r, eqn, x, len(getattr(v.aval, "shape", ()))) for x, v in zip(ins, eqn.outvars, strict=True)]
 
 
-def _of_all(eqn: Any, x: Value, ndim: int) -> Value:
+def _of_all(r: Reader, eqn: Any, x: Value, ndim: int) -> Value:
     """What is the same on all replicas: it was reduced over, or gathered from, all rows."""
     if x.kind == "sum" and x.varies:
         return coupled([x], some_rows(eqn))
     notes = frozenset() if x.kind == "sum" else x.notes
+    if x.kind == "rows" and x.pick is not None and (x.places or not x.of_all(r.rows)):
+        notes |= {x.pick}  # each block has sorted its own rows, or picked some of them
     if eqn.primitive.name.startswith("psum"):
         notes = frozenset(replace(note, what=RATIOS) if note.what == RATIO else note for note in notes)
     return Value(power=x.power, varies=frozenset(range(ndim)), notes=notes)
