@@ -36,20 +36,25 @@ def _sort(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
     # An order that is sorted along, as argsort does, may put all rows back: then they are no longer sorted.
     moved = any(x.kind != "rows" and (x.kind != "whole" or dim in x.varies) for x in ins)
     # Each step of a loop sorts by itself, and what it gives is not told from what other steps give.
-    if r.looped or not everything or moved or not 0 < math.prod(shape) <= LARGEST:
-        return generic(r, eqn, twin, ins)
-    found: dict[Labels, Value | None] = {x.at: _placed(r, x, dim, shape) for x in ins if x.kind == "rows"}
+    sortable = not (r.looped or moved) and 0 < math.prod(shape) <= LARGEST
+    found = {x.at: _placed(r, x, dim, shape) for x in ins if x.kind == "rows"} if sortable and everything else {}
     if not found or None in found.values():
-        return generic(r, eqn, twin, ins)
+        outs = generic(r, eqn, twin, ins)
+        places = name == "top_k" and everything and outs[1].kind == "coupled"
+        return [outs[0], _order(eqn, ins)] if places else outs
     note, outs = Note.at(eqn, f"{name} over rows; {FROM_ALL}"), list[Value]()
     for x in ins:
         placed = found.get(x.at) if x.kind == "rows" else None
         if placed is not None:
             x = x.plain(at=placed.at, places=placed.places, lines=placed.lines, pick=note)
         outs.append(x)
-    said = "sort over rows, of no effect if results go back to their rows; else compute it from jp.all_rows(x)"
-    indices = [coupled(ins, Note.at(eqn, said, certain=False))] if name == "top_k" else []
-    return [*outs, *indices][: len(eqn.outvars)]
+    return [*outs, _order(eqn, ins)] if name == "top_k" else outs
+
+
+def _order(eqn: Any, ins: Sequence[Value]) -> Value:
+    """The rows that places are of, by which they may be put back."""
+    said = f"{eqn.primitive.name} over rows, of no effect if results go back to their rows; else {FROM_ALL}"
+    return coupled(ins, Note.at(eqn, said, certain=False))
 
 
 def _placed(r: Reader, x: Value, dim: int, shape: tuple[int, ...]) -> Value | None:
