@@ -139,6 +139,12 @@ class Value:
         return [a[..., c] if np.ndim(a) else np.asarray(a) for a in pair if a is not None]
 
     @property
+    def known(self) -> tuple[Any, ...]:
+        """All that is known of it, also what its equality leaves out."""
+        columns = [(c, number.key) for c, number in self.columns]
+        return (self, self.number and self.number.key, self.root and self.root.known, *columns)
+
+    @property
     def scalar(self) -> float | None:
         """What all elements of a whole value are, where that is known."""
         if self.kind != "whole" or self.number is None or not self.number.uniform:
