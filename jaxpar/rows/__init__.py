@@ -3,4 +3,5 @@
 from . import calls as calls
 from . import lookups as lookups
 from . import loops as loops
+from . import sorts as sorts
 from .check import check_coupling as check_coupling

@@ -32,9 +32,11 @@ def backward_notes(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: S
     given = [x for x, on in zip(outs, inexact[len(ins) :], strict=True) if on]
     if r.backward or any(folder in info for folder in _KNOWN) or "coupled" in {x.kind for x in (*active, *given)}:
         return []
-    if id(eqn) not in r.pulled:
-        r.pulled[id(eqn)] = (eqn, _pull(eqn, r.axes), twin and _pull(twin, r.twin_axes))
-    _, program, other = r.pulled[id(eqn)]
+    program, other = r.once(
+        ("pull", id(eqn), id(twin)),
+        (eqn, twin),
+        lambda: (_pull(eqn, r.axes), twin and _pull(twin, r.twin_axes)),
+    )
     if isinstance(program, str):
         return [Note.at(eqn, f"the derivative of a function cannot be read ({program})", certain=False)]
     other = None if isinstance(other, str) else other

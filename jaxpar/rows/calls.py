@@ -102,7 +102,7 @@ def _collective(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequenc
         return [coupled([x], note) for x in ins]
     notes = [_misplaced(r, eqn, twin, k, x) if eqn.params.get("tiled") else [] for k, x in enumerate(ins)]
     ins = [x.noted(*some) for x, some in zip(ins, notes, strict=True)]
-    return [_of_all(eqn, x, len(getattr(v.aval, "shape", ()))) for x, v in zip(ins, eqn.outvars, strict=True)]
+    return [_of_all(r, eqn, x, len(getattr(v.aval, "shape", ()))) for x, v in zip(ins, eqn.outvars, strict=True)]
 
 
 def _misplaced(r: Reader, eqn: Any, twin: Any, k: int, x: Value) -> list[Note]:
@@ -125,11 +125,13 @@ def _misplaced(r: Reader, eqn: Any, twin: Any, k: int, x: Value) -> list[Note]:
     return []
 
 
-def _of_all(eqn: Any, x: Value, ndim: int) -> Value:
+def _of_all(r: Reader, eqn: Any, x: Value, ndim: int) -> Value:
     """What is the same on all replicas: it was reduced over, or gathered from, all rows."""
     if x.kind == "sum" and x.varies:
         return coupled([x], some_rows(eqn))
     notes = frozenset() if x.kind == "sum" else x.notes
+    if x.kind == "rows" and x.pick is not None and (x.places or not x.of_all(r.rows)):
+        notes |= {x.pick}  # each block has sorted its own rows, or picked some of them
     if eqn.primitive.name.startswith("psum"):
         notes = frozenset(replace(note, what=RATIOS) if note.what == RATIO else note for note in notes)
     return Value(power=x.power, varies=frozenset(range(ndim)), notes=notes)

@@ -102,15 +102,15 @@ class Met:
         how = {self.factors[i].reduced for i in gone}
         if not gone:
             return replace(x, at=Labels(self.to_result(j, x.at.array)))
-        if x.routed:
+        if x.routed and not x.places:
             what = f"{name} over the tokens of experts, which are of many rows; {FROM_ALL}"
             return coupled([x], Note.at(self.eqn, what))
         if how != {"sum"}:
             return coupled([x], Note.at(self.eqn, f"{_SAID.get(name, name)} over rows; {FROM_ALL}"))
-        if not x.at.equally(r.rows):
+        if not x.of_all(r.rows):
             some = coupled([x], x.pick or some_rows(self.eqn))
             return replace(some, part=frozenset() if x.routed else frozenset(x.at.array.flat))
-        left = frozenset(d for i in x.at.dims if (d := self.outs[j][i]) is not None)
+        left = frozenset(d for i in x.order.dims if (d := self.outs[j][i]) is not None)
         return Value("sum", power=x.power, varies=left, pick=x.pick, notes=x.notes)
 
 

@@ -27,6 +27,8 @@ def _gather(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]
     mapped = x.at.dims & {*n.start_index_map} if x.kind == "rows" else frozenset()
     if not mapped:
         return [y.noted(*column_notes(eqn, at) if x.kind == "whole" else ()) for y in generic(r, eqn, twin, ins)]
+    if x.places:
+        return coupled(ins, x.pick or Note.at(eqn, PICKS))
     columns = {d: column for c, d in enumerate(n.start_index_map) if (column := at.column(c))}
     # Indices that come with the rows may point into their own, as those of graphs that are laid one after another do.
     # Those of a loop may go through all rows.
@@ -90,7 +92,7 @@ def _scatter(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value
         return coupled(ins, note)
     if of is new and at.kind == "rows" and Labels(new.at.array.squeeze(tuple(inside))) != Labels(at.at.array[..., 0]):
         return others(eqn, ins, "updates by")
-    if not of.at.equally(r.rows):
+    if not of.of_all(r.rows):
         return coupled(ins, of.pick or some_rows(eqn))
     return combine(eqn, {0: x, 2: Value("sum", power=new.power, pick=new.pick)}).noted(*new.notes)
 
@@ -101,6 +103,7 @@ def _at_own_places(eqn: Any, twin: Any, ins: Sequence[Value]) -> Value | None:
     (*to, d), inside = n.inserted_window_dims or (0,), n.update_window_dims
     kinds, adds = (x.kind, at.kind, new.kind), eqn.primitive.name in ("scatter-add", "scatter-sub")
     plain = n.scatter_dims_to_operand_dims == (d,) and not (to or n.operand_batching_dims or new.at.dims & {*inside})
+    plain = plain and not new.places
     columns = at.column(0) if plain and adds and kinds == ("whole", "whole", "rows") else []
     if len(columns) < 2 or 0 in (often := _often(eqn, twin, columns, d)) or len(often) > 1:
         return None

@@ -97,8 +97,9 @@ def _over_rows(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], kept: Seque
     """
     parts = jx.scan_parts(eqn)
     n, k, (body, _) = len(parts.consts), len(parts.carry), jx.opened(parts.body)
+    both = lambda: (_at_once(eqn, r.axes), _at_once(twin, r.twin_axes) if twin is not None else None)
     try:
-        program, other = _at_once(eqn, r.axes), _at_once(twin, r.twin_axes) if twin is not None else None
+        program, other = r.once(("at once", id(eqn), id(twin)), (eqn, twin), both)
     except NotImplementedError as error:  # of what has no rule for vmap, as a ragged_dot whose groups differ
         note = Note.at(eqn, f"a loop over rows that jax cannot run for all of them at once: {error}", False)
         return [coupled(ins, note)] * len(eqn.outvars)

@@ -47,6 +47,11 @@ class Number:
         return self._pair
 
     @property
+    def key(self) -> Any:
+        """What two numbers have in common that are known to be the same."""
+        return repr(self._pair) if self.uniform and self._pair is not None else id(self)
+
+    @property
     def array(self) -> np.ndarray:
         """In the program."""
         return np.asarray(self.pair[0])

@@ -28,6 +28,7 @@ from .values import NUMBER, ODD, UNNAMED, Note, Value, picks, reasons
 
 PrimitiveRule = Callable[["Reader", Any, Any, Sequence[Value]], "Sequence[Value] | Value"]
 Rule = TypeVar("Rule", bound=PrimitiveRule)
+Made = TypeVar("Made")
 RULES: dict[str, PrimitiveRule] = {}  # what an equation makes of rows, sums and whole values
 ALWAYS: dict[str, PrimitiveRule] = {}  # of coupled ones too: calls and collectives
 
@@ -58,7 +59,7 @@ class Reader:
       axes, twin_axes: the mesh axes over which blocks are spread, name -> size, in the program and in its twin.
       looped: whether this is the body of a loop.
       backward: whether this is a derivative, which the loss's own derivative does not go through.
-      pulled: what has been read of functions with derivatives of their own.
+      memo: what `once` has made.
     """
 
     rows: int
@@ -66,10 +67,27 @@ class Reader:
     twin_axes: Mapping[str, int]
     looped: bool = False
     backward: bool = False
-    pulled: dict[Any, Any] = field(default_factory=dict)
+    memo: dict[tuple[Any, ...], tuple[Any, Any]] = field(default_factory=dict)
+
+    def once(self, key: tuple[Any, ...], kept: Any, make: Callable[[], Made]) -> Made:
+        """What has been made for a key already, or is made now. What the key has the ids of is `kept`, so that no other
+        object gets one of them.
+        """
+        if key not in self.memo:
+            self.memo[key] = (kept, make())
+        return self.memo[key][1]
 
     def run(self, program: Any, twin: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
         """The outputs of a jaxpr (or a `jx.Flat`)."""
+        if not self.looped:
+            return self._run(program, twin, consts, inputs)
+        # A loop is read until its carry settles, and in each of these rounds the loops within it are too. Most of what
+        # they are given has been read before: without the memo, reading would take 2^depth times as long, and more.
+        key = ("run", id(program), id(twin), self.backward, *(x.known for x in (*consts, *inputs)))
+        kept = (program, twin, consts, inputs)
+        return list(self.once(key, kept, lambda: self._run(program, twin, consts, inputs)))
+
+    def _run(self, program: Any, twin: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
         env: dict[Any, Value] = dict(zip([*program.constvars, *program.invars], [*consts, *inputs], strict=True))
         twins, other = paired(program.eqns, twin.eqns) if twin is not None else ({}, None)
         for i, eqn in enumerate(program.eqns):
@@ -99,7 +117,7 @@ class Reader:
 
     def constant(self, x: Any, twin: Any) -> Value:
         """A number or array that stands in the program."""
-        number = constant(x, twin)
+        number = self._number(("constant", id(x), id(twin)), (x, twin), lambda: constant(x, twin))
         if number is None:
             return Value(varies=frozenset(range(np.ndim(x))) if hasattr(x, "dtype") else frozenset())
         if number.uniform:
@@ -107,6 +125,10 @@ class Reader:
         array = number.array
         varies = frozenset(d for d in range(array.ndim) if array.size and (array != array.take([0], d)).any())
         return Value(varies=varies, number=number)
+
+    def _number(self, key: tuple[Any, ...], kept: Any, make: Callable[[], Made]) -> Made:
+        """The same number in each round of a loop, so that `run` knows it again."""
+        return self.once(key, kept, make) if self.looped else make()
 
     def powered(self, x: Value) -> Value:
         """A whole value with the power that its two numbers show."""
@@ -141,11 +163,13 @@ class Reader:
 
     def _finished(self, eqn: Any, twin: Any, ins: Sequence[Value], outs: Sequence[Value]) -> list[Value]:
         """What becomes of any equation's results: notes go on, numbers are made."""
-        notes = [*reasons(ins), *_differing(eqn, twin)]
+        notes = [*reasons(ins), *_differing(eqn, twin, ins)]
         if not eqn.primitive.name.startswith(("gather", "scatter")):  # they say it where it matters
             notes += [note for x in ins for note in column_notes(eqn, x)]
         keyed = any(x.keyed for x in ins)
-        numbers, found = computed(eqn, twin, [x.number for x in ins]), []
+        known, found = [x.number for x in ins], list[Value]()
+        key = ("computed", id(eqn), id(twin), *(x and x.key for x in known))
+        numbers = self._number(key, (eqn, twin, known), lambda: computed(eqn, twin, known))
         for x, number, v in zip(outs, numbers, eqn.outvars, strict=True):
             x = replace(x.noted(*notes), number=x.number or number)
             if not jnp.issubdtype(v.aval.dtype, jnp.inexact) or eqn.primitive.name == "stop_gradient":
@@ -167,7 +191,7 @@ def _located(eqn: Any, x: Value) -> Value:
     return replace(x, notes=frozenset(replace(n, line=line) if n.line == UNNAMED else n for n in x.notes))
 
 
-def _differing(eqn: Any, twin: Any) -> Iterator[Note]:
+def _differing(eqn: Any, twin: Any, ins: Sequence[Value]) -> Iterator[Note]:
     """What is to be said of parameters, beside shapes, that are not those of the twin: `x ** n`, or `x[:, n]`."""
     if twin is None:
         return
@@ -181,8 +205,12 @@ def _differing(eqn: Any, twin: Any) -> Iterator[Note]:
             value, other = [value[d] for d in same], [other[d] for d in same]
         elif not isinstance(value, int | float | str):
             continue
+        if name == "k" and all(shape_of(e) == shapes(e)[0] for e in (eqn, twin)):
+            continue  # top_k of all that a dim has
         if value != other and value == value:  # NaN where indices are outside of an array
-            yield Note.at(eqn, f"{eqn.primitive.name} by {NUMBER}")
+            # The derivative of `x[i]` puts a row's own back to where it was, among zeros.
+            back = name == "padding_config" and ins[0].kind == "rows" and not ins[0].at.dims
+            yield Note.at(eqn, f"{eqn.primitive.name} by {NUMBER}", certain=not back)
 
 
 def _groups_alike(eqn: Any, twin: Any, factor: factors.Factor) -> bool:

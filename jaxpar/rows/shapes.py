@@ -60,7 +60,7 @@ def of_rows(eqn: Any, x: Value, at: np.ndarray, inner: np.ndarray, pick: Note | 
     name, labels = eqn.primitive.name, Labels(at)
     said = {"rev": "reverse order over rows", "unstack": "takes rows one by one"}.get(name, SOME)
     strided = name == "slice" and max(eqn.params["strides"] or [1]) > 1  # of pairs, which no block may part
-    pick = pick or Note.at(eqn, f"{said}; {FROM_ALL}", certain=not strided)
+    pick = (x.pick if x.places else None) or pick or Note.at(eqn, f"{said}; {FROM_ALL}", certain=not strided)
     found = x.plain(at=labels, pick=x.pick if name == "reshape" or labels == x.at else pick)
     if not at.size:
         return coupled([x], pick)

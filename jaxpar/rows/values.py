@@ -6,8 +6,9 @@ the same power of the number n of rows in a block. So each value is one of
 
 - `whole`: no row reaches it, or those of all replicas do (`jp.all_rows`); it is proportional to n^power;
 - `rows`: each element belongs to one row (`at` says to which), follows from that row alone by the same function for
-  all, and is proportional to n^power. With `plus` a mean over rows has been added, which is right as long as all that
-  follows is linear;
+  all, and is proportional to n^power. After a sort over rows each element is still one row's, and the other rows decide
+  which (`places`, `sorts.py`). With `plus` a mean over rows has been added, which is right as long as all that follows
+  is linear;
 - `sum`: a sum over rows of such elements, times n^power: power 0 is a sum, -1 a mean. What is linear in it is one too.
   A whole value c is the sum of c / n, so sums and whole values may be added where the powers agree. Along the dims
   that it `varies` in it is the sum of some rows, and is one of all when these are summed too;
@@ -31,7 +32,9 @@ from .labels import NOWHERE, Labels, alike
 from .numbers import Number
 
 ODD = math.nan  # a power: of what depends on the number of rows and is no power of it, or in a way that is not known
-ROUTED = 1 << 40  # from here on, numbers of tokens in an order of their own, as in buffers of experts
+# From here on, numbers of tokens in an order of their own, as in buffers of experts; from each further multiple on,
+# numbers of the places of another sort.
+ROUTED = 1 << 40
 SMALL = 1e-4  # a constant below this beside a sum guards a division; what it adds is rounding
 
 UNNAMED = "a function of JAX"  # in place of a line, where none is the user's
@@ -78,6 +81,8 @@ class Value:
       at: of rows, the row of each element.
       power: see the module; `ODD` if there is none.
       plus: of rows, whether a mean over rows has been added.
+      places, lines: of rows that have been sorted, how many places a line of the sort has, and how many lines were
+        sorted side by side; 0 and 1 of other rows. `at` then numbers the elements, place by place.
       varies: of a whole value, the dims along which its elements may differ; of a sum, those along which it has some
         rows each.
       keyed: whether it follows from the block's own key.
@@ -94,6 +99,8 @@ class Value:
     at: Labels = NOWHERE
     power: float = 0
     plus: bool = False
+    places: int = 0
+    lines: int = 1
     varies: frozenset[int] = frozenset()
     keyed: bool = False
     number: Number | None = field(default=None, compare=False)
@@ -109,11 +116,33 @@ class Value:
         """Whether rows are tokens in an order of their own: each slot has at most one row's."""
         return self.kind == "rows" and self.at.array.flat[0] >= ROUTED
 
+    @property
+    def order(self) -> Labels:
+        """Of rows, the place of each element: that of its row in the block, or the one that a sort has given it."""
+        return Labels(self.at.array % ROUTED // self.lines) if self.places else self.at
+
+    def of_all(self, rows: int) -> bool:
+        """Whether each of all rows has as many elements; of sorted rows, each place of a line as many as another."""
+        if not self.places:
+            return self.at.equally(rows)
+        found, often = np.unique(self.at.array % ROUTED, return_counts=True)
+        lines, line_of = np.unique(found % self.lines, return_inverse=True)
+        if len(found) != len(lines) * self.places:
+            return False
+        often = often[np.argsort(line_of, kind="stable")].reshape(len(lines), self.places)
+        return bool((often == often[:, :1]).all())
+
     def column(self, c: int) -> list[np.ndarray]:
         """Column c of indices, of the program and of its twin, where it is known."""
         number, c = (self.number, c) if self.kind == "whole" else (dict(self.columns).get(c), 0)
         pair = () if number is None else number.pair
         return [a[..., c] if np.ndim(a) else np.asarray(a) for a in pair if a is not None]
+
+    @property
+    def known(self) -> tuple[Any, ...]:
+        """All that is known of it, also what its equality leaves out."""
+        columns = [(c, number.key) for c, number in self.columns]
+        return (self, self.number and self.number.key, self.root and self.root.known, *columns)
 
     @property
     def scalar(self) -> float | None:
@@ -188,10 +217,13 @@ def position(eqn: Any, whole: Value, rows: Value, what: str = "") -> list[Note]:
     """What is to be said where rows meet a whole value of as many dims, which may differ from row to row by nothing but
     the row's place in the block, or by draws that all blocks have alike.
     """
-    if rows.routed or not rows.at.dims & whole.varies:
+    at = rows.order
+    if (rows.routed and not rows.places) or not at.dims & whole.varies:
         return []  # tokens in an order of their own have what is at the place that they were sent to
-    known = whole.number.pair if whole.number is not None and whole.number.array.ndim == rows.at.array.ndim else None
-    if known is not None and alike(rows.at.array, *known):
+    known = whole.number.pair if whole.number is not None and whole.number.array.ndim == at.array.ndim else None
+    if known is not None and rows.lines == 1 and alike(at.array, *known):
         return []
+    if rows.places and rows.pick is not None:
+        return [rows.pick]
     said = "with a value that depends on a row's place in its block; put it into the batch"
     return [whole.pick or Note.at(eqn, what or f"{eqn.primitive.name} {said}", certain=False)]

@@ -352,6 +352,13 @@ COUPLED_ENDS |= {
         "return jnp.quantile(jnp.square(h).sum(1), 0.7)",
         "return jnp.square(h[::2]).mean()",
         "return jnp.cumsum(jnp.square(h).sum(1)).mean()",
+        "return (jnp.sort(jnp.square(h).sum(1)) * jnp.arange(len(h))).mean()",
+        "return jnp.cumsum(jnp.sort(jnp.square(h).sum(1))).mean()",
+        "return jnp.square(jnp.diff(jnp.sort(h, axis=0), axis=0)).mean()",
+        "return jnp.tanh(jnp.sort(h, axis=0).sum(1)).mean()",
+        "return jnp.abs(jnp.sort(h[:, 0]) - jnp.sort(h[:, 1])).mean()",
+        "return lax.top_k(jnp.square(h).sum(1), len(h))[0][0]",
+        "u, v = lax.sort((jnp.square(h).sum(1), b['weight']), num_keys=1)\nreturn (u * h[:, 0] + v).mean()",
     ),
     "pairs of rows": (
         "s = h @ h.T\nreturn (jax.nn.logsumexp(s, 1) - jnp.diag(s)).mean()",
@@ -464,13 +471,36 @@ def there_and_back(g: Draw) -> str:
 
 
 @kind(INNOCENT)
+def reordered(g: Draw) -> str:
+    """Rows in another order, or their frequencies, and back."""
+    n = g.pick(1, 3)
+    return back(
+        g,
+        g.pick(
+            "y = jnp.fft.ifft(jnp.fft.fft(h, axis=0), axis=0).real",
+            "y = jnp.fft.irfft(jnp.fft.rfft(h, axis=0), len(h), axis=0)",
+            "y = jnp.fft.ifft2(2 * jnp.fft.fft2(h)).real",
+            f"y = jnp.roll(jnp.sin(jnp.roll(h, {n}, 0)), -{n}, 0)",
+            f"y = jnp.roll(jnp.roll(h, {n}, axis=0) * 2, -{n}, axis=0)",
+            "y = jnp.concatenate([h[1:], h[:1]])\ny = jnp.concatenate([y[-1:], y[:-1]])",
+            "y = jnp.sin(h[::-1])[::-1]",
+            "y = jnp.flip(jnp.flip(h, 0) * jnp.cos(h[::-1]), 0)",
+            "i = jnp.argsort(h[:, 0])\ny = jnp.take(jnp.cos(jnp.take(h, i, 0)), jnp.argsort(i), 0)",
+            "i = jnp.argsort(h[:, 0])\ny = jnp.sort(h[:, 0])[jnp.argsort(i)][:, None] * h",
+            "i = jnp.argsort(h, 0)\ny = jnp.take_along_axis(jnp.sin(jnp.sort(h, 0)), jnp.argsort(i, 0), axis=0)",
+            "i = jnp.argsort(b['weight'])\ny = jnp.zeros_like(h).at[i].set(jnp.sin(h[i]))",
+            "u, i = lax.top_k(h[:, 0], len(h))\ny = jnp.zeros_like(h).at[i].set(h[i] * u[:, None])",
+            "u, i = lax.sort((h[:, 0], jnp.arange(len(h))), num_keys=1)\ny = h * jnp.zeros_like(u).at[i].set(jnp.sin(u))[:, None]",
+        ),
+    )
+
+
+@kind(INNOCENT)
 def far_fetched(g: Draw) -> str:
     """Innocent, and written by nobody."""
     return back(
         g,
         g.pick(
-            "y = jnp.sin(h[::-1])[::-1]",
-            "y = jnp.roll(jnp.sin(jnp.roll(h, 1, 0)), -1, 0)",
             "y = jnp.eye(len(h)) @ h",
             "y = jax.nn.one_hot(jnp.arange(len(h)), len(h)) @ h",
             "y = h - h.mean(0) + h.mean(0)",
@@ -478,7 +508,6 @@ def far_fetched(g: Draw) -> str:
             "y = h * jnp.max(h) / jnp.max(h)",
             "y = jnp.diff(jnp.cumsum(h, 0), axis=0, prepend=0.0)",
             "y = jnp.exp(jnp.log(h.shape[0])) * h / h.shape[0]",
-            "y = jnp.fft.ifft(jnp.fft.fft(h, axis=0), axis=0).real",
         ),
     )
 
@@ -588,14 +617,35 @@ INNOCENT_ENDS |= {
         "return jp.Mean(sum((jnp.square(r).sum() * w for r, w in zip(h, b['weight'])), 0.0), b['weight'].sum())",
     ),
     FAR_FETCHED: (
-        "return 0.5 * (jnp.square(h[: len(h) // 2]).mean() + jnp.square(h[len(h) // 2 :]).mean())",
         "return jnp.exp(jnp.log(jnp.square(h).sum())) / len(h)",
-        "return jnp.square(jnp.sort(h, axis=0)).mean()",
-        "return jnp.square(h[::-1]).mean()",
         "return (jnp.cumsum(jnp.square(h).sum(1))[-1] - 0.0) / len(h)",
         "return jnp.diff(jnp.cumsum(jnp.square(h).sum(1)), prepend=0.0).mean()",
         "return jnp.square(h - h.mean(0)).mean() + jnp.square(h.mean(0)).mean()",
+    ),
+    "mean, in parts": (
+        "return jnp.square(h).reshape(2, -1).mean(1).mean()",
+        "return jnp.square(h).sum(1).reshape(-1, 2).mean(1).mean()",
+        "return jnp.square(h).reshape(-1, 2, h.shape[1]).mean((0, 1)).sum()",
+        "return lax.map(jnp.mean, jnp.square(h).sum(1).reshape(2, -1)).mean()",
+        "return jnp.square(h[::2]).mean()",
+        "return 2 * jnp.square(h[1::2]).sum() / len(h)",
+        "return 0.5 * (jnp.square(h[::2]).mean() + jnp.square(h[1::2]).mean())",
+        "return 0.5 * (jnp.square(h[: len(h) // 2]).mean() + jnp.square(h[len(h) // 2 :]).mean())",
+        "return sum(jnp.square(v).mean() for v in jnp.split(h, 2)) / 2",
+    ),
+    "mean, in another order": (
+        "return jnp.square(h[::-1]).mean()",
         "return jnp.square(jnp.roll(h, 3, axis=0)).mean()",
+        "return jnp.sort(jnp.square(h).sum(1)).mean()",
+        "return jnp.square(jnp.sort(h, axis=0)).mean()",
+        "return jnp.sin(jnp.sort(h, axis=0))[::-1].sum() / len(h)",
+        "return -jnp.sort(-jnp.abs(h), axis=0).sum(1).mean()",
+        "return jnp.square(jnp.sort(h.reshape(-1))).mean()",
+        "return lax.top_k(jnp.square(h).sum(1), len(h))[0].mean()",
+        "return jnp.square(h[jnp.argsort(h[:, 0])]).mean()",
+        "return jnp.take_along_axis(jnp.sin(h), jnp.argsort(h, 0), axis=0).mean()",
+        "u, v = lax.sort((jnp.square(h).sum(1), b['weight']), num_keys=1)\nreturn (u * v).mean()",
+        "return jp.Mean(jnp.sort(jnp.square(h).sum(1) * b['weight']).sum(), b['weight'].sum())",
     ),
     "a penalty of each row": (
         "f = lambda v: jnp.tanh(v @ p['head'])\nd = jax.grad(lambda v: f(v).sum())(h)\nreturn f(h).mean() + jnp.square(jnp.sqrt(jnp.square(d).sum(1) + 1e-6) - 1).mean()",

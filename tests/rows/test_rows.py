@@ -1066,6 +1066,34 @@ def test_rows_one_by_one_in_a_python_loop_that_may_be_coupled_are_a_warning() ->
         assert said in message
 
 
+def test_the_derivative_of_a_python_loop_over_rows_is_a_warning() -> None:
+    """It puts each row back among zeros, and was refused: "pad by what depends on how many rows a block has"."""
+
+    def slope(w: jax.Array, batch: Batch, loop: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        x = batch["x"] @ w
+        return jnp.square(x - jax.grad(lambda x: loop(x).sum())(x)).mean()
+
+    loops: list[Callable[[jax.Array], jax.Array]] = [
+        lambda x: jnp.stack([jnp.tanh(row) * row.sum() for row in x]),
+        lambda x: jnp.concatenate([jnp.tanh(x[i : i + 1]) * x[i].sum() for i in range(len(x))]),
+    ]
+    for loop in loops:
+        (message,) = traced(of(functools.partial(slope, loop=loop)), "data=2", {"x": BATCH["x"][:8]})
+        assert "may couple rows" in message
+
+    def one_row(w: jax.Array, batch: Batch) -> jax.Array:
+        x = batch["x"] @ w
+        return jnp.tanh(jnp.pad(x[:1], ((1, len(x) - 2), (0, 0))) + x).mean()
+
+    def shifted(w: jax.Array, batch: Batch) -> jax.Array:
+        x = batch["x"] @ w
+        return jnp.tanh(1 + jnp.pad(x, ((0, 0), (len(x), 0)))[:, :WIDTH]).mean()
+
+    for loss, words in ((one_row, "takes some of the rows"), (shifted, "pad by what depends on how many rows")):
+        with pytest.raises(ValueError, match=words):
+            traced(of(loss), "data=2", {"x": BATCH["x"][:8]})
+
+
 def test_two_rows_in_a_block() -> None:
     """A number that is the same for two rows, and not for four, was taken for the same for all."""
 
