@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.checkpoint.commit import Writer, clear, wait
 from jaxpar.checkpoint.about import UNFINISHED, numbers
+from jaxpar.checkpoint.commit import Writer, clear, wait
 from jaxpar.hosts import outcomes
 from jaxpar.hosts.outcomes import Outcomes
 
