@@ -1,5 +1,6 @@
 """A checkpoint that cannot be written is named by all hosts, keeps none of them waiting, and costs no older one."""
 
+import asyncio
 import concurrent.futures
 import errno
 import os
@@ -14,6 +15,7 @@ import pytest
 
 from jaxpar.checkpoint.about import UNFINISHED, numbers
 from jaxpar.checkpoint.commit import Writer, clear, wait
+from jaxpar.checkpoint.stores import _all
 from jaxpar.hosts import outcomes
 from jaxpar.hosts.outcomes import Outcomes
 
@@ -83,6 +85,19 @@ def test_files_are_on_the_disk_before_the_checkpoint_has_its_name(
     unfinished = {path.partition(f"{UNFINISHED}/")[2] for path in synced}
     assert {"0", "1"} <= files & unfinished
     assert str(tmp_path) in synced  # and its name
+
+
+def test_a_write_that_fails_is_raised_once_all_have_ended() -> None:
+    ended = []
+
+    async def write(number: int) -> None:
+        ended.append(number)
+        if number == 0:
+            full(Path())
+
+    with pytest.raises(OSError, match="No space left on device"):
+        asyncio.run(_all([write(number) for number in range(3)]))
+    assert ended == [0, 1, 2]
 
 
 @pytest.mark.parametrize("count", [1, 3])

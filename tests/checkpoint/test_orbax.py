@@ -18,6 +18,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jaxpar as jp
+from jaxpar.checkpoint.arrays import keys_of, name_of
 from jaxpar.cli.convert import converted
 
 PLAIN = Path(__file__).parents[2] / ".venv-orbax/bin/python"  # made by `make orbax-env`
@@ -178,6 +179,12 @@ def test_a_leaf_is_its_key_path(tree: Any, tmp_path: Path) -> None:
         plain = ocp.PyTreeCheckpointer().restore(folder / "1" / "state")
         state, _ = step(step.restore(folder), BATCH)
         jax.tree.map(np.testing.assert_array_equal, plain["params"], step.params(step.restore(folder)))
+
+
+def test_a_name_is_of_one_key_path() -> None:
+    paths = [("a/b",), ("a", "b"), ("a~1b",), ("a~b",), ("a~0b",), ("a~", "b")]
+    assert len({name_of(path) for path in paths}) == len(paths)
+    assert [keys_of(name_of(path)) for path in paths] == paths
 
 
 def test_two_leaves_that_orbax_takes_for_one_are_refused(tmp_path: Path) -> None:

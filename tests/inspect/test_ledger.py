@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.inspect.compiled.entry import whole
 from jaxpar.inspect.ledger import Collective, Ledger
 from jaxpar.targets.devices import gpu_topology, missing_compiler
 
@@ -328,6 +329,13 @@ def test_compiled_for_h100() -> None:
         ("reduce-scatter", ("fsdp",), "float32"): 4 * 256 * 256 * 4,
     }
     assert ledger.total(kind="all-gather", asynchronous=True, in_loop=True) == ledger.total(kind="all-gather")
+
+
+def test_the_buffer_of_an_all_gather_is_its_output() -> None:
+    buffers = [("float32", 8), ("float32", 4), ("int32", 4)]
+    assert whole("all-gather", 4, buffers) == {"float32": 48, "int32": 16}
+    assert whole("all-reduce", 4, buffers) == {"float32": 12, "int32": 4}
+    assert whole("all-reduce", 1, buffers) == {}
 
 
 def test_sums_and_table() -> None:

@@ -268,6 +268,10 @@ def test_a_mask_is_no_fault_and_an_overflow_beside_it_is() -> None:
     fault = jp.trace_nonfinite(lambda x: (jnp.exp(30 * x) * jnp.array([1e38, 1, 1, 1])).sum(), x)
     assert fault is not None
     assert (fault.primitive, fault.place) == ("exp", (2,))
+    # Of two NaNs that meet as well.
+    fault = jp.trace_nonfinite(lambda x: jnp.log(x - 9).sum() + jnp.sqrt(x - 9).sum(), x)
+    assert fault is not None
+    assert fault.primitive == "log"
     # An infinity that harms nothing is not taken for the one that does.
     fault = jp.trace_nonfinite(lambda x: jax.nn.softmax(x + jnp.log(jnp.maximum(x - 2, 0))).sum() / (x[0] - 1), x)
     assert fault is not None

@@ -213,6 +213,16 @@ def test_a_folder_that_is_removed_or_taken_ends_the_run(tmp_path: Path) -> None:
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["2"]
 
 
+def test_of_two_claims_of_a_folder_the_second_is_refused_until_the_first_is_released(tmp_path: Path) -> None:
+    first, second = Claim(tmp_path), Claim(tmp_path)
+    assert first.take() == ""
+    assert second.take().startswith(f"another run, {os.getpid()}, is going on in {tmp_path}; wait for its end")
+    first.release()
+    assert second.take() == ""
+    assert first.lost().startswith(f"{tmp_path} is no longer this run's: process {os.getpid()} on ")
+    second.release()
+
+
 def test_without_its_lock_a_run_still_has_its_folder(tmp_path: Path) -> None:
     with claimed(jp.Loop(out=tmp_path)) as claim:
         (tmp_path / ".lock").unlink()

@@ -172,6 +172,7 @@ def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(tmp_pat
     state = trainer(tmp_path, hook, resume=True, steps=3).run()
     assert steps == [0, 2]
     assert int(state.step) == 3
+    assert (tmp_path / "checkpoints" / "3").is_dir()  # though every second one is saved
 
 
 @pytest.mark.slow
