@@ -233,7 +233,7 @@ DEFECTS = (
            "checkpoint/test_orbax.py::test_a_name_is_of_one_key_path",
            ".replace(\"~\", \"~0\").replace(\"/\", \"~1\")", ".replace(\"/\", \"~1\")",
            "Two keys, one with a slash and one with ~1, have one name."),
-    Defect("write-failed", "checkpoint/stores.py",
+    Defect("write-failed", "checkpoint/write.py",
            "checkpoint/test_commit.py::test_a_write_that_fails_is_raised_once_all_have_ended",
            "raise errors[0]", "return",
            "A checkpoint is complete though a part of it could not be written."),

@@ -69,7 +69,7 @@ class Writer:
         try:
             value = action()
         except Exception as failure:  # of a disk, a bucket, or a bug
-            error, problem = failure, told(failure)
+            error, problem = failure, told(failure) or type(failure).__name__
         self._times[name] += 1
         try:
             problem = self._outcomes.shared(name, self._times[name], problem)

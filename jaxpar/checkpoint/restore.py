@@ -152,7 +152,8 @@ def _read(
                 shape = [stop - start for start, stop in bounds]
                 box = np.array(first[bounds], array.dtype) if first else np.zeros(shape, array.dtype)
                 found = [(array.names[part.member], part) for part in parts(array.leaf, array.inner, bounds)]
-                reads = [saved.opened[names[x]].begin(part.box, part.view(box)) for x, part in found if x in names]
+                wanted = [(names[name], part) for name, part in found if name in names]
+                reads = [saved.opened[name].begin(part.box, part.view(box)) for name, part in wanted]
                 ahead.append((reads, box, at, mine))
                 size += box.nbytes
             while size > _AHEAD:

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import errno
+import functools
 import os
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from jaxpar.checkpoint.about import UNFINISHED, numbers
 from jaxpar.checkpoint.commit import Writer, clear, wait
-from jaxpar.checkpoint.stores import _all
+from jaxpar.checkpoint.write import _all
 from jaxpar.hosts import outcomes
 from jaxpar.hosts.outcomes import Outcomes
 
@@ -175,6 +176,21 @@ def test_a_host_that_fails_and_goes_on_is_not_missed(tmp_path: Path) -> None:
     for commit in (*commits, *failed):
         with pytest.raises(ValueError, match="process 1: No space left on device"):
             wait(commit)
+
+
+def test_a_read_that_fails_on_one_host_is_told_to_all() -> None:
+    """The others said that its error says why. An error without a text is one too."""
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    for error, reason in ((ValueError("params/w is damaged"), "params/w is damaged"), (OSError(), "OSError")):
+        first, second = hosts(2)
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            sound = threads.submit(first.together, "restore", lambda: 7)
+            damaged = threads.submit(second.together, "restore", functools.partial(fails, error))
+        assert sound.result() == (7, None, f"process 1: {reason}")
+        assert damaged.result() == (None, error, f"process 1: {reason}")
 
 
 def test_odd_neighbours_are_no_dead_end(tmp_path: Path) -> None:
