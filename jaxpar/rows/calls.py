@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,12 @@ from .arithmetic import joined
 from .backward import backward_notes
 from .labels import Labels, numbered
 from .reader import ALWAYS, Reader, rule
-from .values import ODD, RATIO, RATIOS, ROUTED, Note, Value, coupled, mixed, reasons, some_rows
+from .values import ODD, RATIO, RATIOS, ROUTED, UNNAMED, Note, Value, coupled, mixed, reasons, some_rows
+
+_NAN = (
+    "makes a block's rows NaN where one of them is bad, and not all rows, and a later line tells NaN from numbers; use "
+    "on_error='raise' (EQX_ON_ERROR=raise), or decide by each row alone"
+)
 
 
 @rule(*jx.CALLS, *jx.REMATS, *jx.CUSTOM, "custom_vmap_call", "composite", table=ALWAYS)
@@ -75,9 +81,19 @@ def _cond(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
         return found[0]
     if eqn.params.get("branches_platforms"):  # the same function, and a fused kernel of one platform says nothing
         return min(found, key=lambda outs: (len(reasons(outs)), [x.kind for x in outs].count("coupled")))
-    return [
-        chosen(eqn, index, functools.reduce(functools.partial(joined, eqn), outs)) for outs in zip(*found, strict=True)
-    ]
+    return [_of_branches(eqn, index, outs) for outs in zip(*found, strict=True)]
+
+
+def _of_branches(eqn: Any, index: Value, outs: Sequence[Value]) -> Value:
+    """A result of a choice among branches.
+
+    A branch that returns nothing but NaN is a guard too, that of `eqx.error_if` with `on_error="nan"`. One block's NaN
+    makes the loss of all rows NaN, on every rank, as one device has it, unless a later line tells NaN from numbers.
+    """
+    numbers = [x for x in outs if x.scalar is None or not math.isnan(x.scalar)]
+    if len(numbers) == 1 < len(outs) and index.kind != "whole":
+        return numbers[0].noted(Note(jx.user_line(eqn) or UNNAMED, _NAN, of_nan=True))
+    return chosen(eqn, index, functools.reduce(functools.partial(joined, eqn), outs))
 
 
 def chosen(eqn: Any, by: Value, x: Value) -> Value:

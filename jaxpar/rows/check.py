@@ -149,7 +149,7 @@ def _result(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean, power
     """What is wrong with one result: the notes on its way, or powers of the number of rows that do not fit."""
     total, count = values[mean.total], values[mean.count]  # type: ignore[index]
     line = _line(flat, flat.outvars[mean.total])  # type: ignore[call-overload]
-    notes = {*total.notes, *count.notes}
+    notes = {note for note in (*total.notes, *count.notes) if not note.of_nan}
     for x in (total, count):
         if x.kind == "rows" or (x.kind == "sum" and x.varies):
             notes.add(x.pick or Note(line, f"{SOME}; {FROM_ALL}"))

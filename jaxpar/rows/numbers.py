@@ -132,7 +132,7 @@ def constant(x: Any, twin: Any) -> Number | None:
     if math.prod(np.shape(x)) > LARGEST or not any(jnp.issubdtype(jnp.result_type(x), t) for t in (bool, jnp.number)):
         return None
     pair = [None if a is None else np.asarray(a) for a in (x, twin)]
-    if all(a is None or (a.size and (a == a.flat[0]).all()) for a in pair):
+    if all(a is None or (a.size and ((a == a.flat[0]).all() or (a != a).all())) for a in pair):  # the same, or all NaN
         pair = [None if a is None else a.flat[0] for a in pair]
     return Number(tuple(pair))
 

@@ -164,6 +164,9 @@ class Reader:
     def _finished(self, eqn: Any, twin: Any, ins: Sequence[Value], outs: Sequence[Value]) -> list[Value]:
         """What becomes of any equation's results: notes go on, numbers are made."""
         notes = [*reasons(ins), *_differing(eqn, twin, ins)]
+        if _tests_for_nan(eqn):
+            notes = [replace(note, of_nan=False) for note in notes]
+            outs = [replace(x, notes=frozenset(replace(note, of_nan=False) for note in x.notes)) for x in outs]
         if not eqn.primitive.name.startswith(("gather", "scatter")):  # they say it where it matters
             notes += [note for x in ins for note in column_notes(eqn, x)]
         keyed = any(x.keyed for x in ins)
@@ -186,9 +189,17 @@ class Reader:
 
 def _located(eqn: Any, x: Value) -> Value:
     """A result of an inner program, of whose lines none may be the user's."""
-    if not any(n.line == UNNAMED for n in x.notes) or not (line := jx.where(eqn)):
+    # A branch of a library's is named by the call around it, which stands in the user's program.
+    line = jx.user_line(eqn) if eqn.primitive.name == "cond" else jx.where(eqn)
+    if not line or not any(n.line == UNNAMED for n in x.notes):
         return x
     return replace(x, notes=frozenset(replace(n, line=line) if n.line == UNNAMED else n for n in x.notes))
+
+
+def _tests_for_nan(eqn: Any) -> bool:
+    """Whether an equation tells NaN from numbers: `jnp.isfinite`, or `jnp.isnan`, which is x != x."""
+    name = eqn.primitive.name
+    return name == "is_finite" or (name in ("eq", "ne") and eqn.invars[0] is eqn.invars[1])
 
 
 def _differing(eqn: Any, twin: Any, ins: Sequence[Value]) -> Iterator[Note]:

@@ -58,6 +58,7 @@ class Note:
     Attributes:
       backward: whether it is in a derivative.
       scale: whether no rows meet, and the result is no mean over them but a sum, say.
+      of_nan: whether rows meet only if a later line tells NaN from numbers.
     """
 
     line: str
@@ -65,6 +66,7 @@ class Note:
     certain: bool = True
     backward: bool = False
     scale: bool = False
+    of_nan: bool = False
 
     @classmethod
     def at(cls, eqn: Any, what: str, certain: bool = True) -> Note:
@@ -164,7 +166,7 @@ class Value:
     @property
     def unknown(self) -> bool:
         """Whether notes say already how it depends on the number of rows."""
-        return math.isnan(self.power) and bool(self.notes)
+        return math.isnan(self.power) and not all(note.of_nan for note in self.notes)
 
     def noted(self, *notes: Note) -> Value:
         """The same with further notes."""

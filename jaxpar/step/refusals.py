@@ -99,6 +99,33 @@ def check_ordered(whole: jx.Flat, devices: int) -> None:
         )
 
 
+def check_breakpoints(whole: jx.Flat, devices: int) -> None:
+    """Raises ValueError where a loss opens a debugger that a step cannot open.
+
+    A breakpoint keeps the local variables of the lines around it, which are values of the user's own trace. A step
+    computes the loss's program again, where these values do not exist. On one device `jax.debug.breakpoint` opens its
+    debugger all the same.
+    """
+    opens = lambda eqn: _opens_debugger(eqn) and (devices > 1 or eqn.primitive.name == "pure_callback")
+    for outer in whole.eqns:
+        if found := next((eqn for eqn, _ in visit([outer]) if opens(eqn)), None):
+            line = jx.user_line(found) or jx.where(outer)  # within eqx.error_if, the line that calls it
+            raise ValueError(
+                f"the loss opens a debugger at {line} (jax.debug.breakpoint, or eqx.error_if with "
+                "on_error='breakpoint'), and a step cannot stop there, since it runs the loss in blocks of rows and "
+                "with its derivative; call the loss by itself to debug it, as loss(step.params(state), batch, None), "
+                "or use jax.debug.print, or on_error='raise' (EQX_ON_ERROR=raise)"
+            )
+
+
+def _opens_debugger(eqn: Any) -> bool:
+    """Whether an equation calls back into JAX's debugger, by itself or in a function that its callback encloses."""
+    callback = eqn.params.get("callback")
+    called = getattr(callback, "callback_func", callback)  # a pure_callback keeps its function in an object
+    enclosed = (cell.cell_contents for cell in getattr(called, "__closure__", None) or ())
+    return any(getattr(f, "__module__", "") == "jax._src.debugger.core" for f in (called, *enclosed) if callable(f))
+
+
 def warn_padded(layers: int, ranks: int, chunks: int) -> None:
     """Say so where chunks of layers have much more room than the model has layers."""
     stages = ranks * chunks

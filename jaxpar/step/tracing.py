@@ -40,6 +40,7 @@ from ..slicing.slicer import Slicing, cut_program, slice_program
 from ..slicing.stacks import described
 from ..strategy import Strategy
 from .refusals import (
+    check_breakpoints,
     check_independent_of_replicas,
     check_ordered,
     check_pipe,
@@ -452,6 +453,7 @@ class Tracing:
     def _check(self, whole: jx.Flat, program: Program, outputs: Any, rest: Any, noted: Sequence[str]) -> None:
         """Refuse, or warn of, what would not be as on one device; and tell the layout how its layers run."""
         check_ordered(whole, self.layout.mesh.size)
+        check_breakpoints(whole, self.layout.mesh.size)
         self.layout.loops.update(described(program, self.layout.storage))
         if self.schedule is not None:
             check_pipe(program, outputs[1], self.layout, self.strategy)

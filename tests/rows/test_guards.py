@@ -49,16 +49,37 @@ def printed(y: jax.Array) -> jax.Array:
     return y
 
 
-GUARDS = (of_any_row, of_a_mean, of_two_kinds, in_a_vmap, checked, printed)
+def or_nan(y: jax.Array, wrong: jax.Array) -> jax.Array:
+    return eqx.error_if(y, wrong, "NaN", on_error="nan")
 
 
-def step_of(guard: Callable[[Any], Any], centred: bool = False) -> Any:
+def nan_of_any_row(y: jax.Array) -> jax.Array:
+    return or_nan(y, jnp.any(jnp.isnan(y)))
+
+
+def nan_of_each_row(y: jax.Array) -> jax.Array:
+    return or_nan(y, jnp.isnan(y).any(-1))
+
+
+def nan_of_a_mean(y: jax.Array) -> jax.Array:
+    return or_nan(y, y.mean() > 1e9)
+
+
+def nan_in_a_vmap(y: jax.Array) -> jax.Array:
+    return jax.vmap(nan_of_any_row)(y)
+
+
+NAN_GUARDS = (nan_of_any_row, nan_of_each_row, nan_of_a_mean, nan_in_a_vmap)
+GUARDS = (*NAN_GUARDS, of_any_row, of_a_mean, of_two_kinds, in_a_vmap, checked, printed)
+
+
+def step_of(guard: Callable[[Any], Any], centred: bool = False, strategy: str = "ddp,microbatches=2") -> Any:
     def loss(params: Any, batch: Any, key: Any) -> jax.Array:
         y = guard(batch @ params["w"])
         return jnp.square(y - y.mean(0) if centred else y).mean()
 
     model = jp.Model(lambda key: {"w": jax.random.normal(key, (4, 4))}, loss)
-    return jp.make_train_step(model, optax.sgd(0.1), "ddp,microbatches=2", mesh=jax.devices()[:2])
+    return jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=jax.devices()[: 1 if strategy == "single" else 2])
 
 
 @pytest.mark.parametrize("guard", GUARDS)
@@ -70,6 +91,62 @@ def test_a_guard_couples_no_rows(guard: Callable[[Any], Any]) -> None:
 def test_a_coupling_behind_a_guard_is_refused(guard: Callable[[Any], Any]) -> None:
     with pytest.raises(ValueError, match=r"couples rows.*\n.*mean over rows"):
         step_of(guard, centred=True).traced(BATCH)
+
+
+@pytest.mark.parametrize("guard", NAN_GUARDS)
+def test_a_guard_of_nan_makes_the_loss_nan_as_on_one_device(guard: Callable[[Any], Any]) -> None:
+    """It was refused as a coupling. A block makes NaN of its own rows alone, and the mean of all rows is NaN."""
+    step, bad = step_of(guard), BATCH.copy()
+    bad[13, 2] = np.nan
+    state = step.init(jax.random.key(0))
+    assert np.isfinite(step.evaluate(state, BATCH)["loss"])
+    assert np.isnan(step.evaluate(state, bad)["loss"])
+    assert np.isnan(np.square(guard(bad @ step.params(state)["w"])).mean())
+
+
+@pytest.mark.parametrize(
+    "hides",
+    [jnp.nan_to_num, lambda y: jnp.where(jnp.isnan(y), 0.0, y), lambda y: jnp.where(jnp.isfinite(y), y, 0.0)],
+)
+def test_nan_that_a_later_line_takes_away_is_a_coupling(hides: Callable[[Any], Any]) -> None:
+    """One device would have 0 for all rows of the batch, and blocks for their own."""
+    with pytest.raises(ValueError, match=r"couples rows.*\n.*test_guards.py:\d+.*on_error='raise'"):
+        step_of(lambda y: hides(nan_of_a_mean(y))).traced(BATCH)
+    step_of(lambda y: hides(of_a_mean(y))).traced(BATCH)  # as the error advises
+
+
+def test_integers_of_a_guard_of_nan_are_a_coupling() -> None:
+    """Equinox makes the largest number of them, which is no NaN, and with it the loss is another number."""
+    with pytest.raises(ValueError, match="couples rows"):
+        step_of(lambda y: y * or_nan((y > 0).astype(int), y.max() > 1e9)).traced(BATCH)
+
+
+def test_checks_in_a_loss_are_heard_by_checkify_around_the_step() -> None:
+    """One rank's check is enough, whichever has the bad row."""
+
+    def check(y: jax.Array) -> jax.Array:
+        checkify.check(jnp.all(jnp.abs(y) < 1e9), "too large")
+        return y
+
+    step, bad = step_of(check), BATCH.copy()
+    bad[13, 2] = 1e12
+    state, checked = step.init(jax.random.key(0)), checkify.checkify(step.evaluate)
+    assert checked(state, BATCH)[0].get() is None
+    assert "too large" in checked(state, bad)[0].get()
+
+
+def breaks(y: jax.Array) -> jax.Array:
+    jax.debug.breakpoint()
+    return y
+
+
+@pytest.mark.parametrize("strategy", ["ddp,microbatches=2", "single"])
+def test_breakpoints_are_refused_with_their_line(strategy: str) -> None:
+    """JAX said that a tracer has no numbers, or has escaped, and no line."""
+    of_equinox = lambda y: eqx.error_if(y, jnp.any(y > 1e9), "large", on_error="breakpoint")
+    for guard in (breaks, of_equinox) if strategy != "single" else (of_equinox,):
+        with pytest.raises(ValueError, match=r"debugger at .*test_guards.py:\d+.*call the loss by itself"):
+            step_of(guard, strategy=strategy).traced(BATCH)
 
 
 def test_a_choice_by_a_mean_is_no_guard() -> None:
