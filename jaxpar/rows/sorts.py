@@ -37,12 +37,13 @@ def _sort(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
     moved = any(x.kind != "rows" and (x.kind != "whole" or dim in x.varies) for x in ins)
     # Each step of a loop sorts by itself, and what it gives is not told from what other steps give.
     sortable = not (r.looped or moved) and 0 < math.prod(shape) <= LARGEST
+    note = Note.at(eqn, f"sort over rows; {FROM_ALL}")
     found = {x.at: _placed(r, x, dim, shape) for x in ins if x.kind == "rows"} if sortable and everything else {}
     if not found or None in found.values():
         outs = generic(r, eqn, twin, ins)
-        places = name == "top_k" and everything and outs[1].kind == "coupled"
-        return [outs[0], _order(eqn, ins)] if places else outs
-    note, outs = Note.at(eqn, f"{name} over rows; {FROM_ALL}"), list[Value]()
+        sorts = name == "top_k" and everything and outs[1].kind == "coupled"
+        return [coupled(ins, note), _order(eqn, ins)] if sorts else outs
+    outs = list[Value]()
     for x in ins:
         placed = found.get(x.at) if x.kind == "rows" else None
         if placed is not None:
@@ -53,7 +54,7 @@ def _sort(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
 
 def _order(eqn: Any, ins: Sequence[Value]) -> Value:
     """The rows that places are of, by which they may be put back."""
-    said = f"{eqn.primitive.name} over rows, of no effect if results go back to their rows; else {FROM_ALL}"
+    said = f"sort over rows, of no effect if results go back to their rows; else {FROM_ALL}"
     return coupled(ins, Note.at(eqn, said, certain=False))
 
 

@@ -136,15 +136,15 @@ def test_what_looks_at_an_order_is_a_coupling(name: str) -> None:
 
 def test_what_all_of_top_k_puts_back_is_a_warning_in_a_loop_too() -> None:
     def put_back(h: jax.Array, _: Any) -> tuple[jax.Array, None]:
-        at = lax.top_k(h[:, 0], len(h))[1]
-        return h + jnp.zeros_like(h).at[at].set(jnp.tanh(h[at])), None
+        values, at = lax.top_k(h[:, 0], len(h))
+        return h + jnp.zeros_like(h).at[at].set(jnp.tanh(h[at]) * values[:, None]), None
 
     best = lambda h, _: (h + lax.top_k(h[:, 0], 2)[0].mean(), None)
     in_a_loop = lambda step: lambda h, b: lax.scan(step, h, None, length=2)[0].mean()
     for loss in (lambda h, b: put_back(h, None)[0].mean(), in_a_loop(put_back)):
         kind, words = said(loss)
         assert kind == "warned"
-        assert "top_k over rows, of no effect if results go back to their rows" in words
+        assert "sort over rows, of no effect if results go back to their rows" in words
     assert said(in_a_loop(best))[0] == "refused"
 
 
