@@ -172,7 +172,10 @@ def replay(trainer: Trainer, number: int, equation: bool = True) -> Replayed:
     for at in range(since + 1, number + 1):
         if found is not None and not found.ok:
             break
-        batch = batches.next() if at > since + 1 else batches.first(since)
+        if at > since + 1:
+            batch = batches.next()
+        else:
+            batches.begin(batch := batches.first(since))
         before = (step.params(state), state.variables) if equation and at in recorded else None
         before = jax.tree.map(jnp.copy, before)  # the step takes the state
         state, metrics = step(state, batch)
