@@ -239,10 +239,10 @@ DEFECTS = (
            "A checkpoint is complete though a part of it could not be written."),
     Defect("write-synced", "checkpoint/commit.py",
            "checkpoint/test_commit.py::test_files_are_on_the_disk_before_the_checkpoint_has_its_name",
-           "sync(self._unfinished)", "",
+           "sync(unfinished)", "pass",
            "A checkpoint gets its name before its files are on the disk."),
     Defect("keep-one", "checkpoint/commit.py", "checkpoint/test_commit.py",
-           "len(before) + 1 - self._keep", "len(before) - self._keep",
+           "len(older) + 1 - keep", "len(older) - keep",
            "One checkpoint more is kept than was asked for."),
     # -- hosts
     Defect("outcome-early", "hosts/outcomes.py", "checkpoint/test_commit.py",
