@@ -35,7 +35,7 @@ from report import (
 )
 from rich.table import Table
 
-from jaxpar.text import size
+from jaxpar.backend.text import size
 
 COMMON: tuple[Op, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 MOST = 1 << 30  # bytes that the timed collectives of one size carry
@@ -187,7 +187,7 @@ def main(options: Options) -> dict[str, list[Measurement]]:
     screen.print(
         "Simulated devices: copies within one machine, no network's bandwidth."
         if simulated()
-        else "busbw, 1e9 bytes/s. Data sheets: of a device and direction; sources: jaxpar/targets/hardware.py."
+        else "busbw, 1e9 bytes/s. Data sheets: of a device and direction; sources: jaxpar/hardware/hardware.py."
     )
     screen.print(f"{options.out}/collectives.json, .svg, .png, and -dark.svg, -dark.png")
     if wrong := sum(row.wrong for mine in rows.values() for row in mine):

@@ -24,8 +24,8 @@ from rich.table import Table
 import jaxpar as jp
 from jaxpar.data import text
 from jaxpar.inspect.explain import Explanation, explain
-from jaxpar.inspect.verify.parity import Difference, Reference, differences
 from jaxpar.models import named
+from jaxpar.parity.parity import Difference, Reference, differences
 
 WARM = 3  # steps that are not timed
 SPLIT = ("data=4,tensor=2", "pipe=4,data=2,microbatches=4")  # within a layer, and between layers

@@ -15,10 +15,10 @@ import tyro
 from report import GB, console
 
 import jaxpar as jp
+from jaxpar.hardware import target
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.models import named
-from jaxpar.parallel.flat.cut import times
-from jaxpar.targets import target
+from jaxpar.parallel.pipeline.flat.cut import times
 
 
 @dataclass(frozen=True)

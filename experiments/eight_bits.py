@@ -20,9 +20,9 @@ import matplotlib.pyplot as plt
 import tyro
 from report import LINES, Common, console, grid, pictures, start
 
-from jaxpar.cli import commands
-from jaxpar.cli.options import TrainOptions
-from jaxpar.train.recorder import read
+from jaxpar.run.cli import commands
+from jaxpar.run.cli.options import TrainOptions
+from jaxpar.run.train.recorder import read
 
 # By what is in 8 bits: the model, the strategy in bfloat16, and what changes.
 TRIALS = {

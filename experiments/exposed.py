@@ -19,9 +19,9 @@ import optax
 import tyro
 
 import jaxpar as jp
+from jaxpar.hardware import target
 from jaxpar.inspect.predict import predict
 from jaxpar.models import named
-from jaxpar.targets import target
 
 LENGTH = 4096
 SIZES_13B = {"layers": 8, "dim": 5120, "heads": 40, "ffn": 17920}

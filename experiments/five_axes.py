@@ -24,11 +24,11 @@ from jax._src.cudnn import fused_attention_stablehlo
 from report import GB, console, grid, record
 
 import jaxpar as jp
-from jaxpar.inspect.compiled.kernels import Executable
+from jaxpar.hardware import target
+from jaxpar.hardware.compiled.kernels import Executable
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.predict.prediction import predict
-from jaxpar.targets import target
 
 
 @dataclass(frozen=True)

@@ -89,10 +89,10 @@ class Profile(Common):
 
 
 def train(options: Train) -> None:
-    from jaxpar.cli import commands as cli
-    from jaxpar.cli.options import TrainOptions
     from jaxpar.layout.distributed import attach
-    from jaxpar.train.recorder import read
+    from jaxpar.run.cli import commands as cli
+    from jaxpar.run.cli.options import TrainOptions
+    from jaxpar.run.train.recorder import read
 
     attach(1 if options.tiny else None, default=1)
     record, devices = Record(options.out, "train", options.budget), 1 if _is_cpu() else None

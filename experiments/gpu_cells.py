@@ -11,10 +11,10 @@ from cells import initial
 from gpu_report import Record, said
 from zoo import ZOO, Entry
 
-from jaxpar.inspect.verify.parity import TOLERANCE, differences
 from jaxpar.layout.precision import all_finite
 from jaxpar.make import make_train_step
 from jaxpar.models import named
+from jaxpar.parity.parity import TOLERANCE, differences
 from jaxpar.strategy import as_strategy
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp", "dp")

@@ -30,8 +30,8 @@ def make(spec: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], dict[str
     import os
 
     os.environ["JAX_PLATFORMS"] = "cpu"  # jaxpar gives sizes here, and must not take the card
+    from jaxpar.hardware.hardware import peak_flops
     from jaxpar.models import named
-    from jaxpar.targets.hardware import peak_flops
 
     chosen = named(spec["model"], **spec["changes"])
     rows, length = spec["rows"], spec["length"]

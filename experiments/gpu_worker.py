@@ -17,10 +17,10 @@ import numpy as np
 import optax
 
 import jaxpar as jp
+from jaxpar.hardware.hardware import KINDS, peak_flops
 from jaxpar.inspect.explain import explain
 from jaxpar.inspect.predict.prediction import predict
 from jaxpar.models import Named, named
-from jaxpar.targets.hardware import KINDS, peak_flops
 
 OPTIMIZER = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
 
@@ -99,7 +99,7 @@ def look(step: Any, batch: Any, flops: float) -> dict[str, Any]:
     kind = jax.devices()[0].device_kind
     hardware = next((one for one in KINDS.values() if one.device_kind == kind), None)
     if hardware is None:
-        return found | {"predicted_ms": None, "no_prediction": f"{kind!r} is not in jaxpar.targets.hardware"}
+        return found | {"predicted_ms": None, "no_prediction": f"{kind!r} is not in jaxpar.hardware.hardware"}
     prediction = predict(compiled, step, batch, hardware, flops)
     by_kind = {name: 1e3 * seconds for name, seconds in prediction.by_kind.items()}
     return found | {"predicted_ms": 1e3 * prediction.seconds, "predicted_by_kind_ms": by_kind}

@@ -36,10 +36,10 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpar as jp
+from jaxpar.hardware.devices import gpu_topology
 from jaxpar.models import gpt
 from jaxpar.models.parts.stack import stack
 from jaxpar.step.core import Step
-from jaxpar.targets.devices import gpu_topology
 
 VOCAB = 512  # small: the head is no part of a layer
 

@@ -21,8 +21,8 @@ import tyro
 from flax import nnx
 from report import LINES, Common, console, grid, is_first, pictures, record, start, where
 
-from jaxpar.cli.options import TrainOptions, trainer_of
-from jaxpar.train.loop import Hook
+from jaxpar.run.cli.options import TrainOptions, trainer_of
+from jaxpar.run.train.loop import Hook
 
 
 @dataclass(frozen=True)

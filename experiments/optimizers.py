@@ -18,8 +18,8 @@ import numpy as np
 import tyro
 from report import LINES, Common, console, grid, is_first, pictures, record, start, where
 
-from jaxpar.cli.options import TrainOptions, trainer_of
-from jaxpar.train.loop import Hook
+from jaxpar.run.cli.options import TrainOptions, trainer_of
+from jaxpar.run.train.loop import Hook
 
 SMOOTH = 10  # steps of training of which a mean is drawn
 

@@ -54,10 +54,10 @@ from report import (
 from rich.table import Table
 
 import jaxpar as jp
+from jaxpar.hardware.devices import gpu_topology
 from jaxpar.inspect.timeline.drawing import slot_bytes
 from jaxpar.models import Named, named
 from jaxpar.parallel.pipeline.schedules import Schedule
-from jaxpar.targets.devices import gpu_topology
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 
 from published_rows import FLASH_2, FLOAT8, GRAND_TETON, Run, every_second
 
+from jaxpar.hardware.hardware import KINDS
 from jaxpar.models import Named
-from jaxpar.targets.hardware import KINDS
 
 DGXC = "github.com/NVIDIA/dgxc-benchmarking, v25.04.01 (85380ff)"
 IBM = "github.com/foundation-model-stack/fms-fsdp, README.md, ed74fd5 (2024)"

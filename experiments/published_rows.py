@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpar.hardware.hardware import KINDS, Hardware, peaks_of
 from jaxpar.models import Named, named
-from jaxpar.targets.hardware import KINDS, Hardware, peaks_of
 
 MOSAIC = "github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md (2023)"
 TITAN_A100 = "github.com/pytorch/torchtitan, docs/performance.md (2024)"

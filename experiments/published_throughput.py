@@ -34,8 +34,8 @@ from published_blind import BLIND
 from published_rows import FLOAT8, RUNS, Run
 
 import jaxpar as jp
+from jaxpar.hardware.devices import target
 from jaxpar.inspect.predict.prediction import Prediction, predict
-from jaxpar.targets.devices import target
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,15 @@ import tyro
 from report import console
 
 import jaxpar as jp
+from jaxpar.hardware import target
+from jaxpar.hardware.compiled.hlo import Instruction, buffers
+from jaxpar.hardware.compiled.kernels import Choice, Executable, Operation, Start, While
 from jaxpar.inspect.check import check
-from jaxpar.inspect.compiled.hlo import Instruction, buffers
-from jaxpar.inspect.compiled.kernels import Choice, Executable, Operation, Start, While
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.predict import predict
 from jaxpar.models import named
 from jaxpar.program.collectives import PRIMITIVES, axes_of
 from jaxpar.program.jaxpr import live, opened, programs
-from jaxpar.targets import target
 
 ROOT = Path(__file__).parents[1]
 STORED, PAGE = Path(__file__).with_suffix(".json"), ROOT / "docs" / "radar.md"

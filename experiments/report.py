@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import jaxpar as jp
+from jaxpar.hardware.hardware import KINDS, Hardware
 from jaxpar.layout.distributed import attach
-from jaxpar.targets.hardware import KINDS, Hardware
 
 MB, GB = 1e6, 1e9
 THEMES = {"": ("#1f2328", "#ffffff", "#d0d7de"), "-dark": ("#e6edf3", "#0d1117", "#3d444d")}  # ink, paper, lines

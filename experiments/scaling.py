@@ -41,10 +41,10 @@ from report import (
 from rich.table import Table
 
 import jaxpar as jp
+from jaxpar.hardware.hardware import peak_flops
 from jaxpar.inspect.explain import explain
 from jaxpar.inspect.predict import predict
 from jaxpar.models import Named, named
-from jaxpar.targets.hardware import peak_flops
 
 KINDS = ("weak", "strong")
 

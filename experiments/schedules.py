@@ -23,11 +23,11 @@ from report import GB, console, grid, progress, record
 from rich.table import Table
 
 import jaxpar as jp
-from jaxpar.inspect.compiled.kernels import Executable
+from jaxpar.hardware import target
+from jaxpar.hardware.compiled.kernels import Executable
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.predict.prediction import predict
 from jaxpar.models import named
-from jaxpar.targets import target
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ import jax
 import tyro
 
 import jaxpar as jp
-from jaxpar.inspect.plan.ranking import Plan
+from jaxpar.forecast.plan.ranking import Plan
 from jaxpar.models import named
 
 

@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpar as jp
+from jaxpar.hardware.devices import gpu_topology
 from jaxpar.models import Named, named
 from jaxpar.step.core import Step
-from jaxpar.targets.devices import gpu_topology
 
 GB = 1e9
 # Of about the size in the paper; 1,024 divides a dim of every leaf, so that none is padded.

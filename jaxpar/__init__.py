@@ -2,21 +2,19 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .quiet import filter_start, is_command
+from .backend.quiet import filter_start, is_command
 
 if is_command():
     filter_start()
 
 from . import collectives
+from .backend.cpu_compiler import set_flag
 from .checkpoint.saved import Checkpoint
-from .cpu_compiler import set_flag
 from .data import check_ids, pad_rows
+from .forecast.own_step import Promises, check, explain, plan_shardings, predict
+from .forecast.plan.planner import plan
 from .hosts.initialize import initialize
-from .inspect.jitted import Promises, check, explain, plan_shardings, predict
 from .inspect.nonfinite import trace_nonfinite
-from .inspect.plan.planner import plan
-from .inspect.verify import bisect, verify
-from .layout.dims.matrices import matrices
 from .layout.mesh import enough_threads, simulate
 from .layout.state import State
 from .make import make_train_step
@@ -25,14 +23,16 @@ from .model.linen import from_linen
 from .model.model import Mean, Model, Replicated, all_rows
 from .model.nnx import from_nnx
 from .models.parts.text import generate
-from .ops.attention import attention
-from .ops.cross_entropy import cross_entropy
-from .ops.experts.experts import experts
+from .numerics.logits.cross_entropy import cross_entropy
+from .numerics.matrices.numbers import matrices
+from .parallel.context.attention.fused import attention
+from .parallel.expert.ops.experts import experts
+from .parity import bisect, verify
 from .program.kernels import local_kernel
 from .removed import removed
+from .run.train.loop import Hook, Loop, Units
+from .run.train.trainer import Trainer
 from .strategy import Strategy
-from .train.loop import Hook, Loop, Units
-from .train.trainer import Trainer
 
 __all__ = [
     "Checkpoint",

@@ -13,13 +13,12 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from .agreement import Agreement, kind_of
-from .buckets import Place
+from .backend.buckets import Place
+from .backend.compile_cache import keep_compiled
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.commit import wait_for
 from .checkpoint.restore import extras, restored, weights
 from .checkpoint.saved import Checkpoint
-from .compile_cache import keep_compiled
 from .hosts import ending, initialize
 from .inspect.check import RowCheck
 from .inspect.check import check as _check
@@ -31,11 +30,12 @@ from .inspect.explain import Explanation
 from .inspect.explain import explain as _explain
 from .inspect.nonfinite import Nonfinite, NonfiniteError, Replay, unseen
 from .inspect.remat import settle
-from .layout.dims.tensor import Rules
 from .layout.mesh import make_mesh
 from .layout.state import State
 from .model.batches import GIVEN
 from .model.model import MAKERS, Model
+from .parallel.tensor.dims import Rules
+from .step.agreement import Agreement, kind_of
 from .step.checks import check_state
 from .step.core import Step
 from .step.gradients import Metrics
@@ -70,7 +70,7 @@ def make_train_step(
         gradients, no optimizer state, no float32 masters under bf16 and f16. All floating-point and complex leaves if
         None.
       rules: for `tensor`, which dim of which parameter is split: patterns of paths, or logical names of the model's
-        annotations (`layout/dims/tensor.py`). They come before what the model and jaxpar know themselves.
+        annotations (`parallel/tensor/dims.py`). They come before what the model and jaxpar know themselves.
       check: prove, before a step first runs on a batch of some shapes (and in `step.compile`), that its compiled
         program does what the strategy promises: see `inspect/check/`. ValueError names each promise that is broken,
         and nothing has run. Nothing is compiled twice for it. "overlap": on GPUs, also that what layers send is hidden.

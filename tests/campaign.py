@@ -25,7 +25,7 @@ from typing import Any
 from campaign_faults import FAULTS, Fault
 from campaign_runs import Group, Truth, complete, last
 
-from jaxpar.buckets import Place
+from jaxpar.backend.buckets import Place
 
 _SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _MOMENTS = ("anywhere", "between steps", "in a save", "while it starts", "at its end")

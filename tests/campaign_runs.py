@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpar.buckets import Place
+from jaxpar.backend.buckets import Place
+from jaxpar.backend.files import place
 from jaxpar.checkpoint.saved import numbers
-from jaxpar.files import place
 
 _WORKER = Path(__file__).with_name("campaign_worker.py")
 _ENVIRONMENT = {

@@ -13,7 +13,7 @@ from rendezvous import unordered
 
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.verify.parity import TOLERANCE, differences
+from jaxpar.parity.parity import TOLERANCE, differences
 from jaxpar.step.gradients import block_key
 
 OPTIMIZERS = {

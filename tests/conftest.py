@@ -57,7 +57,7 @@ os.environ |= {
 
 import pytest  # noqa: E402
 
-from jaxpar.targets.devices import missing_compiler  # noqa: E402
+from jaxpar.hardware.devices import missing_compiler  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

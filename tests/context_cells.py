@@ -17,7 +17,7 @@ from zoo import random_tokens
 
 import jaxpar as jp
 from jaxpar.models import gpt, llama, named
-from jaxpar.ops.cross_entropy import cross_entropy
+from jaxpar.numerics.logits.cross_entropy import cross_entropy
 
 VOCAB, LENGTH, DIM, HEADS = 40, 16, 32, 4
 LAYER = ("query", "key", "value", "out", "up", "down")  # what a layer of plain JAX has

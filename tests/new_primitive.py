@@ -12,7 +12,7 @@ import optax
 from jax.interpreters import ad, batching, mlir
 
 import jaxpar as jp
-from jaxpar.parallel.flat import cut
+from jaxpar.parallel.pipeline.flat import cut
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.residuals import residuals_to_save
 

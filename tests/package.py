@@ -46,7 +46,7 @@ step = jp.make_train_step(model, optax.adam(1e-3), "zero3")
 state, metrics = step(step.init(jax.random.key(0)), jnp.ones((8, 8)))
 assert int(state.step) == 1 and bool(metrics["finite"])
 
-from jaxpar.targets.kinds import KINDS  # reads XLA's descriptions of GPUs
+from jaxpar.hardware.kinds import KINDS  # reads XLA's descriptions of GPUs
 print(f"jaxpar {jp.__version__}: a step on {step.mesh.size} devices, {len(KINDS)} kinds of accelerators")
 """
 

@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from jaxpar.inspect.compiled.hlo import Instruction, Module
+from jaxpar.hardware.compiled.hlo import Instruction, Module
 
 Rendezvous = tuple[str, str, str]
 

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 
 import jaxpar as jp
-from jaxpar.cli import main
+from jaxpar.hardware import missing_compiler
 from jaxpar.models import NAMES, llama, named
+from jaxpar.run.cli import main
 from jaxpar.strategy import PRESETS
-from jaxpar.targets import missing_compiler
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

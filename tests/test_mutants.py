@@ -47,10 +47,10 @@ def test_defects_are_chosen_by_room_of_code_or_tests_or_by_name() -> None:
     [
         ("parallel/pipeline", ["tests/parallel/pipeline", "jaxpar/parallel/pipeline"]),
         ("tests/parallel/pipeline/", ["tests/parallel/pipeline", "jaxpar/parallel/pipeline"]),
-        ("rows/test_rows.py", ["tests/rows/test_rows.py"]),
-        ("inspect/verify", ["tests/inspect/test_verify.py", "jaxpar/inspect/verify"]),
+        ("rows/test_rows.py", ["tests/step/rows/test_rows.py"]),
+        ("inspect/verify", ["tests/parity/test_verify.py", "jaxpar/inspect/verify"]),
         ("models/llama", ["tests/models", "jaxpar/models/llama"]),
-        ("buckets", ["tests/test_buckets.py", "jaxpar/buckets.py"]),
+        ("buckets", ["tests/backend/test_buckets.py", "jaxpar/backend/buckets.py"]),
         ("../jaxpar", []),
         (".", []),
         ("parallel/nowhere", []),

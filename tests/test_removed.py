@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 import jaxpar as jp
-from jaxpar.cli import main
-from jaxpar.cli.options import TrainOptions
-from jaxpar.cli.parsing import in_flags
 from jaxpar.models import named
 from jaxpar.parallel.pipeline.schedules import Schedule
 from jaxpar.removed import REMOVED, removed
+from jaxpar.run.cli import main
+from jaxpar.run.cli.options import TrainOptions
+from jaxpar.run.cli.parsing import in_flags
 
 MODEL = jp.Model(lambda key: {}, lambda params, batch, key: 0.0)
 CALLS: dict[str, Callable[[str], list[Callable[[], Any]]]] = {

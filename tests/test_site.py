@@ -73,7 +73,7 @@ def test_every_public_name_stands_on_one_api_page() -> None:
     pages = documented()
     twice = {dotted: where for dotted, where in pages.items() if len(where) > 1}
     assert not twice
-    # One thing has several names: `jaxpar.verify` is that of `jaxpar.inspect.verify`.
+    # One thing has several names: `jaxpar.verify` is that of `jaxpar.parity`.
     by_thing: dict[int, list[str]] = {}
     for dotted in pages:
         by_thing.setdefault(id(resolve(dotted)), []).append(dotted)

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from jaxpar import Model
-from jaxpar.cpu_compiler import cpu_options
+from jaxpar.backend.cpu_compiler import cpu_options
 from jaxpar.model.paths import name_of
 from jaxpar.step.update import taking_value
 

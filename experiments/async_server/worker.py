@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar import Mean, Model
-from jaxpar.cpu_compiler import cpu_options
+from jaxpar.backend.cpu_compiler import cpu_options
 from jaxpar.layout.precision import all_finite
 from jaxpar.step.gradients import block_key
 

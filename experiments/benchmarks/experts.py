@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.inspect.compiled.cost import Costs
-from jaxpar.ops.experts.experts import experts, swiglu
-from jaxpar.ops.experts.overflow import overflow
-from jaxpar.ops.experts.tables import order
-from jaxpar.targets.devices import gpu_topology
+from jaxpar.hardware.compiled.cost import Costs
+from jaxpar.hardware.devices import gpu_topology
+from jaxpar.parallel.expert.ops.experts import experts, swiglu
+from jaxpar.parallel.expert.ops.overflow import overflow
+from jaxpar.parallel.expert.ops.tables import order
 
 Tree = Any
 SIZES = {  # tokens, features, hidden, experts, chosen

@@ -252,8 +252,8 @@ def _spec(path: tuple[Any, ...], leaf: Any) -> P:
 
 
 def main() -> None:
+    from jaxpar.hardware.devices import gpu_topology
     from jaxpar.inspect.ledger import Ledger
-    from jaxpar.targets.devices import gpu_topology
 
     devices = gpu_topology("8xH100")
     for zero in (2, 3):

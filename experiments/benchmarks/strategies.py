@@ -12,8 +12,8 @@ import optax
 from handwritten import Config, model_fns
 
 import jaxpar as jp
+from jaxpar.hardware.devices import gpu_topology
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.targets.devices import gpu_topology
 
 PIPED = "pipe=4,fsdp=2,zero=1,microbatches=8"
 FOUR_AXES = "pipe=2,fsdp=2,tensor=2,sequence=true,microbatches=8"

@@ -19,8 +19,8 @@ from flax import nnx
 from jaxpar.model.paths import name_of
 from jaxpar.models import llama, mixtral
 from jaxpar.models.parts.stack import run, run_with, stack
-from jaxpar.ops.attention import attention
-from jaxpar.ops.experts.experts import Routing, experts
+from jaxpar.parallel.context.attention.fused import attention
+from jaxpar.parallel.expert.ops.experts import Routing, experts
 
 from . import yarn
 from .config import Config

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..axes import ROWS
-from ..buckets import Place, is_bucket
+from ..backend.buckets import Place, is_bucket
+from ..backend.text import did_you_mean
 from ..step.core import Step
 from ..strategy import Strategy
-from ..text import did_you_mean
+from ..strategy.axes import ROWS
 from .arrays import Array, keys_of
 
 VERSION = 3  # of the form; version 2 was jaxpar's own, without Orbax

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..buckets import Place, rename
-from ..files import place
+from ..backend.buckets import Place, rename
+from ..backend.files import place
 from ..layout.boxes import Box, box_of, parts
 from ..layout.state import State
 from ..step.core import Step

@@ -20,12 +20,12 @@ from typing import TypeVar
 
 import jax
 
-from ..buckets import Place, answered, is_bucket, remove, rename
-from ..files import place, sync
+from ..backend.buckets import Place, answered, is_bucket, remove, rename
+from ..backend.files import place, sync
+from ..backend.text import reason
 from ..hosts import ending
 from ..hosts.outcomes import Outcomes
 from ..hosts.store import Coordinator
-from ..text import reason
 from .about import COMPLETE, UNFINISHED, numbers
 
 Value = TypeVar("Value")

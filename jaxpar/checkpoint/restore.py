@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from ..backend.text import few
 from ..layout.boxes import box_of, parts
 from ..layout.precision import LossScale
 from ..layout.state import State
 from ..step.core import Step
 from ..step.init import BEGIN_ANEW, check_here
-from ..text import few
 from .about import Damaged, fits
 from .arrays import EXTRA, Array, arrays_of, extra_arrays, flatten, name_of, raw
 from .commit import writer

@@ -6,10 +6,10 @@ import functools
 
 import numpy as np
 
-from ..buckets import Place
-from ..files import place
+from ..backend.buckets import Place
+from ..backend.files import place
+from ..backend.text import few
 from ..layout.boxes import slabs
-from ..text import few
 from .about import TREE, About, Damaged, check_files, numbers
 from .arrays import EXTRA
 from .stores import OpenedArray, Tree

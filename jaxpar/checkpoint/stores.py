@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from ..buckets import ANSWER_SECONDS, Place, is_bucket
+from ..backend.buckets import ANSWER_SECONDS, Place, is_bucket
+from ..backend.text import reason
 from ..layout.boxes import Box
-from ..text import reason
 from .about import TREE, About, Damaged
 from .arrays import Keys, flatten, name_of
 

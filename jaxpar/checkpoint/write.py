@@ -21,7 +21,7 @@ import tensorstore as ts
 from etils import epath
 from orbax.checkpoint.path import atomicity
 
-from ..buckets import ANSWER_SECONDS, Place, answered, is_bucket
+from ..backend.buckets import ANSWER_SECONDS, Place, answered, is_bucket
 from .about import About, files_of
 from .arrays import SavedArray
 from .stores import context, is_s3, kvstore

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import jax
 
-from ..cpu_compiler import cpu_options
-from ..machines import leaves_host
+from ..backend.cpu_compiler import cpu_options
+from ..backend.machines import leaves_host
 
 _HIDDEN = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _COMBINED = {"xla_gpu_all_gather_combine_threshold_bytes": 1 << 30}

@@ -17,7 +17,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..text import did_you_mean
+from ..backend.text import did_you_mean
 
 P = ParamSpec("P")
 

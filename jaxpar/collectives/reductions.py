@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..text import did_you_mean
+from ..backend.text import did_you_mean
 from .ranks import Axes, count
 
 OPS = ("sum", "prod", "min", "max", "avg")

@@ -1,6 +1,6 @@
 """What to train on: text as bytes or tokens, images, rows of any data set; and how a trainer takes it."""
 
-from .contents import check_ids as check_ids
+from ..model.contents import check_ids as check_ids
 from .corpus import Batch as Batch
 from .corpus import Corpus as Corpus
 from .corpus import Source as Source

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ..buckets import Place, below, is_bucket
-from ..files import place, plain
-from .contents import check_mapped, chunks
+from ..backend.buckets import Place, below, is_bucket
+from ..backend.files import place, plain
+from ..model.contents import check_mapped, chunks
 from .tokens import token_ids
 
 READERS = 16  # files that are read at once

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from ..buckets import Place, below, is_bucket
-from ..files import place, plain
-from ..packages import needed
-from ..text import did_you_mean, few
+from ..backend.buckets import Place, below, is_bucket
+from ..backend.files import place, plain
+from ..backend.packages import needed
+from ..backend.text import did_you_mean, few
 from . import Batch, pad_rows
 
 HELD_OUT = 10  # one image of a class in so many is held out

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..model.contents import add_array, check_mapped
 from ..model.paths import name_of
-from .contents import add_array, check_mapped
 from .sampler import Position, Sampler
 
 _LOOKED_AT = 256  # rows of a data set that is not arrays, for its fingerprint

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..text import did_you_mean
+from ..backend.text import did_you_mean
 
 LAST = ("mask", "pad", "drop_last")
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from filelock import FileLock
 
-from ..buckets import Place, is_bucket, pieces, writing
-from ..files import place, plain
-from .contents import check_mapped, outside
+from ..backend.buckets import Place, is_bucket, pieces, writing
+from ..backend.files import place, plain
+from ..model.contents import check_mapped, outside
 
 if TYPE_CHECKING:
     from upath import UPath

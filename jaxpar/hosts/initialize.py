@@ -12,8 +12,8 @@ from pathlib import Path
 
 import jax
 
+from ..backend.machines import set_machines
 from ..layout.mesh import simulate
-from ..machines import set_machines
 from . import ending, watchdog
 from .environment import Place, detect
 from .gloo import listen_towards

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from ..quiet import Coordination, Gloo
+from ..backend.quiet import Coordination, Gloo
 from .environment import Place, detect
 from .initialize import gpus_here
 from .watchdog import ENDED

@@ -18,9 +18,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..layout.leaves import Leaf
-from ..parallel import Sent, rule_of
-from ..parallel.eight_bits import of_leaf
-from ..parallel.flat.stages import used as used_by
+from ..parallel.data import Sent, rule_of
+from ..parallel.data.eight_bits import of_leaf
+from ..parallel.pipeline.flat.stages import used as used_by
 from ..step.core import Step
 from ..step.tracing import Traced
 from .ledger import Collective, Ledger

@@ -24,14 +24,14 @@ from typing import Any, Self
 
 import jax
 
+from ..backend.text import table
+from ..hardware.compiled.entry import Collective as Collective
+from ..hardware.compiled.entry import Nesting, merged, whole
+from ..hardware.compiled.kernels import Choice, Done, Executable, Kernel, Operation, Start, While, of_ranks
 from ..program.collectives import KINDS, PRIMITIVES, axes_of
 from ..program.jaxpr import live
 from ..program.trip_counts import share_of
 from ..program.walk import fold, opened
-from ..text import table
-from .compiled.entry import Collective as Collective
-from .compiled.entry import Nesting, merged, whole
-from .compiled.kernels import Choice, Done, Executable, Kernel, Operation, Start, While, of_ranks
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Collective))
 

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..parallel.access import RuleAccess
+from ..hardware.compiled.memory import program_memory
+from ..parallel.data.access import RuleAccess
 from ..program import jaxpr as jx
 from ..program.primitives import PRODUCTS
 from ..program.walk import visit
 from ..step.core import Step
 from ..step.server import OF_REPLICAS, ServerStep
 from ..step.tracing import Loss
-from .compiled.memory import program_memory
 from .timeline.drawing import held_bytes
 
 

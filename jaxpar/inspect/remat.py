@@ -23,6 +23,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from ..backend.text import amount, size
+from ..hardware.compiled.compiler_remarks import unread
+from ..hardware.hardware import KINDS, RESERVE, Hardware, of_device_kind
 from ..program import jaxpr as jx
 from ..program.collectives import PRIMITIVES
 from ..program.residuals import Residuals, cheap
@@ -30,9 +33,6 @@ from ..slicing.pieces import Stack
 from ..step.core import Step
 from ..step.tracing import Loss
 from ..strategy import OFFLOADS
-from ..targets.hardware import KINDS, RESERVE, Hardware, of_device_kind
-from ..text import amount, size
-from .compiled.compiler_remarks import unread
 from .memory import WholeAccess, of_step
 from .predict.efficiency import estimated_seconds
 from .predict.prediction import predict

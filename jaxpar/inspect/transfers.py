@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Sharding
 
 from ..model.model import Replicated
-from ..parallel.server import exchanged
+from ..parallel.data.server import exchanged
 from ..step.server import ServerStep
 
 
@@ -82,7 +82,7 @@ def rehearse(step: ServerStep, batch: Any) -> Rehearsal:
 def exchanges(step: ServerStep, batch: Any) -> dict[str, int]:
     """Bytes through the links of a central server in one training step, by what is sent.
 
-    The closed form of `parallel/server.py`, for the shapes of the step and the batch.
+    The closed form of `parallel/data/server.py`, for the shapes of the step and the batch.
     """
     state, n = step.abstract_state(), step.replicas
     out = step.traced(batch).outputs

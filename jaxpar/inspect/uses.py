@@ -17,12 +17,11 @@ import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
 
-from ..axes import summed_over
 from ..collectives import scatter_pieces
 from ..layout.leaves import Leaf
-from ..parallel import Times, Uses
-from ..parallel.access import RuleAccess
-from ..parallel.flat.engine import FlatPipeline
+from ..parallel.data import Times, Uses
+from ..parallel.data.access import RuleAccess
+from ..parallel.pipeline.flat.engine import FlatPipeline
 from ..parallel.pipeline.slots import Slots
 from ..program.jaxpr import Flat, build, live, opened, trace
 from ..program.walk import visit
@@ -31,6 +30,7 @@ from ..step.core import Step
 from ..step.gradients import accumulate
 from ..step.pipeline import Piped
 from ..step.tracing import Loss, Traced
+from ..strategy.axes import summed_over
 from .ledger import Collective, Ledger
 
 

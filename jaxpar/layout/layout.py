@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..axes import SHARDS
+from ..backend.text import size
 from ..model.paths import name_of
 from ..program.buffers import HOST, is_on_host
-from ..text import size
+from ..strategy.axes import SHARDS
 from .leaves import PAD_FROM, Leaf
 from .precision import Policy
 from .storage import Storage, uneven
@@ -59,7 +59,7 @@ class Layout:
         low precision).
       optimizer: the arrays of the optimizer state, a pytree of `Stored`.
       found: the paths of the model's leaves that are on `tensor` though no rule names them
-        (`layout/dims/pairs.py`).
+        (`parallel/tensor/pairs.py`).
       whole: the paths of large leaves that every rank of `tensor` holds whole, and why.
       host: whether large stacks of layers rest in the host's memory.
       loops: how the layers of each list of blocks, and of each stack, run; known once a batch has been traced.

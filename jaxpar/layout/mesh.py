@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from ..axes import AXES
-from ..cpu_compiler import set_flag, warn_unset
-from ..machines import host_of
+from ..backend.cpu_compiler import set_flag, warn_unset
+from ..backend.machines import host_of
 from ..strategy import Strategy
+from ..strategy.axes import AXES
 
 MOST_SIMULATED = 4096
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..axes import ROWS
+from ..strategy.axes import ROWS
 from .calls import described
 from .model import Replicated, is_replicated
 from .paths import name_of

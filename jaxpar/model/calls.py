@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..backend.text import did_you_mean
 from ..program.libraries import of_library
-from ..text import did_you_mean
 from .paths import name_of
 
 _BY_NAME = "an item by its name"

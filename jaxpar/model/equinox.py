@@ -14,7 +14,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 
-from ..packages import needed
+from ..backend.packages import needed
 from .calls import IN_INIT, check_call, kind_of, traced
 from .model import Model, row_axes
 

@@ -71,7 +71,7 @@ class Model:
         as a third result, and the optimizer changes what it returns.
       wrap: params -> the tree that users see (`step.params`); `unwrap` is the reverse.
       bind: `bind(params, variables)`, the user's module with these values (`step.model`).
-      rules: the model's own table of what `tensor` splits, such as {"ffn/up/kernel": -1} (`layout/dims/tensor.py`).
+      rules: the model's own table of what `tensor` splits, such as {"ffn/up/kernel": -1} (`parallel/tensor/dims.py`).
         It is complete: what it does not name is whole, unless the annotations name it. Without one, jaxpar's presets
         serve.
       names: the model's annotations, for `tensor`: `names()` is, by leaf path, a name, None or a tuple of names for

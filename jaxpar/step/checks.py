@@ -70,7 +70,7 @@ def check_state(state: Any) -> None:
 def check_reached(program: Any) -> None:
     """Raise ValueError for a program in which some ranks would wait in a collective for others that never come.
 
-    Ranks of `tensor` have the same rows, and branch on values that are whole on each (`localise/tensor/calls.py`);
+    Ranks of `tensor` have the same rows, and branch on values that are whole on each (`parallel/tensor/calls.py`);
     between cut stages these share buffers with values that are not.
     """
     if found := not_reached(program, but=("tensor",)):

@@ -13,32 +13,32 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..axes import ROWS, SHARDS
 from ..collectives import order
 from ..collectives.compiling import compiler_options
 from ..collectives.order import Token
-from ..layout.dims.expert import apart, expert_dims, looks_stacked
-from ..layout.dims.matrices import astray
-from ..layout.dims.pairs import creation_order
-from ..layout.dims.tensor import Dims, Rules, tensor_dims, undivided_leaves
-from ..layout.elementwise import sees_stacked
+from ..hardware.devices import has_memories, mark_on_host
 from ..layout.layout import Layout, is_stored, place_optimizer
 from ..layout.leaves import Pipe, Sharing
 from ..layout.mesh import check_context
 from ..layout.precision import Policy
 from ..layout.state import State
 from ..layout.storage import check_trains, make_leaves
-from ..layout.whole_matrices import axes_at_rest, update_program
 from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model, Replicated
 from ..model.paths import name_of
-from ..parallel import rule_of
-from ..parallel.owners import Dealer
+from ..numerics.matrices.elementwise import sees_stacked
+from ..numerics.matrices.numbers import astray
+from ..numerics.matrices.owners import Dealer
+from ..numerics.matrices.whole_matrices import axes_at_rest, update_program
+from ..parallel.data import rule_of
+from ..parallel.expert.dims import apart, expert_dims, looks_stacked
 from ..parallel.pipeline.schedules import Schedule
+from ..parallel.tensor.dims import Dims, Rules, tensor_dims, undivided_leaves
+from ..parallel.tensor.pairs import creation_order
 from ..program.buffers import HOST, on_device
 from ..program.filter_primitives import without_filter_primitives
 from ..strategy import Strategy
-from ..targets.devices import has_memories, mark_on_host
+from ..strategy.axes import ROWS, SHARDS
 from .checks import Intake, check_reached, check_state, misfit, naming, shapes_of
 from .gradients import Local, Metrics, measures, metrics_of
 from .init import FirstState

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import collectives
-from ..data.contents import shares_outside
 from ..model.batches import dealt, microbatches
+from ..model.contents import shares_outside
 from ..model.paths import name_of
-from ..parallel import rule_of
-from ..parallel.access import RuleAccess, SpreadAccess
-from ..parallel.fsdp import secondary
+from ..parallel.data import rule_of
+from ..parallel.data.access import RuleAccess, SpreadAccess
+from ..parallel.data.fsdp import secondary
 from .pipeline import Piped
 from .tracing import Loss, Sums, Tracing
 

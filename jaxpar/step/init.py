@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from ..cpu_compiler import cpu_options
+from ..backend.cpu_compiler import cpu_options
+from ..backend.machines import is_away
+from ..backend.text import did_you_mean, few
 from ..layout.layout import Layout
 from ..layout.precision import LossScale, Policy
 from ..layout.state import State
-from ..machines import is_away
 from ..model.draws import draws_together
 from ..model.model import Model
 from ..model.paths import as_flax_saves, name_of
 from ..program.buffers import on_device
-from ..text import did_you_mean, few
 from .checks import check_state
 from .update import Update
 

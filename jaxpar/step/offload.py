@@ -30,9 +30,9 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..layout.elementwise import traced_update
 from ..layout.layout import Layout, Stored, is_stored
 from ..layout.leaves import PAD_FROM
+from ..numerics.matrices.elementwise import traced_update
 from ..program import jaxpr as jx
 from ..program import primitives
 from ..program.buffers import HOST, is_on_host, on_device

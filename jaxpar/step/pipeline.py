@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..model.model import Replicated
-from ..parallel.flat.engine import FlatPipeline
 from ..parallel.pipeline.buffers import SlotTables, Walk
 from ..parallel.pipeline.chunks import shareable
+from ..parallel.pipeline.flat.engine import FlatPipeline
 from ..parallel.pipeline.schedules import Schedule
 from ..parallel.pipeline.slots import Slots
 from ..parallel.pipeline.ticks import Pipeline

@@ -8,20 +8,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..backend.text import did_you_mean
 from ..layout.families import unlike
 from ..layout.layout import Layout
 from ..layout.leaves import Leaf
 from ..model.model import MAKERS, is_replicated
 from ..model.paths import below, name_of
-from ..parallel.flat.cut import points
 from ..parallel.pipeline.chunks import padded
+from ..parallel.pipeline.flat.cut import points
 from ..parallel.pipeline.schedules import Schedule
 from ..program import jaxpr as jx
 from ..program.walk import visit
 from ..slicing.program import Program
 from ..slicing.stacks import gathered
 from ..strategy import Strategy
-from ..text import did_you_mean
 
 GATHERED_FROM = 64 << 20  # bytes; less is not worth a word
 _PADDED = 1.25  # times the layers' work; less is said by `explain` alone

@@ -1,4 +1,4 @@
-"""The step of data parallel 1.0: four programs, and the five exchanges between them; see `parallel/server.py`."""
+"""The step of data parallel 1.0: four programs, and the five exchanges between them; see `parallel/data/server.py`."""
 
 import functools
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..axes import AXES, ROWS
+from ..backend.cpu_compiler import cpu_options
 from ..collectives import order
-from ..cpu_compiler import cpu_options
 from ..layout.precision import LossScale
 from ..layout.state import State
 from ..model.batches import as_array, batch_shardings, batch_specs, dealt
 from ..program.filter_primitives import without_filter_primitives
+from ..strategy.axes import AXES, ROWS
 from .checks import check_state
 from .core import Step
 from .gradients import added, first, measures, metrics_of

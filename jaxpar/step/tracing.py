@@ -16,22 +16,21 @@ import jax.numpy as jnp
 
 from ..layout.layout import Layout
 from ..layout.leaves import Leaf
-from ..localise.attention import spelled
-from ..localise.context import RULES as CONTEXT_RULES
-from ..localise.context import AttentionMode, calls, choose, split_sequence
-from ..localise.expert import RULES as EXPERT_RULES
-from ..localise.expert import exchange_tokens
-from ..localise.fp8 import in_fp8, of_blocks
-from ..localise.logits import Logits, chunked
-from ..localise.tensor import RULES, localise
 from ..model.batches import one_block, rows_of
 from ..model.model import Mean, Model, couplings
 from ..model.paths import below, name_of
-from ..parallel.flat.cut import points, stages_at, stages_of
+from ..numerics.fp8 import in_fp8, of_blocks
+from ..numerics.logits import Logits, chunked
+from ..parallel.context import RULES as CONTEXT_RULES
+from ..parallel.context import AttentionMode, calls, choose, split_sequence
+from ..parallel.context.attention import spelled
+from ..parallel.expert import RULES as EXPERT_RULES
+from ..parallel.expert import exchange_tokens
+from ..parallel.pipeline.flat.cut import points, stages_at, stages_of
 from ..parallel.pipeline.schedules import Schedule
+from ..parallel.tensor import RULES, localise
 from ..program import jaxpr as jx
 from ..program.lookups import Lookup, lookups
-from ..rows import check_coupling
 from ..slicing.pieces import Flights
 from ..slicing.program import Program
 from ..slicing.rolling.loops import roll_loops
@@ -57,6 +56,7 @@ from .refusals import (
     warn_unread,
     warn_untrained,
 )
+from .rows import check_coupling
 from .writes import Writes, find_writes
 
 Sums = dict[str, Mean]  # of each metric, over some rows
@@ -135,7 +135,7 @@ class Traced:
 class Loss:
     """A traced loss beside what this device stores: the forward and the backward of one microbatch.
 
-    `access` is a rule applied to the leaves (`parallel/access.py`), or what takes its place, with `fetch` and `give`.
+    `access` is a rule applied to the leaves (`parallel/data/access.py`), or what takes its place, with `fetch` and `give`.
     """
 
     traced: Traced
@@ -246,12 +246,12 @@ class Tracing:
 
         trace       program/            the model's code runs once and leaves its equations
         roll        slicing/rolling/    blocks that a Python loop wrote out become a scan over layers
-        split       localise/context/   the equations of one context rank, on its positions of the sequence
-        exchange    localise/expert/    the equations of one expert rank, on its experts and the tokens of all ranks
-        localise    localise/tensor/    the equations of one tensor rank, on its parts of the weights
-        chunk       localise/logits/    large logits of a loss: a chunk of the tokens at a time, in a loop
+        split       parallel/context/   the equations of one context rank, on its positions of the sequence
+        exchange    parallel/expert/    the equations of one expert rank, on its experts and the tokens of all ranks
+        localise    parallel/tensor/    the equations of one tensor rank, on its parts of the weights
+        chunk       numerics/logits/    large logits of a loss: a chunk of the tokens at a time, in a loop
         double      slicing/            the equations of each concurrent microbatch beside those of the others
-        quantise    localise/fp8/       products of layers' weights in float8
+        quantise    numerics/fp8/       products of layers' weights in float8
         slice       slicing/            segments and layer stacks: each fetches its parameters where it runs
         check       here, rows/         what this strategy cannot run as on one device is refused, or warned of
         """

@@ -4,7 +4,7 @@ Whatever the layout, an optax transformation sees what it would see on one devic
 otherwise (padded) is sliced before it and padded after it. Leaves that a pipeline keeps in whole stages have another
 shape; they are shown to the transformation as they are where that makes no difference to it, and brought to the model's
 own shape, at the price of moving them, where it does. One that works on whole matrices has them whole with their owners
-(`parallel/owners.py`).
+(`numerics/matrices/owners.py`).
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from ..layout.precision import all_finite
 from ..layout.state import State
 from ..model.calls import Advice, traced
 from ..model.paths import name_of
-from ..parallel import Rule, publish
-from ..parallel.owners import Owners
+from ..numerics.matrices.owners import Owners
+from ..parallel.data import Rule, publish
 from ..program.buffers import is_on_host
 from .gradients import Metrics, metrics_of
 from .offload import Streams, kept

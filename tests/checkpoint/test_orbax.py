@@ -19,7 +19,7 @@ from flax.training.train_state import TrainState
 
 import jaxpar as jp
 from jaxpar.checkpoint.arrays import keys_of, name_of
-from jaxpar.cli.convert import converted
+from jaxpar.run.cli.convert import converted
 
 PLAIN = Path(__file__).parents[2] / ".venv-orbax/bin/python"  # made by `make orbax-env`
 

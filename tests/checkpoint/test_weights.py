@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 import jaxpar as jp
-from jaxpar.cli.convert import weights_of
 from jaxpar.models import llama, named
+from jaxpar.run.cli.convert import weights_of
 
 LORA = lambda path: "lora" in path
 

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import collectives
 from jaxpar.collectives import OPS, on
 from jaxpar.collectives.reductions import DTYPES
+from jaxpar.hardware.devices import gpu_topology
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.targets.devices import gpu_topology
 
 Reference = Callable[[np.ndarray], np.ndarray]
 MOVED = (*DTYPES, "complex64", "complex128")

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 import jaxpar as jp
 from jaxpar import collectives
 from jaxpar.collectives.divergence import not_reached
-from jaxpar.localise.expert.localiser import ExpertLocaliser
 from jaxpar.models import named
-from jaxpar.ops.experts import rounds
+from jaxpar.parallel.expert.localiser import ExpertLocaliser
+from jaxpar.parallel.expert.ops import rounds
 from jaxpar.parallel.pipeline.slots import Slots
 
 total = lambda x, axis="a": collectives.all_reduce(x, axis)

@@ -22,9 +22,10 @@ from zoo import ZOO
 
 import jaxpar as jp
 from jaxpar import collectives
-from jaxpar.collectives import edges, order
+from jaxpar.collectives import order
+from jaxpar.hardware.devices import gpu_topology
+from jaxpar.parallel.tensor import edges
 from jaxpar.program.collectives import PRIMITIVES
-from jaxpar.targets.devices import gpu_topology
 
 SGD = optax.sgd(0.1, momentum=0.9)
 

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 import jaxpar as jp
 from jaxpar.collectives import nccl, scatter_pieces
 from jaxpar.collectives.compiling import compiler_options
+from jaxpar.hardware.devices import target
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.models import named
-from jaxpar.targets.devices import target
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 

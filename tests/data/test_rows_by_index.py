@@ -11,7 +11,7 @@ import pytest
 import jaxpar as jp
 from jaxpar.data import Rows, Windows, images, token_ids
 from jaxpar.data import text as source_of
-from jaxpar.data.contents import shares_outside
+from jaxpar.model.contents import shares_outside
 
 X = np.arange(14, dtype=np.float32).reshape(7, 2)
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from jaxpar.cli.options import TrainOptions
-from jaxpar.cli.parsing import parse
 from jaxpar.hosts.launch import LaunchOptions
+from jaxpar.run.cli.options import TrainOptions
+from jaxpar.run.cli.parsing import parse
 from jaxpar.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ import megatron_memory as experiment  # noqa: E402
 from kept import kept  # noqa: E402
 from megatron_sums import Setting, terms, total  # noqa: E402
 
+from jaxpar.hardware.devices import gpu_topology  # noqa: E402
 from jaxpar.models import gpt  # noqa: E402
-from jaxpar.targets.devices import gpu_topology  # noqa: E402
 
 # cuDNN takes head_dims that are multiples of 8; its lengths are even.
 OPTIONS = experiment.Options(dim=144, heads=6, length=26, rows=3, layers=(3, 5), tensor=(1, 2))

@@ -11,7 +11,7 @@ import radar
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.inspect.compiled.kernels import Executable
+from jaxpar.hardware.compiled.kernels import Executable
 
 RESULTS = json.loads(radar.STORED.read_text())
 

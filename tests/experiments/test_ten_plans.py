@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import ten_plans
 
-from jaxpar.axes import ROWS
 from jaxpar.strategy import as_strategy
+from jaxpar.strategy.axes import ROWS
 
 ROW = {
     "top": 16,

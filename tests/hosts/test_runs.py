@@ -248,7 +248,7 @@ def test_processes_that_are_all_stopped_go_on_later() -> None:
 
 TRAIN = """
 import os, sys
-from jaxpar.cli.commands import main
+from jaxpar.run.cli.commands import main
 words = "train --model mlp-tiny --strategy zero1 --steps 4 --quiet --out".split() + [sys.argv[1]]
 main(words + (sys.argv[2:] if os.environ["JAXPAR_PROCESS"] == "1" else []))
 """

@@ -16,21 +16,21 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jaxpar as jp
-from jaxpar.cli.commands import main
+from jaxpar.hardware.devices import gpu_topology
 from jaxpar.inspect.check.findings import check
 from jaxpar.inspect.check.proof import Finding, Proof
 from jaxpar.layout.layout import place_optimizer
 from jaxpar.layout.storage import place
-from jaxpar.localise.tensor import RULES
 from jaxpar.models import llama
 from jaxpar.parallel import DDP, rule_of
+from jaxpar.parallel.tensor import RULES
 from jaxpar.program import jaxpr as jx
+from jaxpar.run.cli.commands import main
 from jaxpar.slicing.slicer import Slicing, slice_program
 from jaxpar.step.checks import misfit
 from jaxpar.step.core import Step
 from jaxpar.step.gradients import Local
 from jaxpar.step.update import Update
-from jaxpar.targets.devices import gpu_topology
 
 # One layer is 1.18 MB in float32, so that a layer alone is more than what need not be promised.
 LAYERS, DIM, HIDDEN, VOCAB = 3, 384, 768, 40
@@ -202,12 +202,12 @@ BREAKS: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, str]]]] = {
     ),
     "gradients are not reduced": (
         "ddp",
-        {"jaxpar.parallel.ddp.all_reduce": not_reduced},
+        {"jaxpar.parallel.data.ddp.all_reduce": not_reduced},
         [("MISSING", "as written", "all-reduce data float32"), ("MISSING", "as compiled", "all-reduce data")],
     ),
     "nothing is reduced over data": (
         "hsdp",
-        {"jaxpar.parallel.zero.all_reduce": not_reduced},
+        {"jaxpar.parallel.data.zero.all_reduce": not_reduced},
         [("MISSING", "as written", "all-reduce data float32"), ("MISSING", "as compiled", "all-reduce data")],
     ),
     "all layers are gathered at once": (
@@ -282,7 +282,7 @@ def test_a_broken_strategy_is_caught(name: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_nothing_runs_where_a_promise_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what was promised, what was found, and what to try; the state is as it was."""
-    monkeypatch.setattr("jaxpar.parallel.ddp.all_reduce", not_reduced)
+    monkeypatch.setattr("jaxpar.parallel.data.ddp.all_reduce", not_reduced)
     step = made("ddp", check=True)
     state = step.init(jax.random.key(0))
     for _ in range(2):  # not only the first time

@@ -13,12 +13,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
-from jaxpar.inspect.compiled.cost import Costs
-from jaxpar.inspect.compiled.hlo import Module, nbytes
-from jaxpar.inspect.compiled.kernels import Executable, Kernel, Start, While, traffic
+from jaxpar.hardware.compiled.cost import Costs
+from jaxpar.hardware.compiled.hlo import Module, nbytes
+from jaxpar.hardware.compiled.kernels import Executable, Kernel, Start, While, traffic
+from jaxpar.hardware.devices import target
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.models import named
-from jaxpar.targets.devices import target
 
 X = jnp.ones(8 * 24)
 

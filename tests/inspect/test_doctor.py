@@ -14,10 +14,10 @@ import pytest
 from ports import free_port
 
 from jaxpar import collectives
-from jaxpar.cli.commands import main
-from jaxpar.cpu_compiler import CANARIES, FLAG
+from jaxpar.backend.cpu_compiler import CANARIES, FLAG
+from jaxpar.hardware.devices import INSTALL
 from jaxpar.inspect.bench import doctor
-from jaxpar.targets.devices import INSTALL
+from jaxpar.run.cli.commands import main
 
 WORKER = """
 import json, sys, time
@@ -28,7 +28,7 @@ jax.config.update("jax_num_cpu_devices", 1)
 if rank == 1:  # another clock, another folder under the same name, another package
     real, doctor.now, folder = doctor.now, lambda: real() - 5000, folder + "/elsewhere"
     doctor.metadata.version = lambda name: "0.0.1" if name == "optax" else "1.0"
-from jaxpar.cli import main
+from jaxpar.run.cli import main
 main(["doctor", "--strategy", "ddp", "--folder", folder, "--bytes", "4000", "--devices", "1", "--json",
       "--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(rank)])
 """

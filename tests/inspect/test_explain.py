@@ -18,17 +18,17 @@ from jax import lax
 from test_known_cost import compiled, group
 
 import jaxpar as jp
-from jaxpar.inspect.compiled.entry import Nesting
-from jaxpar.inspect.compiled.hlo import arrays
-from jaxpar.inspect.compiled.kernels import Start, While
+from jaxpar.backend.machines import leaves_host
+from jaxpar.backend.text import size
+from jaxpar.hardware.compiled.entry import Nesting
+from jaxpar.hardware.compiled.hlo import arrays
+from jaxpar.hardware.compiled.kernels import Start, While
 from jaxpar.inspect.explain.explanation import Explanation, _words, ledger_table
 from jaxpar.inspect.explain.findings import _across, explain
 from jaxpar.inspect.explain.picture import held
 from jaxpar.inspect.ledger import Collective, Ledger
 from jaxpar.inspect.memory import saved
-from jaxpar.machines import leaves_host
 from jaxpar.step.server import Live, ServerStep
-from jaxpar.text import size
 
 DEVICES, LAYERS, DIM = 8, 4, 32
 BATCH = {"x": np.ones((16, DIM), np.float32), "weight": jp.Replicated(np.ones(3, np.float32))}
@@ -339,7 +339,7 @@ def test_picture(strategy: str, tmp_path: Path) -> None:
 
 def test_a_missing_shard_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gather that the closed form does not know is a ratio above 1."""
-    from jaxpar.parallel import zero
+    from jaxpar.parallel.data import zero
 
     monkeypatch.setattr(zero, "all_reduce", lambda x, axes: x)
     found = jp.make_train_step(MODEL, optax.sgd(0.1), "hsdp").explain(BATCH)

@@ -15,10 +15,10 @@ import pytest
 from cells import Compiled
 
 import jaxpar as jp
+from jaxpar.hardware.devices import gpu_topology
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.models import named
-from jaxpar.targets.devices import gpu_topology
 
 pytestmark = pytest.mark.cuda_compiler
 LENGTH, ROWS = 128, 2  # of one microbatch of one replica

@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.inspect.compiled.entry import whole
+from jaxpar.hardware.compiled.entry import whole
+from jaxpar.hardware.devices import gpu_topology, missing_compiler
 from jaxpar.inspect.ledger import Collective, Ledger
-from jaxpar.targets.devices import gpu_topology, missing_compiler
 
 SIZES, AXES = (1, 2, 4, 1), ("pipe", "data", "fsdp", "tensor")
 ROWS = P(("data", "fsdp"))

@@ -11,10 +11,10 @@ import pytest
 from jax import lax
 
 import jaxpar as jp
+from jaxpar.hardware import target
 from jaxpar.inspect.check import Proof, check
 from jaxpar.inspect.check.overlap import _promised
 from jaxpar.inspect.predict import Part
-from jaxpar.targets import target
 
 LAYERS, DIM = 4, 1024
 SHAPES = {"up": (LAYERS, DIM, 4 * DIM), "down": (LAYERS, 4 * DIM, DIM)}

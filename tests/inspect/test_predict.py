@@ -13,18 +13,18 @@ import published_throughput
 import pytest
 
 import jaxpar as jp
-from jaxpar.inspect.compiled.compiler_remarks import remarks
-from jaxpar.inspect.compiled.cost import Cost
-from jaxpar.inspect.compiled.kernels import Choice, Done, Kernel, Operation, Start, While
-from jaxpar.inspect.compiled.products import Product
+from jaxpar.backend.text import size
+from jaxpar.hardware.compiled.compiler_remarks import remarks
+from jaxpar.hardware.compiled.cost import Cost
+from jaxpar.hardware.compiled.kernels import Choice, Done, Kernel, Operation, Start, While
+from jaxpar.hardware.compiled.products import Product
+from jaxpar.hardware.devices import target
+from jaxpar.hardware.hardware import KINDS, Hardware
+from jaxpar.hardware.links import Reach, collective_seconds
 from jaxpar.inspect.predict.clock import Clock
 from jaxpar.inspect.predict.efficiency import busy_share, kernel_seconds, quantized_seconds
 from jaxpar.inspect.predict.prediction import Prediction, predict
 from jaxpar.models import named
-from jaxpar.targets.devices import target
-from jaxpar.targets.hardware import KINDS, Hardware
-from jaxpar.targets.links import Reach, collective_seconds
-from jaxpar.text import size
 
 H100 = KINDS["H100"]
 SIMULATED = dataclasses.replace(H100, device_kind="cpu")  # its numbers, for programs of simulated devices

@@ -11,13 +11,13 @@ import optax
 import pytest
 
 import jaxpar as jp
+from jaxpar.hardware.compiled.kernels import Choice, Kernel
+from jaxpar.hardware.devices import gpu_topology
+from jaxpar.hardware.hardware import KINDS
 from jaxpar.inspect.check import check
-from jaxpar.inspect.compiled.kernels import Choice, Kernel
 from jaxpar.inspect.predict.clock import Clock
 from jaxpar.inspect.predict.prediction import Prediction, predict
 from jaxpar.models import named
-from jaxpar.targets.devices import gpu_topology
-from jaxpar.targets.hardware import KINDS
 
 H100 = KINDS["H100"]
 SIMULATED = dataclasses.replace(H100, device_kind="cpu")  # its numbers, for programs of simulated devices

@@ -12,11 +12,12 @@ import pytest
 from rich.console import Console
 
 import jaxpar as jp
-from jaxpar import models, tables
-from jaxpar.cli.timeline import TimelineOptions, main
+from jaxpar import models
 from jaxpar.inspect.timeline.drawing import draw, slot_bytes, summary
 from jaxpar.inspect.timeline.svg import svg
 from jaxpar.parallel.pipeline.schedules import Schedule
+from jaxpar.run.cli.timeline import TimelineOptions, main
+from jaxpar.strategy import schedules as tables
 
 ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jaxpar.layout.elementwise import sees_stacked
 from jaxpar.layout.leaves import Pipe, Sharing
 from jaxpar.layout.storage import Storage, make_leaves
+from jaxpar.numerics.matrices.elementwise import sees_stacked
 
 WARM = optax.warmup_cosine_decay_schedule(0, 0.05, 100, 1000)  # its first update is nothing, whatever the optimizer
 

@@ -15,8 +15,8 @@ from fuzz import parity, trees
 from fuzz.programs import Program
 
 import jaxpar as jp
-from jaxpar.layout.dims.expert import apart, expert_dims
-from jaxpar.layout.dims.tensor import tensor_dims
+from jaxpar.parallel.expert.dims import apart, expert_dims
+from jaxpar.parallel.tensor.dims import tensor_dims
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype("float32")}
 

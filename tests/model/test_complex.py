@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxpar as jp
-from jaxpar.inspect.verify.parity import differences
+from jaxpar.parity.parity import differences
 
 LAYERS, DIM, STATE = 2, 8, 12
 BATCH = {"x": np.random.default_rng(0).normal(size=(8, 5, DIM)).astype(np.float32)}

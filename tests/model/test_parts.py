@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.axes import AXES
 from jaxpar.model.batches import part_of_rows
+from jaxpar.strategy.axes import AXES
 
 
 def parts(sizes: dict[str, int], hosts: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:

@@ -328,7 +328,7 @@ def test_reading_a_folder_holds_one_tensor_beside_the_model(tmp_path: Path) -> N
 def test_importing_models_imports_none_of_it() -> None:
     """Nor Orbax, which takes a second and was imported by `import jaxpar`."""
     slow = {"torch", "transformers", "safetensors", "orbax.checkpoint"}
-    code = f"import sys, jaxpar.models, jaxpar.cli.commands; print(sorted({slow} & set(sys.modules)))"
+    code = f"import sys, jaxpar.models, jaxpar.run.cli.commands; print(sorted({slow} & set(sys.modules)))"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed == "[]\n"
 

@@ -73,11 +73,11 @@ def of_one_replica(step: ServerStep, state: Any, gathered: Any) -> Any:
 
 DROPPED: dict[str, tuple[str, Callable[..., Any], str]] = {
     "dp": ("jaxpar.step.server.ServerStep._summed", of_one_replica, "x1/8: a sum over replicas"),
-    "ddp": ("jaxpar.parallel.ddp.all_reduce", not_summed, "x1/8: a sum over replicas"),
-    "zero1": ("jaxpar.parallel.zero.reduce_scatter_as", scattered_not_summed, "x1/8: a sum over replicas"),
-    "zero2": ("jaxpar.parallel.zero.reduce_scatter_as", scattered_not_summed, "x1/8: a sum over replicas"),
-    "zero3": ("jaxpar.parallel.zero.reduce_scatter_as", scattered_not_summed, "x1/8: a sum over replicas"),
-    "hsdp": ("jaxpar.parallel.zero.all_reduce", not_summed, "x1/2: a sum over replicas"),  # the one over `data`
+    "ddp": ("jaxpar.parallel.data.ddp.all_reduce", not_summed, "x1/8: a sum over replicas"),
+    "zero1": ("jaxpar.parallel.data.zero.reduce_scatter_as", scattered_not_summed, "x1/8: a sum over replicas"),
+    "zero2": ("jaxpar.parallel.data.zero.reduce_scatter_as", scattered_not_summed, "x1/8: a sum over replicas"),
+    "zero3": ("jaxpar.parallel.data.zero.reduce_scatter_as", scattered_not_summed, "x1/8: a sum over replicas"),
+    "hsdp": ("jaxpar.parallel.data.zero.all_reduce", not_summed, "x1/2: a sum over replicas"),  # the one over `data`
 }
 
 

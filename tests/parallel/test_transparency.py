@@ -22,10 +22,10 @@ from rendezvous import unordered
 from zoo import ZOO, Entry
 
 import jaxpar as jp
-from jaxpar.axes import ROWS
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.verify.parity import TOLERANCE, Reference, differences
+from jaxpar.parity.parity import TOLERANCE, Reference, differences
+from jaxpar.strategy.axes import ROWS
 
 STRATEGIES = ("single", "dp", "ddp", "zero1", "zero2", "zero3", "hsdp")
 MICROBATCHES = (1, 2)

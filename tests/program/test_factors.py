@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from equations import EXAMPLES, RANKS
 
-from jaxpar.collectives.edges import EDGES
+from jaxpar.parallel.tensor.edges import EDGES
 from jaxpar.program import factors
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.factors import ELEMENTWISE, FACTORS, Factor

@@ -14,8 +14,8 @@ import pytest
 import jaxpar as jp
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.verify.parity import TOLERANCE, differences
 from jaxpar.layout.families import own_leaves
+from jaxpar.parity.parity import TOLERANCE, differences
 from jaxpar.step import refusals
 
 D, T, L = 6, 4, 6

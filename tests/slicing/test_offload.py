@@ -12,12 +12,12 @@ from cells import Compiled, check, initial
 from tensor_cells import LENGTH, SHARED_BATCH, batch_of, built
 
 import jaxpar as jp
-from jaxpar.inspect.compiled.kernels import Done, Executable, HostCopy, Kernel, Operation, While
+from jaxpar.hardware import target
+from jaxpar.hardware.compiled.kernels import Done, Executable, HostCopy, Kernel, Operation, While
 from jaxpar.inspect.predict.prediction import predict
-from jaxpar.inspect.verify.parity import Reference
 from jaxpar.models import named
+from jaxpar.parity.parity import Reference
 from jaxpar.program.walk import visit
-from jaxpar.targets import target
 
 pytestmark = SHARED_BATCH
 

@@ -18,14 +18,14 @@ from zoo import GPT, Entry, gpt
 
 import jaxpar as jp
 import jaxpar.strategy
+from jaxpar.backend.text import size
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.verify.parity import Reference
+from jaxpar.parity.parity import Reference
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.collectives import PRIMITIVES
 from jaxpar.program.walk import visit
 from jaxpar.slicing.slicer import Slicing, slice_program
-from jaxpar.text import size
 
 LAYERS, DIM, ROWS = 4, 6, 5
 SGD = optax.sgd(0.05, momentum=0.9)

@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 
 import jaxpar as jp
 from jaxpar.data import images
+from jaxpar.hardware.devices import target
 from jaxpar.models.llama import from_hf
 from jaxpar.parallel.pipeline.schedules import Schedule
-from jaxpar.targets.devices import target
 
 X = np.ones((8, 2), np.float32)
 KEY = jax.random.key(0)

@@ -12,11 +12,11 @@ import pytest
 from cells import Compiled
 
 import jaxpar as jp
-from jaxpar.inspect.compiled.entry import Collective, Nesting
-from jaxpar.inspect.compiled.kernels import Executable, Operation, While
+from jaxpar.hardware.compiled.entry import Collective, Nesting
+from jaxpar.hardware.compiled.kernels import Executable, Operation, While
+from jaxpar.hardware.devices import gpu_topology
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import collectives
-from jaxpar.targets.devices import gpu_topology
 
 pytestmark = pytest.mark.cuda_compiler
 WIDTHS = handwritten.Config()  # Llama-3-8B, 8 layers

@@ -17,12 +17,12 @@ from tensor_cells import SHARED_BATCH, batch_of, built
 import jaxpar as jp
 from jaxpar.checkpoint.arrays import arrays_of
 from jaxpar.checkpoint.checkpoints import held
-from jaxpar.inspect.compiled.kernels import Executable, HostCopy, While
+from jaxpar.hardware import target
+from jaxpar.hardware.compiled.kernels import Executable, HostCopy, While
 from jaxpar.inspect.predict.prediction import predict
-from jaxpar.inspect.verify.parity import Reference
 from jaxpar.models import named
+from jaxpar.parity.parity import Reference
 from jaxpar.program.walk import visit
-from jaxpar.targets import target
 
 pytestmark = SHARED_BATCH
 

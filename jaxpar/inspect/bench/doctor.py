@@ -29,13 +29,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ... import collectives as nccl
-from ...cpu_compiler import CANARIES, FLAG, NAME, failing
+from ...backend.cpu_compiler import CANARIES, FLAG, NAME, failing
+from ...backend.machines import host_of, hosts_of
+from ...backend.text import size
+from ...hardware.devices import INSTALL
+from ...hardware.hardware import KINDS
 from ...layout.mesh import make_mesh
-from ...machines import host_of, hosts_of
 from ...strategy import Strategy
-from ...targets.devices import INSTALL
-from ...targets.hardware import KINDS
-from ...text import size
 
 PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "numpy")
 # Where they are: of jaxlib's own version, and what they bring.

@@ -19,17 +19,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...backend.text import few
+from ...hardware.compiled.compiler_remarks import unread
+from ...hardware.compiled.cost import Costs
+from ...hardware.compiled.kernels import Executable
+from ...hardware.hardware import Hardware
 from ...layout.leaves import Leaf
-from ...localise.fp8.product import F8, SCOPE
+from ...numerics.fp8.product import F8, SCOPE
 from ...program import jaxpr as jx
 from ...program.walk import visit
 from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
-from ...targets.hardware import Hardware
-from ...text import few
-from ..compiled.compiler_remarks import unread
-from ..compiled.cost import Costs
-from ..compiled.kernels import Executable
 from ..expected import expected
 from ..ledger import Ledger
 from ..transfers import rehearse
@@ -259,7 +259,7 @@ def _server(step: ServerStep, batch: Any) -> Iterator[Finding]:
     rehearsal = rehearse(step, batch)
     for t in rehearsal.transfers:
         verdict, note = _compared(t.found, t.expected, t.expected)
-        note = note and "a central server passes on neither more nor less; see parallel/server.py"
+        note = note and "a central server passes on neither more nor less; see parallel/data/server.py"
         yield Finding("exchanges", f"{t.kind} of {t.what}", t.expected, t.found, verdict, note)
     texts = [rehearsal.programs[name].as_text() or "" for name in OF_REPLICAS]
     programs = [Executable(text, step.mesh) for text in texts]

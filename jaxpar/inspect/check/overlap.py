@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ...parallel import rule_of
+from ...backend.text import few
+from ...hardware.compiled.hlo import Instruction, arrays
+from ...hardware.compiled.kernels import Executable
+from ...hardware.hardware import KINDS, Hardware, of_device_kind
+from ...parallel.data import rule_of
 from ...step.core import Step
-from ...targets.hardware import KINDS, Hardware, of_device_kind
-from ...text import few
-from ..compiled.hlo import Instruction, arrays
-from ..compiled.kernels import Executable
 from ..predict import Part, predict
 from .proof import Finding
 
@@ -40,12 +40,12 @@ def hardware_of(step: Step) -> Hardware:
         raise ValueError(
             f"overlap: a program compiled for {device.platform.upper()} has no asynchronous collectives to read; "
             "compile for GPUs, which need not be there: make_train_step(..., mesh=target('16xH100').devices), with "
-            "target of jaxpar.targets, or --target 16xH100"
+            "target of jaxpar.hardware, or --target 16xH100"
         )
     if (known := of_device_kind(device.device_kind)) is None:
         raise ValueError(
             f"overlap: {device.device_kind} is none of {', '.join(KINDS)}, whose numbers are known; give those of this "
-            "one, overlap=jaxpar.targets.kinds.load(file)"
+            "one, overlap=jaxpar.hardware.kinds.load(file)"
         )
     return known
 

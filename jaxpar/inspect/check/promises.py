@@ -15,7 +15,7 @@ import jax
 from ...collectives.order import is_token, needed
 from ...layout.leaves import PAD_FROM, Leaf
 from ...model.paths import name_of
-from ...parallel import rule_of
+from ...parallel.data import rule_of
 from ...program import jaxpr as jx
 from ...program.collectives import PRIMITIVES, axes_of
 from ...program.walk import propagate, through

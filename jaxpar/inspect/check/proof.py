@@ -5,7 +5,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...text import WIDTH, heading, number, size, table
+from ...backend.text import WIDTH, heading, number, size, table
 from .resharding import Move
 
 Verdict = Literal["ok", "MISSING", "UNPROMISED"]

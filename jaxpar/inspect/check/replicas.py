@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ...backend.text import few
 from ...model.paths import name_of
 from ...program.buffers import is_on_host
 from ...step.offload import Blocks
-from ...text import few
 
 
 def checksums(mesh: Mesh, specs: Sequence[PartitionSpec]) -> Callable[[Sequence[jax.Array]], jax.Array]:

@@ -20,15 +20,15 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ...backend.text import size
+from ...hardware.compiled.hlo import Instruction, Module, arrays, short
+from ...hardware.compiled.kernels import MOVES, Executable
 from ...model.paths import name_of
 from ...program.factors import ELEMENTWISE
 from ...program.jaxpr import where
 from ...program.primitives import having
 from ...program.walk import visit
 from ...step.core import Step
-from ...text import size
-from ..compiled.hlo import Instruction, Module, arrays, short
-from ..compiled.kernels import MOVES, Executable
 
 # What works element by element, or gives an array another sharding and no other value.
 _IN_PLACE = {*ELEMENTWISE, *having("identity"), "shard_map"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...text import WIDTH, heading, number, size, table
+from ...backend.text import WIDTH, heading, number, size, table
 from ..check.resharding import Move
 from ..ledger import Collective, Ledger
 from ..memory import Memory

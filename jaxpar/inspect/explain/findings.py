@@ -8,27 +8,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...backend.machines import hosts_of, leaves_host
+from ...backend.text import few, size
+from ...hardware.compiled.compiler_remarks import remarks as remarks_on
+from ...hardware.compiled.compiler_remarks import unread
+from ...hardware.compiled.cost import Costs
+from ...hardware.compiled.kernels import Choice, Executable, Operation, Start, While
+from ...hardware.hardware import of_device_kind
 from ...layout.leaves import PAD_FROM
-from ...machines import hosts_of, leaves_host
 from ...model.batches import batch_shardings, is_array
 from ...model.paths import name_of
-from ...parallel import rule_of
-from ...parallel.eight_bits import BLOCK
-from ...parallel.flat import stages
+from ...parallel.data import rule_of
+from ...parallel.data.eight_bits import BLOCK
 from ...parallel.pipeline.chunks import padded
+from ...parallel.pipeline.flat import stages
 from ...slicing.program import Program
 from ...slicing.stacks import described
 from ...step.core import Step
 from ...step.pipeline import rows_of
 from ...step.server import OF_REPLICAS, ServerStep
-from ...targets.hardware import of_device_kind
-from ...text import few, size
 from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
-from ..compiled.compiler_remarks import remarks as remarks_on
-from ..compiled.compiler_remarks import unread
-from ..compiled.cost import Costs
-from ..compiled.kernels import Choice, Executable, Operation, Start, While
 from ..expected import expected
 from ..ledger import Collective, Ledger
 from ..memory import in_flight, of_server, of_step

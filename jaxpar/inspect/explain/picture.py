@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ...text import size
+from ...backend.text import size
 from ..memory import Memory
 
 # Legible on white and on black: the figure has no ground of its own.

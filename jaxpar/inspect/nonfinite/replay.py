@@ -17,7 +17,8 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
-from ...cpu_compiler import cpu_options
+from ...backend.cpu_compiler import cpu_options
+from ...backend.text import few
 from ...layout.precision import all_finite
 from ...layout.state import State
 from ...model.batches import rows_of
@@ -26,7 +27,6 @@ from ...model.paths import name_of
 from ...step.checks import check_state
 from ...step.core import Step
 from ...step.gradients import block_key
-from ...text import few
 from .search import Fault, search
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...hardware.compiled.kernels import Choice, Done, HostCopy, Kernel, Operation, Start, While, of_ranks
+from ...hardware.hardware import Hardware
+from ...hardware.links import Reach, collective_seconds
 from ...program import trip_counts
-from ...targets.hardware import Hardware
-from ...targets.links import Reach, collective_seconds
-from ..compiled.kernels import Choice, Done, HostCopy, Kernel, Operation, Start, While, of_ranks
 from .efficiency import busy_share, kernel_seconds, peak_of
 
 
@@ -198,7 +198,7 @@ class Clock:
         if (speed := self.hardware.host_bandwidth) is None:
             raise ValueError(
                 f"{self.hardware.kind} has no host_bandwidth, and its copies to and from the host no time; describe it "
-                "in a file (jaxpar.targets.kinds.load), or predict without offload"
+                "in a file (jaxpar.hardware.kinds.load), or predict without offload"
             )
         kind = f"copy {'to' if copy.to_host else 'from'} host"
         reason = f"{copy.bytes / 1e6:,.1f} MB at {speed / 1e9:.0f} GB/s"

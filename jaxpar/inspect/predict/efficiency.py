@@ -29,9 +29,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ...targets.hardware import Hardware
-from ..compiled.kernels import Kernel
-from ..compiled.products import Product
+from ...hardware.compiled.kernels import Kernel
+from ...hardware.compiled.products import Product
+from ...hardware.hardware import Hardware
 
 _BEST = "the best shape, an upper bound"
 # By the median of six published runs on B200s (docs/predict.md).
@@ -88,7 +88,7 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware, slowest: float = 1.0) -> 
     if hardware.memory_bandwidth is None:
         raise ValueError(
             f"{hardware.kind} has no memory_bandwidth, and its kernels no time; describe it in a file "
-            "(jaxpar.targets.kinds.load), or predict for a target such as '8xH100'"
+            "(jaxpar.hardware.kinds.load), or predict for a target such as '8xH100'"
         )
     size = kernel.read + kernel.written
     moved = _LAUNCH + size / (hardware.memory_bandwidth * _MEMORY)
@@ -181,7 +181,7 @@ def _peak(product: Product, hardware: Hardware) -> tuple[str, float]:
         if name not in _INSTEAD:
             raise ValueError(
                 f"{hardware.kind} has no peak for {product.dtype} ({asked}), and its matmuls no time; give `peaks` in "
-                "its file (jaxpar.targets.kinds.load)"
+                "its file (jaxpar.hardware.kinds.load)"
             )
         name = _INSTEAD[name]
     return name, peak

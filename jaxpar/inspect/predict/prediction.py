@@ -23,15 +23,15 @@ from typing import Any
 
 import jax
 
-from ...machines import hosts_of
+from ...backend.machines import hosts_of
+from ...backend.text import size
+from ...hardware.compiled.compiler_remarks import remarks, unread
+from ...hardware.compiled.cost import Costs
+from ...hardware.compiled.kernels import Executable
+from ...hardware.compiled.memory import program_memory
+from ...hardware.hardware import RESERVE, Hardware
 from ...model.batches import rows_of
 from ...step.core import Step
-from ...targets.hardware import RESERVE, Hardware
-from ...text import size
-from ..compiled.compiler_remarks import remarks, unread
-from ..compiled.cost import Costs
-from ..compiled.kernels import Executable
-from ..compiled.memory import program_memory
 from .clock import Clock, Part
 from .efficiency import LEAST, MOST, SLOWEST, UPPER_BOUND, is_upper_bound
 

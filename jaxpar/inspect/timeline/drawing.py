@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from rich.text import Text
 
+from ...backend.text import size as bytes_of
 from ...parallel.pipeline.schedules import Column, Schedule
 from ...step.core import Step
 from ...step.pipeline import Piped, rows_of
-from ...tables.operations import TIME, WORDS, Kind
-from ...text import size as bytes_of
+from ...strategy.schedules.operations import TIME, WORDS, Kind
 from .svg import INK, kinds_of, tint
 
 _BANDS = 6  # a schedule of more is drawn without its middle

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ...parallel.pipeline.schedules import Schedule
-from ...tables.operations import KINDS, TIME, WORDS, Kind
+from ...strategy.schedules.operations import KINDS, TIME, WORDS, Kind
 
 INK = "#10151c"  # of numbers on all tints
 _TINTS = {

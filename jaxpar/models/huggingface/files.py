@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import ml_dtypes  # comes with jax; from then on NumPy, and so safetensors, knows bfloat16
 import numpy as np
 
-from ...files import SAFETENSORS, json_of, member
-from ...packages import needed
+from ...backend.files import SAFETENSORS, json_of, member
+from ...backend.packages import needed
 
 
 class Tensor(NamedTuple):

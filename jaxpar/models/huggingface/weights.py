@@ -24,9 +24,9 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from ...files import SAFETENSORS, json_of, local, member
+from ...backend.files import SAFETENSORS, json_of, local, member
+from ...backend.text import few
 from ...model.paths import name_of
-from ...text import few
 from .architecture import Architecture, Row
 from .files import Tensor, fill, opened, tensor_of, write
 

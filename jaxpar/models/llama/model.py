@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ...ops.attention import attention
+from ...parallel.context.attention.fused import attention
 from ..parts.cache import Attend, Cache, extended
 from ..parts.config import check_sizes
 from ..parts.stack import run, stack

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ...model.model import Mean
-from ...ops.attention import attention
-from ...ops.experts.experts import Routing, experts
+from ...parallel.context.attention.fused import attention
+from ...parallel.expert.ops.experts import Routing, experts
 from .. import llama
 from ..parts import text
 from ..parts.cache import Attend

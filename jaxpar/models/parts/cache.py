@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...ops.attention import attention
+from ...parallel.context.attention.fused import attention
 from .stack import run_with
 
 # (query [B, T, H, h], key and value [B, T, K, h]) -> [B, T, H, h]

@@ -13,9 +13,9 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...cpu_compiler import cpu_options
+from ...backend.cpu_compiler import cpu_options
 from ...model.model import Mean
-from ...ops.cross_entropy import CHUNK, cross_entropy
+from ...numerics.logits.cross_entropy import CHUNK, cross_entropy
 
 
 class Sizes:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...tables.operations import KINDS, Op, Placement, StagePlace, Table, neighbour, stage_of
+from ...strategy.schedules.operations import KINDS, Op, Placement, StagePlace, Table, neighbour, stage_of
 
 CODES = {kind: code for code, kind in enumerate(KINDS, start=1)}  # F 1, B 2, I 3, W 4; 0 is idle
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...tables.operations import Table
+from ...strategy.schedules.operations import Table
 
 
 class Column(NamedTuple):

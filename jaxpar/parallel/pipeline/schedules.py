@@ -1,4 +1,4 @@
-"""What follows from a schedule's table (`jaxpar/tables/`): ticks and their phases, slots, time, bubble, messages.
+"""What follows from a schedule's table (`jaxpar/strategy/schedules/`): ticks and their phases, slots, time, bubble, messages.
 
 All of it is read from the table, by walking through it; nothing here knows one schedule from another. A table of p
 ranks, m microbatches and v chunks a rank cuts the layers into p v stages; which of them a rank holds is the placement.
@@ -16,13 +16,25 @@ from pathlib import Path
 
 import numpy as np
 
-from ...files import text_of
+from ...backend.files import text_of
+from ...backend.text import did_you_mean
 from ...removed import removed
-from ...tables import SCHEDULES, Recipe, operations, torch_csv
-from ...tables.checker import check_table
-from ...tables.operations import KINDS, MOST, TIME, Given, Kind, Op, Placement, StagePlace, Table, neighbour, stage_of
-from ...tables.orders import Number, as_soon_as_possible, in_lockstep, orders_of, spans
-from ...text import did_you_mean
+from ...strategy.schedules import SCHEDULES, Recipe, operations, torch_csv
+from ...strategy.schedules.checker import check_table
+from ...strategy.schedules.operations import (
+    KINDS,
+    MOST,
+    TIME,
+    Given,
+    Kind,
+    Op,
+    Placement,
+    StagePlace,
+    Table,
+    neighbour,
+    stage_of,
+)
+from ...strategy.schedules.orders import Number, as_soon_as_possible, in_lockstep, orders_of, spans
 from .buffers import SlotTables, Walk
 from .phases import Column, Phase, grouped, looked_up, places, stash_slots
 
@@ -77,7 +89,7 @@ class Schedule:
         """The schedule of a `table[slot][rank]` of operations, none or one in a cell, or F and then B.
 
         Chunks and microbatches are counted in it. Raises ValueError that names the first operation whose dependency is
-        not met (`tables/checker.py`).
+        not met (`strategy/schedules/checker.py`).
         """
         every = [op for column in table for ops in column for op in ops]
         if not every:

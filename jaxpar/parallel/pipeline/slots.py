@@ -33,7 +33,7 @@ from ...program import trip_counts
 from ...slicing.halves import WeightGradResiduals, pick
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
-from ...tables.orders import orders_of
+from ...strategy.schedules.orders import orders_of
 from .buffers import CODES
 from .chunks import AXIS, Message, before, side
 from .distributed_prologue import shared

@@ -28,7 +28,7 @@ from test_pipeline import (
 
 import jaxpar as jp
 from jaxpar.inspect.expected import expected
-from jaxpar.tables import SCHEDULES
+from jaxpar.strategy.schedules import SCHEDULES
 
 COUNTS: dict[str, Callable[[int], int]] = {
     "1": lambda p: 1,

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jaxpar.parallel.pipeline.schedules import Schedule
-from jaxpar.tables import SCHEDULES, Recipe, lockstep
-from jaxpar.tables.operations import TIME
+from jaxpar.strategy.schedules import SCHEDULES, Recipe, lockstep
+from jaxpar.strategy.schedules.operations import TIME
 
 PIPES = range(2, 9)
 # Closed forms: the tick of the first backward, and the most that a rank holds.

@@ -18,10 +18,10 @@ from test_pipeline import LAYERS, LENGTH, VOCAB, Loop, batch_of, experts, loop, 
 from zoo import cross_entropy
 
 import jaxpar as jp
+from jaxpar.hardware import target
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.inspect.timeline.drawing import held_bytes
 from jaxpar.models import llama
-from jaxpar.targets import target
 
 SGD = optax.sgd(0.02, momentum=0.9)
 TUNERS = {**OPTIMIZERS, "adaptive-clip": lambda: optax.chain(optax.adaptive_grad_clip(0.05), optax.sgd(0.1))}

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.cli import timeline
 from jaxpar.parallel.pipeline.buffers import CODES, WAYS
 from jaxpar.parallel.pipeline.schedules import Schedule
+from jaxpar.run.cli import timeline
 from jaxpar.strategy import Strategy
-from jaxpar.tables import SCHEDULES
-from jaxpar.tables.checker import check_table
-from jaxpar.tables.operations import Op, place_of, stage_of
+from jaxpar.strategy.schedules import SCHEDULES
+from jaxpar.strategy.schedules.checker import check_table
+from jaxpar.strategy.schedules.operations import Op, place_of, stage_of
 
 PIPES = range(2, 9)
 ONE = dict.fromkeys("FIW", 1)

@@ -1,1 +1,0 @@
-"""Operations that know a rank's own heads: attention."""

@@ -1,0 +1,96 @@
+"""The command `jaxpar timeline`: a pipeline's schedule in the terminal, as SVG, and as CSV for torch."""
+
+import contextlib
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import optax
+import tyro
+from rich.console import Console
+
+from ...inspect.timeline.drawing import draw, held, slot_bytes, summary
+from ...inspect.timeline.svg import svg
+from ...layout.mesh import simulate
+from ...make import make_train_step
+from ...models import named
+from ...parallel.pipeline.schedules import Schedule
+from ...strategy import Strategy
+from ...strategy.schedules import SCHEDULES
+
+_WORDS = "; ".join(f"{name}: {recipe.words}" for name, recipe in SCHEDULES.items())
+
+
+@dataclass(frozen=True)
+class TimelineOptions:
+    """Draws a pipeline's schedule: forwards, backwards or their halves, idle time, and what each rank holds."""
+
+    pipe: int = 4
+    """ranks"""
+    microbatches: int = 8
+    """parts of a replica's rows that pass through the ranks one after the other"""
+    schedule: Annotated[str, tyro.conf.arg(help=_WORDS)] = Strategy.schedule
+    chunks: int | None = None
+    """stages of a rank: more than one is interleaved 1f1b, two the V of zb-v and others; else as many as it needs"""
+    table: Path | None = None
+    """draw this table, in lines of torch's cells as --csv writes them, instead of one by name"""
+    model: str | None = None
+    """the name of a model, to show in bytes what the ranks hold; nothing is allocated"""
+    rows: int | None = None
+    """of the model's global batch; without it, one a microbatch"""
+    length: int = 1024
+    """positions of a row of text"""
+    precision: Literal["f32", "bf16", "f16"] = "f32"
+    """compute dtype of the model"""
+    remat: Literal["none", "layer", "dots", "twice"] = "none"
+    """what each of the model's layers recomputes in its backward"""
+    svg: Path | None = None
+    """draw into this file too"""
+    csv: Path | None = None
+    """write cells such as 0F0 (stage, kind, microbatch) that torch.distributed.pipelining reads as compute_only"""
+
+
+def main(options: TimelineOptions, console: Console | None = None) -> None:
+    """Draws, and writes what files are asked for. Raises ValueError where the options do not fit each other."""
+    if options.table:
+        schedule = Schedule.read(options.table)
+    else:
+        recipe = SCHEDULES.get(options.schedule)  # an unknown one is refused by `Schedule`
+        chunks = options.chunks or (1 if recipe is None else recipe.chunks)
+        schedule = Schedule(options.schedule, options.pipe, options.microbatches, chunks)
+    size = None if options.model is None else _slot_of(options, schedule)
+    console = console or Console(highlight=False)
+    for line in draw(schedule, console.width, console.color_system is not None):
+        console.print(line, no_wrap=True, crop=False)
+    for name, text in summary(schedule, size).items():
+        console.print(textwrap.fill(f"{name:<11}{text}", console.width, subsequent_indent=" " * 11), soft_wrap=True)
+    if options.svg:
+        options.svg.write_text(svg(schedule, held(schedule, size)))
+    if options.csv:
+        options.csv.write_text("\n".join(schedule.csv()) + "\n")
+    if written := [str(path) for path in (options.svg, options.csv) if path]:
+        console.print("written: " + ", ".join(written), soft_wrap=True)
+
+
+def _slot_of(options: TimelineOptions, schedule: Schedule) -> int:
+    """Bytes of one slot when the named model is trained so."""
+    assert options.model is not None
+    with contextlib.suppress(RuntimeError):  # jax may be running already, perhaps with devices enough
+        simulate(schedule.ranks)
+    if len(jax.devices()) < schedule.ranks:
+        raise ValueError(
+            f"pipe={schedule.ranks} ranks need as many devices, and jax already runs on {len(jax.devices())}"
+        )
+    model = named(options.model)
+    strategy = Strategy(
+        pipe=schedule.ranks,
+        microbatches=schedule.microbatches,
+        schedule=schedule,
+        chunks=schedule.chunks,
+        precision=options.precision,
+        remat=options.remat,
+    )
+    step = make_train_step(model.model, optax.sgd(0.1), strategy, mesh=jax.devices()[: schedule.ranks])
+    return slot_bytes(step, model.example(options.rows or schedule.microbatches, options.length))

@@ -1,0 +1,418 @@
+"""Attention against softmax in NumPy's float64: values, gradients, masks, transformations, and its parts by heads."""
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxpar as jp
+from jaxpar.hardware.devices import gpu_topology
+from jaxpar.parallel.context.attention import flash
+from jaxpar.program import equal as same
+from jaxpar.program import jaxpr as jx
+from jaxpar.program import kernels
+
+B, T, S, H, K, h = 3, 7, 5, 6, 2, 8
+IDS = np.array([[0, 0, 0, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0], [4, 4, 1, 1, 1, 1, 9]], np.int32)
+LONE = np.array([[0, 1, 1, 1, 3], [0, 0, 0, 0, 0], [9, 9, 9, 9, 4]], np.int32)  # no key for some queries of IDS
+HIDDEN = np.random.default_rng(1).random((B, H, T, S)) < 0.5
+HIDDEN[1, 2, 3] = True
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "everywhere": {"causal": False},
+    "cross": {"causal": False, "keys": S},
+    "scale": {"scale": 0.1},
+    "window": {"window": 3},
+    "segments": {"segment_ids": IDS},
+    "segments everywhere": {"segment_ids": IDS, "causal": False},
+    "segments cross": {"segment_ids": IDS, "kv_segment_ids": LONE, "causal": False, "keys": S},
+    "segments, window": {"segment_ids": IDS, "window": 2},
+    "mask": {"mask": ~HIDDEN, "causal": False, "keys": S},
+    "mask of keys": {"mask": ~HIDDEN[:, :1, :1], "causal": False, "keys": S},
+    "one mask, causal": {"mask": np.tri(T, k=2, dtype=bool)[::-1][None, None]},
+    "all": {"mask": IDS[:, None, :, None] != 1, "segment_ids": IDS, "kv_segment_ids": IDS, "window": 4, "scale": 2.0},
+}
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def arrays(keys: int = T, queries: int = T, dtype: Any = np.float32) -> Arrays:
+    random = np.random.default_rng(0)
+    shapes = (B, queries, H, h), (B, keys, K, h), (B, keys, K, h)
+    query, key, value = (np.asarray(jnp.asarray(random.normal(size=shape), dtype)) for shape in shapes)
+    return query, key, value
+
+
+def reference(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    segment_ids: np.ndarray | None = None,
+    kv_segment_ids: np.ndarray | None = None,
+    mask: np.ndarray | None = None,
+    scale: float | None = None,
+) -> tuple[np.ndarray, Callable[[np.ndarray], Arrays]]:
+    """The result, and the gradients of query, key and value from that of the result, by the formulas of a softmax."""
+    query, key, value = (x.astype(np.float64) for x in (query, key, value))
+    group = query.shape[2] // key.shape[2]
+    k, v = (np.repeat(x, group, axis=2) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = scale * np.einsum("bthd,bshd->bhts", query, k)
+    seen = np.ones(scores.shape, bool)
+    i, j = np.ogrid[: scores.shape[2], : scores.shape[3]]
+    if causal:
+        seen &= j <= i
+    if window is not None:
+        seen &= i - j < window
+    if segment_ids is not None:
+        ids = segment_ids if kv_segment_ids is None else kv_segment_ids
+        seen &= (segment_ids[:, :, None] == ids[:, None, :])[:, None]
+    if mask is not None:
+        seen &= mask
+    weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+
+    def pull(given: np.ndarray) -> Arrays:
+        d_weights = np.einsum("bthd,bshd->bhts", given, v)
+        d_scores = scale * weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
+        d_key, d_value = np.einsum("bhts,bthd->bshd", d_scores, query), np.einsum("bhts,bthd->bshd", weights, given)
+        d_key, d_value = (x.reshape(*key.shape[:3], group, h).sum(3) for x in (d_key, d_value))
+        return np.einsum("bhts,bshd->bthd", d_scores, k), d_key, d_value
+
+    return np.einsum("bhts,bshd->bthd", weights, v), pull
+
+
+def assert_right(attention: Callable[..., jax.Array], qkv: Arrays, tolerance: float, **options: Any) -> None:
+    given = np.random.default_rng(2).normal(size=qkv[0].shape)
+
+    @jax.jit
+    def both(*qkv: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(functools.partial(attention, **options), *qkv)
+        return out, *pull(jnp.asarray(given, out.dtype))
+
+    wanted, pull = reference(*qkv, **options)
+    for found, right in zip(both(*qkv), (wanted, *pull(given)), strict=True):
+        assert found.dtype == qkv[0].dtype
+        np.testing.assert_allclose(np.asarray(found, np.float64), right, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "implementation"),
+    [(np.float32, 3e-5, "xla"), (jnp.bfloat16, 0.06, None), (np.float16, 0.01, "xla")],
+    ids=["f32", "bf16", "f16"],
+)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_a_softmax(case: str, dtype: Any, tolerance: float, implementation: str | None) -> None:
+    options = dict(CASES[case])
+    qkv = arrays(options.pop("keys", T), dtype=dtype)
+    assert_right(functools.partial(jp.attention, implementation=implementation), qkv, tolerance, **options)
+
+
+def stand_in(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, mask: Any, scale: Any, is_causal: bool, **options: Any
+) -> jax.Array:
+    """What cuDNN's attention demands and keeps, in plain JAX: even lengths; its backward pass takes the result and the
+    logarithm of the softmax's denominator from its forward pass.
+    """
+    (t, s), group = (query.shape[1], key.shape[1]), query.shape[2] // key.shape[2]
+    assert t % 2 == s % 2 == 0
+    scale = h**-0.5 if scale is None else scale
+    seen = jnp.full((1, 1, t, s), True) if mask is None else mask
+    i, j = jnp.ogrid[:t, :s]
+    if is_causal:
+        seen &= j <= i
+    if window := options["local_window_size"]:
+        seen &= i - j <= window[0]
+    if (lengths := options["key_value_seq_lengths"]) is not None:
+        seen &= j < lengths[:, None, None, None]
+
+    def weights(q: jax.Array, k: jax.Array, statistics: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        scores = jnp.where(seen, scale * jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, group, 2)), -(2.0**41))
+        statistics = jax.nn.logsumexp(scores, -1) if statistics is None else statistics
+        return jnp.exp(scores - statistics[..., None]), statistics
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        probabilities, statistics = weights(q, k)
+        out = jnp.einsum("bhts,bshd->bthd", probabilities, jnp.repeat(v, group, 2))
+        return out, (q, k, v, statistics, out)
+
+    def backward(residuals: Any, given: jax.Array) -> Any:
+        q, k, v, statistics, out = residuals
+        p, _ = weights(q, k, statistics)
+        along = jnp.einsum("bthd,bthd->bht", given, out)[..., None]
+        d_scores = scale * p * (jnp.einsum("bthd,bshd->bhts", given, jnp.repeat(v, group, 2)) - along)
+        by_group = lambda x: x.reshape(*k.shape[:3], group, h).sum(3)
+        return (
+            jnp.einsum("bhts,bshd->bthd", d_scores, jnp.repeat(k, group, 2)),
+            by_group(jnp.einsum("bhts,bthd->bshd", d_scores, q)),
+            by_group(jnp.einsum("bhts,bthd->bshd", p, given)),
+        )
+
+    run = jax.custom_vjp(lambda *qkv: forward(*qkv)[0])
+    run.defvjp(forward, backward)
+    return run(query, key, value)
+
+
+@pytest.fixture(scope="class")  # what it clears must be compiled again, in tests that follow as well
+def on_cuda() -> Any:
+    """Takes the branch of GPUs, with a stand-in for cuDNN."""
+    theirs = jax.nn.dot_product_attention
+    either = lambda *qkv, implementation, **options: (
+        stand_in(*qkv, **options)
+        if implementation == "cudnn"
+        else theirs(*qkv, implementation=implementation, **options)
+    )
+    clear = lambda: [f() for f in (jax.clear_caches, flash._flash.cache_clear, flash.refusal.cache_clear)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.nn, "dot_product_attention", either)
+        patch.setattr(jax.lax, "platform_dependent", lambda *arrays, cuda, default: cuda(*arrays))
+        clear()
+        yield
+    clear()
+
+
+def assert_vmaps(implementation: str | None) -> None:
+    """Only the query is mapped, as jax's own rule for cuDNN refuses."""
+    query, key, value = arrays()
+    queries = np.stack([query, -query, 2 * query])
+    mask = ~HIDDEN[:1, :1, :, :1] | np.eye(T, dtype=bool)
+    attention = lambda q, k, v: jp.attention(q, k, v, mask=mask, segment_ids=IDS, implementation=implementation)
+    loss = lambda q: jnp.square(attention(q, key, value)).sum()
+    found = jax.vmap(jax.value_and_grad(loss))(queries)
+    for i, q in enumerate(queries):
+        out, pull = reference(q, key, value, mask=mask, segment_ids=IDS)
+        np.testing.assert_allclose(found[0][i], np.square(out).sum(), rtol=1e-4)
+        np.testing.assert_allclose(found[1][i], pull(2 * out)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_vmap_xla() -> None:
+    assert_vmaps(None)
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.xdist_group("attention on cuda")
+class TestOnCuda:
+    @pytest.mark.parametrize("case", CASES)
+    def test_what_surrounds_cudnn_is_right(self, case: str) -> None:
+        options = dict(CASES[case])
+        qkv = arrays(options.pop("keys", T))
+        assert_right(functools.partial(jp.attention, implementation="cudnn"), qkv, 3e-5, **options)
+
+    def test_vmap_cudnn(self) -> None:
+        assert_vmaps("cudnn")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_transformed(dtype: Any) -> None:
+    """Four layers under jit, scan and remat, differentiated, are those of a Python loop in float64."""
+    x = arrays(dtype=dtype)[0]
+
+    def loss(x: jax.Array) -> jax.Array:
+        layer = jax.checkpoint(lambda x, _: (jp.attention(x, x[:, :, :K], x[:, :, K : 2 * K], segment_ids=IDS), None))
+        return jnp.square(jax.lax.scan(layer, x, None, length=4)[0].astype(jnp.float32)).sum()
+
+    grad = jax.jit(jax.grad(loss))(x)
+    pulls, y = [], x.astype(np.float64)
+    for _ in range(4):
+        y, pull = reference(y, y[:, :, :K], y[:, :, K : 2 * K], segment_ids=IDS)
+        pulls.append(pull)
+    given = 2 * y
+    for pull in reversed(pulls):
+        d_query, d_key, d_value = pull(given)
+        given = d_query + np.concatenate([d_key, d_value, np.zeros((B, T, H - 2 * K, h))], 2)
+    error = np.abs(np.asarray(grad, np.float64) - given).max() / np.abs(given).max()
+    assert error < (1e-5 if dtype == np.float32 else 0.04)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_a_query_that_sees_no_key_gets_zeros(implementation: str | None) -> None:
+    query, key, value = arrays(S)
+    options = {"causal": False, "segment_ids": IDS, "kv_segment_ids": LONE, "implementation": implementation}
+    out, pull = jax.vjp(lambda *qkv: jp.attention(*qkv, **options), query, key, value)
+    blind = ~(IDS[:, :, None] == LONE[:, None, :]).any(-1)
+    assert 0 < blind.sum() < blind.size
+    grads = pull(jnp.full_like(out, jnp.inf).at[~blind].set(1.0))  # what a loss of garbage would send back
+    assert not np.any(out[blind])
+    assert not np.any(grads[0][blind])
+    assert all(np.all(np.isfinite(g)) for g in grads)
+
+
+@pytest.mark.parametrize("case", ["causal", "segments cross", "mask", "mask of keys", "all"])
+def test_heads_apart_are_heads_together(case: str) -> None:
+    """The kernel in the trace, on each of two ranks' heads, gives these heads."""
+    options = dict(CASES[case])
+    names = [name for name in ("segment_ids", "kv_segment_ids", "mask") if name in options]
+    static = {name: value for name, value in options.items() if name not in (*names, "keys")}
+    call = lambda q, k, v, *more: jp.attention(q, k, v, **dict(zip(names, more, strict=True)), **static)
+    given = (*arrays(options.pop("keys", T)), *(options[name] for name in names))
+    (eqn,) = [e for e in jax.make_jaxpr(call)(*given).eqns if kernels.of(e)]
+    kernel = kernels.of(eqn)
+    assert kernel is not None
+    parts = [
+        [x if d is None else np.split(x, 2, d)[i] for x, d in zip(given, kernel.in_dims, strict=True)] for i in (0, 1)
+    ]
+    assert parts[0][0].shape[2] == H // 2
+    together = np.concatenate([kernel.fun(*part) for part in parts], kernel.out_dims[0])
+    np.testing.assert_allclose(together, call(*given), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_of_a_loop_are_alike() -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = jp.attention(x, x, x, segment_ids=jnp.asarray(IDS), scale=0.3)
+        return x.sum()
+
+    flat, _ = jx.trace(loss, jnp.asarray(arrays(dtype=jnp.bfloat16)[0]))
+    first, second = (e for e in flat.eqns if e.primitive.name not in ("reduce_sum", "convert_element_type"))
+    assert same.differing(first, second) is None
+
+
+@pytest.mark.slow
+def test_trains() -> None:
+    def init(key: jax.Array) -> Any:
+        return {"embed": 0.3 * jax.random.normal(key, (11, 16)), "w": 0.3 * jax.random.normal(key, (2, 4, 16, 16))}
+
+    def loss(p: Any, batch: Any, key: Any) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            q, k, v = ((x @ w[i]).reshape(*x.shape[:2], 2, 8) for i in range(3))
+            return x + jp.attention(q, k, v, segment_ids=batch["segment"]).reshape(x.shape) @ w[3], None
+
+        x, _ = jax.lax.scan(layer, p["embed"][batch["token"]], p["w"])
+        return jnp.square(x @ p["embed"].T).mean()
+
+    random = np.random.default_rng(0)
+    batch = {"token": random.integers(11, size=(8, 5)), "segment": np.sort(random.integers(3, size=(8, 5)))}
+    for strategy in ("zero3,remat=layer", "fsdp=4,pipe=2,microbatches=2"):
+        assert jp.verify(jp.Model(init=init, loss=loss), strategy, batch, steps=1).ok
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"query": np.ones((T, H, h))}, ("query [7, 6, 8] has 3 dims", "[rows, positions, heads, head_dim]")),
+        ({"key": np.ones((B, T, K, h))}, ("key is float64, query float32", "bfloat16, float16, float32")),
+        ({"value": np.ones((B, S, K, h), np.float32)}, ("value [3, 5, 2, 8]", "[3, S, K, 8]")),
+        ({"query": np.ones((B, T, 5, h), np.float32)}, ("2 key heads do not divide 5 query heads", "divisor of 5")),
+        ({"query": np.ones((B, S, H, h), np.float32)}, ("5 queries and 7 keys", "causal=False and a mask")),
+        ({"window": 2, "causal": False}, ("window=2, causal=False", "needs causal=True")),
+        ({"window": 0}, ("window=0", "1 or more")),
+        ({"scale": np.ones(1)}, ("scale is ndarray", "multiply the query")),
+        ({"implementation": "flash"}, ("implementation='flash'", "'cudnn', 'xla'")),
+        ({"implementation": "cudnn"}, ("'cudnn' for query float32 [3, 7, 6, 8]", "implementation='xla'")),
+        ({"kv_segment_ids": IDS}, ("without segment_ids", "queries' ids")),
+        ({"segment_ids": LONE}, ("segment_ids is int32 [3, 5]", "integers [3, 7]")),
+        ({"segment_ids": IDS * 1.0}, ("segment_ids is float64", "integers")),
+        ({"mask": IDS}, ("mask is int32 [3, 7]", "bool [3 or 1, 6 or 1, 7 or 1, 7 or 1]")),
+        ({"mask": ~HIDDEN[:, :2]}, ("mask is bool [3, 2, 7, 5]", "6 or 1")),
+    ],
+)
+def test_errors_say_what_to_do(change: dict[str, Any], parts: tuple[str, ...]) -> None:
+    given: dict[str, Any] = dict(zip(("query", "key", "value"), arrays(), strict=True)) | change
+    with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, parts))):
+        jp.attention(**given)
+
+
+def compiled(loss: Callable[..., jax.Array], *shapes: tuple[int, ...], dtype: Any = jnp.bfloat16, **ids: Any) -> Any:
+    """The gradient of a loss, compiled for one H100."""
+    one = jax.sharding.SingleDeviceSharding(gpu_topology("1xH100")[0])
+    given = [jax.ShapeDtypeStruct(shape, dtype, sharding=one) for shape in shapes]
+    ids = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=one) for name, shape in ids.items()}
+    grad = jax.grad(lambda qkv, ids: loss(*qkv, **ids).astype(jnp.float32).sum())
+    return jax.jit(grad).trace(given, ids).lower(lowering_platforms=("cuda",)).compile()
+
+
+def cudnn_calls(program: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Names and configurations of cuDNN's kernels."""
+    lines = [line for line in program.as_text().splitlines() if 'custom_call_target="__cudnn$' in line]
+    name = lambda line: re.findall(r'custom_call_target="__cudnn\$(\w+)"', line)[0]
+    config = lambda line: json.loads(re.findall(r"backend_config=(\{.*\})", line)[0])["cudnn_fmha_backend_config"]
+    return [(name(line), config(line)) for line in lines]
+
+
+PLAIN, BIASED = "fmhaSoftmax", "fmhaScaleBiasSoftmax"
+
+
+@pytest.mark.cuda_compiler
+@pytest.mark.parametrize(
+    ("kernel", "mask", "t", "options", "ids"),
+    [
+        (PLAIN, "CAUSAL", 256, {}, {}),
+        (PLAIN, "CAUSAL", 255, {}, {}),
+        (PLAIN, "CAUSAL", 256, {"window": 9}, {}),
+        (PLAIN, "NO_MASK", 256, {"causal": False}, {}),
+        (PLAIN, "PADDING", 255, {"causal": False}, {}),
+        (BIASED, "CAUSAL", 255, {}, {"segment_ids": (2, 255)}),
+        (BIASED, "CAUSAL", 256, {"window": 9}, {"segment_ids": (2, 256)}),
+    ],
+)
+def test_cudnn_on_gpus(kernel: str, mask: str, t: int, options: dict[str, Any], ids: dict[str, Any]) -> None:
+    """Compiled for H100s: one forward kernel, one backward kernel, which work out for themselves what they can."""
+    qkv = (2, t, 4, 64), (2, t, 2, 64), (2, t, 2, 64)
+    program = compiled(functools.partial(jp.attention, **options), *qkv, **ids)
+    calls = cudnn_calls(program)
+    assert [name for name, _ in calls] == [kernel, f"{kernel}Backward"]
+    window = options.get("window", 0) if kernel == PLAIN else 0
+    assert all((c["mask_type"], c["sliding_window_length"]) == (mask, window) for _, c in calls)
+
+
+@pytest.mark.cuda_compiler
+@pytest.mark.slow
+def test_xla_on_gpus() -> None:
+    qkv = (1, 32, 2, 64), (1, 32, 1, 64), (1, 32, 1, 64)
+    assert not cudnn_calls(compiled(jp.attention, *qkv, dtype=jnp.float32))
+    assert not cudnn_calls(compiled(functools.partial(jp.attention, implementation="xla"), *qkv))
+    assert not cudnn_calls(compiled(jp.attention, *((1, 32, 2, 60),) * 3))
+
+
+@pytest.mark.cuda_compiler
+def test_vmap_on_gpus() -> None:
+    """Mapped dims become rows; jax's own rule leaves a bias that is not mapped with too few of them."""
+    ids = jnp.zeros((2, 64), jnp.int32)
+    both = lambda q, k, v: jax.vmap(lambda q: jp.attention(q, k, v, segment_ids=ids))(q)
+    calls = cudnn_calls(compiled(both, (3, 2, 64, 4, 64), (2, 64, 2, 64), (2, 64, 2, 64)))
+    assert [c["intermediate_tensor_shape"]["dimensions"][0] for _, c in calls] == ["6", "6"]
+
+
+@pytest.mark.cuda_compiler
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_no_scores_are_kept(implementation: str | None) -> None:
+    """Of four scanned layers, what lies between forward and backward is query, key, value, result; no scores."""
+    b, t, heads, d = 1, 2048, 16, 64
+
+    def layers(x: jax.Array) -> jax.Array:
+        step = lambda x, _: (jp.attention(x, x, x, implementation=implementation), None)
+        return jax.lax.scan(step, x, None, length=4)[0]
+
+    program = compiled(layers, (b, t, heads, d))
+    scores = 2 * b * heads * t * t  # of one layer, in bfloat16
+    kept = 4 * 4 * (2 * b * t * heads * d)
+    # XLA holds one layer's scores and their gradient in float32, and copies in bfloat16.
+    assert program.memory_analysis().temp_size_in_bytes < 2 * kept + (6 * scores if implementation else 0)
+    # In two loops, so that the compiler cannot make one of two: forward is not computed again.
+    wanted = [] if implementation else [PLAIN, f"{PLAIN}Backward"]
+    assert sorted(name for name, _ in cudnn_calls(program)) == wanted
+
+
+@pytest.mark.cuda_compiler
+def test_heads_over_gpus() -> None:
+    """In a fully manual region, as under tensor parallelism: cuDNN on a rank's own heads, nothing communicated."""
+    mesh = Mesh(np.array(gpu_topology("8xH100")).reshape(2, 4), ("data", "tensor"))
+    spec = P("data", None, "tensor")
+    local = jax.shard_map(jp.attention, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+    sharded = jax.sharding.NamedSharding(mesh, spec)
+    given = [jax.ShapeDtypeStruct((4, 128, heads, 64), jnp.bfloat16, sharding=sharded) for heads in (8, 4, 4)]
+    grad = jax.grad(lambda qkv: local(*qkv).astype(jnp.float32).sum())
+    program = jax.jit(grad).trace(given).lower(lowering_platforms=("cuda",)).compile()
+    calls = cudnn_calls(program)
+    assert [c["intermediate_tensor_shape"]["dimensions"] for _, c in calls] == [["2", "2", "128", "128"]] * 2
+    assert not re.search(r"all-gather|all-reduce|all-to-all|permute", program.as_text())

@@ -1,0 +1,827 @@
+"""Attention that a loss spells out, in the spellings of many models, is taken as `jp.attention`: the same mathematics,
+and no scores of all positions. What cannot be taken is named with its line.
+"""
+
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import context_cells as cells
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cells import OneDevice, check
+from flax import nnx
+from jax import lax
+from jax.extend.random import threefry_2x32
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from tensor_cells import SHARED_BATCH
+
+import jaxpar as jp
+from jaxpar.parallel.context import AttentionMode, calls, choose
+from jaxpar.parallel.context.attention import spelled
+from jaxpar.parallel.context.attention_mode import options_of
+from jaxpar.parallel.context.ops import from_zigzag, score_function, to_zigzag
+from jaxpar.parallel.context.rules import attend_scored
+from jaxpar.program import jaxpr as jx
+from jaxpar.program.walk import visit
+
+pytestmark = SHARED_BATCH
+
+B, T, H, K, D = 2, 14, 4, 2, 8  # rows, positions, heads, key heads, features of a head
+LEAST = -1e9
+soft = functools.partial(jax.nn.softmax, axis=-1)
+Spelling = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    return jnp.einsum("bthd,bshd->bhts", q, k) * D**-0.5
+
+
+def weighed(weights: jax.Array, v: jax.Array) -> jax.Array:
+    return jnp.einsum("bhts,bshd->bthd", weights, v)
+
+
+def triangle() -> jax.Array:
+    return jnp.tril(jnp.ones((T, T), bool))
+
+
+def where_minus_inf(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    s = jnp.einsum("bthd,bshd->bhts", q, k) / jnp.sqrt(D)
+    return weighed(soft(jnp.where(triangle(), s, -jnp.inf)), v)
+
+
+def added_by_a_mask_of_ones(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(soft(scores(q, k) + (1 - jnp.tril(jnp.ones((T, T)))) * LEAST), v)
+
+
+def added_upper_triangle(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    s = jnp.einsum("bthd,bshd->bhts", q * D**-0.5, k)
+    return weighed(soft(s + jnp.triu(jnp.full((T, T), -jnp.inf), 1)), v)
+
+
+def heads_first_and_own_softmax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    s, i = q @ k.swapaxes(-1, -2) / np.sqrt(D), jnp.arange(T)
+    s = jnp.where(i[:, None] < i[None, :], jnp.finfo(s.dtype).min, s)
+    p = jnp.exp(s - s.max(-1, keepdims=True))
+    return (p / p.sum(-1, keepdims=True) @ v).transpose(0, 2, 1, 3)
+
+
+def rows_and_heads_in_one_dim(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    q, k, v = (x.transpose(0, 2, 1, 3).reshape(B * H, T, D) for x in (q, k, v))
+    s = jnp.where(jnp.tril(jnp.ones((T, T))) == 0, LEAST, lax.batch_matmul(q, k.swapaxes(1, 2)) * D**-0.5)
+    return lax.batch_matmul(soft(s), v).reshape(B, H, T, D).transpose(0, 2, 1, 3)
+
+
+def window(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    i, j = jnp.ogrid[:T, :T]
+    return weighed(soft(jnp.where((j <= i) & (i - j < 5), scores(q, k), LEAST)), v)
+
+
+def window_by_what_it_hides(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    i, j = jnp.ogrid[:T, :T]
+    return weighed(soft(jnp.where((j > i) | (i - j >= 3), LEAST, scores(q, k))), v)
+
+
+def grouped_by_reshape(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    k, v, i = k[:, :, :K], v[:, :, :K], jnp.arange(T)
+    s = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, T, K, H // K, D), k) * D**-0.5
+    p = soft(jnp.where((i[:, None] >= i)[None, None, None], s, -1e30))
+    return jnp.einsum("bkgts,bskd->btkgd", p, v).reshape(B, T, H, D)
+
+
+def grouped_by_repeat(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    k, v = (jnp.repeat(x[:, :, :K], H // K, 2) for x in (k, v))
+    return where_minus_inf(q, k, v)
+
+
+def one_key_head(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    s = jnp.einsum("bthd,bsd->bhts", q, k[:, :, 0]) * D**-0.5
+    return jnp.einsum("bhts,bsd->bthd", soft(jnp.where(triangle(), s, LEAST)), v[:, :, 0])
+
+
+def jax_causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def jax_grouped_with_a_mask(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k[:, :, :K], v[:, :, :K], mask=triangle()[None, None])
+
+
+def jax_window(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(3, 0))
+
+
+def jax_bias_that_is_a_mask(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, bias=jnp.where(triangle(), 0.0, -1e10)[None, None])
+
+
+def flax_with_a_mask(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return nnx.dot_product_attention(q, k, v, mask=nnx.make_causal_mask(jnp.ones((B, T))))
+
+
+def keys_on_the_left(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    s, i = jnp.einsum("bshd,bthd->bhst", k, q) * D**-0.5, jnp.arange(T)
+    p = jax.nn.softmax(jnp.where(i[:, None] <= i, s, LEAST), axis=-2)
+    return jnp.einsum("bhst,bshd->bthd", p, v)
+
+
+def mapped(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    one = lambda q, k, v: soft(jnp.where(triangle(), q @ k.T * D**-0.5, LEAST)) @ v
+    return jax.vmap(jax.vmap(one, 1, 1))(q, k, v)
+
+
+def mapped_with_a_row_of_one(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    one = lambda q, k, v: jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    return jax.vmap(one)(q, k[:, :, :K], v[:, :, :K])
+
+
+def mask_of_numpy(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(soft(jnp.where(np.tril(np.ones((T, T), bool)), scores(q, k), LEAST)), v)
+
+
+def slice_of_a_longer_mask(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """As transformers writes GPT-2."""
+    m = lax.dynamic_slice(jnp.tril(jnp.ones((1, 1, 32, 32), bool)), (0, 0, 0, 0), (1, 1, T, T))
+    s = scores(q, k)
+    bias = lax.select(jnp.broadcast_to(m, s.shape) > 0, jnp.full(s.shape, 0.0), jnp.full(s.shape, -1e4))
+    return weighed(soft(s + bias), v)
+
+
+def rematerialised(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.checkpoint(where_minus_inf)(q, k, v)
+
+
+def in_a_loop(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """The mask comes from outside of the loop."""
+    mask = triangle()
+    layer = lambda x, _: (x + weighed(soft(jnp.where(mask, scores(x, k), LEAST)), v), None)
+    return lax.scan(layer, q, length=2)[0]
+
+
+def segments(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    ids = jnp.cumsum(q[:, :, 0, 0] > 0.5, axis=1)  # integers that are no function of positions
+    seen = (ids[:, None, :, None] == ids[:, None, None, :]) & triangle()
+    return weighed(soft(jnp.where(seen, scores(q, k), LEAST)), v)
+
+
+def a_mask_of_heads_that_nobody_gave(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """As transformers writes BERT: this product was taken for that with values."""
+    weights = jnp.einsum("...hqk,h->...hqk", soft(scores(q, k)), jnp.ones((2, H))[1])
+    return weighed(weights, v)
+
+
+def all_keys(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(soft(scores(q, k)), v)
+
+
+def by_logsumexp(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    s = jnp.where(triangle(), scores(q, k), LEAST)
+    return weighed(jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)), v)
+
+
+def by_log_softmax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(jnp.exp(jax.nn.log_softmax(jnp.where(triangle(), scores(q, k), LEAST))), v)
+
+
+def in_float32(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Of a model whose values are in bfloat16."""
+    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    s = jnp.where(triangle(), scores(q, k).astype(jnp.float32), LEAST)
+    return weighed(soft(s).astype(jnp.bfloat16), v).astype(jnp.float32)
+
+
+TAKEN: dict[Spelling, str] = {
+    by_logsumexp: "causal",
+    by_log_softmax: "causal",
+    where_minus_inf: "causal",
+    added_by_a_mask_of_ones: "causal",
+    added_upper_triangle: "causal",
+    heads_first_and_own_softmax: "causal",
+    rows_and_heads_in_one_dim: "causal",
+    window: "causal, window=5",
+    window_by_what_it_hides: "causal, window=3",
+    grouped_by_reshape: "causal",
+    grouped_by_repeat: "causal",
+    one_key_head: "causal",
+    jax_causal: "causal",
+    jax_grouped_with_a_mask: "causal",
+    jax_window: "causal, window=4",
+    jax_bias_that_is_a_mask: "causal",
+    flax_with_a_mask: "causal",
+    keys_on_the_left: "causal",
+    mapped: "causal",
+    mapped_with_a_row_of_one: "causal",
+    mask_of_numpy: "causal",
+    slice_of_a_longer_mask: "causal",
+    rematerialised: "causal",
+    in_a_loop: "causal",
+    segments: "causal, segments",
+    a_mask_of_heads_that_nobody_gave: "all keys",
+    all_keys: "all keys",
+}
+
+
+def arrays() -> list[jax.Array]:
+    random = np.random.default_rng(0)
+    return [jnp.asarray(random.normal(size=(B, T, H, D)), jnp.float32) for _ in range(4)]
+
+
+def ids_from_outside_of_a_loop(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Compared once for all layers, which are rematerialised."""
+    ids = jnp.cumsum(q[:, :, 0, 0] > 0.5, axis=1)
+    mask = (ids[:, None, :, None] == ids[:, None, None, :]) & triangle()
+    layer = jax.checkpoint(lambda x, _: (x + weighed(soft(jnp.where(mask, scores(x, k), LEAST)), v), None))
+    return lax.scan(layer, q, length=2)[0]
+
+
+TAKEN[ids_from_outside_of_a_loop] = "causal, segments"
+
+
+def of_fewer_keys(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """As a decoder attends to what an encoder made."""
+    return all_keys(q, k[:, : 2 * T // 3], v[:, : 2 * T // 3])
+
+
+TAKEN[of_fewer_keys] = "all keys"
+
+
+def named(fun: Any) -> str:
+    return fun.__name__
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, tuple[Any, Any]]:
+    """Of every spelling: values and gradients as it is, and as it is taken. One program, since each compiles."""
+    *given, cotangent = arrays()
+
+    def taken(fun: Spelling) -> Spelling:
+        flat = spelled(jx.trace(fun, *given)[0], {}).flat
+        return lambda *x: jx.run(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)(*flat.consts, *x)[0]
+
+    def pulled(fun: Spelling) -> Any:
+        out, pull = jax.vjp(fun, *given)
+        return out, *pull(cotangent)
+
+    return jax.jit(lambda: {fun.__name__: (pulled(fun), pulled(taken(fun))) for fun in TAKEN})()
+
+
+@pytest.mark.xdist_group("spelled")
+@pytest.mark.parametrize("fun", TAKEN, ids=named)
+def test_it_is_taken(fun: Spelling, results: dict[str, tuple[Any, Any]]) -> None:
+    found = spelled(jx.trace(fun, *arrays()[:3])[0], {})
+    assert list(found.taken.values()) == [TAKEN[fun]]
+    assert not found.not_taken
+    assert len(list(calls(found.flat.eqns))) == 1
+    left = [eqn for eqn, _ in visit(found.flat.eqns, lambda eqn: eqn.primitive.name not in ("jit", "pjit"))]
+    assert "exp" not in {eqn.primitive.name for eqn in left}
+    for wanted, got in zip(*results[fun.__name__], strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6 * float(jnp.abs(wanted).max()))
+
+
+def test_scores_in_float32_of_a_model_in_bfloat16_are_taken() -> None:
+    assert [*spelled(jx.trace(in_float32, *arrays()[:3])[0], {}).taken.values()] == ["causal"]
+    gradients = []
+    for text, ranks in (("context=4,attention=ring", 4), ("single", 1)):
+        step = jp.make_train_step(model_of(in_float32), cells.SGD, f"{text},precision=bf16", jax.devices()[:ranks])
+        _, found = step.value_and_grad(step.init(jax.random.key(0)), cells.batch_of(B))
+        gradients.append(jax.device_get(found))
+    for name, wanted in gradients[1].items():
+        np.testing.assert_allclose(gradients[0][name], wanted, rtol=0, atol=0.03 * float(jnp.abs(wanted).max()))
+
+
+def alibi(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    i, j = jnp.ogrid[:T, :T]
+    return weighed(soft(jnp.where(j <= i, scores(q, k) - (i - j) * 0.1, LEAST)), v)
+
+
+def soft_cap(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(soft(jnp.where(triangle(), jnp.tanh(scores(q, k)) * 5, LEAST)), v)
+
+
+def both_sides(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    i, j = jnp.ogrid[:T, :T]
+    return weighed(soft(jnp.where((i - j < 4) & (j - i < 4), scores(q, k), LEAST)), v)
+
+
+def padding(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """A query of which all keys are hidden sees their mean here, and nothing by `jp.attention`."""
+    return weighed(soft(jnp.where((k[:, :, 0, 0] > 0)[:, None, None], scores(q, k), LEAST)), v)
+
+
+def hidden_a_little(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(soft(jnp.where(triangle(), scores(q, k), -5.0)), v)
+
+
+def hidden_less_by_a_scale(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(soft(jnp.where(triangle(), scores(q, k), -2e4) * 0.1), v)
+
+
+def future(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Hides what it should show; the last query sees no key."""
+    return weighed(soft(jnp.where(triangle(), LEAST, scores(q, k))), v)
+
+
+def dropped(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    keep = jax.random.bernoulli(jax.random.key(0), 0.9, (B, H, T, T))
+    return weighed(jnp.where(keep, soft(scores(q, k)) / 0.9, 0), v)
+
+
+def of_queries(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(jax.nn.softmax(scores(q, k), axis=-2), v)
+
+
+def two_kinds_of_ids(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    one, other = (jnp.cumsum(x[:, :, 0, 0] > 0.5, axis=1) for x in (q, k))
+    return weighed(soft(jnp.where(one[:, None, :, None] == other[:, None, None, :], scores(q, k), LEAST)), v)
+
+
+def wrapping(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Of unsigned numbers a later key is far behind: this mask is a window of 4, causal, and does not look so."""
+    i, j = jnp.arange(T, dtype="uint32")[:, None], jnp.arange(T, dtype="uint32")
+    return weighed(soft(jnp.where(i - j < 4, scores(q, k), LEAST)), v)
+
+
+def rounding(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """bfloat16 has no 257: from there on a query would see the next key."""
+    places = jnp.arange(T).astype(jnp.bfloat16)
+    return weighed(soft(jnp.where(places[:, None] >= places, scores(q, k), LEAST)), v)
+
+
+def of_fewer_keys_by_distance_and_padded(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """A table of T5's, and a source's padding."""
+    k, v, seen = (x[:, : 2 * T // 3] for x in (k, v, k[:, :, 0, 0] > -1))
+    away = jnp.arange(k.shape[1]) - jnp.arange(T)[:, None]
+    bias = q[0, 0, :, :4][:, jnp.clip(away, -1, 2) + 1]
+    return weighed(soft(scores(q, k) + bias + jnp.where(seen, 0, LEAST)[:, None, None]), v)
+
+
+def of_fewer_keys_and_causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    k, v = (x[:, : 2 * T // 3] for x in (k, v))
+    return weighed(soft(jnp.where(triangle()[:, : k.shape[1]], scores(q, k), LEAST)), v)
+
+
+NOT_TAKEN: dict[Spelling, str] = {
+    of_fewer_keys_by_distance_and_padded: "computes gather of positions",
+    of_fewer_keys_and_causal: "hides keys of 14 queries and 9 keys",
+    alibi: "adds a bias to scores",
+    soft_cap: "computes tanh of scores",
+    both_sides: r"lets query i see keys from i - 3 to i - -3",
+    padding: "no function of positions and no ids",
+    hidden_a_little: "hides keys by -5, which is above -10000",
+    hidden_less_by_a_scale: "hides keys by -2000, which is above -10000",
+    future: "lets query i see keys from i - -1 to i - -inf",
+    wrapping: "computes sub of what is no position",
+    rounding: "counts positions in bfloat16",
+    dropped: "computes div of weights, as dropout does",
+    of_queries: "weighs values that do not go with the keys",
+    two_kinds_of_ids: "ids that are not the same",
+}
+
+
+def with_a_sink(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """As gpt-oss: a share of the softmax that no key gets."""
+    sink = jnp.broadcast_to(q[:, :1, :, 0, None].transpose(0, 2, 1, 3), (B, H, T, 1))
+    s = jnp.where(triangle(), scores(q, k), LEAST)
+    return weighed(soft(jnp.concatenate([s, sink], -1))[..., :-1], v)
+
+
+def where_of_softmax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """No weight where a query sees no key."""
+    seen = triangle() & (jnp.arange(T) > 2)
+    return weighed(jax.nn.softmax(scores(q, k), where=seen), v)
+
+
+def dropped_by_flax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """The same for all rows and heads."""
+    options = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(1), "deterministic": False}
+    return nnx.dot_product_attention(q, k, v, mask=nnx.make_causal_mask(jnp.ones((B, T))), **options)
+
+
+def t5_scaled_at_the_end(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """A table by distance, which has a gradient, and a mask that is added."""
+    places = jnp.arange(T)
+    bias = q[0, 0, :, :4][:, jnp.clip(places - places[:, None], -1, 2) + 1]
+    return weighed(soft((scores(q, k) + bias + jnp.where(triangle(), 0, -1e9)) * 0.5), v)
+
+
+def alibi_by_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    places, slopes = jnp.arange(T), 0.1 * jnp.arange(1.0, H + 1)[:, None, None]
+    return weighed(soft(jnp.where(triangle(), scores(q, k) - slopes * (places[:, None] - places), -jnp.inf)), v)
+
+
+def biased_by_scores(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    s = scores(q, k)
+    return weighed(soft(s + jnp.tanh(s)), v)
+
+
+def biased_by_rows(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(soft(scores(q, k) + k[:, :, 0, 0][:, None, None]), v)
+
+
+BIASED = {t5_scaled_at_the_end: "with a bias", alibi_by_heads: "causal, with a bias", alibi: "with a bias"}
+
+
+@pytest.mark.parametrize("fun", BIASED, ids=named)
+def test_a_bias_of_all_rows_is_the_kernels(fun: Spelling) -> None:
+    *given, cotangent = arrays()
+    found = spelled(jx.trace(fun, *given)[0], {}, biases=True)
+    assert [*found.taken.values()] == [BIASED[fun]]
+    flat = found.flat
+    biased = lambda *x: jx.run(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)(*flat.consts, *x)[0]
+    pulled = lambda fun: (lambda out, pull: (out, *pull(cotangent)))(*jax.vjp(fun, *given))
+    # As rows of an outer dim as well, of which each has a bias of its own.
+    rows = lambda fun: jax.vmap(lambda scale: pulled(lambda *x: fun(*(scale * y for y in x))))(jnp.array([1.0, 0.5]))
+    for wanted, got in zip(*jax.jit(lambda: (rows(fun), rows(biased)))(), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-6 * float(jnp.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("fun", [biased_by_scores, biased_by_rows, padding, hidden_a_little, future], ids=named)
+def test_what_is_no_bias_of_all_rows_stays_as_it_is(fun: Spelling) -> None:
+    assert not spelled(jx.trace(fun, *arrays()[:3])[0], {}, biases=True).taken
+
+
+def squared_weights(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    weights = soft(scores(q, k))
+    return weighed(weights * weights, v)
+
+
+def others_for_weights(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(jnp.where(jnp.eye(T, dtype=bool), 1, soft(scores(q, k))), v)
+
+
+def one_more_in_the_sum(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    over = jnp.exp(scores(q, k))
+    return weighed(over / (1 + over.sum(-1, keepdims=True)), v)
+
+
+def divided_at_the_end(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    over = jnp.exp(scores(q, k))
+    return weighed(over, v) / over.sum(-1).swapaxes(1, 2)[..., None]
+
+
+def shaw(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """A vector for each distance (Shaw et al. 2018), whose products with queries are added."""
+    places = jnp.arange(T)
+    vectors = q[0, :5, 0][jnp.clip(places - places[:, None], -2, 2) + 2]
+    return weighed(soft(scores(q, k) + jnp.einsum("bthd,tsd->bhts", q, vectors)), v)
+
+
+def transformer_xl(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Products of queries with vectors of all distances, moved row by row to their own (Dai et al. 2019)."""
+    far = jnp.einsum("bthd,shd->bhts", q, jnp.sin(k[0]))
+    far = jnp.pad(far, ((0, 0), (0, 0), (0, 0), (1, 0))).reshape(B, H, T + 1, T)[:, :, 1:]
+    return weighed(soft(jnp.where(triangle(), scores(q, k) + far, LEAST)), v)
+
+
+NOT_TAKEN |= {
+    shaw: r"test_spelled.py:\d+:\d+ \(shaw\)",
+    transformer_xl: "computes reshape (of|along)",
+    with_a_sink: "has a softmax of more than its keys",
+    where_of_softmax: "computes select_n of weights",
+    one_more_in_the_sum: "weighs values by an exponential of scores in no known form of a softmax",
+    divided_at_the_end: "weighs values by an exponential of scores in no known form of a softmax",
+    dropped_by_flax: "computes mul of weights, as dropout does",
+    squared_weights: "computes mul of weights, which is not linear",
+    others_for_weights: "takes other numbers than 0 for some weights",
+}
+
+
+@pytest.mark.parametrize("fun", NOT_TAKEN, ids=named)
+def test_it_stays_as_it_is_and_says_why(fun: Spelling) -> None:
+    flat = jx.trace(fun, *arrays()[:3])[0]
+    found = spelled(flat, {})
+    assert found.flat is flat
+    assert not found.taken
+    ((line, why),) = found.not_taken.items()
+    assert re.search(NOT_TAKEN[fun], why)
+    assert "test_spelled.py" in line
+
+
+REPLAYED = {
+    where_of_softmax: "causal, by a function of scores and positions",
+    of_fewer_keys_by_distance_and_padded: "by a function of scores and positions that reads ",
+    of_fewer_keys_and_causal: "by a function of scores and positions",
+    dropped: "by a function of scores and positions",
+    dropped_by_flax: "causal, by a function of scores and positions",
+    with_a_sink: "causal, by a function of scores and positions",
+    alibi: "by a function of scores and positions that reads ",
+    soft_cap: "causal, by a function of scores and positions",
+    both_sides: "by a function of scores and positions that reads ",
+    padding: "by a function of scores and positions that reads bool[2,1,1,14]",
+    hidden_a_little: "by a function of scores and positions",
+    hidden_less_by_a_scale: "by a function of scores and positions",
+    future: "by a function of scores and positions",
+    two_kinds_of_ids: "by a function of scores and positions that reads int32",
+    wrapping: "by a function of scores and positions that reads uint32",
+    rounding: "by a function of scores and positions that reads bfloat16",
+}
+
+
+@pytest.mark.parametrize("fun", NOT_TAKEN, ids=named)
+def test_functions_of_scores_are_replayed_where_a_sequence_is_split(fun: Spelling) -> None:
+    *given, cotangent = arrays()
+    found = spelled(jx.trace(fun, *given)[0], {}, replay=True)
+    if fun not in REPLAYED:
+        assert re.search(NOT_TAKEN[fun], *found.not_taken.values())
+        return
+    (what,) = found.taken.values()
+    assert what.startswith(REPLAYED[fun])
+    flat = found.flat
+    replayed = lambda *x: jx.run(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)(*flat.consts, *x)[0]
+    pulled = lambda fun: (lambda out, pull: (out, *pull(cotangent)))(*jax.vjp(fun, *given))
+    for wanted, got in zip(*jax.jit(lambda: (pulled(fun), pulled(replayed)))(), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-6 * float(jnp.abs(wanted).max()))
+
+
+MODES = (
+    AttentionMode("ulysses", ""),
+    AttentionMode("usp", "", 2, "zigzag"),
+    AttentionMode("ring", ""),
+    AttentionMode("ring", "", order="zigzag"),
+    AttentionMode("gather", ""),
+)
+
+
+def split_over(mode: AttentionMode, ranks: int, fun: Spelling, given: list[jax.Array]) -> Spelling:
+    """What a spelling is taken as, by ranks that share the positions."""
+    flat = spelled(jx.trace(fun, *given)[0], {}, replay=True).flat
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("context",))
+    ordered = lambda how, x, d: x if d is None or mode.order == "plain" else how(x, ranks, d)
+
+    def attended(options: Any, *values: jax.Array) -> jax.Array:
+        queries = options.function.dims("t")
+        dims = [1, 1, 1, *(queries if mode.sharing(ranks) == 1 else [None] * len(queries))]
+        specs = tuple(P() if d is None else P(*[None] * d, "context") for d in dims)
+        values = [ordered(to_zigzag, x, d) for x, d in zip(values, dims, strict=True)]
+        local = functools.partial(attend_scored, options, mode, (values[0].shape[1], values[1].shape[1]))
+        every = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(None, "context"), check_vma=False)
+        return ordered(from_zigzag, every(*values), 1)
+
+    def run(*x: jax.Array) -> jax.Array:
+        env = dict(zip((*flat.constvars, *flat.invars), (*flat.consts, *x), strict=True))
+        for eqn in flat.eqns:
+            values = [atom.val if jx.is_literal(atom) else env[atom] for atom in eqn.invars]
+            options = options_of(eqn)
+            env |= zip(eqn.outvars, [attended(options, *values)] if options else jx.bind(eqn, values), strict=True)
+        return env[flat.outvars[0]]
+
+    return run
+
+
+def alibi_of_grouped_queries(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Slopes of key heads and of the query heads of each."""
+    slopes, places = 0.1 * jnp.arange(1.0, H + 1).reshape(K, H // K, 1, 1), jnp.arange(T)
+    s = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, T, K, H // K, D), k[:, :, :K])
+    p = soft(s - slopes * jnp.abs(places[:, None] - places))
+    return jnp.einsum("bkgts,bskd->btkgd", p, v[:, :, :K]).reshape(B, T, H, D)
+
+
+@pytest.mark.parametrize(
+    ("fun", "modes"),
+    [
+        (alibi_of_grouped_queries, MODES[:1]),
+        (of_fewer_keys_by_distance_and_padded, MODES[2:3]),
+        *(pytest.param(fun, MODES, marks=pytest.mark.battery) for fun in (alibi_of_grouped_queries, *REPLAYED)),
+    ],
+)
+def test_ranks_that_share_positions_or_heads_compute_the_same(
+    fun: Spelling, modes: tuple[AttentionMode, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of three positions; of one key head four ranks have one query head each."""
+    monkeypatch.setattr(sys.modules[__name__], "T", 24)
+    *given, cotangent = arrays()
+
+    def pulled(fun: Spelling) -> Any:
+        out, pull = jax.vjp(fun, *given)
+        return out, *pull(cotangent)
+
+    wanted, *every = jax.jit(lambda: [pulled(fun), *(pulled(split_over(mode, 4, fun, given)) for mode in modes)])()
+    for found in every:
+        for x, y in zip(wanted, found, strict=True):
+            np.testing.assert_allclose(y, x, rtol=0, atol=5e-6 * float(jnp.abs(x).max()))
+
+
+def test_a_block_draws_the_bits_of_its_own_elements() -> None:
+    """Beyond 2**32 of them, which no test can draw whole, they are those of 64-bit numbers."""
+    key, small, large = jax.random.key(3), (3, 5, 7), (7, 131_072, 131_072)
+    every = [jnp.arange(n) for n in small]
+    np.testing.assert_array_equal(score_function._bits(key, small, every), jax.random.bits(key, small))
+    places = [np.array([0, 6]), np.array([0, 77_777]), np.array([1, 131_071])]
+    numbers = np.ravel_multi_index(np.ix_(*places), large).astype(np.uint64)
+    counts = [jnp.asarray(x.astype(np.uint32)) for x in (numbers >> np.uint64(32), numbers & np.uint64(2**32 - 1))]
+    high, low = threefry_2x32(jax.random.key_data(key), jnp.stack(counts))
+    np.testing.assert_array_equal(score_function._bits(key, large, [jnp.asarray(x) for x in places]), high ^ low)
+
+
+def test_two_layers_of_a_loop_are_one_function_of_scores() -> None:
+    """Else blocks that a Python loop wrote out would be no scan over layers."""
+    twice = lambda q, k, v: alibi(alibi(q, k, v), k, v)
+    flat = spelled(jx.trace(twice, *arrays()[:3])[0], {}, replay=True).flat
+    one, other = (call.options for call in calls(flat.eqns))
+    assert one.function is other.function
+
+
+@functools.cache
+def model_of(fun: Spelling) -> jp.Model:
+    """One layer that attends by a spelling, over `T` of a batch's positions."""
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape) * shape[0] ** -0.5
+        names = ("query", "key", "value", "out")
+        head = {"table": draw(7, cells.VOCAB, H * D), "head": draw(8, H * D, cells.VOCAB)}
+        return head | {name: draw(i, H * D, H * D) for i, name in enumerate(names)}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        x = params["table"][batch["tokens"][:, :T]]
+        q, k, v = ((x @ params[name]).reshape(B, T, H, D) for name in ("query", "key", "value"))
+        x = x + fun(q, k, v).reshape(x.shape) @ params["out"]
+        return cells.weighed(x @ params["head"], batch["tokens"][:, 1 : T + 1], batch["mask"][:, :T])
+
+    return jp.Model(init=init, loss=loss)
+
+
+@functools.cache
+def on_one_device(fun: Spelling) -> tuple[Any, Any, Any]:
+    """Of its model the first gradients, and what training makes of it."""
+    one = OneDevice(model_of(fun))
+    return one.first, *one.train(cells.SGD, cells.batch_of(B), 1, cells.STEPS)
+
+
+SPELLINGS = tuple(dict.fromkeys((*TAKEN, *REPLAYED)))
+WAYS = ("ring", "ulysses", "usp", "gather")
+# Heads that four ranks cannot share: rows and heads are one dim, or there is one head of keys.
+REFUSED = {rows_and_heads_in_one_dim: ("ulysses", "usp"), one_key_head: ("usp",)}
+
+
+@pytest.mark.parametrize(
+    ("fun", "ways"),
+    [
+        *((fun, (WAYS[i // 2 % 4],)) for i, fun in enumerate(SPELLINGS)),
+        *(pytest.param(fun, WAYS, marks=pytest.mark.battery) for fun in SPELLINGS),
+    ],
+    ids=lambda x: named(x) if callable(x) else "+".join(x),
+)
+def test_every_spelling_by_every_way_at_an_odd_length(
+    fun: Spelling, ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """13 positions on four ranks: gradients and what is trained, and in a ring's compiled program no scores of all
+    positions nor all keys; or it is refused, with what to use.
+    """
+    monkeypatch.setattr(sys.modules[__name__], "T", 13)
+    batch = cells.batch_of(B)
+    for way in ways:
+        step = jp.make_train_step(model_of(fun), cells.SGD, f"context=4,attention={way}", jax.devices()[:4])
+        if way in REFUSED.get(fun, ()):
+            with pytest.raises(ValueError, match="use attention='ring'"):
+                step.trace(batch)
+            continue
+        check(step, model_of(fun), on_one_device(fun)[0], batch, cells.STEPS, *on_one_device(fun)[1:])
+        if way == "ring":
+            arrays = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", step.compile(batch).as_text())
+            for shape in {tuple(map(int, dims.split(","))) for dims in arrays}:
+                positions = sum(shape.count(n) for n in (T, 16))
+                assert positions == 0 or (positions == 1 and math.prod(shape) < B * T * H * D)
+
+
+def linear(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return weighed(jnp.where(triangle(), scores(q, k), 0), v)
+
+
+@pytest.mark.parametrize("fun", [one_more_in_the_sum, linear], ids=named)
+def test_what_is_no_softmax_over_keys_is_no_attention(fun: Spelling) -> None:
+    assert not spelled(jx.trace(fun, *arrays()[:3])[0], {}).taken
+
+
+def explained(fun: Spelling, text: str) -> str:
+    step = jp.make_train_step(model_of(fun), cells.SGD, text, jax.devices()[:4])
+    return " ".join(str(step.explain(cells.batch_of(B))).split())
+
+
+@pytest.mark.parametrize(
+    ("text", "goes"),
+    [
+        ("context=4,attention=ring", "goes by blocks, as jp.attention does: none of its scores, {}, is kept"),
+        ("context=4,attention=gather", "stays so: its scores, {}, are whole"),
+        ("tensor=4,sequence=false", "stays so: its scores, {}, are whole"),
+    ],
+)
+def test_attention_is_explained_with_its_line_and_mask(text: str, goes: str) -> None:
+    said = explained(where_minus_inf, text)
+    found = rf"test_spelled.py:\d+:\d+ \(weighed\): attention that is spelled out, causal, {goes}"
+    assert re.search(found.format(r"float32\[\d,4,14,14\], [\d.]+ kB"), said)
+    assert ("attention by ring in zigzag order, since it was asked for" in said) == ("ring" in text)
+
+
+def test_what_is_not_taken_is_explained_with_its_line() -> None:
+    """Under `auto` its keys are gathered, and nothing said why."""
+    said = explained(divided_at_the_end, "context=4")
+    why = "attention that is spelled out stays so, since it weighs values by an exponential of scores in no known form"
+    assert re.search(rf"test_spelled.py:\d+:\d+ \(weighed\): {why}", said)
+
+
+SCORED = ("alibi", "padded", "t5")
+CELLS = (
+    ("loop", "context=4,data=2,attention=ring"),
+    ("padded", "context=4,attention=ring"),
+    ("alibi", "context=2,tensor=2,attention=ulysses"),
+    pytest.param("padded", "context=4,attention=ulysses", marks=pytest.mark.battery),
+    pytest.param("sinks", "context=4,attention=ulysses", marks=pytest.mark.battery),
+    pytest.param("capped", "context=4,attention=usp", marks=pytest.mark.battery),
+    pytest.param("alibi", "context=2,tensor=2,attention=ring", marks=pytest.mark.battery),
+    pytest.param("capped", "fsdp=2,context=2,attention=ring,remat=layer", marks=pytest.mark.battery),
+    ("sinks", "context=4,attention=ring"),
+    ("unseen", "context=4,attention=ring"),
+    ("unseen", "context=4,attention=ulysses"),
+    pytest.param("t5", "context=4,attention=auto", marks=pytest.mark.battery),
+    pytest.param("t5", "pipe=2,context=2,microbatches=2,schedule=zb-h1,attention=auto", marks=pytest.mark.battery),
+    ("spelled_out", "context=2,tensor=2,sequence=true,attention=ring,remat=layer"),
+    ("encoder_decoder", "context=2,attention=ring"),
+    pytest.param("encoder_decoder", "context=4,attention=ring", marks=pytest.mark.battery),
+    pytest.param("listener", "context=4,attention=ring", marks=pytest.mark.slow),
+    pytest.param("listener", "context=2,tensor=2,attention=ulysses", marks=pytest.mark.battery),
+    pytest.param("encoder_decoder", "context=4,attention=usp", marks=pytest.mark.battery),
+    pytest.param("translator", "context=2,tensor=2,attention=ring", marks=pytest.mark.battery),
+    ("spelled_out", "pipe=2,context=2,data=2,microbatches=2,schedule=zb-h1,attention=ulysses"),
+    ("spelled_out", "context=8,attention=usp"),
+    ("t5", "tensor=2,data=2,kernels=fused"),
+    ("spelled_out", "fsdp=4,microbatches=2,kernels=fused"),
+    pytest.param("alibi", "fsdp=4,kernels=fused", marks=pytest.mark.battery),
+)
+
+
+@pytest.mark.parametrize(("name", "text"), CELLS)
+def test_it_goes_by_any_way(name: str, text: str) -> None:
+    cells.check_cell(name, text)
+
+
+@pytest.mark.parametrize(
+    "name", ["spelled_out", "encoder_decoder", "sinks", *(pytest.param(x, marks=pytest.mark.battery) for x in SCORED)]
+)
+def test_no_rank_of_a_ring_holds_scores_of_all_positions_nor_all_keys(name: str) -> None:
+    step = jp.make_train_step(cells.built(name), cells.SGD, "context=4,attention=ring", jax.devices()[:4])
+    shapes = {v.aval.shape for eqn, _ in visit(step.trace(cells.batch_of(4)).jaxpr.eqns) for v in eqn.outvars}
+    local = cells.LENGTH // 4
+    assert (4, local, cells.HEADS, cells.DIM // cells.HEADS) in shapes  # a rank's own queries
+    assert not [shape for shape in shapes if shape.count(cells.LENGTH) > 1]
+    whole = [(n, cells.HEADS, cells.DIM // cells.HEADS) for n in (cells.LENGTH, 2 * cells.LENGTH)]  # the source's too
+    assert not [shape for shape in shapes if shape[-3:] in whole and math.prod(shape[:-3]) >= 4]
+    said = " ".join(str(step.explain(cells.batch_of(4))).split())
+    assert "goes by blocks" in said
+    assert "none of its scores, float32[4,4,16,16], 16.38 kB, is kept" in said
+
+
+def test_a_table_of_distances_is_read_for_a_ranks_queries_where_keys_are_gathered() -> None:
+    """Every rank made the bias of all queries and keys, and cut it."""
+    step = jp.make_train_step(cells.built("t5"), cells.SGD, "context=4,attention=gather", jax.devices()[:4])
+    shapes = {v.aval.shape for eqn, _ in visit(step.trace(cells.batch_of(4)).jaxpr.eqns) for v in eqn.outvars}
+    assert (4, cells.LENGTH // 4, cells.HEADS, cells.DIM // cells.HEADS) in shapes
+    assert not [shape for shape in shapes if shape.count(cells.LENGTH) > 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message", "advised"),
+    [
+        ("decays", "context=4,attention=ulysses", r"by a softmax of scores, .*; use causal=.*'gather'", "context=4"),
+        ("padded", "fsdp=4,kernels=fused", r"for attention, .*context_cells.py:\d+.*; leave kernels out", "fsdp=4"),
+    ],
+)
+def test_what_is_not_taken_is_refused_with_its_line(name: str, text: str, message: str, advised: str) -> None:
+    made = lambda text: jp.make_train_step(cells.built(name), cells.SGD, text, jax.devices()[:4])
+    with pytest.raises(ValueError, match=message):
+        made(text).trace(cells.batch_of(4))
+    made(advised).trace(cells.batch_of(4))
+
+
+def beside_other_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    s = scores(q, k)
+    return weighed(soft(s - s.mean(1, keepdims=True)), v)
+
+
+def test_the_mode_goes_by_what_a_function_of_scores_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(fun: Spelling, asked: str, ranks: int = 4) -> str:
+        flat = spelled(jx.trace(fun, *arrays()[:3])[0], {}, replay=True).flat
+        return choose(asked, flat.eqns, ranks, 1).name
+
+    monkeypatch.setattr(sys.modules[__name__], "T", 24)
+    assert chosen(alibi, "auto") == "ulysses"
+    assert chosen(soft_cap, "auto") == "ring"  # which leaves out blocks of hidden keys
+    assert chosen(beside_other_heads, "auto") == chosen(beside_other_heads, "ring") == "ring"
+    for asked in ("ulysses", "usp"):
+        with pytest.raises(ValueError, match=r"test_spelled.py:\d+.* mixes heads, .*; use attention='ring'"):
+            chosen(beside_other_heads, asked, 2)
+    monkeypatch.setattr(sys.modules[__name__], "H", 12)
+    monkeypatch.setattr(sys.modules[__name__], "K", 6)
+    assert (
+        chosen(alibi_of_grouped_queries, "ulysses", 3) == chosen(alibi_of_grouped_queries, "ulysses", 12) == "ulysses"
+    )
+    with pytest.raises(
+        ValueError, match=r"6 key heads must divide context=4, or be divided by it; use attention='ring'"
+    ):
+        chosen(alibi_of_grouped_queries, "ulysses", 4)

@@ -1,0 +1,123 @@
+"""Grouped matmuls are found with what stands between them, and are the same function as a mixture of `jp.experts`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.parallel.expert import RULES
+from jaxpar.parallel.expert.ragged_dot import ExpertRun, runs
+from jaxpar.program import jaxpr as jx
+
+EXPERTS, DIM, FFN, TOKENS = 4, 6, 10, 40
+
+
+def mixture(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """With all that may stand between two products."""
+    of = jnp.repeat(jnp.arange(EXPERTS), sizes, total_repeat_length=TOKENS)
+    gate = jax.lax.ragged_dot(x, w["gate"], sizes) + w["bias"][of]
+    hidden = jax.nn.relu(jax.lax.ragged_dot(x, w["up"], sizes)) * jax.nn.silu(gate) * w["scale"]
+    hidden = jnp.where(hidden > 0.1, hidden, 0.0)
+    return jax.lax.ragged_dot(hidden, w["down"], sizes)
+
+
+def drawn() -> tuple[Any, jax.Array]:
+    random = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
+    wide = {name: draw(EXPERTS, DIM, FFN) for name in ("gate", "up")}
+    w = {**wide, "down": draw(EXPERTS, FFN, DIM), "bias": draw(EXPERTS, FFN), "scale": draw(FFN)}
+    return w, draw(TOKENS, DIM)
+
+
+def found(fun: Any) -> tuple[jx.Flat, list[ExpertRun]]:
+    flat, _ = jx.trace(fun, *drawn(), jnp.zeros(EXPERTS, jnp.int32))
+    return flat, list(runs(flat, RULES))
+
+
+def exchanged(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The mixture with its run as the mixture that expert ranks compute."""
+    flat, (run,) = found(mixture)
+    inside = {id(eqn) for eqn in run.eqns}
+    values = jax.tree.leaves((w, x, sizes))
+    env = dict(zip([*flat.constvars, *flat.invars], [*flat.consts, *values], strict=True))
+    read = lambda v: v.val if jx.is_literal(v) else env[v]
+    for eqn in flat.eqns:
+        if eqn is run.eqns[-1]:
+            env[run.out] = run.exchanged(*map(read, (run.sizes, *run.rows, *run.leaves, *run.rest)))
+        elif id(eqn) not in inside:
+            env.update(zip(eqn.outvars, jx.bind(eqn, list(map(read, eqn.invars))), strict=True))
+    return read(flat.outvars[0])
+
+
+def test_a_run_is_the_same_function_with_the_same_gradients() -> None:
+    w, x = drawn()
+    given = jax.random.normal(jax.random.key(0), (TOKENS, DIM))
+
+    @jax.jit
+    def both(w: Any, x: jax.Array, sizes: jax.Array) -> Any:
+        def by(fun: Any) -> Any:
+            y, pull = jax.vjp(lambda w, x: fun(w, x, sizes), w, x)
+            return y, pull(given)
+
+        return by(mixture), by(exchanged)
+
+    # Even, none for one, all for one, and rows beyond the last group.
+    for sizes in ([10, 10, 10, 10], [14, 0, 25, 1], [0, 0, 40, 0], [3, 4, 5, 6]):
+        one, other = both(w, x, jnp.array(sizes, jnp.int32))
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(a).max()), err_msg=str(sizes))
+
+
+def test_a_run_reaches_from_the_first_product_to_the_last() -> None:
+    _, (run,) = found(mixture)
+    assert [len(vars_) for vars_ in (run.rows, run.leaves)] == [2, 3]
+    assert run.out.aval.shape == (TOKENS, DIM)
+    tokens, experts = run.bytes()
+    assert tokens == EXPERTS * 16 * (DIM + FFN + DIM) * 4  # 16 slots are 1.25 times 40 of 4, a multiple of 8
+    assert experts == 3 * EXPERTS * DIM * FFN * 4
+
+
+@pytest.mark.parametrize("reads", [lambda hidden: hidden.sum(), lambda hidden: jnp.flip(hidden, axis=0)[0, 0]])
+def test_what_is_read_elsewhere_ends_a_run(reads: Any) -> None:
+    def fun(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
+        hidden = jax.lax.ragged_dot(x, w["up"], sizes)
+        return jax.lax.ragged_dot(hidden, w["down"], sizes) * reads(hidden)
+
+    _, each = found(fun)
+    assert [len(run.eqns) for run in each] == [1, 1]
+
+
+def test_what_mixes_rows_ends_a_run() -> None:
+    def fun(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
+        hidden = jnp.cumsum(jax.lax.ragged_dot(x, w["up"], sizes), axis=0)
+        return jax.lax.ragged_dot(hidden, w["down"], sizes)
+
+    _, each = found(fun)
+    assert [len(run.eqns) for run in each] == [1, 1]
+
+
+@jax.custom_vjp
+def centred(x: jax.Array) -> jax.Array:
+    """The identity, whose derivative takes the mean of all rows."""
+    return x
+
+
+centred.defvjp(lambda x: (x, None), lambda _, given: (given - given.mean(axis=0),))
+
+
+def test_a_derivative_that_mixes_rows_ends_a_run() -> None:
+    def fun(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot(centred(jax.lax.ragged_dot(x, w["up"], sizes)), w["down"], sizes)
+
+    _, each = found(fun)
+    assert [len(run.eqns) for run in each] == [1, 1]
+
+
+def test_groups_of_other_sizes_end_a_run() -> None:
+    def fun(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot(jax.lax.ragged_dot(x, w["up"], sizes), w["down"], sizes[::-1])
+
+    _, each = found(fun)
+    assert [len(run.eqns) for run in each] == [1, 1]

@@ -1,0 +1,145 @@
+"""How even the stages of models of real sizes are, beside the best cut that an independent search finds: of the closed
+form that the cut is made by, and of what each stage takes once it is compiled. Nothing runs.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from test_flat import Layer
+
+import jaxpar as jp
+from jaxpar.models import named
+from jaxpar.parallel.pipeline.flat.cut import FLOPS, LINK, crossing, times
+from jaxpar.program import jaxpr as jx
+
+ROWS, STAGES = 16, 4
+
+
+class T5(nn.Module):
+    """Two stacks of six layers, and one embedding that both read and that is the head."""
+
+    @nn.compact
+    def __call__(self, source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
+        embed = nn.Embed(8192, 512)
+        memory, x = embed(source_BS), embed(target_BT)
+        for _ in range(6):
+            memory = Layer(8)(memory)
+        for _ in range(6):
+            x = Layer(8)(x, memory)
+        return embed.attend(nn.LayerNorm()(x))
+
+
+def t5() -> tuple[jp.Model, Any]:
+    batch = {"source": np.zeros((ROWS, 256), np.int32), "target": np.zeros((ROWS, 129), np.int32)}
+
+    def loss(apply: Any, batch: Any) -> jax.Array:
+        logits = apply(batch["source"], batch["target"][:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["target"][:, 1:]).mean()
+
+    return jp.from_linen(T5(), loss, batch), batch
+
+
+def unet() -> tuple[jp.Model, Any]:
+    """FlaxDiff's."""
+    Unet = pytest.importorskip("flaxdiff.models.simple_unet").Unet
+    heads = ({"heads": 8}, {"heads": 8})
+    net = Unet(emb_features=256, feature_depths=(64, 128, 256, 512), attention_configs=(None, None, *heads))
+    batch = {"x": np.zeros((ROWS, 64, 64, 3), np.float32), "t": np.zeros(ROWS, np.float32)}
+    batch["text"] = np.zeros((ROWS, 77, 64), np.float32)
+
+    def loss(apply: Any, batch: Any) -> jax.Array:
+        return jnp.square(apply(batch["x"], batch["t"], batch["text"]) - batch["x"]).mean()
+
+    return jp.from_linen(net, loss, batch), batch
+
+
+def resnet50() -> tuple[jp.Model, Any]:
+    chosen = named("resnet50")
+    return chosen.model, chosen.example(ROWS)
+
+
+def irregular() -> tuple[jp.Model, Any]:
+    """13 dense blocks of widths that differ, each with another function."""
+    widths = [64 * width for width in (12, 20, 8, 36, 16, 24, 10, 28, 14, 18, 40, 22, 6, 9)]
+    functions = [jnp.tanh, jax.nn.relu, jnp.sin, jax.nn.gelu, jax.nn.softplus]
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        x = batch["x"]
+        for i, p in enumerate(params):
+            x = functions[i % 5](x @ p["w"] + p["b"])
+        return jnp.square(x - batch["y"]).mean()
+
+    init = lambda key: [{"w": jnp.zeros((a, b)), "b": jnp.zeros(b)} for a, b in itertools.pairwise(widths)]
+    batch = {"x": np.zeros((1024 * ROWS, widths[0]), np.float32), "y": np.zeros((1024 * ROWS, widths[-1]), np.float32)}
+    return jp.Model(init=init, loss=loss), batch
+
+
+def best_of(each: np.ndarray, enter: np.ndarray) -> float:
+    """The shortest longest of four stages: each middle cut, with the best cut on either side of it."""
+    sums, n, best = np.concatenate([[0.0], np.cumsum(each)]), len(each), math.inf
+    for middle in range(2, n - 1):
+        a, b = np.arange(1, middle), np.arange(middle + 1, n)
+        left = np.maximum(sums[a], sums[middle] - sums[a] + enter[a]).min()
+        right = np.maximum(sums[b] - sums[middle] + enter[middle], sums[n] - sums[b] + enter[b]).min()
+        best = min(best, max(left, right))
+    return best
+
+
+def compiled(eqns: Sequence[Any], outs: Sequence[Any]) -> float:
+    """The time of a stage, forwards and backwards, in bytes of memory: its operations or its bytes, whichever take
+    longer, as XLA counts them in its compiled program.
+    """
+    ins = jx.free(eqns, outs)
+    fun = jx.run(eqns, ins, outs)
+    floats = lambda some: [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in some]
+    linear, made = floats(ins), floats(outs)
+
+    def both(xs: Sequence[Any], others: Sequence[Any], cts: Sequence[Any]) -> Any:
+        def ahead(*xs: Any) -> list[Any]:
+            of = {True: iter(xs), False: iter(others)}
+            return list(itertools.compress(fun(*(next(of[on]) for on in linear)), made))
+
+        out, back = jax.vjp(ahead, *xs)
+        return out, back(cts)
+
+    abstract = lambda some, which: [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v, on in zip(some, which, strict=True) if on
+    ]
+    lowered = jax.jit(both).lower(abstract(ins, linear), abstract(ins, [not on for on in linear]), abstract(outs, made))
+    counted: Any = lowered.compile().cost_analysis()
+    return max(counted["flops"] / FLOPS, counted["bytes accessed"])
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("make", [irregular, t5, unet, resnet50])
+def test_stages_are_within_15_percent_of_the_best(make: Callable[[], tuple[jp.Model, Any]]) -> None:
+    model, batch = make()
+    step = jp.make_train_step(
+        model, optax.sgd(0.1), f"pipe={STAGES},microbatches=4,stages=cut", mesh=jax.devices()[:STAGES]
+    )
+    program = step.traced(batch).program
+    eqns = [eqn for group in program.groups for eqn in group]
+    bounds = [0, *itertools.accumulate(map(len, program.groups))]
+    own, enter = times(eqns), 2 * LINK * crossing(eqns)
+    messages = np.array([0.0, *(enter[at] for at in bounds[1:-1])])
+    predicted = np.array([own[a:b].sum() for a, b in itertools.pairwise(bounds)])
+    assert (predicted + messages).max() <= best_of(own, enter) * (1 + 1e-9)
+
+    measured = []
+    for number, group in enumerate(program.groups):
+        behind = [v for other in program.groups[number + 1 :] for eqn in other for v in eqn.invars]
+        read = {v for v in (*behind, *program.outputs) if not jx.is_literal(v)}
+        measured.append(compiled(group, [v for eqn in group for v in eqn.outvars if v in read]))
+    # Equations share what their stage was found to take as the closed form says.
+    shared = np.concatenate(
+        [own[a:b] * (took / own[a:b].sum()) for (a, b), took in zip(itertools.pairwise(bounds), measured, strict=True)]
+    )
+    assert (np.array(measured) + messages).max() <= 1.15 * best_of(shared, enter)

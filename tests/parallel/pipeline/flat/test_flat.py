@@ -1,0 +1,590 @@
+"""Pipelines of models without one stack of layers: exact, what ranks hold, what is refused, how even stages are."""
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import context_cells
+import expert_cells
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cells import OPTIMIZERS, OneDevice, check
+from flax import linen as nn
+from tensor_cells import SHARED_BATCH
+from zoo import random_tokens
+
+import jaxpar as jp
+from jaxpar.checkpoint.checkpoints import Checkpoints
+from jaxpar.inspect.expected import expected
+from jaxpar.inspect.ledger import Ledger
+from jaxpar.inspect.timeline.drawing import slot_bytes
+from jaxpar.parallel.pipeline.flat.cut import LINK, crossing, stages_of, times
+from jaxpar.parallel.pipeline.flat.stages import stages, used
+from jaxpar.program import jaxpr as jx
+
+pytestmark = SHARED_BATCH
+
+SGD = optax.sgd(0.05, momentum=0.9)
+ROWS = 16
+
+
+def made(model: jp.Model, text: str, devices: int, optimizer: Any = SGD) -> Any:
+    return jp.make_train_step(model, optimizer, text, mesh=jax.devices()[:devices])
+
+
+def weighted(losses: jax.Array, batch: Any) -> jp.Mean:
+    """Under random weights of the rows, so that no two replicas or microbatches count alike."""
+    losses = losses.reshape(losses.shape[0], -1).mean(1)
+    return jp.Mean((losses * batch["w"]).sum(), batch["w"].sum())
+
+
+def weights() -> np.ndarray:
+    return np.random.default_rng(3).uniform(0.1, 2, ROWS).astype(np.float32)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Of a U-Net: GroupNorm, two convolutions, what the time step adds."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x_BHWC: jax.Array, t_BT: jax.Array) -> jax.Array:
+        y = nn.Conv(self.features, (3, 3))(nn.silu(nn.GroupNorm(2)(x_BHWC)))
+        y = nn.Conv(self.features, (3, 3))(nn.silu(y + nn.Dense(self.features)(t_BT)[:, None, None]))
+        return y + (x_BHWC if x_BHWC.shape[-1] == self.features else nn.Conv(self.features, (1, 1))(x_BHWC))
+
+
+class UNet(nn.Module):
+    """Skips cross the whole model, and what the time step makes is read by every block."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, t: jax.Array) -> jax.Array:
+        t = nn.Dense(16)(nn.silu(nn.Dense(16)(jnp.stack([jnp.sin(t * k) for k in range(1, 5)], -1))))
+        x, skips = nn.Conv(4, (3, 3))(x), []
+        for features in (4, 8):
+            skips.append(x := Block(features)(x, t))
+            x = nn.avg_pool(x, (2, 2), (2, 2))
+        x = Block(12)(x, t)
+        for features in (8, 4):
+            b, h, w, c = x.shape
+            x = jax.image.resize(x, (b, 2 * h, 2 * w, c), "nearest")
+            x = Block(features)(jnp.concatenate([x, skips.pop()], -1), t)
+        return nn.Conv(2, (3, 3))(x)
+
+
+def unet() -> tuple[jp.Model, Any]:
+    draw = np.random.default_rng(0)
+    batch = {"x": draw.normal(size=(ROWS, 8, 8, 2)), "t": draw.uniform(size=ROWS)}
+    batch = {name: x.astype(np.float32) for name, x in batch.items()} | {"w": weights()}
+
+    def loss(apply: Any, batch: Any) -> jp.Mean:
+        noise = jnp.cos(3 * batch["x"])
+        return weighted((apply(batch["x"] + noise, batch["t"]) - noise) ** 2, batch)
+
+    return jp.from_linen(UNet(), loss, batch), batch
+
+
+def flaxdiff() -> tuple[jp.Model, Any]:
+    """FlaxDiff's U-Net as it is: GroupNorm, attention to itself and to a text, skips across the whole model."""
+    Unet = pytest.importorskip("flaxdiff.models.simple_unet").Unet
+    heads = {"heads": 2}
+    net = Unet(3, 16, feature_depths=(8, 16), attention_configs=(heads, heads), num_res_blocks=1, norm_groups=4)
+    draw = np.random.default_rng(0)
+    shapes = {"x": (8, 8, 3), "noise": (8, 8, 3), "t": (), "text": (5, 12)}
+    batch = {name: draw.normal(size=(ROWS, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    batch["w"] = weights()
+
+    def loss(apply: Any, batch: Any) -> jp.Mean:
+        return weighted((apply(batch["x"], batch["t"], batch["text"]) - batch["noise"]) ** 2, batch)
+
+    return jp.from_linen(net, loss, batch), batch
+
+
+class Layer(nn.Module):
+    heads: int = 2
+
+    @nn.compact
+    def __call__(
+        self, x_BTD: jax.Array, memory_BSD: jax.Array | None = None, bias_HTT: jax.Array | None = None
+    ) -> jax.Array:
+        dim, causal = x_BTD.shape[-1], None if memory_BSD is None else nn.make_causal_mask(x_BTD[..., 0])
+        biased = functools.partial(nn.dot_product_attention, bias=bias_HTT)
+        own = nn.MultiHeadDotProductAttention(self.heads, attention_fn=biased)
+        x_BTD = x_BTD + own(nn.LayerNorm()(x_BTD), mask=causal)
+        if memory_BSD is not None:
+            x_BTD = x_BTD + nn.MultiHeadDotProductAttention(self.heads)(nn.LayerNorm()(x_BTD), memory_BSD)
+        return x_BTD + nn.Dense(dim)(nn.relu(nn.Dense(3 * dim)(nn.LayerNorm()(x_BTD))))
+
+
+class EncoderDecoder(nn.Module):
+    """T5's shape: two stacks, each with one table of biases by distance that all of its layers read, and one embedding
+    that both read and that is the head.
+    """
+
+    @nn.compact
+    def __call__(self, source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
+        def bias(length: int) -> jax.Array:
+            distance = np.arange(length)[:, None] - np.arange(length)
+            return nn.Embed(9, 2)(jnp.clip(distance, -4, 4) + 4).transpose(2, 0, 1)
+
+        embed = nn.Embed(30, 16)
+        memory, x = embed(source_BS), embed(target_BT)
+        of_source, of_target = bias(memory.shape[1]), bias(x.shape[1])
+        for _ in range(2):
+            memory = Layer()(memory, None, of_source)
+        for _ in range(2):
+            x = Layer()(x, memory, of_target)
+        return embed.attend(nn.LayerNorm()(x))
+
+
+def encoder_decoder() -> tuple[jp.Model, Any]:
+    batch = {"source": random_tokens(30, 7), "target": random_tokens(30, 6, seed=1), "w": weights()}
+
+    def loss(apply: Any, batch: Any) -> jp.Mean:
+        logits = apply(batch["source"], batch["target"][:, :-1])
+        return weighted(optax.softmax_cross_entropy_with_integer_labels(logits, batch["target"][:, 1:]), batch)
+
+    return jp.from_linen(EncoderDecoder(), loss, batch), batch
+
+
+def irregular() -> tuple[jp.Model, Any]:
+    """13 blocks, no two alike: widths, functions, a gather, a scan, a convolution, dropout, a constant."""
+    widths = [12, 20, 8, 36, 16, 24, 10, 28, 14, 18, 40, 22, 6, 9]
+    functions = [jnp.tanh, jax.nn.relu, jnp.sin, jax.nn.gelu, jax.nn.softplus]
+
+    def init(key: jax.Array) -> Any:
+        draw = lambda i, *shape: shape[0] ** -0.5 * jax.random.normal(jax.random.fold_in(key, i), shape)
+        sizes = enumerate(itertools.pairwise(widths))
+        return {f"block{i}": {"w": draw(i, a, b), "b": jnp.zeros(b)} for i, (a, b) in sizes}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        x = batch["x"]
+        for i in range(13):
+            p = params[f"block{i}"]
+            x = functions[i % 5](x @ p["w"] + p["b"])
+            if i == 3:
+                x = x[:, jnp.argsort(jnp.arange(16) * 7 % 16)]
+            if i == 5:
+                x, _ = jax.lax.scan(lambda x, k: (x + 0.1 * jnp.cos(k * x), None), x, jnp.arange(3.0))
+            if i == 8 and key is not None:
+                x = x * jax.random.bernoulli(key, 0.8, x.shape) / 0.8
+            if i == 10:
+                x = x + jnp.asarray(np.linspace(0, 1, 22, dtype=np.float32)) * jnp.sign(batch["x"][:, :1])
+        return weighted((x - batch["y"]) ** 2, batch)
+
+    draw = np.random.default_rng(0)
+    batch = {"x": draw.normal(size=(ROWS, 12)).astype(np.float32), "y": draw.normal(size=(ROWS, 9)).astype(np.float32)}
+    return jp.Model(init=init, loss=loss), batch | {"w": weights()}
+
+
+MODELS: dict[str, Callable[[], tuple[jp.Model, Any]]] = {
+    "unet": unet,
+    "flaxdiff": flaxdiff,
+    "encoder_decoder": encoder_decoder,
+    "irregular": irregular,
+}
+
+
+@functools.cache
+def of(name: str) -> tuple[jp.Model, Any]:
+    return MODELS[name]()
+
+
+@functools.cache
+def one_device(name: str) -> OneDevice:
+    return OneDevice(of(name)[0])
+
+
+# -- exact -------------------------------------------------------------------------------------------------------------
+
+CELLS = [
+    ("irregular", "pipe=2,fsdp=2,tensor=2,microbatches=4,schedule=zb-v,chunks=2,remat=layer", 8),
+]
+BATTERY = [
+    ("irregular", "pipe=2,fsdp=2,tensor=2,microbatches=2", 8),
+    ("irregular", "pipe=2,chunks=2,microbatches=4,schedule=zb-v", 2),
+    ("irregular", "pipe=2,fsdp=2,tensor=2,microbatches=2,schedule=zb-h1,remat=layer", 8),
+    ("irregular", "pipe=4,data=2,microbatches=8,schedule=zb-h2", 8),
+    ("irregular", "pipe=2,chunks=4,microbatches=2,remat=layer", 2),
+    ("unet", "pipe=2,chunks=2,fsdp=2,zero=2,microbatches=4,schedule=zb-v", 4),
+    ("unet", "pipe=2,tensor=2,chunks=2,microbatches=4,schedule=v-half", 4),
+    ("unet", "pipe=4,microbatches=4,schedule=zb-h1,remat=dots", 4),
+    ("encoder_decoder", "pipe=2,chunks=2,fsdp=2,zero=3,microbatches=4,schedule=dualpipe-v,stages=cut", 4),
+    ("encoder_decoder", "pipe=4,chunks=2,microbatches=4,schedule=v-min,stages=cut,remat=layer", 4),
+    ("encoder_decoder", "pipe=2,fsdp=2,tensor=2,microbatches=2,schedule=zb-h1,stages=cut", 8),
+    ("irregular", "pipe=2,fsdp=2,microbatches=2", 4),
+    ("irregular", "pipe=2,tensor=2,data=2,microbatches=4,chunks=2", 8),
+    ("unet", "pipe=2,fsdp=2,tensor=2,microbatches=2", 8),
+    ("unet", "pipe=2,tensor=4,microbatches=2,schedule=gpipe", 8),
+    ("encoder_decoder", "pipe=2,fsdp=2,tensor=2,microbatches=2,stages=cut", 8),
+    ("encoder_decoder", "pipe=4,tensor=2,microbatches=4,stages=cut", 8),
+    ("irregular", "pipe=4,microbatches=4", 4),
+    ("encoder_decoder", "pipe=2,data=2,microbatches=2,stages=cut", 4),
+    ("irregular", "pipe=2,microbatches=3,data=1,chunks=1,schedule=gpipe", 2),
+    ("irregular", "pipe=2,chunks=2,microbatches=2,fsdp=2,zero=1", 4),
+    ("irregular", "pipe=4,data=2,microbatches=8", 8),
+    ("unet", "pipe=4,microbatches=4", 4),
+    ("unet", "pipe=2,fsdp=2,data=2,microbatches=2", 8),
+    ("unet", "pipe=2,fsdp=2,zero=2,schedule=gpipe,microbatches=4", 4),
+    ("encoder_decoder", "pipe=4,fsdp=2,zero=3,microbatches=4,stages=cut", 8),
+    ("encoder_decoder", "pipe=2,fsdp=2,zero=2,microbatches=1,stages=cut", 4),
+    ("encoder_decoder", "pipe=4,microbatches=4,stages=cut", 4),
+    ("flaxdiff", "pipe=4,microbatches=4", 4),
+    ("flaxdiff", "pipe=2,fsdp=2,tensor=2,microbatches=2", 8),
+    ("flaxdiff", "pipe=2,chunks=2,data=2,microbatches=4,schedule=zb-v,remat=twice", 4),
+    ("irregular", "pipe=2,fsdp=2,tensor=2,microbatches=2,schedule=zb-h1,remat=twice", 8),
+    ("irregular", "pipe=4,fsdp=2,zero=2,microbatches=8,schedule=1f1b-halves,remat=twice", 8),
+    ("unet", "pipe=2,tensor=2,chunks=2,microbatches=4,schedule=v-half,remat=twice", 4),
+    ("unet", "pipe=4,microbatches=4,schedule=zb-h2,remat=twice", 4),
+    ("encoder_decoder", "pipe=4,chunks=2,microbatches=4,schedule=v-min,stages=cut,remat=twice", 4),
+    ("encoder_decoder", "pipe=2,chunks=2,fsdp=2,zero=3,microbatches=4,schedule=dualpipe-v,stages=cut,remat=twice", 4),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "strategy", "devices"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.battery) for cell in BATTERY)]
+)
+@pytest.mark.filterwarnings("ignore:pipe=2 with microbatches=1")
+def test_exact(name: str, strategy: str, devices: int) -> None:
+    """Gradients, three steps of SGD with momentum, bytes at rest, the order of collectives, and the closed form."""
+    (model, batch), one = of(name), one_device(name)
+    step = made(model, strategy, devices)
+    assert step.layout.storage.cut
+    blocks = step.replicas * step.strategy.microbatches
+    rows = ROWS // blocks * blocks
+    batch = jax.tree.map(lambda x: x[:rows], batch)
+    grads, params = one.train(SGD, batch, blocks, 3)
+    check(step, model, one.first, batch, 3, grads, params)
+
+
+CONTEXT = [
+    ("t5", "pipe=2,context=2,fsdp=2,microbatches=2,stages=cut"),
+    ("loop", "pipe=2,context=2,tensor=2,microbatches=2,stages=cut"),
+    ("encoder_decoder", "pipe=2,context=4,microbatches=2,stages=cut"),
+    ("window", "pipe=2,context=2,fsdp=2,zero=1,microbatches=2,stages=cut,attention=ulysses"),
+    ("llama_gqa", "pipe=2,context=2,data=2,microbatches=4,stages=cut,schedule=gpipe"),
+    ("mixture", "pipe=2,context=2,expert=2,microbatches=2,stages=cut"),
+]
+EXPERT = [
+    ("dropless", "pipe=2,expert=2,fsdp=2,microbatches=2,stages=cut"),
+    ("einsum", "pipe=2,expert=2,tensor=2,microbatches=4,stages=cut"),
+    ("capacity", "pipe=4,expert=2,microbatches=2,stages=cut,schedule=gpipe"),
+    ("ragged", "pipe=2,expert=2,fsdp=2,zero=2,microbatches=2,stages=cut"),
+]
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize(("name", "strategy"), CONTEXT)
+def test_exact_beside_context(name: str, strategy: str) -> None:
+    """All ranks of a group that shares positions are in one stage, and so in one branch."""
+    context_cells.check_cell(name, strategy)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize(("name", "strategy"), EXPERT)
+def test_exact_beside_expert(name: str, strategy: str) -> None:
+    expert_cells.check_cell(name, strategy)
+
+
+class Normed(nn.Module):
+    """Convolutions, BatchNorm and skips: no loop, and statistics that change from microbatch to microbatch."""
+
+    @nn.compact
+    def __call__(self, x_BHWC: jax.Array, train: bool) -> jax.Array:
+        for features in (4, 8):
+            y = nn.Conv(features, (3, 3), use_bias=False)(x_BHWC)
+            y = nn.relu(nn.BatchNorm(use_running_average=not train)(y))
+            x_BHWC = jnp.concatenate([x_BHWC, y], -1)
+        return nn.Dense(5)(x_BHWC.mean((1, 2)))
+
+
+def normed() -> tuple[jp.Model, Any]:
+    draw = np.random.default_rng(0)
+    batch = {
+        "x": draw.normal(size=(ROWS, 6, 6, 3)).astype(np.float32),
+        "y": draw.integers(5, size=ROWS),
+        "w": weights(),
+    }
+
+    def loss(apply: Any, batch: Any) -> jp.Mean:
+        logits = apply(batch["x"], train=apply.train)
+        return weighted(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]), batch)
+
+    return jp.from_linen(Normed(), loss, batch), batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.battery)])
+def test_batch_norm(tensor: int) -> None:
+    """Statistics change microbatch after microbatch, as without a pipeline, and are the same on every rank. Under
+    `tensor`, whose ranks have parts of them, they were refused: the last stage made them whole.
+    """
+    model, batch = normed()
+    one = made(model, "single,microbatches=4", 1)
+    rules = {"(Conv|BatchNorm).*": -1} if tensor > 1 else None
+    two = jp.make_train_step(
+        model, SGD, f"pipe=2,tensor={tensor},microbatches=4", mesh=jax.devices()[: 2 * tensor], rules=rules
+    )
+    assert two.layout.storage.cut
+    states = [step.init(jax.random.key(0)) for step in (one, two)]
+    for _ in range(2):
+        states = [step(state, batch)[0] for step, state in zip((one, two), states, strict=True)]
+    pairs = list(zip((one, two), states, strict=True))
+    ours, theirs = (jax.device_get((step.params(s), s.variables)) for step, s in pairs)
+    assert len(jax.tree.leaves(ours[1])) == 4
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), ours, theirs)
+    copies = [[np.asarray(shard.data) for shard in x.addressable_shards] for x in jax.tree.leaves(states[1].variables)]
+    assert all((some[0] == one).all() for some in copies for one in some)
+    first = [float(step.evaluate(s, batch)["loss"]) for step, s in pairs]
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+
+
+# -- what ranks hold ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_holds_its_part_of_parameters_and_optimizer() -> None:
+    model, _ = of("unet")
+    step = made(model, "pipe=4,microbatches=4", 4, optax.adam(1e-3))
+    state = step.init(jax.random.key(0))
+    whole = sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.create, jax.random.key(0))[0]))
+    for tree, copies in ((state.params, 1), (state.optimizer[0], 2)):
+        held = [sum(x.addressable_shards[d].data.size for x in jax.tree.leaves(tree)) for d in range(4)]
+        # Beside its quarter, what no dim of divides, and is small: a bias of 2.
+        assert max(held) <= copies * (whole / 4 + 200)
+    first = [x.addressable_shards[0].data for x in jax.tree.leaves(state.params)]
+    assert step.layout.bytes["params"] == sum(x.nbytes for x in first)
+
+
+def test_a_recomputed_stage_keeps_the_message_it_gets() -> None:
+    """And with backwards in halves, of which the first recomputes, what the second reads waits from I to W alone."""
+    model, batch = of("irregular")
+    slots, messages = [], []
+    for remat in ("none", "layer"):
+        step = made(model, f"pipe=2,microbatches=2,remat={remat},schedule=zb-h1", 2)
+        slots.append(slot_bytes(step, batch))
+        messages.append(max(stage.before.bytes for stage in stages(step.traced(batch).program)))
+    assert slots[1] <= messages[1] < slots[0] / 4
+
+
+@pytest.mark.battery
+def test_checkpoint_into_another_layout(tmp_path: Any) -> None:
+    """Saved by four stages, restored under ZeRO-3: the same parameters, and the step goes on the same way."""
+    model, batch = of("irregular")
+    cut, sharded = made(model, "pipe=4,microbatches=2", 4), made(model, "fsdp=4", 4)
+    state, _ = cut(cut.init(jax.random.key(0)), batch)
+    with Checkpoints(tmp_path, cut, {"seed": 0}) as saves:
+        saves.save(1, state)
+    with Checkpoints(tmp_path, sharded, {"seed": 0}) as saves:
+        other = saves.restore()
+    ours, theirs = (jax.device_get(step.params(s)) for step, s in ((cut, state), (sharded, other)))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    a, b = (step.evaluate(s, batch)["loss"] for step, s in ((cut, state), (sharded, other)))
+    assert float(a) == pytest.approx(float(b), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer multiplies")
+@pytest.mark.battery
+@pytest.mark.parametrize("name", ["muon", "lamb", "adafactor"])
+def test_optimizers_see_logical_leaves(name: str) -> None:
+    (model, batch), one = of("irregular"), one_device("irregular")
+    step = made(model, "pipe=2,fsdp=2,microbatches=2", 4, OPTIMIZERS[name]())
+    state = step.init(jax.random.key(0), params=one.first)
+    _, wanted = one.train(OPTIMIZERS[name](), batch, 4, 2)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    for ours, theirs in zip(*map(jax.tree.leaves, (step.params(state), wanted)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=2e-5)
+
+
+# -- the cut -----------------------------------------------------------------------------------------------------------
+
+
+def equations(name: str) -> list[Any]:
+    """Of a model's loss on two rows."""
+    model, batch = of(name)
+    params, variables = jax.eval_shape(model.create, jax.random.key(0))
+    rows = jax.tree.map(lambda x: x[:2], batch)
+    return list(jx.trace(lambda p, b: model.call(p, variables, b, None)[0]["loss"].total, params, rows)[0].eqns)
+
+
+@pytest.mark.parametrize("name", ["irregular", "unet"])
+def test_the_cut_is_the_best(name: str) -> None:
+    """No other two cuts have a shorter longest stage; 15% is allowed."""
+    eqns = equations(name)
+    sums, enter = np.concatenate([[0], np.cumsum(times(eqns))]), 2 * LINK * crossing(eqns)
+
+    def longest(i: int, j: int) -> float:
+        return max(sums[i], sums[j] - sums[i] + enter[i], sums[-1] - sums[j] + enter[j])
+
+    parts = stages_of(eqns, 3)
+    assert [eqn for part in parts for eqn in part] == eqns
+    found = longest(len(parts[0]), len(parts[0]) + len(parts[1]))
+    every = range(1, len(eqns))
+    assert found == pytest.approx(min(longest(i, j) for i in every for j in every if i < j))
+
+
+@pytest.mark.parametrize("update", ["set", "add", "max"])
+def test_a_scatter_takes_the_time_of_the_array_that_it_writes(update: str) -> None:
+    """It took next to none: that of the function of two scalars by which it updates."""
+    scatter = lambda x, i: jnp.sin(getattr(x.at[i], update)(1.0)) @ x.T
+    eqns = jx.trace(scatter, jnp.zeros((64, 32)), jnp.zeros(8, jnp.int32))[0].eqns
+    (took,) = (t for eqn, t in zip(eqns, times(eqns), strict=True) if eqn.primitive.name.startswith("scatter"))
+    assert took == 3 * 2 * 4 * 64 * 32
+
+
+def test_a_program_grows_with_its_stages_and_not_with_their_ranks() -> None:
+    """Each stage's forward and backward stand in the program once: as many products on two ranks as on four."""
+    model, batch = of("irregular")
+
+    def products(text: str, devices: int) -> int:
+        return str(made(model, text, devices).trace(batch)).count("dot_general[")
+
+    two, four = products("pipe=2,microbatches=4", 2), products("pipe=4,microbatches=4", 4)
+    assert 13 * 3 - 1 <= two <= four <= 13 * 3 + 2
+
+
+def test_what_a_device_sends_and_waits_for_is_counted_once() -> None:
+    """Of stages a device runs its own: all of them together were counted, p times what a device sends."""
+    model, batch = of("irregular")
+    step = made(model, "pipe=4,fsdp=2,microbatches=4", 8)
+    jaxpr = step.trace(batch)
+    found = Ledger.from_jaxpr(jaxpr, step.mesh)
+    closed = expected(step, batch)
+    assert found.by("kind", "axes") == closed.by("kind", "axes")
+    # Each leaf is gathered in a forward and in a backward of each microbatch, by the ranks that use it, padded by none.
+    traced = step.traced(batch)
+    sizes = [step.layout.leaves[i].local for i in range(len(step.layout.leaves))]
+    mine = lambda some: sum(4 * math.prod(sizes[i].stored) for i in some if sizes[i].dim is not None)
+    ranks = [mine(some) for some in used(traced.program, traced.schedule)]
+    most, every = max(ranks), sum(ranks)
+    assert most < found.total(kind="all-gather", axes=("fsdp",)) / 4 <= 2 * most < every
+    paces = re.findall(r"runs_4_paces_(\d+)_of_(\d+)_on_(\d)", step.trace(batch).pretty_print(name_stack=True))
+    assert sum(int(n) for n, _, _ in paces) == int(paces[0][1])  # in each slot all wait for one
+    assert {rank for _, _, rank in paces} == set("0123")
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [
+        ("irregular", ["block2", "block7", "block12"]),
+        pytest.param("unet", "Block_1:Block_2:Block_4/Conv_1", marks=pytest.mark.battery),
+        ("irregular", [2, 5, 5, 1]),
+    ],
+)
+def test_stages_begin_where_the_user_says(name: str, cuts: Any) -> None:
+    """At the first use of a parameter below each path, and no earlier; with so many blocks of a list each."""
+    model, batch = of(name)
+    strategy = jp.Strategy(pipe=4, microbatches=2, stages=cuts)
+    assert jp.Strategy.parse(str(strategy)) == strategy
+    step = jp.make_train_step(model, SGD, strategy, mesh=jax.devices()[:4])
+    traced = step.traced(batch)
+    names = [[step.layout.leaves[i].path for i in some] for some in used(traced.program, traced.schedule)]
+    at = strategy.cuts if isinstance(cuts, str) or isinstance(cuts[0], str) else ("block2", "block7", "block12")
+    for before, after, path in zip(names, names[1:], at, strict=False):
+        assert any(one.startswith(f"{path}/") for one in after)
+        assert not any(one.startswith(f"{path}/") for one in before)
+
+
+@pytest.mark.battery
+def test_stages_at_blocks_of_the_users_are_exact() -> None:
+    (model, batch), one = of("irregular"), one_device("irregular")
+    step = made(model, "pipe=2,microbatches=2,stages=block10", 2)
+    check(step, model, one.first, batch, 3, *one.train(SGD, batch, 2, 3))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "message"),
+    [
+        ("pipe=2,context=2,attention=ring,microbatches=4", 4, "attention='ring': the model has no stack"),
+        ("pipe=8,chunks=16,microbatches=8", 8, "makes 128 stages of a loss that has .* operations"),
+        ("pipe=2,stages=layers,microbatches=4", 2, "stages='cut', which makes stages of any program"),
+        ("data=2,stages=cut", 2, "stages='cut' without a pipeline"),
+        (
+            "pipe=2,microbatches=2,stages=block44",
+            2,
+            "below 'block44' .did you mean 'block4'.*paths of modules",
+        ),
+        ("pipe=2,microbatches=2,stages=laeyrs", 2, "no parameter lies below 'laeyrs'.*or auto, layers, cut"),
+        ("pipe=2,stages=a::b", 2, "stages='a::b' is unknown; use one of auto, layers, cut or paths of modules"),
+        ("pipe=2,microbatches=2,stages=block3:block4", 2, "makes 3 stages and pipe=2 x chunks=1 has 2; name 1 modules"),
+        (
+            "pipe=3,microbatches=2,stages=block4:block3",
+            3,
+            "can begin at 'block3'.*begins .'block4'.*in the order",
+        ),
+        (
+            "pipe=2,microbatches=2,stages=6:6",
+            2,
+            "6:6' gives 12 blocks to 2 stages, and no lists.*: 13 .block.;",
+        ),
+        ("pipe=2,microbatches=2,stages=13:0", 2, "leaves a stage without blocks"),
+        ("pipe=2,microbatches=2,stages=block0", 2, "no stage can begin at 'block0'.*without the first"),
+    ],
+)
+def test_refused(strategy: str, devices: int, message: str) -> None:
+    model, batch = of("irregular")
+    with pytest.raises(ValueError, match=message):
+        made(model, strategy, devices).trace(batch)
+
+
+def test_a_variable_of_two_stages_is_refused() -> None:
+    """The stage that reads it runs another microbatch than the one that changes it."""
+
+    def loss(params: Any, variables: Any, batch: Any, key: Any) -> Any:
+        x = batch["x"] * variables["scale"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return weighted(x, batch), {"scale": variables["scale"] * 0.9 + 0.1 * jnp.abs(x).max()}
+
+    init = lambda key: ([jnp.ones((8, 12)), jnp.ones((12, 20)), jnp.ones((20, 8))], {"scale": jnp.ones(())})
+    batch = {"x": np.ones((ROWS, 8), np.float32), "w": weights()}
+    step = made(jp.Model(init=init, loss=loss, stateful=True), "pipe=3,microbatches=2", 3)
+    with pytest.raises(ValueError, match="variable scale is changed in stage 2 of pipe=3 and read in stage 0"):
+        step.trace(batch)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "pipe=4,microbatches=4,remat=layer",
+        pytest.param("pipe=2,chunks=2,microbatches=4,schedule=zb-v,remat=layer", marks=pytest.mark.battery),
+    ],
+)
+def test_callbacks_come_once_a_microbatch_and_frozen_leaves_stay(strategy: str) -> None:
+    widths, calls = [16, 24, 12, 20, 8], list[int]()
+
+    def init(key: jax.Array) -> Any:
+        return {f"w{i}": jax.random.normal(key, shape) for i, shape in enumerate(itertools.pairwise(widths))}
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        x = batch["x"]
+        for i in range(4):
+            x = jnp.tanh(x @ params[f"w{i}"])
+            jax.debug.callback(lambda _, i=i: calls.append(i), x.sum())
+        return weighted(x**2, batch)
+
+    batch = {"x": np.random.default_rng(0).normal(size=(ROWS, 16)).astype(np.float32), "w": weights()}
+    trainable = lambda path: path != "w1"
+    mesh = jax.devices()[: 4 if "pipe=4" in strategy else 2]
+    step = jp.make_train_step(jp.Model(init=init, loss=loss), SGD, strategy, mesh=mesh, trainable=trainable)
+    state = step.init(jax.random.key(0))
+    before = jax.device_get(step.params(state))
+    calls.clear()
+    state, _ = step(state, batch)
+    after = jax.device_get(step.params(state))
+    jax.effects_barrier()
+    assert sorted(calls) == sorted([0, 1, 2, 3] * 4)
+    assert [name for name in before if not (before[name] == after[name]).all()] == ["w0", "w2", "w3"]
