@@ -23,9 +23,9 @@ import jaxpar as jp
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md"))
-# Packages that show names of their rooms. Not `rows` and `localise.tensor`, which serve the step alone.
-MODULES = ["collectives", "data", "models", "models.llama", "parallel", "targets"]
-MODULES += [f"inspect.{name}" for name in ("check", "explain", "jitted", "predict", "verify")]
+# Packages that show names of their rooms. Not `step.rows` and `parallel.tensor`, which serve the step alone.
+MODULES = ["collectives", "data", "forecast.own_step", "hardware", "models", "models.llama", "parallel", "parity"]
+MODULES += [f"inspect.{name}" for name in ("check", "explain", "predict")]
 MOST_ENTRIES = 40  # names that a page of the API explains, members included
 DESK, PHONE = 1280, 390
 # Of these most have changed when something is broken for all; `make battery` opens every page in every way.

@@ -2,7 +2,7 @@
 
 Every device has Q = T/N positions of all rows. Keys and values go round a ring, and each device adds up softmax(q k) v
 over the blocks that pass, by the largest score so far. Blocks of later positions are masked: half of the work is idle.
-Dims are those of model.py. jaxpar (jaxpar/parallel/context/ops/ring.py) deals positions out in zigzag order: all do as much.
+Dims are those of model.py. jaxpar (parallel/context/ops/ring.py) deals positions out in zigzag order: all do as much.
 
     memory per device    parameters P, gradients P, momentum P; 1/N of the activations
     sent per step        keys and values N - 1 times a layer forwards, their gradients backwards; all-reduce P

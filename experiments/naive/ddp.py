@@ -5,7 +5,7 @@ Every device holds everything and has its own rows. An all-reduce adds up the gr
     memory per device    parameters P, gradients P, momentum P
     sent per step        all-reduce P
 
-Dims are those of model.py. jaxpar (jaxpar/parallel/data/ddp.py) reduces a layer's gradient inside the backward, while the
+Dims are those of model.py. jaxpar (parallel/data/ddp.py) reduces a layer's gradient inside the backward, while the
 layer before it computes (section 3.2.3). Here the all-reduce waits for the whole backward.
 """
 

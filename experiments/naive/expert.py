@@ -2,8 +2,8 @@
 
 The feed-forward's F features are X = N experts of F/N, and a token goes to the one that its id names, with no router.
 Every device has B/N rows and one expert. An all-to-all brings tokens there, in S = B/N T slots for each two devices, so
-that none is dropped, and another one back. Dims are those of model.py. jaxpar (jaxpar/parallel/expert/,
-jaxpar/parallel/expert/ops/) has slots for 1.25 times the mean load, and rounds for what overflows them.
+that none is dropped, and another one back. Dims are those of model.py. jaxpar (parallel/expert/,
+parallel/expert/ops/) has slots for 1.25 times the mean load, and rounds for what overflows them.
 
     memory per device    parameters, gradients, momentum: 1/N of experts', all of others; N S slots
     sent per step        2 all-to-alls of N S D a layer forwards, 2 backwards; all-reduce of what is no expert's

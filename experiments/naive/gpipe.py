@@ -6,8 +6,8 @@ rank; it idles N - 1 of M + N - 1 ticks. Autodiff runs the ticks in reverse and 
     memory per device    parameters P/N, gradients P/N, momentum P/N; M + N - 1 inputs of a stage
     sent per step        M + N - 1 activations, as many cotangents; all-reduce of what is no stage's
 
-Dims are those of model.py. jaxpar (jaxpar/parallel/pipeline/ticks.py) takes the schedule from a table
-(jaxpar/strategy/schedules/) and computes the loss only in ticks that have one; it keeps activations, or with remat="layer" the
+Dims are those of model.py. jaxpar (parallel/pipeline/ticks.py) takes the schedule from a table
+(strategy/schedules/) and computes the loss only in ticks that have one; it keeps activations, or with remat="layer" the
 inputs of layers.
 """
 

@@ -6,7 +6,7 @@ scattered. The hosts, `data`, hold the same shards and have other rows: an all-r
     memory per device    parameters P/n, gradients P/n, momentum P/n; one layer; what is outside the layers
     sent, n = N/2        all-gather P forwards, P (layers) backwards, reduce-scatter P; between hosts all-reduce P/n
 
-Dims are those of model.py. jaxpar (jaxpar/parallel/data/fsdp.py, and zero.py for its reductions over `data`) all-reduces a
+Dims are those of model.py. jaxpar (parallel/data/fsdp.py, and zero.py for its reductions over `data`) all-reduces a
 layer's shard inside the backward, where the next layer's computation hides it; for the rest see zero3.py.
 """
 

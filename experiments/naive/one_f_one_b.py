@@ -2,7 +2,7 @@
 
 As gpipe.py, but at tick t rank s also runs microbatch t - 2 (N - 1) + s backwards, on the last rank the one that it has
 just run forwards: a ring of 2 N - 1 inputs is enough, whatever M is (the paper: N, with one of both in a tick). Dims
-are those of model.py. jaxpar (jaxpar/parallel/pipeline/ticks.py) runs the same scans from a table (jaxpar/strategy/schedules/).
+are those of model.py. jaxpar (parallel/pipeline/ticks.py) runs the same scans from a table (strategy/schedules/).
 
     memory per device    parameters P/N, gradients P/N, momentum P/N; 2 N - 1 inputs of a stage
     sent per step        M + N - 1 activations, as many cotangents; all-reduce of what is no stage's

@@ -6,7 +6,7 @@ these up and updates alone, while the others wait. No program has a collective: 
     memory per device    server: parameters P, momentum P, gradients N P; others: parameters P, gradients P
     sent per step        by the server (N-1) P, to the server (N-1) P, all through its own links
 
-Dims are those of model.py. jaxpar (jaxpar/parallel/data/server.py, jaxpar/step/server.py) has the server compute the loss,
+Dims are those of model.py. jaxpar (parallel/data/server.py, step/server.py) has the server compute the loss,
 from sums that it gathers, and scatter its gradient before the backward: five exchanges, of which here are three.
 """
 

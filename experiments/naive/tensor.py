@@ -7,8 +7,8 @@ f before columns and g after rows (figure 3) are transposes: f all-reduces backw
     memory per device    parameters P/N, gradients P/N, momentum P/N, but for norms and positions
     sent per layer       all-reduce 2 [B, T, D] forwards, 2 backwards
 
-Dims are those of model.py. jaxpar (jaxpar/parallel/tensor/dims.py) rewrites a loss that knows nothing of f and g into
-such a program; theirs are in jaxpar/parallel/tensor/edges.py.
+Dims are those of model.py. jaxpar (parallel/tensor/dims.py) rewrites a loss that knows nothing of f and g into
+such a program; theirs are in parallel/tensor/edges.py.
 """
 
 import jax

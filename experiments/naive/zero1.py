@@ -6,7 +6,7 @@ and leaves each device 1/N of them, with which it updates its 1/N of the paramet
     memory per device    parameters P, gradients P, momentum P/N
     sent per step        reduce-scatter P, all-gather P: together one all-reduce, whatever M is
 
-Dims are those of model.py. jaxpar (jaxpar/parallel/data/zero.py) does this leaf by leaf, here all leaves are one vector.
+Dims are those of model.py. jaxpar (parallel/data/zero.py) does this leaf by leaf, here all leaves are one vector.
 """
 
 import jax

@@ -6,7 +6,7 @@ M microbatches: there never are whole gradients.
     memory per device    parameters P, gradients P/N and those of one layer, momentum P/N
     sent per step        reduce-scatter M P, all-gather P
 
-Dims are those of model.py. jaxpar (jaxpar/parallel/data/zero.py) scatters leaf by leaf, here a layer is one vector.
+Dims are those of model.py. jaxpar (parallel/data/zero.py) scatters leaf by leaf, here a layer is one vector.
 """
 
 import jax

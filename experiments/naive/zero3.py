@@ -7,7 +7,7 @@ backwards; its gradient is reduce-scattered at once. So nobody holds more than o
     sent per step        all-gather P forwards, P (layers) backwards, reduce-scatter P
 
 Dims are those of model.py. What is outside the layers is gathered once, and stays until its backward, as in FSDP's
-root module. jaxpar (jaxpar/parallel/data/fsdp.py) gathers leaf by leaf, drops the embedding after its use, and keeps the
+root module. jaxpar (parallel/data/fsdp.py) gathers leaf by leaf, drops the embedding after its use, and keeps the
 activations of a layer, which `checkpoint` here computes again (unless remat="layer").
 """
 

@@ -2,7 +2,7 @@
 
 As one_f_one_b.py, a backward in halves: I, the gradient of the stage's input, for which the rank before waits, and W,
 that of its weights. Rank s runs W s ticks after I, so that W is where the last ranks were idle. Each half runs the
-stage forwards again. jaxpar (jaxpar/parallel/pipeline/slots.py) runs one operation of a table a slot (jaxpar/strategy/schedules/).
+stage forwards again. jaxpar (parallel/pipeline/slots.py) runs one operation of a table a slot (strategy/schedules/).
 
     memory per device    parameters P/N, gradients P/N, momentum P/N; 2 N - 1 inputs of a stage, as many cotangents
     sent per step        M + N - 1 activations, as many cotangents; all-reduce of what is no stage's

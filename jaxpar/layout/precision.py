@@ -1,14 +1,19 @@
-"""Dtypes of a step, and dynamic loss scaling for float16."""
+"""Dtypes of a step, dynamic loss scaling for float16, and rounding to float8 with a scale."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ..strategy import Strategy
 
 _DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16, "fp8": jnp.bfloat16}
+F8 = jnp.float8_e4m3fn
+_MOST = float(jnp.finfo(F8).max)  # 448
+_LEAST = 2.0**-100  # of a row's largest element: the scale and its inverse stay within bfloat16's range
 _FIRST_SCALE, _GROWTH, _BACKOFF, _INTERVAL = 2.0**15, 2.0, 0.5, 2000
 
 
@@ -81,3 +86,15 @@ def all_finite(tree: object) -> jax.Array:
     """Whether every element of every leaf is finite: bool scalar."""
     leaves = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
     return jnp.stack(leaves).all() if leaves else jnp.bool_(True)
+
+
+def quantised(x: jax.Array, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """float8_e4m3fn of x's shape, and scales of x's dtype with 1 in the place of `dims`: their product is about x.
+
+    A scale is that power of two with which the largest element along `dims` lies in (224, 448]; a row with a NaN or an
+    infinity has NaNs.
+    """
+    most = jnp.max(jnp.abs(x), dims, keepdims=True).astype(jnp.float32)
+    bits = lax.bitcast_convert_type(_MOST / jnp.maximum(most, _LEAST), jnp.uint32)
+    factor = lax.bitcast_convert_type(bits & jnp.uint32(0xFF80_0000), jnp.float32)  # without its mantissa
+    return (x * factor.astype(x.dtype)).astype(F8), (1 / factor).astype(x.dtype)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 from flax import nnx
 
+from ..backend.removed import removed
 from ..backend.text import did_you_mean
 from ..model.model import Model
 from ..model.nnx import from_nnx
-from ..removed import removed
 from . import gpt as gpt
 from . import llama as llama
 from . import mixtral as mixtral

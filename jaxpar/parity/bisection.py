@@ -16,11 +16,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ..backend.removed import removed
 from ..model.model import Model
 from ..program import jaxpr as jx
 from ..program.evaluation import scope_of
 from ..program.walk import scan_parts
-from ..removed import removed
 from ..strategy import Strategy, as_strategy
 from .bisected import Bisected
 from .cut import CutLoss, Site, body_of, without_casts

@@ -1,8 +1,8 @@
 """The names of collectives: each kind as HLO and a ledger spell it, and the primitives of jaxprs that are of it.
 
 Primitives are those of jax 0.10 to 0.12, where a name may end in _start, and with check_vma in _invariant or _reduced;
-tensor_... are the edges of a tensor rank's program (`parallel/tensor/edges.py`). JAX keeps reductions over the axis of a
-`vmap` as collectives over a dim by its number; `reduced` makes plain reductions of them.
+tensor_... are the edges of a tensor rank's program (`parallel/tensor/edges.py`). JAX keeps reductions over the axis of
+a `vmap` as collectives over a dim by its number; `reduced` makes plain reductions of them.
 """
 
 from typing import Any

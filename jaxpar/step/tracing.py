@@ -135,7 +135,7 @@ class Traced:
 class Loss:
     """A traced loss beside what this device stores: the forward and the backward of one microbatch.
 
-    `access` is a rule applied to the leaves (`parallel/data/access.py`), or what takes its place, with `fetch` and `give`.
+    `access` applies a rule to the leaves (`parallel/data/access.py`), or takes its place, with `fetch` and `give`.
     """
 
     traced: Traced

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..backend.machines import leaves_host
+from ..backend.removed import removed
 from ..backend.text import amount, did_you_mean
-from ..removed import removed
 from .axes import AXES, SHARDS
 from .schedules import SCHEDULES, is_schedule
 from .schedules.operations import MOST
@@ -76,11 +76,11 @@ class Strategy:
         2021, section 2.2.2): a smaller bubble, more messages. "auto" is what the schedule needs: 2 of a V, as
         "zb-v", else 1.
       stages: what becomes a stage: "layers" of the model's layer stack; "cut", a part of its program, for models
-        without one stack (`parallel/pipeline/flat/`); or "auto", the first where the parameters have a stack, as far as their
-        names and shapes tell. Or where to cut: paths of modules, as in ["mid", "up/0"] or the text "mid:up/0", at the
-        first use of whose parameters the second stage and those after it begin. Or how many blocks of a list each stage
-        has, as in [7, 8, 8, 7] or the text "7:8:8:7": what comes before the list is in the first stage, what comes
-        behind it in the last.
+        without one stack (`parallel/pipeline/flat/`); or "auto", the first where the parameters have a stack, as far as
+        their names and shapes tell. Or where to cut: paths of modules, as in ["mid", "up/0"] or the text "mid:up/0", at
+        the first use of whose parameters the second stage and those after it begin. Or how many blocks of a list each
+        stage has, as in [7, 8, 8, 7] or the text "7:8:8:7": what comes before the list is in the first stage, what
+        comes behind it in the last.
       expert: size of the axis over which experts are split, each rank having some of a mixture's; tokens go to theirs
         and come back (GShard, Lepikhin et al. 2021). ZeRO shards experts over `fsdp`, all else over both together.
       context: size of the axis over which the sequence is split, each rank having some of the positions of its rows
@@ -113,8 +113,9 @@ class Strategy:
         "tensor", of all that a device has of it, which cuBLASLt's kernel multiplies in by itself.
       reduce: dtype in which gradients are reduced and accumulated: "f32"; "compute", the compute dtype; or "int8",
         float32 that travels in 8 bits, in blocks of 256 (ZeRO++, section 3.3; `parallel/data/eight_bits.py`).
-      gather: dtype in which zero=3 gathers weights (`parallel/data/eight_bits.py`): "compute", the compute dtype; "int8", in
-        blocks of 256 (ZeRO++, Wang et al. 2023, section 3.1); or with precision="fp8" "fp8", those of FP8 products.
+      gather: dtype in which zero=3 gathers weights (`parallel/data/eight_bits.py`): "compute", the compute dtype;
+        "int8", in blocks of 256 (ZeRO++, Wang et al. 2023, section 3.1); or with precision="fp8" "fp8", those of FP8
+        products.
       remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
         the model itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a
         `jax.checkpoint` policy. Under schedules with backwards in halves, the first half recomputes and leaves what the

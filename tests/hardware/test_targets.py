@@ -21,7 +21,6 @@ from jaxpar.hardware import kinds
 from jaxpar.hardware.devices import target
 from jaxpar.hardware.hardware import DTYPES, KINDS, Hardware, peak_flops, peaks_of
 from jaxpar.hardware.kinds import capture, load, to_toml
-from jaxpar.inspect import targets as older
 
 GPUS = ["A100-40GB", "A100-80GB", "H100", "H100-PCIe", "H200", "B200"]
 Write = Callable[[str], Path]
@@ -330,7 +329,3 @@ def test_slices_of_tpus() -> None:
     assert "all-reduce" in text
     with pytest.raises(ValueError, match="target='v5e:3x5' is no slice that the compiler knows: "):
         target("v5e:3x5")
-
-
-def test_its_older_name() -> None:
-    assert (older.target, older.KINDS) == (target, KINDS)

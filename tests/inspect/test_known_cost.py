@@ -2,7 +2,7 @@
 
 A small Llama whose sizes divide by few numbers, so that leaves are padded or replicated, and one of even sizes where
 eight tensor ranks must divide heads and words. (Of `pipe`, `fsdp`, `tensor` together, also with `sequence`, those of
-Llama-3-8B are in `localise/tensor/test_gpu_tensor.py`.)
+Llama-3-8B are in `parallel/tensor/test_gpu_tensor.py`.)
 """
 
 import functools

@@ -19,15 +19,13 @@ import jaxpar as jp
 # Where a room calls a function that a room above handed to it, and why it is handed down.
 HANDED_DOWN = {
     ("program", "step"): "the loss, to be traced",
-    ("program", "slicing"): "a piece of the loss, to be traced",
+    ("program", "slicing"): "a piece of the loss, to be traced; what is known of a value in a loop, through its body",
     ("collectives", "step"): "the gradients of one device, whose collectives are put in order",
-    ("rows", "step"): "the loss, traced anew for another number of rows",
-    ("slicing", "parallel"): "a strategy's fetch and give, for the leaves that a piece reads",
+    ("slicing", "parallel/data"): "a strategy's fetch and give, for the leaves that a piece reads",
     ("slicing", "parallel/pipeline"): "the same, where only some ranks' gradients count",
     ("program", "parallel/pipeline"): "one tick, to be traced",
     ("program", "collectives"): "a property of values, followed through what an equation holds",
     ("parallel/pipeline", "step"): "the rows of a microbatch, by its number",
-    ("program", "slicing/rolling"): "what is known of a value in a loop, followed through its body",
 }
 
 

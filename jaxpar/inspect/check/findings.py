@@ -25,7 +25,8 @@ from ...hardware.compiled.cost import Costs
 from ...hardware.compiled.kernels import Executable
 from ...hardware.hardware import Hardware
 from ...layout.leaves import Leaf
-from ...numerics.fp8.product import F8, SCOPE
+from ...layout.precision import F8
+from ...numerics.fp8.product import SCOPE
 from ...program import jaxpr as jx
 from ...program.walk import visit
 from ...step.core import Step

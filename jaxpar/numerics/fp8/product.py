@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...layout.precision import quantised
+
 Dims = tuple[int, ...]
 Numbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]  # as `lax.dot_general` has `dimension_numbers`
-F8 = jnp.float8_e4m3fn
 SCOPE = "fp8."  # before the path of the leaf, in the names of operations
-_MOST = float(jnp.finfo(F8).max)  # 448
-_LEAST = 2.0**-100  # of a row's largest element: the scale and its inverse stay within bfloat16's range
 
 
 @dataclass(frozen=True)
@@ -35,18 +33,6 @@ class ScaledProduct:
     weight: int
     path: str
     scaling: str = "row"
-
-
-def quantised(x: jax.Array, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-    """float8_e4m3fn of x's shape, and scales of x's dtype with 1 in the place of `dims`: their product is about x.
-
-    A scale is that power of two with which the largest element along `dims` lies in (224, 448]; a row with a NaN or an
-    infinity has NaNs.
-    """
-    most = jnp.max(jnp.abs(x), dims, keepdims=True).astype(jnp.float32)
-    bits = lax.bitcast_convert_type(_MOST / jnp.maximum(most, _LEAST), jnp.uint32)
-    factor = lax.bitcast_convert_type(bits & jnp.uint32(0xFF80_0000), jnp.float32)  # without its mantissa
-    return (x * factor.astype(x.dtype)).astype(F8), (1 / factor).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

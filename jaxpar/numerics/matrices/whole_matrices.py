@@ -7,7 +7,7 @@ of each leaf are followed through it (`program/dims.py`). What stands between th
     gradients, state --> elementwise --> [ region: products, norms, ... of one leaf ] --> elementwise --> changes, state
 
 Of a stack, a dim of which the program knows no two indices together (layers) is a batch dim, and the program of one
-matrix is the region on a part of one index: `localise/tensor` rewrites it as for as many ranks as there are layers.
+matrix is the region on a part of one index: `parallel/tensor` rewrites it as for as many ranks as there are layers.
 Who runs it on which matrix is dealt out in `numerics/matrices/owners.py`.
 """
 

@@ -86,7 +86,7 @@ def choose(
 ) -> AttentionMode:
     """The attention mode of a program on `ranks` context ranks, where `tensor` ranks share the heads.
 
-    `not_taken` is attention that the program spells out otherwise than `parallel/context/attention/` takes it, by line: why.
+    `not_taken` has, by line, attention that the program spells out in a way that `attention/` does not take, and why.
 
     `schedule` is that of a pipeline whose ranks run different operations at one time: no ring there, since XLA lets all
     devices of a program meet in a collective-permute, whichever of them exchange something.

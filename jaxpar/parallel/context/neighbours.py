@@ -1,8 +1,8 @@
 """Rules of equations that mix positions with those next to them, or with all before them: slices and paddings that move
 positions along, convolutions, cumulative sums, and scans of a diagonal linear recurrence.
 
-A rank gets what is next to its chunks from their neighbours (`parallel/context/ops/halo.py`), or of every chunk what it adds to
-those behind it.
+A rank gets what is next to its chunks from their neighbours (`ops/halo.py`), or of every chunk what it adds to those
+behind it.
 """
 
 import math

@@ -29,7 +29,7 @@ from jax import lax
 from ...collectives import all_gather, all_reduce, all_to_all, reduce_scatter_as
 from ...collectives.ranks import count
 from ...layout.leaves import PAD_FROM, Leaf
-from ...numerics.fp8.product import F8, quantised
+from ...layout.precision import F8, quantised
 from .contract import Rule, Sent, Use, Uses
 from .ddp import DDP
 from .fsdp import ZERO3, ZERO3_ONCE

@@ -1,4 +1,4 @@
-"""What follows from a schedule's table (`jaxpar/strategy/schedules/`): ticks and their phases, slots, time, bubble, messages.
+"""What follows from a schedule's table (`strategy/schedules/`): ticks and their phases, slots, time, bubble, messages.
 
 All of it is read from the table, by walking through it; nothing here knows one schedule from another. A table of p
 ranks, m microbatches and v chunks a rank cuts the layers into p v stages; which of them a rank holds is the placement.
@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from ...backend.files import text_of
+from ...backend.removed import removed
 from ...backend.text import did_you_mean
-from ...removed import removed
 from ...strategy.schedules import SCHEDULES, Recipe, operations, torch_csv
 from ...strategy.schedules.checker import check_table
 from ...strategy.schedules.operations import (

@@ -4,7 +4,7 @@ Of a loss on whole arrays, and the dim along which each parameter is split over 
 that each rank runs on its parts, with Megatron-LM's collectives in it (Shoeybi et al. 2019, section 3). Every value is
 whole on each rank or split along one dim; a rule for each primitive (`primitives.py`, `sums.py`,
 `calls.py`) says what its equation becomes. Whole values that split computation reads pass an edge
-(`parallel/tensor/edges.py`) whose transpose is an all-reduce, once for all readers: the query, key and value of attention
+(`edges.py`) whose transpose is an all-reduce, once for all readers: the query, key and value of attention
 share it. A sum over a split dim is followed by an all-reduce; with `sequence`, that of a matmul with a parameter by a
 reduce-scatter along dim 1 instead, so that what follows up to the next matmul is split along the sequence (Korthikanti
 et al. 2022, section 4.2.2). An equation without a rule gets whole values: the mathematics stays, at the price of

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,8 +17,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ... import __version__
 from ...backend.files import place
+from ...backend.removed import removed
 from ...backend.text import did_you_mean
 from ...data import Text
 from ...data.streams import training
@@ -25,7 +26,6 @@ from ...hosts import consistency, ending, launch
 from ...hosts.initialize import initialize, may_restart
 from ...layout.distributed import attach
 from ...make import TrainStep, make_train_step
-from ...removed import removed
 from ...strategy import Strategy
 from ..train.folder import write_whole
 from ..train.loop import OWN, Hook
@@ -98,7 +98,7 @@ def run(words: list[str]) -> None:
         case [] | ["-h" | "--help"]:
             print(_USAGE, end="")  # noqa: T201
         case ["--version"]:
-            print(f"jaxpar {__version__}, jax {jax.__version__}")  # noqa: T201
+            print(f"jaxpar {version('jaxpar')}, jax {jax.__version__}")  # noqa: T201
         case ["train", *rest]:
             _run(TrainOptions, "train", rest, train, _default(rest))
         case ["launch", *rest]:

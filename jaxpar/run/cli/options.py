@@ -18,12 +18,12 @@ import yaml
 from ... import data
 from ...backend.buckets import Place, is_bucket
 from ...backend.files import place, text_of
+from ...backend.removed import removed
 from ...backend.text import did_you_mean
 from ...data import images
 from ...model.model import Model
 from ...models import Named, llama, named
 from ...numerics.matrices.numbers import matrices
-from ...removed import removed
 from ...strategy import PRESETS, Strategy
 from ..train.loop import Loop, Units
 from ..train.profile import Profile

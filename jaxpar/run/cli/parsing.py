@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import tyro
 
+from ...backend.removed import removed
 from ...backend.text import did_you_mean
-from ...removed import removed
 from ...strategy import Strategy
 
 Options = TypeVar("Options")

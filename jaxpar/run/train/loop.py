@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol, Self
 
 from ...backend.buckets import Place, is_bucket
 from ...backend.files import local, place
+from ...backend.removed import removed
 from ...backend.text import did_you_mean
-from ...removed import removed
 from ...step.core import Step
 
 EVENTS = ("on_start", "on_step", "on_evaluate", "on_save", "on_end")

@@ -9,19 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
 
-from .. import ops
-from ..program import jaxpr as jx
+from ...program import jaxpr as jx
 from .reader import Reader
 from .values import NUMBER, Note, Value, reasons
 
 # Their own derivatives are those of what they compute: JAX's functions, and ours, by our tests.
-_KNOWN = (os.path.dirname(os.path.abspath(jax.__file__)), os.path.dirname(os.path.abspath(ops.__file__)))
+_PACKAGE = Path(__file__).absolute().parents[2]
+_KNOWN = (os.path.dirname(os.path.abspath(jax.__file__)), str(_PACKAGE / "parallel"), str(_PACKAGE / "numerics"))
 
 
 def backward_notes(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: Sequence[Value]) -> list[Note]:

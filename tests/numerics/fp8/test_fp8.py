@@ -23,9 +23,9 @@ from jaxpar.inspect.check import check
 from jaxpar.inspect.explain import explain
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.layout import precision
+from jaxpar.layout.precision import quantised
 from jaxpar.models import llama, mixtral
-from jaxpar.numerics.fp8 import product as fp8
-from jaxpar.numerics.fp8.product import ScaledProduct, product, quantised
+from jaxpar.numerics.fp8.product import ScaledProduct, product
 from jaxpar.parallel.data import eight_bits
 
 SGD = optax.sgd(0.05, momentum=0.9)
@@ -41,9 +41,9 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     of a part of a row nothing else is too small than of the whole.
     """
     monkeypatch.setitem(precision._DTYPES, "fp8", jnp.float32)
-    for module in (fp8, eight_bits):  # of both, since what is gathered in FP8 is read as such
+    for module in (precision, eight_bits):  # of both, since what is gathered in FP8 is read as such
         monkeypatch.setattr(module, "F8", jnp.float8_e5m2)
-    monkeypatch.setattr(fp8, "_MOST", float(jnp.finfo(jnp.float8_e5m2).max))
+    monkeypatch.setattr(precision, "_MOST", float(jnp.finfo(jnp.float8_e5m2).max))
 
 
 def _plain(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:

@@ -22,8 +22,8 @@ import jaxpar as jp
 from jaxpar.inspect.check import check as proof_of
 from jaxpar.inspect.explain import explain
 from jaxpar.inspect.ledger import Ledger
+from jaxpar.layout.precision import quantised
 from jaxpar.models import llama, mixtral
-from jaxpar.numerics.fp8.product import quantised
 from jaxpar.parallel import Use, rule_of
 
 SGD = optax.sgd(0.05, momentum=0.9)

@@ -141,7 +141,7 @@ def pairs(cell: Cell) -> set[Any]:
 
 
 # Left to the battery: 2 p microbatches, between p and 4 p, and all three axes, which the four on 16 devices of
-# `localise/tensor/test_tensor.py` hold.
+# `parallel/tensor/test_tensor.py` hold.
 CHOSEN = covering((c for c in product() if c.microbatches != "2p" and c.beside != "data=2,fsdp=2,zero=3"), pairs)
 
 

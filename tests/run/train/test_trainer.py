@@ -118,7 +118,7 @@ def test_a_killed_run_goes_on_bit_by_bit(unbroken: Any, tmp_path: Path) -> None:
     """Killed at a moment when a checkpoint is being written, and the log is ahead of it."""
     program = f"""
 import os, sys
-sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:3]]!r}
 from test_trainer import *
 trainer(Path({str(tmp_path)!r}), jp.Hook(on_save=lambda trainer, at: at["step"] == 4 and os.kill(os.getpid(), 9))).run()
 """
@@ -137,7 +137,7 @@ trainer(Path({str(tmp_path)!r}), jp.Hook(on_save=lambda trainer, at: at["step"] 
 def test_a_run_that_nobody_reads_any_more_is_saved(tmp_path: Path) -> None:
     program = f"""
 import sys
-sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:3]]!r}
 from test_trainer import *
 trainer(Path({str(tmp_path)!r}), quiet=False, strategy="single", steps=100_000, save_every=100_000, print_every=1).run()
 """

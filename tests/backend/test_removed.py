@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import jaxpar as jp
+from jaxpar.backend.removed import REMOVED, removed
 from jaxpar.models import named
 from jaxpar.parallel.pipeline.schedules import Schedule
-from jaxpar.removed import REMOVED, removed
 from jaxpar.run.cli import main
 from jaxpar.run.cli.options import TrainOptions
 from jaxpar.run.cli.parsing import in_flags

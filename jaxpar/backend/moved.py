@@ -1,0 +1,47 @@
+"""Modules that programs of users import under an older name: the import works, and warns with the new name."""
+
+import importlib
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+
+# Older name -> new name; None for a folder that is gone and whose modules the table names.
+MOVED = {
+    "jaxpar.inspect.compiled": None,
+    "jaxpar.inspect.compiled.cost": "jaxpar.hardware.compiled.cost",
+    "jaxpar.inspect.jitted": "jaxpar.forecast.own_step",
+    "jaxpar.inspect.plan": None,
+    "jaxpar.inspect.plan.line": "jaxpar.forecast.plan.line",
+    "jaxpar.inspect.plan.planner": "jaxpar.forecast.plan.planner",
+    "jaxpar.inspect.plan.ranking": "jaxpar.forecast.plan.ranking",
+    "jaxpar.inspect.targets": "jaxpar.hardware",
+    "jaxpar.inspect.verify": "jaxpar.parity",
+    "jaxpar.layout.dims": None,
+    "jaxpar.layout.dims.matrices": "jaxpar.numerics.matrices.numbers",
+    "jaxpar.ops": None,
+    "jaxpar.ops.experts": "jaxpar.parallel.expert.ops",
+    "jaxpar.targets": "jaxpar.hardware",
+    "jaxpar.train": None,
+    "jaxpar.train.loop": "jaxpar.run.train.loop",
+    "jaxpar.train.trainer": "jaxpar.run.train.trainer",
+}
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Finds the modules of `MOVED`. Python asks it only for names that no file has."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec for an older name, and None for any other name."""
+        return spec_from_loader(fullname, self, is_package=True) if fullname in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill a module with the names of the module that took its place, and warn at the line that imports it."""
+        if (new := MOVED[module.__name__]) is not None:
+            warnings.warn(f"{module.__name__} is now {new}; import it from there", DeprecationWarning, stacklevel=2)
+            names = vars(importlib.import_module(new))
+            vars(module).update({name: value for name, value in names.items() if not name.startswith("__")})

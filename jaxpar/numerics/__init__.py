@@ -1,0 +1,1 @@
+"""FP8 products, logits in chunks, and optimizers of whole matrices."""
