@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..strategy.schedules.operations import stage_of
 from .leaves import Leaf, Stacked, Staged
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) of every dim
@@ -93,7 +94,7 @@ def _runs(form: Staged, chunk: int, first: int, last: int) -> Iterator[tuple[int
     each = size // form.turned  # of one rank; the ranks come in reverse
     for rank in range(first // each, -(-last // each)):
         at, end = max(first, rank * each), min(last, (rank + 1) * each)
-        yield at, end - at, chunk * size + (form.turned - 1 - rank) * each + at - rank * each
+        yield at, end - at, stage_of("V", form.turned, rank, chunk) * each + at - rank * each
 
 
 def _clipped(box: Box, shape: Sequence[int]) -> Box:

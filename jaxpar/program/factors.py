@@ -72,12 +72,20 @@ def same(eqn: Any, but: Collection[int] = ()) -> Iterable[Factor]:
 
 
 def along(*params: str) -> Rule:
-    """Mixed along the dims that parameters name; along the last one where there are no such parameters."""
+    """Return a rule: the primitive mixes elements along the dims that these parameters name.
+
+    The rule raises ValueError where an equation has none of the parameters, since another dim would be a wrong result.
+    """
 
     def rule(eqn: Any) -> Iterable[Factor]:
         ndim = len(shapes(eqn)[0][0])
         named = [np.atleast_1d(eqn.params[name]) for name in params if name in eqn.params]
-        return same(eqn, [d % ndim for dims in named or [[-1]] for d in dims])
+        if not named:
+            raise ValueError(
+                f"the rule of {eqn.primitive.name} in program/factors.py reads the dims from {' or '.join(params)}, "
+                f"and the primitive has the parameters {', '.join(eqn.params) or 'none'}; name one of these in the rule"
+            )
+        return same(eqn, [d % ndim for dims in named for d in dims])
 
     return rule
 

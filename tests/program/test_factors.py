@@ -165,3 +165,11 @@ def test_each_primitive_of_jax_has_factors_or_a_reason() -> None:
     excused = " ".join(NOT_BY_FACTORS.values()).split()
     assert not {*FACTORS} & {*excused}
     assert not known - {*FACTORS, *excused}
+
+
+def test_a_rule_that_names_no_parameter_of_the_primitive_raises() -> None:
+    """It mixed along the last dim instead, and a loss over that dim was wrong without a word."""
+    (eqn,) = jax.make_jaxpr(lambda x: jax.lax.cumsum(x, 0))(jnp.ones((3, 4))).eqns
+    assert [factor.ins for factor in factors.along("axis")(eqn)] == [(1,)]
+    with pytest.raises(ValueError, match=r"the rule of cumsum .* reads the dims from dimension, .* name one of these"):
+        list(factors.along("dimension")(eqn))

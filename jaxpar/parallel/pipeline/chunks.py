@@ -16,6 +16,7 @@ from ...program import jaxpr as jx
 from ...slicing.halves import merge, pick
 from ...slicing.pieces import Stack
 from ...slicing.program import Program, read
+from ...strategy.schedules.operations import stage_of
 from .schedules import Schedule
 
 AXIS = "pipe"
@@ -189,10 +190,7 @@ class Cut:
 
     def _stage(self, op: Any) -> jax.Array:
         """The stage that this rank's chunk is."""
-        ranks, rank, chunk = self.schedule.ranks, lax.axis_index(AXIS), op["chunk"]
-        if self.schedule.placement == "V":
-            rank = jnp.where(chunk % 2 == 1, ranks - 1 - rank, rank)
-        return chunk * ranks + rank
+        return stage_of(self.schedule.placement, self.schedule.ranks, lax.axis_index(AXIS), op["chunk"])
 
     def _start(self, op: Any) -> jax.Array:
         """The first layer of this rank's chunk, counted in the stack."""

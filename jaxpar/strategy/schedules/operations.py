@@ -1,6 +1,6 @@
 """What tables of pipelines are made of: operations, and where a rank's chunks lie among the stages."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
@@ -46,13 +46,15 @@ class StagePlace(NamedTuple):
     chunk: int
 
 
-def stage_of(placement: Placement, ranks: int, rank: int, chunk: int) -> int:
-    """The number of a rank's chunk among all, in the order of the layers.
+def stage_of(placement: Placement, ranks: int, rank: Any, chunk: Any) -> Any:
+    """Return the number of a rank's chunk among all chunks, in the order of the layers: integers, or traced ones.
 
     "loop": chunk c of rank s is stage c p + s (Narayanan et al. 2021, section 2.2.2). "V": odd chunks run backwards
     through the ranks, so that rank s holds stages s and 2 p - 1 - s (Qi et al. 2023, section 6).
     """
-    return chunk * ranks + (ranks - 1 - rank if placement == "V" and chunk % 2 else rank)
+    # Without a branch, so that rank and chunk may be traced: in an odd chunk of a V, rank becomes ranks - 1 - rank.
+    reversal = (chunk % 2) * (ranks - 1 - 2 * rank) if placement == "V" else 0
+    return chunk * ranks + rank + reversal
 
 
 def place_of(placement: Placement, ranks: int, stage: int) -> StagePlace:

@@ -1,0 +1,43 @@
+"""The order in which the layers of a pipeline are stored: `stage_of` says it, and every conversion follows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.layout.leaves import Staged
+from jaxpar.strategy.schedules.operations import place_of, stage_of
+
+CASES = [(placement, ranks, chunks, each, missing) for placement in ("loop", "V") for ranks in (1, 2, 4)
+         for chunks in (1, 2, 3) for each, missing in ((1, 0), (3, 2))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("placement", "ranks", "chunks", "each", "missing"), CASES)
+def test_layers_are_stored_where_stage_of_says(
+    placement: str, ranks: int, chunks: int, each: int, missing: int
+) -> None:
+    """A V's order was written in four places, and no test said that they agree."""
+    layers = ranks * chunks * each - missing
+    held = (chunks, ranks * each) if chunks > 1 else (ranks * each,)
+    form = Staged(layers, held, turned=ranks if placement == "V" else 0)
+    x = jnp.arange(1, layers + 1)
+    staged = form.in_stages(x)
+    np.testing.assert_array_equal(form.in_order(staged), x)
+    if held == (layers,):
+        return  # stored as the model has it
+    stored = np.asarray(staged).reshape(chunks, ranks, each)
+    for chunk in range(chunks):
+        for rank in range(ranks):
+            first = stage_of(placement, ranks, rank, chunk) * each  # type: ignore[arg-type]
+            expected = [layer + 1 if layer < layers else 0 for layer in range(first, first + each)]
+            assert stored[chunk, rank].tolist() == expected
+
+
+@pytest.mark.parametrize("placement", ["loop", "V"])
+def test_a_traced_rank_and_chunk_have_the_same_stage(placement: str) -> None:
+    stage = jax.jit(lambda rank, chunk: stage_of(placement, 4, rank, chunk))  # type: ignore[arg-type]
+    for chunk in range(3):
+        for rank in range(4):
+            number = stage_of(placement, 4, rank, chunk)  # type: ignore[arg-type]
+            assert int(stage(rank, chunk)) == number
+            assert place_of(placement, 4, number) == (rank, chunk)  # type: ignore[arg-type]
