@@ -1,8 +1,8 @@
 """`make test ROOM=parallel/pipeline`: print the paths of one room's tests, and of the examples in its code.
 
 parallel/pipeline     the folder tests/parallel/pipeline
-rows/test_rows.py     one file below tests/
-inspect/plan          a room of jaxpar/ whose tests are files: tests/inspect/test_plan*.py
+step/rows/test_rows.py  one file below tests/
+inspect/predict       a room of jaxpar/ whose tests are files: tests/inspect/test_predict*.py
 models/llama          a room of jaxpar/ that is tested with the rooms beside it: tests/models
 """
 
