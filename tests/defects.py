@@ -288,7 +288,7 @@ DEFECTS = (
            "if self._returns == _RETURNS:", "if self._returns > _RETURNS:",
            "A run goes back to one checkpoint once more than it should."),
     Defect("claim-taken", "run/train/folder.py",
-           "train/test_faults.py::test_of_two_claims_of_a_folder_the_second_is_refused_until_the_first_is_released",
+           "run/train/test_faults.py::test_of_two_claims_of_a_folder_the_second_is_refused_until_the_first_is_released",
            "if alive and not (own and there[\"id\"] not in _live):", "if False:",
            "A run takes the folder of another one that is still going on."),
     Defect("save-last", "run/train/trainer.py",
