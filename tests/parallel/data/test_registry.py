@@ -51,12 +51,12 @@ MODEL = jp.Model(init=init, loss=loss)
 @pytest.fixture
 def int8(monkeypatch: pytest.MonkeyPatch) -> Rule:
     """The rule of the page, registered for one test."""
-    monkeypatch.setattr(jaxpar.parallel, "_RULES", {})
+    monkeypatch.setattr(jaxpar.parallel.data, "_RULES", {})
     first = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert first is not None
     with contextlib.redirect_stdout(io.StringIO()):
         exec(first[1], {})
-    return jaxpar.parallel._RULES["int8"]
+    return jaxpar.parallel.data._RULES["int8"]
 
 
 def made(strategy: Any, **options: Any) -> Any:
@@ -98,7 +98,7 @@ def test_a_rule_of_one_s_own_composes(strategy: str, int8: Rule) -> None:
 
 
 def test_a_rule_that_shards_is_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxpar.parallel, "_RULES", {})
+    monkeypatch.setattr(jaxpar.parallel.data, "_RULES", {})
     register(dataclasses.replace(ZERO3, name="mine"))
     ours, mine = made("data=2,fsdp=4"), made("data=2,fsdp=4,rule=mine")
     assert mine.layout.bytes == ours.layout.bytes
