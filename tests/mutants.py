@@ -109,7 +109,7 @@ def chosen(room: str, only: str) -> list[Defect]:
     inside = lambda path: not room or path == room or path.startswith(f"{room}/")
     found = [d for d in DEFECTS if (inside(d.tests) or inside(d.file)) and only in ("", d.name)]
     if not found:
-        rooms = sorted({d.tests for d in DEFECTS})
+        rooms = sorted({path.partition("/")[0] for d in DEFECTS for path in (d.file, d.tests) if "/" in path})
         raise SystemExit(
             f"ROOM={room} ONLY={only}: no defect is of that room or name; name a room ({', '.join(rooms)}) or a "
             f"defect ({', '.join(d.name for d in DEFECTS)})"

@@ -142,6 +142,7 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "matmul outer": lambda x, y: jnp.einsum("abc,def->ad", x, x * y),
     "matmul transposed": lambda x, y: jnp.einsum("abc,cd->dab", x, y[0].T @ y[1]),
     "take": lambda x, y: sum(jnp.take(x, INDEX % 4, a).sum() for a in range(3)) * y + x[INDEX].sum((0, 1)),
+    "take of every place": lambda x, y: sum(jnp.take(x, np.arange(x.shape[a]), a) * y for a in range(3)),
     "take clipped": lambda x, y: sum(jnp.take(x, FAR, a, mode="clip").sum() for a in range(3)) * y,
     "take wrapped": lambda x, y: sum(jnp.take(x, FAR, a, mode="wrap").sum() for a in range(3)) * y,
     "take filled": lambda x, y: sum(jnp.take(x, FAR, a, mode="fill", fill_value=7.0).sum() for a in range(3)) * y,

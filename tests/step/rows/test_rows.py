@@ -415,6 +415,14 @@ def test_a_loss_that_couples_rows_is_named_by_its_line(loss: Loss) -> None:
     assert traced(of(loss, rows="independent")) == []
 
 
+def test_what_is_written_most_is_refused_in_every_sample() -> None:
+    """A mean by a mask, and weight decay beside a sum; the cells above are many, of which a sample has few."""
+    with pytest.raises(ValueError, match="divides one sum over rows by another"):
+        traced(of(masked_mean))
+    with pytest.raises(ValueError, match="adds up a sum over rows and a value that is the same for all rows"):
+        traced(of(decay_in_a_sum))
+
+
 def test_the_line_is_the_callers_not_a_librarys() -> None:
     """What a loss of Optax or a layer of Flax does was named by a line within these packages."""
 
