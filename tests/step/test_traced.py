@@ -90,7 +90,10 @@ def test_inspect_reads_no_private_names() -> None:
     its own affair.
     """
     jaxpar = Path(jp.__file__).parent
-    for path in (*(jaxpar / "inspect").rglob("*.py"), *(jaxpar / "targets").rglob("*.py")):
+    rooms = ("inspect", "forecast", "parity", "hardware")
+    paths = [path for room in rooms for path in (jaxpar / room).rglob("*.py")]
+    assert len({path.relative_to(jaxpar).parts[0] for path in paths}) == len(rooms)
+    for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
                 assert ast.unparse(node.value) in ("self", "cls"), f"{path}:{node.lineno}: {ast.unparse(node)}"

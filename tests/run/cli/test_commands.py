@@ -136,7 +136,7 @@ def test_only_errors_of_cpp_reach_the_terminal(
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
     if level is not None:
         monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
-    path = str(Path(jaxpar.__file__).parent / "quiet.py")
+    path = str(Path(jaxpar.__file__).parent / "backend" / "quiet.py")
     script = NOISY.format(name="importlib.util", argv=argv, path=path)
     done = subprocess.run([sys.executable, "-S", "-c", script], capture_output=True, text=True, timeout=1800)
     assert ("absl::InitializeLog" in done.stderr) == ("cudart_stub" in done.stderr) == noise
