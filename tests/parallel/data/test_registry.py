@@ -24,7 +24,7 @@ from jaxpar.inspect.ledger import Ledger
 from jaxpar.parallel import Promise, Rule, register
 from jaxpar.parallel.data.fsdp import ZERO3
 
-PAGE = Path(__file__).parents[2] / "docs" / "strategies" / "own.md"
+PAGE = Path(__file__).parents[3] / "docs" / "strategies" / "own.md"
 SGD = optax.sgd(0.1, momentum=0.9)
 LAYERS, DIM = 4, 24
 BATCH = np.random.default_rng(0).normal(size=(16, DIM)).astype(np.float32)
