@@ -302,9 +302,10 @@ def warn_unread(names: Sequence[str]) -> None:
     """Warn of leaves of the batch that the loss does not read, by their paths."""
     if names:
         leaves, them = (f"leaf {names[0]}", "it") if len(names) == 1 else (f"leaves {', '.join(names)}", "them")
+        mask = " (jaxpar.data.Rows adds mask unless last='pad' or 'drop_last')" if "mask" in names else ""
         warnings.warn(
             f"the loss does not read batch {leaves}, so no result depends on {them}; read {them} in the loss, or leave "
-            f"{them} out of the batch",
+            f"{them} out of the batch{mask}",
             stacklevel=2,
         )
 

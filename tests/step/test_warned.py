@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxpar as jp
+from jaxpar.data import Rows
 from jaxpar.program import jaxpr as jx
 
 BATCH = {"x": np.ones((16, 8), np.float32), "y": np.zeros((16, 4), np.float32)}
@@ -62,6 +63,16 @@ def test_leaves_of_a_batch_that_nothing_reads() -> None:
         with pytest.warns(UserWarning, match="leaves more/labels/0, more/labels/1, more/segment_ids, so no result"):
             step.trace(nested)
         step.trace({"x": BATCH["x"]})  # the advice
+
+
+def test_a_mask_that_nothing_reads_can_be_left_out_of_rows() -> None:
+    """`Rows` adds a mask where all batches are full too, and the advice was to leave it out, which nobody could."""
+    step = step_of(linear, square, "fsdp")
+    rows = lambda **options: next(Rows(BATCH, **options).batches(16, 0))
+    with pytest.warns(UserWarning, match=r"batch leaf mask.*leave it out of the batch \(jaxpar.data.Rows adds mask"):
+        step.trace(rows())
+    for last in ("pad", "drop_last"):
+        step.trace(rows(last=last))  # the advice
 
 
 def test_leaves_of_a_batch_that_something_reads() -> None:
