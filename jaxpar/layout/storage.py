@@ -207,6 +207,8 @@ def check_trains(params: Any, trainable: Callable[[str], bool] | None) -> None:
         return
     listed = ", ".join(name for name, _ in leaves[:5]) or "none"
     needed = "at least one must be floating-point" if trainable is None else "trainable= must be true for some path"
+    if not leaves:
+        needed = "init has to return at least one array of floating-point numbers; run a loss without any by jax.jit"
     raise ValueError(f"no trainable parameters among {len(leaves)} leaves ({listed}); {needed}")
 
 
