@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 # Where a distribution's name is not what Python imports.
-_IMPORTED = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}
+_IMPORTED = {"lazy-loader": "lazy_loader", "pyyaml": "yaml", "orbax-checkpoint": "orbax"}
 
 
 def missing() -> list[str]:

@@ -20,7 +20,7 @@ place = jp.initialize()
 import jax, numpy as np
 from jax.experimental.multihost_utils import process_allgather
 import two_processes
-from jaxpar import machines
+from jaxpar.backend import machines
 path, cells, name, text, *rows = sys.argv[1:]
 step, grads = two_processes.step_of(cells, name, text, jax.devices(), *map(int, rows))
 assert machines._hosts == [0, 0]  # one machine, which they have told each other

@@ -36,7 +36,7 @@ gpu = SimpleNamespace(platform="gpu", process_index=0, client=None)
 keep_compiled(gpu)
 # The first process of another host, to which jax leaves no writing.
 from jax._src import compiler, distributed
-from jaxpar import compile_cache
+from jaxpar.backend import compile_cache
 compiler._cache_write = compile_cache._write
 distributed.global_state.process_id = 1
 init = lambda key: {"w": jax.random.normal(key, (8, 8))}

@@ -2,6 +2,7 @@
 
 import math
 
+import deepseek
 import published_throughput
 import pytest
 from published_blind import BLIND
@@ -21,7 +22,7 @@ def test_a_run_can_be_predicted(run: Run) -> None:
     assert run.rows % (devices // (strategy.pipe * strategy.tensor * strategy.context) * strategy.microbatches) == 0
     assert run.source
     assert run.tokens > 0
-    assert run.model in NAMES or run.unsupported
+    assert run.model in (*NAMES, *deepseek.SIZES) or run.unsupported
 
 
 def test_names_are_of_one_run_each() -> None:

@@ -224,7 +224,7 @@ def test_what_replicas_sum_is_sent_between_other_products() -> None:
 
 
 def test_by_itself_it_is_on_where_what_loops_send_leaves_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxpar.strategy, "leaves_host", lambda across, axes: across in axes)
+    monkeypatch.setattr(jaxpar.strategy.strategy, "leaves_host", lambda across, axes: across in axes)
     hsdp = "data=2,fsdp=4"
     on = {
         (text, across)

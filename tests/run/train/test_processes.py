@@ -26,7 +26,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 rank, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 import optax
-sys.path[:0] = ["tests", "tests/train"]
+sys.path[:0] = ["tests", "tests/run/train"]
 import jaxpar as jp
 from test_processes import case, refusals
 found = {name: case(name, rank) for name in sys.argv[3:]}

@@ -555,7 +555,7 @@ def test_no_steps_explain_and_write_nothing(tmp_path: Path, capsys: pytest.Captu
 WORKER = """
 import os, sys
 from pathlib import Path
-sys.path[:0] = ["tests", "tests/train"]
+sys.path[:0] = ["tests", "tests/run/train"]
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 import jaxpar as jp
