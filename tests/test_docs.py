@@ -195,9 +195,10 @@ def test_files_named_in_docs_are_there() -> None:
     for page in PAGES:
         for path in re.findall(r"`((?:jaxpar|tests|experiments|benchmarks|docs)/[\w/.]*)`", page.read_text()):
             assert (ROOT / path).exists(), f"{name(page)} names {path}"
-    house = (ROOT / "CONTRIBUTING.md").read_text().partition("## The house")[2].partition("##")[0]
-    for path in re.findall(r"^\| \d+ \| `([\w/.]+)` \|", house, re.MULTILINE):
-        assert (ROOT / "jaxpar" / path).exists(), f"CONTRIBUTING.md names {path}"
+    rooms = re.findall(r"^\| \d+ \| `([\w/.]+)` \|", (ROOT / "jaxpar" / "README.md").read_text(), re.MULTILINE)
+    assert rooms
+    for path in rooms:
+        assert (ROOT / "jaxpar" / path).exists(), f"jaxpar/README.md names {path}"
 
 
 def test_the_site_links_to_the_repository_that_the_package_names() -> None:
