@@ -116,8 +116,11 @@ class Staging:
         self.folder: Path | None = Path(self._made.name) if self._made else out if isinstance(out, Path) else None
 
     def copy(self) -> None:
-        """Copies what has changed, where that is to be done."""
+        """Copy the files that have changed to the bucket, unless another run has taken the place meanwhile."""
         if (out := self._claim.out) is None or not is_bucket(out) or self.folder is None:
+            return
+        # A slow save calls this too, after the run has ended because its place was taken.
+        if jax.process_index() == 0 and self._claim.lost():
             return
         for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
             about = path.stat()
@@ -131,8 +134,7 @@ class Staging:
     def __exit__(self, *_: object) -> None:
         if self._made is not None:
             with self._made:
-                if jax.process_index() or not self._claim.lost():
-                    self.copy()
+                self.copy()
 
 
 @contextlib.contextmanager
