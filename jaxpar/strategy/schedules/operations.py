@@ -52,9 +52,10 @@ def stage_of(placement: Placement, ranks: int, rank: Any, chunk: Any) -> Any:
     "loop": chunk c of rank s is stage c p + s (Narayanan et al. 2021, section 2.2.2). "V": odd chunks run backwards
     through the ranks, so that rank s holds stages s and 2 p - 1 - s (Qi et al. 2023, section 6).
     """
-    # Without a branch, so that rank and chunk may be traced: in an odd chunk of a V, rank becomes ranks - 1 - rank.
-    reversal = (chunk % 2) * (ranks - 1 - 2 * rank) if placement == "V" else 0
-    return chunk * ranks + rank + reversal
+    stage = chunk * ranks + rank
+    if placement == "V":  # in an odd chunk rank becomes ranks - 1 - rank; without a branch, as both may be traced
+        stage += (chunk % 2) * (ranks - 1 - 2 * rank)
+    return stage
 
 
 def place_of(placement: Placement, ranks: int, stage: int) -> StagePlace:
