@@ -60,7 +60,6 @@ def parse(options: type[Options], command: str, words: Sequence[str], default: O
                 prog=f"jaxpar {command}",
                 description=said,
                 args=words,
-                config=(tyro.conf.FlagCreatePairsOff,),
                 return_unknown_args=True,
                 **extra,
             )

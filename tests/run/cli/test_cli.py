@@ -22,6 +22,7 @@ from jaxpar.models import named
 from jaxpar.run.cli import commands
 from jaxpar.run.cli.commands import main
 from jaxpar.run.cli.options import CheckOptions, ExplainOptions, TrainOptions, model_of, optimizer_of, units_of
+from jaxpar.run.cli.parsing import parse
 from jaxpar.run.train.recorder import read
 
 TINY = "llama-tiny,layers=1,dim=16,heads=2,kv_heads=1,ffn=16"
@@ -206,7 +207,7 @@ def test_help_explains_every_option_with_its_default(capsys: pytest.CaptureFixtu
     shown = " ".join(re.sub(r"[─│╭╮╰╯]", " ", capsys.readouterr().out).split())
     for field in dataclasses.fields(TrainOptions):
         option = f"--{field.name.replace('_', '-')}"
-        assert re.search(rf"{option}[ \w{{}}|-]* .*?\(default: {re.escape(str(field.default))}\)", shown), option
+        assert re.search(rf"{option}[ \w{{}}|,-]* .*?\(default: {re.escape(str(field.default))}\)", shown), option
     main([])
     overview = capsys.readouterr().out
     assert "timeline" in overview
@@ -215,13 +216,20 @@ def test_help_explains_every_option_with_its_default(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith(f"jaxpar {jp.__version__}")
 
 
+def test_a_flag_can_be_repeated_and_taken_back_when_a_run_goes_on() -> None:
+    """The options of the earlier run are defaults then, and a flag that was on could be given no more."""
+    earlier = TrainOptions(quiet=True, steps=7)
+    assert parse(TrainOptions, "train", ["--quiet"], earlier) == earlier
+    assert parse(TrainOptions, "train", ["--no-quiet"], earlier) == dataclasses.replace(earlier, quiet=False)
+    assert parse(TrainOptions, "train", ["--quiet"]).quiet
+
+
 def test_yaml_holds_every_option_and_the_command_line_comes_before_it(tmp_path: Path) -> None:
     options = TrainOptions(steps=7, lr=2e-4, data=Path("some/folder"), out=Path("o"), print_every=3, model=TINY)
     path = tmp_path / "run.yaml"
     path.write_text(options.dump())
     assert TrainOptions.load(path) == options
     from jaxpar.run.cli.commands import _default
-    from jaxpar.run.cli.parsing import parse
 
     words = ["--config", str(path), "--steps", "9"]
     found = parse(TrainOptions, "train", words, _default(words))
@@ -288,7 +296,6 @@ def test_flops_and_peaks_make_the_mfu() -> None:
 
 def test_muon_takes_the_hidden_matrices() -> None:
     """Its state has momenta of these alone, and all else is AdamW's. `explain` and `check` refused the option."""
-    from jaxpar.run.cli.parsing import parse
 
     for command, options in {"explain": ExplainOptions, "check": CheckOptions}.items():
         assert parse(options, command, ["--optimizer", "muon"]).optimizer == "muon"
