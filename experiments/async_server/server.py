@@ -201,6 +201,12 @@ class Server:
                 raise ValueError(f"the gradient of {name} is {x.dtype}{list(x.shape)}; send {dtype}{shape}")
             if not np.isfinite(x).all():
                 raise ValueError(f"the gradient of {name} is not finite; leave it out, and try a lower learning rate")
+            # Each is finite, and their quotient, which optax gets, may not be.
+            if x.size and np.abs(x).max().astype(np.float64) / count > np.finfo(np.float32).max:
+                raise ValueError(
+                    f"the gradient of {name}, divided by count={count}, is more than float32 holds; send the sum of "
+                    "the gradients of its rows, and as the count the sum of their weights"
+                )
         with self._changed:
             self._clocks.heard(number, token)
             if pulled > self._version:

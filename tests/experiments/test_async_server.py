@@ -202,6 +202,8 @@ def test_no_field_of_a_message_changes_anything_before_all_are_checked() -> None
         for bad in (np.nan, np.inf):
             with pytest.raises(ValueError, match=r"gradient of \w is not finite"):
                 worker._server("push", push, [np.full_like(x, bad) for x in leaves])
+        with pytest.raises(ValueError, match=r"gradient of \w, divided by count=1e-30, is more than float32 holds"):
+            worker._server("push", push | {"count": 1e-30}, [np.full_like(x, 1e30) for x in leaves])
         jax.tree.map(np.testing.assert_array_equal, before, server.params)
         for _ in range(2):
             worker._server("push", push, leaves)
