@@ -343,7 +343,7 @@ def test_proposals_are_ranked_by_what_they_take() -> None:
     assert seconds == sorted(seconds)
     assert f"{1e3 * seconds[1]:,.1f}" in str(found)
     assert list(found.json()["found"]) == names
-    with pytest.raises(ValueError, match=r"no proposal can be: 1: .*8 devices"):
+    with pytest.raises(ValueError, match=r"no proposal is valid: 1: .*8 devices"):
         jp.plan_shardings(step, [step_of(small)[1:]], "16xH100")
 
 
@@ -354,7 +354,7 @@ def test_proposals_that_are_none() -> None:
         jp.plan_shardings(jnp.sin, "fsdp", "8xH100")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"shardings is 'dict'; needs by name"):
         jp.plan_shardings(jnp.sin, [1.0], "8xH100")
-    with pytest.raises(ValueError, match="no proposal can be: shardings is empty"):
+    with pytest.raises(ValueError, match="no proposal is valid: shardings is empty"):
         jp.plan_shardings(jnp.sin, {}, "8xH100")
 
 
