@@ -10,7 +10,7 @@ from test_plan import ADAM, H100, MODEL, here, line_of
 
 import jaxpar as jp
 from jaxpar.forecast.plan import planner as planning
-from jaxpar.forecast.plan.candidates import Splits, candidates, enough
+from jaxpar.forecast.plan.candidates import Splits, candidates, parts_per_row
 from jaxpar.forecast.plan.estimates import Estimator
 from jaxpar.forecast.plan.neighbours import families, neighbours
 from jaxpar.forecast.plan.planner import reason_to_skip
@@ -123,7 +123,7 @@ def test_positions_are_split_where_rows_are_fewer_than_devices(monkeypatch: pyte
 
 def test_positions_are_split_no_further_than_devices_need() -> None:
     """A plan for 512 rows on 1,024 devices took closed forms of 1,024 parts of a row, for minutes."""
-    assert [enough(n, rows) for n, rows in ((1024, 512), (1024, 1024), (8, 3), (8, 1))] == [2, 1, 4, 8]
+    assert [parts_per_row(n, rows) for n, rows in ((1024, 512), (1024, 1024), (8, 3), (8, 1))] == [2, 1, 4, 8]
 
 
 @pytest.mark.slow

@@ -170,11 +170,11 @@ def test_the_cache_knows_model_batch_target_and_optimizer() -> None:
         (3, here(KINDS["H200"])), (3, here(devices=4)), (4, {"up": -1}),
         (5, lambda path: path == "up"),
     )  # fmt: skip
-    hashes = {plan_cache.about(*base)}
+    hashes = {plan_cache.plan_key(*base)}
     for at, value in changes:
-        hashes.add(plan_cache.about(*(value if i == at else x for i, x in enumerate(base))))
+        hashes.add(plan_cache.plan_key(*(value if i == at else x for i, x in enumerate(base))))
     assert len(hashes) == 1 + len(changes)
-    assert plan_cache.about(stack(), *base[1:]) in hashes  # traced again: no address of an object is in it
+    assert plan_cache.plan_key(stack(), *base[1:]) in hashes  # traced again: no address of an object is in it
 
 
 def test_a_broken_file_is_compiled_again(tmp_path: Path) -> None:

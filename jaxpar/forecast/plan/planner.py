@@ -36,8 +36,8 @@ from ...parallel.pipeline.chunks import padded
 from ...parallel.tensor.dims import Rules
 from ...step.core import Step
 from ...strategy import Strategy, as_strategy
-from .cache import PlanCache, about, folder
-from .candidates import NONE, REMATS, Splits, candidates, enough
+from .cache import PlanCache, folder, plan_key
+from .candidates import NO_SPLITS, REMATS, Splits, candidates, parts_per_row
 from .estimates import Estimate, Estimator
 from .line import Line, ranked
 from .neighbours import alike_but, families, keeps_more, neighbours
@@ -138,10 +138,10 @@ class _Planner:
         self.cache: PlanCache | None = None
         if cache is not False:
             path = folder(None if cache is True else cache)
-            self.cache = PlanCache(path, about(model, optimizer, batch, target, rules, trainable))
+            self.cache = PlanCache(path, plan_key(model, optimizer, batch, target, rules, trainable))
         self.estimator, self.known = Estimator(model, optimizer, target, batch, rules, trainable), dict[str, Any]()
         self.usable = int((1 - RESERVE) * (target.hardware.memory_bytes or 0))
-        self.splits = NONE
+        self.splits = NO_SPLITS
         self.lines: list[Line] = []
         self.refused: dict[str, str] = {}
         self.pruned: dict[str, str] = {}
@@ -310,7 +310,7 @@ class _Planner:
         # Positions are split where rows are too few for the devices, until each has some; or a row too long for one.
         found = self._fitting(candidates(self.target, rows, precision, whole), bar)
         if not found or rows < len(self.target.devices):
-            most = min(context, enough(len(self.target.devices), rows)) if found else context
+            most = min(context, parts_per_row(len(self.target.devices), rows)) if found else context
             split = candidates(self.target, rows, precision, Splits(experts, most))
             found += self._fitting((one for one in split if one.context > 1), bar)
             if why:
