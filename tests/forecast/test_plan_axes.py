@@ -74,7 +74,7 @@ def test_ways_of_attention_that_are_one_program_are_compiled_once() -> None:
     lines = [dataclasses.replace(line, estimate=ours.estimate(auto))]
     assert usp in list(neighbours(auto, HOST, 4, Splits(context=2)))
     why = {way: reason_to_skip(way, ours.estimate(way), lines, 20, 16) for way in (usp, ring)}
-    assert why == {usp: f"as {auto}, by closed forms: of attention the way is the same", ring: None}
+    assert why == {usp: f"as {auto}, by closed forms: both attend in the same way", ring: None}
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_positions_are_split_where_rows_are_fewer_than_devices(monkeypatch: pyte
         names = ("memory", "prediction", "kernels", "links", "exposed", "sent", "bubble", "compile_seconds")
         return {name: made[name] for name in names}
 
-    monkeypatch.setattr(planning._Planner, "_numbers", numbers)
+    monkeypatch.setattr(planning._Planner, "_line_fields", numbers)
     model = named("llama-tiny", layers=2)
     found = jp.plan(model.model, model.example(1, LENGTH), here(devices=2), ADAM, top=4, cache=False)
     assert found.best.context == 2

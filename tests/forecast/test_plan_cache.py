@@ -50,7 +50,7 @@ def test_search_goes_on_around_the_best(monkeypatch: pytest.MonkeyPatch) -> None
         names = ("memory", "prediction", "kernels", "links", "exposed", "sent", "bubble", "compile_seconds")
         return {name: made[name] for name in names} | {"memory": {"total": 10}}
 
-    monkeypatch.setattr(planning._Planner, "_numbers", numbers)
+    monkeypatch.setattr(planning._Planner, "_line_fields", numbers)
     found = a_plan(None, top=48)
     assert len(found.lines) <= 48
     assert found.best == best
@@ -71,7 +71,7 @@ def test_what_does_not_fit_says_nothing_of_what_is_alike_and_does(monkeypatch: p
         total = 10 if strategy.zero == 3 else 10**12
         return {name: made[name] for name in names} | {"memory": {"total": total, "arguments": 5}}
 
-    monkeypatch.setattr(planning._Planner, "_numbers", numbers)
+    monkeypatch.setattr(planning._Planner, "_line_fields", numbers)
     found = a_plan(None, top=12, target=here(devices=2))
     assert any(not line.fits for line in found.lines)
     assert is_best(found.best)
@@ -89,7 +89,7 @@ def faked(monkeypatch: pytest.MonkeyPatch, told: Any) -> list[jp.Strategy]:
         fields = {name: made[name] for name in names} | {"memory": {"total": total, "arguments": 5}}
         return fields | {"prediction": {**fields["prediction"], "chunked": chunked}}
 
-    monkeypatch.setattr(planning._Planner, "_numbers", numbers)
+    monkeypatch.setattr(planning._Planner, "_line_fields", numbers)
     return asked
 
 
@@ -103,11 +103,11 @@ def test_whole_logits_are_tried_where_the_best_has_them_in_chunks(monkeypatch: p
 
 def test_what_computes_nothing_again_is_tried_before_all_that_is_as_long() -> None:
     """Llama-3.2-1B on 8 H100: 16 programs, all with `remat=dots` (0.603 s), which was not needed (0.580)."""
-    planner = planning._Planner(MODEL, here(), BATCH, ADAM, None, None, None, None, False)
+    planner = planning._Planner(Estimator(MODEL, ADAM, here(), BATCH), cache=False)
     dots = jp.Strategy.parse("fsdp=8,reduce=compute,remat=dots,precision=bf16")
     line = line_of(str(dots), matmul=1.0, exposed=0.0)
     planner.lines = [dataclasses.replace(line, estimate=planner.estimator.estimate(dots))]
-    found = planner._around(16)
+    found = planner._best_neighbour(16)
     assert found is not None
     assert found[0] == dataclasses.replace(dots, remat="none")
 
@@ -116,14 +116,14 @@ def test_what_is_worse_in_no_closed_form_is_tried_first() -> None:
     """Llama-3-8B on 8 H100: 448 ms with the gradients of `tensor=2` in float32, as what closed forms say to be faster
     filled the 16; `fsdp=8,reduce=compute` takes less.
     """
-    planner = planning._Planner(MODEL, here(), BATCH, ADAM, None, None, None, None, False)
+    planner = planning._Planner(Estimator(MODEL, ADAM, here(), BATCH), cache=False)
     best = jp.Strategy.parse("data=2,fsdp=4,zero=3,precision=bf16")
     line = line_of(str(best), matmul=1.0, exposed=0.0)
     closed = planner.estimator.estimate(best)
     faster = dataclasses.replace(closed, seconds=0.9 * closed.seconds, sent=2 * closed.sent)
     planner.lines = [dataclasses.replace(line, estimate=closed)]
-    planner.known = {str(dataclasses.replace(best, data=1, fsdp=8)): vars(faster)}
-    found = planner._around(16)
+    planner.estimates = {str(dataclasses.replace(best, data=1, fsdp=8)): vars(faster)}
+    found = planner._best_neighbour(16)
     assert found is not None
     assert found[0] == dataclasses.replace(best, reduce="compute")
 

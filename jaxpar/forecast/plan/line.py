@@ -1,12 +1,26 @@
-"""The lines of a plan: compiled strategies, ranked, each with the reason why it is not the best."""
+"""The lines of a plan: compiled strategies, ranked, each with the reason why it is not the best.
+
+`line_fields` reads a line's numbers from its compiled program. `ranked` orders lines and compares them with the best.
+"""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from ...backend.text import size
-from ...inspect.predict.prediction import longer
+from ...hardware.compiled.kernels import Executable
+from ...hardware.devices import Target
+from ...hardware.hardware import RESERVE
+from ...inspect.expected import expected
+from ...inspect.ledger import Ledger
+from ...inspect.memory import of_step
+from ...inspect.predict.prediction import longer, predict
+from ...parallel.pipeline.chunks import padded
+from ...step.core import Step
 from ...strategy import Strategy
 from .estimates import Estimate
 
@@ -100,6 +114,63 @@ class Line:
     def useful(self) -> float:
         """Return the FLOPs that a device computes outside the bubble, recomputation included."""
         return self.prediction["flops"] * (1 - self.bubble)
+
+
+def line_fields(
+    step: Step, batch: Any, compiled: jax.stages.Compiled, target: Target, flops: float | None
+) -> dict[str, Any]:
+    """Return the fields of a `Line` that follow from its program, as JSON values; `flops` as for `plan`.
+
+    Raises:
+      ValueError: the program needs more memory on the host than the host has for each device.
+    """
+    # 1. Memory.
+    program = Executable(compiled.as_text() or "", step.mesh)
+    (memory,) = of_step(step, batch, compiled).values()
+    hardware = target.hardware
+    host_room = (1 - RESERVE) * (hardware.host_memory_bytes or math.inf) / hardware.per_host
+    if memory.host > host_room:
+        raise ValueError(f"{size(memory.host)} on the host for each device, which has room for {size(int(host_room))}")
+
+    # 2. Time and communication.
+    prediction = predict(program, step, batch, hardware, flops)
+    ledger, closed_form = Ledger.of(program), expected(step, batch)
+    sent_bytes = [entries.by("kind", "axes", value="sent") for entries in (closed_form, ledger)]
+    links: dict[str, float] = {}
+    exposed: dict[str, float] = {}
+    for part in prediction.collectives:
+        axes = "+".join(part.axes)
+        links[part.way] = links.get(part.way, 0) + part.bytes
+        exposed[axes] = exposed.get(axes, 0.0) + part.exposed
+    prediction_json = {k: v for k, v in prediction.json().items() if k != "parts"}  # `kernels` has the parts as text
+
+    # 3. Notes.
+    main, schedule = step.traced(batch).program.main, step.schedule
+    if schedule and main and (why := padded(main.length, schedule.ranks, schedule.chunks)):
+        prediction_json["notes"].append(f"{why}.")
+    prediction_json["notes"] += [
+        f"Attention over context is by {mode.name}: {mode.why}." for mode in step.tracing.attention_modes
+    ]
+    if prediction.copies and (speed := hardware.host_bandwidth):
+        halved = dataclasses.replace(hardware, host_bandwidth=speed / 2)
+        slow = predict(program, step, batch, halved, flops)
+        prediction_json["notes"].append(
+            f"With {speed / 2e9:g} GB/s each way to the host instead of {speed / 1e9:g}, as if two devices share a "
+            f"switch to it, {1e3 * slow.seconds:,.0f} ms."
+        )
+    prediction_json["chunked"] = any(logits.chunks > 1 for logits in step.tracing.logits.values())
+    return {
+        "memory": dataclasses.asdict(memory),
+        "prediction": prediction_json,
+        "kernels": prediction.lines(),
+        "links": links,
+        "exposed": exposed,
+        "sent": [
+            [kind, "+".join(axes), *(entries.get((kind, axes), 0) for entries in sent_bytes)]
+            for kind, axes in sorted(sent_bytes[0] | sent_bytes[1])
+        ],
+        "bubble": float(schedule.bubble) if schedule and not schedule.branches else 0.0,
+    }
 
 
 def ranked(lines: Iterable[Line]) -> tuple[Line, ...]:
