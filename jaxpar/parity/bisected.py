@@ -23,7 +23,7 @@ class Bisected:
       error: how far it differs, relative to its scale.
       tolerance: the error that is allowed.
       programs: the number of programs that were compiled and run on each side.
-      beside: for a loss of the user's own: where the other loss differs, and how many results of the two are equal.
+      beside: for a user's loss: where the other loss differs, and how many results of the two are equal.
     """
 
     a: str

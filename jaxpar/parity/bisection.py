@@ -49,8 +49,8 @@ def bisect(
     Only values with a dim of rows are compared. If all of these agree, the equation that sums them is named. A value
     that is finite on one side alone is a difference.
 
-    The rounding allowed is that of `jp.verify` for the lower of the two precisions. For two different precisions,
-    it may be larger: 16 times the change of one device's cut loss when the last bits of its initial values change.
+    As much rounding is allowed as `jp.verify` allows for the lower of the two precisions. For two different
+    precisions, it may be more: 16 times the change of one device's cut loss when the last bits of its initial values change.
 
     Each side compiles and runs about log2 of the number of equations programs, each in the memory of a gradient step;
     if the sides differ in precision, one device runs as many. Communicates what these steps do. With several processes,
@@ -93,7 +93,7 @@ def bisect(
     single = UnderStrategy(cut, as_strategy("single"), _devices(mesh)[:1], key, batch)
     coarseness = lambda side: max(TOLERANCE[name] for name in side.dtypes)
     template = max([step for step in steps if step is not None] or [single], key=coarseness)
-    # With several processes, every process runs the one device's program on a device of its own.
+    # With several processes, every process runs the one device's program, on one of its local devices.
     local = lambda devices: next(
         (d for d in _devices(devices) if d.process_index == jax.process_index()), jax.local_devices()[0]
     )

@@ -67,7 +67,7 @@ def bisect_losses(model: Model, loss: Callable[..., Any], batch: Any, key: jax.A
         return Bisected(*names, "", "", "", None, False, "", 0.0, tolerance, 1)
 
     # 2. Evaluate both, and search back from the output that differs most. Output 0 is the loss; the gradients follow,
-    #    also those of integer parameters, which `furthest` leaves out.
+    #    also for integer parameters, which `furthest` leaves out.
     float_outputs = [i for i, x in enumerate(jax.tree.leaves(args[0]), 1) if jnp.issubdtype(x.dtype, jnp.inexact)]
     output = 0 if difference.leaf is None else float_outputs[difference.leaf]
     model_results, user_results = (_Results(program, args) for program in (model_loss, user_loss))

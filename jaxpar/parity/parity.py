@@ -222,7 +222,7 @@ def _is_close(a: float, b: float, tolerance: float) -> bool:
 def _recording_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Return the optimizer, with the last gradients in its state.
 
-    The gradients that are compared are then those of the step that trains, and no second program is compiled for them.
+    `verify` then compares the gradients of the very step that trains, and compiles no second program for them.
     """
     inner = taking_value(optimizer)
 
@@ -277,7 +277,7 @@ class _Progress:
         self._status.stop()
 
     def __call__(self, message: str) -> None:
-        """Show a message: in place on a terminal, else as a line of its own."""
+        """Show a message: on a terminal in one line, which it replaces; else as a new line."""
         if self._is_on and self._terminal:
             self._status.update(Text(f"verify: {message}"))
         elif self._is_on:

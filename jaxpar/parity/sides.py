@@ -60,7 +60,7 @@ class OneDevice:
     Attributes:
       template: the side whose precision, row blocks, key and batch are used.
       device: the device.
-      dtypes: the low precisions that this side adds to those of the template: none.
+      dtypes: low precisions besides the template's: none.
     """
 
     template: UnderStrategy

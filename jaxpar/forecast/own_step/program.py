@@ -105,7 +105,7 @@ class JittedProgram:
 
 
 def program_of(fn: Any, args: Sequence[Any], target: Target | str | None = None, mesh: Any = None) -> JittedProgram:
-    """Compile and read a program. Arguments and errors are those of `explain`."""
+    """Compile and read a program; arguments and errors as for `explain`."""
     target = target_of(target) if isinstance(target, str) else target
     while isinstance(fn, functools.partial) and hasattr(fn.func, "lower") and not fn.keywords:
         # Unwrap a partial of a jitted function: tracing it into another `jit` would lose its shardings and donation.
@@ -187,7 +187,7 @@ def _read_program(
                 "the arguments NamedShardings, or mesh=."
             )
 
-    # 2. The devices: those of the mesh or the target, else those that the program was compiled for. Without a mesh, the
+    # 2. The devices of the mesh or the target, else the devices that the program was compiled for. Without a mesh, the
     #    order of several devices is unknown.
     devices = mesh.devices if isinstance(mesh, Mesh) else np.array(target.devices) if target is not None else None
     if compiled is None:

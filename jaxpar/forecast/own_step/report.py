@@ -170,7 +170,7 @@ def _require_only_batch(step: Step, args: Sequence[Any], target: Any, mesh: Any)
     """Raise ValueError if a step of jaxpar is given more than its batch."""
     if len(args) != 1 or target is not None or mesh is not None:
         raise ValueError(
-            f"{step!r} has a mesh and a state of its own, and takes its batch alone; for a target make it with "
+            f"{step!r} has its own mesh and state, and takes its batch alone; for a target make it with "
             "mesh=target('8xH100').devices"
         )
 
@@ -233,7 +233,7 @@ def _remarks(program: JittedProgram, memory: JittedMemory | None, ledger: Ledger
             "not read after the step, jax.jit(..., donate_argnums=0) reuses its memory for the new state."
         )
     yield from remarks(costs, program.platform)
-    # A user who tries a step on CPUs would otherwise take these numbers for those of GPUs.
+    # On GPUs, the same step has other dtypes and overlaps; the user should not take these numbers for it.
     if program.platform == "cpu":
         yield (
             "CPU: collectives of bfloat16 are compiled as float32, and none overlaps with compute; target='8xH100' "

@@ -95,7 +95,7 @@ def sites_of(program: JittedProgram) -> tuple[Site, ...]:
     groups: dict[tuple[Any, ...], list[tuple[Collective, int]]] = {}
     for collective in collectives(program.executable.operations, Nesting()):
         for dtype, nbytes, origin in reader.operands(collective):
-            # A combined instruction has one `Collective` per dtype: each takes the operands of its own dtype.
+            # A combined instruction has one `Collective` per dtype: each takes the operands of that dtype.
             if dtype == collective.dtype:
                 key = (collective.kind, collective.axes, dtype, *origin)
                 groups.setdefault(key, []).append((collective, nbytes))

@@ -2,8 +2,8 @@
 
     state        `Layout.bytes`: the parameters, optimizer state and gradients that a device stores
     activations  bytes that the traced loss saves for its backward, per row, under this remat, tensor, context and
-                 expert (`memory.forward`). In a pipeline, those of one stage times the schedule's slots. Added to
-                 them: the layer that a prefetch gathers early and the gradients that it reduces late; whole
+                 expert (`memory.forward`). In a pipeline, one stage's activations times the schedule's slots. Added
+                 to them: the layer that a prefetch gathers early and the gradients that it reduces late; whole
                  gradients, if several microbatches accumulate them (zero=1, sync="step"); and hpZ's second shard
     bytes        state + max(gradients, activations). This is less than any program needs: a program frees activations
                  while it makes gradients, but not all at once, and it has temporaries too
@@ -320,7 +320,7 @@ class Estimator:
         changes = {"data": 1, "fsdp": 1, "rule": "", "pipe": 1, "microbatches": 1, "concurrent": 1, "chunks": 1}
         s = dataclasses.replace(strategy, **changes)
         step = self._step(s, self.target.devices[: s.tensor * s.context * s.expert])
-        # An expert rank has rows of its own, so that `expert` rows are one per rank.
+        # Expert ranks do not share rows, so that `expert` rows are one per rank.
         one_row, two_rows = (_with_rows(self.batch, n * s.expert) for n in (1, 2))
         cost, cost_of_two = forward(step, one_row), forward(step, two_rows)
         sent: dict[Any, tuple[int, float]] = {}

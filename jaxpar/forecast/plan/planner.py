@@ -78,7 +78,7 @@ def plan(
         False: no cache.
       console: shows the progress bar; standard error if None.
       trainable: which parameters are not frozen, as for `make_train_step`, such as adapters on a frozen base.
-      memory_bytes: the memory of one device, if it differs from that of the named target.
+      memory_bytes: the memory of one device, if it differs from the named target's.
 
     Returns:
       The plan: its lines are ranked, and have bytes and seconds per device and step.
