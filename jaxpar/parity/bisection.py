@@ -50,7 +50,8 @@ def bisect(
     that is finite on one side alone is a difference.
 
     As much rounding is allowed as `jp.verify` allows for the lower of the two precisions. For two different
-    precisions, it may be more: 16 times the change of one device's cut loss when the last bits of its initial values change.
+    precisions, it may be more: 16 times the change of one device's cut loss when the last bits of its initial values
+    change.
 
     Each side compiles and runs about log2 of the number of equations programs, each in the memory of a gradient step;
     if the sides differ in precision, one device runs as many. Communicates what these steps do. With several processes,
