@@ -84,7 +84,7 @@ class Report:
                 f"the whole batch at once is {self.uncut_loss:.7g}; microbatches=1 has it"
             )
         if self.idle:
-            lines.append("every gradient is zero, on one device too: the loss does not depend on the trained parameters")
+            lines.append("every gradient is zero, on one device too: the loss depends on no trained parameter")
         if by_terms := [f"{d.kind} {d.path}" for d in self.differences if d.scale == "terms"]:
             lines.append(f"judged by the terms that cancel in it: {few(by_terms, 4)}")
         return "\n".join([*lines, *([str(self.where)] if self.where is not None else [])])
