@@ -1,1 +1,1 @@
-"""What a step would cost elsewhere: plans, and reports of steps that jaxpar did not make."""
+"""Forecast what a step would cost elsewhere: rank strategies, and report on steps that jaxpar did not make."""

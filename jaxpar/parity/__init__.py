@@ -1,4 +1,4 @@
-"""Parity with one device."""
+"""Compare a strategy with one device, and find the equation at which two runs differ."""
 
 from .bisected import Bisected as Bisected
 from .bisection import bisect as bisect

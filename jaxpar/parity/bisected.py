@@ -1,4 +1,4 @@
-"""What a bisection has found."""
+"""`Bisected`: the result of a bisection, and how it prints."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Bisected:
-    """Where two sides part; print it.
+    """The first equation at which two sides differ. Print it.
 
     Attributes:
-      a, b: the sides; b may be "one device".
-      primitive: of the equation, "" where nothing differs.
-      line, scope: of the user's program, its module path.
-      iteration: of the loop that it is in, None outside.
-      backward: whether the loss's value agrees up to it, and gradients differ.
-      what: the value, or the gradient that is furthest off; `error`, how far, relative to its scale.
-      tolerance: what was allowed.
-      programs: how many were compiled and run on each side.
-      beside: where a loss of other equations parts from it, and how much of the two was aligned.
+      a: the name of the first side.
+      b: the name of the second side; it may be "one device".
+      primitive: the equation's primitive; "" if the sides agree.
+      line: the line of the user's program.
+      scope: the module path of the equation.
+      iteration: the iteration of the loop that contains the equation. None outside loops.
+      backward: whether the loss agrees up to the equation, and only gradients differ.
+      what: the array that differs most: "the value", or the gradient of a parameter.
+      error: how far it differs, relative to its scale.
+      tolerance: the error that is allowed.
+      programs: the number of programs that were compiled and run on each side.
+      beside: for a user's loss: where the other loss differs, and how many results of the two are equal.
     """
 
     a: str
@@ -39,11 +42,13 @@ class Bisected:
     def __str__(self) -> str:
         if not self.primitive:
             return f"{self.a} and {self.b} agree within {self.tolerance:.0e}: there is no equation to name"
-        way = "its backward" if self.backward else "its result"
-        lines = [f"{self.a} and {self.b} part at {self.primitive}, {way}, at {self.line or 'no line of the program'}"]
+        direction = "its backward" if self.backward else "its result"
+        line = self.line or "no line of the program"
+        lines = [f"{self.a} and {self.b} part at {self.primitive}, {direction}, at {line}"]
         lines += [f"in {self.scope}"] if self.scope else []
         lines += [f"iteration {self.iteration} of the loop"] if self.iteration is not None else []
-        far = f"differs by {self.error:.2g} of its scale" if np.isfinite(self.error) else "is not finite on one side"
-        lines.append(f"{self.what} {far} (allowed {self.tolerance:.0e})")
-        lines.append(self.beside or f"what is before it agrees; {self.programs} programs on each side")
+        is_finite = np.isfinite(self.error)
+        difference = f"differs by {self.error:.2g} of its scale" if is_finite else "is not finite on one side"
+        lines.append(f"{self.what} {difference} (allowed {self.tolerance:.0e})")
+        lines.append(self.beside or f"everything before it agrees; {self.programs} programs on each side")
         return "\n  ".join(lines)

@@ -1,7 +1,11 @@
-"""bisect: the first equation of a loss whose results, or whose gradients, differ between two sides.
+"""`bisect`: find the first equation of a loss whose result, or whose gradient, differs between two sides.
 
-The loss is cut (`cut.py`), run on both sides (`sides.py`), and halving finds the equation. A scan is halved over its
-iterations, and then within its body.
+`cut.py` cuts the loss after an equation, `sides.py` runs the cut loss on both sides, and binary search finds the
+equation. It assumes that all cuts after the first difference differ too:
+
+    equations   0 .. i-1   agree                 a scan is searched over its iterations first,
+                i          first difference      then within the body of that iteration
+                i+1 ..     differ
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from ..strategy import Strategy, as_strategy
 from .bisected import Bisected
 from .cut import CutLoss, Site, body_of, without_casts
 from .differences import TOLERANCE, Furthest, furthest
-from .losses import beside
+from .losses import bisect_losses
 from .sides import OneDevice, UnderStrategy
 
 Side = UnderStrategy | OneDevice
@@ -40,27 +44,34 @@ def bisect(
     key: jax.Array | None = None,
     mesh_b: Mesh | Sequence[jax.Device] | None = None,
 ) -> Bisected:
-    """The first equation of the loss whose results, or gradients, differ between two sides beyond rounding.
+    """Find the first equation of the loss whose result, or gradient, differs between two sides beyond rounding.
+
+    Only values with a dim of rows are compared. If all of these agree, the equation that sums them is named. A value
+    that is finite on one side alone is a difference.
+
+    As much rounding is allowed as `jp.verify` allows for the lower of the two precisions. For two different
+    precisions, it may be more: 16 times the change of one device's cut loss when the last bits of its initial values
+    change.
+
+    Each side compiles and runs about log2 of the number of equations programs, each in the memory of a gradient step;
+    if the sides differ in precision, one device runs as many. Communicates what these steps do. With several processes,
+    all of them call it with the same batch.
 
     Args:
       model, batch, mesh: as for `make_train_step`; the batch may be NumPy arrays.
-      a, b: strategies, which may differ in precision; None is one device, plainly, as in `jp.verify`. `b` may also be a
-        loss of one's own: see `losses.py`. Both sides run in this process.
+      a: a strategy. None: one device without jaxpar, as in `jp.verify`.
+      b: a strategy, which may have another precision; None; or a loss function, see `losses.py`. Both sides run in this
+        process.
       key: the key of the initial values; `jax.random.key(0)` if None.
-      mesh_b: the devices of `b`, where they are others, or the same ones in another order: the same strategy on both
-        tells two devices apart. None: those of `a`.
+      mesh_b: the devices of `b`, if they are others, or in another order. The same strategy on both compares two
+        devices. None: the devices of `a`.
 
-    Rounding is what `jp.verify` allows for the lower of the precisions. Of two precisions it is 16 times what one
-    device's cut loss does when its initial values change in the last bits of the lower, where that is more. Compared
-    are values that have a dim of rows;
-    what sums them is named where all of these agree. A value that is finite on one side alone is a difference.
+    Returns:
+      The equation, with its line and the error.
 
-    Costs about log2 of the number of equations programs on each side, each compiled and run once, in a gradient step's
-    memory, and one more on one device where they differ. Communicates what these do. With several processes all call
-    it, with the same batch.
-
-    Raises ValueError where both sides are not finite, where the two make other programs of the loss, where a strategy
-    takes none that is cut, and where `b` is a path.
+    Raises:
+      ValueError: neither side is finite; the two sides make different programs of the loss; a strategy refuses a cut
+        loss; or `b` is a path.
     """
     if isinstance(b, os.PathLike):
         raise ValueError(removed("jp.bisect(b=path)"))
@@ -70,94 +81,121 @@ def bisect(
             "as mesh_b"
         )
     key = jax.random.key(0) if key is None else key
+
+    # 1. A loss function is compared with the model's loss only if the strategy agrees with one device.
     if callable(b):
-        apart = None if a is None else bisect(model, a, None, batch, mesh, key)
-        return beside(model, b, batch, key) if apart is None or not apart.primitive else apart
+        difference = None if a is None else bisect(model, a, None, batch, mesh, key)
+        return bisect_losses(model, b, batch, key) if difference is None or not difference.primitive else difference
+
+    # 2. Make both sides. One device takes its precision and row blocks from the strategy with the lowest precision.
     cut = CutLoss(model, batch, key)
-    given = [(a, mesh), (b, mesh if mesh_b is None else mesh_b)]
-    steps = [one if one is None else UnderStrategy(cut, as_strategy(one), on, key, batch) for one, on in given]
+    pairs = [(a, mesh), (b, mesh if mesh_b is None else mesh_b)]
+    steps = [s if s is None else UnderStrategy(cut, as_strategy(s), devices, key, batch) for s, devices in pairs]
     single = UnderStrategy(cut, as_strategy("single"), _devices(mesh)[:1], key, batch)
-    lowest = lambda side: max(TOLERANCE[name] for name in side.dtypes)
-    like = max([step for step in steps if step is not None] or [single], key=lowest)
-    here = lambda on: next((d for d in _devices(on) if d.process_index == jax.process_index()), jax.local_devices()[0])
-    sides = [step or OneDevice(like, here(on)) for step, (_, on) in zip(steps, given, strict=True)]
-    said = ["one device" if one is None else str(one) for one, _ in given]
+    coarseness = lambda side: max(TOLERANCE[name] for name in side.dtypes)
+    template = max([step for step in steps if step is not None] or [single], key=coarseness)
+    # With several processes, every process runs the one device's program, on one of its local devices.
+    local = lambda devices: next(
+        (d for d in _devices(devices) if d.process_index == jax.process_index()), jax.local_devices()[0]
+    )
+    sides = [step or OneDevice(template, local(devices)) for step, (_, devices) in zip(steps, pairs, strict=True)]
+
+    # 3. Name the sides, and search.
+    names = ["one device" if s is None else str(s) for s, _ in pairs]
     if mesh_b is not None:
-        said = [f"{one} on {_named(side)}" for one, side in zip(said, sides, strict=True)]
-    return _Search(cut, sides, like, said).found()
+        names = [f"{name} on {_device_ids(side)}" for name, side in zip(names, sides, strict=True)]
+    return _Search(cut, sides, template, names).first_equation()
 
 
 def _devices(mesh: Mesh | Sequence[jax.Device] | None) -> list[jax.Device]:
-    """Those of a mesh, in its order."""
+    """Return the devices of a mesh, in its order; all devices if there is none."""
     return jax.devices() if mesh is None else [*(mesh.devices.flat if isinstance(mesh, Mesh) else mesh)]
 
 
-def _named(side: UnderStrategy | OneDevice) -> str:
-    """The devices of a side, by their ids."""
+def _device_ids(side: UnderStrategy | OneDevice) -> str:
+    """Return the devices of a side by their ids, as text."""
     ids = [d.id for d in (_devices(side.mesh) if isinstance(side, UnderStrategy) else [side.device])]
     return f"device{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
 
 
 class _Search:
-    """Halves a cut loss between two sides, as they are `said`; `like` has the lower of their precisions."""
+    """A binary search for the first cut at which two sides differ.
 
-    def __init__(self, cut: CutLoss, sides: Sequence[Side], like: UnderStrategy, said: Sequence[str]):
-        self.cut, self.sides, self.told = cut, sides, dict[Site | None, Furthest]()
-        self.a, self.b = said
-        self.plain = OneDevice(like, jax.local_devices()[0])
-        self.low = [*(name for side in sides for name in side.dtypes), *self.plain.reference().low(like.batch)]
-        self.tolerance = max(TOLERANCE[name] for name in self.low)
-        # Of the same precision: other last bits would decide which of several largest elements is the maximum.
-        self.mixed = len({tuple(side.dtypes) for side in sides if side.dtypes}) > 1
+    Args:
+      cut: the loss to cut.
+      sides: the two sides.
+      template: a side with the lower of their precisions, from which one device's rounding is measured.
+      names: the names of the sides.
+    """
+
+    def __init__(self, cut: CutLoss, sides: Sequence[Side], template: UnderStrategy, names: Sequence[str]):
+        self.cut, self.sides = cut, sides
+        self.results: dict[Site | None, Furthest] = {}  # every site that was run; None: the loss without a cut
+        self.a, self.b = names
+        self.one_device = OneDevice(template, jax.local_devices()[0])
+        model_dtypes = self.one_device.reference().low(template.batch)
+        self.dtypes = [*(name for side in sides for name in side.dtypes), *model_dtypes]
+        self.tolerance = max(TOLERANCE[name] for name in self.dtypes)
+        # Only different precisions need a measured rounding: within one precision, another rounding would decide which
+        # of several equal elements is the maximum, and gradients would differ by much more.
+        self.has_mixed_precision = len({tuple(side.dtypes) for side in sides if side.dtypes}) > 1
         self.values_only = False
 
-    def found(self) -> Bisected:
-        """The equation."""
+    def first_equation(self) -> Bisected:
+        """Return the first equation at which the sides differ."""
+        # 1. The loss without a cut.
         if not self.differs(None):
-            return Bisected(self.a, self.b, "", "", "", None, False, "", 0.0, self.told[None].allowed, 1)
-        places, eqns = self.cut.with_rows(()), self.cut.eqns
-        at = self.first(places, lambda place: (place,))
-        if at is None:  # all values with rows agree: it is what sums them
-            following = next((e for i, e in enumerate(eqns) if i > (places or [-1])[-1]), eqns[-1])
-            return self.named(following, None, None)
-        eqn, site, iteration = eqns[at], (at,), None
-        if eqn.primitive.name == "scan" and (inner := self.cut.with_rows((at,))):
+            return Bisected(self.a, self.b, "", "", "", None, False, "", 0.0, self.results[None].allowed, 1)
+
+        # 2. The equations of the program.
+        indices, eqns = self.cut.with_rows(()), self.cut.eqns
+        index = self.first_difference(indices, lambda i: (i,))
+        if index is None:
+            # All values with rows agree. The next equation sums rows.
+            following = next((eqn for i, eqn in enumerate(eqns) if i > (indices or [-1])[-1]), eqns[-1])
+            return self.report(following, None, None)
+
+        # 3. In a scan: its iterations by the last cut of the body, then the body.
+        eqn, site, iteration = eqns[index], (index,), None
+        if eqn.primitive.name == "scan" and (inner_indices := self.cut.with_rows((index,))):
             parts = scan_parts(eqn)
             order = range(parts.length)[::-1] if parts.reverse else range(parts.length)
-            iteration = self.first(order, lambda number: (at, number, inner[-1]))
+            iteration = self.first_difference(order, lambda n: (index, n, inner_indices[-1]))
             if iteration is not None:
-                within = self.first(inner, lambda place: (at, iteration, place))
-                assert within is not None, "the last cut was seen to differ"
-                eqn, site = without_casts(body_of(eqn).eqns)[within], (at, iteration, within)
-        return self.named(self.cut.summing(eqn), iteration, site)
+                inner_index = self.first_difference(inner_indices, lambda i: (index, iteration, i))
+                assert inner_index is not None, "the last cut was seen to differ"
+                eqn, site = without_casts(body_of(eqn).eqns)[inner_index], (index, iteration, inner_index)
+        return self.report(self.cut.summing(eqn), iteration, site)
 
-    def named(self, eqn: Any, iteration: int | None, site: Site | None) -> Bisected:
-        """What `Bisected` has of it."""
-        told, backward = self.told[site], self.told[site].leaf is not None
-        of = eqn.primitive.name, jx.user_line(eqn), scope_of([eqn])
-        far = told.what, told.error, told.allowed
-        return Bisected(self.a, self.b, *of, iteration, backward, *far, len(self.told))
+    def report(self, eqn: Any, iteration: int | None, site: Site | None) -> Bisected:
+        """Return the report of an equation, with the difference that was found at a site."""
+        result, is_backward = self.results[site], self.results[site].leaf is not None
+        equation = eqn.primitive.name, jx.user_line(eqn), scope_of([eqn])
+        difference = result.what, result.error, result.allowed
+        return Bisected(self.a, self.b, *equation, iteration, is_backward, *difference, len(self.results))
 
-    def first(self, places: Sequence[int], site: Callable[[int], Site]) -> int | None:
-        """The first place from which on the sides differ; None where not even the last does."""
-        if not places or not self.differs(site(places[-1])):
+    def first_difference(self, indices: Sequence[int], site: Callable[[int], Site]) -> int | None:
+        """Return the first index whose cut differs, and all later ones; None if not even the last cut differs."""
+        if not indices or not self.differs(site(indices[-1])):
             return None
-        low, high = 0, len(places) - 1
+        low, high = 0, len(indices) - 1
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.differs(site(places[middle])) else (middle + 1, high)
-        return places[high]
+            low, high = (low, middle) if self.differs(site(indices[middle])) else (middle + 1, high)
+        return indices[high]
 
     def differs(self, site: Site | None) -> bool:
-        """Whether the sides do, at a cut; `told` then has what differs most, and how far."""
-        if site not in self.told:
+        """Return whether the sides differ at a cut, and store the result."""
+        if site not in self.results:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what there is to say of the loss has been said of it
-                judged = functools.partial(furthest, *(side(site) for side in self.sides), self.tolerance)
-                told = judged(values_only=self.values_only)
-                if self.mixed and told.allowed < told.error < float("inf"):
-                    told = judged(self.plain.rounding(site, self.low), self.values_only)
-            self.told[site] = told
-            # What is behind a cut makes its gradients NaN, whatever it is cut after.
-            self.values_only |= told.leaf is None and not np.isfinite(told.error)
-        return self.told[site].error > self.told[site].allowed
+                warnings.simplefilter("ignore")  # the loss without a cut has given its warnings already
+                compare = functools.partial(furthest, *(side(site) for side in self.sides), self.tolerance)
+                result = compare(values_only=self.values_only)
+                # Measuring the rounding takes several runs more: only where a difference depends on it.
+                if self.has_mixed_precision and result.allowed < result.error < float("inf"):
+                    result = compare(self.one_device.rounding(site, self.dtypes), self.values_only)
+            self.results[site] = result
+            # A value that is not finite makes the gradients of every cut NaN, since the rest of the program is part of
+            # each cut loss.
+            self.values_only |= result.leaf is None and not np.isfinite(result.error)
+        return self.results[site].error > self.results[site].allowed

@@ -1,9 +1,15 @@
-"""Where a loss that somebody wrote by hand parts from a model's own: two programs of other equations.
+"""Compare a loss that a user wrote by hand with the model's own loss: two programs with different equations.
 
-Both, with their gradients, are evaluated equation by equation on one device, loops iteration by iteration. Of every
-result some numbers are kept: its size, its norm, two weighted sums. A result that the other program has too is aligned,
-wherever it stands there and whatever made it. Back from the loss, or from the gradient that is furthest off, through
-results that are not aligned, one comes to equations of which all operands are and the result is not: there they part.
+Both losses, with their gradients, are evaluated on one device, equation by equation and loop iteration by iteration.
+Each result is reduced to a fingerprint of three numbers: its norm and two weighted sums. A result is *aligned* if the
+other program has a result of the same size and fingerprint, whatever its place and whatever computed it.
+
+    x = b @ w          aligned
+    y = x * 0.25       not aligned, all operands aligned:  the programs part here
+    z = softmax(y)     not aligned, because y is not
+
+The search goes back from the loss, or from the gradient that differs most, through results that are not aligned, to
+such an equation.
 """
 
 from __future__ import annotations
@@ -26,75 +32,98 @@ from .bisected import Bisected
 from .differences import TOLERANCE, furthest
 from .reference import Reference
 
-_TAKEN = "a loss of (params, batch); of a step give the loss that it differentiates: if that agrees, optimizers part"
+_USAGE = (
+    "a loss of (params, batch); of a step give the loss that it differentiates: if that agrees, the optimizers differ"
+)
 
 
-def beside(model: Model, loss: Callable[..., Any], batch: Any, key: jax.Array) -> Bisected:
-    """Where a user's loss parts from the model's own, on one device, in the dtypes that the model declares.
+def bisect_losses(model: Model, loss: Callable[..., Any], batch: Any, key: jax.Array) -> Bisected:
+    """Find the equation at which a user's loss parts from the model's own, on one device, in the model's dtypes.
+
+    Compiles both gradients. If they differ, evaluates both without `jit`: every result is copied to the host once, and
+    the device holds one unfused gradient.
 
     Args:
-      loss: `loss(params, batch)` or `(params, batch, key)`, of a stateful model also `(params, variables, batch, key)`:
-        a scalar, `jp.Mean`, or a tuple that begins with either. `params` is the tree of `step.params`, the key that of
-        a first step's first block of rows.
+      model: the model.
+      loss: `loss(params, batch)` or `(params, batch, key)`; for a stateful model also
+        `(params, variables, batch, key)`. It returns a scalar, a `jp.Mean`, or a tuple that begins with either.
+        `params` is the tree of `step.params`; `key` is the key of the first block of rows in the first step.
+      batch: the global batch.
+      key: the key of the initial values.
 
-    Costs two gradients as `jax.jit` makes them, and where they differ two evaluations without it, in which every result
-    comes to the host once: one device's gradient in memory, unfused.
-
-    Raises ValueError where `loss` takes or returns something else, and where only what XLA makes of the two differs.
+    Raises:
+      ValueError: `loss` takes or returns something else; or the losses differ only as XLA compiles them.
     """
     name = getattr(loss, "__name__", repr(loss))
-    ours, theirs = _own(model), _objective(loss, name, model)
+    model_loss, user_loss = _model_loss(model), _user_loss(loss, name, model)
     args = jax.tree.map(jnp.asarray, (*model.create(key), batch, block_key(jax.random.fold_in(key, 1), 0, 0)))
-    tolerance = max(TOLERANCE[one] for one in Reference(model, as_strategy("single"), 1).low(batch))
-    compiled = [_compiled(one, args) for one in (ours, theirs)]
-    told = furthest(compiled[1], compiled[0], tolerance)
-    said = "the model's own loss", name
-    if told.error <= told.allowed:
-        return Bisected(*said, "", "", "", None, False, "", 0.0, tolerance, 1)
-    places = [i for i, x in enumerate(jax.tree.leaves(args[0]), 1) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    out = 0 if told.leaf is None else places[told.leaf]  # among the results of a value and its gradients
-    one, two = (_Results(program, args) for program in (ours, theirs))
-    at, there = one.first_apart(two, out, tolerance), two.first_apart(one, out, tolerance)
-    if (first := at or there) is None:
+    tolerance = max(TOLERANCE[dtype] for dtype in Reference(model, as_strategy("single"), 1).low(batch))
+
+    # 1. Compare the compiled gradients.
+    model_result, user_result = [_value_and_grad(program, args) for program in (model_loss, user_loss)]
+    difference = furthest(user_result, model_result, tolerance)
+    names = "the model's own loss", name
+    if difference.error <= difference.allowed:
+        return Bisected(*names, "", "", "", None, False, "", 0.0, tolerance, 1)
+
+    # 2. Evaluate both, and search back from the output that differs most. Output 0 is the loss; the gradients follow,
+    #    also for integer parameters, which `furthest` leaves out.
+    float_outputs = [i for i, x in enumerate(jax.tree.leaves(args[0]), 1) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    output = 0 if difference.leaf is None else float_outputs[difference.leaf]
+    model_results, user_results = (_Results(program, args) for program in (model_loss, user_loss))
+    in_model = model_results.first_unaligned(user_results, output, tolerance)
+    in_user = user_results.first_unaligned(model_results, output, tolerance)
+    if (first := in_model or in_user) is None:
         raise ValueError(
-            f"{name} and the model's own loss differ as compiled, {told.what} by {told.error:.2g}, and agree equation "
-            "by equation: XLA computes one of them wrong; compare it on two devices (mesh_b=), or call this again in a "
-            "process with another release of jax"
+            f"{name} and the model's own loss differ as compiled, {difference.what} by {difference.error:.2g}, and "
+            "agree equation by equation: XLA computes one of them wrong; compare it on two devices (mesh_b=), or call "
+            "this again in a process with another release of jax"
         )
-    other = f"in {name}: {there}" if there and at else f"this is of {name if there else said[0]}: the other has it all"
-    common, count = sum(two.are_aligned(one, tolerance)), len(two.results)
-    apart = f"{other}\n  {common} of {count} results of {name} are, by value, among the model's own {len(one.results)}"
+
+    # 3. Report the equation in the model's loss, and the corresponding one in the user's.
+    if in_model and in_user:
+        counterpart = f"in {name}: {in_user}"
+    else:
+        counterpart = f"this is of {name if in_user else names[0]}: the other has every result of it"
+    num_aligned, num_results = sum(user_results.are_aligned(model_results, tolerance)), len(user_results.results)
+    overlap = (
+        f"{num_aligned} of {num_results} results of {name} are, by value, among the model's own "
+        f"{len(model_results.results)}"
+    )
     return Bisected(
-        *said, first.sites[-1].primitive.name, line_of(first.sites), scope_of(first.sites), first.iteration, out > 0,
-        told.what, told.error, tolerance, 1, apart,
+        *names, first.sites[-1].primitive.name, line_of(first.sites), scope_of(first.sites), first.iteration,
+        output > 0, difference.what, difference.error, tolerance, 1, f"{counterpart}\n  {overlap}",
     )  # fmt: skip
 
 
-def _objective(loss: Callable[..., Any], name: str, model: Model) -> Callable[..., jax.Array]:
-    """A user's loss as a function of parameters, variables, batch and key."""
-    takes = len(inspect.signature(loss).parameters)
-    if takes not in (2, 3, 4) or (takes == 4) > model.stateful:
-        raise ValueError(f"bisect(b={name}) takes {takes} arguments; use (params, batch) or (params, batch, key)")
+def _user_loss(loss: Callable[..., Any], name: str, model: Model) -> Callable[..., jax.Array]:
+    """Return a user's loss as a function of parameters, variables, batch and key, which returns a scalar."""
+    num_args = len(inspect.signature(loss).parameters)
+    if num_args not in (2, 3, 4) or (num_args == 4) > model.stateful:
+        raise ValueError(f"bisect(b={name}) takes {num_args} arguments; use (params, batch) or (params, batch, key)")
 
     def value(params: Any, variables: Any, batch: Any, key: Any) -> jax.Array:
         batch = jax.tree.map(lambda x: x.value if is_replicated(x) else x, batch, is_leaf=is_replicated)
-        args = (variables, batch, key) if takes == 4 else (batch, key)[: takes - 1]
+        args = (variables, batch, key) if num_args == 4 else (batch, key)[: num_args - 1]
         try:
-            out = loss(model.wrap(params), *args)
+            result = loss(model.wrap(params), *args)
         except Exception as error:
-            error.add_note(f"bisect(b={name}) calls it as {_TAKEN}")
+            error.add_note(f"bisect(b={name}) calls it as {_USAGE}")
             raise
-        out = out[0] if isinstance(out, tuple) else out
-        out = out.total / out.count if isinstance(out, Mean) else out
-        if not jax.tree_util.treedef_is_leaf(jax.tree.structure(out)) or jnp.shape(out):
-            said = f"an array of shape {jnp.shape(out)}" if hasattr(out, "shape") else f"a {type(out).__name__}"
-            raise ValueError(f"bisect(b={name}) returned {said}; return a scalar: it is taken for {_TAKEN}")
-        return jnp.asarray(out)
+        result = result[0] if isinstance(result, tuple) else result
+        result = result.total / result.count if isinstance(result, Mean) else result
+        if not jax.tree_util.treedef_is_leaf(jax.tree.structure(result)) or jnp.shape(result):
+            is_array = hasattr(result, "shape")
+            description = f"an array of shape {jnp.shape(result)}" if is_array else f"a {type(result).__name__}"
+            raise ValueError(f"bisect(b={name}) returned {description}; return a scalar: it is taken for {_USAGE}")
+        return jnp.asarray(result)
 
     return value
 
 
-def _own(model: Model) -> Callable[..., jax.Array]:
+def _model_loss(model: Model) -> Callable[..., jax.Array]:
+    """Return the model's loss as a function of parameters, variables, batch and key, which returns a scalar."""
+
     def value(params: Any, variables: Any, batch: Any, key: Any) -> jax.Array:
         mean = model.call(params, variables, batch, key)[0]["loss"]
         return mean.total / mean.count
@@ -102,7 +131,8 @@ def _own(model: Model) -> Callable[..., jax.Array]:
     return value
 
 
-def _compiled(loss: Callable[..., jax.Array], args: Sequence[Any]) -> tuple[float, Any]:
+def _value_and_grad(loss: Callable[..., jax.Array], args: Sequence[Any]) -> tuple[float, Any]:
+    """Return a loss and its gradients as NumPy arrays; None for integer parameters."""
     value, grads = jax.jit(jax.value_and_grad(loss, allow_int=True), compiler_options=cpu_options())(*args)
     floats = lambda x: np.asarray(x) if jnp.issubdtype(x.dtype, jnp.inexact) else None
     return float(value), jax.tree.map(floats, grads)
@@ -110,71 +140,108 @@ def _compiled(loss: Callable[..., jax.Array], args: Sequence[Any]) -> tuple[floa
 
 @dataclass(frozen=True)
 class _Result:
-    """A value `x`, while it is held: by which equations it was computed, outermost first (none: it was given), of which
-    others, with its `numbers`; or an iteration's part of another.
+    """A value that a program computes.
+
+    Attributes:
+      x: the array, until the program's last use of it; None in the list of all results.
+      index: its index among the results of the program.
+      sites: the equation that computed it, after those that contain it, outermost first. Empty for an input.
+      iteration: the iteration of the innermost loop. None outside loops.
+      operands: the indices of the results that it was computed from.
+      size: the number of its elements.
+      fingerprint: its norm and two weighted sums.
+      is_part: whether it is the part of its first operand that an iteration of a scan reads.
     """
 
     x: Any
-    number: int
+    index: int
     sites: tuple[Any, ...]
     iteration: int | None
     operands: tuple[int, ...]
     size: int
-    numbers: np.ndarray
+    fingerprint: np.ndarray
     is_part: bool = False
 
     def __str__(self) -> str:
-        at = f"{self.sites[-1].primitive.name} at {line_of(self.sites) or 'no line of the program'}"
-        return at if self.iteration is None else f"{at}, iteration {self.iteration} of the loop"
+        equation = f"{self.sites[-1].primitive.name} at {line_of(self.sites) or 'no line of the program'}"
+        return equation if self.iteration is None else f"{equation}, iteration {self.iteration} of the loop"
 
 
 class _Results(Evaluation):
-    """Value and gradients of a loss, every result with its numbers."""
+    """Evaluates value and gradients of a loss, and keeps a fingerprint of every result.
+
+    Attributes:
+      results: all results, in the order in which they are computed.
+      outputs: the results of the program: the value, then the gradients.
+    """
 
     def __init__(self, loss: Callable[..., jax.Array], args: Sequence[Any]):
         super().__init__(lambda outs: True)
         self.results: list[_Result] = []
-        self.outs = self.of(jax.value_and_grad(loss, allow_int=True), [""] * len(jax.tree.leaves(args)), *args)
+        self.outputs = self.of(jax.value_and_grad(loss, allow_int=True), [""] * len(jax.tree.leaves(args)), *args)
 
     def given(self, x: Any, name: str) -> _Result:
-        return self._noted(x, (), ())
+        """Record an input, a constant or a literal."""
+        return self._record(x, (), ())
 
     def made(self, x: Any, at: int | None, ins: Sequence[_Result], within: Sequence[_Result] = ()) -> _Result:
-        return self._noted(x, self.sites, within or ins, is_part=at is None)
+        """Record a result of the current equation, or, if `at` is None, the part of an operand that an iteration reads.
 
-    def first_apart(self, other: _Results, out: int, tolerance: float) -> _Result | None:
-        """The first equation before an output that makes what the other has not, of operands that it has."""
-        aligned = self.are_aligned(other, tolerance, forwards=out > 0)
-        first: list[int | None] = []  # before each result
-        for result, known in zip(self.results, aligned, strict=True):
-            before = [at for i in result.operands if (at := first[i]) is not None]
-            first.append(None if known else min(before, default=result.number))
-        return None if (at := first[self.outs[out].number]) is None else self.results[at]
-
-    def are_aligned(self, other: _Results, tolerance: float, forwards: bool = False) -> list[bool]:
-        """Of each result whether it was given, or the other has it too, or that of which it is a part; or, where
-        `forwards` says that the losses agree, whether it is one of the forward.
+        The operands of a loop's result are the results of its iterations, `within`.
         """
-        table: dict[int, list[np.ndarray]] = {}
-        for result in other.results:
-            table.setdefault(result.size, []).append(result.numbers)
-        stacked = {size: np.stack(numbers) for size, numbers in table.items()}
+        return self._record(x, self.sites, within or ins, is_part=at is None)
+
+    def first_unaligned(self, counterpart: _Results, output: int, tolerance: float) -> _Result | None:
+        """Return the first result before an output that is not aligned, though all its operands are.
+
+        Args:
+          counterpart: the results of the other program.
+          output: the index of the output that differs.
+          tolerance: the error that is allowed.
+
+        Returns:
+          The result. None if the output is aligned.
+        """
+        aligned = self.are_aligned(counterpart, tolerance, forward_agrees=output > 0)
+        # For each result: the index of the first unaligned result that it follows from. None if it is aligned.
+        origins: list[int | None] = []
+        for result, is_aligned in zip(self.results, aligned, strict=True):
+            operand_origins = [origin for i in result.operands if (origin := origins[i]) is not None]
+            origins.append(None if is_aligned else min(operand_origins, default=result.index))
+        return None if (origin := origins[self.outputs[output].index]) is None else self.results[origin]
+
+    def are_aligned(self, counterpart: _Results, tolerance: float, forward_agrees: bool = False) -> list[bool]:
+        """Return for each result whether it is aligned with a result of the other program.
+
+        Inputs are aligned, as are the parts of aligned results. If the losses agree (`forward_agrees`), so are all
+        results of the forward.
+        """
+        fingerprints: dict[int, list[np.ndarray]] = {}
+        for result in counterpart.results:
+            fingerprints.setdefault(result.size, []).append(result.fingerprint)
+        stacked = {size: np.stack(numbers) for size, numbers in fingerprints.items()}
         aligned: list[bool] = []
         for result in self.results:
             among = stacked.get(result.size, np.full((1, 3), np.inf))
-            near = np.abs(among - result.numbers) <= 3 * tolerance * max(result.numbers[0], 1e-30)
-            known = not result.sites or (forwards and not is_backward(result.sites)) or bool(near.all(1).any())
-            aligned.append(known or (result.is_part and aligned[result.operands[0]]))
+            # The norm is the scale of all three numbers: the terms of weighted sums may cancel.
+            near = np.abs(among - result.fingerprint) <= 3 * tolerance * max(result.fingerprint[0], 1e-30)
+            in_forward = forward_agrees and not is_backward(result.sites)
+            is_aligned = not result.sites or in_forward or bool(near.all(1).any())
+            aligned.append(is_aligned or (result.is_part and aligned[result.operands[0]]))
         return aligned
 
-    def _noted(self, x: Any, sites: tuple[Any, ...], of: Sequence[_Result], is_part: bool = False) -> _Result:
-        """A result; its numbers are the same whatever its shape is."""
-        key = jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key)
-        values = np.asarray(jax.random.key_data(x) if key else x).ravel()
+    def _record(self, x: Any, sites: tuple[Any, ...], operands: Sequence[_Result], is_part: bool = False) -> _Result:
+        """Record a result with its fingerprint, which does not depend on its shape."""
+        is_key = jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key)
+        values = np.asarray(jax.random.key_data(x) if is_key else x).ravel()
+        # An infinity, as in a mask, would hide all other values in the sums.
         values = np.where(np.isfinite(values), values, 1e4).astype(np.float64)
-        places = np.arange(values.size)
-        numbers = [np.sqrt((values**2).sum()), values @ np.cos(places + 1), values @ np.cos(0.37 * places**1.5)]
-        iteration, operands = self.loops[-1][1] if self.loops else None, tuple(one.number for one in of)
-        made = _Result(x, len(self.results), sites, iteration, operands, values.size, np.array(numbers), is_part)
-        self.results.append(replace(made, x=None))
-        return made
+        i = np.arange(values.size)
+        # Weights without a period, so that permuted or shifted values have other sums.
+        fingerprint = [np.sqrt((values**2).sum()), values @ np.cos(i + 1), values @ np.cos(0.37 * i**1.5)]
+        iteration = self.loops[-1][1] if self.loops else None
+        indices = tuple(operand.index for operand in operands)
+        result = _Result(x, len(self.results), sites, iteration, indices, values.size, np.array(fingerprint), is_part)
+        # Keep no array here: the evaluation holds it until its last use, and frees it then.
+        self.results.append(replace(result, x=None))
+        return result

@@ -1,4 +1,7 @@
-"""What is bisected: loss and gradients of a cut loss, as a strategy on some devices has them, and as one device has."""
+"""The two kinds of sides that are bisected: a strategy on some devices, and one device.
+
+A side is called with a site. It returns the loss that is cut there, and the gradients, as a float and NumPy arrays.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,7 +21,14 @@ from .reference import Reference
 
 @dataclasses.dataclass(frozen=True)
 class UnderStrategy:
-    """Those that a strategy's step has on a mesh."""
+    """The loss and gradients of a strategy's step.
+
+    Attributes:
+      cut: the model's loss, which can be cut at any site.
+      strategy, mesh: as for `make_train_step`.
+      key: the key of the initial values.
+      batch: the global batch.
+    """
 
     cut: CutLoss
     strategy: Strategy
@@ -28,16 +38,16 @@ class UnderStrategy:
 
     @property
     def dtypes(self) -> list[str]:
-        """Those in which it multiplies and gathers."""
+        """Return the low precisions in which the strategy computes and communicates."""
         return dtypes_of(self.strategy)
 
     def __call__(self, site: Site | None) -> tuple[float, Any]:
-        """Loss, and gradients as NumPy arrays, of the loss cut at a site."""
+        """Return loss and gradients of the loss cut at a site; None: of the whole loss."""
         step = make_train_step(self.cut.at(site), None, self.strategy, self.mesh)
         state = step.init(self.key)
         loss, grads = step.value_and_grad(state, self.batch)
         while (scale := state.scale) is not None and scale.scale > 1 and not all_finite(grads):
-            # float16's first scale is meant to be too large: a training step halves it as well.
+            # float16 starts with a loss scale that overflows on purpose. A training step would halve it as well.
             state = dataclasses.replace(state, scale=dataclasses.replace(scale, scale=scale.scale / 2))
             loss, grads = step.value_and_grad(state, self.batch)
         return float(loss), jax.tree.map(lambda x: np.asarray(whole(x)), grads)
@@ -45,27 +55,33 @@ class UnderStrategy:
 
 @dataclasses.dataclass(frozen=True)
 class OneDevice:
-    """Those of one device, plainly, in the precision and with the blocks of rows of a strategy's side."""
+    """The loss and gradients of plain JAX on one device, in the precision and with the row blocks of a strategy.
 
-    like: UnderStrategy
+    Attributes:
+      template: the side whose precision, row blocks, key and batch are used.
+      device: the device.
+      dtypes: low precisions besides the template's: none.
+    """
+
+    template: UnderStrategy
     device: jax.Device
-    dtypes: Sequence[str] = ()  # none of its own
+    dtypes: Sequence[str] = ()
 
     def __call__(self, site: Site | None) -> tuple[float, Any]:
-        """Loss, and gradients as NumPy arrays, of the loss cut at a site."""
+        """Return loss and gradients of the loss cut at a site; None: of the whole loss."""
         with jax.default_device(self.device):
-            loss, grads = self.reference(site).value_and_grad(self.like.key, self.like.batch)
+            loss, grads = self.reference(site).value_and_grad(self.template.key, self.template.batch)
             return float(loss), jax.tree.map(np.asarray, grads)
 
     def reference(self, site: Site | None = None) -> Reference:
-        """What computes them."""
-        model = self.like.cut.at(site)
-        step = make_train_step(model, None, self.like.strategy, self.like.mesh)
+        """Return the plain program of the loss cut at a site."""
+        model = self.template.cut.at(site)
+        step = make_train_step(model, None, self.template.strategy, self.template.mesh)
         return Reference(model, step.strategy, step.replicas)
 
-    def rounding(self, site: Site | None, low: list[str]) -> list[float]:
-        """How far rounding in these precisions may move the loss and each gradient's elements."""
+    def rounding(self, site: Site | None, dtypes: list[str]) -> list[float]:
+        """Return how far rounding in some precisions may move the loss and the elements of each gradient."""
         with jax.default_device(self.device):
             reference = self.reference(site)
-            run = lambda *nudge: reference.value_and_grad(self.like.key, self.like.batch, *nudge)
-            return [MARGIN * x for x in reference.rounding(run, max(EPSILON[name] for name in low))]
+            run = lambda *nudge: reference.value_and_grad(self.template.key, self.template.batch, *nudge)
+            return [MARGIN * x for x in reference.rounding(run, max(EPSILON[name] for name in dtypes))]

@@ -57,8 +57,8 @@ def test_the_home_page_says_the_same() -> None:
 def test_the_table_is_what_plan_finds(model: str, devices: int) -> None:
     chosen = named(model)
     rows, length, options = ROWS[model, devices]
-    shown = {name: rest for of, n, name, *rest in TABLE if (of, n) == (model, devices)}
-    found = jp.plan(
+    shown = {name: rest for named_model, n, name, *rest in TABLE if (named_model, n) == (model, devices)}
+    plan = jp.plan(
         chosen.model,
         chosen.example(rows, length),
         f"{devices}xH100",
@@ -66,7 +66,7 @@ def test_the_table_is_what_plan_finds(model: str, devices: int) -> None:
         strategies=[f"{name},{options}" for name in shown],
         cache=False,
     )
-    lines = {line.strategy: line for line in found.lines}
+    lines = {line.strategy: line for line in plan.lines}
     lines = {name: lines[jp.Strategy.parse(f"{name},{options}")] for name in shown}
     for name, (gigabytes, fits, milliseconds, mfu) in shown.items():
         line = lines[name]

@@ -93,19 +93,19 @@ def step_of(mesh: Any, constrained: bool = True, sharded_optimizer: bool = True,
     return jitted, state, batch
 
 
-def line(what: str, of: Any = train_step) -> str:
+def line(marker: str, fn: Any = train_step) -> str:
     """Where this file has a line that ends so."""
-    lines, first = inspect.getsourcelines(of)
-    (at,) = [number for number, text in enumerate(lines, first) if text.rstrip().endswith(f"# {what}")]
-    return f"tests/forecast/test_jitted.py:{at}"
+    lines, first_line = inspect.getsourcelines(fn)
+    (line_number,) = [number for number, text in enumerate(lines, first_line) if text.rstrip().endswith(f"# {marker}")]
+    return f"tests/forecast/test_jitted.py:{line_number}"
 
 
-def sent(found: Any, **where: Any) -> int:
-    return sum(site.sent for site in found.sites if all(getattr(site, k) == v for k, v in where.items()))
+def sent(explanation: Any, **fields: Any) -> int:
+    return sum(site.sent for site in explanation.sites if all(getattr(site, k) == v for k, v in fields.items()))
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
+def explanation() -> Any:
     return jp.explain(*step_of(mesh_of()))
 
 
@@ -113,27 +113,27 @@ WEIGHT = 4 * WIDTH * HIDDEN // AXES["tensor"]  # of a tensor rank
 ROW = 4 * (ROWS // AXES["fsdp"]) * LENGTH * WIDTH
 
 
-def test_what_is_found_is_what_is_counted_by_hand(found: Any) -> None:
+def test_what_is_found_is_what_is_counted_by_hand(explanation: Any) -> None:
     for name in ("up", "down"):  # gathered forwards and backwards; their gradients summed, as are activations
-        at = {"source": line(name), "operation": "dot_general"}
+        site = {"source": line(name), "operation": "dot_general"}
         weight = f"state['params']['layers']['{name}']"
-        assert sent(found, kind="all-gather", argument=weight, **at) == 2 * LAYERS * WEIGHT * 3 // 4
-        assert sent(found, kind="all-reduce", axes=("fsdp",), **at) == 2 * LAYERS * WEIGHT * 3 // 4
-        assert sent(found, kind="all-reduce", axes=("tensor",), **at) == 2 * LAYERS * ROW // 2
-    assert found.ledger.total(kind="all-gather", axes=("fsdp",)) == 2 * 2 * LAYERS * WEIGHT
-    assert sum(site.sent for site in found.sites) == found.ledger.by(value="sent")[()]
-    assert found.exposed == found.ledger.by(value="sent")[()]
+        assert sent(explanation, kind="all-gather", argument=weight, **site) == 2 * LAYERS * WEIGHT * 3 // 4
+        assert sent(explanation, kind="all-reduce", axes=("fsdp",), **site) == 2 * LAYERS * WEIGHT * 3 // 4
+        assert sent(explanation, kind="all-reduce", axes=("tensor",), **site) == 2 * LAYERS * ROW // 2
+    assert explanation.ledger.total(kind="all-gather", axes=("fsdp",)) == 2 * 2 * LAYERS * WEIGHT
+    assert sum(site.sent for site in explanation.sites) == explanation.ledger.by(value="sent")[()]
+    assert explanation.exposed == explanation.ledger.by(value="sent")[()]
     params = 2 * LAYERS * WIDTH * HIDDEN + WORDS * WIDTH
-    assert found.memory.arguments == 3 * 4 * params // 8 + 4 + 4 * ROWS * LENGTH // 4
-    assert found.memory.taken_over == 3 * 4 * params // 8 + 4
-    assert sum(x.bytes for x in found.arguments) == 3 * 4 * params + 4 + 4 * ROWS * LENGTH
-    assert not found.copied
-    assert found.axes == AXES
-    assert found.costs.flops == {"float32": 3 * 2 * 2 * LAYERS * ROWS * LENGTH * WIDTH * HIDDEN // 8}
+    assert explanation.memory.arguments == 3 * 4 * params // 8 + 4 + 4 * ROWS * LENGTH // 4
+    assert explanation.memory.taken_over == 3 * 4 * params // 8 + 4
+    assert sum(x.bytes for x in explanation.arguments) == 3 * 4 * params + 4 + 4 * ROWS * LENGTH
+    assert not explanation.copied
+    assert explanation.axes == AXES
+    assert explanation.costs.flops == {"float32": 3 * 2 * 2 * LAYERS * ROWS * LENGTH * WIDTH * HIDDEN // 8}
 
 
-def test_a_dropped_constraint_has_its_line(found: Any) -> None:
-    promises = jp.Promises(collectives=found.ledger.by("kind", "axes"), memory=found.memory.total)
+def test_a_dropped_constraint_has_its_line(explanation: Any) -> None:
+    promises = jp.Promises(collectives=explanation.ledger.by("kind", "axes"), memory=explanation.memory.total)
     assert jp.check(*step_of(mesh_of()), promises=promises).ok
     proof = jp.check(*step_of(mesh_of(), constrained=False), promises=promises)
     broken = {finding.what: finding.note for finding in proof.broken}
@@ -149,18 +149,18 @@ def test_a_dropped_constraint_has_its_line(found: Any) -> None:
 
 def test_a_replicated_optimizer_has_its_paths() -> None:
     step = step_of(mesh_of(), sharded_optimizer=False, donate=False)
-    copied = jp.explain(*step)
+    explanation = jp.explain(*step)
     leaves = ("['layers']['up']", "['layers']['down']", "['embed']")
-    mine = [f"state['opt_state'][0].{moment}{leaf}" for moment in ("mu", "nu") for leaf in leaves]
-    assert {x.path for x in copied.copied} == set(mine)
-    assert {x.copied for x in copied.copied} == {("fsdp", "tensor")}
+    moment_paths = [f"state['opt_state'][0].{moment}{leaf}" for moment in ("mu", "nu") for leaf in leaves]
+    assert {x.path for x in explanation.copied} == set(moment_paths)
+    assert {x.copied for x in explanation.copied} == {("fsdp", "tensor")}
     nbytes = 2 * 4 * (2 * LAYERS * WIDTH * HIDDEN + WORDS * WIDTH)
-    assert f"whole, {nbytes / 1e6:.2f} MB, along fsdp+tensor" in " ".join(str(copied).split())
-    assert "No argument is donated" in str(copied)
+    assert f"whole, {nbytes / 1e6:.2f} MB, along fsdp+tensor" in " ".join(str(explanation).split())
+    assert "No argument is donated" in str(explanation)
     proof = jp.check(*step, promises=jp.Promises(copies={"fsdp": 1e6}))
     (broken,) = proof.broken
     assert broken.part == "copies"
-    assert mine[0].rpartition("[")[0] in broken.note
+    assert moment_paths[0].rpartition("[")[0] in broken.note
     assert jp.check(*step, promises=jp.Promises(copies={"fsdp": 2e6})).ok
 
 
@@ -181,8 +181,8 @@ def test_what_is_gathered_only_to_be_cut_is_named() -> None:
     def looked_up(x: jax.Array, at: jax.Array) -> jax.Array:  # cut, at an index of the program's own
         return jax.lax.dynamic_slice_in_dim(logical(x, mesh), at, 8)
 
-    found = jp.explain(looked_up, place("fsdp"), 3)
-    assert [(site.kind, site.involuntary) for site in found.sites] == [("all-gather", False)]
+    explanation = jp.explain(looked_up, place("fsdp"), 3)
+    assert [(site.kind, site.involuntary) for site in explanation.sites] == [("all-gather", False)]
 
 
 def exchanging(x: jax.Array) -> jax.Array:
@@ -194,23 +194,23 @@ def test_what_is_exchanged_and_passed_on_has_its_line() -> None:
     mesh = mesh_of()
     x = jax.ShapeDtypeStruct((32, 8), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
     fn = jax.shard_map(exchanging, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False)
-    found = {site.kind: (site.axes, site.source, site.sent) for site in jp.explain(jax.jit(fn), x).sites}
-    own = 4 * 8 * 8
-    assert found == {
-        "all-to-all": (("fsdp",), line("exchanged", exchanging), own * 3 // 4),
-        "collective-permute": (("tensor",), line("passed on", exchanging), own),
+    sites = {site.kind: (site.axes, site.source, site.sent) for site in jp.explain(jax.jit(fn), x).sites}
+    shard_bytes = 4 * 8 * 8
+    assert sites == {
+        "all-to-all": (("fsdp",), line("exchanged", exchanging), shard_bytes * 3 // 4),
+        "collective-permute": (("tensor",), line("passed on", exchanging), shard_bytes),
     }
 
 
-def test_forms_of_a_program_say_the_same(found: Any) -> None:
+def test_forms_of_a_program_say_the_same(explanation: Any) -> None:
     fn, *args = step_of(mesh_of())
     lowered = fn.lower(*args)
     compiled = lowered.compile()
-    for given in (lowered, compiled):
-        other = jp.explain(given)
-        assert (other.sites, other.memory) == (found.sites, found.memory)
+    for program in (lowered, compiled):
+        explained = jp.explain(program)
+        assert (explained.sites, explained.memory) == (explanation.sites, explanation.memory)
     text = jp.explain(compiled.as_text(), mesh=mesh_of())
-    assert text.sites == found.sites
+    assert text.sites == explanation.sites
     assert text.memory is None
     assert text.arguments is None
     assert "not known" in str(text)
@@ -218,17 +218,18 @@ def test_forms_of_a_program_say_the_same(found: Any) -> None:
         with pytest.raises(ValueError, match=r"no compiled program's.* begins '.*; give compiled.as_text\(\)"):
             jp.explain(uncompiled)
     unknown = jp.explain(compiled.as_text())
-    assert {axis for one in unknown.ledger for axis in one.axes} == {"devices", "2 of devices", "4 of devices"}
+    axes = {axis for collective in unknown.ledger for axis in collective.axes}
+    assert axes == {"devices", "2 of devices", "4 of devices"}
     assert "give the arguments NamedShardings, or mesh=" in " ".join(str(unknown).split())
 
 
 @pytest.mark.parametrize("abstract", [True, False])
-def test_a_target_stands_for_the_mesh(abstract: bool, found: Any) -> None:
+def test_a_target_stands_for_the_mesh(abstract: bool, explanation: Any) -> None:
     moved = jp.explain(*step_of(mesh_of(abstract)), target="cpu:8")
-    assert moved.ledger == found.ledger
-    assert moved.sites == found.sites
-    assert moved.memory == found.memory
-    assert moved.arguments == found.arguments
+    assert moved.ledger == explanation.ledger
+    assert moved.sites == explanation.sites
+    assert moved.memory == explanation.memory
+    assert moved.arguments == explanation.arguments
     assert moved.prediction is None
 
 
@@ -267,15 +268,15 @@ def test_a_flax_example() -> None:
     places = nn.logical_to_mesh_sharding(nn.get_partition_spec(shapes), mesh, rules)
     rows = NamedSharding(mesh, P("fsdp"))
     step = jax.jit(train_step, in_shardings=(places, rows), out_shardings=(places, None), donate_argnums=0)
-    found = jp.explain(step, shapes, x)
-    into, out = (line(what, Block) for what in ("into", "out"))
+    explanation = jp.explain(step, shapes, x)
+    into_line, out_line = (line(marker, Block) for marker in ("into", "out"))
     # The kernel into the layer is used once, as its input has no gradient; that out of it forwards and backwards.
-    assert sent(found, kind="all-gather", axes=("fsdp",), source=into) == WEIGHT * 3 // 4
-    assert sent(found, kind="all-reduce", axes=("fsdp",), source=out) == 2 * WEIGHT * 3 // 4
-    assert sent(found, kind="all-reduce", axes=("tensor",), source=out) == ROW
-    print(found)
+    assert sent(explanation, kind="all-gather", axes=("fsdp",), source=into_line) == WEIGHT * 3 // 4
+    assert sent(explanation, kind="all-reduce", axes=("fsdp",), source=out_line) == 2 * WEIGHT * 3 // 4
+    assert sent(explanation, kind="all-reduce", axes=("tensor",), source=out_line) == ROW
+    print(explanation)
     moved = jp.explain(step, shapes, x, target="cpu:8")
-    assert moved.ledger == found.ledger
+    assert moved.ledger == explanation.ledger
 
 
 def test_errors_say_what_to_do() -> None:
@@ -303,10 +304,10 @@ def test_errors_say_what_to_do() -> None:
 @pytest.mark.slow
 @pytest.mark.cuda_compiler
 @pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
-def test_on_gpus_that_are_not_here(found: Any) -> None:
+def test_on_gpus_that_are_not_here(explanation: Any) -> None:
     on_gpus = jp.explain(*step_of(AbstractMesh((2, 8), ("fsdp", "tensor"))), target="16xH100")
     assert on_gpus.devices == "16 x NVIDIA H100 80GB HBM3"
-    assert on_gpus.across == {axes for axes in {one.axes for one in on_gpus.ledger} if "fsdp" in axes}
+    assert on_gpus.across == {axes for axes in {collective.axes for collective in on_gpus.ledger} if "fsdp" in axes}
     for name in ("up", "down"):
         weight = {"argument": f"state['params']['layers']['{name}']", "source": line(name), "axes": ("fsdp",)}
         assert sent(on_gpus, **weight) == 2 * LAYERS * 4 * WIDTH * HIDDEN // 8 // 2
@@ -315,8 +316,8 @@ def test_on_gpus_that_are_not_here(found: Any) -> None:
     assert 0 < sum(site.hidden for site in on_gpus.sites) < sum(site.sent for site in on_gpus.sites)
     assert prediction.devices == 16
     assert "rows/s" not in str(prediction)
-    alone = jp.predict(lambda x: x @ x, jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16), target="1xH100")
-    assert alone.flops == 2 * 4096**3
+    one_gpu = jp.predict(lambda x: x @ x, jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16), target="1xH100")
+    assert one_gpu.flops == 2 * 4096**3
     text = jax.jit(jnp.sin).lower(1.0).compile().as_text()
     with pytest.raises(ValueError, match="the program is compiled for CPUs, and nothing can be predicted"):
         jp.predict(text, target="1xH100")
@@ -328,22 +329,22 @@ def test_on_gpus_that_are_not_here(found: Any) -> None:
 def test_proposals_are_ranked_by_what_they_take() -> None:
     mesh = AbstractMesh((2, 8), ("fsdp", "tensor"))
     step, *args = step_of(mesh, constrained=False)
-    whole = tuple(
+    replicated = tuple(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())), args)
     )
     small = AbstractMesh((2, 4), ("fsdp", "tensor"))
-    found = jp.plan_shardings(step, {"whole": whole, "split": tuple(args), "small": step_of(small)[1:]}, "16xH100")
-    names = list(found.found)
+    plan = jp.plan_shardings(step, {"whole": replicated, "split": tuple(args), "small": step_of(small)[1:]}, "16xH100")
+    names = list(plan.found)
     assert {*names} == {"split", "whole"}
-    assert found.best == names[0]
-    assert "8 devices" in found.refused["small"]
-    assert list(found.why) == names[1:]
-    assert re.search(r"^\d+\.\d% slower: \+.* ms ", found.why[names[1]])
-    seconds = [one.prediction.seconds for one in found.found.values()]
+    assert plan.best == names[0]
+    assert "8 devices" in plan.refused["small"]
+    assert list(plan.why) == names[1:]
+    assert re.search(r"^\d+\.\d% slower: \+.* ms ", plan.why[names[1]])
+    seconds = [explanation.prediction.seconds for explanation in plan.found.values()]
     assert seconds == sorted(seconds)
-    assert f"{1e3 * seconds[1]:,.1f}" in str(found)
-    assert list(found.json()["found"]) == names
-    with pytest.raises(ValueError, match=r"no proposal can be: 1: .*8 devices"):
+    assert f"{1e3 * seconds[1]:,.1f}" in str(plan)
+    assert list(plan.json()["found"]) == names
+    with pytest.raises(ValueError, match=r"no proposal is valid: 1: .*8 devices"):
         jp.plan_shardings(step, [step_of(small)[1:]], "16xH100")
 
 
@@ -354,7 +355,7 @@ def test_proposals_that_are_none() -> None:
         jp.plan_shardings(jnp.sin, "fsdp", "8xH100")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"shardings is 'dict'; needs by name"):
         jp.plan_shardings(jnp.sin, [1.0], "8xH100")
-    with pytest.raises(ValueError, match="no proposal can be: shardings is empty"):
+    with pytest.raises(ValueError, match="no proposal is valid: shardings is empty"):
         jp.plan_shardings(jnp.sin, {}, "8xH100")
 
 
@@ -365,8 +366,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     run(["explain", "--step", "my_steps:make", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert (found["name"], found["memory"]["arguments"], found["ledger"]) == ("sin", 32, [])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["name"], report["memory"]["arguments"], report["ledger"]) == ("sin", 32, [])
     for words, message in {
         ("my_steps:bad",): r"--step my_steps:bad returned a \w+; needs a function without arguments that returns",
         ("my_steps:none",): r"my_steps has no function 'none'; write def none\(\): return step, \(state, batch\)",
@@ -380,13 +381,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_arguments_that_are_none_unread_or_bound() -> None:
     place = NamedSharding(mesh_of(), P("fsdp"))
 
-    def step(bound: jax.Array, given: Any, unread: jax.Array) -> jax.Array:
-        return bound + given["x"]
+    def step(bound: jax.Array, batch: Any, unread: jax.Array) -> jax.Array:
+        return bound + batch["x"]
 
     x = jax.device_put(jnp.ones(8), place)
-    found = jp.explain(functools.partial(jax.jit(step), x), {"none": None, "x": x}, jnp.ones(3))
-    assert [x.path for x in found.arguments] == ["bound", "given['x']"]
-    assert jp.explain(functools.partial(step, x), {"none": None, "x": x}, x).arguments[0].path == "given['x']"
+    explanation = jp.explain(functools.partial(jax.jit(step), x), {"none": None, "x": x}, jnp.ones(3))
+    assert [x.path for x in explanation.arguments] == ["bound", "batch['x']"]
+    assert jp.explain(functools.partial(step, x), {"none": None, "x": x}, x).arguments[0].path == "batch['x']"
     assert jp.explain(lambda: None).arguments == ()
     assert jp.explain(lambda x: logical(x, mesh_of(), "fsdp"), jnp.ones((8, 8))).axes == AXES
     static = jax.jit(lambda x, n: x * n, static_argnums=1)
@@ -396,22 +397,24 @@ def test_arguments_that_are_none_unread_or_bound() -> None:
 def test_programs_of_every_kind_are_moved() -> None:
     mesh = mesh_of()
     explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
-    x = lambda of: jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(of, P("fsdp", "tensor")))
+    x = lambda array_mesh: jax.ShapeDtypeStruct(
+        (64, 64), jnp.float32, sharding=NamedSharding(array_mesh, P("fsdp", "tensor"))
+    )
     total = lambda x: jax.lax.psum(x, "fsdp")
     mapped = jax.shard_map(total, mesh=mesh, in_specs=P("fsdp", "tensor"), out_specs=P(None, "tensor"))
     bound = jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, P("tensor")))
-    for fn, of, context in (
+    for fn, array_mesh, context in (
         (mapped, mesh, None),
         (lambda x: jax.lax.with_sharding_constraint(jnp.sin(x), P(None, "tensor")), mesh, mesh),
         (lambda x: jax.sharding.reshard(x, P("fsdp", None)).sum(), explicit, explicit),
         (lambda x: x + bound + jax.random.normal(jax.random.key(0), x.shape), mesh, None),
     ):
-        if NEWER and of is explicit:  # refused: `test_explicit_axes_are_refused_where_types_name_devices`
+        if NEWER and array_mesh is explicit:  # refused: `test_explicit_axes_are_refused_where_types_name_devices`
             continue
         with jax.set_mesh(context) if context is not None else contextlib.nullcontext():
-            here, there = jp.explain(fn, x(of)), jp.explain(fn, x(of), target="cpu:8")
-        assert (here.ledger, here.sites, here.axes) == (there.ledger, there.sites, there.axes)
-        assert here.axes == AXES
+            on_mesh, on_target = jp.explain(fn, x(array_mesh)), jp.explain(fn, x(array_mesh), target="cpu:8")
+        assert (on_mesh.ledger, on_mesh.sites, on_mesh.axes) == (on_target.ledger, on_target.sites, on_target.axes)
+        assert on_mesh.axes == AXES
 
 
 def test_a_step_of_jaxpar_is_explained_as_it_explains_itself() -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from test_plan import ADAM, BATCH, H100, MODEL, ROWS, D, a_plan, here, line_of, stack
+from test_plan import ADAM, BATCH, H100, MODEL, ROWS, D, a_plan, cpu_target, line_of, stack
 
 import jaxpar as jp
 from jaxpar.forecast.plan import cache as plan_cache
@@ -22,39 +22,39 @@ from jaxpar.make import TrainStep
 
 @pytest.mark.slow
 def test_search_compiles_the_best_few_and_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = a_plan(None, cache=tmp_path, top=2)
-    assert len(found.lines) == 2
-    assert not any(line.cached for line in found.lines)
-    told = {*found.pruned, *found.refused, *(str(line.strategy) for line in found.lines)}
-    assert {str(strategy) for strategy in candidates(here(), ROWS, "bf16")} <= told
-    assert all(line.estimate and line.estimate.seconds <= line.seconds for line in found.lines)
+    plan = a_plan(None, cache=tmp_path, top=2)
+    assert len(plan.lines) == 2
+    assert not any(line.cached for line in plan.lines)
+    reported = {*plan.pruned, *plan.refused, *(str(line.strategy) for line in plan.lines)}
+    assert {str(strategy) for strategy in candidates(cpu_target(), ROWS, "bf16")} <= reported
+    assert all(line.estimate and line.estimate.seconds <= line.seconds for line in plan.lines)
     monkeypatch.setattr(planning, "make_train_step", _never)
     monkeypatch.setattr(Estimator, "estimate", _never)
-    again = a_plan(None, cache=tmp_path, top=2)
-    assert all(line.cached for line in again.lines)
-    assert [line.json() | {"cached": 0} for line in again.lines] == [
-        line.json() | {"cached": 0} for line in found.lines
+    cached_plan = a_plan(None, cache=tmp_path, top=2)
+    assert all(line.cached for line in cached_plan.lines)
+    assert [line.json() | {"cached": 0} for line in cached_plan.lines] == [
+        line.json() | {"cached": 0} for line in plan.lines
     ]
-    assert (again.pruned, again.refused) == (found.pruned, found.refused)
+    assert (cached_plan.pruned, cached_plan.refused) == (plan.pruned, plan.refused)
 
 
 @pytest.mark.slow
 def test_search_goes_on_around_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best is four choices away from whatever closed forms put first, and outside of their candidates."""
     best = jp.Strategy.parse("pipe=2,fsdp=4,zero=1,chunks=2,microbatches=4,remat=dots,reduce=compute,precision=bf16")
-    wanted = vars(best)
+    best_fields = vars(best)
 
-    def numbers(self: Any, strategy: jp.Strategy) -> Any:
-        off = sum(getattr(strategy, name) != value for name, value in wanted.items())
-        made = vars(line_of("ddp", matmul=1.0 + off, exposed=0.0))
+    def line_fields(self: Any, strategy: jp.Strategy) -> Any:
+        num_differences = sum(getattr(strategy, name) != value for name, value in best_fields.items())
+        line = vars(line_of("ddp", matmul=1.0 + num_differences, exposed=0.0))
         names = ("memory", "prediction", "kernels", "links", "exposed", "sent", "bubble", "compile_seconds")
-        return {name: made[name] for name in names} | {"memory": {"total": 10}}
+        return {name: line[name] for name in names} | {"memory": {"total": 10}}
 
-    monkeypatch.setattr(planning._Planner, "_numbers", numbers)
-    found = a_plan(None, top=48)
-    assert len(found.lines) <= 48
-    assert found.best == best
-    assert best not in candidates(here(), ROWS, "bf16")
+    monkeypatch.setattr(planning._Planner, "_line_fields", line_fields)
+    plan = a_plan(None, top=48)
+    assert len(plan.lines) <= 48
+    assert plan.best == best
+    assert best not in candidates(cpu_target(), ROWS, "bf16")
 
 
 def test_what_does_not_fit_says_nothing_of_what_is_alike_and_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,96 +65,100 @@ def test_what_does_not_fit_says_nothing_of_what_is_alike_and_does(monkeypatch: p
     def is_best(strategy: jp.Strategy) -> bool:
         return (strategy.fsdp, strategy.zero, strategy.reduce) == (2, 3, "compute")
 
-    def numbers(self: Any, strategy: jp.Strategy) -> Any:
-        made = vars(line_of("ddp", matmul=1.0 + (not is_best(strategy)) + (strategy.fsdp == 1), exposed=0.0))
+    def line_fields(self: Any, strategy: jp.Strategy) -> Any:
+        line = vars(line_of("ddp", matmul=1.0 + (not is_best(strategy)) + (strategy.fsdp == 1), exposed=0.0))
         names = ("memory", "prediction", "kernels", "links", "exposed", "sent", "bubble", "compile_seconds")
         total = 10 if strategy.zero == 3 else 10**12
-        return {name: made[name] for name in names} | {"memory": {"total": total, "arguments": 5}}
+        return {name: line[name] for name in names} | {"memory": {"total": total, "arguments": 5}}
 
-    monkeypatch.setattr(planning._Planner, "_numbers", numbers)
-    found = a_plan(None, top=12, target=here(devices=2))
-    assert any(not line.fits for line in found.lines)
-    assert is_best(found.best)
+    monkeypatch.setattr(planning._Planner, "_line_fields", line_fields)
+    plan = a_plan(None, top=12, target=cpu_target(devices=2))
+    assert any(not line.fits for line in plan.lines)
+    assert is_best(plan.best)
 
 
-def faked(monkeypatch: pytest.MonkeyPatch, told: Any) -> list[jp.Strategy]:
-    """Compiles nothing: `told(strategy)` are seconds, bytes, and whether its logits are in chunks; what was asked."""
-    asked: list[jp.Strategy] = []
+def faked(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[jp.Strategy]:
+    """Replace compiling by `outcome(strategy)`: seconds, bytes, and whether logits are in chunks.
 
-    def numbers(self: Any, strategy: jp.Strategy) -> Any:
-        asked.append(strategy)
-        seconds, total, chunked = told(strategy)
-        made = vars(line_of("ddp", matmul=seconds, exposed=0.0))
+    Returns:
+      The list of strategies that were compiled, which grows.
+    """
+    compiled: list[jp.Strategy] = []
+
+    def line_fields(self: Any, strategy: jp.Strategy) -> Any:
+        compiled.append(strategy)
+        seconds, total, chunked = outcome(strategy)
+        line = vars(line_of("ddp", matmul=seconds, exposed=0.0))
         names = ("memory", "prediction", "kernels", "links", "exposed", "sent", "bubble", "compile_seconds")
-        fields = {name: made[name] for name in names} | {"memory": {"total": total, "arguments": 5}}
+        fields = {name: line[name] for name in names} | {"memory": {"total": total, "arguments": 5}}
         return fields | {"prediction": {**fields["prediction"], "chunked": chunked}}
 
-    monkeypatch.setattr(planning._Planner, "_numbers", numbers)
-    return asked
+    monkeypatch.setattr(planning._Planner, "_line_fields", line_fields)
+    return compiled
 
 
 @pytest.mark.slow
 def test_whole_logits_are_tried_where_the_best_has_them_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama-3-8B on 8 H100 took 1.715 s, and with `logits=whole` 1.685."""
     faked(monkeypatch, lambda s: (1.0 + (s.zero != 1) + (s.logits == "auto"), 10, s.logits == "auto"))
-    found = a_plan(None, top=12)
-    assert (found.best.logits, found.best.zero) == ("whole", 1)
+    plan = a_plan(None, top=12)
+    assert (plan.best.logits, plan.best.zero) == ("whole", 1)
 
 
 def test_what_computes_nothing_again_is_tried_before_all_that_is_as_long() -> None:
     """Llama-3.2-1B on 8 H100: 16 programs, all with `remat=dots` (0.603 s), which was not needed (0.580)."""
-    planner = planning._Planner(MODEL, here(), BATCH, ADAM, None, None, None, None, False)
+    planner = planning._Planner(Estimator(MODEL, ADAM, cpu_target(), BATCH), cache=False)
     dots = jp.Strategy.parse("fsdp=8,reduce=compute,remat=dots,precision=bf16")
     line = line_of(str(dots), matmul=1.0, exposed=0.0)
     planner.lines = [dataclasses.replace(line, estimate=planner.estimator.estimate(dots))]
-    found = planner._around(16)
-    assert found is not None
-    assert found[0] == dataclasses.replace(dots, remat="none")
+    pair = planner._best_neighbour(16)
+    assert pair is not None
+    assert pair[0] == dataclasses.replace(dots, remat="none")
 
 
 def test_what_is_worse_in_no_closed_form_is_tried_first() -> None:
     """Llama-3-8B on 8 H100: 448 ms with the gradients of `tensor=2` in float32, as what closed forms say to be faster
     filled the 16; `fsdp=8,reduce=compute` takes less.
     """
-    planner = planning._Planner(MODEL, here(), BATCH, ADAM, None, None, None, None, False)
+    planner = planning._Planner(Estimator(MODEL, ADAM, cpu_target(), BATCH), cache=False)
     best = jp.Strategy.parse("data=2,fsdp=4,zero=3,precision=bf16")
     line = line_of(str(best), matmul=1.0, exposed=0.0)
-    closed = planner.estimator.estimate(best)
-    faster = dataclasses.replace(closed, seconds=0.9 * closed.seconds, sent=2 * closed.sent)
-    planner.lines = [dataclasses.replace(line, estimate=closed)]
-    planner.known = {str(dataclasses.replace(best, data=1, fsdp=8)): vars(faster)}
-    found = planner._around(16)
-    assert found is not None
-    assert found[0] == dataclasses.replace(best, reduce="compute")
+    best_estimate = planner.estimator.estimate(best)
+    faster = dataclasses.replace(best_estimate, seconds=0.9 * best_estimate.seconds, sent=2 * best_estimate.sent)
+    planner.lines = [dataclasses.replace(line, estimate=best_estimate)]
+    planner.estimates = {str(dataclasses.replace(best, data=1, fsdp=8)): vars(faster)}
+    pair = planner._best_neighbour(16)
+    assert pair is not None
+    assert pair[0] == dataclasses.replace(best, reduce="compute")
 
 
 @pytest.mark.slow
 def test_a_search_that_ends_early_has_looked_around_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama-3-405B on 1,024 H100: six programs, each of another family, and `reduce=compute` was not among them."""
-    asked = faked(monkeypatch, lambda s: (1.0, 10, False))
+    compiled = faked(monkeypatch, lambda s: (1.0, 10, False))
     a_plan(None, top=16)
-    first, second, third = asked[:3]
-    assert second in neighbours(first, here(), ROWS)
+    first, second, third = compiled[:3]
+    assert second in neighbours(first, cpu_target(), ROWS)
     assert second.pipe == 1 < third.pipe  # which is the second family
-    assert {strategy.logits for strategy in asked} == {"auto"}  # none of these programs has chunks
+    assert {strategy.logits for strategy in compiled} == {"auto"}  # none of these programs has chunks
 
 
 @pytest.mark.slow
 def test_of_a_family_the_next_is_likely_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama-3-70B on 32 H100: eleven of 16 programs did not fit, the next of a family often as little as the first."""
-    closed = Estimator(MODEL, ADAM, target := here(dataclasses.replace(H100, memory_bytes=60_000)), BATCH)
-    asked = faked(monkeypatch, lambda s: (1.0, 3 * closed.estimate(s).bytes, False))
-    found = a_plan(None, top=16, target=target)
-    assert any(not line.fits for line in found.lines)
-    first = {}
-    for strategy in asked[:8]:
-        small = 3 * closed.estimate(strategy).bytes <= found.lines[0].usable
-        assert small or kind(strategy) not in first
-        first[kind(strategy)] = strategy
+    estimator = Estimator(MODEL, ADAM, target := cpu_target(dataclasses.replace(H100, memory_bytes=60_000)), BATCH)
+    compiled = faked(monkeypatch, lambda s: (1.0, 3 * estimator.estimate(s).bytes, False))
+    plan = a_plan(None, top=16, target=target)
+    assert any(not line.fits for line in plan.lines)
+    first_of_family = {}
+    for strategy in compiled[:8]:
+        likely_fits = 3 * estimator.estimate(strategy).bytes <= plan.lines[0].usable
+        assert likely_fits or family(strategy) not in first_of_family
+        first_of_family[family(strategy)] = strategy
 
 
-def kind(s: jp.Strategy) -> tuple[Any, ...]:
-    """Its family, of one host without experts or context."""
+def family(s: jp.Strategy) -> tuple[Any, ...]:
+    """Return the family of a strategy on one host, without experts or context."""
     return s.pipe > 1, s.tensor > 1, s.zero if s.fsdp != 1 else 0
 
 
@@ -163,27 +167,27 @@ def _never(*args: Any, **kwargs: Any) -> Any:
 
 
 def test_the_cache_knows_model_batch_target_and_optimizer() -> None:
-    base: tuple[Any, ...] = (MODEL, ADAM, BATCH, here(), None, None)
+    base: tuple[Any, ...] = (MODEL, ADAM, BATCH, cpu_target(), None, None)
     longer = jax.ShapeDtypeStruct((ROWS + 8, D), jnp.float32)
     changes: tuple[tuple[int, Any], ...] = (
         (0, stack(gain=0.5)), (0, stack(rules={"up": -1})), (1, optax.sgd(0.1)), (2, longer),
-        (3, here(KINDS["H200"])), (3, here(devices=4)), (4, {"up": -1}),
+        (3, cpu_target(KINDS["H200"])), (3, cpu_target(devices=4)), (4, {"up": -1}),
         (5, lambda path: path == "up"),
     )  # fmt: skip
-    hashes = {plan_cache.about(*base)}
-    for at, value in changes:
-        hashes.add(plan_cache.about(*(value if i == at else x for i, x in enumerate(base))))
+    hashes = {plan_cache.plan_key(*base)}
+    for index, value in changes:
+        hashes.add(plan_cache.plan_key(*(value if i == index else x for i, x in enumerate(base))))
     assert len(hashes) == 1 + len(changes)
-    assert plan_cache.about(stack(), *base[1:]) in hashes  # traced again: no address of an object is in it
+    assert plan_cache.plan_key(stack(), *base[1:]) in hashes  # traced again: no address of an object is in it
 
 
 def test_a_broken_file_is_compiled_again(tmp_path: Path) -> None:
     first = a_plan(["ddp"], cache=tmp_path)
     for file in tmp_path.iterdir():
         file.write_text(file.read_text()[:-5])
-    again = a_plan(["ddp"], cache=tmp_path)
-    assert not again.lines[0].cached
-    assert again.lines[0].memory == first.lines[0].memory
+    second = a_plan(["ddp"], cache=tmp_path)
+    assert not second.lines[0].cached
+    assert second.lines[0].memory == first.lines[0].memory
 
 
 def test_ctrl_c_keeps_what_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,11 +201,11 @@ def test_ctrl_c_keeps_what_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
         return compile_(self, batch)
 
     monkeypatch.setattr(TrainStep, "compile", interrupted)
-    found = a_plan(["ddp", "fsdp", "zero1"])
-    assert found.interrupted
-    assert [str(line.strategy) for line in found.lines] == ["data=-1"]
+    plan = a_plan(["ddp", "fsdp", "zero1"])
+    assert plan.interrupted
+    assert [str(line.strategy) for line in plan.lines] == ["data=-1"]
     assert len(calls) == 2
-    assert "Interrupted" in str(found)
+    assert "Interrupted" in str(plan)
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ def test_a_run_can_be_predicted(run: Run) -> None:
     strategy = jp.Strategy.parse(run.strategy)
     devices = math.prod(int(part) for part in run.target.split("x")[:-1])
     axes = [getattr(strategy, axis) for axis in ("pipe", "data", "fsdp", "expert", "context", "tensor")]
-    rest = math.prod(size for size in axes if size > 0)
-    assert devices == rest or (-1 in axes and devices % rest == 0)
+    axis_product = math.prod(size for size in axes if size > 0)
+    assert devices == axis_product or (-1 in axes and devices % axis_product == 0)
     assert run.rows % (devices // (strategy.pipe * strategy.tensor * strategy.context) * strategy.microbatches) == 0
     assert run.source
     assert run.tokens > 0
@@ -31,5 +31,5 @@ def test_names_are_of_one_run_each() -> None:
 
 
 def test_a_summary_counts_what_is_near() -> None:
-    said = published_throughput.summary([0.8, 0.91, 1.0, 1.09, 1.16])
-    assert said == "5 runs, median 1.00, 3 within 10%, 3 within 15%, 0.80 to 1.16"
+    summary = published_throughput.summary([0.8, 0.91, 1.0, 1.09, 1.16])
+    assert summary == "5 runs, median 1.00, 3 within 10%, 3 within 15%, 0.80 to 1.16"

@@ -1,4 +1,4 @@
-"""Programs that jaxpar did not make: what anything that `jax.jit` lowers holds, sends, and takes."""
+"""Report the memory, communication and time of programs that jaxpar did not make: anything that `jax.jit` lowers."""
 
 from .program import Argument as Argument
 from .program import JittedMemory as JittedMemory

@@ -1,4 +1,8 @@
-"""Anything that `jax.jit` lowers, compiled and read: operations, mesh, what a device holds of each argument."""
+"""Compile anything that `jax.jit` lowers, and read the program: its operations, mesh, memory and arguments.
+
+`program_of` accepts a function with its arguments, a `jax.stages.Lowered` or `Compiled`, or the text of a compiled
+program. All of these end in `_read_program`, which returns a `JittedProgram`; a text alone lacks memory and arguments.
+"""
 
 import functools
 import itertools
@@ -19,19 +23,21 @@ from ...hardware.compiled.memory import program_memory
 from ...hardware.devices import Target
 from ...hardware.devices import target as target_of
 from ...inspect.check.resharding import axes_of
-from .lowering import UNNAMED, as_given, is_array, meshes_of, on_target, paths_of
+from .lowering import UNNAMED, argument_paths, find_meshes, is_array, lower_for_arguments, lower_for_target
 
 
 @dataclass(frozen=True)
 class Argument:
-    """An array that a program is given.
+    """An array argument of a program.
 
     Attributes:
-      path: as JAX names it: "state.params['w']".
-      shape, dtype: of the whole.
-      bytes: of the whole; `held`: of what one device has of it.
-      copied: the mesh axes of several devices along which all devices have the same of it; () where there are none, and
-        where its sharding names no axes.
+      path: its name in JAX's notation: "state.params['w']".
+      shape: the global shape.
+      dtype: the dtype, as NumPy names it.
+      bytes: the size of the global array.
+      held: the size of the shard that one device stores.
+      copied: the mesh axes of several devices along which the array is replicated. Empty if it is sharded along every
+        axis, or if its sharding names no axes.
     """
 
     path: str
@@ -44,12 +50,14 @@ class Argument:
 
 @dataclass(frozen=True)
 class JittedMemory:
-    """What one device holds, in bytes, as `memory_analysis()` has it.
+    """The memory that a program uses on one device, in bytes, from `memory_analysis()`.
 
     Attributes:
-      arguments, outputs, temporaries: of the program.
-      taken_over: of the outputs, what takes over the memory of donated arguments.
-      total: arguments, outputs and temporaries, what is taken over counted once.
+      arguments: its array arguments.
+      outputs: its outputs.
+      temporaries: its temporary buffers.
+      taken_over: the part of the outputs that reuses the memory of donated arguments.
+      total: arguments, outputs and temporaries; reused memory counts once.
     """
 
     arguments: int
@@ -64,16 +72,18 @@ class JittedProgram:
     """A compiled program, read.
 
     Attributes:
-      name: of the function.
-      executable: its operations, whose collectives are over axes of `mesh`.
-      mesh: of its devices, in its order; one axis, `devices`, where none is known.
-      hosts: for each place in the mesh the host of its device; None where it is not known.
-      platform, kind: of the devices, "gpu" and "NVIDIA H100 80GB HBM3"; kind "" where only a text is known.
-      memory: of one device; None of a text.
-      arguments: its arrays, but those that it does not read; None of a text, which has their shards alone.
-      target: that was compiled for; None: the arguments' own devices.
-      names: an entry parameter's name in the text -> the argument's path, where the two differ.
-      notes: what is not known.
+      name: the name of the function.
+      executable: the program's operations, whose collectives are over axes of `mesh`.
+      mesh: the mesh of its devices, in their order. It has the single axis `devices` if no mesh is known.
+      hosts: the host of each device, in the order of the mesh. None if the devices are unknown.
+      platform: the platform of the devices, "gpu".
+      kind: the kind of the devices, "NVIDIA H100 80GB HBM3"; "" if only a text is known.
+      memory: the memory that it uses on one device. None for a text.
+      arguments: its array arguments, without those that it does not read. None for a text, which has only the shapes of
+        their shards.
+      target: the target that it was compiled for. None if it was compiled for the arguments' own devices.
+      names: the name of an entry parameter in the text -> the argument's path, if the two differ.
+      notes: sentences about what is unknown.
     """
 
     name: str
@@ -90,81 +100,107 @@ class JittedProgram:
 
     @property
     def devices(self) -> str:
-        """Number and kind."""
+        """Return the number and the kind of the devices."""
         return f"{self.mesh.size} x {self.kind or 'unknown devices'}"
 
 
 def program_of(fn: Any, args: Sequence[Any], target: Target | str | None = None, mesh: Any = None) -> JittedProgram:
-    """Compiles and reads it; arguments and errors as for `explain`."""
+    """Compile and read a program; arguments and errors as for `explain`."""
     target = target_of(target) if isinstance(target, str) else target
     while isinstance(fn, functools.partial) and hasattr(fn.func, "lower") and not fn.keywords:
-        fn, args = fn.func, (*fn.args, *args)  # what is jitted is to be lowered, and not traced into another
-    given = getattr(fn, "compiled", getattr(fn, "lowered", fn))  # Flax and Equinox have their own around JAX's
-    if isinstance(given, str | jax.stages.Compiled | jax.stages.Lowered):
+        # Unwrap a partial of a jitted function: tracing it into another `jit` would lose its shardings and donation.
+        fn, args = fn.func, (*fn.args, *args)
+
+    # 1. A program that is compiled or lowered already. Flax and Equinox wrap JAX's objects in their own.
+    program = getattr(fn, "compiled", getattr(fn, "lowered", fn))
+    if isinstance(program, str | jax.stages.Compiled | jax.stages.Lowered):
         if args:
-            raise ValueError(f"a {type(given).__name__} has its {len(args)} arguments already; leave them out")
-        compiled = given.compile() if isinstance(given, jax.stages.Lowered) else given
+            raise ValueError(f"a {type(program).__name__} has its {len(args)} arguments already; leave them out")
+        compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
         if isinstance(compiled, str):
             if ", is_scheduled=true" not in compiled.partition("\n")[0]:
                 raise ValueError(
                     f"the text is no compiled program's, which is a scheduled HloModule: it begins {compiled[:40]!r}; "
                     "give compiled.as_text(), or the lowered or compiled object itself"
                 )
-            return _read(compiled, None, None, mesh, target, {})
-        return _read(compiled.as_text() or "", compiled, None, mesh or _mesh_of(compiled), target, {})
+            return _read_program(compiled, None, None, mesh, target, {})
+        return _read_program(compiled.as_text() or "", compiled, None, mesh or _mesh_of(compiled), target, {})
     if not callable(fn):
         raise ValueError(
             f"fn is a {type(fn).__name__}; give a function and its arguments, a jax.stages.Lowered or Compiled, or the "
             "text of a compiled program"
         )
+
+    # 2. A function, compiled for a target.
     if target is not None:
-        lowered, moved = on_target(fn, args, target)
+        lowered, target_mesh = lower_for_target(fn, args, target)
         compiled = lowered.compile()
-        named = zip(paths_of(fn, args), jax.tree.leaves(tuple(args)), strict=True)
-        paths = [path for path, x in named if is_array(x)]
-        names = {f"given[{at}]": path for at, path in enumerate(paths)}
-        return _read(compiled.as_text() or "", compiled, paths, mesh or moved, target, names)
-    lowered = as_given(fn, args)
+        leaves = zip(argument_paths(fn, args), jax.tree.leaves(tuple(args)), strict=True)
+        paths = [path for path, x in leaves if is_array(x)]
+        # `lower_for_target` calls the program's parameters `arrays[i]`.
+        names = {f"arrays[{i}]": path for i, path in enumerate(paths)}
+        return _read_program(compiled.as_text() or "", compiled, paths, mesh or target_mesh, target, names)
+
+    # 3. A function, compiled for the devices of its arguments.
+    lowered = lower_for_arguments(fn, args)
     compiled = getattr(lowered, "lowered", lowered).compile()
-    text, infos = compiled.as_text() or "", compiled.args_info[0]  # without static arguments, wherever they were
+    text, infos = compiled.as_text() or "", compiled.args_info[0]
+    # `infos` lacks the static arguments and does not say which they were. The array arguments are named only if one
+    # choice of positions alone has the same shapes.
     shapes = lambda tree: [getattr(x, "shape", ()) for x in jax.tree.leaves(tree)]
-    dynamic = [
-        places
-        for places in itertools.combinations(range(len(args)), len(infos))
-        if all(shapes(args[at]) == shapes(info) for at, info in zip(places, infos, strict=True))
+    array_positions = [
+        positions
+        for positions in itertools.combinations(range(len(args)), len(infos))
+        if all(shapes(args[i]) == shapes(info) for i, info in zip(positions, infos, strict=True))
     ]
-    paths = paths_of(fn, infos, dynamic[0]) if len(dynamic) == 1 else None
+    paths = argument_paths(fn, infos, array_positions[0]) if len(array_positions) == 1 else None
     if mesh is None and (mesh := _mesh_of(compiled)) is None and devices_of(text) > 1:
-        mesh = _widest(meshes_of(fn, args))
-    return _read(text, compiled, paths, mesh, None, {})
+        mesh = _widest(find_meshes(fn, args))
+    return _read_program(text, compiled, paths, mesh, None, {})
 
 
-def _read(
+def _read_program(
     text: str, compiled: Any, paths: Sequence[str] | None, mesh: Any, target: Target | None, names: dict[str, str]
 ) -> JittedProgram:
-    count, notes = devices_of(text), list[str]()
-    if target is not None and len(target.devices) != count:
+    """Read a compiled program.
+
+    Args:
+      text: its text.
+      compiled: the `jax.stages.Compiled`. None if only the text is known.
+      paths: the path of every argument. None to number them.
+      mesh: the mesh that names its axes. None if unknown.
+      target: the target that gives its devices. None for the devices of its shardings.
+      names: the name of a parameter in the text -> the argument's path, if the two differ.
+    """
+    # 1. The mesh.
+    num_devices, notes = devices_of(text), list[str]()
+    if target is not None and len(target.devices) != num_devices:
         raise ValueError(
-            f"the program is for {count} devices, target={target.name!r} has {len(target.devices)}; name as many, or "
-            "give the function and its arguments in place of what was compiled"
+            f"the program is for {num_devices} devices, target={target.name!r} has {len(target.devices)}; name a "
+            "target of as many devices, or give the function and its arguments instead of the compiled program"
         )
     if mesh is None:
-        mesh = AbstractMesh((count,), (UNNAMED,))
-        if count > 1:
+        mesh = AbstractMesh((num_devices,), (UNNAMED,))
+        if num_devices > 1:
             notes.append(
-                f"Of which axes a collective is, is not known, and all devices are one axis here, {UNNAMED}: give the "
-                "arguments NamedShardings, or mesh=."
+                f"The mesh axes of the collectives are not known, and all devices form one axis here, {UNNAMED}: give "
+                "the arguments NamedShardings, or mesh=."
             )
+
+    # 2. The devices of the mesh or the target, else the devices that the program was compiled for. Without a mesh, the
+    #    order of several devices is unknown.
     devices = mesh.devices if isinstance(mesh, Mesh) else np.array(target.devices) if target is not None else None
     if compiled is None:
         platform, kind = _platform_of(text), "" if devices is None else devices.flat[0].device_kind
     else:
         shardings = _shardings(compiled)
-        own = np.array([*shardings[0].device_set] if shardings else jax.devices()[:1])
-        devices = own if devices is None and count == 1 else devices
-        platform, kind = own[0].platform, own[0].device_kind
+        compiled_for = np.array([*shardings[0].device_set] if shardings else jax.devices()[:1])
+        devices = compiled_for if devices is None and num_devices == 1 else devices
+        platform, kind = compiled_for[0].platform, compiled_for[0].device_kind
     if why := unread(platform):
         raise ValueError(f"{why}; compile it for GPUs, as target='8xH100', or for CPU devices")
+
+    # 3. The rest follows from the text and the compiled object.
     return JittedProgram(
         name=text.partition("HloModule ")[2].partition(",")[0].removeprefix("jit_"),
         executable=Executable(text, mesh),
@@ -182,38 +218,42 @@ def _read(
 
 
 def _platform_of(text: str) -> str:
-    """Of whose compiler a text is, by what only its programs have: arrays in tiles, or kernels in queues."""
+    """Return the platform of a compiled text, by a mark of its compiler: tiled arrays (TPU) or kernel queues (GPU)."""
     return "tpu" if re.search(r":T\(\d+", text) else "gpu" if '"operation_queue_id"' in text else "cpu"
 
 
 def _shardings(compiled: Any) -> list[Any]:
+    """Return the shardings of all inputs and outputs of a program."""
     return jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
 
 
 def _mesh_of(compiled: Any) -> Mesh | None:
+    """Return the mesh of a program's inputs and outputs; None if none has a NamedSharding."""
     return _widest([x.mesh for x in _shardings(compiled) if isinstance(x, NamedSharding)])
 
 
 def _widest(meshes: Sequence[Any]) -> Any:
-    """Of all devices, and of these the one with most axes."""
-    wide = lambda mesh: (mesh.size, sum(n > 1 for n in mesh.shape.values()))
-    return max(meshes, key=wide, default=None)
+    """Return the mesh with the most devices, and among equals the one with the most axes of several devices."""
+    width = lambda mesh: (mesh.size, sum(n > 1 for n in mesh.shape.values()))
+    return max(meshes, key=width, default=None)
 
 
 def _arguments(compiled: Any, paths: Sequence[str] | None) -> list[Argument]:
-    both = (jax.tree.leaves(x, is_leaf=lambda x: x is None) for x in (compiled.args_info, compiled.input_shardings))
-    # Of what is not read the sharding is None, and of a None among the arguments both are.
-    pairs = [(info, sharding) for info, sharding in zip(*both, strict=True) if info is not None]
-    paths = paths if paths is not None else paths_of(None, (*compiled.args_info[0], compiled.args_info[1]))
-    every = zip(paths, pairs, strict=True)
-    return [_argument(path, info, sharding) for path, (info, sharding) in every if sharding is not None]
+    """Return the array arguments that a program reads; `paths` names all of them, None numbers them."""
+    columns = (jax.tree.leaves(x, is_leaf=lambda x: x is None) for x in (compiled.args_info, compiled.input_shardings))
+    # An argument that the program does not read has no sharding. A None among the arguments has no info either.
+    pairs = [(info, sharding) for info, sharding in zip(*columns, strict=True) if info is not None]
+    paths = paths if paths is not None else argument_paths(None, (*compiled.args_info[0], compiled.args_info[1]))
+    arguments = zip(paths, pairs, strict=True)
+    return [_argument(path, info, sharding) for path, (info, sharding) in arguments if sharding is not None]
 
 
 def _argument(path: str, info: Any, sharding: Any) -> Argument:
-    copied: tuple[str, ...] = ()
+    """Return the record of one argument, from its `args_info` and its sharding."""
+    replicated: tuple[str, ...] = ()
     if isinstance(sharding, NamedSharding):
-        split = {axis for entry in sharding.spec for axis in axes_of(entry)}
-        copied = tuple(axis for axis, n in sharding.mesh.shape.items() if n > 1 and axis not in split)
-    shape, each = tuple(info.shape), info.dtype.itemsize
-    held = math.prod(sharding.shard_shape(shape)) * each
-    return Argument(path, shape, str(info.dtype), math.prod(shape) * each, held, copied)
+        sharded = {axis for entry in sharding.spec for axis in axes_of(entry)}
+        replicated = tuple(axis for axis, n in sharding.mesh.shape.items() if n > 1 and axis not in sharded)
+    shape, itemsize = tuple(info.shape), info.dtype.itemsize
+    shard_bytes = math.prod(sharding.shard_shape(shape)) * itemsize
+    return Argument(path, shape, str(info.dtype), math.prod(shape) * itemsize, shard_bytes, replicated)

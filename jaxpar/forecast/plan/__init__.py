@@ -1,1 +1,1 @@
-"""Which strategy: candidates, their closed forms, their ranking and its reasons."""
+"""Rank strategies for a target: candidates, their closed forms, compiled lines with reasons."""

@@ -1,4 +1,10 @@
-"""The strategies that a plan considers for a number of devices."""
+"""Enumerate the strategies that a plan considers for a target.
+
+    devices = pipe x context x tensor x replicas,   replicas = expert x (data | fsdp | data x fsdp within hosts)
+
+All sizes are powers of two that divide the number of devices. `tensor` stays within a host. For each set of sizes,
+`candidates` varies microbatches, the pipeline's schedule, ZeRO stage and recomputation.
+"""
 
 import itertools
 import math
@@ -11,26 +17,38 @@ from ...strategy import Strategy
 from ...strategy.schedules import SCHEDULES
 
 REMATS = ("none", "dots", "layer")
-_MICROBATCHES = (1, 2, 4)  # times the ranks of a pipeline: the bubble shrinks, the messages grow in number
+# Microbatches per rank of a pipeline. With more of them the bubble is smaller, and there are more messages.
+_MICROBATCHES = (1, 2, 4)
 
 
 @dataclass(frozen=True)
 class Splits:
-    """How many ranks may share what only some losses have: a mixture's experts, and the positions of a row."""
+    """How many ranks may share the dims that only some losses can split.
+
+    Attributes:
+      expert: the ranks that may share the experts of a mixture.
+      context: the ranks that may share the positions of a row.
+    """
 
     expert: int = 1
     context: int = 1
 
 
-NONE = Splits()
+NO_SPLITS = Splits()
 
 
-def candidates(target: Target, rows: int, precision: str, splits: Splits = NONE) -> Iterator[Strategy]:
-    """The strategies that are sensible on a target for so many rows of a global batch.
+def candidates(target: Target, rows: int, precision: str, splits: Splits = NO_SPLITS) -> Iterator[Strategy]:
+    """Yield the strategies that are sensible on a target.
 
-    Left out are those that another is no worse than: GPipe keeps more than 1F1B for the same bubble, `tensor` without
-    `sequence` sends as much and keeps more (Korthikanti et al. 2022, section 4.2.2), `tensor` across hosts sends by the
-    network what each layer waits for.
+    Strategies are left out if another is at least as good: GPipe saves more activations than 1F1B for the same bubble;
+    `tensor` without `sequence` sends as much and saves more (Korthikanti et al. 2022, section 4.2.2); and `tensor`
+    across hosts sends through the network what every layer waits for.
+
+    Args:
+      target: the devices.
+      rows: the rows of the global batch.
+      precision: the precision of all candidates.
+      splits: how many ranks may share experts and positions.
     """
     n = len(target.devices)
     if n == 1:
@@ -41,14 +59,17 @@ def candidates(target: Target, rows: int, precision: str, splits: Splits = NONE)
     planned = [name for name, recipe in SCHEDULES.items() if recipe.planned]
     for pipe, context in itertools.product(powers(n), powers(splits.context)):
         for tensor in powers(math.gcd(n // pipe, target.per_host)):
-            replicas, other = divmod(n, pipe * context * tensor)
-            if other or rows % replicas:
+            replicas, remainder = divmod(n, pipe * context * tensor)
+            if remainder or rows % replicas:
                 continue
-            mine = rows // replicas
-            cuts = powers(mine) if pipe == 1 else [k * pipe for k in _MICROBATCHES if mine % (k * pipe) == 0]
+            rows_per_replica = rows // replicas
+            if pipe == 1:
+                microbatches = powers(rows_per_replica)
+            else:
+                microbatches = [k * pipe for k in _MICROBATCHES if rows_per_replica % (k * pipe) == 0]
             schedules = [(Strategy.schedule, 1)] if pipe == 1 else list(itertools.product(planned, (1, 2)))
-            for axes in _spread(replicas, target, tensor * context, splits.expert, context):
-                for m, (schedule, chunks), remat in itertools.product(cuts, schedules, REMATS):
+            for axes in _replica_axes(replicas, target, tensor * context, splits.expert, context):
+                for m, (schedule, chunks), remat in itertools.product(microbatches, schedules, REMATS):
                     yield Strategy(
                         pipe=pipe,
                         context=context,
@@ -63,26 +84,29 @@ def candidates(target: Target, rows: int, precision: str, splits: Splits = NONE)
                     )
 
 
-def _spread(replicas: int, target: Target, inner: int, experts: int, context: int) -> Iterator[dict[str, Any]]:
-    """By number of expert ranks: replicas, ZeRO over all, and within hosts; a replica is `inner` devices."""
+def _replica_axes(
+    replicas: int, target: Target, devices_per_replica: int, experts: int, context: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the ways to spread replicas over axes: plain, ZeRO over all of them, ZeRO within hosts; by expert ranks."""
     for expert in powers(math.gcd(replicas, experts)):
-        left = replicas // expert
-        yield {"data": left, "expert": expert}
+        data_ranks = replicas // expert
+        yield {"data": data_ranks, "expert": expert}
+        # One replica whose positions are not split has no axis to shard over.
         if replicas == 1 == context:
             continue
-        within = math.gcd(left, max(1, target.per_host // (inner * expert)))
+        within = math.gcd(data_ranks, max(1, target.per_host // (devices_per_replica * expert)))
         for zero in (1, 2, 3):
-            # One device on `fsdp` is plain replicas; what is left of the devices is ZeRO over the other axes.
-            yield {"data": 1, "fsdp": left if left > 1 else -1, "expert": expert, "zero": zero}
-            if target.hosts > 1 and 1 < within < left:
-                yield {"data": left // within, "fsdp": within, "expert": expert, "zero": zero}
+            # fsdp=1 would mean no ZeRO; fsdp=-1 is ZeRO over the other axes alone.
+            yield {"data": 1, "fsdp": data_ranks if data_ranks > 1 else -1, "expert": expert, "zero": zero}
+            if target.hosts > 1 and 1 < within < data_ranks:
+                yield {"data": data_ranks // within, "fsdp": within, "expert": expert, "zero": zero}
 
 
 def powers(n: int) -> list[int]:
-    """The powers of two that divide n."""
+    """Return the powers of two that divide n."""
     return [1 << k for k in range(n.bit_length()) if n % (1 << k) == 0]
 
 
-def enough(n: int, rows: int) -> int:
-    """The least power of two by which so many rows are cut into parts for n devices."""
+def parts_per_row(n: int, rows: int) -> int:
+    """Return the smallest power of two such that `rows` rows, each split into so many parts, suffice for n devices."""
     return 1 << (-(-n // rows) - 1).bit_length()

@@ -1,27 +1,26 @@
-"""What closed forms say of a strategy before anything is compiled.
+"""Estimate a strategy's memory and step time by closed forms, before anything is compiled.
 
-    state        `Layout.bytes`: parameters and optimizer state of a device; gradients
-    activations  what the traced loss keeps for its backward, per row, under this remat, tensor, context and expert:
-                 `memory.forward`; of a pipeline, those of a stage times the schedule's slots. Beside them the layer
-                 that a prefetch gathers ahead, and the gradients of the one that it reduces behind; and whole
-                 gradients, where several microbatches accumulate them (zero=1, sync="step"); hpZ's second shard
-    bytes        state + the larger of gradients and activations: less than any program needs, as none frees the one
-                 before it makes the other, and all have temporaries beside them
-    compute      3 forwards (4 with remat="layer") of the traced matmuls, one of them for what is trained alone, over
-                 1 - bubble of a pipeline, whose chunks are all as long as the longest; of a microbatch
-                 the longest of: FLOPs at the peak, weights read and gradients written, a kernel's start each; beside it
-                 sums of gradients are read and written, if there is more than one
-    sent         what ranks of tensor, context and expert send for a row, as the traced loss has it, in messages of a
-                 microbatch; of weights and gradients what the rule promises, those of experts for themselves
-    update       of an optimizer of whole matrices: FLOPs of the busiest owner at float32's peak, and the exchanges that
-                 `numerics/matrices/owners.py` promises; both are part of compute and sent
-    host         with `offload`, the optimizer's state both ways, during which nothing computes, and activations both
-                 ways, which hide behind compute; over the host's bandwidth
-    seconds      compute + host + what tensor and context send + what a ring, experts, ZeRO and replicas send beyond
-                 compute, at `links`' speed; bandwidths of the links and peaks are upper bounds, so that this is less
-                 than the program takes
+    state        `Layout.bytes`: the parameters, optimizer state and gradients that a device stores
+    activations  bytes that the traced loss saves for its backward, per row, under this remat, tensor, context and
+                 expert (`memory.forward`). In a pipeline, one stage's activations times the schedule's slots. Added
+                 to them: the layer that a prefetch gathers early and the gradients that it reduces late; whole
+                 gradients, if several microbatches accumulate them (zero=1, sync="step"); and hpZ's second shard
+    bytes        state + max(gradients, activations). This is less than any program needs: a program frees activations
+                 while it makes gradients, but not all at once, and it has temporaries too
+    compute      m microbatches x the longest of: FLOPs / peak, (weights read + gradients written) / memory bandwidth,
+                 kernel starts; plus reading and writing the accumulated gradient, if m > 1.
+                 FLOPs are 3 forwards of the traced matmuls (4 with remat="layer"); the third only for trained
+                 parameters. In a pipeline, divided by 1 - bubble, and every chunk is as long as the longest
+    sent         between ranks of tensor, context and expert: the collectives of the traced loss. Weights and gradients:
+                 what the promise of the strategy's rule says, separately for experts
+    update       of an optimizer of whole matrices: FLOPs of the busiest owner / float32's peak, counted as compute; and
+                 the exchanges that `numerics/matrices/owners.py` promises, counted as sent
+    host         with `offload`: the optimizer's state to the host and back, during which nothing computes; activations
+                 and layers to the host and back, which overlap with compute
+    seconds      compute + host + communication of tensor and context + max(0, other communication - compute). This is
+                 less than the program takes: peaks and link bandwidths are upper bounds
 
-The forms only choose what is compiled. Every number that is shown of a line comes from its compiled program.
+The estimates only choose which strategies are compiled. Every number that a plan shows comes from a compiled program.
 """
 
 import dataclasses
@@ -50,19 +49,23 @@ from ...strategy import Strategy
 from ...strategy.axes import ROWS, SHARDS
 from .candidates import Splits, powers
 
-_PEAK = {"bf16": "bf16", "f16": "f16", "f32": "tf32", "fp8": "fp8"}  # of fp8 a bound: gradients of weights stay bf16
+# The peak of a precision's products. For fp8 it is a bound, since gradients of weights are computed in bf16.
+_PEAK = {"bf16": "bf16", "f16": "f16", "f32": "tf32", "fp8": "fp8"}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Closed forms of a strategy, per device: bytes, and seconds of a step; see the module.
+    """The closed forms of a strategy, in bytes per device and seconds per step; see the module.
 
     Attributes:
-      params, grads, optimizer: bytes at rest, as the layout has them.
-      activations: bytes that backwards need of forwards.
-      seconds: compute + what is sent and cannot be hidden.
-      compute, sent: seconds of matmuls at the peak, and of collectives, hidden or not.
-      bubble: the part of a step in which a rank of the pipeline is idle.
+      params: bytes of the stored parameters, as the layout has them.
+      grads: bytes of the stored gradients.
+      optimizer: bytes of the optimizer's state.
+      activations: bytes that the forward saves for the backward.
+      seconds: compute + communication that does not overlap with it.
+      compute: seconds of matmuls at the peak.
+      sent: seconds of collectives, overlapping or not.
+      bubble: the share of a step in which a rank of the pipeline is idle.
     """
 
     params: int
@@ -76,29 +79,43 @@ class Estimate:
 
     @property
     def bytes(self) -> int:
-        """That a device needs at least."""
+        """Return a lower bound on the bytes that a device needs."""
         return self.params + self.optimizer + max(self.grads, self.activations)
 
 
 @dataclass(frozen=True)
-class _Facts:
-    """Of the loss on the ranks of `tensor`, `context` and `expert`, under one `remat`: forward FLOPs, kept bytes, and
-    what the ranks send each other; of one row of each rank. Besides matmuls, kept bytes that do not depend on the
-    rows, the layers that a pipeline deals out (0 if there is no stack), and the elements of one of them.
+class _LossCost:
+    """The cost of the traced loss on the ranks of `tensor`, `context` and `expert`, for one row of each rank.
+
+    Attributes:
+      flops: FLOPs of the forward.
+      products: the number of matmuls.
+      saved_per_row: bytes saved for the backward that grow with the rows.
+      saved_fixed: bytes saved for the backward whatever the number of rows.
+      num_layers: the layers that a pipeline distributes; 0 if the loss has no stack of layers.
+      layer_elements: the elements of one layer's parameters.
+      sent: (kind, axes) -> the number of collectives, and the bytes of all their buffers.
     """
 
     flops: float
     products: int
-    kept: float
-    fixed: float
-    layers: int
-    layer: int
-    sent: dict[tuple[str, tuple[str, ...]], tuple[int, float]]  # (kind, axes) -> executions, bytes of all
+    saved_per_row: float
+    saved_fixed: float
+    num_layers: int
+    layer_elements: int
+    sent: dict[tuple[str, tuple[str, ...]], tuple[int, float]]
 
 
 @dataclass
-class _Group:
-    """Elements of leaves spread alike: a rank's, those outside a pipeline's stages, and the trained of both."""
+class _LeafGroup:
+    """The elements of leaves with the same sharding.
+
+    Attributes:
+      elements: the elements on one rank.
+      trained: those that are not frozen.
+      outside: those outside the pipeline's stages, such as embeddings.
+      outside_trained: those outside the stages that are not frozen.
+    """
 
     elements: int = 0
     trained: int = 0
@@ -107,31 +124,43 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Of the layout under one strategy: bytes at rest and on the host, the leaves of experts and all others, the mesh,
-    and the owners of whole matrices, None of an elementwise optimizer.
+class _StoredState:
+    """The layout of the training state under one strategy.
+
+    Attributes:
+      bytes: part of the state -> bytes on a device.
+      host: part of the state -> bytes on the host.
+      groups: whether leaves are sharded over `expert` -> their elements.
+      mesh: the step's mesh.
+      owners: the owners of whole matrices; None for an elementwise optimizer.
     """
 
     bytes: dict[str, int]
     host: dict[str, int]
-    groups: dict[bool, _Group]
+    groups: dict[bool, _LeafGroup]
     mesh: Any
     owners: Owners | None
 
     @property
     def elements(self) -> int:
+        """Return the number of parameters on one rank."""
         return sum(group.elements for group in self.groups.values())
 
     @property
     def trained(self) -> int:
+        """Return the number of parameters on one rank that are not frozen."""
         return sum(group.trained for group in self.groups.values())
 
 
 @dataclass
 class Estimator:
-    """Closed forms of strategies of one model, each part of them computed once.
+    """Closed forms of the strategies of one model. Strategies that share a part, such as the layout, compute it once.
 
-    `estimate` raises the ValueError of `make_train_step`, or of tracing, where a strategy cannot be.
+    `estimate` raises the ValueError of `make_train_step`, or of tracing, for an invalid strategy.
+
+    Attributes:
+      model, optimizer, batch, rules, trainable: as for `plan`.
+      target: the devices.
     """
 
     model: Model
@@ -140,12 +169,16 @@ class Estimator:
     batch: Any
     rules: Any = None
     trainable: Callable[[str], bool] | None = None
-    _facts: dict[Any, _Facts | ValueError] = field(default_factory=dict)
-    _layouts: dict[Any, _Held | ValueError] = field(default_factory=dict)
+    _loss_costs: dict[Any, _LossCost | ValueError] = field(default_factory=dict)
+    _states: dict[Any, _StoredState | ValueError] = field(default_factory=dict)
     _schedules: dict[Any, Schedule | ValueError] = field(default_factory=dict)
 
     def splits(self) -> tuple[Splits, str]:
-        """How many ranks may share experts and positions, and what two ranks of `context` are refused with."""
+        """Return how many ranks may share experts and positions.
+
+        Returns:
+          The splits, and the error of `context=2` if positions cannot be split; "" if they can.
+        """
         n = len(self.target.devices)
         experts = context = 1
         if n == 1:
@@ -154,99 +187,126 @@ class Estimator:
             leaves = self._step(Strategy(expert=2), self.target.devices[:2]).layout.leaves
             experts = powers(math.gcd(*(leaf.shape[leaf.expert] for leaf in leaves if leaf.expert is not None)))[-1]
         except ValueError:
-            pass  # no mixture
+            pass  # the model is no mixture of experts
         try:
-            two = Strategy(context=2)
-            _once(self._facts, _program(two), lambda: self._facts_of(two))
+            two_ranks = Strategy(context=2)
+            _cached(self._loss_costs, _loss_key(two_ranks), lambda: self._loss_cost(two_ranks))
             context = powers(n)[-1]
         except ValueError as error:
             return Splits(experts), str(error)
         return Splits(experts, context), ""
 
     def estimate(self, strategy: Strategy) -> Estimate:
-        """The closed forms of a strategy whose sizes are numbers, but for an `fsdp` of -1. With remat="auto", which
-        keeps what there is room for, the seconds of remat="none" and the bytes of "layer".
+        """Return the closed forms of a strategy. All its sizes are numbers; only `fsdp` may be -1.
+
+        remat="auto" saves as much as the memory allows. Its estimate has the seconds of remat="none" and the bytes of
+        "layer": a lower bound on both.
         """
         if strategy.remat == "auto":
             fixed = (dataclasses.replace(strategy, remat=remat, budget="") for remat in ("none", "layer"))
             fastest, smallest = map(self.estimate, fixed)
             return dataclasses.replace(fastest, activations=smallest.activations)
-        facts = _once(self._facts, _program(strategy), lambda: self._facts_of(strategy))
+
+        # 1. What the strategy shares with others: the traced loss, the layout, the schedule.
+        loss = _cached(self._loss_costs, _loss_key(strategy), lambda: self._loss_cost(strategy))
         s, shape = strategy, strategy.sizes(len(self.target.devices), self.target.hosts)
         pipe, m, stages = shape["pipe"], s.microbatches, shape["pipe"] * s.chunks
-        if 0 < 2 * facts.layers <= stages:
-            raise ValueError(f"{facts.layers} layers leave half or more of {pipe} x {s.chunks} stages empty; try less")
-        held = _once(self._layouts, _places(strategy), lambda: self._held(strategy))
+        if 0 < 2 * loss.num_layers <= stages:
+            raise ValueError(
+                f"{loss.num_layers} layers leave half or more of {pipe} x {s.chunks} stages empty; try less"
+            )
+        state = _cached(self._states, _layout_key(strategy), lambda: self._stored_state(strategy))
         rows = rows_of(self.batch) / math.prod(shape[axis] for axis in ROWS)
-        numbers = (s.schedule, pipe, m, s.chunks)
-        schedule = _once(self._schedules, numbers, lambda: Schedule.of(*numbers)) if pipe > 1 else None
+        schedule_key = (s.schedule, pipe, m, s.chunks)
+        schedule = _cached(self._schedules, schedule_key, lambda: Schedule.of(*schedule_key)) if pipe > 1 else None
         bubble = float(schedule.bubble) if schedule else 0.0
-        of_one = facts.fixed + facts.kept * rows / m * s.concurrent
-        kept = of_one * schedule.slots / (pipe * s.chunks) if schedule else of_one
-        if s.prefetches(held.mesh) and s.fsdp != 1 and facts.layers > 1:
-            carried = (s.zero == 3) + (s.zero > 1) * held.trained / held.elements
-            kept += carried * facts.layer * _computed(s).itemsize
-        if s.turns > 1 and s.fsdp != 1 and not rule_of(s).at_once:  # whole gradients are there while others are made
-            kept += held.trained * _reduced(s).itemsize
-        kept += s.hpz * held.elements / shape["fsdp"] * _computed(s).itemsize
-        longest = stages * math.ceil(facts.layers / stages) / facts.layers if facts.layers else 1.0
-        compute = m * longest * self._microbatch(s, shape, facts, held, rows / m) / (1 - bubble)
-        waits, hideable = 0.0, self._of_weights(s, shape, held)
-        for (kind, axes), (times, size) in facts.sent.items():
+
+        # 2. Activations, and what a device stores at the same time.
+        one_pass = loss.saved_fixed + loss.saved_per_row * rows / m * s.concurrent
+        saved = one_pass * schedule.slots / (pipe * s.chunks) if schedule else one_pass
+        if s.prefetches(state.mesh) and s.fsdp != 1 and loss.num_layers > 1:
+            # One more layer of weights under ZeRO-3, and one more layer of gradients under ZeRO-2 and 3.
+            carried = (s.zero == 3) + (s.zero > 1) * state.trained / state.elements
+            saved += carried * loss.layer_elements * _compute_dtype(s).itemsize
+        if s.turns > 1 and s.fsdp != 1 and not rule_of(s).at_once:
+            # Whole gradients accumulate in one buffer while the next microbatch makes others.
+            saved += state.trained * _reduce_dtype(s).itemsize
+        saved += s.hpz * state.elements / shape["fsdp"] * _compute_dtype(s).itemsize
+
+        # 3. Compute. The rank with the most layers sets the pace of a pipeline.
+        longest = stages * math.ceil(loss.num_layers / stages) / loss.num_layers if loss.num_layers else 1.0
+        compute = m * longest * self._microbatch_seconds(s, shape, loss, state, rows / m) / (1 - bubble)
+
+        # 4. Communication: `blocking` stops the kernels, `hideable` may overlap with them.
+        blocking, hideable = 0.0, self._weight_seconds(s, shape, state)
+        for (kind, axes), (times, size) in loss.sent.items():
             seconds = m * times / pipe * self._seconds(kind, size / times * rows / m, shape, axes)
-            # A ring's hops go behind the attention of the block before, tokens behind other microbatches' experts, and
-            # all of a concurrent microbatch's behind the other.
+            # A ring's hops overlap with the attention of the previous block, tokens with other microbatches' experts,
+            # and all collectives of a concurrent microbatch with the other microbatch.
             if kind == "collective-permute" or "expert" in axes or s.concurrent > 1:
                 hideable += seconds
             else:
-                waits += seconds
-        if held.owners is not None:
+                blocking += seconds
+        if state.owners is not None:
             peak = self.target.hardware.peak("tf32") or self.target.hardware.peak("f32")
-            assert peak is not None  # `plan` has seen to it
-            compute += held.owners.flops / peak
-            waits += sum(self._seconds(one.kind, one.bytes, shape, one.axes) for one in held.owners.sends)
+            assert peak is not None  # `plan` refuses such targets
+            compute += state.owners.flops / peak
+            blocking += sum(self._seconds(send.kind, send.bytes, shape, send.axes) for send in state.owners.sends)
+
+        # 5. Copies to and from the host.
         if s.offloads:
             if (speed := self.target.hardware.host_bandwidth) is None:
-                raise ValueError(f"{self.target.kind} has no host_bandwidth to plan offload={s.offload!r} by")
-            waits += 2 * (held.host["optimizer"] + held.host["params"] * held.trained / held.elements) / speed
-            beside = 2 * s.turns * held.host["params"]  # layers, for the forward and for the backward
+                raise ValueError(
+                    f"{self.target.kind} has no host_bandwidth to plan offload={s.offload!r} by; give it one in a "
+                    "cluster file, or leave offload out"
+                )
+            # The optimizer's state, and the trained parameters that it updates, move both ways without any compute.
+            blocking += 2 * (state.host["optimizer"] + state.host["params"] * state.trained / state.elements) / speed
+            overlapped_bytes = 2 * s.turns * state.host["params"]  # layers, for the forward and for the backward
             if "activations" in s.offloads:
-                beside += 2 * s.turns * kept
-                kept *= 2 / max(2, facts.layers)  # two layers at a time
-            waits += max(0.0, beside / speed - compute)
-        seconds, sent = compute + waits + max(0.0, hideable - compute), waits + hideable
-        return Estimate(**held.bytes, activations=int(kept), seconds=seconds, compute=compute, sent=sent, bubble=bubble)
+                overlapped_bytes += 2 * s.turns * saved
+                saved *= 2 / max(2, loss.num_layers)  # two layers are on the device at a time
+            blocking += max(0.0, overlapped_bytes / speed - compute)
 
-    def _microbatch(self, s: Strategy, shape: dict[str, int], facts: _Facts, held: _Held, rows: float) -> float:
-        """Seconds of a rank's kernels for one microbatch of so many rows."""
+        seconds, sent = compute + blocking + max(0.0, hideable - compute), blocking + hideable
+        return Estimate(
+            **state.bytes, activations=int(saved), seconds=seconds, compute=compute, sent=sent, bubble=bubble
+        )
+
+    def _microbatch_seconds(
+        self, s: Strategy, shape: dict[str, int], loss: _LossCost, state: _StoredState, rows: float
+    ) -> float:
+        """Return the seconds of a rank's kernels for one microbatch of `rows` rows."""
         hardware = self.target.hardware
-        # What is frozen has no gradient, which is the third.
-        passes = 2 + held.trained / held.elements + {"layer": 1, "twice": 2}.get(str(s.remat), 0)
+        # Forward, gradients of activations, gradients of trained weights, and recomputation.
+        passes = 2 + state.trained / state.elements + {"layer": 1, "twice": 2}.get(str(s.remat), 0)
         peak = hardware.peak(_PEAK[s.precision]) or hardware.peak("f32")
         bandwidth = hardware.memory_bandwidth
-        assert peak is not None  # `plan` has seen to it
+        assert peak is not None  # `plan` refuses such targets
         assert bandwidth is not None
-        flops = passes * facts.flops * rows / shape["pipe"] / peak
-        weights = (passes - 1) * held.elements * _computed(s).itemsize / bandwidth
-        starts = passes * facts.products / shape["pipe"] * PRODUCT_START
-        sums = 2 * held.bytes["grads"] / bandwidth if s.turns > 1 else 0.0
-        return max(flops, weights, starts) + sums
+        flops = passes * loss.flops * rows / shape["pipe"] / peak
+        weights = (passes - 1) * state.elements * _compute_dtype(s).itemsize / bandwidth
+        starts = passes * loss.products / shape["pipe"] * PRODUCT_START
+        accumulation = 2 * state.bytes["grads"] / bandwidth if s.turns > 1 else 0.0
+        return max(flops, weights, starts) + accumulation
 
-    def _held(self, strategy: Strategy) -> _Held:
+    def _stored_state(self, strategy: Strategy) -> _StoredState:
+        """Make the step, without compiling it, and read its layout."""
         step = self._step(strategy, self.target.devices)
         ranks = step.mesh.shape["pipe"]
-        groups: dict[bool, _Group] = {}
+        groups: dict[bool, _LeafGroup] = {}
         for leaf in step.layout.leaves:
-            group = groups.setdefault(leaf.expert is not None, _Group())
-            count = math.prod(leaf.local.stored) // (ranks if leaf.of_a_stage else 1)
-            group.elements += count
-            group.trained += count * leaf.trainable
+            group = groups.setdefault(leaf.expert is not None, _LeafGroup())
+            num_elements = math.prod(leaf.local.stored) // (ranks if leaf.of_a_stage else 1)
+            group.elements += num_elements
+            group.trained += num_elements * leaf.trainable
             if ranks > 1 and not leaf.of_a_stage:
-                group.outside += count
-                group.outside_trained += count * leaf.trainable
-        return _Held(step.layout.bytes, step.layout.host_bytes, groups, step.mesh, step.update.owners)
+                group.outside += num_elements
+                group.outside_trained += num_elements * leaf.trainable
+        return _StoredState(step.layout.bytes, step.layout.host_bytes, groups, step.mesh, step.update.owners)
 
     def _step(self, strategy: Strategy, devices: Any) -> Step:
+        """Make a step. Raises ValueError if `tensor` splits no parameter, which `make_train_step` allows."""
         step = make_train_step(self.model, self.optimizer, strategy, devices, self.trainable, self.rules)
         if strategy.tensor > 1 and all(leaf.tensor is None for leaf in step.layout.leaves):
             raise ValueError(
@@ -255,99 +315,115 @@ class Estimator:
             )
         return step
 
-    def _facts_of(self, strategy: Strategy) -> _Facts:
+    def _loss_cost(self, strategy: Strategy) -> _LossCost:
+        """Trace the loss on the ranks of `tensor`, `context` and `expert` alone, for one and for two rows per rank."""
         changes = {"data": 1, "fsdp": 1, "rule": "", "pipe": 1, "microbatches": 1, "concurrent": 1, "chunks": 1}
         s = dataclasses.replace(strategy, **changes)
         step = self._step(s, self.target.devices[: s.tensor * s.context * s.expert])
-        one, two = (_with_rows(self.batch, n * s.expert) for n in (1, 2))
-        first, second = forward(step, one), forward(step, two)
+        # Expert ranks do not share rows, so that `expert` rows are one per rank.
+        one_row, two_rows = (_with_rows(self.batch, n * s.expert) for n in (1, 2))
+        cost, cost_of_two = forward(step, one_row), forward(step, two_rows)
         sent: dict[Any, tuple[int, float]] = {}
-        for each in count(step, step.traced(one))[0].own if step.mesh.size > 1 else ():
-            # Rounds of what overflows are not counted: balanced experts have none.
-            if each.count and not each.conditional:
-                times, size = sent.get((each.kind, each.axes), (0, 0.0))
-                sent[each.kind, each.axes] = times + each.count, size + each.bytes
-        fixed = max(0, 2 * first.saved - second.saved)
-        main = step.traced(one).program.main
-        layers = main.length if main else 0
-        layer = sum(math.prod(x.shape) for x in main.unit.shapes) if main else 0
-        return _Facts(first.flops, first.products, second.saved - first.saved, fixed, layers, layer, sent)
+        for collective in count(step, step.traced(one_row))[0].own if step.mesh.size > 1 else ():
+            # Conditional rounds send tokens that overflow an expert's buffer. Balanced experts have no overflow.
+            if collective.count and not collective.conditional:
+                times, size = sent.get((collective.kind, collective.axes), (0, 0.0))
+                sent[collective.kind, collective.axes] = times + collective.count, size + collective.bytes
+        # saved(rows) = fixed + rows * per_row, through the two points.
+        saved_fixed = max(0, 2 * cost.saved - cost_of_two.saved)
+        main = step.traced(one_row).program.main
+        num_layers = main.length if main else 0
+        layer_elements = sum(math.prod(x.shape) for x in main.unit.shapes) if main else 0
+        return _LossCost(
+            cost.flops, cost.products, cost_of_two.saved - cost.saved, saved_fixed, num_layers, layer_elements, sent
+        )
 
-    def _of_weights(self, s: Strategy, shape: dict[str, int], held: _Held) -> float:
-        """Seconds in which weights and gradients are sent: what the rule promises of all leaves that are spread alike
-        as one, which is used once forwards and once backwards; of those that no stage of a pipeline owns, once a step.
+    def _weight_seconds(self, s: Strategy, shape: dict[str, int], state: _StoredState) -> float:
+        """Return the seconds in which a device sends weights and gradients, by the promise of the strategy's rule.
+
+        All leaves with the same sharding count as one leaf, which is used once forwards and once backwards per
+        microbatch. Leaves outside the pipeline's stages are used once per step.
         """
         m = s.turns
-        # How often it fetches them: idle ranks do too.
+        # Every tick of a pipeline fetches the weights, idle ticks too.
         ticks = m if shape["pipe"] == 1 else m + math.ceil((shape["pipe"] - 1) / s.chunks)
         seconds = 0.0
-        for of_experts, group in held.groups.items():
-            spread = [axis for axis in (*ROWS, "context") if shape[axis] > 1 and not (of_experts and axis == "expert")]
-            shard = tuple(axis for axis in spread if axis in SHARDS and s.fsdp != 1)
+        for of_experts, group in state.groups.items():
+            # The axes along which these leaves are sharded or replicated. Experts differ between the ranks of `expert`.
+            axes = [axis for axis in (*ROWS, "context") if shape[axis] > 1 and not (of_experts and axis == "expert")]
+            shard = tuple(axis for axis in axes if axis in SHARDS and s.fsdp != 1)
             second = ("data",) * s.hpz
             uses = Uses(
                 elements=group.trained,
-                fetched=_some(Times(2 * ticks, group.elements - group.outside), Times(1, group.outside)),
-                given=_some(Times(m, group.trained - group.outside_trained), Times(1, group.outside_trained)),
+                fetched=_nonempty(Times(2 * ticks, group.elements - group.outside), Times(1, group.outside)),
+                given=_nonempty(Times(m, group.trained - group.outside_trained), Times(1, group.outside_trained)),
                 updated=(Times(1, group.elements if s.hpz else group.trained),),
                 last=False,
                 shard=shard,
-                rest=tuple(axis for axis in spread if axis not in (*shard, *second)),
+                rest=tuple(axis for axis in axes if axis not in (*shard, *second)),
                 sizes=shape,
-                compute=_computed(s),
-                reduce=_reduced(s),
-                stored=_computed(s),
+                compute=_compute_dtype(s),
+                reduce=_reduce_dtype(s),
+                stored=_compute_dtype(s),
                 second=second,
             )
-            for one in (rule_of(s) if shard or s.fsdp == 1 else DDP).promise.sends(uses):
-                if one.axes:
-                    seconds += one.count * self._seconds(one.kind, one.bytes / one.count, shape, one.axes)
+            # Leaves without axes to shard over are replicated, whatever the rule.
+            for send in (rule_of(s) if shard or s.fsdp == 1 else DDP).promise.sends(uses):
+                if send.axes:
+                    seconds += send.count * self._seconds(send.kind, send.bytes / send.count, shape, send.axes)
         return seconds
 
     def _seconds(self, kind: str, size: float, shape: dict[str, int], axes: tuple[str, ...]) -> float:
-        inner = math.prod(shape[a] for a in list(shape)[list(shape).index(axes[-1]) + 1 :])
+        """Return the seconds of one collective of `size` bytes over adjacent mesh axes."""
+        # Devices are numbered with the last mesh axis fastest: the axes after `axes` lie between neighbours of a group.
+        stride = math.prod(shape[a] for a in list(shape)[list(shape).index(axes[-1]) + 1 :])
         ranks = math.prod(shape[a] for a in axes)
-        local = max(1, min(ranks, self.target.per_host // inner))
-        way = Reach(ranks, -(-ranks // local), local)
-        return collective_seconds(kind, int(size), way, self.target.hardware)[0]
+        ranks_per_host = max(1, min(ranks, self.target.per_host // stride))
+        reach = Reach(ranks, -(-ranks // ranks_per_host), ranks_per_host)
+        return collective_seconds(kind, int(size), reach, self.target.hardware)[0]
 
 
-def _some(*times: Times) -> tuple[Times, ...]:
-    return tuple(each for each in times if each.elements)
+def _nonempty(*uses: Times) -> tuple[Times, ...]:
+    """Return the uses that have elements."""
+    return tuple(use for use in uses if use.elements)
 
 
-def _computed(s: Strategy) -> Any:
+def _compute_dtype(s: Strategy) -> Any:
+    """Return the dtype in which a strategy computes with float32 parameters."""
     return Policy.of(s).computed(jnp.dtype(jnp.float32))
 
 
-def _reduced(s: Strategy) -> Any:
+def _reduce_dtype(s: Strategy) -> Any:
+    """Return the dtype in which a strategy sums gradients of float32 parameters."""
     return Policy.of(s).reduced(jnp.dtype(jnp.float32))
 
 
-def _once(found: dict[Any, Any], key: Any, make: Any) -> Any:
-    """What was made for a key, or the error that it raised, again."""
-    if key not in found:
+def _cached(cache: dict[Any, Any], key: Any, make: Any) -> Any:
+    """Return the value of `make()` for a key, computed once. A ValueError that it raised is stored and raised again."""
+    if key not in cache:
         try:
-            found[key] = make()
+            cache[key] = make()
         except ValueError as error:
-            found[key] = error
-    if isinstance(found[key], ValueError):
-        raise found[key]
-    return found[key]
+            cache[key] = error
+    if isinstance(cache[key], ValueError):
+        raise cache[key]
+    return cache[key]
 
 
-def _places(s: Strategy) -> tuple[Any, ...]:
-    """What the layout of a state depends on."""
+def _layout_key(s: Strategy) -> tuple[Any, ...]:
+    """Return the fields of a strategy that decide the layout of the state."""
     axes = s.pipe, s.chunks, s.data, s.fsdp, s.hpz, s.zero, s.rule, s.expert, s.context, s.tensor
-    return *axes, s.precision, s.reduce, *(of in s.offloads for of in ("optimizer", "params"))
+    return *axes, s.precision, s.reduce, *(term in s.offloads for term in ("optimizer", "params"))
 
 
-def _program(s: Strategy) -> tuple[Any, ...]:
-    """What the program of a rank's row depends on."""
+def _loss_key(s: Strategy) -> tuple[Any, ...]:
+    """Return the fields of a strategy that decide the traced loss of one row."""
     return s.tensor, s.sequence, s.remat, s.expert, s.context, s.attention
 
 
 def _with_rows(batch: Any, rows: int) -> Any:
+    """Return the shapes of a batch with another number of rows. Replicated leaves have no rows and are unchanged."""
+
     def leaf(x: Any) -> Any:
         return x if isinstance(x, Replicated) else jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
 

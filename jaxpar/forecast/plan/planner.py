@@ -1,12 +1,14 @@
-"""plan: which strategy trains a model fastest on devices that need not be here, and why the others lose.
+"""`plan`: find the strategy that trains a model fastest on devices that need not be here, and say why the others lose.
 
-The strategies of `candidates` are ordered by closed forms, the best few of them compiled for the target, and these
-ranked by what their programs hold and how long `predict` says that they take.
+    candidates -> closed forms -> search: compile the best of each family, then neighbours of the best -> ranking
+
+Closed forms are lower bounds on memory and time. A strategy whose closed form is slower than a compiled program, or
+does not fit, is never compiled. Lines of the plan are ranked by the memory of their compiled programs, and by the time
+that `predict` gives for them.
 """
 
 import dataclasses
 import itertools
-import math
 import os
 import re
 import time
@@ -21,29 +23,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ...backend.text import size
 from ...hardware.compiled.compiler_remarks import unread
-from ...hardware.compiled.kernels import Executable
 from ...hardware.devices import Target
 from ...hardware.devices import target as target_of
 from ...hardware.hardware import KINDS, RESERVE
-from ...inspect.expected import expected
-from ...inspect.ledger import Ledger
-from ...inspect.memory import of_step
-from ...inspect.predict.prediction import predict
 from ...make import check_trainable, make_train_step
 from ...model.batches import check_rows, rows_of
 from ...model.model import MAKERS, Model
-from ...parallel.pipeline.chunks import padded
 from ...parallel.tensor.dims import Rules
-from ...step.core import Step
 from ...strategy import Strategy, as_strategy
-from .cache import PlanCache, about, folder
-from .candidates import NONE, REMATS, Splits, candidates, enough
+from .cache import PlanCache, folder, plan_key
+from .candidates import NO_SPLITS, REMATS, Splits, candidates, parts_per_row
 from .estimates import Estimate, Estimator
-from .line import Line, ranked
+from .line import Line, line_fields, ranked
 from .neighbours import alike_but, families, keeps_more, neighbours
 from .ranking import Plan
 
-_TRIES = 3  # of a family whose fastest do not fit
+_MAX_TRIES = 3  # strategies of one family that are compiled until one fits
 
 
 def plan(
@@ -62,32 +57,37 @@ def plan(
     trainable: Callable[[str], bool] | None = None,
     memory_bytes: float | None = None,
 ) -> Plan:
-    """Strategies for a model on a target, ranked by the step time predicted for their compiled programs. Nothing runs.
+    """Rank strategies for a model on a target by the step time predicted for their compiled programs. Nothing runs.
+
+    Ctrl-C ends the compiling: the plan then has the strategies that were compiled so far, and `interrupted` is True.
+    What was compiled stays in the cache.
 
     Args:
       model: from `from_nnx`, `from_linen`, `from_equinox` or `Model(init=..., loss=...)`.
       batch: the global batch, as `jax.ShapeDtypeStruct` or arrays.
-      target: by name ("8xH100"), or from `jaxpar.hardware.devices.target`.
+      target: the name of a target ("8xH100"), or the result of `jaxpar.hardware.devices.target`.
       optimizer: any optax transformation; `optax.adamw(3e-4)` if None.
-      rules: for `tensor`, as for `make_train_step`.
-      flops: of a step on that batch, forward and backward without recomputation; gives the MFU.
-      strategies: these alone are compiled, all of them; else the best of `candidates` by closed forms, and then what
-        differs in one choice from the best that was found.
-      top: so many are compiled at most.
-      precision: of the candidates, all of them: "bf16", "f16", "f32" or, where the target multiplies it, "fp8".
-      length: positions of a row; gives tokens/s.
-      cache: folder of what was compiled before; True: `JAXPAR_CACHE`, or jaxpar/plan in the user's folder for caches;
-        False: none.
-      console: where a progress bar is shown; standard error if None.
-      trainable: what is not frozen, as for `make_train_step`: a plan for adapters beside a base.
-      memory_bytes: of one device of a target by name, in place of its kind's.
+      rules: the dims that `tensor` splits, as for `make_train_step`.
+      flops: the FLOPs of a step on this batch, forward and backward without recomputation, from which the MFU follows.
+      strategies: compile all of these, and no others. If None: compile the best of `candidates` by closed forms, and
+        then strategies that differ in one choice from the best so far.
+      top: the most strategies to compile.
+      precision: the precision of all candidates: "bf16", "f16", "f32" or, if the target has FP8 products, "fp8".
+      length: the positions of a row, from which tokens/s follows.
+      cache: the folder of what earlier plans compiled. True: `JAXPAR_CACHE`, or jaxpar/plan in the user's cache folder;
+        False: no cache.
+      console: shows the progress bar; standard error if None.
+      trainable: which parameters are not frozen, as for `make_train_step`, such as adapters on a frozen base.
+      memory_bytes: the memory of one device, if it differs from the named target's.
 
-    Ctrl-C ends the compiling: the plan has what was ranked so far, and `interrupted` is True. What was compiled stays
-    in the cache.
+    Returns:
+      The plan: its lines are ranked, and have bytes and seconds per device and step.
 
-    Raises ValueError where the target's bandwidths and peaks are not known or its programs not read (CPUs, TPUs), and
-    where no strategy can be.
+    Raises:
+      ValueError: the target's bandwidths and peaks are unknown or its programs are not read (CPUs, TPUs), or no
+        strategy is valid.
     """
+    # 1. Check the arguments before anything that takes time.
     if not isinstance(model, Model):
         raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}")
     Strategy(precision=precision)
@@ -104,18 +104,19 @@ def plan(
         )
     check_trainable(trainable)
     check_rows(batch, 1, 1)
+
+    # 2. Search, or compile the given strategies.
     batch = jax.eval_shape(lambda x: x, batch)
     optimizer = optimizer or optax.adamw(3e-4)
-    return _Planner(model, target, batch, optimizer, rules, trainable, flops, length, cache).plan(
-        chosen, top, precision, console
-    )
+    estimator = Estimator(model, optimizer, target, batch, rules, trainable)
+    return _Planner(estimator, flops, length, cache).plan(chosen, top, precision, console)
 
 
 def planned_for(target: Target | str, memory_bytes: float | None = None) -> Target:
-    """The devices that `plan` compiles for. Raises as `plan` does for a target."""
-    others = "|".join(["cpu", *(name for name, kind in KINDS.items() if not kind.config)])
-    if isinstance(target, str) and (kind := re.fullmatch(rf"(?:\d+x)*({others})(?::[\dx]+)?", target)):
-        # Before a compiler is missed.
+    """Return the devices that `plan` compiles for. Raises ValueError for a target that `plan` refuses."""
+    without_compiler = "|".join(["cpu", *(name for name, kind in KINDS.items() if not kind.config)])
+    if isinstance(target, str) and (kind := re.fullmatch(rf"(?:\d+x)*({without_compiler})(?::[\dx]+)?", target)):
+        # `target_of` would first ask for a compiler that does not help.
         why = unread("tpu") if kind[1] != "cpu" else "CPU devices have no peaks and bandwidths to plan by"
         raise ValueError(f"target={target!r}: {why}; plan for GPUs, such as '8xH100'")
     target = target if isinstance(target, Target) else target_of(target, memory_bytes=memory_bytes)
@@ -127,42 +128,60 @@ def planned_for(target: Target | str, memory_bytes: float | None = None) -> Targ
 
 
 class _Planner:
-    """One call of `plan`."""
+    """One call of `plan`.
+
+    Args:
+      estimator: the closed forms of the model on the target.
+      flops, length, cache: as for `plan`.
+
+    Attributes:
+      estimates: a strategy's text -> the fields of its `Estimate`, or the error that refuses it. Stored in the cache.
+      usable: the bytes that a program may take on one device.
+      splits: how many ranks may share experts and positions.
+      lines: the compiled strategies, in the order of compiling.
+      refused: invalid strategies, each with its error.
+      pruned: strategies that were not compiled, each with the reason.
+      interrupted: whether Ctrl-C ended the search.
+    """
 
     def __init__(
-        self, model: Model, target: Target, batch: Any, optimizer: Any, rules: Any, trainable: Any, flops: Any,
-        length: Any, cache: Any,
-    ) -> None:  # fmt: skip
-        self.model, self.target, self.batch, self.optimizer, self.rules = model, target, batch, optimizer, rules
-        self.trainable, self.flops, self.length = trainable, flops, length
+        self,
+        estimator: Estimator,
+        flops: float | None = None,
+        length: int | None = None,
+        cache: str | os.PathLike[str] | bool = True,
+    ) -> None:
+        e = estimator
+        self.estimator, self.target, self.batch, self.flops, self.length = e, e.target, e.batch, flops, length
         self.cache: PlanCache | None = None
         if cache is not False:
             path = folder(None if cache is True else cache)
-            self.cache = PlanCache(path, about(model, optimizer, batch, target, rules, trainable))
-        self.estimator, self.known = Estimator(model, optimizer, target, batch, rules, trainable), dict[str, Any]()
-        self.usable = int((1 - RESERVE) * (target.hardware.memory_bytes or 0))
-        self.splits = NONE
+            self.cache = PlanCache(path, plan_key(e.model, e.optimizer, e.batch, e.target, e.rules, e.trainable))
+        self.estimates: dict[str, Any] = {}
+        self.usable = int((1 - RESERVE) * (e.target.hardware.memory_bytes or 0))
+        self.splits = NO_SPLITS
         self.lines: list[Line] = []
         self.refused: dict[str, str] = {}
         self.pruned: dict[str, str] = {}
         self.interrupted = False
 
-    def plan(self, given: Sequence[Strategy] | None, top: int, precision: str, console: Console | None) -> Plan:
+    def plan(self, chosen: Sequence[Strategy] | None, top: int, precision: str, console: Console | None) -> Plan:
+        """Compile the chosen strategies, or search if there are none, and return the plan."""
         bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             console=console or Console(stderr=True), transient=True,
         )  # fmt: skip
         with bar, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of strategies that nobody has asked for
+            warnings.simplefilter("ignore")  # nobody asked for the strategies that the warnings are about
             try:
-                if given is None:
+                if chosen is None:
                     self._search(top, precision, bar)
                 else:
-                    self._compile_all(given, bar)
+                    self._compile_all(chosen, bar)
             except KeyboardInterrupt:
                 self.interrupted = True
         if not self.lines and not self.interrupted:
-            raise ValueError(self._nothing())
+            raise ValueError(self._why_no_line())
         return Plan(
             target=self.target.name,
             devices=f"{len(self.target.devices)} x {self.target.kind}",
@@ -175,27 +194,33 @@ class _Planner:
             interrupted=self.interrupted,
         )
 
-    def _nothing(self) -> str:
-        """Why there is no line."""
-        whys = list(dict.fromkeys([*self.refused.values(), *self.pruned.values()]))[:3] or ["there is none"]
+    def _why_no_line(self) -> str:
+        """Return the error of a plan without lines: the first reasons why strategies are refused or pruned."""
+        reasons = list(dict.fromkeys([*self.refused.values(), *self.pruned.values()]))[:3] or ["there is no candidate"]
         rows, n = rows_of(self.batch), len(self.target.devices)
         return (
-            f"no strategy can be for {rows} rows on {self.target.name} ({n} devices): {'; '.join(whys)}; try more "
+            f"no strategy is valid for {rows} rows on {self.target.name} ({n} devices): {'; '.join(reasons)}; try more "
             "devices, a batch whose rows they divide, or strategies= of your own"
         )
 
-    def _compile_all(self, given: Sequence[Strategy], bar: Progress) -> None:
-        task = bar.add_task("compile", total=len(given))
-        for strategy in given:
+    def _compile_all(self, strategies: Sequence[Strategy], bar: Progress) -> None:
+        """Compile the strategies that the user named."""
+        task = bar.add_task("compile", total=len(strategies))
+        for strategy in strategies:
             bar.update(task, description=f"compile {strategy}")
             self._compile(strategy, None)
             bar.advance(task)
 
+    # ------------------------------------------------------------------------------------------------------------------
+    # The search. All its choices are deterministic, so that a cached plan makes the same ones.
+
     def _search(self, top: int, precision: str, bar: Progress) -> None:
-        """Compiles the best of each family by closed forms, then what differs in one choice from the best that was
-        found, until nothing of that may be faster; what is left of `top` then goes to the rest, by closed forms.
+        """Compile at most `top` strategies.
+
+        First the best of each family by closed forms, and after each new best one of its neighbours; then neighbours of
+        the best, until none may be faster; then the remaining candidates, by closed forms.
         """
-        queue = self._estimated(precision, bar)
+        queue = self._candidates(precision, bar)
         task = bar.add_task("compile", total=min(top, len(queue)))
 
         def compile_(strategy: Strategy, estimate: Estimate) -> None:
@@ -204,94 +229,126 @@ class _Planner:
                 bar.advance(task)
 
         for members in families(queue, self.target)[: max(1, top // 2)]:
-            best, before = self._best(), len(self.lines)
-            while (pair := self._of_family(members, self.lines[before:], top)) is not None:
+            previous_best, num_lines = self._best_line(), len(self.lines)
+            while (pair := self._next_of_family(members, self.lines[num_lines:], top)) is not None:
                 compile_(*pair)
-            found = self._best()
-            if found and found.fits and found != best and (pair := self._around(top)):
-                compile_(*pair)  # a search that is ended early has looked around what it found
-        while (pair := self._around(top)) or (pair := self._first(queue, top)):
+            best = self._best_line()
+            # A search that Ctrl-C ends early should have tried a neighbour of its best, which is often better.
+            if best and best.fits and best != previous_best and (pair := self._best_neighbour(top)):
+                compile_(*pair)
+        while (pair := self._best_neighbour(top)) or (pair := self._first_worth_compiling(queue, top)):
             compile_(*pair)
         for strategy, estimate in queue:
-            if not self._tried(strategy):
+            if not self._is_tried(strategy):
                 self.pruned[str(strategy)] = reason_to_skip(strategy, estimate, self.lines, self.usable, top) or ""
-        self._keep(precision)
+        self._store_estimates(precision)
 
-    def _keep(self, precision: str) -> None:
-        if self.cache and self.cache.get("closed forms", precision) != self.known:
-            self.cache.put(self.known, "closed forms", precision)
+    def _store_estimates(self, precision: str) -> None:
+        """Store the closed forms in the cache, if there are new ones."""
+        if self.cache and self.cache.get("closed forms", precision) != self.estimates:
+            self.cache.put(self.estimates, "closed forms", precision)
 
-    def _tried(self, strategy: Strategy) -> bool:
+    def _is_tried(self, strategy: Strategy) -> bool:
+        """Return whether a strategy was compiled or refused."""
         return str(strategy) in self.refused or any(line.strategy == strategy for line in self.lines)
 
-    def _worth(self, strategy: Strategy, estimate: Estimate, top: int) -> bool:
-        return not self._tried(strategy) and not reason_to_skip(strategy, estimate, self.lines, self.usable, top)
+    def _is_worth_compiling(self, strategy: Strategy, estimate: Estimate, top: int) -> bool:
+        """Return whether a strategy was not tried, and nothing that was compiled speaks against it."""
+        return not self._is_tried(strategy) and not reason_to_skip(strategy, estimate, self.lines, self.usable, top)
 
-    def _first(self, queue: list[tuple[Strategy, Estimate]], top: int) -> tuple[Strategy, Estimate] | None:
-        """The first that is worth compiling."""
-        return next((pair for pair in queue if self._worth(*pair, top)), None)
-
-    def _of_family(
-        self, members: list[tuple[Strategy, Estimate]], found: list[Line], top: int
+    def _first_worth_compiling(
+        self, queue: list[tuple[Strategy, Estimate]], top: int
     ) -> tuple[Strategy, Estimate] | None:
-        """The first of a family that is worth compiling and likely to fit, as what was `found` of it needed more than
-        closed forms say; None where one of them fits, after some tries, and where what is left of `top` is for what is
-        around the best.
+        """Return the first of some strategies that is worth compiling."""
+        return next((pair for pair in queue if self._is_worth_compiling(*pair, top)), None)
+
+    def _next_of_family(
+        self, members: list[tuple[Strategy, Estimate]], family_lines: list[Line], top: int
+    ) -> tuple[Strategy, Estimate] | None:
+        """Return the first member of a family that is worth compiling and likely to fit.
+
+        Args:
+          members: the family, by closed forms.
+          family_lines: its lines so far.
+          top: the most strategies to compile.
+
+        Returns:
+          A strategy and its estimate. None once a member fits, or after `_MAX_TRIES`; and None once only the last
+          quarter of `top` remains, which is reserved for neighbours of the best.
         """
-        if any(line.fits for line in found) or len(found) == _TRIES or len(self.lines) >= top - top // 4:
+        if any(line.fits for line in family_lines) or len(family_lines) == _MAX_TRIES:
             return None
-        ratio = min((memory_overrun(line) for line in found), default=1.0)
-        likely = [pair for pair in members if ratio * pair[1].bytes <= self.usable]
-        return self._first(likely, top)
+        if len(self.lines) >= top - top // 4:
+            return None
+        # Programs of one family exceed their closed forms by similar ratios.
+        overrun = min((memory_overrun(line) for line in family_lines), default=1.0)
+        likely = [pair for pair in members if overrun * pair[1].bytes <= self.usable]
+        return self._first_worth_compiling(likely, top)
 
-    def _best(self) -> Line | None:
-        """The fastest that fits; the smallest where none does."""
-        known = (line for line in self.lines if line.estimate)
+    def _best_line(self) -> Line | None:
+        """Return the fastest line that fits, or the smallest if none fits. Lines without a closed form do not count."""
+        estimated = (line for line in self.lines if line.estimate)
         order: Any = lambda line: (not line.fits, line.seconds if line.fits else line.memory["total"])
-        return min(known, key=order, default=None)
+        return min(estimated, key=order, default=None)
 
-    def _around(self, top: int) -> tuple[Strategy, Estimate] | None:
-        """Of what differs from the best in one choice, the one that is likely to be fastest, and to fit."""
-        best = self._best()
+    def _best_neighbour(self, top: int) -> tuple[Strategy, Estimate] | None:
+        """Return the neighbour of the best line that is likely to fit and to be fastest; None if none may be faster."""
+        best = self._best_line()
         if best is None:
             return None
-        least = best.estimate
-        assert least is not None
-        found: list[tuple[bool, bool, bool, float, int, float, str, Strategy, Estimate]] = []
+        best_estimate = best.estimate
+        assert best_estimate is not None
+        options: list[tuple[tuple[Any, ...], Strategy, Estimate]] = []
         in_chunks = best.fits and best.prediction["chunked"] and best.strategy.logits == Strategy.logits
-        of_program = [dataclasses.replace(best.strategy, logits="whole")] if in_chunks else []
-        others = neighbours(best.strategy, self.target, rows_of(self.batch), self.splits)
-        for strategy in itertools.chain(of_program, others):
-            if (estimate := self._estimate(strategy)) is not None and self._worth(strategy, estimate, top):
-                # In no closed form is what chunks of logits compute twice, nor what remat="dots" computes again. What
-                # is sent hides behind compute: of what is as long, that which sends less is first.
-                chunked = strategy.logits == best.strategy.logits
-                likely = memory_overrun(best) * estimate.bytes <= self.usable
-                again = self._again(strategy)
-                worse = again > self._again(best.strategy) or any(
-                    getattr(estimate, name) > getattr(least, name) for name in ("seconds", "sent", "bytes")
-                )  # what is so in nothing, as reduce="compute", comes first, whatever closed forms promise of others
-                order = not likely, chunked, worse, estimate.seconds, again, estimate.sent, str(strategy)
-                found.append((*order, strategy, estimate))
-        return min(found, key=lambda one: one[:7])[7:] if found else None
+        whole_logits = [dataclasses.replace(best.strategy, logits="whole")] if in_chunks else []
+        around = neighbours(best.strategy, self.target, rows_of(self.batch), self.splits)
+        for strategy in itertools.chain(whole_logits, around):
+            estimate = self._estimate(strategy)
+            if estimate is None or not self._is_worth_compiling(strategy, estimate, top):
+                continue
+            likely_fits = memory_overrun(best) * estimate.bytes <= self.usable
+            # No closed form counts what chunks of logits compute twice, nor what remat="dots" recomputes. So whole
+            # logits come first, and of equal seconds the least recomputation.
+            same_logits = strategy.logits == best.strategy.logits
+            recomputation = self._recomputation_rank(strategy)
+            # A strategy that is worse in nothing, such as reduce="compute", comes before others that closed forms
+            # call faster but that may lose elsewhere.
+            worse = recomputation > self._recomputation_rank(best.strategy) or any(
+                getattr(estimate, name) > getattr(best_estimate, name) for name in ("seconds", "sent", "bytes")
+            )
+            # Communication that overlaps with compute takes no seconds by closed forms: of equal seconds, send less.
+            order = (
+                not likely_fits,
+                same_logits,
+                worse,
+                estimate.seconds,
+                recomputation,
+                estimate.sent,
+                str(strategy),
+            )
+            options.append((order, strategy, estimate))
+        return min(options, key=lambda option: option[0])[1:] if options else None
 
     @staticmethod
-    def _again(strategy: Strategy) -> int:
-        """Where a strategy stands among those that compute less and less again; those that choose are last."""
+    def _recomputation_rank(strategy: Strategy) -> int:
+        """Return the rank of a strategy's `remat` by how much it recomputes; policies that choose rank last."""
         return REMATS.index(strategy.remat) if strategy.remat in REMATS else len(REMATS)
 
+    # ------------------------------------------------------------------------------------------------------------------
+    # Closed forms.
+
     def _estimate(self, strategy: Strategy) -> Estimate | None:
-        """Its closed forms; None, with the reason kept, where it cannot be or cannot fit."""
+        """Return the closed forms of a strategy; None if it is invalid or cannot fit, which is recorded."""
         name = str(strategy)
-        if name not in self.known:
+        if name not in self.estimates:
             try:
-                self.known[name] = vars(self.estimator.estimate(strategy))
+                self.estimates[name] = vars(self.estimator.estimate(strategy))
             except ValueError as error:
-                self.known[name] = str(error)
-        if isinstance(self.known[name], str):
-            self.refused[name] = self.known[name]
+                self.estimates[name] = str(error)
+        if isinstance(self.estimates[name], str):
+            self.refused[name] = self.estimates[name]
             return None
-        estimate = Estimate(**self.known[name])
+        estimate = Estimate(**self.estimates[name])
         if estimate.bytes > self.usable:
             self.pruned[name] = (
                 f"does not fit: at least {size(estimate.params + estimate.optimizer)} of state and "
@@ -300,155 +357,131 @@ class _Planner:
             return None
         return estimate
 
-    def _estimated(self, precision: str, bar: Progress) -> list[tuple[Strategy, Estimate]]:
-        """The candidates that may fit, fastest first, by closed forms; of those that are alike the simplest first."""
-        self.known = (self.cache and self.cache.get("closed forms", precision)) or {}
-        kept = self.cache and self.cache.get("splits")
-        (experts, context), why = kept or self._splits()
+    def _candidates(self, precision: str, bar: Progress) -> list[tuple[Strategy, Estimate]]:
+        """Return the candidates that may fit, fastest by closed forms first; of equal ones, the simplest first."""
+        self.estimates = (self.cache and self.cache.get("closed forms", precision)) or {}
+        cached_splits = self.cache and self.cache.get("splits")
+        (experts, context), why = cached_splits or self._find_splits()
         self.splits, rows = Splits(experts, context), rows_of(self.batch)
-        whole = dataclasses.replace(self.splits, context=1)
-        # Positions are split where rows are too few for the devices, until each has some; or a row too long for one.
-        found = self._fitting(candidates(self.target, rows, precision, whole), bar)
-        if not found or rows < len(self.target.devices):
-            most = min(context, enough(len(self.target.devices), rows)) if found else context
-            split = candidates(self.target, rows, precision, Splits(experts, most))
-            found += self._fitting((one for one in split if one.context > 1), bar)
+
+        # 1. Whole rows. Positions are split only if there are fewer rows than devices, until each device has some; or
+        #    if nothing fits, since a row may be too long for one device.
+        whole_rows = dataclasses.replace(self.splits, context=1)
+        pairs = self._estimate_all(candidates(self.target, rows, precision, whole_rows), bar)
+        if not pairs or rows < len(self.target.devices):
+            max_context = min(context, parts_per_row(len(self.target.devices), rows)) if pairs else context
+            with_context = candidates(self.target, rows, precision, Splits(experts, max_context))
+            pairs += self._estimate_all((s for s in with_context if s.context > 1), bar)
             if why:
                 self.refused["context=2"] = why
-        for offload in ("optimizer", "optimizer+params"):  # what no device has room for waits on the host
-            if not found:
-                every = candidates(self.target, rows, precision, whole)
-                every = (one for one in every if not any(map(one.kept_on_device, offload.split("+"))))
-                found = self._fitting((dataclasses.replace(one, offload=offload) for one in every), bar)
-        self._keep(precision)
-        return sorted(found, key=lambda pair: (pair[1].seconds, pair[0].microbatches, pair[1].bytes))
 
-    def _fitting(self, every: Iterable[Strategy], bar: Progress) -> list[tuple[Strategy, Estimate]]:
-        """Those that can be and may fit, with their closed forms."""
-        found = []
-        for strategy in bar.track(list(every), description="closed forms"):
+        # 2. If nothing fits, more and more of the state waits on the host.
+        for offload in ("optimizer", "optimizer+params"):
+            if not pairs:
+                strategies = candidates(self.target, rows, precision, whole_rows)
+                strategies = (s for s in strategies if not any(map(s.kept_on_device, offload.split("+"))))
+                pairs = self._estimate_all((dataclasses.replace(s, offload=offload) for s in strategies), bar)
+        self._store_estimates(precision)
+        return sorted(pairs, key=lambda pair: (pair[1].seconds, pair[0].microbatches, pair[1].bytes))
+
+    def _estimate_all(self, strategies: Iterable[Strategy], bar: Progress) -> list[tuple[Strategy, Estimate]]:
+        """Return the strategies that are valid and may fit, with their closed forms."""
+        pairs = []
+        for strategy in bar.track(list(strategies), description="closed forms"):
             if (estimate := self._estimate(strategy)) is not None:
-                found.append((strategy, estimate))
-        return found
+                pairs.append((strategy, estimate))
+        return pairs
 
-    def _splits(self) -> tuple[tuple[int, int], str]:
+    def _find_splits(self) -> tuple[tuple[int, int], str]:
+        """Return how many ranks may share experts and positions, and why positions cannot be split; cache both."""
         splits, why = self.estimator.splits()
-        found = (splits.expert, splits.context), why
+        numbers = (splits.expert, splits.context), why
         if self.cache:
-            self.cache.put(found, "splits")
-        return found
+            self.cache.put(numbers, "splits")
+        return numbers
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Compiled programs.
 
     def _compile(self, strategy: Strategy, estimate: Estimate | None) -> bool:
-        """Adds its line, or the reason why it cannot be; whether there is a line."""
-        # A policy is known by its name alone, and two may share it.
+        """Compile a strategy, or read it from the cache; record its line or its error. Return whether it has a line."""
+        # A remat policy is a function, which its name alone does not identify.
         cache = None if callable(strategy.remat) else self.cache
         key = ("line", str(strategy), str(self.flops))
-        found: Any = cache and cache.get(*key)
-        if not (cached := bool(found)):
+        fields: Any = cache and cache.get(*key)
+        if not (cached := bool(fields)):
             try:
-                found = self._numbers(strategy)
+                fields = self._line_fields(strategy)
             except (ValueError, jax.errors.JaxRuntimeError) as error:
-                # That a program is too large is its strategy's fault, other errors of the compiler are not.
+                # A program that is too large is the fault of its strategy; the compiler's other errors are not.
                 if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
                     raise
-                found = {"refused": str(error)}
+                fields = {"refused": str(error)}
             if cache:
-                cache.put(found, *key)
-        if "refused" in found:
-            self.refused[str(strategy)] = found["refused"]
+                cache.put(fields, *key)
+        if "refused" in fields:
+            self.refused[str(strategy)] = fields["refused"]
             return False
-        self.lines.append(Line(strategy=strategy, estimate=estimate, usable=self.usable, cached=cached, **found))
+        self.lines.append(Line(strategy=strategy, estimate=estimate, usable=self.usable, cached=cached, **fields))
         return True
 
-    def _numbers(self, strategy: Strategy) -> dict[str, Any]:
-        begin = time.perf_counter()
-        step = make_train_step(self.model, self.optimizer, strategy, self.target.devices, self.trainable, self.rules)
+    def _line_fields(self, strategy: Strategy) -> dict[str, Any]:
+        """Compile a strategy, and return the fields of its line."""
+        start = time.perf_counter()
+        e = self.estimator
+        step = make_train_step(e.model, e.optimizer, strategy, e.target.devices, e.trainable, e.rules)
         compiled = step.compile(self.batch)
-        seconds = time.perf_counter() - begin
-        return numbers(step, self.batch, compiled, self.target, self.flops) | {"compile_seconds": seconds}
+        seconds = time.perf_counter() - start
+        return line_fields(step, self.batch, compiled, self.target, self.flops) | {"compile_seconds": seconds}
 
 
-def numbers(
-    step: Step, batch: Any, compiled: jax.stages.Compiled, target: Target, flops: float | None
-) -> dict[str, Any]:
-    """The fields of a `Line` that its program gives, as JSON has them; `flops` as for `plan`."""
-    program = Executable(compiled.as_text() or "", step.mesh)
-    (memory,) = of_step(step, batch, compiled).values()
-    hardware = target.hardware
-    if memory.host > (there := (1 - RESERVE) * (hardware.host_memory_bytes or math.inf) / hardware.per_host):
-        raise ValueError(f"{size(memory.host)} on the host for each device, which has room for {size(int(there))}")
-    found = predict(program, step, batch, hardware, flops)
-    ledger, closed = Ledger.of(program), expected(step, batch)
-    sums = [one.by("kind", "axes", value="sent") for one in (closed, ledger)]
-    links: dict[str, float] = {}
-    exposed: dict[str, float] = {}
-    for part in found.collectives:
-        axes = "+".join(part.axes)
-        links[part.way] = links.get(part.way, 0) + part.bytes
-        exposed[axes] = exposed.get(axes, 0.0) + part.exposed
-    prediction = {k: v for k, v in found.json().items() if k != "parts"}
-    main, schedule = step.traced(batch).program.main, step.schedule
-    if schedule and main and (why := padded(main.length, schedule.ranks, schedule.chunks)):
-        prediction["notes"].append(f"{why}.")
-    prediction["notes"] += [
-        f"Attention over context is by {mode.name}: {mode.why}." for mode in step.tracing.attention_modes
-    ]
-    if found.copies and (speed := hardware.host_bandwidth):
-        slow = predict(program, step, batch, dataclasses.replace(hardware, host_bandwidth=speed / 2), flops)
-        prediction["notes"].append(
-            f"With {speed / 2e9:g} GB/s each way to the host in place of {speed / 1e9:g}, as where two devices share a "
-            f"switch to it, {1e3 * slow.seconds:,.0f} ms."
-        )
-    prediction["chunked"] = any(logits.chunks > 1 for logits in step.tracing.logits.values())
-    return {
-        "memory": dataclasses.asdict(memory),
-        "prediction": prediction,
-        "kernels": found.lines(),
-        "links": links,
-        "exposed": exposed,
-        "sent": [[k, "+".join(a), *(one.get((k, a), 0) for one in sums)] for k, a in sorted(sums[0] | sums[1])],
-        "bubble": float(schedule.bubble) if schedule and not schedule.branches else 0.0,
-    }
-
-
-# What compilers need beyond closed forms depends on these.
-_ALIKE = ("pipe", "expert", "context", "tensor", "remat", "offload")
+# Fields on which the ratio of a program's memory to its closed form depends.
+_OVERRUN_FIELDS = ("pipe", "expert", "context", "tensor", "remat", "offload")
 
 
 def memory_overrun(line: Line) -> float:
-    """How many times what its closed form says the program of a line needs; the line has one."""
+    """Return the memory of a line's program / the bytes of its closed form, which the line must have."""
     assert line.estimate is not None
     return line.memory["total"] / line.estimate.bytes
 
 
 def reason_to_skip(strategy: Strategy, estimate: Estimate, lines: Sequence[Line], usable: int, top: int) -> str | None:
-    """Why a strategy need not be compiled, after `lines` were; None where it is worth it.
+    """Return why a strategy need not be compiled, given the lines so far; None if it is worth compiling.
 
     Args:
-      strategy, estimate: of none of the lines; its closed forms.
-      lines: what was compiled.
-      usable: bytes that a program may take.
-      top: so many are compiled at most; twice as many until one fits.
+      strategy: a strategy without a line.
+      estimate: its closed forms.
+      lines: the lines so far.
+      usable: the bytes that a program may take.
+      top: the most strategies to compile; twice as many until one fits.
     """
+    # 1. Its lower bound on time is above a compiled program's time.
     fitting = [line for line in lines if line.fits]
     if fitting and (best := min(line.seconds for line in fitting)) < estimate.seconds:
         return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms, and {1e3 * best:,.0f} ms were found"
+
+    # 2. A line has the same program, or saves fewer activations and does not fit.
     for line in lines:
         if line.estimate == estimate and alike_but("attention", line.strategy, strategy):
-            return f"as {line.strategy}, by closed forms: of attention the way is the same"
+            return f"as {line.strategy}, by closed forms: both attend in the same way"
         if not line.fits and keeps_more(strategy, line.strategy):
             return f"does not fit: {line.strategy}, which keeps less, needs {size(line.memory['total'])}"
-    alike = [
+
+    # 3. Similar programs exceed their closed forms so far that this one will not fit. Take the one nearest to its
+    #    closed form: ZeRO-1 with microbatches is far above its own, and says nothing about others.
+    similar = [
         line
         for line in lines
-        if line.estimate and all(getattr(line.strategy, name) == getattr(strategy, name) for name in _ALIKE)
+        if line.estimate and all(getattr(line.strategy, name) == getattr(strategy, name) for name in _OVERRUN_FIELDS)
     ]
-    if not all(line.fits for line in alike):
-        # Of those that are alike the one nearest to its closed form: ZeRO-1 with microbatches is far from its own.
-        nearest = min(alike, key=memory_overrun)
+    if not all(line.fits for line in similar):
+        nearest = min(similar, key=memory_overrun)
+        # 10% of tolerance, since the ratio is only similar.
         if (likely := estimate.bytes * memory_overrun(nearest)) > 1.1 * usable:
             needs = size(nearest.memory["total"])
             return f"does not fit: {size(likely)} likely, as {nearest.strategy} needs {needs}"
+
+    # 4. Enough strategies were compiled.
     if len(lines) >= top and (fitting or len(lines) >= 2 * top):
         return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms: not among the {top} that were compiled"
     return None
