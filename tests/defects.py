@@ -286,7 +286,7 @@ DEFECTS = (
            "The keys of a Hugging Face model are read from its values."),
     Defect("cache-seen", "models/parts/cache.py",
            "models/test_generate.py::test_what_is_cached_is_what_a_whole_pass_sees",
-           "jnp.arange(cache.positions) <= at", "jnp.arange(cache.positions) < at",
+           "jnp.arange(cache.positions) <= start", "jnp.arange(cache.positions) < start",
            "A token that is generated does not see itself."),
     # -- strategy and the command line
     Defect("free-axis", "strategy/strategy.py", "step/test_errors.py::test_an_axis_of_minus_1_is_what_the_others_leave",
