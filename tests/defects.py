@@ -256,7 +256,7 @@ DEFECTS = (
            "Held-out metrics are divided by the number of metrics, and not by the weight of the batches."),
     # -- data
     Defect("mask-filled", "data/sampler.py", "data/test_sampler.py",
-           "mask[taken.size :] = 0", "mask[taken.size + 1 :] = 0",
+           "mask[indices.size :] = 0", "mask[indices.size + 1 :] = 0",
            "The first row that fills up a short batch counts."),
     Defect("epoch-batches", "data/sampler.py", "data/test_sampler.py",
            "else -(-self.size // rows)", "else self.size // rows",

@@ -246,7 +246,7 @@ def test_token_ids_that_do_not_fit_are_named(tmp_path: Path) -> None:
         *((f"{name}.npy", r"cannot be read as NumPy's array file .*; write integers \[n\]") for name in damaged),
         ("pickled.npy", r"cannot be read as NumPy's array file .*; write integers \[n\]"),
         ("empty.npy", r"is no NumPy file; write one array of integers \[n\]"),
-        ("several.npy", r"is a zip archive, as numpy.savez writes of several arrays; write one array"),
+        ("several.npy", r"is a zip archive, as numpy.savez writes for several arrays; write one array"),
         ("cut.npy", r"is a zip archive"),
     ):
         with pytest.raises(ValueError, match=f"{name} {said}"):

@@ -109,7 +109,7 @@ def test_images_are_cropped_at_the_centre_and_turned_as_the_camera_says(tmp_path
     exif = Image.Exif()
     exif[0x0112] = 3  # upside down
     Image.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
-    wide, turned = (images._decoded(tmp_path / f"{name}.png", 6) for name in ("wide", "turned"))
+    wide, turned = (images._decode(tmp_path / f"{name}.png", 6) for name in ("wide", "turned"))
     assert wide.dtype == np.float32
     assert (wide[0] == -1).all()
     assert (wide[1:] == 1).all()
@@ -308,7 +308,7 @@ REFUSED = {
 def test_grey_of_more_than_8_bits_is_scaled_by_its_range(kind: str, tmp_path: Path) -> None:
     """Grey of 12 and 16 bits became white, as Pillow's conversion to RGB clips; where 0 is white, black as well."""
     (tmp_path / "ramp.tiff").write_bytes(SCALED[kind])
-    found = (images._decoded(tmp_path / "ramp.tiff", 8) + 1) * 127.5
+    found = (images._decode(tmp_path / "ramp.tiff", 8) + 1) * 127.5
     right = np.broadcast_to(np.array([0, 36, 72, 109, 145, 182, 218, 255])[:, None], (8, 8, 3))
     np.testing.assert_allclose(found, right, atol=1)
 
@@ -318,7 +318,7 @@ def test_grey_of_16_bits_is_the_picture_of_8_bits_that_shows_the_same(suffix: st
     pixels = np.random.default_rng(0).integers(0, 256, (30, 50))
     Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / f"8.{suffix}")
     Image.fromarray((257 * pixels).astype(np.uint16)).save(tmp_path / f"16.{suffix}")
-    eight, sixteen = (images._decoded(tmp_path / f"{bits}.{suffix}", 20) for bits in (8, 16))
+    eight, sixteen = (images._decode(tmp_path / f"{bits}.{suffix}", 20) for bits in (8, 16))
     np.testing.assert_allclose(eight, sixteen, atol=1.01 / 127.5)
 
 
@@ -352,4 +352,4 @@ def test_an_image_of_very_many_rows_is_refused_before_it_is_decoded(tmp_path: Pa
         header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
         (file := tmp_path / "long.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b""))
         with pytest.raises(ValueError, match=r"long\.png as .*: one side is [\d,]+ pixels long, and 1,000,000 are"):
-            images._decoded(file, 4)
+            images._decode(file, 4)
