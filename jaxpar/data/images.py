@@ -159,9 +159,9 @@ def digits() -> Images:
 def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
     """Return a source of image files, with one subfolder for each class.
 
-    Classes are numbered in the order of their names. Files may be at any depth below their class. Hidden files, and files
-    with suffixes other than those of PNG, JPEG, WebP, BMP, GIF and TIFF are left out. Every tenth file of a class, in
-    the order of paths, is held out.
+    Classes are numbered in the order of their names. Files may be at any depth below their class. Hidden files are left
+    out, and so are files without a suffix of PNG, JPEG, WebP, BMP, GIF or TIFF. Every tenth file of a class, in the
+    order of paths, is held out.
 
     An image (the first one of a file) is turned as its EXIF data say, cropped at its centre to a square, resized to
     `size` and converted to RGB with 8 bits. Grey of 12 or 16 bits is scaled by its range.

@@ -183,7 +183,7 @@ def test_a_bucket_answers_as_a_path_does(bucket: Place, tmp_path: Path) -> None:
 
 
 def test_a_large_object_comes_in_pieces(bucket: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "_PIECE", 1 << 20)
+    monkeypatch.setattr(buckets, "_CHUNK_BYTES", 1 << 20)
     x = np.random.default_rng(0).integers(0, 256, (3 << 20) + 17, np.uint8)
     (bucket / "x").write_bytes(x.tobytes())
     found = pieces(bucket / "x")
@@ -342,7 +342,7 @@ def test_a_run_whose_bucket_stops_to_answer_or_is_taken_ends(
     finally:
         server.process.send_signal(signal.SIGCONT)
     monkeypatch.undo()
-    buckets._silent.clear()
+    buckets._silent_buckets.clear()
     assert int(trainer(bucket / "run", resume=True).run().step) == 6
     assert [step for step, _ in losses(bucket / "run")] == [1, 2, 3, 4, 5, 6]
     owner = b'{"id": "x", "host": "other", "pid": 7, "began": "1"}'

@@ -126,7 +126,9 @@ def test_a_folder_that_exists_is_made_private(mode: int, config: dict[str, Any],
     place.parent.parent.chmod(0o777)
     place.chmod(mode)
     if mode & 0o022:
-        with pytest.warns(UserWarning, match=rf"others could write to {place} \(mode {mode:o}\): what .* is removed"):
+        with pytest.warns(
+            UserWarning, match=rf"others could write to {place} \(mode {mode:o}\): the programs in it are removed"
+        ):
             keep_compiled(device())
     else:
         keep_compiled(device())
@@ -146,7 +148,7 @@ def test_a_folder_of_another_user_is_not_used(
     with monkeypatch.context() as patch:
         patch.setattr("os.geteuid", lambda: other)
         with pytest.warns(
-            UserWarning, match=r"jaxpar: it belongs to another user, \d+; what is compiled is not kept. JAX"
+            UserWarning, match=r"jaxpar: it belongs to another user, \d+; compiled programs are not cached. JAX"
         ):
             keep_compiled(device())
     (elsewhere := tmp_path / "elsewhere").mkdir()
@@ -154,7 +156,7 @@ def test_a_folder_of_another_user_is_not_used(
     folder().rmdir()
     folder().symlink_to(elsewhere)
     with pytest.warns(
-        UserWarning, match=r"others can write to .*elsewhere, to which it is a link; what is compiled is no"
+        UserWarning, match=r"others can write to .*elsewhere, to which it is a link; compiled programs are no"
     ):
         keep_compiled(device())
     assert not config
@@ -170,6 +172,8 @@ def test_a_folder_that_cannot_be_made_is_told(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     config.pop("own")
-    with pytest.warns(UserWarning, match=r"Not a directory; what is compiled is not kept. JAX_COMPILATION_CACHE_DIR="):
+    with pytest.warns(
+        UserWarning, match=r"Not a directory; compiled programs are not cached. JAX_COMPILATION_CACHE_DIR="
+    ):
         keep_compiled(device())
     assert not config
