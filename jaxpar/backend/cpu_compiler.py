@@ -101,7 +101,7 @@ def _sums_of_many_rows() -> bool:
 
 
 def _dims_of_one() -> bool:
-    """Return whether a sum over one of 7 dims, another of which has size 1, is correct."""
+    """Return whether a sum over one of 7 dims is correct if another dim has size 1."""
     a = jnp.ones((3, 1, 2, 2, 8, 8, 8), jnp.float32)
     return bool((jax.jit(lambda a, b: jnp.sum(a * b, axis=3))(a, a) == 2).all())
 

@@ -140,10 +140,12 @@ def member(folder: Path, name: Any, source: Path | None = None) -> Path:
     prefix = f"{source}: " if source else ""
     if not isinstance(name, str) or not name or "\0" in name:
         raise ValueError(f"{prefix}{name!r} is no name of a file; needs one in {folder}: fetch the model once more")
+    # 1. The name itself: no absolute path and no "..".
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"{prefix}{name!r} leads out of {folder}; needs a file in it: fetch the model from where you "
                          "trust it")  # fmt: skip
+    # 2. The file behind links, which may be elsewhere in a folder of Hugging Face's cache.
     root = folder.resolve()
     allowed_root = root.parent.parent if root.parent.name == "snapshots" else root
     if not (resolved := path.resolve()).is_relative_to(allowed_root):

@@ -121,16 +121,19 @@ def _redirect(descriptor: int, python_file: TextIO | None, is_noise: Callable[[b
     Returns:
       A file object that bypasses the filter, for Python; `python_file` if the descriptor is closed.
     """
+    # 1. Keep the original file, for Python and for the filter's output.
     try:
         original = os.dup(descriptor)
     except OSError:
         return python_file
+    # 2. Start the filter, and let the descriptor lead to it.
     read, write = os.pipe()
     if os.fork() == 0:
         _copy_lines(read, original, is_noise, close=(0, 1, 2, write))
     os.dup2(write, descriptor)
     os.close(write)
     os.close(read)
+    # 3. Wrap the original with the settings of Python's own file object.
     if not isinstance(python_file, io.TextIOWrapper):
         return python_file
     binary = open(original, "wb", buffering=0 if python_file.write_through else -1)  # noqa: SIM115

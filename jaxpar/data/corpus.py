@@ -150,6 +150,7 @@ def byte_corpus(path: Place | str | None = None) -> Corpus:
     with ThreadPoolExecutor(MAX_READERS) as threads:  # to overlap the latencies of a bucket
         contents = threads.map(lambda file: file.read_bytes(), _files(root, stdlib=path is None))
         texts = [np.frombuffer(content, np.uint8) for content in contents]
+    # Empty files count neither in `Corpus.files` nor in the choice of held-out files.
     texts = [text for text in texts if text.size]
     size = sum(text.size for text in texts)
     if size < HELD_OUT:
@@ -291,6 +292,7 @@ def batches(text: np.ndarray, rows: int, length: int, seed: int, start: int = 0)
     """
     all_windows = _window_view(text, length)
 
+    # A generator for each batch, seeded by its number: batch i does not depend on the batches before it.
     def batch(step: int) -> Batch:
         starts = np.random.default_rng((seed, step)).integers(len(all_windows), size=rows)
         check_mapped(text)

@@ -40,7 +40,8 @@ class Rows:
         self.data, self.last, self.shuffle, self.name = data, last, shuffle, name
         self.columns = isinstance(data, dict | tuple | np.ndarray | jax.Array)
         self.size = _count(data) if self.columns else _length(data)
-        Sampler(self.size, last, shuffle)  # checks the arguments
+        # Only to check `last` and the size now, not when the first batch is read.
+        Sampler(self.size, last, shuffle)
 
     @property
     def description(self) -> str:
@@ -122,6 +123,7 @@ class RowBatches:
         """Read the next batch, or this host's part of it."""
         indices, mask, next_position = self.sampler.batch(self.position, self.rows)
         index, count = self.part
+        # Hosts read equal parts, in the order of their indices.
         if self.rows % count:
             raise ValueError(
                 f"batches of {self.rows} rows do not divide among {count} hosts; use a multiple of {count}"

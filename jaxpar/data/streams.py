@@ -232,6 +232,7 @@ def held_out(data: Data, rows: int, max_batches: int | None) -> Iterator[Any]:
                 return getattr(data, name)(rows)
         return data() if callable(data) else data
 
+    # Every `stride`-th batch, from the first on. The data may have no length, so count the batches by a pass.
     stride = 1 if max_batches is None else max(1, -(-sum(1 for _ in new_pass()) // max_batches))
     return (jax.tree.map(as_array, batch) for batch in itertools.islice(new_pass(), 0, None, stride))
 

@@ -45,6 +45,7 @@ def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
     if not path.exists():
         raise ValueError(f"there is no file {path}; give one that exists, or none for Python's own source")
     plain(path)
+    # 1. Map the file into memory.
     file = local_copy(path) if is_bucket(path) else path
     if path.suffix == ".npy":
         ids = _mapped(file, path)
@@ -58,6 +59,7 @@ def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
                 f"a multiple of {dtype.itemsize}; save other types as .npy"
             )
         ids = np.memmap(file, dtype, mode="r")
+    # 2. Check all ids. Under jit, JAX does not: an id beyond the vocabulary would silently read another row.
     if (violation := outside(ids, vocabulary)) is not None:
         token, index = violation
         raise ValueError(

@@ -68,6 +68,7 @@ class Named:
         return self.config.flops(rows, length)
 
 
+# (file with `Config`, `SIZES`, `RULES` and `loss`; module; kind) of every family of models.
 _FAMILIES: list[tuple[Any, Callable[..., nnx.Module], Kind]] = [
     (llama, Llama, "text"),
     (mixtral, Mixtral, "text"),
@@ -75,6 +76,7 @@ _FAMILIES: list[tuple[Any, Callable[..., nnx.Module], Kind]] = [
     (resnet, ResNet, "images"),
     (mlp, MLP, "images"),
 ]
+# The family of each name.
 _FAMILY = {name: family for family in _FAMILIES for name in family[0].SIZES}
 NAMES = tuple(_FAMILY)
 
@@ -101,6 +103,7 @@ def named(name: str, **changes: Any) -> Named:
     for change in changes:
         if change not in sizes:
             raise ValueError(f"{name} has no size {change!r}{_suggest(change, sizes)}")
+    # `replace` runs the checks of `Config.__post_init__` again.
     config = dataclasses.replace(family.SIZES[name], **changes)
     model = from_nnx(lambda rngs: module(config, rngs=rngs), family.loss, family.RULES)
     return Named(name, kind, config, model, text.generate if kind == "text" else None)

@@ -74,12 +74,13 @@ class Family:
         """
         if isinstance(source, self.config):
             return source
-        stated = source.to_dict() if hasattr(source, "to_dict") else source
-        if not isinstance(stated, Mapping):
+        hf_options = source.to_dict() if hasattr(source, "to_dict") else source
+        if not isinstance(hf_options, Mapping):
             raise ValueError(
                 f"config is a {type(source).__name__}; pass a Config of {self.title}, one of transformers, or its dict"
             )
-        options = {name: value for name, value in stated.items() if value is not None}
+        # null means that an option is absent.
+        options = {name: value for name, value in hf_options.items() if value is not None}
         by_model_type = {arch.model_type: arch for arch in self.architectures}
         model_type = options.get("model_type", self.architectures[0].model_type if len(by_model_type) == 1 else None)
         if not isinstance(model_type, str) or model_type not in by_model_type:
@@ -122,6 +123,7 @@ class Family:
             another shape. The error names them.
         """
         with contextlib.ExitStack() as stack:
+            # 1. The config, and the tensors by name, not yet read.
             if isinstance(source, Mapping):
                 if config is None:
                     raise ValueError("a state dict does not say its config; pass config=model.config, or a Config")
@@ -130,10 +132,12 @@ class Family:
                 folder = _folder(source)
                 config = self.to_config(_read_config(folder) if config is None else config)
                 tensors = stack.enter_context(open_tensors(folder))
+            # 2. Check the tensors against the parameters of this config.
             arch, shapes = self._architecture(config), self._shapes(config)
             rows = arch.rows(config, {path: shape for path, shape in shapes.items() if not self.is_unsaved(path)})
             tensors = _drop_tied_head(arch, tensors) if config.tied else tensors
             self._check_tensors(arch, config, rows, tensors)
+            # 3. Read them.
             params = {row.path: _read_parameter(row, tensors, dtype) for row in rows}
         return config, unflatten_dict(params, sep="/")
 
@@ -216,6 +220,7 @@ class Family:
 
     def _shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by path; no array is allocated."""
+        # `eval_shape` traces the initialization without running it.
         model = nnx.eval_shape(lambda: self.module(config, rngs=nnx.Rngs(0)))
         return {path: tuple(leaf.shape) for path, leaf in _by_path(nnx.state(model, nnx.Param)).items()}
 
@@ -251,6 +256,7 @@ class Family:
     def _to_tensors(self, config: Any, params: Any, dtype: Any) -> dict[str, Tensor]:
         """Return the tensors to write, by name; each is sliced, transposed and cast when it is read."""
         saved_params = {path: on_host(path, x) for path, x in self.by_path(config, params).items()}
+        # Adapters, which have no tensors in the files, become part of their kernels.
         saved_params, tensors = self.fold(config, saved_params), {}
         shapes = {path: param.shape for path, param in saved_params.items()}
         for row in self._architecture(config).rows(config, shapes):
@@ -343,6 +349,7 @@ def _read_parameter(row: ParameterRow, tensors: Mapping[str, Tensor], dtype: Any
             param_dtype = tensor.dtype if dtype is None else jnp.dtype(dtype)
             # [number of tensors, *shape of one]: layers and experts are one dim until the reshape below.
             param = np.empty((math.prod(map(len, row.placeholder_ranges)), *tensor.shape), param_dtype)
+        # The parameter has the dtype of its first tensor: a cast of others must be asked for.
         if dtype is None and tensor.dtype != param.dtype:
             raise ValueError(
                 f"{name} is {tensor.dtype} and {next(row.tensor_names())} {param.dtype}; say dtype= of both"

@@ -19,11 +19,13 @@ from ..huggingface.weights import Family, on_host
 from .lora import is_adapter, merge_adapters
 from .model import Config, Llama
 
+# Our path -> the tensors, of everything outside the layers.
 ENDS = {
     "embedding": TensorPattern("model.embed_tokens.weight"),
     "norm/scale": TensorPattern("model.norm.weight"),
     "head/kernel": linear("lm_head.weight"),
 }
+# The same within a layer, except its feed-forward.
 ATTENTION = {
     "attention_norm/scale": TensorPattern("input_layernorm.weight"),
     "attention/query/kernel": linear("self_attn.q_proj.weight"),
@@ -38,9 +40,11 @@ FFN = add_prefixes("ffn", "mlp", SWIGLU)
 EXPERTS = {"ffn/router/kernel": linear("mlp.gate.weight")} | {
     f"ffn/experts/{part}": linear(f"mlp.experts.{{expert}}.{part}_proj.weight") for part in ("gate", "up", "down")
 }
+# Fields of our config -> options of config.json.
 SIZES = {"vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+# Fields -> (option, default). Without key/value heads, every head has its own key and value.
 HEADS = {"kv_heads": ("num_key_value_heads", lambda sizes: sizes["heads"]), "tied": ("tie_word_embeddings", False)}
-# "swish" is another name of "silu". Quantized weights have to be dequantized before they are read.
+# Options -> supported values. "swish" is another name of "silu". Quantized weights must be dequantized before reading.
 ALWAYS = {"hidden_act": ("silu", "swish"), "attention_dropout": (0.0,), "quantization_config": ()}
 
 _LLAMA = Architecture(

@@ -168,6 +168,7 @@ class Mixture(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, Routing]:
         """[B, T, D] -> [B, T, D], and how its tokens were routed."""
+        # `experts` takes arrays, not NNX variables.
         weights = {name: getattr(self.experts, name)[...] for name in ("gate", "up", "down")}
         k, normalize, capacity = self.config.chosen, self.config.normalize, self.config.capacity or None
         return experts(x_BTD, self.router(x_BTD), weights, k=k, normalize=normalize, capacity=capacity)

@@ -17,6 +17,7 @@ _OPTIONAL = {
     "head_dim": ("head_dim", lambda sizes: sizes["dim"] // sizes["heads"]),
     "context": ("max_position_embeddings", 32768),
 }
+# Mixtral names an expert's matrices w1 (gate), w3 (up) and w2 (down).
 _MIXTRAL_MIXTURE = {
     "ffn/router/kernel": linear("block_sparse_moe.gate.weight"),
     "ffn/experts/gate": linear("block_sparse_moe.experts.{expert}.w1.weight"),
