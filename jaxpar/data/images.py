@@ -187,8 +187,8 @@ def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size={size!r} leaves no pixels; use a whole number from 1, such as 224")
     # 1. The classes.
-    folders = [sub for sub in root.iterdir() if sub.is_dir() and not sub.name.startswith(".")]
-    folders.sort(key=lambda sub: sub.name)
+    folders = [subfolder for subfolder in root.iterdir() if subfolder.is_dir() and not subfolder.name.startswith(".")]
+    folders.sort(key=lambda subfolder: subfolder.name)
     if len(folders) < 2:
         contents = f"one subfolder, {folders[0].name}" if folders else "no subfolders"
         raise ValueError(
@@ -197,15 +197,17 @@ def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
     # 2. The files of each class.
     suffixes = {suffix for suffix, format in pillow.registered_extensions().items() if format in FORMATS}
     groups = []
-    for label, sub in enumerate(folders):
-        listing = sorted(below(sub).items(), key=lambda item: item[0].as_posix())
+    for label, subfolder in enumerate(folders):
+        listing = sorted(below(subfolder).items(), key=lambda item: item[0].as_posix())
         candidates = (file for name, file in listing if name.suffix.lower() in suffixes and not _is_hidden(name))
         # In a bucket there are no FIFOs, devices or folders, and asking for each file's kind would take a request.
         files = [
             file if is_bucket(file) else plain(file) for file in candidates if is_bucket(file) or not file.is_dir()
         ]
         if not files:
-            raise ValueError(f"{sub} holds no images; add some ({', '.join(sorted(suffixes)[:8])}, ...), or remove it")
+            raise ValueError(
+                f"{subfolder} holds no images; add some ({', '.join(sorted(suffixes)[:8])}, ...), or remove it"
+            )
         groups.append([(file, label) for file in files])
     if max(map(len, groups)) < HELD_OUT:
         raise ValueError(
@@ -213,7 +215,7 @@ def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
             f"{HELD_OUT} of one class are needed"
         )
     # 3. The source.
-    classes = tuple(sub.name for sub in folders)
+    classes = tuple(subfolder.name for subfolder in folders)
     images = _split(str(root), classes, size, 3, groups, lambda file: _decode(file, size))
     return _drop_broken(images) if broken == "skip" else images
 
