@@ -155,6 +155,7 @@ def byte_corpus(path: Place | str | None = None) -> Corpus:
     size = sum(text.size for text in texts)
     if size < HELD_OUT:
         raise ValueError(f"{root} holds {size} bytes in {len(texts)} files; give at least {HELD_OUT} bytes of text")
+    # With too few files to hold some out, hold out the end of the text.
     if len(texts) < HELD_OUT:
         train, held_out = np.split(np.concatenate(texts), [size - size // HELD_OUT])
     else:

@@ -48,10 +48,11 @@ def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
     # 1. Map the file into memory.
     file = local_copy(path) if is_bucket(path) else path
     if path.suffix == ".npy":
-        ids = _mapped(file, path)
+        ids = _map_npy(file, path)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"{path} holds {ids.dtype}{list(ids.shape)}; save token ids as integers [n]")
     else:
+        # The file has no header: its dtype follows from the vocabulary.
         dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
         if (size := file.stat().st_size) % dtype.itemsize or not size:
             raise ValueError(
@@ -69,7 +70,7 @@ def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
     return ids
 
 
-def _mapped(file: Path, path: Place) -> np.ndarray:
+def _map_npy(file: Path, path: Place) -> np.ndarray:
     """Return the array of a `.npy` file, memory-mapped; `path` is its name in errors."""
     with file.open("rb") as content:
         prefix = content.read(len(_MAGIC))
@@ -107,10 +108,10 @@ def local_copy(path: UPath) -> Path:
             for outdated in folder.glob(f"*{path.suffix}*"):
                 outdated.unlink()
             # Copy under another name and rename at the end, so that an interrupted copy is never taken for the file.
-            with writing(part := copy.with_name(f"{copy.name}.part")) as write:
-                for piece in pieces(path):
-                    write(piece.data)
-            part.rename(copy)
+            with writing(partial_copy := copy.with_name(f"{copy.name}.part")) as write:
+                for chunk in pieces(path):
+                    write(chunk.data)
+            partial_copy.rename(copy)
     return copy
 
 

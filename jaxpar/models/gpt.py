@@ -4,6 +4,11 @@ Learned positions, LayerNorm with biases before each branch, biases everywhere, 
 embedding that is also the output head. The layers are one `nnx.scan` over parameters stacked on dim 0. No dtype is set:
 matmuls run in the dtype of the parameters, while norms, attention's softmax and the loss are float32.
 
+    x = embedding[tokens] + position
+    x = x + attention(norm(x))                 for every layer
+    x = x + down(gelu(up(norm(x))))
+    logits = norm(x) @ embedding.T
+
 Dims: B rows, T positions, D dim, H heads, h head_dim = D / H, V vocab, L layers.
 """
 

@@ -1,5 +1,10 @@
 """Residual networks with BatchNorm (He et al. 2015, arXiv:1512.03385), in plain Flax NNX.
 
+    basic block         3x3 (stride) -> 3x3                  + x
+    bottleneck block    1x1 -> 3x3 (stride) -> 1x1           + x
+
+A block adds its input x, or a 1x1 projection of x if the shape changes. Every convolution is followed by BatchNorm.
+
 The bottleneck strides in its 3x3 convolution, not in the first 1x1 ("v1.5"), as torchvision's does. No dtype is set:
 convolutions run in the dtype of the parameters, norms and the loss in float32. On several devices jaxpar takes
 BatchNorm's statistics over the rows of all of them.
@@ -42,6 +47,7 @@ class Config(Sizes):
         for stage, blocks in enumerate(self.blocks):
             outputs = self.width * 2**stage * (4 if self.bottleneck else 1)
             for block in range(blocks):
+                # The first block of a stage halves the image, except in the first stage.
                 yield inputs, outputs, 2 if stage and not block else 1
                 inputs = outputs
 
@@ -75,6 +81,7 @@ class Config(Sizes):
         yield self.stem, self.channels, self.width, side
         side = side if self.stem == 3 else _strided(side, 2)
         for inputs, outputs, stride in self.shapes():
+            # The branch, then the projection of the block's input, if any.
             block_side = _strided(side, stride)
             for kernel, branch_inputs, branch_outputs, branch_stride in _branch(
                 inputs, outputs, stride, self.bottleneck
@@ -94,6 +101,7 @@ def _branch(inputs: int, outputs: int, stride: int, bottleneck: bool) -> list[tu
     """List (kernel, input channels, output channels, stride) of the convolutions of a block."""
     if not bottleneck:
         return [(3, inputs, outputs, stride), (3, outputs, outputs, 1)]
+    # The 3x3 convolution has a quarter of the channels between blocks.
     inner = outputs // 4
     return [(1, inputs, inner, 1), (3, inner, inner, stride), (1, inner, outputs, 1)]
 

@@ -73,7 +73,7 @@ class Config(MixtureSizes):
             )
 
     def _parameters(self, experts: int) -> int:
-        # The router is counted whole: a token meets the scores of all experts.
+        # The router counts for all experts, since it scores them all for every token.
         norms = 2 * self.dim + (2 * self.head_dim if self.qk_norm else 0)
         layer = self._attention + self.dim * self.experts + 3 * experts * self.dim * self.ffn + norms
         return self.layers * layer + self.dim + (1 if self.tied else 2) * self.vocab * self.dim

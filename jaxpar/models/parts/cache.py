@@ -71,10 +71,11 @@ def run_with_cache(
         # The layer calls `attend` once; this list carries the extended cache out of that call.
         extended_caches = []
 
+        # The layer passes only the new positions; attention reads the whole cache.
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             key, value = (
-                jax.lax.dynamic_update_slice_in_dim(cached, fresh.astype(cached.dtype), start, axis=1)
-                for cached, fresh in ((layer_cache.key, key), (layer_cache.value, value))
+                jax.lax.dynamic_update_slice_in_dim(cached, update.astype(cached.dtype), start, axis=1)
+                for cached, update in ((layer_cache.key, key), (layer_cache.value, value))
             )
             extended_caches.append(Cache(key, value))
             return attention(query, key, value, causal=False, mask=is_visible[None, None], implementation="xla")
