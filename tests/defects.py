@@ -256,7 +256,7 @@ DEFECTS = (
            "Held-out metrics are divided by the number of metrics, and not by the weight of the batches."),
     # -- data
     Defect("mask-filled", "data/sampler.py", "data/test_sampler.py",
-           "mask[taken.size :] = 0", "mask[taken.size + 1 :] = 0",
+           "mask[indices.size :] = 0", "mask[indices.size + 1 :] = 0",
            "The first row that fills up a short batch counts."),
     Defect("epoch-batches", "data/sampler.py", "data/test_sampler.py",
            "else -(-self.size // rows)", "else self.size // rows",
@@ -286,7 +286,7 @@ DEFECTS = (
            "The keys of a Hugging Face model are read from its values."),
     Defect("cache-seen", "models/parts/cache.py",
            "models/test_generate.py::test_what_is_cached_is_what_a_whole_pass_sees",
-           "jnp.arange(cache.positions) <= at", "jnp.arange(cache.positions) < at",
+           "jnp.arange(cache.positions) <= start", "jnp.arange(cache.positions) < start",
            "A token that is generated does not see itself."),
     # -- strategy and the command line
     Defect("free-axis", "strategy/strategy.py", "step/test_errors.py::test_an_axis_of_minus_1_is_what_the_others_leave",

@@ -1,7 +1,11 @@
-"""Places in buckets: paths of `universal_pathlib` on s3fs and gcsfs, each of whose calls ends within a time.
+"""Paths in buckets: `universal_pathlib` on s3fs and gcsfs, with a time limit for every call.
 
-A bucket has objects and no folders. Nothing in it can be appended to, renamed or locked; an object appears once all of
-it is there. Credentials and endpoint are those that s3fs and gcsfs find: AWS_PROFILE, AWS_ENDPOINT_URL, gcloud's login.
+A `Place` is a path on disk or in a bucket; the functions here work on both. A bucket has objects but no folders. Its
+objects cannot be appended to, renamed or locked, and an object appears only when it is complete. s3fs and gcsfs find
+credentials and endpoint themselves: AWS_PROFILE, AWS_ENDPOINT_URL, gcloud's login.
+
+A call on a bucket runs in a daemon thread, whose answer the caller awaits for `ANSWER_SECONDS`. After that, all calls
+on this bucket fail at once for as long again, because a run that ends sends several more.
 """
 
 from __future__ import annotations
@@ -29,13 +33,14 @@ if TYPE_CHECKING:
 
     Place: TypeAlias = Path | UPath
 else:
-    Place = Path  # nobody looks at it when the program runs; universal_pathlib comes with the extra "buckets"
+    Place = Path  # for annotations only: universal_pathlib is part of the extra "buckets" and may not be installed
 
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
-ANSWER_SECONDS = 40  # a bucket that has not answered by then is not asked again for as long
-_PIECE = 1 << 26  # bytes that are asked for at once
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}  # scheme -> the library for it
+ANSWER_SECONDS = 40  # the time limit of a call, and the time in which a silent bucket gets no further calls
+_CHUNK_BYTES = 1 << 26  # bytes of one request
+# Errors that are answers: the bucket refuses the call.
 _REFUSALS = FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError
-_silent: dict[str, tuple[float, str]] = {}  # buckets that did not answer: when, and the error
+_silent_buckets: dict[str, tuple[float, str]] = {}  # bucket -> when a call failed without an answer, and its error
 
 
 def bucket(address: str) -> UPath:
@@ -47,87 +52,106 @@ def bucket(address: str) -> UPath:
     from upath import UPath
 
     scheme, _, key = address.partition("://")
-    # Orbax's own paths read this configuration too. Other processes write to the bucket, so no list of it is kept.
+    # Other processes write to the bucket, so listings are not cached. Orbax's own paths read this configuration too.
     fsspec.config.conf.setdefault(scheme.lower(), {}).setdefault("use_listings_cache", False)
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it prints the traceback of what it raises
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the traceback of each error that it raises
     path = UPath(f"{scheme.lower()}:/{PurePosixPath('/', key)}")
-    path._fs_cached = _Answering(path.fs, scheme.lower())  # type: ignore[assignment]  # paths made of it share it
+    path._fs_cached = _TimedFileSystem(path.fs, scheme.lower())  # type: ignore[assignment]  # its children share it
     return path
 
 
-class _Answering:
-    """A file system of fsspec. A call that has no answer within a time raises ConnectionError with the address.
+class _TimedFileSystem:
+    """A file system of fsspec whose calls raise ConnectionError with the address if they get no answer in time.
 
-    The libraries themselves try again for minutes, and wait without end for a server that takes no more bytes.
+    The libraries themselves retry for minutes, and wait forever for a server that stops to receive.
     """
 
-    def __init__(self, system: Any, scheme: str):
-        self._system, self._scheme = system, scheme
+    def __init__(self, file_system: Any, scheme: str):
+        self._file_system, self._scheme = file_system, scheme
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._system, name)
-        return functools.partial(self._ask, value) if callable(value) else value
+        value = getattr(self._file_system, name)
+        return functools.partial(self._timed_call, value) if callable(value) else value
 
-    def _ask(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _timed_call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # The first argument that looks like a path is the address in errors.
         path = next((x for x in args if isinstance(x, str) and "/" in x), str(next(iter(args), "")))
-        return _answer(lambda: call(*args, **kwargs), f"{self._scheme}://{path.partition('://')[2] or path}")
+        return _await_answer(lambda: call(*args, **kwargs), f"{self._scheme}://{path.partition('://')[2] or path}")
 
 
 def answered(place: Place, call: Callable[[], Any], seconds: float | None = None) -> Any:
-    """Return what a call on a place returns. In a bucket, raise ConnectionError where it takes longer than `seconds`,
-    `ANSWER_SECONDS` if None.
+    """Return the result of a call on a place.
+
+    Args:
+      place: the place that the call is about.
+      call: the call; on disk it has no time limit.
+      seconds: the time limit in a bucket; None means `ANSWER_SECONDS`.
+
+    Raises:
+      ConnectionError: the bucket has not answered in time.
     """
-    return _answer(call, str(place), seconds) if is_bucket(place) else call()
+    return _await_answer(call, str(place), seconds) if is_bucket(place) else call()
 
 
-def _answer(call: Callable[[], Any], address: str, seconds: float | None = None) -> Any:
-    name, seconds = "/".join(address.split("/")[:3]), seconds or ANSWER_SECONDS
-    when, text = _silent.get(name, (-ANSWER_SECONDS, ""))
-    if time.monotonic() < when + ANSWER_SECONDS:  # a run that ends for it asks several times on its way out
+def _await_answer(call: Callable[[], Any], address: str, seconds: float | None = None) -> Any:
+    """Run a call in a thread and return its result, or raise OSError with the address.
+
+    Raises:
+      ConnectionError: there was no answer in time, or an error that is none of the bucket's refusals.
+      OSError: the bucket refuses the call, as FileNotFoundError or PermissionError.
+    """
+    bucket_address, seconds = "/".join(address.split("/")[:3]), seconds or ANSWER_SECONDS
+    failure_time, text = _silent_buckets.get(bucket_address, (-ANSWER_SECONDS, ""))
+    if time.monotonic() < failure_time + ANSWER_SECONDS:
         raise ConnectionError(errno.EIO, text, address)
+
+    # 1. Run the call. The thread is a daemon, so a call that never returns does not keep the process alive.
     answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
-    def ask() -> None:
+    def run_call() -> None:
         try:
             answers.put((call(), None))
-        except Exception as error:  # the three libraries' errors have no class in common
+        except Exception as error:  # s3fs, gcsfs and TensorStore have no common class of errors
             answers.put((None, error))
 
-    threading.Thread(target=ask, name="jaxpar-bucket", daemon=True).start()
+    threading.Thread(target=run_call, name="jaxpar-bucket", daemon=True).start()
     try:
         result, error = answers.get(timeout=seconds)
     except queue.Empty:
         result, error = None, TimeoutError(f"no answer in {seconds} s")
     if error is None:
         return result
+
+    # 2. Translate the error: a refusal keeps its class, anything else is a lost connection.
     text = getattr(error, "strerror", None) or reason(error)
     code = error.errno if isinstance(error, OSError) else None
-    is_denied = isinstance(error, PermissionError) or text.startswith("PERMISSION_DENIED")  # TensorStore's word
-    if is_denied or isinstance(error, _REFUSALS) or code == errno.EINVAL:  # their text may be no more than the key
+    is_denied = isinstance(error, PermissionError) or text.startswith("PERMISSION_DENIED")  # TensorStore's text
+    if is_denied or isinstance(error, _REFUSALS) or code == errno.EINVAL:
         code = code or (errno.EACCES if is_denied else errno.ENOENT)
+        # The text of a refusal may be the key alone; then describe the code.
         raise OSError(code, text if " " in text else os.strerror(code), address) from error
-    _silent[name] = time.monotonic(), (text := f"{type(error).__name__}: {text}")
+    _silent_buckets[bucket_address] = time.monotonic(), (text := f"{type(error).__name__}: {text}")
     raise ConnectionError(errno.EIO, text, address) from error
 
 
 def is_bucket(place: Any) -> TypeIs[UPath]:
-    """Return whether a place is in a bucket, and not on this machine's file systems."""
+    """Tell whether a place is in a bucket, not on this machine's file systems."""
     return not isinstance(place, PurePath) and hasattr(place, "storage_options")
 
 
 def pieces(place: UPath) -> Iterator[np.ndarray]:
     """Yield the bytes of an object, uint8 [n], 64 MiB at a time."""
     size = place.stat().st_size
-    for begin in range(0, size, _PIECE):
-        data: Any = place.fs.cat_file(place.path, start=begin, end=min(begin + _PIECE, size))
-        if len(data) != min(_PIECE, size - begin):
+    for begin in range(0, size, _CHUNK_BYTES):
+        data: Any = place.fs.cat_file(place.path, start=begin, end=min(begin + _CHUNK_BYTES, size))
+        if len(data) != min(_CHUNK_BYTES, size - begin):  # a new object has replaced it meanwhile
             raise OSError(errno.EIO, f"it had {size} bytes, and is another object now", str(place))
         yield np.frombuffer(data, np.uint8)
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Callable[[Any], object]]:
-    """Yield a function that writes bytes to a file. At the end of the block all of them are on disk."""
+    """Yield a function that writes bytes to a file; at the end of the block all bytes are on disk."""
     with path.open("wb") as file:
         yield file.write
         file.flush()
@@ -145,17 +169,17 @@ def remove(place: Place) -> None:
 
 
 def below(folder: Place) -> dict[PurePath, Place]:
-    """Return everything in a folder, at any depth, by its path relative to the folder; of a bucket, the objects."""
+    """Return everything in a folder, at any depth, by its path relative to the folder; in a bucket, all objects."""
     if not is_bucket(folder):
         return {path.relative_to(folder): path for path in folder.rglob("*")}
     root = PurePosixPath(folder.path)
-    # A folder that a console has made is an object of no bytes whose name ends with a slash.
+    # A web console creates folders as empty objects whose names end with a slash: leave them out.
     keys = [key for key in folder.fs.find(folder.path) if key[-1] != "/"]
     return {key: folder / str(key) for key in (PurePosixPath(key).relative_to(root) for key in keys)}
 
 
 def rename(place: Place, target: Place) -> None:
-    """Give a folder another name: at once on disk; in a bucket object by object, so that a kill leaves both."""
+    """Rename a folder: atomically on disk; in a bucket object by object, so that a killed process leaves both names."""
     if is_bucket(place) and is_bucket(target):
         for name in below(place):
             place.fs.cp_file((place / str(name)).path, (target / str(name)).path)

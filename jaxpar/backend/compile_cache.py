@@ -1,7 +1,10 @@
-"""Programs for GPUs and TPUs are compiled once: JAX's persistent compilation cache, in a folder of each host.
+"""Sets up JAX's persistent compilation cache for GPUs and TPUs, in a folder of each host.
 
-A resumed run then compiles nothing (https://docs.jax.dev/en/latest/persistent_compilation_cache.html). On CPUs it stays
-off: of jax 0.10.2, programs with collectives that come from it can abort or hang.
+A resumed run then compiles nothing (https://docs.jax.dev/en/latest/persistent_compilation_cache.html). On CPUs the
+cache stays off: with jax 0.10.2, cached programs with collectives can abort or hang.
+
+A cached program is code that runs, so the folder must be writable by this user only (`secure`). On each host one
+process writes (`_write`); JAX itself lets only process 0 write, which leaves the other hosts' caches empty.
 """
 
 from __future__ import annotations
@@ -18,87 +21,105 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import compilation_cache, compiler  # of who writes, JAX's public API knows nothing
+from jax._src import compilation_cache, compiler  # JAX has no public API to choose the process that writes
 
 from .machines import host_of
 
-_OFF = "JAX_COMPILATION_CACHE_DIR=/a/folder names another, and JAX_ENABLE_COMPILATION_CACHE=false keeps nothing"
+_ALTERNATIVES = (
+    "JAX_COMPILATION_CACHE_DIR=/a/folder names another folder, and JAX_ENABLE_COMPILATION_CACHE=false caches nothing"
+)
 
 
 def folder() -> Path:
-    """This host's, in the user's folder for caches, which hosts may share; see `secure`."""
+    """Return this host's cache folder, in the user's folder for caches, which hosts may share by a network disk."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "jaxpar" / "compiled" / socket.gethostname()
 
 
-def keep_compiled(first: Any) -> None:
-    """From now on, what is compiled is kept, however little time it took, and found again: where the `first` device of
-    a mesh is a GPU or TPU that is there, and where the user has not set a folder or switched the cache off.
+def keep_compiled(first_device: Any) -> None:
+    """Switch the compilation cache on for this process, unless the user has set a folder or switched it off.
+
+    Every program is cached, however quickly it compiles. If the folder cannot be used, a warning says why.
+
+    Args:
+      first_device: the first device of a mesh. Nothing happens unless it is a GPU or TPU that programs can run on.
     """
     config: Any = jax.config
-    absent = type(first.client).__name__ == "CompileOnlyPyClient"
-    if first.platform not in ("gpu", "tpu") or absent or config.jax_compilation_cache_dir is not None:
+    is_described = type(first_device.client).__name__ == "CompileOnlyPyClient"  # of a `jaxpar.hardware.target`
+    if first_device.platform not in ("gpu", "tpu") or is_described or config.jax_compilation_cache_dir is not None:
         return
     if not config.jax_enable_compilation_cache:
         return
-    place = folder()
+    cache_folder = folder()
     try:
-        if untrusted := secure(place):
-            warnings.warn(f"{untrusted}: what was kept there is removed, and compiled again", stacklevel=4)
+        if exposure := secure(cache_folder):
+            warnings.warn(f"{exposure}: the programs in it are removed, and compiled again", stacklevel=4)
     except OSError as error:
-        where = error.filename or place
-        warnings.warn(f"{where}: {error.strerror}; what is compiled is not kept. {_OFF}", stacklevel=4)
+        path = error.filename or cache_folder
+        warnings.warn(f"{path}: {error.strerror}; compiled programs are not cached. {_ALTERNATIVES}", stacklevel=4)
         return
-    config.update("jax_compilation_cache_dir", str(place))
+    config.update("jax_compilation_cache_dir", str(cache_folder))
+    # JAX's default caches only programs that took a second or more to compile.
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    mine = min(d.process_index for d in jax.devices() if host_of(d) == host_of(jax.local_devices()[0]))
-    if jax.process_index() == mine > 0:
+    # The first process of each host writes; for process 0, JAX's own function does.
+    host_writer = min(d.process_index for d in jax.devices() if host_of(d) == host_of(jax.local_devices()[0]))
+    if jax.process_index() == host_writer > 0:
         compiler._cache_write = _write
 
 
-def secure(place: Path) -> str:
-    """Make the folder one to which this user's processes alone can write, whether it exists already or not: who can
-    write there can have them run what they like.
+def secure(cache_folder: Path) -> str:
+    """Create a folder that only this user can write to, or make an existing one so.
 
-    The two folders above it are made so too, since who can write there can put another in its place. Where others could
-    write to `place` itself, what they may have left there is removed.
+    Another user who can write to the cache could make this user's processes run any program. The same holds for the two
+    folders above it, in which the cache could be replaced; they lose the permissions of others too. If others could
+    write to the cache itself, its contents are removed.
 
-    Returns that others could, or "". Raises OSError where one of the three is another user's, or cannot be changed.
+    Returns:
+      A sentence that others could write to the cache; "" if they could not.
+
+    Raises:
+      OSError: one of the three folders belongs to another user, or its permissions cannot be changed.
     """
-    for part in (place.parent.parent, place.parent, place):
-        part.mkdir(parents=True, exist_ok=True, mode=0o700)
-        link, about = part.lstat(), part.stat()
-        for owner in (link.st_uid, about.st_uid):
+    write_by_others = stat.S_IWGRP | stat.S_IWOTH
+    for path in (cache_folder.parent.parent, cache_folder.parent, cache_folder):
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Check a link and its target: whoever owns the link can make it point elsewhere.
+        link_status, status = path.lstat(), path.stat()
+        for owner in (link_status.st_uid, status.st_uid):
             if owner != os.geteuid():
-                raise PermissionError(errno.EPERM, f"it belongs to another user, {owner}", str(part))
-        others = stat.S_IWGRP | stat.S_IWOTH
-        if part != place and about.st_mode & others:
-            part.chmod(stat.S_IMODE(about.st_mode) & ~others)
-    if not about.st_mode & others:
-        place.chmod(0o700)
+                raise PermissionError(errno.EPERM, f"it belongs to another user, {owner}", str(path))
+        if path != cache_folder and status.st_mode & write_by_others:
+            path.chmod(stat.S_IMODE(status.st_mode) & ~write_by_others)
+    if not status.st_mode & write_by_others:
+        cache_folder.chmod(0o700)
         return ""
-    if place.is_symlink():
-        raise PermissionError(errno.EPERM, f"others can write to {place.resolve()}, to which it is a link", str(place))
-    # In one go, so that no other process finds a folder that is closed and not empty yet.
-    aside = place.with_name(f".{place.name}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):  # another process of this user is faster
-        place.rename(aside)
-    place.mkdir(exist_ok=True, mode=0o700)
-    shutil.rmtree(aside, ignore_errors=True)
-    return f"others could write to {place} (mode {stat.S_IMODE(about.st_mode):o})"
+    if cache_folder.is_symlink():
+        raise PermissionError(
+            errno.EPERM, f"others can write to {cache_folder.resolve()}, to which it is a link", str(cache_folder)
+        )
+    # Move the contents away at once: another process must never find a folder that is secure but not yet empty.
+    discarded = cache_folder.with_name(f".{cache_folder.name}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):  # another process of this user has moved it
+        cache_folder.rename(discarded)
+    cache_folder.mkdir(exist_ok=True, mode=0o700)
+    shutil.rmtree(discarded, ignore_errors=True)
+    return f"others could write to {cache_folder} (mode {stat.S_IMODE(status.st_mode):o})"
 
 
 def _write(
     key: str, seconds: float, module: str, backend: Any, executable: Any, host_callbacks: Sequence[Any] = ()
 ) -> None:
-    """JAX's own lets process 0 write alone, for folders that all hosts share: on every other host all would be compiled
-    again, and process 0 wait for it. From 0.12 on jax says nothing of host callbacks, with which older ones keep none.
+    """Write a program to the cache; replaces JAX's `_cache_write` on hosts other than that of process 0.
+
+    JAX's function lets only process 0 write, for folders that all hosts share. Here each host has its own folder, and
+    would compile everything again while process 0 waits. jax before 0.12 passes host callbacks, with which a program
+    cannot be cached.
     """
     config: Any = jax.config
     if host_callbacks or seconds < config.jax_persistent_cache_min_compile_time_secs:
         return
     try:
         compilation_cache.put_executable_and_time(key, module, executable, backend, int(seconds))
-    except Exception as error:  # as JAX's own: of a disk, or of an executable that cannot be written
-        warnings.warn(f"what is compiled of {module} is not kept: {error}. {_OFF}", stacklevel=2)
+    except Exception as error:  # as in JAX's function: the disk is full, or the executable cannot be serialized
+        warnings.warn(f"the compiled program {module} is not cached: {error}. {_ALTERNATIVES}", stacklevel=2)

@@ -1,4 +1,8 @@
-"""Files that others have written: what is read is a plain file of a sensible size, in the folder where it belongs."""
+"""Checks of paths and files from users and downloads, before anything is read.
+
+A path may be an address of a bucket (`place`) or must be local (`local`). A file must be a regular file (`plain`) of
+moderate size (`text_of`, `json_of`), and a file that another file names must be inside its folder (`member`).
+"""
 
 import json
 import os
@@ -10,7 +14,7 @@ from typing import Any, TypeVar
 from .buckets import PACKAGES, Place, bucket, is_bucket
 from .packages import needed
 
-At = TypeVar("At", bound=Any)
+PathT = TypeVar("PathT", bound=Any)
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _KINDS = {
     stat.S_IFIFO: "a FIFO, which waits for somebody to write",
@@ -19,67 +23,88 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a folder",
 }
-SAFETENSORS = {  # dtypes of numbers, in the words of that format (https://github.com/huggingface/safetensors#format)
+SAFETENSORS = {  # NumPy dtype -> its name in the format (https://github.com/huggingface/safetensors#format)
     "bool": "BOOL", "int8": "I8", "uint8": "U8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
     "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
-MOST = 1 << 28  # bytes of a text that is read as a whole; the index of a model of 671B parameters has 9 MB
+MAX_TEXT_BYTES = 1 << 28  # the largest text that is read; the index of a model of 671B parameters has 9 MB
 
 
 def local(path: os.PathLike[str] | str, name: str) -> Path:
-    """A path on this machine's file systems. Raises ValueError for an address, such as gs://bucket/run, which has lost
-    a slash as a `Path`.
+    """Return a path on this machine's file systems.
+
+    Args:
+      path: the path.
+      name: the argument that has it, for errors.
+
+    Raises:
+      ValueError: the path is an address, such as gs://bucket/run.
     """
-    if given := _address(path):
+    if address := _address(path):
         raise ValueError(
-            f"{name}={given!r} is an address, needs a path on this machine's file systems; mount the bucket (gcsfuse, "
-            "mount-s3, rclone mount) and name its folder, or copy the files to a disk"
+            f"{name}={address!r} is an address, needs a path on this machine's file systems; mount the bucket "
+            "(gcsfuse, mount-s3, rclone mount) and name its folder, or copy the files to a disk"
         )
     return Path(path)
 
 
 def place(path: os.PathLike[str] | str | Place, name: str) -> Place:
-    """A path on this machine's file systems, or that of an address in s3:// or gs://; nothing is asked of a bucket.
+    """Return a path on this machine's file systems, or the path of an address in s3:// or gs://.
 
-    Raises ValueError for other addresses, and where the library for buckets of its kind is not installed.
+    No request is sent to a bucket.
+
+    Args:
+      path: a path, an address, or a path in a bucket.
+      name: the argument that has it, for errors.
+
+    Raises:
+      ValueError: the address has another scheme, or the library for its buckets is not installed.
     """
     if is_bucket(path):
         return path
-    if not (given := _address(path)):
+    if not (address := _address(path)):
         return Path(path)
-    scheme, _, key = given.partition("://")
+    scheme, _, key = address.partition("://")
     if scheme.lower() not in PACKAGES or not key.strip("/"):
         raise ValueError(
-            f"{name}={given!r} is an address, needs s3://BUCKET/..., gs://BUCKET/... or a path on this machine's file "
-            "systems; mount what it names, or copy the files to a disk"
+            f"{name}={address!r} is an address, needs s3://BUCKET/..., gs://BUCKET/... or a path on this machine's "
+            "file systems; mount what it names, or copy the files to a disk"
         )
     for package in (PACKAGES[scheme.lower()], "upath"):
-        needed(package, f"{name}={given!r} needs")
-    return bucket(given)
+        needed(package, f"{name}={address!r} needs")
+    return bucket(address)
 
 
 def _address(path: os.PathLike[str] | str) -> str:
-    address = os.fspath(path)
-    if not _ADDRESS.match(address):
+    """Return the address, such as "gs://bucket/run", that a path is; "" if it is none."""
+    text = os.fspath(path)
+    if not _ADDRESS.match(text):
         return ""
-    return address if "://" in address else address.replace(":/", "://", 1)
+    # `Path("gs://bucket")` is "gs:/bucket": put the lost slash back.
+    return text if "://" in text else text.replace(":/", "://", 1)
 
 
-def plain(path: At) -> At:
-    """The path, of a regular file or a link to one. Raises ValueError for what is no file, OSError where nothing is.
+def plain(path: PathT) -> PathT:
+    """Return the path if it is a regular file or a link to one.
 
-    A FIFO would be waited for without end, a device such as /dev/zero read without end.
+    Reading a FIFO could block forever, and reading a device such as /dev/zero never ends.
+
+    Raises:
+      ValueError: it is something else.
+      OSError: it does not exist.
     """
     if kind := _KINDS.get(stat.S_IFMT(path.stat().st_mode)):
         raise ValueError(f"{path} is {kind}; needs a file: copy its content into one, or remove it")
     return path
 
 
-def text_of(path: Place, most: int = MOST) -> str:
-    """The text of a plain file. Raises ValueError where it is none, is no UTF-8, or has more than `most` bytes."""
-    if (size := plain(path).stat().st_size) > most:
-        raise ValueError(f"{path} has {size:,} bytes, needs at most {most:,}; see that it is the file that is meant")
+def text_of(path: Place, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Return the text of a regular file; raise ValueError if it is no UTF-8 or larger than `max_bytes`."""
+    if (size := plain(path).stat().st_size) > max_bytes:
+        raise ValueError(
+            f"{path} has {size:,} bytes, needs at most {max_bytes:,}; see that it is the file that is meant"
+        )
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -87,43 +112,54 @@ def text_of(path: Place, most: int = MOST) -> str:
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises ValueError where it holds none."""
+    """Return the object in a JSON file; raise ValueError if it contains none."""
     try:
-        found = json.loads(text_of(path))
+        content = json.loads(text_of(path))
     except (json.JSONDecodeError, RecursionError) as error:
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ValueError(f"{path} cannot be read as JSON: {why}; mend the file, or fetch it once more") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, needs an object {{...}}; fetch the file once more")
-    return found
+        problem = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{path} cannot be read as JSON: {problem}; mend the file, or fetch it once more") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, needs an object {{...}}; fetch the file once more")
+    return content
 
 
-def member(folder: Path, name: Any, says: Path | None = None) -> Path:
-    """The plain file of that name in a folder. Raises ValueError where the name, or a link, leads out of it.
+def member(folder: Path, name: Any, source: Path | None = None) -> Path:
+    """Return the regular file of this name in a folder.
 
-    A folder of Hugging Face's cache, models--NAME/snapshots/REVISION, holds links to models--NAME/blobs: they are
-    followed. `says` is the file that gives the name, for the error.
+    A folder of Hugging Face's cache, models--NAME/snapshots/REVISION, contains links to models--NAME/blobs, which are
+    followed.
+
+    Args:
+      folder: the folder.
+      name: the file's name relative to the folder, which may come from a downloaded index.
+      source: the file that contains the name, for errors.
+
+    Raises:
+      ValueError: there is no such file, or the name or a link leads out of the folder.
     """
-    given = f"{says}: " if says else ""
+    prefix = f"{source}: " if source else ""
     if not isinstance(name, str) or not name or "\0" in name:
-        raise ValueError(f"{given}{name!r} is no name of a file; needs one in {folder}: fetch the model once more")
+        raise ValueError(f"{prefix}{name!r} is no name of a file; needs one in {folder}: fetch the model once more")
+    # 1. The name itself: no absolute path and no "..".
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"{given}{name!r} leads out of {folder}; needs a file in it: fetch the model from where you "
+        raise ValueError(f"{prefix}{name!r} leads out of {folder}; needs a file in it: fetch the model from where you "
                          "trust it")  # fmt: skip
+    # 2. The file behind links, which may be elsewhere in a folder of Hugging Face's cache.
     root = folder.resolve()
-    home = root.parent.parent if root.parent.name == "snapshots" else root
-    if not (real := path.resolve()).is_relative_to(home):
-        raise ValueError(f"{given}{path} is a link to {real}, outside of {folder}; copy that file into the folder")
+    allowed_root = root.parent.parent if root.parent.name == "snapshots" else root
+    if not (resolved := path.resolve()).is_relative_to(allowed_root):
+        raise ValueError(f"{prefix}{path} is a link to {resolved}, outside of {folder}; copy that file into the folder")
     if not path.exists():
-        by = f", which {says.name} names" if says else ""
-        raise ValueError(f"{folder} lacks {name}{by}; download the model once more")
+        reference = f", which {source.name} names" if source else ""
+        raise ValueError(f"{folder} lacks {name}{reference}; download the model once more")
     return plain(path)
 
 
 def sync(path: Place, deep: bool = True) -> None:
-    """Have the operating system write a folder, and with `deep` all files below it, to the disk."""
+    """Flush a folder, and with `deep` all files below it, from the operating system's cache to the disk."""
     for root, _, files in os.walk(path) if isinstance(path, Path) else ():
+        # "." is the folder itself: without it, a crash may lose the names of new files.
         for name in (*(files if deep else ()), "."):
             descriptor = os.open(Path(root, name), os.O_RDONLY)
             try:

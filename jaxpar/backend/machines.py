@@ -1,8 +1,8 @@
-"""Which host a device is attached to: with a process for each GPU, a host has as many processes as GPUs.
+"""The host of each device. With a process for each GPU, a host has as many processes as GPUs.
 
-JAX's devices know their process alone. What identifies the machine of each process they tell each other as they join
-(`jp.initialize`). Simulated devices of several processes stand for several hosts, on whatever machine they run; without
-`jp.initialize`, and on TPUs, a process is a host.
+A JAX device has only the index of its process. In `jp.initialize`, processes tell each other an identifier of their
+machine, and `set_machines` numbers the hosts by it. Without `jp.initialize`, and on TPUs and simulated devices, each
+process counts as a host.
 """
 
 from __future__ import annotations
@@ -13,43 +13,57 @@ from typing import Any
 
 import numpy as np
 
-_hosts: list[int] = []  # the host of each process
+_hosts: list[int] = []  # the host of each process; empty before `set_machines`
 
 
 def set_machines(machines: Sequence[str]) -> None:
-    """`machines`: what identifies that of each process, in their order; "" where nothing does."""
-    numbers: dict[str, int] = {}
-    _hosts[:] = [numbers.setdefault(machine or f"of process {at}", len(numbers)) for at, machine in enumerate(machines)]
+    """Number the hosts.
+
+    Args:
+      machines: an identifier of each process's machine, in the order of processes; "" if the system has none, in which
+        case the process counts as a host.
+    """
+    host_numbers: dict[str, int] = {}
+    _hosts[:] = [
+        host_numbers.setdefault(machine or f"of process {process}", len(host_numbers))
+        for process, machine in enumerate(machines)
+    ]
 
 
 def host_of(device: Any) -> int:
-    """The number of the host of a device. Hosts are numbered in the order of their first processes."""
+    """Return the number of a device's host. Hosts are numbered in the order of their first processes."""
     process = device.process_index
     if process >= len(_hosts) or device.platform != "gpu":
         return process
-    # GPUs that are not there have hosts of their own, whatever this run's processes are.
+    # The described GPUs of a target are on described hosts, which have nothing to do with this run's processes.
     return process if is_away(device) else _hosts[process]
 
 
 def is_away(device: Any) -> bool:
-    """Whether programs can be compiled for it and not run: one of a `jaxpar.hardware.target`."""
+    """Tell whether a device belongs to a `jaxpar.hardware.target`: programs can be compiled for it but not run."""
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
 def hosts_of(devices: Any) -> np.ndarray:
-    """That of each of an array of devices."""
+    """Return the host of each device, int with the shape of `devices`."""
     return np.vectorize(host_of, otypes=[int])(devices)
 
 
 def hosts_spanned(mesh: Any, axes: Sequence[str]) -> int:
-    """On how many hosts devices are that differ along these axes alone, at most. `mesh` is a `jax.sharding.Mesh`."""
-    named = {axis for part in axes for axis in part.rpartition(" of ")[2].split("+")}  # "2 of data+fsdp" too
+    """Return the largest number of hosts in a group of devices that differ only along these axes.
+
+    Args:
+      mesh: a `jax.sharding.Mesh`.
+      axes: names of axes; also combinations of them, such as "2 of data+fsdp".
+    """
+    axis_names = {axis for part in axes for axis in part.rpartition(" of ")[2].split("+")}
     hosts = hosts_of(mesh.devices)
-    last = [position for position, axis in enumerate(mesh.axis_names) if axis in named]
-    lines = np.moveaxis(hosts, last, range(-len(last), 0)).reshape(-1, math.prod(hosts.shape[at] for at in last))
-    return max(len({*line}) for line in lines.tolist())
+    dims = [dim for dim, axis in enumerate(mesh.axis_names) if axis in axis_names]
+    # [groups, devices of a group]
+    groups = np.moveaxis(hosts, dims, range(-len(dims), 0)).reshape(-1, math.prod(hosts.shape[dim] for dim in dims))
+    return max(len({*group}) for group in groups.tolist())
 
 
 def leaves_host(mesh: Any, axes: Sequence[str]) -> bool:
-    """Whether devices that differ along these axes alone are on different hosts."""
+    """Tell whether devices that differ only along these axes are on different hosts."""
     return hosts_spanned(mesh, axes) > 1

@@ -1,4 +1,7 @@
-"""Modules that programs of users import under an older name: the import works, and warns with the new name."""
+"""Older names of modules, which users' programs may import: the import works and warns with the new name.
+
+A finder at the end of `sys.meta_path` creates a module for each older name, filled with the names of the new module.
+"""
 
 import importlib
 import warnings
@@ -8,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
 
-# Older name -> new name; None for a folder that is gone and whose modules the table names.
+# Older name -> new name; None for a former package, whose modules have their own rows.
 MOVED = {
     "jaxpar.inspect.compiled": None,
     "jaxpar.inspect.compiled.cost": "jaxpar.hardware.compiled.cost",
@@ -31,7 +34,7 @@ MOVED = {
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """Finds the modules of `MOVED`. Python asks it only for names that no file has."""
+    """The finder and loader of the modules in `MOVED`. Python asks it last, for names that no file has."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -40,8 +43,10 @@ class MovedModules(MetaPathFinder, Loader):
         return spec_from_loader(fullname, self, is_package=True) if fullname in MOVED else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill a module with the names of the module that took its place, and warn at the line that imports it."""
-        if (new := MOVED[module.__name__]) is not None:
-            warnings.warn(f"{module.__name__} is now {new}; import it from there", DeprecationWarning, stacklevel=2)
-            names = vars(importlib.import_module(new))
-            vars(module).update({name: value for name, value in names.items() if not name.startswith("__")})
+        """Fill a module with the names of the module that replaced it, and warn at the line that imports it."""
+        if (new_name := MOVED[module.__name__]) is not None:
+            warnings.warn(
+                f"{module.__name__} is now {new_name}; import it from there", DeprecationWarning, stacklevel=2
+            )
+            contents = vars(importlib.import_module(new_name))
+            vars(module).update({name: value for name, value in contents.items() if not name.startswith("__")})

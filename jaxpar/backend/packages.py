@@ -1,19 +1,24 @@
-"""Packages that are needed only by some."""
+"""Optional packages, imported only by the functions that need them."""
 
 import importlib
 from typing import Any
 
-# Packages whose modules have other names.
+# Module -> the package that contains it, if their names differ.
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "upath": "universal-pathlib"}
 
 
-def needed(module: str, who: str) -> Any:
-    """A module of a package of which jaxpar needs no more than its users have, imported when they call for it.
+def needed(module: str, subject: str) -> Any:
+    """Import and return a module of an optional package.
 
-    Raises ValueError where it is not installed; `who` begins it, as in "images need".
+    Args:
+      module: the module's name.
+      subject: the beginning of the error, such as "images need".
+
+    Raises:
+      ValueError: the package is not installed. The error says how to install it.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = _DISTRIBUTIONS.get(name := module.partition(".")[0], name)
-        raise ValueError(f"{who} {package}, which is not installed: pip install {package}") from error
+        raise ValueError(f"{subject} {package}, which is not installed: pip install {package}") from error

@@ -1,7 +1,7 @@
-"""Names and options that jaxpar had once, and what to do instead of each.
+"""Names and options that were removed from jaxpar, each with a replacement.
 
-A key is how a user writes it: `jp.name`, `Strategy.field`, `Loop.option` (on the command line `--option`), `jaxpar
-command`. Who refuses an unknown name looks here first.
+A key is what a user writes: `jp.name`, `Strategy.field`, `Loop.option` (on the command line `--option`), `jaxpar
+command`. Code that refuses an unknown name looks here first, so that its error can name the replacement.
 """
 
 _REPLAY = (

@@ -1,4 +1,4 @@
-"""What people read: sizes, tables, and the name that they may have meant."""
+"""Text for people: sizes and numbers with units, tables, lists of names, and suggestions for misspelled names."""
 
 import difflib
 import re
@@ -6,17 +6,17 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-WIDTH = 80
+WIDTH = 80  # columns of a line or table
 _PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
 
 
 def size(n: float, digits: str = ".2f") -> str:
-    """Bytes as text, in decimal units: "512 B", "3.41 MB"."""
+    """Return a number of bytes as text, in decimal units: "512 B", "3.41 MB"."""
     return f"{number(n, digits)}B"
 
 
 def number(n: float, digits: str = ".2f") -> str:
-    """A number with a decimal prefix: "3.41 G"."""
+    """Return a number with a decimal prefix: "3.41 G"."""
     for prefix, scale in _PREFIXES.items():
         if abs(n) >= scale:
             return f"{n / scale:{digits}} {prefix}"
@@ -24,65 +24,77 @@ def number(n: float, digits: str = ".2f") -> str:
 
 
 def amount(text: str, unit: str = "") -> float:
-    """What `size` and `number` write, read: decimal prefixes, the unit or none. Raises ValueError for anything else.
+    """Parse a positive number with a decimal prefix and optionally a unit, as `size` and `number` write it.
 
     >>> amount("40GB", "B"), amount("1.5T")
     (40000000000.0, 1500000000000.0)
+
+    Raises:
+      ValueError: the text has another form, or the number is 0 or infinite.
     """
-    found = re.fullmatch(rf"([\d_,]*\.?\d+(?:e\d+)?) ?([kMGTP]?)(?:{unit})?", text.strip())
-    value = float(re.sub("[_,]", "", found[1])) * _PREFIXES.get(found[2], 1.0) if found else 0.0
+    match = re.fullmatch(rf"([\d_,]*\.?\d+(?:e\d+)?) ?([kMGTP]?)(?:{unit})?", text.strip())
+    value = float(re.sub("[_,]", "", match[1])) * _PREFIXES.get(match[2], 1.0) if match else 0.0
     if not 0 < value < float("inf"):
         raise ValueError(f"{text!r} is no amount above 0; write it as 40G{unit} or 1.5T{unit}")
     return value
 
 
-def did_you_mean(given: Any, known: Iterable[Any], form: str = " ({})", least: float = 0.6) -> str:
-    """The end of an error about a name that is not known: " (did you mean 'fsdp'?)"; "" where none is near.
+def did_you_mean(name: Any, valid_names: Iterable[Any], form: str = " ({})", least: float = 0.6) -> str:
+    """Return the end of an error about an unknown name: " (did you mean 'fsdp'?)"; "" if no valid name is similar.
 
     Args:
-      given: the name.
-      known: the names that there are.
-      form: what the question stands in.
-      least: how alike the two must be, from 0 to 1.
+      name: the unknown name.
+      valid_names: the names to suggest.
+      form: the text around the question.
+      least: the smallest similarity of a suggestion, from 0 to 1, as in `difflib.get_close_matches`.
     """
-    near = difflib.get_close_matches(str(given), [str(name) for name in known], 1, least)
-    return form.format(f"did you mean {near[0]!r}?") if near else ""
+    matches = difflib.get_close_matches(str(name), [str(valid) for valid in valid_names], 1, least)
+    return form.format(f"did you mean {matches[0]!r}?") if matches else ""
 
 
-def reason(error: BaseException, most: int = 300) -> str:
-    """Return what an error says in one line, without the description of the array that TensorStore puts behind it.
+def reason(error: BaseException, max_length: int = 300) -> str:
+    """Return an error's text in one line, without the description of the array that TensorStore appends.
 
     >>> reason(ValueError("no  such   key [tensorstore_spec='...']"))
     'no such key'
     """
-    return " ".join(str(error).split()).partition(" [tensorstore_spec")[0][:most]
+    return " ".join(str(error).split()).partition(" [tensorstore_spec")[0][:max_length]
 
 
-def few(names: Sequence[str], most: int = 3) -> str:
-    """Names joined by commas, abbreviated after `most`.
+def few(names: Sequence[str], max_names: int = 3) -> str:
+    """Join up to `max_names` names by commas, and count the others.
 
     >>> few(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'
     """
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    count = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + count
 
 
-def heading(strategy: str, rest: str) -> str:
-    """A strategy and more, in one line where it fits."""
-    line = f"{strategy}: {rest}"
+def heading(strategy: str, summary: str) -> str:
+    """Return a strategy and a summary in one line, or wrapped if they are too long."""
+    line = f"{strategy}: {summary}"
     if len(line) <= WIDTH:
         return line
-    return textwrap.fill(f"{strategy.replace(',', ', ')}: {rest}", WIDTH, subsequent_indent="  ")
+    return textwrap.fill(f"{strategy.replace(',', ', ')}: {summary}", WIDTH, subsequent_indent="  ")
 
 
 def table(rows: Sequence[Sequence[str]], align: str, cut: int | None = None) -> str:
-    """Rows in columns, aligned by "<" and ">"; where a row is too long, the column `cut` keeps the ends of cells."""
+    """Return rows as a table.
+
+    Args:
+      rows: the cells of each row.
+      align: "<" or ">" for each column.
+      cut: the column whose cells lose their beginnings if the table is wider than `WIDTH`.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if cut is not None:
         widths[cut] = min(widths[cut], WIDTH - sum(widths) + widths[cut] - 2 * (len(widths) - 1))
-    end = lambda cell, width: cell if len(cell) <= width else "..." + cell[3 - width :]
+    # Keep the end of a cell: of a path, the end tells more.
+    shorten = lambda cell, width: cell if len(cell) <= width else "..." + cell[3 - width :]
     return "\n".join(
-        "  ".join(f"{end(cell, w):{a}{w}}" for cell, a, w in zip(row, align, widths, strict=True)).rstrip()
+        "  ".join(
+            f"{shorten(cell, width):{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)
+        ).rstrip()
         for row in rows
     )

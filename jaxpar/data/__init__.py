@@ -1,4 +1,10 @@
-"""What to train on: text as bytes or tokens, images, rows of any data set; and how a trainer takes it."""
+"""Training data: text as bytes or tokens, images, rows of any data set, and streams of batches for a trainer.
+
+corpus, tokens, images    sources: batches by number, and held-out batches
+rows, sampler             any data set with rows by index, in shuffled epochs
+streams, positions        everything that a trainer accepts as data, and its position in a checkpoint
+prefetch                  batches read ahead in a thread
+"""
 
 from ..model.contents import check_ids as check_ids
 from .corpus import Batch as Batch

@@ -1,7 +1,10 @@
-"""Where batches come from. Text as bytes: a corpus that every machine has, its entropies, and its windows.
+"""`Source`, the contract of training data, and text as a source: a corpus of bytes, its entropies, its windows.
 
-NumPy only. Batches are global, with rows on dim 0, and pure functions of seed and step. Dims: B rows, T positions
-("length"), n bytes or tokens of text.
+`text` builds a `Text` source of the bytes of files (`byte_corpus`) or of a file of token ids. Training batches are
+random windows (`batches`), held-out batches consecutive ones (`windows`). The default corpus, Python's standard
+library, is on every machine. Batches are NumPy arrays, global, with rows on dim 0, and pure functions of seed and step.
+
+Dims: B rows, T positions ("length"), n bytes or tokens of text.
 """
 
 import hashlib
@@ -25,51 +28,59 @@ from ..backend.files import place, plain
 from ..model.contents import check_mapped, chunks
 from .tokens import token_ids
 
-READERS = 16  # files that are read at once
-HELD_OUT = 20  # one file, or one byte, in so many is held out
-TESTS = {"test", "tests", "idle_test"}  # two thirds of the standard library, and unlike the rest of it
-INSTALLED = {"site-packages", "dist-packages", "__pycache__"}
+MAX_READERS = 16  # threads that read files
+HELD_OUT = 20  # one file in 20, or one byte in 20, is held out
+TEST_FOLDERS = {"test", "tests", "idle_test"}  # two thirds of the standard library, with other code than the rest
+PACKAGE_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 Batch = dict[str, np.ndarray]
 
 
 class Source(Protocol):
-    """Where batches come from: what a training loop needs of data, text or images."""
+    """The contract of training data: what a training loop needs of text or images."""
 
     @property
     def description(self) -> str:
-        """One line for people: where it is from, and how much."""
+        """One line for people: where the data are, and how many."""
         ...
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """What a model must have to fit, for `named(name, **source.sizes)`: {} for text, and for images `classes`,
-        `channels` and `size`.
+        """The sizes that a model needs to fit the data, for `named(name, **source.sizes)`.
+
+        {} for text; `classes`, `channels` and `size` for images.
         """
         ...
 
     @property
     def fingerprint(self) -> str:
-        """What the data are, by content: the same elsewhere is the same. A run about other data does not resume."""
+        """A checksum of the contents, wherever they are stored. A run does not resume with another fingerprint."""
         ...
 
     @property
     def baselines(self) -> Mapping[str, float]:
-        """Held-out losses, in nats, of guesses that need no training: what a loss is drawn beside."""
+        """Held-out losses, in nats, of predictions that need no training, to compare a loss with."""
         ...
 
     def batches(self, rows: int, seed: int, start: int = 0) -> Iterator[Batch]:
-        """Endless global batches of `rows` from batch `start` on; batch i is a function of (seed, i) alone."""
+        """Return endless global batches of `rows` rows, from batch `start` on; batch i depends only on (seed, i)."""
         ...
 
     def held_out(self, rows: int) -> Iterator[Batch]:
-        """What is held out, once and in order; every batch has `rows` and a "mask", 0 where it was filled up."""
+        """Return the held-out data once, in order, in batches of `rows` with a "mask", 0 for rows that fill them up."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Bytes, uint8 [n], to train on and to hold out, and what is known of them without a network, in bits per byte."""
+    """The bytes of a text, split into training and held-out text, and their entropies in bits per byte.
+
+    Attributes:
+      source: the file or folder.
+      files: the number of files.
+      train: the training text, uint8 [n].
+      held_out: the held-out text, uint8 [n].
+    """
 
     source: str
     files: int
@@ -78,60 +89,73 @@ class Corpus:
 
     @cached_property
     def unigram_entropy(self) -> float:
-        """Entropy of a byte, counted in hindsight over the whole corpus."""
+        """The entropy of a byte, from the counts of the whole corpus."""
         counts = _unigrams(self.train) + _unigrams(self.held_out)
         return _cross_entropy(counts, counts)
 
     @cached_property
     def bigram_entropy(self) -> float:
-        """Entropy of a byte given the one before, counted in hindsight over the whole corpus."""
+        """The entropy of a byte given the previous one, from the counts of the whole corpus."""
         counts = _bigrams(self.train) + _bigrams(self.held_out)
         return _cross_entropy(counts, counts)
 
     @cached_property
     def unigram_bits(self) -> float:
-        """Held-out cross-entropy of byte frequencies fitted to `train`, one added to every count."""
+        """The held-out cross-entropy of byte frequencies fitted to `train`, one added to every count."""
         return _cross_entropy(_unigrams(self.held_out), _unigrams(self.train) + 1)
 
     @cached_property
     def bigram_bits(self) -> float:
-        """Held-out cross-entropy of byte pairs fitted to `train`, one added to every count."""
+        """The held-out cross-entropy of byte pairs fitted to `train`, one added to every count."""
         return _cross_entropy(_bigrams(self.held_out), _bigrams(self.train) + 1)
 
 
 def _unigrams(text: np.ndarray) -> np.ndarray:
+    """Count bytes, [1, 256]."""
     return np.bincount(text, minlength=256)[None]
 
 
 def _bigrams(text: np.ndarray) -> np.ndarray:
-    """Counts [256, 256] of (byte, next byte)."""
+    """Count pairs (byte, next byte), [256, 256]."""
     return np.bincount(text[:-1].astype(np.int64) * 256 + text[1:], minlength=256 * 256).reshape(256, 256)
 
 
 def _cross_entropy(counts: np.ndarray, model: np.ndarray) -> float:
-    """Bits per symbol of the symbols in `counts` [contexts, symbols], each row coded by the same row of `model`."""
-    context, symbol = np.nonzero(counts)
-    seen = counts[context, symbol]
-    return float(seen @ np.log2(model.sum(1)[context] / model[context, symbol]) / seen.sum())
+    """Return the cross-entropy of counted symbols under a model, in bits per symbol.
+
+    Args:
+      counts: how often each symbol follows each context, [contexts, symbols].
+      model: counts that the model's probabilities are proportional to in each context, [contexts, symbols].
+    """
+    context, symbol = np.nonzero(counts)  # others add 0, but would divide by 0 if the model lacks them too
+    weights = counts[context, symbol]
+    return float(weights @ np.log2(model.sum(1)[context] / model[context, symbol]) / weights.sum())
 
 
 def byte_corpus(path: Place | str | None = None) -> Corpus:
-    """The bytes of a file, of the files below a folder (either may be an address, s3:// or gs://), or (None) of the
-    Python standard library's own source.
+    """Read the bytes of a text into memory and split them.
 
-    Files come in the order of their paths, hidden ones and the standard library's tests left out. Every 20th is held
-    out; of fewer than 20 files, the last 20th of their bytes. Raises ValueError if `path` is missing or too small.
+    Files are read in the order of their paths, without hidden files and without the standard library's tests. Every
+    20th file is held out; with fewer than 20 files, the last 20th of their bytes.
+
+    Args:
+      path: a file or folder, or its address in s3:// or gs://. None reads the source of Python's standard library.
+
+    Raises:
+      ValueError: `path` does not exist or has too few bytes.
     """
     root = place(sysconfig.get_path("stdlib") if path is None else path, "path")
     if not root.exists():
         raise ValueError(f"there is no file or folder {root}; give one that exists, or none for Python's own source")
-    with ThreadPoolExecutor(READERS) as threads:  # of a bucket, each file is waited for
+    with ThreadPoolExecutor(MAX_READERS) as threads:  # to overlap the latencies of a bucket
         contents = threads.map(lambda file: file.read_bytes(), _files(root, stdlib=path is None))
         texts = [np.frombuffer(content, np.uint8) for content in contents]
+    # Empty files count neither in `Corpus.files` nor in the choice of held-out files.
     texts = [text for text in texts if text.size]
     size = sum(text.size for text in texts)
     if size < HELD_OUT:
         raise ValueError(f"{root} holds {size} bytes in {len(texts)} files; give at least {HELD_OUT} bytes of text")
+    # With too few files to hold some out, hold out the end of the text.
     if len(texts) < HELD_OUT:
         train, held_out = np.split(np.concatenate(texts), [size - size // HELD_OUT])
     else:
@@ -141,23 +165,39 @@ def byte_corpus(path: Place | str | None = None) -> Corpus:
 
 
 def _files(root: Place, stdlib: bool) -> Sequence[Place]:
+    """List the files of a corpus in the order of their paths.
+
+    Args:
+      root: a file or folder.
+      stdlib: root is Python's standard library: take only its modules, without tests and installed packages.
+    """
     if not root.is_dir():
         return [plain(root)]
-    skipped = TESTS | INSTALLED if stdlib else set()
-    wanted = lambda name: name not in skipped and not name.startswith(".")
+    skipped_names = TEST_FOLDERS | PACKAGE_FOLDERS if stdlib else set()
+    is_included = lambda name: name not in skipped_names and not name.startswith(".")
     if is_bucket(root):
-        listed = sorted(below(root).items(), key=lambda item: item[0].as_posix())
-        return [file for name, file in listed if all(map(wanted, name.parts))]
-    found: list[Path] = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = filter(wanted, folders)  # nobody goes into the others: packages have ten times as many files
-        found += (Path(folder, name) for name in names if wanted(name) and (not stdlib or name.endswith(".py")))
-    return sorted(filter(Path.is_file, found), key=Path.as_posix)
+        listing = sorted(below(root).items(), key=lambda item: item[0].as_posix())
+        return [file for name, file in listing if all(map(is_included, name.parts))]
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        # Changing the list in place prunes the walk: installed packages have ten times as many files.
+        subfolders[:] = filter(is_included, subfolders)
+        files += (Path(folder, name) for name in names if is_included(name) and (not stdlib or name.endswith(".py")))
+    return sorted(filter(Path.is_file, files), key=Path.as_posix)
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A `Source` of windows of text, from `text`. `corpus` is None where the text is token ids, not bytes."""
+    """A `Source` of windows of text, built by `text`.
+
+    Attributes:
+      description: one line for people.
+      length: T, the number of predictions in a window.
+      train: the training text, bytes or token ids [n].
+      rest: the held-out text, bytes or token ids [n].
+      corpus: the corpus of bytes; None if the text is token ids.
+      sizes: {}: any text model fits.
+    """
 
     description: str
     length: int
@@ -168,52 +208,53 @@ class Text:
 
     @cached_property
     def baselines(self) -> Mapping[str, float]:
-        """Of bytes: their frequencies, and those of pairs of bytes, fitted to the training text, in nats per byte."""
+        """Held-out losses of byte frequencies and of byte pairs, fitted to `train`, in nats per byte; {} for ids."""
         if self.corpus is None:
             return {}
-        bits = {"unigram": self.corpus.unigram_bits, "bigram": self.corpus.bigram_bits}
-        return {name: bit * math.log(2) for name, bit in bits.items()}
+        losses = {"unigram": self.corpus.unigram_bits, "bigram": self.corpus.bigram_bits}
+        return {name: bits * math.log(2) for name, bits in losses.items()}
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the text is, wherever and in whatever type it lies: how much, and a checksum of all of it."""
+        """The number of bytes or tokens and a checksum of all of them, whatever their dtype and wherever they are."""
         digest = hashlib.sha256()
-        # The smallest type that holds them, whatever they lie in: it is also the least to take a checksum of.
-        most = max((int(piece.max()) for part in (self.train, self.rest) for _, piece in chunks(part)), default=0)
-        kind = np.min_scalar_type(most).newbyteorder("<")
-        for part in (self.train, self.rest):
-            digest.update(f"{part.size} ".encode())
-            for _, piece in chunks(part):
-                digest.update(np.ascontiguousarray(piece, kind).data)
+        # The smallest dtype that holds all ids: the checksum must not depend on the stored dtype, and this is fastest.
+        largest = max((int(chunk.max()) for text in (self.train, self.rest) for _, chunk in chunks(text)), default=0)
+        dtype = np.min_scalar_type(largest).newbyteorder("<")
+        for text in (self.train, self.rest):
+            digest.update(f"{text.size} ".encode())
+            for _, chunk in chunks(text):
+                digest.update(np.ascontiguousarray(chunk, dtype).data)
         unit = "tokens" if self.corpus is None else "bytes"
         return f"{self.train.size + self.rest.size:,} {unit}, sha256 {digest.hexdigest()[:16]}"
 
     def batches(self, rows: int, seed: int, start: int = 0) -> Iterator[Batch]:
-        """Endless {"tokens": int32 [B, T+1]}; see `batches`."""
+        """Return endless training batches {"tokens": int32 [B, T+1]}; see `batches`."""
         return batches(self.train, rows, self.length, seed, start)
 
     def held_out(self, rows: int) -> Iterator[Batch]:
-        """The held-out text once: {"tokens": int32 [B, T+1], "mask": float32 [B, T]}; see `windows`."""
+        """Return the held-out text once: {"tokens": int32 [B, T+1], "mask": float32 [B, T]}; see `windows`."""
         return windows(self.rest, rows, self.length)
 
 
 def text(path: Place | str | None, length: int, vocabulary: int = 256) -> Text:
-    """Windows of `length` positions of a text.
+    """Return a source of windows of a text.
 
     Args:
-      path: a file, a folder or None, whose bytes are the tokens: see `byte_corpus`. Or a file of token ids, of which
-        the last 20th is held out: `.npy` with integers [n], or `.bin` with nothing but ids, uint16 for vocabularies up
-        to 65,536, else uint32. These are read from disk as they are needed. Any may be an address, s3:// or gs://.
-      length: T, how many predictions a window holds.
-      vocabulary: of the model, so that no token lies outside it.
+      path: a file, a folder or None, whose bytes are the tokens: see `byte_corpus`. Or a file of token ids, whose last
+        20th is held out: `.npy` with integers [n], or `.bin` with ids alone, uint16 for vocabularies up to 65,536, else
+        uint32. Token ids are read from disk on demand. Files and folders may be addresses in s3:// or gs://.
+      length: T, the number of predictions in a window.
+      vocabulary: the model's number of tokens, against which all tokens are checked.
 
-    Raises ValueError where the file or folder is missing, too short or not of that form, or holds a token that is not
-    below `vocabulary`.
+    Raises:
+      ValueError: the file or folder does not exist, is too short or has another form, or contains a token that is not
+        below `vocabulary`.
     """
     if path is not None and place(path, "path").suffix in (".npy", ".bin"):
         ids = token_ids(path, vocabulary)
         train, rest = np.split(ids, [ids.size - ids.size // HELD_OUT])
-        about, corpus = f"{path}: {ids.size:,} tokens", None
+        description, corpus = f"{path}: {ids.size:,} tokens", None
     elif vocabulary < 256:
         raise ValueError(
             f"vocabulary={vocabulary} is too small for bytes; use 256 or more, or a .npy file of token ids"
@@ -222,53 +263,70 @@ def text(path: Place | str | None, length: int, vocabulary: int = 256) -> Text:
         corpus = byte_corpus(path)
         train, rest = corpus.train, corpus.held_out
         files = f" in {corpus.files:,} files" if corpus.files > 1 else ""
-        about = f"{corpus.source}: {train.size + rest.size:,} bytes{files}"
-    _windowed(train, length)
+        description = f"{corpus.source}: {train.size + rest.size:,} bytes{files}"
+    _window_view(train, length)  # raises ValueError if the text is too short
     if rest.size <= length:
         raise ValueError(
-            f"length={length} needs more than {length} held out, but of {about}, {rest.size:,} are; "
+            f"length={length} needs more than {length} held out, but of {description}, {rest.size:,} are; "
             f"use {f'a length below {rest.size} or ' if rest.size > 1 else ''}more text"
         )
-    return Text(f"{about}, {rest.size:,} of them held out", length, train, rest, corpus)
+    return Text(f"{description}, {rest.size:,} of them held out", length, train, rest, corpus)
 
 
 def batches(text: np.ndarray, rows: int, length: int, seed: int, start: int = 0) -> Iterator[Batch]:
-    """Endless {"tokens": int32 [B, T+1]} of random windows of `text` [n].
+    """Return endless batches of random windows of a text.
 
-    Batch i is a function of (seed, i) alone, so that `start=i` resumes a run at step i. Raises ValueError if the text
-    is shorter than one window.
+    Batch i depends only on (seed, i), so that `start=i` resumes a run at step i.
+
+    Args:
+      text: bytes or token ids [n].
+      rows: B.
+      length: T.
+      seed: determines the windows.
+      start: the number of the first batch.
+
+    Returns:
+      An iterator of {"tokens": int32 [B, T+1]}.
+
+    Raises:
+      ValueError: the text is shorter than one window.
     """
-    windowed = _windowed(text, length)
+    all_windows = _window_view(text, length)
 
+    # A generator for each batch, seeded by its number: batch i does not depend on the batches before it.
     def batch(step: int) -> Batch:
-        starts = np.random.default_rng((seed, step)).integers(len(windowed), size=rows)
+        starts = np.random.default_rng((seed, step)).integers(len(all_windows), size=rows)
         check_mapped(text)
-        return {"tokens": windowed[starts].astype(np.int32)}
+        return {"tokens": all_windows[starts].astype(np.int32)}
 
     return map(batch, count(start))
 
 
 def windows(text: np.ndarray, rows: int, length: int) -> Iterator[Batch]:
-    """The text [n] once, in order: {"tokens": int32 [B, T+1], "mask": float32 [B, T]}.
+    """Yield a text [n] once, in order, as consecutive windows: {"tokens": int32 [B, T+1], "mask": float32 [B, T]}.
 
-    Consecutive windows share one token, so that every token but the first is predicted once: the masks hold n - 1 ones.
-    Zeros, masked out, fill up the last window and batch. Raises ValueError if the text is shorter than one window.
+    Consecutive windows share one token, so that every token except the first is predicted once: the masks contain n - 1
+    ones. Zeros with the mask 0 fill up the last window and batch.
+
+    Raises:
+      ValueError: the text is shorter than one window.
     """
-    _windowed(text, length)
-    predictions = text.size - 1
-    size = rows * length
-    for begin in range(0, predictions, size):
-        padded = np.zeros(size + 1, np.int32)
+    _window_view(text, length)  # raises ValueError if the text is too short
+    num_predictions = text.size - 1
+    batch_predictions = rows * length
+    for begin in range(0, num_predictions, batch_predictions):
+        padded = np.zeros(batch_predictions + 1, np.int32)
         check_mapped(text)
-        piece = text[begin : begin + size + 1]
-        padded[: piece.size] = piece
-        tokens = np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length].copy()
-        mask = (np.arange(begin, begin + size) < predictions).astype(np.float32).reshape(rows, length)
+        segment = text[begin : begin + batch_predictions + 1]
+        padded[: segment.size] = segment
+        tokens = np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length].copy()  # [B, T+1]
+        positions = np.arange(begin, begin + batch_predictions)
+        mask = (positions < num_predictions).astype(np.float32).reshape(rows, length)
         yield {"tokens": tokens, "mask": mask}
 
 
-def _windowed(text: np.ndarray, length: int) -> np.ndarray:
-    """A view [n - T, T+1] of every window of `text` [n]."""
+def _window_view(text: np.ndarray, length: int) -> np.ndarray:
+    """Return a view [n - T, T+1] of every window of `text` [n]; raise ValueError if there is none."""
     if text.size <= length:
         unit = "bytes" if text.dtype == np.uint8 else "tokens"
         raise ValueError(
@@ -279,20 +337,28 @@ def _windowed(text: np.ndarray, length: int) -> np.ndarray:
 
 
 def pad_rows(batch: Any, multiple: int) -> tuple[Any, np.ndarray]:
-    """Pads dim 0 of every leaf with zeros up to a multiple: (batch, mask float32 [B padded], 1 for the rows given).
+    """Pad dim 0 of every leaf with zeros up to a multiple.
 
-    Raises ValueError if the leaves disagree about the number of rows, and where `multiple` is no count.
+    Args:
+      batch: a pytree of arrays [B, ...].
+      multiple: pads to a multiple of this number, such as `step.replicas`.
+
+    Returns:
+      The padded batch, and a mask, float32 [padded B], that is 1 for the rows of the batch and 0 for the padding.
+
+    Raises:
+      ValueError: the leaves have different numbers of rows, or `multiple` is no whole number from 1.
     """
     if not isinstance(multiple, Integral) or isinstance(multiple, bool) or multiple < 1:
         raise ValueError(f"pad_rows(batch, {multiple!r}): needs a whole number from 1, such as step.replicas")
-    sizes = {
+    row_shapes = {
         jax.tree_util.keystr(path): np.shape(leaf)[:1] for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
     }
-    if len(set(sizes.values())) != 1 or () in sizes.values():
+    if len(set(row_shapes.values())) != 1 or () in row_shapes.values():
         raise ValueError(
-            f"leaves of one batch need the same number of rows on dim 0, got {sizes}; pad or cut them alike"
+            f"leaves of one batch need the same number of rows on dim 0, got {row_shapes}; pad or cut them alike"
         )
-    (rows,) = next(iter(sizes.values()))
-    extra = -rows % multiple
-    padded = jax.tree.map(lambda leaf: np.pad(leaf, [(0, extra)] + [(0, 0)] * (np.ndim(leaf) - 1)), batch)
-    return padded, (np.arange(rows + extra) < rows).astype(np.float32)
+    (rows,) = next(iter(row_shapes.values()))
+    padding = -rows % multiple
+    padded = jax.tree.map(lambda leaf: np.pad(leaf, [(0, padding)] + [(0, 0)] * (np.ndim(leaf) - 1)), batch)
+    return padded, (np.arange(rows + padding) < rows).astype(np.float32)

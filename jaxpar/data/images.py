@@ -1,10 +1,12 @@
-"""Images to train on: scikit-learn's digits, which need no download, and folders of image files.
+"""Sources of images: scikit-learn's digits, which need no download, and folders of image files.
 
-Both are a `jaxpar.data.Source`, read by grain: batches are {"image": float32 [B, H, W, C] from -1 to 1, "label": int32
-[B]}, global, in an order that is shuffled anew in every epoch, and batch i is a function of (seed, i) alone. They need
-the packages of the extra `images`.
+Both are a `jaxpar.data.Source`, read by grain. Batches are {"image": float32 [B, H, W, C] from -1 to 1, "label": int32
+[B]}, global. Every epoch has another order, and batch i depends only on (seed, i). They need the packages of the extra
+`images`. A file becomes a row in these steps:
 
-Dims: B rows, H height, W width (the same), C channels.
+    open (one of `FORMATS`) -> check size and value range -> turn by EXIF -> crop and resize -> 8 bits -> float32
+
+Dims: B rows, H height, W width (equal), C channels.
 """
 
 import hashlib
@@ -28,29 +30,41 @@ from ..backend.packages import needed
 from ..backend.text import did_you_mean, few
 from . import Batch, pad_rows
 
-HELD_OUT = 10  # one image of a class in so many is held out
-THREADS = 16  # at most, to decode with
-BROKEN = ("error", "skip")
+HELD_OUT = 10  # one image in 10 of each class is held out
+MAX_THREADS = 16  # threads that decode images
+BROKEN = ("error", "skip")  # what `folder` does with unreadable files
 
-# What is decoded, by Pillow's names. It knows 40 more, and one of them, EPS, runs the file as a program of Ghostscript.
+# The formats that are decoded, by Pillow's names. Pillow has 40 others. One of them, EPS, runs the file as a program of
+# Ghostscript.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-_ONE_OF = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
-# Pillow's modes of at most 8 bits a channel, which it converts to RGB as they are. In other modes it clips every value
-# to 0..255: grey of 16 bits becomes white, a fraction becomes black.
+_FORMAT_LIST = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+# Pillow's modes of at most 8 bits a channel, which it converts to RGB correctly. In other modes it clips every value to
+# 0..255: 16-bit grey becomes white, a fraction becomes black.
 _EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBX", "RGBA", "CMYK", "YCbCr", "LAB")
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
-_NUMBERS = {"I": "32-bit or signed integers", "F": "floating-point numbers"}
+_MODE_NUMBERS = {"I": "32-bit or signed integers", "F": "floating-point numbers"}
 _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # tags of TIFF 6.0
-_WHITE_IS_ZERO, _UNSIGNED = 0, 1  # values of the last two
-# Pixels of a side. Pillow keeps a pointer for each row in every copy: 88,000,000 rows of one bit took 2.6 GB.
-_LONGEST = 1_000_000
+_WHITE_IS_ZERO, _UNSIGNED = 0, 1  # values of _PHOTOMETRIC and _SAMPLE_FORMAT
+# The largest height and width. Pillow stores a pointer for each row in every copy of an image: 88,000,000 rows of one
+# bit took 2.6 GB.
+_MAX_SIDE = 1_000_000
 
-Item = tuple[Any, int]  # what `read` takes, and the number of its class
+Item = tuple[Any, int]  # (argument of `Images.read`, number of the class)
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """A `Source` of images, from `digits` or `folder`: `read` makes float32 [H, W, C] of what an item holds."""
+    """A `Source` of images, built by `digits` or `folder`.
+
+    Attributes:
+      description: one line for people.
+      classes: the name of each class; labels are their indices.
+      size: H and W.
+      channels: C.
+      train: the items to train on.
+      rest: the held-out items.
+      read: returns an item's image, float32 [H, W, C] from -1 to 1.
+    """
 
     description: str
     classes: tuple[str, ...]
@@ -62,100 +76,108 @@ class Images:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """`classes`, `channels` and `size`, which a model must have."""
+        """The sizes that a model needs: `classes`, `channels` and `size`."""
         return {"classes": len(self.classes), "channels": self.channels, "size": self.size}
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the images are, wherever they lie: how many, and a checksum of all files (or arrays) and labels.
+        """The number of images and a checksum of all files (or arrays) and labels, wherever they are stored.
 
-        Every file is read once, as an epoch does.
+        Computing it reads every file once, as an epoch does.
         """
 
-        def of(item: Item) -> bytes:
+        def digest_item(item: Item) -> bytes:
             content = item[0].read_bytes() if hasattr(item[0], "read_bytes") else np.ascontiguousarray(item[0]).data
             return hashlib.sha256(content).digest() + item[1].to_bytes(4)
 
         digest = hashlib.sha256()
-        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
-            for part in (self.train, self.rest):
-                digest.update(f"{len(part)} ".encode())
-                for found in threads.map(of, part):
-                    digest.update(found)
+        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+            for items in (self.train, self.rest):
+                digest.update(f"{len(items)} ".encode())
+                for item_digest in threads.map(digest_item, items):
+                    digest.update(item_digest)
         return f"{len(self.train) + len(self.rest):,} images, sha256 {digest.hexdigest()[:16]}"
 
     @property
     def baselines(self) -> Mapping[str, float]:
-        """How often each class is in the training data, one added to every count, in nats per held-out image."""
+        """The held-out loss of the classes' frequencies in `train`, one added to every count, in nats per image."""
         counts = Counter(label for _, label in self.train)
         total = len(self.train) + len(self.classes)
         return {"prior": sum(math.log(total / (counts[label] + 1)) for _, label in self.rest) / len(self.rest)}
 
     def batches(self, rows: int, seed: int, start: int = 0) -> Iterator[Batch]:
-        """Endless {"image", "label"}; batch i is a function of (seed, i) alone."""
+        """Return endless batches {"image", "label"}; batch i depends only on (seed, i)."""
         endless = needed("grain", "images need").MapDataset.source(self.train).shuffle(seed=seed).repeat()
         return self._read(endless[start * rows :], rows)
 
     def held_out(self, rows: int) -> Iterator[Batch]:
-        """What is held out, once and in order: {"image", "label", "mask": float32 [B]}, filled up with zeros."""
+        """Yield the held-out images once, in order: {"image", "label", "mask": float32 [B]}, filled up with zeros."""
         for batch in self._read(needed("grain", "images need").MapDataset.source(self.rest), rows):
             padded, mask = pad_rows(batch, rows)
             yield {**padded, "mask": mask}
 
     def check_readable(self, rows: int) -> None:
-        """Decodes every image once, before a run that draws so many rows; of fewer than there are to train on, it does
-        not meet all of them, and nothing is done. Raises ValueError with the number and names of those that cannot be
-        read.
+        """Decode every image once, before a run that reads `rows` rows in total.
+
+        Does nothing if the run reads fewer rows than there are images to train on: it would not read all of them.
+
+        Raises:
+          ValueError: images cannot be read. The error has their number and names.
         """
         if rows < len(self.train):
             return
-        if broken := _broken((*self.train, *self.rest), self.read):
+        if broken := _find_broken((*self.train, *self.rest), self.read):
             first = next(iter(broken.values()))
             raise ValueError(
-                f"{_counted(broken)}, the first because of this: {first.__cause__}; mend or remove them, or leave them "
-                "out with broken='skip'"
+                f"{_describe_broken(broken)}, the first because of this: {first.__cause__}; mend or remove them, "
+                "or leave them out with broken='skip'"
             )
 
     def _read(self, items: Any, rows: int) -> Iterator[Batch]:
-        # Images are read ahead one by one, and only then put into batches: two batches' worth is in memory.
+        """Read items in threads, in order, as batches of `rows` rows."""
+        # Read images ahead, not batches: memory then holds the images of two batches.
         options = needed("grain", "images need").ReadOptions(
-            min(THREADS, os.cpu_count() or 1), prefetch_buffer_size=2 * rows
+            min(MAX_THREADS, os.cpu_count() or 1), prefetch_buffer_size=2 * rows
         )
-        row = lambda item: {"image": self.read(item[0]), "label": np.int32(item[1])}
-        return iter(items.map(row).to_iter_dataset(options).batch(rows))
+        read_row = lambda item: {"image": self.read(item[0]), "label": np.int32(item[1])}
+        return iter(items.map(read_row).to_iter_dataset(options).batch(rows))
 
 
 def digits() -> Images:
-    """1,797 handwritten digits of 8 x 8 grey pixels (Alpaydin & Kaynak 1998), every tenth of each held out.
+    """Return 1,797 handwritten digits of 8 x 8 grey pixels (Alpaydin & Kaynak 1998); every tenth of each is held out.
 
-    Raises ValueError where scikit-learn is not installed.
+    Raises:
+      ValueError: scikit-learn is not installed.
     """
-    found = needed("sklearn.datasets", "images need").load_digits()
-    images = (found.images[..., None] / 8 - 1).astype(np.float32)  # from 0 to 16
-    classes = tuple(map(str, found.target_names))
-    groups = [[(image, label) for image in images[found.target == label]] for label in range(len(classes))]
+    dataset = needed("sklearn.datasets", "images need").load_digits()
+    images = (dataset.images[..., None] / 8 - 1).astype(np.float32)  # pixels are 0 to 16
+    classes = tuple(map(str, dataset.target_names))
+    groups = [[(image, label) for image in images[dataset.target == label]] for label in range(len(classes))]
     return _split("digits of scikit-learn", classes, 8, 1, groups, np.asarray)
 
 
 def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
-    """Image files, one subfolder for each class.
+    """Return a source of image files, with one subfolder for each class.
 
-    Classes are numbered in the order of their names. Files may lie at any depth below; hidden files and those whose
-    suffix is not of PNG, JPEG, WebP, BMP, GIF or TIFF are left out. An image (the first, where a file has several) is
-    turned as its camera says, cropped at its centre to a square, resized to `size` and made RGB of 8 bits; grey of 12
-    or 16 bits is scaled by its range. Of each class, every tenth file in the order of paths is held out.
+    Classes are numbered in the order of their names. Files may be at any depth below their class. Hidden files are left
+    out, and so are files without a suffix of PNG, JPEG, WebP, BMP, GIF or TIFF. Every tenth file of a class, in the
+    order of paths, is held out.
+
+    An image (the first one of a file) is turned as its EXIF data say, cropped at its centre to a square, resized to
+    `size` and converted to RGB with 8 bits. Grey of 12 or 16 bits is scaled by its range.
 
     Args:
-      path: the folder, or its address in s3:// or gs://, from where each image is read whenever it is drawn.
+      path: the folder, or its address in s3:// or gs://. An image is read from there every time it is drawn.
       size: height and width, in pixels.
-      broken: what becomes of files that cannot be read: "error", as below; or "skip": all are decoded now, and those
-        are left out. `description` has their number and names.
+      broken: the treatment of files that cannot be read. "error" raises an error when they are drawn, or before a long
+        run (`check_readable`). "skip" decodes all files now and leaves them out; `description` has their number and
+        names.
 
-    Raises ValueError where the folder is missing or holds no two classes, where a class is empty or none has ten
-    images, where one is a FIFO or a device, and where Pillow is not installed; and on the way, or before a long run
-    (`check_readable`), where a file cannot be read, is of another format than these, has pixels whose range is not
-    known (32 bits, signed or floating-point numbers), has more pixels than Pillow takes
-    (`PIL.Image.MAX_IMAGE_PIXELS`, 89 million), or a side of more than a million, naming it.
+    Raises:
+      ValueError: the folder does not exist or has fewer than two classes, a class is empty, no class has ten images, a
+        file is a FIFO or a device, or Pillow is not installed. Later, if a file cannot be read, has another format, has
+        pixels without a known range (32 bits, signed or floating-point numbers), has more pixels than Pillow takes
+        (`PIL.Image.MAX_IMAGE_PIXELS`, 89 million) or a side of more than a million. The error names the file.
     """
     if broken not in BROKEN:
         raise ValueError(f"broken={broken!r}: use {' or '.join(map(repr, BROKEN))}{did_you_mean(broken, BROKEN)}")
@@ -164,122 +186,136 @@ def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
         raise ValueError(f"there is no folder {root}; give one that has a subfolder of images for each class")
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size={size!r} leaves no pixels; use a whole number from 1, such as 224")
-    folders = [sub for sub in root.iterdir() if sub.is_dir() and not sub.name.startswith(".")]
-    folders.sort(key=lambda sub: sub.name)
+    # 1. The classes.
+    folders = [subfolder for subfolder in root.iterdir() if subfolder.is_dir() and not subfolder.name.startswith(".")]
+    folders.sort(key=lambda subfolder: subfolder.name)
     if len(folders) < 2:
-        found = f"one subfolder, {folders[0].name}" if folders else "no subfolders"
-        raise ValueError(f"{root} has {found}; put the images of each class into a subfolder of its own, two or more")
-    known = {suffix for suffix, format in pillow.registered_extensions().items() if format in FORMATS}
+        contents = f"one subfolder, {folders[0].name}" if folders else "no subfolders"
+        raise ValueError(
+            f"{root} has {contents}; put the images of each class into a subfolder of its own, two or more"
+        )
+    # 2. The files of each class.
+    suffixes = {suffix for suffix, format in pillow.registered_extensions().items() if format in FORMATS}
     groups = []
-    for label, sub in enumerate(folders):
-        found = sorted(below(sub).items(), key=lambda item: item[0].as_posix())
-        named = (file for name, file in found if name.suffix.lower() in known and not _hidden(name))
-        files = [file if is_bucket(file) else plain(file) for file in named if is_bucket(file) or not file.is_dir()]
+    for label, subfolder in enumerate(folders):
+        listing = sorted(below(subfolder).items(), key=lambda item: item[0].as_posix())
+        candidates = (file for name, file in listing if name.suffix.lower() in suffixes and not _is_hidden(name))
+        # In a bucket there are no FIFOs, devices or folders, and asking for each file's kind would take a request.
+        files = [
+            file if is_bucket(file) else plain(file) for file in candidates if is_bucket(file) or not file.is_dir()
+        ]
         if not files:
-            raise ValueError(f"{sub} holds no images; add some ({', '.join(sorted(known)[:8])}, ...), or remove it")
+            raise ValueError(
+                f"{subfolder} holds no images; add some ({', '.join(sorted(suffixes)[:8])}, ...), or remove it"
+            )
         groups.append([(file, label) for file in files])
     if max(map(len, groups)) < HELD_OUT:
         raise ValueError(
             f"{root} has at most {max(map(len, groups))} images of a class, and none can be held out; "
             f"{HELD_OUT} of one class are needed"
         )
-    classes = tuple(sub.name for sub in folders)
-    made = _split(str(root), classes, size, 3, groups, lambda file: _decoded(file, size))
-    return _readable(made) if broken == "skip" else made
+    # 3. The source.
+    classes = tuple(subfolder.name for subfolder in folders)
+    images = _split(str(root), classes, size, 3, groups, lambda file: _decode(file, size))
+    return _drop_broken(images) if broken == "skip" else images
 
 
-def _readable(images: Images) -> Images:
-    """Those that can be read, in the order and on the side where they are; the rest is in the description."""
-    broken = _broken((*images.train, *images.rest), images.read)
-    train, rest = ([item for item in part if item[0] not in broken] for part in (images.train, images.rest))
+def _drop_broken(images: Images) -> Images:
+    """Return the readable images, in the same order and split; the description names the others."""
+    broken = _find_broken((*images.train, *images.rest), images.read)
+    train, rest = ([item for item in items if item[0] not in broken] for items in (images.train, images.rest))
     if broken and not (train and rest):
-        raise ValueError(f"{_counted(broken)}, and none is left to {'train on' if not train else 'hold out'}")
-    about = f"{images.description}; {_counted(broken)} and left out" if broken else images.description
-    return replace(images, description=about, train=train, rest=rest)
+        raise ValueError(f"{_describe_broken(broken)}, and none is left to {'train on' if not train else 'hold out'}")
+    description = f"{images.description}; {_describe_broken(broken)} and left out" if broken else images.description
+    return replace(images, description=description, train=train, rest=rest)
 
 
-def _broken(items: Sequence[Item], read: Callable[[Any], np.ndarray]) -> dict[Any, ValueError]:
-    """The files that cannot be read, and why; each is decoded once."""
+def _find_broken(items: Sequence[Item], read: Callable[[Any], np.ndarray]) -> dict[Any, ValueError]:
+    """Decode every file once; return the files that cannot be read, with their errors."""
 
-    def why(item: Item) -> ValueError | None:
+    def read_error(item: Item) -> ValueError | None:
         try:
             read(item[0])
         except ValueError as error:
             return error
         return None
 
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
-        found = zip(items, threads.map(why, items), strict=True)
-        return {item[0]: error for item, error in found if error is not None}
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        errors = zip(items, threads.map(read_error, items), strict=True)
+        return {item[0]: error for item, error in errors if error is not None}
 
 
-def _counted(broken: Mapping[Any, ValueError]) -> str:
-    one = len(broken) == 1
-    return f"{len(broken):,} image{'' if one else 's'} cannot be read ({few(list(map(str, broken)))})"
+def _describe_broken(broken: Mapping[Any, ValueError]) -> str:
+    """Return the number and names of unreadable files, for errors and descriptions."""
+    plural = "" if len(broken) == 1 else "s"
+    return f"{len(broken):,} image{plural} cannot be read ({few(list(map(str, broken)))})"
 
 
 def _split(
     source: str, classes: tuple[str, ...], size: int, channels: int, groups: Sequence[Sequence[Item]], read: Any
 ) -> Images:
+    """Build a source from the items of each class, holding out every tenth of them."""
     train = [item for group in groups for i, item in enumerate(group, 1) if i % HELD_OUT]
-    # One of each class in turn, so that the first of them stand for all.
-    turns = itertools.zip_longest(*(group[HELD_OUT - 1 :: HELD_OUT] for group in groups))
-    rest = [item for turn in turns for item in turn if item is not None]
+    # Interleave the classes, so that the first held-out batches have all of them.
+    rounds = itertools.zip_longest(*(group[HELD_OUT - 1 :: HELD_OUT] for group in groups))
+    rest = [item for items in rounds for item in items if item is not None]
     counts = f"{len(train) + len(rest):,} images of {len(classes)} classes, {len(rest):,} of them held out"
     return Images(f"{source}: {counts}", classes, size, channels, train, rest, read)
 
 
-def _hidden(file: PurePath) -> bool:
+def _is_hidden(file: PurePath) -> bool:
+    """Tell whether a file or one of its folders is hidden."""
     return any(part.startswith(".") for part in file.parts)
 
 
-def _decoded(file: Place, size: int) -> np.ndarray:
-    """A file as float32 [size, size, 3] from -1 to 1."""
+def _decode(file: Place, size: int) -> np.ndarray:
+    """Return the image in a file, float32 [size, size, 3] from -1 to 1; raise ValueError if it cannot be read."""
     from PIL import Image, ImageOps
 
     try:
         content = io.BytesIO(file.read_bytes()) if is_bucket(file) else plain(file)
         with Image.open(content, formats=FORMATS) as image:
-            count, most = math.prod(image.size), Image.MAX_IMAGE_PIXELS
-            if most is not None and count > most:
-                raise ValueError(f"its {count:,} pixels are more than PIL.Image.MAX_IMAGE_PIXELS, {most:,}")
-            if max(image.size) > _LONGEST:
-                raise ValueError(f"one side is {max(image.size):,} pixels long, and {_LONGEST:,} are the most")
+            # Opening reads the header only: check it before pixels are allocated.
+            num_pixels, max_pixels = math.prod(image.size), Image.MAX_IMAGE_PIXELS
+            if max_pixels is not None and num_pixels > max_pixels:
+                raise ValueError(f"its {num_pixels:,} pixels are more than PIL.Image.MAX_IMAGE_PIXELS, {max_pixels:,}")
+            if max(image.size) > _MAX_SIDE:
+                raise ValueError(f"one side is {max(image.size):,} pixels long, and {_MAX_SIDE:,} are the most")
             _check_range(image)
             ImageOps.exif_transpose(image, in_place=True)
-            # An RGB image is not converted, which would be one more copy of up to 89 million pixels.
-            whole = image if image.mode in ("RGB", *_SIXTEEN_BITS) else image.convert("RGB")
-            square = ImageOps.fit(whole, (size, size), Image.Resampling.BILINEAR)
-            pixels = _eight_bits(square, image) if square.mode in _SIXTEEN_BITS else np.asarray(square)
-    except ConnectionError:  # which says nothing of the image
+            # An RGB image is not converted: that would copy up to 89 million pixels.
+            rgb_or_grey = image if image.mode in ("RGB", *_SIXTEEN_BITS) else image.convert("RGB")
+            square = ImageOps.fit(rgb_or_grey, (size, size), Image.Resampling.BILINEAR)
+            pixels = _to_eight_bits(square, image) if square.mode in _SIXTEEN_BITS else np.asarray(square)
+    except ConnectionError:  # the bucket does not answer: the image may be fine
         raise
-    except Exception as error:  # each of Pillow's formats raises what it likes
+    except Exception as error:  # every format of Pillow raises other types
         hint = "mend the file, remove it, or leave it out with broken='skip'"
-        raise ValueError(f"cannot read {file} as {_ONE_OF}: {error}; {hint}") from error
+        raise ValueError(f"cannot read {file} as {_FORMAT_LIST}: {error}; {hint}") from error
     return pixels.astype(np.float32) / 127.5 - 1
 
 
 def _check_range(image: Any) -> None:
-    """Raises ValueError where no mode or tag of an opened image says which values are black and white."""
-    known = image.mode in (*_EIGHT_BITS, *_SIXTEEN_BITS)
-    if known and set(_tags(image).get(_SAMPLE_FORMAT, [])) <= {_UNSIGNED}:
+    """Raise ValueError unless mode and tags of an opened image say which values are black and white."""
+    has_known_range = image.mode in (*_EIGHT_BITS, *_SIXTEEN_BITS)
+    if has_known_range and set(_tags(image).get(_SAMPLE_FORMAT, [])) <= {_UNSIGNED}:
         return
-    numbers = "signed integers" if known else _NUMBERS.get(image.mode, "of another kind")
+    numbers = "signed integers" if has_known_range else _MODE_NUMBERS.get(image.mode, "of another kind")
     raise ValueError(
         f"its pixels are {numbers} (Pillow's mode {image.mode}), and nothing says which values are black and white; "
         "save it as RGB or grey with 8 unsigned bits a channel, or as grey with 16"
     )
 
 
-def _eight_bits(square: Any, image: Any) -> np.ndarray:
-    """Grey pixels of 12 or 16 bits, cut from `image`, as uint8 [H, W, 3]: its range becomes 0..255."""
+def _to_eight_bits(square: Any, image: Any) -> np.ndarray:
+    """Convert grey pixels of 12 or 16 bits, cropped from `image`, to uint8 [H, W, 3]: their range becomes 0..255."""
     tags = _tags(image)
     grey = np.asarray(square).astype(np.uint32) * 255 // (2 ** tags.get(_BITS, (16,))[0] - 1)
-    if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:  # Pillow inverts fewer bits itself
+    if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:  # Pillow inverts only images of fewer bits
         grey = 255 - grey
     return np.repeat(grey.astype(np.uint8)[..., None], 3, axis=-1)
 
 
 def _tags(image: Any) -> Mapping[int, Any]:
-    """The tags of a TIFF file; none of others."""
+    """Return the tags of a TIFF file; other formats have none."""
     return getattr(image, "tag_v2", {})

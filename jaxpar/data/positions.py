@@ -1,4 +1,9 @@
-"""Where iterators of others are in their data: how they are asked for it and told, and what of it goes into JSON."""
+"""The positions of other libraries' iterators in their data: reading them, restoring them, storing them as JSON.
+
+ours                     state         restore
+torch, Hugging Face      state_dict    load_state_dict
+grain                    get_state     set_state
+"""
 
 from __future__ import annotations
 
@@ -9,59 +14,73 @@ from typing import Any
 
 import numpy as np
 
-# How iterators that can go on elsewhere say where they are, and are told: ours; torch's and Hugging Face's; grain's.
-_CURSORS = (("state", "restore"), ("state_dict", "load_state_dict"), ("get_state", "set_state"))
+# (method that returns a position, method that restores one).
+_CURSOR_METHODS = (("state", "restore"), ("state_dict", "load_state_dict"), ("get_state", "set_state"))
 
+# Keys of the JSON objects that stand for values without a JSON form.
 _TAGS = ("bytes", "tuple", "items", "array", "tensor")
 
 
 def cursor(data: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """How to ask data for a position, and how to tell them one; None where they have none."""
-    for names in _CURSORS:
-        get, set_ = (getattr(data, name, None) for name in names)
-        if callable(get) and callable(set_):
-            return get, set_
+    """Return the methods of data that get and set their position; None if they have none."""
+    for method_names in _CURSOR_METHODS:
+        get_position, set_position = (getattr(data, name, None) for name in method_names)
+        if callable(get_position) and callable(set_position):
+            return get_position, set_position
     return None
 
 
 def restored(data: Any, position: Any) -> Callable[[], Any] | None:
-    """How to ask data for a position, after they were told this one (if it is not None); None where they have none."""
-    if (found := cursor(data)) is None:
+    """Set the position of data, unless it is None, and return the method that gets their position.
+
+    Returns None, and sets nothing, if the data have no position.
+    """
+    if (methods := cursor(data)) is None:
         return None
+    get_position, set_position = methods
     if position is not None:
-        found[1](position)
-    return found[0]
+        set_position(position)
+    return get_position
 
 
 def epochs(data: Any) -> list[Callable[[int], Any]]:
-    """Who is told the number of every pass through data: the data, a loader's data set, its sampler (`set_epoch`)."""
-    layers = [data, *(getattr(data, name, None) for name in ("dataset", "sampler"))]
-    return [tell for layer in layers if callable(tell := getattr(layer, "set_epoch", None))]
+    """List the methods `set_epoch` of data, a loader's data set and its sampler, to be called before every pass."""
+    components = [data, *(getattr(data, name, None) for name in ("dataset", "sampler"))]
+    return [set_epoch for component in components if callable(set_epoch := getattr(component, "set_epoch", None))]
 
 
 def to_json(position: Any, place: str = "") -> Any:
-    """A position as JSON. What JSON has not is an object with one key: bytes (grain's loader), tuples, arrays and
-    torch's tensors (the state of a generator), and dicts whose keys are no strings.
+    """Return a position as JSON.
 
-    Raises ValueError for anything else, with where it is (`place`).
+    Values without a JSON form become an object with one key, its type: bytes (grain's loader), tuples, arrays, torch's
+    tensors (the state of a generator), and dicts with other keys than strings.
+
+    Args:
+      position: what the data returned.
+      place: the path of this value within the position, for errors.
+
+    Raises:
+      ValueError: the position contains a value of another type. The error names its place.
     """
     if position is None or isinstance(position, bool | int | float | str):
         return position
     if isinstance(position, bytes):
         return {"bytes": position.decode("latin-1")}
     if isinstance(position, list | tuple):
-        made = [to_json(x, f"{place}/{i}") for i, x in enumerate(position)]
-        return {"tuple": made} if isinstance(position, tuple) else made
+        elements = [to_json(x, f"{place}/{i}") for i, x in enumerate(position)]
+        return {"tuple": elements} if isinstance(position, tuple) else elements
     if isinstance(position, dict):
-        made = [[key, to_json(x, f"{place}/{key}")] for key, x in position.items()]
-        plain = all(isinstance(key, str) for key in position) and not (len(made) == 1 and made[0][0] in _TAGS)
-        return dict(made) if plain else {"items": [[to_json(key, place), x] for key, x in made]}
+        items = [[key, to_json(x, f"{place}/{key}")] for key, x in position.items()]
+        # A dict whose only key is a tag would be read as that type, so it is stored as "items" too.
+        is_tagged = len(items) == 1 and items[0][0] in _TAGS
+        is_plain = all(isinstance(key, str) for key in position) and not is_tagged
+        return dict(items) if is_plain else {"items": [[to_json(key, place), x] for key, x in items]}
     if type(position).__module__ == "torch" and hasattr(position, "numpy"):
         return {"tensor": to_json(position.numpy(force=True), place)["array"]}
     if isinstance(position, np.ndarray | np.generic) and position.dtype.kind in "biuf":
         values = np.asarray(position)
-        text = base64.b64encode(np.ascontiguousarray(values).tobytes()).decode()
-        return {"array": [values.dtype.str, list(values.shape), text]}
+        encoded = base64.b64encode(np.ascontiguousarray(values).tobytes()).decode()
+        return {"array": [values.dtype.str, list(values.shape), encoded]}
     raise ValueError(
         f"the data's position holds a {type(position).__name__} at {place or '/'}, which a checkpoint cannot keep; it "
         "takes numbers, strings, bytes, arrays, and lists, tuples and dicts of them"
@@ -69,7 +88,7 @@ def to_json(position: Any, place: str = "") -> Any:
 
 
 def from_json(position: Any) -> Any:
-    """The position that `to_json` was given."""
+    """Return the position from which `to_json` made this JSON value."""
     if isinstance(position, list):
         return [from_json(x) for x in position]
     if not isinstance(position, dict):
@@ -83,7 +102,7 @@ def from_json(position: Any) -> Any:
     if tag == "items":
         return {from_json(key): from_json(x) for key, x in content}
     if tag in ("array", "tensor"):
-        dtype, shape, text = content
-        values = np.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
+        dtype, shape, encoded = content
+        values = np.frombuffer(base64.b64decode(encoded), dtype).reshape(shape).copy()
         return importlib.import_module("torch").from_numpy(values) if tag == "tensor" else values
     return {key: from_json(x) for key, x in position.items()}

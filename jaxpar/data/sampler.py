@@ -1,13 +1,15 @@
-"""Which rows each batch holds, epoch after epoch, as torch's DistributedSampler assigns them; two integers of state.
+"""The order in which batches read the rows of a data set, epoch after epoch; its state is two integers.
 
-    epoch's order    4 1 6 0 5 2 3        size 7, a permutation that (seed, epoch) alone gives
-    batches of 3     4 1 6 | 0 5 2 | 3 . .
-                                      mask       3 4 1   and the mask 1 0 0: the epoch's first rows do not count
-                                      pad        3 4 1   they count, as with DistributedSampler
-                                      drop_last  none: the next epoch begins
+Ranks get the rows that torch's DistributedSampler assigns to them.
 
-A position says how far a run has come in rows, not in batches, hosts or devices: whoever goes on from it, in
-batches of any size, reads the rows that are left.
+    order of an epoch    4 1 6 0 5 2 3        size 7, a permutation that depends only on (seed, epoch)
+    batches of 3         4 1 6 | 0 5 2 | 3 . .
+                                          mask       3 4 1   with the mask 1 0 0: the repeated rows do not count
+                                          pad        3 4 1   the repeated rows count, as in DistributedSampler
+                                          drop_last  none: the next epoch begins
+
+A position counts rows, not batches, hosts or devices. A run that continues from it, with any batch size, reads the
+remaining rows of the epoch.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ LAST = ("mask", "pad", "drop_last")
 
 
 class Position(NamedTuple):
-    """Where the next batch begins: in which epoch, from 0, and at which row of that epoch's order."""
+    """The start of the next batch: the epoch, from 0, and the row in that epoch's order."""
 
     epoch: int = 0
     row: int = 0
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> Position:
-        """From what `_asdict` gave, by way of JSON. Raises ValueError where it is something else."""
+        """Return the position of a checkpoint, `_asdict` by way of JSON; raise ValueError if it is none."""
         if set(state) != set(cls._fields) or not all(isinstance(n, int) and n >= 0 for n in state.values()):
             raise ValueError(f"a position in the data is {dict(state)}; it needs epoch and row, whole numbers from 0")
         return cls(**state)
@@ -40,16 +42,17 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampler:
-    """The order of `size` rows in every epoch, and what becomes of those at its end that do not fill a batch.
+    """The order of a data set's rows in every epoch, and the treatment of the last rows that do not fill a batch.
+
+    Memory holds the order of the current epoch, 8 bytes for each row.
 
     Attributes:
-      size: n, rows of the data set.
-      last: "mask": they are a batch that is filled up with rows whose mask is 0, so that every row counts once in an
-        epoch. "pad": these rows count, as in torch's DistributedSampler. "drop_last": they are left out.
-      shuffle: every epoch in an order of its own; else all in that of the data.
-      seed: of the orders.
-
-    The order of the epoch that is read is in memory, 8 bytes for each row.
+      size: n, the number of rows in the data set.
+      last: the treatment of the last rows. "mask" fills their batch up with rows whose mask is 0, so that every row
+        counts once in an epoch. "pad" fills it up with rows that count, as torch's DistributedSampler does.
+        "drop_last" leaves them out.
+      shuffle: gives every epoch a different order; else every epoch has the order of the data.
+      seed: determines the orders.
     """
 
     size: int
@@ -64,14 +67,20 @@ class Sampler:
             raise ValueError(f"last={self.last!r}: use one of {', '.join(LAST)}{did_you_mean(str(self.last), LAST)}")
 
     def order(self, epoch: int) -> np.ndarray:
-        """The rows of an epoch, int64 [n], each once."""
+        """Return the order of an epoch: row indices, int64 [n], each once."""
         return _order(self.size, self.seed if self.shuffle else None, epoch)
 
     def of_rank(self, rank: int, ranks: int, epoch: int = 0) -> np.ndarray:
-        """What DistributedSampler(num_replicas=ranks, rank=rank) yields in an epoch of this order, int64: every
-        `ranks`-th row, all ranks as many, from an order that is padded from its own beginning or with "drop_last" cut.
+        """Return the rows that `DistributedSampler(num_replicas=ranks, rank=rank)` yields in an epoch of this order.
 
-        With "mask" nothing is padded, and ranks may differ by one row. Raises ValueError unless 0 <= rank < ranks.
+        A rank gets every `ranks`-th row. For ranks to have equally many, "pad" repeats the first rows of the order at
+        its end, and "drop_last" cuts the order. With "mask", ranks may differ by one row.
+
+        Returns:
+          Row indices, int64.
+
+        Raises:
+          ValueError: unless 0 <= rank < ranks.
         """
         if not 0 <= rank < ranks:
             raise ValueError(f"rank={rank} of ranks={ranks}: number them 0 to {ranks - 1}")
@@ -79,32 +88,40 @@ class Sampler:
         if self.last == "drop_last":
             order = order[: self.size // ranks * ranks]
         if self.last == "pad":
-            order = np.resize(order, -(-self.size // ranks) * ranks)  # over and over, where ranks are more than rows
+            order = np.resize(order, -(-self.size // ranks) * ranks)  # repeats the order if ranks exceed rows
         return order[rank::ranks]
 
-    def batch(self, at: Position, rows: int) -> tuple[np.ndarray, np.ndarray, Position]:
-        """The batch of `rows` at a position: rows of the data, int64 [B], their mask, float32 [B], and what follows."""
+    def batch(self, position: Position, rows: int) -> tuple[np.ndarray, np.ndarray, Position]:
+        """Return the batch of `rows` rows at a position.
+
+        Returns:
+          The row indices, int64 [B]; their mask, float32 [B]; and the position of the next batch.
+
+        Raises:
+          ValueError: no batch can have `rows` rows.
+        """
         self.check(rows)
-        if at.row + (rows if self.last == "drop_last" else 1) > self.size:
-            at = Position(at.epoch + 1)
-        order = self.order(at.epoch)
-        taken = order[at.row : at.row + rows]
+        # A position may come from a run with smaller batches: with "drop_last", a full batch may not fit any more.
+        if position.row + (rows if self.last == "drop_last" else 1) > self.size:
+            position = Position(position.epoch + 1)
+        order = self.order(position.epoch)
+        indices = order[position.row : position.row + rows]
         mask = np.ones(rows, np.float32)
         if self.last == "mask":
-            mask[taken.size :] = 0
-        # Rows of the data, not zeros: what a model makes of them is finite, and 0 x NaN would not be 0.
-        taken = np.concatenate([taken, np.resize(order, rows - taken.size)])
-        after = Position(at.epoch, at.row + rows)
-        return taken, mask, after if after.row < self.size else Position(at.epoch + 1)
+            mask[indices.size :] = 0
+        # Fill up with rows of the data, not with zeros: a model's output may be NaN for zeros, and 0 x NaN is not 0.
+        indices = np.concatenate([indices, np.resize(order, rows - indices.size)])
+        next_position = Position(position.epoch, position.row + rows)
+        return indices, mask, next_position if next_position.row < self.size else Position(position.epoch + 1)
 
     def after(self, batches: int, rows: int) -> Position:
-        """Where the next batch begins after so many batches of `rows` from the first."""
+        """Return the position after `batches` batches of `rows` rows, counted from the first."""
         self.check(rows)
-        each = self.size // rows if self.last == "drop_last" else -(-self.size // rows)
-        return Position(batches // each, batches % each * rows)
+        batches_per_epoch = self.size // rows if self.last == "drop_last" else -(-self.size // rows)
+        return Position(batches // batches_per_epoch, batches % batches_per_epoch * rows)
 
     def check(self, rows: int) -> None:
-        """Raise ValueError where batches of `rows` cannot be."""
+        """Raise ValueError if no batch can have `rows` rows."""
         if rows < 1 or (self.last == "drop_last" and rows > self.size):
             raise ValueError(
                 f"of {self.size} rows no batch of {rows} is full, and last='drop_last' leaves out the others; use "
@@ -112,8 +129,9 @@ class Sampler:
             )
 
 
-@functools.lru_cache(maxsize=4)  # of the runs of a process, each reads one epoch at a time
+@functools.lru_cache(maxsize=4)  # a process may have several runs, each reading one epoch at a time
 def _order(size: int, seed: int | None, epoch: int) -> np.ndarray:
+    """Return the cached order of an epoch, read-only; `seed` None keeps the order of the data."""
     order = np.arange(size) if seed is None else np.random.default_rng((seed, epoch)).permutation(size)
     order.flags.writeable = False
     return order

@@ -1,4 +1,11 @@
-"""What a trainer accepts as data, as streams of batches that know where they are."""
+"""Everything that a trainer accepts as data, as streams of batches that know their position.
+
+data                                     how a resumed run continues
+`Source`, `Rows`                         from the batch number, or from the iterator's position
+a function `data(start)`                 from the batch number
+an iterable with a position (torch)      from its position, in the same pass over the data
+any other iterable                       the batches before the position are read and dropped
+"""
 
 from __future__ import annotations
 
@@ -16,27 +23,32 @@ from ..model.model import Replicated
 from .positions import cursor, epochs, from_json, restored, to_json
 from .rows import Rows
 
-Data = Any  # a `data.Source`, a function, or an iterable of batches
+Data = Any  # a `data.Source`, a function, or an iterable of batches: see `training`
 
 
 class Stream:
-    """Batches from a position on; an iterator.
+    """An iterator of batches that knows its position.
+
+    Args:
+      batches: the batches from this position on.
+      number: the initial value of the attribute `number`.
+      data_state: returns the data's part of `state()`; {} if the data have no position.
 
     Attributes:
-      number: how many batches of the run are before the next one.
+      number: how many batches of the run come before the next one.
       fills: whether the data fill up batches with rows whose mask is 0.
     """
 
     fills = False
 
-    def __init__(self, batches: Iterator[Any], number: int, own: Callable[[], Mapping[str, Any]] = dict):
-        self._batches, self._own, self.number = batches, own, number
+    def __init__(self, batches: Iterator[Any], number: int, data_state: Callable[[], Mapping[str, Any]] = dict):
+        self._batches, self._data_state, self.number = batches, data_state, number
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> Any:
-        """The next batch, of arrays. Raises ValueError where the data ends."""
+        """Return the next batch, with arrays as leaves; raise ValueError if the data have ended."""
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -48,12 +60,19 @@ class Stream:
         return jax.tree.map(as_array, batch)
 
     def state(self) -> dict[str, Any]:
-        """The position of the next batch, as JSON: how many came before it ("batches"), and where the data have a
-        position of their own, that ("data"), with what it counts from: the batch at which the iterator was made
-        ("origin", if it is not 0), the number of the pass ("pass", where data are told it). It is the same on every
-        host, unless the data's own is not. Raises ValueError where the data's own is nothing that JSON can hold.
+        """Return the position of the next batch, as JSON.
+
+        It is the same on every host, unless the data's position differs between hosts.
+
+        Returns:
+          A dict with "batches", the number of earlier batches. If the data have a position, also "data", that position;
+          "origin", the batch at which their iterator was created, if it is not 0; and "pass", the number of the pass,
+          if the data have `set_epoch`.
+
+        Raises:
+          ValueError: the data's position contains values that JSON cannot store.
         """
-        return {"batches": self.number, **self._own()}
+        return {"batches": self.number, **self._data_state()}
 
 
 def training(
@@ -64,74 +83,93 @@ def training(
     state: Mapping[str, Any] | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> Stream:
-    """Batches to train on, from batch `start` on.
+    """Return a stream of training batches, from batch `start` on.
 
     Args:
-      data: a `jaxpar.data.Source` or `Rows`; a data set with rows by index and `__getitems__` (Hugging Face's), which
-        becomes `Rows`; a function `data(start)` of an iterator that begins with batch `start`; or an iterable: a list
-        or data loader is gone through again and again, an iterator once. Where an iterable has a position of its own
-        (`state_dict` and `load_state_dict`, or `get_state` and `set_state`, as grain's), `state` restores it; of
-        others the first `start` batches are dropped.
-      rows, seed: for a `Source`.
-      state: where to go on, from `Stream.state`, in place of `start`.
-      part: (index, count) of the rows of a batch that this host takes, of `Rows`.
+      data: one of
+        - a `jaxpar.data.Source` or `Rows`;
+        - a data set with rows by index and `__getitems__` (Hugging Face's), which becomes `Rows`;
+        - a function `data(start)` that returns an iterator of batches from batch `start` on;
+        - an iterable. A list or data loader is read again and again, an iterator once. If it has a position
+          (`state_dict` and `load_state_dict`, or grain's `get_state` and `set_state`), `state` restores it; otherwise
+          the first `start` batches are dropped.
+      rows: rows of a batch, for a `Source`.
+      seed: determines the order of a `Source`.
+      start: the number of the first batch.
+      state: the position to continue from, of `Stream.state`; it replaces `start`.
+      part: (index, count) of the rows of a batch that this host reads, for `Rows`.
 
-    Raises ValueError for anything else, and where the data ends.
+    Raises:
+      ValueError: the data have another form, or end before `start`.
     """
     start = start if state is None else state["batches"]
-    own = None if state is None else from_json(state.get("data"))
+    position = None if state is None else from_json(state.get("data"))
     if hasattr(data, "__getitems__") and hasattr(data, "__len__"):
         data = Rows(data, name=type(data).__name__)
+    # 1. A source: batches by number or from its iterator's position.
     if hasattr(data, "batches"):
-        # grain's iterators count from where they were made. To begin at the batch and then to restore such a position
-        # would pass over what came before it twice.
-        origin = start if state is None or own is None else state.get("origin", 0)
-        made = data.batches(rows, seed, origin)
+        # The position of grain's iterators counts from the batch at which they were created. Creating one at `start`
+        # and restoring such a position would skip the earlier batches twice: create it at the same batch as before.
+        origin = start if state is None or position is None else state.get("origin", 0)
+        batches = data.batches(rows, seed, origin)
         if part[1] > 1:
-            if not hasattr(made, "part"):
+            if not hasattr(batches, "part"):
                 raise ValueError(
                     f"rows='host', and {type(data).__name__} yields global batches; leave it out, or use data.Rows"
                 )
-            made.part = part
-        ask, beside = restored(made, own), {"origin": origin} if origin else {}
-        stream = Stream(made, start, dict if ask is None else lambda: {"data": to_json(ask()), **beside})
-        stream.fills = getattr(made, "fills", False)
+            batches.part = part
+        get_position, origin_entry = restored(batches, position), {"origin": origin} if origin else {}
+        data_state = dict if get_position is None else lambda: {"data": to_json(get_position()), **origin_entry}
+        stream = Stream(batches, start, data_state)
+        stream.fills = getattr(batches, "fills", False)
         return stream
+    # 2. A function of the first batch's number.
     if callable(data):
         check_call(data, "data", "start", note="the number of the first batch: 0, or where a resumed run goes on")
-        made = data(start)
-        if not isinstance(made, Iterable):
-            raise ValueError(f"data({start}) returned {type(made).__name__}; return an iterator of batches from there")
-        return Stream(iter(made), start)
+        batches = data(start)
+        if not isinstance(batches, Iterable):
+            raise ValueError(
+                f"data({start}) returned {type(batches).__name__}; return an iterator of batches from there"
+            )
+        return Stream(iter(batches), start)
+    # 3. An iterable, from its position or by dropping batches.
     if not isinstance(data, Iterable) or isinstance(data, Mapping | str):
         raise ValueError(
             f"data is a {type(data).__name__}; pass a jaxpar.data.Source, an iterable of batches, or a function of the "
             "number of the first batch that returns one"
         )
-    passes = _Passes(data, own, 0 if state is None else state.get("pass", 0))
-    stream = Stream(passes, 0 if own is None else start, passes.state)
+    passes = _Passes(data, position, 0 if state is None else state.get("pass", 0))
+    stream = Stream(passes, 0 if position is None else start, passes.state)
     while stream.number < start:
         next(stream)
     return stream
 
 
 class _Passes:
-    """An iterable again and again, an iterator once; of what has a position, that is restored in the pass `number`.
+    """Batches of repeated passes over an iterable, or of one pass over an iterator.
 
-    Data with `set_epoch` are told the number of every pass. Hugging Face's shuffle by it, and what they were told of a
-    position holds for that pass alone; without it every later one would begin there too.
+    Before every pass, the method `set_epoch` of data that have it gets the number of the pass. Hugging Face's data sets
+    shuffle by it. It also ends the effect of a restored position, which would otherwise apply to later passes too.
+
+    Args:
+      data: the iterable.
+      position: the position to restore, in pass `pass_number`; None begins at the first batch.
+      pass_number: the number of the first pass.
     """
 
-    def __init__(self, data: Iterable[Any], own: Any = None, number: int = 0):
-        self._data, self._once, self._empty = data, isinstance(data, Iterator), False
-        self._unread, self._own, self._number, self._epochs = True, own, number, epochs(data)
-        self._tell()
-        restored(data, own)  # loaders take it before they are gone through, iterators themselves
+    def __init__(self, data: Iterable[Any], position: Any = None, pass_number: int = 0):
+        self._data, self._is_iterator = data, isinstance(data, Iterator)
+        self._set_epochs, self._pass_number = epochs(data), pass_number
+        self._restored_position = position
+        self._has_read, self._pass_is_empty = False, False
+        self._announce_pass()
+        # Loaders take a position before `iter`, their iterators after it.
+        restored(data, position)
         self._pass = iter(data)
-        if own is not None and cursor(data) is None and restored(self._pass, own) is None:
+        if position is not None and cursor(data) is None and restored(self._pass, position) is None:
             raise ValueError(
-                f"the run's position in its data is {own}, and a {type(data).__name__} takes none; resume with the "
-                "data that it was trained on"
+                f"the run's position in its data is {position}, and a {type(data).__name__} takes none; resume with "
+                "the data that it was trained on"
             )
 
     def __iter__(self) -> _Passes:
@@ -141,33 +179,42 @@ class _Passes:
         try:
             batch = next(self._pass)
         except StopIteration:
-            if self._once or self._empty:
+            # A pass without any batch ends the data: empty iterables would loop here forever.
+            if self._is_iterator or self._pass_is_empty:
                 raise
-            self._number, self._empty = self._number + 1, True
-            self._tell()
+            self._pass_number, self._pass_is_empty = self._pass_number + 1, True
+            self._announce_pass()
             self._pass = iter(self._data)
             return next(self)
-        self._empty = self._unread = False
+        self._pass_is_empty, self._has_read = False, True
         return batch
 
-    def _tell(self) -> None:
-        for set_epoch in self._epochs:
-            set_epoch(self._number)
+    def _announce_pass(self) -> None:
+        """Tell the data the number of the pass that begins."""
+        for set_epoch in self._set_epochs:
+            set_epoch(self._pass_number)
 
     def state(self) -> dict[str, Any]:
-        found = cursor(self._data) or cursor(self._pass)  # of those that are told
-        # Before the first batch, many do not know yet what they were told.
-        own = self._own if self._unread or found is None else found[0]()
-        if own is None:
+        """Return the data's position and the number of the pass, as entries of `Stream.state`."""
+        methods = cursor(self._data) or cursor(self._pass)
+        # Before their first batch, many loaders do not yet report a position that they were given.
+        position = self._restored_position if not self._has_read or methods is None else methods[0]()
+        if position is None:
             return {}
-        return {"data": to_json(own)} | ({"pass": self._number} if self._epochs else {})
+        return {"data": to_json(position)} | ({"pass": self._pass_number} if self._set_epochs else {})
 
 
-def held_out(data: Data, rows: int, most: int | None) -> Iterator[Any]:
-    """Held-out batches: all of them, or `most` spread evenly (counting them goes through the data once more).
+def held_out(data: Data, rows: int, max_batches: int | None) -> Iterator[Any]:
+    """Return the held-out batches.
 
-    `data` is a `Source`, `Rows`, a function without arguments that returns an iterator, or an iterable other than an
-    iterator.
+    Args:
+      data: a `Source`, `Rows`, a function without arguments that returns an iterator, or an iterable that can be read
+        again.
+      rows: rows of a batch, for a `Source` or `Rows`.
+      max_batches: takes this many batches, spread evenly; counting them reads the data once more. None takes all.
+
+    Raises:
+      ValueError: the data have another form.
     """
     if isinstance(data, Iterator):
         raise ValueError(f"held_out is a {type(data).__name__}, which ends after one evaluation; pass a list, or a "
@@ -179,18 +226,19 @@ def held_out(data: Data, rows: int, most: int | None) -> Iterator[Any]:
     if hasattr(data, "__getitems__") and hasattr(data, "__len__"):
         data = Rows(data, name=type(data).__name__)
 
-    def again() -> Any:
+    def new_pass() -> Any:
         for name in ("held_out", "once"):
             if hasattr(data, name):
                 return getattr(data, name)(rows)
         return data() if callable(data) else data
 
-    every = 1 if most is None else max(1, -(-sum(1 for _ in again()) // most))
-    return (jax.tree.map(as_array, batch) for batch in itertools.islice(again(), 0, None, every))
+    # Every `stride`-th batch, from the first on. The data may have no length, so count the batches by a pass.
+    stride = 1 if max_batches is None else max(1, -(-sum(1 for _ in new_pass()) // max_batches))
+    return (jax.tree.map(as_array, batch) for batch in itertools.islice(new_pass(), 0, None, stride))
 
 
 def weight_of(batch: Any) -> float:
-    """How much a global batch's mean counts among others: the sum of its "mask" where it has one, else its rows."""
+    """Return the weight of a global batch's mean in an average over batches: the sum of its "mask", or its rows."""
     if not (isinstance(batch, dict) and "mask" in batch):
         return rows_of(batch)
     mask = batch["mask"]
@@ -198,29 +246,32 @@ def weight_of(batch: Any) -> float:
 
 
 class Fitting:
-    """Fills up batches whose rows do not divide, where they have a "mask": `fit(batch, blocks)`.
+    """Fills up batches with a "mask" whose rows do not divide over replicas and microbatches: `fit(batch, blocks)`.
 
-    Rows of the batch are repeated with the mask 0, up to the rows of the longest batch so far, for which the step is
-    compiled, or else up to the next multiple of `blocks`. A batch without a mask is left as it is: the step says how to
-    pad it. `check(batch)` is called with the first that is filled up.
+    Rows of the batch are repeated, with the mask 0. The batch gets as many rows as the longest batch so far, for which
+    the step is compiled, or else the next multiple of `blocks`. A batch without a mask is returned unchanged; the step
+    then raises an error that says how to pad it.
+
+    Args:
+      check: called with the first batch that is filled up, to check that the loss weighs by the mask.
     """
 
     def __init__(self, check: Callable[[Any], None] = lambda batch: None):
-        self._most, self._check, self._checked = 0, check, False
+        self._max_rows, self._check, self._is_checked = 0, check, False
 
     def __call__(self, batch: Any, blocks: int) -> Any:
-        """The batch, with a number of rows that `blocks` divides."""
+        """Return the batch with a number of rows that `blocks` divides."""
         if not (isinstance(batch, dict) and "mask" in batch):
             return batch
         rows = rows_of(batch)
         if not rows or rows % blocks == 0:
-            self._most = max(self._most, rows)
+            self._max_rows = max(self._max_rows, rows)
             return batch
-        taken = np.arange(max(self._most, -(-rows // blocks) * blocks)) % rows
-        marked = lambda x: isinstance(x, Replicated)
-        filled = jax.tree.map(lambda x: x if marked(x) else np.asarray(x)[taken], batch, is_leaf=marked)
+        indices = np.arange(max(self._max_rows, -(-rows // blocks) * blocks)) % rows
+        is_replicated = lambda x: isinstance(x, Replicated)  # has no rows
+        filled = jax.tree.map(lambda x: x if is_replicated(x) else np.asarray(x)[indices], batch, is_leaf=is_replicated)
         filled["mask"][rows:] = 0
-        if not self._checked:
+        if not self._is_checked:
             self._check(filled)
-            self._checked = True
+            self._is_checked = True
         return filled

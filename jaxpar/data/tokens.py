@@ -1,4 +1,7 @@
-"""Token ids in files, memory-mapped, and windows of them."""
+"""Token ids in memory-mapped files, and windows of token ids as rows of a data set.
+
+A file in a bucket is copied to this machine first, because windows are read from all over it.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +25,34 @@ _MAGIC = b"\x93NUMPY"
 
 
 def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
-    """Token ids [n] of a file, memory-mapped: `.npy` with integers, or `.bin` with nothing but ids, uint16 for
-    vocabularies up to 65,536, else uint32. That of an address in s3:// or gs:// is copied first: see `kept`.
+    """Return the token ids in a file, memory-mapped.
 
-    Raises ValueError where the file is missing, a FIFO or a device, or not of that form, or holds an id that is not
-    below `vocabulary`; for this all of it is read once, a piece at a time.
+    The whole file is read once, in chunks, to check its ids.
+
+    Args:
+      path: a `.npy` file of integers [n]; or a `.bin` file of ids alone, uint16 for vocabularies up to 65,536, else
+        uint32. A file in a bucket, s3:// or gs://, is copied to this machine first (`local_copy`).
+      vocabulary: the model's number of tokens.
+
+    Returns:
+      Integers [n].
+
+    Raises:
+      ValueError: the file does not exist, is a FIFO or a device, has another form, or contains an id that is not below
+        `vocabulary`.
     """
     path = place(path, "path")
     if not path.exists():
         raise ValueError(f"there is no file {path}; give one that exists, or none for Python's own source")
     plain(path)
-    file = kept(path) if is_bucket(path) else path
+    # 1. Map the file into memory.
+    file = local_copy(path) if is_bucket(path) else path
     if path.suffix == ".npy":
-        ids = _mapped(file, path)
+        ids = _map_npy(file, path)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"{path} holds {ids.dtype}{list(ids.shape)}; save token ids as integers [n]")
     else:
+        # The file has no header: its dtype follows from the vocabulary.
         dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
         if (size := file.stat().st_size) % dtype.itemsize or not size:
             raise ValueError(
@@ -45,58 +60,73 @@ def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
                 f"a multiple of {dtype.itemsize}; save other types as .npy"
             )
         ids = np.memmap(file, dtype, mode="r")
-    if (wrong := outside(ids, vocabulary)) is not None:
+    # 2. Check all ids. Under jit, JAX does not: an id beyond the vocabulary would silently read another row.
+    if (violation := outside(ids, vocabulary)) is not None:
+        token, index = violation
         raise ValueError(
-            f"{path} holds token {wrong[0]}, but the vocabulary has {vocabulary}: 0 to {vocabulary - 1}; "
-            f"use the model whose tokenizer made them, or a larger vocab= (it is at {wrong[1][0]:,} of {ids.size:,})"
+            f"{path} holds token {token}, but the vocabulary has {vocabulary}: 0 to {vocabulary - 1}; "
+            f"use the model whose tokenizer made them, or a larger vocab= (it is at {index[0]:,} of {ids.size:,})"
         )
     return ids
 
 
-def _mapped(file: Path, path: Place) -> np.ndarray:
-    """The array of a `.npy` file, memory-mapped; `path` is its name in errors."""
+def _map_npy(file: Path, path: Place) -> np.ndarray:
+    """Return the array of a `.npy` file, memory-mapped; `path` is its name in errors."""
     with file.open("rb") as content:
-        begin = content.read(len(_MAGIC))
-    if begin != _MAGIC:  # NumPy would open an archive of several arrays, and run code of the rest if it were allowed to
-        what = "is a zip archive, as numpy.savez writes of several arrays" if begin[:2] == b"PK" else "is no NumPy file"
-        raise ValueError(f"{path} {what}; write one array of integers [n] with numpy.save")
+        prefix = content.read(len(_MAGIC))
+    if prefix != _MAGIC:  # numpy.load would also open archives of several arrays, and take other files for pickles
+        problem = (
+            "is a zip archive, as numpy.savez writes for several arrays" if prefix[:2] == b"PK" else "is no NumPy file"
+        )
+        raise ValueError(f"{path} {problem}; write one array of integers [n] with numpy.save")
     try:
         return np.load(file, mmap_mode="r", allow_pickle=False)
     except OSError:
         raise
-    except Exception as error:  # of a damaged header NumPy raises what its parsers do: TokenError, OverflowError, ...
+    except Exception as error:  # for a damaged header, NumPy raises its parsers' errors: TokenError, OverflowError, ...
         raise ValueError(
             f"{path} cannot be read as NumPy's array file ({error}); write integers [n] with numpy.save"
         ) from error
 
 
-def kept(path: UPath) -> Path:
-    """The copy on this machine of a file in a bucket, since windows are read from all over it: in
-    `$XDG_CACHE_HOME/jaxpar/data` (else `~/.cache`), made once for all runs and processes, until the file in the bucket
-    is another. Nothing removes the last one. Raises OSError where there is no room, or no answer.
+def local_copy(path: UPath) -> Path:
+    """Return this machine's copy of a file in a bucket; copy it if there is none.
+
+    Copies are in `$XDG_CACHE_HOME/jaxpar/data` (else `~/.cache/jaxpar/data`). All runs and processes share a copy until
+    the file in the bucket changes; then a new copy replaces it. The last copy is never removed.
+
+    Raises:
+      OSError: the disk is full, or the bucket does not answer.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpar" / "data"
     folder = base / hashlib.sha256(str(path).encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
+    # `ukey` changes with the file's contents, so the name of an outdated copy differs.
     copy = folder / f"{path.fs.ukey(path.path)[:16]}{path.suffix}"
     with FileLock(folder / ".lock"):
         if not copy.exists():
-            for old in folder.glob(f"*{path.suffix}*"):
-                old.unlink()
-            with writing(part := copy.with_name(f"{copy.name}.part")) as write:
-                for piece in pieces(path):
-                    write(piece.data)
-            part.rename(copy)
+            for outdated in folder.glob(f"*{path.suffix}*"):
+                outdated.unlink()
+            # Copy under another name and rename at the end, so that an interrupted copy is never taken for the file.
+            with writing(partial_copy := copy.with_name(f"{copy.name}.part")) as write:
+                for chunk in pieces(path):
+                    write(chunk.data)
+            partial_copy.rename(copy)
     return copy
 
 
 class Windows(Sequence[dict[str, np.ndarray]]):
-    """Windows of token ids [n], one after another, as rows of `Rows`: {"tokens": int32 [T+1]}, neighbours sharing one
-    token, so that in an epoch every token but the first is predicted once; what fills no window at the end is left out.
+    """Consecutive windows of token ids as a data set for `Rows`; each row is {"tokens": int32 [T+1]}.
+
+    Neighbouring windows share one token, so that an epoch predicts every token except the first once. The tokens at the
+    end that do not fill a window are left out.
 
     Args:
       ids: integers [n], for example memory-mapped: `jaxpar.data.token_ids(path, vocabulary)`.
-      length: T.
+      length: T, the number of predictions in a window.
+
+    Raises:
+      ValueError: `ids` is not one-dimensional, or has no window of this length.
     """
 
     def __init__(self, ids: np.ndarray, length: int):
@@ -111,7 +141,7 @@ class Windows(Sequence[dict[str, np.ndarray]]):
         return (self.ids.size - 1) // self.length
 
     def __getitem__(self, index: Any) -> Any:
-        """The window `index`."""
+        """Return the window with this index, which may be negative."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         check_mapped(self.ids)

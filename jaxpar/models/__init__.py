@@ -1,4 +1,8 @@
-"""Models to train and to read, by name; no step, strategy or trainer depends on them."""
+"""Models to train and to read, by name: `named("llama-tiny")`.
+
+Each model is a file or folder with its sizes, its module in plain Flax NNX, its loss and its rules for `tensor`. No
+step, strategy or trainer depends on them.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,14 +33,14 @@ Kind = Literal["text", "images"]
 
 @dataclass(frozen=True)
 class Named:
-    """A model with a name: its sizes and what can be known before any array exists.
+    """A model of `NAMES`: its sizes, its module and loss, and its costs, all known before any array exists.
 
     Attributes:
       name: one of `NAMES`.
       kind: "text" (batches {"tokens"}) or "images" (batches {"image", "label"}).
-      config: the sizes, a dataclass of the model's own file, with the sources.
-      model: the `jp.Model`, with its loss.
-      generate: `generate(module, prompt, count, key)` continues text; None where there is none to continue.
+      config: the sizes, the dataclass `Config` of the model's file, which names their sources.
+      model: the `jp.Model`: how parameters are initialized, the loss, and the rules for `tensor`.
+      generate: `generate(module, prompt, count, key)` continues text; None for models of images.
     """
 
     name: str
@@ -47,7 +51,7 @@ class Named:
 
     @property
     def trainable(self) -> Callable[[str], bool] | None:
-        """Which paths learn, for `make_train_step`: of a model with adapters these alone. None for all."""
+        """The predicate for `make_train_step(trainable=)`: true of adapters only, or None if all parameters train."""
         return llama.is_adapter if getattr(self.config, "lora", 0) else None
 
     @property
@@ -56,14 +60,15 @@ class Named:
         return self.config.parameters
 
     def example(self, rows: int, length: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of a training batch of `rows`; `length` is the number of positions of text."""
+        """Return the shapes of a training batch of `rows` rows; `length` is the number of positions of a text."""
         return self.config.example(rows, length)
 
     def flops(self, rows: int, length: int = 0) -> float:
-        """Floating-point operations of one step on such a batch, forward and backward, a multiply-add being two."""
+        """Return the floating-point operations of one step, forward and backward; a multiply-add counts as two."""
         return self.config.flops(rows, length)
 
 
+# (file with `Config`, `SIZES`, `RULES` and `loss`; module; kind) of every family of models.
 _FAMILIES: list[tuple[Any, Callable[..., nnx.Module], Kind]] = [
     (llama, Llama, "text"),
     (mixtral, Mixtral, "text"),
@@ -71,38 +76,48 @@ _FAMILIES: list[tuple[Any, Callable[..., nnx.Module], Kind]] = [
     (resnet, ResNet, "images"),
     (mlp, MLP, "images"),
 ]
+# The family of each name.
 _FAMILY = {name: family for family in _FAMILIES for name in family[0].SIZES}
 NAMES = tuple(_FAMILY)
 
 
 def named(name: str, **changes: Any) -> Named:
-    """The model of that name, with other sizes where `changes` says so, such as `dropout=0.1` or `classes=10`.
+    """Return the model of this name, with changed sizes.
 
-    It allocates nothing, however large the model. Raises ValueError for a name that is not one of `NAMES`, and for a
-    size that the model does not have or cannot have.
+    Args:
+      name: one of `NAMES`.
+      changes: sizes that differ from the named model's, such as `dropout=0.1` or `classes=10`.
+
+    Returns:
+      The model. Nothing is allocated, however large it is.
+
+    Raises:
+      ValueError: the name is not one of `NAMES`, or the model does not have or cannot have such a size.
     """
-    if says := removed(f"model {name}"):
-        raise ValueError(says)
+    if advice := removed(f"model {name}"):
+        raise ValueError(advice)
     if name not in _FAMILY:
-        raise ValueError(f"there is no model {name!r}{_nearest(name, NAMES)}")
+        raise ValueError(f"there is no model {name!r}{_suggest(name, NAMES)}")
     family, module, kind = _FAMILY[name]
     sizes = [field.name for field in dataclasses.fields(family.Config)]
     for change in changes:
         if change not in sizes:
-            raise ValueError(f"{name} has no size {change!r}{_nearest(change, sizes)}")
+            raise ValueError(f"{name} has no size {change!r}{_suggest(change, sizes)}")
+    # `replace` runs the checks of `Config.__post_init__` again.
     config = dataclasses.replace(family.SIZES[name], **changes)
     model = from_nnx(lambda rngs: module(config, rngs=rngs), family.loss, family.RULES)
     return Named(name, kind, config, model, text.generate if kind == "text" else None)
 
 
-def _nearest(given: str, known: Any) -> str:
-    return did_you_mean(given, known, "; {}") or f"; use one of {', '.join(known)}"
+def _suggest(name: str, valid_names: Any) -> str:
+    """Return the end of an error about an unknown name: the closest valid name, or all of them."""
+    return did_you_mean(name, valid_names, "; {}") or f"; use one of {', '.join(valid_names)}"
 
 
-if not TYPE_CHECKING:  # to which any name would then be one of ours
+if not TYPE_CHECKING:  # a type checker would take a module `__getattr__` to mean that every name exists
 
     def __getattr__(name: str) -> Any:
-        """Say what to use instead of a name that was removed."""
-        if says := removed(f"jaxpar.models.{name}"):
-            raise ImportError(says)
+        """Raise an ImportError that says what to use instead, if the name was removed in an earlier version."""
+        if advice := removed(f"jaxpar.models.{name}"):
+            raise ImportError(advice)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,11 @@ Learned positions, LayerNorm with biases before each branch, biases everywhere, 
 embedding that is also the output head. The layers are one `nnx.scan` over parameters stacked on dim 0. No dtype is set:
 matmuls run in the dtype of the parameters, while norms, attention's softmax and the loss are float32.
 
+    x = embedding[tokens] + position
+    x = x + attention(norm(x))                 for every layer
+    x = x + down(gelu(up(norm(x))))
+    logits = norm(x) @ embedding.T
+
 Dims: B rows, T positions, D dim, H heads, h head_dim = D / H, V vocab, L layers.
 """
 
@@ -13,7 +18,7 @@ import jax
 from flax import nnx
 
 from ..parallel.context.attention.fused import attention
-from .parts.cache import Attend, Cache, extended
+from .parts.cache import Attend, Cache, run_with_cache
 from .parts.config import check_sizes
 from .parts.stack import run, stack
 from .parts.text import Sizes
@@ -22,10 +27,10 @@ from .parts.text import loss as loss
 
 @dataclass(frozen=True)
 class Config(Sizes):
-    """Sizes of a `GPT`. Raises ValueError where they do not fit each other."""
+    """Sizes of a `GPT`. Raises ValueError if they do not fit each other."""
 
     vocab: int = 50257
-    context: int = 1024  # positions it has embeddings for
+    context: int = 1024  # positions that have embeddings
     dim: int = 768
     layers: int = 12
     heads: int = 12
@@ -34,12 +39,13 @@ class Config(Sizes):
     def __post_init__(self) -> None:
         check_sizes(self)
         if self.dim % self.heads:
-            near = self.heads * max(1, round(self.dim / self.heads))
-            raise ValueError(f"dim={self.dim} does not split into heads={self.heads}; try dim={near}")
+            # Round to the nearest multiple of heads, at least one feature a head.
+            nearest_dim = self.heads * max(1, round(self.dim / self.heads))
+            raise ValueError(f"dim={self.dim} does not split into heads={self.heads}; try dim={nearest_dim}")
 
     @property
     def head_dim(self) -> int:
-        """Features of one head."""
+        """The number of features of one head."""
         return self.dim // self.heads
 
     @property
@@ -49,7 +55,7 @@ class Config(Sizes):
         return self.layers * layer + (2 + self.vocab + self.context) * self.dim
 
     def flops(self, rows: int, length: int) -> float:
-        """Operations forward and backward; see `llama.Config.flops`."""
+        """Return the operations forward and backward, counted as in `llama.Config.flops`."""
         weights = self.layers * 12 * self.dim**2 + self.vocab * self.dim
         return float(rows * length * (6 * weights + 12 * self.layers * self.dim * length))
 
@@ -62,17 +68,21 @@ SIZES = {
     "gpt2-xl": Config(dim=1600, layers=48, heads=25),
 }
 
-# What `tensor` splits (Shoeybi et al. 2019, arXiv:1909.08053, section 3): whole heads, parts of the feed-forward and of
-# the vocabulary. Biases follow their kernels; positions are whole.
+# The dim of each kernel that `tensor` splits (Shoeybi et al. 2019, arXiv:1909.08053, section 3): heads, features of the
+# feed-forward, and the vocabulary. Biases follow their kernels; position embeddings are replicated.
 RULES = {"(query|key|value|up)/kernel": -1, "(out|down)/kernel": -2, "embedding": -2}
 
 
 def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> nnx.Linear:
-    """A projection with GPT-2's initial values: normal(0.02), less where `branches` outputs add up in the residual."""
+    """Build a projection with GPT-2's initial values: normal(0.02), divided by sqrt(branches).
+
+    `branches` counts the outputs that add up in the residual stream: its variance then does not grow with depth.
+    """
     return nnx.Linear(fan_in, fan_out, kernel_init=nnx.initializers.normal(0.02 * branches**-0.5), rngs=rngs)
 
 
 def _norm(dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """Build a LayerNorm with GPT-2's epsilon."""
     return nnx.LayerNorm(dim, epsilon=1e-5, rngs=rngs)
 
 
@@ -94,7 +104,7 @@ class Attention(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and feed-forward, each normed before and added to the residual stream."""
+    """Attention and feed-forward; each reads the normed residual stream and is added to it."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = _norm(config.dim, rngs)
@@ -102,7 +112,7 @@ class Layer(nnx.Module):
         self.ffn_norm = _norm(config.dim, rngs)
         self.up = _linear(config.dim, 4 * config.dim, rngs)
         self.down = _linear(4 * config.dim, config.dim, rngs, branches=2 * config.layers)
-        # Without dropout no stream is made, so that the model has no state beside its weights.
+        # Without dropout the module gets no random stream, so that the model has no state except its weights.
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
     def __call__(self, x_BTD: jax.Array, attend: Attend = attention) -> jax.Array:
@@ -117,7 +127,7 @@ class GPT(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        # Not nnx.Embed: it fixes its dtype when it is made, and bfloat16 parameters would still compute in float32.
+        # Not nnx.Embed: it fixes its dtype when it is built, and bfloat16 parameters would still compute in float32.
         self.embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (config.vocab, config.dim)))
         self.position = nnx.Param(nnx.initializers.normal(0.01)(rngs.params(), (config.context, config.dim)))
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
@@ -129,27 +139,36 @@ class GPT(nnx.Module):
         length = tokens_BT.shape[1]
         if length > self.config.context:
             raise ValueError(
-                f"length={length} is more than the {self.config.context} positions that the model knows; "
+                f"length={length} is more than the {self.config.context} positions that the model has embeddings for; "
                 f"use a length up to {self.config.context}, or named(..., context={length})"
             )
-        x_BTD = self._embedded(tokens_BT, self.position[:length])
+        x_BTD = self._embed(tokens_BT, self.position[:length])
         return self._logits(run(self.layers, x_BTD))
 
-    def extend(self, tokens_BT: jax.Array, cache: Cache, at: jax.Array) -> tuple[jax.Array, Cache]:
-        """As `__call__` for tokens at positions `at` and on, behind those whose keys and values are in the cache
-        (`parts/cache.py`): logits [B, T, V], and the cache with theirs.
+    def extend(self, tokens_BT: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
+        """Run the model on tokens at positions `start` and on, with the keys and values of earlier positions cached.
+
+        Args:
+          tokens_BT: int32 [B, T].
+          cache: from `empty` or an earlier call (`parts/cache.py`).
+          start: the position of the first token.
+
+        Returns:
+          Logits [B, T, V], and the cache with the keys and values of these tokens.
         """
-        position_TD = jax.lax.dynamic_slice_in_dim(self.position[...], at, tokens_BT.shape[1])
-        x_BTD, cache = extended(self.layers, self._embedded(tokens_BT, position_TD), cache, at)
+        position_TD = jax.lax.dynamic_slice_in_dim(self.position[...], start, tokens_BT.shape[1])
+        x_BTD, cache = run_with_cache(self.layers, self._embed(tokens_BT, position_TD), cache, start)
         return self._logits(x_BTD), cache
 
     def empty(self, rows: int, positions: int) -> Cache:
-        """A cache without anything in it."""
+        """Return an empty cache with room for `positions` positions."""
         config, dtype = self.config, self.layers.attention.key.kernel.dtype
         return Cache.create(config.layers, rows, positions, config.heads, config.head_dim, dtype)
 
-    def _embedded(self, tokens_BT: jax.Array, position_TD: jax.Array) -> jax.Array:
+    def _embed(self, tokens_BT: jax.Array, position_TD: jax.Array) -> jax.Array:
+        """Add the embeddings of tokens and positions, [B, T, D]."""
         return self.dropout(self.embedding[...][tokens_BT] + position_TD)
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the logits [B, T, V]: the final norm, then the embedding as the output head."""
         return self.norm(x_BTD) @ self.embedding[...].T

@@ -1,7 +1,9 @@
 """A multi-layer perceptron on the pixels of small images: the smallest model with a stack of layers.
 
-GELU, not a rectifier: at a kink, a rounding error decides whether a unit learns. No dtype is set: matmuls run in the
-dtype of the parameters. Dims: B rows, H height, W width, C channels, D hidden.
+The activation is GELU, not ReLU: at ReLU's kink, a rounding error decides whether a unit learns, and then two
+strategies that should agree do not. No dtype is set: matmuls run in the dtype of the parameters.
+
+Dims: B rows, H height, W width, C channels, D hidden.
 """
 
 from dataclasses import dataclass
@@ -17,12 +19,12 @@ from .parts.stack import run, stack
 
 @dataclass(frozen=True)
 class Config(Sizes):
-    """Sizes of an `MLP`. Raises ValueError where one is none."""
+    """Sizes of an `MLP`. Raises ValueError if one of them is invalid."""
 
     size: int = 8  # height and width of the images
     channels: int = 1
     hidden: int = 128
-    layers: int = 2  # from hidden to hidden, between the one that reads the pixels and the one that names the class
+    layers: int = 2  # from hidden to hidden; the first and last map, of pixels and classes, are not counted
     classes: int = 10
 
     def __post_init__(self) -> None:
@@ -30,7 +32,7 @@ class Config(Sizes):
 
     @property
     def weights(self) -> int:
-        """The parameters of matmuls."""
+        """The number of parameters in matmuls, that is without biases."""
         pixels = self.size * self.size * self.channels
         return pixels * self.hidden + self.layers * self.hidden**2 + self.hidden * self.classes
 
@@ -40,19 +42,19 @@ class Config(Sizes):
         return self.weights + (1 + self.layers) * self.hidden + self.classes
 
     def flops(self, rows: int, length: int = 0) -> float:
-        """Operations forward and backward: 6 per row and weight of a matmul; `length` is for text."""
+        """Return the operations forward and backward: 6 per row and weight of a matmul. `length` is ignored."""
         return 6.0 * rows * self.weights
 
 
 SIZES = {"mlp-tiny": Config(), "mlp-large": Config(size=28, hidden=4096, layers=8)}
 
-# What `tensor` splits, always parts of `hidden`. The layers of a scan are all split alike, so that none can leave its
-# features in parts for the next.
+# The dim of each kernel that `tensor` splits: always `hidden`, of inputs or of outputs. The layers of a scan are all
+# split alike. Each is therefore split by its inputs and sums its outputs: none may hand split features to the next.
 RULES = {"into/kernel": -1, "(linear|out)/kernel": -2}
 
 
 def _linear(fan_in: int, fan_out: int, rngs: nnx.Rngs) -> nnx.Linear:
-    # He et al. 2015, arXiv:1502.01852: about as much signal comes out as went in.
+    # He et al. 2015, arXiv:1502.01852: the signal keeps about its variance through any number of layers.
     return nnx.Linear(fan_in, fan_out, kernel_init=nnx.initializers.he_normal(), rngs=rngs)
 
 
@@ -68,7 +70,7 @@ class Layer(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Pixels, layers, class."""
+    """The classifier: a linear map of all pixels, `config.layers` layers, and a linear head."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.config = config

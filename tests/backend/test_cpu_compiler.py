@@ -1,4 +1,4 @@
-"""XLA's CPU compiler is right as jaxpar starts it, and wrong in just the releases that are said to need the flag."""
+"""XLA's CPU compiler is correct as jaxpar starts it, and wrong without the flag in just the listed releases."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ from jaxpar.backend import cpu_compiler
 
 NEEDED = pytest.mark.skipif(not cpu_compiler.is_wrong(), reason=f"jaxlib {jaxlib.__version__} is right without")
 
-# A backend that had started before jaxpar was imported; a loss that the compiler gets wrong, under a step and a `jit`.
+# The backend starts before jaxpar is imported. The compiler gets the loss wrong under the user's `jit`, not in a step.
 LATE = """
 import warnings
 import jax, jax.numpy as jnp, numpy as np, optax
@@ -32,56 +32,58 @@ def loss(params, batch, key=None):
     return rows(params["m"], batch).mean()
 
 model = jp.Model(init=lambda key: {"m": jnp.eye(3)}, loss=loss)
-with warnings.catch_warnings(record=True) as said:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     step = jp.make_train_step(model, optax.sgd(0.0), jp.Strategy.parse("ddp"))
     assert jp.verify(model, "ddp", x).ok
-said = [str(one.message) for one in said if "wrong numbers in silence" in str(one.message)]
-assert len(said) == 1 and said[0].endswith("XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=-reduce"), said
-off = abs(float(step.evaluate(step.init(jax.random.key(0)), x)["loss"]) / (x.astype(np.float64) ** 2).sum() * n - 1)
-assert off < 1e-6, off  # 8e-4 without
-own = jax.jit(rows)(jnp.eye(3), x[:40_000])
-print("own jit is right:", np.allclose(own, (x[:40_000] ** 2).sum(1), rtol=1e-5))
+messages = [str(w.message) for w in caught if "wrong numbers in silence" in str(w.message)]
+assert len(messages) == 1, messages
+assert messages[0].endswith("XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=-reduce"), messages
+error = abs(float(step.evaluate(step.init(jax.random.key(0)), x)["loss"]) / (x.astype(np.float64) ** 2).sum() * n - 1)
+assert error < 1e-6, error  # 8e-4 without the flag
+users_result = jax.jit(rows)(jnp.eye(3), x[:40_000])
+print("own jit is right:", np.allclose(users_result, (x[:40_000] ** 2).sum(1), rtol=1e-5))
 """
 
 
 def without_flag() -> dict[str, str]:
-    """This environment, as it was before the flag was added."""
+    """Return this process's environment as it was before jaxpar added the flag."""
     flags = os.environ["XLA_FLAGS"].split()
     return {**os.environ, "XLA_FLAGS": " ".join(f for f in flags if cpu_compiler.NAME not in f)}
 
 
 @pytest.mark.parametrize("name", list(cpu_compiler.CANARIES))
 def test_the_tests_compile_it_right(name: str) -> None:
-    """In this process, by a `jit` that knows of nothing: the simulated devices of all tests. Two of them killed it."""
+    """A plain `jit` in this process is correct, as all tests need; two of the canaries once killed the process."""
     assert cpu_compiler.CANARIES[name][0]()
 
 
 @pytest.mark.skipif(
-    (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="known of Linux on x86-64 alone: the kernels"
+    (sys.platform, platform.machine()) != ("linux", "x86_64"),
+    reason="the kernels are known to be wrong only for Linux on x86-64",
 )
 def test_it_is_wrong_without_the_flag_in_just_these_releases() -> None:
-    """So that the flag goes when nothing needs it, and comes back when something does."""
+    """This test fails when no release needs the flag any more, or when another release does."""
     wrong = {name for name, (_, releases) in cpu_compiler.CANARIES.items() if jaxlib.__version__ in releases}
     assert bool(wrong) == cpu_compiler.is_wrong()
-    found = cpu_compiler.failing(without_flag()).keys()
-    # On some processors, of one release, the sum over 8 dims is right.
-    assert found == wrong or found == wrong - {"a sum over 8 dims"}
+    failures = cpu_compiler.failing(without_flag()).keys()
+    # On some processors the sum over 8 dims of one release is correct.
+    assert failures == wrong or failures == wrong - {"a sum over 8 dims"}
 
 
 @NEEDED
 def test_a_step_is_right_where_the_flag_came_too_late_and_says_so() -> None:
-    """Under the compiler's options, which a user's own `jit` has not."""
-    ran = subprocess.run(
+    """Steps are compiled with the option that replaces the flag; a user's own `jit` is not."""
+    process = subprocess.run(
         [sys.executable, "-c", LATE], env=without_flag(), capture_output=True, text=True, timeout=600, check=False
     )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == "own jit is right: False"
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "own jit is right: False"
 
 
 @NEEDED
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("initial", "expected"),
     [
         (None, cpu_compiler.FLAG),
         ("--xla_cpu_enable_fast_math=false", f"--xla_cpu_enable_fast_math=false {cpu_compiler.FLAG}"),
@@ -89,17 +91,17 @@ def test_a_step_is_right_where_the_flag_came_too_late_and_says_so() -> None:
         ("/etc/flags", "/etc/flags"),
     ],
 )
-def test_what_xla_flags_says_already_stays(before: str | None, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_xla_flags_says_already_stays(initial: str | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_compiler, "backends_are_initialized", lambda: False)
     monkeypatch.delenv("XLA_FLAGS")
-    if before is not None:
-        monkeypatch.setenv("XLA_FLAGS", before)
+    if initial is not None:
+        monkeypatch.setenv("XLA_FLAGS", initial)
     cpu_compiler.set_flag()
-    assert os.environ["XLA_FLAGS"] == after
+    assert os.environ["XLA_FLAGS"] == expected
 
 
 def test_simulate_sets_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA_FLAGS may have been written since the import."""
+    """`jp.simulate` adds the flag again if XLA_FLAGS was overwritten after the import."""
     monkeypatch.setattr(cpu_compiler, "backends_are_initialized", lambda: False)
     monkeypatch.setattr(jaxlib, "__version__", cpu_compiler.WRONG[0])
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
@@ -108,7 +110,7 @@ def test_simulate_sets_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_release_that_is_right_gets_no_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later one may not know the name, and XLA ends a process for that."""
+    """A later release may not know the flag, and XLA ends a process with an unknown flag."""
     monkeypatch.setattr(cpu_compiler, "backends_are_initialized", lambda: False)
     monkeypatch.setattr(jaxlib, "__version__", "0.12.0")
     monkeypatch.delenv("XLA_FLAGS")
@@ -118,7 +120,7 @@ def test_a_release_that_is_right_gets_no_flag(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_flags_that_were_written_over_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a model's file that sets XLA_FLAGS for its own devices."""
+    """A user's file may set XLA_FLAGS for its devices, and so overwrite the flag."""
     monkeypatch.setattr(jaxlib, "__version__", cpu_compiler.WRONG[0])
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     with pytest.warns(UserWarning, match="XLA_FLAGS was written anew after jaxpar had set the flag"):

@@ -1,6 +1,6 @@
-"""What others have written is read only where it is a plain file, in its folder, of a sensible size.
+"""Files of users and downloads are read only if they are regular files of moderate size inside their folder.
 
-A FIFO made the program wait without end, /dev/zero read without end, and a weight_map opened any file of the machine.
+Once a FIFO blocked the program forever, /dev/zero was read forever, and a weight_map could open any file.
 """
 
 import json
@@ -29,6 +29,7 @@ SIZES = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_atte
 
 
 def model(folder: Path, places: object = None, **changes: object) -> Path:
+    """Write a model's config.json, and an index with this weight map; return the folder."""
     folder.mkdir(exist_ok=True, parents=True)
     (folder / "config.json").write_text(json.dumps(SIZES | changes))
     if places is not None:
@@ -95,7 +96,7 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
 
 
 def test_a_config_of_any_number_of_layers_costs_nothing(tmp_path: Path) -> None:
-    # All of the names were written down before any was looked for: 7 GB.
+    # Once all names were listed before any was looked for, which took 7 GB.
     for layers, message in (
         (10**9, "lacks at least"),
         (10**40, "use a whole number from 1 to 2,147,483,647, such as 4"),
@@ -134,14 +135,14 @@ def test_options_are_flat(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_a_cache_gives_what_was_put_and_nothing_else(tmp_path: Path) -> None:
-    # A file of another program, or one with a digit changed, was taken for numbers of a plan.
+    # A file of another program, or one with a changed digit, was once taken for the numbers of a plan.
     cache = PlanCache(tmp_path, "about")
     value = {"memory": {"total": 1.5}, "lines": [["a", 3]]}
     cache.put(value, "line")
     assert cache.get("line") == value
     (file,) = tmp_path.iterdir()
-    kept = file.read_text()
-    for text in (kept.replace("1.5", "1.6"), json.dumps(value), "[]", '{"value": 3}', "[" * 100_000):
+    content = file.read_text()
+    for text in (content.replace("1.5", "1.6"), json.dumps(value), "[]", '{"value": 3}', "[" * 100_000):
         file.write_text(text)
         assert cache.get("line") is None
     file.unlink()
@@ -150,9 +151,9 @@ def test_a_cache_gives_what_was_put_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_addresses_are_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """step.save("gs://bucket/run") wrote a folder `gs:` and said saved; `jaxpar train --out` ended with a traceback."""
+    """step.save("gs://bucket/run") once wrote a folder `gs:`, and `jaxpar train --out` ended with a traceback."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed
     step = jp.make_train_step(
         jp.Model(init=lambda key: {"w": jnp.ones(2)}, loss=lambda p, b, k: (p["w"] * b).sum()), optax.sgd(0.1), "single"
     )
@@ -183,9 +184,9 @@ def test_addresses_are_refused_before_anything_runs(tmp_path: Path, monkeypatch:
         with pytest.raises(ValueError, match=f"out='{path}' is an address, needs s3://BUCKET/"):
             place(path, "out")
     for path in ("s3://bucket/x", "hf://datasets/x"):
-        for given in (path, Path(path)):
+        for form in (path, Path(path)):
             with pytest.raises(ValueError, match=f"out='{path}' is an address, needs a path"):
-                local(given, "out")
+                local(form, "out")
     for path in ("runs/x", "/a/b:/c", "./gs:x", "a:b"):
         assert local(path, "out") == place(path, "out") == Path(path)
     assert [x.name for x in tmp_path.iterdir()] == ["here"]

@@ -1,4 +1,4 @@
-"""Programs of users import modules by the names that the documentation once gave them."""
+"""Users' programs can import modules by the names that the documentation once used."""
 
 import importlib
 import sys

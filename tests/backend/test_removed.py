@@ -1,4 +1,4 @@
-"""What jaxpar had once says what to do instead, wherever it is asked for."""
+"""Names and options that jaxpar once had say what to do instead, wherever a user writes them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,13 +36,15 @@ CALLS: dict[str, Callable[[str], list[Callable[[], Any]]]] = {
 
 @pytest.mark.parametrize("name", REMOVED)
 def test_what_was_removed_says_what_to_do_instead(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    kind, _, own = name.partition(".")
-    calls = CALLS.get(name, CALLS.get(kind, lambda _: []))(own)
+    kind, _, attribute = name.partition(".")
+    calls = CALLS.get(name, CALLS.get(kind, lambda _: []))(attribute)
     for call in calls:
         with pytest.raises((ValueError, ImportError)) as raised:
             call()
         assert str(raised.value) == removed(name)
-    words = {"Loop": ["train", f"--{own}", "10"]}.get(kind, name.split()[1:] if name.startswith("jaxpar ") else [])
+    words = {"Loop": ["train", f"--{attribute}", "10"]}.get(
+        kind, name.split()[1:] if name.startswith("jaxpar ") else []
+    )
     if words:
         with pytest.raises(SystemExit):
             main(words)
@@ -51,7 +53,7 @@ def test_what_was_removed_says_what_to_do_instead(name: str, capsys: pytest.Capt
 
 
 def test_a_config_file_with_a_removed_option_says_what_to_do_instead(tmp_path: Path) -> None:
-    """The config.yaml of a run from before has a line for each option that there was, and `--resume` reads it."""
+    """The config.yaml of an older run has a line for each option of its time, and `--resume` reads it."""
     (path := tmp_path / "config.yaml").write_text("steps: 3\nrecord: null\n")
     with pytest.raises(ValueError, match=r"config.yaml has an option 'record': .*; remove its line there"):
         TrainOptions.load(path)

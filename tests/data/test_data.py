@@ -1,4 +1,4 @@
-"""The corpus, its entropies against ones worked out by hand, and batches that can be resumed at any step."""
+"""The corpus, its entropies compared with ones computed by hand, and batches that resume at any step."""
 
 import os
 from itertools import islice
@@ -32,12 +32,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_standard_library_is_a_corpus_of_megabytes() -> None:
-    found = byte_corpus()
-    assert found.train.size > 4e6
-    assert found.held_out.size > 1e5
-    assert found.train.dtype == found.held_out.dtype == np.uint8
-    assert b"class TestCase" in found.train.tobytes() + found.held_out.tobytes()  # unittest itself is no test
-    assert found.bigram_entropy < found.unigram_entropy < 6
+    stdlib = byte_corpus()
+    assert stdlib.train.size > 4e6
+    assert stdlib.held_out.size > 1e5
+    assert stdlib.train.dtype == stdlib.held_out.dtype == np.uint8
+    assert b"class TestCase" in stdlib.train.tobytes() + stdlib.held_out.tobytes()  # unittest itself is no test
+    assert stdlib.bigram_entropy < stdlib.unigram_entropy < 6
 
 
 def test_standard_library_is_read_without_tests_and_installed_packages(
@@ -47,9 +47,9 @@ def test_standard_library_is_read_without_tests_and_installed_packages(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# {name}\n" * 4)
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    found = byte_corpus()
-    assert found.files == 2
-    assert set((found.train.tobytes() + found.held_out.tobytes()).splitlines()) == {b"# json/decoder.py", b"# os.py"}
+    stdlib = byte_corpus()
+    assert stdlib.files == 2
+    assert set((stdlib.train.tobytes() + stdlib.held_out.tobytes()).splitlines()) == {b"# json/decoder.py", b"# os.py"}
 
 
 def test_a_corpus_is_the_same_every_time(folder: Path) -> None:
@@ -59,19 +59,19 @@ def test_a_corpus_is_the_same_every_time(folder: Path) -> None:
 
 
 def test_a_folder_holds_out_every_20th_file(folder: Path) -> None:
-    found = byte_corpus(folder)
+    corpus = byte_corpus(folder)
     order = sorted(folder.rglob("*.txt"), key=lambda f: f.relative_to(folder).as_posix())
-    assert found.files == 40
-    assert found.held_out.tobytes() == order[19].read_bytes() + order[39].read_bytes()
-    assert found.train.size + found.held_out.size == sum(f.stat().st_size for f in order)
+    assert corpus.files == 40
+    assert corpus.held_out.tobytes() == order[19].read_bytes() + order[39].read_bytes()
+    assert corpus.train.size + corpus.held_out.size == sum(f.stat().st_size for f in order)
 
 
 def test_a_file_holds_out_its_end(tmp_path: Path) -> None:
     file = tmp_path / "one.txt"
     file.write_bytes(bytes(range(100)))
-    found = byte_corpus(file)
-    assert found.train.tolist() == list(range(95))
-    assert found.held_out.tolist() == list(range(95, 100))
+    corpus = byte_corpus(file)
+    assert corpus.train.tolist() == list(range(95))
+    assert corpus.held_out.tolist() == list(range(95, 100))
 
 
 def test_errors_name_the_path_and_what_to_give(tmp_path: Path) -> None:
@@ -88,20 +88,20 @@ def test_errors_name_the_path_and_what_to_give(tmp_path: Path) -> None:
 
 def test_entropies_by_hand() -> None:
     # a a b | b: unigrams 2 a, 2 b in all. Bigrams aa, ab in train, none in the single held-out byte.
-    found = corpus("aab", "b")
-    assert found.unigram_entropy == pytest.approx(1.0)
-    assert found.bigram_entropy == pytest.approx(1.0)  # after a: a or b, once each
-    assert found.unigram_bits == pytest.approx(np.log2((3 + 256) / 2))  # b was seen once, plus one
+    small = corpus("aab", "b")
+    assert small.unigram_entropy == pytest.approx(1.0)
+    assert small.bigram_entropy == pytest.approx(1.0)  # after a: a or b, once each
+    assert small.unigram_bits == pytest.approx(np.log2((3 + 256) / 2))  # b was seen once, plus one
     assert corpus("abab", "ba").bigram_bits == pytest.approx(np.log2((1 + 256) / 2))  # after b: a, once
     assert corpus("abab", "bc").bigram_bits == pytest.approx(np.log2((1 + 256) / 1))  # c never
     assert corpus("abababab", "abab").bigram_entropy == pytest.approx(0.0)
 
 
 def test_uniform_bytes_have_eight_bits() -> None:
-    every = np.tile(np.arange(256, dtype=np.uint8), 50)
-    found = Corpus("by hand", 1, every, every[:256])
-    assert found.unigram_entropy == pytest.approx(8.0)
-    assert found.unigram_bits == pytest.approx(8.0)
+    all_bytes = np.tile(np.arange(256, dtype=np.uint8), 50)
+    uniform = Corpus("by hand", 1, all_bytes, all_bytes[:256])
+    assert uniform.unigram_entropy == pytest.approx(8.0)
+    assert uniform.unigram_bits == pytest.approx(8.0)
 
 
 def test_batches_are_windows_of_the_text() -> None:
@@ -114,30 +114,30 @@ def test_batches_are_windows_of_the_text() -> None:
 
 
 def test_batches_reach_the_first_and_the_last_byte() -> None:
-    seen = np.unique([b["tokens"] for b in islice(batches(np.arange(10, dtype=np.uint8), 8, 7, seed=0), 20)])
-    assert seen.tolist() == list(range(10))
+    read_bytes = np.unique([b["tokens"] for b in islice(batches(np.arange(10, dtype=np.uint8), 8, 7, seed=0), 20)])
+    assert read_bytes.tolist() == list(range(10))
 
 
 def test_batches_resume_at_any_step() -> None:
     source = byte_corpus().train
-    whole = [b["tokens"] for b in islice(batches(source, 4, 16, seed=3), 6)]
+    unbroken = [b["tokens"] for b in islice(batches(source, 4, 16, seed=3), 6)]
     resumed = [b["tokens"] for b in islice(batches(source, 4, 16, seed=3, start=4), 2)]
-    np.testing.assert_array_equal(whole[4:], resumed)
-    assert len({batch.tobytes() for batch in whole}) == 6
-    assert not np.array_equal(whole[0], next(batches(source, 4, 16, seed=4))["tokens"])
+    np.testing.assert_array_equal(unbroken[4:], resumed)
+    assert len({batch.tobytes() for batch in unbroken}) == 6
+    assert not np.array_equal(unbroken[0], next(batches(source, 4, 16, seed=4))["tokens"])
 
 
 @pytest.mark.parametrize("size", [9, 10, 24, 25, 26, 49, 100])
 def test_windows_predict_every_byte_but_the_first_once(size: int) -> None:
     source = np.arange(1, size + 1, dtype=np.uint8)
-    found = list(windows(source, rows=3, length=8))
-    assert all(b["tokens"].shape == (3, 9) and b["mask"].shape == (3, 8) and b["mask"].any() for b in found)
-    targets = np.concatenate([b["tokens"][:, 1:][b["mask"] == 1] for b in found])
-    contexts = np.concatenate([b["tokens"][:, :-1][b["mask"] == 1] for b in found])
+    held_out = list(windows(source, rows=3, length=8))
+    assert all(b["tokens"].shape == (3, 9) and b["mask"].shape == (3, 8) and b["mask"].any() for b in held_out)
+    targets = np.concatenate([b["tokens"][:, 1:][b["mask"] == 1] for b in held_out])
+    contexts = np.concatenate([b["tokens"][:, :-1][b["mask"] == 1] for b in held_out])
     assert targets.tolist() == source[1:].tolist()
     assert contexts.tolist() == source[:-1].tolist()
-    assert found[0]["tokens"].dtype == np.int32
-    assert found[0]["mask"].dtype == np.float32
+    assert held_out[0]["tokens"].dtype == np.int32
+    assert held_out[0]["mask"].dtype == np.float32
 
 
 def test_a_text_shorter_than_one_window_says_so_before_the_first_batch() -> None:
@@ -189,8 +189,8 @@ def test_token_ids_are_read_from_disk(tmp_path: Path, name: str, dtype: type, vo
     batch = next(source.batches(5, seed=0))["tokens"]
     assert batch.dtype == np.int32
     assert (np.diff(batch) == 20).all()
-    held = np.concatenate([b["tokens"][:, 1:][b["mask"] == 1] for b in source.held_out(3)])
-    assert held.tolist() == ids[1901:].tolist()
+    held_out = np.concatenate([b["tokens"][:, 1:][b["mask"] == 1] for b in source.held_out(3)])
+    assert held_out.tolist() == ids[1901:].tolist()
     assert source.baselines == {}
     assert "2,000 tokens, 100 of them held out" in source.description
 
@@ -201,7 +201,7 @@ def text_of(tmp_path: Path, ids: list, dtype: type, name: str, length: int = 4, 
 
 @pytest.mark.parametrize("name", ["ids.bin", "ids.npy"])
 def test_a_file_that_is_cut_short_under_a_run_is_named(name: str, tmp_path: Path) -> None:
-    """Reading it ended the process with "Bus error"."""
+    """Reading such a file once ended the process with "Bus error"."""
     path = tmp_path / name
     content = (np.arange(200_000) % 250).astype(np.uint16)
     content.tofile(path) if name == "ids.bin" else np.save(path, content)
@@ -242,14 +242,14 @@ def test_token_ids_that_do_not_fit_are_named(tmp_path: Path) -> None:
     for name, shape in damaged.items():
         header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}".ljust(117).encode() + b"\n"
         (tmp_path / f"{name}.npy").write_bytes(b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header)
-    for name, said in (
+    for name, message in (
         *((f"{name}.npy", r"cannot be read as NumPy's array file .*; write integers \[n\]") for name in damaged),
         ("pickled.npy", r"cannot be read as NumPy's array file .*; write integers \[n\]"),
         ("empty.npy", r"is no NumPy file; write one array of integers \[n\]"),
-        ("several.npy", r"is a zip archive, as numpy.savez writes of several arrays; write one array"),
+        ("several.npy", r"is a zip archive, as numpy.savez writes for several arrays; write one array"),
         ("cut.npy", r"is a zip archive"),
     ):
-        with pytest.raises(ValueError, match=f"{name} {said}"):
+        with pytest.raises(ValueError, match=f"{name} {message}"):
             source_of(tmp_path / name, 4)
     with pytest.raises(ValueError, match=r"no file .*none.npy; give one"):
         source_of(tmp_path / "none.npy", 4)
@@ -259,7 +259,7 @@ def test_token_ids_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ids.npy", "ids.bin", "text.txt"])
 def test_a_fifo_is_called_one(tmp_path: Path, name: str) -> None:
-    """It was "no file" or one of "0 bytes", though it was there and had a writer."""
+    """A FIFO with a writer was once called "no file", or a file of "0 bytes"."""
     os.mkfifo(tmp_path / name)
     with pytest.raises(ValueError, match=rf"{name} is a FIFO, which waits .*; needs a file: copy its content into one"):
         source_of(tmp_path / name, 4)
@@ -282,9 +282,9 @@ def test_pad_rows_fills_up_with_zeros_and_masks_them() -> None:
     assert mask.dtype == np.float32
     assert padded["x"].sum() == 15
     assert padded["y"][0].sum() == 5
-    same, whole = pad_rows(batch, 5)
-    np.testing.assert_array_equal(same["x"], batch["x"])
-    assert whole.all()
+    unpadded, mask = pad_rows(batch, 5)
+    np.testing.assert_array_equal(unpadded["x"], batch["x"])
+    assert mask.all()
 
 
 def test_pad_rows_wants_the_same_rows_everywhere() -> None:

@@ -1,4 +1,4 @@
-"""Images: the same batch for the same step, on every machine; and what is missing or broken is named."""
+"""Images: a step has the same batch on every machine, and errors name files that are missing or broken."""
 
 import os
 import shutil
@@ -28,17 +28,17 @@ def digits() -> Images:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes with 20 and 11 images: red ones, wide, and blue ones, tall, that lie deeper."""
+    """Create two classes: 20 wide red images, and 11 tall blue ones in a folder of their class."""
     root = tmp_path_factory.mktemp("photos")
-    for name, color, size, below, files in (
+    for name, color, size, subfolder, files in (
         ("red", (255, 0, 0), (9, 4), "", 20),
         ("blue", (0, 0, 255), (4, 9), "x", 11),
     ):
-        (root / name / below).mkdir(parents=True)
+        (root / name / subfolder).mkdir(parents=True)
         for i in range(files):
             suffix = (".png", ".JPG")[i % 2]
             Image.new("RGB", size, (color[0], 10 * i, color[2])).save(
-                root / name / below / f"{i:02}{suffix}", quality=95
+                root / name / subfolder / f"{i:02}{suffix}", quality=95
             )
     (root / "red" / "notes.txt").write_text("no image")
     (root / "red" / ".hidden.png").write_text("no image")
@@ -62,11 +62,11 @@ def test_digits_are_ten_classes_of_grey_pixels(digits: Images) -> None:
 
 
 def test_batches_resume_at_any_step_and_differ_by_seed_and_step(digits: Images) -> None:
-    whole = [batch["image"] for batch in islice(digits.batches(200, seed=3), 12)]  # beyond the first epoch
+    unbroken = [batch["image"] for batch in islice(digits.batches(200, seed=3), 12)]  # more than an epoch
     resumed = [batch["image"] for batch in islice(digits.batches(200, seed=3, start=10), 2)]
-    np.testing.assert_array_equal(whole[10:], resumed)
-    assert len({image.tobytes() for image in whole}) == 12
-    assert not np.array_equal(whole[0], next(digits.batches(200, seed=4))["image"])
+    np.testing.assert_array_equal(unbroken[10:], resumed)
+    assert len({image.tobytes() for image in unbroken}) == 12
+    assert not np.array_equal(unbroken[0], next(digits.batches(200, seed=4))["image"])
 
 
 def test_an_epoch_holds_every_training_image_once_and_none_that_is_held_out(photos: Path) -> None:
@@ -78,14 +78,14 @@ def test_an_epoch_holds_every_training_image_once_and_none_that_is_held_out(phot
 
 
 def test_held_out_images_come_once_in_order_and_padded(photos: Path, digits: Images) -> None:
-    found = list(images.folder(photos, 4).held_out(2))
-    assert [batch["mask"].tolist() for batch in found] == [[1, 1], [1, 0]]
-    assert [batch["label"].tolist() for batch in found] == [[0, 1], [1, 0]]
-    assert found[0]["image"].shape == found[1]["image"].shape == (2, 4, 4, 3)
-    again = list(digits.held_out(100))
-    assert sum(batch["mask"].sum() for batch in again) == 176
+    batches = list(images.folder(photos, 4).held_out(2))
+    assert [batch["mask"].tolist() for batch in batches] == [[1, 1], [1, 0]]
+    assert [batch["label"].tolist() for batch in batches] == [[0, 1], [1, 0]]
+    assert batches[0]["image"].shape == batches[1]["image"].shape == (2, 4, 4, 3)
+    digit_batches = list(digits.held_out(100))
+    assert sum(batch["mask"].sum() for batch in digit_batches) == 176
     np.testing.assert_array_equal(
-        np.concatenate([b["label"] for b in again])[:176], [label for _, label in digits.rest]
+        np.concatenate([b["label"] for b in digit_batches])[:176], [label for _, label in digits.rest]
     )
 
 
@@ -109,7 +109,7 @@ def test_images_are_cropped_at_the_centre_and_turned_as_the_camera_says(tmp_path
     exif = Image.Exif()
     exif[0x0112] = 3  # upside down
     Image.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
-    wide, turned = (images._decoded(tmp_path / f"{name}.png", 6) for name in ("wide", "turned"))
+    wide, turned = (images._decode(tmp_path / f"{name}.png", 6) for name in ("wide", "turned"))
     assert wide.dtype == np.float32
     assert (wide[0] == -1).all()
     assert (wide[1:] == 1).all()
@@ -149,8 +149,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         next(images.folder(tmp_path, 4).batches(2, seed=0))
 
 
-def spoilt(photos: Path, root: Path) -> Path:
-    """The photos with two that cannot be decoded, of which one is held out, and one cut short."""
+def copy_with_broken_files(photos: Path, root: Path) -> Path:
+    """Copy the photos, with one file cut short and two that are no images, one of them held out."""
     shutil.copytree(photos, root)
     (root / "red" / "04.png").write_bytes((root / "red" / "04.png").read_bytes()[:44])
     (root / "red" / "09.JPG").write_bytes(b"not a jpeg")
@@ -159,9 +159,9 @@ def spoilt(photos: Path, root: Path) -> Path:
 
 
 def test_images_that_cannot_be_read_end_a_long_run_before_it_begins(photos: Path, tmp_path: Path) -> None:
-    """It ended at the step that drew one, hours later."""
-    source = images.folder(spoilt(photos, tmp_path / "photos"), 4)
-    source.check_readable(27)  # of 28, which a run need not meet
+    """A run once ended at the step that drew such a file, hours later."""
+    source = images.folder(copy_with_broken_files(photos, tmp_path / "photos"), 4)
+    source.check_readable(27)  # a run that reads fewer than all 28 images may never meet one
     says = r"3 images cannot be read \(.*03\.JPG, .*04\.png, .*09\.JPG\), the first because of this: .*; mend or remove"
     with pytest.raises(ValueError, match=says):
         source.check_readable(28)
@@ -174,13 +174,13 @@ def test_images_that_cannot_be_read_end_a_long_run_before_it_begins(photos: Path
 
 
 def test_images_that_cannot_be_read_are_left_out_by_name_where_that_is_asked_for(photos: Path, tmp_path: Path) -> None:
-    root = spoilt(photos, tmp_path / "photos")
-    source, whole = images.folder(root, 4, broken="skip"), images.folder(root, 4)
+    root = copy_with_broken_files(photos, tmp_path / "photos")
+    source, unchecked = images.folder(root, 4, broken="skip"), images.folder(root, 4)
     assert source.description.endswith("3 images cannot be read (" + ", ".join(
         str(root / name) for name in ("blue/x/03.JPG", "red/04.png", "red/09.JPG")) + ") and left out")  # fmt: skip
-    bad = {root / "blue/x/03.JPG", root / "red/04.png", root / "red/09.JPG"}
-    for found, every in ((source.train, whole.train), (source.rest, whole.rest)):
-        assert found == [item for item in every if item[0] not in bad]  # no other image changes sides
+    broken = {root / "blue/x/03.JPG", root / "red/04.png", root / "red/09.JPG"}
+    for items, all_items in ((source.train, unchecked.train), (source.rest, unchecked.rest)):
+        assert items == [item for item in all_items if item[0] not in broken]  # the split of the others is unchanged
     assert (len(source.train), len(source.rest)) == (26, 2)
     assert len(list(islice(source.batches(26, seed=0), 3))) == 3
     assert images.folder(photos, 4, broken="skip").description == images.folder(photos, 4).description
@@ -197,24 +197,24 @@ def test_images_that_cannot_be_read_are_left_out_by_name_where_that_is_asked_for
 def test_a_run_goes_on_with_images_that_were_mended_where_that_is_said(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """A mended or removed file made all that was trained another run's."""
+    """Once a run could not continue at all after a file had been mended or removed."""
     root = tmp_path / "photos"
     shutil.copytree(photos, root)
 
     def run(steps: int, **options: object) -> jp.Trainer:
         source, out = images.folder(root, 4), tmp_path / "run"
         loop = jp.Loop(steps=steps, rows=8, out=out, save_every=2, **options)
-        made = jp.Trainer(named("mlp-tiny", **source.sizes).model, optax.sgd(0.1), source, "ddp", loop)
-        made.run()
-        return made
+        trainer = jp.Trainer(named("mlp-tiny", **source.sizes).model, optax.sgd(0.1), source, "ddp", loop)
+        trainer.run()
+        return trainer
 
     run(2)
     (root / "red" / "04.png").unlink()
     with pytest.raises(ValueError, match=r"another run: data '31 images, .*' there and '30 images, .* with changed"):
         run(4, resume=True)
     capsys.readouterr()
-    made = run(4, resume=True, changed_data=True, on_nonfinite="rollback")
-    assert (made.number, made.position["batches"]) == (4, 4)
+    trainer = run(4, resume=True, changed_data=True, on_nonfinite="rollback")
+    assert (trainer.number, trainer.position["batches"]) == (4, 4)
     assert "was saved with data '31 images" in capsys.readouterr().out
     run(6, resume=True)  # the checkpoint is of the new data
     with pytest.raises(ValueError, match="changed_data=True is for a run that goes on"):
@@ -244,45 +244,46 @@ def test_a_model_learns_the_digits(digits: Images) -> None:
     state = step.init(jax.random.key(0))
     for batch in islice(digits.batches(64, seed=0), 60):
         state, metrics = step(state, batch)
-    found = [step.evaluate(state, batch) for batch in digits.held_out(64)]
+    evaluations = [step.evaluate(state, batch) for batch in digits.held_out(64)]
     assert metrics["loss"] < digits.baselines["prior"] / 2
-    assert np.mean([part["accuracy"] for part in found]) > 0.8
+    assert np.mean([evaluation["accuracy"] for evaluation in evaluations]) > 0.8
 
 
 def test_files_that_are_no_image_are_refused_before_a_program_runs_them(photos: Path, tmp_path: Path) -> None:
-    # Pillow starts Ghostscript for EPS, by any suffix; a FIFO was waited for, any number of pixels decoded.
+    # Pillow starts Ghostscript for EPS files with any suffix. Once a FIFO blocked forever, and any number of pixels was
+    # decoded.
     shutil.copytree(photos, root := tmp_path / "photos")
     (root / "red" / "folder.png").mkdir()
     (root / "red" / "drawing.eps").write_text(eps := "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n")
-    found = images.folder(root, size=8)
-    assert not any(file.suffix == ".eps" or file.is_dir() for file, _ in (*found.train, *found.rest))
+    source = images.folder(root, size=8)
+    assert not any(file.suffix == ".eps" or file.is_dir() for file, _ in (*source.train, *source.rest))
     (drawing := root / "red" / "drawing.png").write_text(eps)
     with pytest.raises(ValueError, match=r"cannot read .*drawing\.png as PNG, JPEG, .* or TIFF: cannot identify"):
-        found.read(drawing)
+        source.read(drawing)
     Image.new("1", (9500, 9500)).save(bomb := root / "red" / "bomb.png")
     with pytest.raises(ValueError, match=r"bomb\.png as .*: its 90,250,000 pixels are more than|decompression bomb"):
-        found.read(bomb)
+        source.read(bomb)
     os.mkfifo(fifo := root / "red" / "fifo.png")
     with pytest.raises(ValueError, match="is a FIFO"):
         images.folder(root, size=8)
     with pytest.raises(ValueError, match="is a FIFO"):
-        found.read(fifo)
+        source.read(fifo)
 
 
 GREY = np.linspace(0, 1, 8)
 
 
 def tiff(row: np.ndarray, bits: int, sample_format: int = 1, photometric: int = 1) -> bytes:
-    """A TIFF file of eight such rows of eight grey pixels. Pillow reads more kinds of them than it writes."""
+    """Return a TIFF file of eight such rows of eight grey pixels. Pillow can read more kinds of them than write."""
     data = 8 * row.tobytes()
     tags = {256: 8, 257: 8, 258: bits, 259: 1, 262: photometric, 277: 1, 278: 8, 279: len(data), 339: sample_format}
-    tags[273] = 8 + 2 + 12 * (len(tags) + 1) + 4  # where the pixels begin, after these
+    tags[273] = 8 + 2 + 12 * (len(tags) + 1) + 4  # the offset of the pixels, after the tags
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in sorted(tags.items()))
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + struct.pack("<I", 0) + data
 
 
 def twelve_bits(values: np.ndarray) -> np.ndarray:
-    """Two values in three bytes."""
+    """Pack pairs of values into three bytes."""
     first, second = values.astype(int).reshape(-1, 2).T
     return np.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], axis=-1).astype(np.uint8)
 
@@ -306,11 +307,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", SCALED)
 def test_grey_of_more_than_8_bits_is_scaled_by_its_range(kind: str, tmp_path: Path) -> None:
-    """Grey of 12 and 16 bits became white, as Pillow's conversion to RGB clips; where 0 is white, black as well."""
+    """Grey of 12 and 16 bits once became white, or black if 0 is white, as Pillow's conversion to RGB clips it."""
     (tmp_path / "ramp.tiff").write_bytes(SCALED[kind])
-    found = (images._decoded(tmp_path / "ramp.tiff", 8) + 1) * 127.5
-    right = np.broadcast_to(np.array([0, 36, 72, 109, 145, 182, 218, 255])[:, None], (8, 8, 3))
-    np.testing.assert_allclose(found, right, atol=1)
+    pixels = (images._decode(tmp_path / "ramp.tiff", 8) + 1) * 127.5
+    expected = np.broadcast_to(np.array([0, 36, 72, 109, 145, 182, 218, 255])[:, None], (8, 8, 3))
+    np.testing.assert_allclose(pixels, expected, atol=1)
 
 
 @pytest.mark.parametrize("suffix", ["png", "tiff"])
@@ -318,13 +319,13 @@ def test_grey_of_16_bits_is_the_picture_of_8_bits_that_shows_the_same(suffix: st
     pixels = np.random.default_rng(0).integers(0, 256, (30, 50))
     Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / f"8.{suffix}")
     Image.fromarray((257 * pixels).astype(np.uint16)).save(tmp_path / f"16.{suffix}")
-    eight, sixteen = (images._decoded(tmp_path / f"{bits}.{suffix}", 20) for bits in (8, 16))
+    eight, sixteen = (images._decode(tmp_path / f"{bits}.{suffix}", 20) for bits in (8, 16))
     np.testing.assert_allclose(eight, sixteen, atol=1.01 / 127.5)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_pixels_without_a_known_range_are_refused_by_name(kind: str, photos: Path, tmp_path: Path) -> None:
-    """They became black and white without a word: in training, before a long run, and where broken ones are skipped."""
+    """Such pixels once became black and white silently: in training, before a long run, and with broken="skip"."""
     shutil.copytree(photos, root := tmp_path / "photos")
     data, says = REFUSED[kind]
     (file := root / "red" / "ramp.tiff").write_bytes(data)
@@ -334,7 +335,7 @@ def test_pixels_without_a_known_range_are_refused_by_name(kind: str, photos: Pat
     with pytest.raises(ValueError, match=rf"1 image cannot be read \(.*ramp\.tiff\), the first because .*{says}"):
         source.check_readable(10**9)
     assert "1 image cannot be read" in images.folder(root, 4, broken="skip").description
-    # The advice: grey with 16 unsigned bits.
+    # Follow the error's advice: grey with 16 unsigned bits.
     with Image.open(file) as image:
         values = np.asarray(image).astype(float)
     scaled = (values - values.min()) / (values.max() - values.min()) * 65535
@@ -343,7 +344,7 @@ def test_pixels_without_a_known_range_are_refused_by_name(kind: str, photos: Pat
 
 
 def test_an_image_of_very_many_rows_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
-    """88,000,000 rows of one bit passed the limit of pixels. Pillow keeps a pointer for each row: it took 2.6 GB."""
+    """88,000,000 rows of one bit pass the limit of pixels, but Pillow's pointers to the rows took 2.6 GB."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -352,4 +353,4 @@ def test_an_image_of_very_many_rows_is_refused_before_it_is_decoded(tmp_path: Pa
         header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
         (file := tmp_path / "long.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b""))
         with pytest.raises(ValueError, match=r"long\.png as .*: one side is [\d,]+ pixels long, and 1,000,000 are"):
-            images._decoded(file, 4)
+            images._decode(file, 4)

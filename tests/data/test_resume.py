@@ -1,7 +1,7 @@
-"""A run that goes on, however often and on however many hosts, trains on the batches of the run that nobody broke.
+"""A resumed run, however often and on however many hosts, trains on the same batches as an unbroken run.
 
-Every kind of data that `training` takes is one line of `KINDS`. Images began at the batch of the resumed run, and then
-grain's position was restored as well: after 10 batches came batch 20, and after the next resume batch 30.
+Every kind of data that `training` accepts is one line of `KINDS`. Once images began at the resumed run's batch and then
+restored grain's position too: after 10 batches came batch 20, and after the next resume batch 30.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from jaxpar.data.positions import from_json, to_json
 from jaxpar.data.streams import training
 
 ROWS = 8
-READ = 14  # batches of the unbroken run: beyond the first epoch of all but text and digits
-BREAKS = [(0, 0), (1, 0), (1, 5), (5, 1), (4, 5), (6, 6)]  # read, then resumed and read, then resumed
+READ = 14  # batches of the unbroken run: more than an epoch of all kinds except text and digits
+BREAKS = [(0, 0), (1, 0), (1, 5), (5, 1), (4, 5), (6, 6)]  # batches before the first resume, and before the second
 X = np.random.default_rng(0).normal(size=(42, 3)).astype(np.float32)  # 6 batches in 8 rows, the last one short
 
 
@@ -33,11 +33,11 @@ def _torch() -> Any:
 
 
 def _stateful_loader(shuffle: bool) -> Any:
-    made = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
     torch = _torch()
     torch.manual_seed(3)
     data = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.arange(42))
-    return made.StatefulDataLoader(data, ROWS, shuffle=shuffle, drop_last=True)
+    return stateful_dataloader.StatefulDataLoader(data, ROWS, shuffle=shuffle, drop_last=True)
 
 
 def _hf() -> Any:
@@ -67,7 +67,7 @@ def _batches() -> list[dict[str, np.ndarray]]:
 
 
 class ByIndex:
-    """Rows by index and several at once, as Hugging Face's and torch's."""
+    """A data set with rows by index and several at once, like Hugging Face's and torch's."""
 
     def __len__(self) -> int:
         return len(X)
@@ -80,40 +80,43 @@ class ByIndex:
 
 
 class Loader:
-    """torch's `StatefulDataLoader`, and Hugging Face's: the loader has the position, and takes it before a pass.
-    Every pass has an order of its own."""
+    """A loader like torch's `StatefulDataLoader`: it has the position, and takes one before a pass.
+
+    Every pass has another order.
+    """
 
     def __init__(self) -> None:
-        self.at, self.epoch, self.told = 0, -1, None
+        self.batch, self.epoch, self.restored = 0, -1, None
 
     def __iter__(self) -> Iterator[Any]:
-        self.epoch, self.at = (self.epoch + 1, 0) if self.told is None else self.told
-        self.told = None
+        self.epoch, self.batch = (self.epoch + 1, 0) if self.restored is None else self.restored
+        self.restored = None
         order = np.random.default_rng(self.epoch).permutation(40).reshape(5, ROWS)
-        while self.at < 5:
-            self.at += 1
-            yield {"x": X[order[self.at - 1]]}
+        while self.batch < 5:
+            self.batch += 1
+            yield {"x": X[order[self.batch - 1]]}
 
     def state_dict(self) -> dict[str, int]:
-        return {"at": self.at, "epoch": self.epoch}
+        return {"at": self.batch, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.told = state["epoch"], state["at"]
+        self.restored = state["epoch"], state["at"]
 
 
 class Shuffled:
-    """Hugging Face's iterable: what it is told holds for one pass, and it knows of it once it is gone through."""
+    """An iterable like Hugging Face's: a restored position applies to its own epoch, and is reported only later."""
 
     def __init__(self) -> None:
-        self.epoch, self.told, self.state = 0, None, None
+        self.epoch, self.restored, self.state = 0, None, None
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        at = self.told["at"] if self.told is not None and self.told["epoch"] == self.epoch else 0
+        is_current = self.restored is not None and self.restored["epoch"] == self.epoch
+        start = self.restored["at"] if is_current else 0
         order = np.random.default_rng(self.epoch).permutation(40).reshape(5, ROWS)
-        for i in range(at, 5):
+        for i in range(start, 5):
             self.state = {"at": i + 1, "epoch": self.epoch}
             yield {"x": X[order[i]]}
 
@@ -121,11 +124,11 @@ class Shuffled:
         return self.state
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.told = state
+        self.restored = state
 
 
 class GrainSource:
-    """A `Source` of one's own, whose iterators are grain's, and so count from where they were made."""
+    """A user's `Source` whose iterators are grain's, with positions that count from the batch of their creation."""
 
     def batches(self, rows: int, seed: int, start: int = 0) -> Iterator[Any]:
         endless = _grain().MapDataset.source(range(42)).shuffle(seed=seed).repeat().map(lambda i: {"x": X[i]})
@@ -152,7 +155,7 @@ def _torch_loader(shuffle: bool) -> Any:
     return torch.utils.data.DataLoader(data, ROWS, shuffle=shuffle, generator=seeded, drop_last=True)
 
 
-# What a new process would make, in a folder of its own.
+# The data that a new process would create, with its own folder for files.
 KINDS: dict[str, Callable[[Path], Any]] = {
     "text": lambda place: text(None, 16),
     "tokens in .npy": lambda place: text(_tokens(place, ".npy"), 16, 500),
@@ -193,28 +196,29 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "grain's iterator": lambda place: iter(_grain_rows().repeat().to_iter_dataset().batch(ROWS)),
     "grain's loader": _grain_loader,
 }
-PARTS = {"windows of tokens", "torch's subset", "Hugging Face's data set"}  # of whom a host can take its part
+PARTS = {"windows of tokens", "torch's subset", "Hugging Face's data set"}  # kinds of which a host can read its part
 
 
 def _content(batches: list[Any]) -> str:
-    """A checksum of what the hosts' parts of one batch hold together, in the order of the hosts."""
-    found = hashlib.sha256()
+    """Return a checksum of one batch, whose parts are given in the order of the hosts."""
+    digest = hashlib.sha256()
     for path, x in jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda *parts: np.concatenate(parts), *batches)):
-        found.update(f"{path}{x.dtype}{x.shape}".encode() + np.ascontiguousarray(x).tobytes())
-    return found.hexdigest()
+        digest.update(f"{path}{x.dtype}{x.shape}".encode() + np.ascontiguousarray(x).tobytes())
+    return digest.hexdigest()
 
 
 def _hosts(kind: str, place: Path, state: Any, hosts: int, start: int = 0) -> list[Any]:
-    """Every host's stream, of data that it makes for itself."""
-    takes = "rows" in kind or kind in PARTS
-    parts = [(i, hosts) if takes else (0, 1) for i in range(hosts if takes else 1)]
+    """Return every host's stream; each host creates the data for itself."""
+    has_parts = "rows" in kind or kind in PARTS
+    parts = [(i, hosts) if has_parts else (0, 1) for i in range(hosts if has_parts else 1)]
     return [training(KINDS[kind](place), ROWS, 5, start, state, part) for part in parts]
 
 
 def _read(streams: list[Any], count: int) -> tuple[list[str], Any]:
-    found = [_content([next(stream) for stream in streams]) for _ in range(count)]
+    """Read `count` batches; return their checksums and the position afterwards."""
+    checksums = [_content([next(stream) for stream in streams]) for _ in range(count)]
     (state,) = {json.dumps(stream.state()) for stream in streams}  # the same on every host
-    return found, json.loads(state)
+    return checksums, json.loads(state)
 
 
 @pytest.mark.xdist_group("torch")
@@ -224,23 +228,23 @@ def test_batches_after_a_resume_are_those_of_the_unbroken_run(kind: str, tmp_pat
     unbroken, _ = _read(_hosts(kind, tmp_path, None, 1), READ)
     assert len(set(unbroken)) >= 5
     for read, more in BREAKS:
-        before, state = _read(_hosts(kind, tmp_path, None, 2), read)
-        once, again = _read(_hosts(kind, tmp_path, state, 4), more)
-        twice, at = _read(_hosts(kind, tmp_path, again, 1), 2)
-        assert [*before, *once, *twice] == unbroken[: read + more + 2], (read, more)
-        assert at["batches"] == read + more + 2
-    # From a number alone, as where a checkpoint has no position; and from there on as before.
+        first, state = _read(_hosts(kind, tmp_path, None, 2), read)
+        second, state = _read(_hosts(kind, tmp_path, state, 4), more)
+        third, state = _read(_hosts(kind, tmp_path, state, 1), 2)
+        assert [*first, *second, *third] == unbroken[: read + more + 2], (read, more)
+        assert state["batches"] == read + more + 2
+    # From a batch number alone, as for a checkpoint without a position, and then from that run's position.
     numbered, state = _read(_hosts(kind, tmp_path, None, 1, start=3), 4)
     assert [*numbered, *_read(_hosts(kind, tmp_path, state, 2), 2)[0]] == unbroken[3:9]
 
 
 def test_a_position_may_hold_what_json_does_not() -> None:
-    """A loader of torch's that shuffles has a generator's state: tensors; at the first checkpoint the run ended."""
+    """The position of a shuffling torch loader has a generator's state, a tensor; the first checkpoint once failed."""
     array, state = np.arange(6, dtype=np.uint32).reshape(2, 3), np.random.RandomState(3).get_state()
     position = {"a": [1, (b"\xff", None, 2.5)], 3: {"bytes": 5}, "state": state, "array": array, "scalar": np.int64(4)}
-    found = from_json(json.loads(json.dumps(to_json(position))))
-    np.testing.assert_equal(found, position)
-    assert (type(found["a"][1]), found["array"].dtype) == (tuple, np.uint32)
+    read_position = from_json(json.loads(json.dumps(to_json(position))))
+    np.testing.assert_equal(read_position, position)
+    assert (type(read_position["a"][1]), read_position["array"].dtype) == (tuple, np.uint32)
     with pytest.raises(ValueError, match=r"position holds a set at /a/1, which a checkpoint cannot keep; it takes num"):
         to_json({"a": [0, {1}]})
     tensor = _torch().arange(3)

@@ -1,4 +1,4 @@
-"""Rows of any data set as batches: what they hold, their masks, where they go on, and what they are known by."""
+"""Batches of data sets with rows by index: contents, masks, positions on any number of hosts, and fingerprints."""
 
 from itertools import islice
 from pathlib import Path
@@ -17,13 +17,13 @@ X = np.arange(14, dtype=np.float32).reshape(7, 2)
 
 
 class Listed:
-    """A data set of Hugging Face's kind: rows are dicts, and several are read at once."""
+    """A data set like Hugging Face's: rows are dicts, and several are read at once."""
 
     def __len__(self) -> int:
         return 7
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        raise AssertionError("one by one")
+        raise AssertionError("rows are read one by one")
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
         return [{"x": X[i].tolist(), "label": i} for i in indices]
@@ -45,9 +45,9 @@ def test_batches_hold_every_row_once_in_an_epoch(data: Any) -> None:
 
 
 def test_a_mask_of_the_rows_own_is_kept() -> None:
-    own = np.arange(15, dtype=np.float32).reshape(5, 3) % 2
-    batch = list(Rows({"mask": own}).once(4))[1]
-    np.testing.assert_array_equal(batch["mask"], [own[4], *np.zeros((3, 3))])
+    row_masks = np.arange(15, dtype=np.float32).reshape(5, 3) % 2
+    batch = list(Rows({"mask": row_masks}).once(4))[1]
+    np.testing.assert_array_equal(batch["mask"], [row_masks[4], *np.zeros((3, 3))])
 
 
 def test_tuples_have_no_place_for_a_mask() -> None:
@@ -68,34 +68,34 @@ def test_tuples_have_no_place_for_a_mask() -> None:
 def test_hosts_take_parts_of_one_batch_and_go_on_as_other_numbers_of_hosts() -> None:
     data = Rows({"row": np.arange(50)})
 
-    def hosts(count: int, rows: int, at: dict[str, int]) -> list[Any]:
-        made = [data.batches(rows, seed=4) for _ in range(count)]
-        for index, batches in enumerate(made):
+    def host_batches(count: int, rows: int, state: dict[str, int]) -> list[Any]:
+        hosts = [data.batches(rows, seed=4) for _ in range(count)]
+        for index, batches in enumerate(hosts):
             batches.part = (index, count)
-            batches.restore(at)
-        return made
+            batches.restore(state)
+        return hosts
 
-    whole = data.batches(12, seed=4)
-    expected = [next(whole)["row"].tolist() for _ in range(4)]
-    two, at = hosts(2, 12, {"epoch": 0, "row": 0}), {}
+    global_batches = data.batches(12, seed=4)
+    expected = [next(global_batches)["row"].tolist() for _ in range(4)]
+    two_hosts, state = host_batches(2, 12, {"epoch": 0, "row": 0}), {}
     for number in range(3):
-        parts = [next(batches) for batches in two]
+        parts = [next(batches) for batches in two_hosts]
         assert [*parts[0]["row"], *parts[1]["row"]] == expected[number]
-        states = [batches.state() for batches in two]
+        states = [batches.state() for batches in two_hosts]
         assert states[0] == states[1]
-        at = states[0]
-    # From there on, four hosts and another number of rows: the 14 rows that are left, then the next epoch.
-    assert at == {"epoch": 0, "row": 36}
-    four = hosts(4, 8, at)
-    left = [row for _ in range(2) for b in map(next, four) for row in b["row"][b["mask"] == 1].tolist()]
-    assert left == Rows({"row": np.arange(50)}).batches(50, seed=4).__next__()["row"][36:].tolist()
-    assert four[3].state() == {"epoch": 1, "row": 0}
+        state = states[0]
+    # Continue on four hosts with another batch size: they read the remaining 14 rows, then the next epoch.
+    assert state == {"epoch": 0, "row": 36}
+    four_hosts = host_batches(4, 8, state)
+    remaining = [row for _ in range(2) for b in map(next, four_hosts) for row in b["row"][b["mask"] == 1].tolist()]
+    assert remaining == Rows({"row": np.arange(50)}).batches(50, seed=4).__next__()["row"][36:].tolist()
+    assert four_hosts[3].state() == {"epoch": 1, "row": 0}
     with pytest.raises(ValueError, match="row 60 of an epoch is beyond rows: 50 rows"):
-        whole.restore({"epoch": 0, "row": 60})
-    three = data.batches(8, seed=0)
-    three.part = (0, 3)
+        global_batches.restore({"epoch": 0, "row": 60})
+    third = data.batches(8, seed=0)
+    third.part = (0, 3)
     with pytest.raises(ValueError, match="8 rows do not divide among 3 hosts; use a multiple of 3"):
-        next(three)
+        next(third)
 
 
 def test_rows_that_make_no_batch_are_named() -> None:
@@ -123,20 +123,20 @@ def test_windows_of_token_ids_are_rows(tmp_path: Path) -> None:
         Windows(windows.ids, 1000)
 
 
-# -- what data are known by --------------------------------------------------------------------------------------------
+# -- fingerprints ------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_bytes_elsewhere_are_the_same_data_and_others_are_not(tmp_path: Path) -> None:
-    """A run was resumed on other bytes under the same name, and refused the same under another."""
+    """A run once resumed on other bytes under the same name, and refused the same bytes under another name."""
 
-    def known(name: str, content: bytes) -> str:
+    def fingerprint(name: str, content: bytes) -> str:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
         return source_of(tmp_path / name, 4).fingerprint
 
     content = bytes(range(200))
-    assert known("a/one.txt", content) == known("b/two.txt", content)
-    assert known("a/one.txt", content) != known("a/one.txt", content[::-1])
+    assert fingerprint("a/one.txt", content) == fingerprint("b/two.txt", content)
+    assert fingerprint("a/one.txt", content) != fingerprint("a/one.txt", content[::-1])
     ids = np.arange(200)
     np.save(tmp_path / "t.npy", ids)
     ids.astype(np.uint16).tofile(tmp_path / "t.bin")
@@ -145,11 +145,11 @@ def test_the_same_bytes_elsewhere_are_the_same_data_and_others_are_not(tmp_path:
 
 
 def test_rows_are_known_by_their_values() -> None:
-    one = {"x": X, "y": np.arange(7)}
-    assert Rows(one, name="a").fingerprint == Rows({k: v.copy() for k, v in one.items()}, name="b").fingerprint
-    other = X.copy()
-    other[5, 1] += 1
-    assert Rows(one).fingerprint != Rows({**one, "x": other}).fingerprint
+    data = {"x": X, "y": np.arange(7)}
+    assert Rows(data, name="a").fingerprint == Rows({k: v.copy() for k, v in data.items()}, name="b").fingerprint
+    changed = X.copy()
+    changed[5, 1] += 1
+    assert Rows(data).fingerprint != Rows({**data, "x": changed}).fingerprint
     assert (
         Rows(Listed()).fingerprint
         == Rows(Listed()).fingerprint
@@ -163,10 +163,10 @@ def test_images_are_known_by_their_files(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
         for i in range(10):
             image.new("RGB", (4, 4), (i, 0, len(name.rpartition("/")[2]))).save(tmp_path / name / f"{i}.png")
-    found = [images.folder(tmp_path / name, 4).fingerprint for name in ("here", "there")]
-    assert found[0] == found[1]
+    fingerprints = [images.folder(tmp_path / name, 4).fingerprint for name in ("here", "there")]
+    assert fingerprints[0] == fingerprints[1]
     image.new("RGB", (4, 4), (9, 9, 9)).save(tmp_path / "there/b/3.png")
-    assert images.folder(tmp_path / "there", 4).fingerprint != found[0]
+    assert images.folder(tmp_path / "there", 4).fingerprint != fingerprints[0]
 
 
 # -- ids ---------------------------------------------------------------------------------------------------------------
@@ -188,8 +188,8 @@ def test_ids_beyond_their_limit_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"leaf x is float64\[3\], and ids are integers"):
         jp.check_ids(batch, {"x": 5})
     shares = jax.jit(lambda x: shares_outside(x, {"tokens": 10, "deep/label": 300}))
-    found = shares({**batch, "deep": {"label": np.array([0, -1, 127], np.int8)}})
-    assert {name: (float(m.total), float(m.count)) for name, m in found.items()} == {
+    outside = shares({**batch, "deep": {"label": np.array([0, -1, 127], np.int8)}})
+    assert {name: (float(m.total), float(m.count)) for name, m in outside.items()} == {
         "outside/tokens": (2, 12), "outside/deep/label": (1, 3)
     }  # fmt: skip
     np.save(tmp_path / "t.npy", np.array([1] * 150 + [2**32 + 5] + [1] * 49))  # as int32 it is 5

@@ -1,4 +1,4 @@
-"""The sampler beside torch's DistributedSampler, and its positions: whoever goes on reads what is left."""
+"""The sampler agrees with torch's DistributedSampler, and a run that continues from a position reads the rest."""
 
 import json
 from collections import Counter
@@ -12,7 +12,7 @@ SIZES, RANKS = range(1, 41), range(1, 9)
 
 
 class _Order:
-    """Stands for torch's permutation: a data set whose rows are numbered in the order that ours has."""
+    """A data set of one of our orders, which replaces torch's own permutation."""
 
     def __init__(self, order: np.ndarray):
         self.order = order
@@ -45,55 +45,55 @@ def test_batches_of_one_row_a_rank_are_what_torch_gives_the_ranks(last: str) -> 
         for ranks in RANKS:
             if last == "drop_last" and ranks > size:
                 continue
-            each = len(sampler.of_rank(0, ranks))
-            found = [sampler.batch(sampler.after(number, ranks), ranks)[0] for number in range(each)]
+            num_batches = len(sampler.of_rank(0, ranks))
+            batches = [sampler.batch(sampler.after(number, ranks), ranks)[0] for number in range(num_batches)]
             for rank in range(ranks):
-                assert [batch[rank] for batch in found] == sampler.of_rank(rank, ranks).tolist()
+                assert [batch[rank] for batch in batches] == sampler.of_rank(rank, ranks).tolist()
 
 
-def rows_left(sampler: Sampler, at: Position, rows: int) -> list[int]:
-    """Rows that count, from a position to the end of its epoch."""
-    epoch, found = at.epoch, []
-    while at.epoch == epoch:
-        taken, mask, after = sampler.batch(at, rows)
-        if sampler.last == "drop_last" and at.row + rows > sampler.size:
+def remaining_rows(sampler: Sampler, position: Position, rows: int) -> list[int]:
+    """Return the rows that count from a position to the end of its epoch."""
+    epoch, remaining = position.epoch, []
+    while position.epoch == epoch:
+        indices, mask, next_position = sampler.batch(position, rows)
+        if sampler.last == "drop_last" and position.row + rows > sampler.size:
             break
-        found += taken[mask == 1].tolist()
-        at = after
-    return found
+        remaining += indices[mask == 1].tolist()
+        position = next_position
+    return remaining
 
 
 def test_what_is_left_is_the_same_with_any_other_number_of_rows() -> None:
-    """After any step, in batches of any size: hosts, devices and microbatches change no more than that."""
+    """A run may continue after any step with any batch size. Hosts, devices and microbatches change only that."""
     for size in (1, 2, 7, 12, 23):
         sampler = Sampler(size, seed=1)
         for rows in range(1, 11):
-            at, read = Position(), []
-            while at.epoch < 2:
-                saved = Position.read(json.loads(json.dumps(at._asdict())))
-                for others in range(1, 11):
-                    order = sampler.order(at.epoch).tolist()
-                    assert rows_left(sampler, saved, others) == order[at.row :]
-                taken, mask, at = sampler.batch(at, rows)
-                read += taken[mask == 1].tolist()
+            position, read = Position(), []
+            while position.epoch < 2:
+                saved = Position.read(json.loads(json.dumps(position._asdict())))
+                for new_rows in range(1, 11):
+                    order = sampler.order(position.epoch).tolist()
+                    assert remaining_rows(sampler, saved, new_rows) == order[position.row :]
+                indices, mask, position = sampler.batch(position, rows)
+                read += indices[mask == 1].tolist()
             assert Counter(read) == dict.fromkeys(range(size), 2)  # every row once in each of two epochs
 
 
 @pytest.mark.parametrize("last", ["mask", "pad", "drop_last"])
 def test_a_batch_is_found_by_its_number(last: str) -> None:
     for size, rows in ((12, 4), (13, 4), (5, 5), (7, 3), (3, 2)):
-        sampler, at = Sampler(size, last, seed=2), Position()
+        sampler, position = Sampler(size, last, seed=2), Position()
         for number in range(12):
-            found = sampler.batch(sampler.after(number, rows), rows)
-            taken, mask, at = sampler.batch(at, rows)
-            assert (taken == found[0]).all()
-            assert (mask == found[1]).all()
+            numbered_indices, numbered_mask, _ = sampler.batch(sampler.after(number, rows), rows)
+            indices, mask, position = sampler.batch(position, rows)
+            assert (indices == numbered_indices).all()
+            assert (mask == numbered_mask).all()
 
 
 def test_epochs_differ_and_seeds_do() -> None:
-    one = Sampler(100, seed=1)
-    assert one.order(0).tolist() != one.order(1).tolist()
-    assert one.order(0).tolist() != Sampler(100, seed=2).order(0).tolist()
+    sampler = Sampler(100, seed=1)
+    assert sampler.order(0).tolist() != sampler.order(1).tolist()
+    assert sampler.order(0).tolist() != Sampler(100, seed=2).order(0).tolist()
     assert Sampler(100, shuffle=False).order(5).tolist() == list(range(100))
 
 

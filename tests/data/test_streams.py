@@ -1,4 +1,4 @@
-"""What a trainer takes as data: of whom positions are kept and how, what becomes of short batches, tuples, tensors."""
+"""Everything that a trainer accepts as data: positions, short batches, tuples, tensors, and batches read ahead."""
 
 import itertools
 import json
@@ -18,14 +18,14 @@ from jaxpar.data import Ahead, Rows
 from jaxpar.data.streams import Fitting, held_out, training
 
 
-def goes_on(data: Any, again: Any, read: int = 5, more: int = 4) -> Any:
-    """The state after some batches of data; from it on, `again` must yield what data do."""
+def check_resume(data: Any, fresh_data: Any, read: int = 5, more: int = 4) -> Any:
+    """Read `read` batches, resume with `fresh_data`, and compare the next `more` batches; return the state."""
     stream = training(data, 4, 0)
     for _ in range(read):
         next(stream)
     state = json.loads(json.dumps(stream.state()))
     assert state["batches"] == read
-    resumed = training(again, 4, 0, state=state)
+    resumed = training(fresh_data, 4, 0, state=state)
     for _ in range(more):
         for a, b in zip(jax.tree.leaves(next(stream)), jax.tree.leaves(next(resumed)), strict=True):
             np.testing.assert_array_equal(a, b)
@@ -35,35 +35,35 @@ def goes_on(data: Any, again: Any, read: int = 5, more: int = 4) -> Any:
 
 def test_rows_go_on_at_the_next_row() -> None:
     rows = lambda: Rows({"x": np.arange(10)})
-    assert goes_on(rows(), rows()) == {"batches": 5, "data": {"epoch": 1, "row": 8}}
+    assert check_resume(rows(), rows()) == {"batches": 5, "data": {"epoch": 1, "row": 8}}
 
 
 def test_what_has_no_position_is_counted() -> None:
-    assert goes_on(lambda start: ({"x": np.full(4, i)} for i in range(start, 99)),
+    assert check_resume(lambda start: ({"x": np.full(4, i)} for i in range(start, 99)),
                    lambda start: ({"x": np.full(4, i)} for i in range(start, 99))) == {"batches": 5}  # fmt: skip
     batches = [{"x": np.full(4, i)} for i in range(3)]
-    assert goes_on(batches, batches) == {"batches": 5}
+    assert check_resume(batches, batches) == {"batches": 5}
 
 
 def test_a_loader_with_a_position_is_asked_for_it_and_told() -> None:
-    """torch's and Hugging Face's protocol: the loader has the state, and takes it before it is gone through."""
+    """In torch's and Hugging Face's protocol the loader has the state, and takes it before it is iterated over."""
 
     class Loader:
-        at, told = 0, 0
+        position, restored_position = 0, 0
 
         def __iter__(self) -> Iterator[Any]:
-            self.at, self.told = self.told, 0
-            while self.at < 7:
-                self.at += 1
-                yield {"x": np.full(4, self.at - 1)}
+            self.position, self.restored_position = self.restored_position, 0
+            while self.position < 7:
+                self.position += 1
+                yield {"x": np.full(4, self.position - 1)}
 
         def state_dict(self) -> dict[str, int]:
-            return {"at": self.at}
+            return {"at": self.position}
 
         def load_state_dict(self, state: dict[str, int]) -> None:
-            self.told = state["at"]
+            self.restored_position = state["at"]
 
-    assert goes_on(Loader(), Loader()) == {"batches": 5, "data": {"at": 5}}
+    assert check_resume(Loader(), Loader()) == {"batches": 5, "data": {"at": 5}}
     with pytest.raises(
         ValueError, match=r"position in its data is \{'at': 5\}, and a list takes none; resume with the"
     ):
@@ -74,14 +74,14 @@ def test_grains_iterators_go_on() -> None:
     grain = pytest.importorskip("grain", reason="grain is not installed (jaxpar[images])")
     rows = grain.MapDataset.source(range(40)).shuffle(seed=3).map(lambda i: {"x": np.full(2, i)}).repeat()
     batches = lambda: rows.to_iter_dataset().batch(4)
-    assert goes_on(batches(), batches())["data"] == {"next_index": 20}
-    assert goes_on(iter(batches()), iter(batches()))["data"] == {"next_index": 20}
+    assert check_resume(batches(), batches())["data"] == {"next_index": 20}
+    assert check_resume(iter(batches()), iter(batches()))["data"] == {"next_index": 20}
     loader = lambda: grain.DataLoader(
         data_source=[{"x": np.full(2, i)} for i in range(40)],
         sampler=grain.samplers.IndexSampler(40, shuffle=True, seed=1, shard_options=grain.sharding.NoSharding()),
         operations=[grain.transforms.Batch(4)],
     )
-    assert set(goes_on(loader(), loader())["data"]) == {"bytes"}  # its own are bytes, and JSON has none
+    assert set(check_resume(loader(), loader())["data"]) == {"bytes"}  # grain's positions are bytes, which JSON lacks
 
 
 def test_grains_elastic_iterators_go_on_with_another_number_of_hosts() -> None:
@@ -92,22 +92,22 @@ def test_grains_elastic_iterators_go_on_with_another_number_of_hosts() -> None:
         shards = [grain.sharding.ShardOptions(i, count) for i in range(count)]
         return [training(grain.experimental.ElasticIterator(rows, 8, s), 8, 0, state=state) for s in shards]
 
-    two = hosts(2)
-    seen = [row for _ in range(3) for host in two for row in next(host).tolist()]
-    (state,) = {json.dumps(host.state()) for host in two}  # the same on every host
-    four = hosts(4, json.loads(state))
-    left = [row for _ in range(3) for host in four for row in next(host).tolist()]
-    assert sorted(seen + left) == list(range(48))
+    two_hosts = hosts(2)
+    read = [row for _ in range(3) for host in two_hosts for row in next(host).tolist()]
+    (state,) = {json.dumps(host.state()) for host in two_hosts}  # the same on every host
+    four_hosts = hosts(4, json.loads(state))
+    remaining = [row for _ in range(3) for host in four_hosts for row in next(host).tolist()]
+    assert sorted(read + remaining) == list(range(48))
 
 
 def test_hugging_faces_data_sets_are_rows_or_loaders() -> None:
     datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
-    made = datasets.Dataset.from_dict({"x": [[float(i), 1.0] for i in range(10)], "label": list(range(10))})
-    state = goes_on(made, made.with_format("numpy"))
+    dataset = datasets.Dataset.from_dict({"x": [[float(i), 1.0] for i in range(10)], "label": list(range(10))})
+    state = check_resume(dataset, dataset.with_format("numpy"))
     assert state["data"] == {"epoch": 1, "row": 8}
-    assert next(held_out(made, 4, None))["label"].tolist() == [0, 1, 2, 3]
-    batches = lambda: made.to_iterable_dataset().batch(2).with_format("numpy")
-    assert "data" in goes_on(batches(), batches(), read=3, more=2)
+    assert next(held_out(dataset, 4, None))["label"].tolist() == [0, 1, 2, 3]
+    batches = lambda: dataset.to_iterable_dataset().batch(2).with_format("numpy")
+    assert "data" in check_resume(batches(), batches(), read=3, more=2)
 
 
 @pytest.mark.xdist_group("torch")
@@ -123,15 +123,16 @@ def test_tensors_of_other_libraries_become_arrays() -> None:
 
 def test_short_batches_with_a_mask_are_filled_up() -> None:
     fit = Fitting()
-    full, odd = {"x": np.ones((8, 2)), "mask": np.ones(8)}, {"x": np.arange(3.0), "mask": np.ones((3, 2), np.float32)}
+    full = {"x": np.ones((8, 2)), "mask": np.ones(8)}
+    short = {"x": np.arange(3.0), "mask": np.ones((3, 2), np.float32)}
     assert fit(full, 4) is full
-    filled = fit({**odd, "all": jp.Replicated(np.ones(5))}, 4)
-    assert filled["x"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]  # to the rows of the first, for which the step is compiled
+    filled = fit({**short, "all": jp.Replicated(np.ones(5))}, 4)
+    assert filled["x"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]  # as many rows as the first batch
     assert filled["mask"].tolist() == [[1, 1]] * 3 + [[0, 0]] * 5
     assert filled["all"].value.shape == (5,)
-    assert Fitting()(odd, 4)["x"].shape == (4,)
+    assert Fitting()(short, 4)["x"].shape == (4,)
     assert fit({"x": np.ones(3)}, 4)["x"].shape == (3,)
-    assert odd["mask"].shape == (3, 2)
+    assert short["mask"].shape == (3, 2)
 
 
 def model() -> jp.Model:
@@ -143,30 +144,31 @@ def model() -> jp.Model:
 
 
 def run(data: Any, strategy: str = "ddp", **options: Any) -> tuple[list[float], jp.Trainer]:
-    found: list[float] = []
-    hook = jp.Hook(on_step=lambda _, metrics: found.append(metrics["loss"]))
+    """Train on data; return the loss of every step, and the trainer."""
+    losses: list[float] = []
+    hook = jp.Hook(on_step=lambda _, metrics: losses.append(metrics["loss"]))
     loop = jp.Loop(**{"steps": 3, "rows": 16, "quiet": True} | options)
     trainer = jp.Trainer(model(), optax.sgd(0.01), data, strategy, loop, hooks=[hook])
     trainer.run()
-    return found, trainer
+    return losses, trainer
 
 
 def test_an_epoch_that_does_not_divide_trains_as_on_one_device() -> None:
-    """21 rows: batches of 16, and of 5 with a mask, on 8 replicas; of a list the trainer fills up the second."""
+    """21 rows are batches of 16 and 5 on 8 replicas; the trainer fills up a list's second batch."""
     x = np.random.default_rng(0).normal(size=(21, 4)).astype(np.float32)
     rows = Rows({"x": x}, shuffle=False)
     short = [{"x": x[:16], "mask": np.ones(16, np.float32)}, {"x": x[16:], "mask": np.ones(5, np.float32)}]
     expected, _ = run(short, "single")
     assert run(rows)[0] == pytest.approx(expected, rel=1e-5)
-    found, trainer = run(short)
-    assert found == pytest.approx(expected, rel=1e-5)
+    losses, trainer = run(short)
+    assert losses == pytest.approx(expected, rel=1e-5)
     assert trainer.rows == 16
     trainer.held_out = rows
-    whole = trainer.evaluate()["held_out_loss"]
+    held_out_loss = trainer.evaluate()["held_out_loss"]
     trainer.held_out = [(x[:16],)]
-    assert trainer.evaluate()["held_out_loss"] != whole
+    assert trainer.evaluate()["held_out_loss"] != held_out_loss
     w = np.asarray(trainer.step.params(trainer.state)["w"])
-    assert whole == pytest.approx(((x @ w) ** 2).mean(), rel=1e-5)
+    assert held_out_loss == pytest.approx(((x @ w) ** 2).mean(), rel=1e-5)
     with pytest.raises(
         ValueError, match=r"batch has 5 rows; 8 replicas x 1 .*pad with jp.pad_rows\(batch, 8\), whose mask"
     ):
@@ -175,22 +177,23 @@ def test_an_epoch_that_does_not_divide_trains_as_on_one_device() -> None:
 
 
 def test_rows_without_weight_count_nowhere_or_are_refused() -> None:
-    """A loss that leaves out the mask would train on what fills up a batch."""
+    """A loss that ignores the mask would train on the rows that fill up a batch."""
     x = np.ones((21, 4), np.float32)
     loss = lambda params, batch, key: ((batch["x"] @ params["w"]) ** 2).mean()
-    deaf = jp.Model(init=lambda key: {"w": jax.numpy.ones((4,))}, loss=loss)
+    maskless_model = jp.Model(init=lambda key: {"w": jax.numpy.ones((4,))}, loss=loss)
     short = [{"x": x[:5], "mask": np.ones(5, np.float32)}]
     for strategy, data in (("ddp", Rows({"x": x})), ("pipe=1,data=8", short)):
-        trainer = jp.Trainer(deaf, optax.sgd(0.1), data, strategy, jp.Loop(steps=1, rows=16, quiet=True))
+        trainer = jp.Trainer(maskless_model, optax.sgd(0.1), data, strategy, jp.Loop(steps=1, rows=16, quiet=True))
         with pytest.raises(ValueError, match=r"loss does not depend on batch\['mask'\]: return jp.Mean.* 'drop_last'"):
             trainer.run()
-    jp.Trainer(deaf, optax.sgd(0.1), Rows({"x": x[:16]}), "ddp", jp.Loop(steps=1, rows=16, quiet=True)).run()
+    jp.Trainer(maskless_model, optax.sgd(0.1), Rows({"x": x[:16]}), "ddp", jp.Loop(steps=1, rows=16, quiet=True)).run()
 
 
 # -- read ahead --------------------------------------------------------------------------------------------------------
 
 
-def waits_for(condition: Any) -> None:
+def wait_for(condition: Any) -> None:
+    """Wait until a condition is true; fail after half an hour."""
     end = time.monotonic() + 1800
     while not condition() and time.monotonic() < end:
         time.sleep(0.002)
@@ -206,9 +209,9 @@ def test_a_bounded_number_of_batches_is_read_ahead_and_the_position_is_that_of_w
             yield {"x": np.full(4, number)}
 
     with Ahead(training(data, 4, 0), lambda batch: batch["x"] * 2, 3) as batches:
-        waits_for(lambda: len(read) == 3)
+        wait_for(lambda: len(read) == 3)
         time.sleep(0.02)
-        assert len(read) == 3  # no more than that
+        assert len(read) == 3  # the thread reads no further
         assert batches.state() == {"batches": 0}
         assert next(batches).tolist() == [0] * 4
         assert batches.state() == {"batches": 1}
@@ -216,7 +219,7 @@ def test_a_bounded_number_of_batches_is_read_ahead_and_the_position_is_that_of_w
         for _ in range(2):
             with pytest.raises(ValueError, match="the data ended after 9 batches"):
                 next(batches)
-    waits_for(lambda: not batches._thread.is_alive())
+    wait_for(lambda: not batches._thread.is_alive())
     with pytest.raises(ValueError, match="count=0 batches cannot be read ahead"):
         Ahead([], lambda batch: batch, 0)
 
@@ -233,7 +236,7 @@ def test_what_the_data_raise_comes_where_the_batch_would_have_come(error: type[B
             next(batches)
     with Ahead(itertools.count(), lambda batch: batch, 2) as batches:
         next(batches)
-    waits_for(lambda: not batches._thread.is_alive())  # it would have read for ever
+    wait_for(lambda: not batches._thread.is_alive())  # endless data do not keep it alive
     with pytest.raises(ValueError, match="these batches are closed"):
         next(batches)
     assert list(Ahead([1, 2], lambda batch: batch, 1)) == [1, 2]
@@ -241,19 +244,19 @@ def test_what_the_data_raise_comes_where_the_batch_would_have_come(error: type[B
 
 def test_a_run_that_reads_ahead_is_the_same_and_leaves_no_thread() -> None:
     x = np.random.default_rng(1).normal(size=(21, 4)).astype(np.float32)
-    before = threading.enumerate()
-    plain, _ = run(Rows({"x": x}), steps=4)
-    found, trainer = run(Rows({"x": x}), steps=4, prefetch=2)
-    assert found == plain
+    earlier_threads = threading.enumerate()
+    losses, _ = run(Rows({"x": x}), steps=4)
+    prefetched_losses, trainer = run(Rows({"x": x}), steps=4, prefetch=2)
+    assert prefetched_losses == losses
     assert trainer.position == {"batches": 4, "data": {"epoch": 2, "row": 0}}
-    left = lambda: {thread for thread in threading.enumerate() if thread.name == "jaxpar-data"} - {*before}
-    waits_for(lambda: not left())
+    readers = lambda: {t for t in threading.enumerate() if t.name == "jaxpar-data"} - {*earlier_threads}
+    wait_for(lambda: not readers())
     sent = trainer.step.send({"x": x[:16], "mask": np.ones(16)})
-    assert trainer.step.place(sent)["x"] is sent["x"]  # it is where the step wants it
+    assert trainer.step.place(sent)["x"] is sent["x"]  # it is already on the step's devices
 
 
 def test_integers_that_32_bits_cannot_hold_are_named() -> None:
-    """2**32 + 5 trained as 5."""
+    """2**32 + 5 was once trained as 5."""
     step = jp.make_train_step(model(), optax.sgd(0.1), "ddp")
     state = step.init(jax.random.key(0))
     batch = {"x": np.ones((8, 4), np.int64), "mask": np.ones(8, np.float32)}

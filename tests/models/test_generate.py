@@ -1,4 +1,4 @@
-"""Text is continued token by token, on the devices where the parameters live."""
+"""`generate` continues text token by token, on the devices of the parameters, with and without the cache."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from jaxpar.models.llama import Config, Llama
 
 
 class Sums(nnx.Module):
-    """Always sure: after tokens a, b, c it says (1 a + 2 b + 3 c) modulo 31, whatever comes later."""
+    """A causal model that gives all probability to one token: after a, b, c that is (1 a + 2 b + 3 c) modulo 31."""
 
     def __init__(self) -> None:
         self.config = Config(vocab=31, context=9)
@@ -32,9 +32,9 @@ def test_generation_is_the_most_probable_token_after_token(window: int | None) -
     for row in expected:
         for _ in range(8):
             row.append(sum(i * token for i, token in enumerate(row[-(window or 9) :], 1)) % 31)
-    found = text.generate(Sums(), prompt, 8, jax.random.key(0), temperature=0, window=window)
-    assert found.dtype == jnp.int32
-    assert found.tolist() == expected
+    generated = text.generate(Sums(), prompt, 8, jax.random.key(0), temperature=0, window=window)
+    assert generated.dtype == jnp.int32
+    assert generated.tolist() == expected
 
 
 @pytest.mark.slow
@@ -44,50 +44,55 @@ def test_generation_on_eight_devices_is_that_of_one_and_traces_once(monkeypatch:
     state = step.init(jax.random.key(0))
     module, prompt, key = step.model(state), np.asarray([[1, 2, 3]]), jax.random.key(1)
     assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(module)))
-    found = model.generate(module, prompt, 6, key)
+    generated = model.generate(module, prompt, 6, key)
 
     def never(self: Llama, tokens_BT: jax.Array) -> jax.Array:
         raise AssertionError("traced again")
 
     with monkeypatch.context() as patch:
         patch.setattr(Llama, "__call__", never)
-        np.testing.assert_array_equal(model.generate(step.model(state), prompt, 6, key), found)
-        assert not np.array_equal(model.generate(module, prompt, 6, jax.random.key(2)), found)
-    module.eval()  # as it was generated with
+        np.testing.assert_array_equal(model.generate(step.model(state), prompt, 6, key), generated)
+        assert not np.array_equal(model.generate(module, prompt, 6, jax.random.key(2)), generated)
+    module.eval()  # `generate` ran it without dropout
     nnx.update(module, jax.device_put(nnx.state(module), jax.devices()[0]))
-    np.testing.assert_array_equal(model.generate(module, prompt, 6, key), found)
+    np.testing.assert_array_equal(model.generate(module, prompt, 6, key), generated)
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny"])
 def test_what_is_cached_is_what_a_whole_pass_sees(name: str) -> None:
-    """Logits of each position beside those of one pass over all; and tokens beside the most probable ones of such
-    passes, while the window grows and after it has begun to slide.
+    """Cached and uncached passes agree.
+
+    The test compares the logits of each position with those of one pass over all positions, and generated tokens with
+    the most probable ones of such passes, while the window grows and after it has begun to slide.
     """
     model = named(name, dim=32, heads=4, layers=3, context=12)
     weights = jax.jit(model.model.create)(jax.random.key(0))
 
-    def made() -> Any:
+    def eval_module() -> Any:
         module = model.model.bind(*weights)
         module.eval()
         return module
 
-    module, passed = made(), jax.jit(lambda tokens: made()(tokens))
-    extend = jax.jit(lambda *given: made().extend(*given))
+    module, run = eval_module(), jax.jit(lambda tokens: eval_module()(tokens))
+    extend = jax.jit(lambda *args: eval_module().extend(*args))
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
-    whole = passed(tokens)
-    cache, found = module.empty(2, 12), []
+    uncached_logits = run(tokens)
+    cache, cached_logits = module.empty(2, 12), []
     for part in (slice(0, 5), slice(5, 6), slice(6, 9), slice(9, 12)):
         logits, cache = extend(tokens[:, part], cache, jnp.int32(part.start))
-        found.append(logits)
+        cached_logits.append(logits)
     np.testing.assert_allclose(
-        jnp.concatenate(found, axis=1), whole, rtol=2e-5, atol=2e-5 * float(jnp.abs(whole).max())
+        jnp.concatenate(cached_logits, axis=1),
+        uncached_logits,
+        rtol=2e-5,
+        atol=2e-5 * float(jnp.abs(uncached_logits).max()),
     )
 
     expected, prompt = np.asarray(tokens[:, :4]), np.asarray(tokens[:, :4])
     for _ in range(12):
         window = expected[:, -12:]
-        last = window.shape[1] - 1  # what is filled in after it is not seen
-        logits = passed(np.pad(window, ((0, 0), (0, 11 - last))))
+        last = window.shape[1] - 1  # attention does not see the padding after it
+        logits = run(np.pad(window, ((0, 0), (0, 11 - last))))
         expected = np.concatenate([expected, logits[:, last : last + 1].argmax(-1)], axis=1)
     np.testing.assert_array_equal(jp.generate(module, prompt, 12, jax.random.key(2), temperature=0), expected)
 
@@ -104,10 +109,10 @@ def test_generation_is_the_same_under_every_strategy(strategy: str) -> None:
     model, prompt = named("llama-tiny", dim=64, layers=2), np.asarray([[1, 2, 3], [4, 5, 6]])
     step = jp.make_train_step(model.model, optax.sgd(0.1), strategy)
     module = step.model(step.init(jax.random.key(0)))
-    found = jp.generate(module, prompt, 9, jax.random.key(1), window=8)
-    assert found.sharding.is_fully_replicated
-    alone = model.model.bind(*jax.jit(model.model.create)(jax.random.key(0)))
-    np.testing.assert_array_equal(found, jp.generate(alone, prompt, 9, jax.random.key(1), window=8))
+    generated = jp.generate(module, prompt, 9, jax.random.key(1), window=8)
+    assert generated.sharding.is_fully_replicated
+    single_device_module = model.model.bind(*jax.jit(model.model.create)(jax.random.key(0)))
+    np.testing.assert_array_equal(generated, jp.generate(single_device_module, prompt, 9, jax.random.key(1), window=8))
 
 
 def test_generation_draws_from_the_softmax_at_a_temperature() -> None:
@@ -120,9 +125,9 @@ def test_generation_draws_from_the_softmax_at_a_temperature() -> None:
 
     prompt = np.zeros((4000, 1))
     for temperature, weights in ((1.0, [1, 4, 16]), (2.0, [1, 2, 4])):
-        drawn = text.generate(Fixed(), prompt, 2, jax.random.key(0), temperature)[:, 1:]
-        shares = np.bincount(np.ravel(drawn), minlength=3) / drawn.size
-        np.testing.assert_allclose(shares, np.asarray(weights) / sum(weights), atol=0.02)
+        tokens = text.generate(Fixed(), prompt, 2, jax.random.key(0), temperature)[:, 1:]
+        frequencies = np.bincount(np.ravel(tokens), minlength=3) / tokens.size
+        np.testing.assert_allclose(frequencies, np.asarray(weights) / sum(weights), atol=0.02)
 
 
 @pytest.mark.parametrize(

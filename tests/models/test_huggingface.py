@@ -1,5 +1,7 @@
-"""Llama's weights from and to Hugging Face: the same function as `transformers`, the same numbers after a round trip,
-and a clear word on what does not fit. What needs torch and transformers runs after `make hf`.
+"""Conversion of Llama from and to Hugging Face.
+
+Both models compute the same function, weights are equal after a round trip, and errors name what does not fit. Tests
+that need torch and transformers run after `make hf`.
 """
 
 import dataclasses
@@ -22,11 +24,11 @@ import jaxpar as jp
 from jaxpar.models import llama
 from jaxpar.models.llama import Config, Llama, from_hf, to_hf
 
-pytestmark = pytest.mark.xdist_group("torch")  # whose import takes seconds
+pytestmark = pytest.mark.xdist_group("torch")  # one worker for all: importing torch takes seconds
 pytest.importorskip("safetensors", reason="needs safetensors: pip install safetensors")
 
-# Each with something that the others lack, and no two sizes alike. With this theta, of the four frequencies of a head
-# Llama 3.1 leaves two as they are, interpolates one and divides one by the factor.
+# Every config has a feature that the others lack, and no two of its sizes are equal. With this theta, Llama 3.1 leaves
+# two of a head's four frequencies unchanged, interpolates one and divides one by the factor.
 CONFIGS = {
     "llama2": Config(vocab=61, dim=24, layers=3, heads=3, kv_heads=3, ffn=40, context=96, norm_eps=1e-5),
     "llama3": Config(vocab=53, dim=48, layers=2, heads=6, kv_heads=2, ffn=36, context=64, rope_theta=500_000.0),
@@ -40,23 +42,23 @@ CONFIGS = {
 }  # fmt: skip
 STRETCH = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 STRETCH |= {"original_max_position_embeddings": 8192}
-each = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+parametrize_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 @pytest.fixture(scope="module")
 def hf() -> Any:
-    """The module `transformers`."""
+    """Return the module `transformers`, or skip the test."""
     reason = "needs torch and transformers: `make hf`"
     pytest.importorskip("torch", reason=reason)
     return pytest.importorskip("transformers", reason=reason)
 
 
 def reference(hf: Any, config: Config, seed: int = 0) -> Any:
-    """transformers' own model, with weights of which none is at its initial value."""
+    """Return the model of transformers, with no weight at its initial value."""
     import torch
 
     scaling = {"rope_scaling": {**STRETCH, "factor": config.rope_factor}} if config.rope_factor != 1 else {}
-    stated = hf.LlamaConfig(
+    hf_config = hf.LlamaConfig(
         vocab_size=config.vocab,
         hidden_size=config.dim,
         intermediate_size=config.ffn,
@@ -70,7 +72,7 @@ def reference(hf: Any, config: Config, seed: int = 0) -> Any:
         **scaling,
     )
     torch.manual_seed(seed)
-    model = hf.LlamaForCausalLM(stated)
+    model = hf.LlamaForCausalLM(hf_config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread = 0.2 if name.endswith("norm.weight") else parameter.shape[-1] ** -0.5
@@ -79,10 +81,12 @@ def reference(hf: Any, config: Config, seed: int = 0) -> Any:
 
 
 def tokens(config: Config, rows: int = 2, length: int = 90) -> np.ndarray:
+    """Return random tokens."""
     return np.random.default_rng(0).integers(0, config.vocab, (rows, length))
 
 
 def ours(config: Config, params: Any) -> Llama:
+    """Return our model with these parameters."""
     model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
     state = nnx.state(model)
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, params))
@@ -91,20 +95,20 @@ def ours(config: Config, params: Any) -> Llama:
 
 
 def weights(config: Config, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """A state dict, made without torch."""
+    """Return a state dict with random weights, created without torch."""
     random = np.random.default_rng(1)
     params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))))
     return to_hf(config, jax.tree.map(lambda x: random.normal(size=x.shape).astype(dtype), params))
 
 
 def assert_close(got: Any, expected: Any, name: str = "") -> None:
-    """Within 1e-4 of the largest."""
+    """Assert that all elements are equal to within 1e-4 of the largest expected one."""
     expected = np.asarray(expected)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4 * np.abs(expected).max(), err_msg=name)
 
 
 def assert_same(got: Any, expected: Any) -> None:
-    """Every array of two dicts equal, dtypes too."""
+    """Assert that all arrays of two dicts are equal, in values and dtypes."""
     assert got.keys() == expected.keys()
     for name, x in expected.items():
         assert got[name].dtype == x.dtype, name
@@ -112,20 +116,20 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 def state_of(model: Any) -> dict[str, np.ndarray]:
-    """The parameters of a torch model as arrays, a tied head left out."""
+    """Return the parameters of a torch model as arrays, without a tied head."""
     return {name: x.detach().numpy() for name, x in model.named_parameters()}
 
 
 # -- the same function -------------------------------------------------------------------------------------------------
 
 
-@each
+@parametrize_config
 def test_logits_loss_and_gradients_are_those_of_transformers(hf: Any, config: Config) -> None:
     import torch
 
     model, text = reference(hf, config), tokens(config)
-    found, params = from_hf(model.state_dict(), model.config)
-    assert found == config
+    read_config, params = from_hf(model.state_dict(), model.config)
+    assert read_config == config
 
     result = model(input_ids=torch.tensor(text), labels=torch.tensor(text))
     result.loss.backward()
@@ -135,18 +139,18 @@ def test_logits_loss_and_gradients_are_those_of_transformers(hf: Any, config: Co
     step = jp.make_train_step(jp.from_nnx(lambda rngs: Llama(config, rngs=rngs), llama.loss), optax.sgd(0.1))
     loss, grads = step.value_and_grad(step.init(jax.random.key(0), params=params), {"tokens": text})
     assert_close(loss, result.loss.detach())
-    # Gradients are a tree like the parameters.
-    given = to_hf(config, grads)
+    # Gradients have the tree of the parameters, so they are converted alike.
+    converted_grads = to_hf(config, grads)
     expected = {name: x.grad.numpy() for name, x in model.named_parameters()}
-    assert given.keys() == expected.keys()
+    assert converted_grads.keys() == expected.keys()
     for name, x in expected.items():
-        assert_close(given[name], x, name)
+        assert_close(converted_grads[name], x, name)
 
 
 def test_the_stretch_of_rotary_embedding_counts_and_is_that_of_transformers(hf: Any) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    # Else the test above would show nothing of it.
+    # The stretch changes the logits: otherwise the test above would not test it.
     config = CONFIGS["llama3.1"]
     _, params = from_hf(weights(config), config)
     run = nnx.jit(lambda m, t: m(t))
@@ -157,7 +161,7 @@ def test_the_stretch_of_rotary_embedding_counts_and_is_that_of_transformers(hf: 
 
     for size in ("llama3-405b", "llama3.2-1b"):  # as published
         config = llama.SIZES[size]
-        stated = hf.LlamaConfig(
+        hf_config = hf.LlamaConfig(
             hidden_size=config.dim,
             num_attention_heads=config.heads,
             max_position_embeddings=config.context,
@@ -165,14 +169,14 @@ def test_the_stretch_of_rotary_embedding_counts_and_is_that_of_transformers(hf: 
             rope_scaling={**STRETCH, "factor": config.rope_factor},
         )
         table = llama.rope_table(2, config.head_dim, config.rope_theta, config.rope_factor)
-        np.testing.assert_allclose(table[1], LlamaRotaryEmbedding(stated).inv_freq, rtol=1e-5)
+        np.testing.assert_allclose(table[1], LlamaRotaryEmbedding(hf_config).inv_freq, rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_a_step_from_given_weights_is_torchs_step_and_goes_back(hf: Any, tmp_path: Path) -> None:
     import torch
 
-    config = dataclasses.replace(CONFIGS["llama3"], vocab=54, ffn=512)  # something is large enough to be sharded
+    config = dataclasses.replace(CONFIGS["llama3"], vocab=54, ffn=512)  # large enough to be sharded
     model, text = reference(hf, config), tokens(config, rows=8, length=13)
     model.save_pretrained(tmp_path / "before")
     _, params = from_hf(tmp_path / "before")
@@ -191,16 +195,16 @@ def test_a_step_from_given_weights_is_torchs_step_and_goes_back(hf: Any, tmp_pat
         assert_close(metrics["loss"], result.loss.detach())
 
     to_hf(config, step.params(state), tmp_path / "after")
-    again = state_of(hf.AutoModelForCausalLM.from_pretrained(tmp_path / "after"))
-    before = to_hf(config, params)
+    trained = state_of(hf.AutoModelForCausalLM.from_pretrained(tmp_path / "after"))
+    initial = to_hf(config, params)
     for name, x in state_of(model).items():
-        assert_close(again[name] - before[name], x - before[name], name)  # how far the weights have moved
+        assert_close(trained[name] - initial[name], x - initial[name], name)  # the change of the weights
 
 
 # -- the same numbers --------------------------------------------------------------------------------------------------
 
 
-@each
+@parametrize_config
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_state_dict_of_torch_goes_round_trip_exactly(hf: Any, config: Config, dtype: str) -> None:
     import torch
@@ -208,20 +212,20 @@ def test_a_state_dict_of_torch_goes_round_trip_exactly(hf: Any, config: Config, 
     model = reference(hf, config).to(getattr(torch, dtype))
     _, params = from_hf(model.state_dict(), model.config)
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {dtype}
-    back = to_hf(config, params)
-    assert {x.dtype.name for x in back.values()} == {dtype}
+    written = to_hf(config, params)
+    assert {x.dtype.name for x in written.values()} == {dtype}
     state = {name: x.detach().float().numpy() for name, x in model.named_parameters()}
-    assert_same({name: x.astype(np.float32) for name, x in back.items()}, state)
+    assert_same({name: x.astype(np.float32) for name, x in written.items()}, state)
 
 
-@each
+@parametrize_config
 @pytest.mark.parametrize("size", ["5GB", "10KB"], ids=["whole", "sharded"])
 def test_a_folder_of_transformers_is_read(hf: Any, config: Config, size: str, tmp_path: Path) -> None:
     model = reference(hf, config)
     model.save_pretrained(tmp_path, max_shard_size=size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == (size == "10KB")
-    found, params = from_hf(str(tmp_path))
-    assert found == config
+    read_config, params = from_hf(str(tmp_path))
+    assert read_config == config
     assert_same(to_hf(config, params), state_of(model))
 
 
@@ -238,12 +242,12 @@ def test_a_folder_of_torch_is_read(hf: Any, name: str, tmp_path: Path) -> None:
     index = {"weight_map": {k: "a.bin" if k in half else "b.bin" for k in state}}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     assert_same(to_hf(*from_hf(tmp_path)), state_of(model))
-    # Whole, and with the frequencies that old versions wrote.
+    # In one file, with the rotary frequencies that old versions wrote.
     torch.save({**state, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, tmp_path / "pytorch_model.bin")
     assert_same(to_hf(*from_hf(tmp_path)), state_of(model))
 
 
-@each
+@parametrize_config
 @pytest.mark.parametrize("max_shard_size", [10**9, 10**4], ids=["whole", "sharded"])
 def test_transformers_loads_what_is_written(
     hf: Any, config: Config, max_shard_size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -273,7 +277,7 @@ def test_transformers_loads_bfloat16_as_such(hf: Any, tmp_path: Path) -> None:
     assert all(torch.equal(x, rounded[name]) for name, x in model.named_parameters())
 
 
-@each
+@parametrize_config
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("max_shard_size", [10**9, 5000], ids=["whole", "sharded"])
 def test_a_folder_goes_round_trip_exactly(config: Config, dtype: Any, max_shard_size: int, tmp_path: Path) -> None:
@@ -287,9 +291,9 @@ def test_a_folder_goes_round_trip_exactly(config: Config, dtype: Any, max_shard_
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == sum(x.nbytes for x in state.values())
         assert set(index["weight_map"]) == set(state)
-    found, params = from_hf(tmp_path)
-    assert found == config
-    assert_same(to_hf(found, params), state)
+    read_config, params = from_hf(tmp_path)
+    assert read_config == config
+    assert_same(to_hf(read_config, params), state)
 
 
 def test_dtype_is_that_asked_for(tmp_path: Path) -> None:
@@ -302,7 +306,7 @@ def test_dtype_is_that_asked_for(tmp_path: Path) -> None:
 
 
 def test_what_comes_from_a_step_is_written(tmp_path: Path) -> None:
-    """Sharded arrays, padded ones among them (odd sizes)."""
+    """The arrays of a step are sharded, and those of odd sizes are padded."""
     config = dataclasses.replace(CONFIGS["llama2"], vocab=1001, tied=True)
     model = jp.from_nnx(lambda rngs: Llama(config, rngs=rngs), llama.loss)
     step = jp.make_train_step(model, optax.sgd(0.1), "fsdp")
@@ -326,7 +330,7 @@ def test_reading_a_folder_holds_one_tensor_beside_the_model(tmp_path: Path) -> N
 
 
 def test_importing_models_imports_none_of_it() -> None:
-    """Nor Orbax, which takes a second and was imported by `import jaxpar`."""
+    """Neither torch nor Orbax is imported; Orbax takes a second and was once imported by `import jaxpar`."""
     slow = {"torch", "transformers", "safetensors", "orbax.checkpoint"}
     code = f"import sys, jaxpar.models, jaxpar.run.cli.commands; print(sorted({slow} & set(sys.modules)))"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -335,7 +339,7 @@ def test_importing_models_imports_none_of_it() -> None:
 
 # -- what config.json says ---------------------------------------------------------------------------------------------
 
-STATED = {
+HF_OPTIONS = {
     "model_type": "llama",
     "vocab_size": 61,
     "hidden_size": 24,
@@ -348,9 +352,9 @@ LLAMA31 = {**STRETCH, "factor": 8.0}
 
 
 def read(**options: Any) -> Config:
-    """The config as a folder says it that holds the weights of these sizes."""
+    """Return the config that is read from `HF_OPTIONS` with these options changed."""
     config = Config(vocab=61, dim=24, layers=3, heads=3, kv_heads=3, ffn=40)
-    return from_hf(weights(config), {**STATED, **options})[0]
+    return from_hf(weights(config), {**HF_OPTIONS, **options})[0]
 
 
 @pytest.mark.parametrize(
@@ -377,7 +381,7 @@ def test_what_config_json_leaves_out_is_as_in_transformers() -> None:
 
 
 def test_defaults_are_those_of_transformers(hf: Any) -> None:
-    sizes = {name: value for name, value in STATED.items() if name not in ("model_type", "max_position_embeddings")}
+    sizes = {name: value for name, value in HF_OPTIONS.items() if name not in ("model_type", "max_position_embeddings")}
     config = Config(vocab=61, dim=24, layers=3, heads=3, kv_heads=3, ffn=40)
     assert from_hf(weights(config), hf.LlamaConfig(**sizes))[0] == from_hf(weights(config), sizes)[0]
 
@@ -457,7 +461,7 @@ def test_tensors_that_do_not_fit_are_named(state: dict[str, np.ndarray], message
 
 
 def test_each_tensor_is_the_parameter_of_its_name() -> None:
-    """Without torch: queries and keys of one shape, say, may not change places."""
+    """Queries and keys of one shape must not be exchanged. The test needs no torch."""
     state, layer = weights(CONFIG), 1
     params = from_hf(state, CONFIG)[1]
     of_layer = params["layers"]
@@ -507,10 +511,10 @@ def test_a_folder_that_lacks_a_file_says_which(tmp_path: Path) -> None:
 def test_weights_are_not_written_over(tmp_path: Path) -> None:
     _, params = from_hf(weights(CONFIG), CONFIG)
     to_hf(CONFIG, params, tmp_path)
-    before = (tmp_path / "model.safetensors").read_bytes()
+    contents = (tmp_path / "model.safetensors").read_bytes()
     with pytest.raises(ValueError, match=r"already holds model\.safetensors; choose another folder"):
         to_hf(CONFIG, jax.tree.map(np.zeros_like, params), tmp_path, max_shard_size=5000)
-    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert (tmp_path / "model.safetensors").read_bytes() == contents
 
 
 def test_a_tree_of_another_model_is_not_written() -> None:

@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3's mixtures: sizes, parity under strategies, and that a small one learns."""
+"""Mixtral and Qwen3's mixtures: published sizes, parity under strategies, and the load of each expert."""
 
 from typing import Any
 
@@ -10,7 +10,10 @@ import pytest
 import jaxpar as jp
 from jaxpar.models import mixtral, named
 
-PUBLISHED = {"mixtral-8x7b": (46.7e9, 12.9e9), "qwen3-30b-a3b": (30.5e9, 3.3e9)}  # all and active, their model cards
+PUBLISHED = {
+    "mixtral-8x7b": (46.7e9, 12.9e9),
+    "qwen3-30b-a3b": (30.5e9, 3.3e9),
+}  # (all, active) parameters, from their model cards
 NARROW = {"vocab": 61, "dim": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 40}
 
 
@@ -27,11 +30,12 @@ def test_parameters_are_counted_exactly(name: str) -> None:
 
 
 def batch(masked: bool = False) -> dict[str, Any]:
+    """Return 16 rows of 12 tokens, optionally with a random mask."""
     random = np.random.default_rng(0)
-    found: dict[str, Any] = {"tokens": random.integers(61, size=(16, 12)).astype(np.int32)}
+    tokens: dict[str, Any] = {"tokens": random.integers(61, size=(16, 12)).astype(np.int32)}
     if masked:
-        found["mask"] = (random.uniform(size=(16, 11)) < 0.6).astype(np.float32)
-    return found
+        tokens["mask"] = (random.uniform(size=(16, 11)) < 0.6).astype(np.float32)
+    return tokens
 
 
 CELLS = [
@@ -51,28 +55,28 @@ CELLS = [
 def test_strategies_train_it_as_one_device_does(strategy: str, sizes: dict[str, Any], masked: bool) -> None:
     model = named("mixtral-tiny", **NARROW, **sizes).model
     count = 4 if "tensor" in strategy else 8
-    found = jp.verify(model, strategy, batch(masked), mesh=jax.devices()[:count])
-    assert found.ok, found
+    report = jp.verify(model, strategy, batch(masked), mesh=jax.devices()[:count])
+    assert report.ok, report
 
 
 @pytest.mark.battery
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("strategy", ["pipe=2,expert=4,microbatches=2", "expert=2,fsdp=4"])
 def test_the_load_of_each_expert_is_that_of_one_device(strategy: str, masked: bool) -> None:
-    found = {}
+    loads = {}
     for text in ("single", strategy):
         model = named("mixtral-tiny", **NARROW).model
         step = jp.make_train_step(model, optax.sgd(0.1), text, mesh=jax.devices()[: 1 if text == "single" else None])
         _, metrics = step(step.init(jax.random.key(0)), batch(masked))
-        found[text] = [float(metrics[f"load_{e}"]) for e in range(8)]
-    assert sum(found["single"]) == pytest.approx(8, rel=1e-5)
-    assert len({round(load, 3) for load in found["single"]}) > 4
-    np.testing.assert_allclose(found[strategy], found["single"], rtol=1e-5)
+        loads[text] = [float(metrics[f"load_{e}"]) for e in range(8)]
+    assert sum(loads["single"]) == pytest.approx(8, rel=1e-5)
+    assert len({round(load, 3) for load in loads["single"]}) > 4
+    np.testing.assert_allclose(loads[strategy], loads["single"], rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_a_rematerialised_layer_with_a_loop_inside_is_traced() -> None:
-    """The loop is the blocks. For it the layer was inlined, and the derivative of attention taken for its kernel."""
+    """A loop inside a layer once made jaxpar inline the layer and take attention's derivative for its kernel."""
     step = jp.make_train_step(named("mixtral-tiny", **NARROW).model, optax.sgd(0.1), "zero3,remat=layer")
     step.trace(batch())
 

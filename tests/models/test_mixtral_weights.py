@@ -1,4 +1,4 @@
-"""Mixtral's and Qwen3-MoE's weights from and to Hugging Face: transformers' own model is the same function."""
+"""Conversion of Mixtral and Qwen3-MoE from and to Hugging Face: transformers' model computes the same function."""
 
 from pathlib import Path
 
@@ -22,35 +22,36 @@ CONFIGS = {
     "qwen3": Config(**SIZES, experts=6, chosen=3, qk_norm=True, norm_eps=1e-6, tied=True),
     "qwen3, weights as they are": Config(**SIZES, experts=6, chosen=3, qk_norm=True, norm_eps=1e-6, normalize=False),
 }
-each = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+parametrize_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def shapes(config: Config) -> Mixtral:
+    """Return a module whose parameters are shapes without values."""
     return nnx.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
 
 
-@each
+@parametrize_config
 def test_transformers_computes_the_same(config: Config, tmp_path: Path) -> None:
     model = reference("Qwen3Moe" if config.qk_norm else "Mixtral", MIXTRAL.to_dict(config, "float64"))
     model.save_pretrained(tmp_path)
-    found, params = from_hf(tmp_path)
-    assert {**vars(found), "balance": 0, "z": 0} == {**vars(config), "balance": 0, "z": 0}
+    read_config, params = from_hf(tmp_path)
+    assert {**vars(read_config), "balance": 0, "z": 0} == {**vars(config), "balance": 0, "z": 0}
     assert_same_logits(model, shapes(config), params, config.vocab)
 
 
-@each
+@parametrize_config
 def test_weights_come_back_as_they_were(config: Config, tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     tree = nnx.to_pure_dict(nnx.state(shapes(config)))
     params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), tree)
     written = to_hf(config, params, tmp_path)
     assert len(written) == (2 if config.tied else 3) + config.layers * (7 + 2 * config.qk_norm + 3 * config.experts)
-    found, back = from_hf(tmp_path)
-    assert_same(to_hf(found, back), written)
+    read_config, read_params = from_hf(tmp_path)
+    assert_same(to_hf(read_config, read_params), written)
 
 
 def test_what_is_another_model_is_named(tmp_path: Path) -> None:
-    stated = MIXTRAL.to_dict(CONFIGS["qwen3"], "float32")
+    options = MIXTRAL.to_dict(CONFIGS["qwen3"], "float32")
     for change, words in (
         ({"model_type": "llama"}, "model_type='llama' is not supported"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
@@ -60,7 +61,7 @@ def test_what_is_another_model_is_named(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),  # was passed over
     ):
         with pytest.raises(ValueError, match=words):
-            from_hf(tmp_path, {**stated, **change})
+            from_hf(tmp_path, {**options, **change})
     plain = Config(**SIZES, experts=6, chosen=3, normalize=False)
     with pytest.raises(ValueError, match=r"no form in transformers: needs .'qk_norm': False, 'normalize': True. or"):
         MIXTRAL.to_dict(plain, "float32")

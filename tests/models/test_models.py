@@ -1,4 +1,4 @@
-"""The decoder does what its papers say: causality, rotary embedding, grouped queries, tying, loss."""
+"""The Llama decoder computes what its papers define: causality, rotary embedding, grouped queries, tying, loss."""
 
 import dataclasses
 import math
@@ -64,12 +64,12 @@ def test_a_resnet_has_logits_for_each_row_that_no_other_row_changes() -> None:
     model = nnx.jit(lambda: resnet.ResNet(config, rngs=nnx.Rngs(0)))()
     model.eval()
     image = np.random.default_rng(0).normal(size=(3, config.size, config.size, config.channels)).astype(np.float32)
-    of_three = nnx.jit(lambda model, image: model(image))
-    found, other = of_three(model, image), of_three(model, image * [[[[1]]], [[[-1]]], [[[1]]]])
-    assert found.shape == (3, config.classes)
-    moved = np.abs(np.asarray(found) - np.asarray(other)).max(axis=1)
-    assert moved[1] > 1e-3
-    np.testing.assert_allclose(moved[[0, 2]], 0, atol=1e-6)
+    run = nnx.jit(lambda model, image: model(image))
+    logits, changed_logits = run(model, image), run(model, image * [[[[1]]], [[[-1]]], [[[1]]]])
+    assert logits.shape == (3, config.classes)
+    differences = np.abs(np.asarray(logits) - np.asarray(changed_logits)).max(axis=1)
+    assert differences[1] > 1e-3
+    np.testing.assert_allclose(differences[[0, 2]], 0, atol=1e-6)
 
 
 def test_rope_depends_on_relative_position_alone() -> None:
@@ -108,7 +108,7 @@ def test_grouped_queries_equal_full_attention_with_repeated_keys_and_values() ->
 
 @pytest.mark.slow
 def test_the_whole_model_is_the_textbook_formula() -> None:
-    """Layer by layer, head by head, one row: no scan, no batching, no library attention."""
+    """The formula runs layer by layer, head by head, on one row: no scan, no batching, no library attention."""
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
         return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
@@ -235,12 +235,12 @@ def test_sizes_that_do_not_fit_say_what_would(change: dict[str, float], message:
 
 def test_rope_is_stretched_as_in_llama_3_1() -> None:
     plain, stretched = (np.asarray(llama.rope_table(2, 128, 500_000.0, factor)[1], np.float64) for factor in (1, 8))
-    for before, after in zip(plain, stretched, strict=True):
-        turns = 8192 * before / (2 * math.pi)
-        expected = before / 8 if turns < 1 else before
+    for frequency, scaled in zip(plain, stretched, strict=True):
+        turns = 8192 * frequency / (2 * math.pi)
+        expected = frequency / 8 if turns < 1 else frequency
         if 1 <= turns <= 4:
             smooth = (turns - 1) / (4 - 1)
-            expected = (1 - smooth) * before / 8 + smooth * before
-        assert after == pytest.approx(expected, rel=1e-5)
+            expected = (1 - smooth) * frequency / 8 + smooth * frequency
+        assert scaled == pytest.approx(expected, rel=1e-5)
     assert stretched[0] == plain[0]
     assert stretched[-1] == pytest.approx(plain[-1] / 8)

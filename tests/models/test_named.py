@@ -1,4 +1,4 @@
-"""Models go by names: counts and operations as published, trained as on one device, and each as its paper says."""
+"""Named models have the published numbers of parameters and operations, and compute what their papers define."""
 
 import math
 from typing import Any
@@ -15,7 +15,8 @@ from jaxpar.program import jaxpr as jx
 GPT = {"vocab": 61, "dim": 30, "heads": 3, "layers": 3, "context": 12}
 
 
-# As published: checkpoints of Meta, OpenAI, Mistral and Qwen, configurations of GaLore, documentation of torchvision.
+# Published numbers of parameters: checkpoints of Meta, OpenAI, Mistral and Qwen, configurations of GaLore, and
+# torchvision's documentation.
 PUBLISHED = {
     "llama-60m": 58_073_600,
     "llama-130m": 134_105_856,
@@ -42,6 +43,7 @@ PUBLISHED = {
 
 
 def count(model: Named) -> int:
+    """Return the number of parameters that the model creates."""
     params, _ = jax.eval_shape(model.model.create, jax.random.key(0))
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
@@ -55,7 +57,7 @@ def test_parameters_are_counted_and_as_published(name: str) -> None:
 
 
 def test_changed_sizes_are_counted() -> None:
-    """In one test, so that a sample of the cells has every family."""
+    """This is one test, so that a sample of the tests covers every family."""
     for model in (
         named("llama-tiny", tied=True, kv_heads=1, layers=3),
         named("gpt-tiny", layers=3, vocab=100),
@@ -66,11 +68,12 @@ def test_changed_sizes_are_counted() -> None:
 
 
 def test_the_largest_model_costs_nothing_to_name() -> None:
-    before = {id(x): x for x in jax.live_arrays()}  # held, so that none of them ends meanwhile
+    # Holding the arrays keeps their ids from being reused.
+    earlier_arrays = {id(x): x for x in jax.live_arrays()}
     model = named("llama3-405b")
     assert model.example(2, 8192) == {"tokens": jax.ShapeDtypeStruct((2, 8193), jnp.int32)}
-    # Threads that other tests have left may make some meanwhile, of a few elements.
-    assert not [x for x in jax.live_arrays() if id(x) not in before and x.size > 10_000]
+    # Threads of other tests may create arrays of a few elements meanwhile.
+    assert not [x for x in jax.live_arrays() if id(x) not in earlier_arrays and x.size > 10_000]
 
 
 def test_names_and_sizes_that_are_not_there_suggest_the_nearest() -> None:
@@ -83,12 +86,12 @@ def test_names_and_sizes_that_are_not_there_suggest_the_nearest() -> None:
 
 
 def macs(model: Named, rows: int, length: int, *, backward: bool) -> int:
-    """Multiply-adds of matmuls and convolutions in the program that jax traces."""
+    """Return the multiply-adds of matmuls and convolutions in the program that jax traces."""
 
     def loss(params: Any, variables: Any) -> jax.Array:
-        return model.model.call(params, variables, model.example(rows, length) | made, None)[0]["loss"].total
+        return model.model.call(params, variables, model.example(rows, length) | batch, None)[0]["loss"].total
 
-    made = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.example(rows, length))
+    batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model.example(rows, length))
     traced = jax.make_jaxpr(jax.grad(loss) if backward else loss)(
         *jax.eval_shape(model.model.create, jax.random.key(0))
     )
@@ -98,26 +101,28 @@ def macs(model: Named, rows: int, length: int, *, backward: bool) -> int:
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny", "llama3.2-1b"])
 def test_flops_of_text_are_those_of_the_program(name: str) -> None:
     model = named(name, layers=2)
-    scores = 3 * 64 * 64 * model.config.dim * 2  # computed again in the backward: no part of the model's own
+    # The backward computes attention's scores again. The model's own count does not include that.
+    scores = 3 * 64 * 64 * model.config.dim * 2
     assert model.flops(3, 64) == pytest.approx(2 * (macs(model, 3, 64, backward=True) - scores), rel=1e-9)
 
 
 @pytest.mark.slow
 def test_flops_of_images_are_those_of_the_program() -> None:
-    # The backward pass holds twice the products, but the program multiplies with the zeros of strided convolutions.
+    # Count only the forward: the backward needs twice its products, but the program also multiplies by the zeros of
+    # strided convolutions.
     for model in (named("resnet18", size=75), named("resnet50", size=9, blocks=(1, 2)), named("mlp-tiny")):
         assert model.flops(3) == 6 * macs(model, 3, 0, backward=False)
 
 
 @pytest.mark.slow
 def test_multiply_adds_of_an_image_are_as_published() -> None:
-    # As torchvision states them, in 10^9. Striding in the first 1x1 convolution of a bottleneck would give 3.8.
+    # From torchvision's documentation, in 10^9. Striding in the first 1x1 convolution of a bottleneck would give 3.8.
     assert named("resnet18").flops(1) / 6e9 == pytest.approx(1.81, abs=0.005)
     assert named("resnet50").flops(1) / 6e9 == pytest.approx(4.09, abs=0.005)
 
 
 def image_batch(model: Named, rows: int = 16) -> dict[str, np.ndarray]:
-    """Rows of different brightness: statistics over one replica's rows are far from those over all of them."""
+    """Return rows of different brightness: statistics of one replica's rows differ much from those of all rows."""
     random, example = np.random.default_rng(0), model.example(rows)
     brightness = np.linspace(-1, 1, rows)[:, None, None, None]
     pixels = random.normal(size=example["image"].shape) + brightness
@@ -126,14 +131,14 @@ def image_batch(model: Named, rows: int = 16) -> dict[str, np.ndarray]:
 
 @pytest.mark.slow
 def test_gpt_is_the_textbook_formula() -> None:
-    """Layer by layer, head by head, one row: no scan, no batching, no library attention."""
+    """The formula runs layer by layer, head by head, on one row: no scan, no batching, no library attention."""
 
-    def norm(x: jax.Array, at: Any) -> jax.Array:
+    def norm(x: jax.Array, params: Any) -> jax.Array:
         x = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
-        return x * at["scale"] + at["bias"]
+        return x * params["scale"] + params["bias"]
 
-    def linear(x: jax.Array, at: Any) -> jax.Array:
-        return x @ at["kernel"] + at["bias"]
+    def linear(x: jax.Array, params: Any) -> jax.Array:
+        return x @ params["kernel"] + params["bias"]
 
     config = gpt.Config(**GPT)
     model = nnx.jit(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))()
@@ -162,8 +167,8 @@ def test_gpt_is_the_textbook_formula() -> None:
         return norm(x, state["norm"]) @ state["embedding"].T
 
     expected = formula(state)
-    found = nnx.jit(lambda model, tokens: model(tokens))(model, tokens_T[None])[0]
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * jnp.abs(expected).max())
+    logits = nnx.jit(lambda model, tokens: model(tokens))(model, tokens_T[None])[0]
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5 * jnp.abs(expected).max())
 
 
 def test_gpt_knows_no_position_beyond_its_context() -> None:
@@ -189,13 +194,13 @@ def test_image_loss_counts_only_the_mask() -> None:
     model = named("mlp-tiny")
     params, variables = jax.jit(model.model.create)(jax.random.key(0))
     batch = image_batch(model, rows=6)
-    whole, half = (
+    unmasked, masked = (
         jax.jit(model.model.call)(params, variables, case, None)[0]
         for case in (jax.tree.map(lambda x: x[:3], batch), batch | {"mask": np.float32([1, 1, 1, 0, 0, 0])})
     )
     for name in ("loss", "accuracy"):
-        np.testing.assert_allclose(half[name].total / half[name].count, whole[name].total, rtol=1e-5)
-    assert half["loss"].count == 3
+        np.testing.assert_allclose(masked[name].total / masked[name].count, unmasked[name].total, rtol=1e-5)
+    assert masked["loss"].count == 3
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,3 @@
-"""Models as Hugging Face keeps them: tables for each architecture, one reader and one writer."""
+"""Conversion from and to the files of Hugging Face: tables for each architecture, one reader and one writer."""
 
 from .weights import Family as Family

@@ -1,4 +1,13 @@
-"""An architecture of `transformers` as tables: its tensors and its `config.json`, read and written by the same rows."""
+"""An architecture of `transformers` as tables: one for its tensors and several for its `config.json`.
+
+The same rows serve reading and writing. A row of tensors connects one of our parameters with its tensors in the files;
+a row of `config.json` connects a field of our config with an option:
+
+    required    vocab -> "vocab_size"                      must be present
+    optional    norm_eps -> ("rms_norm_eps", 1e-6)         has transformers' default if absent
+    fixed       "hidden_act" -> ("silu", "swish")          must be one of these if present
+    derived     "head_dim" -> DerivedOption(...)           follows from our config
+"""
 
 from __future__ import annotations
 
@@ -12,61 +21,67 @@ from typing import Any, NamedTuple
 _PLACEHOLDER = re.compile(r"{(\w+)}")
 
 
-class Stored(NamedTuple):
+class TensorPattern(NamedTuple):
     """The tensors that make up one parameter.
 
     Attributes:
-      name: of a tensor. Each placeholder, such as {layer}, counts along a leading dim of the parameter, in order.
-      transposed: whether they are [out, in] (`torch.nn.Linear`), where the parameter is [..., in, out].
+      name: the name of a tensor. Each placeholder, such as {layer}, counts along a leading dim of the parameter, in
+        order.
+      transposed: the tensors are [out, in] (`torch.nn.Linear`) and the parameter is [..., in, out].
     """
 
     name: str
     transposed: bool = False
 
 
-def linear(name: str) -> Stored:
-    """The matrices of a `torch.nn.Linear`."""
-    return Stored(name, transposed=True)
+def linear(name: str) -> TensorPattern:
+    """Return the pattern of the matrices of a `torch.nn.Linear`."""
+    return TensorPattern(name, transposed=True)
 
 
-def under(path: str, name: str, rows: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The rows of a part, as those of the whole: paths below `path`, tensors below `name`."""
-    return {f"{path}/{ours}": stored._replace(name=f"{name}.{stored.name}") for ours, stored in rows.items()}
+def add_prefixes(path: str, name: str, patterns: Mapping[str, TensorPattern]) -> dict[str, TensorPattern]:
+    """Return the patterns of a submodule as patterns of the model: with `path/` before paths, `name.` before names."""
+    return {
+        f"{path}/{subpath}": pattern._replace(name=f"{name}.{pattern.name}") for subpath, pattern in patterns.items()
+    }
 
 
-class Row(NamedTuple):
+class ParameterRow(NamedTuple):
     """A parameter of one model: its path, its shape, its tensors, and what each of their placeholders counts."""
 
     path: str
     shape: tuple[int, ...]
-    stored: Stored
-    counts: tuple[range, ...]
+    pattern: TensorPattern
+    placeholder_ranges: tuple[range, ...]
 
     @property
-    def part(self) -> tuple[int, ...]:
-        """The shape of a tensor."""
-        return self.shape[len(self.counts) :][:: -1 if self.stored.transposed else 1]
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of each of its tensors, as stored in the file."""
+        return self.shape[len(self.placeholder_ranges) :][:: -1 if self.pattern.transposed else 1]
 
-    def names(self) -> Iterator[str]:
-        """The tensors in order, one by one: a config may speak of 10**9 layers."""
+    def tensor_names(self) -> Iterator[str]:
+        """Yield the names of its tensors in the order of the leading dims.
 
-        def each(name: str, counts: tuple[range, ...]) -> Iterator[str]:
-            if not counts:
+        This is a generator because a malformed config may claim 10**9 layers.
+        """
+
+        def fill_placeholders(name: str, ranges: tuple[range, ...]) -> Iterator[str]:
+            if not ranges:
                 yield name
                 return
-            for number in counts[0]:
-                yield from each(_PLACEHOLDER.sub(str(number), name, count=1), counts[1:])
+            for number in ranges[0]:
+                yield from fill_placeholders(_PLACEHOLDER.sub(str(number), name, count=1), ranges[1:])
 
-        return each(self.stored.name, self.counts)
+        return fill_placeholders(self.pattern.name, self.placeholder_ranges)
 
 
-class Follows(NamedTuple):
-    """An option that is no field of our config, and follows from it.
+class DerivedOption(NamedTuple):
+    """An option of `config.json` that is no field of our config but follows from it.
 
     Attributes:
-      value: what is written, from our config.
-      refusal: how the error goes on where `config.json` states another value, with {c.FIELD} for fields of our config;
-        "" where that does not matter.
+      value: computes the option from our config.
+      refusal: the end of the error if `config.json` has another value, with {c.FIELD} for fields of our config; "" if
+        another value does no harm.
     """
 
     value: Callable[[Any], Any]
@@ -75,129 +90,153 @@ class Follows(NamedTuple):
 
 @dataclass(frozen=True)
 class Architecture:
-    """One of the architectures of transformers.
+    """One architecture of transformers: the tables of its tensors and of its `config.json`.
 
     Attributes:
-      model_type, title: as `config.json` calls it: "llama", "LlamaForCausalLM".
-      tensors: what each parameter is made of, by its path. `embedding` and `head/kernel` have these names.
-      sizes: what `config.json` must say, by the names that our config has for it.
-      defaults: what it may say: its name there and the value where it is absent, or a function of our sizes.
-      fixed: what it must say if anything: the values that our model computes; the first is written.
-      follows: what else is written.
-      settings: fields of our config that this architecture has no choice of.
-      renamed: options by the names that version 5 of transformers gives them.
-      theta: of rotary embedding where `config.json` has none.
-      stretch: all that `rope_scaling` may say beside its factor; None where nothing is stretched.
-      numbers: what each placeholder counts, from our config.
-      ignored: patterns of tensors that the model here has no use for, with {FIELD} for fields of our config.
+      model_type: its name in `config.json`, such as "llama".
+      class_name: the name of its class in `config.json`, such as "LlamaForCausalLM".
+      patterns: the tensors of each parameter, by the parameter's path. `embedding` and `head/kernel` have these paths.
+      required: fields of our config -> options that `config.json` must have.
+      optional: fields of our config -> (option, its value if absent, or a function of the required fields).
+      fixed: options -> the values that our model computes, if any; the first one is written.
+      derived: further options that are written.
+      implied: fields of our config that have one value in this architecture.
+      version4_names: option names of version 5 of transformers -> their names in version 4, which are read and written.
+      rope_theta: the base of rotary embedding if `config.json` has none.
+      rope_scaling: everything that `rope_scaling` may contain except its factor; None if the model scales nothing.
+      placeholder_ranges: what a placeholder counts, from our config, if not all of the field `{placeholder}s`.
+      ignored: patterns of tensors that our model does not use, with {FIELD} for fields of our config.
     """
 
     model_type: str
-    title: str
-    tensors: Mapping[str, Stored]
-    sizes: Mapping[str, str]
-    defaults: Mapping[str, tuple[str, Any]]
+    class_name: str
+    patterns: Mapping[str, TensorPattern]
+    required: Mapping[str, str]
+    optional: Mapping[str, tuple[str, Any]]
     fixed: Mapping[str, tuple[Any, ...]]
-    follows: Mapping[str, Follows] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    theta: float = 10_000.0
-    stretch: Mapping[str, Any] | None = None
-    numbers: Mapping[str, Callable[[Any], range]] = field(default_factory=dict)
+    derived: Mapping[str, DerivedOption] = field(default_factory=dict)
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    version4_names: Mapping[str, str] = field(default_factory=dict)
+    rope_theta: float = 10_000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    placeholder_ranges: Mapping[str, Callable[[Any], range]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
-    def rows(self, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Row]:
-        """The parameters of a model, given their shapes by path, and the tensors that they are made of."""
-        count = lambda key: self.numbers[key](config) if key in self.numbers else range(getattr(config, f"{key}s"))
-        counted = {path: tuple(map(count, _PLACEHOLDER.findall(self.tensors[path].name))) for path in shapes}
-        return [Row(path, shape, self.tensors[path], counted[path]) for path, shape in shapes.items()]
+    def rows(self, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[ParameterRow]:
+        """Return a row for each parameter of a model, from the parameters' shapes by path."""
+        count = lambda placeholder: (
+            self.placeholder_ranges[placeholder](config)
+            if placeholder in self.placeholder_ranges
+            else range(getattr(config, f"{placeholder}s"))
+        )
+        ranges = {path: tuple(map(count, _PLACEHOLDER.findall(self.patterns[path].name))) for path in shapes}
+        return [ParameterRow(path, shape, self.patterns[path], ranges[path]) for path, shape in shapes.items()]
 
-    def read(self, options: Mapping[str, Any], here: str) -> dict[str, Any]:
-        """The fields of our config. `here` begins the sentences that say what our model has.
+    def config_fields(self, options: Mapping[str, Any], support_phrase: str) -> dict[str, Any]:
+        """Return the fields of our config from the options of `config.json`.
 
-        Raises ValueError on options that are missing, and on those that our model does not have, naming them.
+        Args:
+          options: the options that are not null.
+          support_phrase: how errors begin to say what our model supports: "Llama here has".
+
+        Raises:
+          ValueError: options are missing, or our model does not support one. The error names them.
         """
-        options = {self.renamed.get(name, name): value for name, value in options.items()} | dict(options)
-        if missing := [name for name in self.sizes.values() if name not in options]:
+        # 1. Accept the option names of versions 4 and 5. If both are present, version 4's wins.
+        options = {self.version4_names.get(name, name): value for name, value in options.items()} | dict(options)
+        # 2. Read the required sizes.
+        if missing := [name for name in self.required.values() if name not in options]:
             raise ValueError(f"config lacks {', '.join(missing)}; pass all that the model's config.json holds")
-        fields = {ours: options[name] for ours, name in self.sizes.items()}
-        for ours, size in fields.items():
+        fields = {config_field: options[name] for config_field, name in self.required.items()}
+        for config_field, size in fields.items():
             if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{self.sizes[ours]}={size!r} is no size; needs a whole number from 1, as the model's "
-                                 "own config.json has it")  # fmt: skip
-        for name, known in self.fixed.items():
-            if name in options and options[name] not in known:
-                needed = repr(known[0]) if known else "none"
-                more = ": dequantize its weights, and remove it" if name == "quantization_config" else ""
-                raise ValueError(f"{name}={options[name]!r} is not supported: {here} {needed}{more}")
-        for ours, (name, default) in self.defaults.items():
-            fields[ours] = options.get(name, default(fields) if callable(default) else default)
-        return {**fields, **self.settings, **self._rope(options, fields["context"], here)}
+                raise ValueError(
+                    f"{self.required[config_field]}={size!r} is no size; needs a whole number from 1, as the model's "
+                    "own config.json has it"
+                )
+        # 3. Refuse functions that our model does not compute.
+        for name, supported in self.fixed.items():
+            if name in options and options[name] not in supported:
+                needed = repr(supported[0]) if supported else "none"
+                hint = ": dequantize its weights, and remove it" if name == "quantization_config" else ""
+                raise ValueError(f"{name}={options[name]!r} is not supported: {support_phrase} {needed}{hint}")
+        # 4. Read the optional fields; defaults may depend on the sizes.
+        for config_field, (name, default) in self.optional.items():
+            fields[config_field] = options.get(name, default(fields) if callable(default) else default)
+        return {**fields, **self.implied, **self._rope_fields(options, fields["context"], support_phrase)}
 
-    def _rope(self, options: Mapping[str, Any], context: int, here: str) -> dict[str, Any]:
-        """`rope_theta` of our config, and `rope_factor` where it may be stretched.
+    def _rope_fields(self, options: Mapping[str, Any], context: int, support_phrase: str) -> dict[str, Any]:
+        """Return `rope_theta` of our config, and `rope_factor` if the architecture can scale frequencies.
 
-        Version 4 says `rope_theta` and `rope_scaling`, version 5 `rope_parameters`.
+        Version 4 of transformers writes `rope_theta` and `rope_scaling`, version 5 `rope_parameters`.
         """
-        found = options.get("rope_scaling") or options.get("rope_parameters") or {}
-        if not isinstance(found, Mapping):
+        # 1. Merge the two spellings into one dict without its type, `rope`.
+        parameters = options.get("rope_scaling") or options.get("rope_parameters") or {}
+        if not isinstance(parameters, Mapping):
             raise ValueError(
-                f"rope_scaling (rope_parameters) is {found!r}; needs a dict such as {{'rope_type': 'llama3', ...}}"
+                f"rope_scaling (rope_parameters) is {parameters!r}; needs a dict such as {{'rope_type': 'llama3', ...}}"
             )
-        rope = {"type": "default"} | {name: value for name, value in found.items() if value is not None}
-        older = rope.pop("type")
-        kind = rope.pop("rope_type", older)
-        theta = rope.pop("rope_theta", options.get("rope_theta", self.theta))
+        rope = {"type": "default"} | {name: value for name, value in parameters.items() if value is not None}
+        legacy_type = rope.pop("type")
+        rope_type = rope.pop("rope_type", legacy_type)
+        theta = rope.pop("rope_theta", options.get("rope_theta", self.rope_theta))
         for name, value in (("rope_theta", theta), ("factor", rope.get("factor", 1))):
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(
                     f"{name}={value!r} of rotary embedding is no positive number; Llama 3 has 500000.0 and 8.0"
                 )
-        if (part := rope.pop("partial_rotary_factor", options.get("partial_rotary_factor", 1))) != 1:
-            raise ValueError(f"partial_rotary_factor={part!r} is not supported: {here} 1")
+        if (rotated_part := rope.pop("partial_rotary_factor", options.get("partial_rotary_factor", 1))) != 1:
+            raise ValueError(f"partial_rotary_factor={rotated_part!r} is not supported: {support_phrase} 1")
         factor = rope.pop("factor", None)
-        if kind == "default" and not rope and factor is None:
-            return {"rope_theta": float(theta)} | ({} if self.stretch is None else {"rope_factor": 1.0})
-        needed = dict(self.stretch or {})
-        known = needed.pop("rope_type", needed.pop("type", None))
-        if kind == known:
+
+        # 2. Without scaling, nothing may remain in `rope`.
+        if rope_type == "default" and not rope and factor is None:
+            return {"rope_theta": float(theta)} | ({} if self.rope_scaling is None else {"rope_factor": 1.0})
+
+        # 3. With scaling, all except the factor must be as our model computes it.
+        needed = dict(self.rope_scaling or {})
+        supported_type = needed.pop("rope_type", needed.pop("type", None))
+        if rope_type == supported_type:
             if factor is None:
                 raise ValueError(
-                    f"rope_scaling (rope_parameters) of type {kind!r} lacks factor; Llama 3.1 has 8, Llama 3.2 32"
+                    f"rope_scaling (rope_parameters) of type {rope_type!r} lacks factor; Llama 3.1 has 8, Llama 3.2 32"
                 )
-            # As in transformers: without a word on it, the first training had the length that the model has now.
+            # As in transformers: without this option, the first training had the length that the model has now.
             rope.setdefault(
                 "original_max_position_embeddings", options.get("original_max_position_embeddings", context)
             )
-        if kind != known or rope != needed:
-            given = rope if factor is None else {"factor": factor, **rope}
-            more = f", and {known!r} with a factor, which needs {needed}" if known else ""
-            raise ValueError(f"rope_scaling (rope_parameters) of type {kind!r} with {given} is not supported: {here} "
-                             f"'default', which takes nothing{more}")  # fmt: skip
+        if rope_type != supported_type or rope != needed:
+            stated = rope if factor is None else {"factor": factor, **rope}
+            alternative = f", and {supported_type!r} with a factor, which needs {needed}" if supported_type else ""
+            raise ValueError(
+                f"rope_scaling (rope_parameters) of type {rope_type!r} with {stated} is not supported: "
+                f"{support_phrase} 'default', which takes nothing{alternative}"
+            )
         return {"rope_theta": float(theta), "rope_factor": float(factor)}
 
-    def check(self, options: Mapping[str, Any], config: Any) -> None:
-        """Raise ValueError where `config.json` states another value of what follows from our config."""
-        for name, (value, refusal) in self.follows.items():
+    def check_derived(self, options: Mapping[str, Any], config: Any) -> None:
+        """Raise ValueError if `config.json` has another value for an option that follows from our config."""
+        for name, (value, refusal) in self.derived.items():
             if refusal and options.get(name, value(config)) != value(config):
                 raise ValueError(f"{name}={options[name]!r}{refusal.format(c=config)}")
 
-    def written(self, config: Any, dtype: str) -> dict[str, Any]:
-        """What `config.json` says of a model of these sizes and its weights of `dtype`, such as "bfloat16".
+    def config_json(self, config: Any, dtype: str) -> dict[str, Any]:
+        """Return the contents of `config.json` for a model of this config with weights of `dtype`, such as "bfloat16".
 
-        In the words of version 4, which 5 understands. Dropout, which is of training, has no word there. The ids of the
-        tokens that begin and end a text are the tokenizer's: null here, since what is absent would be Llama 2's.
+        Options have their names of version 4, which version 5 understands. Dropout is an option of training and is not
+        written. The ids of the tokens that begin and end a text belong to the tokenizer. They are written as null,
+        because an absent option would get Llama 2's ids.
         """
-        names = {**self.sizes, **{ours: name for ours, (name, _) in self.defaults.items()}}
-        stretched = self.stretch is not None and config.rope_factor != 1
+        names = {**self.required, **{config_field: name for config_field, (name, _) in self.optional.items()}}
+        is_scaled = self.rope_scaling is not None and config.rope_factor != 1
         return {
-            "architectures": [self.title],
+            "architectures": [self.class_name],
             "model_type": self.model_type,
-            **{name: getattr(config, ours) for ours, name in names.items()},
-            **{name: known[0] for name, known in self.fixed.items() if known},
-            **{name: value(config) for name, (value, _) in self.follows.items()},
+            **{name: getattr(config, config_field) for config_field, name in names.items()},
+            **{name: supported[0] for name, supported in self.fixed.items() if supported},
+            **{name: value(config) for name, (value, _) in self.derived.items()},
             "rope_theta": config.rope_theta,
-            "rope_scaling": {**(self.stretch or {}), "factor": config.rope_factor} if stretched else None,
+            "rope_scaling": {**(self.rope_scaling or {}), "factor": config.rope_factor} if is_scaled else None,
             "bos_token_id": None,
             "eos_token_id": None,
             "torch_dtype": dtype,

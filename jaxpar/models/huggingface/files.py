@@ -1,9 +1,13 @@
-"""Tensors in the files of a Hugging Face model: read one by one, and written a file at a time.
+"""The tensors in the files of a Hugging Face model: reading them one by one, writing them file by file.
 
-A model is `model.safetensors`, or several such files beside `model.safetensors.index.json`, which says where each
-tensor is; older ones are `pytorch_model.bin`, or several. A safetensors file is mapped into memory, so that nothing is
-read before it is asked for (https://github.com/huggingface/safetensors#format). It holds no code, and neither is code
-of a .bin file run: it is read with `weights_only=True`.
+    model.safetensors                       one file, or
+    model.safetensors.index.json            "weight_map": the file of each tensor
+    model-00001-of-00002.safetensors, ...
+    pytorch_model.bin, or .bin.index.json   the same two forms in older models
+
+A safetensors file is an 8-byte header length, a JSON header and the tensors' bytes
+(https://github.com/huggingface/safetensors#format). It is mapped into memory, so that a tensor is read only when it is
+needed. It contains no code. A .bin file is a pickle, read with `weights_only=True`, which runs no code either.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes  # comes with jax; from then on NumPy, and so safetensors, knows bfloat16
+import ml_dtypes  # installed with jax; importing it registers bfloat16 in NumPy, which safetensors needs
 import numpy as np
 
 from ...backend.files import SAFETENSORS, json_of, member
@@ -23,8 +27,12 @@ from ...backend.packages import needed
 
 
 class Tensor(NamedTuple):
-    """A tensor that is read when it is asked for: its shape, `read()`, which gives a NumPy array, and the dtype of one
-    that is to be written.
+    """A tensor that is read on demand.
+
+    Attributes:
+      shape: its shape in the file.
+      read: returns it as a NumPy array.
+      dtype: its NumPy dtype; only tensors to be written need one.
     """
 
     shape: tuple[int, ...]
@@ -33,60 +41,76 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of one that is to be written."""
+        """The size of a tensor to be written, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def tensor_of(x: Any) -> Tensor:
-    """A torch tensor (on any device) or an array. Of torch on the CPU and of NumPy nothing is copied."""
-    return Tensor(tuple(x.shape), lambda: _numpy(x))
+def as_tensor(array: Any) -> Tensor:
+    """Wrap a torch tensor on any device or an array; NumPy arrays and torch tensors on the CPU are not copied."""
+    return Tensor(tuple(array.shape), lambda: _to_numpy(array))
 
 
-def fill(into: np.ndarray, x: np.ndarray) -> None:
-    """`into[...] = x`, for a matrix that is transposed 4 to 7 times as fast as NumPy does it (measured on 2048 x 8192,
-    bfloat16 and float32): 16 columns at a time, so that a cache line is used up before it is dropped.
+def copy_into(target: np.ndarray, source: np.ndarray) -> None:
+    """Compute `target[...] = source`; a transposed source is copied in blocks of columns.
+
+    NumPy's copy of a transposed matrix touches a new cache line for each element. 16 columns at a time use up a cache
+    line before it is evicted, which is 4 to 7 times as fast (2048 x 8192, bfloat16 and float32).
     """
-    width = x.shape[-1] if x.flags.c_contiguous else 16
-    for i in range(0, x.shape[-1], width):
-        into[..., i : i + width] = x[..., i : i + width]
+    width = source.shape[-1] if source.flags.c_contiguous else 16
+    for start in range(0, source.shape[-1], width):
+        target[..., start : start + width] = source[..., start : start + width]
 
 
 @contextlib.contextmanager
-def opened(folder: Path) -> Iterator[dict[str, Tensor]]:
-    """The tensors of the model in a folder, by name. They can be read until the context is left.
+def open_tensors(folder: Path) -> Iterator[dict[str, Tensor]]:
+    """Open the model in a folder.
 
-    Raises ValueError where there is no model, or not all of it, where a file is none, cannot be read or lies outside of
-    the folder, and where the package to read it with is missing.
+    Yields:
+      Its tensors by name. They can be read until the context ends.
+
+    Raises:
+      ValueError: the folder has no model or lacks a file of it; a file cannot be read or lies outside of the folder;
+        or the package to read it with is not installed.
     """
-    file, part_of = _found(folder)
-    parts = [file]
+    file, read_file = _find_model(folder)
+    files = [file]
     if file.name.endswith(".index.json"):
-        places = json_of(file).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        weight_map = json_of(file).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ValueError(f"{file} has no weight_map, which says in which file each tensor is; fetch it once more")
-        parts = [member(folder, name, file) for name in sorted(set(places.values()))]
+        # `member` refuses names that lead out of the folder: an index is input from elsewhere.
+        files = [member(folder, name, file) for name in sorted(set(weight_map.values()))]
     tensors: dict[str, Tensor] = {}
     with contextlib.ExitStack() as stack:
-        for part in parts:
+        for file in files:
             try:
-                tensors |= part_of(part, stack)
-            except ValueError:  # of ours
+                tensors |= read_file(file, stack)
+            except ValueError:  # raised here, with a text for users
                 raise
-            except Exception as error:  # the formats have many, of packages that may not be installed
-                raise ValueError(f"{part} cannot be read: {error}; fetch it once more") from error
+            except Exception as error:  # safetensors and torch raise many types, and neither need be installed
+                raise ValueError(f"{file} cannot be read: {error}; fetch it once more") from error
         yield tensors
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: int) -> None:
-    """Safetensors files of at most `max_shard_size` bytes each, unless a single tensor has more.
+    """Write a model as safetensors files.
 
-    Tensors are read one by one, and no other is in memory. Raises ValueError where the folder holds weights already.
+    Tensors are read and written one by one; only one is in memory.
+
+    Args:
+      folder: created if it does not exist.
+      tensors: by name, in the order in which they are written.
+      max_shard_size: the largest number of bytes in a file, except for a file with a single, larger tensor.
+
+    Raises:
+      ValueError: the folder already contains weights.
     """
-    # The other file might be read first, and a file that is overwritten might be mapped by who reads from it.
-    if there := sorted(
+    # Refuse to mix models: a reader may prefer the old file, and overwriting a file breaks readers that have mapped it.
+    if existing := sorted(
         file.name for pattern in ("model*.safetensors*", "pytorch_model*") for file in folder.glob(pattern)
     ):
-        raise ValueError(f"{folder} already holds {there[0]}; choose another folder, or remove the weights in it")
+        raise ValueError(f"{folder} already holds {existing[0]}; choose another folder, or remove the weights in it")
+    # 1. Distribute the tensors over files, in order.
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -97,9 +121,11 @@ def write(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: int) -> N
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         files = ["model.safetensors"]
+    # 2. Write the files.
     folder.mkdir(parents=True, exist_ok=True)
     for file, names in zip(files, shards, strict=True):
         write_file(folder / file, {name: tensors[name] for name in names})
+    # 3. Write the index of several files.
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
@@ -109,59 +135,68 @@ def write(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: int) -> N
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file."""
-    # By its metadata transformers tells whose layout of weights it is.
+    """Write one safetensors file: header length, JSON header, then the tensors one by one."""
+    # transformers reads from this metadata that the weights have PyTorch's layout.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, x in tensors.items():
-        begin, end = end, end + x.nbytes
-        header[name] = {"dtype": SAFETENSORS[x.dtype.name], "shape": [*x.shape], "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for x in tensors.values():
-            out.write(_contiguous(x.read()).reshape(-1).view(np.uint8).data)
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": SAFETENSORS[tensor.dtype.name],
+            "shape": [*tensor.shape],
+            "data_offsets": [begin, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # tensors begin at a multiple of 8 bytes
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors.values():
+            file.write(_contiguous(tensor.read()).reshape(-1).view(np.uint8).data)
 
 
-def _found(folder: Path) -> tuple[Path, Callable[[Path, contextlib.ExitStack], dict[str, Tensor]]]:
-    kinds = {"model.safetensors": _safetensors, "pytorch_model.bin": _torch}
-    # The order in which transformers looks for them.
-    for name, part_of in kinds.items():
+def _find_model(folder: Path) -> tuple[Path, Callable[[Path, contextlib.ExitStack], dict[str, Tensor]]]:
+    """Return the model's file or index, and the function that reads files of its format."""
+    readers = {"model.safetensors": _read_safetensors, "pytorch_model.bin": _read_torch}
+    # transformers looks for files in this order.
+    for name, read_file in readers.items():
         for file in (folder / name, folder / f"{name}.index.json"):
             if file.exists():
-                return member(folder, file.name), part_of
+                return member(folder, file.name), read_file
     raise ValueError(
-        f"{folder} holds no model: neither {' nor '.join(kinds)}, nor one in several files with {next(iter(kinds))}"
+        f"{folder} holds no model: neither {' nor '.join(readers)}, nor one in several files with {next(iter(readers))}"
         ".index.json; download all files of the model"
     )
 
 
-def _safetensors(file: Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:
-    part = stack.enter_context(needed("safetensors", "these weights need").safe_open(file, framework="np"))
+def _read_safetensors(file: Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:
+    """Map a safetensors file into memory until `stack` closes; return its tensors by name."""
+    mapped = stack.enter_context(needed("safetensors", "these weights need").safe_open(file, framework="np"))
     return {
-        name: Tensor(tuple(part.get_slice(name).get_shape()), lambda name=name: part.get_tensor(name))
-        for name in part.keys()  # noqa: SIM118  # it has this method, and is no dict
+        name: Tensor(tuple(mapped.get_slice(name).get_shape()), lambda name=name: mapped.get_tensor(name))
+        for name in mapped.keys()  # noqa: SIM118  # not a dict, and cannot be iterated over
     }
 
 
-def _torch(file: Path, _: contextlib.ExitStack) -> dict[str, Tensor]:
+def _read_torch(file: Path, _: contextlib.ExitStack) -> dict[str, Tensor]:
+    """Map a .bin file of torch into memory; return its tensors by name."""
     state = needed("torch", "these weights need").load(file, map_location="cpu", mmap=True, weights_only=True)
-    return {name: tensor_of(x) for name, x in state.items()}
+    return {name: as_tensor(x) for name, x in state.items()}
 
 
-def _numpy(x: Any) -> np.ndarray:
-    if not hasattr(x, "detach"):
-        return np.asarray(x)
+def _to_numpy(array: Any) -> np.ndarray:
+    """Convert a torch tensor or an array to NumPy."""
+    if not hasattr(array, "detach"):
+        return np.asarray(array)
     torch = needed("torch", "these weights need")
-    x = x.detach().cpu()
-    if x.dtype == torch.bfloat16:  # which torch does not hand to NumPy
-        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy()
+    array = array.detach().cpu()
+    if array.dtype == torch.bfloat16:  # torch cannot convert bfloat16 to NumPy: reinterpret its bits
+        return array.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return array.numpy()
 
 
-def _contiguous(x: np.ndarray) -> np.ndarray:
-    if x.flags.c_contiguous:
-        return x
-    fill(copy := np.empty(x.shape, x.dtype), x)
+def _contiguous(array: np.ndarray) -> np.ndarray:
+    """Return the array itself if it is C-contiguous, else a copy that is."""
+    if array.flags.c_contiguous:
+        return array
+    copy_into(copy := np.empty(array.shape, array.dtype), array)
     return copy

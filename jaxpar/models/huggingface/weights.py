@@ -1,7 +1,11 @@
-"""Weights and sizes of a model from and to Hugging Face, by the tables of its architecture: one reader, one writer.
+"""Conversion of a model's weights and sizes from and to Hugging Face, by the tables of its architecture.
 
-What differs there: the names; a matrix, [out, in] (`torch.nn.Linear`) and [in, out] here; and layers and experts, here
-stacked on leading dims. Tensors are read and written one by one, and no other is in memory.
+    from_hf    config.json -> Config; tensors -> parameters      one reader for all architectures
+    to_hf      Config -> config.json; parameters -> tensors      one writer for all architectures
+
+Three things differ in the files: names, the order of a matrix's dims ([out, in] in `torch.nn.Linear`, [in, out] here),
+and layers and experts, which are separate tensors there and stacked on leading dims here. Tensors are read and written
+one by one: memory holds one tensor in addition to the model.
 """
 
 from __future__ import annotations
@@ -27,222 +31,276 @@ from flax.traverse_util import unflatten_dict
 from ...backend.files import SAFETENSORS, json_of, local, member
 from ...backend.text import few
 from ...model.paths import name_of
-from .architecture import Architecture, Row
-from .files import Tensor, fill, opened, tensor_of, write
+from .architecture import Architecture, ParameterRow
+from .files import Tensor, as_tensor, copy_into, open_tensors, write
 
-_MANY = 1000  # names that are missing: more are not looked for
+_MAX_MISSING = 1000  # the search for missing tensors ends here: a malformed config may claim 10**9 layers
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model here, and the architectures of transformers that are the same function.
+    """A model of jaxpar, and the architectures of transformers that compute the same function.
 
     Attributes:
-      title: as errors call it: "Llama".
-      here: how they begin what it has: "Llama here has".
-      config, module: its sizes, and (config, rngs=) -> NNX module.
-      architectures: `config.json`, or the settings of a config, choose one.
-      apart: whether a parameter, by its path, is in no file of the model.
-      folded: (config, parameters by path) -> those of the files.
+      title: its name in errors, such as "Llama".
+      support_phrase: how errors begin to say what it supports, such as "Llama here has".
+      config: the dataclass of its sizes.
+      module: (config, rngs=) -> NNX module.
+      architectures: reading chooses one by `model_type` of `config.json`, writing by fields of the config.
+      is_unsaved: tells by its path whether a parameter is in no file of the model, as an adapter is.
+      fold: (config, parameters by path) -> the parameters that the files contain.
     """
 
     title: str
-    here: str
+    support_phrase: str
     config: type
     module: Callable[..., nnx.Module]
     architectures: tuple[Architecture, ...]
-    apart: Callable[[str], bool] = lambda path: False
-    folded: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, params: params
+    is_unsaved: Callable[[str], bool] = lambda path: False
+    fold: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, params: params
 
-    def to_config(self, given: Any) -> Any:
-        """Our sizes from a config of ours or of transformers, or its dict, such as what `config.json` holds.
+    def to_config(self, source: Any) -> Any:
+        """Return the config of this model from a config of transformers.
 
-        What is absent has the value that transformers gives it, but for the sizes that no model can do without. Options
-        that have no part in the function (token ids, caches, initial values) are passed over.
+        Absent options have transformers' defaults; the required sizes have none. Options that do not change the
+        function (token ids, caches, initial values) are ignored.
 
-        Raises ValueError on options that the model here does not have, naming them.
+        Args:
+          source: a config of transformers or its dict, such as the contents of `config.json`. A config of this model is
+            returned unchanged.
+
+        Raises:
+          ValueError: a size is missing, or the model here does not support an option. The error names it.
         """
-        if isinstance(given, self.config):
-            return given
-        stated = given.to_dict() if hasattr(given, "to_dict") else given
-        if not isinstance(stated, Mapping):
+        if isinstance(source, self.config):
+            return source
+        hf_options = source.to_dict() if hasattr(source, "to_dict") else source
+        if not isinstance(hf_options, Mapping):
             raise ValueError(
-                f"config is a {type(given).__name__}; pass a Config of {self.title}, one of transformers, or its dict"
+                f"config is a {type(source).__name__}; pass a Config of {self.title}, one of transformers, or its dict"
             )
-        options = {name: value for name, value in stated.items() if value is not None}
-        kinds = {arch.model_type: arch for arch in self.architectures}
-        kind = options.get("model_type", self.architectures[0].model_type if len(kinds) == 1 else None)
-        if not isinstance(kind, str) or kind not in kinds:
+        # null means that an option is absent.
+        options = {name: value for name, value in hf_options.items() if value is not None}
+        by_model_type = {arch.model_type: arch for arch in self.architectures}
+        model_type = options.get("model_type", self.architectures[0].model_type if len(by_model_type) == 1 else None)
+        if not isinstance(model_type, str) or model_type not in by_model_type:
             raise ValueError(
-                f"model_type={kind!r} is not supported: {self.here} {' or '.join(map(repr, kinds))}; write that model "
-                "in Flax, and pass it to jp.from_nnx"
+                f"model_type={model_type!r} is not supported: {self.support_phrase} "
+                f"{' or '.join(map(repr, by_model_type))}; write that model in Flax, and pass it to jp.from_nnx"
             )
-        config = self.config(**kinds[kind].read(options, self.here))
-        kinds[kind].check(options, config)
+        arch = by_model_type[model_type]
+        config = self.config(**arch.config_fields(options, self.support_phrase))
+        arch.check_derived(options, config)
         return config
 
     def to_dict(self, config: Any, dtype: str) -> dict[str, Any]:
-        """What `config.json` says of a model of these sizes and its weights of `dtype`, such as "bfloat16"."""
-        return self._architecture(config).written(config, dtype)
+        """Return the contents of `config.json` for a model of this config with weights of `dtype`, say "bfloat16"."""
+        return self._architecture(config).config_json(config, dtype)
 
     def from_hf(
         self, source: str | Path | Mapping[str, Any], config: Any = None, dtype: Any = None
     ) -> tuple[Any, dict[str, Any]]:
-        """The sizes and weights of a model of `transformers`.
+        """Read the sizes and weights of a model of `transformers`.
+
+        Reading safetensors files needs the package `safetensors`, and .bin files need `torch`; `transformers` is never
+        needed. Tensors of a folder are read one by one, so that memory holds `params` and one tensor. Every host reads
+        all weights.
 
         Args:
-          source: a folder with `config.json` and `model.safetensors` or `pytorch_model.bin`, whole or in several files;
-            or a state dict of torch tensors or arrays, named as in files: experts have a tensor each.
-          config: a `Config` of this model, a configuration of transformers or its dict. Needed with a state dict; of a
-            folder, in place of its `config.json`.
-          dtype: of the arrays; as they are stored if None.
+          source: a folder with `config.json` and `model.safetensors` or `pytorch_model.bin`, in one file or several; or
+            a state dict of torch tensors or arrays, named as in files, with a tensor for each expert.
+          config: a `Config` of this model, a configuration of transformers or its dict. A state dict needs it; for a
+            folder it replaces `config.json`.
+          dtype: the dtype of the arrays; None keeps the stored dtype.
 
-        Returns `(config, params)`: nested dicts of NumPy arrays in the model's own tree, for
-        `step.init(key, params=params)` of a step on the model of that config; of a config with adapters they are the
-        rest, and `fresh=llama.is_adapter` says that these begin anew. Tensors of a folder are read one by one:
-        beside `params`, memory holds one of them. Every host reads all. Reading safetensors takes the package
-        `safetensors`, a .bin file `torch`; nothing takes `transformers`.
+        Returns:
+          `(config, params)`. `params` are nested dicts of NumPy arrays in the model's tree, for
+          `step.init(key, params=params)` of a step on the model of that config. They contain no adapters: if the config
+          has some, also pass `fresh=llama.is_adapter`, which initializes them.
 
-        Raises ValueError on an option of `config` that the model here does not have, and on tensors that are missing,
-        unexpected or of another shape, naming them.
+        Raises:
+          ValueError: the model here does not support an option of `config`, or tensors are missing, unexpected or of
+            another shape. The error names them.
         """
         with contextlib.ExitStack() as stack:
+            # 1. The config, and the tensors by name, not yet read.
             if isinstance(source, Mapping):
                 if config is None:
                     raise ValueError("a state dict does not say its config; pass config=model.config, or a Config")
-                config, tensors = self.to_config(config), {name: tensor_of(x) for name, x in source.items()}
+                config, tensors = self.to_config(config), {name: as_tensor(x) for name, x in source.items()}
             else:
                 folder = _folder(source)
-                config = self.to_config(_stated(folder) if config is None else config)
-                tensors = stack.enter_context(opened(folder))
+                config = self.to_config(_read_config(folder) if config is None else config)
+                tensors = stack.enter_context(open_tensors(folder))
+            # 2. Check the tensors against the parameters of this config.
             arch, shapes = self._architecture(config), self._shapes(config)
-            rows = arch.rows(config, {path: shape for path, shape in shapes.items() if not self.apart(path)})
-            tensors = _tied(arch, tensors) if config.tied else tensors
-            self._check(arch, config, rows, tensors)
-            params = {row.path: _read(row, tensors, dtype) for row in rows}
+            rows = arch.rows(config, {path: shape for path, shape in shapes.items() if not self.is_unsaved(path)})
+            tensors = _drop_tied_head(arch, tensors) if config.tied else tensors
+            self._check_tensors(arch, config, rows, tensors)
+            # 3. Read them.
+            params = {row.path: _read_parameter(row, tensors, dtype) for row in rows}
         return config, unflatten_dict(params, sep="/")
 
     def to_hf(
         self, config: Any, params: Any, path: str | Path | None = None, dtype: Any = None,
         max_shard_size: int = 5 * 10**9,
     ) -> dict[str, np.ndarray]:  # fmt: skip
-        """The weights as a state dict, and with a path the folder that `from_pretrained` of transformers loads.
+        """Return the weights as a state dict; with a path, also write the folder that transformers loads.
 
         Args:
           config: the model's sizes.
-          params: `step.params(state)`, or nested dicts of arrays like it, such as gradients. Arrays that are sharded
-            are put together in this host's memory. Adapters are added to what they are beside, in float32.
-          path: a folder to make, or one without weights in it: `config.json` and safetensors are written there, which
-            takes the package `safetensors`. The tokenizer and `generation_config.json` have to be copied from where the
-            model came from.
-          dtype: of the tensors; that of `params` if None, which for `step.params(state)` is float32.
-          max_shard_size: bytes of a file, when there are several.
+          params: `step.params(state)`, or nested dicts of arrays like it, such as gradients. Sharded arrays are
+            gathered in this host's memory. Adapters are added to their kernels in float32.
+          path: a folder to create, or an existing one without weights. `config.json` and safetensors files are written
+            there, for `from_pretrained` of transformers. Copy the tokenizer and `generation_config.json` from the
+            original model.
+          dtype: the dtype of the tensors; None keeps the dtype of `params`, which for `step.params(state)` is float32.
+          max_shard_size: the largest number of bytes in a file.
 
-        Returns NumPy arrays by name, as in the files: views where nothing had to be copied, and without
-        `lm_head.weight` where the embedding is the head.
+        Returns:
+          NumPy arrays by name, as in the files. They are views of `params` if possible. A model whose embedding is the
+          head has no `lm_head.weight`.
 
-        Raises ValueError where the tree or a shape is not that of a model of these sizes, where an array lies on
-        several hosts, and where the folder holds weights.
+        Raises:
+          ValueError: `params` has another tree or other shapes than a model of this config, an array lies on several
+            hosts, or the folder contains weights.
         """
-        tensors = self._tensors(config, params, dtype)
+        tensors = self._to_tensors(config, params, dtype)
         if path is not None:
             self._write(config, tensors, local(path, "path"), max_shard_size)
-        return {name: x.read() for name, x in tensors.items()}
+        return {name: tensor.read() for name, tensor in tensors.items()}
 
     def save_hf(
         self, config: Any, params: Any, path: str | Path, dtype: Any = None, max_shard_size: int = 5 * 10**9
     ) -> None:
-        """The folder that `to_hf` writes, tensor by tensor: none but the one that is written is in memory.
+        """Write the folder that `to_hf` writes, with one tensor at a time in memory.
 
         Args:
+          config: the model's sizes.
           params: nested dicts of arrays, or of anything with `shape`, `dtype`, `[layer]` and `np.asarray`, such as
             `jaxpar.checkpoint.saved.weights_of` reads from a checkpoint.
+          path: as for `to_hf`.
+          dtype: as for `to_hf`.
+          max_shard_size: as for `to_hf`.
+
+        Raises:
+          ValueError: as for `to_hf`.
         """
-        self._write(config, self._tensors(config, params, dtype), local(path, "path"), max_shard_size)
+        self._write(config, self._to_tensors(config, params, dtype), local(path, "path"), max_shard_size)
 
     def by_path(self, config: Any, params: Any) -> dict[str, Any]:
-        """Parameters by path. Raises ValueError where they are not those of a model of these sizes."""
-        shapes, given = self._shapes(config), _by_path(params)
-        if given.keys() != shapes.keys():
-            lacking, more = (
-                few(sorted(a.keys() - b.keys())) or "nothing" for a, b in ((shapes, given), (given, shapes))
-            )
+        """Return the parameters by path, in the model's order.
+
+        Raises:
+          ValueError: paths or shapes differ from those of a model of this config.
+        """
+        shapes, params_by_path = self._shapes(config), _by_path(params)
+        if params_by_path.keys() != shapes.keys():
+            missing = few(sorted(shapes.keys() - params_by_path.keys())) or "nothing"
+            unexpected = few(sorted(params_by_path.keys() - shapes.keys())) or "nothing"
             raise ValueError(
-                f"params lacks {lacking} and has {more} beyond a {self.title} of this config; pass "
+                f"params lacks {missing} and has {unexpected} beyond a {self.title} of this config; pass "
                 "step.params(state), and the config of its model"
             )
         for path, shape in shapes.items():
-            if np.shape(given[path]) != shape:
+            if np.shape(params_by_path[path]) != shape:
                 raise ValueError(
-                    f"params has {path} of shape {np.shape(given[path])}, a {self.title} of this config needs {shape}"
+                    f"params has {path} of shape {np.shape(params_by_path[path])}, a {self.title} of this config needs "
+                    f"{shape}"
                 )
-        return {path: given[path] for path in shapes}
+        return {path: params_by_path[path] for path in shapes}
 
     def _architecture(self, config: Any) -> Architecture:
+        """Return the architecture whose implied fields this config has."""
         for arch in self.architectures:
-            if all(getattr(config, name) == value for name, value in arch.settings.items()):
+            if all(getattr(config, name) == value for name, value in arch.implied.items()):
                 return arch
-        known = " or ".join(str(dict(arch.settings)) for arch in self.architectures)
-        raise ValueError(f"{config} has no form in transformers: needs {known}")
+        alternatives = " or ".join(str(dict(arch.implied)) for arch in self.architectures)
+        raise ValueError(f"{config} has no form in transformers: needs {alternatives}")
 
     def _shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter by path; no array is allocated."""
+        # `eval_shape` traces the initialization without running it.
         model = nnx.eval_shape(lambda: self.module(config, rngs=nnx.Rngs(0)))
         return {path: tuple(leaf.shape) for path, leaf in _by_path(nnx.state(model, nnx.Param)).items()}
 
-    def _check(self, arch: Architecture, config: Any, rows: list[Row], tensors: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless the tensors are those of a model of these sizes."""
-        # Name by name: a config may speak of 10**9 layers.
-        lacking = (name for row in rows for name in row.names() if name not in tensors)
-        if missing := list(itertools.islice(lacking, _MANY)):
-            head = missing == [arch.tensors["head/kernel"].name]
-            hint = "set tie_word_embeddings=True if the embedding is the head" if head else "see its config"
-            least = "at least " if len(missing) == _MANY else ""
-            raise ValueError(f"the model lacks {least}{few(sorted(missing))}; {hint}")
-        needed = {name: row.part for row in rows for name in row.names()}
-        # Old files hold the frequencies of rotary embedding, which follow from the config; transformers skips them too.
+    def _check_tensors(
+        self, arch: Architecture, config: Any, rows: list[ParameterRow], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Raise ValueError unless names and shapes of the tensors are those of a model of this config."""
+        # 1. Missing tensors, by a generator: a malformed config may claim 10**9 layers.
+        missing_names = (name for row in rows for name in row.tensor_names() if name not in tensors)
+        if missing := list(itertools.islice(missing_names, _MAX_MISSING)):
+            lacks_only_head = missing == [arch.patterns["head/kernel"].name]
+            hint = "set tie_word_embeddings=True if the embedding is the head" if lacks_only_head else "see its config"
+            quantifier = "at least " if len(missing) == _MAX_MISSING else ""
+            raise ValueError(f"the model lacks {quantifier}{few(sorted(missing))}; {hint}")
+        # 2. Unexpected tensors. Old files contain the frequencies of rotary embedding, which follow from the config;
+        # transformers ignores them too.
+        needed_shapes = {name: row.tensor_shape for row in rows for name in row.tensor_names()}
         ignored = ["*rotary_emb.inv_freq", *(pattern.format(**vars(config)) for pattern in arch.ignored)]
-        more = [name for name in tensors.keys() - needed.keys() if not any(fnmatchcase(name, one) for one in ignored)]
-        if more:
+        unexpected = [
+            name
+            for name in tensors.keys() - needed_shapes.keys()
+            if not any(fnmatchcase(name, pattern) for pattern in ignored)
+        ]
+        if unexpected:
             raise ValueError(
-                f"the model has {few(sorted(more))}, which a {self.title} of {config} has not; see its config"
+                f"the model has {few(sorted(unexpected))}, which a {self.title} of {config} has not; see its config"
             )
-        for name, shape in needed.items():
+        # 3. Shapes.
+        for name, shape in needed_shapes.items():
             if tensors[name].shape != shape:
                 raise ValueError(f"{name} has shape {tensors[name].shape}, a {self.title} of {config} needs {shape}")
 
-    def _tensors(self, config: Any, params: Any, dtype: Any) -> dict[str, Tensor]:
-        held = {path: on_host(path, x) for path, x in self.by_path(config, params).items()}
-        held, tensors = self.folded(config, held), {}
-        for row in self._architecture(config).rows(config, {path: x.shape for path, x in held.items()}):
-            x = held[row.path]
-            kind = np.dtype(x.dtype if dtype is None else jnp.dtype(dtype))
-            if kind.name not in SAFETENSORS:
-                raise ValueError(f"{row.path} as {kind} has no form in safetensors; use float32, bfloat16 or float16")
-            layer = functools.partial(_layer, x)
-            if len(row.counts) > 1:  # a layer is read once for all its experts
-                layer = functools.lru_cache(maxsize=1)(layer)
-            for index, name in zip(np.ndindex(*map(len, row.counts)), row.names(), strict=True):
-                part = functools.partial(_part, layer, index, kind, row.stored.transposed)
-                tensors[name] = Tensor(row.part, part, kind)
+    def _to_tensors(self, config: Any, params: Any, dtype: Any) -> dict[str, Tensor]:
+        """Return the tensors to write, by name; each is sliced, transposed and cast when it is read."""
+        saved_params = {path: on_host(path, x) for path, x in self.by_path(config, params).items()}
+        # Adapters, which have no tensors in the files, become part of their kernels.
+        saved_params, tensors = self.fold(config, saved_params), {}
+        shapes = {path: param.shape for path, param in saved_params.items()}
+        for row in self._architecture(config).rows(config, shapes):
+            param = saved_params[row.path]
+            tensor_dtype = np.dtype(param.dtype if dtype is None else jnp.dtype(dtype))
+            if tensor_dtype.name not in SAFETENSORS:
+                raise ValueError(
+                    f"{row.path} as {tensor_dtype} has no form in safetensors; use float32, bfloat16 or float16"
+                )
+            read_layer = functools.partial(_read_layer, param)
+            if len(row.placeholder_ranges) > 1:
+                # Read a layer from a checkpoint once for all its experts, not once for each.
+                read_layer = functools.lru_cache(maxsize=1)(read_layer)
+            indices = np.ndindex(*map(len, row.placeholder_ranges))
+            for index, name in zip(indices, row.tensor_names(), strict=True):
+                read = functools.partial(_read_tensor, read_layer, index, tensor_dtype, row.pattern.transposed)
+                tensors[name] = Tensor(row.tensor_shape, read, tensor_dtype)
         return tensors
 
     def _write(self, config: Any, tensors: Mapping[str, Tensor], path: Path, max_shard_size: int) -> None:
+        """Write the tensors, then `config.json`."""
         write(path, tensors, max_shard_size)
         arch = self._architecture(config)
-        text = json.dumps(arch.written(config, tensors[arch.tensors["embedding"].name].dtype.name), indent=2)
-        (path / "config.json").write_text(text + "\n")  # last, so that a folder which is not complete is no model
+        dtype = tensors[arch.patterns["embedding"].name].dtype.name
+        text = json.dumps(arch.config_json(config, dtype), indent=2)
+        # Last, so that an incomplete folder has no config.json and is not taken for a model.
+        (path / "config.json").write_text(text + "\n")
 
 
-def _layer(x: Any, *number: int) -> np.ndarray:
-    return np.asarray(x[number[0]] if number else x)
+def _read_layer(param: Any, *layer: int) -> np.ndarray:
+    """Return one layer of a stacked parameter, or the whole parameter if no layer is given."""
+    return np.asarray(param[layer[0]] if layer else param)
 
 
-def _part(layer: Callable[..., np.ndarray], index: tuple[int, ...], dtype: np.dtype, transposed: bool) -> np.ndarray:
-    array = layer(*index[:1])[index[1:]].astype(dtype, copy=False)
+def _read_tensor(
+    read_layer: Callable[..., np.ndarray], index: tuple[int, ...], dtype: np.dtype, transposed: bool
+) -> np.ndarray:
+    """Return the tensor at `index`, (layer, expert) of a parameter, cast and transposed as in the file."""
+    array = read_layer(*index[:1])[index[1:]].astype(dtype, copy=False)
     return array.T if transposed else array
 
 
 def _folder(source: Any) -> Path:
+    """Return the source as the path of an existing folder; raise ValueError if it is none."""
     if not isinstance(source, str | os.PathLike):
         raise ValueError(f"from_hf({source!r}): needs a folder, or a state dict")
     if not local(source, "source").is_dir():
@@ -252,51 +310,61 @@ def _folder(source: Any) -> Path:
     return Path(source)
 
 
-def _stated(folder: Path) -> Any:
+def _read_config(folder: Path) -> Any:
+    """Return the contents of a folder's `config.json`."""
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; download it too, or pass config=")
     return json_of(member(folder, "config.json"))
 
 
 def _by_path(params: Any) -> dict[str, Any]:
+    """Flatten parameters to a dict by path, such as "layers/attention/query/kernel"."""
     tree = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
     return {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _tied(arch: Architecture, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the head, which state dicts and .bin files hold all the same where it is the embedding."""
-    embedding, head = (arch.tensors[path].name for path in ("embedding", "head/kernel"))
+def _drop_tied_head(arch: Architecture, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without the head, which state dicts and .bin files contain even if it is the embedding.
+
+    Raises:
+      ValueError: the head differs from the embedding.
+    """
+    embedding, head = (arch.patterns[path].name for path in ("embedding", "head/kernel"))
     if {embedding, head} <= tensors.keys() and not np.array_equal(tensors[embedding].read(), tensors[head].read()):
         raise ValueError(f"tie_word_embeddings=True, but {head} differs from {embedding}; set it to False")
     return {name: tensor for name, tensor in tensors.items() if name != head}
 
 
-def _read(row: Row, tensors: Mapping[str, Tensor], dtype: Any) -> np.ndarray:
-    """A parameter, filled tensor by tensor, so that beside it one of them is in memory."""
-    filled: Any = None
-    for i, name in enumerate(row.names()):
-        x = tensors[name].read()
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+def _read_parameter(row: ParameterRow, tensors: Mapping[str, Tensor], dtype: Any) -> np.ndarray:
+    """Return a parameter, filled tensor by tensor, so that memory holds one tensor in addition to it."""
+    param: Any = None
+    for i, name in enumerate(row.tensor_names()):
+        tensor = tensors[name].read()
+        if not jnp.issubdtype(tensor.dtype, jnp.floating):
             raise ValueError(
-                f"{name} is {x.dtype}, needs a floating-point dtype; load and dequantize it in transformers"
+                f"{name} is {tensor.dtype}, needs a floating-point dtype; load and dequantize it in transformers"
             )
-        x = x.T if row.stored.transposed else x
-        if filled is None:
-            kind = x.dtype if dtype is None else jnp.dtype(dtype)
-            filled = np.empty((math.prod(map(len, row.counts)), *x.shape), kind)
-        if dtype is None and x.dtype != filled.dtype:
-            raise ValueError(f"{name} is {x.dtype} and {next(row.names())} {filled.dtype}; say dtype= of both")
-        fill(filled[i], x)
-    return filled.reshape(row.shape)
+        tensor = tensor.T if row.pattern.transposed else tensor
+        if param is None:
+            param_dtype = tensor.dtype if dtype is None else jnp.dtype(dtype)
+            # [number of tensors, *shape of one]: layers and experts are one dim until the reshape below.
+            param = np.empty((math.prod(map(len, row.placeholder_ranges)), *tensor.shape), param_dtype)
+        # The parameter has the dtype of its first tensor: a cast of others must be asked for.
+        if dtype is None and tensor.dtype != param.dtype:
+            raise ValueError(
+                f"{name} is {tensor.dtype} and {next(row.tensor_names())} {param.dtype}; say dtype= of both"
+            )
+        copy_into(param[i], tensor)
+    return param.reshape(row.shape)
 
 
-def on_host(path: str, x: Any) -> Any:
-    """A parameter in this host's memory. Raises ValueError where parts of it are on others."""
-    if not isinstance(x, jax.Array):
-        return x
-    if not x.is_fully_addressable:
+def on_host(path: str, param: Any) -> Any:
+    """Return a parameter in this host's memory; raise ValueError if parts of it are on other hosts."""
+    if not isinstance(param, jax.Array):
+        return param
+    if not param.is_fully_addressable:
         raise ValueError(
             f"{path} lies on several hosts; gather on all of them, and let one write: "
             "jax.experimental.multihost_utils.process_allgather(params, tiled=True)"
         )
-    return np.asarray(x)
+    return np.asarray(param)

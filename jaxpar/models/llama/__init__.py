@@ -1,4 +1,4 @@
-"""Llama: the model, and its weights and configuration as Hugging Face keeps them."""
+"""Llama: the model, its adapters, and conversion of its weights and configuration from and to Hugging Face."""
 
 from .lora import LoRALinear as LoRALinear
 from .lora import is_adapter as is_adapter

@@ -1,8 +1,14 @@
 """A decoder-only transformer in the manner of Llama (Touvron et al. 2023, arXiv:2302.13971), in plain Flax NNX.
 
-It knows nothing of meshes or strategies: no annotation, no collective. The layers are one `nnx.scan` over parameters
-stacked on dim 0. No dtype is set: matmuls run in the dtype of the parameters (cast them to bfloat16 and the model
-computes in bfloat16), while norms, rotary embedding, attention's softmax and the loss are float32.
+It has no annotation and no collective: meshes and strategies are applied to it from outside. The layers are one
+`nnx.scan` over parameters stacked on dim 0. No dtype is set: matmuls run in the dtype of the parameters (cast them to
+bfloat16 and the model computes in bfloat16), while norms, rotary embedding, attention's softmax and the loss are
+float32.
+
+    x = embedding[tokens]
+    x = x + attention(norm(x))      for every layer
+    x = x + ffn(norm(x))
+    logits = norm(x) @ head
 
 Dims: B rows, T positions, D dim, H heads, K kv_heads, h head_dim = D / H, F ffn, V vocab, L layers.
 """
@@ -15,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ...parallel.context.attention.fused import attention
-from ..parts.cache import Attend, Cache, extended
+from ..parts.cache import Attend, Cache, run_with_cache
 from ..parts.config import check_sizes
 from ..parts.stack import run, stack
 from ..parts.text import Sizes
@@ -26,7 +32,7 @@ from .lora import LoRALinear
 
 @dataclass(frozen=True)
 class Config(Sizes):
-    """Sizes of a `Llama`. Raises ValueError where they do not fit each other."""
+    """Sizes of a `Llama`. Raises ValueError if they do not fit each other."""
 
     vocab: int = 256
     dim: int = 128
@@ -34,14 +40,14 @@ class Config(Sizes):
     heads: int = 4
     kv_heads: int = 4  # fewer than heads: grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)
     ffn: int = 384
-    context: int = 1024  # positions it is meant for; more are computed all the same
+    context: int = 1024  # positions that it was trained for; longer inputs are computed too
     rope_theta: float = 10_000.0
-    rope_factor: float = 1.0  # by which Llama 3.1 stretches long wavelengths; see `rope_table`
+    rope_factor: float = 1.0  # Llama 3.1 stretches long wavelengths by this factor; see `rope_table`
     norm_eps: float = 1e-6
     tied: bool = False  # the embedding is also the output head
-    dropout: float = 0.0  # of each residual branch, drawn from the `dropout` stream
-    lora: int = 0  # the rank of an adapter beside every projection of a layer; 0 for none: see `lora.py`
-    lora_alpha: float = 16.0  # the adapters count lora_alpha / lora times
+    dropout: float = 0.0  # rate on each residual branch, drawn from the `dropout` stream
+    lora: int = 0  # rank of the adapter of every projection in a layer (`lora.py`); 0 for no adapters
+    lora_alpha: float = 16.0  # adapters are scaled by lora_alpha / lora
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -56,7 +62,7 @@ class Config(Sizes):
 
     @property
     def head_dim(self) -> int:
-        """Features of one head."""
+        """The number of features of one head."""
         return self.dim // self.heads
 
     @property
@@ -64,29 +70,30 @@ class Config(Sizes):
         """The exact number of parameters."""
         attention = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         layer = attention + 3 * self.dim * self.ffn + 2 * self.dim
-        every = self.layers * layer + self.dim + (1 if self.tied else 2) * self.vocab * self.dim
-        return every + self._adapters
+        base = self.layers * layer + self.dim + (1 if self.tied else 2) * self.vocab * self.dim
+        return base + self._adapters
 
     @property
     def _adapters(self) -> int:
-        """The parameters of all adapters: rank x (in + out) for each projection."""
+        """The number of parameters in adapters: rank x (in + out) for each projection."""
         attention = 4 * self.dim + self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * self.lora * (attention + 3 * (self.dim + self.ffn))
 
     def flops(self, rows: int, length: int) -> float:
-        """Operations forward and backward: 6 per position and weight of a matmul, and 12 L D T per position for
-        attention, which multiplies what the causal mask then hides (Chowdhery et al. 2022, arXiv:2204.02311, B). With
-        adapters, 4 per weight, which has no gradient, and 6 per weight of an adapter.
+        """Return the operations of a step, forward and backward (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+
+        A position costs 6 operations per matmul weight, and 12 L D T for attention, which multiplies masked positions
+        too. With adapters, a frozen weight costs 4, since it needs no weight gradient, and an adapter's weight 6.
         """
         attention = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         weights = self.layers * (attention + 3 * self.dim * self.ffn) + self.vocab * self.dim
-        of_weights = 4 * weights + 6 * self._adapters if self.lora else 6 * weights
-        return float(rows * length * (of_weights + 12 * self.layers * self.dim * length))
+        matmul_flops = 4 * weights + 6 * self._adapters if self.lora else 6 * weights
+        return float(rows * length * (matmul_flops + 12 * self.layers * self.dim * length))
 
 
-_galore = partial(Config, vocab=32000)  # on which papers on optimizers compare: Zhao et al. 2024, arXiv:2403.03507
+_galore = partial(Config, vocab=32000)  # sizes on which optimizer papers compare: Zhao et al. 2024, arXiv:2403.03507
 _llama2 = partial(Config, vocab=32000, context=4096, norm_eps=1e-5)  # Touvron et al. 2023, arXiv:2307.09288
-# Grattafiori et al. 2024, arXiv:2407.21783, table 3; of Llama 3.2 the model cards. 405B came with Llama 3.1.
+# Grattafiori et al. 2024, arXiv:2407.21783, table 3; for Llama 3.2 its model cards. 405B was released with Llama 3.1.
 _llama3 = partial(Config, vocab=128256, kv_heads=8, context=8192, rope_theta=500_000.0, norm_eps=1e-5)
 _llama31 = partial(_llama3, context=131072, rope_factor=8.0)
 _llama32 = partial(_llama31, rope_factor=32.0, tied=True)
@@ -107,7 +114,8 @@ SIZES = {
     "llama3.2-3b": _llama32(dim=3072, layers=28, heads=24, ffn=8192),
 }
 
-# What `tensor` splits (Shoeybi et al. 2019, arXiv:1909.08053, section 3): whole heads, parts of `ffn` and of `vocab`.
+# The dim of each kernel that `tensor` splits (Shoeybi et al. 2019, arXiv:1909.08053, section 3): heads, `ffn`, `vocab`.
+# Of an adapter, the matrix that touches the split dim is split with its kernel.
 RULES = {
     "(query|key|value|gate|up|head)/kernel": -1, "(out|down)/kernel": -2, "embedding": -2,
     "(query|key|value|gate|up)/lora_b": -1, "(out|down)/lora_a": -2,
@@ -115,13 +123,16 @@ RULES = {
 
 
 def linear(fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> nnx.Linear:
-    """A bias-free projection with unit gain, or 1 / sqrt(branches) where `branches` outputs add up in the residual."""
+    """Build a projection without bias, with initial gain 1 / sqrt(branches).
+
+    `branches` counts the outputs that add up in the residual stream: its variance then does not grow with depth.
+    """
     init = nnx.initializers.normal((fan_in * branches) ** -0.5)
     return nnx.Linear(fan_in, fan_out, use_bias=False, kernel_init=init, rngs=rngs)
 
 
 def _projection(config: Config, fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> nnx.Linear:
-    """One of a layer, which has an adapter where the model has any."""
+    """Build a projection of a layer as `linear` does, with an adapter if the config has adapters."""
     if not config.lora:
         return linear(fan_in, fan_out, rngs, branches=branches)
     init = nnx.initializers.normal((fan_in * branches) ** -0.5)
@@ -136,26 +147,30 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D], same dtype."""
-        wide = x_BTD.astype(jnp.float32)
-        unit = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return (unit * self.scale[...].astype(jnp.float32)).astype(x_BTD.dtype)
+        x_float32 = x_BTD.astype(jnp.float32)  # a mean of squares in bfloat16 would keep 8 bits
+        normed = x_float32 * jax.lax.rsqrt(jnp.mean(jnp.square(x_float32), axis=-1, keepdims=True) + self.eps)
+        return (normed * self.scale[...].astype(jnp.float32)).astype(x_BTD.dtype)
 
 
 def rope_table(length: int, head_dim: int, theta: float, factor: float = 1.0) -> jax.Array:
-    """Angles float32 [T, h/2] of rotary embedding (Su et al. 2021, arXiv:2104.09864, section 3.2.2), in radians.
+    """Return the angles of rotary embedding in radians, float32 [T, h/2] (Su et al. 2021, arXiv:2104.09864, 3.2.2).
 
-    Llama 3.1 divides by `factor` the frequencies that turn less than once in the 8,192 positions of its first training,
-    leaves those that turn 4 times or more, and interpolates between them (`apply_scaling` of its reference code).
+        angle[t, i] = t * theta ** (-2 i / h)
+
+    With a `factor`, frequencies are scaled as in Llama 3.1 (`apply_scaling` of its reference code), by their turns in
+    the 8,192 positions of its first training. Frequencies of less than one turn are divided by `factor`, those of four
+    turns or more are unchanged, and those between are interpolated.
     """
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if factor != 1:
-        kept = jnp.clip((8192 * frequency / (2 * jnp.pi) - 1) / (4 - 1), 0, 1)
-        frequency *= kept + (1 - kept) / factor
-    return jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+        turns = 8192 * frequencies / (2 * jnp.pi)
+        unscaled_weight = jnp.clip((turns - 1) / (4 - 1), 0, 1)
+        frequencies *= unscaled_weight + (1 - unscaled_weight) / factor
+    return jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies
 
 
 def rope(x_BTHh: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotates the pair (i, i + h/2) of every head by `angles` [T, h/2]; same shape and dtype."""
+    """Rotate the pair (i, i + h/2) of every head by `angles` [T, h/2]; the result has the shape and dtype of x."""
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
     a, b = jnp.split(x_BTHh.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHh.dtype)
@@ -178,7 +193,7 @@ class Attention(nnx.Module):
         return self.out(mixed.reshape(*x_BTD.shape[:2], -1))
 
     def heads(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Query [B, T, H, h], key and value [B, T, K, h], before rotation."""
+        """Return the query [B, T, H, h] and the key and value [B, T, K, h], before rotation."""
         query, key, value = (
             project(x_BTD).reshape(*x_BTD.shape[:2], -1, self.head_dim)
             for project in (self.query, self.key, self.value)
@@ -200,14 +215,14 @@ class SwiGLU(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and feed-forward, each normed before and added to the residual stream."""
+    """Attention and feed-forward; each reads the normed residual stream and is added to it."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config, rngs=rngs)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn = SwiGLU(config, rngs=rngs)
-        # Without dropout no stream is made, so that the model has no state beside its weights.
+        # Without dropout the module gets no random stream, so that the model has no state except its weights.
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
     def __call__(self, x_BTD: jax.Array, angles: jax.Array, attend: Attend = attention) -> jax.Array:
@@ -219,13 +234,13 @@ class Layer(nnx.Module):
 class Llama(nnx.Module):
     """The decoder: embedding, `config.layers` layers, norm, and a head that may be the embedding."""
 
-    layer = Layer
+    layer = Layer  # subclasses use other layers
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        # Not nnx.Embed: it fixes its dtype when it is made, and bfloat16 parameters would still compute in float32.
-        scale = nnx.initializers.normal(config.dim**-0.5)
-        self.embedding = nnx.Param(scale(rngs.params(), (config.vocab, config.dim)))
+        # Not nnx.Embed: it fixes its dtype when it is built, and bfloat16 parameters would still compute in float32.
+        init = nnx.initializers.normal(config.dim**-0.5)
+        self.embedding = nnx.Param(init(rngs.params(), (config.vocab, config.dim)))
         self.layers = stack(lambda rngs: self.layer(config, rngs=rngs), config.layers, rngs)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tied else linear(config.dim, config.vocab, rngs)
@@ -235,29 +250,38 @@ class Llama(nnx.Module):
         return self._logits(run(self.layers, self.embedding[...][tokens_BT], self._angles(tokens_BT.shape[1])))
 
     def hidden(self, tokens_BT: jax.Array) -> jax.Array:
-        """Tokens int32 [B, T] -> [B, T, D]: what the head makes logits of."""
+        """Tokens int32 [B, T] -> the normed output of the last layer [B, T, D], which the head reads."""
         return self.norm(run(self.layers, self.embedding[...][tokens_BT], self._angles(tokens_BT.shape[1])))
 
     def to_logits(self) -> jax.Array:
         """The head's weights [D, V]."""
         return self.embedding[...].T if self.head is None else self.head.kernel[...]
 
-    def extend(self, tokens_BT: jax.Array, cache: Cache, at: jax.Array) -> tuple[jax.Array, Cache]:
-        """As `__call__` for tokens at positions `at` and on, behind those whose keys and values are in the cache
-        (`parts/cache.py`): logits [B, T, V], and the cache with theirs.
+    def extend(self, tokens_BT: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
+        """Run the model on tokens at positions `start` and on, with the keys and values of earlier positions cached.
+
+        Args:
+          tokens_BT: int32 [B, T].
+          cache: from `empty` or an earlier call (`parts/cache.py`).
+          start: the position of the first token.
+
+        Returns:
+          Logits [B, T, V], and the cache with the keys and values of these tokens.
         """
-        angles = jax.lax.dynamic_slice_in_dim(self._angles(cache.positions), at, tokens_BT.shape[1])
-        x_BTD, cache = extended(self.layers, self.embedding[...][tokens_BT], cache, at, angles)
+        angles = jax.lax.dynamic_slice_in_dim(self._angles(cache.positions), start, tokens_BT.shape[1])
+        x_BTD, cache = run_with_cache(self.layers, self.embedding[...][tokens_BT], cache, start, angles)
         return self._logits(x_BTD), cache
 
     def empty(self, rows: int, positions: int) -> Cache:
-        """A cache without anything in it."""
+        """Return an empty cache with room for `positions` positions."""
         config, dtype = self.config, self.layers.attention.key.kernel.dtype
         return Cache.create(config.layers, rows, positions, config.kv_heads, config.head_dim, dtype)
 
     def _angles(self, length: int) -> jax.Array:
+        """Return the rotary angles [T, h/2] of positions 0 to `length` - 1."""
         return rope_table(length, self.config.head_dim, self.config.rope_theta, self.config.rope_factor)
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the logits [B, T, V]: the final norm, then the head or the embedding."""
         x_BTD = self.norm(x_BTD)
         return x_BTD @ self.embedding[...].T if self.head is None else self.head(x_BTD)

@@ -1,7 +1,8 @@
-"""Llama in Hugging Face's `transformers`, whose `LlamaForCausalLM` is the same function: Llama 2, 3, 3.1, 3.2, 3.3, and
-models of their kind.
+"""Conversion of Llama from and to `LlamaForCausalLM` of Hugging Face's `transformers`, and of its adapters to `peft`.
 
-Both rotate the pair (i, i + h/2) of a head (`rotate_half` there), so that projections keep their order.
+The two compute the same function: Llama 2, 3, 3.1, 3.2, 3.3 and models with the same architecture. Both rotate the pair
+(i, i + h/2) of a head (`rotate_half` in transformers), so the columns of projections need no permutation. The tables
+are rows of `huggingface/architecture.py`; `mixtral/weights.py` reuses most of them.
 """
 
 from __future__ import annotations
@@ -12,57 +13,61 @@ from typing import Any
 
 import numpy as np
 
-from ..huggingface.architecture import Architecture, Follows, Stored, linear, under
+from ..huggingface.architecture import Architecture, DerivedOption, TensorPattern, add_prefixes, linear
 from ..huggingface.files import Tensor, write_file
 from ..huggingface.weights import Family, on_host
-from .lora import is_adapter, merged
+from .lora import is_adapter, merge_adapters
 from .model import Config, Llama
 
+# Our path -> the tensors, of everything outside the layers.
 ENDS = {
-    "embedding": Stored("model.embed_tokens.weight"),
-    "norm/scale": Stored("model.norm.weight"),
+    "embedding": TensorPattern("model.embed_tokens.weight"),
+    "norm/scale": TensorPattern("model.norm.weight"),
     "head/kernel": linear("lm_head.weight"),
 }
+# The same within a layer, except its feed-forward.
 ATTENTION = {
-    "attention_norm/scale": Stored("input_layernorm.weight"),
+    "attention_norm/scale": TensorPattern("input_layernorm.weight"),
     "attention/query/kernel": linear("self_attn.q_proj.weight"),
     "attention/key/kernel": linear("self_attn.k_proj.weight"),
     "attention/value/kernel": linear("self_attn.v_proj.weight"),
     "attention/out/kernel": linear("self_attn.o_proj.weight"),
-    "ffn_norm/scale": Stored("post_attention_layernorm.weight"),
+    "ffn_norm/scale": TensorPattern("post_attention_layernorm.weight"),
 }
 SWIGLU = {f"{part}/kernel": linear(f"{part}_proj.weight") for part in ("gate", "up", "down")}
-FFN = under("ffn", "mlp", SWIGLU)
-# Of mixtures, the experts' tensors one by one.
+FFN = add_prefixes("ffn", "mlp", SWIGLU)
+# Mixtures have one tensor for each expert.
 EXPERTS = {"ffn/router/kernel": linear("mlp.gate.weight")} | {
     f"ffn/experts/{part}": linear(f"mlp.experts.{{expert}}.{part}_proj.weight") for part in ("gate", "up", "down")
 }
+# Fields of our config -> options of config.json.
 SIZES = {"vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+# Fields -> (option, default). Without key/value heads, every head has its own key and value.
 HEADS = {"kv_heads": ("num_key_value_heads", lambda sizes: sizes["heads"]), "tied": ("tie_word_embeddings", False)}
-# One function with two names; no dropout of attention; numbers that are no floats have to be dequantized first.
+# Options -> supported values. "swish" is another name of "silu". Quantized weights must be dequantized before reading.
 ALWAYS = {"hidden_act": ("silu", "swish"), "attention_dropout": (0.0,), "quantization_config": ()}
 
 _LLAMA = Architecture(
     "llama",
     "LlamaForCausalLM",
-    tensors={**ENDS, **under("layers", "model.layers.{layer}", ATTENTION | FFN)},
-    sizes={**SIZES, "ffn": "intermediate_size"},
-    defaults={**HEADS, "context": ("max_position_embeddings", 2048), "norm_eps": ("rms_norm_eps", 1e-6)},
+    patterns={**ENDS, **add_prefixes("layers", "model.layers.{layer}", ATTENTION | FFN)},
+    required={**SIZES, "ffn": "intermediate_size"},
+    optional={**HEADS, "context": ("max_position_embeddings", 2048), "norm_eps": ("rms_norm_eps", 1e-6)},
     fixed={**ALWAYS, "attention_bias": (False,), "mlp_bias": (False,)},
-    follows={
-        "head_dim": Follows(
+    derived={
+        "head_dim": DerivedOption(
             lambda config: config.head_dim,
             " is not supported: Llama here has hidden_size / num_attention_heads = {c.dim} / {c.heads}",
         )
     },
-    # Where Llama 3.1 stops to stretch and starts to; all that Meta has published have these (`apply_scaling`).
-    stretch={
+    # The constants of `rope_table`, which all models published by Meta have (`apply_scaling` of its reference code).
+    rope_scaling={
         "rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192
     },
 )  # fmt: skip
 LLAMA = Family(
     "Llama", "Llama here has", Config, Llama, (_LLAMA,), is_adapter,
-    lambda config, params: merged(params, config.lora_alpha / config.lora) if config.lora else params,
+    lambda config, params: merge_adapters(params, config.lora_alpha / config.lora) if config.lora else params,
 )  # fmt: skip
 from_hf = LLAMA.from_hf
 """`Family.from_hf` of a `LlamaForCausalLM`."""
@@ -73,44 +78,50 @@ save_hf = LLAMA.save_hf
 
 
 def save_adapters(config: Config, params: Any, path: str | Path, base: str = "") -> None:
-    """The adapters alone, in float32, as a folder that `PeftModel.from_pretrained` of the package `peft` loads.
+    """Write the adapters, in float32, to a folder that `PeftModel.from_pretrained` of the package `peft` loads.
 
     Args:
-      config: the model's sizes, with `lora`.
-      params: as for `to_hf`, or for `save_hf`.
-      path: a folder to make, or one without adapters in it.
-      base: the name or folder of the model that they are for, which is written beside them.
+      config: the model's sizes; `lora` is not 0.
+      params: parameters as for `to_hf` or `save_hf`.
+      path: a folder to create, or an existing one without adapters.
+      base: the name or folder of the model that the adapters were trained on, for `adapter_config.json`.
 
-    Raises ValueError where the config has no adapters, or `params` is not of it, and where the folder has some.
+    Raises:
+      ValueError: the config has no adapters, `params` has another tree or other shapes than a model of this config, or
+        the folder contains adapters.
     """
     if not config.lora:
         raise ValueError("this model has no adapters; train one that has: dataclasses.replace(config, lora=16)")
-    path, weights = Path(path), "adapter_model.safetensors"  # as peft's own checkpoints have it
-    if (path / weights).exists():
-        raise ValueError(f"{path} already holds {weights}; choose another folder, or remove it")
+    path, file_name = Path(path), "adapter_model.safetensors"  # the name in peft's checkpoints
+    if (path / file_name).exists():
+        raise ValueError(f"{path} already holds {file_name}; choose another folder, or remove it")
+    # 1. Name and transpose the adapters: "layers/attention/query/lora_a" [L, in, r] becomes, for each layer,
+    #    "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" [r, in].
     adapters: dict[str, Tensor] = {}
-    modules: set[str] = set()
-    for at, x in LLAMA.by_path(config, params).items():
-        if is_adapter(at):
-            above, _, end = at.rpartition("/")
-            module, stacked = _LLAMA.tensors[f"{above}/kernel"].name.removesuffix(".weight"), on_host(at, x)
-            modules.add(module.rpartition(".")[2])
+    module_names: set[str] = set()
+    for param_path, param in LLAMA.by_path(config, params).items():
+        if is_adapter(param_path):
+            projection, _, leaf = param_path.rpartition("/")
+            module = _LLAMA.patterns[f"{projection}/kernel"].name.removesuffix(".weight")
+            stack = on_host(param_path, param)
+            module_names.add(module.rpartition(".")[2])
             for layer in range(config.layers):
-                part = np.asarray(stacked[layer]).astype(np.float32).T
-                name = f"base_model.model.{module.format(layer=layer)}.lora_{end[-1].upper()}.weight"
-                adapters[name] = Tensor(part.shape, lambda part=part: part, part.dtype)
+                matrix = np.asarray(stack[layer]).astype(np.float32).T
+                name = f"base_model.model.{module.format(layer=layer)}.lora_{leaf[-1].upper()}.weight"
+                adapters[name] = Tensor(matrix.shape, lambda matrix=matrix: matrix, matrix.dtype)
+    # 2. Write them, and the options that peft needs.
     path.mkdir(parents=True, exist_ok=True)
-    write_file(path / weights, adapters)
-    stated = {
+    write_file(path / file_name, adapters)
+    adapter_config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": config.lora,
         "lora_alpha": config.lora_alpha,
-        "target_modules": sorted(modules),
+        "target_modules": sorted(module_names),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (path / "adapter_config.json").write_text(json.dumps(stated, indent=2) + "\n")
+    (path / "adapter_config.json").write_text(json.dumps(adapter_config, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3's mixtures: the model, and its weights and configuration as Hugging Face keeps them."""
+"""Mixtral and Qwen3's mixtures: the model, and conversion of its weights and configuration from and to Hugging Face."""
 
 from .model import RULES as RULES
 from .model import SIZES as SIZES

@@ -1,5 +1,11 @@
-"""A decoder whose feed-forward is a mixture of experts: Mixtral (Jiang et al. 2024, arXiv:2401.04088), Qwen3's mixtures
-(Yang et al. 2025, arXiv:2505.09388), in plain Flax NNX. All else is `llama`'s.
+"""A decoder whose feed-forward is a mixture of experts, in plain Flax NNX; everything else is `llama`'s.
+
+It covers Mixtral (Jiang et al. 2024, arXiv:2401.04088) and Qwen3's mixtures (Yang et al. 2025, arXiv:2505.09388).
+
+    ffn(x) = sum over the k experts e with the largest router(x)_e:  weight_e * expert_e(x)
+
+A `Layer` has two forms: calling it returns activations, and `routed` returns the `Routing` of its tokens too, from
+which the loss takes the routers' balance loss and z-loss.
 
 Dims: B rows, T positions, D dim, H heads, K kv_heads, h head_dim, E experts, k chosen, F ffn, V vocab, L layers.
 """
@@ -26,7 +32,7 @@ from ..parts.stack import run_with
 
 @dataclass(frozen=True)
 class Config(MixtureSizes):
-    """Sizes of a `Mixtral`. Raises ValueError where they do not fit each other."""
+    """Sizes of a `Mixtral`. Raises ValueError if they do not fit each other."""
 
     vocab: int = 256
     dim: int = 128
@@ -36,18 +42,19 @@ class Config(MixtureSizes):
     head_dim: int = 32
     ffn: int = 192  # hidden features of one expert
     experts: int = 8
-    chosen: int = 2  # experts of a token
+    chosen: int = 2  # experts that a token is sent to
     context: int = 1024
     rope_theta: float = 1_000_000.0
     norm_eps: float = 1e-5
     tied: bool = False
-    qk_norm: bool = False  # RMSNorm of every head's query and key, as Qwen3 has it
+    qk_norm: bool = False  # RMSNorm of every head's query and key, as in Qwen3
     normalize: bool = True  # the weights of a token's experts sum to 1
-    capacity: float = 0.0  # slots of an expert in each row, in units of the mean load; 0: no token is dropped
-    balance: float = 0.02  # weight of the balance loss, of each row
+    capacity: float = 0.0  # slots of an expert in each row, in units of the mean load; 0 drops no token
+    balance: float = 0.02  # weight of the balance loss, which is computed for each row
     z: float = 0.0  # weight of the router's z-loss
 
-    rope_factor = 1.0  # as `llama` has it, and no size
+    # Attributes that `llama` reads from its config. They are constants here: without annotations they are no fields.
+    rope_factor = 1.0
     dropout = 0.0
     lora = 0
 
@@ -66,17 +73,21 @@ class Config(MixtureSizes):
             )
 
     def _parameters(self, experts: int) -> int:
+        # The router counts for all experts, since it scores them all for every token.
         norms = 2 * self.dim + (2 * self.head_dim if self.qk_norm else 0)
         layer = self._attention + self.dim * self.experts + 3 * experts * self.dim * self.ffn + norms
         return self.layers * layer + self.dim + (1 if self.tied else 2) * self.vocab * self.dim
 
     @property
     def _attention(self) -> int:
+        """The number of parameters in one layer's attention."""
         return self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     def flops(self, rows: int, length: int) -> float:
-        """Operations forward and backward: 6 per position and weight of a matmul that it meets, and 12 L H h T per
-        position for attention (as `llama` counts it). Empty slots of experts' buffers are not counted.
+        """Return the operations of a step, forward and backward.
+
+        A position costs 6 operations per matmul weight that it uses, and 12 L H h T for attention, counted as in
+        `llama`. Empty slots of the experts' buffers are not counted.
         """
         layer = self._attention + self.dim * self.experts + 3 * self.chosen * self.dim * self.ffn
         weights = self.layers * layer + self.vocab * self.dim
@@ -106,9 +117,9 @@ SIZES = {
     ),
 }
 
-_SHOWN = 16  # experts whose load is a metric of its own
+_MAX_LOAD_METRICS = 16  # with more experts than this, their loads are no metrics
 
-# Whole heads, parts of every expert's `ffn`, and of `vocab`. The router is whole on each rank.
+# The dim of each kernel that `tensor` splits: heads, every expert's `ffn`, `vocab`. Each rank stores the whole router.
 RULES = {
     "(query|key|value|head)/kernel": -1,
     "out/kernel": -2,
@@ -119,15 +130,15 @@ RULES = {
 
 
 class Attention(llama.Attention):
-    """Llama's, with Qwen3's norms of queries and keys where the config asks for them."""
+    """Llama's attention, with Qwen3's norms of queries and keys if `config.qk_norm`."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
-        super().__init__(config, rngs=rngs)  # type: ignore[arg-type]  # it has the sizes that are read
+        super().__init__(config, rngs=rngs)  # type: ignore[arg-type]  # this Config has the sizes that are read
         self.query_norm = llama.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.key_norm = llama.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def heads(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Query [B, T, H, h], key and value [B, T, K, h], before rotation."""
+        """Return the query [B, T, H, h] and the key and value [B, T, K, h], before rotation."""
         query, key, value = super().heads(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -138,16 +149,17 @@ class Experts(nnx.Module):
     """The weights of E SwiGLU feed-forwards: [E, D, F] and [E, F, D]."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
-        def draw(fan_in: int, fan_out: int, branches: int = 1) -> nnx.Param:
+        # As `llama.linear`, for all experts at once.
+        def initialize(fan_in: int, fan_out: int, branches: int = 1) -> nnx.Param:
             init = nnx.initializers.normal((fan_in * branches) ** -0.5)
             return nnx.Param(init(rngs.params(), (config.experts, fan_in, fan_out)))
 
-        self.gate, self.up = draw(config.dim, config.ffn), draw(config.dim, config.ffn)
-        self.down = draw(config.ffn, config.dim, branches=2 * config.layers)
+        self.gate, self.up = initialize(config.dim, config.ffn), initialize(config.dim, config.ffn)
+        self.down = initialize(config.ffn, config.dim, branches=2 * config.layers)
 
 
 class Mixture(nnx.Module):
-    """A router and its experts."""
+    """A feed-forward of a router and its experts."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -155,14 +167,15 @@ class Mixture(nnx.Module):
         self.experts = Experts(config, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, Routing]:
-        """[B, T, D] -> [B, T, D], and what became of its tokens."""
+        """[B, T, D] -> [B, T, D], and how its tokens were routed."""
+        # `experts` takes arrays, not NNX variables.
         weights = {name: getattr(self.experts, name)[...] for name in ("gate", "up", "down")}
         k, normalize, capacity = self.config.chosen, self.config.normalize, self.config.capacity or None
         return experts(x_BTD, self.router(x_BTD), weights, k=k, normalize=normalize, capacity=capacity)
 
 
 class Layer(nnx.Module):
-    """Attention and a mixture, each normed before and added to the residual stream."""
+    """Attention and a mixture; each reads the normed residual stream and is added to it."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = llama.RMSNorm(config.dim, config.norm_eps)
@@ -175,20 +188,20 @@ class Layer(nnx.Module):
         return self.routed(x_BTD, angles, attend)[0]
 
     def routed(self, x_BTD: jax.Array, angles: jax.Array, attend: Attend = attention) -> tuple[jax.Array, Routing]:
-        """The same, and what became of its tokens."""
+        """[B, T, D] and angles [T, h/2] -> [B, T, D], and how its tokens were routed."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), angles, attend)
-        out, routing = self.ffn(self.ffn_norm(x_BTD))
-        return x_BTD + out, routing
+        mixed_BTD, routing = self.ffn(self.ffn_norm(x_BTD))
+        return x_BTD + mixed_BTD, routing
 
 
 class Mixtral(llama.Llama):
-    """Llama's decoder with mixtures in place of its feed-forwards."""
+    """Llama's decoder with mixtures instead of dense feed-forwards."""
 
     layer = Layer
     config: Config  # type: ignore[assignment]
 
     def routed(self, tokens_BT: jax.Array) -> tuple[jax.Array, Routing]:
-        """Tokens int32 [B, T] -> logits [B, T, V], and of every layer what became of its tokens, [L, B, ...]."""
+        """Tokens int32 [B, T] -> logits [B, T, V], and how every layer routed its tokens, leaves [L, B, ...]."""
         angles = self._angles(tokens_BT.shape[1])
         step = lambda layer, x, _: layer.routed(x, angles)
         x_BTD, routing = run_with(self.layers, self.embedding[...][tokens_BT], None, step)
@@ -196,38 +209,52 @@ class Mixtral(llama.Llama):
 
 
 def loss(module: Mixtral, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, Any]]:
-    """`text.loss`, and the balance loss and z-loss of the routers, summed over layers, with the weights of the config.
+    """Return `text.loss` plus the routers' balance loss and z-loss, and metrics.
 
-    A row with a mask has as much weight in them as it has predictions that count. Metrics: `nats` (without them),
-    `balance` (mean over layers; 1 where all experts are used alike), `dropped`, the share of dropped choices, and of up
-    to 16 experts `load_0`, `load_1`, ..., in units of the mean load (mean over layers).
+    The two router losses are summed over layers and weighted by `config.balance` and `config.z`. With a mask, each row
+    weighs in them as much as it has predictions that count.
+
+    Args:
+      module: the model.
+      batch: as for `text.loss`.
+
+    Returns:
+      The loss, and metrics: `nats`, the loss of the text alone; `balance`, averaged over layers, which is 1 if all
+      experts are used equally; `dropped`, the fraction of dropped choices. For up to 16 experts also `load_0`,
+      `load_1`, ..., in units of the mean load, averaged over layers.
     """
     config = module.config
-    added = lambda routing: (routing, (config.balance * routing.balance + config.z * routing.z).sum(axis=0))
-    return routed_loss(module.routed, batch, added)
+
+    def read_routing(routing: Routing) -> tuple[Routing, jax.Array]:
+        return routing, (config.balance * routing.balance + config.z * routing.z).sum(axis=0)
+
+    return routed_loss(module.routed, batch, read_routing)
 
 
 def routed_loss(
     routed: Callable[[jax.Array], tuple[jax.Array, Any]],
     batch: dict[str, jax.Array],
-    added: Callable[[Any], tuple[Routing, jax.Array]],
+    read_routing: Callable[[Any], tuple[Routing, jax.Array]],
 ) -> tuple[Any, dict[str, Any]]:
-    """The loss and metrics of `loss` for a model of mixtures.
+    """Return the loss and metrics of `loss` for any model with mixtures.
 
     Args:
-      routed: tokens [B, T] -> logits [B, T, V], and of every layer what became of its tokens.
-      added: the latter -> its `Routing`, leaves [L, B, ...], and what each row adds to the loss, [B].
+      routed: tokens [B, T] -> logits [B, T, V], and what its layers return about routing.
+      batch: as for `text.loss`.
+      read_routing: what the layers return -> its `Routing`, leaves [L, B, ...], and what each row adds to the loss [B].
     """
-    tokens, mask = text.given(batch)
-    logits, layers = routed(tokens[:, :-1])
-    nats: Any = text.loss_of(logits, tokens, mask)
-    routing, each_row = added(layers)
-    each = {"balance": routing.balance.mean(axis=0), "dropped": routing.dropped.mean(axis=0)}
-    if (experts := routing.load.shape[-1]) <= _SHOWN:
-        load = experts * routing.load.mean(axis=0)
-        each |= {f"load_{e}": load[:, e] for e in range(experts)}
+    tokens, mask = text.checked_batch(batch)
+    logits, layer_results = routed(tokens[:, :-1])
+    nats: Any = text.loss_from_logits(logits, tokens, mask)
+    routing, row_losses = read_routing(layer_results)
+    # Metrics of each row, [B], averaged over layers.
+    row_metrics = {"balance": routing.balance.mean(axis=0), "dropped": routing.dropped.mean(axis=0)}
+    if (experts := routing.load.shape[-1]) <= _MAX_LOAD_METRICS:
+        load = experts * routing.load.mean(axis=0)  # [B, E]
+        row_metrics |= {f"load_{e}": load[:, e] for e in range(experts)}
     if mask is None:
-        return nats + each_row.mean(), {"nats": nats, **{name: x.mean() for name, x in each.items()}}
-    rows = mask.sum(axis=1)
-    metrics = {name: Mean(jnp.sum(x * rows), nats.count) for name, x in each.items()}
-    return Mean(nats.total + jnp.sum(each_row * rows), nats.count), {"nats": nats, **metrics}
+        return nats + row_losses.mean(), {"nats": nats, **{name: x.mean() for name, x in row_metrics.items()}}
+    # Weigh rows by their predictions that count, so that all terms have the same count, that of `nats`.
+    row_weights = mask.sum(axis=1)
+    metrics = {name: Mean(jnp.sum(x * row_weights), nats.count) for name, x in row_metrics.items()}
+    return Mean(nats.total + jnp.sum(row_losses * row_weights), nats.count), {"nats": nats, **metrics}

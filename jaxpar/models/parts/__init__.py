@@ -1,1 +1,1 @@
-"""What models share: sizes, losses on text and images, stacked layers."""
+"""Parts that the models share: sizes, batches and losses of text and images, stacked layers, the key/value cache."""

@@ -1,6 +1,15 @@
-"""Keys and values of positions that are done, so that each token of a text costs its own positions alone.
+"""A key/value cache: the keys and values of past positions, so that a generated token costs one position's compute.
 
-Dims: L layers, B rows, T positions of now, S positions that there is room for, H heads, K key/value heads, h head_dim.
+    key, value [L, B, S, K, h]
+
+    positions    0   1   2  ...  t-1 |  t   t+1  ...  t+T-1 |  ...  S-1
+                 cached              |  written now          |  masked
+
+A query at position p attends to the cached positions 0 to p. `run_with_cache` runs all layers on T new positions and
+returns the cache with their keys and values written at `start`.
+
+Dims: B rows, T new positions, S positions that the cache has room for, L layers, H heads, K key/value heads,
+h head_dim.
 """
 
 from __future__ import annotations
@@ -23,41 +32,54 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["key", "value"], meta_fields=[])
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of all layers, [L, B, S, K, h]; of positions that are not done, whatever was there."""
+    """The keys and values of all layers, [L, B, S, K, h]; positions not yet computed are masked."""
 
     key: jax.Array
     value: jax.Array
 
     @classmethod
     def create(cls, layers: int, rows: int, positions: int, heads: int, head_dim: int, dtype: Any) -> Cache:
-        """Room for so many positions: 2 L B S K h elements."""
+        """Allocate an empty cache with room for `positions` positions: 2 L B S K h elements."""
         zeros = jnp.zeros((layers, rows, positions, heads, head_dim), dtype)
         return cls(zeros, zeros)
 
     @property
     def positions(self) -> int:
-        """S."""
+        """The number of positions that the cache has room for, S."""
         return self.key.shape[2]
 
 
-def extended(layers: Any, x: jax.Array, cache: Cache, at: jax.Array, *given: jax.Array) -> tuple[jax.Array, Cache]:
-    """The stack's layers on x [B, T, D] at positions `at` and on: what they return, and the cache with these positions.
+def run_with_cache(
+    layers: Any, x: jax.Array, cache: Cache, start: jax.Array, *extras: jax.Array
+) -> tuple[jax.Array, Cache]:
+    """Run a stack of layers on new positions, with the cached keys and values as their past.
 
-    Each is called as `layer(x, *given, attend)`. A query sees the keys of its own position and of those before.
+    Args:
+      layers: the stacked layers; each is called as `layer(x, *extras, attend)`.
+      x: activations of the new positions, [B, T, D].
+      cache: keys and values of the positions before `start`.
+      start: the first new position, an int32 scalar.
+      extras: further arguments of every layer, such as rotary angles.
+
+    Returns:
+      The last layer's output, [B, T, D], and the cache with the keys and values of the new positions.
     """
-    seen = jnp.arange(cache.positions) <= at + jnp.arange(x.shape[1])[:, None]  # [T, S]
+    # Causal mask [T, S]: a query sees its own position and those before. It also hides the zeros of unused positions.
+    is_visible = jnp.arange(cache.positions) <= start + jnp.arange(x.shape[1])[:, None]
 
-    def step(layer: Any, x: jax.Array, own: Cache) -> tuple[jax.Array, Cache]:
-        new = []
+    def step(layer: Any, x: jax.Array, layer_cache: Cache) -> tuple[jax.Array, Cache]:
+        # The layer calls `attend` once; this list carries the extended cache out of that call.
+        extended_caches = []
 
+        # The layer passes only the new positions; attention reads the whole cache.
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             key, value = (
-                jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), at, axis=1)
-                for old, x in ((own.key, key), (own.value, value))
+                jax.lax.dynamic_update_slice_in_dim(cached, update.astype(cached.dtype), start, axis=1)
+                for cached, update in ((layer_cache.key, key), (layer_cache.value, value))
             )
-            new.append(Cache(key, value))
-            return attention(query, key, value, causal=False, mask=seen[None, None], implementation="xla")
+            extended_caches.append(Cache(key, value))
+            return attention(query, key, value, causal=False, mask=is_visible[None, None], implementation="xla")
 
-        return layer(x, *given, attend), new.pop()
+        return layer(x, *extras, attend), extended_caches.pop()
 
     return run_with(layers, x, cache, step)

@@ -1,4 +1,4 @@
-"""What models of images share: the batch they take and the loss they train on.
+"""The batch that image models take, and the loss that they train on.
 
 Dims: B rows, H height, W width, C channels.
 """
@@ -14,13 +14,16 @@ from ...model.model import Mean
 
 
 class Sizes:
-    """Sizes of a model of images, H = W = `size`."""
+    """Sizes of an image model; images are square, H = W = `size`."""
 
     size: int
     channels: int
 
     def example(self, rows: int, length: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-        """A training batch's shapes: {"image": float32 [B, H, W, C], "label": int32 [B]}; `length` is for text."""
+        """Return the shapes of a training batch: {"image": float32 [B, H, W, C], "label": int32 [B]}.
+
+        `length` is ignored; text models need it.
+        """
         return {
             "image": jax.ShapeDtypeStruct((rows, self.size, self.size, self.channels), jnp.float32),
             "label": jax.ShapeDtypeStruct((rows,), jnp.int32),
@@ -28,10 +31,18 @@ class Sizes:
 
 
 def loss(module: nnx.Module, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, Any]]:
-    """Mean cross-entropy in nats, float32, and the metric `accuracy`, the share of rows whose class is the likeliest.
+    """Return the mean cross-entropy and the accuracy of an image classifier.
 
-    `batch` is {"image": float32 [B, H, W, C], "label": int32 [B]} for means over all rows, and with "mask" [B] both are
-    a `jp.Mean` over the rows whose mask is 1.
+    Args:
+      module: images [B, H, W, C] -> logits [B, classes].
+      batch: {"image": float [B, H, W, C], "label": int [B]}, and optionally "mask" [B], 1 for rows that count.
+
+    Returns:
+      The loss in nats, float32, and the metric `accuracy`, the fraction of rows whose most probable class is the label.
+      Without a mask both are means over all rows; with a mask each is a `jp.Mean` over the rows whose mask is 1.
+
+    Raises:
+      ValueError: the image is not 4-dimensional, or label or mask has another shape or dtype.
     """
     image, label, mask = batch["image"], batch["label"], batch.get("mask")
     if image.ndim != 4:
@@ -41,9 +52,10 @@ def loss(module: nnx.Module, batch: dict[str, jax.Array]) -> tuple[Any, dict[str
     if mask is not None and mask.shape != label.shape:
         raise ValueError(f"mask is {list(mask.shape)}; needs {list(label.shape)}, one number a row")
     logits = module(image).astype(jnp.float32)
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits, label)
-    right = (logits.argmax(axis=-1) == label).astype(jnp.float32)
+    row_losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+    is_correct = (logits.argmax(axis=-1) == label).astype(jnp.float32)
     if mask is None:
-        return nats.mean(), {"accuracy": right.mean()}
-    nats, right = (Mean(jnp.sum(term * mask), jnp.sum(mask)) for term in (nats, right))
-    return nats, {"accuracy": right}
+        return row_losses.mean(), {"accuracy": is_correct.mean()}
+    # Sum and count apart: microbatches and devices may hold different numbers of rows that count.
+    mean_loss, accuracy = (Mean(jnp.sum(values * mask), jnp.sum(mask)) for values in (row_losses, is_correct))
+    return mean_loss, {"accuracy": accuracy}

@@ -1,4 +1,9 @@
-"""What models of text share: the batch they take, the loss they train on, and how they continue a text.
+"""The batch that text models take, the losses that they train on, and the generation of text.
+
+`generate` has two phases, one `jax.lax.scan` each, in one program:
+
+    grow     The text fits into the window. A cache holds keys and values; each token costs one position's compute.
+    slide    The window is full. Every token shifts the positions of all others, so the model sees the window anew.
 
 Dims: B rows, T positions, W window, V vocab.
 """
@@ -19,39 +24,45 @@ from ...numerics.logits.cross_entropy import CHUNK, cross_entropy
 
 
 class Sizes:
-    """Sizes of a model of text."""
+    """Sizes of a text model."""
 
     def example(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of a training batch: {"tokens": int32 [B, T+1]}."""
+        """Return the shapes of a training batch: {"tokens": int32 [B, T+1]}."""
         return {"tokens": jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)}
 
 
 def loss(module: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array | Mean:
-    """Mean next-token cross-entropy in nats, float32.
+    """Return the mean next-token cross-entropy in nats, float32.
 
-    `batch` is {"tokens": int32 [B, T+1]} for the mean over all B T predictions, and with "mask" [B, T] a `jp.Mean`
-    over the predictions whose mask is 1: `mask[:, t]` weighs the prediction of `tokens[:, t + 1]`.
+    Args:
+      module: tokens [B, T] -> logits [B, T, V].
+      batch: {"tokens": int [B, T+1]}, and optionally "mask" [B, T]: `mask[:, t]` weighs the prediction of
+        `tokens[:, t + 1]`.
+
+    Returns:
+      The mean over all B T predictions; with a mask a `jp.Mean`, the weighted sum and the sum of the weights.
     """
-    tokens, mask = given(batch)
-    return loss_of(module(tokens[:, :-1]), tokens, mask)
+    tokens, mask = checked_batch(batch)
+    return loss_from_logits(module(tokens[:, :-1]), tokens, mask)
 
 
-def loss_of(logits: jax.Array, tokens: jax.Array, mask: jax.Array | None) -> jax.Array | Mean:
-    """`loss` of logits [B, T, V]."""
+def loss_from_logits(logits: jax.Array, tokens: jax.Array, mask: jax.Array | None) -> jax.Array | Mean:
+    """Return `loss` from the model's logits [B, T, V] and the batch's tokens [B, T+1]."""
     return _mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]), mask)
 
 
 def chunked_loss(module: Any, batch: dict[str, jax.Array], chunk: int = CHUNK) -> jax.Array | Mean:
-    """`loss` of a `Llama` by `jp.cross_entropy`: logits of `chunk` tokens at a time, for a third more work in the head.
+    """Return the `loss` of a `Llama` without ever storing all logits, by `jp.cross_entropy`.
 
-    The same numbers. For long rows and large vocabularies, where logits are what does not fit.
+    Use it for long rows and large vocabularies, whose logits [B, T, V] do not fit into memory. It computes the logits
+    of `chunk` tokens at a time and recomputes them in the backward pass, which costs a third more compute in the head.
     """
-    tokens, mask = given(batch)
+    tokens, mask = checked_batch(batch)
     return _mean(cross_entropy(module.hidden(tokens[:, :-1]), module.to_logits(), tokens[:, 1:], chunk=chunk), mask)
 
 
-def given(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
-    """Tokens and mask of a batch, checked."""
+def checked_batch(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+    """Return the tokens and the mask (or None) of a batch; raise ValueError if their shapes or dtypes do not fit."""
     tokens, mask = batch["tokens"], batch.get("mask")
     if tokens.ndim != 2 or tokens.shape[1] < 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
@@ -63,30 +74,35 @@ def given(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
     return tokens, mask
 
 
-def _mean(nats: jax.Array, mask: jax.Array | None) -> jax.Array | Mean:
-    return nats.mean() if mask is None else Mean(jnp.sum(nats * mask), jnp.sum(mask))
+def _mean(token_losses: jax.Array, mask: jax.Array | None) -> jax.Array | Mean:
+    """Average the losses [B, T] of all predictions; with a mask return weighted sum and weight apart."""
+    return token_losses.mean() if mask is None else Mean(jnp.sum(token_losses * mask), jnp.sum(mask))
 
 
 def generate(
     module: Any, prompt: Any, count: int, key: jax.Array, temperature: float = 1.0, window: int | None = None
 ) -> jax.Array:
-    """Continues each row of a prompt, token by token.
+    """Continue each row of a prompt, token by token.
 
     Args:
-      module: a `Llama` or `GPT`, such as `step.model(state)`, wherever its parameters live; it is left as it is.
+      module: a `Llama` or `GPT`, such as `step.model(state)`, wherever its parameters live. It is not changed.
       prompt: integers [B, T], at least one token.
       count: how many tokens to add.
       key: a key from `jax.random.key`.
-      temperature: divides the logits (V of them) before one is drawn; 0 takes the most probable.
-      window: how many of the last tokens the model sees; if None, as many as there will be, at most its `context`. A
-        model is at its best within the length that it was trained on.
+      temperature: divides the logits [B, V] before a token is drawn; 0 takes the most probable token.
+      window: how many of the last tokens the model sees. None means all of them, up to the model's `context`. A model
+        is at its best within the length that it was trained on.
 
-    Returns int32 [B, T + count], on every device of the module's, and of all hosts, which call it alike. It is one
-    program for all tokens of a call, and for later calls of the same shapes. As long as all tokens fit into the window,
-    keys and values are kept, and a token costs a forward pass over one position; once the window slides, all positions
-    in it change, and a token costs a forward pass over the window. So does every token of a module without `extend` and
-    `empty`, as `Llama` and `GPT` have them. Raises ValueError where there is no prompt, or nothing to add, or the
-    window is larger than the model's context.
+    Returns:
+      int32 [B, T + count], on every device of the module. With several hosts, all hosts call this function alike.
+
+    Raises:
+      ValueError: there is no prompt or nothing to add, or the window is larger than the model's context.
+
+    All tokens of a call are computed by one compiled program, which later calls of the same shapes reuse. While the
+    text fits into the window, keys and values are cached, and a token costs a forward pass over one position. Once the
+    window slides, a token costs a forward pass over the whole window. So does every token of a module that lacks the
+    methods `extend` and `empty` of `Llama` and `GPT`.
     """
     if isinstance(prompt, list | tuple) and len(lengths := {np.size(row) for row in prompt}) > 1:
         raise ValueError(f"prompt has rows of {min(lengths)} to {max(lengths)} tokens; give one length in a call")
@@ -103,74 +119,87 @@ def generate(
     if not 1 <= window <= context:
         raise ValueError(f"window={window} must lie in 1 to {context}, the model's context")
     graph, state = nnx.split(module)
-    # Tokens that are added while what the model sees still grows.
-    growing = min(count, max(0, window - prompt.shape[1] + 1)) if hasattr(module, "extend") else 0
-    data = jax.device_get(jax.random.key_data(key))  # as each of several hosts has it
-    sizes = {"growing": growing, "sliding": count - growing, "window": window, "kind": jax.random.key_impl(key)}
-    return _continued(_places(state))(graph, state, prompt, data, np.float32(temperature), **sizes)
+    # The first added token needs only the prompt's logits, so a full window still yields one token by the cache.
+    num_cached = min(count, max(0, window - prompt.shape[1] + 1)) if hasattr(module, "extend") else 0
+    key_data = jax.device_get(jax.random.key_data(key))  # as NumPy, which each of several hosts may pass
+    static = {
+        "num_cached": num_cached,
+        "num_sliding": count - num_cached,
+        "window": window,
+        "key_impl": jax.random.key_impl(key),
+    }
+    return _compiled_generation(_replicated_sharding(state))(
+        graph, state, prompt, key_data, np.float32(temperature), **static
+    )
 
 
-def _places(state: Any) -> Any:
-    """On every device of a module's arrays; None where it has none, or abstract ones."""
+def _replicated_sharding(state: Any) -> NamedSharding | None:
+    """Return the sharding that replicates over the mesh of a module's arrays; None if no array has a mesh."""
     for x in jax.tree.leaves(state):
         if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
             return NamedSharding(x.sharding.mesh, PartitionSpec())
     return None
 
 
-@functools.cache
-def _continued(place: Any) -> Any:
-    static = ("graph", "kind", "growing", "sliding", "window")
-    return jax.jit(_continue, static_argnames=static, out_shardings=place, compiler_options=cpu_options())
+@functools.cache  # one jitted function for each sharding, so that later calls find the compiled program
+def _compiled_generation(sharding: NamedSharding | None) -> Any:
+    """Return `_generate_tokens`, jitted, with its result in this sharding."""
+    static = ("graph", "key_impl", "num_cached", "num_sliding", "window")
+    return jax.jit(_generate_tokens, static_argnames=static, out_shardings=sharding, compiler_options=cpu_options())
 
 
-def _continue(
+def _generate_tokens(
     graph: Any,
     state: Any,
     prompt_BT: jax.Array,
-    data: jax.Array,
+    key_data: jax.Array,
     temperature: jax.Array,
-    kind: Any,
-    growing: int,
-    sliding: int,
+    key_impl: Any,
+    num_cached: int,
+    num_sliding: int,
     window: int,
 ) -> jax.Array:
-    keys = jax.random.split(jax.random.wrap_key_data(data, impl=kind), growing + sliding)
+    """Return the prompt [B, T], continued by `num_cached` tokens with the cache and then `num_sliding` without."""
+    keys = jax.random.split(jax.random.wrap_key_data(key_data, impl=key_impl), num_cached + num_sliding)
 
     def module() -> Any:
-        module = nnx.merge(graph, state, copy=True)  # a module may not be used at another level of tracing
+        # NNX forbids the use of a module at another level of tracing, such as inside a scan: each use merges a copy.
+        module = nnx.merge(graph, state, copy=True)
         module.eval()
         return module
 
-    def drawn(logits_BV: jax.Array, key: jax.Array) -> jax.Array:
-        # Gumbel's trick: a draw from softmax(logits / temperature), and plainly the largest logit at 0.
+    def draw_tokens(logits_BV: jax.Array, key: jax.Array) -> jax.Array:
+        # Gumbel's trick: argmax(logits + temperature * gumbel) is a draw from softmax(logits / temperature). At
+        # temperature 0 it is the largest logit, without a division by 0.
         logits_BV = logits_BV.astype(jnp.float32)
         return jnp.argmax(logits_BV + temperature * jax.random.gumbel(key, logits_BV.shape), axis=-1)
 
     def grow(carry: tuple[Any, jax.Array, jax.Array], key: jax.Array) -> tuple[Any, jax.Array]:
-        cache, logits_BV, at = carry
-        token_B = drawn(logits_BV, key)
-        logits_B1V, cache = module().extend(token_B[:, None], cache, at)
-        return (cache, logits_B1V[:, 0], at + 1), token_B
+        cache, logits_BV, position = carry
+        token_B = draw_tokens(logits_BV, key)
+        logits_B1V, cache = module().extend(token_B[:, None], cache, position)
+        return (cache, logits_B1V[:, 0], position + 1), token_B
 
     def slide(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        # Tokens fill the window from the left, so that attention, being causal, never sees what is not written yet.
-        tokens_BW, filled = carry
-        token_B = drawn(module()(tokens_BW)[:, filled - 1], key)
-        full = filled == window
-        tokens_BW = jnp.where(full, jnp.roll(tokens_BW, -1, axis=1), tokens_BW)
-        at = jnp.where(full, window - 1, filled)
-        return (tokens_BW.at[:, at].set(token_B), at + 1), token_B
+        # Tokens fill the window from the left. Attention is causal, so it never sees the positions not yet filled.
+        tokens_BW, num_filled = carry
+        token_B = draw_tokens(module()(tokens_BW)[:, num_filled - 1], key)
+        is_full = num_filled == window
+        tokens_BW = jnp.where(is_full, jnp.roll(tokens_BW, -1, axis=1), tokens_BW)
+        position = jnp.where(is_full, window - 1, num_filled)
+        return (tokens_BW.at[:, position].set(token_B), position + 1), token_B
 
     tokens_BT = prompt_BT
-    if growing:
+    # 1. Fill the cache with the prompt, then add tokens one position at a time.
+    if num_cached:
         rows, length = prompt_BT.shape
-        cache = module().empty(rows, length + growing)
+        cache = module().empty(rows, length + num_cached)
         logits_BTV, cache = module().extend(prompt_BT, cache, jnp.int32(0))
-        start = cache, logits_BTV[:, -1], jnp.int32(length)
-        tokens_BT = jnp.concatenate([prompt_BT, jax.lax.scan(grow, start, keys[:growing])[1].T], axis=1)
-    if sliding:
-        seen = tokens_BT[:, -window:]
-        start = jnp.pad(seen, [(0, 0), (0, window - seen.shape[1])]), jnp.int32(seen.shape[1])
-        tokens_BT = jnp.concatenate([tokens_BT, jax.lax.scan(slide, start, keys[growing:])[1].T], axis=1)
+        carry = cache, logits_BTV[:, -1], jnp.int32(length)
+        tokens_BT = jnp.concatenate([prompt_BT, jax.lax.scan(grow, carry, keys[:num_cached])[1].T], axis=1)
+    # 2. Slide the window over the last tokens, padded on the right if they do not fill it.
+    if num_sliding:
+        visible = tokens_BT[:, -window:]
+        carry = jnp.pad(visible, [(0, 0), (0, window - visible.shape[1])]), jnp.int32(visible.shape[1])
+        tokens_BT = jnp.concatenate([tokens_BT, jax.lax.scan(slide, carry, keys[num_cached:])[1].T], axis=1)
     return tokens_BT
