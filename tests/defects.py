@@ -217,7 +217,7 @@ DEFECTS = (
            "How long a process has been behind begins anew with every look."),
     # -- inspect and targets
     Defect("sums-counted", "inspect/expected.py", "parallel/test_microbatches.py",
-           "2 * (counted.metrics + len(step.local.ids))", "(counted.metrics + len(step.local.ids))",
+           "2 * (first_rank_uses.num_metrics + len(step.local.ids))", "(first_rank_uses.num_metrics + len(step.local.ids))",
            "The closed form counts one number for each metric, where a sum and a count are sent."),
     Defect("server-grads", "inspect/memory.py", "inspect/test_explain.py::test_of_a_server",
            "step.mesh.size * at_rest[\"grads\"]", "at_rest[\"grads\"]",
