@@ -16,7 +16,7 @@ from jax import lax
 from zoo import ZOO
 
 import jaxpar as jp
-from jaxpar.inspect.check.dealing import _dealt_otherwise
+from jaxpar.inspect.check.dealing import _permuted_rows
 
 # All losses of this file share one batch, and most read some of its leaves.
 pytestmark = pytest.mark.filterwarnings("ignore:the loss does not read batch")
@@ -237,7 +237,7 @@ def test_what_is_not_judged_is_said() -> None:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("shape", [(2, 1, 2), (3, 1, 5), (4, 2, 2)])
 def test_every_dealing_gives_blocks_other_rows(shape: tuple[int, int, int], keep: bool) -> None:
-    order = _dealt_otherwise(shape, keep)
+    order = _permuted_rows(shape, keep)
     own = np.arange(order.size).reshape(shape)
     assert sorted(order.flat) == [*range(order.size)]
     assert {frozenset(block) for block in order.reshape(-1, shape[-1])} != {

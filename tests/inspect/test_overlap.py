@@ -13,7 +13,7 @@ from jax import lax
 import jaxpar as jp
 from jaxpar.hardware import target
 from jaxpar.inspect.check import Proof, check
-from jaxpar.inspect.check.overlap import _promised
+from jaxpar.inspect.check.overlap import _promised_kind
 from jaxpar.inspect.predict import Part
 
 LAYERS, DIM = 4, 1024
@@ -87,7 +87,7 @@ def test_layers_that_wait_where_they_stand_are_named() -> None:
     ],
 )
 def test_what_strategies_promise(strategy: str, kind: str, axes: tuple[str, ...], promised: str) -> None:
-    assert _promised(made(strategy, jax.devices()), Part("", "", kind, "", axes=axes)) == promised
+    assert _promised_kind(made(strategy, jax.devices()), Part("", "", kind, "", axes=axes)) == promised
 
 
 def test_what_cannot_be_read_is_refused() -> None:
