@@ -225,10 +225,8 @@ def _compiled_findings(step: Step, closed: Ledger, programs: Sequence[Executable
             [collective for collective in ledger if (collective.kind, collective.axes) == (kind, axes)]
             for ledger in (closed, compiled_ledger)
         )
-        limits, sent = (
-            bounds(step, kind, promised, one_layer),
-            sum(collective.bytes for collective in compiled_collectives),
-        )
+        limits = bounds(step, kind, promised, one_layer)
+        sent = sum(collective.bytes for collective in compiled_collectives)
         verdict, _ = _verdict(sent, limits.lowest, limits.highest)
         note, moves_of_key = "", ()
         if verdict == "MISSING":

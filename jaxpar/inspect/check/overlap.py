@@ -128,10 +128,8 @@ def _overlapped_bytes(part: Part) -> int:
 
 def _leaves_of_collective(step: Step, batch: Any, instruction: Instruction) -> str:
     """Return the paths of stacked leaves whose layer has the shape of the collective's largest array; "" for none."""
-    units, largest_shape = (
-        step.layout.storage.units,
-        max((dims for _, dims in arrays(instruction.shape)), key=math.prod),
-    )
+    units = step.layout.storage.units
+    largest_shape = max((dims for _, dims in arrays(instruction.shape)), key=math.prod)
     matching_slices = {}
     for layer_slice in (layer_slice for stack in step.traced(batch).program.stacks for layer_slice in stack.slices):
         layer_shape = [
