@@ -135,9 +135,8 @@ def _leaves_of_collective(step: Step, batch: Any, instruction: Instruction) -> s
         layer_shape = [
             dim_size for dim, dim_size in enumerate(units[layer_slice.leaf].local.stored) if dim != layer_slice.dim
         ]
-        if sorted(layer_shape) == sorted(
-            largest_shape
-        ):  # a gathered array has the sharded dim first, so compare without order
+        # A gathered array has the sharded dim first, so the order of dims does not count.
+        if sorted(layer_shape) == sorted(largest_shape):
             matching_slices[units[layer_slice.leaf].path] = layer_slice
     return few(list(matching_slices))
 
@@ -153,7 +152,7 @@ def _cause_and_hint(step: Step, part: Part, leaf_paths: str, line: str) -> str:
     Args:
       step: the training step.
       part: the collective.
-      leaf: the paths of its leaves, "" if unknown.
+      leaf_paths: the paths of its leaves, "" if unknown.
       line: its source line, "" if unknown.
     """
     if not part.asynchronous:
@@ -167,9 +166,8 @@ def _cause_and_hint(step: Step, part: Part, leaf_paths: str, line: str) -> str:
     # The next larger number of concurrent microbatches that divides the turns; 0 if there is none.
     larger_concurrent = strategy.concurrent * next((factor for factor in range(2, turns + 1) if turns % factor == 0), 0)
     if _promised_kind(step, part) == _ACTIVATIONS or has_prefetch:
-        hint = f"concurrent={larger_concurrent} fetches a layer once for so many microbatches, " * (
-            larger_concurrent > 0
-        )
+        hint = f"concurrent={larger_concurrent} fetches a layer once for so many microbatches, "
+        hint *= larger_concurrent > 0
         hint += f"more rows a device give more to hide it behind, fewer ranks of {'+'.join(part.axes)} less to wait for"
     elif step.schedule is None or step.schedule.in_turn:
         hint = "prefetch=1 sends it beside another layer"

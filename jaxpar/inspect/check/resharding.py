@@ -325,9 +325,8 @@ def _only_cuts(
             for parameter in fused_instructions
             if parameter.opcode == "parameter" and arrays(parameter.shape) == arrays(instruction.shape)[-1:]
         ]
-        only_moves = all(
-            parameter.opcode in MOVES and parameter.opcode != "dynamic-slice" for parameter in fused_instructions
-        )
+        only_moves = all(fused.opcode in MOVES and fused.opcode != "dynamic-slice" for fused in fused_instructions)
+        # The fusion cuts the array itself, or it copies the array and its own users cut it.
         return (bool(parameters) and all(only_cut(module, inner_users, parameter) for parameter in parameters)) or (
             only_moves and only_cut(module, users, user)
         )
