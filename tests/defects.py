@@ -235,7 +235,7 @@ DEFECTS = (
            "return max((cause for cause in causes if cause is not None), key=rank, default=None)",
            "The line of a NaN is the last one that makes one, and not the first."),
     Defect("loop-trips", "inspect/predict/clock.py", "inspect/test_predict.py",
-           "total += trips * spent", "total += spent",
+           "total_seconds += trips * seconds", "total_seconds += seconds",
            "A predicted loop takes the time of one iteration."),
     # -- train
     Defect("returns-more", "run/train/finite.py", "run/train/test_faults.py::test_a_run_that_comes_no_further_stops",

@@ -208,7 +208,7 @@ def test_the_next_step_that_is_made_says_that_an_earlier_one_was_not_finite(monk
         make()
     step = make()
     step.wait(step(step.init(jax.random.key(0)), batch)[0])
-    assert not unseen._looks
+    assert not unseen._checks
 
 
 def mean_squares(loss: Any, shape: tuple[int, ...] = (4, 4)) -> tuple[jp.Model, dict[str, np.ndarray]]:

@@ -233,10 +233,8 @@ class Replay:
           num_blocks: the number of all blocks.
         """
         (microbatch, replica), inputs = bad_blocks[0], self.block_inputs(*bad_blocks[0])
-        fault, share_of_blocks = (
-            self.find_fault(fun, inputs),
-            f"{len(bad_blocks)} of {num_blocks} blocks are not finite",
-        )
+        fault = self.find_fault(fun, inputs)
+        share_of_blocks = f"{len(bad_blocks)} of {num_blocks} blocks are not finite"
         subject = "the loss" if direction == "forward" else "the gradient, of a finite loss,"
         no_fault = "in one compiled program, and each of its equations by itself is: rounding in a fused kernel"
         if self.takes_all_rows:
