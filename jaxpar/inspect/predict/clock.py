@@ -139,7 +139,8 @@ class Clock:
                     )
                     elapsed += seconds
                 case Choice():
-                    # Time every branch without counting it; assume that the slowest runs. A mixture overflows only if asked for.
+                    # Time every branch without counting it, and assume that the slowest runs. The overflow branch of a
+                    # mixture runs only if asked for.
                     branch_results = [self._run_all(branch, queue, 0) for branch in operation.branches]
                     choose = min if operation.overflow and not self.overflow else max
                     chosen = choose(
