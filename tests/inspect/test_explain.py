@@ -23,8 +23,8 @@ from jaxpar.backend.text import size
 from jaxpar.hardware.compiled.entry import Nesting
 from jaxpar.hardware.compiled.hlo import arrays
 from jaxpar.hardware.compiled.kernels import Start, While
-from jaxpar.inspect.explain.explanation import Explanation, _words, ledger_table
-from jaxpar.inspect.explain.findings import _across, explain
+from jaxpar.inspect.explain.explanation import Explanation, _strategy_in_words, ledger_table
+from jaxpar.inspect.explain.findings import _axes_across_hosts, explain
 from jaxpar.inspect.explain.picture import held
 from jaxpar.inspect.ledger import Collective, Ledger
 from jaxpar.inspect.memory import saved
@@ -207,9 +207,9 @@ def test_collectives_that_leave_a_host() -> None:
     start = lambda axes, groups: Start("", "", "all-gather", axes, 8, groups, waits=False)
     within, beyond = start(("2 of data+fsdp",), ((0, 2), (4, 6))), start(("4 of data+fsdp",), ((0, 2, 4, 6),))
     closed: Any = Ledger([Collective("all-gather", ("2 of data+fsdp",), "float32", 1, 8)])
-    found = _across(outer, [program(within), program(While("", 1, (beyond,)))], closed)
+    found = _axes_across_hosts(outer, [program(within), program(While("", 1, (beyond,)))], closed)
     assert found == {("4 of data+fsdp",)}
-    assert _across(outer, [], closed) == {("2 of data+fsdp",)}  # of the closed form alone its axes
+    assert _axes_across_hosts(outer, [], closed) == {("2 of data+fsdp",)}  # of the closed form alone its axes
 
 
 def gathered_behind_compute(text: str) -> int:
@@ -311,7 +311,7 @@ def test_a_picture_names_each_way_once() -> None:
     ways = (("data parallel", ("data", "fsdp")), ("data parallel", ("data",)), ("ZeRO-3", ("fsdp",)))
     checks = [SimpleNamespace(strategy=way, axes=axes) for way, axes in ways]
     found: Any = SimpleNamespace(checks=checks, axes={"data": 2, "fsdp": 4}, transfers=())
-    assert _words(found) == "data parallel over 2, ZeRO-3 over 4"
+    assert _strategy_in_words(found) == "data parallel over 2, ZeRO-3 over 4"
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "dp"])
