@@ -306,7 +306,6 @@ def _refusal(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], 
     offload_hint = (
         "" if {*possible_offloads} <= {*step.strategy.offloads} else f"offload='{'+'.join(possible_offloads)}', "
     )
-    # Half a percent more than was used, since a program's size varies a little with the budget.
     budget_hint = f"budget='{math.ceil(1.005e-6 * total)}MB'"
     return (
         f"budget={size(budget)}: {step.strategy} needs {size(total)} at least, {size(total - budget)} more: "
