@@ -133,7 +133,7 @@ def _leaf_uses(
     gradients, publications = (), ()
     if leaf.trainable:
         num_shards = math.prod(shape[axis] for axis in leaf.shard if axis != "data")
-        num_whole, num_layers = use_counts.given
+        num_whole, num_layers = use_counts.gradients
         whole_dtype = reduce if is_unstaged else compute
         gradients = (
             Times(
