@@ -26,7 +26,7 @@ from jaxpar.inspect.bench import doctor
 rank, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.config.update("jax_num_cpu_devices", 1)
 if rank == 1:  # another clock, another folder under the same name, another package
-    real, doctor.now, folder = doctor.now, lambda: real() - 5000, folder + "/elsewhere"
+    real, doctor.wall_clock, folder = doctor.wall_clock, lambda: real() - 5000, folder + "/elsewhere"
     doctor.metadata.version = lambda name: "0.0.1" if name == "optax" else "1.0"
 from jaxpar.run.cli import main
 main(["doctor", "--strategy", "ddp", "--folder", folder, "--bytes", "4000", "--devices", "1", "--json",
@@ -134,38 +134,42 @@ GPUS = CPU | {"kind": "NVIDIA H100", "platform": "gpu", "gpu": True}
     ("finding", "wrong", "hint"),
     [
         (
-            doctor.versions([{"jaxlib": "0.10.2", "jax-cuda12-plugin": "0.10.0"}], ["host a"]),
+            doctor.check_versions([{"jaxlib": "0.10.2", "jax-cuda12-plugin": "0.10.0"}], ["host a"]),
             "jax-cuda12-plugin 0.10.0 is not of jaxlib's version 0.10.2",
             "pip install jax-cuda12-plugin==0.10.2",
         ),
         (
-            doctor.versions([{"jaxlib": "1"}, {"jaxlib": "1", "libtpu": "2"}], ["host a", "host b"]),
+            doctor.check_versions([{"jaxlib": "1"}, {"jaxlib": "1", "libtpu": "2"}], ["host a", "host b"]),
             "libtpu: host a has nothing, host b has 2",
             "from one image",
         ),
         (
-            doctor.devices([CPU | {"gpu": True}], ["host a"]),
+            doctor.check_devices([CPU | {"gpu": True}], ["host a"]),
             "host a has an NVIDIA GPU, and jax uses its CPU",
             "JAX_PLATFORMS",
         ),
         (
-            doctor.devices([CPU, CPU | {"count": 7}], ["host a", "host b"]),
+            doctor.check_devices([CPU, CPU | {"count": 7}], ["host a", "host b"]),
             "host a has 8 x cpu, host b has 7 x cpu",
             "CUDA_VISIBLE_DEVICES",
         ),
         (
-            doctor.devices([GPUS], ["host a"]),
+            doctor.check_devices([GPUS], ["host a"]),
             "a process drives 8 GPUs; it can hang",
             "a process for each GPU, by srun, mpirun or jaxpar launch (docs/launch.md), or NCCL_LAUNCH_MODE=GROUP",
         ),
         (
-            doctor.addresses([["10.0.0.1"], ["127.0.1.1"]], ["host a", "host b"]),
+            doctor.check_addresses([["10.0.0.1"], ["127.0.1.1"]], ["host a", "host b"]),
             "host b's own name leads to 127.0.1.1 there",
             "/etc/hosts",
         ),
-        (doctor.addresses([["10.0.0.1"], []], ["host a", "host b"]), "host b's own name is not known there", "DNS"),
         (
-            doctor.clocks([[0, 0], [4.0, 0.1]], ["host a", "host b"]),
+            doctor.check_addresses([["10.0.0.1"], []], ["host a", "host b"]),
+            "host b's own name is not known there",
+            "DNS",
+        ),
+        (
+            doctor.check_clocks([[0, 0], [4.0, 0.1]], ["host a", "host b"]),
             "the clock of host b is 4.0 s ahead of that of host a",
             "chrony",
         ),
@@ -181,15 +185,15 @@ def test_what_is_off_has_a_reason_and_a_next_thing(finding: doctor.Diagnosis, wr
 def test_what_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_LAUNCH_MODE", "GROUP")
     fine = [
-        doctor.addresses([["127.0.1.1"]], ["host a"]),  # alone it matters to nobody
-        doctor.clocks([[0, 0], [4.0, 3.9]], ["host a", "host b"]),  # the network was too slow to tell
-        doctor.devices([CPU, CPU], ["host a", "host b"]),
-        doctor.devices([GPUS], ["host a"]),  # launched as a group, it does not hang
-        doctor.devices([GPUS | {"count": 1}] * 8, [f"process {p} on a" for p in range(8)]),
+        doctor.check_addresses([["127.0.1.1"]], ["host a"]),  # alone it matters to nobody
+        doctor.check_clocks([[0, 0], [4.0, 3.9]], ["host a", "host b"]),  # the network was too slow to tell
+        doctor.check_devices([CPU, CPU], ["host a", "host b"]),
+        doctor.check_devices([GPUS], ["host a"]),  # launched as a group, it does not hang
+        doctor.check_devices([GPUS | {"count": 1}] * 8, [f"process {p} on a" for p in range(8)]),
     ]
     assert not [finding for finding in fine if finding.wrong]
 
 
 def test_what_to_install_where_jax_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    assert doctor.devices([CPU | {"gpu": True}], ["host a"]).hint == INSTALL
+    assert doctor.check_devices([CPU | {"gpu": True}], ["host a"]).hint == INSTALL
