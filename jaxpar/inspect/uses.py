@@ -85,82 +85,64 @@ def leaf_uses(step: Step, traced: Traced, step_uses: StepUses) -> Iterator[Uses]
     """Yield the uses of each unit of the layout, as the closed forms take them."""
     program = traced.program
     layer_dims = {leaf_slice.leaf: leaf_slice.dim for stack in program.stacks for leaf_slice in stack.slices}
-    for i, use_counts in enumerate(step_uses.use_counts):
+    for i in range(len(step_uses.use_counts)):
         is_only_use = step_uses.is_single_turn and program.uses[i] == (True,)
-        yield _leaf_uses(
-            step,
-            i,
-            use_counts,
-            is_only_use,
-            layer_dims.get(i, 0),
-            i in step_uses.unstaged,
-            i in step_uses.with_gradient,
-        )
+        yield _uses_of_leaf(step, step_uses, i, is_only_use, layer_dims.get(i, 0))
 
 
-def _leaf_uses(
-    step: Step,
-    index: int,
-    use_counts: UseCounts,
-    is_only_use: bool,
-    layer_dim: int,
-    is_unstaged: bool,
-    has_gradient: bool,
-) -> Uses:
-    """Return the uses of the unit at `index`.
+def _uses_of_leaf(step: Step, step_uses: StepUses, index: int, is_only_use: bool, layer_dim: int) -> Uses:
+    """Return the uses of one unit.
 
     Args:
       step: the training step.
+      step_uses: the uses of all units.
       index: the unit's position in `Storage.units`.
-      use_counts: how often the step fetches the unit and returns its gradient.
       is_only_use: whether the step uses the unit once.
       layer_dim: the dim along which the unit is cut into layers.
-      is_unstaged: whether no stage of the pipeline owns the unit.
-      has_gradient: whether some rank gets a gradient of it, this rank or another.
     """
     unit, shape, policy = step.layout.storage.units[index], step.mesh.shape, step.policy
-    leaf = unit.local
-    is_stage_owned = leaf.of_a_stage
-    num_stages = shape["pipe"] if is_stage_owned else 1
+    leaf, use_counts = unit.local, step_uses.use_counts[index]
     compute, reduce = policy.computed(leaf.dtype), policy.reduced(leaf.dtype)
+
+    # 1. Sizes. A rank stores its stage's part of a leaf.
+    num_stages = shape["pipe"] if leaf.of_a_stage else 1
     stored_elements = math.prod(leaf.stored)
-    rank_elements, layer_elements = (
-        stored_elements // num_stages,
-        stored_elements // max(1, _num_layers(leaf, layer_dim)),
-    )
-    # A leaf that is spread over `pipe` is used outside its stage: there a rank fetches the parts of all ranks.
+    rank_elements = stored_elements // num_stages
+    layer_elements = stored_elements // max(1, _num_layers(leaf, layer_dim))
+    # A program that is cut into stages spreads a leaf over `pipe`; the stage that uses it gets the parts of all ranks.
     fetched_elements = stored_elements if leaf.spread else rank_elements
-    gradients, publications = (), ()
+    num_whole, num_sliced = use_counts.fetches
+    fetches = _nonzero(Times(num_whole, fetched_elements), Times(num_sliced, layer_elements))
+
+    # 2. Gradients, of the whole leaf and of its layers.
+    gradients: tuple[Times, ...] = ()
     if leaf.trainable:
         num_shards = math.prod(shape[axis] for axis in leaf.shard if axis != "data")
-        num_whole, num_layers = use_counts.gradients
-        whole_dtype = reduce if is_unstaged else compute
+        num_whole, num_sliced = use_counts.gradients
+        # The gradient of an unstaged leaf is reduced once it is accumulated, and so in the dtype of reduction.
+        whole_dtype = reduce if index in step_uses.unstaged else compute
+        whole_pieces = _num_reduce_scatters(leaf, None, num_shards, whole_dtype, reduce) if num_whole else 1
+        layer_pieces = _num_reduce_scatters(leaf, layer_dim, num_shards, compute, reduce) if num_sliced else 1
         gradients = (
-            Times(
-                num_whole,
-                fetched_elements,
-                _num_reduce_scatters(leaf, None, num_shards, whole_dtype, reduce) if num_whole else 1,
-            ),
+            Times(num_whole, fetched_elements, whole_pieces),
+            Times(num_sliced, layer_elements, layer_pieces),
         )
-        gradients += (
-            Times(
-                num_layers,
-                layer_elements,
-                _num_reduce_scatters(leaf, layer_dim, num_shards, compute, reduce) if num_layers else 1,
-            ),
-        )
-    is_sharded_leaf = leaf.dim is not None and index < len(
-        step.layout.leaves
-    )  # units behind these are layers of a stack
+    # A rank that does not use the leaf still takes part in the sum over ranks.
+    nonzero_gradients = _nonzero(*gradients) or (gradients[:1] if index in step_uses.with_gradient else ())
+
+    # 3. Parameters that are gathered after the update. Units behind the leaves are layers of rolled leaves, which are
+    # gathered with their leaf.
+    publications: tuple[Times, ...] = ()
+    is_sharded_leaf = leaf.dim is not None and index < len(step.layout.leaves)
     if is_sharded_leaf and (leaf.trainable or step.strategy.hpz):
         num_published_layers = _num_layers(leaf) // num_stages if step.layout.leaves[index].by_layer else 1
         publications = (Times(num_published_layers, rank_elements // num_published_layers),)
+
     shard_axes = leaf.shard if leaf.dim is not None else ()
     return Uses(
         elements=rank_elements,
-        fetched=_nonzero(Times(use_counts.fetches[0], fetched_elements), Times(use_counts.fetches[1], layer_elements)),
-        # A rank that does not use the leaf still takes part in the sum over ranks.
-        given=_nonzero(*gradients) or (gradients[:1] if has_gradient else ()),
+        fetched=fetches,
+        given=nonzero_gradients,
         updated=publications,
         last=is_only_use,
         shard=tuple(axis for axis in shard_axes if shape[axis] > 1 and axis != "data"),
@@ -206,6 +188,7 @@ class _MarkingAccess:
         if not leaf.trainable:
             return None
         cotangent = _MARKER.bind(cotangent, what="gradients", index=index, sliced=sliced)
+        # Accumulators have the shape that the leaf is stored in.
         if leaf.spread and leaf.dim is not None:
             return jnp.stack([cotangent] * self.ranks)
         return cotangent if sliced or leaf.layers is None else cotangent[: _num_layers(leaf)]
@@ -242,7 +225,8 @@ def _count_ticks(step: Step, traced: Traced) -> list[StepUses]:
     num_microbatches = schedule.microbatches
     axes = {str(axis): axis_size for axis, axis_size in step.mesh.shape.items() if axis_size > 1}
 
-    # Filled while `run_parts` is traced. A part is one kind of tick: a forward, a backward, or a forward with epilogue.
+    # 1. Trace every part once. A part is one kind of tick: a forward, a backward, or a forward with epilogue. These
+    # three are filled while `run_parts` is traced.
     part_runs: list[int] = []
     part_ranks: list[int | None] = []  # the rank that runs a part, None for all; empty where ranks share one program
     unstaged_uses: dict[int, UseCounts] = {}
@@ -254,29 +238,27 @@ def _count_ticks(step: Step, traced: Traced) -> list[StepUses]:
         pipeline = Piped(step.tracing, loss, variables, repeated_rows, repeated_keys).pipeline(jnp.float32(1))
         if isinstance(pipeline, FlatPipeline):
             part_runs[:], part_ranks[:], part_outputs = zip(*pipeline.separated(), strict=True)
-            return part_outputs  # no leaf is unstaged: every leaf belongs to a stage
+            return part_outputs  # every leaf belongs to a stage
         part_runs[:], part_outputs = zip(*pipeline.separated(), strict=True)
         carries = [part_outputs[0][0]] if isinstance(pipeline, Slots) else part_outputs
         with_gradient = {
             leaf_index for carry in carries for leaf_index, grad in enumerate(carry.grads) if grad is not None
         }
-        unstaged_uses.update(
-            {
-                leaf_index: UseCounts((1, 0), (int(leaf_index in with_gradient), 0))
-                for leaf_index in pipeline.access.which
-            }
-        )
+        # The pipeline fetches unstaged leaves before its first tick and reduces their gradients after its last one.
+        for leaf_index in pipeline.access.which:
+            unstaged_uses[leaf_index] = UseCounts((1, 0), (int(leaf_index in with_gradient), 0))
         return part_outputs
 
-    # Each part keeps only its own share of the traced program.
     flat, part_outputs = trace(run_parts, traced.leaves, traced.variables, traced.rows, traced.key, axes=axes)
     output_positions = jax.tree.unflatten(jax.tree.structure(part_outputs), list(range(len(flat.outvars))))
+    # 2. Cut the traced program into one for each part, which computes this part's outputs alone.
     parts = [
         (num_runs, _without_dead_code(flat, jax.tree.leaves(tick)))
         for num_runs, tick in zip(part_runs, output_positions, strict=True)
     ]
 
     def count_program(parts: list[tuple[int, Any]], with_gradient: frozenset[int] = frozenset()) -> StepUses:
+        """Add up the uses in these parts; `unstaged_uses` replaces what they count for unstaged leaves."""
         use_counts, model_collectives = _count_parts(step, parts)
         use_counts = [unstaged_uses.get(leaf_index, use_count) for leaf_index, use_count in enumerate(use_counts)]
         return StepUses(
@@ -289,6 +271,7 @@ def _count_ticks(step: Step, traced: Traced) -> list[StepUses]:
             with_gradient,
         )
 
+    # 3. Count the parts, for each rank if the ranks run different ones.
     all_parts = count_program(parts)
     if not part_ranks:
         return [all_parts]
@@ -343,9 +326,9 @@ def _num_reduce_scatters(leaf: Leaf, dim: int | None, num_shards: int, dtype: An
     Args:
       leaf: the layout of the leaf.
       dim: the dim of its layers, for the gradient of one layer; None for the gradient of the whole leaf.
-      n: the number of shards.
+      num_shards: the number of shards.
       dtype: the dtype in which the gradient is computed.
-      wider: the dtype in which it is reduced.
+      reduce_dtype: the dtype in which it is reduced.
     """
     if dim is None:
         return scatter_pieces(leaf.stored, dtype, leaf.inner(False), num_shards, reduce_dtype)

@@ -194,7 +194,7 @@ class _CauseTracker(Evaluation):
         """Return the cause of a non-finite result of an equation, if the programs inside the equation have none.
 
         Args:
-          ins: the operands.
+          operands: the operands.
           result_index: the number of the result.
           result: the result.
         """
