@@ -105,21 +105,21 @@ class Ledger(tuple[Collective, ...]):
             sums[key] = sums.get(key, 0) + getattr(collective, value)
         return sums
 
-    def total(self, value: str = "bytes", **where: Any) -> int:
+    def total(self, value: str = "bytes", **conditions: Any) -> int:
         """Sum `value` ("bytes", "sent" or "count") over entries with the given fields: `total(dtype="bfloat16")`.
 
         Raises:
           ValueError: as `by`; or no collective has this kind, or axes are not a tuple, so that no entry could match.
         """
-        if where.get("kind", "all-reduce") not in KINDS:
-            raise ValueError(f"kind={where['kind']!r} is no collective; use {', '.join(KINDS)}")
-        if not isinstance(where.get("axes", ()), tuple):
-            raise ValueError(f"axes={where['axes']!r} is no tuple of axes; use for example axes=('fsdp',)")
-        self._check(*where)
+        if conditions.get("kind", "all-reduce") not in KINDS:
+            raise ValueError(f"kind={conditions['kind']!r} is no collective; use {', '.join(KINDS)}")
+        if not isinstance(conditions.get("axes", ()), tuple):
+            raise ValueError(f"axes={conditions['axes']!r} is no tuple of axes; use for example axes=('fsdp',)")
+        self._check(*conditions)
         chosen = Ledger(
             collective
             for collective in self
-            if all(getattr(collective, field) == wanted_value for field, wanted_value in where.items())
+            if all(getattr(collective, field) == expected_value for field, expected_value in conditions.items())
         )
         return chosen.by(value=value).get((), 0)
 

@@ -168,7 +168,7 @@ class _CauseTracker(Evaluation):
 
     def __init__(self) -> None:
         super().__init__(lambda results: not all(map(_is_finite, results)))
-        self._num_faults = 0  # faults
+        self._num_faults = 0
 
     def given(self, x: Any, name: str) -> TracedValue:
         """Return the traced value of an input or a constant."""
