@@ -49,7 +49,7 @@ def weights(config: Any) -> Counter:
 
 
 def recomputed(config: Any) -> int:
-    """Return the elements of weights that multiply again under remat="layer": all but `down`, whose result is unread."""
+    """Return the elements of weights that multiply again under remat="layer": all but the unread `down`."""
     layer_elements = config.dim * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
     return config.layers * (layer_elements + 2 * config.dim * config.ffn)
 
