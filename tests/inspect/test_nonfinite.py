@@ -96,7 +96,7 @@ def test_a_step_that_is_not_finite_is_an_error_that_names_the_line_and_has_the_s
     message = str(error.value)
     assert message.startswith("step 2: the loss is not finite: log makes -inf at ")
     assert "\n  microbatch 1, rank 2 (data=2), rows 10, 11 of the batch; 1 of 8 blocks are not finite" in message
-    assert "\n  the batch brings it: row 11 by itself" in message
+    assert "\n  the batch causes it: row 11 alone" in message
     params_after = step.params(error.value.state)
     assert all(
         jax.tree.leaves(

@@ -50,8 +50,8 @@ def hardware_of(step: Step) -> Hardware:
         )
     if (hardware := of_device_kind(device.device_kind)) is None:
         raise ValueError(
-            f"overlap: {device.device_kind} is none of {', '.join(KINDS)}, whose numbers are known; give those of this "
-            "one, overlap=jaxpar.hardware.kinds.load(file)"
+            f"overlap: {device.device_kind} is none of the kinds with known numbers ({', '.join(KINDS)}); give its "
+            "numbers: overlap=jaxpar.hardware.kinds.load(file)"
         )
     return hardware
 

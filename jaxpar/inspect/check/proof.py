@@ -84,6 +84,7 @@ class Proof:
 
     def json(self) -> dict[str, Any]:
         """Return everything as dicts, lists, text and numbers, with exact bytes."""
+        # `asdict` would write specs of moves as they are; `Move.json` writes them as text.
         plain = {"strategy": self.strategy, "devices": self.devices, "ok": self.ok}
         findings = [
             dataclasses.asdict(dataclasses.replace(finding, moves=()))
@@ -110,6 +111,7 @@ class Proof:
                 rows.append([part, f"{len(kept_promises)} arrays", *map(size, sums), "ok"])
                 listed = [finding for finding in listed if finding.verdict != "ok"]
             rows += [[part, finding.what, *finding.amounts, finding.verdict] for finding in listed]
+        # Broken promises first, then what was allowed for, each note once.
         notes = dict.fromkeys(finding.note for finding in self.findings if finding.verdict == "ok" and finding.note)
         failures = [f"{finding.verdict} {finding.what}: {finding.note}" for finding in self.broken]
         paragraphs = [

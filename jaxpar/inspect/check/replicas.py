@@ -85,8 +85,8 @@ def check(tree: Any, sums: np.ndarray, mesh: Mesh, number: int) -> None:
     """Raise ValueError if replicas differ in the state after step `number`; see `differing`."""
     if differences := differing(tree, sums, mesh):
         raise ValueError(
-            f"replicas have drifted apart after step {number} in {differences}, and should be the same; go on from a "
-            "checkpoint from before, and where it comes again look at those devices"
+            f"replicas have drifted apart after step {number} in {differences}, and should be equal; continue from an "
+            "earlier checkpoint, and if this happens again, check those devices"
         )
 
 

@@ -69,6 +69,7 @@ def picture(words: str, strategy: str, memory: dict[str, Memory], bars: list[Bar
     """
     rows = max(len(memory), len(bars), 2)
     figure = Figure(figsize=(9.5, 2.1 + 0.3 * rows), layout="constrained")
+    # Not pyplot, which keeps figures and may open windows.
     FigureCanvasAgg(figure)
     if path.suffix.removeprefix(".") not in figure.canvas.get_supported_filetypes():
         raise ValueError(f"{path} has a suffix that is no kind of picture; use .svg, .png or .pdf")
@@ -78,7 +79,7 @@ def picture(words: str, strategy: str, memory: dict[str, Memory], bars: list[Bar
     _draw_sent(right, bars)
     for axes, name in ((left, "memory of a device"), (right, sent)):
         axes.set_title(name, color=_INK, fontsize=9, loc="left")
-        axes.set_ylim(rows - 0.4, -0.6)
+        axes.set_ylim(rows - 0.4, -0.6)  # both halves have the same height of bars, and the first bar on top
         axes.tick_params(colors=_INK, labelsize=8, length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(_INK)
@@ -96,6 +97,7 @@ def held(memory: Memory) -> dict[str, int]:
     """
     parts = {"parameters": memory.params, "gradients": memory.grads, "optimizer state": memory.optimizer}
     remaining_bytes = max(0, memory.total - sum(parts.values()))
+    # The compiler may keep fewer activations than are traced.
     parts["saved activations"] = min(max(0, memory.saved - memory.host + memory.host_state), remaining_bytes)
     return parts | {"the rest": remaining_bytes - parts["saved activations"]}
 

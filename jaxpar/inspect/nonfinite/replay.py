@@ -203,8 +203,8 @@ class Replay:
             largest_element = lambda path: float(jnp.nan_to_num(jnp.abs(self.grads[path]), nan=jnp.inf).max())
             return self.overflow(f"the gradients of {max(self.grads, key=largest_element)}")
         message = (
-            "computed again block by block, it is finite: what spoils it is rounding in a fused kernel or a sum over "
-            "ranks, or a device; try step.check_replicas(state)"
+            "computed again block by block, it is finite: the cause is rounding in a fused kernel or in a sum over "
+            "ranks, or a faulty device; try step.check_replicas(state)"
         )
         return Nonfinite(self.number, "", message)
 
@@ -236,7 +236,9 @@ class Replay:
         fault = self.find_fault(fun, inputs)
         share_of_blocks = f"{len(bad_blocks)} of {num_blocks} blocks are not finite"
         subject = "the loss" if direction == "forward" else "the gradient, of a finite loss,"
-        no_fault = "in one compiled program, and each of its equations by itself is: rounding in a fused kernel"
+        no_fault = (
+            "only in one compiled program; each of its equations alone is, so the cause is rounding in a fused kernel"
+        )
         if self.takes_all_rows:
             message = (
                 f"{subject} is not finite: {fault or no_fault}\n  microbatch {microbatch}, of all ranks together, as "
@@ -260,14 +262,13 @@ class Replay:
             place = (first_row + brought.place[0], *brought.place[1:])
             fault = replace(fault, brought=replace(brought, place=place))
         cause_text = (
-            "no block is finite, and of this one no row by itself: parameters, the loss, or what all rows have bring it"
+            "no block is finite, nor any row of this block alone: the cause is the parameters, the loss, or what all "
+            "rows share"
         )
         if not causing_rows:
-            cause_text = "no row brings it by itself"
+            cause_text = "no row alone causes it"
         elif len(causing_rows) < self.rows_per_block or len(bad_blocks) < num_blocks:
-            cause_text = (
-                f"the batch brings it: {_rows_text(causing_rows)}{', each' * (len(causing_rows) > 1)} by itself"
-            )
+            cause_text = f"the batch causes it: {_rows_text(causing_rows)}{', each' * (len(causing_rows) > 1)} alone"
         lines = [f"{subject} is not finite: {fault or no_fault}"]
         rank = f"rank {replica}{self.rank_text(replica)}"
         lines.append(f"microbatch {microbatch}, {rank}, {_rows_text(numbers)} of the batch; {share_of_blocks}")

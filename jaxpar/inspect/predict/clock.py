@@ -238,8 +238,8 @@ class Clock:
         """Return the seconds of one copy to or from the host, and its part."""
         if (bandwidth := self.hardware.host_bandwidth) is None:
             raise ValueError(
-                f"{self.hardware.kind} has no host_bandwidth, and its copies to and from the host no time; describe it "
-                "in a file (jaxpar.hardware.kinds.load), or predict without offload"
+                f"{self.hardware.kind} has no host_bandwidth, which copies to and from the host need; describe it in a "
+                "file (jaxpar.hardware.kinds.load), or predict without offload"
             )
         kind = f"copy {'to' if copy.to_host else 'from'} host"
         reason = f"{copy.bytes / 1e6:,.1f} MB at {bandwidth / 1e9:.0f} GB/s"
@@ -263,12 +263,11 @@ class Clock:
           seconds: the time that passes.
           times: how often it passes while kernels wait; 0 if kernels run meanwhile.
         """
-        busy_seconds = sum(min(remaining, seconds) for remaining in self._remaining(queue).values())
+        remaining = self._remaining(queue)
         # If several streams are busy at once, each is exposed for its share, so that exposed seconds sum to the wait.
-        stream_seconds, exposed_share = (
-            dict.fromkeys(self._remaining(queue), seconds),
-            seconds / busy_seconds if busy_seconds else 0.0,
-        )
+        busy_seconds = sum(min(stream_remaining, seconds) for stream_remaining in remaining.values())
+        exposed_share = seconds / busy_seconds if busy_seconds else 0.0
+        stream_seconds = dict.fromkeys(remaining, seconds)  # each stream runs its queue in order for this long
         for name in list(queue):
             stream = self._parts[name].stream
             run_seconds = min(queue[name], stream_seconds[stream])

@@ -98,7 +98,7 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware, slowest: float = 1.0) -> 
     """
     if hardware.memory_bandwidth is None:
         raise ValueError(
-            f"{hardware.kind} has no memory_bandwidth, and its kernels no time; describe it in a file "
+            f"{hardware.kind} has no memory_bandwidth, which every kernel needs; describe it in a file "
             "(jaxpar.hardware.kinds.load), or predict for a target such as '8xH100'"
         )
     num_bytes = kernel.read + kernel.written
@@ -108,11 +108,10 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware, slowest: float = 1.0) -> 
         return memory_seconds, reason
     timed_products = [_product_seconds(product, hardware) for product in kernel.products]
     seconds = slowest * sum(product_seconds for product_seconds, _ in timed_products)
-    return (
-        (seconds, "; ".join(product_reason for _, product_reason in timed_products))
-        if seconds >= memory_seconds
-        else (memory_seconds, reason)
-    )
+    # Reading operands overlaps with multiplying them: the slower of both counts.
+    if seconds < memory_seconds:
+        return memory_seconds, reason
+    return seconds, "; ".join(product_reason for _, product_reason in timed_products)
 
 
 def is_upper_bound(hardware: Hardware) -> bool:
@@ -158,10 +157,9 @@ def _product_seconds(product: Product, hardware: Hardware) -> tuple[float, str]:
         shape_text = f"head_dim {product.k}, {product.m} queries x {product.n} keys{', causal' * product.causal}"
     else:
         share, source = _sustained(_family(hardware), name)
-        sustained_seconds, wave_seconds = (
-            product.full_flops / (peak * share),
-            quantized_seconds(product, peak, hardware),
-        )
+        # Power limits large matmuls, whole waves of tiles limit small ones.
+        sustained_seconds = product.full_flops / (peak * share)
+        wave_seconds = quantized_seconds(product, peak, hardware)
         seconds = max(sustained_seconds, wave_seconds)
         if wave_seconds > sustained_seconds:
             bound = ", an upper bound" * is_upper_bound(hardware)
@@ -177,16 +175,10 @@ def quantized_seconds(product: Product, peak: float, hardware: Hardware) -> floa
         return 0.0
 
     def seconds_with(tile: tuple[int, int]) -> float:
+        # The SMs compute one tile each at a time, so the last wave takes as long as a full one.
         num_tiles = product.batch * math.ceil(product.m / tile[0]) * math.ceil(product.n / tile[1])
-        return (
-            math.ceil(num_tiles / num_cores)
-            * num_cores
-            * 2
-            * tile[0]
-            * tile[1]
-            * product.k
-            / (peak * _TILE_SHARES[tile])
-        )
+        num_waves = math.ceil(num_tiles / num_cores)
+        return num_waves * num_cores * 2 * tile[0] * tile[1] * product.k / (peak * _TILE_SHARES[tile])
 
     return PRODUCT_START + min(map(seconds_with, _TILE_SHARES))
 
@@ -222,8 +214,8 @@ def _peak_name_and_flops(product: Product, hardware: Hardware) -> tuple[str, flo
     while (peak := hardware.peak(name)) is None:
         if name not in _FALLBACK_PEAKS:
             raise ValueError(
-                f"{hardware.kind} has no peak for {product.dtype} ({dtype_peak}), and its matmuls no time; give "
-                "`peaks` in its file (jaxpar.hardware.kinds.load)"
+                f"{hardware.kind} has no peak for {product.dtype} ({dtype_peak}), which matmuls need; give `peaks` in "
+                "its file (jaxpar.hardware.kinds.load)"
             )
         name = _FALLBACK_PEAKS[name]
     return name, peak

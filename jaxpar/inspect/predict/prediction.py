@@ -220,8 +220,8 @@ def predict(
         )
     if step.strategy.server:
         raise ValueError(
-            f"{step.strategy} runs several programs and its server's links between them, which the model of predict "
-            "has not; print(step.explain(batch)) says what they hold and send"
+            f"{step.strategy} runs several programs and sends over its server's links between them, which predict does "
+            "not model; print(step.explain(batch)) says what they hold and send"
         )
     memory = program_memory(compiled)["total"] if isinstance(compiled, jax.stages.Compiled) else None
     if not isinstance(compiled, Executable):

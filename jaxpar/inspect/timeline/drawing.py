@@ -38,10 +38,12 @@ def draw(schedule: Schedule, width: int = 80, color: bool = False) -> Iterator[T
     num_ranks, num_microbatches, num_chunks = schedule.ranks, schedule.microbatches, schedule.chunks
     cell_width = 1 + len(str(num_microbatches - 1)) + (0 if color or num_chunks == 1 else 1 + len(str(num_chunks - 1)))
     total_time, columns_available = _total_time(schedule.columns), width - _LABEL_WIDTH
+    # Cells are wide enough for their text, and up to two characters wider if the schedule fits into one band.
     columns_per_unit = max(cell_width, min(cell_width + 2, columns_available // total_time))
     bands = _split_into_bands(schedule, columns_available // columns_per_unit)
     num_shown = _MAX_BANDS // 2 if len(bands) > _MAX_BANDS else len(bands)
     for band_index, band in enumerate(bands):
+        # A long schedule repeats itself in the middle.
         if num_shown <= band_index < len(bands) - num_shown:
             if band_index == num_shown:
                 last_tick = bands[-num_shown - 1][-1][0]

@@ -44,6 +44,7 @@ def svg(schedule: Schedule, held: list[str]) -> str:
     num_ranks, num_chunks, columns = schedule.ranks, schedule.chunks, schedule.columns
     total_time = sum(column.length for column in columns)
     digits = len(str(schedule.microbatches - 1))
+    # About 860 units in all, but at least as wide as the numbers in the cells.
     time_width = max(min(26.0, 860 / total_time), 6.5 * digits + 6)
     legend, legend_right = _legend(kinds_of(schedule), num_chunks)
     # The captions need a minimum width, however short the schedule is.
@@ -92,7 +93,7 @@ def _legend(kinds: list[Kind], chunks: int) -> tuple[list[str], float]:
         word = WORDS[kind] + (", twice as long" if TIME[kind] == 2 else "")
         word += f", chunks 0 to {chunks - 1}" if chunks > 1 else ""
         lines.append(f'<text x="{x + 6}" y="51">{word}</text>')
-        x += 28 + 7 * len(word)
+        x += 28 + 7 * len(word)  # SVG has no text metrics: a character is about 7 units wide
     lines.append(f'<rect class="idle" x="{x}" y="38" width="16" height="16"/><text x="{x + 22}" y="51">idle</text>')
     return lines, x + 60
 
