@@ -47,6 +47,7 @@ def expected(step: Step, batch: Any) -> Ledger:
         (_sent_for_leaves(step, traced, step_uses) for step_uses in uses_by_rank),
         key=lambda rank_sent: sum(collective.bytes for collective in rank_sent),
     )
+    # Exchanges once a step: between the stages of a cut program, and between the owners of matrices.
     if step.layout.storage.cut:
         sent += _stage_exchanges(step, traced)
     if step.update.owners is not None:
@@ -75,6 +76,7 @@ def _sent_for_leaves(step: Step, traced: Traced, step_uses: StepUses) -> list[Co
         units, step_uses.use_counts, leaf_uses(step, traced, step_uses), strict=True
     ):
         sent += _sent_between_stages(step, leaf, use_counts)
+        # A leaf may travel in 8 bits, and then has another promise.
         promised = of_leaf(rule, leaf, step.tracing.in_fp8).promise.sends(uses_of_leaf)
         sent += [_collective(collective, sizes) for collective in promised if collective.axes and collective.count]
     return sent

@@ -101,6 +101,7 @@ class Ledger(tuple[Collective, ...]):
                     "one"
                 )
             key = tuple(getattr(collective, field) for field in fields)
+            # A plain key reads better than a tuple of one.
             key = key[0] if len(fields) == 1 else key
             sums[key] = sums.get(key, 0) + getattr(collective, value)
         return sums
@@ -111,6 +112,7 @@ class Ledger(tuple[Collective, ...]):
         Raises:
           ValueError: as `by`; or no collective has this kind, or axes are not a tuple, so that no entry could match.
         """
+        # A misspelt kind, or a string of axes, would silently sum to 0.
         if conditions.get("kind", "all-reduce") not in KINDS:
             raise ValueError(f"kind={conditions['kind']!r} is no collective; use {', '.join(KINDS)}")
         if not isinstance(conditions.get("axes", ()), tuple):
@@ -215,6 +217,7 @@ def _eqn_operations(mesh: Any, eqn: Any, inner_operations: Sequence[list[Operati
         # Axes in mesh order, without those of one device, as compiled programs have them.
         axes = tuple(axis for axis in mesh.axis_names if axis in eqn_axes and mesh.shape[axis] > 1)
         group_size = math.prod(mesh.shape[axis] for axis in axes)
+        # Groups within the axes have no axis of their own: they are named by their size.
         if index_groups := eqn.params.get("axis_index_groups"):
             axes, group_size = (f"{len(index_groups[0])} of {'+'.join(axes)}",), len(index_groups[0])
         # A ragged all-to-all also takes offsets and sizes; only its first operand is sent.

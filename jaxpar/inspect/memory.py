@@ -166,6 +166,7 @@ def forward(step: Step, batch: Any) -> ForwardCost:
         return [(inputs, saved[0] if isinstance(saved, tuple) else saved) for inputs, saved in tape]
 
     traced, _ = jx.trace(saved_by_pieces, loss.leaves, *loss.inputs, axes=loss.traced_axes)
+    # Inputs and constants are weights and the batch, which exist anyway.
     saved_arrays = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
     flops = 2.0 * sum(count for count, _ in jx.matmuls(loss.program.eqns).values())
     saved = sum(map(jx.nbytes, saved_arrays))

@@ -113,6 +113,7 @@ class _Stack:
         kept, eqns = self.residuals.kept(choice), self.residuals.eqns
         host_values = {value for value, is_on_host in zip(kept.values, kept.host, strict=True) if is_on_host}
         host_bytes, bandwidth = sum(map(jx.nbytes, host_values)), self.hardware.host_bandwidth or 1
+        # Recomputation runs the equations between the kept values and what the backward reads.
         forward_seconds, recompute_seconds = (
             sum(self._seconds_by_eqn[id(eqn)] for eqn in equations) for equations in (eqns, kept.again)
         )
@@ -143,6 +144,7 @@ class _Stack:
         kept_values = self.residuals.kept(choice).values
         for index, (value, letter) in enumerate(zip(self.residuals.values, choice, strict=True)):
             eqn, seconds = producers.get(value), 0.0
+            # A value that another one needs for its recomputation is kept although it was chosen to be recomputed.
             letter = "s" if letter == "r" and value in kept_values else letter
             if letter == "r":
                 saved_choice = f"{choice[:index]}s{choice[index + 1 :]}"
@@ -190,9 +192,11 @@ def settle(step: AnyStep, batch: Any) -> AnyStep:
             device_room = _total_cost(stacks, choices).device + (
                 unused_bytes if unused_bytes >= 0 else min(unused_bytes, -_CLOSE_ENOUGH * budget / 4)
             )
+    # Predicted bytes guide the search; only compiled programs decide.
     fitting = [choices for choices, cost in compiled_costs.items() if cost.device <= budget]
     if not fitting:
         raise ValueError(_refusal(step, stacks, compiled_costs, budget))
+    # Of equally fast programs the smaller one.
     best_choices = min(fitting, key=lambda choices: (compiled_costs[choices].seconds, compiled_costs[choices].device))
     chosen = tuple(
         value for stack, choice in zip(stacks, best_choices, strict=True) for value in stack.chosen_values(choice)
@@ -202,6 +206,7 @@ def settle(step: AnyStep, batch: Any) -> AnyStep:
 
 def _compiled_cost(step: Step, batch: Any, stacks: Sequence[_Stack], choices: Sequence[str]) -> _Cost:
     """Return the cost of a compiled step, with predicted seconds; on CPUs, the seconds that the choices should add."""
+    # The compiled program's memory is exact, its time is predicted.
     compiled, hardware = step.compile(batch), _hardware(step)
     (memory,) = of_step(step, batch, compiled).values()
     if hardware is None or unread(step.mesh.devices.flat[0].platform):
@@ -287,6 +292,7 @@ def cheapest(stacks: Sequence[_Stack], device_room: float, host_room: float, let
 def _neighbours(stacks: Sequence[_Stack], choices: tuple[str, ...], letters: str) -> Iterator[tuple[str, ...]]:
     """Yield the choices that differ in one large value, or in two of one stack."""
     for stack_index, (stack, choice) in enumerate(zip(stacks, choices, strict=True)):
+        # Pairs escape from choices in which one value is only worth changing together with another.
         changes_of_one = [(i, letter) for i in stack.large_indices for letter in letters if letter != choice[i]]
         for changes in (*itertools.combinations(changes_of_one, 1), *itertools.combinations(changes_of_one, 2)):
             changed = list(choice)

@@ -206,6 +206,7 @@ def _count_turns(step: Step, traced: Traced) -> StepUses:
     num_turns = step.strategy.turns
 
     def gradients_of_turns(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
+        # Only shapes matter: every turn gets the same rows and key.
         blocks = jax.tree.map(lambda x: jnp.stack([x] * num_turns), (rows, key))
         return accumulate(Loss(traced, _MarkingAccess(step, traced.program), leaves), variables, blocks, jnp.float32(1))
 
@@ -233,6 +234,7 @@ def _count_ticks(step: Step, traced: Traced) -> list[StepUses]:
 
     def run_parts(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
         """Run each part of the pipeline once."""
+        # Only shapes matter: every microbatch gets the same rows and key.
         repeated_keys, repeated_rows = jax.tree.map(lambda x: jnp.stack([x] * num_microbatches), (key, rows))
         loss = Loss(traced, _MarkingAccess(step, traced.program), leaves)
         pipeline = Piped(step.tracing, loss, variables, repeated_rows, repeated_keys).pipeline(jnp.float32(1))
@@ -302,6 +304,7 @@ def _count_parts(step: Step, parts: list[tuple[int, Any]]) -> tuple[list[UseCoun
     model_collectives = []
     for part_runs, jaxpr in parts:
         for kind, index, sliced, num_runs in _markers(jaxpr):
+            # `sliced` is the position in a count: 0 for whole leaves, 1 for single layers.
             counts[index][kind][sliced] += part_runs * num_runs
         for collective in Ledger.from_jaxpr(jaxpr, step.mesh):
             assert collective.count is not None

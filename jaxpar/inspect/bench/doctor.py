@@ -111,6 +111,7 @@ class ProcessGroup:
     def gather(self, name: str, value: Any) -> list[Any]:
         """Return the values of all processes, in order; every process waits for all others."""
         if self.count == 1:
+            # A single process has no key-value store. Its value takes the same way through JSON as with several.
             return [json.loads(json.dumps(value))]
         self.publish(f"{name}/{self.index}", value)
         return [self.receive(f"{name}/{process}", process) for process in range(self.count)]
@@ -129,6 +130,7 @@ def examine(
     """
     processes = processes or ProcessGroup()
     host_names = [f"host {host}" for host in processes.gather("name", socket.gethostname())]
+    # If every host has one process, the host's name is enough to name it.
     labels = (
         host_names
         if len(set(host_names)) == len(host_names)
@@ -165,6 +167,7 @@ def check_versions(versions_by_process: Sequence[Mapping[str, str]], labels: Seq
     first = versions_by_process[0]
     summary = ", ".join(f"{name} {version}" for name, version in first.items())
     for versions, label in zip(versions_by_process[1:], labels[1:], strict=True):
+        # A package that only one of both has differs as well.
         for name in {**first, **versions}:
             first_version, version = first.get(name, "nothing"), versions.get(name, "nothing")
             if first_version != version:
@@ -175,6 +178,7 @@ def check_versions(versions_by_process: Sequence[Mapping[str, str]], labels: Seq
                 return Diagnosis(
                     "versions", summary, wrong, "install the same packages everywhere, best from one image"
                 )
+    # JAX does not load a plugin of another version than jaxlib's, and then uses the CPU.
     for name in PLUGINS:
         if first.get(name, first["jaxlib"]) != first["jaxlib"]:
             wrong = f"{name} {first[name]} is not of jaxlib's version {first['jaxlib']}, and is not loaded"
@@ -203,6 +207,7 @@ def check_devices(info_by_process: Sequence[Mapping[str, Any]], labels: Sequence
     processes = f"{len(info_by_process)} process{'es' * (len(info_by_process) > 1)}"
     summary = f"{processes} x {first['count']} x {first['kind']}{memory}"
     for info, label in zip(info_by_process, labels, strict=True):
+        # JAX falls back to the CPU if its CUDA plugin is missing or JAX_PLATFORMS excludes it.
         if info["platform"] == "cpu" and info["gpu"]:
             platforms = os.environ.get("JAX_PLATFORMS")
             hint = f"unset JAX_PLATFORMS, which is {platforms!r}" if platforms else INSTALL
@@ -228,6 +233,7 @@ def check_devices(info_by_process: Sequence[Mapping[str, Any]], labels: Sequence
 def check_cpu_compiler(failures_by_process: Sequence[Mapping[str, str]], labels: Sequence[str]) -> Diagnosis:
     """Check known programs that the CPU compiler of some releases gets wrong; each was run as a plain `jit`."""
     flag_text = "".join(f", {word}" for word in os.environ.get("XLA_FLAGS", "").split() if NAME in word)
+    # One process is enough to show what is wrong: that with most failures.
     failures, label = max(zip(failures_by_process, labels, strict=True), key=lambda labelled: len(labelled[0]))
     num_right = len(CANARIES) - len(failures)
     summary = f"jaxlib {jaxlib.__version__}{flag_text}: {num_right} of {len(CANARIES)} known programs right"
@@ -258,6 +264,7 @@ def check_addresses(addresses_by_process: Sequence[Sequence[str]], names: Sequen
         )
     )
     for name, addresses in zip(names, addresses_by_process, strict=True):
+        # Debian maps a host's own name to 127.0.1.1, which is harmless only as long as no other host uses the name.
         if len(set(names)) > 1 and all(address.startswith("127.") or address == "::1" for address in addresses):
             resolution = f"leads to {', '.join(addresses)}" if addresses else "is not known"
             wrong = f"{name}'s own name {resolution} there, under which no other host reaches it"
@@ -296,6 +303,7 @@ def check_clocks(skews: Sequence[Sequence[float]], labels: Sequence[str]) -> Dia
         return Diagnosis("clock", "one process, nothing to compare")
     ahead, error = max(skews, key=lambda measured: abs(measured[0]))
     summary = f"at most {abs(ahead):.3f} s apart, +- {error:.3f} s"
+    # A slow network makes the measured skew uncertain: report only what exceeds the error.
     if abs(ahead) - error > SKEW:
         label = labels[next(i for i, measured in enumerate(skews) if measured[0] == ahead)]
         wrong = (
@@ -309,6 +317,7 @@ def check_clocks(skews: Sequence[Sequence[float]], labels: Sequence[str]) -> Dia
 
 def check_folder(processes: ProcessGroup, folder: Path, labels: Sequence[str]) -> Diagnosis:
     """Check that every process can write to the folder, sees what the others write, and is kept out by their locks."""
+    # 1. Write a file. Its name and text are of this run, so that files of an earlier one are not mistaken for it.
     run_id = processes.gather("run", uuid.uuid4().hex)[0]
     file_of = lambda process: folder / f".doctor-{run_id}-{process}"
     lock_path, problem, start = folder / f".doctor-{run_id}.lock", "", time.perf_counter()
@@ -327,6 +336,7 @@ def check_folder(processes: ProcessGroup, folder: Path, labels: Sequence[str]) -
         problem = (
             _lock_error(lambda: lock.acquire(blocking=False)) and f"files in {folder} cannot be locked by {labels[0]}"
         )
+    # 2. Wait until all have written, and read the files of all others.
     processes.gather("written", True)
     for process in range(processes.count if not problem else 0):
         if not _wait_for_text(file_of(process), run_id):
@@ -339,6 +349,7 @@ def check_folder(processes: ProcessGroup, folder: Path, labels: Sequence[str]) -
     ):
         problem = f"a lock that {labels[0]} holds in {folder} does not keep {labels[processes.index]} out"
     # All processes have tried once this returns, so the lock may go.
+    # 3. Collect the problems, and clean up.
     problems = [p for p in processes.gather("folder", problem) if p]
     lock.release()
     if folder.is_dir():
@@ -396,6 +407,7 @@ def check_collectives(strategy: str, num_bytes: int | None, processes: ProcessGr
         yield Diagnosis("collectives", "one device, nothing to send")
     first_device = mesh.devices.flat[0]
     amount = num_bytes or (10**6 if first_device.platform == "cpu" else 64 * 10**6)
+    # Only a known kind has a bandwidth to compare with.
     kind = next((kind for kind in KINDS.values() if kind.device_kind == first_device.device_kind), None)
     for axis in axes:
         local_busbw, wrong_elements = _all_reduce(mesh, str(axis), amount)
@@ -445,6 +457,7 @@ def _all_reduce(mesh: Mesh, axis: str, num_bytes: int) -> tuple[float, int]:
     pattern = lambda: (lax.iota(jnp.int32, num_elements) % 7).astype(jnp.float32)
     local_values = lambda: pattern() + lax.axis_index(axis)
 
+    # The number of repetitions is an argument, so that one compilation serves the check and the timing.
     def repeated(values: jax.Array, num_repetitions: jax.Array) -> jax.Array:
         return lax.fori_loop(0, num_repetitions, lambda _, sums: nccl.all_reduce(sums, axis), values)
 

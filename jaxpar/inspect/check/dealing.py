@@ -134,6 +134,7 @@ def check_rows(step: Step, state: State, batch: Any) -> RowCheck:
     traced, rows, num_microbatches = step.traced(shapes), rows_of(shapes), step.strategy.microbatches
     takes_all_rows, rows_per_block = step.tracing.takes_all_rows(traced), rows // (step.replicas * num_microbatches)
     blocks = f"{step.replicas} x {num_microbatches} blocks (replicas x microbatches) of {rows_per_block} rows"
+    # There is nothing to permute in blocks of one row, or in a single block.
     if rows_per_block < 2 or step.replicas * (1 if takes_all_rows else num_microbatches) < 2:
         reason = "a block has one row; give more rows" if rows_per_block < 2 else "no two blocks may exchange rows"
         return RowCheck(blocks, 1, (), (f"anything, as {reason}",), 0)
@@ -161,6 +162,7 @@ def check_rows(step: Step, state: State, batch: Any) -> RowCheck:
     # 2. Give each block half of its rows, each twice, which shows a loss that uses the number of rows.
     permuted_order, dealing = tried_groups[group]
     dealings, unjudged, row_count = [dealing], list[str](), "the number of rows in a block"
+    # Of the permuted order, so that both comparisons have the groups found above.
     half_order = permuted_order[:, : rows_per_block // 2]
     if not dealing.finite:
         dealings, unjudged = [], ["anything, as the loss or its gradients are not finite"]
@@ -194,6 +196,7 @@ class _Measurements:
         """Return the values for rows in this order; perturbed, those of parameters changed in their last bit."""
         order = np.ascontiguousarray(order, np.int32).reshape(-1)
         if (cache_key := (order.tobytes(), is_perturbed)) not in self.values:
+            # Measured only where a difference has to be judged.
             state = _perturbed(self.state, self.epsilon) if is_perturbed else self.state
             self.values[cache_key] = jax.tree.map(np.asarray, self.step.measured(state, self.batch, order))
         return self.values[cache_key]
@@ -232,6 +235,7 @@ def _permuted_rows(shape: tuple[int, int, int], keep_place: bool) -> np.ndarray:
     """
     identity = np.arange(math.prod(shape)).reshape(shape)
     for seed in itertools.count():
+        # Seeds in turn until blocks differ: deterministic, so that all hosts agree.
         rng = np.random.default_rng(seed)
         permuted_sets = rng.permuted(identity.swapaxes(0, 1).reshape(shape[1], -1), axis=1)
         permuted = (
@@ -259,6 +263,7 @@ def _lowest_epsilon(step: Step, eqns: Any) -> float:
 
 def _relative_errors(reference: Values, values: Values) -> dict[str, float]:
     """Return the relative error of each value; see `Dealing.errors`."""
+    # Errors of small gradients are relative to all of them, or rounding would look large.
     total_norm = math.hypot(*(x[0] for name, x in reference.items() if name != "loss"))
     scales = {
         name: max(abs(x[0]), 1 if name == "loss" else _NORM_FLOOR * total_norm, 1e-30) for name, x in reference.items()

@@ -69,6 +69,7 @@ def check(
         raise ValueError(
             f"check: {why}; check the same strategy on as many simulated devices, and jp.verify(model, strategy, batch)"
         )
+    # Refuse `overlap` before anything is compiled.
     hardware = overlap if isinstance(overlap, Hardware) else hardware_of(step) if overlap else None
     if isinstance(step, ServerStep):
         findings = list(_server_findings(step, batch))
@@ -90,6 +91,7 @@ def _state_findings(step: Step, batch: Any, compiled: jax.stages.Compiled) -> It
     abstract_trees, exit_shardings = (
         checked_trees(train_state) for train_state in (state, compiled.output_shardings[0])
     )
+    # 1. Each array of the parameters, their copy and the optimizer state.
     arrays, tree = jax.tree.flatten(abstract_trees)
     entry_shardings = tree.flatten_up_to(checked_trees(entry_state))
     holdings = shares(step, state)
@@ -104,6 +106,7 @@ def _state_findings(step: Step, batch: Any, compiled: jax.stages.Compiled) -> It
     promised_bytes = sum(
         holding.bytes for holding, sharding in zip(holdings, entry_shardings, strict=True) if sharding is not None
     )
+    # 2. All arguments: these arrays, the remaining state, and the batch.
     remaining_arrays, tree = jax.tree.flatten((state.step, state.variables, state.scale, state.key, batch_shapes))
     remaining_shardings = tree.flatten_up_to(
         (entry_state.step, entry_state.variables, entry_state.scale, entry_state.key, row_shardings)
@@ -166,6 +169,7 @@ def _layer_findings(step: Step, batch: Any) -> Iterator[Finding]:
         stack_bytes = math.prod(leaf.local.stored) * step.policy.computed(leaf.dtype).itemsize
         return stack_bytes // math.prod(leaf.shape[: leaf.stage + 1]), stack_bytes
 
+    # A leaf that is fetched whole needs the memory of all its layers at once.
     for leaf in not_by_layer(step, program):
         note = (
             "the loss takes its layers one by one, and the step fetches them or reduces their gradients all at once; "
@@ -203,6 +207,7 @@ def _written_findings(closed: Ledger, written: Ledger) -> Iterator[Finding]:
         if (promised_bytes, expected_count) == (written_bytes, written_count):
             yield Finding("as written", description, promised_bytes, written_bytes)
             continue
+        # Either number may be smaller: the same bytes in fewer calls are a difference, too.
         is_missing = (written_bytes, written_count) < (promised_bytes, expected_count)
         note = f"the step calls it {written_count} times, the closed form {expected_count}; " + (
             "a rule (jaxpar/parallel/) leaves it out: jp.verify(model, strategy, batch) shows which gradients suffer"
@@ -218,6 +223,7 @@ def _compiled_findings(step: Step, closed: Ledger, programs: Sequence[Executable
     """Compare the closed form with the compiled programs, within `bounds`."""
     compiled_ledger, partitioner_moves = Ledger.of(*programs), None
     loop_lengths = (eqn.params["length"] for eqn, _ in visit(jx.opened(jaxpr)[0].eqns) if eqn.primitive.name == "scan")
+    # XLA unrolls a loop of one layer, which changes what it may merge.
     one_layer = 1 in loop_lengths
     keys = dict.fromkeys((collective.kind, collective.axes) for collective in (*closed, *compiled_ledger))
     for kind, axes in keys:
@@ -235,6 +241,7 @@ def _compiled_findings(step: Step, closed: Ledger, programs: Sequence[Executable
                 "smaller strategy, and report it as a fault of jaxpar or of the compiler"
             )
         elif verdict == "UNPROMISED":
+            # The optimizer may add small collectives of its own, such as norms of leaves.
             is_large = sent - limits.promised >= LARGE
             if partitioner_moves is None:
                 # Reading the moves takes time: only where a promise is broken, and once.
@@ -267,12 +274,14 @@ def _product_findings(step: Step, jaxpr: Any, program: Executable) -> Iterator[F
     if step.strategy.precision != "fp8":
         return
     description = f"{len(step.tracing.in_fp8)} leaves in {_F8}"
+    # 1. The products that the step's jaxpr multiplies in FP8.
     dots = (eqn for eqn, _ in visit(jx.opened(jaxpr)[0].eqns) if eqn.primitive.name == "dot_general")
     promised_flops = sum(2 * jx.matmuls([eqn]).get(_F8, (0, ""))[0] for eqn in dots)
     if step.mesh.devices.flat[0].platform == "cpu":
         note = "CPU: no kernel multiplies float8; the same numbers are multiplied as wider ones"
         yield Finding("products", description, promised_flops, promised_flops, note=note, unit="FLOP")
         return
+    # 2. The products that kernels multiply in FP8. One in another dtype whose source is an FP8 product is a finding.
     compiled_flops = 0
     for kernel in (cost.kernel for cost in Costs.of(program)):
         for product in kernel.products:
@@ -322,10 +331,12 @@ def _server_findings(step: ServerStep, batch: Any) -> Iterator[Finding]:
         yield Finding(
             "exchanges", f"{transfer.kind} of {transfer.what}", transfer.expected, transfer.found, verdict, note
         )
+    # Replicas may send what the model itself writes, in two programs: forward and backward.
     texts = [rehearsal.programs[name].as_text() or "" for name in OF_REPLICAS]
     programs = [Executable(text, step.mesh) for text in texts]
     # The closed form of a server has only the model's own collectives, such as BatchNorm's.
     yield from _compiled_findings(step, expected(step, batch), programs, step.trace(batch))
+    # At home, on the server, every array is whole and on one device.
     state = step.abstract_home()
     arrays = jax.tree.leaves((state.params, state.optimizer))
     for holding, array in zip(shares(step, state), arrays, strict=True):

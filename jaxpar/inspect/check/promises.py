@@ -68,6 +68,7 @@ def shares(step: Step, state: Any) -> list[Holding]:
         "copy of parameters": (state.copy, False),
     }
     for kind, (tree, is_sharded) in trees.items():
+        # A tree that is absent, such as the copy, has no leaves.
         for leaf, array in zip(leaves, jax.tree.leaves(tree), strict=False):
             holdings.append(Holding(kind, leaf.path, _elements(leaf, sizes, is_sharded) * array.dtype.itemsize))
     owned_states = step.update.owners.states if step.update.owners is not None else {}
@@ -93,6 +94,7 @@ def _elements(leaf: Leaf, sizes: Mapping[str, int], is_sharded: bool) -> int:
     num_parts = leaf.ranks * leaf.experts * (sizes["pipe"] if leaf.of_a_stage else 1)
     if not is_sharded:
         return math.prod(leaf.stored if leaf.spread else leaf.shape) // num_parts
+    # Dims that `fsdp` may shard: no other axis splits them, and they are not the stack of layers.
     shardable_dims = [
         dim
         for dim in range(len(leaf.shape))
@@ -167,6 +169,7 @@ def gathered_weights(jaxpr: Any, leaves: int, axis: str = "tensor") -> dict[str,
 
         return through(program, depends_on_data, visit_eqn, False)
 
+    # Inputs behind the leaves depend on data. A CPU mesh has a token in front, which orders its collectives.
     first_data_index = needed(shard_map_eqn.params["mesh"]) + leaves
     visit_program(body, [i >= first_data_index for i in range(len(body.invars))])
     bytes_by_line: dict[str, int] = {}
@@ -205,6 +208,7 @@ def bounds(step: Step, kind: str, closed: Sequence[Collective], one_layer: bool 
     is_cpu = step.mesh.devices.flat[0].platform == "cpu"
     promised, names, lowest_share, extra_bytes = 0, [], 0.99, 0
     for collective in closed:
+        # float32 has twice the bytes of bfloat16.
         is_widened = is_cpu and collective.dtype == "bfloat16"
         promised += collective.bytes * (2 if is_widened else 1)
         names += ["widened"] * is_widened

@@ -113,6 +113,7 @@ def _checksum(x: jax.Array, first_word: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     itemsize = jnp.dtype(x.dtype).itemsize
+    # `bitcast_convert_type` takes neither booleans nor complex numbers.
     words = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, _WORDS[min(itemsize, 4)])
     num_words = math.prod(words.shape)
     odd_factors = 2 * (first_word + jax.lax.iota(jnp.uint32, num_words)) + jnp.uint32(1)

@@ -123,6 +123,7 @@ def moves(step: Step, program: Executable, jaxpr: Any, min_bytes: int) -> list[M
             # `shard_map` may be called "jit(_train)/shard_map" although it is outside: only "shard_map/" is inside.
             if not instruction.collective or not (name := instruction.source) or "shard_map/" in name:
                 continue
+            # 1. What is sent, over which axes, and for which named operation.
             kind, (axes, _) = instruction.collective, module.axes(instruction)
             if (num_bytes := sum(module.moved(instruction, shapes).values())) < min_bytes:
                 continue
@@ -131,6 +132,7 @@ def moves(step: Step, program: Executable, jaxpr: Any, min_bytes: int) -> list[M
                 instruction if not name.endswith("shard_map") else next(_named_users(users, instruction), instruction)
             )
             shape = max((dims for _, dims in arrays(instruction.shape)), key=math.prod, default=())
+            # 2. The parameter: from the operands, or else from the shape.
             path, leaf = _source_leaf(instructions, instruction, paths)
             # A leaf that does not fit the shape is not what is sent, for example in a sum over all leaves. Then the
             # shape itself may tell the leaf.
@@ -150,6 +152,7 @@ def moves(step: Step, program: Executable, jaxpr: Any, min_bytes: int) -> list[M
             all_moves.append(
                 dataclasses.replace(move, involuntary=kind == "all-gather" and only_cut(module, users, instruction))
             )
+    # 3. The line that asked for another sharding, and the spec that would avoid the move. Equal moves are counted.
     requested = _requested_specs(step, jaxpr) if all_moves else {}
     counts = collections.Counter(
         _with_suggested_spec(step, _with_requested_spec(_at_needing_operation(move, all_moves), requested))
@@ -162,6 +165,7 @@ def moves(step: Step, program: Executable, jaxpr: Any, min_bytes: int) -> list[M
 def cause(step: Step, move: Move) -> str:
     """Return why the partitioner makes a move, and what to try."""
     if not step.update.as_stacked:
+        # The optimizer sees other shapes than those that are stored, so that no spec would help.
         stages = step.strategy.pipe * step.strategy.chunks
         return (
             "the optimizer is shown leaves in the model's own shape, and the step keeps them in another (whole stages, "
@@ -197,6 +201,7 @@ def _at_needing_operation(move: Move, all_moves: Sequence[Move]) -> Move:
     a shard. Then the latter is named.
     """
     elementwise, leaf_and_axes = _ELEMENTWISE, (move.leaf, move.axes)
+    # Only moves of the same parameter over the same axes belong together.
     if not move.leaf or move.involuntary or move.operation not in elementwise:
         return move
     needing_move = next(
@@ -281,6 +286,7 @@ def axes_of(entry: Any) -> tuple[str, ...]:
 def as_spec(named: Sequence[Sequence[str]]) -> PartitionSpec:
     """Return a spec from the axes of each dim."""
     entries: list[Any] = [None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in named]
+    # P('fsdp') and P('fsdp', None) are the same sharding, but need not compare equal.
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
@@ -290,6 +296,7 @@ def users_of(block: Sequence[Instruction]) -> dict[str, list[Instruction]]:
     """Return, for each instruction's name, the instructions that use its result."""
     users: dict[str, list[Instruction]] = {}
     for instruction in block:
+        # An instruction may read an operand twice, and uses it once.
         for name in dict.fromkeys(instruction.operands):
             users.setdefault(name, []).append(instruction)
     return users
@@ -315,6 +322,7 @@ def _only_cuts(
     module: Module, users: Mapping[str, Sequence[Instruction]], user: Instruction, instruction: Instruction
 ) -> bool:
     """Return whether `user` does nothing with an instruction's result but to cut it."""
+    # The operand must be what is cut, not an index by which another array is cut.
     if user.opcode == "dynamic-slice":
         return user.operands[0] == instruction.name
     if user.opcode == "fusion":
@@ -344,6 +352,7 @@ def _leaves_of_shape(step: Step, shape: tuple[int, ...]) -> str:
     shards = {
         leaf.path: step.layout.sharding(step.layout.spec(leaf, "optimizer")).shard_shape(leaf.stored) for leaf in leaves
     }
+    # Only one leaf of this very shape is unambiguous.
     candidates = (
         exact_matches
         if len(exact_matches) == 1
@@ -355,6 +364,7 @@ def _leaves_of_shape(step: Step, shape: tuple[int, ...]) -> str:
 def _is_recut(shape: Sequence[int], shard: Sequence[int]) -> bool:
     """Return whether an array of one shape may be a shard cut differently, along two dims at most."""
     shape_dims, shard_dims = ([dim_size for dim_size in dims if dim_size > 1] for dims in (shape, shard))
+    # The dims that differ: each must be a multiple of the other array's.
     pairs = [(max(pair), min(pair)) for pair in zip(shape_dims, shard_dims, strict=False) if pair[0] != pair[1]]
     return (
         len(shape_dims) == len(shard_dims) > 1
@@ -391,6 +401,7 @@ def _source_leaf(
 
 def _source_operands(instructions: Mapping[str, Instruction], instruction: Instruction) -> Sequence[str]:
     """Return an instruction's operands; for one result of a combined collective, only the operand that became it."""
+    # A loop's operand is a tuple of all its values: following it would find any array.
     if instruction.opcode == "while":
         return ()
     tuple_instruction = instructions.get(instruction.operands[0]) if instruction.opcode == "get-tuple-element" else None

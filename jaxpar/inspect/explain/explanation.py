@@ -137,6 +137,7 @@ class Explanation:
         """
         from .picture import Bar, picture  # importing matplotlib is slow
 
+        # A server's exchanges are no collectives, and its ledger has the model's own only.
         if self.transfers:
             title = "through the server's links in a step"
             bars = [
@@ -144,6 +145,7 @@ class Explanation:
                 for transfer in self.transfers
             ]
         else:
+            # Sums of scalars would be invisible bars.
             checks = [check for check in self.checks if check.strategy != "scalars"]
             title = "sent by each device in a step" + ("" if checks else ": nothing")
             bars = [
@@ -195,6 +197,7 @@ def text(explanation: Explanation) -> str:
         heading(explanation.strategy, f"{explanation.devices}{hosts} ({axes}), {explanation.parameters:,} parameters"),
         _memory_table(explanation),
     ]
+    # These parts are left out where a step has none of them.
     if explanation.values:
         parts.append(_values_table(explanation.values))
     if explanation.flops:
@@ -274,6 +277,7 @@ def ledger_table(ledger: Ledger, across: frozenset[tuple[str, ...]] | None) -> s
       across: the axes whose collectives leave a host; None if this is unknown.
     """
     rows = [["collective", "axes", "dtype", "count", "buffers", "sent", "hosts", "hidden"]]
+    # Entries that differ in overlap or nesting alone share a line; their overlap is a share of its bytes.
     groups: dict[tuple[Any, ...], list[Collective]] = {}
     for collective in ledger:
         groups.setdefault((collective.kind, collective.axes, collective.dtype), []).append(collective)
@@ -312,10 +316,12 @@ def _checks_table(explanation: Explanation) -> str:
         ["expected v found", "", "times", "", "sent", "", ""],
         ["", "axes", "formula", "jaxpr", "formula", "compiled", "ratio"],
     ]
+    # A line for each strategy, and its collectives indented below.
     names = dict.fromkeys(check.strategy for check in explanation.checks)
     for name in sorted(names, key=lambda name: name == "scalars"):
         rows.append([name, "", "", "", "", "", ""])
         for check in (check for check in explanation.checks if check.strategy == name):
+            # The optimizer adds scalars, so that their ratio means nothing.
             ratio = "-" if check.ratio is None or name == "scalars" else f"{check.ratio:.2f}"
             written = "?" if check.written_count is None else str(check.written_count)
             counts = [str(check.expected_count), written]

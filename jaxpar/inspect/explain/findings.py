@@ -108,6 +108,7 @@ def _fused_attention_remark(step: Step, costs: Costs) -> Iterator[str]:
     """
     hardware = of_device_kind(step.mesh.devices.flat[0].device_kind)
     product_runs = [(cost.executions or 1, product) for cost in costs for product in cost.kernel.products]
+    # Seconds need a known memory bandwidth.
     if step.strategy.kernels != "fused" or hardware is None or hardware.memory_bandwidth is None:
         return
     score_bytes = {"attention": 0, "attention backward": 0}
@@ -134,6 +135,7 @@ def _axes_across_hosts(
     For compiled collectives their groups tell: a part of an axis may stay within a host although the axis does not.
     """
     hosts = hosts_of(mesh.devices).ravel()
+    # 1. Compiled collectives, by their own groups.
     leaves_by_axes: dict[tuple[str, ...], bool] = {}
     for start in starts(operation for program in programs for operation in program.operations):
         # Some group that spans hosts is enough.
@@ -141,6 +143,7 @@ def _axes_across_hosts(
             len({hosts[place] for place in group}) > 1 for group in start.groups
         )
         leaves_by_axes[start.axes] = leaves
+    # 2. Axes that only the closed form has, by the mesh.
     return frozenset(
         axes
         for axes in {*leaves_by_axes, *(collective.axes for collective in closed)}
@@ -214,10 +217,12 @@ def _step_remarks(
     step: Step, program: Program, ledger: Ledger, has_known_counts: bool, partitioner_moves: Sequence[Move]
 ) -> Iterator[str]:
     """Yield what a reader of the numbers should know about the step, in the order in which it is printed."""
+    # 1. What the strategy does with the model.
     yield from _pipeline_remarks(step, program)
     yield from _attention_remarks(step)
     yield from _logits_remarks(step)
     yield from _fp8_remarks(step)
+    # 2. What the platform's compiler hides or changes.
     if reason := unread(step.mesh.devices.flat[0].platform):
         yield f"Of the compiled program: {reason}. The closed form and the jaxpr are as everywhere."
     yield from _expert_remarks(step)
@@ -226,8 +231,10 @@ def _step_remarks(
             "CPU: the program's total is arguments + outputs + temporaries, since the backend's own peak omits "
             "temporaries; collectives of bfloat16 are compiled as float32, and none overlaps with compute."
         )
+    # 3. The update.
     yield from _optimizer_remarks(step)
     yield from _ledger_remarks(ledger, has_known_counts)
+    # The largest move stands for all; `Explanation.moves` has the others.
     if partitioner_moves:
         total = size(sum(move.bytes * move.count for move in partitioner_moves))
         move = partitioner_moves[0]
@@ -240,6 +247,7 @@ def _step_remarks(
 
 def _pipeline_remarks(step: Step, program: Program) -> Iterator[str]:
     """Yield how a pipeline's layers are padded, the slots of its stash, and its idle time."""
+    # A stack whose layers do not divide among the stages is padded.
     schedule, main_stack = step.schedule, program.main
     if schedule and main_stack and (reason := padded(main_stack.length, schedule.ranks, schedule.chunks)):
         yield f"{reason}."
@@ -253,6 +261,7 @@ def _pipeline_remarks(step: Step, program: Program) -> Iterator[str]:
             "are even. Collectives inside of stages are those of the rank that sends most."
         )
     elif schedule is not None:
+        # Schedules with separate weight gradients (W) also keep operands from I to W.
         num_kept = schedule.rows.keeps if schedule.branches else 0
         yield (
             f"{schedule.title}: the stash has {schedule.slots} slots, each what one microbatch leaves in one chunk of "
@@ -282,6 +291,7 @@ def _logits_remarks(step: Step) -> Iterator[str]:
         num_bytes = 4 * logits.tokens * logits.words
         prefix = f"{line}: the logits of {logits.tokens:,} tokens, {size(num_bytes)} in float32, are "
         if logits.chunks > 1:
+            # The last chunk may be smaller; the size is that of a full one.
             chunk_bytes = 4 * -(-logits.tokens // logits.chunks) * logits.words
             yield f"{prefix}made {logits.chunks} times a part of them, {size(chunk_bytes)}, and again in the backward."
         else:
@@ -346,6 +356,7 @@ def _eight_bit_remarks(step: Step, closed_form: Ledger) -> Iterator[str]:
     """Yield what is sent in 8 bits, or that nothing is although it was asked for; and what hpZ gathers."""
     strategy = step.strategy
     byte_collectives = [collective for collective in closed_form if collective.dtype == "uint8"]
+    # Each option has its own kind of collective: 8-bit gradients are exchanged before they are summed.
     for option, subject, kind in (
         ("reduce", "gradients", "all-to-all"),
         ("gather", "weights of FP8 products" if strategy.gather == "fp8" else "weights", "all-gather"),
@@ -380,6 +391,7 @@ def _placement_remarks(step: Step, batch: Any) -> Iterator[str]:
     """Yield the batch's arrays that every step would have to move first."""
     shardings = jax.tree.leaves(batch_shardings(batch, step.mesh))
     for (path, array), sharding in zip(jax.tree_util.tree_leaves_with_path(batch), shardings, strict=True):
+        # Only committed arrays have a place of their own. The others are put where the step needs them.
         if is_array(array) and array.committed and not array.sharding.is_equivalent_to(sharding, array.ndim):
             yield (
                 f"The batch's {name_of(path) or 'array'} {list(array.shape)} lies as {array.sharding}, and a step "

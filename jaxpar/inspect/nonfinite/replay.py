@@ -102,6 +102,8 @@ class Replay:
         self.takes_all_rows, policy = traced.program.coupled, step.policy
         self.num_replicas, self.num_microbatches = step.replicas, step.strategy.microbatches
         models = step.layout.storage.models
+        # Arrays of all hosts come together on this host's device: parameters in their compute dtype, the batch on the
+        # host.
         on_device = lambda x: jax.device_put(x, device)
         model_leaves = jax.tree.leaves(step.model_def.unwrap(step.params(state)))
         self.params = [
@@ -164,6 +166,7 @@ class Replay:
         # 1. Forwards.
         bad_blocks, total_sum, count_sum, variables = list[tuple[int, int]](), np.float32(0), 0.0, self.variables
         for microbatch, replica in blocks:
+            # Replays the step's own order: a microbatch reads the variables that the one before has left.
             self.variables_read[microbatch, replica] = variables
             total, count, new_variables = self._jitted_total(*self.block_inputs(microbatch, replica))
             total_sum, count_sum = total_sum + np.float32(total), count_sum + float(count)
@@ -173,6 +176,7 @@ class Replay:
         if bad_blocks:
             total_of, run_block = lambda *args: self.total(*args)[0], lambda args: self._jitted_total(*args)[0]
             return self.explain("forward", total_of, run_block, bad_blocks, len(blocks))
+        # Without a count there is no mean, and no seed for a backward.
         if not count_sum:
             mean_loss = lambda *args: self.total(*args)[0] / self.total(*args)[1]
             fault = self.find_fault(mean_loss, self.block_inputs(*blocks[0]))
@@ -188,6 +192,7 @@ class Replay:
         grad_sums: list[Any] = [0.0] * len(self.trainable_indices)
         run_block = lambda args: self._jitted_gradients(seed, *args)
         for block in blocks:
+            # Summed in the dtype in which the step reduces, since an overflow may come from there.
             grads = run_block(self.block_inputs(*block))
             bad_blocks += [block] * (not all_finite(grads))
             dtypes = [self.step.policy.reduced(self.params[i].dtype) for i in self.trainable_indices]
@@ -197,9 +202,11 @@ class Replay:
         if bad_blocks:
             return self.explain("backward", functools.partial(self.gradients, seed), run_block, bad_blocks, len(blocks))
         # 3. Sums over all blocks, which may overflow though each block is finite.
+        # The optimizer sees unscaled gradients in the dtype of the masters.
         unscaled = [grad.astype(self.step.policy.master(grad.dtype)) / self.scale for grad in grad_sums]
         self.grads = {self.paths[i]: grad for i, grad in zip(self.trainable_indices, unscaled, strict=True)}
         if not np.isfinite(float(optax.tree.norm(unscaled))):
+            # Name the leaf with the largest element; NaN counts as infinite.
             largest_element = lambda path: float(jnp.nan_to_num(jnp.abs(self.grads[path]), nan=jnp.inf).max())
             return self.overflow(f"the gradients of {max(self.grads, key=largest_element)}")
         message = (
@@ -236,9 +243,7 @@ class Replay:
         fault = self.find_fault(fun, inputs)
         share_of_blocks = f"{len(bad_blocks)} of {num_blocks} blocks are not finite"
         subject = "the loss" if direction == "forward" else "the gradient, of a finite loss,"
-        no_fault = (
-            "only in one compiled program; each of its equations alone is, so the cause is rounding in a fused kernel"
-        )
+        no_fault = "as one compiled program, though each equation alone is: the cause is rounding in a fused kernel"
         if self.takes_all_rows:
             message = (
                 f"{subject} is not finite: {fault or no_fault}\n  microbatch {microbatch}, of all ranks together, as "
@@ -253,6 +258,7 @@ class Replay:
         causing_rows = [
             row for row in numbers if not all_finite(run_block((params, variables, repeated_row(row), key)))
         ]
+        # A `Replicated` leaf has no rows, so that its positions stay as they are.
         replicated_names = [
             f"batch leaf {name_of(path)}/" for path, x in _leaves_with_path(rows, is_replicated) if is_replicated(x)
         ]
@@ -272,6 +278,7 @@ class Replay:
         lines = [f"{subject} is not finite: {fault or no_fault}"]
         rank = f"rank {replica}{self.rank_text(replica)}"
         lines.append(f"microbatch {microbatch}, {rank}, {_rows_text(numbers)} of the batch; {share_of_blocks}")
+        # If an input was not finite, the fault names it already.
         lines += [cause_text] * (fault is not None and fault.brought is None)
         return Nonfinite(self.number, direction, "\n  ".join(lines), fault, tuple(bad_blocks), tuple(causing_rows))
 
@@ -279,6 +286,7 @@ class Replay:
         """Search a function of a block's inputs, which get the names that the user knows; see `search.search`."""
         _, variables, rows, _ = args
         leaf_names = lambda kind, tree: [f"{kind} {name_of(path)}".rstrip() for path, _ in _leaves_with_path(tree)]
+        # In the order of the leaves of (params, variables, rows, key).
         names = [f"parameter {path}" for path in self.paths]
         names += [*leaf_names("variable", variables), *leaf_names("batch leaf", rows), "the key"]
         return search(fun, names, *args)
@@ -288,6 +296,7 @@ class Replay:
         key_of_block = functools.partial(block_key, self.key, self.number - 1)
         first_row = (replica * self.num_microbatches + microbatch) * self.rows_per_block
         if self.takes_all_rows:
+            # A replica has consecutive rows, and a microbatch consecutive rows of these.
             block_shape = (self.num_replicas, self.num_microbatches, self.rows_per_block)
             rows = _map_rows(self.batch, lambda x: x.reshape(*block_shape, *x.shape[1:])[:, microbatch])
             block_indices = jnp.arange(self.num_replicas) * self.num_microbatches + microbatch

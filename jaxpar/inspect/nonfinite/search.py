@@ -174,6 +174,7 @@ class _CauseTracker(Evaluation):
         """Return the traced value of an input or a constant."""
         if _is_finite(x):
             return TracedValue(x, None, name)
+        # Only the program's own infinities are masks; those of an argument are brought by the user.
         is_mask = name in (WRITTEN, CLOSED_OVER) and not _has_nan(x)
         return TracedValue(x, MASK if is_mask else Brought(name, *_first_nonfinite(x)), name)
 
@@ -233,6 +234,7 @@ class _CauseTracker(Evaluation):
         for operand in inputs:
             if isinstance(operand.x, jax.Array | np.ndarray) and jnp.issubdtype(operand.x.dtype, jnp.number):
                 low, high = _finite_range(operand.x)
+                # For an elementwise equation, the operand's element that gave the result's.
                 facing = np.asarray(operand.x[place]).item() if operand.x.shape == result.shape else None
                 operands.append(Operand(_dtype_and_shape(operand.x), low, high, facing, _maker_text(operand.maker)))
         fault = Fault(

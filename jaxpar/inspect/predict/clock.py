@@ -125,10 +125,12 @@ class Clock:
         for operation in operations:
             match operation:
                 case Kernel():
+                    # Kernels run while collectives and copies do; these are not exposed meanwhile.
                     seconds = self._kernel_seconds(operation, self._remaining(queue).get("collective", 0.0), times)
                     self._advance(queue, seconds, 0)
                     elapsed += seconds
                 case Start() | HostCopy():
+                    # It runs after those that have started before it in its stream.
                     queue[operation.name] = self._queued_seconds(operation, times)
                     elapsed += self._wait_for(queue, operation.name, times) if operation.waits else 0.0
                 case Done():
@@ -183,6 +185,7 @@ class Clock:
         while trips and queue:
             seconds, next_queue = self._run_all(loop.body, queue, times)
             total_seconds, trips = total_seconds + seconds, trips - 1
+            # The queue settles into a steady state before it is empty if every iteration starts as much as it ends.
             if next_queue == queue:
                 break
             queue = next_queue
@@ -209,6 +212,7 @@ class Clock:
         part.slowed += times * slowed
         part.flops += times * kernel.flops
         part.bytes += times * (kernel.read + kernel.written)
+        # The peak of a prediction is that of the dtype with most FLOPs.
         for product in kernel.products:
             peak = peak_of(product, self.hardware)
             self._flops_by_peak[peak] = self._flops_by_peak.get(peak, 0) + times * product.flops

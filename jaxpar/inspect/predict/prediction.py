@@ -129,6 +129,7 @@ class Prediction:
         """Seconds of kernels, and exposed seconds of collectives and copies, by kind. Their sum is `seconds`."""
         sums: dict[str, float] = {}
         for part in self.parts:
+            # Collectives and copies count with their exposed seconds, so that the sum is the step's time.
             sums[part.kind] = sums.get(part.kind, 0.0) + (part.exposed if part.way else part.seconds)
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
@@ -168,6 +169,7 @@ class Prediction:
         speed_text = f", {self.rows_per_second:.2f} rows/s" if self.rows else ""
         bound_text = " (upper bound)" * self.upper_bound
         heading = f"{self.devices} x {self.hardware}: {step_text}{speed_text}{bound_text}"
+        # First of all: a program that does not fit cannot run as fast as predicted.
         if self.fits is False:
             needed, usable = size(self.memory or 0), size(self.usable or 0)
             fault = f"does not fit: it takes {needed} of a device, and may take {usable}; the program below cannot run"
@@ -223,6 +225,7 @@ def predict(
             f"{step.strategy} runs several programs and sends over its server's links between them, which predict does "
             "not model; print(step.explain(batch)) says what they hold and send"
         )
+    # The text of a program does not tell its memory.
     memory = program_memory(compiled)["total"] if isinstance(compiled, jax.stages.Compiled) else None
     if not isinstance(compiled, Executable):
         compiled = Executable(compiled if isinstance(compiled, str) else compiled.as_text() or "", step.mesh)
@@ -263,6 +266,7 @@ def timed(
     if clock.overflows:
         overflow_seconds = Clock(hardware, hosts, clock.slowest, overflow=True).time(compiled.operations)
     bound_note = (f"{hardware.kind}'s speeds are upper bounds: {UPPER_BOUND}.",) if is_upper_bound(hardware) else ()
+    # The compiler may have recomputed kernels, or computed attention without cuDNN, which costs time.
     compiler_notes = remarks(Costs.of(compiled), platform)
     kernels = [part for part in clock.parts if not part.way]
     transfers = [part for part in clock.parts if part.way]

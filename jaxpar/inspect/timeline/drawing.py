@@ -106,6 +106,7 @@ def _total_time(columns: Columns) -> int:
 
 def _split_into_bands(schedule: Schedule, max_time: int) -> list[Columns]:
     """Split the columns at ticks into the fewest bands of at most `max_time` units, of about the same length."""
+    # Bands break between ticks only, so that a tick's columns stay together.
     ticks = [list(tick) for _, tick in itertools.groupby(schedule.columns, key=lambda column: column.tick)]
 
     def bands_up_to(limit: int) -> list[Columns]:
@@ -193,6 +194,7 @@ def _stash_bytes(step: Step, batch: Any) -> list[int]:
     """Return the bytes that slots hold from forwards to backwards, and from I to W."""
     schedule = step.schedule
     assert schedule is not None
+    # Traced abstractly under `shard_map`, so that shapes are those of one device.
     state = step.abstract_state()
 
     def stash_arrays(
