@@ -42,7 +42,7 @@ def expected(step: Step, batch: Any) -> Ledger:
     traced, rule = step.traced(batch), rule_of(step.strategy)
     sizes, uses_by_rank = step.mesh.shape, count(step, traced)
     first_rank_uses = uses_by_rank[0]
-    # Ranks may run different programs; the ledger is that of the rank that sends most.
+    # Ranks may run different programs; the rank that sends most gives the ledger.
     sent = max(
         (_sent_for_leaves(step, traced, step_uses) for step_uses in uses_by_rank),
         key=lambda rank_sent: sum(collective.bytes for collective in rank_sent),

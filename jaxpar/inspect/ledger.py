@@ -206,7 +206,7 @@ def _program_operations(
 
 
 def _eqn_operations(mesh: Any, eqn: Any, inner_operations: Sequence[list[Operation]]) -> Iterable[Operation]:
-    """Return the operations of one equation: a start, a choice, a loop, or those of the programs that it contains."""
+    """Return the operations of one equation: a start, a choice, a loop, or the operations of its inner programs."""
     name, all_inner_operations = eqn.primitive.name, tuple(itertools.chain(*inner_operations))
     if kind := PRIMITIVES.get(name.removesuffix("_start")):
         eqn_axes = axes_of(eqn)
@@ -214,10 +214,10 @@ def _eqn_operations(mesh: Any, eqn: Any, inner_operations: Sequence[list[Operati
             raise ValueError(
                 f"{name} runs over {sorted(unknown)}, mesh has {mesh.axis_names}; give the mesh of the shard_map"
             )
-        # Axes in mesh order, without those of one device, as compiled programs have them.
+        # Axes in mesh order, without axes of one device, as compiled programs have them.
         axes = tuple(axis for axis in mesh.axis_names if axis in eqn_axes and mesh.shape[axis] > 1)
         group_size = math.prod(mesh.shape[axis] for axis in axes)
-        # Groups within the axes have no axis of their own: they are named by their size.
+        # Groups that are parts of axes have no axis name: they are named by their size.
         if index_groups := eqn.params.get("axis_index_groups"):
             axes, group_size = (f"{len(index_groups[0])} of {'+'.join(axes)}",), len(index_groups[0])
         # A ragged all-to-all also takes offsets and sizes; only its first operand is sent.

@@ -155,7 +155,7 @@ class ForwardCost(NamedTuple):
 def forward(step: Step, batch: Any) -> ForwardCost:
     """Return the cost of a forward on a device, of one microbatch or of concurrent ones. It does not support pipelines.
 
-    Saved arrays are those that JAX's derivatives need and those that pass from one piece of the loss to the next. Each
+    Saved arrays are needed by JAX's derivatives, or pass from one piece of the loss to the next. Each
     counts once; weights and the batch are left out.
     """
     loss = step.traced(batch)

@@ -9,10 +9,12 @@ Each value of a stack's layer is saved (s), recomputed (r), or with `offload` se
               which changes one or two values at a time
     compile   compare the compiler's total with the budget, correct the bytes that "choose" may use, and repeat
 
-Seconds are estimates: matrix products at the share of the peak that large ones reach, collectives over a host's links,
-and the bytes of every other equation that is not part of another kernel (`predict/efficiency.py`). Of the compiled
-programs that fit, the fastest as predicted is taken. Compilers start copies later than they could, so with `offload`
-choices without the host are compiled too.
+Seconds are estimates (`predict/efficiency.py`). Matrix products run at the share of the peak that large ones reach, and
+collectives over a host's links. Any other equation takes the time of its bytes, or none if it is part of another
+kernel.
+
+Of the compiled programs that fit, the fastest as predicted is taken. Compilers start copies later than they could, so
+with `offload` choices without the host are compiled too.
 
 Rematerialisation as a choice under a budget: Chen et al. 2016 (arXiv:1604.06174). With transfers to the host: Beaumont
 et al. 2021 (POFO).

@@ -18,7 +18,7 @@ class Transfer:
 
     Attributes:
       kind: "scatter" or "broadcast" from the server, "gather" to it.
-      what: what is sent, in words.
+      what: the content, in words.
       arrays: the number of arrays sent.
       expected: bytes of the closed form, `exchanges`.
       found: bytes that the other devices receive or send in sum, all of which pass through the server's links.
@@ -96,7 +96,7 @@ def rehearse(step: ServerStep, batch: Any) -> Rehearsal:
 
 
 def exchanges(step: ServerStep, batch: Any) -> dict[str, int]:
-    """Return the bytes through the links of a central server in one training step, by what is sent.
+    """Return the bytes through the links of a central server in one training step, by content.
 
     It is the closed form of `parallel/data/server.py`, for the shapes of the step and the batch.
     """

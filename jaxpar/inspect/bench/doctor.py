@@ -58,7 +58,7 @@ class Diagnosis:
     Attributes:
       name: the name of the check.
       found: what was found.
-      wrong: what is wrong, "" if nothing.
+      wrong: the problem; "" if there is none.
       hint: what to try, if something is wrong.
     """
 
@@ -148,7 +148,7 @@ def examine(
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of what is installed, by name."""
+    """Return the versions of installed packages, by name."""
     versions = {"Python": platform.python_version()}
     for name in (*PACKAGES, *PLUGINS, *LIBRARIES):
         try:
@@ -233,7 +233,7 @@ def check_devices(info_by_process: Sequence[Mapping[str, Any]], labels: Sequence
 def check_cpu_compiler(failures_by_process: Sequence[Mapping[str, str]], labels: Sequence[str]) -> Diagnosis:
     """Check known programs that the CPU compiler of some releases gets wrong; each was run as a plain `jit`."""
     flag_text = "".join(f", {word}" for word in os.environ.get("XLA_FLAGS", "").split() if NAME in word)
-    # One process is enough to show what is wrong: that with most failures.
+    # One process is enough to show the problem: the one with most failures.
     failures, label = max(zip(failures_by_process, labels, strict=True), key=lambda labelled: len(labelled[0]))
     num_right = len(CANARIES) - len(failures)
     summary = f"jaxlib {jaxlib.__version__}{flag_text}: {num_right} of {len(CANARIES)} known programs right"

@@ -144,7 +144,7 @@ def check_rows(step: Step, state: State, batch: Any) -> RowCheck:
     # 1. Permute rows. If they are coupled, permute pairs of rows, then larger groups, which a block may contain as a
     # unit.
     for group in (group for group in range(1, rows_per_block // 2 + 1) if rows_per_block % group == 0):
-        # A loss that takes all rows sees those of one microbatch: only blocks of one microbatch may exchange rows.
+        # A loss that takes all rows sees one microbatch's rows: only blocks of one microbatch may exchange rows.
         shape = (
             (step.replicas, num_microbatches, rows_per_block // group)
             if takes_all_rows
@@ -193,7 +193,7 @@ class _Measurements:
         self.values: dict[Any, Values] = {}
 
     def measured(self, order: np.ndarray, is_perturbed: bool = False) -> Values:
-        """Return the values for rows in this order; perturbed, those of parameters changed in their last bit."""
+        """Return the values for rows in this order; or for parameters perturbed in their last bit."""
         order = np.ascontiguousarray(order, np.int32).reshape(-1)
         if (cache_key := (order.tobytes(), is_perturbed)) not in self.values:
             # Measured only where a difference has to be judged.

@@ -9,7 +9,7 @@
     tensor       its ranks compute with their parts of the weights, and gather none
     overlap      if asked for: collectives of layers run while other layers are computed (`overlap.py`)
 
-`promises.py` states what is promised, and how compilers may differ. A central server is checked by its exchanges
+`promises.py` states the promises, and how compilers may differ. A central server is checked by its exchanges
 instead.
 """
 
@@ -241,7 +241,7 @@ def _compiled_findings(step: Step, closed: Ledger, programs: Sequence[Executable
                 "smaller strategy, and report it as a fault of jaxpar or of the compiler"
             )
         elif verdict == "UNPROMISED":
-            # The optimizer may add small collectives of its own, such as norms of leaves.
+            # The optimizer may add small collectives, such as norms of leaves.
             is_large = sent - limits.promised >= LARGE
             if partitioner_moves is None:
                 # Reading the moves takes time: only where a promise is broken, and once.

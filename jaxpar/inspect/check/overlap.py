@@ -7,7 +7,7 @@ The promise covers collectives that layers repeat:
 - Where microbatches run concurrently (`concurrent`, `1f1b-overlap`), half of the seconds in which `tensor`, `context`
   and `expert` send activations. At the beginning and end of an iteration the other microbatch has nothing to compute.
 
-A collective that runs once in a microbatch, such as the first gather or that of a head, is not promised to overlap.
+A collective that runs once in a microbatch, such as the first gather or the head's, is not promised to overlap.
 """
 
 import math
@@ -90,7 +90,7 @@ def hidden(step: Step, batch: Any, program: Executable, hardware: Hardware) -> I
         allowed_seconds = (
             OF_ACTIVATIONS * sum(part.seconds for part in parts) if label.startswith(_ACTIVATIONS) else 0.0
         )
-        # Small waits in sum, or those that activations may have, break no promise.
+        # Waits that are small in sum, or allowed for activations, break no promise.
         if sum(part.exposed for part in exposed_parts) <= max(allowed_seconds, SMALL * prediction.seconds):
             exposed_parts = []
         for part in exposed_parts:

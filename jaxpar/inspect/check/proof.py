@@ -22,7 +22,7 @@ class Finding:
       promised, found: bytes per device and step. For "layers" and unpromised gathers, bytes of one execution. For
         "overlap", the bytes that are sent and the bytes that are sent while kernels run.
       verdict: "ok"; "MISSING": a promised sharding or collective is absent; "UNPROMISED": there is more than promised.
-      note: for a broken promise, what is wrong and what to try; otherwise what was allowed for.
+      note: for a broken promise, the problem and what to try; otherwise what was allowed for.
       moves: for a collective that the compiler's partitioner added for the update, the arrays that it moves, and why.
       unit: the unit of both numbers. It is "FLOP" for FP8 products, which count once, however often their loop runs.
     """
@@ -102,7 +102,7 @@ class Proof:
         for part in dict.fromkeys(finding.part for finding in self.findings):
             listed = [finding for finding in self.findings if finding.part == part]
             kept_promises = [finding for finding in listed if finding.verdict == "ok"]
-            # A model has hundreds of arrays: those that are as promised share one line.
+            # A model has hundreds of arrays: intact ones share one line.
             if part == "state" and kept_promises:
                 sums = (
                     sum(finding.promised for finding in kept_promises),

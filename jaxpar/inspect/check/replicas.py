@@ -2,7 +2,7 @@
 
 XLA assumes that a replicated array has the same bits on all its devices. This holds only if every device has computed
 the same. Otherwise (a broken device, a collective over the wrong axis, a host with other data) training continues with
-several models, each of which looks fine.
+several models that all look fine.
 """
 
 import math

@@ -123,7 +123,7 @@ def moves(step: Step, program: Executable, jaxpr: Any, min_bytes: int) -> list[M
             # `shard_map` may be called "jit(_train)/shard_map" although it is outside: only "shard_map/" is inside.
             if not instruction.collective or not (name := instruction.source) or "shard_map/" in name:
                 continue
-            # 1. What is sent, over which axes, and for which named operation.
+            # 1. The bytes, the axes, and the named operation that needs them.
             kind, (axes, _) = instruction.collective, module.axes(instruction)
             if (num_bytes := sum(module.moved(instruction, shapes).values())) < min_bytes:
                 continue
@@ -165,7 +165,7 @@ def moves(step: Step, program: Executable, jaxpr: Any, min_bytes: int) -> list[M
 def cause(step: Step, move: Move) -> str:
     """Return why the partitioner makes a move, and what to try."""
     if not step.update.as_stacked:
-        # The optimizer sees other shapes than those that are stored, so that no spec would help.
+        # The optimizer sees shapes that differ from the stored ones, so that no spec would help.
         stages = step.strategy.pipe * step.strategy.chunks
         return (
             "the optimizer is shown leaves in the model's own shape, and the step keeps them in another (whole stages, "
@@ -303,7 +303,7 @@ def users_of(block: Sequence[Instruction]) -> dict[str, list[Instruction]]:
 
 
 def _named_users(users: Mapping[str, Sequence[Instruction]], instruction: Instruction) -> Iterator[Instruction]:
-    """Yield the first users of an instruction's result that have a name of their own, through those that have none."""
+    """Yield the first named users of an instruction's result, looking through unnamed ones."""
     for user in users.get(instruction.name, ()):
         if user.source and not user.source.endswith("shard_map"):
             yield user
@@ -322,7 +322,7 @@ def _only_cuts(
     module: Module, users: Mapping[str, Sequence[Instruction]], user: Instruction, instruction: Instruction
 ) -> bool:
     """Return whether `user` does nothing with an instruction's result but to cut it."""
-    # The operand must be what is cut, not an index by which another array is cut.
+    # The result must be the array that is cut, not an index by which another one is cut.
     if user.opcode == "dynamic-slice":
         return user.operands[0] == instruction.name
     if user.opcode == "fusion":

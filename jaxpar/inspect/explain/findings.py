@@ -291,7 +291,7 @@ def _logits_remarks(step: Step) -> Iterator[str]:
         num_bytes = 4 * logits.tokens * logits.words
         prefix = f"{line}: the logits of {logits.tokens:,} tokens, {size(num_bytes)} in float32, are "
         if logits.chunks > 1:
-            # The last chunk may be smaller; the size is that of a full one.
+            # The last chunk may be smaller; report the size of a full one.
             chunk_bytes = 4 * -(-logits.tokens // logits.chunks) * logits.words
             yield f"{prefix}made {logits.chunks} times a part of them, {size(chunk_bytes)}, and again in the backward."
         else:
@@ -320,7 +320,7 @@ def _expert_remarks(step: Step) -> Iterator[str]:
 
 
 def _optimizer_remarks(step: Step) -> Iterator[str]:
-    """Yield which matrices the optimizer multiplies, and which leaves the model trains by a rule of its own."""
+    """Yield which matrices the optimizer multiplies, and which leaves the model trains by its own rule."""
     if (owners := step.update.owners) is not None:
         for reason in dict.fromkeys(owners.notes.values()):
             paths = [path for path, note in owners.notes.items() if note == reason]
@@ -353,7 +353,7 @@ def _fp8_remarks(step: Step) -> Iterator[str]:
 
 
 def _eight_bit_remarks(step: Step, closed_form: Ledger) -> Iterator[str]:
-    """Yield what is sent in 8 bits, or that nothing is although it was asked for; and what hpZ gathers."""
+    """Yield which values are sent in 8 bits, or that none are although it was asked for; and what hpZ gathers."""
     strategy = step.strategy
     byte_collectives = [collective for collective in closed_form if collective.dtype == "uint8"]
     # Each option has its own kind of collective: 8-bit gradients are exchanged before they are summed.
@@ -391,7 +391,7 @@ def _placement_remarks(step: Step, batch: Any) -> Iterator[str]:
     """Yield the batch's arrays that every step would have to move first."""
     shardings = jax.tree.leaves(batch_shardings(batch, step.mesh))
     for (path, array), sharding in zip(jax.tree_util.tree_leaves_with_path(batch), shardings, strict=True):
-        # Only committed arrays have a place of their own. The others are put where the step needs them.
+        # Only committed arrays stay on their devices. JAX puts others where the step needs them.
         if is_array(array) and array.committed and not array.sharding.is_equivalent_to(sharding, array.ndim):
             yield (
                 f"The batch's {name_of(path) or 'array'} {list(array.shape)} lies as {array.sharding}, and a step "
@@ -400,6 +400,6 @@ def _placement_remarks(step: Step, batch: Any) -> Iterator[str]:
 
 
 def count(collectives: Sequence[Collective]) -> int | None:
-    """Return the number of executions of some collectives together; None if that of one is unknown."""
+    """Return the number of executions of some collectives together; None if one of them is unknown."""
     counts = [collective.count for collective in collectives]
     return None if None in counts else sum(count for count in counts if count is not None)

@@ -174,7 +174,7 @@ class _CauseTracker(Evaluation):
         """Return the traced value of an input or a constant."""
         if _is_finite(x):
             return TracedValue(x, None, name)
-        # Only the program's own infinities are masks; those of an argument are brought by the user.
+        # Only the program's own infinities are masks; an argument's come from the user.
         is_mask = name in (WRITTEN, CLOSED_OVER) and not _has_nan(x)
         return TracedValue(x, MASK if is_mask else Brought(name, *_first_nonfinite(x)), name)
 

@@ -130,7 +130,7 @@ class Clock:
                     self._advance(queue, seconds, 0)
                     elapsed += seconds
                 case Start() | HostCopy():
-                    # It runs after those that have started before it in its stream.
+                    # It runs after everything that started before it in its stream.
                     queue[operation.name] = self._queued_seconds(operation, times)
                     elapsed += self._wait_for(queue, operation.name, times) if operation.waits else 0.0
                 case Done():
@@ -212,7 +212,7 @@ class Clock:
         part.slowed += times * slowed
         part.flops += times * kernel.flops
         part.bytes += times * (kernel.read + kernel.written)
-        # The peak of a prediction is that of the dtype with most FLOPs.
+        # The dtype with most FLOPs gives the peak of the prediction.
         for product in kernel.products:
             peak = peak_of(product, self.hardware)
             self._flops_by_peak[peak] = self._flops_by_peak.get(peak, 0) + times * product.flops

@@ -86,7 +86,7 @@ _FALLBACK_PEAKS = {"fp8": "bf16", "f16": "bf16", "tf32": "f32", "f32": "bf16"}
 
 
 def kernel_seconds(kernel: Kernel, hardware: Hardware, slowest: float = 1.0) -> tuple[float, str]:
-    """Return the seconds of one execution of a kernel, alone on the device, and the reason: which share of which peak.
+    """Return the seconds of one execution of a kernel, alone on the device, and the reason: the share of a peak.
 
     Args:
       kernel: the kernel.
@@ -115,7 +115,7 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware, slowest: float = 1.0) -> 
 
 
 def is_upper_bound(hardware: Hardware) -> bool:
-    """Return whether the matmul numbers of this kind are those of the best shape."""
+    """Return whether this kind's matmul numbers are for the best shape only."""
     return _BEST in _sustained(_family(hardware), "bf16")[1]
 
 

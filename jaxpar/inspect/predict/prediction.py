@@ -1,7 +1,7 @@
 """predict: the seconds of a training step on hardware that need not be present, from the compiler's scheduled program.
 
-The model in full: the program is walked in the order of its schedule, on one stream of kernels, one of collectives, and
-one for each direction of copies between a device and its host (`offload`).
+The model in full: the program is walked in the order of its schedule. There is one stream of kernels, one of
+collectives, and one for each direction of copies between a device and its host (`offload`).
 
 - A kernel takes the time that `efficiency` gives, a collective the time that `links` gives. A copy takes its bytes over
   the `host_bandwidth`, and does not slow the kernels beside it.
@@ -55,7 +55,7 @@ def longer(seconds_by_name: Mapping[str, float], other_seconds: Mapping[str, flo
 class Prediction:
     """A step's time and its parts. `print` it, or use `.json()`; `.lines()` has every kernel.
 
-    All seconds are those of one device and one step: `seconds` = `compute` + `exposed`.
+    All seconds are per device and step: `seconds` = `compute` + `exposed`.
 
     Attributes:
       seconds: the time of a step.
@@ -77,7 +77,7 @@ class Prediction:
         times the mean load of each rank's tokens; all of them are if all tokens choose the experts of one rank.
       memory: bytes of a device that the program needs; None if only its text was given.
       usable: bytes of a device that a program may use, all but `RESERVE`; None if unknown.
-      upper_bound: whether the hardware's rates are those of the best measured shape, so that a step takes longer.
+      upper_bound: whether the hardware's rates are for the best measured shape, so that a step takes longer.
     """
 
     seconds: float

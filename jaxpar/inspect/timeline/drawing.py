@@ -194,7 +194,7 @@ def _stash_bytes(step: Step, batch: Any) -> list[int]:
     """Return the bytes that slots hold from forwards to backwards, and from I to W."""
     schedule = step.schedule
     assert schedule is not None
-    # Traced abstractly under `shard_map`, so that shapes are those of one device.
+    # Traced abstractly under `shard_map`, so that shapes are per device.
     state = step.abstract_state()
 
     def stash_arrays(
