@@ -217,7 +217,7 @@ DEFECTS = (
            "How long a process has been behind begins anew with every look."),
     # -- inspect and targets
     Defect("sums-counted", "inspect/expected.py", "parallel/test_microbatches.py",
-           "2 * (counted.metrics + len(step.local.ids))", "(counted.metrics + len(step.local.ids))",
+           "2 * (first_rank_uses.num_metrics + len(step.local.ids))", "(first_rank_uses.num_metrics + len(step.local.ids))",
            "The closed form counts one number for each metric, where a sum and a count are sent."),
     Defect("server-grads", "inspect/memory.py", "inspect/test_explain.py::test_of_a_server",
            "step.mesh.size * at_rest[\"grads\"]", "at_rest[\"grads\"]",
@@ -235,7 +235,7 @@ DEFECTS = (
            "return max((cause for cause in causes if cause is not None), key=rank, default=None)",
            "The line of a NaN is the last one that makes one, and not the first."),
     Defect("loop-trips", "inspect/predict/clock.py", "inspect/test_predict.py",
-           "total += trips * spent", "total += spent",
+           "total_seconds += trips * seconds", "total_seconds += seconds",
            "A predicted loop takes the time of one iteration."),
     # -- train
     Defect("returns-more", "run/train/finite.py", "run/train/test_faults.py::test_a_run_that_comes_no_further_stops",

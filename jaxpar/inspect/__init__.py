@@ -1,1 +1,1 @@
-"""What a strategy computes and costs, shown from the program itself."""
+"""Costs and faults of a training step, read from the program itself and compared with closed forms."""

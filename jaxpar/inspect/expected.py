@@ -1,14 +1,15 @@
-"""The collectives that a strategy should cost: what its rule promises, summed over leaves and their uses.
+"""The closed form of a step's collectives: what the strategy's rule promises, summed over the leaves and their uses.
 
-Each rule says beside its functions what it sends for one leaf (`parallel/`: `Promise.sends`), from its paper; `uses.py`
-counts how often one step fetches a leaf and gives its gradients. What all rules have in common is here: the sums of
-losses, stages, and the model's own collectives.
+Each rule states beside its functions what it sends for one leaf (`parallel/`: `Promise.sends`), after its paper.
+`uses.py` counts how often one step fetches a leaf and returns its gradients. This file adds what all rules have in
+common: the sums of losses and metrics, the messages between stages, and the model's own collectives.
 
-Each tick of a pipeline with a forward sends one message of the activations to the next rank, each with a backward one
-of their cotangents to the one before; ranks that share the epilogue reduce-scatter the last rank's activations and
-all-gather the cotangents, m times. Leaves outside the stages are reduced, and with ZeRO sharded, over `pipe` too; a
-stage's own leaf that is used outside the stack as well is all-gathered for that. Of ranks that run programs of their
-own, parts of a cut program, it is the one's that sends most.
+- In every tick with a forward, a pipeline sends one message with the activations to the next rank. In every tick with
+  a backward, it sends one with their cotangents to the previous rank.
+- Ranks that share the epilogue reduce-scatter the last rank's activations and all-gather the cotangents, m times.
+- Leaves outside the stages are reduced over `pipe` too, and ZeRO shards them over it. A stage's leaf that is also
+  used outside the stack is all-gathered for that use.
+- Where the ranks run different programs (stages that are parts of a cut program), the rank that sends most counts.
 """
 
 import math
@@ -20,87 +21,113 @@ import jax.numpy as jnp
 from ..layout.leaves import Leaf
 from ..parallel.data import Sent, rule_of
 from ..parallel.data.eight_bits import of_leaf
-from ..parallel.pipeline.flat.stages import used as used_by
+from ..parallel.pipeline.flat.stages import used as leaves_of_stages
 from ..step.core import Step
 from ..step.tracing import Traced
 from .ledger import Collective, Ledger
-from .uses import Counted, Runs, count, uses
+from .uses import StepUses, UseCounts, count, leaf_uses
 
 
 def expected(step: Step, batch: Any) -> Ledger:
-    """The ledger that the strategy's closed form gives for one training step on a batch of these shapes.
+    """Return the ledger that the strategy's closed form gives for one training step.
 
-    It stands for the jaxpr: `Ledger.from_jaxpr(step.trace(batch), step.mesh)` equals it in kinds, axes, dtypes,
-    counts and bytes. The model's own collectives (BatchNorm, `jp.all_rows`) are included as the model writes them.
-    Compiled programs have the same bytes, and besides them scalar all-reduces of the optimizer's norms.
+    `Ledger.from_jaxpr(step.trace(batch), step.mesh)` equals it in kinds, axes, dtypes, counts and bytes. The ledger
+    includes the model's own collectives (BatchNorm, `jp.all_rows`) as the model writes them. A compiled program has
+    the same bytes, plus scalar all-reduces for the optimizer's norms.
+
+    Args:
+      step: the training step.
+      batch: arrays or `jax.ShapeDtypeStruct`; only their shapes matter.
     """
     traced, rule = step.traced(batch), rule_of(step.strategy)
-    sizes, every = step.mesh.shape, count(step, traced)
-    counted = every[0]
-    found = max((_of_uses(step, traced, each) for each in every), key=lambda sent: sum(one.bytes for one in sent))
+    sizes, uses_by_rank = step.mesh.shape, count(step, traced)
+    first_rank_uses = uses_by_rank[0]
+    # Ranks may run different programs; the rank that sends most gives the ledger.
+    sent = max(
+        (_sent_for_leaves(step, traced, step_uses) for step_uses in uses_by_rank),
+        key=lambda rank_sent: sum(collective.bytes for collective in rank_sent),
+    )
+    # Exchanges once a step: between the stages of a cut program, and between the owners of matrices.
     if step.layout.storage.cut:
-        found += _exchanged(step, traced)
+        sent += _stage_exchanges(step, traced)
     if step.update.owners is not None:
-        found += [_entry(one, sizes) for one in step.update.owners.sends]
-    rows = tuple(traced.summed)
-    axes = ("pipe", *rows) if traced.schedule else rows
-    if axes and rule.promise.sums:
-        found.append(
-            _entry(Sent("all-reduce", axes, jnp.float32, 1, 2 * (counted.metrics + len(step.local.ids))), sizes)
+        sent += [_collective(collective, sizes) for collective in step.update.owners.sends]
+    row_axes = tuple(traced.summed)
+    sum_axes = ("pipe", *row_axes) if traced.schedule else row_axes
+    # The loss and every metric are sent as a sum and a count. The backward divides by the loss's count, so that this
+    # count is also sent ahead of it.
+    if sum_axes and rule.promise.sums:
+        sent.append(
+            _collective(
+                Sent("all-reduce", sum_axes, jnp.float32, 1, 2 * (first_rank_uses.num_metrics + len(step.local.ids))),
+                sizes,
+            )
         )
-        if counted.counts and rows:
-            found.append(_entry(Sent("all-reduce", rows, jnp.float32, 1, 1), sizes))
-    return Ledger(found)
+        if first_rank_uses.has_count and row_axes:
+            sent.append(_collective(Sent("all-reduce", row_axes, jnp.float32, 1, 1), sizes))
+    return Ledger(sent)
 
 
-def _of_uses(step: Step, traced: Traced, counted: Counted) -> list[Collective]:
-    """What uses of the leaves send, and the model itself."""
-    rule, found = rule_of(step.strategy), list(counted.own)
+def _sent_for_leaves(step: Step, traced: Traced, step_uses: StepUses) -> list[Collective]:
+    """Return the collectives that the uses of leaves cost, and the model's own."""
+    rule, sent = rule_of(step.strategy), list(step_uses.own)
     units, sizes = step.layout.storage.units, step.mesh.shape
-    for leaf, runs, used in zip(units, counted.runs, uses(step, traced, counted), strict=True):
-        found += _between_stages(step, leaf, runs)
-        sent = of_leaf(rule, leaf, step.tracing.in_fp8).promise.sends(used)
-        found += [_entry(one, sizes) for one in sent if one.axes and one.count]
-    return found
+    for leaf, use_counts, uses_of_leaf in zip(
+        units, step_uses.use_counts, leaf_uses(step, traced, step_uses), strict=True
+    ):
+        sent += _sent_between_stages(step, leaf, use_counts)
+        # A leaf may travel in 8 bits, and then has another promise.
+        promised = of_leaf(rule, leaf, step.tracing.in_fp8).promise.sends(uses_of_leaf)
+        sent += [_collective(collective, sizes) for collective in promised if collective.axes and collective.count]
+    return sent
 
 
-def _exchanged(step: Step, traced: Traced) -> Iterator[Collective]:
-    """What the stages of a cut program send once a step: an all-to-all of weights, and one of gradients back, as large
-    as p times what the largest stage has of one rank.
+def _stage_exchanges(step: Step, traced: Traced) -> Iterator[Collective]:
+    """Yield what the stages of a cut program exchange once a step.
+
+    It is an all-to-all of the weights, and one of the gradients back. Each is p times as large as one rank's share of
+    the largest stage: an all-to-all has equal parts, so smaller stages are padded.
     """
     layout, schedule = step.layout, traced.schedule
     assert schedule is not None
     ranks, rule = schedule.ranks, rule_of(step.strategy)
-    for sharded, dtype, only in (
+    for is_sharded, dtype_of, trainable_only in (
         ("params" in rule.sharded, step.policy.computed, False),
         (rule.at_once, step.policy.reduced, True),
     ):
-        most: dict[str, int] = {}
-        for some in used_by(traced.program, schedule):
-            sent: dict[str, int] = {}
-            for leaf in (layout.leaves[i].local for i in some if layout.leaves[i].dim is not None):
-                if leaf.trainable or not only:
-                    shards = math.prod(step.mesh.shape[axis] for axis in leaf.shard) if sharded else 1
-                    name = jnp.dtype(dtype(leaf.dtype)).name
-                    sent[name] = sent.get(name, 0) + math.prod(leaf.stored) // (ranks * shards)
-            most |= {name: max(n, most.get(name, 0)) for name, n in sent.items()}
-        for name, elements in most.items():
-            yield _entry(Sent("all-to-all", ("pipe",), name, 1, ranks * elements), step.mesh.shape)
+        largest_stage: dict[str, int] = {}  # dtype -> elements
+        for stage_leaves in leaves_of_stages(traced.program, schedule):
+            stage_elements: dict[str, int] = {}
+            for leaf in (layout.leaves[i].local for i in stage_leaves if layout.leaves[i].dim is not None):
+                if leaf.trainable or not trainable_only:
+                    shards = math.prod(step.mesh.shape[axis] for axis in leaf.shard) if is_sharded else 1
+                    name = jnp.dtype(dtype_of(leaf.dtype)).name
+                    stage_elements[name] = stage_elements.get(name, 0) + math.prod(leaf.stored) // (ranks * shards)
+            largest_stage |= {
+                name: max(num_elements, largest_stage.get(name, 0)) for name, num_elements in stage_elements.items()
+            }
+        for name, elements in largest_stage.items():
+            yield _collective(Sent("all-to-all", ("pipe",), name, 1, ranks * elements), step.mesh.shape)
 
 
-def _entry(one: Sent, sizes: Mapping[str, int]) -> Collective:
-    ranks = math.prod(sizes[axis] for axis in one.axes)
-    return Collective(one.kind, one.axes, jnp.dtype(one.dtype).name, one.count, one.bytes, ranks=ranks)
+def _collective(sent: Sent, sizes: Mapping[str, int]) -> Collective:
+    """Return the ledger's entry for collectives that a rule promises; `sizes` has the size of each mesh axis."""
+    num_ranks = math.prod(sizes[axis] for axis in sent.axes)
+    return Collective(sent.kind, sent.axes, jnp.dtype(sent.dtype).name, sent.count, sent.bytes, ranks=num_ranks)
 
 
-def _between_stages(step: Step, leaf: Leaf, runs: Runs) -> Iterator[Collective]:
-    """What a use outside the stack sends of a leaf whose layers are spread over `pipe`: all of them."""
+def _sent_between_stages(step: Step, leaf: Leaf, use_counts: UseCounts) -> Iterator[Collective]:
+    """Yield what uses outside the stack send of a leaf whose layers are spread over `pipe`: all of its layers."""
     if leaf.layers is None:
         return
-    (fetched, _), (given, _) = runs.fetched, runs.given
-    compute, reduce = step.policy.computed(leaf.dtype), step.policy.reduced(leaf.dtype)
+    (num_fetches, _), (num_gradients, _) = use_counts.fetches, use_counts.gradients
+    compute_dtype, reduce_dtype = step.policy.computed(leaf.dtype), step.policy.reduced(leaf.dtype)
     elements = math.prod(leaf.local.shape)
-    if fetched:
-        yield _entry(Sent("all-gather", ("pipe",), compute, fetched, fetched * elements), step.mesh.shape)
-    if given and leaf.trainable:
-        yield _entry(Sent("reduce-scatter", ("pipe",), reduce, given, given * elements), step.mesh.shape)
+    if num_fetches:
+        yield _collective(
+            Sent("all-gather", ("pipe",), compute_dtype, num_fetches, num_fetches * elements), step.mesh.shape
+        )
+    if num_gradients and leaf.trainable:
+        yield _collective(
+            Sent("reduce-scatter", ("pipe",), reduce_dtype, num_gradients, num_gradients * elements), step.mesh.shape
+        )

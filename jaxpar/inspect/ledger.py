@@ -1,17 +1,23 @@
-"""The ledger: every collective of a program, by kind, mesh axes, dtype, count and bytes per device and step.
+"""The ledger of a program: its collectives by kind, mesh axes, dtype, count and bytes per device and step.
 
-It is read from two places, which answer different questions:
+A ledger is read from one of two sources, which answer different questions:
 
-- **The jaxpr** (`Ledger.from_jaxpr`): what the author wrote inside `shard_map`. Its counts are portable. It has no
-  collective that the partitioner adds later (the update at `jit` level, `tensor`), and a dim that is automatic over
-  some axis counts whole.
-- **The compiled program** (`Ledger.from_hlo`): what runs. Bytes are portable; counts are not, because each compiler
-  combines collectives as it likes, and an all-reduce followed by a slice may stand for a reduce-scatter: what is there
-  is reported. The CPU backend widens bfloat16 collectives to float32, so dtypes and bytes differ there.
+- **The jaxpr** (`Ledger.from_jaxpr`) has the collectives that the author wrote inside `shard_map`. Its counts are
+  portable. It lacks the collectives that the partitioner adds later (the update at `jit` level, `tensor`). A dim that
+  is automatic over some axis counts with its full size.
+- **The compiled program** (`Ledger.from_hlo`) has the collectives that run. Its bytes are portable. Its counts are not,
+  because each compiler combines collectives differently. An all-reduce followed by a slice may replace a
+  reduce-scatter; the ledger reports the all-reduce. The CPU backend widens bfloat16 collectives to float32, so dtypes
+  and bytes differ there.
 
-`bytes` are those of the whole buffer that a device takes part in, times the count: output for all-gather, input for
-every other kind. `sent` is what a device puts on the wire, by the ring convention: (n - 1)/n of the buffer in a group
-of n, for all-reduce twice that, and all of it for a permute. Groups of one device move nothing and are dropped.
+`bytes` is the size of the whole buffer that a device takes part in, times the count: the output of an all-gather, the
+input of every other kind. `sent` is what a device puts on the wire, by the ring convention:
+
+    all-reduce                    2 (n - 1)/n of the buffer in a group of n devices
+    permute                       all of the buffer
+    every other kind              (n - 1)/n of the buffer
+
+Groups of one device send nothing and are dropped.
 """
 
 import dataclasses
@@ -37,141 +43,192 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Collective))
 
 
 class Ledger(tuple[Collective, ...]):
-    """The collectives of a program: a tuple of `Collective`, alike ones added up, sorted by kind, axes and dtype."""
+    """The collectives of a program: a tuple of `Collective`, equal ones merged, sorted by kind, axes and dtype."""
 
     def __new__(cls, collectives: Iterable[Collective] = ()) -> Self:  # noqa: D102 - the class says it
         return super().__new__(cls, merged(collectives))
 
     @classmethod
     def from_jaxpr(cls, jaxpr: Any, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Self:
-        """Collectives written in a program, through jit, scan, cond, while, remat, custom derivatives, shard_map.
+        """Read the collectives of a jaxpr, through jit, scan, cond, while, remat, custom derivatives and shard_map.
 
         Args:
-          jaxpr: `jax.make_jaxpr(f)(...)`. What nobody reads is left out, as compilers leave it out (a derivative of
-            `max` counts the elements that tie, even if it is then stopped).
-          mesh: the mesh of its `shard_map`; gives the size of each axis.
+          jaxpr: `jax.make_jaxpr(f)(...)`. Dead code is left out, as compilers leave it out. (A derivative of `max`, for
+            example, counts the elements that tie, even if it is stopped later.)
+          mesh: the mesh of its `shard_map`, for the size of each axis.
 
         Raises:
           ValueError: a collective runs over an axis that `mesh` lacks.
         """
         program = opened(jaxpr)[0]
-        read = fold(live(program.eqns, program.outvars), functools.partial(_operations, mesh))
-        return cls(collectives(read, Nesting()))
+        operations = fold(live(program.eqns, program.outvars), functools.partial(_program_operations, mesh))
+        return cls(collectives(operations, Nesting()))
 
     @classmethod
     def from_hlo(cls, text: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Self:
-        """Collectives of a compiled program; loops count by their `known_trip_count`.
+        """Read the collectives of a compiled program; loops count by their `known_trip_count`.
 
         Args:
           text: `compiled.as_text()`, from the CPU, GPU or TPU compiler.
-          mesh: the mesh that it was compiled for, devices in the program's order.
+          mesh: the mesh for which it was compiled, with the devices in the program's order.
 
         Raises:
-          ValueError: the program is for another number of devices, or has a form of groups or a dtype not known here.
+          ValueError: the program is for another number of devices, or has a form of groups or a dtype that is unknown
+            here.
         """
         return cls.of(Executable(text, mesh))
 
     @classmethod
     def of(cls, *programs: Executable) -> Self:
-        """The same of programs that were read before, with their mesh."""
-        return cls(one for program in programs for one in collectives(program.operations, Nesting()))
+        """Read the collectives of programs that were parsed before, each with its mesh."""
+        return cls(collective for program in programs for collective in collectives(program.operations, Nesting()))
 
     def by(self, *fields: str, value: str = "bytes") -> dict[Any, int]:
-        """Sums of `value` ("bytes", "sent" or "count") by the given fields: `by("kind", "axes")` has keys (kind, axes).
+        """Sum `value` ("bytes", "sent" or "count") by the given fields: `by("kind", "axes")` has keys (kind, axes).
 
         One field gives plain keys: `by("dtype")` is {"float32": ...}.
 
         Raises:
-          ValueError: no such field, or a collective runs in a loop of unknown length.
+          ValueError: there is no such field, or a collective runs in a loop of unknown length.
         """
         self._check(*fields, *({value} - {"sent"}))
         sums: dict[Any, int] = {}
-        for one in self:
-            if one.count is None:
+        for collective in self:
+            if collective.count is None:
                 raise ValueError(
-                    f"{one.kind} over {one.axes} of {one.dtype} runs in a while loop of unknown length and cannot be "
-                    "summed; use lax.scan or static bounds, or read the ledger's entries one by one"
+                    f"{collective.kind} over {collective.axes} of {collective.dtype} runs in a while loop of unknown "
+                    "length and cannot be summed; use lax.scan or static bounds, or read the ledger's entries one by "
+                    "one"
                 )
-            key = tuple(getattr(one, field) for field in fields)
+            key = tuple(getattr(collective, field) for field in fields)
+            # A plain key reads better than a tuple of one.
             key = key[0] if len(fields) == 1 else key
-            sums[key] = sums.get(key, 0) + getattr(one, value)
+            sums[key] = sums.get(key, 0) + getattr(collective, value)
         return sums
 
-    def total(self, value: str = "bytes", **where: Any) -> int:
-        """Sum of `value` ("bytes", "sent" or "count") where fields are as given: `total(dtype="bfloat16")`.
+    def total(self, value: str = "bytes", **conditions: Any) -> int:
+        """Sum `value` ("bytes", "sent" or "count") over entries with the given fields: `total(dtype="bfloat16")`.
 
         Raises:
-          ValueError: as `by`; or a kind that no collective has, or axes that are no tuple, which nothing could equal.
+          ValueError: as `by`; or no collective has this kind, or axes are not a tuple, so that no entry could match.
         """
-        if where.get("kind", "all-reduce") not in KINDS:
-            raise ValueError(f"kind={where['kind']!r} is no collective; use {', '.join(KINDS)}")
-        if not isinstance(where.get("axes", ()), tuple):
-            raise ValueError(f"axes={where['axes']!r} is no tuple of axes; use for example axes=('fsdp',)")
-        self._check(*where)
-        chosen = Ledger(one for one in self if all(getattr(one, field) == v for field, v in where.items()))
+        # A misspelt kind, or a string of axes, would silently sum to 0.
+        if conditions.get("kind", "all-reduce") not in KINDS:
+            raise ValueError(f"kind={conditions['kind']!r} is no collective; use {', '.join(KINDS)}")
+        if not isinstance(conditions.get("axes", ()), tuple):
+            raise ValueError(f"axes={conditions['axes']!r} is no tuple of axes; use for example axes=('fsdp',)")
+        self._check(*conditions)
+        chosen = Ledger(
+            collective
+            for collective in self
+            if all(getattr(collective, field) == expected_value for field, expected_value in conditions.items())
+        )
         return chosen.by(value=value).get((), 0)
 
     @staticmethod
     def _check(*fields: str) -> None:
+        """Raise ValueError for a field that entries do not have."""
         if unknown := set(fields) - set(FIELDS):
             raise ValueError(f"a collective has no {sorted(unknown)}; use {', '.join(FIELDS)}")
 
     def __str__(self) -> str:
-        """A table with one line for each collective."""
+        """Return a table with one line for each entry."""
         flags = ("asynchronous", "overlapped", "in_loop", "conditional")
         rows = [("kind", "axes", "dtype", "count", "bytes", "sent", "")]
-        for one in self:
-            notes = " ".join(flag for flag in flags if getattr(one, flag))
-            count = "?" if one.count is None else str(one.count)
-            rows.append((one.kind, "+".join(one.axes), one.dtype, count, f"{one.bytes:,}", f"{one.sent:,}", notes))
+        for collective in self:
+            notes = " ".join(flag for flag in flags if getattr(collective, flag))
+            count = "?" if collective.count is None else str(collective.count)
+            rows.append(
+                (
+                    collective.kind,
+                    "+".join(collective.axes),
+                    collective.dtype,
+                    count,
+                    f"{collective.bytes:,}",
+                    f"{collective.sent:,}",
+                    notes,
+                )
+            )
         return table(rows, "<<<>>><")
 
 
 def collectives(operations: Sequence[Operation], nesting: Nesting) -> Iterator[Collective]:
-    """Those of a compiled program, or of a loop's body, each for itself."""
-    for position, one in enumerate(operations):
-        if isinstance(one, Start):
-            until = itertools.takewhile(functools.partial(operator.ne, Done(one.name)), operations[position + 1 :])
-            hidden = not one.waits and any(map(_computes, until))
-            here = dataclasses.replace(nesting, asynchronous=not one.waits, overlapped=hidden)
-            yield from here.collectives(one.kind, one.axes, one.ranks, one.buffers, one.name)
-        elif isinstance(one, While) and one.rank is None:
-            yield from collectives(one.body, nesting.loop(one.trips))
-        elif isinstance(one, Choice):
-            yield from nesting.branches([functools.partial(collectives, branch) for branch in one.branches])
-    if own := of_ranks(operations):
-        yield from nesting.branches([functools.partial(collectives, loops) for loops in own.values()])
+    """Yield the collectives of a compiled program or of a loop's body, unmerged.
+
+    Args:
+      operations: in the order of the schedule.
+      nesting: the loops and conditionals around them.
+    """
+    for position, operation in enumerate(operations):
+        if isinstance(operation, Start):
+            # A collective overlaps with compute if some kernel is scheduled between its start and its done.
+            operations_until_done = itertools.takewhile(
+                functools.partial(operator.ne, Done(operation.name)), operations[position + 1 :]
+            )
+            is_overlapped = not operation.waits and any(map(_has_kernels, operations_until_done))
+            start_nesting = dataclasses.replace(nesting, asynchronous=not operation.waits, overlapped=is_overlapped)
+            yield from start_nesting.collectives(
+                operation.kind, operation.axes, operation.ranks, operation.buffers, operation.name
+            )
+        elif isinstance(operation, While) and operation.rank is None:
+            yield from collectives(operation.body, nesting.loop(operation.trips))
+        elif isinstance(operation, Choice):
+            yield from nesting.branches([functools.partial(collectives, branch) for branch in operation.branches])
+    # A device runs only its own rank's loops, so they count like the branches of a conditional.
+    if loops_by_rank := of_ranks(operations):
+        yield from nesting.branches([functools.partial(collectives, loops) for loops in loops_by_rank.values()])
 
 
-def _computes(one: Operation) -> bool:
-    inside = one.body if isinstance(one, While) else itertools.chain(*one.branches) if isinstance(one, Choice) else ()
-    return one.computes if isinstance(one, Kernel) else any(map(_computes, inside))
+def _has_kernels(operation: Operation) -> bool:
+    """Return whether an operation, or one that it contains, is a kernel that computes."""
+    body = (
+        operation.body
+        if isinstance(operation, While)
+        else itertools.chain(*operation.branches)
+        if isinstance(operation, Choice)
+        else ()
+    )
+    return operation.computes if isinstance(operation, Kernel) else any(map(_has_kernels, body))
 
 
-def _operations(mesh: Any, eqns: Sequence[Any], held: Sequence[Sequence[list[Operation]]]) -> list[Operation]:
-    """A program as if it were compiled, from those that each of its equations holds."""
-    return [one for eqn, inner in zip(eqns, held, strict=True) for one in _operation(mesh, eqn, inner)]
+def _program_operations(
+    mesh: Any, eqns: Sequence[Any], inner_operations: Sequence[Sequence[list[Operation]]]
+) -> list[Operation]:
+    """Return the operations that a compiled form of these equations would have.
+
+    `inner_operations` has, for each equation, the operations of each program that it contains.
+    """
+    return [
+        operation
+        for eqn, programs in zip(eqns, inner_operations, strict=True)
+        for operation in _eqn_operations(mesh, eqn, programs)
+    ]
 
 
-def _operation(mesh: Any, eqn: Any, held: Sequence[list[Operation]]) -> Iterable[Operation]:
-    name, inside = eqn.primitive.name, tuple(itertools.chain(*held))
+def _eqn_operations(mesh: Any, eqn: Any, inner_operations: Sequence[list[Operation]]) -> Iterable[Operation]:
+    """Return the operations of one equation: a start, a choice, a loop, or the operations of its inner programs."""
+    name, all_inner_operations = eqn.primitive.name, tuple(itertools.chain(*inner_operations))
     if kind := PRIMITIVES.get(name.removesuffix("_start")):
-        named = axes_of(eqn)
-        if unknown := set(named) - set(mesh.axis_names):
+        eqn_axes = axes_of(eqn)
+        if unknown := set(eqn_axes) - set(mesh.axis_names):
             raise ValueError(
                 f"{name} runs over {sorted(unknown)}, mesh has {mesh.axis_names}; give the mesh of the shard_map"
             )
-        axes = tuple(axis for axis in mesh.axis_names if axis in named and mesh.shape[axis] > 1)
-        group = math.prod(mesh.shape[axis] for axis in axes)
-        if parts := eqn.params.get("axis_index_groups"):
-            axes, group = (f"{len(parts[0])} of {'+'.join(axes)}",), len(parts[0])
-        avals = [v.aval for v in eqn.invars[: 1 if kind == "ragged-all-to-all" else None]]
-        buffers = whole(kind, group, ((a.dtype.name, a.size * a.dtype.itemsize) for a in avals))
-        return [Start("", "", kind, axes, sum(buffers.values()), (), True, buffers, group)]
+        # Axes in mesh order, without axes of one device, as compiled programs have them.
+        axes = tuple(axis for axis in mesh.axis_names if axis in eqn_axes and mesh.shape[axis] > 1)
+        group_size = math.prod(mesh.shape[axis] for axis in axes)
+        # Groups that are parts of axes have no axis name: they are named by their size.
+        if index_groups := eqn.params.get("axis_index_groups"):
+            axes, group_size = (f"{len(index_groups[0])} of {'+'.join(axes)}",), len(index_groups[0])
+        # A ragged all-to-all also takes offsets and sizes; only its first operand is sent.
+        avals = [var.aval for var in eqn.invars[: 1 if kind == "ragged-all-to-all" else None]]
+        buffers = whole(kind, group_size, ((aval.dtype.name, aval.size * aval.dtype.itemsize) for aval in avals))
+        return [Start("", "", kind, axes, sum(buffers.values()), (), True, buffers, group_size)]
     if name == "cond":
-        return [Choice("", tuple(map(tuple, held)))]
+        return [Choice("", tuple(map(tuple, inner_operations)))]
     if name in ("scan", "while"):
-        share = share_of(str(eqn.source_info.name_stack)) if name == "while" else None
-        trips = share.runs if share else eqn.params.get("length")
-        return [While("", trips, inside, rank=share.rank if share else None)]
-    return inside
+        # A while loop may run another number of trips on each rank of a pipeline; its name stack tells which.
+        rank_share = share_of(str(eqn.source_info.name_stack)) if name == "while" else None
+        trips = rank_share.runs if rank_share else eqn.params.get("length")
+        return [While("", trips, all_inner_operations, rank=rank_share.rank if rank_share else None)]
+    return all_inner_operations

@@ -1,4 +1,4 @@
-"""What a device holds in a step: at rest, between forward and backward, and as the compiler counts it."""
+"""The memory of a device in a step: the state at rest, saved activations, and the compiled program."""
 
 import math
 from collections.abc import Callable
@@ -20,20 +20,20 @@ from .timeline.drawing import held_bytes
 
 @dataclass(frozen=True)
 class Memory:
-    """What one device holds in a step, in bytes.
+    """The memory that one device uses in a step, in bytes.
 
     Attributes:
-      params, grads, optimizer: at rest on the device, as the layout stores them; a server's gradients are those of all
-        replicas.
-      saved: what the forward of one microbatch leaves for its backward, as traced (compilers may keep less); of a
-        pipeline its stash, of a server's replica that of all microbatches. It is among the temporaries, or with
-        `offload` in the host's memory.
-      host: of the compiled program in the host's memory, for each device.
-      host_state: of that, parameters and the optimizer's state.
-      arguments, outputs, temporaries: of the compiled program, as `memory_analysis()` has them; gradients are among
-        the temporaries, or where programs follow each other among arguments and outputs.
-      total: arguments, outputs and temporaries, memory that an output takes over from an argument counted once.
-      program: which program that is: "step", or of those that follow each other the one that needs most.
+      params, grads, optimizer: the state at rest on the device, as the layout stores it. A server stores the gradients
+        of all replicas.
+      saved: the activations that the forward of one microbatch saves for its backward, as traced (compilers may keep
+        less). For a pipeline it is the stash, for a server's replica the activations of all microbatches. They are
+        part of the temporaries, or with `offload` in the host's memory.
+      host: the compiled program's arrays in the host's memory, per device.
+      host_state: the part of `host` that is parameters and optimizer state.
+      program: the name of the compiled program: "step", or the largest of several programs that run in turn.
+      arguments, outputs, temporaries: of the compiled program, as in `memory_analysis()`. Gradients are temporaries, or
+        arguments and outputs where programs run in turn.
+      total: arguments, outputs and temporaries. An output that reuses an argument's memory is counted once.
     """
 
     params: int
@@ -50,50 +50,63 @@ class Memory:
 
 
 def of_step(step: Step, batch: Any, compiled: jax.stages.Compiled) -> dict[str, Memory]:
-    """The memory of "each device", since all are alike."""
-    parts: dict[str, Any] = {**step.layout.bytes, "saved": saved(step, batch), **_program("step", compiled)}
-    parts["host_state"] = sum(step.layout.host_bytes.values())
-    return {"each device": Memory(**parts)}
+    """Return the memory of "each device"; all devices use the same."""
+    fields: dict[str, Any] = {**step.layout.bytes, "saved": saved(step, batch), **_program_bytes("step", compiled)}
+    fields["host_state"] = sum(step.layout.host_bytes.values())
+    return {"each device": Memory(**fields)}
 
 
 def of_server(step: ServerStep, batch: Any, programs: dict[str, jax.stages.Compiled]) -> dict[str, Memory]:
-    """The server holds the optimizer's state while it is a replica too, and every replica's gradients at the end."""
+    """Return the memory of the "server" and of the "others", its replicas.
+
+    The server stores the optimizer state while it runs as a replica, and the gradients of all replicas in the update.
+    """
     at_rest: dict[str, Any] = {**step.layout.bytes, "host_state": 0}
-    sizes = {name: _program(name, compiled) for name, compiled in programs.items()}
-    replica = max((sizes[name] for name in OF_REPLICAS), key=lambda p: p["total"])
-    replica = replica | {"saved": step.strategy.microbatches * saved(step, batch)}
-    with_state = replica | {"total": replica["total"] + at_rest["optimizer"]}
-    server = max([with_state, sizes["update"] | {"saved": 0}], key=lambda p: p["total"])
+    program_bytes = {name: _program_bytes(name, compiled) for name, compiled in programs.items()}
+    replica_bytes = max((program_bytes[name] for name in OF_REPLICAS), key=lambda program: program["total"])
+    replica_bytes = replica_bytes | {"saved": step.strategy.microbatches * saved(step, batch)}
+    # Replicas run forward and backward, then the server runs the update: its peak is the larger of both.
+    replica_with_state = replica_bytes | {"total": replica_bytes["total"] + at_rest["optimizer"]}
+    server_bytes = max(
+        [replica_with_state, program_bytes["update"] | {"saved": 0}], key=lambda program: program["total"]
+    )
     return {
-        "server": Memory(**{**at_rest, "grads": step.mesh.size * at_rest["grads"], **server}),
-        "others": Memory(**{**at_rest, "optimizer": 0, **replica}),
+        "server": Memory(**{**at_rest, "grads": step.mesh.size * at_rest["grads"], **server_bytes}),
+        "others": Memory(**{**at_rest, "optimizer": 0, **replica_bytes}),
     }
 
 
-def _program(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
-    found: Any = compiled.memory_analysis()
-    host = found.host_argument_size_in_bytes + found.host_temp_size_in_bytes
-    return program_memory(compiled) | {"program": name, "host": host}
+def _program_bytes(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """Return the fields of `Memory` that describe a compiled program."""
+    analysis: Any = compiled.memory_analysis()
+    host_bytes = analysis.host_argument_size_in_bytes + analysis.host_temp_size_in_bytes
+    return program_memory(compiled) | {"program": name, "host": host_bytes}
 
 
 class WholeAccess:
-    """An `Access` to leaves that are whole already."""
+    """An `Access` to leaves that are stored whole on every device."""
 
     def __init__(self, sends: Callable[[int], tuple[bool, bool]] = lambda index: (False, False)):
         self.sends = sends
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        """The leaf."""
+        """Return the leaf unchanged."""
         return value
 
     def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
-        """Its gradient."""
+        """Return the gradient unchanged."""
         return cotangent
 
 
 def saved(step: Step, batch: Any) -> int:
-    """Bytes that a device keeps of a forward, of one microbatch or of concurrent ones, for its backward; of a pipeline,
-    of all that its ring of slots can hold. `batch` is arrays or `jax.ShapeDtypeStruct`; nothing is compiled.
+    """Return the bytes that a device saves in a forward for its backward.
+
+    It counts the forward of one microbatch, or of concurrent ones; for a pipeline, the capacity of its ring of slots.
+    Nothing is compiled.
+
+    Args:
+      step: the training step.
+      batch: arrays or `jax.ShapeDtypeStruct`.
     """
     if step.schedule is not None:
         return held_bytes(step, batch)
@@ -101,30 +114,37 @@ def saved(step: Step, batch: Any) -> int:
 
 
 def in_flight(step: Step, batch: Any) -> tuple[int, int]:
-    """Bytes of weights and of gradients that a device's loops over layers hold beside those of the layer that runs,
-    since they gather ahead and reduce behind; nothing is compiled.
+    """Return the bytes of weights and of gradients that loops over layers have in flight on a device.
+
+    Loops gather the next layer's weights ahead and reduce the previous layer's gradients behind. These buffers add to
+    those of the running layer. Nothing is compiled.
     """
     schedule = step.schedule
     if step.strategy.server or step.layout.storage.cut or (schedule is not None and not schedule.in_turn):
         return 0, 0
     loss = step.traced(batch)
-    main = loss.program.main
-    if schedule is not None and (main is None or main.length <= schedule.ranks):
+    main_stack = loss.program.main
+    if schedule is not None and (main_stack is None or main_stack.length <= schedule.ranks):
         return 0, 0
-    whole = WholeAccess(RuleAccess(step.layout, step.rule, loss.program, step.strategy).sends)
-    found = jax.eval_shape(lambda leaves: loss.program.in_flight(whole, leaves), loss.leaves)
-    flights = [flight for at, flight in found.items() if schedule is None or loss.program.pieces[at] is main]
-    size = lambda arrays: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
-    return size([flight.weights for flight in flights]), size([flight.gradients for flight in flights])
+    # Shapes are enough. The access only has to tell which leaves the rule communicates.
+    access = WholeAccess(RuleAccess(step.layout, step.rule, loss.program, step.strategy).sends)
+    flights_by_piece = jax.eval_shape(lambda leaves: loss.program.in_flight(access, leaves), loss.leaves)
+    flights = [
+        flight
+        for piece_index, flight in flights_by_piece.items()
+        if schedule is None or loss.program.pieces[piece_index] is main_stack
+    ]
+    num_bytes = lambda arrays: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+    return num_bytes([flight.weights for flight in flights]), num_bytes([flight.gradients for flight in flights])
 
 
 class ForwardCost(NamedTuple):
-    """A forward on a device.
+    """The cost of a forward on a device.
 
     Attributes:
-      flops: of its matrix products.
-      products: how many they are.
-      saved: bytes that its backward needs of it.
+      flops: the FLOPs of its matrix products.
+      products: the number of its matrix products.
+      saved: the bytes that its backward needs.
     """
 
     flops: float
@@ -133,21 +153,22 @@ class ForwardCost(NamedTuple):
 
 
 def forward(step: Step, batch: Any) -> ForwardCost:
-    """What a forward on a device computes and keeps, of one microbatch or of concurrent ones.
+    """Return the cost of a forward on a device, of one microbatch or of concurrent ones. It does not support pipelines.
 
-    Counted as kept are the arrays that JAX's derivatives ask for and those that pass from one piece of the loss to the
-    next, each once, without weights and batch. Not for pipelines.
+    Saved arrays are needed by JAX's derivatives, or pass from one piece of the loss to the next. Each
+    counts once; weights and the batch are left out.
     """
     loss = step.traced(batch)
 
-    def tape(leaves: list[Any], *inputs: Any) -> Any:
+    def saved_by_pieces(leaves: list[Any], *inputs: Any) -> Any:
         *_, tape = Loss(loss, WholeAccess(), leaves).forward(*inputs)
-        # Of a segment come what it saved and, of an epilogue, its weights.
-        return [(inputs, kept[0] if isinstance(kept, tuple) else kept) for inputs, kept in tape]
+        # A segment's entry is a tuple: what it saved, and for an epilogue its weights.
+        return [(inputs, saved[0] if isinstance(saved, tuple) else saved) for inputs, saved in tape]
 
-    traced, _ = jx.trace(tape, loss.leaves, *loss.inputs, axes=loss.traced_axes)
-    kept = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
+    traced, _ = jx.trace(saved_by_pieces, loss.leaves, *loss.inputs, axes=loss.traced_axes)
+    # Inputs and constants are weights and the batch, which exist anyway.
+    saved_arrays = {v for v in traced.outvars if not jx.is_literal(v)} - {*traced.invars, *traced.constvars}
     flops = 2.0 * sum(count for count, _ in jx.matmuls(loss.program.eqns).values())
-    saved = sum(map(jx.nbytes, kept))
-    products = sum(runs for eqn, runs in visit(loss.program.eqns) if eqn.primitive.name in PRODUCTS)
+    saved = sum(map(jx.nbytes, saved_arrays))
+    products = sum(num_runs for eqn, num_runs in visit(loss.program.eqns) if eqn.primitive.name in PRODUCTS)
     return ForwardCost(flops, products, saved)

@@ -1,18 +1,22 @@
-"""remat="auto": what becomes of each value that layers leave for their backwards, so that a step fits its budget.
+"""remat="auto": save, recompute or offload each value that layers leave for their backwards, under a budget.
 
-Each value of a layer of a stack is saved (s), computed again (r), or with `offload` sent to the host and back (h):
+Each value of a stack's layer is saved (s), recomputed (r), or with `offload` sent to the host and back (h):
 
-    cost      s  its bytes, for every layer     r  seconds of the equations that make it, of what is kept
-                                                h  none, while a layer's copies take no longer than its computation
-    choose    the least seconds whose bytes fit, by changes of one value or two from three beginnings
-    compile   what the compiler's total is beyond the budget, or below it, goes back into "fit"
+    cost      s  its bytes, for every layer
+              r  the seconds of the equations that compute it from saved values
+              h  none, while a layer's copies take no longer than its computation
+    choose    the fewest seconds whose bytes fit: a descent from each of three uniform choices (all s, all r, all h),
+              which changes one or two values at a time
+    compile   compare the compiler's total with the budget, correct the bytes that "choose" may use, and repeat
 
-Seconds are those of products at the share of the peak that large ones reach, of collectives over a host's links, and of
-bytes for all else that is no part of another kernel (`predict/efficiency.py`). Of the programs that fit the fastest one
-is taken, as predicted: compilers start copies later than they could, so with `offload` choices without the host are
-compiled too.
+Seconds are estimates (`predict/efficiency.py`). Matrix products run at the share of the peak that large ones reach, and
+collectives over a host's links. Any other equation takes the time of its bytes, or none if it is part of another
+kernel.
 
-Rematerialisation as a choice under a budget: Chen et al. 2016 (arXiv:1604.06174); with transfers to the host: Beaumont
+Of the compiled programs that fit, the fastest as predicted is taken. Compilers start copies later than they could, so
+with `offload` choices without the host are compiled too.
+
+Rematerialisation as a choice under a budget: Chen et al. 2016 (arXiv:1604.06174). With transfers to the host: Beaumont
 et al. 2021 (POFO).
 """
 
@@ -38,22 +42,22 @@ from .predict.efficiency import estimated_seconds
 from .predict.prediction import predict
 
 AnyStep = TypeVar("AnyStep", bound=Step)
-_COMPILED = 5  # programs, without the host and with it
-_NEAR = 0.02  # of the budget: a choice that is so near is not tried to be bettered
+_MAX_COMPILATIONS = 5  # without the host, and as many with it
+_CLOSE_ENOUGH = 0.02  # of the budget: a program that leaves less unused is not improved any more
 WORDS = {"s": "save", "r": "recompute", "h": "host"}
 
 
 @dataclass(frozen=True)
 class ChosenValue:
-    """What becomes of one value of a stack's layers.
+    """The choice for one value of a stack's layers.
 
     Attributes:
-      what: the primitive that makes it, dtype and shape on a device.
+      what: the primitive that computes it, with dtype and shape on a device.
       where: the line of the model.
-      bytes: of all layers, of one microbatch or of concurrent ones; of a pipeline's rank, of all its slots.
+      bytes: bytes of all layers, of one microbatch or of concurrent ones; for a pipeline's rank, of all its slots.
       choice: "save", "recompute" or "host".
-      seconds: of a step, that computing it again takes while all others stay as chosen; of a copy both ways, which may
-        be hidden behind layers.
+      seconds: for "recompute", the seconds of a step that it adds to all other choices. For "host", the seconds of its
+        copies both ways, which may overlap with layers.
     """
 
     what: str
@@ -64,7 +68,7 @@ class ChosenValue:
 
 
 class _Cost(NamedTuple):
-    """Bytes of a device and of its host, and seconds of a step."""
+    """Bytes on a device and on its host, and seconds of a step."""
 
     device: int
     host: int
@@ -73,11 +77,13 @@ class _Cost(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Stack:
-    """One stack's residuals, and what choices of them cost in a step, over all its layers.
+    """One stack's residuals, and the cost of choices for them in a step, over all its layers.
 
     Attributes:
-      layers: of how many a device holds them at once; of a pipeline in all its slots.
-      runs: how many it runs in a step.
+      residuals: the values of one layer.
+      layers: the number of layers whose values a device stores at once; for a pipeline, in all its slots.
+      runs: the number of layers that run in a step.
+      hardware: the device's numbers.
     """
 
     residuals: Residuals
@@ -86,96 +92,134 @@ class _Stack:
     hardware: Hardware
 
     @functools.cached_property
-    def large(self) -> list[int]:
-        """Which values are 1% of all or more: the others are saved."""
-        sizes = [jx.nbytes(v) for v in self.residuals.values]
-        return [at for at, n in enumerate(sizes) if 100 * n >= sum(sizes)]
+    def large_indices(self) -> list[int]:
+        """The indices of values with at least 1% of the bytes. The others are always saved."""
+        sizes = [jx.nbytes(value) for value in self.residuals.values]
+        return [index for index, nbytes in enumerate(sizes) if 100 * nbytes >= sum(sizes)]
 
-    def all(self, letter: str) -> str:
-        """The choice of one letter for all large values."""
-        return "".join(letter if at in self.large else "s" for at in range(len(self.residuals.values)))
+    def uniform_choice(self, letter: str) -> str:
+        """Return the choice of one letter for all large values."""
+        return "".join(letter if index in self.large_indices else "s" for index in range(len(self.residuals.values)))
 
     @functools.cached_property
-    def _seconds(self) -> dict[int, float]:
+    def _seconds_by_eqn(self) -> dict[int, float]:
+        """The estimated seconds of each equation, by its id."""
         return {id(eqn): _equation_seconds(eqn, self.hardware) for eqn in self.residuals.eqns}
 
-    @functools.cache  # noqa: B019 of one search
+    @functools.cache  # noqa: B019 - a stack lives for one search
     def cost(self, choice: str) -> _Cost:
-        """Bytes that all layers leave on the device (of what is on the host, two layers) and there, and seconds."""
-        kept, eqns = self.residuals.kept(choice), self.residuals.eqns
-        sent = {v for v, there in zip(kept.values, kept.host, strict=True) if there}
-        host, speed = sum(map(jx.nbytes, sent)), self.hardware.host_bandwidth or 1
-        forward, again = (sum(self._seconds[id(eqn)] for eqn in run) for run in (eqns, kept.again))
-        now, ended = 0.0, [0.0, 0.0]
-        for seconds, made in [(0.0, self.residuals.inputs), *((self._seconds[id(eqn)], eqn.outvars) for eqn in eqns)]:
-            now += seconds
-            for v in (v for v in made if v in sent):
-                # A copy begins once its value is there, and XLA has two under way at most: kernels wait for the first.
-                now = max(now, ended[-2])
-                ended.append(max(now, ended[-1]) + jx.nbytes(v) / speed)
-        waits = max(now, ended[-1]) - forward + max(0.0, host / speed - 2 * forward - again)
-        held = self.layers * (sum(map(jx.nbytes, kept.values)) - host) + min(2, self.layers) * host
-        return _Cost(held, self.layers * host, self.runs * (again + waits))
+        """Return the bytes that all layers leave on the device and the host, and the seconds added to a step.
 
-    def described(self, choice: str) -> Iterator[ChosenValue]:
-        """Each value and its choice."""
-        made = {v: eqn for eqn in self.residuals.eqns for v in eqn.outvars}
-        kept = self.residuals.kept(choice).values
-        for at, (v, letter) in enumerate(zip(self.residuals.values, choice, strict=True)):
-            eqn, seconds = made.get(v), 0.0
-            letter = "s" if letter == "r" and v in kept else letter
+        Values on the host also take the device memory of two layers, which copies fill and empty in turn.
+        """
+        kept, eqns = self.residuals.kept(choice), self.residuals.eqns
+        host_values = {value for value, is_on_host in zip(kept.values, kept.host, strict=True) if is_on_host}
+        host_bytes, bandwidth = sum(map(jx.nbytes, host_values)), self.hardware.host_bandwidth or 1
+        # Recomputation runs the equations between the kept values and what the backward reads.
+        forward_seconds, recompute_seconds = (
+            sum(self._seconds_by_eqn[id(eqn)] for eqn in equations) for equations in (eqns, kept.again)
+        )
+        # Simulate one layer's forward with its copies to the host.
+        compute_end, copy_ends = 0.0, [0.0, 0.0]
+        for seconds, new_values in [
+            (0.0, self.residuals.inputs),
+            *((self._seconds_by_eqn[id(eqn)], eqn.outvars) for eqn in eqns),
+        ]:
+            compute_end += seconds
+            for value in (value for value in new_values if value in host_values):
+                # A copy begins when its value exists. XLA has at most two copies under way, so kernels wait for the
+                # one before the last.
+                compute_end = max(compute_end, copy_ends[-2])
+                copy_ends.append(max(compute_end, copy_ends[-1]) + jx.nbytes(value) / bandwidth)
+        # In the backward, copies overlap with the recomputation and with the backward itself, twice a forward.
+        exposed_seconds = (
+            max(compute_end, copy_ends[-1])
+            - forward_seconds
+            + max(0.0, host_bytes / bandwidth - 2 * forward_seconds - recompute_seconds)
+        )
+        device_bytes = self.layers * (sum(map(jx.nbytes, kept.values)) - host_bytes) + min(2, self.layers) * host_bytes
+        return _Cost(device_bytes, self.layers * host_bytes, self.runs * (recompute_seconds + exposed_seconds))
+
+    def chosen_values(self, choice: str) -> Iterator[ChosenValue]:
+        """Yield each value with its choice."""
+        producers = {value: eqn for eqn in self.residuals.eqns for value in eqn.outvars}
+        kept_values = self.residuals.kept(choice).values
+        for index, (value, letter) in enumerate(zip(self.residuals.values, choice, strict=True)):
+            eqn, seconds = producers.get(value), 0.0
+            # A value that another one needs for its recomputation is kept although it was chosen to be recomputed.
+            letter = "s" if letter == "r" and value in kept_values else letter
             if letter == "r":
-                saved = f"{choice[:at]}s{choice[at + 1 :]}"
-                seconds = self.cost(choice).seconds - self.cost(saved).seconds
+                saved_choice = f"{choice[:index]}s{choice[index + 1 :]}"
+                seconds = self.cost(choice).seconds - self.cost(saved_choice).seconds
             elif letter == "h":
-                seconds = 2 * self.runs * jx.nbytes(v) / (self.hardware.host_bandwidth or 1)
+                seconds = 2 * self.runs * jx.nbytes(value) / (self.hardware.host_bandwidth or 1)
             name = "input of the layer" if eqn is None else eqn.primitive.name
-            what = f"{name} {v.aval.dtype.name}{[*v.aval.shape]}"
-            yield ChosenValue(what, jx.where(eqn) if eqn else "", self.layers * jx.nbytes(v), WORDS[letter], seconds)
+            description = f"{name} {value.aval.dtype.name}{[*value.aval.shape]}"
+            yield ChosenValue(
+                description, jx.where(eqn) if eqn else "", self.layers * jx.nbytes(value), WORDS[letter], seconds
+            )
 
 
 def settle(step: AnyStep, batch: Any) -> AnyStep:
-    """The step with the fastest choices whose compiled program fits `strategy.budget`; they are its `chosen`. Compiles
-    up to five programs, with `offload` ten; nothing runs.
+    """Return the step with the fastest choices whose compiled program fits `strategy.budget`; its `chosen` lists them.
 
-    Raises ValueError where none fits: by how much, what holds it, and the nearest budget that does.
+    Compiles up to five programs, with `offload` ten. Nothing runs.
+
+    Args:
+      step: a step with remat="auto".
+      batch: arrays or `jax.ShapeDtypeStruct`.
+
+    Raises:
+      ValueError: no program fits. The message tells by how much, what uses the memory, and the nearest budget that
+        fits.
     """
-    stacks, budget, hardware = stacks_of(step, batch), _budget(step), _hardware(step) or KINDS["H100"]
-    there = (1 - RESERVE) * (hardware.host_memory_bytes or math.inf) / hardware.per_host
-    there -= sum(step.layout.host_bytes.values())
-    tried: dict[tuple[str, ...], _Cost] = {}
-    room: float = budget - sum(step.layout.bytes.values())
+    stacks, budget, hardware = stacks_of(step, batch), _budget_bytes(step), _hardware(step) or KINDS["H100"]
+    # A device's share of its host's memory, without the state that is there already.
+    host_room = (1 - RESERVE) * (hardware.host_memory_bytes or math.inf) / hardware.per_host
+    host_room -= sum(step.layout.host_bytes.values())
+    compiled_costs: dict[tuple[str, ...], _Cost] = {}
+    device_room: float = budget - sum(step.layout.bytes.values())
     for letters in ("sr", "srh") if "activations" in step.strategy.offloads else ("sr",):
-        for _ in range(_COMPILED):
-            choices = cheapest(stacks, room, there, letters)
-            if choices in tried:
+        # Each round aims at the room that the previous program's miss suggests.
+        for _ in range(_MAX_COMPILATIONS):
+            choices = cheapest(stacks, device_room, host_room, letters)
+            # The same choices would compile to the same program.
+            if choices in compiled_costs:
                 break
-            tried[choices] = _compiled(step.choosing(choices), batch, stacks, choices)
-            left = budget - tried[choices].device
-            if 0 <= left <= _NEAR * budget:
+            compiled_costs[choices] = _compiled_cost(step.choosing(choices), batch, stacks, choices)
+            unused_bytes = budget - compiled_costs[choices].device
+            if 0 <= unused_bytes <= _CLOSE_ENOUGH * budget:
                 break
-            # A miss asks for more than it missed by, or a choice that is no smaller would come again.
-            room = _cost(stacks, choices).device + (left if left >= 0 else min(left, -_NEAR * budget / 4))
-    fitting = [choices for choices, found in tried.items() if found.device <= budget]
+            # After a miss, demand at least half a percent of the budget less, or an equally large choice would return.
+            device_room = _total_cost(stacks, choices).device + (
+                unused_bytes if unused_bytes >= 0 else min(unused_bytes, -_CLOSE_ENOUGH * budget / 4)
+            )
+    # Predicted bytes guide the search; only compiled programs decide.
+    fitting = [choices for choices, cost in compiled_costs.items() if cost.device <= budget]
     if not fitting:
-        raise ValueError(_refused(step, stacks, tried, budget))
-    best = min(fitting, key=lambda choices: (tried[choices].seconds, tried[choices].device))
-    chosen = tuple(value for stack, choice in zip(stacks, best, strict=True) for value in stack.described(choice))
-    return step.choosing(best, chosen)
+        raise ValueError(_refusal(step, stacks, compiled_costs, budget))
+    # Of equally fast programs the smaller one.
+    best_choices = min(fitting, key=lambda choices: (compiled_costs[choices].seconds, compiled_costs[choices].device))
+    chosen = tuple(
+        value for stack, choice in zip(stacks, best_choices, strict=True) for value in stack.chosen_values(choice)
+    )
+    return step.choosing(best_choices, chosen)
 
 
-def _compiled(step: Step, batch: Any, stacks: Sequence[_Stack], choices: Sequence[str]) -> _Cost:
-    """As compiled; the seconds are predicted, on CPUs those that choices should add."""
+def _compiled_cost(step: Step, batch: Any, stacks: Sequence[_Stack], choices: Sequence[str]) -> _Cost:
+    """Return the cost of a compiled step, with predicted seconds; on CPUs, the seconds that the choices should add."""
+    # The compiled program's memory is exact, its time is predicted.
     compiled, hardware = step.compile(batch), _hardware(step)
     (memory,) = of_step(step, batch, compiled).values()
     if hardware is None or unread(step.mesh.devices.flat[0].platform):
-        seconds = _cost(stacks, choices).seconds
+        seconds = _total_cost(stacks, choices).seconds
     else:
         seconds = predict(compiled, step, batch, hardware).seconds
     return _Cost(memory.total, memory.host, seconds)
 
 
-def _budget(step: Step) -> int:
+def _budget_bytes(step: Step) -> int:
+    """Return the budget in bytes: the strategy's, or the device's memory less a reserve."""
     if step.strategy.budget:
         return int(amount(step.strategy.budget, "B"))
     hardware = _hardware(step)
@@ -186,86 +230,105 @@ def _budget(step: Step) -> int:
 
 
 def _hardware(step: Step) -> Hardware | None:
+    """Return the numbers of the step's devices; None if they are unknown."""
     return of_device_kind(step.mesh.devices.flat[0].device_kind)
 
 
 def stacks_of(step: Step, batch: Any) -> list[_Stack]:
-    """The layer stacks of a step's loss, in order. On devices without known numbers costs are an H100's."""
+    """Return the layer stacks of a step's loss, in order. Costs on devices with unknown numbers are an H100's."""
     loss, hardware = step.traced(batch), _hardware(step) or KINDS["H100"]
-    found: dict[int, _Stack] = {}
+    stacks_by_piece: dict[int, _Stack] = {}
 
-    def forward(leaves: list[Any], *inputs: Any) -> list[Any]:
+    def record_stacks(leaves: list[Any], *inputs: Any) -> list[Any]:
         *_, tape = Loss(loss, WholeAccess(), leaves).forward(*inputs)
-        for at, (piece, (_, saved)) in enumerate(zip(loss.program.pieces, tape, strict=True)):
+        for piece_index, (piece, (_, saved)) in enumerate(zip(loss.program.pieces, tape, strict=True)):
             if isinstance(piece, Stack):
                 residuals = Residuals((), (), (), (), (), ()) if saved is None else saved.forward.residuals
                 layers, runs = piece.length, piece.length * step.strategy.turns
+                # Only the main stack is split into a pipeline's stages.
                 if (schedule := step.schedule) is not None and piece is loss.program.main:
-                    chunk = -(-piece.length // (schedule.ranks * schedule.chunks))
-                    layers, runs = chunk * schedule.slots, chunk * schedule.chunks * schedule.microbatches
-                found[at] = _Stack(residuals, layers, runs, hardware)
+                    layers_per_chunk = -(-piece.length // (schedule.ranks * schedule.chunks))
+                    layers = layers_per_chunk * schedule.slots
+                    runs = layers_per_chunk * schedule.chunks * schedule.microbatches
+                stacks_by_piece[piece_index] = _Stack(residuals, layers, runs, hardware)
         return []
 
-    jx.trace(forward, loss.leaves, *loss.inputs, axes=loss.traced_axes)
-    return list(found.values())
+    jx.trace(record_stacks, loss.leaves, *loss.inputs, axes=loss.traced_axes)
+    return list(stacks_by_piece.values())
 
 
-def _cost(stacks: Sequence[_Stack], choices: Sequence[str]) -> _Cost:
+def _total_cost(stacks: Sequence[_Stack], choices: Sequence[str]) -> _Cost:
+    """Return the sum of the costs of all stacks."""
     costs = (stack.cost(choice) for stack, choice in zip(stacks, choices, strict=True))
     return _Cost(*map(sum, zip(_Cost(0, 0, 0.0), *costs, strict=True)))
 
 
-def cheapest(stacks: Sequence[_Stack], room: float, there: float, letters: str) -> tuple[str, ...]:
-    """Choices of the least seconds whose bytes are no more than `room`, and on the host `there`; if none are, of the
-    least bytes.
+def cheapest(stacks: Sequence[_Stack], device_room: float, host_room: float, letters: str) -> tuple[str, ...]:
+    """Return the choices with the fewest seconds whose bytes fit; if none fit, the choices closest to fitting.
+
+    Args:
+      stacks: the stacks.
+      device_room: bytes available on the device.
+      host_room: bytes available on the host.
+      letters: the choices for each value, of "s", "r" and "h".
     """
 
     def rank(choices: tuple[str, ...]) -> tuple[float, float, int, int]:
-        device, host, seconds = _cost(stacks, choices)
-        return max(0.0, device - room) + max(0.0, host - there), seconds, host, device
+        """Order by bytes that do not fit, then by seconds."""
+        device, host, seconds = _total_cost(stacks, choices)
+        return max(0.0, device - device_room) + max(0.0, host - host_room), seconds, host, device
 
     def descend(choices: tuple[str, ...]) -> tuple[str, ...]:
+        """Move to the best neighbour while it is better."""
         while True:
-            nearest = min(_near(stacks, choices, letters), key=rank, default=choices)
-            if rank(nearest) >= rank(choices):
+            best_neighbour = min(_neighbours(stacks, choices, letters), key=rank, default=choices)
+            if rank(best_neighbour) >= rank(choices):
                 return choices
-            choices = nearest
+            choices = best_neighbour
 
-    starts = (tuple(stack.all(letter) for stack in stacks) for letter in letters)
-    return min(map(descend, starts), key=rank)
-
-
-def _near(stacks: Sequence[_Stack], choices: tuple[str, ...], letters: str) -> Iterator[tuple[str, ...]]:
-    """Choices that differ in one large value, or in two of a stack."""
-    for at, (stack, choice) in enumerate(zip(stacks, choices, strict=True)):
-        single = [(i, letter) for i in stack.large for letter in letters if letter != choice[i]]
-        for change in (*itertools.combinations(single, 1), *itertools.combinations(single, 2)):
-            other = list(choice)
-            for i, letter in change:
-                other[i] = letter
-            yield (*choices[:at], "".join(other), *choices[at + 1 :])
+    # The descent is local, so it starts from all values saved, all recomputed, and all on the host.
+    uniform_choices = (tuple(stack.uniform_choice(letter) for stack in stacks) for letter in letters)
+    return min(map(descend, uniform_choices), key=rank)
 
 
-def _refused(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], _Cost], budget: int) -> str:
+def _neighbours(stacks: Sequence[_Stack], choices: tuple[str, ...], letters: str) -> Iterator[tuple[str, ...]]:
+    """Yield the choices that differ in one large value, or in two of one stack."""
+    for stack_index, (stack, choice) in enumerate(zip(stacks, choices, strict=True)):
+        # Pairs escape from choices in which one value is only worth changing together with another.
+        changes_of_one = [(i, letter) for i in stack.large_indices for letter in letters if letter != choice[i]]
+        for changes in (*itertools.combinations(changes_of_one, 1), *itertools.combinations(changes_of_one, 2)):
+            changed = list(choice)
+            for i, letter in changes:
+                changed[i] = letter
+            yield (*choices[:stack_index], "".join(changed), *choices[stack_index + 1 :])
+
+
+def _refusal(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], _Cost], budget: int) -> str:
+    """Return the error text for a budget that no program fits."""
     choices = min(tried, key=lambda choices: tried[choices].device)
-    total, state, left = tried[choices].device, sum(step.layout.bytes.values()), _cost(stacks, choices).device
-    parts = f"{size(state)} of parameters, gradients and optimizer state, {size(left)} that layers leave, "
-    rest = f"{size(total - state - left)} besides (logits, gathered layers, buffers)"
-    more = [term for term in OFFLOADS if not step.strategy.kept_on_device(term)]
-    others = "" if {*more} <= {*step.strategy.offloads} else f"offload='{'+'.join(more)}', "
-    nearest = f"budget='{math.ceil(1.005e-6 * total)}MB'"
+    total, state = tried[choices].device, sum(step.layout.bytes.values())
+    layer_bytes = _total_cost(stacks, choices).device
+    state_text = f"{size(state)} of parameters, gradients and optimizer state, {size(layer_bytes)} that layers leave, "
+    other_text = f"{size(total - state - layer_bytes)} besides (logits, gathered layers, buffers)"
+    possible_offloads = [term for term in OFFLOADS if not step.strategy.kept_on_device(term)]
+    offload_hint = (
+        "" if {*possible_offloads} <= {*step.strategy.offloads} else f"offload='{'+'.join(possible_offloads)}', "
+    )
+    budget_hint = f"budget='{math.ceil(1.005e-6 * total)}MB'"
     return (
-        f"budget={size(budget)}: {step.strategy} needs {size(total)} at least, {size(total - budget)} more: {parts}"
-        f"{rest}; the nearest that fits is {nearest}, or use {others}more microbatches or devices"
+        f"budget={size(budget)}: {step.strategy} needs {size(total)} at least, {size(total - budget)} more: "
+        f"{state_text}{other_text}; the nearest that fits is {budget_hint}, or use {offload_hint}more microbatches "
+        "or devices"
     )
 
 
 def _equation_seconds(eqn: Any, hardware: Hardware) -> float:
-    """Of what runs as a part of what reads it: none."""
+    """Return the estimated seconds of an equation; 0 for one that runs as part of the kernel that reads it."""
     if cheap(eqn):
         return 0.0
-    moved = sum(jx.nbytes(v) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
-    if jx.communicates([eqn], PRIMITIVES) and hardware.link_bandwidth:  # a ring sends about what it reads and writes
-        return moved / (hardware.link_bandwidth * (hardware.link_efficiency or 1))
+    moved_bytes = sum(jx.nbytes(var) for var in (*eqn.invars, *eqn.outvars) if hasattr(var.aval, "shape"))
+    # A ring sends about as many bytes as it reads and writes.
+    if jx.communicates([eqn], PRIMITIVES) and hardware.link_bandwidth:
+        return moved_bytes / (hardware.link_bandwidth * (hardware.link_efficiency or 1))
     flops = {dtype: 2.0 * count for dtype, (count, _) in jx.matmuls([eqn]).items()}
-    return estimated_seconds(flops, moved, hardware)
+    return estimated_seconds(flops, moved_bytes, hardware)

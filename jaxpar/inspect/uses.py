@@ -1,10 +1,13 @@
-"""How one step uses its leaves, counted in its sliced loss: what the closed forms of rules are functions of.
+"""How one step uses each leaf, counted in the step's sliced loss. The rules' closed forms are functions of these uses.
 
-One use of a stacked leaf [L, ...] is L fetches of a layer.
+One use of a stacked leaf [L, ...] is L fetches of one layer.
 
-A pipeline of p ranks and v chunks (`parallel/pipeline/schedules.py`) runs a chunk of L / (p v) layers in every tick of
-its schedule that has a forward, and again in every one that has a backward, idle ranks included, with the prologue
-beside it, and the epilogue in m ticks. What no stage owns it fetches once, and gives once.
+A pipeline of p ranks and v chunks (`parallel/pipeline/schedules.py`) runs L / (p v) layers in a tick with a forward,
+and again in a tick with a backward. Idle ranks run them too, together with the prologue. The epilogue runs in m ticks.
+A leaf that no stage owns is fetched once, and its gradient is reduced once.
+
+The count is made in two steps. `_MarkingAccess` puts a marker equation into the jaxpr at every fetch and every
+gradient, and `_count_parts` adds up these markers, each times the trips of the loops around it.
 """
 
 import dataclasses
@@ -35,211 +38,302 @@ from .ledger import Collective, Ledger
 
 
 @dataclass(frozen=True)
-class Runs:
-    """How often one step fetches a leaf and gives its gradient, [whole, layer by layer]."""
+class UseCounts:
+    """How often one step fetches a leaf and returns its gradient, each as (of the whole leaf, layer by layer)."""
 
-    fetched: tuple[int, int] = (0, 0)
-    given: tuple[int, int] = (0, 0)
+    fetches: tuple[int, int] = (0, 0)
+    gradients: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What one step does with parameters.
+class StepUses:
+    """The uses of all parameters in one step of one rank's program.
 
     Attributes:
-      runs: of each unit of the layout (`Storage.units`).
-      own: the model's own collectives.
-      metrics: their number, the loss among them.
-      counts: whether the loss counts rows or tokens; then a count is summed before the backward.
-      once: whether each use is run once: one turn, no pipeline.
-      outside: leaves of a pipeline that no stage owns: their gradients are given as accumulated.
-      given: leaves that some rank gives a gradient of, where each rank has a program of its own.
+      use_counts: one for each unit of the layout (`Storage.units`).
+      own: the collectives that the model itself calls.
+      num_metrics: the number of metrics, the loss included.
+      has_count: whether the loss counts rows or tokens; then a count is summed before the backward.
+      is_single_turn: whether each use runs once: one turn, no pipeline.
+      unstaged: indices of a pipeline's leaves that no stage owns. Their gradients are reduced after accumulation.
+      with_gradient: indices of the leaves that get a gradient on some rank. Empty where all ranks run one program.
     """
 
-    runs: list[Runs]
+    use_counts: list[UseCounts]
     own: list[Collective]
-    metrics: int
-    counts: bool
-    once: bool
-    outside: frozenset[int] = frozenset()
-    given: frozenset[int] = frozenset()
+    num_metrics: int
+    has_count: bool
+    is_single_turn: bool
+    unstaged: frozenset[int] = frozenset()
+    with_gradient: frozenset[int] = frozenset()
 
 
-def count(step: Step, traced: Traced) -> list[Counted]:
-    """What one training step does with parameters: of one rank after another, where each has a program of its own."""
-    return _piped(step, traced) if traced.schedule else [_plain(step, traced)]
+def count(step: Step, traced: Traced) -> list[StepUses]:
+    """Count the uses of parameters in one training step.
+
+    Args:
+      step: the training step.
+      traced: its loss, traced for the shapes of a batch.
+
+    Returns:
+      One entry; where each rank of a pipeline has its own program, one entry for each rank.
+    """
+    return _count_ticks(step, traced) if traced.schedule else [_count_turns(step, traced)]
 
 
-def uses(step: Step, traced: Traced, counted: Counted) -> Iterator[Uses]:
-    """Each unit and its uses, in numbers."""
+def leaf_uses(step: Step, traced: Traced, step_uses: StepUses) -> Iterator[Uses]:
+    """Yield the uses of each unit of the layout, as the closed forms take them."""
     program = traced.program
-    dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
-    for i, runs in enumerate(counted.runs):
-        last = counted.once and program.uses[i] == (True,)
-        yield _uses(step, i, runs, last, dims.get(i, 0), i in counted.outside, i in counted.given)
+    layer_dims = {leaf_slice.leaf: leaf_slice.dim for stack in program.stacks for leaf_slice in stack.slices}
+    for i in range(len(step_uses.use_counts)):
+        is_only_use = step_uses.is_single_turn and program.uses[i] == (True,)
+        yield _uses_of_leaf(step, step_uses, i, is_only_use, layer_dims.get(i, 0))
 
 
-def _uses(step: Step, index: int, runs: Runs, last: bool, dim: int, outside: bool, elsewhere: bool) -> Uses:
-    """A unit and its uses, in numbers; its layers are on dim `dim`."""
+def _uses_of_leaf(step: Step, step_uses: StepUses, index: int, is_only_use: bool, layer_dim: int) -> Uses:
+    """Return the uses of one unit.
+
+    Args:
+      step: the training step.
+      step_uses: the uses of all units.
+      index: the unit's position in `Storage.units`.
+      is_only_use: whether the step uses the unit once.
+      layer_dim: the dim along which the unit is cut into layers.
+    """
     unit, shape, policy = step.layout.storage.units[index], step.mesh.shape, step.policy
-    leaf = unit.local
-    of_a_stage = leaf.of_a_stage
-    ranks = shape["pipe"] if of_a_stage else 1
+    leaf, use_counts = unit.local, step_uses.use_counts[index]
     compute, reduce = policy.computed(leaf.dtype), policy.reduced(leaf.dtype)
-    stored = math.prod(leaf.stored)
-    elements, layer = stored // ranks, stored // max(1, _layers(leaf, dim))
-    all_parts = stored if leaf.spread else elements  # a stage has every rank's part of it
-    given, updated = (), ()
+
+    # 1. Sizes. A rank stores its stage's part of a leaf.
+    num_stages = shape["pipe"] if leaf.of_a_stage else 1
+    stored_elements = math.prod(leaf.stored)
+    rank_elements = stored_elements // num_stages
+    layer_elements = stored_elements // max(1, _num_layers(leaf, layer_dim))
+    # A program that is cut into stages spreads a leaf over `pipe`; the stage that uses it gets the parts of all ranks.
+    fetched_elements = stored_elements if leaf.spread else rank_elements
+    num_whole, num_sliced = use_counts.fetches
+    fetches = _nonzero(Times(num_whole, fetched_elements), Times(num_sliced, layer_elements))
+
+    # 2. Gradients, of the whole leaf and of its layers.
+    gradients: tuple[Times, ...] = ()
     if leaf.trainable:
-        n = math.prod(shape[a] for a in leaf.shard if a != "data")
-        whole, sliced = runs.given
-        made = reduce if outside else compute
-        given = (Times(whole, all_parts, _pieces(leaf, None, n, made, reduce) if whole else 1),)
-        given += (Times(sliced, layer, _pieces(leaf, dim, n, compute, reduce) if sliced else 1),)
-    own = leaf.dim is not None and index < len(step.layout.leaves)  # not the layers of a kept stack
-    if own and (leaf.trainable or step.strategy.hpz):
-        parts = _layers(leaf) // ranks if step.layout.leaves[index].by_layer else 1
-        updated = (Times(parts, elements // parts),)
-    shard = leaf.shard if leaf.dim is not None else ()
+        num_shards = math.prod(shape[axis] for axis in leaf.shard if axis != "data")
+        num_whole, num_sliced = use_counts.gradients
+        # The gradient of an unstaged leaf is reduced once it is accumulated, and so in the dtype of reduction.
+        whole_dtype = reduce if index in step_uses.unstaged else compute
+        whole_pieces = _num_reduce_scatters(leaf, None, num_shards, whole_dtype, reduce) if num_whole else 1
+        layer_pieces = _num_reduce_scatters(leaf, layer_dim, num_shards, compute, reduce) if num_sliced else 1
+        gradients = (
+            Times(num_whole, fetched_elements, whole_pieces),
+            Times(num_sliced, layer_elements, layer_pieces),
+        )
+    # A rank that does not use the leaf still takes part in the sum over ranks.
+    nonzero_gradients = _nonzero(*gradients) or (gradients[:1] if index in step_uses.with_gradient else ())
+
+    # 3. Parameters that are gathered after the update. Units behind the leaves are layers of rolled leaves, which are
+    # gathered with their leaf.
+    publications: tuple[Times, ...] = ()
+    is_sharded_leaf = leaf.dim is not None and index < len(step.layout.leaves)
+    if is_sharded_leaf and (leaf.trainable or step.strategy.hpz):
+        num_published_layers = _num_layers(leaf) // num_stages if step.layout.leaves[index].by_layer else 1
+        publications = (Times(num_published_layers, rank_elements // num_published_layers),)
+
+    shard_axes = leaf.shard if leaf.dim is not None else ()
     return Uses(
-        elements=elements,
-        fetched=_some(Times(runs.fetched[0], all_parts), Times(runs.fetched[1], layer)),
-        given=_some(*given) or (given[:1] if elsewhere else ()),  # of no use here, and still summed with others'
-        updated=updated,
-        last=last,
-        shard=tuple(a for a in shard if shape[a] > 1 and a != "data"),
-        rest=tuple(a for a in summed_over(unit.split) if shape[a] > 1 and a not in shard),
+        elements=rank_elements,
+        fetched=fetches,
+        given=nonzero_gradients,
+        updated=publications,
+        last=is_only_use,
+        shard=tuple(axis for axis in shard_axes if shape[axis] > 1 and axis != "data"),
+        rest=tuple(axis for axis in summed_over(unit.split) if shape[axis] > 1 and axis not in shard_axes),
         sizes=dict(shape),
         compute=compute,
         reduce=reduce,
         stored=compute if step.layout.copied else policy.stored(leaf.dtype, leaf.trainable),
-        second=("data",) if "data" in shard and shape["data"] > 1 else (),
+        second=("data",) if "data" in shard_axes and shape["data"] > 1 else (),
     )
 
 
-def _some(*times: Times) -> tuple[Times, ...]:
-    return tuple(each for each in times if each.count)
+def _nonzero(*entries: Times) -> tuple[Times, ...]:
+    """Return the entries that run at least once."""
+    return tuple(entry for entry in entries if entry.count)
 
 
-# An `Access` that moves nothing: its operations only stand in the jaxpr, where they are counted.
-_MARK = jec.Primitive("jaxpar_mark")
-_MARK.def_abstract_eval(lambda x, **_: x)
+# The marker is an identity that is never compiled. Its parameters `what`, `index` and `sliced` tell what it marks.
+_MARKER = jec.Primitive("jaxpar_mark")
+_MARKER.def_abstract_eval(lambda x, **_: x)
 
 
-class _Marker:
+class _MarkingAccess:
+    """An `Access` that moves nothing: it binds a marker equation at every fetch and every gradient, to be counted."""
+
     def __init__(self, step: Step, program: Program):
         self.leaves, self.ranks = [leaf.local for leaf in step.layout.storage.units], step.mesh.shape["pipe"]
         if not step.layout.storage.cut:
             self.sends = RuleAccess(step.layout, step.rule, program, step.strategy).sends
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        value = _MARK.bind(value, what="fetched", index=index, sliced=sliced)
+        """Mark a fetch; return an array of the shape that the loss expects."""
+        value = _MARKER.bind(value, what="fetches", index=index, sliced=sliced)
         leaf = self.leaves[index]
-        if leaf.spread and leaf.dim is not None:  # one of each rank's
+        if leaf.spread and leaf.dim is not None:  # [ranks, *leaf]
             return value[0]
-        whole = sliced or leaf.layers is None
-        return value if whole else jnp.broadcast_to(value[:1], leaf.logical)
+        has_use_shape = sliced or leaf.layers is None
+        return value if has_use_shape else jnp.broadcast_to(value[:1], leaf.logical)
 
     def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
+        """Mark a gradient; return an array of the shape that is accumulated."""
         leaf = self.leaves[index]
         if not leaf.trainable:
             return None
-        cotangent = _MARK.bind(cotangent, what="given", index=index, sliced=sliced)
+        cotangent = _MARKER.bind(cotangent, what="gradients", index=index, sliced=sliced)
+        # Accumulators have the shape that the leaf is stored in.
         if leaf.spread and leaf.dim is not None:
             return jnp.stack([cotangent] * self.ranks)
-        return cotangent if sliced or leaf.layers is None else cotangent[: _layers(leaf)]
+        return cotangent if sliced or leaf.layers is None else cotangent[: _num_layers(leaf)]
 
 
-def _marks(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, int, bool, int]]:
-    """Every mark in a program: what, leaf, sliced, and how often it runs."""
-    for eqn, runs in visit(opened(jaxpr)[0].eqns, times=times):
-        if eqn.primitive is _MARK:
-            yield eqn.params["what"], eqn.params["index"], eqn.params["sliced"], runs
+def _markers(jaxpr: Any, num_runs_of_jaxpr: int = 1) -> Iterator[tuple[str, int, bool, int]]:
+    """Yield every marker of a program as (kind, leaf's index, whether it is sliced, number of runs)."""
+    for eqn, num_runs in visit(opened(jaxpr)[0].eqns, times=num_runs_of_jaxpr):
+        if eqn.primitive is _MARKER:
+            yield eqn.params["what"], eqn.params["index"], eqn.params["sliced"], num_runs
 
 
-def _plain(step: Step, traced: Traced) -> Counted:
-    """One turn after another, of a microbatch or of concurrent ones."""
-    turns = step.strategy.turns
+def _count_turns(step: Step, traced: Traced) -> StepUses:
+    """Count a step without a pipeline: one turn after another, each of one microbatch or of concurrent ones."""
+    num_turns = step.strategy.turns
 
-    def run(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
-        blocks = jax.tree.map(lambda x: jnp.stack([x] * turns), (rows, key))
-        return accumulate(Loss(traced, _Marker(step, traced.program), leaves), variables, blocks, jnp.float32(1))
+    def gradients_of_turns(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
+        # Only shapes matter: every turn gets the same rows and key.
+        blocks = jax.tree.map(lambda x: jnp.stack([x] * num_turns), (rows, key))
+        return accumulate(Loss(traced, _MarkingAccess(step, traced.program), leaves), variables, blocks, jnp.float32(1))
 
-    flat, _ = trace(run, traced.leaves, *traced.inputs, axes=traced.traced_axes)
-    runs, own = _counted(step, [(1, _live(flat, range(len(flat.outvars))))])
-    return Counted(runs, own, len(traced.outputs[0]), traced.counts, turns == 1)
+    # Turns are a loop in the jaxpr; its trip count is part of `_markers`.
+    flat, _ = trace(gradients_of_turns, traced.leaves, *traced.inputs, axes=traced.traced_axes)
+    use_counts, model_collectives = _count_parts(step, [(1, _without_dead_code(flat, range(len(flat.outvars))))])
+    return StepUses(use_counts, model_collectives, len(traced.outputs[0]), traced.counts, num_turns == 1)
 
 
-def _piped(step: Step, traced: Traced) -> list[Counted]:
-    """Ticks of a pipeline: forwards, backwards, and what an epilogue adds to a forward."""
+def _count_ticks(step: Step, traced: Traced) -> list[StepUses]:
+    """Count a step with a pipeline from its ticks: forwards, backwards, and what an epilogue adds to a forward.
+
+    Every part is traced once and counted as often as the schedule runs it.
+    """
     schedule = traced.schedule
     assert schedule is not None
-    m = schedule.microbatches
-    axes = {str(a): n for a, n in step.mesh.shape.items() if n > 1}
+    num_microbatches = schedule.microbatches
+    axes = {str(axis): axis_size for axis, axis_size in step.mesh.shape.items() if axis_size > 1}
 
-    times: list[int] = []
-    ranks: list[int | None] = []  # of stages that are parts of a program: whose each part is, None for all ranks
-    once: dict[int, Runs] = {}
+    # 1. Trace every part once. A part is one kind of tick: a forward, a backward, or a forward with epilogue. These
+    # three are filled while `run_parts` is traced.
+    part_runs: list[int] = []
+    part_ranks: list[int | None] = []  # the rank that runs a part, None for all; empty where ranks share one program
+    unstaged_uses: dict[int, UseCounts] = {}
 
-    def ticks(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
-        """What the pipeline runs, each part once."""
-        keys, many = jax.tree.map(lambda x: jnp.stack([x] * m), (key, rows))
-        loss = Loss(traced, _Marker(step, traced.program), leaves)
-        pipeline = Piped(step.tracing, loss, variables, many, keys).pipeline(jnp.float32(1))
+    def run_parts(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
+        """Run each part of the pipeline once."""
+        # Only shapes matter: every microbatch gets the same rows and key.
+        repeated_keys, repeated_rows = jax.tree.map(lambda x: jnp.stack([x] * num_microbatches), (key, rows))
+        loss = Loss(traced, _MarkingAccess(step, traced.program), leaves)
+        pipeline = Piped(step.tracing, loss, variables, repeated_rows, repeated_keys).pipeline(jnp.float32(1))
         if isinstance(pipeline, FlatPipeline):
-            times[:], ranks[:], found = zip(*pipeline.separated(), strict=True)
-            return found  # every leaf is some stage's
-        times[:], found = zip(*pipeline.separated(), strict=True)
-        each = [found[0][0]] if isinstance(pipeline, Slots) else found
-        given = {i for carry in each for i, grad in enumerate(carry.grads) if grad is not None}
-        once.update({i: Runs((1, 0), (int(i in given), 0)) for i in pipeline.access.which})
-        return found
+            part_runs[:], part_ranks[:], part_outputs = zip(*pipeline.separated(), strict=True)
+            return part_outputs  # every leaf belongs to a stage
+        part_runs[:], part_outputs = zip(*pipeline.separated(), strict=True)
+        carries = [part_outputs[0][0]] if isinstance(pipeline, Slots) else part_outputs
+        with_gradient = {
+            leaf_index for carry in carries for leaf_index, grad in enumerate(carry.grads) if grad is not None
+        }
+        # The pipeline fetches unstaged leaves before its first tick and reduces their gradients after its last one.
+        for leaf_index in pipeline.access.which:
+            unstaged_uses[leaf_index] = UseCounts((1, 0), (int(leaf_index in with_gradient), 0))
+        return part_outputs
 
-    flat, outs = trace(ticks, traced.leaves, traced.variables, traced.rows, traced.key, axes=axes)
-    numbers = jax.tree.unflatten(jax.tree.structure(outs), list(range(len(flat.outvars))))
-    parts = [(n, _live(flat, jax.tree.leaves(tick))) for n, tick in zip(times, numbers, strict=True)]
+    flat, part_outputs = trace(run_parts, traced.leaves, traced.variables, traced.rows, traced.key, axes=axes)
+    output_positions = jax.tree.unflatten(jax.tree.structure(part_outputs), list(range(len(flat.outvars))))
+    # 2. Cut the traced program into one for each part, which computes this part's outputs alone.
+    parts = [
+        (num_runs, _without_dead_code(flat, jax.tree.leaves(tick)))
+        for num_runs, tick in zip(part_runs, output_positions, strict=True)
+    ]
 
-    def counted(parts: list[tuple[int, Any]], given: frozenset[int] = frozenset()) -> Counted:
-        runs, own = _counted(step, parts)
-        runs = [once.get(i, each) for i, each in enumerate(runs)]
-        return Counted(runs, own, len(traced.outputs[0]), traced.counts, False, frozenset(once), given)
+    def count_program(parts: list[tuple[int, Any]], with_gradient: frozenset[int] = frozenset()) -> StepUses:
+        """Add up the uses in these parts; `unstaged_uses` replaces what they count for unstaged leaves."""
+        use_counts, model_collectives = _count_parts(step, parts)
+        use_counts = [unstaged_uses.get(leaf_index, use_count) for leaf_index, use_count in enumerate(use_counts)]
+        return StepUses(
+            use_counts,
+            model_collectives,
+            len(traced.outputs[0]),
+            traced.counts,
+            False,
+            frozenset(unstaged_uses),
+            with_gradient,
+        )
 
-    whole = counted(parts)
-    if not ranks:
-        return [whole]
-    given = frozenset(i for i, runs in enumerate(whole.runs) if runs.given[0])
-    of = lambda rank: [part for part, home in zip(parts, ranks, strict=True) if home in (None, rank)]
-    return [counted(of(rank), given) for rank in range(schedule.ranks)]
+    # 3. Count the parts, for each rank if the ranks run different ones.
+    all_parts = count_program(parts)
+    if not part_ranks:
+        return [all_parts]
+    with_gradient = frozenset(i for i, use_counts in enumerate(all_parts.use_counts) if use_counts.gradients[0])
+    parts_of_rank = lambda rank: [
+        part for part, part_rank in zip(parts, part_ranks, strict=True) if part_rank in (None, rank)
+    ]
+    return [count_program(parts_of_rank(rank), with_gradient) for rank in range(schedule.ranks)]
 
 
-def _live(flat: Flat, outs: Sequence[int]) -> Any:
-    """A program without what nobody reads, if these results alone are read."""
-    outvars = [flat.outvars[i] for i in outs]
+def _without_dead_code(flat: Flat, output_positions: Sequence[int]) -> Any:
+    """Return a program that computes only the outputs at these positions, without dead code."""
+    outvars = [flat.outvars[i] for i in output_positions]
     return build(live(flat.eqns, outvars), [*flat.constvars, *flat.invars], outvars)
 
 
-def _counted(step: Step, parts: list[tuple[int, Any]]) -> tuple[list[Runs], list[Collective]]:
-    """Uses of each leaf, and the collectives that stand in programs, each of which runs so many times."""
-    found = [{"fetched": [0, 0], "given": [0, 0]} for _ in step.layout.storage.units]
-    own = []
-    for times, jaxpr in parts:
-        for what, index, sliced, runs in _marks(jaxpr):
-            found[index][what][sliced] += times * runs
-        for one in Ledger.from_jaxpr(jaxpr, step.mesh):
-            assert one.count is not None
-            own.append(dataclasses.replace(one, count=one.count * times, bytes=one.bytes * times))
-    runs = [Runs((f[0], f[1]), (g[0], g[1])) for f, g in ((u["fetched"], u["given"]) for u in found)]
-    return runs, [one for one in Ledger(own) if one.count]
+def _count_parts(step: Step, parts: list[tuple[int, Any]]) -> tuple[list[UseCounts], list[Collective]]:
+    """Add up the uses of each leaf and the model's own collectives over programs.
+
+    Args:
+      step: the training step.
+      parts: (number of runs, program) of each.
+
+    Returns:
+      The use counts of each unit, and the collectives, each with the counts and bytes of all its runs.
+    """
+    counts = [{"fetches": [0, 0], "gradients": [0, 0]} for _ in step.layout.storage.units]
+    model_collectives = []
+    for part_runs, jaxpr in parts:
+        for kind, index, sliced, num_runs in _markers(jaxpr):
+            # `sliced` is the position in a count: 0 for whole leaves, 1 for single layers.
+            counts[index][kind][sliced] += part_runs * num_runs
+        for collective in Ledger.from_jaxpr(jaxpr, step.mesh):
+            assert collective.count is not None
+            model_collectives.append(
+                dataclasses.replace(collective, count=collective.count * part_runs, bytes=collective.bytes * part_runs)
+            )
+    use_counts = [
+        UseCounts((fetches[0], fetches[1]), (gradients[0], gradients[1]))
+        for fetches, gradients in ((unit["fetches"], unit["gradients"]) for unit in counts)
+    ]
+    return use_counts, [collective for collective in Ledger(model_collectives) if collective.count]
 
 
-def _layers(leaf: Leaf, dim: int = 0) -> int:
-    """The layers of a leaf that is a stack along a dim, padding of the stages included."""
+def _num_layers(leaf: Leaf, dim: int = 0) -> int:
+    """Return the number of layers of a stack whose layers lie on `dim`, the padding of stages included."""
     return math.prod(leaf.shape[: leaf.stage + 1]) if dim == 0 else leaf.shape[dim]
 
 
-def _pieces(leaf: Leaf, dim: int | None, n: int, dtype: Any, wider: Any) -> int:
-    """How many reduce-scatters a gradient takes, of a layer on `dim` or of the whole: several if very large."""
+def _num_reduce_scatters(leaf: Leaf, dim: int | None, num_shards: int, dtype: Any, reduce_dtype: Any) -> int:
+    """Return the number of reduce-scatters for one gradient: several if it is very large.
+
+    Args:
+      leaf: the layout of the leaf.
+      dim: the dim of its layers, for the gradient of one layer; None for the gradient of the whole leaf.
+      num_shards: the number of shards.
+      dtype: the dtype in which the gradient is computed.
+      reduce_dtype: the dtype in which it is reduced.
+    """
     if dim is None:
-        return scatter_pieces(leaf.stored, dtype, leaf.inner(False), n, wider)
+        return scatter_pieces(leaf.stored, dtype, leaf.inner(False), num_shards, reduce_dtype)
     shape = (*leaf.stored[:dim], *leaf.stored[dim + 1 :]) if dim else leaf.stored[leaf.stage + 1 :]
-    return scatter_pieces(shape, dtype, leaf.inner(True, dim), n, wider)
+    return scatter_pieces(shape, dtype, leaf.inner(True, dim), num_shards, reduce_dtype)

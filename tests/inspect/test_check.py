@@ -1,4 +1,4 @@
-"""check: strategies as they are keep what they promise; broken on purpose they are caught before anything runs."""
+"""check: unmodified strategies keep their promises; strategies broken on purpose are caught before anything runs."""
 
 import dataclasses
 import functools
@@ -58,14 +58,14 @@ def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array], key: jax.Arr
 MODEL = jp.Model(init=init, loss=loss)
 
 
-def made(strategy: str, optimizer: Any = ADAMW, **options: Any) -> Step:
+def make_step(strategy: str, optimizer: Any = ADAMW, **options: Any) -> Step:
     return jp.make_train_step(MODEL, optimizer, strategy, rules=SPLIT if "tensor" in strategy else None, **options)
 
 
 @functools.cache
-def proved(strategy: str) -> Proof:
-    """Of the strategy as it is; several tests ask for the same."""
-    return check(made(strategy, mesh=jax.devices()[:1] if strategy == "single" else None), BATCH)
+def proof_of(strategy: str) -> Proof:
+    """Check a strategy; several tests share the result."""
+    return check(make_step(strategy, mesh=jax.devices()[:1] if strategy == "single" else None), BATCH)
 
 
 STRATEGIES = (
@@ -96,40 +96,40 @@ STRATEGIES = (
 @pytest.mark.xdist_group("check")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies_keep_their_promises(strategy: str) -> None:
-    proof = proved(strategy)
+    proof = proof_of(strategy)
     assert proof.ok, proof
     proof.require()
     text = str(proof)
     assert max(map(len, text.splitlines())) <= 80
     assert "promises kept" in text
     assert json.loads(json.dumps(proof.json()))["ok"]
-    parts = {found.part for found in proof.findings}
-    wanted = {
+    parts = {finding.part for finding in proof.findings}
+    expected_parts = {
         "single": {"state", "arguments"},
         "dp": {"state", "exchanges"},
     }.get(strategy, {"state", "arguments", "as written", "as compiled"})
-    assert wanted <= parts
+    assert expected_parts <= parts
 
 
 @pytest.mark.slow
 def test_the_program_that_is_checked_is_the_one_that_runs(caplog: pytest.LogCaptureFixture) -> None:
     """One compilation, whether the step is called or compiled first."""
-    step = made("zero1", check=True)
+    step = make_step("zero1", check=True)
     state = step.init(jax.random.key(0))
     caplog.clear()
     with jax.log_compiles(True):
         for _ in range(2):
             state, _ = step(state, BATCH)
         step.compile(BATCH)
-    compiled = [r for r in caplog.records if "Finished XLA compilation of jit(_train)" in r.getMessage()]
+    compiled = [record for record in caplog.records if "Finished XLA compilation of jit(_train)" in record.getMessage()]
     assert len(compiled) == 1
 
 
-# Breaks. Each takes the place of what its table names.
+# Defects. Each replaces the function that `BREAKS` names.
 
 
 def unsharded(strategy: Any) -> Any:
-    """A flag that does nothing."""
+    """Return DDP's rule, as if the strategy's flag did nothing."""
     return DDP
 
 
@@ -145,8 +145,8 @@ def at_once(flat: Any, how: Slicing) -> Any:
     return slice_program(flat, dataclasses.replace(how, sharded=[0] * len(how.sharded)))
 
 
-def leaf_whole(path: str, *others: Any) -> Any:
-    leaf = place(path, *others)
+def leaf_whole(path: str, *arguments: Any) -> Any:
+    leaf = place(path, *arguments)
     return dataclasses.replace(leaf, dim=None, padded=0) if path == "scale" else leaf
 
 
@@ -157,33 +157,35 @@ def optimizer_whole(state: Any, params: Any, leaves: Any, *_: bool) -> Any:
 _gradients = Local.gradients
 
 
-def gathered_rows(local: Local, stored: Any, variables: Any, batch: Any, *others: Any) -> Any:
-    """Activations that nobody promised: 2.1 MB from all replicas."""
+def gathered_rows(local: Local, stored: Any, variables: Any, batch: Any, *arguments: Any) -> Any:
+    """All-gather activations that nobody promised, 2.1 MB from all replicas."""
     rows = jnp.tile(batch["tokens"].astype(jnp.float32), (1, 5500))
-    everywhere = lax.all_gather(rows, "fsdp", tiled=True)
-    grads, variables, sums = _gradients(local, stored, variables, batch, *others)
-    return [g + 0 * everywhere.sum().astype(g.dtype) for g in grads], variables, sums
+    all_rows = lax.all_gather(rows, "fsdp", tiled=True)
+    grads, variables, sums = _gradients(local, stored, variables, batch, *arguments)
+    return [g + 0 * all_rows.sum().astype(g.dtype) for g in grads], variables, sums
 
 
 def whole_update(update: Update, leaf: Any, x: jax.Array) -> jax.Array:
-    """The partitioner has to gather every leaf for the update."""
+    """Make the partitioner gather every leaf for the update."""
     return lax.with_sharding_constraint(x, update.layout.sharding(PartitionSpec()))
 
 
-def gathered_operands(work: Any, eqn: Any, inputs: Any) -> Any:
-    return [(value, None) for value in jx.bind(eqn, [work.whole(x) for x in inputs])]
+def gathered_operands(localiser: Any, eqn: Any, inputs: Any) -> Any:
+    return [(value, None) for value in jx.bind(eqn, [localiser.whole(x) for x in inputs])]
 
 
 def replicated_output(step: Step, name: str, batch: Any) -> Any:
     state = step._shardings
-    whole = dataclasses.replace(
+    unsharded_state = dataclasses.replace(
         state, optimizer=jax.tree.map(lambda _: step.layout.sharding(PartitionSpec()), state.optimizer)
     )
     rows = step.layout.sharding(PartitionSpec(("data", "fsdp")))
-    return jax.jit(step._train, in_shardings=(state, {"tokens": rows}), out_shardings=(whole, None), donate_argnums=0)
+    return jax.jit(
+        step._train, in_shardings=(state, {"tokens": rows}), out_shardings=(unsharded_state, None), donate_argnums=0
+    )
 
 
-# Of strategies that `test_strategies_keep_their_promises` finds intact.
+# name -> (strategy, replacements, expected findings). The strategies keep their promises without the replacements.
 BREAKS: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, str]]]] = {
     "a flag that does nothing": (
         "zero1",
@@ -253,7 +255,7 @@ BREAKS: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, str]]]] = {
 }
 
 
-# Others are caught by the same promise.
+# Defects that are caught by the same promise as another one.
 ALIKE = (
     "nothing is reduced over data",
     "the optimizer's state is not sharded",
@@ -267,31 +269,32 @@ ALIKE = (
     "name", [pytest.param(name, marks=[pytest.mark.battery] if name in ALIKE else []) for name in BREAKS]
 )
 def test_a_broken_strategy_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy, breaks, wanted = BREAKS[name]
+    strategy, breaks, expected_findings = BREAKS[name]
     for target, broken in breaks.items():
         monkeypatch.setattr(target, broken)
-    proof = check(made(strategy), BATCH)
-    for verdict, part, what in wanted:
+    proof = check(make_step(strategy), BATCH)
+    for verdict, part, subject in expected_findings:
         assert any(
-            (f.verdict, f.part) == (verdict, part) and f.what.startswith(what) and f.note for f in proof.broken
-        ), (verdict, part, what, proof)
+            (finding.verdict, finding.part) == (verdict, part) and finding.what.startswith(subject) and finding.note
+            for finding in proof.broken
+        ), (verdict, part, subject, proof)
     assert "broken" in str(proof)
     assert max(map(len, str(proof).splitlines())) <= 80
 
 
 @pytest.mark.slow
 def test_nothing_runs_where_a_promise_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says what was promised, what was found, and what to try; the state is as it was."""
+    """The error says what was promised, what was found, and what to try; the state is unchanged."""
     monkeypatch.setattr("jaxpar.parallel.data.ddp.all_reduce", not_reduced)
-    step = made("ddp", check=True)
+    step = make_step("ddp", check=True)
     state = step.init(jax.random.key(0))
     for _ in range(2):  # not only the first time
         with pytest.raises(ValueError, match="strategy data=-1 on 8 x cpu did not take effect") as error:
             step(state, BATCH)
     assert not state.step.is_deleted()
     sent = 4 * sum(x.size for x in jax.tree.leaves(state.params))
-    said = f"MISSING as compiled: all-reduce data, promised {sent / 1e6:.2f} MB, found 8 B"
-    assert said in str(error.value)
+    message = f"MISSING as compiled: all-reduce data, promised {sent / 1e6:.2f} MB, found 8 B"
+    assert message in str(error.value)
     with pytest.raises(ValueError, match="MISSING as written: all-reduce data float32"):
         step.compile(BATCH)
 
@@ -304,8 +307,8 @@ def pair(key: jax.Array) -> dict[str, jax.Array]:
 @pytest.mark.filterwarnings("ignore:the optimizer multiplies")
 @pytest.mark.slow
 def test_an_optimizer_that_gathers_is_named() -> None:
-    """Muon multiplies matrices that fsdp and tensor share out; as one stack of several leaves they have no owners, and
-    the line of optax that multiplies is in the note.
+    """Muon multiplies matrices that fsdp and tensor shard. As one stack of several leaves they have no owners, and the
+    note names the line of optax that multiplies.
     """
 
     def value(params: dict[str, jax.Array], batch: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -321,14 +324,14 @@ def test_an_optimizer_that_gathers_is_named() -> None:
         (a, b), state = muon.update(stack(grads), state, params)
         return {"a": a, "b": b.mT}, state
 
-    found = {
-        f.what: f
-        for f in check(make(optax.GradientTransformation(lambda p: muon.init(stack(p)), stacked)), batch).broken
+    findings = {
+        finding.what: finding
+        for finding in check(make(optax.GradientTransformation(lambda p: muon.init(stack(p)), stacked)), batch).broken
     }
-    assert found.keys() == {"all-gather fsdp", "all-reduce tensor"}
-    note = found["all-gather fsdp"].note
+    assert findings.keys() == {"all-gather fsdp", "all-reduce tensor"}
+    note = findings["all-gather fsdp"].note
     assert "suggested spec" in note
-    assert all(move.spec is not None and not {*move.axes} & {*move.spec} for move in found["all-gather fsdp"].moves)
+    assert all(move.spec is not None and not {*move.axes} & {*move.spec} for move in findings["all-gather fsdp"].moves)
     assert "optax/contrib/_muon.py:" in note
     assert " of a [" in note or " of b [" in note
     assert check(make(optax.adafactor(1e-2, min_dim_size_to_factor=16)), batch).ok  # it sends vectors
@@ -336,31 +339,31 @@ def test_an_optimizer_that_gathers_is_named() -> None:
 
 @pytest.mark.slow
 def test_a_state_that_does_not_fit_is_named_by_its_array() -> None:
-    """What jax says names no array. A state of another strategy whose leaves have the same shapes can be moved."""
-    step, other = made("zero3"), made("ddp")
-    state = other.init(jax.random.key(0))
-    wanted = r"the state has params/down \[3, 768, 384\] as P\(\) over data=8, the step keeps it as P\(.*fsdp.*\)"
-    with pytest.raises(ValueError, match=wanted):
+    """jax's own error names no array. A state of another strategy can be moved if its leaves have the same shapes."""
+    step, other_step = make_step("zero3"), make_step("ddp")
+    state = other_step.init(jax.random.key(0))
+    message = r"the state has params/down \[3, 768, 384\] as P\(\) over data=8, the step keeps it as P\(.*fsdp.*\)"
+    with pytest.raises(ValueError, match=message):
         step(state, BATCH)
     step(jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.abstract_state())), BATCH)
-    wanted = step.abstract_state()
-    said = misfit(made("zero3", optax.sgd(0.1)).abstract_state(), wanted)
-    assert said.startswith("the state lacks optimizer/1/0/count")
-    said = misfit(made("pipe=2,fsdp=4,microbatches=2").abstract_state(), wanted)
-    assert "params/down of shape [4, 768, 384], the step keeps [3, 768, 384]" in said
+    abstract_state = step.abstract_state()
+    misfit_text = misfit(make_step("zero3", optax.sgd(0.1)).abstract_state(), abstract_state)
+    assert misfit_text.startswith("the state lacks optimizer/1/0/count")
+    misfit_text = misfit(make_step("pipe=2,fsdp=4,microbatches=2").abstract_state(), abstract_state)
+    assert "params/down of shape [4, 768, 384], the step keeps [3, 768, 384]" in misfit_text
 
 
 def test_a_proof_of_nothing_is_read_as_such() -> None:
-    """What is compared is what the finding says: a promise of nothing with something found is broken."""
-    found = Finding("as compiled", "all-gather fsdp", 0, 10, "UNPROMISED", "why")
-    assert not Proof("zero3", "8 x cpu", (found,)).ok
+    """A finding's verdict decides: a promise of no bytes is broken if bytes are found."""
+    finding = Finding("as compiled", "all-gather fsdp", 0, 10, "UNPROMISED", "why")
+    assert not Proof("zero3", "8 x cpu", (finding,)).ok
     assert Proof("zero3", "8 x cpu", ()).ok
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     text = tmp_path / "text.txt"
-    text.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(200)))
+    text.write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(200)))
     return [
         "check",
         "--model",
@@ -401,26 +404,28 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
     ],
 )
 def test_gpus_that_are_not_there(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their compiler is allowed less, and a break is seen in its program as well."""
+    """The GPU compiler is allowed fewer differences, and a defect shows in its program too."""
     devices = gpu_topology("8xH100")
-    proof = check(made(strategy, mesh=devices), BATCH)
+    proof = check(make_step(strategy, mesh=devices), BATCH)
     assert proof.ok, proof
-    allowed = {f.note.partition(":")[0] for f in proof.findings if f.note}
+    allowed = {finding.note.partition(":")[0] for finding in proof.findings if finding.note}
     assert allowed <= {"norms", "last message"}
     monkeypatch.setattr("jaxpar.step.update.Update.constrain", whole_update)
-    assert check(made("zero3", mesh=devices), BATCH).broken
+    assert check(make_step("zero3", mesh=devices), BATCH).broken
 
 
 @pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_one_layer_that_gpus_compilers_unroll() -> None:
-    """Forward and backward are one program then, which gathers once: half of what is promised, once called MISSING."""
+    """Forward and backward are then one program, which gathers once: half of the promise, which was called MISSING."""
     config = llama.Config(vocab=128, dim=256, layers=1, heads=2, kv_heads=2, ffn=512)
     model = jp.from_nnx(lambda rngs: llama.Llama(config, rngs=rngs), llama.loss)
     step = jp.make_train_step(model, optax.sgd(0.1), "fsdp=2,remat=layer", mesh=gpu_topology("2xH100"))
     proof = check(step, {"tokens": jax.ShapeDtypeStruct((4, 65), np.int32)})
     assert proof.ok, proof
-    assert any(f.found < 0.99 * f.promised and f.note.startswith("one layer: ") for f in proof.findings)
+    assert any(
+        finding.found < 0.99 * finding.promised and finding.note.startswith("one layer: ") for finding in proof.findings
+    )
 
 
 @pytest.mark.battery
@@ -444,5 +449,5 @@ def test_command_for_a_target(words: list[str], capsys: pytest.CaptureFixture) -
     ],
 )
 def test_bytes_are_the_papers(strategy: str, name: str, promised: int) -> None:
-    (found,) = (f for f in proved(strategy).findings if f.what == name)
-    assert found.promised == found.found == promised
+    (finding,) = (finding for finding in proof_of(strategy).findings if finding.what == name)
+    assert finding.promised == finding.found == promised

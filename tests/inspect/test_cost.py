@@ -27,19 +27,19 @@ def text_of(function: Any, *arguments: Any) -> str:
     return jax.jit(function).lower(*arguments).compile().as_text()
 
 
-def alike(costs: Costs) -> Counter:
-    """FLOPs of each product by its three sizes, in any order, as compilers transpose what they like."""
-    found: Counter = Counter()
-    for product, times in costs.products:
-        found[tuple(sorted((product.batch * product.m, product.n, product.k)))] += times * product.flops
-    return found
+def flops_by_size(costs: Costs) -> Counter:
+    """Return the FLOPs of products by their three sizes, in any order, as compilers transpose them."""
+    flops: Counter = Counter()
+    for product, num_runs in costs.products:
+        flops[tuple(sorted((product.batch * product.m, product.n, product.k)))] += num_runs * product.flops
+    return flops
 
 
 # -- a step of Llama ---------------------------------------------------------------------------------------------------
 
 
 def weights(config: Any) -> Counter:
-    """(in, out) of every weight that multiplies, and how often; the embedding is looked up."""
+    """Return (in, out) of every weight that multiplies, and how often. The embedding is looked up, not multiplied."""
     heads, groups = (n * config.head_dim for n in (config.heads, config.kv_heads))
     layer = [(config.dim, n) for n in (heads, groups, groups, config.ffn, config.ffn)]
     layer += [(heads, config.dim), (config.ffn, config.dim)]
@@ -49,9 +49,9 @@ def weights(config: Any) -> Counter:
 
 
 def recomputed(config: Any) -> int:
-    """Elements of the weights of a layer that multiply again under remat="layer": what `down` gives, nobody reads."""
-    each = config.dim * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
-    return config.layers * (each + 2 * config.dim * config.ffn)
+    """Return the elements of weights that multiply again under remat="layer": all but the unread `down`."""
+    layer_elements = config.dim * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
+    return config.layers * (layer_elements + 2 * config.dim * config.ffn)
 
 
 @pytest.mark.parametrize(
@@ -60,60 +60,60 @@ def recomputed(config: Any) -> int:
 def test_flops_of_llama_matmul_by_matmul(strategy: str) -> None:
     model = named("llama-tiny", layers=2, vocab=300, ffn=352)
     step = jp.make_train_step(model.model, optax.sgd(1e-3), strategy)
-    rows, length, c = 16, 23, model.config
+    rows, length, config = 16, 23, model.config
     costs = Costs.from_hlo(step.compile(model.example(rows, length)).as_text())
-    parts = step.strategy.microbatches
-    tokens = rows * length // 8 // parts  # in one matmul, of one device
+    num_microbatches = step.strategy.microbatches
+    tokens = rows * length // 8 // num_microbatches  # in one matmul, of one device
     expected: Counter = Counter()
-    for (a, b), times in weights(c).items():
-        expected[tuple(sorted((tokens, a, b)))] += 3 * times * parts * 2 * tokens * a * b
-    found = alike(costs)
+    for (a, b), num_runs in weights(config).items():
+        expected[tuple(sorted((tokens, a, b)))] += 3 * num_runs * num_microbatches * 2 * tokens * a * b
+    remaining = flops_by_size(costs)
     for size, flops in expected.items():
-        assert found.pop(size) == flops, size
-    # What is left is attention as XLA computes it: scores twice, values once, and four products backward.
-    assert sum(found.values()) == 7 * (rows // 8) * scores(c, length)
+        assert remaining.pop(size) == flops, size
+    # The remaining products are attention as XLA computes it: scores twice, values once, and four products backward.
+    assert sum(remaining.values()) == 7 * (rows // 8) * scores(config, length)
 
 
 @pytest.mark.slow
 def test_flops_of_recomputed_layers() -> None:
     model = named("llama-tiny", layers=2, vocab=300, ffn=352)
-    rows, length, c = 8, 23, model.config
+    rows, length, config = 8, 23, model.config
     step = jp.make_train_step(model.model, optax.sgd(1e-3), "fsdp=8,remat=layer")
-    found = Costs.from_hlo(step.compile(model.example(rows, length)).as_text()).flops
-    elements = sum(a * b * times for (a, b), times in weights(c).items())
-    attention = found["float32"] - 2 * length * (3 * elements + recomputed(c))
-    # Forward, again, backward: 2 + 2 + 4; and scores that attention itself computes again, unless XLA has them.
-    assert attention in (8 * scores(c, length), 9 * scores(c, length))
+    flops = Costs.from_hlo(step.compile(model.example(rows, length)).as_text()).flops
+    elements = sum(a * b * num_runs for (a, b), num_runs in weights(config).items())
+    attention = flops["float32"] - 2 * length * (3 * elements + recomputed(config))
+    # Forward, recomputation and backward: 2 + 2 + 4. Attention recomputes the scores, unless XLA has them already.
+    assert attention in (8 * scores(config, length), 9 * scores(config, length))
 
 
 def scores(config: Any, length: int) -> int:
-    """FLOPs of one of attention's products, of one row, in all layers."""
+    """Return the FLOPs of one of attention's products, for one row, in all layers."""
     return 2 * config.layers * config.heads * length**2 * config.head_dim
 
 
-def every(prim: Any, *_: Any, **__: Any) -> bool:
-    """Products and attention are kept."""
+def saves_products(prim: Any, *_: Any, **__: Any) -> bool:
+    """Save the results of products and of attention."""
     return prim.name in ("dot_general", "custom_vmap_call")
 
 
 @pytest.mark.cuda_compiler
 @pytest.mark.battery  # test_predict.py counts the FLOPs of two GPU programs in each run
 @pytest.mark.xdist_group("gpu llama")
-@pytest.mark.parametrize("remat", ["layer", every], ids=["layer", "every"])
+@pytest.mark.parametrize("remat", ["layer", saves_products], ids=["layer", "every"])
 def test_flops_of_llama_on_gpus(remat: Any) -> None:
     model = named("llama3-8b", layers=2)
-    c, rows, length = model.config, 8, 4096
+    config, rows, length = model.config, 8, 4096
     strategy = jp.Strategy(fsdp=8, precision="bf16", remat=remat)
     step = jp.make_train_step(model.model, optax.adamw(3e-4), strategy, mesh=target("8xH100").devices)
     costs = Costs.from_hlo(step.compile(model.example(rows, length)).as_text())
-    elements = sum(a * b * times for (a, b), times in weights(c).items())
-    forwards, again = (1, 0) if remat is every else (2, recomputed(c))
-    matmuls, attention = 2 * length * (3 * elements + again), (2 * forwards + 5) * scores(c, length)
+    elements = sum(a * b * num_runs for (a, b), num_runs in weights(config).items())
+    forwards, recomputed_elements = (1, 0) if remat is saves_products else (2, recomputed(config))
+    matmuls, attention = 2 * length * (3 * elements + recomputed_elements), (2 * forwards + 5) * scores(config, length)
     assert costs.flops == {"bfloat16": matmuls + attention // 2}
     assert costs.full_flops == {"bfloat16": matmuls + attention}
     # Without recomputation, the model's own count, but for the mask and for flash attention's fifth product.
-    if remat is every:
-        assert 8 * (costs.full_flops["bfloat16"] - scores(c, length)) == model.flops(rows, length)
+    if remat is saves_products:
+        assert 8 * (costs.full_flops["bfloat16"] - scores(config, length)) == model.flops(rows, length)
 
 
 # -- convolutions ------------------------------------------------------------------------------------------------------
@@ -130,13 +130,17 @@ CONVOLUTIONS = {
 
 @pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=list(CONVOLUTIONS))
 def test_flops_of_convolutions(options: dict[str, Any]) -> None:
-    """Forward and both gradients, each: as many multiply-adds as ones that a convolution of ones adds up."""
+    """Forward and both gradients have as many multiply-adds each as the sum of a convolution of ones."""
     groups = options.get("feature_group_count", 1)
     x, w = jnp.ones((5, 11, 9, 6)), jnp.ones((3, 5, 6 // groups, 12))
 
     def convolve(x: jax.Array, w: jax.Array) -> jax.Array:
-        given = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")} | options
-        return lax.conv_general_dilated(x, w, **given)
+        all_options = {
+            "window_strides": (1, 1),
+            "padding": "SAME",
+            "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
+        } | options
+        return lax.conv_general_dilated(x, w, **all_options)
 
     text = text_of(lambda x, w: jax.value_and_grad(lambda *xw: (convolve(*xw) ** 2).sum(), (0, 1))(x, w), x, w)
     adds = int(convolve(x, w).sum())
@@ -192,10 +196,10 @@ GEMM = (
 
 
 def attention_text(window: int = 0, mask: str = "CAUSAL", backward: bool = False) -> str:
-    """3 rows, 6 heads on 2 of keys and values, 128 queries and keys, head_dim 32."""
+    """Return HLO of attention: 3 rows, 6 heads on 2 of keys and values, 128 queries and keys, head_dim 32."""
     q, kv = "bf16[3,128,6,32]{3,2,1,0}", "bf16[3,128,2,32]{3,2,1,0}"
     operands = {"q": q, "k": kv, "v": kv} | ({"s": "f32[3,6,128]{2,1,0}", "g": q, "o": q} if backward else {})
-    lines = [f"  %{name} = {shape} parameter({at})" for at, (name, shape) in enumerate(operands.items())]
+    lines = [f"  %{name} = {shape} parameter({number})" for number, (name, shape) in enumerate(operands.items())]
     target_ = "__cudnn$fmhaSoftmax" + "Backward" * backward
     config = (
         '{"cudnn_fmha_backend_config": {"fmha_scale": 0.1, "intermediate_tensor_shape": {"element_type": "BF16", '
@@ -284,19 +288,19 @@ ENTRY %main (p: f32[40,8,16], i: s32[], q: bf16[40,8,16]) -> bf16[40,8,16] {
 
 def test_slices_count_and_not_what_they_are_cut_from() -> None:
     layer, row = 8 * 16, 64
-    found = {cost.kernel.name: (cost.kernel.read, cost.kernel.written) for cost in Costs.from_hlo(STACK)}
-    assert found == {
+    read_and_written = {cost.kernel.name: (cost.kernel.read, cost.kernel.written) for cost in Costs.from_hlo(STACK)}
+    assert read_and_written == {
         "step": (4 * layer + 4, 2 * 2 * layer),
         "looked": (2 * 7 * row + 4 * 7, 2 * 7 * row),
         "apart": (2 * 7 * row + 4 * 7, 2 * 7 * row),  # on a stream of its own, as jax 0.12 launches them
         "summed": (2 * 4 * 7 * row + 4 * 7, 4 * 7 * row),
         "copy": (4 * 40 * layer, 4 * 40 * layer),
     }
-    assert Costs.from_hlo(STACK).bytes == sum(map(sum, found.values()))
+    assert Costs.from_hlo(STACK).bytes == sum(map(sum, read_and_written.values()))
 
 
 def test_a_loop_over_a_stack_reads_it_once() -> None:
-    """Not once in every iteration, as the sizes of the operands would say."""
+    """The sizes of the operands alone would count it in every iteration."""
     layers, width = 50, 33
     stack = jnp.ones((layers, width, width))
     text = text_of(lambda x, w: lax.scan(lambda x, w: (jnp.tanh(x + w), None), x, w)[0], stack[0], stack)
@@ -324,26 +328,26 @@ def test_a_program_has_the_collectives_of_its_ledger() -> None:
         return lax.psum(x, ("data", "fsdp")) + lax.ppermute(x, "data", [(0, 1), (1, 0)])
 
     text = text_of(jax.shard_map(local, mesh=mesh, in_specs=P(("data", "fsdp")), out_specs=P(("data", "fsdp"))), X)
-    found: Counter = Counter()
+    bytes_by_kind: Counter = Counter()
 
     def walk(operations: Any, times: int) -> None:
-        for one in operations:
-            if isinstance(one, Start):
-                found[one.kind, one.axes] += times * one.bytes
-                size = math.prod(mesh.shape[axis] for axis in one.axes)
-                assert {len(group) for group in one.groups} == {size}
-                assert one.waits  # the CPU's collectives are synchronous
-            elif isinstance(one, While):
-                walk(one.body, times * (one.trips or 1))
+        for operation in operations:
+            if isinstance(operation, Start):
+                bytes_by_kind[operation.kind, operation.axes] += times * operation.bytes
+                group_size = math.prod(mesh.shape[axis] for axis in operation.axes)
+                assert {len(group) for group in operation.groups} == {group_size}
+                assert operation.waits  # the CPU's collectives are synchronous
+            elif isinstance(operation, While):
+                walk(operation.body, times * (operation.trips or 1))
 
     walk(Executable(text, mesh).operations, 1)
-    assert found == Ledger.from_hlo(text, mesh).by("kind", "axes")
-    assert found["all-gather", ("fsdp",)] == 3 * X.nbytes // 2
+    assert bytes_by_kind == Ledger.from_hlo(text, mesh).by("kind", "axes")
+    assert bytes_by_kind["all-gather", ("fsdp",)] == 3 * X.nbytes // 2
 
 
 def test_kernels_say_where_they_come_from() -> None:
     operations = Executable(text_of(lambda x: jnp.tanh(x @ x), jnp.ones((9, 9)))).operations
-    kernels = [one for one in operations if isinstance(one, Kernel)]
+    kernels = [operation for operation in operations if isinstance(operation, Kernel)]
     assert [kernel.kind for kernel in kernels if kernel.products] == ["matmul"]
     assert any("dot_general" in kernel.source for kernel in kernels)
 
@@ -382,7 +386,7 @@ ENTRY %main (p: f32[8,8]) -> f32[8,8] {
 
 
 def test_loops_count_by_their_condition_where_the_compiler_says_nothing() -> None:
-    """Those of TPU programs were counted once, and `check` called whole strategies broken."""
+    """Loops of TPU programs were counted once, and `check` called entire strategies broken."""
     assert Costs.from_hlo(LOOP.replace("STEP", "1")).flops == {"float32": 5 * 2 * 8**3}
     unknown = Costs.from_hlo(LOOP.replace("STEP", "2"))
     assert [cost.executions for cost in unknown if cost.kernel.products] == [None]

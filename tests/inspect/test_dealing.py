@@ -1,4 +1,4 @@
-"""Rows that are dealt otherwise change nothing of a mean over rows, and something of all else: as a step runs it."""
+"""The result of a mean over rows does not depend on the distribution of rows over blocks; that of other losses does."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from jax import lax
 from zoo import ZOO
 
 import jaxpar as jp
-from jaxpar.inspect.check.dealing import _dealt_otherwise
+from jaxpar.inspect.check.dealing import _permuted_rows
 
 # All losses of this file share one batch, and most read some of its leaves.
 pytestmark = pytest.mark.filterwarnings("ignore:the loss does not read batch")
@@ -32,15 +32,15 @@ BATCH = {
 }
 
 
-def checked(loss: Any, strategy: str = "ddp", batch: Any = BATCH, takes_key: bool = False) -> Any:
-    """What is found of a loss, of which reading says nothing."""
-    called = loss if takes_key else lambda params, batch, key: loss(params["w"], batch)
-    model = jp.Model(lambda key: {"w": jnp.asarray(W)}, called, rows="independent")
+def row_check_of(loss: Any, strategy: str = "ddp", batch: Any = BATCH, takes_key: bool = False) -> Any:
+    """Check the rows of a loss that declares them independent, so that its program is not read."""
+    full_loss = loss if takes_key else lambda params, batch, key: loss(params["w"], batch)
+    model = jp.Model(lambda key: {"w": jnp.asarray(W)}, full_loss, rows="independent")
     step = jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=jax.devices()[:4])
     state = step.init(jax.random.key(0))
-    found = step.check_rows(state, batch)
+    row_check = step.check_rows(state, batch)
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
-    return found
+    return row_check
 
 
 # -- what couples rows -------------------------------------------------------------------------------------------------
@@ -55,12 +55,12 @@ normed.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.linalg.norm(g),))
 
 
 def backward(w: jax.Array, batch: Batch) -> jax.Array:
-    """A gradient normalised over the block, by a rule of differentiation: its loss is right."""
+    """Normalise a gradient over the block, in a custom derivative: the loss itself is right."""
     return jnp.square(normed(jnp.tanh(batch["x"] @ w))).mean()
 
 
 def fixed_key(w: jax.Array, batch: Batch) -> jax.Array:
-    """The same noise in every block."""
+    """Draw the same noise in every block."""
     noise = jax.random.normal(jax.random.key(0), batch["x"].shape)
     return jnp.square((batch["x"] + noise) @ w - batch["y"]).mean()
 
@@ -83,12 +83,12 @@ def by_hand(w: jax.Array, batch: Batch) -> jax.Array:
 
 @pytest.mark.parametrize("loss", [backward, fixed_key, place, longest, by_hand])
 def test_rows_dealt_otherwise_show_what_couples_them(loss: Loss) -> None:
-    found = checked(loss)
-    assert found.coupled
-    assert not found.ok
-    assert [dealing.what for dealing in found.dealings] == ["dealt otherwise"]
+    row_check = row_check_of(loss)
+    assert row_check.coupled
+    assert not row_check.ok
+    assert [dealing.what for dealing in row_check.dealings] == ["dealt otherwise"]
     with pytest.raises(ValueError, match=r"(?s)rows are COUPLED.*off by .*jp\.all_rows\(x\).*rows='independent'"):
-        found.require()
+        row_check.require()
 
 
 def penalty(w: jax.Array, batch: Batch) -> jax.Array:
@@ -102,10 +102,10 @@ def by_number(w: jax.Array, batch: Batch) -> jax.Array:
 
 @pytest.mark.parametrize("loss", [penalty, by_number])
 def test_half_of_the_rows_show_what_their_number_changes(loss: Loss) -> None:
-    """Rows that change places do not change how many there are: one program alone would pass these."""
-    found = checked(loss)
-    assert found.coupled
-    assert [dealing.same for dealing in found.dealings] == [True, False]
+    """Permuting rows does not change their number, so the permutation alone would pass these losses."""
+    row_check = row_check_of(loss)
+    assert row_check.coupled
+    assert [dealing.same for dealing in row_check.dealings] == [True, False]
 
 
 # -- what does not -----------------------------------------------------------------------------------------------------
@@ -121,25 +121,25 @@ def masked(w: jax.Array, batch: Batch) -> jp.Mean:
 
 
 def cancelling(w: jax.Array, batch: Batch) -> jax.Array:
-    """A policy's first step, whose loss is zero: all of it is rounding, and is not measured against itself."""
+    """A policy's first step, whose loss is zero: it consists of rounding, and must not be measured against itself."""
     p, gain = jax.nn.log_softmax(batch["x"] @ w)[:, 0], batch["y"][:, 0] - BATCH["y"][:, 0].mean()
     return -(jnp.exp(p - lax.stop_gradient(p)) * gain).mean()
 
 
 @pytest.mark.parametrize("loss", [mean, masked, cancelling])
 def test_a_mean_over_rows_is_the_same(loss: Loss) -> None:
-    found = checked(loss)
-    assert found.ok
-    found.require()
-    assert (found.group, found.evaluations) == (1, 4)
+    row_check = row_check_of(loss)
+    assert row_check.ok
+    row_check.require()
+    assert (row_check.group, row_check.evaluations) == (1, 4)
 
 
 @pytest.mark.parametrize("strategy", ["dp,microbatches=2", "data=2,fsdp=2,microbatches=2"])
 def test_microbatches_and_a_server(strategy: str) -> None:
-    found = checked(mean, strategy)
-    assert found.ok
-    assert "4 x 2 blocks (replicas x microbatches) of 2 rows" in str(found)
-    assert checked(longest, strategy).coupled
+    row_check = row_check_of(mean, strategy)
+    assert row_check.ok
+    assert "4 x 2 blocks (replicas x microbatches) of 2 rows" in str(row_check)
+    assert row_check_of(longest, strategy).coupled
 
 
 @pytest.mark.parametrize(
@@ -151,28 +151,30 @@ def test_microbatches_and_a_server(strategy: str) -> None:
     ],
 )
 def test_models_are_independent(name: str, strategy: str, devices: int, noise: float) -> None:
-    """A pipeline, a masked decoder, and BatchNorm, whose rows stay in their microbatch: rounding is all there is."""
+    """A pipeline, a masked decoder, and BatchNorm, whose rows stay in their microbatch, differ by rounding only."""
     entry = ZOO[name]()
     step = jp.make_train_step(entry.model, optax.sgd(0.1), strategy, mesh=jax.devices()[:devices])
-    found = step.check_rows(step.init(jax.random.key(0)), entry.batch)
-    assert found.ok, str(found)
-    assert all(error < noise for dealing in found.dealings for error in dealing.errors.values()), str(found)
+    row_check = step.check_rows(step.init(jax.random.key(0)), entry.batch)
+    assert row_check.ok, str(row_check)
+    assert all(error < noise for dealing in row_check.dealings for error in dealing.errors.values()), str(row_check)
 
 
 def grouped(w: jax.Array, batch: Batch) -> jax.Array:
-    """GRPO's gains: of the four answers to one prompt, which are rows that follow one another."""
+    """GRPO's gains, relative to the mean of the answers to one prompt, which are consecutive rows."""
     gain = batch["y"][:, 0].reshape(-1, 2)
     return ((batch["x"] @ w)[:, 0] * (gain - gain.mean(1, keepdims=True)).reshape(-1)).mean()
 
 
 @pytest.mark.slow
 def test_groups_that_no_block_parts_are_dealt_whole() -> None:
-    """One device has the same groups, so the step is its step; single rows dealt otherwise would refuse it."""
-    found = checked(grouped)
-    assert found.ok
-    assert found.group == 2
-    assert "rows are independent, but for groups of 2, which no block parts" in str(found)
-    assert checked(grouped, "data=2,fsdp=2,microbatches=2").coupled  # of two rows each: nothing to tell groups from
+    """One device has the same groups, so the step computes the same; permuting single rows would refuse it."""
+    row_check = row_check_of(grouped)
+    assert row_check.ok
+    assert row_check.group == 2
+    assert "rows are independent, but for groups of 2, which no block parts" in str(row_check)
+    assert row_check_of(
+        grouped, "data=2,fsdp=2,microbatches=2"
+    ).coupled  # of two rows each: nothing to tell groups from
 
 
 # -- what cannot be told -----------------------------------------------------------------------------------------------
@@ -191,12 +193,12 @@ def noisy_and_centred(params: Any, batch: Batch, key: jax.Array | None) -> jax.A
 
 @pytest.mark.parametrize("strategy", ["ddp", "dp,microbatches=2"])
 def test_noise_stays_where_it_is(strategy: str) -> None:
-    """Each block has noise of its own, so rows that change blocks would be other rows."""
-    found = checked(noisy, strategy, takes_key=True)
-    assert not found.coupled
-    assert not found.ok
-    assert "not judged: the number of rows in a block, and a row's place, by which the loss draws" in str(found)
-    assert checked(noisy_and_centred, strategy, takes_key=True).coupled
+    """Each block draws its own noise, so a row that changes blocks would get other noise."""
+    row_check = row_check_of(noisy, strategy, takes_key=True)
+    assert not row_check.coupled
+    assert not row_check.ok
+    assert "not judged: the number of rows in a block, and a row's place, by which the loss draws" in str(row_check)
+    assert row_check_of(noisy_and_centred, strategy, takes_key=True).coupled
 
 
 def contrastive(w: jax.Array, batch: Batch) -> jax.Array:
@@ -204,9 +206,9 @@ def contrastive(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def test_a_loss_that_takes_all_rows_may_count_them() -> None:
-    found = checked(contrastive)
-    assert not found.coupled
-    assert "the loss takes all rows, and may count them" in str(found)
+    row_check = row_check_of(contrastive)
+    assert not row_check.coupled
+    assert "the loss takes all rows, and may count them" in str(row_check)
 
 
 def centred(w: jax.Array, batch: Batch) -> jax.Array:
@@ -217,35 +219,35 @@ def centred(w: jax.Array, batch: Batch) -> jax.Array:
 @pytest.mark.filterwarnings("ignore:jp.all_rows returns the rows of one microbatch")
 @pytest.mark.slow
 def test_what_is_not_judged_is_said() -> None:
-    one = {"x": BATCH["x"][:4], "y": BATCH["y"][:4], "scale": BATCH["scale"]}
-    assert "anything, as a block has one row" in str(checked(mean, batch=one))
+    one_row_per_block = {"x": BATCH["x"][:4], "y": BATCH["y"][:4], "scale": BATCH["scale"]}
+    assert "anything, as a block has one row" in str(row_check_of(mean, batch=one_row_per_block))
     model = jp.Model(lambda key: {"w": jnp.asarray(W)}, lambda p, batch, key: centred(p["w"], batch))
     step = jp.make_train_step(model, optax.sgd(0.1), "microbatches=4", mesh=jax.devices()[:1])
-    found = step.check_rows(step.init(jax.random.key(0)), BATCH)  # microbatches are what it asks rows of
-    assert "anything, as no two blocks may exchange rows" in str(found)
-    three = jax.tree.map(lambda x: x if x.ndim == 1 and x.size == 4 else x[:12], BATCH)
-    assert "3 cannot be halved" in str(checked(mean, batch=three))
-    written = lambda w, batch: jnp.square((batch["x"] @ w).reshape(4, 4) - batch["y"]).mean()
-    assert "half of it is refused" in str(checked(written))
-    spoilt = {**BATCH, "x": BATCH["x"] * np.nan}
-    assert "not finite" in str(checked(mean, batch=spoilt))
-    for found in (checked(mean, batch=spoilt), checked(written)):
-        assert not found.ok
-        assert not found.coupled
+    row_check = step.check_rows(step.init(jax.random.key(0)), BATCH)  # microbatches are what it asks rows of
+    assert "anything, as no two blocks may exchange rows" in str(row_check)
+    three_rows_per_block = jax.tree.map(lambda x: x if x.ndim == 1 and x.size == 4 else x[:12], BATCH)
+    assert "3 cannot be halved" in str(row_check_of(mean, batch=three_rows_per_block))
+    fixed_rows = lambda w, batch: jnp.square((batch["x"] @ w).reshape(4, 4) - batch["y"]).mean()
+    assert "half of it is refused" in str(row_check_of(fixed_rows))
+    nan_batch = {**BATCH, "x": BATCH["x"] * np.nan}
+    assert "not finite" in str(row_check_of(mean, batch=nan_batch))
+    for row_check in (row_check_of(mean, batch=nan_batch), row_check_of(fixed_rows)):
+        assert not row_check.ok
+        assert not row_check.coupled
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("shape", [(2, 1, 2), (3, 1, 5), (4, 2, 2)])
 def test_every_dealing_gives_blocks_other_rows(shape: tuple[int, int, int], keep: bool) -> None:
-    order = _dealt_otherwise(shape, keep)
-    own = np.arange(order.size).reshape(shape)
+    order = _permuted_rows(shape, keep)
+    identity = np.arange(order.size).reshape(shape)
     assert sorted(order.flat) == [*range(order.size)]
     assert {frozenset(block) for block in order.reshape(-1, shape[-1])} != {
-        frozenset(block) for block in own.reshape(-1, shape[-1])
+        frozenset(block) for block in identity.reshape(-1, shape[-1])
     }
-    for number in range(shape[1]):  # of a microbatch, where the loss takes all rows of it
-        assert sorted(order[:, number].flat) == sorted(own[:, number].flat)
-    assert not keep or (order % shape[-1] == own % shape[-1]).all()
+    for set_index in range(shape[1]):  # of a microbatch, where the loss takes all rows of it
+        assert sorted(order[:, set_index].flat) == sorted(identity[:, set_index].flat)
+    assert not keep or (order % shape[-1] == identity % shape[-1]).all()
 
 
 # -- two hosts ---------------------------------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ for rows in ("global", "host"):
 
 @pytest.mark.slow
 def test_two_hosts_deal_rows_with_each_other() -> None:
-    """Whether a batch is global or each host's own: all rows change places, and both find what one process finds."""
+    """With a global batch and with a batch for each host, all rows are permuted, and the result is one process's."""
     paths = os.pathsep.join([*(str(p) for p in (Path(__file__).parent, Path(__file__).parents[1])), *sys.path])
     run = subprocess.run(
         [sys.executable, "-m", "jaxpar", "launch", "--processes", "2", "--devices", "2", "--", "-c", WORKER],
@@ -279,5 +281,5 @@ def test_two_hosts_deal_rows_with_each_other() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     for loss in (mean, by_hand):
         for rows in ("global", "host"):
-            said = str(checked(loss)).splitlines()[0]
-            assert run.stdout.count(f"FOUND {rows} {loss.__name__} ['{said}") == 2, run.stdout
+            first_line = str(row_check_of(loss)).splitlines()[0]
+            assert run.stdout.count(f"FOUND {rows} {loss.__name__} ['{first_line}") == 2, run.stdout

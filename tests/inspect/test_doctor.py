@@ -26,7 +26,7 @@ from jaxpar.inspect.bench import doctor
 rank, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.config.update("jax_num_cpu_devices", 1)
 if rank == 1:  # another clock, another folder under the same name, another package
-    real, doctor.now, folder = doctor.now, lambda: real() - 5000, folder + "/elsewhere"
+    real, doctor.wall_clock, folder = doctor.wall_clock, lambda: real() - 5000, folder + "/elsewhere"
     doctor.metadata.version = lambda name: "0.0.1" if name == "optax" else "1.0"
 from jaxpar.run.cli import main
 main(["doctor", "--strategy", "ddp", "--folder", folder, "--bytes", "4000", "--devices", "1", "--json",
@@ -37,17 +37,17 @@ main(["doctor", "--strategy", "ddp", "--folder", folder, "--bytes", "4000", "--d
 @pytest.mark.slow
 def test_one_process_is_well(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     main(["doctor", "--strategy", "data=2,fsdp=4", "--bytes", "4096", "--folder", str(tmp_path)])
-    said = capsys.readouterr().out
-    assert said.endswith("all well\n")
-    for part in (
+    printed = capsys.readouterr().out
+    assert printed.endswith("all well\n")
+    for text in (
         f"jax {jax.__version__}",
         "1 process x 8 x cpu",
         f"{len(CANARIES)} of {len(CANARIES)} known programs right",
         "data=2: all-reduce of 4.10 kB",
         "fsdp=4: all-reduce",
     ):
-        assert part in said
-    assert "OFF" not in said
+        assert text in printed
+    assert "OFF" not in printed
     assert not list(tmp_path.iterdir())  # it leaves nothing behind
 
 
@@ -67,31 +67,31 @@ def test_wrong_sums_and_a_folder_that_is_none(
     with pytest.raises(SystemExit) as exit_:
         main(["doctor", "--strategy", "ddp", "--bytes", "4096", "--folder", str(file)])
     assert exit_.value.code == 1
-    said = capsys.readouterr().out
-    assert "8 elements of an all-reduce over data are wrong" in said
-    assert f"cannot write to {file}: File exists" in said
-    assert said.count("    try: ") == 2
-    assert said.endswith("2 off\n")
+    printed = capsys.readouterr().out
+    assert "8 elements of an all-reduce over data are wrong" in printed
+    assert f"cannot write to {file}: File exists" in printed
+    assert printed.count("    try: ") == 2
+    assert printed.endswith("2 off\n")
 
 
 def test_a_compiler_that_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """A jax that fails a canary, as 0.10.2 does where the user has YNNPACK's kernels back: no run on it is right."""
+    """A jax that fails a canary is reported, as 0.10.2 does if the user enables YNNPACK's kernels."""
     failed = {"a sum over 8 dims": "ended by SIGSEGV", "sums of products over 40,000 rows": "wrong numbers"}
     monkeypatch.setattr(doctor, "failing", lambda environment: failed)
     with pytest.raises(SystemExit) as exit_:
         main(["doctor", "--strategy", "ddp", "--bytes", "4096", "--folder", str(tmp_path)])
     assert exit_.value.code == 1
-    said = capsys.readouterr().out
-    assert "a sum over 8 dims: ended by SIGSEGV; sums of products over 40,000 rows: wrong numbers" in said
-    assert f"try: XLA_FLAGS={FLAG} in every process" in said
-    assert said.endswith("1 off\n")
+    printed = capsys.readouterr().out
+    assert "a sum over 8 dims: ended by SIGSEGV; sums of products over 40,000 rows: wrong numbers" in printed
+    assert f"try: XLA_FLAGS={FLAG} in every process" in printed
+    assert printed.endswith("1 off\n")
 
 
 @pytest.mark.slow
 def test_two_hosts_that_differ(tmp_path: Path) -> None:
-    """What two hosts do not share is seen, although each alone is well; both end with status 1."""
+    """Differences between two hosts are reported, although each alone is well; both end with status 1."""
     port = str(free_port())
     command = [sys.executable, "-c", WORKER]
     workers = [
@@ -101,29 +101,29 @@ def test_two_hosts_that_differ(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        outs = [worker.communicate(timeout=1800) for worker in workers]
+        outputs = [worker.communicate(timeout=1800) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    assert [worker.returncode for worker in workers] == [1, 1], outs
-    assert "versions" not in outs[1][0]  # process 0 speaks for all
-    said = outs[0][0]
-    found = {finding["name"]: finding for finding in json.loads(said[said.index("[\n") :])}  # Gloo prints too
-    a, b = (f"process {rank} on host {socket.gethostname()}" for rank in range(2))
+    assert [worker.returncode for worker in workers] == [1, 1], outputs
+    assert "versions" not in outputs[1][0]  # process 0 speaks for all
+    printed = outputs[0][0]
+    findings = {finding["name"]: finding for finding in json.loads(printed[printed.index("[\n") :])}  # Gloo prints too
+    first_label, second_label = (f"process {rank} on host {socket.gethostname()}" for rank in range(2))
     for name, sentence in {
-        "versions": f"Python: {a} has ",
-        "clock": f"the clock of {b} is N s behind that of {a}",
-        "folder": f"{a} does not see in {tmp_path} what {b} has written there",
+        "versions": f"Python: {first_label} has ",
+        "clock": f"the clock of {second_label} is N s behind that of {first_label}",
+        "folder": f"{first_label} does not see in {tmp_path} what {second_label} has written there",
     }.items():
         if name != "versions":
             assert (
-                re.sub(r"\b(4[5-9]|5[0-4])\d\d\.\d s", "N s", found[name]["wrong"]) == sentence
+                re.sub(r"\b(4[5-9]|5[0-4])\d\d\.\d s", "N s", findings[name]["wrong"]) == sentence
             )  # on a busy machine roughly
-            assert found[name]["hint"]
-    assert f"{b} has " in found["versions"]["wrong"]
+            assert findings[name]["hint"]
+    assert f"{second_label} has " in findings["versions"]["wrong"]
     for name in ("devices", "cpu compiler", "addresses", "shm", "collectives"):
-        assert not found[name]["wrong"]
-    assert "data=2: all-reduce" in found["collectives"]["found"]
+        assert not findings[name]["wrong"]
+    assert "data=2: all-reduce" in findings["collectives"]["found"]
 
 
 CPU = {"kind": "cpu", "platform": "cpu", "count": 8, "memory": None, "gpu": False}
@@ -134,43 +134,47 @@ GPUS = CPU | {"kind": "NVIDIA H100", "platform": "gpu", "gpu": True}
     ("finding", "wrong", "hint"),
     [
         (
-            doctor.versions([{"jaxlib": "0.10.2", "jax-cuda12-plugin": "0.10.0"}], ["host a"]),
+            doctor.check_versions([{"jaxlib": "0.10.2", "jax-cuda12-plugin": "0.10.0"}], ["host a"]),
             "jax-cuda12-plugin 0.10.0 is not of jaxlib's version 0.10.2",
             "pip install jax-cuda12-plugin==0.10.2",
         ),
         (
-            doctor.versions([{"jaxlib": "1"}, {"jaxlib": "1", "libtpu": "2"}], ["host a", "host b"]),
+            doctor.check_versions([{"jaxlib": "1"}, {"jaxlib": "1", "libtpu": "2"}], ["host a", "host b"]),
             "libtpu: host a has nothing, host b has 2",
             "from one image",
         ),
         (
-            doctor.devices([CPU | {"gpu": True}], ["host a"]),
+            doctor.check_devices([CPU | {"gpu": True}], ["host a"]),
             "host a has an NVIDIA GPU, and jax uses its CPU",
             "JAX_PLATFORMS",
         ),
         (
-            doctor.devices([CPU, CPU | {"count": 7}], ["host a", "host b"]),
+            doctor.check_devices([CPU, CPU | {"count": 7}], ["host a", "host b"]),
             "host a has 8 x cpu, host b has 7 x cpu",
             "CUDA_VISIBLE_DEVICES",
         ),
         (
-            doctor.devices([GPUS], ["host a"]),
+            doctor.check_devices([GPUS], ["host a"]),
             "a process drives 8 GPUs; it can hang",
             "a process for each GPU, by srun, mpirun or jaxpar launch (docs/launch.md), or NCCL_LAUNCH_MODE=GROUP",
         ),
         (
-            doctor.addresses([["10.0.0.1"], ["127.0.1.1"]], ["host a", "host b"]),
+            doctor.check_addresses([["10.0.0.1"], ["127.0.1.1"]], ["host a", "host b"]),
             "host b's own name leads to 127.0.1.1 there",
             "/etc/hosts",
         ),
-        (doctor.addresses([["10.0.0.1"], []], ["host a", "host b"]), "host b's own name is not known there", "DNS"),
         (
-            doctor.clocks([[0, 0], [4.0, 0.1]], ["host a", "host b"]),
+            doctor.check_addresses([["10.0.0.1"], []], ["host a", "host b"]),
+            "host b's own name is not known there",
+            "DNS",
+        ),
+        (
+            doctor.check_clocks([[0, 0], [4.0, 0.1]], ["host a", "host b"]),
             "the clock of host b is 4.0 s ahead of that of host a",
             "chrony",
         ),
     ],
-    ids=lambda one: one.name if isinstance(one, doctor.Diagnosis) else "",
+    ids=lambda parameter: parameter.name if isinstance(parameter, doctor.Diagnosis) else "",
 )
 def test_what_is_off_has_a_reason_and_a_next_thing(finding: doctor.Diagnosis, wrong: str, hint: str) -> None:
     assert wrong in finding.wrong
@@ -180,16 +184,16 @@ def test_what_is_off_has_a_reason_and_a_next_thing(finding: doctor.Diagnosis, wr
 
 def test_what_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_LAUNCH_MODE", "GROUP")
-    fine = [
-        doctor.addresses([["127.0.1.1"]], ["host a"]),  # alone it matters to nobody
-        doctor.clocks([[0, 0], [4.0, 3.9]], ["host a", "host b"]),  # the network was too slow to tell
-        doctor.devices([CPU, CPU], ["host a", "host b"]),
-        doctor.devices([GPUS], ["host a"]),  # launched as a group, it does not hang
-        doctor.devices([GPUS | {"count": 1}] * 8, [f"process {p} on a" for p in range(8)]),
+    diagnoses = [
+        doctor.check_addresses([["127.0.1.1"]], ["host a"]),  # alone it matters to nobody
+        doctor.check_clocks([[0, 0], [4.0, 3.9]], ["host a", "host b"]),  # the network was too slow to tell
+        doctor.check_devices([CPU, CPU], ["host a", "host b"]),
+        doctor.check_devices([GPUS], ["host a"]),  # launched as a group, it does not hang
+        doctor.check_devices([GPUS | {"count": 1}] * 8, [f"process {p} on a" for p in range(8)]),
     ]
-    assert not [finding for finding in fine if finding.wrong]
+    assert not [diagnosis for diagnosis in diagnoses if diagnosis.wrong]
 
 
 def test_what_to_install_where_jax_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    assert doctor.devices([CPU | {"gpu": True}], ["host a"]).hint == INSTALL
+    assert doctor.check_devices([CPU | {"gpu": True}], ["host a"]).hint == INSTALL

@@ -23,8 +23,8 @@ from jaxpar.backend.text import size
 from jaxpar.hardware.compiled.entry import Nesting
 from jaxpar.hardware.compiled.hlo import arrays
 from jaxpar.hardware.compiled.kernels import Start, While
-from jaxpar.inspect.explain.explanation import Explanation, _words, ledger_table
-from jaxpar.inspect.explain.findings import _across, explain
+from jaxpar.inspect.explain.explanation import Explanation, _strategy_in_words, ledger_table
+from jaxpar.inspect.explain.findings import _axes_across_hosts, explain
 from jaxpar.inspect.explain.picture import held
 from jaxpar.inspect.ledger import Collective, Ledger
 from jaxpar.inspect.memory import saved
@@ -49,52 +49,61 @@ P = 4 * (LAYERS * DIM * DIM + 3)  # bytes of the parameters, and of their moment
 
 
 @functools.cache
-def explained(strategy: str) -> Explanation:
+def explanation_of(strategy: str) -> Explanation:
     return jp.make_train_step(MODEL, optax.sgd(0.1, momentum=0.9), strategy).explain(BATCH)
 
 
 @pytest.mark.parametrize(("strategy", "shards"), [("single", 1), ("ddp", 1), ("zero3", 8), ("hsdp", 4)])
 def test_of_one_program(strategy: str, shards: int) -> None:
     step = jp.make_train_step(MODEL, optax.sgd(0.1, momentum=0.9), strategy)
-    found = step.explain(BATCH)
-    stored = 4 * (LAYERS * DIM * DIM // shards + 3)
-    memory = found.memory["each device"]
-    assert (memory.params, memory.grads, memory.optimizer) == (stored, stored, stored)
+    explanation = step.explain(BATCH)
+    stored_bytes = 4 * (LAYERS * DIM * DIM // shards + 3)
+    memory = explanation.memory["each device"]
+    assert (memory.params, memory.grads, memory.optimizer) == (stored_bytes, stored_bytes, stored_bytes)
     compiled = step.compile(BATCH)
     program = compiled.memory_analysis()
     assert memory.temporaries == program.temp_size_in_bytes
-    assert memory.arguments == program.argument_size_in_bytes >= 2 * stored
-    assert memory.arguments <= memory.total <= memory.arguments + memory.outputs + memory.temporaries - 2 * stored + 64
-    assert found.ledger == Ledger.from_hlo(compiled.as_text(), step.mesh)
-    assert found.transfers == ()
-    assert (found.checks == ()) == (strategy == "single")
-    for check in found.checks:
+    assert memory.arguments == program.argument_size_in_bytes >= 2 * stored_bytes
+    assert (
+        memory.arguments
+        <= memory.total
+        <= memory.arguments + memory.outputs + memory.temporaries - 2 * stored_bytes + 64
+    )
+    assert explanation.ledger == Ledger.from_hlo(compiled.as_text(), step.mesh)
+    assert explanation.transfers == ()
+    assert (explanation.checks == ()) == (strategy == "single")
+    for check in explanation.checks:
         assert check.written_count == check.expected_count
         assert 0 <= check.found - check.expected <= 64, check
-    assert list(found.notes) == (["odd"] if shards > 1 else [])
-    # Forward, and two products of each layer backwards, of this device's rows.
-    assert found.flops == {"float32": 3 * LAYERS * 2 * (16 // found_devices(step)) * DIM * DIM}
-    assert found.exposed == sum(one.sent for one in found.ledger)  # the CPU hides nothing
-    for one in found.ledger:
-        n = math.prod(found.axes[axis] for axis in one.axes)
-        assert one.sent == one.bytes * (n - 1) * (2 if one.kind == "all-reduce" else 1) // n
-    assert found.across == frozenset()
-    assert {check.strategy for check in found.checks} == SERVES[strategy]
-    shown(found)
+    assert list(explanation.notes) == (["odd"] if shards > 1 else [])
+    # The forward, and two products of each layer in the backward, of this device's rows.
+    assert explanation.flops == {"float32": 3 * LAYERS * 2 * (16 // num_replicas(step)) * DIM * DIM}
+    assert explanation.exposed == sum(
+        collective.sent for collective in explanation.ledger
+    )  # nothing overlaps on the CPU
+    for collective in explanation.ledger:
+        group_size = math.prod(explanation.axes[axis] for axis in collective.axes)
+        assert (
+            collective.sent
+            == collective.bytes * (group_size - 1) * (2 if collective.kind == "all-reduce" else 1) // group_size
+        )
+    assert explanation.across == frozenset()
+    assert {check.strategy for check in explanation.checks} == SERVES[strategy]
+    assert_printable(explanation)
 
 
 def test_a_note_is_written_once() -> None:
-    """The note of a leaf that no rule splits came from the layout, and once more from explain itself."""
+    """The note of a leaf that no rule splits came both from the layout and from explain."""
     shapes = {"position": (128, 128), "split": (128, 8)}
     model = jp.Model(
         lambda key: {name: jnp.ones(shape) for name, shape in shapes.items()},
         lambda params, batch, key: jnp.mean(batch @ params["position"] @ params["split"]),
     )
     step = jp.make_train_step(model, optax.sgd(0.1), "tensor=2", mesh=jax.devices()[:2], rules={"split": 1})
-    found = step.explain(np.ones((4, 128), np.float32))
+    explanation = step.explain(np.ones((4, 128), np.float32))
     note = "whole on every tensor rank: no rule splits it"
-    assert found.notes == step.layout.notes == {"position": note}
-    assert " ".join(str(found).split()).count(note) == 1
+    assert explanation.notes == step.layout.notes == {"position": note}
+    assert " ".join(str(explanation).split()).count(note) == 1
 
 
 SERVES = {
@@ -105,122 +114,134 @@ SERVES = {
 }
 
 
-def found_devices(step: Any) -> int:
+def num_replicas(step: Any) -> int:
+    """Return the number of replicas."""
     return step.replicas
 
 
-def shown(found: Explanation) -> None:
-    text = str(found)
+def assert_printable(explanation: Explanation) -> None:
+    """Check the text and the JSON of an explanation."""
+    text = str(explanation)
     assert max(map(len, text.splitlines())) <= 80
-    assert text.count("closed form") == bool(found.checks) + bool(found.transfers)
-    assert all(path in text for path in found.notes)
-    plain = json.loads(json.dumps(found.json(), allow_nan=False))
-    assert plain["flops"] == found.flops
-    assert {row["across_hosts"] for row in plain["ledger"]} <= {False}
-    assert plain["memory"].keys() == found.memory.keys()
-    assert [c["found"] for c in plain["checks"]] == [c.found for c in found.checks]
+    assert text.count("closed form") == bool(explanation.checks) + bool(explanation.transfers)
+    assert all(path in text for path in explanation.notes)
+    parsed = json.loads(json.dumps(explanation.json(), allow_nan=False))
+    assert parsed["flops"] == explanation.flops
+    assert {row["across_hosts"] for row in parsed["ledger"]} <= {False}
+    assert parsed["memory"].keys() == explanation.memory.keys()
+    assert [check["found"] for check in parsed["checks"]] == [check.found for check in explanation.checks]
 
 
 def test_of_a_server() -> None:
-    """Five exchanges; the server holds the optimizer's state and the gradients of all replicas."""
-    found = explained("dp")
-    others = DEVICES - 1
+    """A server has five exchanges, and stores the optimizer's state and the gradients of all replicas."""
+    explanation = explanation_of("dp")
+    num_others = DEVICES - 1
     keys = 4 + 8  # the step's number and the key go with the weights
-    assert [(t.kind, t.what, t.found) for t in found.transfers] == [
-        ("scatter", "rows of the batch", others * (2 * DIM * 4 + 3 * 4)),
-        ("broadcast", "weights", others * (P + keys)),
-        ("gather", "losses", others * 2 * 2 * 4),
-        ("scatter", "gradients of the losses", others * 4),
-        ("gather", "gradients", others * P),
+    assert [(transfer.kind, transfer.what, transfer.found) for transfer in explanation.transfers] == [
+        ("scatter", "rows of the batch", num_others * (2 * DIM * 4 + 3 * 4)),
+        ("broadcast", "weights", num_others * (P + keys)),
+        ("gather", "losses", num_others * 2 * 2 * 4),
+        ("scatter", "gradients of the losses", num_others * 4),
+        ("gather", "gradients", num_others * P),
     ]
-    assert [t.expected for t in found.transfers] == [t.found for t in found.transfers]
-    server, rest = found.memory["server"], found.memory["others"]
+    assert [transfer.expected for transfer in explanation.transfers] == [
+        transfer.found for transfer in explanation.transfers
+    ]
+    server, replica = explanation.memory["server"], explanation.memory["others"]
     assert (server.params, server.grads, server.optimizer) == (P, DEVICES * P, P)
-    assert (rest.params, rest.grads, rest.optimizer) == (P, P, 0)
+    assert (replica.params, replica.grads, replica.optimizer) == (P, P, 0)
     assert server.program == "update"
-    assert server.total > rest.total
-    assert found.ledger == ()
-    shown(found)
+    assert server.total > replica.total
+    assert explanation.ledger == ()
+    assert_printable(explanation)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_exchanges_are_those_that_run(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is rehearsed is what a real step moves: same order, same sizes, and to where."""
+    """A rehearsal has the transfers of a real step, in the same order, to the same devices."""
     step = jp.make_train_step(MODEL, optax.sgd(0.1), f"dp,microbatches={microbatches}")
     assert isinstance(step, ServerStep)
     moves = []
     move = Live.move
 
-    def watched(self: Live, kind: str, what: str, tree: Any, to: Any) -> Any:
-        moved = move(self, kind, what, tree, to)
+    def watched(self: Live, kind: str, subject: str, tree: Any, target: Any) -> Any:
+        moved = move(self, kind, subject, tree, target)
         places = {len(x.sharding.device_set) for x in jax.tree.leaves(moved)}
-        moves.append((kind, what, *places))
+        moves.append((kind, subject, *places))
         return moved
 
     monkeypatch.setattr(Live, "move", watched)
     step(step.init(jax.random.key(0)), BATCH)
-    assert [(kind, what) for kind, what, _ in moves] == [(t.kind, t.what) for t in step.explain(BATCH).transfers]
+    assert [(kind, subject) for kind, subject, _ in moves] == [
+        (transfer.kind, transfer.what) for transfer in step.explain(BATCH).transfers
+    ]
     assert [devices for *_, devices in moves] == [DEVICES, DEVICES, 1, DEVICES, 1]
 
 
 @pytest.mark.parametrize(
     ("strategy", "values"),
     [
-        ("zero3,remat=layer", LAYERS),  # what goes into each layer
+        ("zero3,remat=layer", LAYERS),  # the input of each layer
         ("ddp,remat=layer,microbatches=2", LAYERS),
         ("pipe=2,data=4,microbatches=2,remat=layer", 3 * LAYERS // 2),  # 3 slots, each of half the layers
     ],
 )
 def test_saved_activations_by_hand(strategy: str, values: int) -> None:
-    """Of one microbatch; besides, those at the end: the last layer's output and its square's derivative."""
+    """Saved are a layer's values for one microbatch, the last layer's output, and the derivative of its square."""
     step = jp.make_train_step(MODEL, optax.sgd(0.1), strategy)
-    row = 16 // step.replicas // step.strategy.microbatches * DIM * 4
-    found = saved(step, BATCH) / row
-    assert values <= found <= values + (0 if step.schedule else 4)
-    whole = saved(jp.make_train_step(MODEL, optax.sgd(0.1), strategy.replace("remat=layer", "remat=none")), BATCH) / row
-    assert whole >= found + values  # the tanh of each layer too
+    value_bytes = 16 // step.replicas // step.strategy.microbatches * DIM * 4
+    num_values = saved(step, BATCH) / value_bytes
+    assert values <= num_values <= values + (0 if step.schedule else 4)
+    num_without_remat = (
+        saved(jp.make_train_step(MODEL, optax.sgd(0.1), strategy.replace("remat=layer", "remat=none")), BATCH)
+        / value_bytes
+    )
+    assert num_without_remat >= num_values + values  # the tanh of each layer too
 
 
 def test_parts_of_memory_add_up() -> None:
     for strategy in ("zero3", "dp"):
-        for memory in explained(strategy).memory.values():
+        for memory in explanation_of(strategy).memory.values():
             parts = held(memory)
             assert all(part >= 0 for part in parts.values())
             assert sum(parts.values()) == max(memory.total, memory.params + memory.grads + memory.optimizer)
 
 
 def test_collectives_that_leave_a_host() -> None:
-    """Two hosts of four devices: data is across, fsdp and tensor inside; devices in another order turn it around."""
+    """On two hosts of four devices, data crosses hosts, fsdp and tensor do not; another device order reverses this."""
 
     def mesh(hosts: np.ndarray) -> Any:
         devices = np.vectorize(lambda host: SimpleNamespace(process_index=host), otypes=[object])(hosts)
         return SimpleNamespace(devices=devices, axis_names=("pipe", "data", "fsdp", "tensor"))
 
     outer = mesh(np.arange(8).reshape(1, 2, 2, 2) // 4)
-    wanted = {("data",): True, ("fsdp",): False, ("fsdp", "tensor"): False, ("data", "fsdp"): True, ("pipe",): False}
-    assert {axes: leaves_host(outer, axes) for axes in wanted} == wanted
+    expected = {("data",): True, ("fsdp",): False, ("fsdp", "tensor"): False, ("data", "fsdp"): True, ("pipe",): False}
+    assert {axes: leaves_host(outer, axes) for axes in expected} == expected
     assert leaves_host(outer, ("2 of data+fsdp",))
     inner = mesh(np.arange(8).reshape(1, 2, 2, 2) % 2)
     assert [leaves_host(inner, (axis,)) for axis in ("data", "fsdp", "tensor")] == [False, False, True]
-    # Groups of two within a host, on an axis that crosses hosts; in a loop one that does.
+    # Groups of two within a host, on an axis that crosses hosts; and in a loop, groups that cross hosts.
     program = lambda *operations: SimpleNamespace(operations=operations)
     start = lambda axes, groups: Start("", "", "all-gather", axes, 8, groups, waits=False)
     within, beyond = start(("2 of data+fsdp",), ((0, 2), (4, 6))), start(("4 of data+fsdp",), ((0, 2, 4, 6),))
     closed: Any = Ledger([Collective("all-gather", ("2 of data+fsdp",), "float32", 1, 8)])
-    found = _across(outer, [program(within), program(While("", 1, (beyond,)))], closed)
-    assert found == {("4 of data+fsdp",)}
-    assert _across(outer, [], closed) == {("2 of data+fsdp",)}  # of the closed form alone its axes
+    axes_across = _axes_across_hosts(outer, [program(within), program(While("", 1, (beyond,)))], closed)
+    assert axes_across == {("4 of data+fsdp",)}
+    assert _axes_across_hosts(outer, [], closed) == {
+        ("2 of data+fsdp",)
+    }  # without programs, the closed form's axes decide
 
 
 def gathered_behind_compute(text: str) -> int:
-    """Bytes of all-gathers of bfloat16 over 8 devices between whose start and done a kernel of the schedule computes,
-    by the names of kernels: those that only move or cast are named for it. Layers run in loops, whose first or last
-    iteration may stand outside.
+    """Return the bytes of bfloat16 all-gathers over 8 devices that overlap with compute.
+
+    An all-gather overlaps if a kernel that computes is scheduled between its start and its done. Names tell which
+    kernels only move or cast. Layers run in loops, whose first or last iteration may be outside the loop.
     """
     entry, total = text.index("\nENTRY"), 0
     for start in re.finditer(r"\n +%(all-gather-start[\w.]*) = (.*) all-gather-start\(", text):
-        done = text.index(f"all-gather-done(%{start[1]})", start.end())
-        kernels = re.findall(r"\n +%(\w*fusion)[\w.]* = ", text[start.end() : done])
+        done_index = text.index(f"all-gather-done(%{start[1]})", start.end())
+        kernels = re.findall(r"\n +%(\w*fusion)[\w.]* = ", text[start.end() : done_index])
         if any(not re.match("loop_(convert|broadcast|pad|dynamic|select)|wrapped", kernel) for kernel in kernels):
             parts_and_wholes = sum(math.prod(dims) for _, dims in arrays(start[2]))
             (body,) = re.findall(r"\n%(\S+) \(", text[: start.start()])[-1:]
@@ -233,28 +254,28 @@ def gathered_behind_compute(text: str) -> int:
 @pytest.mark.cuda_compiler
 @group("hsdp")
 def test_of_two_hosts_of_gpus() -> None:
-    """What leaves a host, and what is sent while nothing is computed, of a program compiled for 2 x 8 H100s."""
-    it = compiled("hsdp")
-    found = explain(it.step, it.batch, it.program)
-    assert (found.hosts, found.axes) == (2, {"data": 2, "fsdp": 8})
-    assert found.across == {("data",), ("data", "fsdp")}
-    rows = found.json()["ledger"]
+    """A program compiled for 2 x 8 H100s shows the collectives that leave a host, and those that are exposed."""
+    cell = compiled("hsdp")
+    explanation = explain(cell.step, cell.batch, cell.program)
+    assert (explanation.hosts, explanation.axes) == (2, {"data": 2, "fsdp": 8})
+    assert explanation.across == {("data",), ("data", "fsdp")}
+    rows = explanation.json()["ledger"]
     moved = {way: sum(row["bytes"] for row in rows if row["across_hosts"] == way) for way in (True, False)}
-    gathered, reduced = (it.ledger.total(kind=kind) for kind in ("all-gather", "reduce-scatter"))
+    gathered, reduced = (cell.ledger.total(kind=kind) for kind in ("all-gather", "reduce-scatter"))
     assert 0 <= moved[False] - gathered - reduced < 1000  # norms
     # A shard of the gradients in float32, and what is not sharded: the scales of 9 norms, a sum and a count. What a
     # loop sends a layer late has two scales more, in its first iteration.
-    assert moved[True] == reduced // 8 + 4 * (9 + 2) * it.step.layout.leaves[-1].shape[-1] + 8
-    assert found.exposed == sum(row["sent"] for row in rows if not row["overlapped"])
-    assert 0 < gathered_behind_compute(it.text) == it.ledger.total(kind="all-gather", overlapped=True)
-    text = str(found)
+    assert moved[True] == reduced // 8 + 4 * (9 + 2) * cell.step.layout.leaves[-1].shape[-1] + 8
+    assert explanation.exposed == sum(row["sent"] for row in rows if not row["overlapped"])
+    assert 0 < gathered_behind_compute(cell.text) == cell.ledger.total(kind="all-gather", overlapped=True)
+    text = str(explanation)
     assert "H100 80GB HBM3 on 2 hosts (data=2, fsdp=8), 3,303,100 parameters" in " ".join(text.split())
     assert re.search(r"all-reduce +data +float32 .* across +\d+%", text)
     assert re.search(r"all-gather +fsdp +bfloat16 .* inside +\d+%", text)
-    assert f"exposed: {size(found.exposed)} of {size(found.ledger.total('sent'))}" in text
+    assert f"exposed: {size(explanation.exposed)} of {size(explanation.ledger.total('sent'))}" in text
 
 
-def loop(params: Any, batch: Any, key: jax.Array | None, odd: bool = False) -> jax.Array:
+def python_loop_loss(params: Any, batch: Any, key: jax.Array | None, odd: bool = False) -> jax.Array:
     h = batch["x"]
     for number, layer in enumerate(params["layers"]):
         h = h + (jnp.sin if odd and number == 1 else jnp.tanh)(h @ layer["w"])
@@ -264,19 +285,19 @@ def loop(params: Any, batch: Any, key: jax.Array | None, odd: bool = False) -> j
 @pytest.mark.parametrize("odd", [False, True])
 def test_loops_that_are_rolled_and_why_one_is_not(odd: bool) -> None:
     layers = lambda key: {"layers": [{"w": w} for w in jax.random.normal(key, (LAYERS, DIM, DIM)) / DIM**0.5]}
-    model = jp.Model(init=layers, loss=functools.partial(loop, odd=odd))
-    found = jp.make_train_step(model, optax.sgd(0.1), "zero3").explain(BATCH)
-    assert list(found.loops) == ["layers/*"]
-    (text,) = found.loops.values()
+    model = jp.Model(init=layers, loss=functools.partial(python_loop_loss, odd=odd))
+    explanation = jp.make_train_step(model, optax.sgd(0.1), "zero3").explain(BATCH)
+    assert list(explanation.loops) == ["layers/*"]
+    (text,) = explanation.loops.values()
     assert text.startswith(f"{LAYERS} layers of a Python loop")
     assert (text.rpartition(", ")[2] == "one stack") == (not odd)
     assert ("sin" in text) == odd
-    assert "layers/*  " in str(found)
+    assert "layers/*  " in str(explanation)
 
 
 @pytest.mark.slow
 def test_an_update_that_has_to_move_leaves_is_explained() -> None:
-    """LAMB looks at norms of the model's own leaves; 3 layers on 2 ranks are kept as 4, a leaf that XLA then gathers:
+    """LAMB uses norms of the model's own leaves. 3 layers on 2 ranks are stored as 4, and XLA gathers such a leaf, with
     "involuntary full rematerialization" in its log.
     """
     init = lambda key: {"w": jax.random.normal(key, (3, DIM, 40)), "v": jax.random.normal(key, (3, 40, DIM))}
@@ -288,12 +309,12 @@ def test_an_update_that_has_to_move_leaves_is_explained() -> None:
     make = lambda optimizer: jp.make_train_step(
         jp.Model(init=init, loss=loss), optimizer, "pipe=2,fsdp=4,microbatches=2"
     )
-    found = make(optax.lamb(1e-3)).explain(BATCH)
-    (remark,) = (r for r in found.remarks if r.startswith("The update sends"))
-    assert found.moves[0].leaf in ("w", "v")
-    assert f" of {found.moves[0].leaf} [" in remark
+    explanation = make(optax.lamb(1e-3)).explain(BATCH)
+    (remark,) = (remark for remark in explanation.remarks if remark.startswith("The update sends"))
+    assert explanation.moves[0].leaf in ("w", "v")
+    assert f" of {explanation.moves[0].leaf} [" in remark
     assert "a number of layers that 2 divides" in remark
-    assert any(check.strategy == "beside the closed form" for check in found.checks)
+    assert any(check.strategy == "beside the closed form" for check in explanation.checks)
     plain = make(optax.adamw(1e-3)).explain(BATCH)
     assert plain.moves == ()
     assert not any("The update sends" in remark for remark in plain.remarks)
@@ -301,49 +322,49 @@ def test_an_update_that_has_to_move_leaves_is_explained() -> None:
 
 def test_a_batch_that_lies_elsewhere_is_remarked() -> None:
     step = jp.make_train_step(MODEL, optax.sgd(0.1), "zero3")
-    there = jax.device_put(BATCH["x"], jax.devices()[0])
-    (remark,) = (r for r in step.explain({**BATCH, "x": there}).remarks if "batch" in r)
+    on_one_device = jax.device_put(BATCH["x"], jax.devices()[0])
+    (remark,) = (remark for remark in step.explain({**BATCH, "x": on_one_device}).remarks if "batch" in remark)
     assert remark.startswith("The batch's x [16, 32] lies as SingleDeviceSharding")
 
 
 def test_a_picture_names_each_way_once() -> None:
     """It was "data parallel over 4, data parallel over 2, ...": replicated leaves are summed over `fsdp` too."""
-    ways = (("data parallel", ("data", "fsdp")), ("data parallel", ("data",)), ("ZeRO-3", ("fsdp",)))
-    checks = [SimpleNamespace(strategy=way, axes=axes) for way, axes in ways]
-    found: Any = SimpleNamespace(checks=checks, axes={"data": 2, "fsdp": 4}, transfers=())
-    assert _words(found) == "data parallel over 2, ZeRO-3 over 4"
+    strategies = (("data parallel", ("data", "fsdp")), ("data parallel", ("data",)), ("ZeRO-3", ("fsdp",)))
+    checks = [SimpleNamespace(strategy=strategy, axes=axes) for strategy, axes in strategies]
+    explanation: Any = SimpleNamespace(checks=checks, axes={"data": 2, "fsdp": 4}, transfers=())
+    assert _strategy_in_words(explanation) == "data parallel over 2, ZeRO-3 over 4"
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "dp"])
 def test_picture(strategy: str, tmp_path: Path) -> None:
-    found = explained(strategy)
-    found.picture(tmp_path / "step.svg")
+    explanation = explanation_of(strategy)
+    explanation.picture(tmp_path / "step.svg")
     drawn = (tmp_path / "step.svg").read_text()  # text is drawn as outlines, and written beside them as comments
     title = "ZeRO-3 over 8" if strategy == "zero3" else "data parallel through a central server"
-    wanted = [f"A training step on 8 x cpu: {title}", found.strategy]
-    wanted += ["all-gather", "fsdp"] if strategy == "zero3" else ["gather of gradients", "through the server"]
+    expected_texts = [f"A training step on 8 x cpu: {title}", explanation.strategy]
+    expected_texts += ["all-gather", "fsdp"] if strategy == "zero3" else ["gather of gradients", "through the server"]
     for text in (
-        *wanted,
+        *expected_texts,
         "parameters",
         "saved activations",
         "closed form",
-        *map(size, {m.total for m in found.memory.values()}),
+        *map(size, {memory.total for memory in explanation.memory.values()}),
     ):
         assert text in drawn, text
-    found.picture(tmp_path / "step.png")
+    explanation.picture(tmp_path / "step.png")
     image = plt.imread(tmp_path / "step.png")
-    assert image[0, 0, 3] == 0  # no ground of its own
+    assert image[0, 0, 3] == 0  # no background
     with pytest.raises(ValueError, match=r"step\.txt has a suffix that is no kind of picture"):
-        found.picture(tmp_path / "step.txt")
+        explanation.picture(tmp_path / "step.txt")
 
 
 def test_a_missing_shard_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gather that the closed form does not know is a ratio above 1."""
+    """A missing all-reduce is a ratio far below 1."""
     from jaxpar.parallel.data import zero
 
     monkeypatch.setattr(zero, "all_reduce", lambda x, axes: x)
-    found = jp.make_train_step(MODEL, optax.sgd(0.1), "hsdp").explain(BATCH)
-    check = next(c for c in found.checks if c.axes == ("data",))
+    explanation = jp.make_train_step(MODEL, optax.sgd(0.1), "hsdp").explain(BATCH)
+    check = next(check for check in explanation.checks if check.axes == ("data",))
     assert check.found < check.expected
     assert check.ratio is not None
     assert check.ratio < 0.1
@@ -355,7 +376,7 @@ def test_rows_that_do_not_fit() -> None:
 
 
 def test_sizes() -> None:
-    assert [size(n) for n in (0, 999, 1000, 3_412_480, 2.5e9, 7e12)] == [
+    assert [size(num_bytes) for num_bytes in (0, 999, 1000, 3_412_480, 2.5e9, 7e12)] == [
         "0 B",
         "999 B",
         "1.00 kB",
@@ -366,7 +387,7 @@ def test_sizes() -> None:
 
 
 def test_axes_are_never_cut() -> None:
-    """Five of them were shown as "...ext+tensor"."""
+    """Five axes were printed as "...ext+tensor"."""
     axes = ("pipe", "data", "fsdp", "expert", "context")
-    found = Ledger(Nesting().collectives("all-reduce", axes, 32, {"bfloat16": 10**9}))
-    assert "+".join(axes) in ledger_table(found, None)
+    ledger = Ledger(Nesting().collectives("all-reduce", axes, 32, {"bfloat16": 10**9}))
+    assert "+".join(axes) in ledger_table(ledger, None)

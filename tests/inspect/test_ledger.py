@@ -84,8 +84,8 @@ def stack(x: jax.Array) -> jax.Array:
 
     @jax.checkpoint
     def outer(c: jax.Array, _: None) -> tuple[jax.Array, None]:
-        whole = lax.all_gather(c, "fsdp", axis=0, tiled=True)
-        return lax.scan(inner, jnp.cos(whole)[:8], None, length=5)[0], None
+        gathered = lax.all_gather(c, "fsdp", axis=0, tiled=True)
+        return lax.scan(inner, jnp.cos(gathered)[:8], None, length=5)[0], None
 
     return lax.scan(outer, x, None, length=3)[0]
 

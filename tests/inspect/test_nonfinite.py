@@ -18,8 +18,8 @@ from jaxpar.inspect.nonfinite import Nonfinite, NonfiniteError, unseen
 from jaxpar.inspect.nonfinite.replay import Replay
 from jaxpar.make import TrainStep, _Call
 
-# One fault for each strategy in every run of the tests; all of them for each in the battery.
-SOME = dict(
+# Every run of the tests tries one fault for each strategy. The battery tries all of them.
+FAULT_OF_STRATEGY = dict(
     zip(
         planted.STRATEGIES,
         ("one_hot_times_masked_logits", "derivative_of_sqrt_at_0", "two_masks_of_the_lowest_number",
@@ -29,8 +29,8 @@ SOME = dict(
 )  # fmt: skip
 
 
-def spoilt(name: str, strategy: str, light: bool = False, **options: Any) -> tuple[Any, Any, Any]:
-    """A step, its state, and the batch that is not finite."""
+def nonfinite_step(name: str, strategy: str, light: bool = False, **options: Any) -> tuple[Any, Any, Any]:
+    """Return a step, its state, and a batch with which it is not finite."""
     model = planted.model(name, mixing=not light)
     step = jp.make_train_step(model, optax.sgd(0.1), planted.STRATEGIES[strategy], **options)
     state = step.init(jax.random.key(0))
@@ -39,66 +39,70 @@ def spoilt(name: str, strategy: str, light: bool = False, **options: Any) -> tup
     return step, state, planted.batch(name)
 
 
-def check(name: str, found: Nonfinite, step: Any) -> None:
-    """That the planted line is named, with the rank, the microbatch and the row."""
-    fault = found.fault
-    assert fault is not None, found
-    assert f"planted.py:{planted.line_of(name)}:" in fault.line, str(found)
-    where = planted.FAULTS[name][0]
-    if where == "layer":
-        ((_, number, layers),) = fault.loops[:1]
-        assert number < layers == planted.LAYERS
-    if where == "params":
+def check_fault(name: str, finding: Nonfinite, step: Any) -> None:
+    """Check that the finding names the planted line, with the rank, the microbatch and the row."""
+    fault = finding.fault
+    assert fault is not None, finding
+    assert f"planted.py:{planted.line_of(name)}:" in fault.line, str(finding)
+    place = planted.FAULTS[name][0]
+    if place == "layer":
+        ((_, iteration, layers),) = fault.loops[:1]
+        assert iteration < layers == planted.LAYERS
+    if place == "params":
         assert str(fault.brought) == "parameter w holds nan"
-        assert len(found.blocks) == step.replicas * step.strategy.microbatches
+        assert len(finding.blocks) == step.replicas * step.strategy.microbatches
         return
-    each = planted.ROWS // (step.replicas * step.strategy.microbatches)
-    replica, microbatch = divmod(planted.ROW // each, step.strategy.microbatches)
-    assert found.blocks == ((microbatch, replica),)
-    assert found.rows == (planted.ROW,), str(found)
-    if where == "batch":
+    rows_per_block = planted.ROWS // (step.replicas * step.strategy.microbatches)
+    replica, microbatch = divmod(planted.ROW // rows_per_block, step.strategy.microbatches)
+    assert finding.blocks == ((microbatch, replica),)
+    assert finding.rows == (planted.ROW,), str(finding)
+    if place == "batch":
         assert str(fault.brought) == f"batch leaf s holds inf at [{planted.ROW}]"
 
 
 @pytest.mark.parametrize("strategy", planted.STRATEGIES)
 def test_a_planted_line_is_named(strategy: str) -> None:
-    step, state, batch = spoilt(name := SOME[strategy], strategy, light=strategy != "expert")
-    check(name, step.trace_nonfinite(state, batch), step)
+    step, state, batch = nonfinite_step(name := FAULT_OF_STRATEGY[strategy], strategy, light=strategy != "expert")
+    check_fault(name, step.trace_nonfinite(state, batch), step)
 
 
 @pytest.mark.battery
 @pytest.mark.parametrize("strategy", planted.STRATEGIES)
 @pytest.mark.parametrize("name", planted.FAULTS)
 def test_every_planted_line_is_named_where_a_step_comes_to_it(name: str, strategy: str) -> None:
-    step, state, batch = spoilt(name, strategy, trace_nonfinite=True)
+    step, state, batch = nonfinite_step(name, strategy, trace_nonfinite=True)
     if planted.FAULTS[name][0] != "params":
         state, metrics = step(state, planted.batch(name, bad=False))
         assert metrics["finite"]
     with pytest.raises(FloatingPointError) as error:  # by the step itself, if that is done when its call returns
         step.wait(step(state, batch)[0])
-    check(name, error.value.found, step)  # type: ignore[attr-defined]
+    check_fault(name, error.value.found, step)  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
 def test_a_step_that_is_not_finite_is_an_error_that_names_the_line_and_has_the_state_of_before() -> None:
-    step, state, batch = spoilt(name := "log_of_0", "pipe zb-h1", light=True, trace_nonfinite=True)
+    step, state, batch = nonfinite_step(name := "log_of_0", "pipe zb-h1", light=True, trace_nonfinite=True)
     good = planted.batch(name, bad=False)
     state, metrics = step(state, good)
     assert set(metrics) == {"loss", "grad_norm", "finite", "skipped"}
-    before = jax.tree.map(np.asarray, step.params(state))
+    params_before = jax.tree.map(np.asarray, step.params(state))
     with pytest.raises(NonfiniteError) as error:
         step(jax.block_until_ready(step(state, batch)[0]), good)
     assert error.value.batch is batch
-    # None where the step was done when its call returned, which is then an error itself.
-    assert all(given is good for given in error.value.undone)
+    # There are none if the step had ended when its call returned; then that call raises the error.
+    assert all(undone_batch is good for undone_batch in error.value.undone)
     assert len(error.value.undone) < 2
-    check(name, error.value.found, step)
-    said = str(error.value)
-    assert said.startswith("step 2: the loss is not finite: log makes -inf at ")
-    assert "\n  microbatch 1, rank 2 (data=2), rows 10, 11 of the batch; 1 of 8 blocks are not finite" in said
-    assert "\n  the batch brings it: row 11 by itself" in said
-    after = step.params(error.value.state)
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: np.array_equal(a, np.asarray(b)), before, after)))
+    check_fault(name, error.value.found, step)
+    message = str(error.value)
+    assert message.startswith("step 2: the loss is not finite: log makes -inf at ")
+    assert "\n  microbatch 1, rank 2 (data=2), rows 10, 11 of the batch; 1 of 8 blocks are not finite" in message
+    assert "\n  the batch causes it: row 11 alone" in message
+    params_after = step.params(error.value.state)
+    assert all(
+        jax.tree.leaves(
+            jax.tree.map(lambda first, second: np.array_equal(first, np.asarray(second)), params_before, params_after)
+        )
+    )
     state, metrics = step(error.value.state, good)
     assert (bool(metrics["finite"]), int(state.step)) == (True, 3)
     assert step.trace_nonfinite(state, good).what == ""
@@ -110,7 +114,7 @@ def test_a_step_that_is_not_finite_is_an_error_that_names_the_line_and_has_the_s
     ("strategy", "devices"), [("data=2,fsdp=2", 4), ("single,precision=f16", 1), ("dp", 2), ("zero2,precision=bf16", 2)]
 )
 def test_what_was_started_since_is_done_again_and_no_row_is_lost(strategy: str, devices: int) -> None:
-    """The bits of a loop that waits for each step, and leaves the two bad batches out."""
+    """The result equals, bit by bit, that of a loop that waits for each step, which skips the two bad batches."""
 
     def noisy(p: Any, b: Any, key: Any) -> jax.Array:
         x = b["x"] * jax.random.uniform(key, b["x"].shape)
@@ -190,10 +194,12 @@ if "exit" in sys.argv: sys.exit(0)
 
 @pytest.mark.parametrize(("words", "status"), [(["bad"], 1), (["bad", "exit"], 1), (["good"], 0)])
 def test_a_process_that_reads_no_loss_says_at_its_end_that_a_step_was_not_finite(words: list[str], status: int) -> None:
-    """It ended with status 0, and nothing was said."""
-    done = subprocess.run([sys.executable, "-c", UNREAD, *words], capture_output=True, text=True, timeout=1800)
-    assert (done.returncode, done.stdout) == (status, "dropped\n"), done.stderr
-    assert ("error: step 1: the loss is not finite: batch leaf x holds nan at [3, 2]" in done.stderr) == bool(status)
+    """Such a process ended with status 0 and without an error."""
+    completed = subprocess.run([sys.executable, "-c", UNREAD, *words], capture_output=True, text=True, timeout=1800)
+    assert (completed.returncode, completed.stdout) == (status, "dropped\n"), completed.stderr
+    assert ("error: step 1: the loss is not finite: batch leaf x holds nan at [3, 2]" in completed.stderr) == bool(
+        status
+    )
 
 
 def test_the_next_step_that_is_made_says_that_an_earlier_one_was_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +214,7 @@ def test_the_next_step_that_is_made_says_that_an_earlier_one_was_not_finite(monk
         make()
     step = make()
     step.wait(step(step.init(jax.random.key(0)), batch)[0])
-    assert not unseen._looks
+    assert not unseen._checks
 
 
 def mean_squares(loss: Any, shape: tuple[int, ...] = (4, 4)) -> tuple[jp.Model, dict[str, np.ndarray]]:
@@ -216,45 +222,45 @@ def mean_squares(loss: Any, shape: tuple[int, ...] = (4, 4)) -> tuple[jp.Model, 
     return jp.Model(lambda key: {"w": jax.random.normal(key, shape)}, loss), batch
 
 
-def traced(model: jp.Model, strategy: str, batch: Any) -> Nonfinite:
+def trace_of(model: jp.Model, strategy: str, batch: Any) -> Nonfinite:
     step = jp.make_train_step(model, optax.sgd(0.1), strategy)
     return step.trace_nonfinite(step.init(jax.random.key(0)), batch)
 
 
 @pytest.mark.slow
 def test_what_blocks_make_together_is_named() -> None:
-    """The count of a masked batch, the sum of gradients, and a loss that takes the rows of all."""
+    """The faults of a masked batch's count, of a sum of gradients, and of a loss that takes all rows are named."""
 
     def masked(p: Any, b: Any, key: Any) -> jp.Mean:
         return jp.Mean(((b["x"] @ p["w"]) ** 2 * b["mask"][:, None]).sum(), b["mask"].sum())
 
     model, batch = mean_squares(masked)
-    found = traced(model, "ddp", {**batch, "mask": np.zeros(16, np.float32)})
-    assert (found.what, found.fault.operands[1].high) == ("mean", 0)  # type: ignore[union-attr]
-    assert "reduce_sum at" in str(found)
-    assert "the count of the loss is 0 over all rows" in str(found)
+    finding = trace_of(model, "ddp", {**batch, "mask": np.zeros(16, np.float32)})
+    assert (finding.what, finding.fault.operands[1].high) == ("mean", 0)  # type: ignore[union-attr]
+    assert "reduce_sum at" in str(finding)
+    assert "the count of the loss is 0 over all rows" in str(finding)
 
     def huge(p: Any, b: Any, key: Any) -> jp.Mean:
         return jp.Mean(1e38 * (p["w"] * b["mask"]).sum(), b["mask"].sum() / 16)  # 2e38 for a block
 
-    found = traced(jp.Model(lambda key: {"w": jnp.float32(0)}, huge), "ddp", batch)
-    assert found.what == "sum"
-    assert "every block is finite, and the sum of the gradients of w over all, or its square, overflows" in str(found)
+    finding = trace_of(jp.Model(lambda key: {"w": jnp.float32(0)}, huge), "ddp", batch)
+    assert finding.what == "sum"
+    assert "every block is finite, and the sum of the gradients of w over all, or its square, overflows" in str(finding)
 
     def coupled(p: Any, b: Any, key: Any) -> jax.Array:
-        every = jp.all_rows(b["x"] @ p["w"])
-        return jnp.square(b["x"] @ p["w"] / every.min()).mean()  # where one row of all is nought
+        all_rows = jp.all_rows(b["x"] @ p["w"])
+        return jnp.square(b["x"] @ p["w"] / all_rows.min()).mean()  # where one row of all is nought
 
     model, batch = mean_squares(coupled)
     del batch["mask"]
     batch["x"] = np.abs(batch["x"])
     batch["x"][3] = 0
     model = jp.Model(lambda key: {"w": jax.random.uniform(key, (4, 4)) + 0.1}, model.loss)
-    found = traced(model, "fsdp", batch)
-    assert found.fault is not None
-    assert found.fault.primitive == "div"
-    assert found.rows is None
-    assert "of all ranks together, as the loss takes all rows" in str(found)
+    finding = trace_of(model, "fsdp", batch)
+    assert finding.fault is not None
+    assert finding.fault.primitive == "div"
+    assert finding.rows is None
+    assert "of all ranks together, as the loss takes all rows" in str(finding)
 
 
 def test_a_mask_is_no_fault_and_an_overflow_beside_it_is() -> None:
@@ -279,7 +285,7 @@ def test_a_mask_is_no_fault_and_an_overflow_beside_it_is() -> None:
 
 
 def test_the_forward_value_that_a_backward_divides_by_is_named() -> None:
-    """It comes out of the forward's loop, stacked: what made it there is named, and not the loop."""
+    """The value comes stacked out of the forward's loop. The equation in the loop is named, not the loop."""
 
     def loss(x: jax.Array) -> jax.Array:
         layer = lambda x, w: (x / jnp.exp(w), None)
@@ -292,8 +298,8 @@ def test_the_forward_value_that_a_backward_divides_by_is_named() -> None:
 
 
 def test_branches_and_closed_over_arrays() -> None:
-    held = jnp.array([1.0, jnp.nan])
-    fault = jp.trace_nonfinite(lambda x: (x * held).sum(), jnp.ones(2))
+    constant = jnp.array([1.0, jnp.nan])
+    fault = jp.trace_nonfinite(lambda x: (x * constant).sum(), jnp.ones(2))
     assert fault is not None
     assert str(fault.brought) == "an array that the function closes over holds nan at [1]"
     branch = lambda x: jax.lax.cond(x.sum() > 0, lambda x: jnp.log(x - 1).sum(), lambda x: x.sum(), x)
@@ -303,7 +309,7 @@ def test_branches_and_closed_over_arrays() -> None:
 
 
 def test_an_overflow_by_float16s_scale_is_no_fault() -> None:
-    """The loss is 1e3 times what it should be: its first scale of 2^15 is too much, and is halved."""
+    """The loss is 1e3 times too large for the first scale of 2^15, which is therefore halved."""
     model, batch = mean_squares(lambda p, b, key: 1e3 * jnp.square(b["x"].astype(p["w"].dtype) @ p["w"]).mean())
     del batch["mask"]
     step = jp.make_train_step(model, optax.sgd(1e-6), "single,precision=f16", trace_nonfinite=True)
@@ -316,7 +322,7 @@ def test_an_overflow_by_float16s_scale_is_no_fault() -> None:
 
 @pytest.mark.slow
 def test_the_replay_is_the_steps_mathematics() -> None:
-    """Rows, microbatches, keys, counts and the scale: its loss and gradients are those of the step."""
+    """The replay has the step's rows, microbatches, keys, counts and scale, and so its loss and gradients."""
 
     def noisy(p: Any, b: Any, key: Any) -> jp.Mean:
         x = b["x"] * (jax.random.uniform(key, b["x"].shape) > 0.3)

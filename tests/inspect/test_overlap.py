@@ -13,7 +13,7 @@ from jax import lax
 import jaxpar as jp
 from jaxpar.hardware import target
 from jaxpar.inspect.check import Proof, check
-from jaxpar.inspect.check.overlap import _promised
+from jaxpar.inspect.check.overlap import _promised_kind
 from jaxpar.inspect.predict import Part
 
 LAYERS, DIM = 4, 1024
@@ -30,25 +30,25 @@ def loss(params: Any, batch: Any, key: Any) -> jax.Array:
     return jnp.mean(lax.scan(layer, batch["x"].astype(params["up"].dtype), params)[0] ** 2)
 
 
-def made(strategy: str, devices: Any, **options: Any) -> Any:
+def make_step(strategy: str, devices: Any, **options: Any) -> Any:
     return jp.make_train_step(jp.Model(init=init, loss=loss), optax.sgd(0.1), strategy, mesh=devices, **options)
 
 
-def proved(strategy: str, **slower: float) -> Proof:
-    found = target("16xH100")
-    step = made(f"fsdp=16,precision=bf16,microbatches=2,{strategy}", found.devices)
-    return check(step, ROWS, overlap=dataclasses.replace(found.hardware, **slower) if slower else True)
+def proof_of(strategy: str, **slower: float) -> Proof:
+    cluster = target("16xH100")
+    step = make_step(f"fsdp=16,precision=bf16,microbatches=2,{strategy}", cluster.devices)
+    return check(step, ROWS, overlap=dataclasses.replace(cluster.hardware, **slower) if slower else True)
 
 
 @pytest.mark.cuda_compiler
 @pytest.mark.xdist_group("gpu overlap")
 def test_layers_that_are_sent_ahead_are_hidden() -> None:
-    proof = proved("prefetch=1")
+    proof = proof_of("prefetch=1")
     assert proof.ok, proof
-    hidden = {found.what: found for found in proof.findings if found.part == "overlap"}
+    hidden = {finding.what: finding for finding in proof.findings if finding.part == "overlap"}
     assert set(hidden) == {"all-gather fsdp 16 x", "reduce-scatter fsdp 8 x"}
-    assert all(0.9 * found.promised <= found.found <= found.promised for found in hidden.values())
-    # A layer in bfloat16 and its gradients in float32, by the ring's share of them, in two microbatches.
+    assert all(0.9 * finding.promised <= finding.found <= finding.promised for finding in hidden.values())
+    # A layer in bfloat16 and its gradients in float32, times the share that a ring sends, in two microbatches.
     layer = sum(np.prod(shape[1:]) for shape in SHAPES.values())
     assert hidden["all-gather fsdp 16 x"].promised == 2 * 2 * LAYERS * 2 * layer * 15 // 16
     assert hidden["reduce-scatter fsdp 8 x"].promised == 2 * LAYERS * 4 * layer * 15 // 16
@@ -58,14 +58,14 @@ def test_layers_that_are_sent_ahead_are_hidden() -> None:
 @pytest.mark.cuda_compiler
 @pytest.mark.xdist_group("gpu overlap")
 def test_layers_that_wait_where_they_stand_are_named() -> None:
-    """Of several microbatches XLA moves nothing over the iterations by itself."""
-    proof = proved("prefetch=0")
-    assert {(found.part, found.verdict) for found in proof.broken} == {("overlap", "MISSING")}
-    for found in proof.broken:
-        assert found.what in ("all-gather fsdp 8 x", "reduce-scatter fsdp 8 x")
-        assert found.found < 0.9 * found.promised
-        assert "ms a step wait of down, up: " in found.note
-        assert "prefetch=1 sends it" in found.note
+    """With several microbatches, XLA does not move a collective across iterations unasked."""
+    proof = proof_of("prefetch=0")
+    assert {(finding.part, finding.verdict) for finding in proof.broken} == {("overlap", "MISSING")}
+    for finding in proof.broken:
+        assert finding.what in ("all-gather fsdp 8 x", "reduce-scatter fsdp 8 x")
+        assert finding.found < 0.9 * finding.promised
+        assert "ms a step wait of down, up: " in finding.note
+        assert "prefetch=1 sends it" in finding.note
     with pytest.raises(ValueError, match=r"MISSING overlap: all-gather fsdp 8 x, promised .* prefetch=1"):
         proof.require()
 
@@ -74,7 +74,7 @@ def test_layers_that_wait_where_they_stand_are_named() -> None:
     ("strategy", "kind", "axes", "promised"),
     [
         ("fsdp=8", "all-gather", ("fsdp",), "all-gather"),
-        ("fsdp=8,zero=1", "all-gather", ("fsdp",), ""),  # updated parameters, behind the backward
+        ("fsdp=8,zero=1", "all-gather", ("fsdp",), ""),  # updated parameters, after the backward
         ("fsdp=8,zero=1", "reduce-scatter", ("fsdp",), "reduce-scatter"),
         ("data=8", "all-reduce", ("data",), "all-reduce"),
         ("data=8", "all-reduce", ("2 of data+tensor",), ""),
@@ -87,36 +87,36 @@ def test_layers_that_wait_where_they_stand_are_named() -> None:
     ],
 )
 def test_what_strategies_promise(strategy: str, kind: str, axes: tuple[str, ...], promised: str) -> None:
-    assert _promised(made(strategy, jax.devices()), Part("", "", kind, "", axes=axes)) == promised
+    assert _promised_kind(make_step(strategy, jax.devices()), Part("", "", kind, "", axes=axes)) == promised
 
 
 def test_what_cannot_be_read_is_refused() -> None:
-    step = made("fsdp", jax.devices())
+    step = make_step("fsdp", jax.devices())
     with pytest.raises(ValueError, match=r"compiled for CPU has no asynchronous collectives.*target\('16xH100'\)"):
         check(step, ROWS, overlap=True)
     with pytest.raises(ValueError, match="compiled for CPU"):
-        made("fsdp", jax.devices(), check="overlap")
+        make_step("fsdp", jax.devices(), check="overlap")
     with pytest.raises(ValueError, match="check='overlaps': use True, False or 'overlap'"):
-        made("fsdp", jax.devices(), check="overlaps")
+        make_step("fsdp", jax.devices(), check="overlaps")
     with pytest.raises(ValueError, match=r"overlap with .*server=true.*: a server sends between programs"):
-        check(made("dp", jax.devices()), ROWS, overlap=True)
+        check(make_step("dp", jax.devices()), ROWS, overlap=True)
 
 
 @pytest.mark.cuda_compiler
 @pytest.mark.xdist_group("gpu overlap")
 def test_a_slower_network_breaks_the_promise() -> None:
-    proof = proved("prefetch=1", network_bandwidth=5e9)
-    assert {(found.part, found.verdict) for found in proof.broken} == {("overlap", "MISSING")}
-    said = "concurrent=2 fetches a layer once for so many microbatches, more rows a device give more to hide it behind"
-    assert f"{said}, fewer ranks of fsdp" in proof.broken[0].note
+    proof = proof_of("prefetch=1", network_bandwidth=5e9)
+    assert {(finding.part, finding.verdict) for finding in proof.broken} == {("overlap", "MISSING")}
+    hint = "concurrent=2 fetches a layer once for so many microbatches, more rows a device give more to hide it behind"
+    assert f"{hint}, fewer ranks of fsdp" in proof.broken[0].note
 
 
 @pytest.mark.cuda_compiler
 @pytest.mark.xdist_group("gpu overlap")
 def test_a_step_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = made("fsdp=2,precision=bf16", target("2xH100").devices, check="overlap")
+    step = make_step("fsdp=2,precision=bf16", target("2xH100").devices, check="overlap")
     with pytest.raises(ValueError, match="MISSING overlap"):
         step.compile({"x": jax.ShapeDtypeStruct((2, 256, DIM), np.float32)})
     monkeypatch.setattr("jaxpar.inspect.check.overlap.of_device_kind", lambda name: None)
     with pytest.raises(ValueError, match=r"NVIDIA H100 80GB HBM3 is none of .*kinds.load\(file\)"):
-        made("fsdp=2", target("2xH100").devices, check="overlap")
+        make_step("fsdp=2", target("2xH100").devices, check="overlap")

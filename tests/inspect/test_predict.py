@@ -58,14 +58,14 @@ def kernel(*products: Product, size: int = 0, name: str = "k") -> Kernel:
 
 
 def test_matmuls_by_waves_of_tiles_are_as_measured() -> None:
-    off = []
-    for at in range(0, len(MEASURED), 5):
-        batch, m, n, k = map(int, MEASURED[at : at + 4])
-        one = product(m, n, k, batch)
-        off.append(quantized_seconds(one, 989.4e12, H100) * float(MEASURED[at + 4]) * 1e12 / one.flops)
-    assert len(off) == 41
-    assert max(abs(ratio - 1) for ratio in off) < 0.27
-    assert sum(abs(math.log(ratio)) for ratio in off) / len(off) < 0.075
+    ratios = []
+    for index in range(0, len(MEASURED), 5):
+        batch, m, n, k = map(int, MEASURED[index : index + 4])
+        matmul = product(m, n, k, batch)
+        ratios.append(quantized_seconds(matmul, 989.4e12, H100) * float(MEASURED[index + 4]) * 1e12 / matmul.flops)
+    assert len(ratios) == 41
+    assert max(abs(ratio - 1) for ratio in ratios) < 0.27
+    assert sum(abs(math.log(ratio)) for ratio in ratios) / len(ratios) < 0.075
 
 
 @pytest.mark.parametrize("shape", [(16384, 8192, 1280), (16384, 8192, 7168), (16384, 3584, 8192), (8192, 8192, 8192)])
@@ -77,29 +77,30 @@ def test_large_matmuls_sustain_what_was_measured(shape: tuple[int, int, int]) ->
 
 
 def test_what_was_not_measured_is_assumed_and_says_so() -> None:
-    one = kernel(product(8192, 8192, 8192))
-    why = {kind: kernel_seconds(one, hardware)[1] for kind, hardware in KINDS.items()}
-    assert {kind for kind, reason in why.items() if "assumed" in reason} == {"H100-PCIe", "v5e", "v5p", "v6e"}
+    matmul = kernel(product(8192, 8192, 8192))
+    reasons = {kind: kernel_seconds(matmul, hardware)[1] for kind, hardware in KINDS.items()}
+    assert {kind for kind, reason in reasons.items() if "assumed" in reason} == {"H100-PCIe", "v5e", "v5p", "v6e"}
     renamed = dataclasses.replace(H100, kind="ours")  # as a file with like = "H100" would
-    assert kernel_seconds(one, renamed) == kernel_seconds(one, H100)
+    assert kernel_seconds(matmul, renamed) == kernel_seconds(matmul, H100)
     float32 = kernel(product(8192, 8192, 8192, dtype="float32"))
     assert "semi, as bf16" in kernel_seconds(float32, H100)[1]
 
 
 def test_dtypes_have_their_peaks() -> None:
-    at = {
+    seconds = {
         dtype: kernel_seconds(kernel(product(8192, 8192, 8192, dtype=dtype)), H100)[0]
         for dtype in ("bfloat16", "float16", "float32", "float8_e4m3fn")
     }
-    assert at["bfloat16"] == at["float16"]
-    assert at["float32"] == pytest.approx(2 * at["bfloat16"], rel=1e-3)  # TF32
-    assert 1.5 < at["bfloat16"] / at["float8_e4m3fn"] < 2
+    assert seconds["bfloat16"] == seconds["float16"]
+    assert seconds["float32"] == pytest.approx(2 * seconds["bfloat16"], rel=1e-3)  # TF32
+    assert 1.5 < seconds["bfloat16"] / seconds["float8_e4m3fn"] < 2
     precise = dataclasses.replace(product(8192, 8192, 8192, dtype="float32"), precise=True)
-    assert kernel_seconds(kernel(precise), H100)[0] > 6 * at["float32"]
+    assert kernel_seconds(kernel(precise), H100)[0] > 6 * seconds["float32"]
     # A100s have no FP8: it is multiplied as bfloat16.
     a100 = KINDS["A100-80GB"]
     fp8, bf16 = (
-        kernel_seconds(kernel(product(8192, 8192, 8192, dtype=d)), a100)[0] for d in ("float8_e5m2", "bfloat16")
+        kernel_seconds(kernel(product(8192, 8192, 8192, dtype=fp_dtype)), a100)[0]
+        for fp_dtype in ("float8_e5m2", "bfloat16")
     )
     assert fp8 == bf16
 
@@ -117,10 +118,16 @@ def test_dtypes_have_their_peaks() -> None:
     ],
 )
 def test_attention_is_as_fast_as_the_paper_says(kind: str, causal: bool, head: int, length: int, tera: Any) -> None:
-    full = (5 if "backward" in kind else 2) * 2 * 32 * length**2 * head
-    one = Product(kind, "bfloat16", 32, length, length, head, full // 2 if causal else full, full)
-    got = one.flops / (kernel_seconds(kernel(one), H100)[0] - 5e-6) / 1e12
-    assert got == pytest.approx(tera, rel=1e-3) if isinstance(tera, int | float) else got in map(pytest.approx, tera)
+    full_flops = (5 if "backward" in kind else 2) * 2 * 32 * length**2 * head
+    attention = Product(
+        kind, "bfloat16", 32, length, length, head, full_flops // 2 if causal else full_flops, full_flops
+    )
+    measured = attention.flops / (kernel_seconds(kernel(attention), H100)[0] - 5e-6) / 1e12
+    assert (
+        measured == pytest.approx(tera, rel=1e-3)
+        if isinstance(tera, int | float)
+        else measured in map(pytest.approx, tera)
+    )
 
 
 def test_a_kernel_takes_as_long_as_its_bytes_at_least() -> None:
@@ -207,9 +214,9 @@ def test_more_bytes_take_longer_by_whatever_protocol(kind: str, way: Reach) -> N
 
 
 def test_the_slowest_of_several_devices_takes_the_time() -> None:
-    """Sinha et al. 2022, arXiv:2208.11035: devices that are alike differ by 8%, at most 22%."""
-    one, memory = kernel(product(8192, 8192, 8192)), kernel(size=10**9)
-    assert kernel_seconds(one, H100, 1.08)[0] == pytest.approx(1.08 * kernel_seconds(one, H100)[0])
+    """Equal devices differ by 8% on average, at most 22% (Sinha et al. 2022, arXiv:2208.11035)."""
+    matmul, memory = kernel(product(8192, 8192, 8192)), kernel(size=10**9)
+    assert kernel_seconds(matmul, H100, 1.08)[0] == pytest.approx(1.08 * kernel_seconds(matmul, H100)[0])
     assert kernel_seconds(memory, H100, 1.08)[0] == kernel_seconds(memory, H100)[0]
 
 
@@ -316,38 +323,46 @@ def predicted() -> tuple[Prediction, str, Any, Any]:
 
 
 def test_a_prediction_adds_up(predicted: Any) -> None:
-    found = predicted[0]
-    assert found.seconds == pytest.approx(found.compute + found.exposed)
-    assert found.interval[0] < found.seconds < found.interval[1] < 1.3 * found.interval[0]
-    assert sum(found.by_kind.values()) == pytest.approx(found.seconds)
-    assert found.hidden == pytest.approx(0)  # the CPU's collectives are synchronous
-    assert found.rows_per_second == 16 / found.seconds
-    assert found.peak == 494.7e12  # float32 as TF32
-    assert found.mfu == pytest.approx(named("llama-tiny", layers=2).flops(16, 24) / 8 / 494.7e12 / found.seconds)
-    assert found.hfu == pytest.approx(found.flops / 494.7e12 / found.seconds)
-    assert found.collectives[0].exposed == max(part.exposed for part in found.parts)
+    prediction = predicted[0]
+    assert prediction.seconds == pytest.approx(prediction.compute + prediction.exposed)
+    assert prediction.interval[0] < prediction.seconds < prediction.interval[1] < 1.3 * prediction.interval[0]
+    assert sum(prediction.by_kind.values()) == pytest.approx(prediction.seconds)
+    assert prediction.hidden == pytest.approx(0)  # the CPU's collectives are synchronous
+    assert prediction.rows_per_second == 16 / prediction.seconds
+    assert prediction.peak == 494.7e12  # float32 as TF32
+    assert prediction.mfu == pytest.approx(
+        named("llama-tiny", layers=2).flops(16, 24) / 8 / 494.7e12 / prediction.seconds
+    )
+    assert prediction.hfu == pytest.approx(prediction.flops / 494.7e12 / prediction.seconds)
+    assert prediction.collectives[0].exposed == max(part.exposed for part in prediction.parts)
 
 
 def test_every_number_of_a_prediction_can_be_traced(predicted: Any) -> None:
-    found = predicted[0]
-    plain = json.loads(json.dumps(found.json()))
-    assert plain["seconds"] == found.seconds
-    assert len(found.lines()) == len(plain["parts"])
-    assert sum(float(line.split(" ms", 1)[0]) for line in found.lines()) == pytest.approx(
-        1e3 * (found.compute + found.exposed), abs=0.001 * len(found.lines())
+    prediction = predicted[0]
+    parsed = json.loads(json.dumps(prediction.json()))
+    assert parsed["seconds"] == prediction.seconds
+    assert len(prediction.lines()) == len(parsed["parts"])
+    assert sum(float(line.split(" ms", 1)[0]) for line in prediction.lines()) == pytest.approx(
+        1e3 * (prediction.compute + prediction.exposed), abs=0.001 * len(prediction.lines())
     )
-    assert any("dot_general" in line and "at" in line for line in found.lines())
-    assert max(map(len, str(found).splitlines())) <= 100
+    assert any("dot_general" in line and "at" in line for line in prediction.lines())
+    assert max(map(len, str(prediction).splitlines())) <= 100
 
 
 def test_faster_hardware_is_faster(predicted: Any) -> None:
-    found, text, step, batch = predicted
-    assert predict(text, step, batch, SIMULATED).seconds == found.seconds
-    assert predict(text, step, batch, dataclasses.replace(SIMULATED, memory_bandwidth=5e12)).seconds < found.seconds
-    at_once = dataclasses.replace(SIMULATED, collective_latency=0.0)  # else each takes what the smallest does
-    assert predict(text, step, batch, at_once).seconds < found.seconds
+    prediction, text, step, batch = predicted
+    assert predict(text, step, batch, SIMULATED).seconds == prediction.seconds
+    assert (
+        predict(text, step, batch, dataclasses.replace(SIMULATED, memory_bandwidth=5e12)).seconds < prediction.seconds
+    )
+    no_latency = dataclasses.replace(
+        SIMULATED, collective_latency=0.0
+    )  # otherwise each takes the latency of the smallest message
+    assert predict(text, step, batch, no_latency).seconds < prediction.seconds
     wider = dataclasses.replace(SIMULATED, link_bandwidth=900e9)
-    (slow, _), (fast, _) = (collective_seconds("all-gather", 10**9, Reach(8, 1, 8), one) for one in (SIMULATED, wider))
+    (slow, _), (fast, _) = (
+        collective_seconds("all-gather", 10**9, Reach(8, 1, 8), hardware) for hardware in (SIMULATED, wider)
+    )
     assert fast < slow
 
 
@@ -364,26 +379,26 @@ def test_hardware_without_numbers_is_refused(predicted: Any) -> None:
 
 
 def test_a_program_that_does_not_fit_says_so_first(predicted: Any) -> None:
-    """It printed seconds like any other."""
-    found, text, step, batch = predicted
-    assert found.fits
-    assert "fit" not in str(found)
+    """Such a program was printed with its seconds like any other."""
+    prediction, text, step, batch = predicted
+    assert prediction.fits
+    assert "fit" not in str(prediction)
     assert predict(text, step, batch, SIMULATED).fits is None  # a text says nothing of memory
-    small = dataclasses.replace(found, usable=found.memory - 1)
+    small = dataclasses.replace(prediction, usable=prediction.memory - 1)
     assert small.fits is small.json()["fits"] is False
-    first, second, *_ = str(small).splitlines()
-    assert first.startswith(f"does not fit: it takes {size(found.memory)} of a device, and may take ")
-    assert "ms a step" in second
+    first_line, second_line, *_ = str(small).splitlines()
+    assert first_line.startswith(f"does not fit: it takes {size(prediction.memory)} of a device, and may take ")
+    assert "ms a step" in second_line
 
 
 @pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_b200s_are_upper_bounds() -> None:
-    """Six published runs took 1.2 to 1.4 times as long: what is known of their matmuls is the best shape alone."""
-    found, model = target("2xB200"), named("llama-tiny", layers=2)
-    step = jp.make_train_step(model.model, optax.sgd(1e-3), "fsdp=2,precision=bf16", mesh=found.devices)
+    """Only the best shape of a B200's matmuls is known: six published runs took 1.2 to 1.4 times as long."""
+    cluster, model = target("2xB200"), named("llama-tiny", layers=2)
+    step = jp.make_train_step(model.model, optax.sgd(1e-3), "fsdp=2,precision=bf16", mesh=cluster.devices)
     batch = model.example(2, 32)
-    prediction = predict(step.compile(batch), step, batch, found.hardware)
+    prediction = predict(step.compile(batch), step, batch, cluster.hardware)
     products = [line for line in prediction.lines() if "TFLOP/s" in line]
     assert products
     assert all("an upper bound" in line for line in products)
@@ -392,7 +407,7 @@ def test_b200s_are_upper_bounds() -> None:
 
 
 def test_a_program_of_gpus_is_not_predicted_for_tpus() -> None:
-    """A program for H100s was given seconds of a v5p."""
+    """A program for H100s was predicted with the numbers of a v5p."""
     gpu = types.SimpleNamespace(platform="gpu")
     step: Any = types.SimpleNamespace(mesh=types.SimpleNamespace(devices=np.array([gpu])))
     with pytest.raises(ValueError, match=r"compiled for GPU devices, and v5p runs other programs.*mesh=target"):
@@ -401,32 +416,32 @@ def test_a_program_of_gpus_is_not_predicted_for_tpus() -> None:
 
 def test_attention_of_xla_is_named_on_gpus() -> None:
     scores = dataclasses.replace(kernel(product(256, 256, 160)), source="jvp(BTNH,BSNH->BNTS)/dot_general")
-    (said,) = remarks([Cost(scores, 2)], "gpu")
-    assert said.startswith("Attention is XLA's and not cuDNN's (head_dim 160)")
+    (remark,) = remarks([Cost(scores, 2)], "gpu")
+    assert remark.startswith("Attention is XLA's and not cuDNN's (head_dim 160)")
     assert not list(remarks([Cost(scores, 2)], "cpu"))
 
 
 @pytest.mark.battery
 @pytest.mark.cuda_compiler
 def test_attention_that_is_not_cudnns_is_named() -> None:
-    """160 features to a head: cuDNN takes 128 at most, and XLA's attention costs several times as much."""
-    found = target("2xH100")
-    for dim, named_so in ((640, True), (512, False)):
+    """cuDNN takes heads of 128 features at most. With 160, XLA's attention costs several times as much."""
+    cluster = target("2xH100")
+    for dim, is_named in ((640, True), (512, False)):
         model = named("gpt2", layers=2, dim=dim, heads=4, vocab=512)
-        step = jp.make_train_step(model.model, optax.sgd(1e-3), "fsdp=2,precision=bf16", mesh=found.devices)
+        step = jp.make_train_step(model.model, optax.sgd(1e-3), "fsdp=2,precision=bf16", mesh=cluster.devices)
         batch = model.example(4, 256)
         program = step.compile(batch)
-        notes = predict(program, step, batch, found.hardware).notes
-        assert any("Attention is XLA's and not cuDNN's (head_dim 160" in note for note in notes) == named_so
-        assert any("(head_dim 160" in remark for remark in step.explain(batch).remarks) == named_so
+        notes = predict(program, step, batch, cluster.hardware).notes
+        assert any("Attention is XLA's and not cuDNN's (head_dim 160" in note for note in notes) == is_named
+        assert any("(head_dim 160" in remark for remark in step.explain(batch).remarks) == is_named
 
 
 def test_what_xla_computes_again_is_named() -> None:
-    again = Cost(kernel(product(64, 64, 64), name="gemm_fusion_dot.3.remat2"), 7)
-    once = Cost(kernel(product(64, 64, 64), name="gemm_fusion_dot.3"), 7)
-    (said,) = remarks([again, once], "gpu")
-    assert said.startswith("XLA computes 1 kernels again to save memory, 7 times a step (.remat, 50.0% of its FLOPs)")
-    assert not list(remarks([once], "gpu"))
+    recomputed = Cost(kernel(product(64, 64, 64), name="gemm_fusion_dot.3.remat2"), 7)
+    computed_once = Cost(kernel(product(64, 64, 64), name="gemm_fusion_dot.3"), 7)
+    (remark,) = remarks([recomputed, computed_once], "gpu")
+    assert remark.startswith("XLA computes 1 kernels again to save memory, 7 times a step (.remat, 50.0% of its FLOPs)")
+    assert not list(remarks([computed_once], "gpu"))
 
 
 @pytest.mark.slow
@@ -440,16 +455,16 @@ def test_what_xla_computes_again_is_named() -> None:
     ],
 )
 def test_published_throughput(name: str, off: float) -> None:
-    """Of MaxText's Llama-2-7B and torchtitan's Llama-3.1-8B, on the hardware that was published, without any fit."""
+    """Published runs of MaxText's Llama-2-7B and torchtitan's Llama-3.1-8B are predicted without any fit."""
     (run,) = [run for run in published_throughput.RUNS if run.name.startswith(name)]
-    found = published_throughput.prediction(run)
-    assert abs(published_throughput.tokens(run, found) / run.tokens - 1) < off
-    assert found.hidden > 3 * found.exposed  # FSDP's collectives are behind the layers
-    # What is computed again is what was published: nothing, and key, out and up of every layer.
+    prediction = published_throughput.prediction(run)
+    assert abs(published_throughput.tokens(run, prediction) / run.tokens - 1) < off
+    assert prediction.hidden > 3 * prediction.exposed  # FSDP's collectives overlap with the layers
+    # As published, MaxText recomputes nothing, and torchtitan key, out and up of every layer.
     config, tokens = named(run.model).config, run.rows * run.length // 8
     heads, groups = (n * config.head_dim for n in (config.heads, config.kv_heads))
     layer = config.dim * (2 * heads + 2 * groups + 3 * config.ffn)
-    again = config.dim * (groups + heads + config.ffn) if "torchtitan" in run.name else 0
-    weights = 3 * (config.layers * layer + config.dim * config.vocab) + config.layers * again
+    recomputed_elements = config.dim * (groups + heads + config.ffn) if "torchtitan" in run.name else 0
+    weights = 3 * (config.layers * layer + config.dim * config.vocab) + config.layers * recomputed_elements
     scores = tokens * run.length * heads * config.layers  # 2 B T^2 H h, halved by the mask
-    assert found.flops == 2 * tokens * weights + 7 * scores
+    assert prediction.flops == 2 * tokens * weights + 7 * scores

@@ -24,15 +24,15 @@ SIMULATED = dataclasses.replace(H100, device_kind="cpu")  # its numbers, for pro
 LAYERS, LENGTH = 2, 128
 
 
-def made(name: str, text: str, mesh: Any, rows: int, **sizes: Any) -> tuple[Any, Any]:
-    """A step and the shapes of its batch."""
+def make_step(name: str, text: str, mesh: Any, rows: int, **sizes: Any) -> tuple[Any, Any]:
+    """Return a step and the shapes of its batch."""
     model = named(name, layers=LAYERS, **sizes)
     return jp.make_train_step(model.model, optax.sgd(1e-3), text, mesh), model.example(rows, LENGTH)
 
 
-def sent(found: Prediction, axis: str, *kinds: str) -> int:
-    """Bytes per device and step, of messages of more than scalars and choices."""
-    parts = [part for part in found.collectives if part.axes == (axis,) and part.kind in kinds]
+def sent_bytes(prediction: Prediction, axis: str, *kinds: str) -> int:
+    """Return the bytes per device and step, without messages of scalars and choices."""
+    parts = [part for part in prediction.collectives if part.axes == (axis,) and part.kind in kinds]
     return sum(part.bytes for part in parts if part.bytes > 4096 * part.executions)
 
 
@@ -52,24 +52,26 @@ def test_of_a_conditional_what_overflows_is_not_counted() -> None:
 
 @pytest.fixture(scope="module")
 def dropless() -> tuple[Prediction, Prediction]:
-    """Of mixtures without and with a capacity, of as many slots, as if their 4 simulated devices were H100s."""
-    found = []
+    """Predict mixtures without and with a capacity, with equally many slots, as if 4 simulated devices were H100s."""
+    predictions = []
     for capacity in (0.0, 1.25):
-        step, batch = made("mixtral-tiny", "expert=4", jax.devices()[:4], 8, dim=32, ffn=48, capacity=capacity)
-        found.append(predict(step.compile(batch), step, batch, SIMULATED))
-    return found[0], found[1]
+        step, batch = make_step("mixtral-tiny", "expert=4", jax.devices()[:4], 8, dim=32, ffn=48, capacity=capacity)
+        predictions.append(predict(step.compile(batch), step, batch, SIMULATED))
+    return predictions[0], predictions[1]
 
 
 def test_rounds_of_a_dropless_exchange_are_beside_the_prediction(dropless: tuple[Prediction, Prediction]) -> None:
-    """What always runs is the exchange of 1.25 times the mean load, forwards and backwards, in float32 here: 4 E C h w
-    (e - 1)/e a layer. The rest is at most so many seconds, and none where tokens beyond are dropped.
+    """The exchange of 1.25 times the mean load always runs, forwards and backwards: 4 E C h w (e - 1)/e a layer.
+
+    It is in float32 here. The remaining rounds take at most `overflow` seconds, and 0 if tokens over capacity are
+    dropped.
     """
     without, capacity = dropless
     tokens, experts, chosen, ranks = 2 * LENGTH, 8, 2, 4
     slots = math.ceil(1.25 * tokens * chosen / experts / 8) * 8
-    assert sent(without, "expert", "all-to-all") == LAYERS * 4 * experts * slots * 32 * 4 * (ranks - 1) // ranks
+    assert sent_bytes(without, "expert", "all-to-all") == LAYERS * 4 * experts * slots * 32 * 4 * (ranks - 1) // ranks
     assert capacity.overflow == 0 < without.overflow
-    assert ["where tokens overflow" in str(found) for found in dropless] == [True, False]
+    assert ["where tokens overflow" in str(prediction) for prediction in dropless] == [True, False]
     assert without.json()["overflow"] == without.overflow
     assert not any("conditional" in note for note in without.notes)
 
@@ -79,14 +81,14 @@ def test_rounds_of_a_dropless_exchange_are_beside_the_prediction(dropless: tuple
 KEYS = 2 * 2 * LENGTH * 4 * 32  # elements of keys and values of the 2 rows of a replica: 4 heads of 32
 
 
-def gpu(name: str, text: str, rows: int, **sizes: Any) -> tuple[Any, Any]:
-    return made(name, text + ",precision=bf16", gpu_topology("8xH100"), rows, **sizes)
+def gpu_step(name: str, text: str, rows: int, **sizes: Any) -> tuple[Any, Any]:
+    return make_step(name, text + ",precision=bf16", gpu_topology("8xH100"), rows, **sizes)
 
 
-def agree(step: Any, batch: Any) -> None:
-    """Explained: each kind over each axes is the closed form's but for scalars; and check finds nothing."""
-    for one in step.explain(batch).checks:
-        assert one.found == pytest.approx(one.expected, rel=0.01, abs=1000), one
+def assert_agreement(step: Any, batch: Any) -> None:
+    """Check that explain finds the closed form's bytes but for scalars, and that check finds no broken promise."""
+    for entry in step.explain(batch).checks:
+        assert entry.found == pytest.approx(entry.expected, rel=0.01, abs=1000), entry
     proof = check(step, batch)
     assert proof.ok, proof
 
@@ -96,31 +98,31 @@ def agree(step: Any, batch: Any) -> None:
 @pytest.mark.parametrize(
     ("way", "kinds", "closed"),
     [
-        # Forwards in bfloat16; backwards gradients in float32.
+        # The forward gathers in bfloat16, the backward reduces gradients in float32.
         ("gather", ("all-gather", "reduce-scatter"), KEYS * (2 + 4) * 3 // 4),
-        # Queries and what attention returns too, 8 heads: twice as much again; backwards as much.
+        # Queries and the attention's output too, 8 heads: twice as much again. The backward sends as much.
         ("ulysses", ("all-to-all",), 2 * KEYS * 3 * 2 * 3 // 4 // 4),
-        # Keys and values forwards and backwards, 3 hops of a quarter; their gradients come round, in float32.
+        # Keys and values in forward and backward, 3 hops of a quarter; their gradients go round once, in float32.
         ("ring", ("collective-permute",), KEYS * (2 + 2) * 3 // 4 + KEYS * 4),
     ],
 )
 def test_a_context_axis_is_predicted_explained_and_checked(way: str, kinds: tuple[str, ...], closed: int) -> None:
-    step, batch = gpu("llama-tiny", f"fsdp=2,context=4,attention={way}", 4, dim=256, heads=8, kv_heads=4)
+    step, batch = gpu_step("llama-tiny", f"fsdp=2,context=4,attention={way}", 4, dim=256, heads=8, kv_heads=4)
     program = step.compile(batch)
-    found = predict(program, step, batch, H100)
-    assert sent(found, "context", *kinds) == LAYERS * closed
-    assert not found.overflow
-    agree(step, batch)
+    prediction = predict(program, step, batch, H100)
+    assert sent_bytes(prediction, "context", *kinds) == LAYERS * closed
+    assert not prediction.overflow
+    assert_agreement(step, batch)
 
 
 @pytest.mark.cuda_compiler
 @pytest.mark.battery
 @pytest.mark.parametrize("capacity", [1.25, 0.0])
 def test_an_expert_axis_is_predicted_explained_and_checked(capacity: float) -> None:
-    """Slots are counted in each row with a capacity, and of all tokens of a rank without one: here as many."""
-    step, batch = gpu("mixtral-tiny", "fsdp=2,expert=4", 16, capacity=capacity)
-    found = predict(step.compile(batch), step, batch, H100)
+    """With a capacity, slots are counted in each row; without one, over all tokens of a rank: here both are equal."""
+    step, batch = gpu_step("mixtral-tiny", "fsdp=2,expert=4", 16, capacity=capacity)
+    prediction = predict(step.compile(batch), step, batch, H100)
     slots, dim = 2 * 40, 128  # 1.25 times 128 tokens times 2 of 8, in each of 2 rows
-    assert sent(found, "expert", "all-to-all") == LAYERS * 4 * 8 * slots * dim * 2 * 3 // 4
-    assert (found.overflow > 0) == (capacity == 0)
-    agree(step, batch)
+    assert sent_bytes(prediction, "expert", "all-to-all") == LAYERS * 4 * 8 * slots * dim * 2 * 3 // 4
+    assert (prediction.overflow > 0) == (capacity == 0)
+    assert_agreement(step, batch)

@@ -33,39 +33,39 @@ LAYERS, DIM, ROWS = 3, 6, 5
 
 
 def loss(leaves: list[jax.Array], x: jax.Array, keys: jax.Array) -> jax.Array:
-    """Two products, a softmax and dropout in each layer; the layer's input is read by nothing but its first product."""
+    """Sum squares of layers with two products, a softmax and dropout; only its first product reads a layer's input."""
     up, down = leaves
 
-    def layer(c: jax.Array, p: Any) -> tuple[jax.Array, None]:
-        kept = jax.random.bernoulli(p[2], 0.7, (ROWS, DIM))
-        return jnp.where(kept, jax.nn.softmax(jnp.sin(c @ p[0])), 0) @ p[1], None
+    def layer(carry: jax.Array, layer_inputs: Any) -> tuple[jax.Array, None]:
+        dropout_mask = jax.random.bernoulli(layer_inputs[2], 0.7, (ROWS, DIM))
+        return jnp.where(dropout_mask, jax.nn.softmax(jnp.sin(carry @ layer_inputs[0])), 0) @ layer_inputs[1], None
 
     y, _ = lax.scan(layer, x, (up, down, keys))
     return jnp.sum(y**2)
 
 
 def arguments() -> tuple[Any, ...]:
-    first, second, third, last = jax.random.split(jax.random.key(0), 4)
+    first, second, third, fourth = jax.random.split(jax.random.key(0), 4)
     leaves = [jax.random.normal(key, (LAYERS, DIM, DIM)) for key in (first, second)]
-    return leaves, jax.random.normal(third, (ROWS, DIM)), jax.random.split(last, LAYERS)
+    return leaves, jax.random.normal(third, (ROWS, DIM)), jax.random.split(fourth, LAYERS)
 
 
 def residuals(choice: str) -> tuple[Residuals, Any]:
-    """Of the stack's layers, and the gradients, with this choice."""
+    """Return the residuals of the stack's layers, and the gradients, with this choice."""
     leaves, x, keys = arguments()
     program = slice_program(
         jx.trace(loss, leaves, x, keys)[0], Slicing(leaves, [None] * 2, remat="auto", choices=(choice,))
     )
-    found = []
+    stack_residuals = []
 
     @jax.jit
     def run(leaves: list[jax.Array]) -> Any:
         _, tape = program.forward(WholeAccess(), leaves, [x, keys], True)
-        found.extend(saved.forward.residuals for _, saved in tape if hasattr(saved, "forward"))
+        stack_residuals.extend(saved.forward.residuals for _, saved in tape if hasattr(saved, "forward"))
         return program.backward(WholeAccess(), leaves, tape, {0: jnp.ones(())}, [None] * 2)
 
     grads = run(leaves)
-    return found[0], grads
+    return stack_residuals[0], grads
 
 
 VALUES = len(residuals("s")[0].values)
@@ -73,19 +73,21 @@ VALUES = len(residuals("s")[0].values)
 
 @pytest.mark.parametrize("choice", ["r", "h", *("".join("srh"[(i + n) % 3] for i in range(VALUES)) for n in range(3))])
 def test_gradients_of_every_choice(choice: str) -> None:
-    """In three of them every value is once saved, once computed again and once on the host."""
+    """In three of the choices together, every value is once saved, once recomputed and once on the host."""
     leaves, x, keys = arguments()
-    for ours, theirs in zip(residuals(choice)[1], jax.grad(loss)(leaves, x, keys), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    for grad, expected_grad in zip(residuals(choice)[1], jax.grad(loss)(leaves, x, keys), strict=True):
+        np.testing.assert_allclose(grad, expected_grad, rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_kept() -> None:
-    """Of a layer of which all is computed again its input alone, and nothing that is no larger for a choice."""
-    found = residuals("s")[0]
-    (left,) = found.kept("r").values
-    assert left in found.inputs
-    assert left.aval.shape == (ROWS, DIM)
-    assert found.kept("h").host == [v in found.values for v in found.kept("h").values]
+    """A layer that recomputes everything keeps only its input; a layer on the host sends every value."""
+    stack_residuals = residuals("s")[0]
+    (kept_value,) = stack_residuals.kept("r").values
+    assert kept_value in stack_residuals.inputs
+    assert kept_value.aval.shape == (ROWS, DIM)
+    assert stack_residuals.kept("h").host == [
+        value in stack_residuals.values for value in stack_residuals.kept("h").values
+    ]
     assert VALUES >= 3
 
 
@@ -105,8 +107,8 @@ FORCED = (
 
 
 @functools.cache
-def wanted(name: str, blocks: int) -> Any:
-    """Gradients, and parameters after three steps."""
+def one_device_result(name: str, blocks: int) -> Any:
+    """Return one device's gradients, and its parameters after three steps."""
     return OneDevice(built(name)[0]).train(SGD, BATCH, blocks, 3)
 
 
@@ -114,8 +116,9 @@ def wanted(name: str, blocks: int) -> Any:
 @pytest.mark.parametrize("shift", range(3))
 @pytest.mark.parametrize("cell", FORCED)
 def test_every_choice_beside_every_axis(cell: str, shift: int) -> None:
-    """Each value is once saved, once computed again and once, without a pipeline, on the host; "linen" has dropout,
-    whose keys are one device's.
+    """Each value is once saved, once recomputed and, without a pipeline, once on the host.
+
+    "linen" has dropout, whose keys must equal one device's.
     """
     name, strategy = f"{cell},remat=auto,budget=1TB".split(": ")
     letters = "sr" if "pipe" in strategy else "srh"
@@ -132,7 +135,7 @@ def test_every_choice_beside_every_axis(cell: str, shift: int) -> None:
     model, rules = built(name)
     step = jp.make_train_step(model, SGD, strategy, rules=rules if "tensor" in strategy else None)
     blocks = step.replicas * step.strategy.microbatches
-    check(forced(step, BATCH), model, initial(model), BATCH, 3, *wanted(name, blocks))
+    check(forced(step, BATCH), model, initial(model), BATCH, 3, *one_device_result(name, blocks))
 
 
 @pytest.mark.slow
@@ -144,22 +147,22 @@ def test_a_budget_is_met_and_training_is_as_on_one_device(strategy: str) -> None
     compiled = jp.make_train_step(MODEL, SGD, strategy)
     budget = int(0.95 * of_step(compiled, BATCH, compiled.compile(BATCH))["each device"].total)
     step = jp.make_train_step(MODEL, SGD, f"{strategy},remat=auto,budget={budget}B")
-    one, key = Reference(MODEL, jp.Strategy(single=True), 8), jax.random.key(0)
-    grads, params = one.value_and_grad(key, BATCH)[1], one.train(SGD, key, BATCH, 2)
+    one_device, key = Reference(MODEL, jp.Strategy(single=True), 8), jax.random.key(0)
+    grads, params = one_device.value_and_grad(key, BATCH)[1], one_device.train(SGD, key, BATCH, 2)
     check(step, MODEL, initial(MODEL), BATCH, 2, grads, params)
-    told = step.explain(BATCH)
-    assert told.memory["each device"].total <= budget
-    assert {value.choice for value in told.values} == {"save", "recompute"}
-    told = str(told)
-    assert "layers leave" in told
-    assert "recompute" in told
+    explanation = step.explain(BATCH)
+    assert explanation.memory["each device"].total <= budget
+    assert {value.choice for value in explanation.values} == {"save", "recompute"}
+    text = str(explanation)
+    assert "layers leave" in text
+    assert "recompute" in text
 
 
 @pytest.mark.slow
 def test_the_host_has_room_for_what_is_sent_there() -> None:
-    """70B on 256 devices, 5 rows each, was sent to hosts of 2 TB with 403 GB from each of 8 devices."""
+    """With 70B parameters on 256 devices, 8 devices sent 403 GB each to a host of 2 TB."""
     (stack,) = stacks_of(jp.make_train_step(MODEL, SGD, "fsdp=8,remat=auto,budget=1TB"), BATCH)
-    room = 0.5 * stack.cost(stack.all("s")).device
+    room = 0.5 * stack.cost(stack.uniform_choice("s")).device
     (choice,) = cheapest([stack], room, math.inf, "srh")
     sent = stack.cost(choice).host
     assert sent > 0
@@ -189,17 +192,17 @@ def test_refusals() -> None:
 @pytest.mark.battery
 @pytest.mark.cuda_compiler
 def test_between_all_and_nothing_it_is_faster_than_recomputing_layers() -> None:
-    it, devices = named("llama3-8b", layers=8, dim=1024, heads=8, kv_heads=4, ffn=4096, vocab=2048), target("2xH100")
-    batch = it.example(2, 8192)
+    model, devices = named("llama3-8b", layers=8, dim=1024, heads=8, kv_heads=4, ffn=4096, vocab=2048), target("2xH100")
+    batch = model.example(2, 8192)
 
-    def made(text: str) -> tuple[int, float]:
-        step = jp.make_train_step(it.model, SGD, f"fsdp=2,precision=bf16,{text}", devices.devices)
+    def bytes_and_seconds(text: str) -> tuple[int, float]:
+        step = jp.make_train_step(model.model, SGD, f"fsdp=2,precision=bf16,{text}", devices.devices)
         compiled = step.compile(batch)
         seconds = predict(compiled, step, batch, devices.hardware).seconds
         return of_step(step, batch, compiled)["each device"].total, seconds
 
-    most, fastest = made("remat=none")
-    least, slowest = made("remat=layer")
-    used, seconds = made(f"remat=auto,budget={(most + least) // 2}B")
-    assert least < used <= (most + least) // 2
+    largest, fastest = bytes_and_seconds("remat=none")
+    smallest, slowest = bytes_and_seconds("remat=layer")
+    used, seconds = bytes_and_seconds(f"remat=auto,budget={(largest + smallest) // 2}B")
+    assert smallest < used <= (largest + smallest) // 2
     assert fastest < seconds < slowest

@@ -70,19 +70,21 @@ def test_every_dtype_has_a_checksum_that_one_element_changes() -> None:
     changed = [np.array([1, 2, 3, 4, 1, 6], jax.numpy.dtype(kind)) for kind in kinds]
     sums = checksums(mesh, [jax.sharding.PartitionSpec()] * (len(kinds) + 1))
     key = jax.random.key(0)
-    found, others = np.asarray(sums([*arrays, key])), np.asarray(sums([*changed, key]))
-    assert (found[0] == found[1]).all()
-    assert dict(zip(kinds, (found != others).all(axis=0)[:-1].tolist(), strict=True)) == dict.fromkeys(kinds, True)
+    sums_of_arrays, sums_of_changed = np.asarray(sums([*arrays, key])), np.asarray(sums([*changed, key]))
+    assert (sums_of_arrays[0] == sums_of_arrays[1]).all()
+    assert dict(
+        zip(kinds, (sums_of_arrays != sums_of_changed).all(axis=0)[:-1].tolist(), strict=True)
+    ) == dict.fromkeys(kinds, True)
 
 
 @pytest.mark.slow
 def test_what_is_on_the_host_has_the_checksum_that_it_has_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`offload=optimizer` leaves it there; a block at a time comes to the device."""
+    """`offload=optimizer` leaves arrays on the host; the checksum copies one block at a time to the device."""
     monkeypatch.setattr("jaxpar.step.offload.BLOCK", 64)
     mesh, spec = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), jax.sharding.PartitionSpec("x")
     x = np.random.default_rng(0).normal(size=(12, 20)).astype("float32")
     place = lambda kind: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec, memory_kind=kind))
-    there, here = (np.asarray(checksums(mesh, [spec])([place(kind)])) for kind in ("pinned_host", "device"))
-    np.testing.assert_array_equal(there, here)
+    host_sums, device_sums = (np.asarray(checksums(mesh, [spec])([place(kind)])) for kind in ("pinned_host", "device"))
+    np.testing.assert_array_equal(host_sums, device_sums)
     step = step_of("fsdp=2,data=2,offload=optimizer")
     step.check_replicas(step.init(jax.random.key(0)))

@@ -1,4 +1,4 @@
-"""What XLA rematerialises against its will, and what does not divide: by parameter, axis, line, and a better spec."""
+"""Involuntary rematerialisation and indivisible dims are named by parameter, axis and line, with a better spec."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from jaxpar.inspect.check.resharding import cause
 from jaxpar.step.checks import indivisible
 from jaxpar.step.core import Step
 
-HERE = Path(__file__)
+THIS_FILE = Path(__file__)
 MESHED = "data=2,fsdp=2,tensor=2"
 BATCH = {"x": np.ones((16, 64), np.float32)}
 BYTES = 4 * 64 * 256
@@ -35,30 +35,32 @@ def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
 MODEL = jp.Model(init=init, loss=loss)
 
 
-def changed(fun: Any) -> Any:
-    """An optimizer that does something to gradients."""
+def optimizer_from(fun: Any) -> Any:
+    """Return an optimizer that applies a function to gradients."""
     return optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), lambda g, s, p=None, **_: (fun(g), s))
 
 
-def made(fun: Any, strategy: str = "zero3", model: Any = MODEL) -> Step:
-    return jp.make_train_step(model, changed(fun), strategy, rules={"head/e": -1} if "tensor" in strategy else None)
+def make_step(fun: Any, strategy: str = "zero3", model: Any = MODEL) -> Step:
+    return jp.make_train_step(
+        model, optimizer_from(fun), strategy, rules={"head/e": -1} if "tensor" in strategy else None
+    )
 
 
 def asking(spec: PartitionSpec) -> Step:
-    """A step whose optimizer asks for a sharding of its own."""
-    mesh = made(lambda g: g, MESHED).mesh
+    """Return a step whose optimizer asks for this sharding."""
+    mesh = make_step(lambda g: g, MESHED).mesh
 
     def scaled(grads: Any) -> Any:
-        own = lax.with_sharding_constraint(0.1 * grads["head"]["e"], NamedSharding(mesh, spec))
-        return {"head": {"e": own}, "t": grads["t"]}
+        constrained = lax.with_sharding_constraint(0.1 * grads["head"]["e"], NamedSharding(mesh, spec))
+        return {"head": {"e": constrained}, "t": grads["t"]}
 
-    return made(scaled, MESHED)
+    return make_step(scaled, MESHED)
 
 
 def test_an_involuntary_rematerialisation_is_named_and_its_spec_spares_it() -> None:
     step = asking(PartitionSpec(("data", "fsdp", "tensor")))
-    found = step.explain(BATCH)
-    moves = [move for move in found.moves if move.involuntary and move.bytes == BYTES]
+    explanation = step.explain(BATCH)
+    moves = [move for move in explanation.moves if move.involuntary and move.bytes == BYTES]
     assert moves
     for move in moves:
         assert (move.leaf, move.shape) == ("head/e", (64, 256))
@@ -67,28 +69,30 @@ def test_an_involuntary_rematerialisation_is_named_and_its_spec_spares_it() -> N
         assert "65.54 kB" in move.message
         assert "suggested spec P('fsdp', 'tensor')" in move.message
         assert "ask for P('fsdp', 'tensor') there" in cause(step, move)
-        assert f"{HERE.name}:" in move.source  # not where the update meets what was asked for, nor jaxpar's own line
-    text = " ".join(str(found).split())
+        assert (
+            f"{THIS_FILE.name}:" in move.source
+        )  # neither the line of the update that meets the sharding nor a line of jaxpar
+    text = " ".join(str(explanation).split())
     assert "involuntary full rematerialisation; kept as P('fsdp', 'tensor'), asked for as P(('data'," in text
-    assert max(map(len, str(found).splitlines())) <= 90  # names of axes are not cut
-    listed = json.loads(json.dumps(found.json()))["moves"]
+    assert max(map(len, str(explanation).splitlines())) <= 90  # names of axes are not cut
+    listed = json.loads(json.dumps(explanation.json()))["moves"]
     assert listed[0]["spec"] == "P('fsdp', 'tensor')"
-    assert listed[0]["message"] == found.moves[0].message
+    assert listed[0]["message"] == explanation.moves[0].message
     proof = json.loads(json.dumps(check(step, BATCH).json()))
-    again = [move for finding in proof["findings"] for move in finding["moves"]]
-    assert any(move["involuntary"] and move["spec"] == "P('fsdp', 'tensor')" for move in again)
+    proof_moves = [move for finding in proof["findings"] for move in finding["moves"]]
+    assert any(move["involuntary"] and move["spec"] == "P('fsdp', 'tensor')" for move in proof_moves)
     assert moves[0].spec is not None
     assert asking(moves[0].spec).explain(BATCH).moves == ()
 
 
 def test_what_an_operation_needs_whole() -> None:
-    """Rows are sorted, which are cut: with another dim on tensor, as is suggested, nothing is moved."""
+    """Sorting needs whole rows, which tensor splits. With another dim on tensor, as suggested, nothing moves."""
     rows = lambda grads: jax.tree.map(lambda g: jnp.sort(g, axis=-1), grads)
-    step = made(rows, "data=4,tensor=2")
+    step = make_step(rows, "data=4,tensor=2")
     moves = step.explain(BATCH).moves
     assert {(move.leaf, move.axes, move.spec) for move in moves} == {("head/e", ("tensor",), PartitionSpec())}
     assert "rules={'head/e': None} or another dim" in cause(step, moves[0])
-    spared = jp.make_train_step(MODEL, changed(rows), "data=4,tensor=2", rules={"head/e": -2})
+    spared = jp.make_train_step(MODEL, optimizer_from(rows), "data=4,tensor=2", rules={"head/e": -2})
     assert spared.explain(BATCH).moves == ()
 
 
@@ -97,38 +101,40 @@ def on(mesh: Any, *spec: Any) -> NamedSharding:
 
 
 def put(mesh: Any) -> Step:
-    return made(lambda g: {**g, "t": jax.device_put(g["t"], on(mesh, "fsdp"))})
+    return make_step(lambda g: {**g, "t": jax.device_put(g["t"], on(mesh, "fsdp"))})
 
 
 def jitted(mesh: Any) -> Step:
     inner = jax.jit(lambda x: 2 * x, out_shardings=on(mesh, None, "fsdp"))
-    return made(lambda g: {**g, "t": inner(g["t"])})
+    return make_step(lambda g: {**g, "t": inner(g["t"])})
 
 
 def mapped(mesh: Any) -> Step:
     spec = PartitionSpec("fsdp")
     inner = jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)
-    return made(lambda g: {**g, "t": inner(g["t"])})
+    return make_step(lambda g: {**g, "t": inner(g["t"])})
 
 
 def first_state(mesh: Any) -> Step:
-    own = lambda params: jax.tree.map(lambda p: jax.device_put(jnp.zeros_like(p), on(mesh, "fsdp")), params)
-    optimizer = optax.GradientTransformation(own, lambda g, s, p=None: (g, s))
+    sharded_zeros = lambda params: jax.tree.map(lambda p: jax.device_put(jnp.zeros_like(p), on(mesh, "fsdp")), params)
+    optimizer = optax.GradientTransformation(sharded_zeros, lambda g, s, p=None: (g, s))
     return jp.make_train_step(MODEL, optimizer, "zero3")
 
 
 def in_the_loss(mesh: Any) -> Step:
     rows = jax.jit(lambda x: x, in_shardings=on(mesh, None, "fsdp"))
-    own = lambda params, batch, key: loss(params, {"x": rows(batch["y"])[:, :1] + batch["x"]}, key)
-    return made(lambda g: g, model=jp.Model(init=init, loss=own))
+    loss_of_rows = lambda params, batch, key: loss(params, {"x": rows(batch["y"])[:, :1] + batch["x"]}, key)
+    return make_step(lambda g: g, model=jp.Model(init=init, loss=loss_of_rows))
 
 
 def created(mesh: Any) -> Step:
-    return made(lambda g: g, model=jp.Model(init=lambda key: jax.device_put(init(key), on(mesh, "fsdp")), loss=loss))
+    return make_step(
+        lambda g: g, model=jp.Model(init=lambda key: jax.device_put(init(key), on(mesh, "fsdp")), loss=loss)
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("make", "message"),
     [
         (put, r"t \[7, 5\] has 7 on dim 0, which fsdp=8 does not divide, .*; shard it as P\(\), or pad dim 0 to 8"),
         (jitted, r"t \[7, 5\] has 5 on dim 1, which fsdp=8 does not divide"),
@@ -138,16 +144,16 @@ def created(mesh: Any) -> Step:
         (created, r"an array \[7, 5\] has 7 on dim 0, which fsdp=8 does not divide"),
     ],
 )
-def test_what_does_not_divide_is_named(kind: Any, said: str) -> None:
+def test_what_does_not_divide_is_named(make: Any, message: str) -> None:
     """jax names no parameter, and by default no line."""
-    batch = BATCH | ({"y": np.ones((16, 30), np.float32)} if kind is in_the_loss else {})
-    with pytest.raises(ValueError, match=said) as error:
-        kind(made(lambda g: g).mesh).compile(batch)
-    assert f", as {'/'.join(HERE.parts[-3:])}:" in str(error.value)
+    batch = BATCH | ({"y": np.ones((16, 30), np.float32)} if make is in_the_loss else {})
+    with pytest.raises(ValueError, match=message) as error:
+        make(make_step(lambda g: g).mesh).compile(batch)
+    assert f", as {'/'.join(THIS_FILE.parts[-3:])}:" in str(error.value)
 
 
 def test_a_dim_that_divides_is_suggested() -> None:
-    step = made(lambda g: g)
+    step = make_step(lambda g: g)
     e = jnp.zeros((60, 256))
     with pytest.raises(ValueError, match="divide") as error:
         jax.device_put(e, on(step.mesh, "fsdp"))

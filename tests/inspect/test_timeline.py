@@ -78,14 +78,14 @@ def test_a_cell_is_as_wide_as_it_is_long(schedule: Schedule) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.title)
 @pytest.mark.parametrize("color", [False, True])
 def test_wraps_without_losing_anything(schedule: Schedule, color: bool) -> None:
-    whole, wrapped = lanes(schedule, color), lanes(schedule, color, 80)
+    unwrapped, wrapped = lanes(schedule, color), lanes(schedule, color, 80)
     numbers = lambda lane: re.findall(r"\d+(?:\.\d+)?", lane)
-    assert [numbers(lane) for lane in wrapped] == [numbers(lane) for lane in whole]
+    assert [numbers(lane) for lane in wrapped] == [numbers(lane) for lane in unwrapped]
     heads = [line.plain for line in draw(schedule, 80, color) if line.plain.startswith("tick")]
     ticks = [int(n) for head in heads for n in head.split()[1:]]
     assert ticks == sorted(set(ticks))
     lengths = {len(line) for line in draw(schedule, 80, color) if line.plain.startswith("rank")}
-    assert min(lengths) > 0.6 * max(lengths)  # bands are about as long as each other
+    assert min(lengths) > 0.6 * max(lengths)  # bands are about equally long
 
 
 def test_the_middle_of_a_long_schedule_is_left_out() -> None:
@@ -105,11 +105,11 @@ def test_colours_only_where_there_are_some() -> None:
 
 
 def test_summary() -> None:
-    said = summary(Schedule("1f1b", 4, 8, 2), 1_000_000)
-    assert said["bubble"].startswith("15.8%")  # 3/2 of 9 1/2
-    assert said["time"].startswith("28.5 = 3m + 3(p-1)/v")
-    assert said["in flight"].startswith("11 (11 MB), 9 (9 MB), 7 (7 MB), 5 (5 MB) on ranks 0 to 3")
-    assert said["room"].startswith("for 11 on every rank = 11 MB")
+    numbers = summary(Schedule("1f1b", 4, 8, 2), 1_000_000)
+    assert numbers["bubble"].startswith("15.8%")  # 3/2 of 9 1/2
+    assert numbers["time"].startswith("28.5 = 3m + 3(p-1)/v")
+    assert numbers["in flight"].startswith("11 (11 MB), 9 (9 MB), 7 (7 MB), 5 (5 MB) on ranks 0 to 3")
+    assert numbers["room"].startswith("for 11 on every rank = 11 MB")
     assert summary(Schedule("gpipe", 4, 8))["in flight"].startswith("8 on every rank")
     halves = summary(Schedule("zb-v", 4, 8, 2))
     assert halves["schedule"].endswith(": 51 slots")
@@ -136,12 +136,12 @@ def test_svg(schedule: Schedule) -> None:
         x, y, width = (float(rect.get(key) or 0) for key in ("x", "y", "width"))
         rows.setdefault(y, []).append((x, width, name))
     kinds = "FIW" if schedule.branches else "FB"
-    assert {kind: len(found) for kind, found in fills.items()} == dict.fromkeys(kinds, schedule.chunks)
+    assert {kind: len(colors) for kind, colors in fills.items()} == dict.fromkeys(kinds, schedule.chunks)
     assert len(set().union(*fills.values())) == len(kinds) * schedule.chunks
     lane = max(float(rect.get("width") or 0) for rect in root.iter(f"{SVG}rect") if rect.get("class") == "idle")
     for rank, row in enumerate(rows[y] for y in sorted(rows)):
         assert row == sorted(row)
-        assert all(x + width <= after + 1e-2 for (x, width, _), (after, _, _) in itertools.pairwise(row))
+        assert all(x + width <= next_x + 1e-2 for (x, width, _), (next_x, _, _) in itertools.pairwise(row))
         assert 1 - sum(width for _, width, _ in row) / lane == pytest.approx(float(schedule.bubble), abs=1e-3)
         ops = [(tick, op) for tick, column in enumerate(schedule.table()) for op in column[rank]]
         stage = lambda op, rank=rank: schedule.stage(rank, op.chunk)
@@ -159,16 +159,16 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_a_table_from_a_file(tmp_path: Path) -> None:
-    """What `--csv` has written is drawn as what it was written from; a table that cannot run says why."""
+    """A table from `--csv` is drawn like the schedule that wrote it; a table that cannot run says why."""
     path = tmp_path / "mine.csv"
     shown(TimelineOptions(schedule="zb-v", chunks=2, csv=path))
-    drawn, known = shown(TimelineOptions(table=path)), shown(TimelineOptions(schedule="zb-v", chunks=2))
-    assert drawn == known.replace("zb-v, 4 ranks", "mine, 4 ranks")
+    drawn, expected = shown(TimelineOptions(table=path)), shown(TimelineOptions(schedule="zb-v", chunks=2))
+    assert drawn == expected.replace("zb-v, 4 ranks", "mine, 4 ranks")
     path.write_text("0F0,0B0\n1B0,1F0\n")
     with pytest.raises(ValueError, match="rank 1 cannot go on: 1B0 needs 1F0"):
         shown(TimelineOptions(table=path))
     path.write_text("\n".join(Schedule("zb-h1", 2, 2).csv()))
-    size = 8 * TINY.config.dim * 4 * TINY.config.layers // 2  # of a rank's layers, their inputs
+    size = 8 * TINY.config.dim * 4 * TINY.config.layers // 2  # inputs of a rank's layers
     text = shown(TimelineOptions(table=path, model="llama-tiny", length=8, remat="layer"))
     assert f"2 ({2 * size / 1e3:.1f} kB) on every rank" in text
 

@@ -1,1 +1,1 @@
-"""This machine's collectives, measured."""
+"""Checks of the machines that a run uses: `jaxpar doctor`."""

@@ -1,4 +1,4 @@
-"""Whether a strategy took effect, and whether rows that a step spreads know of each other."""
+"""Checks of a step: whether its strategy took effect, and whether its loss couples rows of different blocks."""
 
 from .dealing import Dealing as Dealing
 from .dealing import RowCheck as RowCheck

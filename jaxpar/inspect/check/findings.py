@@ -1,15 +1,16 @@
 """check: proof that a strategy took effect, read from the program that will run.
 
-    state        every array's bytes on a device, entering the program and leaving it, are the strategy's, within 0.5%
-    arguments    so are all of them together, as the compiler counts them
-    layers       what the loss takes layer by layer is fetched, and its gradient reduced, layer by layer
-    as written   the collectives of the jaxpr are the closed form's, exactly
-    as compiled  the compiled program's have the closed form's bytes, within 1%, and nothing large stands beside them
-    products     those in FP8 are kernels that multiply float8
+    state        each array has the strategy's bytes on a device, on entry and on exit of the program, within 0.5%
+    arguments    so do all of them together, as the compiler counts them
+    layers       leaves that the loss takes layer by layer are fetched, and their gradients reduced, layer by layer
+    as written   the collectives of the jaxpr equal the closed form's exactly
+    as compiled  the compiled program's have the closed form's bytes, within 1%, and no large ones are added
+    products     FP8 products are kernels that multiply float8
     tensor       its ranks compute with their parts of the weights, and gather none
-    overlap      where it is asked for: what layers send is under way while others are computed (`overlap.py`)
+    overlap      if asked for: collectives of layers run while other layers are computed (`overlap.py`)
 
-`promises.py` has what is promised, and where compilers may differ. A central server has exchanges in place of all that.
+`promises.py` states the promises, and how compilers may differ. A central server is checked by its exchanges
+instead.
 """
 
 import math
@@ -40,234 +41,312 @@ from .proof import Finding, Proof, Verdict
 from .resharding import Move, cause, moves
 
 _F8 = jnp.dtype(F8).name
-# Of FP8's three, the forward's, which a backward recomputes, and dx: in a loop of one layer the compiler computes the
-# first once.
-_SHARED = 2 / 3
+# With recomputation, a weight has three FP8 products: the forward's, its recomputation, and dx. In a loop of one layer
+# the compiler merges the first two.
+_MERGED_RECOMPUTATION = 2 / 3
 
 
 def check(
     step: Step, batch: Any, compiled: jax.stages.Compiled | None = None, overlap: bool | Hardware = False
 ) -> Proof:
-    """Whether the training step does what its strategy promises, for a batch of these shapes. Nothing runs.
+    """Check that a training step does what its strategy promises, for a batch of these shapes. Nothing runs.
 
     Args:
       step: from `make_train_step`.
       batch: arrays or `jax.ShapeDtypeStruct`, as for `step.compile`.
-      compiled: the program that will run, where it is at hand; else it is compiled, and jit finds it afterwards.
-      overlap: whether what layers send is hidden behind kernels too, by predicted seconds of the devices' kind; or the
-        numbers of a kind that the table lacks. For GPUs alone, which need not be there.
+      compiled: the program that will run, if it exists already. Otherwise it is compiled here, and jit finds it later.
+      overlap: whether to check, too, that collectives of layers overlap with kernels, by the predicted seconds of the
+        devices' kind; or a `Hardware` with the numbers of a kind that the table lacks. For GPUs only; none need be
+        present.
 
-    Raises ValueError where the batch's rows do not fit the strategy, for TPUs, whose programs are not read, and with
-    `overlap` for CPUs, whose programs have no asynchronous collectives, and for `server=True`, which sends between
-    programs; `Proof.require` raises it for what is broken.
+    Raises:
+      ValueError: the batch's rows do not fit the strategy; or the step is for TPUs, whose programs are not read. With
+        `overlap`, also for CPUs, whose programs have no asynchronous collectives, and for `server=True`, which sends
+        between programs. A broken promise does not raise here: call `Proof.require`.
     """
     step.check(batch)
     if why := unread(step.mesh.devices.flat[0].platform):
         raise ValueError(
             f"check: {why}; check the same strategy on as many simulated devices, and jp.verify(model, strategy, batch)"
         )
+    # Refuse `overlap` before anything is compiled.
     hardware = overlap if isinstance(overlap, Hardware) else hardware_of(step) if overlap else None
     if isinstance(step, ServerStep):
-        findings = list(_server(step, batch))
+        findings = list(_server_findings(step, batch))
     else:
         compiled = compiled or step.compile(batch)
-        findings = [*_state(step, batch, compiled), *_layers(step, batch)]
+        findings = [*_state_findings(step, batch, compiled), *_layer_findings(step, batch)]
         program = Executable(compiled.as_text() or "", step.mesh)
-        findings += _collectives(step, batch, program)
+        findings += _collective_findings(step, batch, program)
         findings += hidden(step, batch, program, hardware) if hardware else ()
     devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
     return Proof(str(step.strategy), devices, tuple(findings))
 
 
-def _state(step: Step, batch: Any, compiled: jax.stages.Compiled) -> Iterator[Finding]:
-    state, given = step.abstract_state(), jax.eval_shape(lambda x: x, batch)
-    entering, rows = compiled.input_shardings[0]
-    trees = lambda s: (s.params, s.copy, s.optimizer)
-    stored, leaving = (trees(s) for s in (state, compiled.output_shardings[0]))
-    arrays, tree = jax.tree.flatten(stored)
-    ins = tree.flatten_up_to(trees(entering))
-    promised = shares(step, state)
-    for share, x, enters, leaves in zip(promised, arrays, ins, tree.flatten_up_to(leaving), strict=True):
-        sides = {"leaves": _local(x, leaves)} | ({} if enters is None else {"enters": _local(x, enters)})
-        yield _of_array(step, share, *max(sides.items(), key=lambda side: abs(side[1] - share.bytes)))
-    # What the program does not read, the compiler has no argument for: jit drops it.
-    arguments = sum(share.bytes for share, enters in zip(promised, ins, strict=True) if enters is not None)
-    others, tree = jax.tree.flatten((state.step, state.variables, state.scale, state.key, given))
-    places = tree.flatten_up_to((entering.step, entering.variables, entering.scale, entering.key, rows))
-    arguments += sum(_local(x, place) for x, place in zip(others, places, strict=True) if place is not None)
+def _state_findings(step: Step, batch: Any, compiled: jax.stages.Compiled) -> Iterator[Finding]:
+    """Yield a finding for each array of the state, and one for all arguments together."""
+    state, batch_shapes = step.abstract_state(), jax.eval_shape(lambda array: array, batch)
+    entry_state, row_shardings = compiled.input_shardings[0]
+    checked_trees = lambda train_state: (train_state.params, train_state.copy, train_state.optimizer)
+    abstract_trees, exit_shardings = (
+        checked_trees(train_state) for train_state in (state, compiled.output_shardings[0])
+    )
+    # 1. Each array of the parameters, their copy and the optimizer state.
+    arrays, tree = jax.tree.flatten(abstract_trees)
+    entry_shardings = tree.flatten_up_to(checked_trees(entry_state))
+    holdings = shares(step, state)
+    for holding, array, entry_sharding, exit_sharding in zip(
+        holdings, arrays, entry_shardings, tree.flatten_up_to(exit_shardings), strict=True
+    ):
+        bytes_by_side = {"leaves": _local_bytes(array, exit_sharding)}
+        bytes_by_side |= {} if entry_sharding is None else {"enters": _local_bytes(array, entry_sharding)}
+        # One finding for each array, about the side that is further from the promise.
+        yield _array_finding(step, holding, *max(bytes_by_side.items(), key=lambda side: abs(side[1] - holding.bytes)))
+    # jit drops arguments that the program does not read: their sharding is None.
+    promised_bytes = sum(
+        holding.bytes for holding, sharding in zip(holdings, entry_shardings, strict=True) if sharding is not None
+    )
+    # 2. All arguments: these arrays, the remaining state, and the batch.
+    remaining_arrays, tree = jax.tree.flatten((state.step, state.variables, state.scale, state.key, batch_shapes))
+    remaining_shardings = tree.flatten_up_to(
+        (entry_state.step, entry_state.variables, entry_state.scale, entry_state.key, row_shardings)
+    )
+    promised_bytes += sum(
+        _local_bytes(array, sharding)
+        for array, sharding in zip(remaining_arrays, remaining_shardings, strict=True)
+        if sharding is not None
+    )
     memory: Any = compiled.memory_analysis()
-    found = memory.argument_size_in_bytes + memory.host_argument_size_in_bytes
-    verdict, note = _compared(found, 0.995 * arguments - SCALARS, 1.005 * arguments + SCALARS)
-    try_this = "the compiler's arguments are not the state and this device's rows; see compiled.memory_analysis()"
-    yield Finding("arguments", "state and rows", arguments, found, verdict, note and try_this)
+    argument_bytes = memory.argument_size_in_bytes + memory.host_argument_size_in_bytes
+    verdict, note = _verdict(argument_bytes, 0.995 * promised_bytes - SCALARS, 1.005 * promised_bytes + SCALARS)
+    hint = "the compiler's arguments are not the state and this device's rows; see compiled.memory_analysis()"
+    yield Finding("arguments", "state and rows", promised_bytes, argument_bytes, verdict, note and hint)
 
 
-def _local(x: Any, sharding: Any) -> int:
+def _local_bytes(x: Any, sharding: Any) -> int:
+    """Return the bytes that one device stores of an array."""
     return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
-def _of_array(step: Step, share: Holding, side: str, found: int) -> Finding:
+def _array_finding(step: Step, holding: Holding, side: str, local_bytes: int) -> Finding:
+    """Return the finding of one array of the state.
+
+    Args:
+      step: the training step.
+      holding: the bytes that a device should store.
+      side: "enters" or "leaves": the end of the step at which `local_bytes` are stored.
+      local_bytes: the bytes that a device stores.
+    """
     note = ""
-    if found > 1.005 * share.bytes:  # what is missing is the sharding
-        times = found / max(share.bytes, 1)
-        note = f"it {side} the step {times:.3g} times as large as its shard; print(step.layout) has its spec, and why"
-        return Finding("state", f"{share.kind} {share.path}", share.bytes, found, "MISSING", note)
-    if found < 0.995 * share.bytes:
+    if local_bytes > 1.005 * holding.bytes:  # too large: the sharding is missing
+        factor = local_bytes / max(holding.bytes, 1)
+        note = f"it {side} the step {factor:.3g} times as large as its shard; print(step.layout) has its spec, and why"
+        return Finding("state", f"{holding.kind} {holding.path}", holding.bytes, local_bytes, "MISSING", note)
+    if local_bytes < 0.995 * holding.bytes:
         note = f"it {side} the step in shards that {step.strategy} does not have; print(step.layout) has its spec"
-    return Finding("state", f"{share.kind} {share.path}", share.bytes, found, "UNPROMISED" if note else "ok", note)
+    return Finding(
+        "state", f"{holding.kind} {holding.path}", holding.bytes, local_bytes, "UNPROMISED" if note else "ok", note
+    )
 
 
-def _compared(found: float, least: float, most: float) -> tuple[Verdict, str]:
-    if found < least:
+def _verdict(num_bytes: float, lowest: float, highest: float) -> tuple[Verdict, str]:
+    """Compare bytes with their bounds; return the verdict and a note, "" if they lie within."""
+    if num_bytes < lowest:
         return "MISSING", "less than promised"
-    return ("UNPROMISED", "more than promised") if found > most else ("ok", "")
+    return ("UNPROMISED", "more than promised") if num_bytes > highest else ("ok", "")
 
 
-def _layers(step: Step, batch: Any) -> Iterator[Finding]:
+def _layer_findings(step: Step, batch: Any) -> Iterator[Finding]:
+    """Yield a finding for each leaf that is wrongly fetched whole, and one for all that are fetched layer by layer."""
     traced = step.traced(batch)
     if not traced.axes:
         return
     program = traced.program
     units = step.layout.storage.units
 
-    def sizes(leaf: Leaf) -> tuple[int, int]:
-        """Bytes of one layer and of all, on a tensor rank."""
-        whole = math.prod(leaf.local.stored) * step.policy.computed(leaf.dtype).itemsize
-        return whole // math.prod(leaf.shape[: leaf.stage + 1]), whole
+    def layer_and_stack_bytes(leaf: Leaf) -> tuple[int, int]:
+        """Return the bytes of one layer and of all layers, on a tensor rank."""
+        stack_bytes = math.prod(leaf.local.stored) * step.policy.computed(leaf.dtype).itemsize
+        return stack_bytes // math.prod(leaf.shape[: leaf.stage + 1]), stack_bytes
 
+    # A leaf that is fetched whole needs the memory of all its layers at once.
     for leaf in not_by_layer(step, program):
         note = (
             "the loss takes its layers one by one, and the step fetches them or reduces their gradients all at once; "
             "see print(step.layout) for why they are stored so"
         )
-        yield Finding("layers", leaf.path, *sizes(leaf), "MISSING", note)
-    sliced = [leaf for leaf, uses in zip(units, program.uses, strict=True) if any(uses)]
-    if sliced:
-        each = sum(sizes(leaf)[0] for leaf in sliced)
-        yield Finding("layers", f"{len(sliced)} leaves, one layer", each, each)
+        yield Finding("layers", leaf.path, *layer_and_stack_bytes(leaf), "MISSING", note)
+    layered_leaves = [leaf for leaf, uses in zip(units, program.uses, strict=True) if any(uses)]
+    if layered_leaves:
+        layer_bytes = sum(layer_and_stack_bytes(leaf)[0] for leaf in layered_leaves)
+        yield Finding("layers", f"{len(layered_leaves)} leaves, one layer", layer_bytes, layer_bytes)
 
 
-def _collectives(step: Step, batch: Any, program: Executable) -> Iterator[Finding]:
+def _collective_findings(step: Step, batch: Any, program: Executable) -> Iterator[Finding]:
+    """Yield the findings about everything that the program computes and sends."""
     jaxpr, closed = step.trace(batch), expected(step, batch)
-    yield from _written(closed, Ledger.from_jaxpr(jaxpr, step.mesh))
-    yield from _compiled(step, closed, [program], jaxpr)
-    yield from _products(step, jaxpr, program)
+    yield from _written_findings(closed, Ledger.from_jaxpr(jaxpr, step.mesh))
+    yield from _compiled_findings(step, closed, [program], jaxpr)
+    yield from _product_findings(step, jaxpr, program)
     if step.mesh.shape["tensor"] > 1:
-        yield from _tensor(step, batch, jaxpr)
+        yield from _tensor_findings(step, batch, jaxpr)
 
 
-def _written(closed: Ledger, written: Ledger) -> Iterator[Finding]:
+def _written_findings(closed: Ledger, written: Ledger) -> Iterator[Finding]:
+    """Compare the closed form with the jaxpr: both must be equal."""
     fields = ("kind", "axes", "dtype")
-    bytes_, counts = ([ledger.by(*fields, value=value) for ledger in (closed, written)] for value in ("bytes", "count"))
-    for key in dict.fromkeys((*bytes_[0], *bytes_[1])):
-        (promised, found), (expected_count, count) = ([side.get(key, 0) for side in both] for both in (bytes_, counts))
+    bytes_by_source, counts_by_source = (
+        [ledger.by(*fields, value=value) for ledger in (closed, written)] for value in ("bytes", "count")
+    )
+    for key in dict.fromkeys((*bytes_by_source[0], *bytes_by_source[1])):
+        (promised_bytes, written_bytes), (expected_count, written_count) = (
+            [by_key.get(key, 0) for by_key in sums] for sums in (bytes_by_source, counts_by_source)
+        )
         kind, axes, dtype = key
-        what = f"{kind} {'+'.join(axes)} {dtype} {expected_count} x"
-        if (promised, expected_count) == (found, count):
-            yield Finding("as written", what, promised, found)
+        description = f"{kind} {'+'.join(axes)} {dtype} {expected_count} x"
+        if (promised_bytes, expected_count) == (written_bytes, written_count):
+            yield Finding("as written", description, promised_bytes, written_bytes)
             continue
-        missing = (found, count) < (promised, expected_count)
-        note = f"the step calls it {count} times, the closed form {expected_count}; " + (
+        # Either number may be smaller: the same bytes in fewer calls are a difference, too.
+        is_missing = (written_bytes, written_count) < (promised_bytes, expected_count)
+        note = f"the step calls it {written_count} times, the closed form {expected_count}; " + (
             "a rule (jaxpar/parallel/) leaves it out: jp.verify(model, strategy, batch) shows which gradients suffer"
-            if missing
+            if is_missing
             else "what calls it belongs neither to the strategy nor to the loss: look for it in step.trace(batch)"
         )
-        yield Finding("as written", what, promised, found, "MISSING" if missing else "UNPROMISED", note)
+        yield Finding(
+            "as written", description, promised_bytes, written_bytes, "MISSING" if is_missing else "UNPROMISED", note
+        )
 
 
-def _compiled(step: Step, closed: Ledger, programs: Sequence[Executable], jaxpr: Any) -> Iterator[Finding]:
-    found, moved = Ledger.of(*programs), None
-    loops = (eqn.params["length"] for eqn, _ in visit(jx.opened(jaxpr)[0].eqns) if eqn.primitive.name == "scan")
-    one_layer = 1 in loops
-    keys = dict.fromkeys((one.kind, one.axes) for one in (*closed, *found))
+def _compiled_findings(step: Step, closed: Ledger, programs: Sequence[Executable], jaxpr: Any) -> Iterator[Finding]:
+    """Compare the closed form with the compiled programs, within `bounds`."""
+    compiled_ledger, partitioner_moves = Ledger.of(*programs), None
+    loop_lengths = (eqn.params["length"] for eqn, _ in visit(jx.opened(jaxpr)[0].eqns) if eqn.primitive.name == "scan")
+    # XLA unrolls a loop of one layer, which changes what it may merge.
+    one_layer = 1 in loop_lengths
+    keys = dict.fromkeys((collective.kind, collective.axes) for collective in (*closed, *compiled_ledger))
     for kind, axes in keys:
-        ours, theirs = ([one for one in side if (one.kind, one.axes) == (kind, axes)] for side in (closed, found))
-        limits, sent = bounds(step, kind, ours, one_layer), sum(one.bytes for one in theirs)
-        verdict, _ = _compared(sent, limits.least, limits.most)
-        note, here = "", ()
+        promised, compiled_collectives = (
+            [collective for collective in ledger if (collective.kind, collective.axes) == (kind, axes)]
+            for ledger in (closed, compiled_ledger)
+        )
+        limits = bounds(step, kind, promised, one_layer)
+        sent = sum(collective.bytes for collective in compiled_collectives)
+        verdict, _ = _verdict(sent, limits.lowest, limits.highest)
+        note, moves_of_key = "", ()
         if verdict == "MISSING":
             note = (
                 "the compiled program sends less than its closed form; compare print(step.explain(batch)) with a "
                 "smaller strategy, and report it as a fault of jaxpar or of the compiler"
             )
         elif verdict == "UNPROMISED":
-            large = sent - limits.promised >= LARGE
-            if moved is None:
-                moved = moves(step, programs[0], jaxpr, SCALARS)
-            here = tuple(move for move in moved if (move.kind, move.axes) == (kind, axes))
-            verdict, note = (verdict, _why(step, here)) if large else ("ok", f"small: {ALLOWED['small']}")
+            # The optimizer may add small collectives, such as norms of leaves.
+            is_large = sent - limits.promised >= LARGE
+            if partitioner_moves is None:
+                # Reading the moves takes time: only where a promise is broken, and once.
+                partitioner_moves = moves(step, programs[0], jaxpr, SCALARS)
+            moves_of_key = tuple(move for move in partitioner_moves if (move.kind, move.axes) == (kind, axes))
+            verdict, note = (
+                (verdict, _cause_of_moves(step, moves_of_key)) if is_large else ("ok", f"small: {ALLOWED['small']}")
+            )
         if verdict == "ok" and not note:
-            less, more = sent < 0.99 * limits.promised, sent > 1.01 * limits.promised
-            differs = {"widened": True, "norms": more}
-            used = [name for name in limits.names if differs.get(name, less)]
-            note = "; ".join(f"{name}: {ALLOWED[name]}" for name in used)
-        yield Finding("as compiled", f"{kind} {'+'.join(axes)}", limits.promised, sent, verdict, note, here)
+            # The program is within the bounds. Name the allowances that it needed.
+            is_less, is_more = sent < 0.99 * limits.promised, sent > 1.01 * limits.promised
+            applies_to_name = {"widened": True, "norms": is_more}
+            applied_names = [name for name in limits.names if applies_to_name.get(name, is_less)]
+            note = "; ".join(f"{name}: {ALLOWED[name]}" for name in applied_names)
+        yield Finding("as compiled", f"{kind} {'+'.join(axes)}", limits.promised, sent, verdict, note, moves_of_key)
 
 
-def _why(step: Step, here: Sequence[Move]) -> str:
-    """What the compiler added, where its text tells."""
-    if not here:
+def _cause_of_moves(step: Step, moves_of_key: Sequence[Move]) -> str:
+    """Return what the partitioner moves and why, if the program's text tells."""
+    if not moves_of_key:
         return "the compiler added it; see step.explain(batch).ledger, and compiled.as_text() for where it stands"
-    return f"the update has it, the largest: {here[0].message}; {cause(step, here[0])}"
+    return f"the update has it, the largest: {moves_of_key[0].message}; {cause(step, moves_of_key[0])}"
 
 
-def _products(step: Step, jaxpr: Any, program: Executable) -> Iterator[Finding]:
-    """FLOPs of FP8 products in the jaxpr and in the compiled program, each product once in whatever loop it stands."""
+def _product_findings(step: Step, jaxpr: Any, program: Executable) -> Iterator[Finding]:
+    """Compare the FLOPs of FP8 products in the jaxpr and in the compiled program.
+
+    A product in a loop counts once on both sides, so that the trip counts do not matter.
+    """
     if step.strategy.precision != "fp8":
         return
-    what = f"{len(step.tracing.in_fp8)} leaves in {_F8}"
+    description = f"{len(step.tracing.in_fp8)} leaves in {_F8}"
+    # 1. The products that the step's jaxpr multiplies in FP8.
     dots = (eqn for eqn, _ in visit(jx.opened(jaxpr)[0].eqns) if eqn.primitive.name == "dot_general")
-    promised = sum(2 * jx.matmuls([eqn]).get(_F8, (0, ""))[0] for eqn in dots)
+    promised_flops = sum(2 * jx.matmuls([eqn]).get(_F8, (0, ""))[0] for eqn in dots)
     if step.mesh.devices.flat[0].platform == "cpu":
         note = "CPU: no kernel multiplies float8; the same numbers are multiplied as wider ones"
-        yield Finding("products", what, promised, promised, note=note, unit="FLOP")
+        yield Finding("products", description, promised_flops, promised_flops, note=note, unit="FLOP")
         return
-    found = 0
+    # 2. The products that kernels multiply in FP8. One in another dtype whose source is an FP8 product is a finding.
+    compiled_flops = 0
     for kernel in (cost.kernel for cost in Costs.of(program)):
         for product in kernel.products:
             if product.dtype == _F8:
-                found += product.flops
+                compiled_flops += product.flops
             elif SCOPE in kernel.source:
                 path = kernel.source.partition(SCOPE)[2].partition(")")[0]
                 note = f"{kernel.label} multiplies {product.dtype}, of {path}: no FP8 kernel for this device; use "
                 note += "precision='bf16'"
                 yield Finding("products", kernel.name, product.flops, 0, "MISSING", note, unit="FLOP")
-    least = 0.99 * promised * (1 if step.strategy.remat == "none" else _SHARED)
+    lowest_flops = 0.99 * promised_flops * (1 if step.strategy.remat == "none" else _MERGED_RECOMPUTATION)
     note = f"less than promised of {few(step.tracing.in_fp8)}: compare compiled.as_text() with step.trace(batch)"
-    verdict, note = ("MISSING", note) if found < least else ("ok", "")
-    yield Finding("products", what, promised, found, verdict, note, unit="FLOP")
+    verdict, note = ("MISSING", note) if compiled_flops < lowest_flops else ("ok", "")
+    yield Finding("products", description, promised_flops, compiled_flops, verdict, note, unit="FLOP")
 
 
-def _tensor(step: Step, batch: Any, jaxpr: Any) -> Iterator[Finding]:
-    found = {
+def _tensor_findings(step: Step, batch: Any, jaxpr: Any) -> Iterator[Finding]:
+    """Yield a finding for each large all-gather over `tensor` of weights, or for lack of a rule."""
+    gathers = {
         "weights": gathered_weights(jaxpr, len(step.layout.leaves)),
         "for want of a rule": step.traced(batch).gathered,
     }
-    large = {(what, at): n for what, places in found.items() for at, n in places.items() if n >= LARGE}
-    for (what, at), n in large.items():
+    large_gathers = {
+        (reason, line): num_bytes
+        for reason, bytes_by_line in gathers.items()
+        for line, num_bytes in bytes_by_line.items()
+        if num_bytes >= LARGE
+    }
+    for (reason, line), num_bytes in large_gathers.items():
         note = (
             "tensor ranks gather it; give the leaf another dim, or leave it whole: rules={'path/of/leaf': None}"
-            if what == "weights"
+            if reason == "weights"
             else "tensor ranks gather what it reads, as no rule says how to split it; express it by other operations, "
             "or leave the leaves before it whole: rules={'path/of/leaf': None}"
         )
-        yield Finding("tensor", f"{what}, {at}", 0, n, "UNPROMISED", note)
-    if not large:
+        yield Finding("tensor", f"{reason}, {line}", 0, num_bytes, "UNPROMISED", note)
+    if not large_gathers:
         yield Finding("tensor", "large gathers of weights", 0, 0)
 
 
-def _server(step: ServerStep, batch: Any) -> Iterator[Finding]:
+def _server_findings(step: ServerStep, batch: Any) -> Iterator[Finding]:
+    """Yield the findings about a central server: its exchanges, the replicas' programs, and the server's state."""
     rehearsal = rehearse(step, batch)
-    for t in rehearsal.transfers:
-        verdict, note = _compared(t.found, t.expected, t.expected)
+    for transfer in rehearsal.transfers:
+        verdict, note = _verdict(transfer.found, transfer.expected, transfer.expected)
         note = note and "a central server passes on neither more nor less; see parallel/data/server.py"
-        yield Finding("exchanges", f"{t.kind} of {t.what}", t.expected, t.found, verdict, note)
+        yield Finding(
+            "exchanges", f"{transfer.kind} of {transfer.what}", transfer.expected, transfer.found, verdict, note
+        )
+    # Replicas may send what the model itself writes, in two programs: forward and backward.
     texts = [rehearsal.programs[name].as_text() or "" for name in OF_REPLICAS]
     programs = [Executable(text, step.mesh) for text in texts]
-    yield from _compiled(step, expected(step, batch), programs, step.trace(batch))  # the model's own, as BatchNorm's
+    # The closed form of a server has only the model's own collectives, such as BatchNorm's.
+    yield from _compiled_findings(step, expected(step, batch), programs, step.trace(batch))
+    # At home, on the server, every array is whole and on one device.
     state = step.abstract_home()
     arrays = jax.tree.leaves((state.params, state.optimizer))
-    for share, x in zip(shares(step, state), arrays, strict=True):
-        found = _local(x, x.sharding) * len(x.sharding.device_set)
-        verdict, note = _compared(found, share.bytes, share.bytes)
-        yield Finding("state", f"{share.kind} {share.path}", share.bytes, found, verdict, note and "the server has it")
+    for holding, array in zip(shares(step, state), arrays, strict=True):
+        server_bytes = _local_bytes(array, array.sharding) * len(array.sharding.device_set)
+        verdict, note = _verdict(server_bytes, holding.bytes, holding.bytes)
+        yield Finding(
+            "state",
+            f"{holding.kind} {holding.path}",
+            holding.bytes,
+            server_bytes,
+            verdict,
+            note and "the server has it",
+        )

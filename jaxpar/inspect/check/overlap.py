@@ -1,10 +1,13 @@
-"""Whether the collectives that a strategy hides are under way while something is computed, by predicted time.
+"""Whether the collectives that a strategy promises to overlap run while something is computed, by predicted time.
 
-Hidden is what layers send, again and again: ZeRO gathers and reduces one layer while another is computed (Zhao et al.
-2023, arXiv:2304.11277, section 3.3.1), DDP reduces in its backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3).
-Where microbatches run side by side (`concurrent`, `1f1b-overlap`), so are activations that `tensor`, `context` and
-`expert` send, half of their seconds: where an iteration begins and ends, the other microbatch has nothing to compute.
-What runs once in a microbatch, such as the first gather and that of a head, is promised by none.
+The promise covers collectives that layers repeat:
+
+- ZeRO gathers and reduces one layer while another is computed (Zhao et al. 2023, arXiv:2304.11277, section 3.3.1).
+- DDP reduces during its backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3).
+- Where microbatches run concurrently (`concurrent`, `1f1b-overlap`), half of the seconds in which `tensor`, `context`
+  and `expert` send activations. At the beginning and end of an iteration the other microbatch has nothing to compute.
+
+A collective that runs once in a microbatch, such as the first gather or the head's, is not promised to overlap.
 """
 
 import math
@@ -20,16 +23,19 @@ from ...step.core import Step
 from ..predict import Part, predict
 from .proof import Finding
 
-WAITS = 0.1  # of a collective's own seconds: so much may wait of one of parameters
-OF_ACTIVATIONS = 0.5  # and of all together that send activations over an axis
-SMALL = 0.01  # of the step's seconds: so much may wait for collectives of a kind over an axis, all together
+# Exposed seconds that keep the promise.
+WAITS = 0.1  # of one collective of parameters or gradients, as a share of its seconds
+OF_ACTIVATIONS = 0.5  # of all collectives of activations over an axis together, as a share of their seconds
+SMALL = 0.01  # of all collectives of a kind over an axis together, as a share of the step's seconds
 _ACTIVATIONS = "activations"
 _PARAMETERS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 def hardware_of(step: Step) -> Hardware:
-    """The numbers by which a step's time is predicted on its devices. Raises ValueError where there are none, and for a
-    server.
+    """Return the numbers by which a step's time is predicted on its devices.
+
+    Raises:
+      ValueError: the devices' numbers are unknown, or the step has a central server.
     """
     device = step.mesh.devices.flat[0]
     if step.strategy.server:
@@ -42,97 +48,131 @@ def hardware_of(step: Step) -> Hardware:
             "compile for GPUs, which need not be there: make_train_step(..., mesh=target('16xH100').devices), with "
             "target of jaxpar.hardware, or --target 16xH100"
         )
-    if (known := of_device_kind(device.device_kind)) is None:
+    if (hardware := of_device_kind(device.device_kind)) is None:
         raise ValueError(
-            f"overlap: {device.device_kind} is none of {', '.join(KINDS)}, whose numbers are known; give those of this "
-            "one, overlap=jaxpar.hardware.kinds.load(file)"
+            f"overlap: {device.device_kind} is none of the kinds with known numbers ({', '.join(KINDS)}); give its "
+            "numbers: overlap=jaxpar.hardware.kinds.load(file)"
         )
-    return known
+    return hardware
 
 
 def hidden(step: Step, batch: Any, program: Executable, hardware: Hardware) -> Iterator[Finding]:
-    """A finding for each kind and axes of collectives that are promised to be hidden, and for each of them that is not:
-    bytes that a device sends, and of these those that are sent while kernels run.
+    """Yield a finding for each kind and axes of collectives that should overlap, and one for each that does not.
 
-    Raises ValueError as `predict`.
+    A finding's amounts are the bytes that a device sends, and the bytes that it sends while kernels run.
+
+    Args:
+      step: the training step.
+      batch: arrays or `jax.ShapeDtypeStruct`.
+      program: the compiled program.
+      hardware: the numbers of its devices.
+
+    Raises:
+      ValueError: as `predict`.
     """
-    found = predict(program, step, batch, hardware)
+    prediction = predict(program, step, batch, hardware)
     groups: dict[str, list[Part]] = {}
-    for part in found.collectives:
-        again = part.executions > (1 if step.schedule is not None else step.strategy.turns)
-        if again and (kind := _promised(step, part)):
+    for part in prediction.collectives:
+        # Layers repeat their collectives: these run more often than once a turn.
+        is_repeated = part.executions > (1 if step.schedule is not None else step.strategy.turns)
+        if is_repeated and (kind := _promised_kind(step, part)):
             groups.setdefault(f"{kind} {'+'.join(part.axes)}", []).append(part)
-    waits = sum(part.exposed for parts in groups.values() for part in parts)
+    exposed_seconds = sum(part.exposed for parts in groups.values() for part in parts)
     note = (
-        f"as predicted for {hardware.kind}, {_ms(waits)} of a step of {_ms(found.seconds)} wait for what is promised "
-        f"to be hidden, {_ms(found.exposed - waits)} for other collectives"
+        f"as predicted for {hardware.kind}, {_milliseconds(exposed_seconds)} of a step of "
+        f"{_milliseconds(prediction.seconds)} wait for what is promised to be hidden, "
+        f"{_milliseconds(prediction.exposed - exposed_seconds)} for other collectives"
     )
     if not groups:
         yield Finding("overlap", "no loop over layers sends", 0, 0, note=note)
-    for called, parts in groups.items():
-        late = [part for part in parts if part.exposed > WAITS * part.seconds]
-        enough = OF_ACTIVATIONS * sum(part.seconds for part in parts) if called.startswith(_ACTIVATIONS) else 0.0
-        if sum(part.exposed for part in late) <= max(enough, SMALL * found.seconds):
-            late = []
-        for part in late:
-            i = next(i for block in program.module.computations.values() for i in block if i.name == part.name)
-            why = _why(step, part, _leaf(step, batch, i), program.module.line(i))
-            what = f"{part.kind} {'+'.join(part.axes)} {part.executions} x"
-            yield Finding("overlap", what, part.bytes, _hidden_bytes(part), "MISSING", why)
-        if kept := [part for part in parts if part not in late]:
-            sent = sum(part.bytes for part in kept), sum(map(_hidden_bytes, kept))
-            yield Finding("overlap", f"{called} {sum(part.executions for part in kept)} x", *sent, note=note)
+    for label, parts in groups.items():
+        exposed_parts = [part for part in parts if part.exposed > WAITS * part.seconds]
+        allowed_seconds = (
+            OF_ACTIVATIONS * sum(part.seconds for part in parts) if label.startswith(_ACTIVATIONS) else 0.0
+        )
+        # Waits that are small in sum, or allowed for activations, break no promise.
+        if sum(part.exposed for part in exposed_parts) <= max(allowed_seconds, SMALL * prediction.seconds):
+            exposed_parts = []
+        for part in exposed_parts:
+            instructions = (i for block in program.module.computations.values() for i in block)
+            instruction = next(i for i in instructions if i.name == part.name)
+            leaves, line = _leaves_of_collective(step, batch, instruction), program.module.line(instruction)
+            description = f"{part.kind} {'+'.join(part.axes)} {part.executions} x"
+            note_on_part = _cause_and_hint(step, part, leaves, line)
+            yield Finding("overlap", description, part.bytes, _overlapped_bytes(part), "MISSING", note_on_part)
+        if overlapped_parts := [part for part in parts if part not in exposed_parts]:
+            amounts = sum(part.bytes for part in overlapped_parts), sum(map(_overlapped_bytes, overlapped_parts))
+            yield Finding(
+                "overlap", f"{label} {sum(part.executions for part in overlapped_parts)} x", *amounts, note=note
+            )
 
 
-def _promised(step: Step, part: Part) -> str:
-    """The kind of a collective that sends parameters or gradients of layers, or that it sends activations, where they
-    are promised to be hidden; else "".
+def _promised_kind(step: Step, part: Part) -> str:
+    """Return the kind of collective that the strategy promises to overlap, or "" if it promises nothing.
+
+    It is the part's own kind for parameters and gradients of layers, "activations" where microbatches run concurrently.
     """
-    axes = {axis for named in part.axes for axis in named.rpartition(" of ")[2].split("+")}
+    # An axis entry may be "2 of data+fsdp": groups of 2 devices within these axes.
+    axes = {axis for axis_names in part.axes for axis in axis_names.rpartition(" of ")[2].split("+")}
     if part.kind in _PARAMETERS and not axes & {"tensor", "pipe"} and axes & {"data", "fsdp"}:
-        # What ZeRO-1 and 2 gather is the updated parameters, behind the backward.
+        # ZeRO-1 and 2 gather the updated parameters after the backward, where no layer is computed.
         return part.kind if part.kind != "all-gather" or "params" in rule_of(step.strategy).promise.holds else ""
-    beside = step.strategy.concurrent > 1 or (step.schedule is not None and step.schedule.beside)
-    return _ACTIVATIONS if beside and "pipe" not in axes else ""
+    is_concurrent = step.strategy.concurrent > 1 or (step.schedule is not None and step.schedule.beside)
+    return _ACTIVATIONS if is_concurrent and "pipe" not in axes else ""
 
 
-def _hidden_bytes(part: Part) -> int:
+def _overlapped_bytes(part: Part) -> int:
+    """Return the bytes of a collective that are sent while kernels run, in proportion to its seconds."""
     return round(part.bytes * (1 - part.exposed / part.seconds))
 
 
-def _leaf(step: Step, batch: Any, i: Instruction) -> str:
-    """That of whose layer the largest array of a collective has the shape, or those; "" where no leaf's has."""
-    units, largest = step.layout.storage.units, max((dims for _, dims in arrays(i.shape)), key=math.prod)
-    found = {}
-    for s in (s for stack in step.traced(batch).program.stacks for s in stack.slices):
-        layer = [n for d, n in enumerate(units[s.leaf].local.stored) if d != s.dim]
-        if sorted(layer) == sorted(largest):  # what is gathered has its dim of shards first
-            found[units[s.leaf].path] = s
-    return few(list(found))
+def _leaves_of_collective(step: Step, batch: Any, instruction: Instruction) -> str:
+    """Return the paths of stacked leaves whose layer has the shape of the collective's largest array; "" for none."""
+    units = step.layout.storage.units
+    largest_shape = max((dims for _, dims in arrays(instruction.shape)), key=math.prod)
+    matching_slices = {}
+    for layer_slice in (layer_slice for stack in step.traced(batch).program.stacks for layer_slice in stack.slices):
+        layer_shape = [
+            dim_size for dim, dim_size in enumerate(units[layer_slice.leaf].local.stored) if dim != layer_slice.dim
+        ]
+        # A gathered array has the sharded dim first, so the order of dims does not count.
+        if sorted(layer_shape) == sorted(largest_shape):
+            matching_slices[units[layer_slice.leaf].path] = layer_slice
+    return few(list(matching_slices))
 
 
-def _ms(seconds: float) -> str:
+def _milliseconds(seconds: float) -> str:
+    """Format seconds as milliseconds."""
     return f"{1e3 * seconds:.3g} ms"
 
 
-def _why(step: Step, part: Part, leaf: str, line: str) -> str:
-    """How a collective waits, and what to try."""
+def _cause_and_hint(step: Step, part: Part, leaf_paths: str, line: str) -> str:
+    """Return why a collective is exposed, and what to try.
+
+    Args:
+      step: the training step.
+      part: the collective.
+      leaf_paths: the paths of its leaves, "" if unknown.
+      line: its source line, "" if unknown.
+    """
     if not part.asynchronous:
-        how = "it is synchronous"
+        cause = "it is synchronous"
     elif part.exposed > 0.99 * part.seconds:
-        how = "nothing is computed between its start and its done"
+        cause = "nothing is computed between its start and its done"
     else:
-        how = "what is computed between its start and its done takes less"
+        cause = "what is computed between its start and its done takes less"
     strategy = step.strategy
-    ahead, turns = strategy.prefetches(step.mesh), strategy.turns if strategy.pipe == 1 else 1
-    more = strategy.concurrent * next((n for n in range(2, turns + 1) if turns % n == 0), 0)
-    if _promised(step, part) == _ACTIVATIONS or ahead:
-        hint = f"concurrent={more} fetches a layer once for so many microbatches, " * (more > 0)
+    has_prefetch, turns = strategy.prefetches(step.mesh), strategy.turns if strategy.pipe == 1 else 1
+    # The next larger number of concurrent microbatches that divides the turns; 0 if there is none.
+    larger_concurrent = strategy.concurrent * next((factor for factor in range(2, turns + 1) if turns % factor == 0), 0)
+    if _promised_kind(step, part) == _ACTIVATIONS or has_prefetch:
+        hint = f"concurrent={larger_concurrent} fetches a layer once for so many microbatches, "
+        hint *= larger_concurrent > 0
         hint += f"more rows a device give more to hide it behind, fewer ranks of {'+'.join(part.axes)} less to wait for"
     elif step.schedule is None or step.schedule.in_turn:
         hint = "prefetch=1 sends it beside another layer"
     else:
         hint = "zero=1 sends it once a step, and schedule=1f1b with prefetch=1 beside another layer"
-    of = f" of {leaf}" * bool(leaf)
-    of += f" at {line}" * bool(line and not line.startswith("jaxpar/"))
-    return f"{_ms(part.exposed)} of its {_ms(part.seconds)} a step wait{of}: {how}; {hint}"
+    subject = f" of {leaf_paths}" * bool(leaf_paths)
+    subject += f" at {line}" * bool(line and not line.startswith("jaxpar/"))
+    return f"{_milliseconds(part.exposed)} of its {_milliseconds(part.seconds)} a step wait{subject}: {cause}; {hint}"

@@ -1,7 +1,7 @@
-"""What a strategy promises of a step: the bytes of every array of the state, layers one at a time, collectives.
+"""The promises of a strategy about a step: bytes of every array of the state, layers fetched one by one, collectives.
 
-It follows from what the strategy's rule says of itself (`parallel/`: `Promise`), the mesh and the shapes of leaves, not
-from the specs that the step was built with: a step that shards nothing does not change what was promised.
+The promises follow from the strategy's rule (`parallel/`: `Promise`), the mesh and the shapes of leaves. They do not
+follow from the specs that the step was built with, so a step that wrongly shards nothing breaks them.
 """
 
 import math
@@ -23,11 +23,11 @@ from ...slicing.program import Program
 from ...step.core import Step
 from ..ledger import Collective
 
-SCALARS = 1000  # bytes; collectives of less are sums of scalars
-LARGE = 1_000_000  # bytes a step; less beside what is promised is no broken promise
+SCALARS = 1000  # bytes; smaller collectives are sums of scalars
+LARGE = 1_000_000  # bytes per step; smaller unpromised collectives break no promise
 
-# Where a compiled program may differ from the closed form. Each was met, on jax 0.10 or 0.12; on other platforms than
-# those named, and beyond what `bounds` says, none is allowed.
+# How a compiled program may differ from the closed form. Each difference was observed, on jax 0.10 or 0.12. None is
+# allowed on a platform that is not named, or beyond what `bounds` says.
 ALLOWED = {
     "norms": f"the optimizer adds up scalars: {SCALARS} B at most",
     "small": f"what the optimizer adds is less than {LARGE // 1_000_000} MB",
@@ -41,7 +41,7 @@ ALLOWED = {
 
 @dataclass(frozen=True)
 class Holding:
-    """What a device should hold of one array of the state: `bytes`; of what `kind`, and where in the state: `path`."""
+    """The bytes that a device should store of one array of the state, with the array's kind and path."""
 
     kind: str
     path: str
@@ -49,136 +49,179 @@ class Holding:
 
 
 def shares(step: Step, state: Any) -> list[Holding]:
-    """A share for each array of an abstract state: parameters, their copy, the optimizer's.
+    """Return what a device should store of each array of an abstract state.
 
-    `fsdp` shares out the trees that the rule `holds` in shards; where a copy in low precision is stored, the float32
-    masters live with the optimizer. `pipe` shares out the layers, `tensor` the leaves that rules name. What the layout
-    reports as too small to be sharded is whole.
+    The rule's promise tells which trees `fsdp` shards (`Promise.holds`). Where a copy in low precision is stored, the
+    float32 masters belong to the optimizer. `pipe` splits the layers, `tensor` the leaves that its rules name. A leaf
+    that the layout reports as too small to be sharded is stored whole.
+
+    Args:
+      step: the training step.
+      state: its state, as arrays or `jax.ShapeDtypeStruct`.
     """
     holds, sizes = rule_of(step.strategy).promise.holds, step.mesh.shape
     leaves, storage = step.layout.leaves, step.layout.storage
-    seen = [leaf for leaf in (leaves if step.update.as_stacked else storage.models) if leaf.trainable]
-    found = []
-    parts = {
+    optimizer_leaves = [leaf for leaf in (leaves if step.update.as_stacked else storage.models) if leaf.trainable]
+    holdings = []
+    trees = {
         "parameters": (state.params, "params" in holds or ("optimizer" in holds and state.copy is not None)),
         "copy of parameters": (state.copy, False),
     }
-    for kind, (tree, sharded) in parts.items():
-        for leaf, x in zip(leaves, jax.tree.leaves(tree), strict=False):
-            found.append(Holding(kind, leaf.path, _elements(leaf, sizes, sharded) * x.dtype.itemsize))
-    owned = step.update.owners.states if step.update.owners is not None else {}
-    for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(state.optimizer)):
+    for kind, (tree, is_sharded) in trees.items():
+        # A tree that is absent, such as the copy, has no leaves.
+        for leaf, array in zip(leaves, jax.tree.leaves(tree), strict=False):
+            holdings.append(Holding(kind, leaf.path, _elements(leaf, sizes, is_sharded) * array.dtype.itemsize))
+    owned_states = step.update.owners.states if step.update.owners is not None else {}
+    for i, (path, array) in enumerate(jax.tree_util.tree_leaves_with_path(state.optimizer)):
         name = name_of(path)
-        if i in owned:  # of whole matrices: a part for each of the ranks that deal them out
-            found.append(Holding("optimizer state", name, math.prod(owned[i].local) * x.dtype.itemsize))
+        if i in owned_states:  # whole matrices, distributed over the ranks
+            holdings.append(Holding("optimizer state", name, math.prod(owned_states[i].local) * array.dtype.itemsize))
             continue
-        # The parameter that an array is like: a momentum's path ends with the parameter's.
-        like = [f for f in seen if f"/{name}".endswith(f"/{f.path}") and tuple(x.shape) in (f.shape, f.stored)]
-        leaf = max(like, key=lambda f: len(f.path), default=None)
-        elements = x.size if leaf is None else _elements(leaf, sizes, "optimizer" in holds)
-        found.append(Holding("optimizer state", name, elements * x.dtype.itemsize))
-    return found
+        # The array's parameter: the path of a momentum ends with its parameter's path. Of several, the longest is it.
+        matching_leaves = [
+            leaf
+            for leaf in optimizer_leaves
+            if f"/{name}".endswith(f"/{leaf.path}") and tuple(array.shape) in (leaf.shape, leaf.stored)
+        ]
+        leaf = max(matching_leaves, key=lambda leaf: len(leaf.path), default=None)
+        elements = array.size if leaf is None else _elements(leaf, sizes, "optimizer" in holds)
+        holdings.append(Holding("optimizer state", name, elements * array.dtype.itemsize))
+    return holdings
 
 
-def _elements(leaf: Leaf, sizes: Mapping[str, int], sharded: bool) -> int:
-    """What a device should hold of a leaf."""
-    parts = leaf.ranks * leaf.experts * (sizes["pipe"] if leaf.of_a_stage else 1)
-    if not sharded:
-        return math.prod(leaf.stored if leaf.spread else leaf.shape) // parts
-    free = [
-        d
-        for d in range(len(leaf.shape))
-        if d not in (leaf.tensor, leaf.expert) and (leaf.layers is None or d > leaf.stage)
+def _elements(leaf: Leaf, sizes: Mapping[str, int], is_sharded: bool) -> int:
+    """Return the elements of a leaf that a device should store."""
+    num_parts = leaf.ranks * leaf.experts * (sizes["pipe"] if leaf.of_a_stage else 1)
+    if not is_sharded:
+        return math.prod(leaf.stored if leaf.spread else leaf.shape) // num_parts
+    # Dims that `fsdp` may shard: no other axis splits them, and they are not the stack of layers.
+    shardable_dims = [
+        dim
+        for dim in range(len(leaf.shape))
+        if dim not in (leaf.tensor, leaf.expert) and (leaf.layers is None or dim > leaf.stage)
     ]
-    small = math.prod(leaf.local.shape) < PAD_FROM or not free
-    if leaf.dim is None and leaf.note and small:
-        return math.prod(leaf.shape) // parts
-    return -(-math.prod(leaf.stored) // (parts * math.prod(sizes[axis] for axis in leaf.shard)))
+    is_small = math.prod(leaf.local.shape) < PAD_FROM or not shardable_dims
+    if leaf.dim is None and leaf.note and is_small:
+        return math.prod(leaf.shape) // num_parts
+    # Sharding pads a dim to a multiple of the number of shards: round up.
+    return -(-math.prod(leaf.stored) // (num_parts * math.prod(sizes[axis] for axis in leaf.shard)))
 
 
 def not_by_layer(step: Step, program: Program) -> list[Leaf]:
-    """Leaves whose layers a loop of the loss takes one by one, and which the program fetches whole all the same.
+    """Return leaves that a loop of the loss takes layer by layer, but that the program fetches whole.
 
-    Not those that are sharded along their layers, nor beside a pipeline, whose stages take one stack alone.
+    Leaves that are sharded along their layers are left out. A step with a pipeline returns none: its stages take only
+    one stack.
     """
     if step.schedule is not None:
         return []
-    index = {v: i for i, v in enumerate(program.leaves)}
-    casts = {e.outvars[0]: e.invars[0] for e in program.eqns if e.primitive.name in ("convert_element_type", "copy")}
-    scanned = set()
+    leaf_index = {var: i for i, var in enumerate(program.leaves)}
+    casts = {
+        eqn.outvars[0]: eqn.invars[0] for eqn in program.eqns if eqn.primitive.name in ("convert_element_type", "copy")
+    }
+    scanned_leaves = set()
     for eqn in program.eqns:
-        for v in jx.scan_parts(eqn).xs if eqn.primitive.name == "scan" else ():
-            while not jx.is_literal(v) and v in casts:
-                v = casts[v]
-            if not jx.is_literal(v) and v in index:
-                scanned.add(index[v])
+        for var in jx.scan_parts(eqn).xs if eqn.primitive.name == "scan" else ():
+            # A cast or a copy in front of the loop does not change which leaf is scanned.
+            while not jx.is_literal(var) and var in casts:
+                var = casts[var]
+            if not jx.is_literal(var) and var in leaf_index:
+                scanned_leaves.add(leaf_index[var])
     units = step.layout.storage.units
-    return [units[i] for i in sorted(scanned) if units[i].dim != 0 and not any(program.uses[i])]
+    return [units[i] for i in sorted(scanned_leaves) if units[i].dim != 0 and not any(program.uses[i])]
 
 
 def gathered_weights(jaxpr: Any, leaves: int, axis: str = "tensor") -> dict[str, int]:
-    """What is gathered over an axis that depends on parameters alone: where, and bytes of one execution.
+    """Return the bytes of all-gathers over an axis whose values depend on parameters alone, by source line.
 
-    `jaxpr` is a step's; the first inputs of its first `shard_map` are the `leaves`, on CPU devices behind the token.
-    Ranks of `tensor` compute with their parts of the weights (Shoeybi et al. 2019, section 3): none should be here.
+    Ranks of `tensor` compute with their parts of the weights (Shoeybi et al. 2019, section 3), so there should be none.
+
+    Args:
+      jaxpr: the step's program.
+      leaves: the number of leaves. They are the first inputs of the first `shard_map`, after the token on CPU devices.
+      axis: the mesh axis.
+
+    Returns:
+      Source line -> bytes of the largest gather on that line, of one execution.
     """
-    mapped = next((eqn for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns if eqn.primitive.name == "shard_map"), None)
-    if mapped is None:
+    shard_map_eqn = next(
+        (eqn for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns if eqn.primitive.name == "shard_map"), None
+    )
+    if shard_map_eqn is None:
         return {}
-    body, _ = jx.opened(mapped.params["jaxpr"])
-    gathers: dict[tuple[int, ...], tuple[str, int]] = {}  # by its equation and those around it
+    body, _ = jx.opened(shard_map_eqn.params["jaxpr"])
+    gathers: dict[tuple[int, ...], tuple[str, int]] = {}  # by the ids of its equation and those around it
 
-    def run(program: Any, of_data: Sequence[bool], around: tuple[int, ...] = ()) -> list[bool]:
-        def equation(eqn: Any, inputs: list[bool]) -> list[bool]:
-            here, moves = (*around, id(eqn)), any(inputs) and not is_token(eqn)
+    def visit_program(program: Any, depends_on_data: Sequence[bool], outer_eqns: tuple[int, ...] = ()) -> list[bool]:
+        def visit_eqn(eqn: Any, input_dependencies: list[bool]) -> list[bool]:
+            eqn_path, result_depends_on_data = (*outer_eqns, id(eqn)), any(input_dependencies) and not is_token(eqn)
             if PRIMITIVES.get(eqn.primitive.name) == "all-gather" and axis in axes_of(eqn):
-                size = sum(map(jx.nbytes, eqn.outvars))
-                gathers[here] = jx.where(eqn), 0 if any(inputs) else size  # in a loop the last time it was looked at
-            outs = propagate(eqn, inputs, lambda inner, ins, _: run(inner, ins, here), operator.or_)
-            return [moves] * len(eqn.outvars) if outs is None else outs
+                num_bytes = sum(map(jx.nbytes, eqn.outvars))
+                # A loop is visited until its carries settle. The last visit overwrites the earlier ones and is right.
+                gathers[eqn_path] = jx.where(eqn), 0 if any(input_dependencies) else num_bytes
+            output_dependencies = propagate(
+                eqn,
+                input_dependencies,
+                lambda inner, inner_inputs, _: visit_program(inner, inner_inputs, eqn_path),
+                operator.or_,
+            )
+            return [result_depends_on_data] * len(eqn.outvars) if output_dependencies is None else output_dependencies
 
-        return through(program, of_data, equation, False)
+        return through(program, depends_on_data, visit_eqn, False)
 
-    data = needed(mapped.params["mesh"]) + leaves
-    run(body, [i >= data for i in range(len(body.invars))])
-    found: dict[str, int] = {}
-    for where, size in gathers.values():
-        if size:
-            found[where] = max(size, found.get(where, 0))
-    return found
+    # Inputs behind the leaves depend on data. A CPU mesh has a token in front, which orders its collectives.
+    first_data_index = needed(shard_map_eqn.params["mesh"]) + leaves
+    visit_program(body, [i >= first_data_index for i in range(len(body.invars))])
+    bytes_by_line: dict[str, int] = {}
+    for line, num_bytes in gathers.values():
+        if num_bytes:
+            bytes_by_line[line] = max(num_bytes, bytes_by_line.get(line, 0))
+    return bytes_by_line
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a compiled program may send of one kind over some axes, in bytes; `names` are those of `ALLOWED`."""
+    """The bytes that a compiled program may send of one kind over some axes.
+
+    Attributes:
+      promised: bytes of the closed form.
+      lowest, highest: the smallest and largest bytes that keep the promise.
+      names: the keys of `ALLOWED` that these bounds allow for.
+    """
 
     promised: int
-    least: float
-    most: float
+    lowest: float
+    highest: float
     names: tuple[str, ...]
 
 
 def bounds(step: Step, kind: str, closed: Sequence[Collective], one_layer: bool = False) -> Bounds:
-    """Those of one kind and axes, from what the closed form has of them: 1% about it, and what `ALLOWED` says.
-    `one_layer`: whether the program has a loop of one layer, which sends what it would send twice at least once.
+    """Return the allowed bytes for one kind and axes: the closed form's within 1%, widened by the cases of `ALLOWED`.
+
+    Args:
+      step: the training step.
+      kind: the kind of collective.
+      closed: the closed form's collectives of this kind and these axes.
+      one_layer: whether the program has a loop of one layer. Compilers unroll it and merge what it would send twice.
     """
     strategy, schedule = step.strategy, step.schedule
-    cpu = step.mesh.devices.flat[0].platform == "cpu"
-    promised, names, least, extra = 0, [], 0.99, 0
-    for one in closed:
-        wide = cpu and one.dtype == "bfloat16"
-        promised += one.bytes * (2 if wide else 1)
-        names += ["widened"] * wide
-    if one_layer and not cpu:
-        least, names = 0.49, [*names, "one layer"]
+    is_cpu = step.mesh.devices.flat[0].platform == "cpu"
+    promised, names, lowest_share, extra_bytes = 0, [], 0.99, 0
+    for collective in closed:
+        # float32 has twice the bytes of bfloat16.
+        is_widened = is_cpu and collective.dtype == "bfloat16"
+        promised += collective.bytes * (2 if is_widened else 1)
+        names += ["widened"] * is_widened
+    if one_layer and not is_cpu:
+        lowest_share, names = 0.49, [*names, "one layer"]
     if kind == "all-reduce":
-        extra, names = SCALARS, [*names, "norms"]
+        extra_bytes, names = SCALARS, [*names, "norms"]
     ticks = 1 if schedule is None else schedule.ticks if schedule.branches else schedule.messages("F")
     if kind == "collective-permute" and schedule is not None:
-        least, names = 0.99 - 1 / ticks, [*names, "last message"]
-    if cpu and kind == "all-gather" and "params" in rule_of(strategy).promise.holds and step.layout.shards > 1:
-        # Once, in place of twice in every microbatch or tick.
-        least, names = 0.49 / (strategy.turns if schedule is None else ticks), [*names, "merged"]
-    if cpu and kind in ("all-reduce", "reduce-scatter"):
-        least, names = 0.98, [*names, "equal"]
-    return Bounds(promised, least * promised, 1.01 * promised + extra, tuple(dict.fromkeys(names)))
+        lowest_share, names = 0.99 - 1 / ticks, [*names, "last message"]
+    if is_cpu and kind == "all-gather" and "params" in rule_of(strategy).promise.holds and step.layout.shards > 1:
+        # One gather for a whole step, instead of two in every microbatch or tick.
+        lowest_share, names = 0.49 / (strategy.turns if schedule is None else ticks), [*names, "merged"]
+    if is_cpu and kind in ("all-reduce", "reduce-scatter"):
+        lowest_share, names = 0.98, [*names, "equal"]
+    return Bounds(promised, lowest_share * promised, 1.01 * promised + extra_bytes, tuple(dict.fromkeys(names)))

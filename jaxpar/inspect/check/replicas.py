@@ -1,8 +1,8 @@
-"""Whether replicas are: a checksum of every array on every device, and which of them should be the same.
+"""Whether replicas are equal: a checksum of every array on every device, and which checksums should be equal.
 
-XLA takes it for granted that a replicated array has the same bits on all its devices. Nothing makes it so but that
-every device has done the same; where one has not (a broken device, a collective over the wrong axis, a host with other
-data), training goes on with several models, each of which looks fine.
+XLA assumes that a replicated array has the same bits on all its devices. This holds only if every device has computed
+the same. Otherwise (a broken device, a collective over the wrong axis, a host with other data) training continues with
+several models that all look fine.
 """
 
 import math
@@ -21,78 +21,103 @@ from ...step.offload import Blocks
 
 
 def checksums(mesh: Mesh, specs: Sequence[PartitionSpec]) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """A jitted function of arrays with these specs: uint32 [devices of the mesh, arrays], the same on every host.
+    """Return a jitted function that computes checksums of arrays with these specs.
 
-    A row is of what one device holds, whatever the others do; a change of one element always changes the sum. It reads
-    every array once, and sends 4 bytes for each array and device.
+    It reads every array once, and all-gathers 4 bytes for each array and device.
+
+    Returns:
+      A function from arrays to uint32 [devices of the mesh, arrays], the same on every host. A row depends only on what
+      one device stores. A change of one element always changes the checksum.
     """
-    stacked, everywhere = PartitionSpec(tuple(mesh.axis_names)), NamedSharding(mesh, PartitionSpec())
+    row_per_device, replicated = PartitionSpec(tuple(mesh.axis_names)), NamedSharding(mesh, PartitionSpec())
 
-    def local(*arrays: jax.Array) -> jax.Array:
+    def local_checksums(*arrays: jax.Array) -> jax.Array:
+        """Return the checksums of this device's shards, [1, arrays]."""
         return jnp.stack([checksum(x) for x in arrays])[None]
 
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=stacked, check_vma=False)
-    raw = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    return jax.jit(lambda arrays: mapped(*map(raw, arrays)), out_shardings=everywhere)
+    sharded_checksums = jax.shard_map(
+        local_checksums, mesh=mesh, in_specs=tuple(specs), out_specs=row_per_device, check_vma=False
+    )
+    key_bits = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return jax.jit(lambda arrays: sharded_checksums(*map(key_bits, arrays)), out_shardings=replicated)
 
 
 def differing(tree: Any, sums: np.ndarray, mesh: Mesh) -> str:
-    """The arrays of a tree that are not the same on all devices which should hold the same of them, and of the first
-    which devices these are: those that are fewer, where there is a majority; "" where there is none.
+    """Return the arrays that differ between devices which should store equal values, and the devices that differ.
+
+    Devices are named for the first such array: the minority, where there is a majority. The result is "" if all are
+    equal.
 
     Args:
       tree: arrays, or anything with shapes and shardings.
-      sums: `checksums` of its leaves.
+      sums: `checksums` of its leaves, [devices, leaves].
+      mesh: the mesh of the checksums.
     """
-    devices, found, odd = list(mesh.devices.flat), list[str](), ""
-    name = lambda device: f"device {device.id} of process {device.process_index}"
-    named = lambda group: few([name(devices[at]) for at in group], 4)
-    for (path, x), row in zip(jax.tree_util.tree_leaves_with_path(tree), sums.T, strict=True):
-        parts = x.sharding.devices_indices_map(tuple(x.shape))
-        replicas: dict[Any, dict[int, list[int]]] = {}  # of each part the devices by their checksum
-        for at, device in enumerate(devices):
-            part = tuple(s.indices(n)[:2] for s, n in zip(parts[device], x.shape, strict=True))
-            replicas.setdefault(part, {}).setdefault(int(row[at]), []).append(at)
-        if held := next((held for held in replicas.values() if len(held) > 1), None):
-            most, *others = sorted(held.values(), key=len, reverse=True)
-            fewer = [at for group in others for at in group]
-            tied = len(others[0]) == len(most)  # nobody is the odd one out
-            odd = odd or (f"{named(most + fewer)} differ" if tied else f"{named(fewer)} differs from {named(most)}")
-            found.append(f"{name_of(path)} {list(x.shape)}")
-    return f"{few(found)}: {odd}" if found else ""
+    devices, differing_arrays, odd_devices = list(mesh.devices.flat), list[str](), ""
+    device_name = lambda device: f"device {device.id} of process {device.process_index}"
+    device_names = lambda positions: few([device_name(devices[position]) for position in positions], 4)
+    for (path, x), array_sums in zip(jax.tree_util.tree_leaves_with_path(tree), sums.T, strict=True):
+        indices_by_device = x.sharding.devices_indices_map(tuple(x.shape))
+        positions_by_index: dict[Any, dict[int, list[int]]] = {}  # index -> checksum -> positions of devices
+        # Devices with the same index into the array store the same part of it.
+        for position, device in enumerate(devices):
+            index = tuple(
+                dim_slice.indices(dim_size)[:2]
+                for dim_slice, dim_size in zip(indices_by_device[device], x.shape, strict=True)
+            )
+            positions_by_index.setdefault(index, {}).setdefault(int(array_sums[position]), []).append(position)
+        if positions_by_sum := next(
+            (positions_by_sum for positions_by_sum in positions_by_index.values() if len(positions_by_sum) > 1), None
+        ):
+            majority, *minorities = sorted(positions_by_sum.values(), key=len, reverse=True)
+            minority_positions = [position for positions in minorities for position in positions]
+            is_tied = len(minorities[0]) == len(majority)  # no majority
+            odd_devices = odd_devices or (
+                f"{device_names(majority + minority_positions)} differ"
+                if is_tied
+                else f"{device_names(minority_positions)} differs from {device_names(majority)}"
+            )
+            differing_arrays.append(f"{name_of(path)} {list(x.shape)}")
+    return f"{few(differing_arrays)}: {odd_devices}" if differing_arrays else ""
 
 
 def check(tree: Any, sums: np.ndarray, mesh: Mesh, number: int) -> None:
-    """Raise ValueError where `differing` finds something in the state after step `number`."""
-    if found := differing(tree, sums, mesh):
+    """Raise ValueError if replicas differ in the state after step `number`; see `differing`."""
+    if differences := differing(tree, sums, mesh):
         raise ValueError(
-            f"replicas have drifted apart after step {number} in {found}, and should be the same; go on from a "
-            "checkpoint from before, and where it comes again look at those devices"
+            f"replicas have drifted apart after step {number} in {differences}, and should be equal; continue from an "
+            "earlier checkpoint, and if this happens again, check those devices"
         )
 
 
 def checksum(x: jax.Array) -> jax.Array:
-    """uint32: the sum of the words of an array's bits, each times an odd number of its own, modulo 2^32. What is on the
-    host comes to the device a block at a time.
+    """Return an array's checksum, a uint32 scalar: sum_i (2 i + 1) w_i modulo 2^32, for the words w_i of its bits.
+
+    The odd factors make every change of a single word visible. An array in host memory comes to the device one block at
+    a time.
     """
     if not is_on_host(x):
         return _checksum(x, jnp.uint32(0))
-    size = jnp.dtype(x.dtype).itemsize
-    blocks = Blocks.of(x.shape, size)
-    words = jnp.uint32(math.prod(blocks.block) * size // min(size, 4))
-    add = lambda number, total: total + _checksum(blocks.take(x, number), words * number.astype(jnp.uint32))
-    return jax.lax.fori_loop(0, blocks.count, add, jnp.uint32(0))
+    itemsize = jnp.dtype(x.dtype).itemsize
+    # The words of block b are numbered from b times the words per block, as if the array were read at once.
+    blocks = Blocks.of(x.shape, itemsize)
+    words_per_block = jnp.uint32(math.prod(blocks.block) * itemsize // min(itemsize, 4))
+    add_block = lambda block_index, partial_sum: (
+        partial_sum + _checksum(blocks.take(x, block_index), words_per_block * block_index.astype(jnp.uint32))
+    )
+    return jax.lax.fori_loop(0, blocks.count, add_block, jnp.uint32(0))
 
 
-def _checksum(x: jax.Array, first: jax.Array) -> jax.Array:
-    """That of words from number `first` on."""
+def _checksum(x: jax.Array, first_word: jax.Array) -> jax.Array:
+    """Return the checksum of words whose numbering begins at `first`."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
-    size = jnp.dtype(x.dtype).itemsize
-    words = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, _WORDS[min(size, 4)])
-    count = math.prod(words.shape)
-    odd = 2 * (first + jax.lax.iota(jnp.uint32, count)) + jnp.uint32(1)
-    return (words.reshape(-1).astype(jnp.uint32) * odd).sum(dtype=jnp.uint32)
+    itemsize = jnp.dtype(x.dtype).itemsize
+    # `bitcast_convert_type` takes neither booleans nor complex numbers.
+    words = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, _WORDS[min(itemsize, 4)])
+    num_words = math.prod(words.shape)
+    odd_factors = 2 * (first_word + jax.lax.iota(jnp.uint32, num_words)) + jnp.uint32(1)
+    return (words.reshape(-1).astype(jnp.uint32) * odd_factors).sum(dtype=jnp.uint32)
 
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}

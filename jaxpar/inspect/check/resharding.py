@@ -1,12 +1,18 @@
-"""What the compiler's partitioner moves between devices, and why: collectives that stand outside `shard_map`.
+"""The arrays that the compiler's partitioner moves between devices, and why: collectives outside `shard_map`.
 
-Inside `shard_map` jaxpar writes every collective. Outside it is the update, where an optimizer sees global arrays and
-the partitioner decides: for an elementwise optimizer it sends nothing but scalars, for one that multiplies or
-factorises matrices what that needs of them, and for one that asks for another sharding than a leaf's the leaf itself.
-Where it finds no way from one sharding to another it gathers the whole and cuts it anew, and XLA warns on stderr of
-"[SPMD] Involuntary full rematerialization": P('pipe', 'fsdp') to P(None, None, ('pipe', 'fsdp')), or P(None, ('pipe',
-'fsdp')) to P('fsdp'). Of optax's own, Muon, LAMB and Adafactor were tried beside ZeRO, tensor and pipe: they send, and
-XLA warns of none. Here the program tells, and the trace who asked.
+Inside `shard_map` jaxpar writes every collective. The update runs outside it: there an optimizer sees global arrays and
+the partitioner decides what to send.
+
+- An elementwise optimizer sends only scalars.
+- An optimizer that multiplies or factorises matrices sends the parts of them that it needs.
+- An optimizer that asks for a sharding other than the leaf's sends the leaf itself.
+
+If the partitioner finds no way from one sharding to another, it gathers the whole array and cuts it again. XLA then
+warns on stderr of "[SPMD] Involuntary full rematerialization". Examples are P('pipe', 'fsdp') to P(None, None, ('pipe',
+'fsdp')), and P(None, ('pipe', 'fsdp')) to P('fsdp'). Optax's Muon, LAMB and Adafactor were tried with ZeRO, tensor and
+pipe: they send, but XLA warns about none of them.
+
+The compiled program tells what moves. The jaxpr tells which line asked for another sharding.
 """
 
 import collections
@@ -30,28 +36,29 @@ from ...program.primitives import having
 from ...program.walk import visit
 from ...step.core import Step
 
-# What works element by element, or gives an array another sharding and no other value.
-_IN_PLACE = {*ELEMENTWISE, *having("identity"), "shard_map"}
+# Operations that work element by element, or change only the sharding of an array.
+_ELEMENTWISE = {*ELEMENTWISE, *having("identity"), "shard_map"}
 
 
 @dataclass(frozen=True)
 class Move:
-    """A collective that the partitioner wrote; equal ones are taken together.
+    """A collective that the partitioner added; equal ones are merged.
 
     Attributes:
       kind, axes: as in `Collective`.
-      shape: of its largest result on a device.
+      shape: the shape of its largest result on a device.
       bytes: of one execution, as in `Collective`.
-      count: how many of these the program's text has.
-      leaf: the parameter that what is sent is computed from, or from whose state; "" where the program does not tell.
-      path: that of the array of the state, "params/w" or "optimizer/0/mu/w"; "" where only the leaf is known.
-      operation: that it serves, by JAX's name, such as "dot_general".
-      source: file and line of that, "optax/contrib/_muon.py:97"; "" where the program does not say.
-      kept: the spec that the leaf's shard has in the update; None where the leaf is not known.
-      wanted: the other spec, where the optimizer asks for one by `with_sharding_constraint`; `source` is then its line.
-      spec: that under which nothing would be moved: the leaf's own where another is asked for, and where an operation
-        needs more than a shard, what is left of it without the axes of the move.
-      involuntary: the compiler gathers the whole for no other end than to cut it anew.
+      count: how often the program's text has it.
+      leaf: the parameter from which, or from whose state, the sent value is computed; "" if the program does not tell.
+      operation: the operation that needs it, by JAX's name, such as "dot_general".
+      source: file and line of the operation, "optax/contrib/_muon.py:97"; "" if the program does not tell.
+      path: the array of the state, "params/w" or "optimizer/0/mu/w"; "" if only the leaf is known.
+      kept: the spec of the leaf's shard in the update; None if the leaf is unknown.
+      wanted: the other spec for which the optimizer asks by `with_sharding_constraint`, if any; `source` is then its
+        line.
+      spec: the spec that would avoid the move. It is the leaf's own if another one was asked for. If an operation needs
+        more than a shard, it is the leaf's spec without the axes of the move.
+      involuntary: whether the compiler gathers the whole array only to cut it again.
     """
 
     kind: str
@@ -69,249 +76,341 @@ class Move:
     involuntary: bool = False
 
     def __str__(self) -> str:
-        of = f" of {self.leaf}" if self.leaf else ""
-        at = f" at {self.source}" if self.source else ""
-        return f"{self.kind} over {'+'.join(self.axes)}{of} {list(self.shape)} for {self.operation}{at}"
+        of_leaf = f" of {self.leaf}" if self.leaf else ""
+        at_source = f" at {self.source}" if self.source else ""
+        return f"{self.kind} over {'+'.join(self.axes)}{of_leaf} {list(self.shape)} for {self.operation}{at_source}"
 
     @property
     def message(self) -> str:
-        """All of it in one line: parameter, axis, line, bytes, and the spec that would spare it."""
-        said = f"{self}: {self.count} x {size(self.bytes)}" + (f" of {self.path}" if self.path else "")
+        """Everything in one line: parameter, axis, line, bytes, and the spec that would avoid the move."""
+        message = f"{self}: {self.count} x {size(self.bytes)}" + (f" of {self.path}" if self.path else "")
         if self.involuntary:
-            said += ", involuntary full rematerialisation"
+            message += ", involuntary full rematerialisation"
         if self.kept is not None:
-            said += f"; kept as {_text(self.kept)}"
-            said += f", asked for as {_text(self.wanted)}" if self.wanted is not None else ""
-        return said + (f"; suggested spec {_text(self.spec)}" if self.spec is not None else "")
+            message += f"; kept as {_spec_text(self.kept)}"
+            message += f", asked for as {_spec_text(self.wanted)}" if self.wanted is not None else ""
+        return message + (f"; suggested spec {_spec_text(self.spec)}" if self.spec is not None else "")
 
     def json(self) -> dict[str, Any]:
-        """All of it as lists, text and numbers, specs as text, with the message."""
-        specs = {name: None if (x := getattr(self, name)) is None else _text(x) for name in ("kept", "wanted", "spec")}
-        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return plain | specs | {"axes": list(self.axes), "shape": list(self.shape), "message": self.message}
+        """Return everything as lists, text and numbers, specs as text, with the message."""
+        specs = {
+            name: None if (spec := getattr(self, name)) is None else _spec_text(spec)
+            for name in ("kept", "wanted", "spec")
+        }
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | specs | {"axes": list(self.axes), "shape": list(self.shape), "message": self.message}
 
 
-def moves(step: Step, program: Executable, jaxpr: Any, least: int) -> list[Move]:
-    """Those of `least` bytes or more in a compiled program of a step, the largest first, and of equal ones those whose
-    parameter is known. `jaxpr`: of the step, `step.trace(batch)`.
+def moves(step: Step, program: Executable, jaxpr: Any, min_bytes: int) -> list[Move]:
+    """Return the moves of a compiled step, the largest first; of equal ones, those with a known parameter first.
+
+    Args:
+      step: the training step.
+      program: the compiled program.
+      jaxpr: `step.trace(batch)`, where constraints of the optimizer are found.
+      min_bytes: moves that send fewer bytes in one execution are left out.
     """
     module = program.module
     leaves = {leaf.path: leaf for leaf in step.layout.leaves}
+    # The longest path first: "block/w" before "w", which its state's paths end with, too.
     paths = sorted(leaves, key=len, reverse=True)
-    every: list[Move] = []
+    all_moves: list[Move] = []
     for block in module.computations.values():
-        made, shapes = {i.name: i for i in block}, {i.name: i.shape for i in block}
-        for i in block:
-            # What the compiler combined may have no name, or that of the first of several. What it gathers of the
-            # results of `shard_map` itself may be called "jit(_train)/shard_map", and is outside it.
-            if not i.collective or not (name := i.source) or "shard_map/" in name:
+        instructions = {instruction.name: instruction for instruction in block}
+        shapes = {instruction.name: instruction.shape for instruction in block}
+        for instruction in block:
+            # Combined collectives may have no name, or the name of the first of several. A gather of a result of
+            # `shard_map` may be called "jit(_train)/shard_map" although it is outside: only "shard_map/" is inside.
+            if not instruction.collective or not (name := instruction.source) or "shard_map/" in name:
                 continue
-            kind, (axes, _) = i.collective, module.axes(i)
-            if (sent := sum(module.moved(i, shapes).values())) < least:
+            # 1. The bytes, the axes, and the named operation that needs them.
+            kind, (axes, _) = instruction.collective, module.axes(instruction)
+            if (num_bytes := sum(module.moved(instruction, shapes).values())) < min_bytes:
                 continue
             users = users_of(block)
-            ends = i if not name.endswith("shard_map") else next(_ends(users, i), i)
-            shape = max((dims for _, dims in arrays(i.shape)), key=math.prod, default=())
-            path, leaf = _leaf(made, i, paths)
-            # Not by what it is computed from, which may be a sum over all leaves: by its shape.
+            named_instruction = (
+                instruction if not name.endswith("shard_map") else next(_named_users(users, instruction), instruction)
+            )
+            shape = max((dims for _, dims in arrays(instruction.shape)), key=math.prod, default=())
+            # 2. The parameter: from the operands, or else from the shape.
+            path, leaf = _source_leaf(instructions, instruction, paths)
+            # A leaf that does not fit the shape is not what is sent, for example in a sum over all leaves. Then the
+            # shape itself may tell the leaf.
             if not leaf or math.prod(leaves[leaf].stored) % math.prod(shape):
-                path, leaf = ("", other) if (other := _alike(step, shape)) else (path, leaf)
-            move = Move(kind, axes, shape, sent, 1, leaf, ends.source.rpartition("/")[2], module.line(ends), path)
-            every.append(dataclasses.replace(move, involuntary=kind == "all-gather" and only_cut(module, users, i)))
-    asked = _asked(step, jaxpr) if every else {}
-    found = collections.Counter(_suggested(step, _told(_needed(move, every), asked)) for move in every)
-    counted = [dataclasses.replace(move, count=count) for move, count in found.items()]
-    return sorted(counted, key=lambda move: (-move.bytes, not move.leaf))
+                path, leaf = ("", shape_leaves) if (shape_leaves := _leaves_of_shape(step, shape)) else (path, leaf)
+            move = Move(
+                kind,
+                axes,
+                shape,
+                num_bytes,
+                1,
+                leaf,
+                named_instruction.source.rpartition("/")[2],
+                module.line(named_instruction),
+                path,
+            )
+            all_moves.append(
+                dataclasses.replace(move, involuntary=kind == "all-gather" and only_cut(module, users, instruction))
+            )
+    # 3. The line that asked for another sharding, and the spec that would avoid the move. Equal moves are counted.
+    requested = _requested_specs(step, jaxpr) if all_moves else {}
+    counts = collections.Counter(
+        _with_suggested_spec(step, _with_requested_spec(_at_needing_operation(move, all_moves), requested))
+        for move in all_moves
+    )
+    merged = [dataclasses.replace(move, count=count) for move, count in counts.items()]
+    return sorted(merged, key=lambda move: (-move.bytes, not move.leaf))
 
 
 def cause(step: Step, move: Move) -> str:
-    """Why a move is there, and what to try."""
+    """Return why the partitioner makes a move, and what to try."""
     if not step.update.as_stacked:
+        # The optimizer sees shapes that differ from the stored ones, so that no spec would help.
         stages = step.strategy.pipe * step.strategy.chunks
         return (
             "the optimizer is shown leaves in the model's own shape, and the step keeps them in another (whole stages, "
             "loops as stacks); use one that works element by element, such as optax.adamw"
             + (f", or a number of layers that {stages} divides" if step.schedule is not None else "")
         )
-    if move.spec is not None and (move.involuntary or move.operation in _IN_PLACE):
-        asked = f" ({_text(move.wanted)})" if move.wanted is not None else ""
+    if move.spec is not None and (move.involuntary or move.operation in _ELEMENTWISE):
+        requested = f" ({_spec_text(move.wanted)})" if move.wanted is not None else ""
         return (
-            f"the optimizer asks for another sharding{asked} than that in which {move.leaf} is kept; ask for "
-            f"{_text(move.spec)} there, or leave the constraint out"
+            f"the optimizer asks for another sharding{requested} than that in which {move.leaf} is kept; ask for "
+            f"{_spec_text(move.spec)} there, or leave the constraint out"
         )
-    spared = ""
+    alternative = ""
     if move.spec is not None and move.kept is not None and move.spec != move.kept:
-        met, left = ([axis for entry in spec for axis in axes_of(entry)] for spec in (move.kept, move.spec))
-        gone = [axis for axis in met if axis not in left]
-        ranks = "+".join(axis for axis in gone if axis != "tensor")
-        hows = [f"rules={{'{move.leaf}': None}} or another dim"] * ("tensor" in gone)
-        hows += [f"more ranks of data in place of {ranks}"] * bool(ranks)
-        spared = f", or keep {move.leaf} as {_text(move.spec)}: {', '.join(hows)}"
+        kept_axes, suggested_axes = (
+            [axis for entry in spec for axis in axes_of(entry)] for spec in (move.kept, move.spec)
+        )
+        dropped_axes = [axis for axis in kept_axes if axis not in suggested_axes]
+        data_axes = "+".join(axis for axis in dropped_axes if axis != "tensor")
+        options = [f"rules={{'{move.leaf}': None}} or another dim"] * ("tensor" in dropped_axes)
+        options += [f"more ranks of data in place of {data_axes}"] * bool(data_axes)
+        alternative = f", or keep {move.leaf} as {_spec_text(move.spec)}: {', '.join(options)}"
     return (
         "the optimizer needs more of a leaf than the shard that a device has; use one that works element by element, "
-        f"such as optax.adamw{spared}"
+        f"such as optax.adamw{alternative}"
     )
 
 
-def _needed(move: Move, every: Sequence[Move]) -> Move:
-    """For the operation that needs it: XLA may move an array already for one that works element by element, whose
-    result goes to another that needs more than a shard.
+def _at_needing_operation(move: Move, all_moves: Sequence[Move]) -> Move:
+    """Return the move with the operation that needs it.
+
+    XLA may move an array ahead of an elementwise operation whose result goes to another operation that needs more than
+    a shard. Then the latter is named.
     """
-    alone, of = _IN_PLACE, (move.leaf, move.axes)
-    if not move.leaf or move.involuntary or move.operation not in alone:
+    elementwise, leaf_and_axes = _ELEMENTWISE, (move.leaf, move.axes)
+    # Only moves of the same parameter over the same axes belong together.
+    if not move.leaf or move.involuntary or move.operation not in elementwise:
         return move
-    needs = next((o for o in every if (o.leaf, o.axes) == of and o.operation not in alone), move)
-    return dataclasses.replace(move, operation=needs.operation, source=needs.source)
+    needing_move = next(
+        (
+            candidate
+            for candidate in all_moves
+            if (candidate.leaf, candidate.axes) == leaf_and_axes and candidate.operation not in elementwise
+        ),
+        move,
+    )
+    return dataclasses.replace(move, operation=needing_move.operation, source=needing_move.source)
 
 
-def _told(move: Move, asked: Mapping[str, tuple[PartitionSpec, str]]) -> Move:
-    """With the sharding that is asked for: what is to be named is the line that does, not what meets its result."""
-    wanted, source = asked.get(move.leaf.partition(" or ")[0], (None, ""))
-    if wanted is None or not (move.involuntary or move.operation in _IN_PLACE):
+def _with_requested_spec(move: Move, requested: Mapping[str, tuple[PartitionSpec, str]]) -> Move:
+    """Return the move with the sharding that the optimizer asks for.
+
+    The line that asks is named, not the operation that meets its result.
+    """
+    requested_spec, source = requested.get(move.leaf.partition(" or ")[0], (None, ""))
+    if requested_spec is None or not (move.involuntary or move.operation in _ELEMENTWISE):
         return move
-    return dataclasses.replace(move, wanted=wanted, operation="sharding_constraint", source=source)
+    return dataclasses.replace(move, wanted=requested_spec, operation="sharding_constraint", source=source)
 
 
-def _suggested(step: Step, move: Move) -> Move:
-    """With the spec that would spare it, where the leaf is known."""
-    own = [step.layout.spec(f, "optimizer") for f in step.layout.leaves if f.path in move.leaf.split(" or ")]
-    if len(set(own)) != 1:  # unknown, or one of several that are kept differently
+def _with_suggested_spec(step: Step, move: Move) -> Move:
+    """Return the move with the spec that would avoid it, if the leaf is known."""
+    specs = [step.layout.spec(leaf, "optimizer") for leaf in step.layout.leaves if leaf.path in move.leaf.split(" or ")]
+    if len(set(specs)) != 1:  # unknown, or several leaves with different specs
         return move
-    kept = _specs(step).get(move.path, own[0])
-    if not step.update.as_stacked or move.involuntary or move.operation in _IN_PLACE:
-        return dataclasses.replace(move, kept=kept, spec=own[0])
-    met: set[str] = {axis for entry in kept for axis in axes_of(entry)}
-    gone = met & set(move.axes) or met  # along other axes, copies share in the work on what is cut along these
-    without = [tuple(a for a in axes_of(entry) if a not in gone) for entry in kept]
-    return dataclasses.replace(move, kept=kept, spec=as_spec(without))
+    kept_spec = _optimizer_specs(step).get(move.path, specs[0])
+    if not step.update.as_stacked or move.involuntary or move.operation in _ELEMENTWISE:
+        return dataclasses.replace(move, kept=kept_spec, spec=specs[0])
+    kept_axes: set[str] = {axis for entry in kept_spec for axis in axes_of(entry)}
+    # If the move's axes do not shard the leaf, the devices along them share the work on the gathered array.
+    dropped_axes = kept_axes & set(move.axes) or kept_axes
+    remaining_axes = [tuple(axis for axis in axes_of(entry) if axis not in dropped_axes) for entry in kept_spec]
+    return dataclasses.replace(move, kept=kept_spec, spec=as_spec(remaining_axes))
 
 
-def _specs(step: Step) -> dict[str, PartitionSpec]:
-    """Of the optimizer's arrays, by path."""
-    stored = jax.tree_util.tree_leaves_with_path(step.abstract_state().optimizer)
-    return {f"optimizer/{name_of(path)}": x.sharding.spec for path, x in stored}
+def _optimizer_specs(step: Step) -> dict[str, PartitionSpec]:
+    """Return the specs of the optimizer's arrays by path."""
+    arrays = jax.tree_util.tree_leaves_with_path(step.abstract_state().optimizer)
+    return {f"optimizer/{name_of(path)}": array.sharding.spec for path, array in arrays}
 
 
-def _text(spec: PartitionSpec) -> str:
+def _spec_text(spec: PartitionSpec) -> str:
+    """Return a spec as short text."""
     return str(spec).replace("PartitionSpec", "P")
 
 
-def _asked(step: Step, jaxpr: Any) -> dict[str, tuple[PartitionSpec, str]]:
-    """By leaf the sharding that is asked for outside `shard_map`, and the line that asks: where it is the only one for
-    arrays of the leaf's shape besides the leaf's own.
+def _requested_specs(step: Step, jaxpr: Any) -> dict[str, tuple[PartitionSpec, str]]:
+    """Return, for each leaf, the sharding that the program asks for outside `shard_map`, and the line that asks.
+
+    A leaf is included only if exactly one spec other than its own is asked for on arrays of its shape.
     """
-    found: dict[tuple[int, ...], dict[PartitionSpec, str]] = {}
+    specs_by_shape: dict[tuple[int, ...], dict[PartitionSpec, str]] = {}
     for eqn, _ in visit(jaxpr.eqns, lambda eqn: eqn.primitive.name != "shard_map"):
-        constrained = eqn.primitive.name == "sharding_constraint"
-        if constrained and isinstance(sharding := eqn.params["sharding"], NamedSharding):
+        is_constraint = eqn.primitive.name == "sharding_constraint"
+        if is_constraint and isinstance(sharding := eqn.params["sharding"], NamedSharding):
             line = re.match(r"(.*?):(\d+)", where(eqn))
             source = f"{short(line[1])}:{line[2]}" if line else ""
-            found.setdefault(eqn.outvars[0].aval.shape, {}).setdefault(_plain(sharding.spec), source)
-    asked = {}
+            specs_by_shape.setdefault(eqn.outvars[0].aval.shape, {}).setdefault(_normalized(sharding.spec), source)
+    requested = {}
     for leaf in step.layout.leaves:
-        own = [_plain(step.layout.spec(leaf, kind)) for kind in ("params", "grads", "optimizer")]
-        others = {**found.get(leaf.shape, {}), **found.get(leaf.stored, {})}
-        if len(specs := [spec for spec in others if spec not in own]) == 1:
-            asked[leaf.path] = specs[0], others[specs[0]]
-    return asked
+        leaf_specs = [_normalized(step.layout.spec(leaf, kind)) for kind in ("params", "grads", "optimizer")]
+        candidates = {**specs_by_shape.get(leaf.shape, {}), **specs_by_shape.get(leaf.stored, {})}
+        if len(other_specs := [spec for spec in candidates if spec not in leaf_specs]) == 1:
+            requested[leaf.path] = other_specs[0], candidates[other_specs[0]]
+    return requested
 
 
-def _plain(spec: PartitionSpec) -> PartitionSpec:
+def _normalized(spec: PartitionSpec) -> PartitionSpec:
+    """Return a spec without trailing None and without tuples of one axis, so that equal specs compare equal."""
     return as_spec([axes_of(entry) for entry in spec])
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """The axes of one dim, as a spec has them."""
+    """Return the axes of one dim of a spec."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def as_spec(named: Sequence[Sequence[str]]) -> PartitionSpec:
-    """A spec from the axes of each dim."""
+    """Return a spec from the axes of each dim."""
     entries: list[Any] = [None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in named]
+    # P('fsdp') and P('fsdp', None) are the same sharding, but need not compare equal.
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
 
 
 def users_of(block: Sequence[Instruction]) -> dict[str, list[Instruction]]:
-    """By name of an instruction those that use its result."""
-    found: dict[str, list[Instruction]] = {}
-    for i in block:
-        for name in dict.fromkeys(i.operands):
-            found.setdefault(name, []).append(i)
-    return found
+    """Return, for each instruction's name, the instructions that use its result."""
+    users: dict[str, list[Instruction]] = {}
+    for instruction in block:
+        # An instruction may read an operand twice, and uses it once.
+        for name in dict.fromkeys(instruction.operands):
+            users.setdefault(name, []).append(instruction)
+    return users
 
 
-def _ends(users: Mapping[str, Sequence[Instruction]], i: Instruction) -> Iterator[Instruction]:
-    """What uses an instruction's result first that has a name of its own."""
-    for user in users.get(i.name, ()):
+def _named_users(users: Mapping[str, Sequence[Instruction]], instruction: Instruction) -> Iterator[Instruction]:
+    """Yield the first named users of an instruction's result, looking through unnamed ones."""
+    for user in users.get(instruction.name, ()):
         if user.source and not user.source.endswith("shard_map"):
             yield user
         else:
-            yield from _ends(users, user)
+            yield from _named_users(users, user)
 
 
-def only_cut(module: Module, users: Mapping[str, Sequence[Instruction]], i: Instruction) -> bool:
-    """Whether nothing is done with a result but to cut it by the device's own place, itself or after more gathers."""
-    after = () if i.root else users.get(i.name, ())
-    return bool(after) and all(_cuts(module, users, user, i) for user in after)
+def only_cut(module: Module, users: Mapping[str, Sequence[Instruction]], instruction: Instruction) -> bool:
+    """Return whether every use of a result, after more gathers perhaps, cuts it at the device's own position."""
+    # The result of the root leaves the computation, so its uses are not all known.
+    result_users = () if instruction.root else users.get(instruction.name, ())
+    return bool(result_users) and all(_only_cuts(module, users, user, instruction) for user in result_users)
 
 
-def _cuts(module: Module, users: Mapping[str, Sequence[Instruction]], user: Instruction, i: Instruction) -> bool:
+def _only_cuts(
+    module: Module, users: Mapping[str, Sequence[Instruction]], user: Instruction, instruction: Instruction
+) -> bool:
+    """Return whether `user` does nothing with an instruction's result but to cut it."""
+    # The result must be the array that is cut, not an index by which another one is cut.
     if user.opcode == "dynamic-slice":
-        return user.operands[0] == i.name
+        return user.operands[0] == instruction.name
     if user.opcode == "fusion":
-        inner = module.computations[user.called[0]]
-        within = users_of(inner)
-        same = [p for p in inner if p.opcode == "parameter" and arrays(p.shape) == arrays(i.shape)[-1:]]
-        moved = all(p.opcode in MOVES and p.opcode != "dynamic-slice" for p in inner)
-        return (bool(same) and all(only_cut(module, within, p) for p in same)) or (
-            moved and only_cut(module, users, user)
+        fused_instructions = module.computations[user.called[0]]
+        inner_users = users_of(fused_instructions)
+        parameters = [
+            parameter
+            for parameter in fused_instructions
+            if parameter.opcode == "parameter" and arrays(parameter.shape) == arrays(instruction.shape)[-1:]
+        ]
+        only_moves = all(fused.opcode in MOVES and fused.opcode != "dynamic-slice" for fused in fused_instructions)
+        # The fusion cuts the array itself, or it copies the array and its own users cut it.
+        return (bool(parameters) and all(only_cut(module, inner_users, parameter) for parameter in parameters)) or (
+            only_moves and only_cut(module, users, user)
         )
-    passed = user.opcode in ("all-gather", "all-gather-start", "all-gather-done", "copy", "bitcast", "transpose")
-    return passed and only_cut(module, users, user)
+    is_passed_on = user.opcode in ("all-gather", "all-gather-start", "all-gather-done", "copy", "bitcast", "transpose")
+    return is_passed_on and only_cut(module, users, user)
 
 
-def _alike(step: Step, shape: tuple[int, ...]) -> str:
-    """The leaf of this shape, or those from whose shard in the update an array of this shape may come, cut elsewhere
-    along two dims at most: three leaves at most, joined by " or "; "" if there is none.
+def _leaves_of_shape(step: Step, shape: tuple[int, ...]) -> str:
+    """Return the leaf of this shape, or the leaves whose shard in the update may have been cut anew into this shape.
+
+    At most three leaves are returned, joined by " or "; "" if there are none, or more.
     """
     leaves = step.layout.leaves
-    exact = [leaf.path for leaf in leaves if shape in (leaf.shape, leaf.stored)]
-    shards = {f.path: step.layout.sharding(step.layout.spec(f, "optimizer")).shard_shape(f.stored) for f in leaves}
-    found = exact if len(exact) == 1 else [path for path, shard in shards.items() if _recut(shape, shard)]
-    return " or ".join(found) if len(found) <= 3 else ""
+    exact_matches = [leaf.path for leaf in leaves if shape in (leaf.shape, leaf.stored)]
+    shards = {
+        leaf.path: step.layout.sharding(step.layout.spec(leaf, "optimizer")).shard_shape(leaf.stored) for leaf in leaves
+    }
+    # Only one leaf of this very shape is unambiguous.
+    candidates = (
+        exact_matches
+        if len(exact_matches) == 1
+        else [path for path, shard in shards.items() if _is_recut(shape, shard)]
+    )
+    return " or ".join(candidates) if len(candidates) <= 3 else ""
 
 
-def _recut(shape: Sequence[int], shard: Sequence[int]) -> bool:
-    ours, theirs = ([n for n in dims if n > 1] for dims in (shape, shard))
-    pairs = [(max(pair), min(pair)) for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]]
-    return len(ours) == len(theirs) > 1 and len(pairs) <= 2 and all(more % less == 0 for more, less in pairs)
+def _is_recut(shape: Sequence[int], shard: Sequence[int]) -> bool:
+    """Return whether an array of one shape may be a shard cut differently, along two dims at most."""
+    shape_dims, shard_dims = ([dim_size for dim_size in dims if dim_size > 1] for dims in (shape, shard))
+    # The dims that differ: each must be a multiple of the other array's.
+    pairs = [(max(pair), min(pair)) for pair in zip(shape_dims, shard_dims, strict=False) if pair[0] != pair[1]]
+    return (
+        len(shape_dims) == len(shard_dims) > 1
+        and len(pairs) <= 2
+        and all(larger % smaller == 0 for larger, smaller in pairs)
+    )
 
 
-def _leaf(made: Mapping[str, Instruction], i: Instruction, paths: Sequence[str]) -> tuple[str, str]:
-    """The array of the state nearest to an instruction among what it is computed from, and its parameter."""
-    level, seen = [i.name], set()
+def _source_leaf(
+    instructions: Mapping[str, Instruction], instruction: Instruction, paths: Sequence[str]
+) -> tuple[str, str]:
+    """Return the nearest array of the state from which an instruction is computed, and its parameter; "" if unknown."""
+    # Breadth-first search through the operands.
+    level, visited = [instruction.name], set()
     while level:
-        found = [made[name] for name in level]
-        for one in found:
-            # JAX names arguments: state.optimizer[0].mu['head']['kernel'].
-            name = one.source.replace("\\", "") if one.opcode == "parameter" else ""
-            parts = "/".join(re.findall(r"(?<=\[')[^']*|\w+", name))
-            if leaf := next((p for p in paths if parts.startswith("state/") and parts.endswith(f"/{p}")), ""):
-                return parts.removeprefix("state/"), leaf
-        seen.update(level)
-        operands = dict.fromkeys(name for one in found for name in _comes_from(made, one))
-        level = [name for name in operands if name in made and name not in seen]
+        level_instructions = [instructions[name] for name in level]
+        for instruction_of_level in level_instructions:
+            # JAX names arguments like state.optimizer[0].mu['head']['kernel'].
+            name = instruction_of_level.source.replace("\\", "") if instruction_of_level.opcode == "parameter" else ""
+            state_path = "/".join(re.findall(r"(?<=\[')[^']*|\w+", name))
+            if leaf_path := next(
+                (path for path in paths if state_path.startswith("state/") and state_path.endswith(f"/{path}")), ""
+            ):
+                return state_path.removeprefix("state/"), leaf_path
+        visited.update(level)
+        operands = dict.fromkeys(
+            name
+            for instruction_of_level in level_instructions
+            for name in _source_operands(instructions, instruction_of_level)
+        )
+        level = [name for name in operands if name in instructions and name not in visited]
     return "", ""
 
 
-def _comes_from(made: Mapping[str, Instruction], one: Instruction) -> Sequence[str]:
-    """Its operands; of one result of several that were sent together, the one that it is."""
-    if one.opcode == "while":
+def _source_operands(instructions: Mapping[str, Instruction], instruction: Instruction) -> Sequence[str]:
+    """Return an instruction's operands; for one result of a combined collective, only the operand that became it."""
+    # A loop's operand is a tuple of all its values: following it would find any array.
+    if instruction.opcode == "while":
         return ()
-    of = made.get(one.operands[0]) if one.opcode == "get-tuple-element" else None
-    at = re.search(r"index=(\d+)", one.rest)
-    if of is None or at is None or not of.collective or of.opcode == "all-to-all":
-        return one.operands
-    return of.operands[int(at[1]) : int(at[1]) + 1] or one.operands
+    tuple_instruction = instructions.get(instruction.operands[0]) if instruction.opcode == "get-tuple-element" else None
+    index = re.search(r"index=(\d+)", instruction.rest)
+    if (
+        tuple_instruction is None
+        or index is None
+        or not tuple_instruction.collective
+        or tuple_instruction.opcode == "all-to-all"
+    ):
+        return instruction.operands
+    return tuple_instruction.operands[int(index[1]) : int(index[1]) + 1] or instruction.operands

@@ -1,4 +1,4 @@
-"""What a step holds, sends, and moves without need."""
+"""Explanations of a step: the memory that it uses, what it sends, and which of that is unnecessary."""
 
 from .explanation import Check as Check
 from .explanation import Explanation as Explanation

@@ -1,4 +1,4 @@
-"""What `explain` found, and how it prints."""
+"""The result of `explain`, and how it prints."""
 
 import dataclasses
 import math
@@ -15,8 +15,8 @@ from ..memory import Memory
 from ..remat import ChosenValue
 from ..transfers import Transfer
 
-_MOVED = 6  # moves that are listed
-_MEMORY = {
+_MAX_LISTED_MOVES = 6
+_MEMORY_LABELS = {
     "params": "parameters",
     "grads": "gradients",
     "optimizer": "optimizer state",
@@ -32,18 +32,18 @@ _MEMORY = {
 
 @dataclass(frozen=True)
 class Check:
-    """One kind of collective over some axes, expected v found, per device and step.
+    """The collectives of one kind over some axes, expected and found, per device and step.
 
     Attributes:
-      strategy: what it serves: "ZeRO-3", "tensor", "pipeline", "data parallel", "scalars" (losses, metrics, norms), or
+      strategy: what they serve: "ZeRO-3", "tensor", "pipeline", "data parallel", "scalars" (losses, metrics, norms), or
         "beside the closed form".
       kind, axes: as in `Collective`.
       expected: bytes of the closed form's buffers.
-      expected_count: executions of the closed form.
-      written_count: executions in the jaxpr, None where a loop's length is unknown. It equals `expected_count`.
+      expected_count: executions in the closed form.
+      written_count: executions in the jaxpr, equal to `expected_count`; None if a loop's length is unknown.
       found: bytes of the compiled program's buffers.
-      found_count: its executions, likewise. Compilers combine collectives, so the count is the compiler's.
-      expected_sent, found_sent: of both what a device sends, by the ring convention: see `Collective.sent`.
+      found_count: executions in the compiled program, or None. Compilers combine collectives, so it may differ.
+      expected_sent, found_sent: bytes that a device sends, by the ring convention (`Collective.sent`), for both.
     """
 
     strategy: str
@@ -59,33 +59,32 @@ class Check:
 
     @property
     def ratio(self) -> float | None:
-        """Bytes found over bytes expected; None where nothing is expected."""
+        """Bytes found over bytes expected; None if nothing is expected."""
         return self.found / self.expected if self.expected else None
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `step.explain(batch)` found. `print` it, or take `.json()` or `.picture(path)`.
+    """The result of `step.explain(batch)`. `print` it, or use `.json()` or `.picture(path)`.
 
     Attributes:
       strategy: as text.
       devices: number and kind, "8 x cpu".
-      hosts: how many they are in.
+      hosts: the number of their hosts.
       axes: the mesh axes with several devices, name -> size.
       parameters: the number of parameters.
-      memory: "each device" -> `Memory`; for `server=True` "server" and "others".
-      flops: floating-point operations of matrix products per device and step, by dtype; {} where a loop's length is
-        unknown.
+      memory: "each device" -> `Memory`; for `server=True`, "server" and "others".
+      flops: FLOPs of matrix products per device and step, by dtype; {} if a loop's length is unknown.
       ledger: the collectives of the compiled program.
       across: the axes whose collectives leave a host.
-      checks: the ledger beside the closed form and the jaxpr.
-      transfers: the exchanges of a central server, which are no collectives; else empty.
+      checks: the ledger compared with the closed form and the jaxpr.
+      transfers: the exchanges of a central server, which are not collectives; else empty.
       notes: leaf -> why it is not sharded, or padded.
-      gathered: what ranks of `tensor` gather for want of a rule: where -> bytes.
-      loops: lists of blocks and stacks of layers: path -> how many layers, whether they are one stack, if not why.
-      moves: what the compiler's partitioner sends for the update, of 1 kB or more, with parameter, axis, line and the
-        spec that would spare it.
-      values: with remat="auto", what becomes of each value that layers leave for their backwards.
+      gathered: what ranks of `tensor` gather for lack of a rule: line -> bytes.
+      loops: lists of blocks and stacks of layers: path -> how many layers, and whether they are one stack or why not.
+      moves: what the compiler's partitioner sends for the update, from 1 kB on, with parameter, axis, line and the spec
+        that would avoid it.
+      values: with remat="auto", the choice for each value that layers leave for their backwards.
       remarks: what a reader of the numbers should know.
     """
 
@@ -110,49 +109,62 @@ class Explanation:
     @property
     def exposed(self) -> int:
         """Bytes that a device sends while nothing is computed."""
-        return sum(one.sent for one in self.ledger if not one.overlapped)
+        return sum(collective.sent for collective in self.ledger if not collective.overlapped)
 
     def json(self) -> dict[str, Any]:
-        """All of it as dicts, lists, text and numbers, bytes unrounded."""
-        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "across"}
+        """Return everything as dicts, lists, text and numbers, with exact bytes."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "across"}
         ledger = [
-            dataclasses.asdict(one)
-            | {"axes": list(one.axes), "sent": one.sent, "across_hosts": one.axes in self.across}
-            for one in self.ledger
+            dataclasses.asdict(collective)
+            | {"axes": list(collective.axes), "sent": collective.sent, "across_hosts": collective.axes in self.across}
+            for collective in self.ledger
         ]
-        checks = [dataclasses.asdict(c) | {"axes": list(c.axes), "ratio": c.ratio} for c in self.checks]
-        return plain | {
-            "memory": {name: dataclasses.asdict(m) for name, m in self.memory.items()},
+        checks = [dataclasses.asdict(check) | {"axes": list(check.axes), "ratio": check.ratio} for check in self.checks]
+        return fields | {
+            "memory": {name: dataclasses.asdict(memory) for name, memory in self.memory.items()},
             "ledger": ledger,
             "checks": checks,
-            "transfers": [dataclasses.asdict(t) for t in self.transfers],
+            "transfers": [dataclasses.asdict(transfer) for transfer in self.transfers],
             "moves": [move.json() for move in self.moves],
             "values": [dataclasses.asdict(value) for value in self.values],
             "remarks": list(self.remarks),
         }
 
     def picture(self, path: Path | str) -> None:
-        """Draws a device's memory and bytes sent, as .svg, .png or .pdf, transparent for light and dark pages."""
-        from .picture import Bar, picture  # matplotlib takes its time
+        """Draw a device's memory and the bytes that it sends, as .svg, .png or .pdf.
 
+        The background is transparent, for light and dark pages.
+        """
+        from .picture import Bar, picture  # importing matplotlib is slow
+
+        # A server's exchanges are no collectives, and its ledger has the model's own only.
         if self.transfers:
             title = "through the server's links in a step"
-            bars = [Bar(t.kind, f"{t.kind} of {t.what}", t.expected, t.found) for t in self.transfers]
+            bars = [
+                Bar(transfer.kind, f"{transfer.kind} of {transfer.what}", transfer.expected, transfer.found)
+                for transfer in self.transfers
+            ]
         else:
-            checks = [c for c in self.checks if c.strategy != "scalars"]
+            # Sums of scalars would be invisible bars.
+            checks = [check for check in self.checks if check.strategy != "scalars"]
             title = "sent by each device in a step" + ("" if checks else ": nothing")
             bars = [
                 Bar(
-                    c.kind,
-                    f"{c.strategy}, over {'+'.join(c.axes)}",
-                    c.expected_sent,
-                    c.found_sent,
-                    c.axes in self.across,
+                    check.kind,
+                    f"{check.strategy}, over {'+'.join(check.axes)}",
+                    check.expected_sent,
+                    check.found_sent,
+                    check.axes in self.across,
                 )
-                for c in checks
+                for check in checks
             ]
         picture(
-            f"A training step on {self.devices}: {_words(self)}", self.strategy, self.memory, bars, title, Path(path)
+            f"A training step on {self.devices}: {_strategy_in_words(self)}",
+            self.strategy,
+            self.memory,
+            bars,
+            title,
+            Path(path),
         )
 
     def __repr__(self) -> str:
@@ -162,126 +174,173 @@ class Explanation:
         return text(self)
 
 
-def _words(found: Explanation) -> str:
-    """What spreads the step, in words: "data parallel over 2, ZeRO-3 over 4".
+def _strategy_in_words(explanation: Explanation) -> str:
+    """Return what distributes the step, in words: "data parallel over 2, ZeRO-3 over 4".
 
-    Each way once, over its own axes: leaves that are replicated there are summed over others as well.
+    Each strategy is named once, with the fewest ranks of its checks: gradients of replicated leaves are summed over
+    more axes than the strategy's own.
     """
-    ways: dict[str, int] = {}
-    for check in found.checks:
+    ranks_by_strategy: dict[str, int] = {}
+    for check in explanation.checks:
         if check.strategy != "scalars":
-            ranks = math.prod(found.axes.get(axis, 1) for axis in check.axes)
-            ways[check.strategy] = min(ranks, ways.get(check.strategy, ranks))
-    spread = ", ".join(f"{way} over {ranks}" for way, ranks in ways.items())
-    return "data parallel through a central server" if found.transfers else spread or "nothing is sent"
+            num_ranks = math.prod(explanation.axes.get(axis, 1) for axis in check.axes)
+            ranks_by_strategy[check.strategy] = min(num_ranks, ranks_by_strategy.get(check.strategy, num_ranks))
+    distribution = ", ".join(f"{strategy} over {num_ranks}" for strategy, num_ranks in ranks_by_strategy.items())
+    return "data parallel through a central server" if explanation.transfers else distribution or "nothing is sent"
 
 
-def text(found: Explanation) -> str:
-    """What `explain` found, its sentences in 80 columns."""
-    axes = ", ".join(f"{axis}={n}" for axis, n in found.axes.items()) or "no axes"
-    hosts = f" on {found.hosts} hosts" if found.hosts > 1 else ""
+def text(explanation: Explanation) -> str:
+    """Return an explanation as text, its sentences wrapped to 80 columns."""
+    axes = ", ".join(f"{axis}={axis_size}" for axis, axis_size in explanation.axes.items()) or "no axes"
+    hosts = f" on {explanation.hosts} hosts" if explanation.hosts > 1 else ""
     parts = [
-        heading(found.strategy, f"{found.devices}{hosts} ({axes}), {found.parameters:,} parameters"),
-        _memory(found),
+        heading(explanation.strategy, f"{explanation.devices}{hosts} ({axes}), {explanation.parameters:,} parameters"),
+        _memory_table(explanation),
     ]
-    if found.values:
-        parts.append(_values(found.values))
-    if found.flops:
-        flops = ", ".join(f"{number(n)}FLOP in {dtype}" for dtype, n in found.flops.items())
+    # These parts are left out where a step has none of them.
+    if explanation.values:
+        parts.append(_values_table(explanation.values))
+    if explanation.flops:
+        flops = ", ".join(f"{number(count)}FLOP in {dtype}" for dtype, count in explanation.flops.items())
         parts.append(f"matrix products of a device and step: {flops}")
-    if found.transfers:
-        parts.append(_transfers(found))
-    sent = ledger_table(found.ledger, found.across)
-    parts += [sent, _checks(found)] if found.ledger or found.checks else ["collectives: none"]
-    listed = {
-        "not sharded, or padded": found.notes,
-        "gathered by tensor ranks for want of a rule": {at: size(n) for at, n in found.gathered.items()},
-        "layers": found.loops,
-        "moved by the compiler for the update": _moves(found),
+    if explanation.transfers:
+        parts.append(_transfers_table(explanation))
+    collectives = ledger_table(explanation.ledger, explanation.across)
+    parts += (
+        [collectives, _checks_table(explanation)] if explanation.ledger or explanation.checks else ["collectives: none"]
+    )
+    # Notes of one line each: title -> subject -> text. Empty lists are left out.
+    lists_by_title = {
+        "not sharded, or padded": explanation.notes,
+        "gathered by tensor ranks for want of a rule": {
+            line: size(num_bytes) for line, num_bytes in explanation.gathered.items()
+        },
+        "layers": explanation.loops,
+        "moved by the compiler for the update": _moves_by_text(explanation),
     }
-    parts += ["\n".join([title, *_wrapped(lines)]) for title, lines in listed.items() if lines]
-    parts += [textwrap.fill(remark, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for remark in found.remarks]
+    parts += ["\n".join([title, *_wrapped_lines(lines)]) for title, lines in lists_by_title.items() if lines]
+    parts += [
+        textwrap.fill(remark, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for remark in explanation.remarks
+    ]
+    # Tables pad their last column: strip each line.
     return "\n\n".join("\n".join(line.rstrip() for line in part.splitlines()) for part in parts)
 
 
-def _memory(found: Explanation) -> str:
-    rows = [["memory", *found.memory]]
-    for name, label in _MEMORY.items():
-        values = [getattr(m, name) for m in found.memory.values()]
+def _memory_table(explanation: Explanation) -> str:
+    """Return the memory as a table, a column for each kind of device."""
+    rows = [["memory", *explanation.memory]]
+    for name, label in _MEMORY_LABELS.items():
+        values = [getattr(memory, name) for memory in explanation.memory.values()]
+        # Without `offload`, a row of zeros for the host would only confuse.
         if name == "host" and not any(values):
             continue
         rows.append([label, *(value if isinstance(value, str) else size(value) for value in values)])
-    return table(rows, "<" + ">" * len(found.memory))
+    return table(rows, "<" + ">" * len(explanation.memory))
 
 
-def _values(values: Sequence[ChosenValue]) -> str:
-    """Those of 1% or more, all others in one line."""
+def _values_table(values: Sequence[ChosenValue]) -> str:
+    """Return the values of at least 1% of the bytes as a table, and the others as one row."""
     total = sum(value.bytes for value in values)
+    # A layer has dozens of small values, which are always saved.
     large = [value for value in values if 100 * value.bytes >= total]
     rows = [["layers leave", "at", "bytes", "choice", "ms"]]
     for value in large:
         line = value.where.rpartition("/")[2].partition(" ")[0]
         rows.append([value.what, line, size(value.bytes), value.choice, f"{1e3 * value.seconds:.2f}"])
-    rest = sum(value.bytes for value in values) - sum(value.bytes for value in large)
-    return table([*rows, ["smaller ones", "", size(rest), "save", ""]], "<<><>", cut=0)
+    small_bytes = sum(value.bytes for value in values) - sum(value.bytes for value in large)
+    return table([*rows, ["smaller ones", "", size(small_bytes), "save", ""]], "<<><>", cut=0)
 
 
-def _moves(found: Explanation) -> dict[str, str]:
-    """The largest, by what is moved."""
-    lines = {str(move): move.message.removeprefix(f"{move}: ") for move in found.moves[:_MOVED]}
-    more = len(found.moves) - _MOVED
-    return lines | ({f"and {more} more": "see .moves, or .json()"} if more > 0 else {})
+def _moves_by_text(explanation: Explanation) -> dict[str, str]:
+    """Return the largest moves: text of the move -> the remaining text."""
+    lines = {str(move): move.message.removeprefix(f"{move}: ") for move in explanation.moves[:_MAX_LISTED_MOVES]}
+    num_unlisted = len(explanation.moves) - _MAX_LISTED_MOVES
+    return lines | ({f"and {num_unlisted} more": "see .moves, or .json()"} if num_unlisted > 0 else {})
 
 
-def _transfers(found: Explanation) -> str:
+def _transfers_table(explanation: Explanation) -> str:
+    """Return the exchanges of a central server as a table."""
     rows = [["exchange", "of", "arrays", "closed form", "found", "ratio"]]
-    for t in found.transfers:
-        ratio = f"{t.found / t.expected:.2f}" if t.expected else "-"
-        rows.append([t.kind, t.what, str(t.arrays), size(t.expected), size(t.found), ratio])
+    for transfer in explanation.transfers:
+        ratio = f"{transfer.found / transfer.expected:.2f}" if transfer.expected else "-"
+        rows.append(
+            [transfer.kind, transfer.what, str(transfer.arrays), size(transfer.expected), size(transfer.found), ratio]
+        )
     return table(rows, "<<>>>>")
 
 
 def ledger_table(ledger: Ledger, across: frozenset[tuple[str, ...]] | None) -> str:
-    """The collectives of a program; `across` None where it is not known which leave a host."""
+    """Return the collectives of a program as a table.
+
+    Args:
+      ledger: the collectives.
+      across: the axes whose collectives leave a host; None if this is unknown.
+    """
     rows = [["collective", "axes", "dtype", "count", "buffers", "sent", "hosts", "hidden"]]
+    # Entries that differ in overlap or nesting alone share a line; their overlap is a share of its bytes.
     groups: dict[tuple[Any, ...], list[Collective]] = {}
-    for one in ledger:
-        groups.setdefault((one.kind, one.axes, one.dtype), []).append(one)
-    for (kind, axes, dtype), same in groups.items():
-        total, hidden = sum(one.sent for one in same), sum(one.sent for one in same if one.overlapped)
-        share = f"{hidden / total:.0%}" if any(one.asynchronous for one in same) else "-"
-        where = "?" if across is None else "across" if axes in across else "inside"
-        counts = [one.count for one in same]
-        times = "?" if None in counts else str(sum(n or 0 for n in counts))
+    for collective in ledger:
+        groups.setdefault((collective.kind, collective.axes, collective.dtype), []).append(collective)
+    for (kind, axes, dtype), group in groups.items():
+        total = sum(collective.sent for collective in group)
+        hidden = sum(collective.sent for collective in group if collective.overlapped)
+        # A synchronous collective cannot overlap, so that a share of 0% would say nothing.
+        hidden_share = f"{hidden / total:.0%}" if any(collective.asynchronous for collective in group) else "-"
+        reach = "?" if across is None else "across" if axes in across else "inside"
+        counts = [collective.count for collective in group]
+        count_text = "?" if None in counts else str(sum(count or 0 for count in counts))
         rows.append(
-            [kind, "+".join(axes), dtype, times, size(sum(one.bytes for one in same)), size(total), where, share]
+            [
+                kind,
+                "+".join(axes),
+                dtype,
+                count_text,
+                size(sum(collective.bytes for collective in group)),
+                size(total),
+                reach,
+                hidden_share,
+            ]
         )
-    total, hidden = sum(one.sent for one in ledger), sum(one.sent for one in ledger if one.overlapped)
-    beside = (
+    total = sum(collective.sent for collective in ledger)
+    hidden = sum(collective.sent for collective in ledger if collective.overlapped)
+    legend = (
         f"exposed: {size(total - hidden)} of {size(total)}, sent while nothing is computed\n"
         "sent: on the wire; of a buffer (n-1)/n among n, for an all-reduce twice that"
     )
-    return f"{table(rows, '<<<>>>>>')}\n{beside}"
+    return f"{table(rows, '<<<>>>>>')}\n{legend}"
 
 
-def _checks(found: Explanation) -> str:
+def _checks_table(explanation: Explanation) -> str:
+    """Return the collectives, expected and found, as a table, "scalars" last."""
     rows = [
         ["expected v found", "", "times", "", "sent", "", ""],
         ["", "axes", "formula", "jaxpr", "formula", "compiled", "ratio"],
     ]
-    names = dict.fromkeys(c.strategy for c in found.checks)
+    # A line for each strategy, and its collectives indented below.
+    names = dict.fromkeys(check.strategy for check in explanation.checks)
     for name in sorted(names, key=lambda name: name == "scalars"):
         rows.append([name, "", "", "", "", "", ""])
-        for c in (c for c in found.checks if c.strategy == name):
-            ratio = "-" if c.ratio is None or name == "scalars" else f"{c.ratio:.2f}"
-            written = "?" if c.written_count is None else str(c.written_count)
-            counts = [str(c.expected_count), written]
-            rows.append([f"  {c.kind}", "+".join(c.axes), *counts, size(c.expected_sent), size(c.found_sent), ratio])
-    said = "formula: the closed form; jaxpr: what the step calls; compiled: what runs"
-    return f"{table(rows, '<<>>>>>')}\n{said}"
+        for check in (check for check in explanation.checks if check.strategy == name):
+            # The optimizer adds scalars, so that their ratio means nothing.
+            ratio = "-" if check.ratio is None or name == "scalars" else f"{check.ratio:.2f}"
+            written = "?" if check.written_count is None else str(check.written_count)
+            counts = [str(check.expected_count), written]
+            rows.append(
+                [
+                    f"  {check.kind}",
+                    "+".join(check.axes),
+                    *counts,
+                    size(check.expected_sent),
+                    size(check.found_sent),
+                    ratio,
+                ]
+            )
+    legend = "formula: the closed form; jaxpr: what the step calls; compiled: what runs"
+    return f"{table(rows, '<<>>>>>')}\n{legend}"
 
 
-def _wrapped(notes: dict[str, str]) -> Iterable[str]:
+def _wrapped_lines(notes: dict[str, str]) -> Iterable[str]:
+    """Yield notes as wrapped lines: path, two spaces, note."""
     return (
         textwrap.fill(f"{path}  {note}", WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
         for path, note in notes.items()

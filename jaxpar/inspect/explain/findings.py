@@ -1,4 +1,4 @@
-"""explain: what a training step holds, sends and computes, from the compiled program, beside the closed form."""
+"""explain: what a training step stores, sends and computes, from the compiled program, with the closed form."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ...backend.machines import hosts_of, leaves_host
 from ...backend.text import few, size
-from ...hardware.compiled.compiler_remarks import remarks as remarks_on
+from ...hardware.compiled.compiler_remarks import remarks as compiler_remarks
 from ...hardware.compiled.compiler_remarks import unread
 from ...hardware.compiled.cost import Costs
 from ...hardware.compiled.kernels import Choice, Executable, Operation, Start, While
@@ -38,71 +38,86 @@ from .explanation import Check, Explanation
 
 
 def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None) -> Explanation:
-    """See `Step.explain`; `compiled` where `step.compile(batch)` was called before."""
+    """Explain a training step for a batch of these shapes; see `Step.explain`. Nothing runs.
+
+    Args:
+      step: the training step.
+      batch: arrays or `jax.ShapeDtypeStruct`.
+      compiled: `step.compile(batch)`, if it exists already.
+    """
     step.check(batch)
-    jaxpr, closed = step.trace(batch), expected(step, batch)
-    written = Ledger.from_jaxpr(jaxpr, step.mesh)
+    jaxpr, closed_form = step.trace(batch), expected(step, batch)
+    written_ledger = Ledger.from_jaxpr(jaxpr, step.mesh)
     transfers: tuple[Transfer, ...] = ()
     remarks = []
+    # 1. The programs and the memory. A server runs several programs, which a rehearsal compiles.
     if isinstance(step, ServerStep):
         rehearsal = rehearse(step, batch)
         transfers, memory = tuple(rehearsal.transfers), of_server(step, batch, rehearsal.programs)
         texts = [rehearsal.programs[name].as_text() or "" for name in OF_REPLICAS]
-        total = size(sum(t.found for t in transfers))
+        total = size(sum(transfer.found for transfer in transfers))
         remarks.append(f"{len(transfers)} exchanges a step pass {total} through the server's links.")
     else:
         if compiled is None:
             compiled = step.compile(batch)
         texts, memory = [compiled.as_text() or ""], of_step(step, batch, compiled)
+    # 2. What they send and compute.
     programs = [Executable(text, step.mesh) for text in texts]
-    found, costs = Ledger.of(*programs), Costs.of(*programs)
-    known = all(cost.executions is not None for cost in costs)
-    moved = [move for program in programs for move in moves(step, program, jaxpr, SCALARS)]
+    compiled_ledger, costs = Ledger.of(*programs), Costs.of(*programs)
+    has_known_counts = all(cost.executions is not None for cost in costs)
+    # The compiled program may add collectives for the update; the trace tells which line asked for them.
+    partitioner_moves = [move for program in programs for move in moves(step, program, jaxpr, SCALARS)]
     storage, traced = step.layout.storage, step.traced(batch)
-    unasked = remarks_on(costs, step.mesh.devices.flat[0].platform)
+    # 3. What a reader should know, in the order of print.
+    unasked_remarks = compiler_remarks(costs, step.mesh.devices.flat[0].platform)
     remarks += [
-        *_prefetched(step, batch),
-        *_in_8_bits(step, closed),
-        *_remarks(step, traced.program, found, known, moved),
-        *_not_written(step, costs),
-        *unasked,
-        *_elsewhere(step, batch),
+        *_prefetch_remarks(step, batch),
+        *_eight_bit_remarks(step, closed_form),
+        *_step_remarks(step, traced.program, compiled_ledger, has_known_counts, partitioner_moves),
+        *_fused_attention_remark(step, costs),
+        *unasked_remarks,
+        *_placement_remarks(step, batch),
     ]
     return Explanation(
         strategy=str(step.strategy),
         devices=f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}",
         hosts=len({*hosts_of(step.mesh.devices).flat}),
-        axes={axis: n for axis, n in step.mesh.shape.items() if n > 1},
+        axes={axis: axis_size for axis, axis_size in step.mesh.shape.items() if axis_size > 1},
         parameters=sum(math.prod(leaf.shape) for leaf in storage.models),
         memory=memory,
-        flops=costs.flops if known else {},
-        ledger=found,
-        across=_across(step.mesh, programs, closed),
-        checks=tuple(_compared(step, closed, written, found)),
+        flops=costs.flops if has_known_counts else {},
+        ledger=compiled_ledger,
+        across=_axes_across_hosts(step.mesh, programs, closed_form),
+        checks=tuple(_checks(step, closed_form, written_ledger, compiled_ledger)),
         transfers=transfers,
         notes=step.layout.notes,
         gathered=dict(traced.gathered),
         loops=described(traced.program, storage),
-        moves=tuple(moved),
+        moves=tuple(partitioner_moves),
         values=step.chosen,
         remarks=tuple(remarks),
     )
 
 
-def _not_written(step: Step, costs: Costs) -> Iterator[str]:
-    """What `kernels=fused` saves. Spelled out, a product writes scores, a softmax reads them and writes weights, a
-    product reads these; backward weights are read, their cotangents written, both read, the scores' written, and read
-    for queries and for keys. At least: XLA has some of them in float32.
+def _fused_attention_remark(step: Step, costs: Costs) -> Iterator[str]:
+    """Yield what `kernels=fused` saves, at least, since XLA may have some arrays in float32.
+
+    Spelled out, attention passes its scores through memory 4 times forward: the product writes the scores, the softmax
+    reads them and writes weights, and a product reads the weights. Backward it is 7 times: weights are read, their
+    cotangents written, both are read, the scores' cotangents are written, and read for queries and for keys.
     """
     hardware = of_device_kind(step.mesh.devices.flat[0].device_kind)
-    runs = [(cost.executions or 1, one) for cost in costs for one in cost.kernel.products]
+    product_runs = [(cost.executions or 1, product) for cost in costs for product in cost.kernel.products]
+    # Seconds need a known memory bandwidth.
     if step.strategy.kernels != "fused" or hardware is None or hardware.memory_bandwidth is None:
         return
-    made = {"attention": 0, "attention backward": 0}
-    for times, one in runs:
-        if one.kind in made:
-            made[one.kind] += times * one.batch * one.m * one.n * jnp.dtype(one.dtype).itemsize
-    forward, backward = made.values()
+    score_bytes = {"attention": 0, "attention backward": 0}
+    for num_runs, product in product_runs:
+        if product.kind in score_bytes:
+            score_bytes[product.kind] += (
+                num_runs * product.batch * product.m * product.n * jnp.dtype(product.dtype).itemsize
+            )
+    forward, backward = score_bytes.values()
     if forward:
         seconds = estimated_seconds({}, 4 * forward + 7 * backward, hardware)
         yield (
@@ -112,51 +127,80 @@ def _not_written(step: Step, costs: Costs) -> Iterator[str]:
         )
 
 
-def _across(mesh: jax.sharding.Mesh, programs: Sequence[Executable], closed: Ledger) -> frozenset[tuple[str, ...]]:
-    """The axes whose collectives leave a host. Of the compiled ones their own groups say so: a part of an axis may stay
-    within a host, where the axis does not.
+def _axes_across_hosts(
+    mesh: jax.sharding.Mesh, programs: Sequence[Executable], closed: Ledger
+) -> frozenset[tuple[str, ...]]:
+    """Return the axes whose collectives leave a host.
+
+    For compiled collectives their groups tell: a part of an axis may stay within a host although the axis does not.
     """
     hosts = hosts_of(mesh.devices).ravel()
-    own: dict[tuple[str, ...], bool] = {}
+    # 1. Compiled collectives, by their own groups.
+    leaves_by_axes: dict[tuple[str, ...], bool] = {}
     for start in starts(operation for program in programs for operation in program.operations):
-        leaves = own.get(start.axes, False) or any(len({hosts[place] for place in group}) > 1 for group in start.groups)
-        own[start.axes] = leaves
+        # Some group that spans hosts is enough.
+        leaves = leaves_by_axes.get(start.axes, False) or any(
+            len({hosts[place] for place in group}) > 1 for group in start.groups
+        )
+        leaves_by_axes[start.axes] = leaves
+    # 2. Axes that only the closed form has, by the mesh.
     return frozenset(
         axes
-        for axes in {*own, *(one.axes for one in closed)}
-        if (own[axes] if axes in own else leaves_host(mesh, axes))
+        for axes in {*leaves_by_axes, *(collective.axes for collective in closed)}
+        if (leaves_by_axes[axes] if axes in leaves_by_axes else leaves_host(mesh, axes))
     )
 
 
 def starts(operations: Iterable[Operation]) -> Iterator[Start]:
-    """Every collective of a compiled program, in loops and branches too."""
-    for one in operations:
-        if isinstance(one, Start):
-            yield one
-        elif isinstance(one, While):
-            yield from starts(one.body)
-        elif isinstance(one, Choice):
-            yield from starts(itertools.chain(*one.branches))
+    """Yield every collective of a compiled program, including those in loops and branches."""
+    for operation in operations:
+        if isinstance(operation, Start):
+            yield operation
+        elif isinstance(operation, While):
+            yield from starts(operation.body)
+        elif isinstance(operation, Choice):
+            yield from starts(itertools.chain(*operation.branches))
 
 
-def _compared(step: Step, closed: Ledger, written: Ledger, found: Ledger) -> Iterator[Check]:
-    def chosen(ledger: Ledger, key: tuple[str, tuple[str, ...]]) -> list[Collective]:
-        return [one for one in ledger if (one.kind, one.axes) == key]
+def _checks(step: Step, closed_form: Ledger, written_ledger: Ledger, compiled_ledger: Ledger) -> Iterator[Check]:
+    """Yield the collectives of the closed form, the jaxpr and the compiled program, by kind and axes."""
 
-    for key in dict.fromkeys((one.kind, one.axes) for ledger in (closed, written, found) for one in ledger):
-        a, b, c = (chosen(ledger, key) for ledger in (closed, written, found))
-        formula, compiled = sum(one.bytes for one in a), sum(one.bytes for one in c)
-        name = _served(step, *key, max(formula, compiled)) if a or compiled < SCALARS else "beside the closed form"
-        sent = [sum(one.sent for one in side) for side in (a, c)]
-        yield Check(name, *key, formula, count(a) or 0, count(b), compiled, count(c), *sent)
+    def entries_of(ledger: Ledger, key: tuple[str, tuple[str, ...]]) -> list[Collective]:
+        return [collective for collective in ledger if (collective.kind, collective.axes) == key]
+
+    ledgers = (closed_form, written_ledger, compiled_ledger)
+    for key in dict.fromkeys((collective.kind, collective.axes) for ledger in ledgers for collective in ledger):
+        expected_entries, written_entries, compiled_entries = (entries_of(ledger, key) for ledger in ledgers)
+        expected_bytes = sum(collective.bytes for collective in expected_entries)
+        compiled_bytes = sum(collective.bytes for collective in compiled_entries)
+        # Small collectives that nobody promised are sums of scalars; `_purpose` calls them so.
+        name = (
+            _purpose(step, *key, max(expected_bytes, compiled_bytes))
+            if expected_entries or compiled_bytes < SCALARS
+            else "beside the closed form"
+        )
+        sent_bytes = [
+            sum(collective.sent for collective in entries) for entries in (expected_entries, compiled_entries)
+        ]
+        yield Check(
+            name,
+            *key,
+            expected_bytes,
+            count(expected_entries) or 0,
+            count(written_entries),
+            compiled_bytes,
+            count(compiled_entries),
+            *sent_bytes,
+        )
 
 
-def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
-    """What a collective is for, which its kind and axes tell."""
+def _purpose(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
+    """Return what a collective serves, which its kind and axes tell."""
     if kind == "all-reduce" and nbytes < SCALARS:
         return "scalars"
-    owned = step.update.owners
-    if kind == "all-to-all" and owned is not None and any(axes == bundle.axes for bundle in owned.bundles):
+    owners = step.update.owners
+    # The more special purposes first: "data parallel" is what remains.
+    if kind == "all-to-all" and owners is not None and any(axes == bundle.axes for bundle in owners.bundles):
         return "owners of matrices"
     if "tensor" in axes:
         return "tensor"
@@ -166,140 +210,196 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
         return {"context": "context", "expert": "experts"}[axes[0]]
     if kind in ("all-gather", "reduce-scatter") and "fsdp" in axes:
         return rule_of(step.strategy).name
-    return "owners of matrices" if kind == "all-gather" and owned is not None else "data parallel"
+    return "owners of matrices" if kind == "all-gather" and owners is not None else "data parallel"
 
 
-def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
-    schedule, main = step.schedule, program.main
-    if schedule and main and (why := padded(main.length, schedule.ranks, schedule.chunks)):
-        yield f"{why}."
-    if schedule is not None and step.layout.storage.cut:
-        held = [math.prod(leaf.local.stored) * step.policy.computed(leaf.dtype).itemsize for leaf in step.layout.leaves]
-        yield (
-            f"{schedule.title}: {stages.described(program, held)}. The stash has {rows_of(schedule).stashes} slots, "
-            f"each as large as the largest stage's; idle {float(schedule.bubble):.1%} of the time, if stages are even. "
-            "Collectives inside of stages are those of the rank that sends most."
-        )
-    elif schedule is not None:
-        left = schedule.rows.keeps if schedule.branches else 0
-        yield (
-            f"{schedule.title}: the stash has {schedule.slots} slots, each what one microbatch leaves in one chunk of "
-            f"layers{f', and {left} of what gradients of inputs leave for those of weights' if left else ''}; "
-            f"idle {float(schedule.bubble):.1%} of the time."
-        )
-    goes, are = "goes by blocks, as jp.attention does: none of", "is kept"
-    if not step.tracing.takes_attention:
-        goes, are = "stays so:", "are whole"
-    for line, (keys, scores) in step.tracing.attention_spelled.items():
-        held = f"{scores.str_short()}, {size(math.prod(scores.shape) * scores.dtype.itemsize)}"
-        yield f"{line}: attention that is spelled out, {keys}, {goes} its scores, {held}, {are}."
-    for line, why in step.tracing.attention_not_taken.items():
-        yield f"{line}: attention that is spelled out stays so, since it {why}."
-    for mode in step.tracing.attention_modes:
-        how = mode.name + " in zigzag order" * (mode.order == "zigzag")
-        yield f"context={step.mesh.shape['context']}: attention by {how}, since {mode.why}."
-    for place, one in step.tracing.logits.items():
-        whole = f"{place}: the logits of {one.tokens:,} tokens, {size(4 * one.tokens * one.words)} in float32, are "
-        if one.chunks > 1:
-            at_once = 4 * -(-one.tokens // one.chunks) * one.words
-            yield f"{whole}made {one.chunks} times a part of them, {size(at_once)}, and again in the backward."
-        else:
-            yield f"{whole}whole: {one.why}."
-    if isinstance(step.strategy.logits, int) and not step.tracing.logits:
-        yield (
-            f"logits={step.strategy.logits}: nothing is made in chunks, since the loss has no cross-entropy of more "
-            "tokens whose logits are hidden states times a parameter."
-        )
-    yield from _in_fp8(step)
-    if why := unread(step.mesh.devices.flat[0].platform):
-        yield f"Of the compiled program: {why}. The closed form and the jaxpr are as everywhere."
-    for place, nbytes in step.tracing.experts_gathered.items():
-        ranks, tokens = step.mesh.shape["expert"], step.tracing.experts_fewer.get(place)
-        if tokens is not None:
-            why = f"fewer bytes than its tokens there and back, {size(tokens)}"
-        else:
-            why = "where tokens could go to theirs: write the mixture by jp.experts, by lax.ragged_dot of tokens "
-            why += "sorted by expert, or as products [experts, slots, features] by one-hot"
-        yield f"expert={ranks}: {place} gathers all experts, {size(nbytes)}, {why}."
-    for place, (gathered, sent) in step.tracing.tokens_gathered.items():
-        why = f"since slots for each of their experts would be {size(sent)}"
-        yield f"expert={step.mesh.shape['expert']}: {place} gathers the tokens of all ranks, {size(gathered)}, {why}."
+def _step_remarks(
+    step: Step, program: Program, ledger: Ledger, has_known_counts: bool, partitioner_moves: Sequence[Move]
+) -> Iterator[str]:
+    """Yield what a reader of the numbers should know about the step, in the order in which it is printed."""
+    # 1. What the strategy does with the model.
+    yield from _pipeline_remarks(step, program)
+    yield from _attention_remarks(step)
+    yield from _logits_remarks(step)
+    yield from _fp8_remarks(step)
+    # 2. What the platform's compiler hides or changes.
+    if reason := unread(step.mesh.devices.flat[0].platform):
+        yield f"Of the compiled program: {reason}. The closed form and the jaxpr are as everywhere."
+    yield from _expert_remarks(step)
     if step.mesh.devices.flat[0].platform == "cpu":
         yield (
             "CPU: the program's total is arguments + outputs + temporaries, since the backend's own peak omits "
             "temporaries; collectives of bfloat16 are compiled as float32, and none overlaps with compute."
         )
-    if (owned := step.update.owners) is not None:
-        for why in dict.fromkeys(owned.notes.values()):
-            yield f"The optimizer multiplies {few([path for path, note in owned.notes.items() if note == why])}: {why}."
-        yield f"The update of whole matrices takes {owned}."
-    if (own := step.model_def.optimizer) is not None:
-        yield f"The model trains some leaves by a rule of its own, {own.__name__}, and the others by the optimizer."
-    if any(one.bytes < SCALARS for one in found):
+    # 3. The update.
+    yield from _optimizer_remarks(step)
+    yield from _ledger_remarks(ledger, has_known_counts)
+    # The largest move stands for all; `Explanation.moves` has the others.
+    if partitioner_moves:
+        total = size(sum(move.bytes * move.count for move in partitioner_moves))
+        move = partitioner_moves[0]
+        reason = cause(step, move)
+        yield (
+            f"The update sends {total} besides, the largest {move.count} x {size(move.bytes)}: {move}. "
+            f"{reason[0].upper()}{reason[1:]}."
+        )
+
+
+def _pipeline_remarks(step: Step, program: Program) -> Iterator[str]:
+    """Yield how a pipeline's layers are padded, the slots of its stash, and its idle time."""
+    # A stack whose layers do not divide among the stages is padded.
+    schedule, main_stack = step.schedule, program.main
+    if schedule and main_stack and (reason := padded(main_stack.length, schedule.ranks, schedule.chunks)):
+        yield f"{reason}."
+    if schedule is not None and step.layout.storage.cut:
+        leaf_bytes = [
+            math.prod(leaf.local.stored) * step.policy.computed(leaf.dtype).itemsize for leaf in step.layout.leaves
+        ]
+        yield (
+            f"{schedule.title}: {stages.described(program, leaf_bytes)}. The stash has {rows_of(schedule).stashes} "
+            f"slots, each as large as the largest stage's; idle {float(schedule.bubble):.1%} of the time, if stages "
+            "are even. Collectives inside of stages are those of the rank that sends most."
+        )
+    elif schedule is not None:
+        # Schedules with separate weight gradients (W) also keep operands from I to W.
+        num_kept = schedule.rows.keeps if schedule.branches else 0
+        yield (
+            f"{schedule.title}: the stash has {schedule.slots} slots, each what one microbatch leaves in one chunk of "
+            f"layers{f', and {num_kept} of what gradients of inputs leave for those of weights' if num_kept else ''}; "
+            f"idle {float(schedule.bubble):.1%} of the time."
+        )
+
+
+def _attention_remarks(step: Step) -> Iterator[str]:
+    """Yield which attention was recognised in the model's equations, and how `context` computes attention."""
+    fate, verb = "goes by blocks, as jp.attention does: none of", "is kept"
+    if not step.tracing.takes_attention:
+        fate, verb = "stays so:", "are whole"
+    for line, (mask, scores) in step.tracing.attention_spelled.items():
+        scores_text = f"{scores.str_short()}, {size(math.prod(scores.shape) * scores.dtype.itemsize)}"
+        yield f"{line}: attention that is spelled out, {mask}, {fate} its scores, {scores_text}, {verb}."
+    for line, reason in step.tracing.attention_not_taken.items():
+        yield f"{line}: attention that is spelled out stays so, since it {reason}."
+    for mode in step.tracing.attention_modes:
+        mode_text = mode.name + " in zigzag order" * (mode.order == "zigzag")
+        yield f"context={step.mesh.shape['context']}: attention by {mode_text}, since {mode.why}."
+
+
+def _logits_remarks(step: Step) -> Iterator[str]:
+    """Yield which logits are computed in chunks, and which are whole and why."""
+    for line, logits in step.tracing.logits.items():
+        num_bytes = 4 * logits.tokens * logits.words
+        prefix = f"{line}: the logits of {logits.tokens:,} tokens, {size(num_bytes)} in float32, are "
+        if logits.chunks > 1:
+            # The last chunk may be smaller; report the size of a full one.
+            chunk_bytes = 4 * -(-logits.tokens // logits.chunks) * logits.words
+            yield f"{prefix}made {logits.chunks} times a part of them, {size(chunk_bytes)}, and again in the backward."
+        else:
+            yield f"{prefix}whole: {logits.why}."
+    if isinstance(step.strategy.logits, int) and not step.tracing.logits:
+        yield (
+            f"logits={step.strategy.logits}: nothing is made in chunks, since the loss has no cross-entropy of more "
+            "tokens whose logits are hidden states times a parameter."
+        )
+
+
+def _expert_remarks(step: Step) -> Iterator[str]:
+    """Yield which mixtures gather all experts or the tokens of all ranks, and why."""
+    for line, num_bytes in step.tracing.experts_gathered.items():
+        ranks, token_bytes = step.mesh.shape["expert"], step.tracing.experts_fewer.get(line)
+        if token_bytes is not None:
+            reason = f"fewer bytes than its tokens there and back, {size(token_bytes)}"
+        else:
+            reason = "where tokens could go to theirs: write the mixture by jp.experts, by lax.ragged_dot of tokens "
+            reason += "sorted by expert, or as products [experts, slots, features] by one-hot"
+        yield f"expert={ranks}: {line} gathers all experts, {size(num_bytes)}, {reason}."
+    for line, (gathered_bytes, slot_bytes) in step.tracing.tokens_gathered.items():
+        reason = f"since slots for each of their experts would be {size(slot_bytes)}"
+        ranks = step.mesh.shape["expert"]
+        yield f"expert={ranks}: {line} gathers the tokens of all ranks, {size(gathered_bytes)}, {reason}."
+
+
+def _optimizer_remarks(step: Step) -> Iterator[str]:
+    """Yield which matrices the optimizer multiplies, and which leaves the model trains by its own rule."""
+    if (owners := step.update.owners) is not None:
+        for reason in dict.fromkeys(owners.notes.values()):
+            paths = [path for path, note in owners.notes.items() if note == reason]
+            yield f"The optimizer multiplies {few(paths)}: {reason}."
+        yield f"The update of whole matrices takes {owners}."
+    if (rule := step.model_def.optimizer) is not None:
+        yield f"The model trains some leaves by a rule of its own, {rule.__name__}, and the others by the optimizer."
+
+
+def _ledger_remarks(ledger: Ledger, has_known_counts: bool) -> Iterator[str]:
+    """Yield how to read the ledger: small collectives, unknown counts, and conditionals."""
+    if any(collective.bytes < SCALARS for collective in ledger):
         yield f"Collectives of less than {SCALARS} B add up scalars: losses, metrics, the optimizer's norms."
-    if not known or any(one.count is None for one in found):
+    if not has_known_counts or any(collective.count is None for collective in ledger):
         yield "?: in a loop of unknown length; the bytes are those of one round, and FLOPs are not known."
-    if any(one.conditional for one in found):
+    if any(collective.conditional for collective in ledger):
         yield "Some collectives run in one branch of a conditional, or on one rank: counts and bytes are upper bounds."
-    if moved:
-        total = size(sum(move.bytes * move.count for move in moved))
-        most = f"{moved[0].count} x {size(moved[0].bytes)}"
-        why = cause(step, moved[0])
-        yield f"The update sends {total} besides, the largest {most}: {moved[0]}. {why[0].upper()}{why[1:]}."
 
 
-def _in_fp8(step: Step) -> Iterator[str]:
-    """Which products are in FP8, which are not, and why."""
-    found, other = step.tracing.fp8, step.policy.compute.name
-    whole = " with a scale for each tensor" if step.strategy.fp8_scaling == "tensor" else ""
-    for why in dict.fromkeys(found.values()):
-        paths = few([path for path, one in found.items() if one == why])
-        low = f"are in FP8{whole}, but for those of the gradients of weights, in {other}"
-        yield f"Products of {paths} {f'stay in {other}: {why}' if why else low}."
-    if step.strategy.precision == "fp8" and all(found.values()):
+def _fp8_remarks(step: Step) -> Iterator[str]:
+    """Yield which products are in FP8, which are not, and why."""
+    reasons, compute_dtype = step.tracing.fp8, step.policy.compute.name
+    scaling_text = " with a scale for each tensor" if step.strategy.fp8_scaling == "tensor" else ""
+    for reason in dict.fromkeys(reasons.values()):
+        paths = few([path for path, path_reason in reasons.items() if path_reason == reason])
+        fp8_text = f"are in FP8{scaling_text}, but for those of the gradients of weights, in {compute_dtype}"
+        yield f"Products of {paths} {f'stay in {compute_dtype}: {reason}' if reason else fp8_text}."
+    if step.strategy.precision == "fp8" and all(reasons.values()):
         yield "precision=fp8: no product is in FP8; precision=bf16 is the same."
 
 
-def _in_8_bits(step: Step, closed: Ledger) -> Iterator[str]:
-    """What travels in 8 bits, or that nothing does though it was asked for; and hpZ's second shard."""
-    strategy, low = step.strategy, [one for one in closed if one.dtype == "uint8"]
-    for name, what, kind in (
+def _eight_bit_remarks(step: Step, closed_form: Ledger) -> Iterator[str]:
+    """Yield which values are sent in 8 bits, or that none are although it was asked for; and what hpZ gathers."""
+    strategy = step.strategy
+    byte_collectives = [collective for collective in closed_form if collective.dtype == "uint8"]
+    # Each option has its own kind of collective: 8-bit gradients are exchanged before they are summed.
+    for option, subject, kind in (
         ("reduce", "gradients", "all-to-all"),
         ("gather", "weights of FP8 products" if strategy.gather == "fp8" else "weights", "all-gather"),
     ):
-        if (how := getattr(strategy, name)) in ("int8", "fp8"):
-            mine = [one for one in low if one.kind == kind]
-            axes, sent = ", ".join(dict.fromkeys("+".join(one.axes) for one in mine)), sum(one.bytes for one in mine)
-            said = f"go over {axes} in bytes, with a scale for each {BLOCK}: {size(sent)} a step"
-            yield f"{name}={how}: {what} from {PAD_FROM:,} elements {said if mine else 'are not sent'}."
+        if (format := getattr(strategy, option)) in ("int8", "fp8"):
+            collectives = [collective for collective in byte_collectives if collective.kind == kind]
+            axes = ", ".join(dict.fromkeys("+".join(collective.axes) for collective in collectives))
+            sent_bytes = sum(collective.bytes for collective in collectives)
+            text = f"go over {axes} in bytes, with a scale for each {BLOCK}: {size(sent_bytes)} a step"
+            yield f"{option}={format}: {subject} from {PAD_FROM:,} elements {text if collectives else 'are not sent'}."
     if strategy.hpz:
-        sent = sum(one.bytes for one in closed if (one.kind, one.axes) == ("all-gather", ("data",)))
-        yield f"hpz=true: {size(sent)} are gathered over data once a step, and held while it runs."
+        sent_bytes = sum(
+            collective.bytes
+            for collective in closed_form
+            if (collective.kind, collective.axes) == ("all-gather", ("data",))
+        )
+        yield f"hpz=true: {size(sent_bytes)} are gathered over data once a step, and held while it runs."
 
 
-def _prefetched(step: Step, batch: Any) -> Iterator[str]:
-    """What loops over layers send ahead, or that none does though it was asked for."""
+def _prefetch_remarks(step: Step, batch: Any) -> Iterator[str]:
+    """Yield what loops over layers send ahead, or that they send nothing although it was asked for."""
     weights, gradients = in_flight(step, batch)
     if weights or gradients:
-        said = [f"the weights of the next are gathered, {size(weights)}"] if weights else []
-        said += [f"the gradients of the one before are reduced, {size(gradients)}"] if gradients else []
-        yield f"prefetch=1: while a layer runs, {' and '.join(said)}; a device holds these besides."
+        parts = [f"the weights of the next are gathered, {size(weights)}"] if weights else []
+        parts += [f"the gradients of the one before are reduced, {size(gradients)}"] if gradients else []
+        yield f"prefetch=1: while a layer runs, {' and '.join(parts)}; a device holds these besides."
     elif step.strategy.prefetch == 1:
         yield "prefetch=1: no loop over layers gathers weights or reduces gradients here, and nothing is sent ahead."
 
 
-def _elsewhere(step: Step, batch: Any) -> Iterator[str]:
-    """Arrays of the batch that every step would move first."""
-    places = jax.tree.leaves(batch_shardings(batch, step.mesh))
-    for (path, x), place in zip(jax.tree_util.tree_leaves_with_path(batch), places, strict=True):
-        if is_array(x) and x.committed and not x.sharding.is_equivalent_to(place, x.ndim):
+def _placement_remarks(step: Step, batch: Any) -> Iterator[str]:
+    """Yield the batch's arrays that every step would have to move first."""
+    shardings = jax.tree.leaves(batch_shardings(batch, step.mesh))
+    for (path, array), sharding in zip(jax.tree_util.tree_leaves_with_path(batch), shardings, strict=True):
+        # Only committed arrays stay on their devices. JAX puts others where the step needs them.
+        if is_array(array) and array.committed and not array.sharding.is_equivalent_to(sharding, array.ndim):
             yield (
-                f"The batch's {name_of(path) or 'array'} {list(x.shape)} lies as {x.sharding}, and a step moves it to "
-                f"{place.spec} first: put it there by jax.device_put, or pass NumPy arrays."
+                f"The batch's {name_of(path) or 'array'} {list(array.shape)} lies as {array.sharding}, and a step "
+                f"moves it to {sharding.spec} first: put it there by jax.device_put, or pass NumPy arrays."
             )
 
 
 def count(collectives: Sequence[Collective]) -> int | None:
-    """Executions of some collectives together; None where that of one is unknown."""
-    counts = [one.count for one in collectives]
-    return None if None in counts else sum(n for n in counts if n is not None)
+    """Return the number of executions of some collectives together; None if one of them is unknown."""
+    counts = [collective.count for collective in collectives]
+    return None if None in counts else sum(count for count in counts if count is not None)

@@ -1,7 +1,12 @@
-"""A step that was not finite, computed again on one device: a block of rows at a time, until the block is found.
+"""The replay of a step that was not finite: block after block of rows on one device, until the faulty block is found.
 
-A block is one replica's rows of one microbatch, with its key: the same under every layout. The loss's own program runs
-on it, plainly; nothing of the strategy is in it but the dtypes, the blocks and the loss's scale.
+A block is one replica's rows of one microbatch, with its random key. Blocks are the same under every layout. The loss's
+own program runs on a block without any strategy; only the dtypes, the blocks and the loss scale are the strategy's.
+
+    forward of every block      some total is not finite       -> search the first such block's forward
+    mean                        the count is 0, or the sum of totals overflows
+    backward of every block     some gradient is not finite    -> search the first such block's backward
+    sum of gradients            it overflows, or everything is finite
 """
 
 from __future__ import annotations
@@ -36,14 +41,13 @@ class Nonfinite:
 
     Attributes:
       step: the number of the step, from 1.
-      what: "forward", "backward", "mean" (the loss's count is zero), "sum" (blocks are finite, and their sum is not),
-        or "" where the replay is finite.
-      says: in words.
-      fault: the equation, of the first block that is not finite; None for a sum, and where every equation by itself is
-        finite.
+      what: "forward"; "backward"; "mean" (the loss's count is zero); "sum" (the blocks are finite, but not their sum);
+        or "" if the replay is finite.
+      says: the finding in words.
+      fault: the equation in the first block that is not finite. None for a sum, and if every single equation is finite.
       blocks: (microbatch, replica) of each block that is not finite, in the order of their rows.
-      rows: those of the first such block which bring it each by itself, as numbers of the global batch; None where they
-        cannot be told apart, as the loss takes all rows.
+      rows: the rows of the first such block that are enough to cause it, as positions in the global batch. None if rows
+        cannot be separated, since the loss takes all rows.
     """
 
     step: int
@@ -57,19 +61,20 @@ class Nonfinite:
         return f"step {self.step}: {self.says}"
 
 
-def _rows(numbers: Sequence[int]) -> str:
+def _rows_text(numbers: Sequence[int]) -> str:
+    """Return row numbers as text."""
     return f"row{'s' * (len(numbers) > 1)} {few(list(map(str, numbers)), 8)}"
 
 
 class NonfiniteError(FloatingPointError):
-    """That a step was not finite.
+    """Raised for a step that was not finite.
 
     Attributes:
-      found: where it begins.
-      state: that of before, but for its number: the next batch goes on from it.
-      batch: that of the step.
-      undone: the batches given since, to the call that raises this among others, whose steps were not applied either:
-        give them to the step again.
+      found: where the NaN or infinity begins.
+      state: the state before the step, but with the step's number: continue from it with the next batch.
+      batch: the batch of the step.
+      undone: the batches given to the step since then, including the call that raises this. Their steps were not
+        applied: give these batches to the step again.
     """
 
     def __init__(self, found: Nonfinite, state: State, batch: Any, undone: tuple[Any, ...]):
@@ -78,184 +83,257 @@ class NonfiniteError(FloatingPointError):
 
 
 class Replay:
-    """The mathematics of a step, block by block on one `device`; see `TrainStep.trace_nonfinite`.
+    """A step's mathematics, block by block on one device; see `TrainStep.trace_nonfinite`.
+
+    Args:
+      step: the training step.
+      state: the state before the step.
+      batch: the batch of the step.
+      device: the device of the replay.
 
     Attributes:
-      loss, grads: once all blocks are finite, the step's loss, and the gradients of what is trained, by path.
+      loss, grads: the step's loss, and the gradients of trainable leaves by path; set if all blocks are finite.
     """
 
     def __init__(self, step: Step, state: State, batch: Any, device: jax.Device):
         check_state(state)
         self.step, self.device, self.number = step, device, int(state.step) + 1
         traced = step.traced(batch)
-        self.coupled, policy = traced.program.coupled, step.policy
-        self.n, self.m, models = step.replicas, step.strategy.microbatches, step.layout.storage.models
-        here = lambda x: jax.device_put(x, device)
-        flat = jax.tree.leaves(step.model_def.unwrap(step.params(state)))
-        self.params = [here(whole(x)).astype(policy.computed(p.dtype)) for x, p in zip(flat, models, strict=True)]
-        self.paths, self.tuned = [p.path for p in models], [i for i, p in enumerate(models) if p.trainable]
+        self.takes_all_rows, policy = traced.program.coupled, step.policy
+        self.num_replicas, self.num_microbatches = step.replicas, step.strategy.microbatches
+        models = step.layout.storage.models
+        # Arrays of all hosts come together on this host's device: parameters in their compute dtype, the batch on the
+        # host.
+        on_device = lambda x: jax.device_put(x, device)
+        model_leaves = jax.tree.leaves(step.model_def.unwrap(step.params(state)))
+        self.params = [
+            on_device(whole(x)).astype(policy.computed(param.dtype))
+            for x, param in zip(model_leaves, models, strict=True)
+        ]
+        self.paths = [param.path for param in models]
+        self.trainable_indices = [i for i, param in enumerate(models) if param.trainable]
         self.loss, self.grads = 0.0, dict[str, jax.Array]()
-        self.reads: dict[tuple[int, int], Any] = {}  # the variables that each block reads
+        self.variables_read: dict[tuple[int, int], Any] = {}  # (microbatch, replica) -> variables
         self.tree = step.layout.storage.model_tree
-        self.variables = jax.tree.map(lambda x: here(whole(x)), state.variables)
-        self.key = here(whole(state.key))
+        self.variables = jax.tree.map(lambda x: on_device(whole(x)), state.variables)
+        self.key = on_device(whole(state.key))
         self.batch = jax.tree.map(whole, step.place(batch))
-        self.each = rows_of(self.batch) // (self.n * self.m)
+        self.rows_per_block = rows_of(self.batch) // (self.num_replicas * self.num_microbatches)
         self.scale = 1.0 if state.scale is None else float(state.scale.scale)
         options = cpu_options(device.platform)
-        self._total: Any = jax.jit(self.total, compiler_options=options)
-        self._gradients: Any = jax.jit(self.gradients, compiler_options=options)
+        self._jitted_total: Any = jax.jit(self.total, compiler_options=options)
+        self._jitted_gradients: Any = jax.jit(self.gradients, compiler_options=options)
 
-    # -- the mathematics of a block ------------------------------------------------------------------------------------
+    # -- The mathematics of a block ------------------------------------------------------------------------------------
 
     def total(self, params: Sequence[Any], variables: Any, rows: Any, key: Any) -> tuple[Any, Any, Any]:
-        """The loss's total and count of a block, and new variables; where the loss takes all rows, of the blocks of all
-        replicas, [replicas, rows, ...].
+        """Return the loss's total and count on a block, and the new variables.
+
+        If the loss takes all rows, `rows` are the blocks of all replicas, [replicas, rows, ...], and `key` their keys.
         """
-        model, tree = self.step.model_def, jax.tree.unflatten(self.tree, params)
+        model, model_tree = self.step.model_def, jax.tree.unflatten(self.tree, params)
 
-        def block(rows: Any, key: Any) -> tuple[Any, Any, Any]:
-            sums, new = model.call(tree, variables, rows, key, ("rows",) * self.coupled)
-            return sums["loss"].total, sums["loss"].count, new
+        def total_of_block(rows: Any, key: Any) -> tuple[Any, Any, Any]:
+            sums, new_variables = model.call(model_tree, variables, rows, key, ("rows",) * self.takes_all_rows)
+            return sums["loss"].total, sums["loss"].count, new_variables
 
-        if not self.coupled:
-            return block(rows, key)
-        axes = jax.tree.map(lambda x: None if is_replicated(x) else 0, rows, is_leaf=is_replicated)
-        total, count, new = jax.vmap(block, in_axes=(axes, 0), axis_name="rows")(rows, key)
-        return total.sum(), count.sum(), jax.tree.map(lambda x: x[0], new)
+        if not self.takes_all_rows:
+            return total_of_block(rows, key)
+        # The replicas' blocks are a batched axis named "rows", over which the loss's own sums run.
+        batched_axes = jax.tree.map(lambda x: None if is_replicated(x) else 0, rows, is_leaf=is_replicated)
+        total, count, new_variables = jax.vmap(total_of_block, in_axes=(batched_axes, 0), axis_name="rows")(rows, key)
+        return total.sum(), count.sum(), jax.tree.map(lambda x: x[0], new_variables)
 
     def gradients(self, seed: Any, params: Sequence[Any], variables: Any, rows: Any, key: Any) -> list[Any]:
-        """Those of the leaves that are trained, of a block's total times `seed`."""
+        """Return the gradients of the trainable leaves on a block, for the cotangent `seed` of the total."""
 
-        def total(tuned: list[Any]) -> Any:
-            whole = dict(enumerate(params)) | dict(zip(self.tuned, tuned, strict=True))
-            return self.total([whole[i] for i in range(len(params))], variables, rows, key)[0]
+        def total_of_trainable(trainable: list[Any]) -> Any:
+            all_params = dict(enumerate(params)) | dict(zip(self.trainable_indices, trainable, strict=True))
+            return self.total([all_params[i] for i in range(len(params))], variables, rows, key)[0]
 
-        _, pull = jax.vjp(total, [params[i] for i in self.tuned])
-        return pull(seed)[0]
+        _, vjp = jax.vjp(total_of_trainable, [params[i] for i in self.trainable_indices])
+        return vjp(seed)[0]
 
-    # -- the search ----------------------------------------------------------------------------------------------------
+    # -- The search ----------------------------------------------------------------------------------------------------
 
     def found(self) -> Nonfinite:
-        """Forwards first, then backwards, then what is made of all blocks."""
-        blocks = [(i, r) for i in range(self.m) for r in range(1 if self.coupled else self.n)]
-        bad, totals, counts, held = list[tuple[int, int]](), np.float32(0), 0.0, self.variables
-        for i, r in blocks:
-            self.reads[i, r] = held
-            total, count, new = self._total(*self.inputs(i, r))
-            totals, counts = totals + np.float32(total), counts + float(count)
-            bad += [(i, r)] * (not np.isfinite(float(total)))
-            if (i, r + 1) not in blocks:
-                held = new  # of the next microbatch
-        if bad:
-            forward, of_block = lambda *args: self.total(*args)[0], lambda args: self._total(*args)[0]
-            return self.explained("forward", forward, of_block, bad, len(blocks))
-        if not counts:
-            divided = lambda *args: self.total(*args)[0] / self.total(*args)[1]
-            fault = self.searched(divided, self.inputs(*blocks[0]))
-            says = f"the loss's mean is not finite: {fault}\n  the count of the loss is 0 over all rows: give no batch "
-            return Nonfinite(self.number, "mean", f"{says}that is masked throughout", fault)
-        if not np.isfinite(totals):
-            return self.overflows("the loss")
-        self.loss = float(totals) / counts
-        seed = jax.device_put(np.float32(self.scale / counts), self.device)
-        sums: list[Any] = [0.0] * len(self.tuned)
-        of_block = lambda args: self._gradients(seed, *args)
+        """Return where the step's NaN or infinity begins: in a forward, a backward, or a sum over all blocks."""
+        blocks = [
+            (microbatch, replica)
+            for microbatch in range(self.num_microbatches)
+            for replica in range(1 if self.takes_all_rows else self.num_replicas)
+        ]
+        # 1. Forwards.
+        bad_blocks, total_sum, count_sum, variables = list[tuple[int, int]](), np.float32(0), 0.0, self.variables
+        for microbatch, replica in blocks:
+            # Replays the step's own order: a microbatch reads the variables that the one before has left.
+            self.variables_read[microbatch, replica] = variables
+            total, count, new_variables = self._jitted_total(*self.block_inputs(microbatch, replica))
+            total_sum, count_sum = total_sum + np.float32(total), count_sum + float(count)
+            bad_blocks += [(microbatch, replica)] * (not np.isfinite(float(total)))
+            if (microbatch, replica + 1) not in blocks:
+                variables = new_variables  # all blocks of a microbatch read the same; the next reads the new ones
+        if bad_blocks:
+            total_of, run_block = lambda *args: self.total(*args)[0], lambda args: self._jitted_total(*args)[0]
+            return self.explain("forward", total_of, run_block, bad_blocks, len(blocks))
+        # Without a count there is no mean, and no seed for a backward.
+        if not count_sum:
+            mean_loss = lambda *args: self.total(*args)[0] / self.total(*args)[1]
+            fault = self.find_fault(mean_loss, self.block_inputs(*blocks[0]))
+            message = (
+                f"the loss's mean is not finite: {fault}\n  the count of the loss is 0 over all rows: give no batch "
+            )
+            return Nonfinite(self.number, "mean", f"{message}that is masked throughout", fault)
+        if not np.isfinite(total_sum):
+            return self.overflow("the loss")
+        self.loss = float(total_sum) / count_sum
+        seed = jax.device_put(np.float32(self.scale / count_sum), self.device)
+        # 2. Backwards, with the seed of the step: the loss scale over the count of all rows.
+        grad_sums: list[Any] = [0.0] * len(self.trainable_indices)
+        run_block = lambda args: self._jitted_gradients(seed, *args)
         for block in blocks:
-            grads = of_block(self.inputs(*block))
-            bad += [block] * (not all_finite(grads))
-            dtypes = [self.step.policy.reduced(self.params[i].dtype) for i in self.tuned]
-            sums = [total + g.astype(dtype) for total, g, dtype in zip(sums, grads, dtypes, strict=True)]
-        if bad:
-            return self.explained("backward", functools.partial(self.gradients, seed), of_block, bad, len(blocks))
-        unscaled = [g.astype(self.step.policy.master(g.dtype)) / self.scale for g in sums]
-        self.grads = {self.paths[i]: g for i, g in zip(self.tuned, unscaled, strict=True)}
+            # Summed in the dtype in which the step reduces, since an overflow may come from there.
+            grads = run_block(self.block_inputs(*block))
+            bad_blocks += [block] * (not all_finite(grads))
+            dtypes = [self.step.policy.reduced(self.params[i].dtype) for i in self.trainable_indices]
+            grad_sums = [
+                total + grad.astype(dtype) for total, grad, dtype in zip(grad_sums, grads, dtypes, strict=True)
+            ]
+        if bad_blocks:
+            return self.explain("backward", functools.partial(self.gradients, seed), run_block, bad_blocks, len(blocks))
+        # 3. Sums over all blocks, which may overflow though each block is finite.
+        # The optimizer sees unscaled gradients in the dtype of the masters.
+        unscaled = [grad.astype(self.step.policy.master(grad.dtype)) / self.scale for grad in grad_sums]
+        self.grads = {self.paths[i]: grad for i, grad in zip(self.trainable_indices, unscaled, strict=True)}
         if not np.isfinite(float(optax.tree.norm(unscaled))):
-            size = lambda path: float(jnp.nan_to_num(jnp.abs(self.grads[path]), nan=jnp.inf).max())
-            return self.overflows(f"the gradients of {max(self.grads, key=size)}")
-        says = (
-            "computed again block by block, it is finite: what spoils it is rounding in a fused kernel or a sum over "
-            "ranks, or a device; try step.check_replicas(state)"
+            # Name the leaf with the largest element; NaN counts as infinite.
+            largest_element = lambda path: float(jnp.nan_to_num(jnp.abs(self.grads[path]), nan=jnp.inf).max())
+            return self.overflow(f"the gradients of {max(self.grads, key=largest_element)}")
+        message = (
+            "computed again block by block, it is finite: the cause is rounding in a fused kernel or in a sum over "
+            "ranks, or a faulty device; try step.check_replicas(state)"
         )
-        return Nonfinite(self.number, "", says)
+        return Nonfinite(self.number, "", message)
 
-    def overflows(self, of: str) -> Nonfinite:
-        """What sums over blocks do."""
-        says = f"every block is finite, and the sum of {of} over all, or its square, overflows"
-        return Nonfinite(self.number, "sum", says)
+    def overflow(self, subject: str) -> Nonfinite:
+        """Return the finding that a sum over blocks overflows."""
+        message = f"every block is finite, and the sum of {subject} over all, or its square, overflows"
+        return Nonfinite(self.number, "sum", message)
 
-    def explained(
-        self, what: str, fun: Callable[..., Any], of_block: Callable[[Any], Any], bad: list[tuple[int, int]], many: int
+    def explain(
+        self,
+        direction: str,
+        fun: Callable[..., Any],
+        run_block: Callable[[Any], Any],
+        bad_blocks: list[tuple[int, int]],
+        num_blocks: int,
     ) -> Nonfinite:
-        """The equation in the first block that is not finite, and the rows that bring it."""
-        (i, r), args = bad[0], self.inputs(*bad[0])
-        fault, of = self.searched(fun, args), f"{len(bad)} of {many} blocks are not finite"
-        begins = "the loss" if what == "forward" else "the gradient, of a finite loss,"
-        each = "in one compiled program, and each of its equations by itself is: rounding in a fused kernel"
-        if self.coupled:
-            says = f"{begins} is not finite: {fault or each}\n  microbatch {i}, of all ranks together, as the loss"
-            return Nonfinite(self.number, what, f"{says} takes all rows; {of}", fault, tuple(bad))
-        params, variables, rows, key = args
-        numbers = range(begin := (r * self.m + i) * self.each, begin + self.each)
-        repeated = lambda row: _by_row(rows, lambda x: jnp.broadcast_to(x[row - begin], x.shape))
-        own = [row for row in numbers if not all_finite(of_block((params, variables, repeated(row), key)))]
-        shared = [f"batch leaf {name_of(path)}/" for path, x in _leaves(rows, is_replicated) if is_replicated(x)]
-        in_row = lambda name: name.startswith("batch leaf") and not name.startswith(tuple(shared))
-        if fault is not None and (brought := fault.brought) is not None and in_row(brought.name):
-            place = (begin + brought.place[0], *brought.place[1:])  # of the whole batch
-            fault = replace(fault, brought=replace(brought, place=place))
-        whose = (
-            "no block is finite, and of this one no row by itself: parameters, the loss, or what all rows have bring it"
-        )
-        if not own:
-            whose = "no row brings it by itself"
-        elif len(own) < self.each or len(bad) < many:
-            whose = f"the batch brings it: {_rows(own)}{', each' * (len(own) > 1)} by itself"
-        lines = [f"{begins} is not finite: {fault or each}"]
-        lines.append(f"microbatch {i}, rank {r}{self.rank(r)}, {_rows(numbers)} of the batch; {of}")
-        lines += [whose] * (fault is not None and fault.brought is None)
-        return Nonfinite(self.number, what, "\n  ".join(lines), fault, tuple(bad), tuple(own))
+        """Return the finding for a forward or backward that is not finite in some blocks.
 
-    def searched(self, fun: Callable[..., Any], args: Any) -> Fault | None:
-        """See `search.search`; inputs by the names that the user knows."""
+        It names the equation in the first such block, and the rows that cause it.
+
+        Args:
+          direction: "forward" or "backward".
+          fun: a function of a block's inputs whose results are not finite.
+          run_block: the same function, jitted, of the tuple of inputs.
+          bad_blocks: (microbatch, replica) of each block that is not finite.
+          num_blocks: the number of all blocks.
+        """
+        (microbatch, replica), inputs = bad_blocks[0], self.block_inputs(*bad_blocks[0])
+        fault = self.find_fault(fun, inputs)
+        share_of_blocks = f"{len(bad_blocks)} of {num_blocks} blocks are not finite"
+        subject = "the loss" if direction == "forward" else "the gradient, of a finite loss,"
+        no_fault = "as one compiled program, though each equation alone is: the cause is rounding in a fused kernel"
+        if self.takes_all_rows:
+            message = (
+                f"{subject} is not finite: {fault or no_fault}\n  microbatch {microbatch}, of all ranks together, as "
+                f"the loss takes all rows; {share_of_blocks}"
+            )
+            return Nonfinite(self.number, direction, message, fault, tuple(bad_blocks))
+        params, variables, rows, key = inputs
+        first_row = (replica * self.num_microbatches + microbatch) * self.rows_per_block
+        numbers = range(first_row, first_row + self.rows_per_block)
+        repeated_row = lambda row: _map_rows(rows, lambda x: jnp.broadcast_to(x[row - first_row], x.shape))
+        # Run the block with every row replaced by one of its rows: which rows are enough to cause it?
+        causing_rows = [
+            row for row in numbers if not all_finite(run_block((params, variables, repeated_row(row), key)))
+        ]
+        # A `Replicated` leaf has no rows, so that its positions stay as they are.
+        replicated_names = [
+            f"batch leaf {name_of(path)}/" for path, x in _leaves_with_path(rows, is_replicated) if is_replicated(x)
+        ]
+        is_of_rows = lambda name: name.startswith("batch leaf") and not name.startswith(tuple(replicated_names))
+        # The search knows positions in the block; the user knows positions in the batch.
+        if fault is not None and (brought := fault.brought) is not None and is_of_rows(brought.name):
+            place = (first_row + brought.place[0], *brought.place[1:])
+            fault = replace(fault, brought=replace(brought, place=place))
+        cause_text = (
+            "no block is finite, nor any row of this block alone: the cause is the parameters, the loss, or what all "
+            "rows share"
+        )
+        if not causing_rows:
+            cause_text = "no row alone causes it"
+        elif len(causing_rows) < self.rows_per_block or len(bad_blocks) < num_blocks:
+            cause_text = f"the batch causes it: {_rows_text(causing_rows)}{', each' * (len(causing_rows) > 1)} alone"
+        lines = [f"{subject} is not finite: {fault or no_fault}"]
+        rank = f"rank {replica}{self.rank_text(replica)}"
+        lines.append(f"microbatch {microbatch}, {rank}, {_rows_text(numbers)} of the batch; {share_of_blocks}")
+        # If an input was not finite, the fault names it already.
+        lines += [cause_text] * (fault is not None and fault.brought is None)
+        return Nonfinite(self.number, direction, "\n  ".join(lines), fault, tuple(bad_blocks), tuple(causing_rows))
+
+    def find_fault(self, fun: Callable[..., Any], args: Any) -> Fault | None:
+        """Search a function of a block's inputs, which get the names that the user knows; see `search.search`."""
         _, variables, rows, _ = args
-        named = lambda kind, tree: [f"{kind} {name_of(path)}".rstrip() for path, _ in _leaves(tree)]
+        leaf_names = lambda kind, tree: [f"{kind} {name_of(path)}".rstrip() for path, _ in _leaves_with_path(tree)]
+        # In the order of the leaves of (params, variables, rows, key).
         names = [f"parameter {path}" for path in self.paths]
-        names += [*named("variable", variables), *named("batch leaf", rows), "the key"]
+        names += [*leaf_names("variable", variables), *leaf_names("batch leaf", rows), "the key"]
         return search(fun, names, *args)
 
-    def inputs(self, i: int, r: int) -> tuple[Any, Any, Any, Any]:
-        """Parameters, variables, rows and key of a block; where the loss takes all rows, of those of all replicas."""
-        key, begin = functools.partial(block_key, self.key, self.number - 1), (r * self.m + i) * self.each
-        if self.coupled:
-            rows = _by_row(self.batch, lambda x: x.reshape(self.n, self.m, self.each, *x.shape[1:])[:, i])
-            keys = jax.vmap(lambda r: key(r * self.m + i))(jnp.arange(self.n))
+    def block_inputs(self, microbatch: int, replica: int) -> tuple[Any, Any, Any, Any]:
+        """Return a block's parameters, variables, rows and key; all replicas' rows and keys if the loss takes all."""
+        key_of_block = functools.partial(block_key, self.key, self.number - 1)
+        first_row = (replica * self.num_microbatches + microbatch) * self.rows_per_block
+        if self.takes_all_rows:
+            # A replica has consecutive rows, and a microbatch consecutive rows of these.
+            block_shape = (self.num_replicas, self.num_microbatches, self.rows_per_block)
+            rows = _map_rows(self.batch, lambda x: x.reshape(*block_shape, *x.shape[1:])[:, microbatch])
+            block_indices = jnp.arange(self.num_replicas) * self.num_microbatches + microbatch
+            keys = jax.vmap(key_of_block)(block_indices)
         else:
-            rows = _by_row(self.batch, lambda x: x[begin : begin + self.each])
-            keys = key(r * self.m + i)
-        return self.params, self.reads[i, r], jax.device_put(rows, self.device), keys
+            rows = _map_rows(self.batch, lambda x: x[first_row : first_row + self.rows_per_block])
+            keys = key_of_block(replica * self.num_microbatches + microbatch)
+        return self.params, self.variables_read[microbatch, replica], jax.device_put(rows, self.device), keys
 
-    def rank(self, replica: int) -> str:
-        """A replica's place along the axes that share rows, and of several processes its own: " (data=1, fsdp=3)"."""
+    def rank_text(self, replica: int) -> str:
+        """Return a replica's position along the axes that share rows, as text: " (data=1, fsdp=3)".
+
+        If there are several processes, the text also names the replica's process.
+        """
         axes, mesh = self.step.tracing.axes, self.step.mesh
-        at = dict(zip(axes, map(int, np.unravel_index(replica, tuple(axes.values()))), strict=True)) if axes else {}
-        said = [f"{axis}={place}" for axis, place in at.items()]
+        axis_positions = (
+            dict(zip(axes, map(int, np.unravel_index(replica, tuple(axes.values()))), strict=True)) if axes else {}
+        )
+        parts = [f"{axis}={axis_position}" for axis, axis_position in axis_positions.items()]
         if jax.process_count() > 1:
-            device = mesh.devices[tuple(at.get(axis, 0) for axis in mesh.axis_names)]
-            said.append(f"process {device.process_index}")
-        return f" ({', '.join(said)})" if said else ""
+            device = mesh.devices[tuple(axis_positions.get(axis, 0) for axis in mesh.axis_names)]
+            parts.append(f"process {device.process_index}")
+        return f" ({', '.join(parts)})" if parts else ""
 
 
-def _by_row(batch: Any, fun: Callable[[Any], Any]) -> Any:
+def _map_rows(batch: Any, fun: Callable[[Any], Any]) -> Any:
+    """Map a function over the leaves of a batch that have rows; `Replicated` leaves stay as they are."""
     return jax.tree.map(lambda x: x if is_replicated(x) else fun(x), batch, is_leaf=is_replicated)
 
 
-def _leaves(tree: Any, is_leaf: Any = None) -> list[Any]:
+def _leaves_with_path(tree: Any, is_leaf: Any = None) -> list[Any]:
+    """Return the leaves of a tree with their paths."""
     return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
 
 
 def whole(x: Any) -> Any:
-    """An array on this host, of all hosts' parts."""
+    """Return an array with the parts of all hosts, on this host. All-gathers it if other hosts have parts of it."""
     if not isinstance(x, jax.Array):
         return x
     if x.is_fully_replicated:

@@ -1,10 +1,11 @@
-"""Which equation of a program makes the first NaN or infinity that reaches its results.
+"""Search for the equation that makes the first NaN or infinity which reaches a program's results.
 
-The program runs once more, an equation at a time (`program/evaluation.py`), and every value that is not finite has a
-cause: the equation that made it of finite ones, or the input that held it. A loop is entered where its results are not
-finite.
+The program runs once more, one equation at a time (`program/evaluation.py`). Every value that is not finite gets a
+cause: the equation that made it from finite operands, or the input that had it. A loop is entered only if its results
+are not finite.
 
-A mask's -inf is no fault: an infinity that stands in the program is followed without blame, until a NaN is made of it.
+The -inf of a mask is no fault. An infinity that is written in the program is followed without blame until an equation
+makes a NaN of it.
 """
 
 from __future__ import annotations
@@ -25,25 +26,31 @@ from ...program.walk import makers
 
 @dataclass(frozen=True)
 class Brought:
-    """An input that is not finite: its name, what it holds ("nan", "inf", "-inf"), and where."""
+    """A leaf of the inputs that is not finite.
+
+    Attributes:
+      name: the input's name.
+      value: its first element that is not finite: "nan", "inf" or "-inf".
+      place: the position of that element.
+    """
 
     name: str
     value: str
     place: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.name} holds {self.value}{_at(self.place)}"
+        return f"{self.name} holds {self.value}{_place_text(self.place)}"
 
 
 @dataclass(frozen=True)
 class Operand:
-    """What the equation read.
+    """An operand of the faulty equation.
 
     Attributes:
       kind: dtype and shape.
-      low, high: of its finite elements, of complex ones the absolute values; None where none is finite.
-      facing: its element at the place of the result's first non-finite one, where the shapes are the same; else None.
-      maker: the primitive that made it and that one's line, the input's name, or "written in the program".
+      low, high: the range of its finite elements; for complex ones, of their absolute values. None if none is finite.
+      facing: its element at the position of the result's first non-finite one. None if the shapes differ.
+      maker: the primitive that made it with its line, the input's name, or "written in the program".
     """
 
     kind: str
@@ -60,18 +67,21 @@ class Operand:
 
 @dataclass(frozen=True)
 class Fault:
-    """The first equation at which a NaN or an infinity begins that reaches a result.
+    """The first equation that makes a NaN or an infinity which reaches a result.
 
     Attributes:
-      primitive: of JAX.
-      line: of the user's program.
+      primitive: the JAX primitive.
+      line: the line of the user's program.
       scope: the name stack: modules, and functions under `jax.named_scope`.
-      loops: the loops that it is in, outermost first: line, iteration (from 0), and how many there are (None: a while).
-      result: dtype and shape; `value` is "nan", "inf" or "-inf", the first that is not finite, at `place`.
-      operands: what it read.
+      loops: the loops around it, outermost first: (line, iteration from 0, number of iterations or None for a while
+        loop).
+      result: dtype and shape of its result.
+      value: the first element of the result that is not finite: "nan", "inf" or "-inf".
+      place: the position of that element.
+      operands: the operands.
       backward: whether it belongs to the transposed program.
-      brought: the input that was not finite and of which it is the first reader; None where operands were finite.
-      order: how many faults the search has met before it; most reach no result.
+      brought: the input that was not finite, of which it is the first reader; None if all operands were finite.
+      order: the number of faults that the search found before it. Most of them reach no result.
     """
 
     primitive: str
@@ -87,27 +97,33 @@ class Fault:
     order: int = 0
 
     def __str__(self) -> str:
-        made = f"{self.primitive} makes {self.value}" if self.brought is None else f"{self.brought}: {self.primitive}"
-        lines = [f"{made} at {self.line or 'no line of the program'}{', backwards' * self.backward}"]
+        headline = (
+            f"{self.primitive} makes {self.value}" if self.brought is None else f"{self.brought}: {self.primitive}"
+        )
+        lines = [f"{headline} at {self.line or 'no line of the program'}{', backwards' * self.backward}"]
         if self.scope:
             lines.append(f"in {self.scope}")
         lines += [
             f"iteration {number}{f' of 0 to {length - 1}' if length else ''} of the loop at {line}"
             for line, number, length in self.loops
         ]
-        lines.append(f"result {self.result}{_at(self.place, ', first')}")
+        lines.append(f"result {self.result}{_place_text(self.place, ', first')}")
         lines += [f"operand {number} {operand}" for number, operand in enumerate(self.operands, 1)]
         return "\n  ".join(lines)
 
 
-STANDING = "standing"  # the cause of an infinity that is written in the program, as a mask is
+MASK = "standing"  # the cause of an infinity that is written in the program, such as a mask's
 Cause = Fault | Brought | str | None
 
 
 @dataclass(frozen=True)
-class Held:
-    """A value of the program, the cause of what is not finite in it, and what made it: equations from the outermost
-    in, or a name.
+class TracedValue:
+    """A value of the program during the search.
+
+    Attributes:
+      x: the array.
+      cause: the cause of its elements that are not finite; None if all are finite.
+      maker: the equations that made it, from the outermost to the innermost; or the name of an input.
     """
 
     x: Any
@@ -116,17 +132,19 @@ class Held:
 
 
 def trace_nonfinite(fun: Callable[..., Any], *args: Any) -> Fault | None:
-    """The equation at which the first NaN or infinity begins that reaches a result of `fun(*args)`; None where all
-    results are finite. Print it.
+    """Find the equation that makes the first NaN or infinity which reaches a result of `fun(*args)`.
 
-    For gradients give their function: `jp.trace_nonfinite(jax.grad(loss), params, batch)`. Calls, scans, whiles,
-    branches, remats and functions with derivatives of their own are entered.
+    For gradients, pass their function: `jp.trace_nonfinite(jax.grad(loss), params, batch)`. The search enters calls,
+    scans, while loops, branches, remats and functions with custom derivatives.
+
+    It takes the memory of one run of `fun`, and compiles each of its operations on its own. It communicates nothing.
 
     Args:
-      fun: a function that `jax.jit` takes.
-      args: pytrees of arrays, whose leaves are named by their number and path: "0/layers/kernel".
+      fun: a function that `jax.jit` accepts.
+      args: pytrees of arrays. Their leaves are named by number and path: "0/layers/kernel".
 
-    Takes the memory of `fun` run once, and compiles each of its operations by itself. Communicates nothing.
+    Returns:
+      The fault; print it. None if all results are finite.
 
     >>> fault = trace_nonfinite(lambda x: jnp.log(x - 1).sum(), jnp.arange(1.0, 4.0))
     >>> fault.primitive, fault.value, fault.place, fault.operands[0].facing
@@ -136,127 +154,164 @@ def trace_nonfinite(fun: Callable[..., Any], *args: Any) -> Fault | None:
 
 
 def search(fun: Callable[..., Any], names: Sequence[str], *args: Any) -> Fault | None:
-    """See `trace_nonfinite`; `names` are those of the leaves of `args`."""
-    cause = _foremost([v.cause for v in _Causes().of(fun, names, *jax.tree.map(jnp.asarray, args))])
+    """Find the fault of `fun(*args)` as `trace_nonfinite` does; `names` are the names of the leaves of `args`."""
+    cause = _most_blamed([result.cause for result in _CauseTracker().of(fun, names, *jax.tree.map(jnp.asarray, args))])
     if cause is None or isinstance(cause, Fault):
         return cause
-    brought = cause if isinstance(cause, Brought) else None  # what the program returns as it came, or as it is written
+    # No equation is to blame: the program returns an input, or an infinity that is written in it.
+    brought = cause if isinstance(cause, Brought) else None
     return Fault("return", "", "", (), "a result", brought.value if brought else "inf", (), (), False, brought)
 
 
-class _Causes(Evaluation):
-    """Keeps of each value that is not finite its cause."""
+class _CauseTracker(Evaluation):
+    """An evaluation that keeps the cause of each value that is not finite."""
 
     def __init__(self) -> None:
-        super().__init__(lambda outs: not all(map(_finite, outs)))
-        self._met = 0  # faults
+        super().__init__(lambda results: not all(map(_is_finite, results)))
+        self._num_faults = 0
 
-    def given(self, x: Any, name: str) -> Held:
-        if _finite(x):
-            return Held(x, None, name)
-        stands = name in (WRITTEN, CLOSED_OVER) and not _has_nan(x)
-        return Held(x, STANDING if stands else Brought(name, *_first(x)), name)
+    def given(self, x: Any, name: str) -> TracedValue:
+        """Return the traced value of an input or a constant."""
+        if _is_finite(x):
+            return TracedValue(x, None, name)
+        # Only the program's own infinities are masks; an argument's come from the user.
+        is_mask = name in (WRITTEN, CLOSED_OVER) and not _has_nan(x)
+        return TracedValue(x, MASK if is_mask else Brought(name, *_first_nonfinite(x)), name)
 
-    def made(self, x: Any, at: int | None, ins: Sequence[Held], within: Sequence[Held] = ()) -> Held:
-        if at is None:
-            return Held(x, None if _finite(x) else ins[0].cause, ins[0].maker)
-        cause = None if _finite(x) else _foremost([v.cause for v in within]) or self._cause(ins, at, x)
-        return Held(x, cause, (*self.sites[:-1], *makers(self.sites[-1], at)))
+    def made(
+        self, x: Any, at: int | None, ins: Sequence[TracedValue], within: Sequence[TracedValue] = ()
+    ) -> TracedValue:
+        """Return the traced value of result `at` of the current equation; see `Evaluation.made`."""
+        if at is None:  # one iteration's slice of an operand
+            return TracedValue(x, None if _is_finite(x) else ins[0].cause, ins[0].maker)
+        cause = (
+            None
+            if _is_finite(x)
+            else _most_blamed([value.cause for value in within]) or self._cause_of_result(ins, at, x)
+        )
+        return TracedValue(x, cause, (*self.sites[:-1], *makers(self.sites[-1], at)))
 
-    def _cause(self, ins: Sequence[Held], at: int, out: jax.Array) -> Cause:
-        """The cause of a result that is not finite, of an equation whose own programs tell none."""
-        eqn, spoilt = self.sites[-1], [v for v in ins if v.cause is not None]
-        if not spoilt:
-            return self._fault(ins, out)
-        worst = [v for v in spoilt if _has_nan(v.x)]
-        cause = _foremost([v.cause for v in worst or spoilt])
-        if not worst:  # infinities: a mask's -inf, say, must not hide an overflow beside it
-            mended = bound(eqn, [_mended(v.x) if v.cause is not None else v.x for v in ins])[at]
-            if not _finite(mended) and (cause == STANDING or not _mends(out, mended)):
-                return self._fault(ins, out)
-        known = primitives.of(eqn)
-        if isinstance(cause, Brought) and not (known.moves or known.view):  # what only moves it has not read it yet
-            return self._fault(ins, out, cause)
-        if cause == STANDING and _has_nan(out):
-            return self._fault(ins, out)
+    def _cause_of_result(self, operands: Sequence[TracedValue], result_index: int, result: jax.Array) -> Cause:
+        """Return the cause of a non-finite result of an equation, if the programs inside the equation have none.
+
+        Args:
+          operands: the operands.
+          result_index: the number of the result.
+          result: the result.
+        """
+        eqn, nonfinite_operands = self.sites[-1], [operand for operand in operands if operand.cause is not None]
+        if not nonfinite_operands:
+            return self._new_fault(operands, result)
+        nan_operands = [operand for operand in nonfinite_operands if _has_nan(operand.x)]
+        cause = _most_blamed([operand.cause for operand in nan_operands or nonfinite_operands])
+        # Replace infinities by 1 and compute again. If the result is still not finite, the equation itself makes an
+        # infinity, which a mask's -inf must not hide.
+        if not nan_operands:
+            result_of_ones = bound(
+                eqn, [_nonfinite_to_one(operand.x) if operand.cause is not None else operand.x for operand in operands]
+            )[result_index]
+            if not _is_finite(result_of_ones) and (cause == MASK or not _becomes_finite(result, result_of_ones)):
+                return self._new_fault(operands, result)
+        properties = primitives.of(eqn)
+        # An equation that only moves an input does not read it yet.
+        if isinstance(cause, Brought) and not (properties.moves or properties.view):
+            return self._new_fault(operands, result, cause)
+        # A mask turned into NaN, such as -inf minus -inf, is a fault.
+        if cause == MASK and _has_nan(result):
+            return self._new_fault(operands, result)
         return cause
 
-    def _fault(self, ins: Sequence[Held], out: jax.Array, brought: Brought | None = None) -> Fault:
-        value, place = _first(out)
+    def _new_fault(self, inputs: Sequence[TracedValue], result: jax.Array, brought: Brought | None = None) -> Fault:
+        """Return the fault of the current equation.
+
+        Args:
+          inputs: its operands.
+          result: its result that is not finite.
+          brought: the input that it read, if that was not finite.
+        """
+        value, place = _first_nonfinite(result)
         operands = []
-        for v in ins:
-            if isinstance(v.x, jax.Array | np.ndarray) and jnp.issubdtype(v.x.dtype, jnp.number):
-                low, high = _range(v.x)
-                facing = np.asarray(v.x[place]).item() if v.x.shape == out.shape else None
-                operands.append(Operand(_kind(v.x), low, high, facing, _said(v.maker)))
+        for operand in inputs:
+            if isinstance(operand.x, jax.Array | np.ndarray) and jnp.issubdtype(operand.x.dtype, jnp.number):
+                low, high = _finite_range(operand.x)
+                # For an elementwise equation, the operand's element that gave the result's.
+                facing = np.asarray(operand.x[place]).item() if operand.x.shape == result.shape else None
+                operands.append(Operand(_dtype_and_shape(operand.x), low, high, facing, _maker_text(operand.maker)))
         fault = Fault(
             self.sites[-1].primitive.name,
             line_of(self.sites),
             scope_of(self.sites),
             self.loops,
-            _kind(out),
+            _dtype_and_shape(result),
             value,
             place,
             tuple(operands),
             is_backward(self.sites),
             brought,
-            self._met,
+            self._num_faults,
         )
-        self._met += 1
+        self._num_faults += 1
         return fault
 
 
-def _foremost(causes: Sequence[Cause]) -> Cause:
-    """Of several causes the fault that came first, else an input, else what stands in the program."""
+def _most_blamed(causes: Sequence[Cause]) -> Cause:
+    """Return the cause to blame: the fault found first, else an input, else a mask."""
     rank = lambda cause: (0, cause.order) if isinstance(cause, Fault) else (1 if isinstance(cause, Brought) else 2, 0)
     return min((cause for cause in causes if cause is not None), key=rank, default=None)
 
 
-def _said(maker: tuple[Any, ...] | str) -> str:
+def _maker_text(maker: tuple[Any, ...] | str) -> str:
+    """Return in words what made a value."""
     if isinstance(maker, str):
         return maker
     return maker[-1].primitive.name + (f" at {line}" if (line := line_of(maker)) else "")
 
 
-def _inexact(x: Any) -> bool:
+def _is_inexact(x: Any) -> bool:
+    """Return whether a value is floating-point or complex."""
     return jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact)
 
 
-def _finite(x: Any) -> bool:
-    return not _inexact(x) or bool(_all_finite(x))
+def _is_finite(x: Any) -> bool:
+    """Return whether all elements are finite."""
+    return not _is_inexact(x) or bool(_all_finite(x))
 
 
 def _has_nan(x: Any) -> bool:
-    return _inexact(x) and bool(_any_nan(x))
+    """Return whether some element is NaN."""
+    return _is_inexact(x) and bool(_any_nan(x))
 
 
 _all_finite = jax.jit(lambda x: jnp.isfinite(x).all())
 _any_nan = jax.jit(lambda x: jnp.isnan(x).any())
-# 1 in place of what is not finite: the least surprising operand of any primitive.
-_mended = jax.jit(lambda x: jnp.where(jnp.isfinite(x), x, jnp.ones_like(x)))
-_mends = jax.jit(lambda out, mended: (jnp.isfinite(mended) & ~jnp.isfinite(out)).any())
+# Elements that are not finite become 1, where nearly every primitive is finite.
+_nonfinite_to_one = jax.jit(lambda x: jnp.where(jnp.isfinite(x), x, jnp.ones_like(x)))
+_becomes_finite = jax.jit(lambda result, result_of_ones: (jnp.isfinite(result_of_ones) & ~jnp.isfinite(result)).any())
 
 
-def _first(x: jax.Array) -> tuple[str, tuple[int, ...]]:
-    """The first element that is not finite, in words, and its place."""
-    at = int(jnp.argmin(jnp.isfinite(x).ravel()))
-    number = complex(jnp.ravel(x)[at].item())
-    said = "nan" if np.isnan(number) else "-inf" if number.real == -np.inf else "inf"
-    return said, tuple(map(int, np.unravel_index(at, jnp.shape(x))))
+def _first_nonfinite(x: jax.Array) -> tuple[str, tuple[int, ...]]:
+    """Return the first element that is not finite, in words, and its position."""
+    flat_index = int(jnp.argmin(jnp.isfinite(x).ravel()))
+    element = complex(jnp.ravel(x)[flat_index].item())
+    value = "nan" if np.isnan(element) else "-inf" if element.real == -np.inf else "inf"
+    return value, tuple(map(int, np.unravel_index(flat_index, jnp.shape(x))))
 
 
-def _range(x: Any) -> tuple[float | None, float | None]:
+def _finite_range(x: Any) -> tuple[float | None, float | None]:
+    """Return the smallest and largest finite element, or None for both; for complex arrays, of the absolute values."""
     x = jnp.abs(x) if jnp.iscomplexobj(x) else jnp.asarray(x)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    fine = jnp.isfinite(x)
-    if not fine.any():
+    is_finite = jnp.isfinite(x)
+    if not is_finite.any():
         return None, None
-    return float(x.min(initial=jnp.inf, where=fine)), float(x.max(initial=-jnp.inf, where=fine))
+    return float(x.min(initial=jnp.inf, where=is_finite)), float(x.max(initial=-jnp.inf, where=is_finite))
 
 
-def _kind(x: Any) -> str:
+def _dtype_and_shape(x: Any) -> str:
+    """Return dtype and shape as text."""
     return f"{x.dtype}{list(x.shape)}"
 
 
-def _at(place: Sequence[int], first: str = "") -> str:
+def _place_text(place: Sequence[int], first: str = "") -> str:
+    """Return the position as text; "" for a scalar."""
     return f"{first} at {list(place)}" if place else ""

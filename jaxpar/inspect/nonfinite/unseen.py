@@ -1,7 +1,7 @@
-"""Steps with `trace_nonfinite=True` whose last calls nobody has looked at: somebody looks at the latest when the next
-step is made, or when the process ends.
+"""Steps with `trace_nonfinite=True` whose last calls have not been checked for NaN and infinity yet.
 
-Without this a script that never waits for its last state could end with status 0 and parameters that had stopped.
+The latest call is checked when the next step is made, or when the process ends. Without this, a script that never
+waits for its last state could end with status 0 although its parameters had stopped changing.
 """
 
 import atexit
@@ -9,31 +9,35 @@ from collections.abc import Callable
 
 from ...hosts import ending
 
-_looks: dict[Callable[[], None], None] = {}  # of each such step what looks, in order: of all processes the same
+# The check of each such step, as an ordered set. All processes have the same order, since a check may communicate.
+_checks: dict[Callable[[], None], None] = {}
 
 
 def expect(look: Callable[[], None]) -> None:
-    """Keeps what raises NonfiniteError where one of a step's calls was not finite, until `forget`."""
-    if not _looks:
-        # After `jp.initialize` has registered what waits for the other processes, and so before that: they look too.
+    """Keep a function that raises NonfiniteError if a call of its step was not finite, until `forget`."""
+    if not _checks:
+        # Exit handlers run in reverse order. This one is registered after that of `jp.initialize`, which waits for the
+        # other processes, so that all processes still run while they check.
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
-    _looks[look] = None
+    _checks[look] = None
 
 
 def forget(look: Callable[[], None]) -> None:
-    """All calls of this step have been looked at."""
-    _looks.pop(look, None)
+    """Drop a step's function: all its calls have been checked."""
+    _checks.pop(look, None)
 
 
 def look() -> None:
-    """Look at the calls of all such steps. Raises NonfiniteError."""
-    for each in [*_looks]:
-        each()
+    """Check the calls of all such steps. Raises NonfiniteError."""
+    for check in [*_checks]:
+        check()
 
 
 def _at_exit() -> None:
-    while _looks and not ending.has_failed():  # else the other processes do not look
+    """Check all steps before the process ends; a step that was not finite sets the exit status."""
+    # After a failure the other processes do not check, and this one would wait for them.
+    while _checks and not ending.has_failed():
         try:
             look()
         except FloatingPointError as error:

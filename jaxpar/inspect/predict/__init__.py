@@ -1,4 +1,4 @@
-"""Seconds of a step on devices that are not there."""
+"""The predicted seconds of a step on devices that need not be present."""
 
 from .clock import Part as Part
 from .prediction import Prediction as Prediction

@@ -1,18 +1,22 @@
-"""predict: seconds of a training step on hardware that is not here, from the program that the compiler scheduled.
+"""predict: the seconds of a training step on hardware that need not be present, from the compiler's scheduled program.
 
-The model, in full: the program is walked in the order of its schedule, with one stream of kernels, one of collectives,
-and one each way of copies between a device and its host (`offload`): their bytes over the `host_bandwidth`, and kernels
-beside them are no slower. A kernel takes what `efficiency` says, a collective what `links` says. An asynchronous
-collective or copy runs from its start, after those before it, and its done waits for it; a synchronous one stops the
-kernels. While a collective runs, kernels have a part of the device less (`efficiency.busy_share`). Loops count by their
-trips. A pipeline's bubble is in the program: its ticks do masked work. Of a conditional the slowest branch is counted,
-but not what a dropless mixture computes only where tokens overflow their experts' slots: `Prediction.overflow` has
-that.
+The model in full: the program is walked in the order of its schedule. There is one stream of kernels, one of
+collectives, and one for each direction of copies between a device and its host (`offload`).
 
-Devices that are alike differ, and a step takes as long as the slowest of them: its matrix products take 8% longer than
-those measured on one, and at the ends of a prediction's interval 0% and 22% (`efficiency.SLOWEST`).
+- A kernel takes the time that `efficiency` gives, a collective the time that `links` gives. A copy takes its bytes over
+  the `host_bandwidth`, and does not slow the kernels beside it.
+- An asynchronous collective or copy runs from its start, after those before it in its stream; its done waits for it. A
+  synchronous one stops the kernels.
+- While a collective runs, kernels have a smaller part of the device (`efficiency.busy_share`).
+- Loops count by their trips. A pipeline's bubble is in the program: its ticks do masked work.
+- A conditional counts by its slowest branch. The exception is the computation of a dropless mixture for tokens that
+  overflow their experts' slots, which `Prediction.overflow` reports.
 
-Left out: caches, the launch of the step itself and its input, and clocks and power but for what these shares contain.
+Equal devices differ in speed, and a step takes as long as the slowest: its matrix products take 8% longer than those
+measured on one device, and 0% and 22% longer at the ends of a prediction's interval (`efficiency.EXPECTED_PACE`).
+
+The model leaves out caches, the launch of the step and its input, and clocks and power beyond what the measured shares
+contain.
 """
 
 import dataclasses
@@ -33,44 +37,47 @@ from ...hardware.hardware import RESERVE, Hardware
 from ...model.batches import rows_of
 from ...step.core import Step
 from .clock import Clock, Part
-from .efficiency import LEAST, MOST, SLOWEST, UPPER_BOUND, is_upper_bound
+from .efficiency import EXPECTED_PACE, FASTEST_PACE, SLOWEST_PACE, UPPER_BOUND, is_upper_bound
 
 WIDTH = 100
 
 
-def longer(spent: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[float, str]]:
-    """What takes longer than in another step, by name: how many seconds, most first and what is shorter last."""
-    names = dict.fromkeys((*spent, *other))
-    return sorted(((spent.get(name, 0.0) - other.get(name, 0.0), name) for name in names), key=lambda x: -x[0])
+def longer(seconds_by_name: Mapping[str, float], other_seconds: Mapping[str, float]) -> list[tuple[float, str]]:
+    """Return (difference in seconds to another step, name), the largest first; negative where this step is faster."""
+    names = dict.fromkeys((*seconds_by_name, *other_seconds))
+    return sorted(
+        ((seconds_by_name.get(name, 0.0) - other_seconds.get(name, 0.0), name) for name in names),
+        key=lambda difference: -difference[0],
+    )
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step's time, and what it is made of. `print` it, or take `.json()`; `.lines()` has every kernel.
+    """A step's time and its parts. `print` it, or use `.json()`; `.lines()` has every kernel.
 
-    All seconds are those of one device and one step: `seconds` = `compute` + `exposed`.
+    All seconds are per device and step: `seconds` = `compute` + `exposed`.
 
     Attributes:
-      seconds: of a step.
-      interval: seconds of a step on the best and on the worst of devices that are alike.
-      compute: in which kernels run.
-      exposed: in which kernels wait for a collective, or for a copy to or from the host.
-      hidden: of these, behind kernels.
-      slowed: part of `compute`: what kernels lose to collectives that run beside them.
-      flops: of a device's matrix products, as the program computes them, recomputation included.
-      model_flops: of a device, as the caller counts them, without recomputation; None where not given.
-      peak: FLOP/s of a device in the dtype of most of its FLOPs; 0 where it has none.
-      rows: of the global batch; 0 where not given.
-      devices: number of them.
-      hardware: their kind.
+      seconds: the time of a step.
+      interval: the time of a step on the fastest and on the slowest of equal devices.
+      compute: seconds in which kernels run.
+      exposed: seconds in which kernels wait for a collective, or for a copy to or from the host.
+      hidden: seconds of collectives and copies that overlap with kernels.
+      slowed: the part of `compute` that kernels lose to collectives beside them.
+      flops: FLOPs of a device's matrix products, as the program computes them, recomputation included.
+      model_flops: FLOPs of a device as the caller counts them, without recomputation; None if not given.
+      peak: FLOP/s of a device in the dtype of most of its FLOPs; 0 if it has none.
+      rows: rows of the global batch; 0 if not given.
+      devices: the number of devices.
+      hardware: the kind of the devices.
       parts: every kernel and collective, in the order in which they first run.
       notes: what could not be known, and what the compiler did unasked.
-      overflow: seconds that a step takes longer, at most, where a dropless mixture's tokens find no slot in their
-        experts' buffers. They are not in `seconds`: none are needed while no expert gets more than 1.25 times the mean
-        load of each rank's tokens. All of them are, where all tokens choose the experts of one rank.
-      memory: bytes of a device that the program takes; None where only its text was given.
-      usable: bytes of a device that a program may take, all but `RESERVE`; None where not known.
-      upper_bound: the hardware's rates are those of the best shape that anybody measured, so that a step takes longer.
+      overflow: the most seconds that a step takes longer because a dropless mixture's tokens find no slot in their
+        experts' buffers. They are not part of `seconds`. None of them are needed while no expert gets more than 1.25
+        times the mean load of each rank's tokens; all of them are if all tokens choose the experts of one rank.
+      memory: bytes of a device that the program needs; None if only its text was given.
+      usable: bytes of a device that a program may use, all but `RESERVE`; None if unknown.
+      upper_bound: whether the hardware's rates are for the best measured shape, so that a step takes longer.
     """
 
     seconds: float
@@ -94,18 +101,19 @@ class Prediction:
 
     @property
     def fits(self) -> bool | None:
-        """Whether a device has room for the program; None where that is not known."""
+        """Whether a device has room for the program; None if that is unknown."""
         return None if self.memory is None or self.usable is None else self.memory <= self.usable
 
     @property
     def rows_per_second(self) -> float:
-        """Rows of the global batch per second; times positions per row: tokens."""
+        """Rows of the global batch per second. Multiply by positions per row for tokens per second."""
         return self.rows / self.seconds
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization: `model_flops` over what the peak would do in `seconds` (Chowdhery et al. 2022,
-        arXiv:2204.02311, appendix B). None where no model FLOPs were given, or the program has no matrix product.
+        """Model FLOPs utilization: model_flops / (seconds peak) (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+
+        None if no model FLOPs were given, or if the program has no matrix product.
         """
         if self.model_flops is None or not self.peak:
             return None
@@ -113,36 +121,41 @@ class Prediction:
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilization: the same of what is computed, recomputation included."""
+        """Hardware FLOPs utilization: flops / (seconds peak), recomputation included."""
         return self.flops / (self.seconds * self.peak) if self.peak else 0.0
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """Seconds of kernels by kind, and exposed ones of collectives and copies, most first; in sum `seconds`."""
+        """Seconds of kernels, and exposed seconds of collectives and copies, by kind. Their sum is `seconds`."""
         sums: dict[str, float] = {}
         for part in self.parts:
+            # Collectives and copies count with their exposed seconds, so that the sum is the step's time.
             sums[part.kind] = sums.get(part.kind, 0.0) + (part.exposed if part.way else part.seconds)
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     @property
     def collectives(self) -> tuple[Part, ...]:
-        """Collectives alone, most exposed first."""
-        return tuple(sorted((p for p in self.parts if p.collective), key=lambda p: (-p.exposed, -p.seconds)))
+        """The collectives, the most exposed first."""
+        return tuple(
+            sorted((part for part in self.parts if part.collective), key=lambda part: (-part.exposed, -part.seconds))
+        )
 
     @property
     def copies(self) -> tuple[Part, ...]:
-        """Copies to and from the host alone, most exposed first."""
-        return tuple(sorted((p for p in self.parts if p.way == "host"), key=lambda p: (-p.exposed, -p.seconds)))
+        """The copies to and from the host, the most exposed first."""
+        return tuple(
+            sorted((part for part in self.parts if part.way == "host"), key=lambda part: (-part.exposed, -part.seconds))
+        )
 
     def json(self) -> dict[str, Any]:
-        """All of it as dicts, lists, text and numbers."""
-        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        """Return everything as dicts, lists, text and numbers."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         derived = {name: getattr(self, name) for name in ("fits", "rows_per_second", "mfu", "hfu", "by_kind")}
         parts = [dataclasses.asdict(part) | {"axes": list(part.axes)} for part in self.parts]
-        return plain | derived | {"parts": parts, "notes": list(self.notes), "interval": list(self.interval)}
+        return fields | derived | {"parts": parts, "notes": list(self.notes), "interval": list(self.interval)}
 
     def lines(self) -> list[str]:
-        """One line for each kernel and collective, most seconds first: how often, how long, why, and where from."""
+        """Return a line for each kernel and collective, the longest first: how often, how long, why, and from where."""
         return [
             f"{1e3 * part.seconds:10.3f} ms  {part.executions:6} x  {part.kind:18}  {part.reason}"
             f"{f'; {1e3 * part.exposed:.3f} ms exposed' if part.way else ''}  [{part.name}] {part.source}"
@@ -150,28 +163,29 @@ class Prediction:
         ]
 
     def __str__(self) -> str:
-        least, most = self.interval
-        between = f" ({1e3 * least:.1f} to {1e3 * most:.1f})" if least < most else ""
-        step = f"{1e3 * self.seconds:.1f} ms a step{between}"
-        speed = f", {self.rows_per_second:.2f} rows/s" if self.rows else ""
-        bound = " (upper bound)" * self.upper_bound
-        head = f"{self.devices} x {self.hardware}: {step}{speed}{bound}"
+        fastest, slowest = self.interval
+        interval_text = f" ({1e3 * fastest:.1f} to {1e3 * slowest:.1f})" if fastest < slowest else ""
+        step_text = f"{1e3 * self.seconds:.1f} ms a step{interval_text}"
+        speed_text = f", {self.rows_per_second:.2f} rows/s" if self.rows else ""
+        bound_text = " (upper bound)" * self.upper_bound
+        heading = f"{self.devices} x {self.hardware}: {step_text}{speed_text}{bound_text}"
+        # First of all: a program that does not fit cannot run as fast as predicted.
         if self.fits is False:
-            taken, usable = size(self.memory or 0), size(self.usable or 0)
-            fault = f"does not fit: it takes {taken} of a device, and may take {usable}; the program below cannot run"
-            head = f"{textwrap.fill(fault, WIDTH)}\n{head}"
-        shares = [f"{self.hfu:.1%} of the peak" + (f", MFU {self.mfu:.1%}" if self.mfu is not None else "")]
-        shares.append(f"kernels {1e3 * self.compute:.1f} ms, of which {1e3 * self.slowed:.1f} ms beside collectives")
-        for what, parts in (("collectives", self.collectives), ("copies to and from the host", self.copies)):
+            needed, usable = size(self.memory or 0), size(self.usable or 0)
+            fault = f"does not fit: it takes {needed} of a device, and may take {usable}; the program below cannot run"
+            heading = f"{textwrap.fill(fault, WIDTH)}\n{heading}"
+        summary = [f"{self.hfu:.1%} of the peak" + (f", MFU {self.mfu:.1%}" if self.mfu is not None else "")]
+        summary.append(f"kernels {1e3 * self.compute:.1f} ms, of which {1e3 * self.slowed:.1f} ms beside collectives")
+        for kind, parts in (("collectives", self.collectives), ("copies to and from the host", self.copies)):
             exposed = 1e3 * sum(part.exposed for part in parts)
             hidden = 1e3 * sum(part.seconds for part in parts) - exposed
-            if parts or what == "collectives":
-                shares.append(f"{what} {hidden:.1f} ms hidden, {exposed:.1f} ms exposed")
+            if parts or kind == "collectives":
+                summary.append(f"{kind} {hidden:.1f} ms hidden, {exposed:.1f} ms exposed")
         if self.overflow:
-            shares.append(f"at most {1e3 * self.overflow:.1f} ms more where tokens overflow their experts' slots")
+            summary.append(f"at most {1e3 * self.overflow:.1f} ms more where tokens overflow their experts' slots")
         kinds = [f"  {kind:20}{1e3 * seconds:10.1f} ms" for kind, seconds in self.by_kind.items()]
         notes = [textwrap.fill(note, WIDTH, subsequent_indent="  ") for note in self.notes]
-        return "\n".join([head, *shares, *kinds, *notes])
+        return "\n".join([heading, *summary, *kinds, *notes])
 
 
 def predict(
@@ -181,33 +195,37 @@ def predict(
     hardware: Hardware,
     model_flops: float | None = None,
 ) -> Prediction:
-    """How long a step takes on `hardware`. Nothing runs.
+    """Predict how long a step takes on `hardware`. Nothing runs.
 
     Args:
-      compiled: `step.compile(batch)`, its text, or that text read as an `Executable`, on devices of that hardware.
-      step: gives the mesh; its devices say which of them share a host.
-      batch: arrays or `jax.ShapeDtypeStruct`, global.
-      hardware: what the devices can do, as `target(...).hardware`.
-      model_flops: FLOPs of the step over all devices, without recomputation, such as `named(...).flops(rows, length)`;
-        gives the MFU.
+      compiled: `step.compile(batch)`, its text, or the `Executable` read from this text, for devices of that hardware.
+      step: the training step, for its mesh: the devices tell which of them share a host.
+      batch: the global batch, as arrays or `jax.ShapeDtypeStruct`.
+      hardware: the numbers of the devices, as `target(...).hardware`.
+      model_flops: FLOPs of the step over all devices, without recomputation, for example `named(...).flops(rows,
+        length)`. It gives the MFU.
 
-    Raises ValueError where `hardware` lacks a number that the program needs, for `server=True`, for a program of
-    another platform's devices, and for TPUs, whose programs are not read.
+    Raises:
+      ValueError: `hardware` lacks a number that the program needs; the step has `server=True`; the program is for
+        devices of another platform; or it is for TPUs, whose programs are not read.
     """
-    if why := unread(step.mesh.devices.flat[0].platform):
-        raise ValueError(f"predict: {why}; predict for GPUs, such as target('8xH100')")
+    if reason := unread(step.mesh.devices.flat[0].platform):
+        raise ValueError(f"predict: {reason}; predict for GPUs, such as target('8xH100')")
     platform = step.mesh.devices.flat[0].platform
-    needed = "TPU" if hardware.device_kind.startswith("TPU") else "CPU" if hardware.device_kind == "cpu" else "GPU"
-    if (made := "CPU" if platform == "cpu" else "GPU") != needed:
+    needed_platform = (
+        "TPU" if hardware.device_kind.startswith("TPU") else "CPU" if hardware.device_kind == "cpu" else "GPU"
+    )
+    if (compiled_platform := "CPU" if platform == "cpu" else "GPU") != needed_platform:
         raise ValueError(
-            f"predict: the step is compiled for {made} devices, and {hardware.kind} runs other programs; make it for "
-            "devices that need not be there: make_train_step(..., mesh=target('8xH100').devices)"
+            f"predict: the step is compiled for {compiled_platform} devices, and {hardware.kind} runs other programs; "
+            "make it for devices that need not be there: make_train_step(..., mesh=target('8xH100').devices)"
         )
     if step.strategy.server:
         raise ValueError(
-            f"{step.strategy} runs several programs and its server's links between them, which the model of predict "
-            "has not; print(step.explain(batch)) says what they hold and send"
+            f"{step.strategy} runs several programs and sends over its server's links between them, which predict does "
+            "not model; print(step.explain(batch)) says what they hold and send"
         )
+    # The text of a program does not tell its memory.
     memory = program_memory(compiled)["total"] if isinstance(compiled, jax.stages.Compiled) else None
     if not isinstance(compiled, Executable):
         compiled = Executable(compiled if isinstance(compiled, str) else compiled.as_text() or "", step.mesh)
@@ -224,27 +242,41 @@ def timed(
     platform: str,
     memory: int | None,
 ) -> Prediction:
-    """The same of any program; `hosts`: for each place in its mesh the host of its device. `memory`: what it takes of
-    a device, None where that is not known.
+    """Predict how long a compiled program takes; see `predict`.
+
+    Args:
+      compiled: the program.
+      hosts: the host of each device of its mesh.
+      hardware: the numbers of the devices.
+      rows: rows of the global batch.
+      model_flops: FLOPs of the step over all devices, without recomputation; None if unknown.
+      platform: the platform of the devices.
+      memory: bytes of a device that the program needs; None if unknown.
     """
-    alone = len(hosts) == 1
-    least, most = (Clock(hardware, hosts, 1.0 if alone else way).time(compiled.operations) for way in (LEAST, MOST))
-    clock = Clock(hardware, hosts, 1.0 if alone else SLOWEST)
+    is_single_device = len(hosts) == 1
+    # A single device is not compared with others: it gets the measured pace.
+    fastest, slowest = (
+        Clock(hardware, hosts, 1.0 if is_single_device else pace).time(compiled.operations)
+        for pace in (FASTEST_PACE, SLOWEST_PACE)
+    )
+    clock = Clock(hardware, hosts, 1.0 if is_single_device else EXPECTED_PACE)
     seconds = clock.time(compiled.operations)
-    worst = seconds
+    overflow_seconds = seconds
+    # A mixture's overflow branch runs rarely. Its time is reported apart, from a second walk that always takes it.
     if clock.overflows:
-        worst = Clock(hardware, hosts, clock.slowest, overflow=True).time(compiled.operations)
-    bound = (f"{hardware.kind}'s speeds are upper bounds: {UPPER_BOUND}.",) if is_upper_bound(hardware) else ()
-    said = remarks(Costs.of(compiled), platform)
+        overflow_seconds = Clock(hardware, hosts, clock.slowest, overflow=True).time(compiled.operations)
+    bound_note = (f"{hardware.kind}'s speeds are upper bounds: {UPPER_BOUND}.",) if is_upper_bound(hardware) else ()
+    # The compiler may have recomputed kernels, or computed attention without cuDNN, which costs time.
+    compiler_notes = remarks(Costs.of(compiled), platform)
     kernels = [part for part in clock.parts if not part.way]
-    sent = [part for part in clock.parts if part.way]
-    exposed = sum(part.exposed for part in sent)
+    transfers = [part for part in clock.parts if part.way]
+    exposed = sum(part.exposed for part in transfers)
     return Prediction(
         seconds=seconds,
-        interval=(least, most),
+        interval=(fastest, slowest),
         compute=sum(part.seconds for part in kernels),
         exposed=exposed,
-        hidden=sum(part.seconds for part in sent) - exposed,
+        hidden=sum(part.seconds for part in transfers) - exposed,
         slowed=sum(part.slowed for part in kernels),
         flops=sum(part.flops for part in kernels),
         model_flops=None if model_flops is None else model_flops / len(hosts),
@@ -253,9 +285,9 @@ def timed(
         devices=len(hosts),
         hardware=hardware.kind,
         parts=tuple(clock.parts),
-        notes=(*bound, *clock.notes, *said),
-        overflow=worst - seconds,
+        notes=(*bound_note, *clock.notes, *compiler_notes),
+        overflow=overflow_seconds - seconds,
         memory=memory,
         usable=None if hardware.memory_bytes is None else int((1 - RESERVE) * hardware.memory_bytes),
-        upper_bound=bool(bound),
+        upper_bound=bool(bound_note),
     )

@@ -1,1 +1,1 @@
-"""Pipelines drawn."""
+"""Drawings of pipeline schedules, in text and SVG."""

@@ -1,10 +1,11 @@
-"""A pipeline's schedule drawn before anything runs: in the terminal; `svg.py` draws it as SVG.
+"""A pipeline's schedule drawn in the terminal, before anything runs; `svg.py` draws it as SVG.
 
     rank 0  F0F1......B0--B1--
     rank 1  ..F0B0--F1B1--....
 
-Cells are as wide as they are long, on the assumption that every chunk takes the same time, its backward twice that of
-its forward, and each half of the backward (I, W) as long as the forward. Prologue, epilogue and messages are not drawn.
+The width of a cell is proportional to its time. Every chunk is assumed to take the same time, its backward twice the
+time of its forward, and each half of the backward (I, W) the time of the forward. Prologue, epilogue and messages are
+not drawn.
 """
 
 import itertools
@@ -23,64 +24,71 @@ from ...step.pipeline import Piped, rows_of
 from ...strategy.schedules.operations import TIME, WORDS, Kind
 from .svg import INK, kinds_of, tint
 
-_BANDS = 6  # a schedule of more is drawn without its middle
-_LABEL = 8  # characters left of a lane
+_MAX_BANDS = 6  # a schedule with more bands is drawn without its middle
+_LABEL_WIDTH = 8  # characters to the left of a rank's cells
 Columns = list[Column]
 
 
 def draw(schedule: Schedule, width: int = 80, color: bool = False) -> Iterator[Text]:
-    """Lines of `width` characters or less: bands of time one under the other, in each a line for every rank.
+    """Yield lines of at most `width` characters: bands of time below each other, each with a line for every rank.
 
-    With `color` a cell shows its microbatch's number, and its colour the rest; without, `F3` or, with chunks, `F3.1`.
+    With `color`, a cell shows the number of its microbatch, and its colour shows kind and chunk. Without, a cell reads
+    `F3`, or `F3.1` if there are chunks.
     """
-    p, m, v = schedule.ranks, schedule.microbatches, schedule.chunks
-    label = 1 + len(str(m - 1)) + (0 if color or v == 1 else 1 + len(str(v - 1)))
-    total, room = _time(schedule.columns), width - _LABEL
-    unit = max(label, min(label + 2, room // total))
-    bands = _bands(schedule, room // unit)
-    shown = _BANDS // 2 if len(bands) > _BANDS else len(bands)
-    for number, band in enumerate(bands):
-        if shown <= number < len(bands) - shown:
-            if number == shown:
-                last = bands[-shown - 1][-1][0]
+    num_ranks, num_microbatches, num_chunks = schedule.ranks, schedule.microbatches, schedule.chunks
+    cell_width = 1 + len(str(num_microbatches - 1)) + (0 if color or num_chunks == 1 else 1 + len(str(num_chunks - 1)))
+    total_time, columns_available = _total_time(schedule.columns), width - _LABEL_WIDTH
+    # Cells are wide enough for their text, and up to two characters wider if the schedule fits into one band.
+    columns_per_unit = max(cell_width, min(cell_width + 2, columns_available // total_time))
+    bands = _split_into_bands(schedule, columns_available // columns_per_unit)
+    num_shown = _MAX_BANDS // 2 if len(bands) > _MAX_BANDS else len(bands)
+    for band_index, band in enumerate(bands):
+        # A long schedule repeats itself in the middle.
+        if num_shown <= band_index < len(bands) - num_shown:
+            if band_index == num_shown:
+                last_tick = bands[-num_shown - 1][-1][0]
                 yield Text(
-                    f"{'':{_LABEL}}ticks {band[0][0]} to {last} are left out here; --svg has them\n", style="dim"
+                    f"{'':{_LABEL_WIDTH}}ticks {band[0][0]} to {last_tick} are left out here; --svg has them\n",
+                    style="dim",
                 )
             continue
-        yield Text(f"{'tick':<{_LABEL}}{_ruler(band, unit)}", style="dim")
-        for rank in range(p):
-            line = Text(f"{f'rank {rank}':<{_LABEL}}")
+        yield Text(f"{'tick':<{_LABEL_WIDTH}}{_tick_ruler(band, columns_per_unit)}", style="dim")
+        for rank in range(num_ranks):
+            line = Text(f"{f'rank {rank}':<{_LABEL_WIDTH}}")
             for column in band:
-                op, cell = schedule.op(column.kinds, rank, column.tick), unit * column.length
+                op, cell_columns = schedule.op(column.kinds, rank, column.tick), columns_per_unit * column.length
                 if op is None:
-                    line.append("." * cell, style="dim")
+                    line.append("." * cell_columns, style="dim")
                     continue
-                own = unit * TIME[op.kind]
+                op_columns = columns_per_unit * TIME[op.kind]
                 if color:
-                    line.append(f"{op.microbatch:<{own}}", style=f"{INK} on {tint(op.kind, op.chunk, v)}")
+                    line.append(
+                        f"{op.microbatch:<{op_columns}}", style=f"{INK} on {tint(op.kind, op.chunk, num_chunks)}"
+                    )
                 else:
-                    name = f"{op.kind}{op.microbatch}" + (f".{op.chunk}" if v > 1 else "")
-                    line.append(f"{name:{'-' if op.kind == 'B' else ' '}<{own}}")
-                line.append("." * (cell - own), style="dim")
+                    name = f"{op.kind}{op.microbatch}" + (f".{op.chunk}" if num_chunks > 1 else "")
+                    line.append(f"{name:{'-' if op.kind == 'B' else ' '}<{op_columns}}")
+                line.append("." * (cell_columns - op_columns), style="dim")
             yield line
         yield Text()
-    yield from _key(kinds_of(schedule), v, color)
+    yield from _legend(kinds_of(schedule), num_chunks, color)
     yield Text()
 
 
-def _key(kinds: list[Kind], chunks: int, color: bool) -> Iterator[Text]:
-    """What cells mean."""
+def _legend(kinds: list[Kind], chunks: int, color: bool) -> Iterator[Text]:
+    """Yield the legend."""
     if not color:
-        suffix, of = (".0", ", chunk 0") if chunks > 1 else ("", "")
-        *names, last = [f"{kind}1{suffix}" for kind in kinds]
+        suffix, chunk_text = (".0", ", chunk 0") if chunks > 1 else ("", "")
+        *names, last_name = [f"{kind}1{suffix}" for kind in kinds]
         words = [WORDS[kind] for kind in kinds]
         if len(kinds) == 2:
-            yield Text(f"{names[0]} and {last}: {words[0]} and {words[1]} of microbatch 1{of}; a dot is idle")
+            yield Text(
+                f"{names[0]} and {last_name}: {words[0]} and {words[1]} of microbatch 1{chunk_text}; a dot is idle"
+            )
         else:
             yield Text(f"{', '.join(kinds)}: {', '.join(words)}")
-            yield Text(
-                f"{' and '.join([', '.join(names), last] if names else [last])}: of microbatch 1{of}; a dot is idle"
-            )
+            examples = " and ".join([", ".join(names), last_name] if names else [last_name])
+            yield Text(f"{examples}: of microbatch 1{chunk_text}; a dot is idle")
         return
     line = Text()
     for kind in kinds:
@@ -91,90 +99,107 @@ def _key(kinds: list[Kind], chunks: int, color: bool) -> Iterator[Text]:
     yield line.append("by chunk" if chunks > 1 else "numbers are microbatches")
 
 
-def _time(columns: Columns) -> int:
+def _total_time(columns: Columns) -> int:
+    """Return the time of some columns, in forwards of one chunk."""
     return sum(column.length for column in columns)
 
 
-def _bands(schedule: Schedule, room: int) -> list[Columns]:
-    """The columns in as few parts as take `room` units of time each, of whole ticks and about the same length."""
+def _split_into_bands(schedule: Schedule, max_time: int) -> list[Columns]:
+    """Split the columns at ticks into the fewest bands of at most `max_time` units, of about the same length."""
+    # Bands break between ticks only, so that a tick's columns stay together.
     ticks = [list(tick) for _, tick in itertools.groupby(schedule.columns, key=lambda column: column.tick)]
 
-    def bands_of(most: int) -> list[Columns]:
+    def bands_up_to(limit: int) -> list[Columns]:
         bands: list[Columns] = [[]]
         for tick in ticks:
-            if bands[-1] and _time(bands[-1]) + _time(tick) > most:
+            if bands[-1] and _total_time(bands[-1]) + _total_time(tick) > limit:
                 bands.append([])
             bands[-1] += tick
         return bands
 
-    fewest = len(bands_of(room))
-    return next(bands for most in itertools.count(1) if len(bands := bands_of(most)) <= fewest)
+    num_bands = len(bands_up_to(max_time))
+    # The smallest limit with the same number of bands makes them about equally long.
+    return next(bands for limit in itertools.count(1) if len(bands := bands_up_to(limit)) <= num_bands)
 
 
-def _ruler(band: Columns, unit: int) -> str:
-    """The numbers of ticks where they begin, as many as fit."""
-    line, at, before = "", 0, -1
+def _tick_ruler(band: Columns, columns_per_unit: int) -> str:
+    """Return a line with the numbers of ticks where they begin, as many as fit."""
+    line, position, previous_tick = "", 0, -1
     for tick, _, length in band:
-        if tick != before and len(line) <= max(0, at - 1):
-            line = f"{line:<{at}}{tick}"
-        at, before = at + unit * length, tick
-    return line[:at]
+        if tick != previous_tick and len(line) <= max(0, position - 1):
+            line = f"{line:<{position}}{tick}"
+        position, previous_tick = position + columns_per_unit * length, tick
+    return line[:position]
 
 
 def held(schedule: Schedule, size: int | None = None) -> list[str]:
-    """The most activations that each rank holds, with their bytes if the size of one is known."""
+    """Return the most activations that each rank stores, as text; `size` is the bytes of one, if known."""
     counts = [schedule.in_flight(rank) for rank in range(schedule.ranks)]
     return [f"{count}" + (f" ({bytes_of(count * size, '.3g')})" if size else "") for count in counts]
 
 
 def summary(schedule: Schedule, size: int | None = None) -> dict[str, str]:
-    """The drawing in numbers: time, bubble, activations in flight, with their bytes if that of one is known."""
-    v, each = schedule.chunks, held(schedule, size)
-    ranks = f"{each[0]} on every rank" if len(set(each)) == 1 else f"{', '.join(each)} on ranks 0 to {len(each) - 1}"
-    room = f" = {bytes_of(schedule.slots * size, '.3g')}" if size else ""
-    kinds, work = kinds_of(schedule), 3 * schedule.microbatches
-    over = {
-        Fraction(k * (schedule.ranks - 1), v): f" = 3m + {k if k > 1 else ''}(p-1){'/v' if v > 1 else ''}"
-        for k in (3, 1)
+    """Return the drawing in numbers: time, bubble and activations in flight; `size` is the bytes of one, if known."""
+    num_chunks, stored_by_rank = schedule.chunks, held(schedule, size)
+    in_flight_text = (
+        f"{stored_by_rank[0]} on every rank"
+        if len(set(stored_by_rank)) == 1
+        else f"{', '.join(stored_by_rank)} on ranks 0 to {len(stored_by_rank) - 1}"
+    )
+    room_text = f" = {bytes_of(schedule.slots * size, '.3g')}" if size else ""
+    kinds, useful_time = kinds_of(schedule), 3 * schedule.microbatches
+    # A bubble of one of these lengths is printed as a formula: k (p - 1) / v for k of 3 and 1.
+    bubble_formulas = {
+        Fraction(
+            factor * (schedule.ranks - 1), num_chunks
+        ): f" = 3m + {factor if factor > 1 else ''}(p-1){'/v' if num_chunks > 1 else ''}"
+        for factor in (3, 1)
     }
-    costs = ", ".join(f"{TIME[kind]} for {kind}" for kind in kinds)
-    idle = f"{float(schedule.bubble):.1%} of the time"
+    formula = bubble_formulas.get(schedule.time - useful_time, "")
+    cost_text = ", ".join(f"{TIME[kind]} for {kind}" for kind in kinds)
+    idle_text = f"{float(schedule.bubble):.1%} of the time"
     if schedule.branches:
-        longest = schedule.timed(TIME)[1]
-        idle += (
-            f"; {float(1 - Fraction(work * v) / longest):.1%} between a rank's first operation and its last, at most"
-        )
+        longest_span = schedule.timed(TIME)[1]
+        idle_share = float(1 - Fraction(useful_time * num_chunks) / longest_span)
+        idle_text += f"; {idle_share:.1%} between a rank's first operation and its last, at most"
     return {
         "schedule": f"{schedule.title}: {schedule.ticks} {'slots' if schedule.branches else 'ticks'}",
-        "time": f"{float(schedule.time):g}{over.get(schedule.time - work, '')}: a rank's layers take {costs}",
-        "bubble": idle,
-        "in flight": f"{ranks}, each of one microbatch{' and chunk' if v > 1 else ''}",
-        "room": f"for {schedule.slots} on every rank{room}, as all run one program",
+        "time": f"{float(schedule.time):g}{formula}: a rank's layers take {cost_text}",
+        "bubble": idle_text,
+        "in flight": f"{in_flight_text}, each of one microbatch{' and chunk' if num_chunks > 1 else ''}",
+        "room": f"for {schedule.slots} on every rank{room_text}, as all run one program",
     }
 
 
 def slot_bytes(step: Step, batch: Any) -> int:
-    """Bytes of one slot of a pipelined step: what a rank keeps of one microbatch's forward through one chunk.
+    """Return the bytes of one slot of a pipelined step: what one microbatch's forward through one chunk saves.
 
-    `batch` is arrays or `jax.ShapeDtypeStruct`s, [rows, ...]. Nothing is compiled or allocated.
+    Nothing is compiled or allocated.
+
+    Args:
+      step: a step with a pipeline.
+      batch: arrays or `jax.ShapeDtypeStruct`, [rows, ...].
     """
     assert step.schedule is not None
     slots = rows_of(step.schedule).stashes if step.layout.storage.cut else step.schedule.slots
-    return _held_bytes(step, batch)[0] // slots
+    return _stash_bytes(step, batch)[0] // slots
 
 
 def held_bytes(step: Step, batch: Any) -> int:
-    """Bytes of what a rank of a pipelined step has room for, of all slots: from F to B, or to W; and from I to W."""
-    return sum(_held_bytes(step, batch))
+    """Return the bytes of all slots of a rank of a pipelined step: values kept from F to B or W, and from I to W."""
+    return sum(_stash_bytes(step, batch))
 
 
-def _held_bytes(step: Step, batch: Any) -> list[int]:
-    """Those of forwards for backwards, and of I for W."""
+def _stash_bytes(step: Step, batch: Any) -> list[int]:
+    """Return the bytes that slots hold from forwards to backwards, and from I to W."""
     schedule = step.schedule
     assert schedule is not None
+    # Traced abstractly under `shard_map`, so that shapes are per device.
     state = step.abstract_state()
 
-    def held(stored: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+    def stash_arrays(
+        stored: Any, variables: Any, batch: Any, key: jax.Array
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         loss, rows = step.local.bound(stored, variables, batch, key)
         piped = Piped(step.tracing, loss, variables, rows, jax.random.split(key, schedule.microbatches))
         return piped.pipeline(jnp.float32(1)).held()
@@ -182,8 +207,8 @@ def _held_bytes(step: Step, batch: Any) -> list[int]:
     step.check(batch)
     stored = state.copy if step.layout.copied else state.params
 
-    def mapped(stored: Any, variables: Any, batch: Any, key: jax.Array) -> Any:
-        return step.mapped(held, batch, jax.sharding.PartitionSpec())(jnp.int32(0), stored, variables, key)[0]
+    def stash_on_device(stored: Any, variables: Any, batch: Any, key: jax.Array) -> Any:
+        return step.mapped(stash_arrays, batch, jax.sharding.PartitionSpec())(jnp.int32(0), stored, variables, key)[0]
 
-    kept = jax.eval_shape(mapped, stored, state.variables, batch, state.key)
-    return [sum(x.size * x.dtype.itemsize for x in part) for part in kept]
+    stash_shapes = jax.eval_shape(stash_on_device, stored, state.variables, batch, state.key)
+    return [sum(x.size * x.dtype.itemsize for x in part) for part in stash_shapes]

@@ -1,17 +1,17 @@
-"""A pipeline's schedule as SVG: a lane for each rank, cells as wide as they are long, on white and on black."""
+"""A pipeline's schedule as SVG: a lane for each rank, cells as wide as they take time, for white and black pages."""
 
 from collections.abc import Iterator
 
 from ...parallel.pipeline.schedules import Schedule
 from ...strategy.schedules.operations import KINDS, TIME, WORDS, Kind
 
-INK = "#10151c"  # of numbers on all tints
+INK = "#10151c"  # the colour of numbers, legible on all tints
 _TINTS = {
     "F": (0x4C8DD6, 0xC2DAF6),
     "B": (0xD9822B, 0xF8DBB8),
     "I": (0xB46BC8, 0xE9CFF2),
     "W": (0x3C9D5D, 0xBCE5C8),
-}  # of the first chunk, and of the last
+}  # kind -> colours of the first and of the last chunk
 _LEFT, _TOP, _LANE, _GAP, _RIGHT = 64, 84, 26, 6, 96
 _STYLE = (
     "text{fill:#1f2328;font:13px system-ui,sans-serif}.soft{fill:#59636e}.idle{fill:#818b98;fill-opacity:.14}"
@@ -22,67 +22,68 @@ _STYLE = (
 
 
 def tint(kind: str, chunk: int, chunks: int) -> str:
-    """The colour of a chunk's operations, lighter from chunk to chunk: F blue, B orange, I violet, W green."""
+    """Return the colour of a chunk's operations, lighter from chunk to chunk: F blue, B orange, I violet, W green."""
     first, last = (value.to_bytes(3, "big") for value in _TINTS[kind])
     share = chunk / max(1, chunks - 1)
     return "#" + bytes(round(a + (b - a) * share) for a, b in zip(first, last, strict=True)).hex()
 
 
 def kinds_of(schedule: Schedule) -> list[Kind]:
-    """The kinds of operations that a schedule has."""
-    ran = {op.kind for column in schedule.table() for ops in column for op in ops}
-    return [kind for kind in KINDS if kind in ran]
+    """Return the kinds of operations that a schedule has."""
+    kinds = {op.kind for column in schedule.table() for ops in column for op in ops}
+    return [kind for kind in KINDS if kind in kinds]
 
 
 def svg(schedule: Schedule, held: list[str]) -> str:
-    """The picture as text.
+    """Return the picture as SVG text.
 
     Args:
-      schedule: what to draw.
-      held: what to write behind each rank's lane, of the activations that it holds.
+      schedule: the schedule.
+      held: for each rank, the text to the right of its lane: the activations that it stores.
     """
-    p, v, columns = schedule.ranks, schedule.chunks, schedule.columns
-    total = sum(column.length for column in columns)
+    num_ranks, num_chunks, columns = schedule.ranks, schedule.chunks, schedule.columns
+    total_time = sum(column.length for column in columns)
     digits = len(str(schedule.microbatches - 1))
-    unit = max(min(26.0, 860 / total), 6.5 * digits + 6)
-    legend, most = _legend(kinds_of(schedule), v)
-    # The captions need some width, whatever the schedule's.
-    width, bottom = max(_LEFT + total * unit + _RIGHT, most, 640), _TOP + p * (_LANE + _GAP)
-    name = f"{schedule.title}: bubble {float(schedule.bubble):.1%}"
+    # About 860 units in all, but at least as wide as the numbers in the cells.
+    time_width = max(min(26.0, 860 / total_time), 6.5 * digits + 6)
+    legend, legend_right = _legend(kinds_of(schedule), num_chunks)
+    # The captions need a minimum width, however short the schedule is.
+    width, bottom = max(_LEFT + total_time * time_width + _RIGHT, legend_right, 640), _TOP + num_ranks * (_LANE + _GAP)
+    title = f"{schedule.title}: bubble {float(schedule.bubble):.1%}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {bottom + 46:g}" role="img">',
-        f'<title>{name}</title><style>{_STYLE}</style><text class="name" x="{_LEFT}" y="22">{name}</text>',
+        f'<title>{title}</title><style>{_STYLE}</style><text class="name" x="{_LEFT}" y="22">{title}</text>',
         *legend,
-        f'<text class="soft" x="{_LEFT + total * unit + 10:g}" y="{_TOP - 10}">in flight</text>',
+        f'<text class="soft" x="{_LEFT + total_time * time_width + 10:g}" y="{_TOP - 10}">in flight</text>',
     ]
-    for rank in range(p):
+    for rank in range(num_ranks):
         y = _TOP + rank * (_LANE + _GAP)
         lines += [
             f'<text class="end" x="{_LEFT - 10}" y="{y + 18}">rank {rank}</text>',
-            f'<rect class="idle" x="{_LEFT}" y="{y}" width="{total * unit:g}" height="{_LANE}"/>',
-            *_lane(schedule, rank, unit, y),
-            f'<text x="{_LEFT + total * unit + 10:g}" y="{y + 18}">{held[rank]}</text>',
+            f'<rect class="idle" x="{_LEFT}" y="{y}" width="{total_time * time_width:g}" height="{_LANE}"/>',
+            *_lane(schedule, rank, time_width, y),
+            f'<text x="{_LEFT + total_time * time_width + 10:g}" y="{y + 18}">{held[rank]}</text>',
         ]
-    return "\n".join([*lines, *_axis(total, unit, bottom, v), "</svg>"]) + "\n"
+    return "\n".join([*lines, *_axis(total_time, time_width, bottom, num_chunks), "</svg>"]) + "\n"
 
 
-def _lane(schedule: Schedule, rank: int, unit: float, y: int) -> Iterator[str]:
-    """The cells of one rank."""
+def _lane(schedule: Schedule, rank: int, time_width: float, y: int) -> Iterator[str]:
+    """Yield the cells of one rank."""
     x = float(_LEFT)
     for tick, kinds, length in schedule.columns:
         if op := schedule.op(kinds, rank, tick):
-            width = TIME[op.kind] * unit
+            width = TIME[op.kind] * time_width
             stage, fill = schedule.stage(rank, op.chunk), tint(op.kind, op.chunk, schedule.chunks)
             yield (
                 f"<g><title>{op.kind}{op.microbatch}, stage {stage}, tick {tick}</title>"
                 f'<rect class="op" x="{x:g}" y="{y}" width="{width:g}" height="{_LANE}" rx="3" fill="{fill}"/>'
                 f'<text class="op" x="{x + width / 2:g}" y="{y + 17}">{op.microbatch}</text></g>'
             )
-        x += length * unit
+        x += length * time_width
 
 
 def _legend(kinds: list[Kind], chunks: int) -> tuple[list[str], float]:
-    """What colours mean, and how far to the right it goes."""
+    """Return the legend, and its right edge."""
     lines, x = [], _LEFT
     for kind in kinds:
         for chunk in range(chunks):
@@ -92,15 +93,18 @@ def _legend(kinds: list[Kind], chunks: int) -> tuple[list[str], float]:
         word = WORDS[kind] + (", twice as long" if TIME[kind] == 2 else "")
         word += f", chunks 0 to {chunks - 1}" if chunks > 1 else ""
         lines.append(f'<text x="{x + 6}" y="51">{word}</text>')
-        x += 28 + 7 * len(word)
+        x += 28 + 7 * len(word)  # SVG has no text metrics: a character is about 7 units wide
     lines.append(f'<rect class="idle" x="{x}" y="38" width="16" height="16"/><text x="{x + 22}" y="51">idle</text>')
     return lines, x + 60
 
 
-def _axis(total: int, unit: float, y: int, chunks: int) -> Iterator[str]:
-    every = next(step for base in (1, 10, 100, 1000) for step in (base, 2 * base, 5 * base) if step * unit >= 48)
-    yield f'<path class="axis" d="M{_LEFT} {y}H{_LEFT + total * unit:g}"/>'
-    for time in range(0, total + 1, every):
-        yield f'<text class="soft mid" x="{_LEFT + time * unit:g}" y="{y + 16}">{time}</text>'
-    words = "time, in forwards of one " + ("chunk" if chunks > 1 else "rank") + " and microbatch"
-    yield f'<text class="soft" x="{_LEFT - 4}" y="{y + 36}">{words}</text>'
+def _axis(total_time: int, time_width: float, y: int, chunks: int) -> Iterator[str]:
+    """Yield the axis of time, with round numbers at least 48 units apart."""
+    tick_spacing = next(
+        step for base in (1, 10, 100, 1000) for step in (base, 2 * base, 5 * base) if step * time_width >= 48
+    )
+    yield f'<path class="axis" d="M{_LEFT} {y}H{_LEFT + total_time * time_width:g}"/>'
+    for time in range(0, total_time + 1, tick_spacing):
+        yield f'<text class="soft mid" x="{_LEFT + time * time_width:g}" y="{y + 16}">{time}</text>'
+    caption = "time, in forwards of one " + ("chunk" if chunks > 1 else "rank") + " and microbatch"
+    yield f'<text class="soft" x="{_LEFT - 4}" y="{y + 36}">{caption}</text>'

@@ -124,7 +124,7 @@ def test_a_run_ends_with_the_equation(tmp_path: Path) -> None:
         made.run()
     assert seen == [1, 2, 3]
     assert "the last checkpoint in" in str(error.value)
-    assert "no block is finite, and of this one no row by itself" in str(error.value)
+    assert "no block is finite, nor any row of this block alone" in str(error.value)
 
 
 def test_an_overflow_by_float16s_scale_ends_a_run_where_nothing_is_applied_any_more() -> None:
