@@ -16,8 +16,9 @@ from jax import lax
 from ...model import permutations
 from ...program import factors, kernels
 from ...program import jaxpr as jx
+from ...program.environment import through
 from ...program.primitives import having
-from ...program.walk import called, propagate, through
+from ...program.walk import called, propagate
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, LocalValue, place
 from ..tensor.primitives import follow, registering, shape_of

@@ -158,25 +158,18 @@ class Localiser:
 
     def run(self, flat: jx.Flat, args: Sequence[LocalValue], linear: bool = False) -> list[LocalValue]:
         """The outputs of a flat program; `linear` where it is that of cotangents."""
-        env = dict(zip(flat.constvars, map(self.constant, flat.consts), strict=True))
-        env.update(zip(flat.invars, args, strict=True))
+        env = jx.Environment.of(flat, args, self.literal, self.constant)
         self.through(flat, env)
-        return [self.read(env, v) for v in flat.outvars]
+        return env.read(flat.outvars)
 
-    def through(self, flat: jx.Flat, env: dict[Any, LocalValue]) -> None:
+    def through(self, flat: jx.Flat, env: jx.Environment[LocalValue]) -> None:
         """All equations of a flat program, in the values `env` of its variables."""
         for eqn in flat.eqns:
-            self.compute(eqn, env)
+            env.compute(eqn, self.equation)
 
-    def compute(self, eqn: Any, env: dict[Any, LocalValue]) -> None:
-        """One equation."""
-        inputs = [self.read(env, v) for v in eqn.invars]
-        with jx.source_info_of(eqn):
-            env.update(zip(eqn.outvars, self.equation(eqn, inputs), strict=True))
-
-    def read(self, env: dict[Any, LocalValue], atom: Any) -> LocalValue:
-        """The value of a variable or a literal."""
-        return self.constant(atom.val) if jx.is_literal(atom) else env[atom]
+    def literal(self, atom: Any) -> LocalValue:
+        """The value of a literal."""
+        return self.constant(atom.val)
 
     def constant(self, value: Any) -> LocalValue:
         """A literal, or an array that the program closes over: whole."""
