@@ -57,7 +57,8 @@ class Chunk(ContextLocaliser):
 
     total = of_all
 
-    def _check(self, x: LocalValue, eqn: Any) -> None:
+    def note(self, eqn: Any, x: LocalValue) -> None:
+        """Raises StayWholeError where an equation without a rule would gather logits."""
         if x.partial or x.dim is not None:
             raise StayWholeError(f"{place(eqn)} has no rule for chunks of them")
 

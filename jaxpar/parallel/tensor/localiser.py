@@ -193,15 +193,21 @@ class Localiser:
             self.gathered[place(eqn)] = max(size, self.gathered.get(place(eqn), 0))
 
     def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
-        """What becomes of one equation."""
+        """What becomes of one equation: what its rule says, or else the default rule."""
         name = eqn.primitive.name
         asked = name in self.always or any(x.dim is not None for x in inputs)
         rule = self.rules.get(name) if asked else None
         found = rule(self, eqn, inputs) if rule else None
-        if found is None:
-            for x in inputs:
-                self.note(eqn, x)
-            found = [(value, None) for value in jx.bind(eqn, [self.whole(x) for x in inputs])]
+        return self.results(eqn, inputs, self.on_whole(eqn, inputs) if found is None else found)
+
+    def on_whole(self, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
+        """The default rule: every rank computes the equation on whole values. `note` hears of each operand."""
+        for x in inputs:
+            self.note(eqn, x)
+        return [(value, None) for value in jx.bind(eqn, [self.whole(x) for x in inputs])]
+
+    def results(self, eqn: Any, inputs: Sequence[LocalValue], found: Found) -> list[LocalValue]:
+        """The results of an equation, with what is known of them from its inputs."""
         atoms = [x for v, x in zip(eqn.invars, inputs, strict=True) if not jx.is_literal(v)]
         active, weight = any(x.active for x in atoms), bool(atoms) and all(x.weight for x in atoms)
         origin = next((x.origin for x in inputs if x.dim is not None), "")
@@ -209,7 +215,7 @@ class Localiser:
             LocalValue(value, dim, v.aval.shape, active and jnp.issubdtype(v.aval.dtype, jnp.inexact), weight, origin)
             for v, (value, dim) in zip(eqn.outvars, found, strict=True)
         ]
-        if name == "broadcast_in_dim" and outs[0].dim is None:
+        if eqn.primitive.name == "broadcast_in_dim" and outs[0].dim is None:
             outs[0].broadcast = inputs[0], eqn.params["broadcast_dimensions"]
         return outs
 
