@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import factors, primitives
-from .environment import Environment, through
-from .walk import propagate, scan_parts, settled
+from .environment import through
+from .walk import is_literal, propagate, scan_parts, settled
 
 LOOKED_UP = ("gather", "dynamic_slice")  # their first operand is still what it was, if only some of it
 
@@ -73,12 +73,11 @@ class Follower:
         """The results of a program, open or closed."""
         return through(jaxpr, ins, self.results, NOTHING)
 
-    def follow(self, eqns: Iterable[Any], known: dict[Any, Followed]) -> Environment[Followed]:
-        """What is known of all variables, after some equations; a variable that is not `known` is of no source."""
-        env = Environment(known, lambda atom: NOTHING)
+    def follow(self, eqns: Iterable[Any], env: dict[Any, Followed]) -> None:
+        """What the results of equations are, into `env`; what is not in it is of no source."""
         for eqn in eqns:
-            env.store(eqn, self.results(eqn, env.read(eqn.invars)))
-        return env
+            ins = [NOTHING if is_literal(v) else env.get(v, NOTHING) for v in eqn.invars]
+            env.update(zip(eqn.outvars, self.results(eqn, ins), strict=True))
 
     def results(self, eqn: Any, ins: Sequence[Followed]) -> list[Followed]:
         """What the results of one equation are."""

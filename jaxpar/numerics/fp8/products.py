@@ -107,7 +107,7 @@ def _products(flat: jx.Flat, leaves: int) -> tuple[list[tuple[Any, int, list[int
 
     env = dict.fromkeys(flat.invars[leaves:], Followed((), frozenset({_DATA})))
     env |= {v: source(i, v.aval.shape) for i, v in enumerate(flat.invars[:leaves])}
-    env = _Weights(note, _DATA).follow(flat.eqns, env)
+    _Weights(note, _DATA).follow(flat.eqns, env)
     products = []
     for eqn, ins in found.values():
         sides = [side for side in (0, 1) if ins[side].views and _DATA not in ins[side].marks]
