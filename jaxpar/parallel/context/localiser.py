@@ -222,9 +222,9 @@ class ContextLocaliser(Localiser):
         split = any(x.dim is not None for x in inputs)
         how = primitives.of(eqn)
         apart = how.nested or how.separate or name in ("dot_general", "concatenate")  # inputs need not be split alike
-        known = name in self.rules and (apart or not mixed)
-        if found is None and split and known:
-            found = self.rules[name](self, eqn, inputs)
+        rule = self.rule_of(eqn) if apart or not mixed else None
+        if found is None and split and rule is not None:
+            found = rule(self, eqn, inputs)
         outs = self.results(eqn, inputs, self.on_whole(eqn, inputs) if found is None else found)
         # Of indices that are joined, some may count positions (`rules.py`), whatever the others are.
         if len(outs) == 1 and (name == "concatenate" or (not split and not outs[0].partial and outs[0].dim is None)):

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from ...program import jaxpr as jx
+from ...program import primitives
 from . import edges
 
 
@@ -62,6 +63,7 @@ class LocalValue:
 
 
 Found = list[tuple[Any, int | None]]  # of each output: the rank's value, and the dim along which it is split
+BY_FACTORS = ""  # in a table of rules, the name of all primitives that have factors and no rule of their own
 PrimitiveRule = Callable[["Localiser", Any, Sequence[LocalValue]], Found | None]
 
 
@@ -71,7 +73,7 @@ class Localiser:
 
     ranks: int
     sequence: bool
-    rules: Mapping[str, PrimitiveRule]
+    rules: Mapping[str, PrimitiveRule | None]
     gathered: dict[str, int] = field(default_factory=dict)
     always = ()  # primitives whose rule is asked whether or not an input is split
 
@@ -194,11 +196,14 @@ class Localiser:
 
     def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
         """What becomes of one equation: what its rule says, or else the default rule."""
-        name = eqn.primitive.name
-        asked = name in self.always or any(x.dim is not None for x in inputs)
-        rule = self.rules.get(name) if asked else None
+        asked = eqn.primitive.name in self.always or any(x.dim is not None for x in inputs)
+        rule = self.rule_of(eqn) if asked else None
         found = rule(self, eqn, inputs) if rule else None
         return self.results(eqn, inputs, self.on_whole(eqn, inputs) if found is None else found)
+
+    def rule_of(self, eqn: Any) -> PrimitiveRule | None:
+        """The rule of an equation's primitive: one for this name, or else `BY_FACTORS` if its factors are known."""
+        return self.rules.get(eqn.primitive.name, self.rules.get(BY_FACTORS) if primitives.of(eqn).factors else None)
 
     def on_whole(self, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
         """The default rule: every rank computes the equation on whole values. `note` hears of each operand."""
