@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec
 
 from ..program import jaxpr as jx
 from ..program.collectives import PRIMITIVES, axes_of
-from ..program.walk import propagate, through, visit
+from ..program.environment import through
+from ..program.walk import propagate, visit
 from .order import is_token
 
 Axes = frozenset[str]

@@ -90,25 +90,21 @@ def in_order(fun: Callable[..., Any], mesh: Mesh) -> Callable[..., tuple[Any, To
 
 def _run(closed: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:
     """The token after a program, and its outputs."""
-    jaxpr, consts = jx.opened(closed)
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+    jaxpr, _ = jx.opened(closed)
 
-    def read(atom: Any) -> Any:
-        return atom.val if jx.is_literal(atom) else env[atom]
+    def results(eqn: Any, values: Sequence[Any]) -> list[Any]:
+        nonlocal token
+        if not jx.communicates([eqn], PRIMITIVES):
+            return jx.bind(eqn, values)
+        within = eqn.primitive.name in _INSIDE
+        token, outs = jx.rerun(eqn, values, _run, token) if within else _collective(eqn, values, token)
+        return outs
 
+    env = jx.Environment.of(closed, values)
     # What nobody reads would be kept alive by the token.
     for eqn in jx.live(jaxpr.eqns, jaxpr.outvars):
-        values = [read(v) for v in eqn.invars]
-        with jx.source_info_of(eqn):
-            if eqn.primitive.name in PRIMITIVES:
-                token, outs = _collective(eqn, values, token)
-            elif jx.communicates([eqn], PRIMITIVES):
-                within = eqn.primitive.name in _INSIDE
-                token, outs = jx.rerun(eqn, values, _run, token) if within else _collective(eqn, values, token)
-            else:
-                outs = jx.bind(eqn, values)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return token, [read(v) for v in jaxpr.outvars]
+        env.compute(eqn, results)
+    return token, env.read(jaxpr.outvars)
 
 
 def _collective(eqn: Any, values: Sequence[Any], token: Token) -> tuple[Token, list[Any]]:

@@ -71,15 +71,15 @@ class _Kind(NamedTuple):
 
 def _evaluated(flat: jx.Flat, args: Sequence[Any]) -> list[Any]:
     """The results of a program with equal draws together. Rows of batches are as they are."""
-    env: dict[Any, Any] = dict(zip((*flat.constvars, *flat.invars), (*flat.consts, *args), strict=True))
-    read = lambda v: np.asarray(v.val, v.aval.dtype) if jx.is_literal(v) else env[v]  # of its dtype when it is stacked
+    # A literal keeps its dtype where it is stacked with others.
+    env = jx.Environment[Any].of(flat, args, lambda atom: np.asarray(atom.val, atom.aval.dtype))
     made = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
     for group in _groups(flat):
         eqn, *others = group
         if not others and (row := _row(eqn, made)):
             env[eqn.outvars[0]] = _Row(_value(env[row.of]), row.number)
             continue
-        values = [[read(v) for v in one.invars] for one in group]
+        values = [env.read(one.invars) for one in group]
         with jx.source_info_of(eqn):
             if others:
                 outs = _together(eqn, values)
@@ -88,7 +88,7 @@ def _evaluated(flat: jx.Flat, args: Sequence[Any]) -> list[Any]:
             else:
                 outs = [jx.bind(eqn, [*map(_value, values[0])])]
         for one, results in zip(group, outs, strict=True):
-            env.update(zip(one.outvars, results, strict=True))
+            env.store(one, results)
     return [v.val if jx.is_literal(v) else env[v] for v in flat.outvars]
 
 

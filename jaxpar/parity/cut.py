@@ -142,18 +142,15 @@ class _Run:
 
     def run(self, eqns: Sequence[Any], invars: Any, outvars: Any, ins: Sequence[Any]) -> list[Any]:
         """The results of some equations."""
-        env = dict(zip(invars, ins, strict=True))
-        read = lambda atom: atom.val if is_literal(atom) else env[atom]
+        env = jx.Environment(zip(invars, ins, strict=True))
         sizes: dict[Any, tuple[int, int] | None] = {}
         uncast: dict[Any, Any] = {}
         number, stop, enters = -1, self.site[0], len(self.site) > 1
         for i, eqn in enumerate(eqns):
-            values, cast = list(map(read, eqn.invars)), eqn.primitive.name in _CASTS
+            cast = eqn.primitive.name in _CASTS
             number += not cast
             here = not cast and number == stop
-            with jx.source_info_of(eqn):
-                outs = self.scan(eqn, values) if here and enters else jx.bind(eqn, values)
-            env.update(zip(eqn.outvars, outs, strict=True))
+            env.compute(eqn, self.scan if here and enters else jx.bind)
             if not cast:
                 sizes.update(zip(eqn.outvars, self.cut.sizes[*self.at, number], strict=True))
             elif not is_literal(x := eqn.invars[0]) and jnp.issubdtype((y := eqn.outvars[0]).aval.dtype, jnp.floating):
@@ -162,7 +159,7 @@ class _Run:
                 alive = {uncast.get(v, v): v for v in jx.free(eqns[i + 1 :], outvars) if sizes.get(v)}
                 for v in alive.values():
                     self.add(env[v], *sizes[v])  # type: ignore[misc]
-        return list(map(read, outvars))
+        return env.read(outvars)
 
     def add(self, x: Any, dim: int, size: int) -> None:
         """A number of a value with rows. Backwards it is made again of that value: what its derivative reads, of each

@@ -2,3 +2,4 @@
 
 # The table comes first: other modules make lists of its primitives while they are imported.
 from . import factors as factors
+from .registration import register as register

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import factors, primitives
-from .walk import is_literal, propagate, scan_parts, settled, through
+from .environment import through
+from .walk import is_literal, propagate, scan_parts, settled
 
 LOOKED_UP = ("gather", "dynamic_slice")  # their first operand is still what it was, if only some of it
 

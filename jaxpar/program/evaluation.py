@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from . import jaxpr as jx
+from .environment import Environment
 from .filter_primitives import without_filter_primitives
 from .walk import CALLS, CUSTOM, REMATS, called, is_literal, opened, scan_parts
 
@@ -58,20 +59,19 @@ class Evaluation(ABC):
 
     def run(self, program: Any, ins: Sequence[Any]) -> list[Any]:
         """The results of a program, open or closed."""
-        jaxpr, consts = opened(program)
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(self._closed_over, consts), *ins), strict=True))
+        jaxpr, _ = opened(program)
+        written = lambda atom: self.given(atom.val, WRITTEN)
+        env = Environment.of(program, ins, written, self._closed_over)
         last = {v: at for at, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not is_literal(v)}
         last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not is_literal(v)}
-        read = lambda atom: self.given(atom.val, WRITTEN) if is_literal(atom) else env[atom]
         outside = self.sites
         for at, eqn in enumerate(jaxpr.eqns):
             self.sites = (*outside, eqn)
-            outs = self._results(eqn, list(map(read, eqn.invars)))
-            env.update((v, x) for v, x in zip(eqn.outvars, outs, strict=True) if v in last)
-            for v in {v for v in eqn.invars if not is_literal(v) and last[v] == at}:
-                del env[v]
+            env.store(eqn, self._results(eqn, env.read(eqn.invars)))
+            for v in (v for v in (*eqn.invars, *eqn.outvars) if not is_literal(v) and last.get(v, at) == at):
+                env.pop(v, None)
         self.sites = outside
-        return list(map(read, jaxpr.outvars))
+        return env.read(jaxpr.outvars)
 
     def _closed_over(self, x: Any) -> Any:
         return self.given(x, CLOSED_OVER)

@@ -10,7 +10,7 @@ rows are at the end, one for each primitive, with what else is known of it (`pri
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +86,38 @@ def along(*params: str) -> Rule:
                 f"and the primitive has the parameters {', '.join(eqn.params) or 'none'}; name one of these in the rule"
             )
         return same(eqn, [d % ndim for dims in named for d in dims])
+
+    return rule
+
+
+def labelled(text: str) -> Rule:
+    """Return a rule that letters spell, as in `jnp.einsum`: `"...k,kj->...j"`. A letter that no result has is summed
+    over, `_` is a dim that is mixed, and `...` stands for any number of dims.
+
+    The rule raises ValueError where an equation has another number of operands, results or dims.
+    """
+    before, _, after = text.replace(" ", "").partition("->")
+
+    def labels(terms: str, atoms: Sequence[Any], dims: Sequence[Shape]) -> list[list[str]]:
+        found = []
+        for term, shape in zip(terms.split(","), dims, strict=False):
+            first, dots, last = term.partition("...")
+            free = len(shape) - len(first) - len(last) if dots else 0
+            found.append([*first, *(f"...{n}" for n in reversed(range(free))), *last])
+        if len(terms.split(",")) != len(atoms) or list(map(len, found)) != list(map(len, dims)):
+            raise ValueError(
+                f"the rule {text!r} says {terms!r}, and an equation has {len(atoms)} there, of shapes "
+                f"{list(map(list, dims))}; a rule needs a term for each and a letter for each dim; write ... for any "
+                "number of dims"
+            )
+        return found
+
+    def rule(eqn: Any) -> Iterable[Factor]:
+        ins, outs = map(labels, (before, after), (eqn.invars, eqn.outvars), shapes(eqn))
+        at = lambda every, label: tuple(one.index(label) if label in one else None for one in every)
+        for label in dict.fromkeys(label for one in (*ins, *outs) for label in one if label != "_"):
+            made = at(outs, label)
+            yield Factor(at(ins, label), made, "" if any(d is not None for d in made) else "sum")
 
     return rule
 

@@ -74,7 +74,8 @@ def _from_remat(eqn: Any, ours: set[Any], both: set[Any]) -> tuple[list[Any], An
     invars = [v for v in needed if v in outer]
     body = jx.build(rest, [*invars, *moved], list(flat.outvars)).jaxpr
     call = eqn.replace(invars=[*(outer[v] for v in invars), *moved], params={**eqn.params, "jaxpr": body})
-    return [e.replace(invars=[v if jx.is_literal(v) else outer.get(v, v) for v in e.invars]) for e in pre], call
+    names = jx.Environment(outer, jx.itself)
+    return [e.replace(invars=names.read(e.invars)) for e in pre], call
 
 
 def split(

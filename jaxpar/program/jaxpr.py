@@ -4,11 +4,10 @@ Everything here reads programs that JAX has traced; nothing knows of devices or 
 supported range of jax spell some things differently, and only this file and `walk.py` know.
 """
 
-import contextlib
 import math
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,13 @@ from jax.core import ShapedArray
 from jax.interpreters import partial_eval as pe
 
 from . import collectives, kernels
+from .environment import Environment as Environment
+from .environment import array_of as array_of
+from .environment import bind as bind
+from .environment import evaluate as evaluate
+from .environment import itself as itself
+from .environment import rerun as rerun
+from .environment import source_info_of as source_info_of
 from .libraries import of_library
 from .primitives import PRODUCTS
 from .walk import CALLS, CUSTOM, REMATS, called, is_literal, opened, propagate, visit, with_programs
@@ -43,6 +49,11 @@ class Flat:
     invars: tuple[Any, ...]
     outvars: tuple[Any, ...]
     eqns: tuple[Any, ...]
+
+    @property
+    def jaxpr(self) -> "Flat":
+        """The program itself, which `walk.opened` reads like a closed jaxpr."""
+        return self
 
 
 def type_of(atom: Any) -> jax.ShapeDtypeStruct:
@@ -69,11 +80,9 @@ def flatten(closed: Any, remats: Any = False, calls: Callable[[Any], bool] = lam
     eqns: list[Any] = []
     foreign: list[Any] = []  # what has constraints of a mesh of the user's own
 
-    def walk(jaxpr: Any, values: Sequence[Any], env: dict[Any, Any], site: Any = None, derived: bool = False) -> None:
+    def walk(jaxpr: Any, values: Any, inputs: Sequence[Any], site: Any = None, derived: bool = False) -> list[Any]:
         # One jaxpr object may be called twice, so every definition gets a fresh variable.
-        def read(atom: Any) -> Any:
-            return atom if is_literal(atom) else env[atom]
-
+        env = Environment(zip(jaxpr.invars, inputs, strict=True), itself)
         for var, value in zip(jaxpr.constvars, values, strict=True):
             env[var] = jec.Var(var.aval)
             constvars.append(env[var])
@@ -84,27 +93,24 @@ def flatten(closed: Any, remats: Any = False, calls: Callable[[Any], bool] = lam
                 name in REMATS and ((remats(eqn) if callable(remats) else remats) or _holds_scan(eqn.params["jaxpr"]))
             ):
                 inner, inner_consts = opened(called(eqn))
-                inner_env = dict(zip(inner.invars, map(read, eqn.invars), strict=True))
-                walk(inner, inner_consts, inner_env, _source(eqn, site), derived or kernels.derived(eqn))
-                outs = [v if is_literal(v) else inner_env[v] for v in inner.outvars]
-                env.update(zip(eqn.outvars, outs, strict=True))
+                within = _source(eqn, site), derived or kernels.derived(eqn)
+                env.store(eqn, walk(inner, inner_consts, env.read(eqn.invars), *within))
             elif name == "sharding_constraint":  # of a mesh of the user's own: where values live is the step's to say
-                env[eqn.outvars[0]] = read(eqn.invars[0])
+                env.store(eqn, env.read(eqn.invars))
                 foreign.append(eqn)
             else:
-                env.update((v, v if isinstance(v, jec.DropVar) else jec.Var(v.aval)) for v in eqn.outvars)
-                ins, source = list(map(read, eqn.invars)), _source(eqn, site)
-                eqn = eqn.replace(invars=ins, outvars=[env[v] for v in eqn.outvars], source_info=source)
+                ins, source = env.read(eqn.invars), _source(eqn, site)
+                env.store(eqn, (v if isinstance(v, jec.DropVar) else jec.Var(v.aval) for v in eqn.outvars))
+                eqn = eqn.replace(invars=ins, outvars=env.read(eqn.outvars), source_info=source)
                 if communicates([eqn], ("sharding_constraint",)):
                     foreign.append(eqn)
                 # What follows has the mesh of the constraint in its types.
                 eqns.append(_unconstrained(eqn) if foreign else eqn)
+        return env.read(jaxpr.outvars)
 
     jaxpr, values = opened(collectives.reduced(closed))
-    env = {v: jec.Var(v.aval) for v in jaxpr.invars}
-    invars = tuple(env.values())
-    walk(jaxpr, values, env)
-    outvars = tuple(v if is_literal(v) else env[v] for v in jaxpr.outvars)
+    invars = tuple(jec.Var(v.aval) for v in jaxpr.invars)
+    outvars = tuple(walk(jaxpr, values, invars))
     return Flat(tuple(constvars), tuple(consts), invars, outvars, tuple(eqns))
 
 
@@ -114,28 +120,25 @@ def _unconstrained(eqn: Any) -> Any:
     """
 
     def inside(jaxpr: Any) -> Any:
-        env: dict[Any, Any] = {}
+        env = Environment[Any]({}, itself)
 
-        def read(atom: Any) -> Any:
-            return atom if is_literal(atom) else env[atom]
+        def new(variables: Sequence[Any]) -> list[Any]:
+            for var in variables:
+                aval = var.aval
+                plain = isinstance(aval, ShapedArray)
+                if not isinstance(var, jec.DropVar):
+                    env[var] = jec.Var(ShapedArray(aval.shape, aval.dtype, aval.weak_type) if plain else aval)
+            return env.read(variables)
 
-        def new(var: Any) -> Any:
-            if isinstance(var, jec.DropVar):
-                return var
-            aval = var.aval
-            plain = isinstance(aval, ShapedArray)
-            env[var] = jec.Var(ShapedArray(aval.shape, aval.dtype, aval.weak_type) if plain else aval)
-            return env[var]
-
-        outer = {"constvars": list(map(new, jaxpr.constvars)), "invars": list(map(new, jaxpr.invars))}
+        outer = {"constvars": new(jaxpr.constvars), "invars": new(jaxpr.invars)}
         eqns = []
         for inner in jaxpr.eqns:
-            ins = list(map(read, inner.invars))
+            ins = env.read(inner.invars)
             if inner.primitive.name == "sharding_constraint":
-                env[inner.outvars[0]] = ins[0]
+                env.store(inner, ins)
             else:
-                eqns.append(_unconstrained(inner.replace(invars=ins, outvars=list(map(new, inner.outvars)))))
-        return jaxpr.replace(**outer, eqns=eqns, outvars=list(map(read, jaxpr.outvars)))
+                eqns.append(_unconstrained(inner.replace(invars=ins, outvars=new(inner.outvars))))
+        return jaxpr.replace(**outer, eqns=eqns, outvars=env.read(jaxpr.outvars))
 
     eqn = with_programs(eqn, inside)
     return eqn.replace(params=eqn.params | {name: None for name in ("sharding", "out_sharding") if name in eqn.params})
@@ -159,66 +162,12 @@ def run(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> C
     return jec.jaxpr_as_fun(build(eqns, invars, outvars))
 
 
-def bind(eqn: Any, values: Sequence[Any], **changes: Any) -> list[Any]:
-    """An equation's primitive on other values, with other parameters where `changes` says so."""
-    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params({**eqn.params, **changes}))
-    return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def evaluate(program: Any, values: Sequence[Any], of: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
-    """The results of a program, open or closed; `of(eqn, operands)` gives those of an equation."""
-    jaxpr, consts = opened(program)
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-    read = lambda atom: jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else env[atom]
-    for eqn in jaxpr.eqns:
-        with source_info_of(eqn):
-            env.update(zip(eqn.outvars, of(eqn, list(map(read, eqn.invars))), strict=True))
-    return list(map(read, jaxpr.outvars))
-
-
-def rerun(eqn: Any, values: Sequence[Any], run: Callable[..., tuple[Any, list[Any]]], state: Any = ()) -> Any:
-    """The results of a scan, while, cond or call whose programs `run(program, values, state)` runs, as `(state, outs)`:
-    what it returns too. The state, a tree, goes through all of them; a while's condition leaves it as it is.
-    """
-    name, params = eqn.primitive.name, eqn.params
-    if name == "scan":
-        parts = scan_parts(eqn)
-        n, k = len(parts.consts), len(parts.carry)
-
-        def body(carry: Any, xs: Any) -> Any:
-            state, outs = run(parts.body, [*values[:n], *carry[1], *xs], carry[0])
-            return (state, outs[:k]), outs[k:]
-
-        start, xs = (state, list(values[n : n + k])), list(values[n + k :])
-        how = {"length": parts.length, "reverse": parts.reverse, "unroll": params["unroll"]}
-        (state, carry), ys = jax.lax.scan(body, start, xs, **how)
-        return state, [*carry, *ys]
-    if name == "while":
-        n = params["cond_nconsts"]
-        k = n + params["body_nconsts"]
-        goes_on = lambda carry: run(params["cond_jaxpr"], [*values[:n], *carry[1]], carry[0])[1][0]
-        step = lambda carry: run(params["body_jaxpr"], [*values[n:k], *carry[1]], carry[0])
-        return jax.lax.while_loop(goes_on, step, (state, list(values[k:])))
-    if name == "cond":
-        branches = [lambda state, *values, b=branch: run(b, values, state) for branch in params["branches"]]
-        return jax.lax.switch(values[0], branches, state, *values[1:])
-    return run(called(eqn), values, state)
-
-
 def pulled(fun: Callable[..., Sequence[Any]], values: Sequence[Any]) -> list[Any]:
     """What a function's backward makes of ones, for those of its arguments that are floats."""
     outs, pull = jax.vjp(fun, *values)
     floats = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     given = pull([jnp.ones_like(y) if floats(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outs])
     return [ct for x, ct in zip(values, given, strict=True) if floats(x)]
-
-
-@contextlib.contextmanager
-def source_info_of(eqn: Any) -> Iterator[None]:
-    """Within it, what is traced stands where an equation stands in the user's program."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-        yield
 
 
 def live(eqns: Sequence[Any], outvars: Iterable[Any]) -> tuple[Any, ...]:

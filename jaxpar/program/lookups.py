@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from . import jaxpr as jx
-from .walk import propagate, through
+from .environment import through
+from .walk import propagate
 
 # The results hold the elements of the first operand, and no others. A cast to a narrower type is one as well: what is
 # looked up in range is in range before.

@@ -129,19 +129,6 @@ def scan_parts(eqn: Any) -> Scan:
     )
 
 
-def through(program: Any, ins: Sequence[V], of: Callable[[Any, list[V]], Sequence[V]], constant: V) -> list[V]:
-    """A property of values, followed through a program (open or closed): of its results, from its inputs'.
-
-    `of(eqn, ins)` is that of an equation's results, and `constant` that of literals and of arrays that it closed over.
-    """
-    jaxpr, _ = opened(program)
-    env = dict(zip(jaxpr.invars, ins, strict=True))
-    read = lambda atom: constant if is_literal(atom) else env.get(atom, constant)
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, of(eqn, list(map(read, eqn.invars))), strict=True))
-    return list(map(read, jaxpr.outvars))
-
-
 def settled(carry: Sequence[V], step: Callable[[list[V]], Sequence[V]], join: Callable[[V, V], V]) -> list[V]:
     """What a loop's carry is in every iteration: joined with what a `step` makes of it, until that changes nothing.
 

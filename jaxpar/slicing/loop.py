@@ -97,9 +97,7 @@ class _Iteration:
         flat, out = jx.trace(body, state, number, x, remats=remats)
         self._outs, self._tree = flat.outvars, jax.tree.structure(out)
         self._todo = jx.live(flat.eqns, flat.outvars)
-        self.env = dict(
-            zip((*flat.constvars, *flat.invars), (*flat.consts, *jax.tree.leaves((state, number, x))), strict=True)
-        )
+        self.env = jx.Environment.of(flat, jax.tree.leaves((state, number, x)))
         self.arrived = list(flat.invars[: len(jax.tree.leaves(state))])
         self._sends: list[Any] = []
         self._exchanges: Callable[[Any], bool] = lambda eqn: eqn.primitive.name in _EXCHANGES
@@ -198,20 +196,20 @@ class _Iteration:
             elif self._exchanges(eqn):
                 self._sends.append(eqn)
             else:
-                self._bind(eqn)
+                self.env.compute(eqn)
         self._todo = later
 
     def send_ahead(self, eqns: Sequence[Any]) -> None:
         """Runs some collectives, after the exchanges that have arrived and before those that can start."""
         hold(self.env, [v for eqn in eqns for v in eqn.invars], self.env, self.arrived)
         for eqn in eqns:
-            self._bind(eqn)
+            self.env.compute(eqn)
         hold(self.env, self.leaving, self.env, [v for eqn in eqns for v in eqn.outvars])
 
     def send(self) -> None:
         """Runs the all-to-alls that can start."""
         for eqn in self._sends:
-            self._bind(eqn)
+            self.env.compute(eqn)
         self.arrived = [v for eqn in self._sends for v in eqn.outvars]
         self._sends = []
 
@@ -227,7 +225,7 @@ class _Iteration:
         scalars = lambda eqns: [v for one in eqns for v in one.invars if not jx.is_literal(v) and not v.aval.shape]
         numbers = jx.needed(self._todo, [v for eqns, _ in chains for v in scalars(eqns)])
         for eqn in numbers:
-            self._bind(eqn)
+            self.env.compute(eqn)
         taken = {id(eqn) for eqns in (numbers, *(eqns for eqns, _ in chains)) for eqn in eqns}
         rest = [eqn for eqn in self._todo if id(eqn) not in taken]
         flops = [sum(count for count, _ in jx.matmuls([eqn]).values()) for eqn in rest]
@@ -240,23 +238,16 @@ class _Iteration:
             for chain in fitting if count else ():
                 hold(self.env, scalars(chain[0]), self.env, [v for v in eqn.invars if not jx.is_literal(v)])
                 for one in chain[0]:
-                    self._bind(one)
+                    self.env.compute(one)
                 chains.remove(chain)
                 room -= chain[1]
-            self._bind(eqn)
+            self.env.compute(eqn)
         for one in (one for eqns, _ in chains for one in eqns):
-            self._bind(one)
+            self.env.compute(one)
 
     def result(self) -> Any:
         """What the body returns."""
-        return jax.tree.unflatten(self._tree, [self._read(v) for v in self._outs])
-
-    def _bind(self, eqn: Any) -> None:
-        with jx.source_info_of(eqn):
-            self.env.update(zip(eqn.outvars, jx.bind(eqn, [self._read(v) for v in eqn.invars]), strict=True))
-
-    def _read(self, atom: Any) -> Any:
-        return atom.val if jx.is_literal(atom) else self.env[atom]
+        return jax.tree.unflatten(self._tree, self.env.read(self._outs))
 
 
 def _products(eqns: Sequence[Any], level: Mapping[Any, int], exchanges: Mapping[int, int]) -> collections.Counter[int]:

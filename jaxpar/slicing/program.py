@@ -191,4 +191,4 @@ def _again(leaves: Sequence[Any], which: set[int], inputs: list[Any], linear: Se
 
 def read(env: dict[Any, Any], atom: Any) -> Any:
     """The value of a variable or literal."""
-    return jnp.asarray(atom.val, atom.aval.dtype) if jx.is_literal(atom) else env[atom]
+    return jx.array_of(atom) if jx.is_literal(atom) else env[atom]

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 
 from ..program import jaxpr as jx
 from ..program.collectives import PRIMITIVES
+from ..program.environment import through
 from ..program.primitives import PRODUCTS
-from ..program.walk import propagate, through
+from ..program.walk import propagate
 from .loop import hold
 
 _COMBINED = ("all-gather", "all-reduce", "reduce-scatter")  # XLA makes one of several
@@ -48,7 +49,7 @@ def side_by_side(flat: jx.Flat, shared: int, sums: int, groups: int, axes: Mappi
 
     def run(*values: Any) -> list[Any]:
         each = [_Each(values[i : i + groups]) for i in range(shared, len(values), groups)]
-        outs = _run(flat, flat.consts, [*values[:shared], *each], groups)
+        outs = _run(flat, [*values[:shared], *each], groups)
         if any(isinstance(x, _Each) for x in outs[sums:]):
             raise ValueError(
                 f"concurrent={groups} runs {groups} microbatches at once, and the loss gives variables, as BatchNorm's "
@@ -61,40 +62,37 @@ def side_by_side(flat: jx.Flat, shared: int, sums: int, groups: int, axes: Mappi
     return jx.trace(run, *abstract[:shared], *(x for x in abstract[shared:] for _ in range(groups)), axes=dict(axes))[0]
 
 
-def _run(program: Any, consts: Sequence[Any], values: Sequence[Any], groups: int, layer: bool = False) -> list[Any]:
-    env = dict(zip((*program.constvars, *program.invars), (*consts, *values), strict=True))
-    read = lambda atom: atom.val if jx.is_literal(atom) else env[atom]
+def _run(program: Any, values: Sequence[Any], groups: int, layer: bool = False) -> list[Any]:
+    env = jx.Environment.of(program, values)
+    jaxpr, _ = jx.opened(program)
     todo: list[Any] = []  # equations of each group
-    for eqn in program.eqns:
-        ins = list(map(read, eqn.invars))
-        if not any(isinstance(x, _Each) for x in ins):
-            _compute([eqn], env)
+    for eqn in jaxpr.eqns:
+        if not any(isinstance(x, _Each) for x in env.read(eqn.invars)):
+            env.compute(eqn)
         elif eqn.primitive.name == "scan":
             _compute_each(todo, env, groups, layer)
             todo.clear()
-            with jx.source_info_of(eqn):
-                env.update(zip(eqn.outvars, _scan(eqn, list(map(read, eqn.invars)), groups), strict=True))
+            env.compute(eqn, lambda eqn, ins: _scan(eqn, ins, groups))
         else:
             todo.append(eqn)
             env.update((v, _Each()) for v in eqn.outvars)
     _compute_each(todo, env, groups, layer)
-    return list(map(read, program.outvars))
+    return env.read(jaxpr.outvars)
 
 
-def _compute(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
+def _compute(eqns: Sequence[Any], env: jx.Environment[Any]) -> None:
     for eqn in eqns:
-        with jx.source_info_of(eqn):
-            outs = jx.bind(eqn, [atom.val if jx.is_literal(atom) else env[atom] for atom in eqn.invars])
-        env.update(zip(eqn.outvars, outs, strict=True))
+        env.compute(eqn)
 
 
-def _compute_each(eqns: Sequence[Any], env: dict[Any, Any], groups: int, layer: bool) -> None:
+def _compute_each(eqns: Sequence[Any], env: jx.Environment[Any], groups: int, layer: bool) -> None:
     """Equations of each group: of a `layer` those of one until it has sent, then those of the next.
 
     Of what a group has received nothing is computed before what the next one sends can start. Else XLA makes one
     collective of what several send, beside which none of them computes (jax 0.10.2). All-to-alls it leaves apart.
     """
-    envs = [{v: x[g] if isinstance(x, _Each) and x else x for v, x in env.items()} for g in range(groups)]
+    own = lambda x, group: x[group] if isinstance(x, _Each) and x else x
+    envs = [jx.Environment({v: own(x, group) for v, x in env.items()}) for group in range(groups)]
     computes, arrived, last = list[Any](), list[Any](), envs[-1]
     for sends, following in _phases(eqns) if layer else [([], eqns)]:
         for one in envs:
@@ -134,7 +132,7 @@ def _scan(eqn: Any, ins: Sequence[Any], groups: int) -> list[Any]:
     spread = lambda x, on: x if isinstance(x, _Each) or not on else _Each([x] * groups)
 
     def layer(program: Any, values: Sequence[Any], state: Any) -> tuple[Any, list[Any]]:
-        outs = _run(*jx.opened(program), values, groups, layer=True)
+        outs = _run(program, values, groups, layer=True)
         return state, list(map(spread, outs, apart))
 
     return jx.rerun(eqn, [*ins[:n], *map(spread, ins[n : n + k], apart), *ins[n + k :]], layer)[1]

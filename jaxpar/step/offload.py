@@ -49,14 +49,12 @@ class _Leaf(NamedTuple):
 
     def __call__(self, arrays: dict[Any, jax.Array], scalars: Sequence[jax.Array], shape: Any) -> list[jax.Array]:
         """The results, of blocks of this shape, by variable, and of scalars."""
-        env = arrays | dict(zip(self.scalars, scalars, strict=True))
-        read = lambda atom: jnp.asarray(atom.val, atom.aval.dtype) if jx.is_literal(atom) else env[atom]
+        env = jx.Environment(arrays | dict(zip(self.scalars, scalars, strict=True)), jx.array_of)
+        spread = lambda eqn, operands: [jnp.broadcast_to(operands[0], shape)]
         for eqn in self.eqns:
-            values = [read(atom) for atom in eqn.invars]
-            spread = eqn.primitive.name == "broadcast_in_dim"
-            results = [jnp.broadcast_to(values[0], shape)] if spread else jx.bind(eqn, values)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in self.outs]
+            results = spread if eqn.primitive.name == "broadcast_in_dim" else jx.bind
+            env.store(eqn, results(eqn, env.read(eqn.invars)))
+        return env.read(self.outs)
 
 
 class _Program(NamedTuple):

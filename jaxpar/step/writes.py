@@ -24,7 +24,8 @@ from ..layout.layout import Layout
 from ..model.model import Model
 from ..program import jaxpr as jx
 from ..program.buffers import on_device
-from ..program.walk import propagate, through
+from ..program.environment import through
+from ..program.walk import propagate
 from ..strategy import Strategy
 
 _OTHER_KIND = (
@@ -127,11 +128,7 @@ def _sources(flat: jx.Flat) -> list[Any]:
         outs = propagate(eqn, ins, lambda program, ins, _: through(program, ins, of, None), _same)
         return [None] * len(eqn.outvars) if outs is None else outs
 
-    env = {v: v for v in flat.invars}
-    read = lambda v: None if jx.is_literal(v) else env.get(v)
-    for eqn in flat.eqns:
-        env.update(zip(eqn.outvars, of(eqn, list(map(read, eqn.invars))), strict=True))
-    return list(map(read, flat.outvars))
+    return through(flat, flat.invars, of, None)
 
 
 def _same(a: Any, b: Any) -> Any:

@@ -5,7 +5,6 @@ lets a loss through that couples rows.
 """
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import equations
@@ -18,54 +17,17 @@ from equations import EXAMPLES, RANKS
 from jaxpar.parallel.tensor.edges import EDGES
 from jaxpar.program import factors
 from jaxpar.program import jaxpr as jx
-from jaxpar.program.factors import ELEMENTWISE, FACTORS, Factor
+from jaxpar.program.factors import ELEMENTWISE, FACTORS
 from jaxpar.program.primitives import PRIMITIVES
+from jaxpar.program.registration import claims_of
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
 NEWER = {"log2", "one_minus_square", "polynomial"} if jax.__version_info__ < (0, 11) else set()  # what this jax has not
-JOINED = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and,
-          "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
-
-
-def part(shape: Sequence[int], dim: int | None, n: int) -> tuple[int, ...]:
-    return tuple(size // n if d == dim else size for d, size in enumerate(shape))
-
-
-def divides(eqn: Any, factor: Factor, n: int) -> bool:
-    """Whether a factor can be cut into n equal parts."""
-    ins, outs = factors.shapes(eqn)
-    sizes = [s[d] for s, d in zip((*ins, *outs), (*factor.ins, *factor.outs), strict=True) if d is not None]
-    groups = [eqn.params[factor.grouped]] if factor.grouped else []
-    return bool(sizes) and not any(size % n for size in (*sizes, *groups))
-
-
-def joined(eqn: Any, factor: Factor, parts: Sequence[Any], operands: Sequence[Any], dim: int | None) -> Any:
-    """A result from those of the parts."""
-    if dim is not None:
-        return np.concatenate(parts, dim)
-    if factor.reduced in JOINED:
-        return reduce(JOINED[factor.reduced], parts)
-    if factor.reduced in ("argmax", "argmin"):  # of the part whose own best is the best, the first of them
-        (at,) = eqn.params["axes"]
-        best = [np.take_along_axis(x, np.expand_dims(i, at), at) for x, i in zip(operands, parts, strict=True)]
-        which = getattr(np, factor.reduced)(np.concatenate(best, at), at)
-        within = np.take_along_axis(np.stack(parts, at), np.expand_dims(which, at), at)
-        return np.squeeze(within, at) + (which * operands[0].shape[at]).astype(within.dtype)
-    assert not factor.reduced, factor.reduced
-    for other in parts[1:]:
-        np.testing.assert_array_equal(other, parts[0])
-    return parts[0]
 
 
 def prove(eqns: Sequence[tuple[Any, Sequence[Any]]]) -> int:
     """Every factor of some equations, in 2 and in 3 parts, all of them compiled as one program. How many there were."""
-    claims = [
-        (eqn, values, f, n) for eqn, values in eqns for f in factors.of(eqn) for n in (2, 3) if divides(eqn, f, n)
-    ]
-    cut = [
-        [[x if d is None else np.split(x, n, d)[i] for x, d in zip(values, f.ins, strict=True)] for i in range(n)]
-        for eqn, values, f, n in claims
-    ]
+    claims = [claim for eqn, values in eqns for claim in claims_of(eqn, values, factors.of(eqn))]
 
     def bound(eqn: Any, values: Sequence[Any], **changes: Any) -> list[Any]:
         if eqn.primitive.name in COLLECTIVES:
@@ -75,25 +37,16 @@ def prove(eqns: Sequence[tuple[Any, Sequence[Any]]]) -> int:
 
     def run(operands: Any, cut: Any) -> Any:
         whole = [bound(eqn, values) for (eqn, _), values in zip(eqns, operands, strict=True)]
-        parts = []
-        for (eqn, _, f, n), each in zip(claims, cut, strict=True):
-            changes = f.params(lambda shape, dim, n=n: part(shape, dim, n)) if f.params else {}
-            parts.append([bound(eqn, values, **changes) for values in each])
-        return whole, parts
+        each = zip(claims, cut, strict=True)
+        return whole, [[bound(claim.eqn, part, **claim.changes()) for part in parts] for claim, parts in each]
 
-    whole, parts = jax.tree.map(np.asarray, jax.jit(run)([values for _, values in eqns], cut))
+    whole, parts = jax.tree.map(
+        np.asarray, jax.jit(run)([values for _, values in eqns], [claim.cut() for claim in claims])
+    )
     wholes = {id(eqn): value for (eqn, _), value in zip(eqns, whole, strict=True)}
-    for (eqn, _, f, n), operands, outs in zip(claims, cut, parts, strict=True):
-        ranks = int(eqn.primitive.name in COLLECTIVES)
-        for i, dim in enumerate(f.outs):
-            expected, dim = wholes[id(eqn)][i], None if dim is None else dim + ranks
-            found = joined(eqn, f, [out[i] for out in outs], [x[0] for x in operands], dim)
-            said = f"{eqn}: {f.ins} -> {f.outs} {f.reduced} in {n} parts, result {i}"
-            assert (found.shape, found.dtype) == (expected.shape, expected.dtype), said
-            if np.issubdtype(found.dtype, np.inexact):
-                np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5, err_msg=said)
-            else:
-                np.testing.assert_array_equal(found, expected, err_msg=said)
+    for claim, found in zip(claims, parts, strict=True):
+        said = claim.difference(wholes[id(claim.eqn)], found)
+        assert not said, f"{claim.eqn}: {claim.factor} in {claim.parts} parts: {said}"
     return len(claims)
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jaxpar.program import jaxpr as jx
-from jaxpar.program.walk import fold, propagate, settled, through, visit
+from jaxpar.program.walk import fold, propagate, settled, visit
 
 
 def follow(closed: Any, ins: list[bool], decides: bool | None = None) -> list[bool]:
@@ -80,10 +80,3 @@ def test_a_fold_is_told_what_became_of_each_equations_programs() -> None:
 def test_a_carry_settles_where_another_step_changes_nothing() -> None:
     step = lambda carry: [carry[1], carry[2], carry[2]]
     assert settled([0, 0, 5], step, max) == [5, 5, 5]
-
-
-def test_a_property_is_followed_from_inputs_and_constants() -> None:
-    table = jnp.arange(3.0)
-    closed = jax.make_jaxpr(lambda x, y: (jnp.sin(x) + table, 2.0 * y, table))(table, 1.0)
-    names = through(closed, ["x", "y"], lambda eqn, ins: ["".join(sorted({*ins}))] * len(eqn.outvars), "")
-    assert names == ["x", "y", ""]

@@ -18,7 +18,8 @@ from ...model.paths import name_of
 from ...parallel.data import rule_of
 from ...program import jaxpr as jx
 from ...program.collectives import PRIMITIVES, axes_of
-from ...program.walk import propagate, through
+from ...program.environment import through
+from ...program.walk import propagate
 from ...slicing.program import Program
 from ...step.core import Step
 from ..ledger import Collective

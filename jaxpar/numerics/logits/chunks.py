@@ -14,7 +14,7 @@ from ...parallel.context.rules import RULES as CONTEXT
 from ...parallel.context.split import Split
 from ...parallel.tensor import RULES as TENSOR
 from ...parallel.tensor.edges import EDGES
-from ...parallel.tensor.localiser import Found, LocalValue, place
+from ...parallel.tensor.localiser import BY_FACTORS, Found, LocalValue, place
 from ...parallel.tensor.primitives import follow, shape_of
 from ...program import jaxpr as jx
 from ...program.primitives import having
@@ -22,7 +22,7 @@ from .cross_entropy import HeadProduct, product
 
 # Of what is no single factor, the rules that ask nothing of other chunks.
 _OWN = ("reshape", "dot_general", "gather", *having("reduces"), *having("separate"), *jx.REMATS)
-RULES: dict[str, Any] = {name: rule for name, rule in TENSOR.items() if rule is follow}
+RULES: dict[str, Any] = {**dict.fromkeys(TENSOR), BY_FACTORS: follow}
 RULES |= {name: CONTEXT[name] for name in _OWN}
 
 
@@ -57,7 +57,8 @@ class Chunk(ContextLocaliser):
 
     total = of_all
 
-    def _check(self, x: LocalValue, eqn: Any) -> None:
+    def note(self, eqn: Any, x: LocalValue) -> None:
+        """Raises StayWholeError where an equation without a rule would gather logits."""
         if x.partial or x.dim is not None:
             raise StayWholeError(f"{place(eqn)} has no rule for chunks of them")
 

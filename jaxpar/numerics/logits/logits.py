@@ -26,7 +26,8 @@ from ...parallel.context.split import Split
 from ...parallel.tensor.localiser import LocalValue
 from ...parallel.tensor.primitives import ELEMENTWISE, shape_of
 from ...program import jaxpr as jx
-from ...program.walk import propagate, through, visit
+from ...program.environment import through
+from ...program.walk import propagate, visit
 from .chunks import RULES, Chunk, StayWholeError
 from .cross_entropy import CHUNK, HeadProduct, first, pieces
 
@@ -102,7 +103,7 @@ def _held(flat: jx.Flat, leaves: int, least: float) -> "dict[str, tuple[_Region,
 
     if any(_is_large(e, least) for eqn in flat.eqns if eqn.primitive.name in _HOLDERS for e, _ in visit([eqn])):
         sources = [frozenset(("leaf" if i < leaves else "rest",)) for i in range(len(flat.invars))]
-        through(jx.build(flat.eqns, flat.invars, flat.outvars), sources, follow, frozenset())
+        through(flat, sources, follow, frozenset())
     return found
 
 
@@ -277,12 +278,11 @@ class _Region:
         later = lambda eqn: not self.after.isdisjoint(v for v in eqn.invars if not jx.is_literal(v))
         before = [eqn for i, eqn in kept if i < last and not later(eqn)]
         behind = [eqn for i, eqn in kept if i > last or later(eqn)]
-        given = dict(zip(new.invars, self.inputs, strict=True))
-        loop = [_renamed(eqn, given) for eqn in new.eqns]
-        atoms = (v if jx.is_literal(v) else given.get(v, v) for v in new.outvars)
-        results = dict(zip(self.outs, atoms, strict=True))
-        outvars = tuple(v if jx.is_literal(v) else results.get(v, v) for v in flat.outvars)
-        behind = [_renamed(eqn, results) for eqn in behind]
+        given = jx.Environment(zip(new.invars, self.inputs, strict=True), jx.itself)
+        loop = [eqn.replace(invars=given.read(eqn.invars)) for eqn in new.eqns]
+        results = jx.Environment(zip(self.outs, given.read(new.outvars), strict=True), jx.itself)
+        outvars = tuple(results.read(flat.outvars))
+        behind = [eqn.replace(invars=results.read(eqn.invars)) for eqn in behind]
         others = [eqn for eqn in before if id(eqn) not in self.made]
         read = [v for eqn in (*others, *loop, *behind) for v in eqn.invars]
         known = {id(eqn) for eqn in (*others, *jx.needed(before, (*read, *outvars)))}
@@ -299,7 +299,3 @@ class _Region:
 def _wide(x: jax.Array) -> jax.Array:
     """In float32 where it is narrower."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-
-
-def _renamed(eqn: Any, names: dict[Any, Any]) -> Any:
-    return eqn.replace(invars=[v if jx.is_literal(v) else names.get(v, v) for v in eqn.invars])

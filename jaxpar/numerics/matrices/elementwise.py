@@ -138,31 +138,27 @@ def _results(optimizer: Any, tree: Any, masters: tuple[Any, ...], tuned: Sequenc
 
 def _evaluated(flat: jx.Flat, inputs: Sequence[_Value], shapes: Sequence[tuple[int, ...]]) -> list[_Value]:
     """What a program's results are, from what its inputs are."""
-    env: dict[Any, _Value] = dict(zip(flat.invars, inputs, strict=True))
-    for var, const in zip(flat.constvars, flat.consts, strict=True):
-        if jnp.shape(const):
+
+    def constant(x: Any) -> _Value:
+        if jnp.shape(x):
             raise _Unclear("an array of the optimizer's own")
-        env[var] = _Value(("constant", float(const)))
-    _run(flat.eqns, env, shapes)
-    return [_read(env, atom) for atom in flat.outvars]
+        return _Value(("constant", float(x)))
+
+    env = jx.Environment.of(flat, inputs, lambda atom: constant(atom.val), constant)
+    for eqn in flat.eqns:
+        env.store(eqn, _equation(eqn, env.read(eqn.invars), shapes))
+    return env.read(flat.outvars)
 
 
-def _read(env: dict[Any, _Value], atom: Any) -> _Value:
-    return _Value(("constant", float(atom.val))) if jx.is_literal(atom) else env[atom]
-
-
-def _run(eqns: Sequence[Any], env: dict[Any, _Value], shapes: Sequence[tuple[int, ...]]) -> None:
-    """What each equation's result is, into `env`."""
-    for eqn in eqns:
-        values = [_read(env, atom) for atom in eqn.invars]
-        name = eqn.primitive.name
-        if name == "cond" and values[0].leaf is None and not values[0].partial:
-            branch = lambda program, ins, which: _evaluated(jx.flatten(program), ins, shapes)
-            results = propagate(eqn, values, branch, lambda a, b: _joined("cond", (a, b)))
-            assert results is not None
-        else:
-            results = [_one(eqn, name, values, shapes)]
-        env.update(zip(eqn.outvars, results, strict=True))
+def _equation(eqn: Any, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> list[_Value]:
+    """What each result of an equation is."""
+    name = eqn.primitive.name
+    if name != "cond" or values[0].leaf is not None or values[0].partial:
+        return [_one(eqn, name, values, shapes)]
+    branch = lambda program, ins, which: _evaluated(jx.flatten(program), ins, shapes)
+    results = propagate(eqn, values, branch, lambda a, b: _joined("cond", (a, b)))
+    assert results is not None
+    return results
 
 
 def _one(eqn: Any, name: str, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> _Value:

@@ -106,8 +106,7 @@ class Owners:
     def __call__(self, mesh: Mesh, token: Token | None, *args: Any) -> tuple[list[Any], Token | None]:
         """The program's results from its arguments, and the token after its exchanges."""
         flat = self.program.flat
-        env = dict(zip((*flat.invars, *flat.constvars), (*args, *flat.consts), strict=True))
-        read = lambda v: jnp.asarray(v.val, v.aval.dtype) if jx.is_literal(v) else env[v]
+        env = jx.Environment.of(flat, args, jx.array_of)
         last = jnp.zeros(())
         for node in self.order:
             if isinstance(node, Bundle):
@@ -118,12 +117,12 @@ class Owners:
                 env.update(made)
                 last = next(iter(made.values())).ravel()[0]
             elif isinstance(node, tuple):
-                (eqn, branches), (which, *operands) = node, map(read, node[0].invars)
+                (eqn, branches), (which, *operands) = node, env.read(node[0].invars)
                 outs, token = lax.switch(which, [functools.partial(one, mesh) for one in branches], token, *operands)
-                env.update(zip(eqn.outvars, outs, strict=True))
+                env.store(eqn, outs)
             else:
-                env.update(zip(node.outvars, jx.bind(node, [read(v) for v in node.invars]), strict=True))
-        return [read(v) for v in flat.outvars], token
+                env.store(node, jx.bind(node, env.read(node.invars)))
+        return env.read(flat.outvars), token
 
 
 class Dealer(NamedTuple):

@@ -29,7 +29,7 @@ from jax import lax
 
 from ...program import jaxpr as jx
 from ...program import primitives
-from ..tensor.localiser import Localiser, LocalValue, place
+from ..tensor.localiser import Found, Localiser, LocalValue, place
 from .attention_mode import AXIS, GATHER, AttentionMode
 from .entry import FirstSplit, starts
 from .ops import from_zigzag, order_of
@@ -195,9 +195,11 @@ class ContextLocaliser(Localiser):
             outs = super().run(flat, args)
         finally:
             self.eqns = outer
-        return (
-            outs if linear else [LocalValue(self.whole(x), None, x.shape, x.active) if x.partial else x for x in outs]
-        )
+        return outs if linear else self._complete(outs)
+
+    def _complete(self, values: Sequence[LocalValue]) -> list[LocalValue]:
+        """The same values, partial sums added up."""
+        return [LocalValue(self.whole(x), None, x.shape, x.active) if x.partial else x for x in values]
 
     def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
         """What becomes of one equation."""
@@ -216,31 +218,28 @@ class ContextLocaliser(Localiser):
             found = start.run(self, inputs)
         elif any(x.partial for x in inputs):
             found = linear(eqn, inputs)
-            if found is None:
-                inputs = [LocalValue(self.whole(x), None, x.shape, x.active) if x.partial else x for x in inputs]
+            inputs = self._complete(inputs) if found is None else inputs
         split = any(x.dim is not None for x in inputs)
         how = primitives.of(eqn)
         apart = how.nested or how.separate or name in ("dot_general", "concatenate")  # inputs need not be split alike
-        known = name in self.rules and (apart or not mixed)
-        if found is None and split and known:
-            found = self.rules[name](self, eqn, inputs)
-        if found is None:
-            for x in inputs:
-                self._check(x, eqn)
-            found = [(value, None) for value in jx.bind(eqn, [self.whole(x) for x in inputs])]
-        atoms = [x for v, x in zip(eqn.invars, inputs, strict=True) if not jx.is_literal(v)]
-        active, weight = any(x.active for x in atoms), bool(atoms) and all(x.weight for x in atoms)
-        outs = []
-        for v, (value, dim) in zip(eqn.outvars, found, strict=True):
-            moves = active and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-            at = None if dim is None or dim == PARTIAL else self.split(dim)
-            outs.append(LocalValue(value, at, v.aval.shape, moves, weight, partial=dim == PARTIAL))
+        rule = self.rule_of(eqn) if apart or not mixed else None
+        if found is None and split and rule is not None:
+            found = rule(self, eqn, inputs)
+        outs = self.results(eqn, inputs, self.on_whole(eqn, inputs) if found is None else found)
         # Of indices that are joined, some may count positions (`rules.py`), whatever the others are.
         if len(outs) == 1 and (name == "concatenate" or (not split and not outs[0].partial and outs[0].dim is None)):
             outs[0].made = eqn, inputs
         return outs
 
-    def _check(self, x: LocalValue, eqn: Any) -> None:
+    def results(self, eqn: Any, inputs: Sequence[LocalValue], found: Found) -> list[LocalValue]:
+        """The results of an equation: each whole, split, or a partial sum."""
+        outs = super().results(eqn, inputs, found)
+        for x in outs:
+            x.partial = x.dim == PARTIAL
+            x.dim = None if x.dim is None or x.partial else self.split(x.dim)
+        return outs
+
+    def note(self, eqn: Any, x: LocalValue) -> None:
         """Raises ValueError where an equation without a rule would gather features of all positions."""
         if x.dim is None or math.prod(x.shape) <= self.cheap:
             return

@@ -19,7 +19,7 @@ from ...program import jaxpr as jx
 from ...program import primitives
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, LocalValue, place
-from ..tensor.primitives import shape_of
+from ..tensor.primitives import follow, shape_of
 from ..tensor.sums import identity
 from .attention_mode import AXIS
 from .entry import side_by_side
@@ -146,7 +146,7 @@ def _pad(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Foun
     x, fill = inputs
     if x.dim is None:
         return None
-    if (found := TENSOR["pad"](work, eqn, inputs)) is not None:
+    if (found := follow(work, eqn, inputs)) is not None:
         return found
     config = list(eqn.params["padding_config"])
     low, high, between = config[x.dim]
@@ -171,7 +171,7 @@ def _concatenate(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
     split = {i: work.split(x.dim) for i, x in enumerate(inputs) if x.dim is not None}
     if any(dim != at for dim in split.values()):
         alike = len({dim.how[1:] for dim in split.values()}) == 1
-        return TENSOR["concatenate"](work, eqn, inputs) if alike else None
+        return follow(work, eqn, inputs) if alike else None
     most = max(split, key=lambda i: lengths[i])
     x, dim = inputs[most], split[most]
     firsts, others = [sum(lengths[:i]) for i in range(len(inputs))], [lengths[i] for i in split if i != most]
@@ -213,7 +213,7 @@ def _scatter(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> 
     of_window = [d for d in range(len(x.shape)) if d not in (*inserted, *numbers.operand_batching_dims)]
     by_window = dict(zip(numbers.update_window_dims, of_window, strict=True))  # dims of y -> of x
     if {x.dim, by_window.get(y.dim)}.isdisjoint(into) and (x.dim is not None or y.dim in by_window):
-        return TENSOR[name](work, eqn, inputs)
+        return follow(work, eqn, inputs)
     if len(into) != 1 or inserted not in ((), into) or numbers.operand_batching_dims or places is None:
         return None
     (dim,) = into
@@ -296,7 +296,7 @@ def _cumulative(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) 
     assert x.dim is not None
     dim, n = work.split(x.dim), x.shape[x.dim]
     if x.dim != eqn.params["axis"]:
-        return TENSOR["cumsum"](work, eqn, inputs)
+        return follow(work, eqn, inputs)
     chunk, after, back = work.chunk(n, dim.overlap), max(dim.overlap, 0), eqn.params["reverse"]
     if dim.rows > 1 or (back and after):
         return None

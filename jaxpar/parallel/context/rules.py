@@ -16,10 +16,11 @@ from jax import lax
 from ...model import permutations
 from ...program import factors, kernels
 from ...program import jaxpr as jx
+from ...program.environment import through
 from ...program.primitives import having
-from ...program.walk import called, propagate, through
+from ...program.walk import called, propagate
 from ..tensor import RULES as TENSOR
-from ..tensor.localiser import Found, LocalValue, place
+from ..tensor.localiser import BY_FACTORS, Found, LocalValue, place
 from ..tensor.primitives import follow, registering, shape_of
 from .attention.flash import AttentionOptions
 from .attention_mode import AXIS, AttentionMode, options_of
@@ -39,8 +40,7 @@ from .places import constant, laid, placed
 from .split import PARTIAL, Split, counts, reshaped
 
 Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
-_KNOWN = (*factors.FACTORS, *having("separate"), *having("nested"))
-RULES: dict[str, Rule] = {name: TENSOR[name] for name in _KNOWN if name in TENSOR}
+RULES: dict[str, Rule] = {**TENSOR, BY_FACTORS: follow}
 rule = registering(RULES)
 
 

@@ -20,7 +20,7 @@ class TokenExchange(ExpertLocaliser):
 
     fewer: dict[str, int] = field(default_factory=dict)
 
-    def through(self, flat: jx.Flat, env: dict[Any, LocalValue]) -> None:
+    def through(self, flat: jx.Flat, env: jx.Environment[LocalValue]) -> None:
         """All equations of a flat program, those of a run of grouped matmuls together, where its last one stands."""
         found = {id(run.eqns[-1]): run for run in runs(flat, self.rules)}
         later = {id(eqn) for run in found.values() for eqn in run.eqns if not repeats(eqn)}
@@ -28,11 +28,11 @@ class TokenExchange(ExpertLocaliser):
             if id(eqn) in found:
                 self.grouped(found[id(eqn)], env)
             elif id(eqn) not in later:
-                self.compute(eqn, env)
+                env.compute(eqn, self.equation)
 
-    def grouped(self, run: ExpertRun, env: dict[Any, LocalValue]) -> None:
+    def grouped(self, run: ExpertRun, env: jx.Environment[LocalValue]) -> None:
         """Tokens exchanged, where experts are split and that is fewer bytes; else the equations as they are."""
-        inputs = [self.read(env, v) for v in (run.sizes, *run.rows, *run.leaves, *run.rest)]
+        inputs = env.read((run.sizes, *run.rows, *run.leaves, *run.rest))
         k = 1 + len(run.rows)
         leaves, rest = inputs[k : k + len(run.leaves)], inputs[k + len(run.leaves) :]
         tokens, experts = run.bytes()
@@ -46,7 +46,7 @@ class TokenExchange(ExpertLocaliser):
             self.fewer.update({place(eqn): tokens for eqn in run.eqns if eqn.primitive.name == PRIMITIVE})
         for eqn in run.eqns:
             if not repeats(eqn):
-                self.compute(eqn, env)
+                env.compute(eqn, self.equation)
 
 
 def exchange_tokens(

@@ -105,18 +105,16 @@ class ExpertRun:
     def expert(self, leaves: Sequence[jax.Array], x: jax.Array) -> jax.Array:
         """What one expert makes of n rows, [n, D] -> [n, D']: `leaves` are its own, then `rest`."""
         work = ByRows(1, False, {**self.rules, PRIMITIVE: _product}, rows=x.shape[0])
-        env, at = {}, 0
+        env, at = jx.Environment[LocalValue]({}, work.literal), 0
         for v in self.rows:
             size = math.prod(v.aval.shape[1:])
             value = x[:, at : at + size].reshape(x.shape[0], *v.aval.shape[1:])
             env[v], at = LocalValue(value, BY_ROWS, v.aval.shape, active=True), at + size
         env[self.sizes] = LocalValue(None, None, self.sizes.aval.shape, weight=True)
-        env |= {
-            v: LocalValue(value, None, value.shape, weight=True)
-            for v, value in zip((*self.leaves, *self.rest), leaves, strict=True)
-        }
+        for v, value in zip((*self.leaves, *self.rest), leaves, strict=True):
+            env[v] = LocalValue(value, None, value.shape, weight=True)
         for eqn in self.eqns:
-            work.compute(eqn, env)
+            env.compute(eqn, work.equation)
         return env[self.out].value.reshape(x.shape[0], -1)
 
 

@@ -15,7 +15,7 @@ from ...program import factors
 from ...program import jaxpr as jx
 from ...program.primitives import having
 from ..tensor import RULES as TENSOR
-from ..tensor.localiser import Found, LocalValue, place
+from ..tensor.localiser import BY_FACTORS, Found, LocalValue, place
 from ..tensor.primitives import follow
 from .localiser import ExpertLocaliser, SlotDims
 from .ops.gather import fewer
@@ -51,7 +51,7 @@ def _slots(inputs: Sequence[LocalValue]) -> Any:
 rule("optimization_barrier")(TENSOR["optimization_barrier"])
 
 
-@rule(*factors.FACTORS)
+@rule(BY_FACTORS)
 def _follow(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Each slot for itself: neither experts nor slots are mixed, and what lacks either is equal on all ranks."""
     i = next(i for i, x in enumerate(inputs) if isinstance(x.dim, SlotDims))

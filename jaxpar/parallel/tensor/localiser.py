@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from ...program import jaxpr as jx
+from ...program import primitives
 from . import edges
 
 
@@ -62,6 +63,7 @@ class LocalValue:
 
 
 Found = list[tuple[Any, int | None]]  # of each output: the rank's value, and the dim along which it is split
+BY_FACTORS = ""  # in a table of rules, the name of all primitives that have factors and no rule of their own
 PrimitiveRule = Callable[["Localiser", Any, Sequence[LocalValue]], Found | None]
 
 
@@ -71,7 +73,7 @@ class Localiser:
 
     ranks: int
     sequence: bool
-    rules: Mapping[str, PrimitiveRule]
+    rules: Mapping[str, PrimitiveRule | None]
     gathered: dict[str, int] = field(default_factory=dict)
     always = ()  # primitives whose rule is asked whether or not an input is split
 
@@ -158,25 +160,18 @@ class Localiser:
 
     def run(self, flat: jx.Flat, args: Sequence[LocalValue], linear: bool = False) -> list[LocalValue]:
         """The outputs of a flat program; `linear` where it is that of cotangents."""
-        env = dict(zip(flat.constvars, map(self.constant, flat.consts), strict=True))
-        env.update(zip(flat.invars, args, strict=True))
+        env = jx.Environment.of(flat, args, self.literal, self.constant)
         self.through(flat, env)
-        return [self.read(env, v) for v in flat.outvars]
+        return env.read(flat.outvars)
 
-    def through(self, flat: jx.Flat, env: dict[Any, LocalValue]) -> None:
+    def through(self, flat: jx.Flat, env: jx.Environment[LocalValue]) -> None:
         """All equations of a flat program, in the values `env` of its variables."""
         for eqn in flat.eqns:
-            self.compute(eqn, env)
+            env.compute(eqn, self.equation)
 
-    def compute(self, eqn: Any, env: dict[Any, LocalValue]) -> None:
-        """One equation."""
-        inputs = [self.read(env, v) for v in eqn.invars]
-        with jx.source_info_of(eqn):
-            env.update(zip(eqn.outvars, self.equation(eqn, inputs), strict=True))
-
-    def read(self, env: dict[Any, LocalValue], atom: Any) -> LocalValue:
-        """The value of a variable or a literal."""
-        return self.constant(atom.val) if jx.is_literal(atom) else env[atom]
+    def literal(self, atom: Any) -> LocalValue:
+        """The value of a literal."""
+        return self.constant(atom.val)
 
     def constant(self, value: Any) -> LocalValue:
         """A literal, or an array that the program closes over: whole."""
@@ -200,15 +195,24 @@ class Localiser:
             self.gathered[place(eqn)] = max(size, self.gathered.get(place(eqn), 0))
 
     def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
-        """What becomes of one equation."""
-        name = eqn.primitive.name
-        asked = name in self.always or any(x.dim is not None for x in inputs)
-        rule = self.rules.get(name) if asked else None
+        """What becomes of one equation: what its rule says, or else the default rule."""
+        asked = eqn.primitive.name in self.always or any(x.dim is not None for x in inputs)
+        rule = self.rule_of(eqn) if asked else None
         found = rule(self, eqn, inputs) if rule else None
-        if found is None:
-            for x in inputs:
-                self.note(eqn, x)
-            found = [(value, None) for value in jx.bind(eqn, [self.whole(x) for x in inputs])]
+        return self.results(eqn, inputs, self.on_whole(eqn, inputs) if found is None else found)
+
+    def rule_of(self, eqn: Any) -> PrimitiveRule | None:
+        """The rule of an equation's primitive: one for this name, or else `BY_FACTORS` if its factors are known."""
+        return self.rules.get(eqn.primitive.name, self.rules.get(BY_FACTORS) if primitives.of(eqn).factors else None)
+
+    def on_whole(self, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
+        """The default rule: every rank computes the equation on whole values. `note` hears of each operand."""
+        for x in inputs:
+            self.note(eqn, x)
+        return [(value, None) for value in jx.bind(eqn, [self.whole(x) for x in inputs])]
+
+    def results(self, eqn: Any, inputs: Sequence[LocalValue], found: Found) -> list[LocalValue]:
+        """The results of an equation, with what is known of them from its inputs."""
         atoms = [x for v, x in zip(eqn.invars, inputs, strict=True) if not jx.is_literal(v)]
         active, weight = any(x.active for x in atoms), bool(atoms) and all(x.weight for x in atoms)
         origin = next((x.origin for x in inputs if x.dim is not None), "")
@@ -216,7 +220,7 @@ class Localiser:
             LocalValue(value, dim, v.aval.shape, active and jnp.issubdtype(v.aval.dtype, jnp.inexact), weight, origin)
             for v, (value, dim) in zip(eqn.outvars, found, strict=True)
         ]
-        if name == "broadcast_in_dim" and outs[0].dim is None:
+        if eqn.primitive.name == "broadcast_in_dim" and outs[0].dim is None:
             outs[0].broadcast = inputs[0], eqn.params["broadcast_dimensions"]
         return outs
 

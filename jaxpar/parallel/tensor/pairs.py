@@ -35,7 +35,8 @@ import jax
 
 from ...layout.leaves import PAD_FROM
 from ...model.paths import name_of
-from ...program.walk import propagate, through
+from ...program.environment import through
+from ...program.walk import propagate
 
 Leaves = Sequence[tuple[str, tuple[int, ...]]]
 _WORTH = 64  # products for each element that is sent

@@ -14,7 +14,7 @@ from ...program import jaxpr as jx
 from ...program.factors import ELEMENTWISE as ELEMENTWISE
 from ...program.factors import Factor
 from ...program.primitives import having
-from .localiser import Found, Localiser, LocalValue, PrimitiveRule
+from .localiser import BY_FACTORS, Found, Localiser, LocalValue, PrimitiveRule
 
 RULES: dict[str, PrimitiveRule] = {}
 
@@ -49,11 +49,20 @@ def split_factor(eqn: Any, inputs: Sequence[LocalValue], weights: bool = False) 
     return next((f for f in factors.of(eqn) if f.ins[first] == inputs[first].dim), None)
 
 
-@rule(*factors.FACTORS)
 def follow(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """The equation on the parts."""
     factor = split_factor(eqn, inputs)
     return None if factor is None or factor.reduced else on_parts(work, eqn, inputs, factor)
+
+
+@rule(BY_FACTORS)
+def _follow_or_add(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """The equation on the parts; where it sums over them, its results are added up over ranks."""
+    factor = split_factor(eqn, inputs)
+    if factor is None or factor.reduced not in ("", "sum"):
+        return None
+    found = on_parts(work, eqn, inputs, factor)
+    return [(work.total(value), None) for value, _ in found] if found and factor.reduced else found
 
 
 def on_parts(work: Localiser, eqn: Any, inputs: Sequence[LocalValue], factor: Factor) -> Found | None:

@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 
 from ...program import jaxpr as jx
-from ...program.walk import called, propagate, through
+from ...program.environment import through
+from ...program.walk import called, propagate
 
 _WIDE = ("int32", "uint32", "int64", "uint64")  # the 200th is no int8
 
@@ -27,9 +28,8 @@ def sliced(flat: jx.Flat, trace: Callable[[Callable[..., list[Any]], jx.Flat], j
     loops = {id(eqn): loop for eqn in flat.eqns if eqn.primitive.name == "scan" and (loop := _sliced(eqn, made))}
     if not loops:
         return flat
-    program = jx.build(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)
     of = lambda eqn, ins: loops[id(eqn)](ins) if id(eqn) in loops else jx.bind(eqn, ins)
-    return trace(lambda *values: jx.evaluate(program, [*flat.consts, *values], of), flat)
+    return trace(lambda *values: jx.evaluate(flat, values, of), flat)
 
 
 def _sliced(eqn: Any, made: Mapping[Any, Any]) -> Callable[[Sequence[Any]], list[Any]] | None:
@@ -44,16 +44,15 @@ def _sliced(eqn: Any, made: Mapping[Any, Any]) -> Callable[[Sequence[Any]], list
             terms = () if jx.is_literal(out) else adds.get(out, ())
             if _is(first, 0) and any(a is v for a in terms) and any(_is(a, 1) for a in terms):
                 numbers.add(v)
-    program = jx.build(body.eqns, (*body.constvars, *body.invars), body.outvars)
     arrays = {v: i for i, v in enumerate(body.invars[:n]) if numbers and v.aval.shape[:1] == (parts.length,)}
-    rows = _by_number(program, arrays, numbers)
+    rows = _by_number(body, arrays, numbers)
     if not rows:
         return None
 
     def loop(ins: Sequence[Any]) -> list[Any]:
         def step(carry: list[Any], x: tuple[list[Any], dict[int, Any]]) -> tuple[list[Any], list[Any]]:
             consts = [x[1][i][None] if i in rows else value for i, value in enumerate(ins[:n])]
-            outs = jx.evaluate(program, [*body.consts, *consts, *carry, *x[0]], _of_rows)
+            outs = jx.evaluate(body, [*consts, *carry, *x[0]], _of_rows)
             return outs[: k - n], outs[k - n :]
 
         xs, unroll = (list(ins[k:]), {i: ins[i] for i in rows}), eqn.params["unroll"]
@@ -100,7 +99,7 @@ def _by_number(program: Any, arrays: Mapping[Any, int], numbers: set[Any]) -> li
         return outs
 
     run = lambda program, ins, _=None: through(program, ins, of, None)
-    whole.update(run(program, ["number" if v in numbers else arrays.get(v) for v in program.jaxpr.invars]))
+    whole.update(run(program, ["number" if v in numbers else arrays.get(v) for v in program.invars]))
     return [i for i in arrays.values() if i not in whole]
 
 

@@ -260,13 +260,13 @@ def join(flat: jx.Flat, families: Sequence[StackMembers]) -> tuple[jx.Flat, list
         for k, i in enumerate(members)
     }
     made = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
-    same: dict[Any, Any] = {}  # a stack that the program makes, and the one that is there
+    same = jx.Environment[Any]({}, jx.itself)  # a stack that the program makes, and the one that is there
     eqns: list[Any] = []
     for eqn in flat.eqns:
         stack: Any
         stack, casts = _joined(eqn, made, places)
         if stack is None:
-            eqns.append(eqn.replace(invars=[v if jx.is_literal(v) else same.get(v, v) for v in eqn.invars]))
+            eqns.append(eqn.replace(invars=same.read(eqn.invars)))
             continue
         for cast in casts:
             out: Any = jec.Var(cast.outvars[0].aval.update(shape=stack.aval.shape))
@@ -275,8 +275,7 @@ def join(flat: jx.Flat, families: Sequence[StackMembers]) -> tuple[jx.Flat, list
         same[eqn.outvars[0]] = stack
     if not same:
         return flat, list(families)
-    outvars = tuple(v if jx.is_literal(v) else same.get(v, v) for v in flat.outvars)
-    flat = dataclasses.replace(flat, eqns=tuple(eqns), outvars=outvars)
+    flat = dataclasses.replace(flat, eqns=tuple(eqns), outvars=tuple(same.read(flat.outvars)))
     read = set(jx.free(jx.live(flat.eqns, flat.outvars), flat.outvars))
     single = lambda family: any(flat.invars[i] in read for _, members in family for i in members)
     whole = lambda family: any(flat.invars[stack] in read for stack, _ in family)

@@ -141,12 +141,11 @@ def roll(
     body = jx.run(template, [inner for inner, *_ in (*consts, *carry, *xs)], [*results, *ys])
 
     def fun(*values: Any) -> list[Any]:
-        env: dict[Any, Any] = dict(zip((*flat.constvars, *flat.invars), (*flat.consts, *values), strict=True))
-        get = lambda a: jnp.asarray(a.val, a.aval.dtype) if jx.is_literal(a) else env[a]
+        env = jx.Environment[Any].of(flat, values, jx.array_of)
         _run_in(env, early)
         scanned, readers = [], []
         for inner, row, stride, atoms in xs:
-            array, reader = _per_round(inner, row, stride, atoms, get, depth)
+            array, reader = _per_round(inner, row, stride, atoms, env.__getitem__, depth)
             scanned.append(array)
             readers.append(reader)
 
@@ -154,14 +153,14 @@ def roll(
             outs = body(*fixed, *carried, *(reader(v) for reader, v in zip(readers, x, strict=True)))
             return outs[: len(carry)], outs[len(carry) :]
 
-        fixed = [get(a) for _, a in consts]
-        init = [get(a) for _, a, _ in carry]
+        fixed = env.read(a for _, a in consts)
+        init = env.read(a for _, a, _ in carry)
         final, stacked = lax.scan(step, init, scanned, length=depth, reverse=not forwards)
         for v, x in zip(ys, stacked, strict=True):
             env.update((m[v], x[k]) for k, m in enumerate(maps[turned]) if m[v] in used)
         env.update((maps[-1][v], x) for v, x in zip(results, final, strict=True))
         _run_in(env, after)
-        return [get(v) for v in flat.outvars]
+        return env.read(flat.outvars)
 
     return fun
 

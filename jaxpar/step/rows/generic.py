@@ -58,7 +58,7 @@ class Met:
     """
 
     def __init__(self, eqn: Any) -> None:
-        self.eqn, self.factors, self.known = eqn, factors.of(eqn), eqn.primitive.name in factors.FACTORS
+        self.eqn, self.factors, self.known = eqn, factors.of(eqn), bool(primitives.of(eqn).factors)
         number = lambda k, d: next((i for i, f in enumerate(self.factors) if f.ins[k] == d), None)
         self.ins = [[number(k, d) for d in range(len(s))] for k, s in enumerate(shapes(eqn))]
         self.outs = [[f.outs[j] for f in self.factors] for j in range(len(eqn.outvars))]

@@ -30,16 +30,16 @@ class _Alike(NamedTuple):
     operands: tuple[Any, ...]
     eqns: list[Any]
 
-    def run(self, read: Callable[[Any], Any], whole: Mapping[Any, Any]) -> list[Any]:
+    def run(self, env: jx.Environment[Any], whole: Mapping[Any, Any]) -> list[Any]:
         """Their results [rows, ...], of those of others and what all read."""
         first, ins, axes = self.eqns[0], [], []
         if not self.operands:
-            x, unstacked = read(first.invars[0]), first.primitive.name == "unstack"
+            x, unstacked = env[first.invars[0]], first.primitive.name == "unstack"
             return [jnp.moveaxis(x, first.params["axis"], 0) if unstacked else jnp.expand_dims(x, 1)]
         for j, (atom, at) in enumerate(zip(first.invars, self.operands, strict=True)):
             own = np.stack([eqn.invars[j].val for eqn in self.eqns]).astype(atom.aval.dtype) if at is None else None
             own = whole.get(at) if own is None or (own == own[0]).all() else own
-            ins.append(read(atom) if own is None else own)
+            ins.append(env[atom] if own is None else own)
             axes.append(None if own is None else 0)
         return jax.vmap(lambda *ins: jx.bind(first, ins), axes, axis_size=len(self.eqns))(*ins)
 
@@ -89,28 +89,23 @@ def loops_over_rows(flat: jx.Flat, rows: int, axes: Mapping[str, int]) -> jx.Fla
     complete = {k for k, one in enumerate(alike) if len(one.eqns) == rows}
 
     def fun(*values: Any) -> list[Any]:
-        env = dict(zip((*flat.constvars, *flat.invars), (*flat.consts, *values), strict=True))
         whole: dict[Any, Any] = {}  # the results of those that are complete, [rows, ...]
-
-        def read(atom: Any) -> Any:
-            if jx.is_literal(atom):
-                return jnp.asarray(atom.val, atom.aval.dtype)
-            return env[atom] if atom in env else whole[member[atom][0]][member[atom][1]]
-
+        row = lambda v: whole[member[v][0]][member[v][1]]
+        env = jx.Environment[Any].of(flat, values, lambda v: jx.array_of(v) if jx.is_literal(v) else row(v))
         for eqn in flat.eqns:
             k, i = place.get(id(eqn), (-1, 0))
             total, last, start = sums.get(eqn.outvars[0], (None, 0, None))
             with jx.source_info_of(eqn):
                 if k in complete:
-                    whole |= {(k, j): x for j, x in enumerate(alike[k].run(read, whole))} if i == 0 else {}
+                    whole |= {(k, j): x for j, x in enumerate(alike[k].run(env, whole))} if i == 0 else {}
                 elif (parts := _stacked(eqn, own, rows)) in whole:
                     at = eqn.params.get("dimension", eqn.params.get("axis"))
                     env[eqn.outvars[0]] = jnp.moveaxis(whole[parts], 0, at).reshape(eqn.outvars[0].aval.shape)
                 elif total in whole and last == rows - 1:
-                    env[eqn.outvars[0]] = whole[total].sum(0) + (0 if start is None else read(start))
+                    env[eqn.outvars[0]] = whole[total].sum(0) + (0 if start is None else env[start])
                 else:
-                    env.update(zip(eqn.outvars, jx.bind(eqn, list(map(read, eqn.invars))), strict=True))
-        return list(map(read, flat.outvars))
+                    env.store(eqn, jx.bind(eqn, env.read(eqn.invars)))
+        return env.read(flat.outvars)
 
     if not complete:
         return flat

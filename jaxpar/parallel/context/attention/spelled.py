@@ -122,19 +122,19 @@ def _taking(scope: Scope) -> Callable[..., list[Any]]:
     """A program with `jp.attention` in place of what it spells out; what that leaves unread is dead."""
 
     def run(*values: Any) -> list[Any]:
-        env = {**scope.consts, **dict(zip((*scope.extra, *scope.flat.invars), values, strict=True))}
-        read = lambda atom: atom.val if jx.is_literal(atom) else env[atom]
-        for eqn in scope.eqns:
+        env = jx.Environment({**scope.consts, **dict(zip((*scope.extra, *scope.flat.invars), values, strict=True))})
+
+        def results(eqn: Any, operands: Sequence[Any]) -> list[Any]:
             found = scope.found.get(id(eqn))
-            with jx.source_info_of(eqn):
-                if isinstance(found, SpelledAttention):
-                    outs = [found.run(*map(read, found.arrays))]
-                elif found is not None:
-                    outs = _rewritten(eqn, found, [read(x) for x in (*found.extra, *eqn.invars)])
-                else:
-                    outs = jx.bind(eqn, list(map(read, eqn.invars)))
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return list(map(read, scope.flat.outvars))
+            if isinstance(found, SpelledAttention):
+                return [found.run(*env.read(found.arrays))]
+            if found is not None:
+                return _rewritten(eqn, found, [*env.read(found.extra), *operands])
+            return jx.bind(eqn, operands)
+
+        for eqn in scope.eqns:
+            env.compute(eqn, results)
+        return env.read(scope.flat.outvars)
 
     return run
 
