@@ -59,7 +59,7 @@ def _of_uses(step: Step, traced: Traced, counted: Counted) -> list[Collective]:
     units, sizes = step.layout.storage.units, step.mesh.shape
     for leaf, runs, used in zip(units, counted.runs, uses(step, traced, counted), strict=True):
         found += _between_stages(step, leaf, runs)
-        sent = of_leaf(rule, leaf, step.tracing.in_fp8).promise.sends(used)
+        sent = of_leaf(rule, leaf, traced.notes.in_fp8).promise.sends(used)
         found += [_entry(one, sizes) for one in sent if one.axes and one.count]
     return found
 

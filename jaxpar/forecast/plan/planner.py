@@ -387,19 +387,19 @@ def numbers(
         links[part.way] = links.get(part.way, 0) + part.bytes
         exposed[axes] = exposed.get(axes, 0.0) + part.exposed
     prediction = {k: v for k, v in found.json().items() if k != "parts"}
-    main, schedule = step.traced(batch).program.main, step.schedule
+    traced = step.traced(batch)
+    main, schedule = traced.program.main, step.schedule
     if schedule and main and (why := padded(main.length, schedule.ranks, schedule.chunks)):
         prediction["notes"].append(f"{why}.")
-    prediction["notes"] += [
-        f"Attention over context is by {mode.name}: {mode.why}." for mode in step.tracing.attention_modes
-    ]
+    if (mode := traced.notes.attention_mode) is not None:
+        prediction["notes"].append(f"Attention over context is by {mode.name}: {mode.why}.")
     if found.copies and (speed := hardware.host_bandwidth):
         slow = predict(program, step, batch, dataclasses.replace(hardware, host_bandwidth=speed / 2), flops)
         prediction["notes"].append(
             f"With {speed / 2e9:g} GB/s each way to the host in place of {speed / 1e9:g}, as where two devices share a "
             f"switch to it, {1e3 * slow.seconds:,.0f} ms."
         )
-    prediction["chunked"] = any(logits.chunks > 1 for logits in step.tracing.logits.values())
+    prediction["chunked"] = any(logits.chunks > 1 for logits in traced.notes.logits.values())
     return {
         "memory": dataclasses.asdict(memory),
         "prediction": prediction,

@@ -151,7 +151,7 @@ def _collectives(step: Step, batch: Any, program: Executable) -> Iterator[Findin
     jaxpr, closed = step.trace(batch), expected(step, batch)
     yield from _written(closed, Ledger.from_jaxpr(jaxpr, step.mesh))
     yield from _compiled(step, closed, [program], jaxpr)
-    yield from _products(step, jaxpr, program)
+    yield from _products(step, step.traced(batch).notes.in_fp8, jaxpr, program)
     if step.mesh.shape["tensor"] > 1:
         yield from _tensor(step, batch, jaxpr)
 
@@ -211,11 +211,11 @@ def _why(step: Step, here: Sequence[Move]) -> str:
     return f"the update has it, the largest: {here[0].message}; {cause(step, here[0])}"
 
 
-def _products(step: Step, jaxpr: Any, program: Executable) -> Iterator[Finding]:
+def _products(step: Step, in_fp8: Sequence[str], jaxpr: Any, program: Executable) -> Iterator[Finding]:
     """FLOPs of FP8 products in the jaxpr and in the compiled program, each product once in whatever loop it stands."""
     if step.strategy.precision != "fp8":
         return
-    what = f"{len(step.tracing.in_fp8)} leaves in {_F8}"
+    what = f"{len(in_fp8)} leaves in {_F8}"
     dots = (eqn for eqn, _ in visit(jx.opened(jaxpr)[0].eqns) if eqn.primitive.name == "dot_general")
     promised = sum(2 * jx.matmuls([eqn]).get(_F8, (0, ""))[0] for eqn in dots)
     if step.mesh.devices.flat[0].platform == "cpu":
@@ -233,7 +233,7 @@ def _products(step: Step, jaxpr: Any, program: Executable) -> Iterator[Finding]:
                 note += "precision='bf16'"
                 yield Finding("products", kernel.name, product.flops, 0, "MISSING", note, unit="FLOP")
     least = 0.99 * promised * (1 if step.strategy.remat == "none" else _SHARED)
-    note = f"less than promised of {few(step.tracing.in_fp8)}: compare compiled.as_text() with step.trace(batch)"
+    note = f"less than promised of {few(in_fp8)}: compare compiled.as_text() with step.trace(batch)"
     verdict, note = ("MISSING", note) if found < least else ("ok", "")
     yield Finding("products", what, promised, found, verdict, note, unit="FLOP")
 
@@ -241,7 +241,7 @@ def _products(step: Step, jaxpr: Any, program: Executable) -> Iterator[Finding]:
 def _tensor(step: Step, batch: Any, jaxpr: Any) -> Iterator[Finding]:
     found = {
         "weights": gathered_weights(jaxpr, len(step.layout.leaves)),
-        "for want of a rule": step.traced(batch).gathered,
+        "for want of a rule": step.traced(batch).notes.gathered,
     }
     large = {(what, at): n for what, places in found.items() for at, n in places.items() if n >= LARGE}
     for (what, at), n in large.items():

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,11 +22,11 @@ from ...parallel.data import rule_of
 from ...parallel.data.eight_bits import BLOCK
 from ...parallel.pipeline.chunks import padded
 from ...parallel.pipeline.flat import stages
-from ...slicing.program import Program
 from ...slicing.stacks import described
 from ...step.core import Step
 from ...step.pipeline import rows_of
 from ...step.server import OF_REPLICAS, ServerStep
+from ...step.tracing import Traced
 from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
 from ..expected import expected
@@ -63,7 +63,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     remarks += [
         *_prefetched(step, batch),
         *_in_8_bits(step, closed),
-        *_remarks(step, traced.program, found, known, moved),
+        *_remarks(step, traced, found, known, moved),
         *_not_written(step, costs),
         *unasked,
         *_elsewhere(step, batch),
@@ -81,7 +81,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         checks=tuple(_compared(step, closed, written, found)),
         transfers=transfers,
         notes=step.layout.notes,
-        gathered=dict(traced.gathered),
+        gathered=dict(traced.notes.gathered),
         loops=described(traced.program, storage),
         moves=tuple(moved),
         values=step.chosen,
@@ -169,8 +169,9 @@ def _served(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
     return "owners of matrices" if kind == "all-gather" and owned is not None else "data parallel"
 
 
-def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
-    schedule, main = step.schedule, program.main
+def _remarks(step: Step, traced: Traced, found: Ledger, known: bool, moved: Sequence[Move]) -> Iterable[str]:
+    program, notes, schedule = traced.program, traced.notes, step.schedule
+    main = program.main
     if schedule and main and (why := padded(main.length, schedule.ranks, schedule.chunks)):
         yield f"{why}."
     if schedule is not None and step.layout.storage.cut:
@@ -190,38 +191,38 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
     goes, are = "goes by blocks, as jp.attention does: none of", "is kept"
     if not step.tracing.takes_attention:
         goes, are = "stays so:", "are whole"
-    for line, (keys, scores) in step.tracing.attention_spelled.items():
+    for line, (keys, scores) in notes.attention_spelled.items():
         held = f"{scores.str_short()}, {size(math.prod(scores.shape) * scores.dtype.itemsize)}"
         yield f"{line}: attention that is spelled out, {keys}, {goes} its scores, {held}, {are}."
-    for line, why in step.tracing.attention_not_taken.items():
+    for line, why in notes.attention_not_taken.items():
         yield f"{line}: attention that is spelled out stays so, since it {why}."
-    for mode in step.tracing.attention_modes:
+    if (mode := notes.attention_mode) is not None:
         how = mode.name + " in zigzag order" * (mode.order == "zigzag")
         yield f"context={step.mesh.shape['context']}: attention by {how}, since {mode.why}."
-    for place, one in step.tracing.logits.items():
+    for place, one in notes.logits.items():
         whole = f"{place}: the logits of {one.tokens:,} tokens, {size(4 * one.tokens * one.words)} in float32, are "
         if one.chunks > 1:
             at_once = 4 * -(-one.tokens // one.chunks) * one.words
             yield f"{whole}made {one.chunks} times a part of them, {size(at_once)}, and again in the backward."
         else:
             yield f"{whole}whole: {one.why}."
-    if isinstance(step.strategy.logits, int) and not step.tracing.logits:
+    if isinstance(step.strategy.logits, int) and not notes.logits:
         yield (
             f"logits={step.strategy.logits}: nothing is made in chunks, since the loss has no cross-entropy of more "
             "tokens whose logits are hidden states times a parameter."
         )
-    yield from _in_fp8(step)
+    yield from _in_fp8(step, notes.fp8)
     if why := unread(step.mesh.devices.flat[0].platform):
         yield f"Of the compiled program: {why}. The closed form and the jaxpr are as everywhere."
-    for place, nbytes in step.tracing.experts_gathered.items():
-        ranks, tokens = step.mesh.shape["expert"], step.tracing.experts_fewer.get(place)
+    for place, nbytes in notes.experts_gathered.items():
+        ranks, tokens = step.mesh.shape["expert"], notes.experts_fewer.get(place)
         if tokens is not None:
             why = f"fewer bytes than its tokens there and back, {size(tokens)}"
         else:
             why = "where tokens could go to theirs: write the mixture by jp.experts, by lax.ragged_dot of tokens "
             why += "sorted by expert, or as products [experts, slots, features] by one-hot"
         yield f"expert={ranks}: {place} gathers all experts, {size(nbytes)}, {why}."
-    for place, (gathered, sent) in step.tracing.tokens_gathered.items():
+    for place, (gathered, sent) in notes.tokens_gathered.items():
         why = f"since slots for each of their experts would be {size(sent)}"
         yield f"expert={step.mesh.shape['expert']}: {place} gathers the tokens of all ranks, {size(gathered)}, {why}."
     if step.mesh.devices.flat[0].platform == "cpu":
@@ -248,9 +249,9 @@ def _remarks(step: Step, program: Program, found: Ledger, known: bool, moved: Se
         yield f"The update sends {total} besides, the largest {most}: {moved[0]}. {why[0].upper()}{why[1:]}."
 
 
-def _in_fp8(step: Step) -> Iterator[str]:
+def _in_fp8(step: Step, found: Mapping[str, str]) -> Iterator[str]:
     """Which products are in FP8, which are not, and why."""
-    found, other = step.tracing.fp8, step.policy.compute.name
+    other = step.policy.compute.name
     whole = " with a scale for each tensor" if step.strategy.fp8_scaling == "tensor" else ""
     for why in dict.fromkeys(found.values()):
         paths = few([path for path, one in found.items() if one == why])
