@@ -21,9 +21,9 @@ from ..layout.leaves import Leaf
 from ..parallel.data import Sent, rule_of
 from ..parallel.data.eight_bits import of_leaf
 from ..parallel.pipeline.flat.stages import used as used_by
-from ..step.core import Step
 from ..step.tracing import Traced
 from .ledger import Collective, Ledger
+from .step_view import StepView as Step
 from .uses import Counted, Runs, count, uses
 
 

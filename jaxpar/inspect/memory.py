@@ -12,9 +12,9 @@ from ..parallel.data.access import RuleAccess
 from ..program import jaxpr as jx
 from ..program.primitives import PRODUCTS
 from ..program.walk import visit
-from ..step.core import Step
 from ..step.server import OF_REPLICAS, ServerStep
 from ..step.tracing import Loss
+from .step_view import StepView as Step
 from .timeline.drawing import held_bytes
 
 

@@ -30,12 +30,12 @@ from ..program import jaxpr as jx
 from ..program.collectives import PRIMITIVES
 from ..program.residuals import Residuals, cheap
 from ..slicing.pieces import Stack
-from ..step.core import Step
 from ..step.tracing import Loss
 from ..strategy import OFFLOADS
 from .memory import WholeAccess, of_step
 from .predict.efficiency import estimated_seconds
 from .predict.prediction import predict
+from .step_view import RunnableStep as Step
 
 AnyStep = TypeVar("AnyStep", bound=Step)
 _COMPILED = 5  # programs, without the host and with it

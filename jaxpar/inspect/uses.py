@@ -26,12 +26,12 @@ from ..parallel.pipeline.slots import Slots
 from ..program.jaxpr import Flat, build, live, opened, trace
 from ..program.walk import visit
 from ..slicing.program import Program
-from ..step.core import Step
 from ..step.gradients import accumulate
 from ..step.pipeline import Piped
 from ..step.tracing import Loss, Traced
 from ..strategy.axes import summed_over
 from .ledger import Collective, Ledger
+from .step_view import StepView as Step
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from ...layout.precision import F8
 from ...numerics.fp8.product import SCOPE
 from ...program import jaxpr as jx
 from ...program.walk import visit
-from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
 from ..expected import expected
 from ..ledger import Ledger
+from ..step_view import StepView as Step
 from ..transfers import rehearse
 from .overlap import hardware_of, hidden
 from .promises import ALLOWED, LARGE, SCALARS, Holding, bounds, gathered_weights, not_by_layer, shares

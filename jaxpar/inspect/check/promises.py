@@ -20,8 +20,8 @@ from ...program import jaxpr as jx
 from ...program.collectives import PRIMITIVES, axes_of
 from ...program.walk import propagate, through
 from ...slicing.program import Program
-from ...step.core import Step
 from ..ledger import Collective
+from ..step_view import StepView as Step
 
 SCALARS = 1000  # bytes; collectives of less are sums of scalars
 LARGE = 1_000_000  # bytes a step; less beside what is promised is no broken promise

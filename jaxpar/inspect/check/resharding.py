@@ -28,7 +28,7 @@ from ...program.factors import ELEMENTWISE
 from ...program.jaxpr import where
 from ...program.primitives import having
 from ...program.walk import visit
-from ...step.core import Step
+from ..step_view import StepView as Step
 
 # What works element by element, or gives an array another sharding and no other value.
 _IN_PLACE = {*ELEMENTWISE, *having("identity"), "shard_map"}

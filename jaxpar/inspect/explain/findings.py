@@ -23,7 +23,6 @@ from ...parallel.data.eight_bits import BLOCK
 from ...parallel.pipeline.chunks import padded
 from ...parallel.pipeline.flat import stages
 from ...slicing.stacks import described
-from ...step.core import Step
 from ...step.pipeline import rows_of
 from ...step.server import OF_REPLICAS, ServerStep
 from ...step.tracing import Traced
@@ -33,6 +32,7 @@ from ..expected import expected
 from ..ledger import Collective, Ledger
 from ..memory import in_flight, of_server, of_step
 from ..predict.efficiency import estimated_seconds
+from ..step_view import StepView as Step
 from ..transfers import Transfer, rehearse
 from .explanation import Check, Explanation
 
