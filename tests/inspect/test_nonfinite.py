@@ -14,9 +14,10 @@ import planted
 import pytest
 
 import jaxpar as jp
-from jaxpar.inspect.nonfinite import Nonfinite, NonfiniteError, unseen
+from jaxpar.inspect.nonfinite import Nonfinite, NonfiniteError
 from jaxpar.inspect.nonfinite.replay import Replay
 from jaxpar.make import TrainStep, _Call
+from jaxpar.step import unseen
 
 # One fault for each strategy in every run of the tests; all of them for each in the battery.
 SOME = dict(

@@ -29,11 +29,12 @@ from ...inspect.expected import expected
 from ...inspect.ledger import Ledger
 from ...inspect.memory import of_step
 from ...inspect.predict.prediction import predict
-from ...make import check_trainable, make_train_step
+from ...make import make_train_step
 from ...model.batches import check_rows, rows_of
 from ...model.model import MAKERS, Model
 from ...parallel.pipeline.chunks import padded
 from ...parallel.tensor.dims import Rules
+from ...step.checks import check_trainable
 from ...step.core import Step
 from ...strategy import Strategy, as_strategy
 from .cache import PlanCache, about, folder

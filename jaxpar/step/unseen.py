@@ -7,7 +7,7 @@ Without this a script that never waits for its last state could end with status 
 import atexit
 from collections.abc import Callable
 
-from ...hosts import ending
+from ..hosts import ending
 
 _looks: dict[Callable[[], None], None] = {}  # of each such step what looks, in order: of all processes the same
 
