@@ -1,7 +1,6 @@
 """What a device holds in a step: at rest, between forward and backward, and as the compiler counts it."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from ..parallel.data.access import RuleAccess
 from ..program import jaxpr as jx
 from ..program.primitives import PRODUCTS
 from ..program.walk import visit
+from ..slicing.access import WholeAccess
 from ..step.server import OF_REPLICAS, ServerStep
 from ..step.tracing import Loss
 from .step_view import StepView as Step
@@ -74,21 +74,6 @@ def _program(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
     found: Any = compiled.memory_analysis()
     host = found.host_argument_size_in_bytes + found.host_temp_size_in_bytes
     return program_memory(compiled) | {"program": name, "host": host}
-
-
-class WholeAccess:
-    """An `Access` to leaves that are whole already."""
-
-    def __init__(self, sends: Callable[[int], tuple[bool, bool]] = lambda index: (False, False)):
-        self.sends = sends
-
-    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        """The leaf."""
-        return value
-
-    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
-        """Its gradient."""
-        return cotangent
 
 
 def saved(step: Step, batch: Any) -> int:

@@ -25,6 +25,7 @@ from ..parallel.pipeline.flat.engine import FlatPipeline
 from ..parallel.pipeline.slots import Slots
 from ..program.jaxpr import Flat, build, live, opened, trace
 from ..program.walk import visit
+from ..slicing.access import WholeAccess
 from ..slicing.program import Program
 from ..step.gradients import accumulate
 from ..step.pipeline import Piped
@@ -121,19 +122,22 @@ def _some(*times: Times) -> tuple[Times, ...]:
     return tuple(each for each in times if each.count)
 
 
-# An `Access` that moves nothing: its operations only stand in the jaxpr, where they are counted.
+# Marks move nothing: they only stand in the jaxpr, where they are counted.
 _MARK = jec.Primitive("jaxpar_mark")
 _MARK.def_abstract_eval(lambda x, **_: x)
 
 
-class _Marker:
+class _Marker(WholeAccess):
+    """Marks each use, on values of the shapes that the step stores."""
+
     def __init__(self, step: Step, program: Program):
+        super().__init__(record=_MARK.bind)
         self.leaves, self.ranks = [leaf.local for leaf in step.layout.storage.units], step.mesh.shape["pipe"]
         if not step.layout.storage.cut:
             self.sends = RuleAccess(step.layout, step.rule, program, step.strategy).sends
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        value = _MARK.bind(value, what="fetched", index=index, sliced=sliced)
+        value = self.record(value, what="fetched", index=index, sliced=sliced)
         leaf = self.leaves[index]
         if leaf.spread and leaf.dim is not None:  # one of each rank's
             return value[0]
@@ -144,7 +148,7 @@ class _Marker:
         leaf = self.leaves[index]
         if not leaf.trainable:
             return None
-        cotangent = _MARK.bind(cotangent, what="given", index=index, sliced=sliced)
+        cotangent = self.record(cotangent, what="given", index=index, sliced=sliced)
         if leaf.spread and leaf.dim is not None:
             return jnp.stack([cotangent] * self.ranks)
         return cotangent if sliced or leaf.layers is None else cotangent[: _layers(leaf)]
