@@ -2,10 +2,9 @@
 
 import collections
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -20,27 +19,23 @@ from .checkpoint.commit import wait_for
 from .checkpoint.restore import extras, restored, weights
 from .checkpoint.saved import Checkpoint
 from .hosts import ending, initialize
-from .inspect.check import RowCheck
-from .inspect.check import check as _check
-from .inspect.check import check_rows as _check_rows
-from .inspect.check.overlap import hardware_of
-from .inspect.check.replicas import check as check_sums
-from .inspect.check.replicas import checksums
-from .inspect.explain import Explanation
-from .inspect.explain import explain as _explain
-from .inspect.nonfinite import Nonfinite, NonfiniteError, Replay, unseen
-from .inspect.remat import settle
 from .layout.mesh import make_mesh
 from .layout.state import State
-from .model.batches import GIVEN
-from .model.model import MAKERS, Model
+from .model.model import Model
 from .parallel.tensor.dims import Rules
+from .step import unseen
 from .step.agreement import Agreement, kind_of
-from .step.checks import check_state
+from .step.checks import check_made_of, check_state
 from .step.core import Step
 from .step.gradients import Metrics
+from .step.refusals import warn_idle
 from .step.server import ServerStep
-from .strategy import PER_RANK, Strategy, as_strategy
+from .strategy import Strategy, as_strategy
+
+if TYPE_CHECKING:  # a step that explains nothing does not load what explains
+    from .inspect.check import RowCheck
+    from .inspect.explain import Explanation
+    from .inspect.nonfinite import Nonfinite
 
 
 def make_train_step(
@@ -97,53 +92,27 @@ def make_train_step(
     """
     unseen.look()  # at what an earlier step was given last
     strategy = as_strategy(strategy)
-    if not isinstance(model, Model):
-        raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}")
-    updates = optimizer is not None
-    if not updates:
-        optimizer = optax.set_to_zero()
-    elif not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        name, made = getattr(optimizer, "__name__", ""), hasattr(optimizer, "tx")  # flax's, of a transformation
-        what = f"a {type(optimizer).__name__}{f', {name}, that was not called' * bool(name)}"
-        hint = "optimizer.tx" if made else "optax.adamw(3e-4)"
-        raise ValueError(
-            f"optimizer is {what}; pass an optax transformation such as {hint}, or None for gradients alone"
-        )
-    elif model.optimizer is not None:
-        optimizer = model.optimizer(optimizer)
-    check_trainable(trainable)
-    if rows not in GIVEN:
-        raise ValueError(f"rows={rows!r}: use 'global' (the same batch on every host) or 'host' (each its own rows)")
-    kind = ServerTrainStep if strategy.server else TrainStep
+    check_made_of(model, optimizer, trainable, rows, ids, check)
     mesh = make_mesh(strategy, mesh)
     keep_compiled(mesh.devices.flat[0])
-    strategy = strategy.on(ranks := mesh.shape["pipe"])
-    if ranks > 1 and strategy.microbatches == 1:
-        m = PER_RANK * ranks
-        warnings.warn(
-            f"pipe={ranks} with microbatches=1: one rank works at a time, and each idles {1 - 1 / ranks:.0%} of a "
-            f"step; use microbatches={m} ({(ranks - 1) / (m + ranks - 1):.0%}), or as many as divide a replica's rows",
-            stacklevel=2,
-        )
-    for name, limit in (ids or {}).items():
-        if not isinstance(limit, int) or limit < 1:
-            raise ValueError(f"ids={{{name!r}: {limit!r}}}: needs how many ids there are, a whole number from 1")
+    strategy = strategy.on(mesh.shape["pipe"])
+    warn_idle(mesh.shape["pipe"], strategy.microbatches)
+    kind = ServerTrainStep if strategy.server else TrainStep
     on_nonfinite = "stop" if trace_nonfinite else "skip" if skip_nonfinite else "apply"
-    step = kind(model, optimizer, strategy, mesh, trainable, rules, on_nonfinite, ids)
-    if check not in (True, False, "overlap"):
-        raise ValueError(f"check={check!r}: use True, False or 'overlap'")
+    step = kind(model, _transformation(model, optimizer), strategy, mesh, trainable, rules, on_nonfinite, ids)
+    step.proves, step.rows, step.updates, step.traces = check, rows, optimizer is not None, trace_nonfinite
     if check == "overlap":
+        from .inspect.check.overlap import hardware_of
+
         hardware_of(step)  # refuses before anything is compiled
-    step.proves, step.rows, step.updates, step.traces = check, rows, updates, trace_nonfinite
     return step
 
 
-def check_trainable(trainable: Any) -> None:
-    """Raise ValueError unless it is a function, or None."""
-    if trainable is not None and not callable(trainable):
-        raise ValueError(
-            f"trainable={trainable!r} is not a function of a path; try trainable=lambda path: 'lora' in path"
-        )
+def _transformation(model: Model, optimizer: optax.GradientTransformation | None) -> optax.GradientTransformation:
+    """The optimizer with the rules that the model has for its own leaves; without an optimizer, nothing changes."""
+    if optimizer is None:
+        return optax.set_to_zero()
+    return optimizer if model.optimizer is None else model.optimizer(optimizer)
 
 
 _SHOWN = (
@@ -268,12 +237,14 @@ class TrainStep(Step):
                 after, undone = (calls[-1] if calls else call).state, tuple(later.batch for later in calls)
                 calls.clear()
                 unseen.forget(self._look)
+                from .inspect.nonfinite import NonfiniteError
+
                 found = self.trace_nonfinite(replace(after, step=-after.step - 1), call.batch)
                 raise NonfiniteError(found, replace(after, step=-after.step), call.batch, undone)
         if not calls:
             unseen.forget(self._look)
 
-    def trace_nonfinite(self, state: State, batch: Any, device: jax.Device | None = None) -> Nonfinite:
+    def trace_nonfinite(self, state: State, batch: Any, device: jax.Device | None = None) -> "Nonfinite":
         """Where the NaN or infinity of a step begins: the equation with its line, module, layer and operands, the
         microbatch, the rank and the rows, and whether the batch or the parameters bring it. Print it.
 
@@ -290,6 +261,8 @@ class TrainStep(Step):
         each compiled for itself. Communicates an all-gather of parameters, batch and variables; with several hosts, all
         must call it.
         """
+        from .inspect.nonfinite import Replay
+
         batch = self._agreed("trace", state, batch)
         return Replay(self, state, batch, device or self.mesh.local_devices[0]).found()
 
@@ -343,12 +316,14 @@ class TrainStep(Step):
         Raises ValueError where none of them fits the budget: what holds the memory, and the nearest budget that does.
         """
         if (kind := kind_of(batch)) not in self._settled:
+            from .inspect.remat import settle
+
             trial = copy.copy(self)
             trial.proves, trial.settle = False, None  # what is chosen is proven, and not what was tried
             self._settled[kind] = settle(trial, batch)
         return self._settled[kind]
 
-    def explain(self, batch: Any) -> Explanation:
+    def explain(self, batch: Any) -> "Explanation":
         """What the training step holds and sends per device: print it, or take `.json()`. Nothing runs.
 
         Memory, matrix products and collectives of the compiled program, the collectives beside their closed form, what
@@ -357,8 +332,10 @@ class TrainStep(Step):
         Args:
           batch: as for `compile`.
         """
+        from .inspect.explain import explain
+
         step = self if self.settle is None else self._chosen(self.shapes(batch))
-        return _explain(step, self.shapes(batch) if self.rows == "host" else batch)
+        return explain(step, self.shapes(batch) if self.rows == "host" else batch)
 
     def check_replicas(self, state: State) -> None:
         """Raise ValueError where devices that should hold the same of an array do not, to the bit; it names the first
@@ -366,16 +343,18 @@ class TrainStep(Step):
 
         Reads the state once on every device; with several hosts, all must call it. A server's state has no replicas.
         """
+        from .inspect.check import replicas
+
         check_state(state)
         if self.layout.mesh.size > 1:
             abstract = self.abstract_state()
             if "replicas" not in self._jitted:
                 specs = [x.sharding.spec for x in jax.tree.leaves(abstract)]
-                self._jitted["replicas"] = checksums(self.layout.mesh, specs)
+                self._jitted["replicas"] = replicas.checksums(self.layout.mesh, specs)
             sums = np.asarray(self._jitted["replicas"](jax.tree.leaves(state)))
-            check_sums(abstract, sums, self.mesh, int(state.step))
+            replicas.check(abstract, sums, self.mesh, int(state.step))
 
-    def check_rows(self, state: State, batch: Any) -> RowCheck:
+    def check_rows(self, state: State, batch: Any) -> "RowCheck":
         """Whether the loss couples rows, by running it: a batch and the same rows dealt otherwise over replicas and
         microbatches have the same loss and gradients, and half of each block's rows have those of that half twice.
 
@@ -395,7 +374,9 @@ class TrainStep(Step):
         with another copy of the parameters. Communicates what a step does, and an all-gather of the batch. With several
         hosts, all must call it.
         """
-        return _check_rows(self, state, self._agreed("check", state, batch))
+        from .inspect.check import check_rows
+
+        return check_rows(self, state, self._agreed("check", state, batch))
 
     def save(
         self,
@@ -473,9 +454,11 @@ class TrainStep(Step):
         """Raise ValueError unless the program for a batch of these shapes keeps the strategy's promises; once each."""
         if (kind := kind_of(batch)) in self._proven:
             return
+        from .inspect.check import check
+
         if compiled is None and not self.strategy.server:
             compiled = super().compile(batch)  # jit finds it afterwards
-        _check(self, self.shapes(batch), compiled, self.proves == "overlap").require()
+        check(self, self.shapes(batch), compiled, self.proves == "overlap").require()
         self._proven.add(kind)
 
 

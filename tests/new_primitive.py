@@ -49,7 +49,8 @@ def told(strategy: str) -> str:
         warnings.simplefilter("always")
         try:
             step = jp.make_train_step(model, optax.sgd(0.1), strategy)
-            gathered = {**step.traced(BATCH).gathered, **step.tracing.experts_gathered}
+            notes = step.traced(BATCH).notes
+            gathered = {**notes.gathered, **notes.experts_gathered}
         except ValueError as error:
             return str(error)
     said = [*map(str, gathered), *(str(warning.message) for warning in caught)]

@@ -3,6 +3,8 @@
 import ast
 import functools
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,12 @@ def test_the_tour_names_what_is_there() -> None:
         texts = [(PACKAGE / name).read_text() for name in names if name.endswith(".py")]
         for name in (n.rpartition(".")[2] for n in names if not n.endswith(".py")):
             assert any(name in text for text in texts), f"the tour names {name}, which its files lack"
+
+
+def test_a_step_loads_no_reports() -> None:
+    """`make.py` imported all of `inspect/`, whether a step explained itself or not."""
+    code = "import sys, jaxpar as jp; jp.make_train_step; print(*(m for m in sys.modules if 'jaxpar.inspect' in m))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
 def test_dir_shows_the_public_names_and_no_more() -> None:

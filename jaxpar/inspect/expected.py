@@ -22,9 +22,9 @@ from ..layout.leaves import Leaf
 from ..parallel.data import Sent, rule_of
 from ..parallel.data.eight_bits import of_leaf
 from ..parallel.pipeline.flat.stages import used as leaves_of_stages
-from ..step.core import Step
 from ..step.tracing import Traced
 from .ledger import Collective, Ledger
+from .step_view import StepView as Step
 from .uses import StepUses, UseCounts, count, leaf_uses
 
 
@@ -77,7 +77,7 @@ def _sent_for_leaves(step: Step, traced: Traced, step_uses: StepUses) -> list[Co
     ):
         sent += _sent_between_stages(step, leaf, use_counts)
         # A leaf may travel in 8 bits, and then has another promise.
-        promised = of_leaf(rule, leaf, step.tracing.in_fp8).promise.sends(uses_of_leaf)
+        promised = of_leaf(rule, leaf, traced.notes.in_fp8).promise.sends(uses_of_leaf)
         sent += [_collective(collective, sizes) for collective in promised if collective.axes and collective.count]
     return sent
 

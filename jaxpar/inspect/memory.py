@@ -1,7 +1,6 @@
 """The memory of a device in a step: the state at rest, saved activations, and the compiled program."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,9 +11,10 @@ from ..parallel.data.access import RuleAccess
 from ..program import jaxpr as jx
 from ..program.primitives import PRODUCTS
 from ..program.walk import visit
-from ..step.core import Step
+from ..slicing.access import WholeAccess
 from ..step.server import OF_REPLICAS, ServerStep
 from ..step.tracing import Loss
+from .step_view import StepView as Step
 from .timeline.drawing import held_bytes
 
 
@@ -81,21 +81,6 @@ def _program_bytes(name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:
     analysis: Any = compiled.memory_analysis()
     host_bytes = analysis.host_argument_size_in_bytes + analysis.host_temp_size_in_bytes
     return program_memory(compiled) | {"program": name, "host": host_bytes}
-
-
-class WholeAccess:
-    """An `Access` to leaves that are stored whole on every device."""
-
-    def __init__(self, sends: Callable[[int], tuple[bool, bool]] = lambda index: (False, False)):
-        self.sends = sends
-
-    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        """Return the leaf unchanged."""
-        return value
-
-    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
-        """Return the gradient unchanged."""
-        return cotangent
 
 
 def saved(step: Step, batch: Any) -> int:

@@ -33,13 +33,14 @@ from ..hardware.hardware import KINDS, RESERVE, Hardware, of_device_kind
 from ..program import jaxpr as jx
 from ..program.collectives import PRIMITIVES
 from ..program.residuals import Residuals, cheap
+from ..slicing.access import WholeAccess
 from ..slicing.pieces import Stack
-from ..step.core import Step
 from ..step.tracing import Loss
 from ..strategy import OFFLOADS
-from .memory import WholeAccess, of_step
+from .memory import of_step
 from .predict.efficiency import estimated_seconds
 from .predict.prediction import predict
+from .step_view import RunnableStep as Step
 
 AnyStep = TypeVar("AnyStep", bound=Step)
 _MAX_COMPILATIONS = 5  # without the host, and as many with it

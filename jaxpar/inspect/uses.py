@@ -28,13 +28,14 @@ from ..parallel.pipeline.flat.engine import FlatPipeline
 from ..parallel.pipeline.slots import Slots
 from ..program.jaxpr import Flat, build, live, opened, trace
 from ..program.walk import visit
+from ..slicing.access import WholeAccess
 from ..slicing.program import Program
-from ..step.core import Step
 from ..step.gradients import accumulate
 from ..step.pipeline import Piped
 from ..step.tracing import Loss, Traced
 from ..strategy.axes import summed_over
 from .ledger import Collective, Ledger
+from .step_view import StepView as Step
 
 
 @dataclass(frozen=True)
@@ -165,17 +166,18 @@ _MARKER = jec.Primitive("jaxpar_mark")
 _MARKER.def_abstract_eval(lambda x, **_: x)
 
 
-class _MarkingAccess:
-    """An `Access` that moves nothing: it binds a marker equation at every fetch and every gradient, to be counted."""
+class _MarkingAccess(WholeAccess):
+    """An `Access` that moves nothing: it records a marker equation at every fetch and every gradient, to be counted."""
 
     def __init__(self, step: Step, program: Program):
+        super().__init__(record=_MARKER.bind)
         self.leaves, self.ranks = [leaf.local for leaf in step.layout.storage.units], step.mesh.shape["pipe"]
         if not step.layout.storage.cut:
             self.sends = RuleAccess(step.layout, step.rule, program, step.strategy).sends
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
         """Mark a fetch; return an array of the shape that the loss expects."""
-        value = _MARKER.bind(value, what="fetches", index=index, sliced=sliced)
+        value = self.record(value, what="fetches", index=index, sliced=sliced)
         leaf = self.leaves[index]
         if leaf.spread and leaf.dim is not None:  # [ranks, *leaf]
             return value[0]
@@ -187,7 +189,7 @@ class _MarkingAccess:
         leaf = self.leaves[index]
         if not leaf.trainable:
             return None
-        cotangent = _MARKER.bind(cotangent, what="gradients", index=index, sliced=sliced)
+        cotangent = self.record(cotangent, what="gradients", index=index, sliced=sliced)
         # Accumulators have the shape that the leaf is stored in.
         if leaf.spread and leaf.dim is not None:
             return jnp.stack([cotangent] * self.ranks)

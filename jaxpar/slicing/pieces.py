@@ -22,38 +22,19 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..program.buffers import is_on_host, on_device, zeros_after
+from .access import Access, Sender
 from .halves import WeightGradResiduals, pick
 from .loop import LayerLoop
 from .slices import Slice
 from .stash import Stash
 from .units import Saved, Unit
-
-
-class Access(Protocol):
-    """How a strategy moves one parameter leaf: `index` is the leaf, `sliced` whether it is one layer of a stack."""
-
-    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        """The whole leaf in the compute dtype, from what this device stores of it."""
-        ...
-
-    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
-        """What this device keeps of the gradient of one use of the leaf; None if nothing."""
-        ...
-
-
-class Sender(Access, Protocol):
-    """An `Access` that says what loops may send ahead."""
-
-    def sends(self, index: int, /) -> tuple[bool, bool]:
-        """Whether loops fetch a layer of the leaf an iteration early, and give its gradient an iteration late."""
-        ...
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weights", "gradients"], meta_fields=[])

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..program import jaxpr as jx
-from .pieces import Access, Flights, Segment, Sender, Stack, add
+from .access import Access, Sender
+from .pieces import Flights, Segment, Stack, add
 from .rolling.loops import RolledLoop
 
 

@@ -7,7 +7,7 @@ import ast
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..collectives.divergence import not_reached
 from ..layout.layout import Layout
 from ..layout.state import State
 from ..model.batches import (
+    GIVEN,
     as_array,
     batch_shardings,
     check_rows,
@@ -30,10 +31,42 @@ from ..model.batches import (
     part_of_rows,
 )
 from ..model.calls import asked_at
+from ..model.model import MAKERS, Model
 from ..model.paths import name_of
 from ..strategy import Strategy
 
 Named = Sequence[tuple[str, tuple[int, ...]]]  # arrays by name, and their shapes
+
+
+def check_made_of(
+    model: Any, optimizer: Any, trainable: Any, rows: str, ids: Mapping[str, int] | None, check: Any
+) -> None:
+    """Raise ValueError unless a step can be made of these arguments of `make_train_step`."""
+    if not isinstance(model, Model):
+        raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}")
+    if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        name, made = getattr(optimizer, "__name__", ""), hasattr(optimizer, "tx")  # flax's, of a transformation
+        what = f"a {type(optimizer).__name__}{f', {name}, that was not called' * bool(name)}"
+        hint = "optimizer.tx" if made else "optax.adamw(3e-4)"
+        raise ValueError(
+            f"optimizer is {what}; pass an optax transformation such as {hint}, or None for gradients alone"
+        )
+    check_trainable(trainable)
+    if rows not in GIVEN:
+        raise ValueError(f"rows={rows!r}: use 'global' (the same batch on every host) or 'host' (each its own rows)")
+    for name, limit in (ids or {}).items():
+        if not isinstance(limit, int) or limit < 1:
+            raise ValueError(f"ids={{{name!r}: {limit!r}}}: needs how many ids there are, a whole number from 1")
+    if check not in (True, False, "overlap"):
+        raise ValueError(f"check={check!r}: use True, False or 'overlap'")
+
+
+def check_trainable(trainable: Any) -> None:
+    """Raise ValueError unless it is a function, or None."""
+    if trainable is not None and not callable(trainable):
+        raise ValueError(
+            f"trainable={trainable!r} is not a function of a path; try trainable=lambda path: 'lora' in path"
+        )
 
 
 def _kind(x: Any) -> str:

@@ -118,9 +118,9 @@ class Step(FirstState, Intake):
         streamed = streams(self.optimizer, self.layout, strategy.offloads, as_stacked, owned is not None)
         axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.schedule, self.replicas = schedule, math.prod(axes.values())
-        self.tracing = Tracing(model, self.layout, strategy, axes, schedule, wrong)
-        writes = self.tracing.writes
-        self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, on_nonfinite, owned, streamed, writes)
+        setting = {"layout": self.layout, "strategy": strategy, "axes": axes, "schedule": schedule}
+        self.tracing = Tracing(model=model, astray=wrong, **setting)
+        self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, on_nonfinite, owned, streamed)
         self.local = Local(self.tracing, dict(ids or {}))
         self._jitted: dict[Any, Any] = {}
 
@@ -131,7 +131,7 @@ class Step(FirstState, Intake):
         """This step where `choices` say what becomes of what each stack's layers save (`Residuals.kept`)."""
         other = copy.copy(self)
         other.chosen = chosen
-        other.tracing = replace(self.tracing, choices=choices, _traced={})
+        other.tracing = replace(self.tracing, choices=choices)
         other.local, other._jitted = replace(self.local, tracing=other.tracing), {}
         return other
 
@@ -252,8 +252,7 @@ class Step(FirstState, Intake):
 
     def may_couple(self, batch: Any) -> bool:
         """Whether reading the loss has left open if it couples rows, which was a warning; it is traced at most once."""
-        self.traced(batch)
-        return bool(self.tracing.doubts)
+        return bool(self.traced(batch).notes.doubts)
 
     def _run(self, name: str, state: State, batch: Any) -> Any:
         check_state(state)
@@ -325,7 +324,7 @@ class Step(FirstState, Intake):
     def _train(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One training step, for `_function` to compile: all that is wrapped around a loss.
 
-        `Tracing` (step/tracing.py) has the first half: trace, roll, localise, slice. What it makes goes on here:
+        `Tracing` (step/tracing.py) has the first half: trace, rewrite, slice. What it makes goes on here:
 
             schedule    step/gradients.py   forwards and backwards, one microbatch after another or, in step/pipeline.py
                                             and parallel/pipeline/, in the order of a schedule's table
@@ -335,7 +334,7 @@ class Step(FirstState, Intake):
         """
         scheduled = self.local.gradients
         placed = self._placed(scheduled, batch)
-        return self.update(state, *placed(state))
+        return self.update(state, *placed(state), writes=self.tracing.writes)
 
     def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
         return self.handed_out(*self._placed(self.local.gradients, batch)(state))

@@ -97,7 +97,7 @@ class Local:
         rows = microbatches(batch, strategy.microbatches)
         traced, rule = self.tracing(variables, first(rows), key), rule_of(strategy)
         cut = layout.storage.cut
-        low = self.tracing.in_fp8
+        low = traced.notes.in_fp8
         access = SpreadAccess(layout, rule, low) if cut else RuleAccess(layout, rule, traced.program, strategy, low)
         stored = secondary(layout, stored) if strategy.hpz else stored
         return Loss(traced, access, layout.storage.unit_values(stored)), rows

@@ -114,9 +114,12 @@ class Piped:
         if any(not isinstance(x, Replicated) and x.shape[1] % ranks for x in rows):
             return None, values
         try:
-            part = self.tracing(*jax.eval_shape(inputs, jax.ShapeDtypeStruct((), jnp.int32))).program
+            part = self.tracing(*jax.eval_shape(inputs, jax.ShapeDtypeStruct((), jnp.int32)))
         except (TypeError, ValueError):  # on whole microbatches it went: the loss has their number of rows written down
             return None, values
         program = self.loss.traced.program
         random = program.inputs[len(program.inputs) - 1 :] if self.keys is not None else ()
-        return part if shareable(program, part, random, ranks) else None, values
+        if not shareable(program, part.program, random, ranks):
+            return None, values
+        self.loss.traced.notes.logits.update(part.notes.logits)  # each rank makes those of its share of the rows
+        return part.program, values

@@ -21,7 +21,7 @@ from ..program import jaxpr as jx
 from ..program.walk import visit
 from ..slicing.program import Program
 from ..slicing.stacks import gathered
-from ..strategy import Strategy
+from ..strategy import PER_RANK, Strategy
 
 GATHERED_FROM = 64 << 20  # bytes; less is not worth a word
 _PADDED = 1.25  # times the layers' work; less is said by `explain` alone
@@ -131,6 +131,17 @@ def warn_padded(layers: int, ranks: int, chunks: int) -> None:
     stages = ranks * chunks
     if -(-layers // stages) * stages > _PADDED * layers:
         warnings.warn(f"pipe={ranks}, chunks={chunks}: {padded(layers, ranks, chunks)}", stacklevel=2)
+
+
+def warn_idle(ranks: int, microbatches: int) -> None:
+    """Warn of a pipeline with one microbatch, in which one rank works at a time."""
+    if ranks > 1 and microbatches == 1:
+        m = PER_RANK * ranks
+        warnings.warn(
+            f"pipe={ranks} with microbatches=1: one rank works at a time, and each idles {1 - 1 / ranks:.0%} of a "
+            f"step; use microbatches={m} ({(ranks - 1) / (m + ranks - 1):.0%}), or as many as divide a replica's rows",
+            stacklevel=3,
+        )
 
 
 def check_cut(schedule: Schedule, strategy: Strategy, paths: Sequence[str]) -> None:

@@ -170,7 +170,9 @@ class ServerStep(Step):
         if name not in self._jitted:
             fun = {
                 "loss": self._seeds,
-                "train": lambda state, gathered: self.update(state, *self._summed(state, gathered)),
+                "train": lambda state, gathered: self.update(
+                    state, *self._summed(state, gathered), writes=self.tracing.writes
+                ),
                 "gradients": lambda *given: self.handed_out(*self._summed(*given)),
                 "measured": lambda *given: measures(*self._summed(*given)[::2]),
                 "report": lambda sums: metrics_of(added(sums)),

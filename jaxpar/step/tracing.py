@@ -1,4 +1,4 @@
-"""A model's loss as one device runs it: traced, rolled, localised, sliced, and checked against its strategy.
+"""A model's loss as one device runs it: traced, rewritten by passes, sliced, and checked against its strategy.
 
 The loss is that of one microbatch of one replica (a block of rows). It is traced once for batches of one shape, before
 anything runs, and every part of a step works on the program that comes out.
@@ -14,30 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..layout.layout import Layout
 from ..layout.leaves import Leaf
 from ..model.batches import one_block, rows_of
 from ..model.model import Mean, Model, couplings
 from ..model.paths import below, name_of
-from ..numerics.fp8 import in_fp8, of_blocks
-from ..numerics.logits import Logits, chunked
-from ..parallel.context import RULES as CONTEXT_RULES
-from ..parallel.context import AttentionMode, calls, choose, split_sequence
-from ..parallel.context.attention import spelled
-from ..parallel.expert import RULES as EXPERT_RULES
-from ..parallel.expert import exchange_tokens
 from ..parallel.pipeline.flat.cut import points, stages_at, stages_of
 from ..parallel.pipeline.schedules import Schedule
-from ..parallel.tensor import RULES, localise
 from ..program import jaxpr as jx
 from ..program.lookups import Lookup, lookups
 from ..slicing.pieces import Flights
 from ..slicing.program import Program
-from ..slicing.rolling.loops import roll_loops
-from ..slicing.side_by_side import side_by_side
 from ..slicing.slicer import Slicing, cut_program, slice_program
 from ..slicing.stacks import described
-from ..strategy import Strategy
+from .passes import Notes, PlacedLoss, Setting, rewrite
 from .refusals import (
     check_breakpoints,
     check_independent_of_replicas,
@@ -49,7 +38,6 @@ from .refusals import (
     succeeds,
     unread_leaves,
     warn_gathered,
-    warn_no_rule,
     warn_padded,
     warn_precision,
     warn_rows_of_a_microbatch,
@@ -78,8 +66,8 @@ class Traced:
       summed: those over which totals and counts are summed: these, and `context` where it has several devices.
       traced_axes: the mesh axes that the program may name: these, and `tensor`.
       schedule: the pipeline's; None without one.
-      gathered: what tensor ranks gather for want of a rule, in all of this step's programs so far: where, and bytes.
       lookups: leaves of integers of the batch that the loss looks up in something as they are, by their path.
+      notes: what its passes and checks found (`passes.py`).
     """
 
     program: Program
@@ -93,8 +81,8 @@ class Traced:
     summed: Mapping[str, int]
     traced_axes: dict[str, int]
     schedule: Schedule | None
-    gathered: Mapping[str, int]
     lookups: Mapping[str, Lookup]
+    notes: Notes
 
     @property
     def inputs(self) -> tuple[Any, Any, Any]:
@@ -155,84 +143,33 @@ class Loss:
         return self.traced.program.backward(self.access, self.stored, tape, {self.traced.total: seed}, into, flights)
 
 
-@dataclass(frozen=True)
-class Tracing:
-    """Traces the loss of one model under one strategy; `axes`, `schedule` and `gathered` are as in `Traced`; `astray`
-    says what to warn of in the optimizer, from a loss and its leaves; `choices`, once there are some, what becomes of
-    what each stack's layers save (`Residuals.kept`).
+@dataclass(frozen=True, kw_only=True)
+class Tracing(Setting):
+    """Traces the loss of one model under one strategy.
 
-    Once a batch has been traced, these say what came of it:
-
-      attention_modes: how context ranks attend.
-      attention_spelled: attention that the loss spells out, by its line: which keys count, and the type of its scores.
-      attention_not_taken: other attention that it spells out, by its line: why.
-      experts_gathered: where expert ranks gather experts in place of exchanging tokens, and bytes of all of them.
-      experts_fewer: where they do because the tokens would be more, and bytes of those.
-      tokens_gathered: where they have all tokens of all, and bytes of those and of what would be sent.
-      logits: which of a cross-entropy are made in chunks.
-      fp8: under precision="fp8" why the products of each leaf are not in FP8, "" where they are.
-      doubts: how the loss may couple rows.
-      unread: paths of the batch's leaves that the loss does not read, in a step or without a key in evaluate.
-      touched: positions of the model's own leaves that the loss hands back as other values.
-      writes: what it writes to them; empty, or one.
+    Attributes:
+      astray: what to warn of in the optimizer, from a loss and its leaves.
+      choices: once there are some, what becomes of what each stack's layers save (`Residuals.kept`).
     """
 
     model: Model
-    layout: Layout
-    strategy: Strategy
-    axes: dict[str, int]
-    schedule: Schedule | None = None
     astray: Callable[[jx.Flat, Sequence[tuple[str, tuple[int, ...]]]], str | None] | None = None
     choices: tuple[str, ...] = ()
-    gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
-    attention_modes: dict[AttentionMode, None] = field(default_factory=dict, compare=False, repr=False)
-    attention_spelled: dict[str, tuple[str, Any]] = field(default_factory=dict, compare=False, repr=False)
-    attention_not_taken: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
-    experts_gathered: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
-    experts_fewer: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
-    logits: dict[str, Logits] = field(default_factory=dict, compare=False, repr=False)
-    tokens_gathered: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
-    fp8: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
-    doubts: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
-    unread: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
-    touched: dict[int, None] = field(default_factory=dict, compare=False, repr=False)
-    writes: list[Writes] = field(default_factory=list, compare=False, repr=False)
+    # Shared by the tracings of other choices, so that a warning is not repeated for each of them.
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def ranks(self) -> int:
-        """The number of tensor ranks."""
-        return self.layout.mesh.shape["tensor"]
-
-    @property
-    def takes_attention(self) -> bool:
-        """Whether attention that the loss spells out becomes `jp.attention`."""
-        shared = self.layout.mesh.shape["context"] > 1 and self.strategy.attention != "gather"
-        return shared or self.strategy.kernels == "fused"
-
-    @property
-    def in_fp8(self) -> list[str]:
-        """The paths of leaves whose products are all in FP8."""
-        return [path for path, why in self.fp8.items() if not why]
-
-    @property
-    def summed(self) -> dict[str, int]:
-        """The mesh axes over which totals and counts are summed: of rows, and of positions."""
-        context = self.layout.mesh.shape["context"]
-        return self.axes | ({"context": context} if context > 1 else {})
-
-    @property
-    def traced_axes(self) -> dict[str, int]:
-        """The mesh axes that a program may name: what it is on one rank of `context` and `tensor`."""
-        return self.summed | ({"tensor": self.ranks} if self.ranks > 1 else {})
+    def writes(self) -> Writes | None:
+        """What the loss writes to its parameters, once a step's program is traced; None if it writes nothing."""
+        return next((x.notes.writes for x in reversed(self._traced.values()) if x.notes.writes), None)
 
     def __call__(self, variables: Any, rows: Any, key: jax.Array | None) -> Traced:
         """The loss for one microbatch (abstract or not). Traced once."""
         leaves, tree = jax.tree.flatten((variables, rows, key))
-        kind = (tree, *((jnp.shape(x), x.dtype) for x in leaves))
+        kind = (tree, self.choices, *((jnp.shape(x), x.dtype) for x in leaves))
         if kind not in self._traced:
             abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-            self._traced[kind] = self._wrapped(*jax.tree.map(abstract, (variables, rows, key)))
+            self._traced[kind] = self._made(*jax.tree.map(abstract, (variables, rows, key)))
         return self._traced[kind]
 
     def takes_all_rows(self, traced: Traced) -> bool:
@@ -241,48 +178,37 @@ class Tracing:
             whole, _ = self._trace((traced.variables, traced.rows, traced.key), {"data": 2})
         return bool(noted) or jx.communicates(whole.eqns)
 
-    def _wrapped(self, variables: Any, rows: Any, key: Any) -> Traced:
-        """What becomes of a loss of these abstract values, in order; `Step._train` goes on from here.
+    def _made(self, variables: Any, rows: Any, key: Any) -> Traced:
+        """The program of a loss of these abstract values; `Step._train` goes on from here.
 
-        trace       program/            the model's code runs once and leaves its equations
-        roll        slicing/rolling/    blocks that a Python loop wrote out become a scan over layers
-        split       parallel/context/   the equations of one context rank, on its positions of the sequence
-        exchange    parallel/expert/    the equations of one expert rank, on its experts and the tokens of all ranks
-        localise    parallel/tensor/    the equations of one tensor rank, on its parts of the weights
-        chunk       numerics/logits/    large logits of a loss: a chunk of the tokens at a time, in a loop
-        double      slicing/            the equations of each concurrent microbatch beside those of the others
-        quantise    numerics/fp8/       products of layers' weights in float8
-        slice       slicing/            segments and layer stacks: each fetches its parameters where it runs
-        check       here, rows/         what this strategy cannot run as on one device is refused, or warned of
+        trace       program/    the model's code runs once and leaves its equations
+        rewrite     passes.py   `PASSES`, in order: the equations of one device
+        slice       slicing/    segments and layer stacks: each fetches its parameters where it runs
+        check       refusals.py, rows/    what this strategy cannot run as on one device is refused, or warned of
         """
-        units, families = self.layout.storage.units, self.layout.storage.families
-        own = [leaf.layers is not None for leaf in units]
-        sharded = [None if leaf.dim is None else leaf.dim - leaf.stage for leaf in units]
+        rest, notes = (variables, rows, key), Notes()
         with couplings() as noted:
-            whole, out = self._trace_block((variables, rows, key))
-        rolled, loops = roll_loops(self._with_attention(whole), families, len(units), self.traced_axes, own)
-        positions = self._context_program(rolled, (variables, rows, key), len(jax.tree.leaves(out[0])))
-        local = self._tensor_program(self._expert_program(positions))
-        local, logits = chunked(local, len(units), self.strategy.logits, self.traced_axes)
-        self.logits.update(logits)
-        if self.strategy.concurrent > 1:
-            shared = len(units) + len(jax.tree.leaves(variables))
-            sums = len(jax.tree.leaves(out[0]))
-            local = side_by_side(local, shared, sums, self.strategy.concurrent, self.traced_axes)
-        if self.strategy.precision == "fp8":
-            local = self._fp8_program(rolled, local)
-        every = "h" if "activations" in self.strategy.offloads else "s"
-        how = Slicing(self._params, sharded, own, self.traced_axes, self.strategy.remat, self.choices, every)
-        cut = self.layout.storage.cut
-        program = cut_program(local, how, self._cut) if cut else slice_program(local, how)
-        program = replace(program, loops=tuple(loops), coupled=bool(noted) or jx.communicates(whole.eqns))
+            whole, out = self._trace_block(rest, notes)
+        sums = len(jax.tree.leaves(out[0]))
+        loss = rewrite(self, PlacedLoss(whole, self.layout.storage.units, rest, sums, whole), notes)
+        program = replace(
+            self._sliced(loss), loops=tuple(notes.loops), coupled=bool(noted) or jx.communicates(whole.eqns)
+        )
         tree = jax.tree.structure(out)
         outputs = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
-        self._check(whole, program, outputs, (variables, rows, key), noted)
+        self._check(whole, program, outputs, rest, noted, notes)
         found = self._lookups(whole, variables, rows)
-        inputs = (self._leaves, variables, rows, key, self.strategy.concurrent)
+        inputs = (self._leaves(loss.placements), variables, rows, key, self.strategy.concurrent)
         axes = (self.axes, self.summed, self.traced_axes)
-        return Traced(program, outputs, *inputs, *axes, self.schedule, self.gathered, found)
+        return Traced(program, outputs, *inputs, *axes, self.schedule, found, notes)
+
+    def _sliced(self, loss: PlacedLoss) -> Program:
+        """A loss in pieces."""
+        units = self.layout.storage.units
+        sharded = [None if leaf.dim is None else leaf.dim - leaf.stage for leaf in units]
+        every = "h" if "activations" in self.strategy.offloads else "s"
+        how = Slicing(self._params, sharded, self.staged, self.traced_axes, self.strategy.remat, self.choices, every)
+        return cut_program(loss.flat, how, self._cut) if self.layout.storage.cut else slice_program(loss.flat, how)
 
     def _lookups(self, flat: jx.Flat, variables: Any, rows: Any) -> dict[str, Lookup]:
         before = len(self._params) + len(jax.tree.leaves(variables))
@@ -326,9 +252,8 @@ class Tracing:
         computed = self.layout.policy.computed
         return [jax.ShapeDtypeStruct(leaf.logical, computed(leaf.dtype)) for leaf in self.layout.storage.units]
 
-    @property
-    def _leaves(self) -> list[jax.ShapeDtypeStruct]:
-        """What the program of one device reads of each parameter."""
+    def _leaves(self, placements: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
+        """What the program of one device reads of each parameter: one rank's part, and of a stage's layers its own."""
         stages = self.layout.mesh.shape["pipe"]
 
         def shape(leaf: Leaf) -> tuple[int, ...]:
@@ -336,13 +261,13 @@ class Tracing:
                 return leaf.logical
             return (math.prod(leaf.shape[: leaf.stage + 1]) // stages, *leaf.logical[1:])
 
-        units = zip(self.layout.storage.units, self._params, strict=True)
-        return [jax.ShapeDtypeStruct(shape(leaf.local), param.dtype) for leaf, param in units]
+        params = zip(placements, self._params, strict=True)
+        return [jax.ShapeDtypeStruct(shape(leaf), param.dtype) for leaf, param in params]
 
-    def _trace_block(self, rest: Any) -> tuple[jx.Flat, Any]:
-        """`_trace` of a block. Raises ValueError for a loss of whole batches: blocks cut groups of rows."""
+    def _trace_block(self, rest: Any, notes: Notes) -> tuple[jx.Flat, Any]:
+        """`_trace` of a block, with notes. Raises ValueError for a loss of whole batches: blocks cut groups of rows."""
         try:
-            return self._trace(rest, self.axes)
+            return self._trace(rest, self.axes, notes)
         except (TypeError, ValueError) as error:
             (variables, rows, key), replicas = rest, math.prod(self.axes.values())
             have, loss, blocks = rows_of(rows), self._trace, (replicas, self.strategy.microbatches)
@@ -351,10 +276,11 @@ class Tracing:
                 raise
             raise ValueError(of_whole_batches(error, variables, have, blocks, takes)) from error
 
-    def _trace(self, rest: Any, axes: Mapping[str, int]) -> tuple[jx.Flat, Any]:
+    def _trace(self, rest: Any, axes: Mapping[str, int], notes: Notes | None = None) -> tuple[jx.Flat, Any]:
         """The equations of the model's loss, whose rows are spread over `axes`, and the abstract tree of its results.
 
-        Its first inputs are the parameters as a layout keeps them, of which the model gets its own.
+        Its first inputs are the parameters as a layout keeps them, of which the model gets its own. The notes tell
+        which of these it hands back as other values.
         """
         storage = self.layout.storage
 
@@ -371,86 +297,16 @@ class Tracing:
                         "give it the same (dtype=), or cast what it returns"
                     )
                 raise
-            if key is not None:  # what evaluation writes does not last
+            if notes is not None and key is not None:  # what evaluation writes does not last
                 pairs = enumerate(zip(jax.tree.leaves(params), jax.tree.leaves(after), strict=True))
-                self.touched.update((number, None) for number, (one, other) in pairs if one is not other)
+                notes.touched = tuple(number for number, (one, other) in pairs if one is not other)
             return sums, new
 
         return jx.trace(loss, self._params, rest, axes={**self.traced_axes, **axes})
 
-    def _with_attention(self, flat: jx.Flat) -> jx.Flat:
-        """A program that calls `jp.attention` where it spells attention out, if that is asked for, or ranks of
-        `context` share a sequence.
-        """
-        fused, shared = self.strategy.kernels == "fused", self.layout.mesh.shape["context"] > 1
-        take = self.takes_attention
-        replay = not take or (shared and self.strategy.attention != "gather")
-        found = spelled(flat, self.traced_axes, replay, biases=fused and not shared, take=take)
-        self.attention_spelled.update({line: (what, found.scores[line]) for line, what in found.taken.items()})
-        self.attention_not_taken.update(found.not_taken)
-        if fused and not found.taken and not any(calls(flat.eqns)):
-            why = "; ".join(f"that of {line} {why}" for line, why in found.not_taken.items()) or "it spells none out"
-            raise ValueError(
-                f"kernels='fused' is for attention, and the loss has none that a kernel takes: {why}; leave kernels out"
-            )
-        return found.flat
-
-    def _context_program(self, flat: jx.Flat, rest: Any, sums: int) -> jx.Flat:
-        """The program of one context rank; the first `sums` outputs are totals and counts."""
-        ranks = self.layout.mesh.shape["context"]
-        if ranks == 1:
-            return flat
-        leaves, (variables, rows, _) = len(self._params), rest
-        before = leaves + len(jax.tree.leaves(variables))
-        batch = range(before, before + len(jax.tree.leaves(rows)))
-        apart = self.layout.storage.cut or (self.schedule is not None and self.schedule.branches)
-        branching = self.schedule.kind if apart and self.schedule else ""  # ranks are not in one layer at one time
-        mode = choose(self.strategy.attention, flat.eqns, ranks, self.ranks, branching, self.attention_not_taken)
-        self.attention_modes[mode] = None
-        fun = split_sequence(flat, leaves, batch, sums, ranks, mode, CONTEXT_RULES, self.ranks, not branching)
-        return jx.trace(
-            fun, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars), axes=self.traced_axes
-        )[0]
-
-    def _expert_program(self, flat: jx.Flat) -> jx.Flat:
-        """The program of one expert rank."""
-        ranks = self.layout.mesh.shape["expert"]
-        if ranks == 1:
-            return flat
-        units = self.layout.storage.units
-        dims = [None if leaf.expert is None else leaf.expert - leaf.stage for leaf in units]
-        fun, found = exchange_tokens(flat, dims, ranks, EXPERT_RULES)
-        inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
-        parts = [jax.ShapeDtypeStruct(leaf.of_experts.logical, x.dtype) for leaf, x in zip(units, inputs, strict=False)]
-        own, _ = jx.trace(fun, *parts, *inputs[len(parts) :], axes=self.traced_axes)
-        self.experts_gathered.update(found.gathered)
-        self.experts_fewer.update(found.fewer)
-        self.tokens_gathered.update(found.all_tokens)
-        return own
-
-    def _tensor_program(self, flat: jx.Flat) -> jx.Flat:
-        """The program of one tensor rank."""
-        if self.ranks == 1:
-            return flat
-        units = self.layout.storage.units
-        dims = [None if leaf.tensor is None else leaf.tensor - leaf.stage for leaf in units]
-        fun, gathered = localise(flat, dims, self.layout.ruled, self.ranks, self.strategy.sequence, RULES)
-        inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
-        parts = [jax.ShapeDtypeStruct(leaf.local.logical, x.dtype) for leaf, x in zip(units, inputs, strict=False)]
-        local, _ = jx.trace(fun, *parts, *inputs[len(parts) :], axes=self.traced_axes)
-        self.gathered.update(gathered)
-        warn_no_rule(gathered, self.ranks)
-        return local
-
-    def _fp8_program(self, rolled: jx.Flat, flat: jx.Flat) -> jx.Flat:
-        """A program of one device with products in FP8: those that are chosen in the whole program, `rolled`."""
-        alike = of_blocks([(leaf.path, leaf.shape) for leaf in self.layout.storage.models])
-        leaves = [(leaf.path, leaf.rolled or leaf.path in alike) for leaf in self.layout.storage.units]
-        own, why = in_fp8(rolled, flat, leaves, self.strategy, self.layout.policy.compute)
-        self.fp8.update(why)
-        return own
-
-    def _check(self, whole: jx.Flat, program: Program, outputs: Any, rest: Any, noted: Sequence[str]) -> None:
+    def _check(
+        self, whole: jx.Flat, program: Program, outputs: Any, rest: Any, noted: Sequence[str], notes: Notes
+    ) -> None:
         """Refuse, or warn of, what would not be as on one device; and tell the layout how its layers run."""
         check_ordered(whole, self.layout.mesh.size)
         check_breakpoints(whole, self.layout.mesh.size)
@@ -459,23 +315,25 @@ class Tracing:
             check_pipe(program, outputs[1], self.layout, self.strategy)
             if program.main is not None:
                 warn_padded(program.main.length, self.schedule.ranks, self.schedule.chunks)
-        if self.touched:
-            found = find_writes(self.model, self.layout, self.strategy, tuple(self.touched), rest)
-            self.writes[:] = self.writes if found is None else [found]
+        if notes.touched:
+            notes.writes = find_writes(self.model, self.layout, self.strategy, notes.touched, rest)
         warn_gathered(program, self.layout)
         check_remat(program, self.layout, self.strategy, self.schedule)
         check_independent_of_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))
         warn_precision(whole, self.layout.policy.compute, self.strategy.precision)
         warn_untrained(whole, outputs, self.layout.storage.units)
-        unread = [path for path in self._unread(whole, rest) if path not in self.unread]
-        self.unread.update(dict.fromkeys(unread))
-        warn_unread(unread)
+        notes.unread = self._unread(whole, rest)
+        warned = {path for earlier in self._traced.values() for path in earlier.notes.unread}
+        warn_unread([path for path in notes.unread if path not in warned])
         leaves = [(leaf.path, leaf.logical) for leaf in self.layout.storage.units]
         if self.astray and (said := self.astray(whole, leaves)):
             warnings.warn(said, stacklevel=2)
         replicas, m, trace = math.prod(self.axes.values()), self.strategy.microbatches, lambda *a: self._trace(*a)[0]
-        known = any(kind[0] == jax.tree.structure(rest) for kind in self._traced)  # with another number of rows
-        if self.model.rows is None and replicas * m > 1 and not known:
+        # With another number of rows, or other choices, the loss couples what it coupled before.
+        known = next((old for kind, old in self._traced.items() if kind[0] == jax.tree.structure(rest)), None)
+        if known is not None:
+            notes.doubts = known.notes.doubts
+        elif self.model.rows is None and replicas * m > 1:
             warn_rows_of_a_microbatch(noted, rows_of(rest[1]) * replicas, m)
             told = heard(lambda: check_coupling(whole, outputs, rest, trace, self.axes, self.strategy))
-            self.doubts.update((said, None) for said in (str(w.message) for w in told) if said.startswith("the loss "))
+            notes.doubts = [said for said in (str(w.message) for w in told) if said.startswith("the loss ")]

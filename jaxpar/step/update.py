@@ -12,7 +12,7 @@ import functools
 import inspect
 import itertools
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,6 @@ class Update:
         others by then, still has what that step began with.
       owners: how it runs on whole matrices; None where it multiplies none.
       streams: how it runs on state that waits on the host; None where none does.
-      writes: what the loss writes to parameters, known once it has been traced; empty, or one.
     """
 
     optimizer: Any
@@ -68,7 +67,6 @@ class Update:
     on_nonfinite: str = "apply"
     owners: Owners | None = None
     streams: Streams | None = None
-    writes: Sequence[Writes] = ()
 
     def init(self, params: Any) -> Any:
         """The optimizer's state, as it is stored, from the leaves of a step."""
@@ -83,11 +81,13 @@ class Update:
         )
         return self.layout.to_logical(tuned, "params", self.as_stacked)
 
-    def __call__(self, state: State, grads: Any, variables: Any, sums: Sums) -> tuple[State, Metrics]:
-        """Next state and metrics, from unpadded gradients in the leaves' tree (None: frozen), variables and sums."""
-        written = state.params
-        for writes in self.writes:
-            written = writes(self.layout, state.params, state.variables)
+    def __call__(
+        self, state: State, grads: Any, variables: Any, sums: Sums, writes: Writes | None
+    ) -> tuple[State, Metrics]:
+        """Next state and metrics, from unpadded gradients in the leaves' tree (None: frozen), variables, sums, and what
+        the loss writes to its parameters.
+        """
+        written = state.params if writes is None else writes(self.layout, state.params, state.variables)
         params, updates = self._seen(self._shards(written)), self._seen(grads)
         loss = metrics_of(sums)["loss"]
         norm = optax.tree.norm(grads)

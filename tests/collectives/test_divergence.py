@@ -111,7 +111,7 @@ def test_a_condition_on_rows_exchanges_no_tokens(monkeypatch: pytest.MonkeyPatch
     """Ranks waited for those whose rows said otherwise, until XLA ended the process."""
     step = made("skipped", "expert=2,fsdp=2", 4)
     assert not_reached(step.trace(expert_cells.batch_of())) == []
-    assert any("cond at " in place for place in step.tracing.experts_gathered)
+    assert any("cond at " in place for place in step.traced(expert_cells.batch_of()).notes.experts_gathered)
     monkeypatch.setattr(ExpertLocaliser, "alike", lambda self, x: True)
     with pytest.raises(ValueError, match="all-to-all over expert, where ranks of expert part"):
         made("skipped", "expert=2,fsdp=2", 4).trace(expert_cells.batch_of())

@@ -244,12 +244,12 @@ BREAKS: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, str]]]] = {
     ),
     "tensor ranks gather weights": (
         "data=4,tensor=2",
-        {"jaxpar.step.tracing.RULES": {**RULES, "dot_general": gathered_operands}},
+        {"jaxpar.step.passes.RULES": {**RULES, "dot_general": gathered_operands}},
         [("UNPROMISED", "tensor", "weights, ")],
     ),
     "tensor has no rule": (
         "data=4,tensor=2",
-        {"jaxpar.step.tracing.RULES": {**RULES, "dot_general": lambda *_: None}},
+        {"jaxpar.step.passes.RULES": {**RULES, "dot_general": lambda *_: None}},
         [("UNPROMISED", "tensor", "for want of a rule, dot_general")],
     ),
 }

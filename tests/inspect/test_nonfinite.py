@@ -14,9 +14,10 @@ import planted
 import pytest
 
 import jaxpar as jp
-from jaxpar.inspect.nonfinite import Nonfinite, NonfiniteError, unseen
+from jaxpar.inspect.nonfinite import Nonfinite, NonfiniteError
 from jaxpar.inspect.nonfinite.replay import Replay
 from jaxpar.make import TrainStep, _Call
+from jaxpar.step import unseen
 
 # Every run of the tests tries one fault for each strategy. The battery tries all of them.
 FAULT_OF_STRATEGY = dict(

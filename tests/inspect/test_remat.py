@@ -18,13 +18,14 @@ from tensor_cells import SHARED_BATCH, batch_of, built
 
 import jaxpar as jp
 from jaxpar.hardware import target
-from jaxpar.inspect.memory import WholeAccess, of_step
+from jaxpar.inspect.memory import of_step
 from jaxpar.inspect.predict.prediction import predict
 from jaxpar.inspect.remat import cheapest, stacks_of
 from jaxpar.models import named
 from jaxpar.parity.parity import Reference
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.residuals import Residuals
+from jaxpar.slicing.access import WholeAccess
 from jaxpar.slicing.slicer import Slicing, slice_program
 
 pytestmark = SHARED_BATCH

@@ -9,22 +9,13 @@ import pytest
 from jax import lax
 
 from jaxpar.program.jaxpr import opened, trace
+from jaxpar.slicing.access import WholeAccess
 from jaxpar.slicing.halves import Halves, pick
 from jaxpar.slicing.pieces import Stack
 from jaxpar.slicing.slicer import Slicing, slice_program
 
 LAYERS, ROWS, LENGTH, DIM, HEADS, FFN = 3, 2, 5, 8, 2, 12
 SHAPES = [(DIM,), (DIM, 3 * DIM), (DIM, DIM), (DIM, 2 * FFN), (FFN, DIM)]
-
-
-class Whole:
-    """Access to parameters that are whole already."""
-
-    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        return value
-
-    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array:
-        return cotangent
 
 
 def loss(leaves: list[jax.Array], inputs: Any) -> jax.Array:
@@ -72,16 +63,16 @@ def given(stack: Stack) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def whole(stack: Stack, leaves: Any, inputs: Any, cotangents: Any) -> Any:
-    _, saved = stack.forward(Whole(), leaves, inputs, True)
-    return stack.backward(Whole(), leaves, inputs, saved, cotangents, [None] * len(stack.unit.leaves))
+    _, saved = stack.forward(WholeAccess(), leaves, inputs, True)
+    return stack.backward(WholeAccess(), leaves, inputs, saved, cotangents, [None] * len(stack.unit.leaves))
 
 
 def halves(stack: Stack, leaves: Any, inputs: Any, cotangents: Any) -> Any:
-    _, saved = stack.forward(Whole(), leaves, inputs, True)
-    cts, left = stack.backward_inputs(Whole(), leaves, inputs, saved, cotangents)
+    _, saved = stack.forward(WholeAccess(), leaves, inputs, True)
+    cts, left = stack.backward_inputs(WholeAccess(), leaves, inputs, saved, cotangents)
     again = [x for x, on in zip(saved.values, left.halves.saved, strict=True) if on]
     into = [None] * len(stack.unit.leaves)
-    return stack.backward_weights(Whole(), leaves, inputs, again, left, into), cts
+    return stack.backward_weights(WholeAccess(), leaves, inputs, again, left, into), cts
 
 
 def products(jaxpr: Any) -> int:
@@ -111,8 +102,8 @@ def left_of(remat: str) -> Any:
     stack = stack_of(remat)
 
     def left(leaves: Any, inputs: Any, cotangents: Any) -> Any:
-        _, saved = stack.forward(Whole(), leaves, inputs, True)
-        return stack.backward_inputs(Whole(), leaves, inputs, saved, cotangents)[1]
+        _, saved = stack.forward(WholeAccess(), leaves, inputs, True)
+        return stack.backward_inputs(WholeAccess(), leaves, inputs, saved, cotangents)[1]
 
     return jax.eval_shape(left, *given(stack))
 

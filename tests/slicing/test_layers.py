@@ -10,21 +10,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.program.jaxpr import trace
+from jaxpar.slicing.access import WholeAccess
 from jaxpar.slicing.pieces import Segment, Stack
 from jaxpar.slicing.program import Program
 from jaxpar.slicing.slicer import Slicing, slice_program
 
 LAYERS, DIM, ROWS = 4, 6, 5
-
-
-class Whole:
-    """Access to parameters that are whole already."""
-
-    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        return value
-
-    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array:
-        return cotangent
 
 
 def params() -> list[jax.Array]:
@@ -66,11 +57,11 @@ def run(program: Program) -> tuple[list[jax.Array], list[Any], list[Any]]:
     shapes: list[Any] = []
 
     def both(leaves: list[jax.Array]) -> Any:
-        outs, tape = program.forward(Whole(), leaves, jax.tree.leaves(rest()), grad=True)
+        outs, tape = program.forward(WholeAccess(), leaves, jax.tree.leaves(rest()), grad=True)
         for piece, (_, saved) in zip(program.pieces, tape, strict=True):
             kept = saved[0] if isinstance(piece, Segment) else saved
             shapes.append([x.shape for x in kept.values])
-        return outs, program.backward(Whole(), leaves, tape, {0: jnp.ones(())}, [None] * len(leaves))
+        return outs, program.backward(WholeAccess(), leaves, tape, {0: jnp.ones(())}, [None] * len(leaves))
 
     outs, grads = jax.jit(both)(params())
     return outs, grads, shapes
@@ -126,7 +117,7 @@ def test_a_policy_says_what_is_kept() -> None:
 
 
 def test_evaluation_saves_nothing() -> None:
-    outs, tape = sliced().forward(Whole(), params(), jax.tree.leaves(rest()))
+    outs, tape = sliced().forward(WholeAccess(), params(), jax.tree.leaves(rest()))
     np.testing.assert_allclose(outs[0], loss(params(), rest())[0], rtol=1e-6)
     assert all(saved is None for _, saved in tape)
 
@@ -140,8 +131,8 @@ def test_a_leaf_scanned_twice_by_one_scan() -> None:
     w, x = jax.random.normal(jax.random.key(0), (3, 4, 4)), jnp.ones((2, 4))
     program = slice_program(trace(twice, [w], x)[0], Slicing([w], [None]))
     assert program.stacks[0].unit.leaves == (0,)
-    _, tape = program.forward(Whole(), [w], [x], grad=True)
-    (ours,) = program.backward(Whole(), [w], tape, {0: jnp.ones(())}, [None])
+    _, tape = program.forward(WholeAccess(), [w], [x], grad=True)
+    (ours,) = program.backward(WholeAccess(), [w], tape, {0: jnp.ones(())}, [None])
     np.testing.assert_allclose(ours, jax.grad(lambda w: twice([w], x))(w), rtol=1e-5)
 
 

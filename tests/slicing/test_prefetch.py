@@ -25,23 +25,19 @@ from jaxpar.parity.parity import Reference
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.collectives import PRIMITIVES
 from jaxpar.program.walk import visit
+from jaxpar.slicing.access import WholeAccess
 from jaxpar.slicing.slicer import Slicing, slice_program
 
 LAYERS, DIM, ROWS = 4, 6, 5
 SGD = optax.sgd(0.05, momentum=0.9)
 
 
-class Ahead:
+class Ahead(WholeAccess):
     """Access to whole parameters, of which `frozen` have no gradient and `at_once` give it in their iteration."""
 
     def __init__(self, frozen: int, at_once: int) -> None:
-        self.frozen, self.at_once = frozen, at_once
-
-    def sends(self, index: int) -> tuple[bool, bool]:
-        return index != self.at_once, index not in (self.frozen, self.at_once)
-
-    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        return value
+        super().__init__(sends=lambda index: (index != at_once, index not in (frozen, at_once)))
+        self.frozen = frozen
 
     def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
         return None if index == self.frozen else cotangent

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import jaxpar as jp
+from jaxpar.slicing.access import WholeAccess
 from jaxpar.slicing.pieces import Segment, Stack
 from jaxpar.step.tracing import Loss
 
@@ -36,16 +37,6 @@ def step_of(strategy: str) -> Any:
     return jp.make_train_step(jp.Model(init, loss), optax.sgd(0.1), strategy)
 
 
-class Whole:
-    """Access to parameters that are whole already."""
-
-    def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        return value
-
-    def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array:
-        return cotangent
-
-
 def test_a_step_shows_its_loss_in_pieces() -> None:
     step = step_of("fsdp=8,microbatches=2")
     calls.clear()
@@ -62,7 +53,7 @@ def test_a_step_shows_its_loss_in_pieces() -> None:
     assert len(calls) == count  # a batch of these shapes is traced once, for the step as well
 
     def run(leaves: Any, *inputs: Any) -> Any:
-        bound = Loss(traced, Whole(), leaves)
+        bound = Loss(traced, WholeAccess(), leaves)
         sums, variables, tape = bound.forward(*inputs)
         return sums, variables, bound.backward(tape, jnp.float32(1), [None] * len(leaves))
 

@@ -197,9 +197,9 @@ def test_parameters_that_only_pass_through_are_not_written() -> None:
     step = jp.make_train_step(
         jp.from_nnx(lambda rngs: Rematerialised(rngs), loss), optax.sgd(0.1), "ddp,microbatches=2"
     )
-    step.traced(BATCH)
-    assert step.tracing.touched
-    assert not step.tracing.writes
+    notes = step.traced(BATCH).notes
+    assert notes.touched
+    assert not notes.writes
 
 
 class Counting(Net):

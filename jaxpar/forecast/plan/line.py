@@ -145,12 +145,12 @@ def line_fields(
     prediction_json = {k: v for k, v in prediction.json().items() if k != "parts"}  # `kernels` has the parts as text
 
     # 3. Notes.
-    main, schedule = step.traced(batch).program.main, step.schedule
+    traced = step.traced(batch)
+    main, schedule = traced.program.main, step.schedule
     if schedule and main and (why := padded(main.length, schedule.ranks, schedule.chunks)):
         prediction_json["notes"].append(f"{why}.")
-    prediction_json["notes"] += [
-        f"Attention over context is by {mode.name}: {mode.why}." for mode in step.tracing.attention_modes
-    ]
+    if (mode := traced.notes.attention_mode) is not None:
+        prediction_json["notes"].append(f"Attention over context is by {mode.name}: {mode.why}.")
     if prediction.copies and (speed := hardware.host_bandwidth):
         halved = dataclasses.replace(hardware, host_bandwidth=speed / 2)
         slow = predict(program, step, batch, halved, flops)
@@ -158,7 +158,7 @@ def line_fields(
             f"With {speed / 2e9:g} GB/s each way to the host instead of {speed / 1e9:g}, as if two devices share a "
             f"switch to it, {1e3 * slow.seconds:,.0f} ms."
         )
-    prediction_json["chunked"] = any(logits.chunks > 1 for logits in step.tracing.logits.values())
+    prediction_json["chunked"] = any(logits.chunks > 1 for logits in traced.notes.logits.values())
     return {
         "memory": dataclasses.asdict(memory),
         "prediction": prediction_json,

@@ -26,10 +26,11 @@ from ...hardware.compiled.compiler_remarks import unread
 from ...hardware.devices import Target
 from ...hardware.devices import target as target_of
 from ...hardware.hardware import KINDS, RESERVE
-from ...make import check_trainable, make_train_step
+from ...make import make_train_step
 from ...model.batches import check_rows, rows_of
 from ...model.model import MAKERS, Model
 from ...parallel.tensor.dims import Rules
+from ...step.checks import check_trainable
 from ...strategy import Strategy, as_strategy
 from .cache import PlanCache, folder, plan_key
 from .candidates import NO_SPLITS, REMATS, Splits, candidates, parts_per_row

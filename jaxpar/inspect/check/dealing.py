@@ -23,7 +23,7 @@ from ...layout.state import State
 from ...model.batches import dealt, rows_of
 from ...model.model import MAKERS
 from ...program import jaxpr as jx
-from ...step.core import Step
+from ..step_view import RunnableStep as Step
 
 Values = Mapping[str, np.ndarray]  # from `Step.measured`: the loss; of each gradient, the norm and a projection
 

@@ -30,10 +30,10 @@ from ...layout.precision import F8
 from ...numerics.fp8.product import SCOPE
 from ...program import jaxpr as jx
 from ...program.walk import visit
-from ...step.core import Step
 from ...step.server import OF_REPLICAS, ServerStep
 from ..expected import expected
 from ..ledger import Ledger
+from ..step_view import StepView as Step
 from ..transfers import rehearse
 from .overlap import hardware_of, hidden
 from .promises import ALLOWED, LARGE, SCALARS, Holding, bounds, gathered_weights, not_by_layer, shares
@@ -187,7 +187,7 @@ def _collective_findings(step: Step, batch: Any, program: Executable) -> Iterato
     jaxpr, closed = step.trace(batch), expected(step, batch)
     yield from _written_findings(closed, Ledger.from_jaxpr(jaxpr, step.mesh))
     yield from _compiled_findings(step, closed, [program], jaxpr)
-    yield from _product_findings(step, jaxpr, program)
+    yield from _product_findings(step, step.traced(batch).notes.in_fp8, jaxpr, program)
     if step.mesh.shape["tensor"] > 1:
         yield from _tensor_findings(step, batch, jaxpr)
 
@@ -266,14 +266,14 @@ def _cause_of_moves(step: Step, moves_of_key: Sequence[Move]) -> str:
     return f"the update has it, the largest: {moves_of_key[0].message}; {cause(step, moves_of_key[0])}"
 
 
-def _product_findings(step: Step, jaxpr: Any, program: Executable) -> Iterator[Finding]:
+def _product_findings(step: Step, fp8_paths: Sequence[str], jaxpr: Any, program: Executable) -> Iterator[Finding]:
     """Compare the FLOPs of FP8 products in the jaxpr and in the compiled program.
 
     A product in a loop counts once on both sides, so that the trip counts do not matter.
     """
     if step.strategy.precision != "fp8":
         return
-    description = f"{len(step.tracing.in_fp8)} leaves in {_F8}"
+    description = f"{len(fp8_paths)} leaves in {_F8}"
     # 1. The products that the step's jaxpr multiplies in FP8.
     dots = (eqn for eqn, _ in visit(jx.opened(jaxpr)[0].eqns) if eqn.primitive.name == "dot_general")
     promised_flops = sum(2 * jx.matmuls([eqn]).get(_F8, (0, ""))[0] for eqn in dots)
@@ -293,7 +293,7 @@ def _product_findings(step: Step, jaxpr: Any, program: Executable) -> Iterator[F
                 note += "precision='bf16'"
                 yield Finding("products", kernel.name, product.flops, 0, "MISSING", note, unit="FLOP")
     lowest_flops = 0.99 * promised_flops * (1 if step.strategy.remat == "none" else _MERGED_RECOMPUTATION)
-    note = f"less than promised of {few(step.tracing.in_fp8)}: compare compiled.as_text() with step.trace(batch)"
+    note = f"less than promised of {few(fp8_paths)}: compare compiled.as_text() with step.trace(batch)"
     verdict, note = ("MISSING", note) if compiled_flops < lowest_flops else ("ok", "")
     yield Finding("products", description, promised_flops, compiled_flops, verdict, note, unit="FLOP")
 
@@ -302,7 +302,7 @@ def _tensor_findings(step: Step, batch: Any, jaxpr: Any) -> Iterator[Finding]:
     """Yield a finding for each large all-gather over `tensor` of weights, or for lack of a rule."""
     gathers = {
         "weights": gathered_weights(jaxpr, len(step.layout.leaves)),
-        "for want of a rule": step.traced(batch).gathered,
+        "for want of a rule": step.traced(batch).notes.gathered,
     }
     large_gathers = {
         (reason, line): num_bytes

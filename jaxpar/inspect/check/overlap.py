@@ -19,8 +19,8 @@ from ...hardware.compiled.hlo import Instruction, arrays
 from ...hardware.compiled.kernels import Executable
 from ...hardware.hardware import KINDS, Hardware, of_device_kind
 from ...parallel.data import rule_of
-from ...step.core import Step
 from ..predict import Part, predict
+from ..step_view import StepView as Step
 from .proof import Finding
 
 # Exposed seconds that keep the promise.

@@ -21,8 +21,8 @@ from ...program.collectives import PRIMITIVES, axes_of
 from ...program.environment import through
 from ...program.walk import propagate
 from ...slicing.program import Program
-from ...step.core import Step
 from ..ledger import Collective
+from ..step_view import StepView as Step
 
 SCALARS = 1000  # bytes; smaller collectives are sums of scalars
 LARGE = 1_000_000  # bytes per step; smaller unpromised collectives break no promise

@@ -34,7 +34,7 @@ from ...program.factors import ELEMENTWISE
 from ...program.jaxpr import where
 from ...program.primitives import having
 from ...program.walk import visit
-from ...step.core import Step
+from ..step_view import StepView as Step
 
 # Operations that work element by element, or change only the sharding of an array.
 _ELEMENTWISE = {*ELEMENTWISE, *having("identity"), "shard_map"}

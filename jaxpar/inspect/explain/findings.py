@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,15 +24,17 @@ from ...parallel.pipeline.chunks import padded
 from ...parallel.pipeline.flat import stages
 from ...slicing.program import Program
 from ...slicing.stacks import described
-from ...step.core import Step
+from ...step.passes import Notes
 from ...step.pipeline import rows_of
 from ...step.server import OF_REPLICAS, ServerStep
+from ...step.tracing import Traced
 from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
 from ..expected import expected
 from ..ledger import Collective, Ledger
 from ..memory import in_flight, of_server, of_step
 from ..predict.efficiency import estimated_seconds
+from ..step_view import StepView as Step
 from ..transfers import Transfer, rehearse
 from .explanation import Check, Explanation
 
@@ -73,7 +75,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     remarks += [
         *_prefetch_remarks(step, batch),
         *_eight_bit_remarks(step, closed_form),
-        *_step_remarks(step, traced.program, compiled_ledger, has_known_counts, partitioner_moves),
+        *_step_remarks(step, traced, compiled_ledger, has_known_counts, partitioner_moves),
         *_fused_attention_remark(step, costs),
         *unasked_remarks,
         *_placement_remarks(step, batch),
@@ -91,7 +93,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
         checks=tuple(_checks(step, closed_form, written_ledger, compiled_ledger)),
         transfers=transfers,
         notes=step.layout.notes,
-        gathered=dict(traced.gathered),
+        gathered=dict(traced.notes.gathered),
         loops=described(traced.program, storage),
         moves=tuple(partitioner_moves),
         values=step.chosen,
@@ -214,18 +216,19 @@ def _purpose(step: Step, kind: str, axes: tuple[str, ...], nbytes: int) -> str:
 
 
 def _step_remarks(
-    step: Step, program: Program, ledger: Ledger, has_known_counts: bool, partitioner_moves: Sequence[Move]
+    step: Step, traced: Traced, ledger: Ledger, has_known_counts: bool, partitioner_moves: Sequence[Move]
 ) -> Iterator[str]:
     """Yield what a reader of the numbers should know about the step, in the order in which it is printed."""
     # 1. What the strategy does with the model.
-    yield from _pipeline_remarks(step, program)
-    yield from _attention_remarks(step)
-    yield from _logits_remarks(step)
-    yield from _fp8_remarks(step)
+    notes = traced.notes
+    yield from _pipeline_remarks(step, traced.program)
+    yield from _attention_remarks(step, notes)
+    yield from _logits_remarks(step, notes)
+    yield from _fp8_remarks(step, notes.fp8)
     # 2. What the platform's compiler hides or changes.
     if reason := unread(step.mesh.devices.flat[0].platform):
         yield f"Of the compiled program: {reason}. The closed form and the jaxpr are as everywhere."
-    yield from _expert_remarks(step)
+    yield from _expert_remarks(step, notes)
     if step.mesh.devices.flat[0].platform == "cpu":
         yield (
             "CPU: the program's total is arguments + outputs + temporaries, since the backend's own peak omits "
@@ -270,24 +273,24 @@ def _pipeline_remarks(step: Step, program: Program) -> Iterator[str]:
         )
 
 
-def _attention_remarks(step: Step) -> Iterator[str]:
+def _attention_remarks(step: Step, notes: Notes) -> Iterator[str]:
     """Yield which attention was recognised in the model's equations, and how `context` computes attention."""
     fate, verb = "goes by blocks, as jp.attention does: none of", "is kept"
     if not step.tracing.takes_attention:
         fate, verb = "stays so:", "are whole"
-    for line, (mask, scores) in step.tracing.attention_spelled.items():
+    for line, (mask, scores) in notes.attention_spelled.items():
         scores_text = f"{scores.str_short()}, {size(math.prod(scores.shape) * scores.dtype.itemsize)}"
         yield f"{line}: attention that is spelled out, {mask}, {fate} its scores, {scores_text}, {verb}."
-    for line, reason in step.tracing.attention_not_taken.items():
+    for line, reason in notes.attention_not_taken.items():
         yield f"{line}: attention that is spelled out stays so, since it {reason}."
-    for mode in step.tracing.attention_modes:
+    if (mode := notes.attention_mode) is not None:
         mode_text = mode.name + " in zigzag order" * (mode.order == "zigzag")
         yield f"context={step.mesh.shape['context']}: attention by {mode_text}, since {mode.why}."
 
 
-def _logits_remarks(step: Step) -> Iterator[str]:
+def _logits_remarks(step: Step, notes: Notes) -> Iterator[str]:
     """Yield which logits are computed in chunks, and which are whole and why."""
-    for line, logits in step.tracing.logits.items():
+    for line, logits in notes.logits.items():
         num_bytes = 4 * logits.tokens * logits.words
         prefix = f"{line}: the logits of {logits.tokens:,} tokens, {size(num_bytes)} in float32, are "
         if logits.chunks > 1:
@@ -296,24 +299,24 @@ def _logits_remarks(step: Step) -> Iterator[str]:
             yield f"{prefix}made {logits.chunks} times a part of them, {size(chunk_bytes)}, and again in the backward."
         else:
             yield f"{prefix}whole: {logits.why}."
-    if isinstance(step.strategy.logits, int) and not step.tracing.logits:
+    if isinstance(step.strategy.logits, int) and not notes.logits:
         yield (
             f"logits={step.strategy.logits}: nothing is made in chunks, since the loss has no cross-entropy of more "
             "tokens whose logits are hidden states times a parameter."
         )
 
 
-def _expert_remarks(step: Step) -> Iterator[str]:
+def _expert_remarks(step: Step, notes: Notes) -> Iterator[str]:
     """Yield which mixtures gather all experts or the tokens of all ranks, and why."""
-    for line, num_bytes in step.tracing.experts_gathered.items():
-        ranks, token_bytes = step.mesh.shape["expert"], step.tracing.experts_fewer.get(line)
+    for line, num_bytes in notes.experts_gathered.items():
+        ranks, token_bytes = step.mesh.shape["expert"], notes.experts_fewer.get(line)
         if token_bytes is not None:
             reason = f"fewer bytes than its tokens there and back, {size(token_bytes)}"
         else:
             reason = "where tokens could go to theirs: write the mixture by jp.experts, by lax.ragged_dot of tokens "
             reason += "sorted by expert, or as products [experts, slots, features] by one-hot"
         yield f"expert={ranks}: {line} gathers all experts, {size(num_bytes)}, {reason}."
-    for line, (gathered_bytes, slot_bytes) in step.tracing.tokens_gathered.items():
+    for line, (gathered_bytes, slot_bytes) in notes.tokens_gathered.items():
         reason = f"since slots for each of their experts would be {size(slot_bytes)}"
         ranks = step.mesh.shape["expert"]
         yield f"expert={ranks}: {line} gathers the tokens of all ranks, {size(gathered_bytes)}, {reason}."
@@ -340,9 +343,9 @@ def _ledger_remarks(ledger: Ledger, has_known_counts: bool) -> Iterator[str]:
         yield "Some collectives run in one branch of a conditional, or on one rank: counts and bytes are upper bounds."
 
 
-def _fp8_remarks(step: Step) -> Iterator[str]:
+def _fp8_remarks(step: Step, reasons: Mapping[str, str]) -> Iterator[str]:
     """Yield which products are in FP8, which are not, and why."""
-    reasons, compute_dtype = step.tracing.fp8, step.policy.compute.name
+    compute_dtype = step.policy.compute.name
     scaling_text = " with a scale for each tensor" if step.strategy.fp8_scaling == "tensor" else ""
     for reason in dict.fromkeys(reasons.values()):
         paths = few([path for path, path_reason in reasons.items() if path_reason == reason])

@@ -30,8 +30,8 @@ from ...model.batches import rows_of
 from ...model.model import is_replicated
 from ...model.paths import name_of
 from ...step.checks import check_state
-from ...step.core import Step
 from ...step.gradients import block_key
+from ..step_view import RunnableStep as Step
 from .search import Fault, search
 
 

@@ -35,7 +35,7 @@ from ...hardware.compiled.kernels import Executable
 from ...hardware.compiled.memory import program_memory
 from ...hardware.hardware import RESERVE, Hardware
 from ...model.batches import rows_of
-from ...step.core import Step
+from ..step_view import StepView as Step
 from .clock import Clock, Part
 from .efficiency import EXPECTED_PACE, FASTEST_PACE, SLOWEST_PACE, UPPER_BOUND, is_upper_bound
 

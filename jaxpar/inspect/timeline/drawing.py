@@ -19,9 +19,9 @@ from rich.text import Text
 
 from ...backend.text import size as bytes_of
 from ...parallel.pipeline.schedules import Column, Schedule
-from ...step.core import Step
 from ...step.pipeline import Piped, rows_of
 from ...strategy.schedules.operations import TIME, WORDS, Kind
+from ..step_view import StepView as Step
 from .svg import INK, kinds_of, tint
 
 _MAX_BANDS = 6  # a schedule with more bands is drawn without its middle

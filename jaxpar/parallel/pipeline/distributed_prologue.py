@@ -18,7 +18,8 @@ from jax import lax
 
 from ... import collectives
 from ...program import jaxpr as jx
-from ...slicing.pieces import Access, Stack
+from ...slicing.access import Access
+from ...slicing.pieces import Stack
 from ...slicing.program import Program, backward, forward, read
 from .chunks import AXIS, before, side
 

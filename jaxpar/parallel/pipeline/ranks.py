@@ -10,8 +10,9 @@ from jax import lax
 
 from ... import collectives
 from ...program import jaxpr as jx
+from ...slicing.access import Access
 from ...slicing.loop import LayerLoop
-from ...slicing.pieces import Access, InFlight
+from ...slicing.pieces import InFlight
 from ...slicing.program import Program, backward, forward, read
 from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Cut, Message, after, before, side

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from ...slicing.pieces import Sender
+from ...slicing.access import Sender
 from ...slicing.program import Program
 
 

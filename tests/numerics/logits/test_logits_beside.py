@@ -91,7 +91,7 @@ def run(model: jp.Model, text: str, logits: Any, batch: Any, **given: Any) -> tu
 
 def check(model: jp.Model, text: str, batch: Any, tolerance: float = 1e-5, **given: Any) -> None:
     step, found = run(model, text, 8, batch, **given)
-    assert [one.chunks > 1 for one in step.tracing.logits.values()] == [True]
+    assert [one.chunks > 1 for one in step.traced(batch).notes.logits.values()] == [True]
     _, wanted = run(model, text, "whole", batch, **given)
     for (path, ours), whole in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         error = np.abs(np.asarray(ours, np.float64) - np.asarray(whole, np.float64)).max(initial=0)
@@ -139,8 +139,7 @@ def teacher(p: Any, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("head", [added, teacher])
 def test_logits_of_two_products_stay_whole_and_explain_says_so(head: Any) -> None:
     step = jp.make_train_step(model(head), optax.sgd(0.1), "data=2,logits=8", mesh=jax.devices()[:2])
-    step.trace(batch_of())
-    assert {one.chunks for one in step.tracing.logits.values()} == {1}
+    assert {one.chunks for one in step.traced(batch_of()).notes.logits.values()} == {1}
     if head is added:
         said = " ".join(str(step.explain(batch_of())).split())
         assert "the logits of 52 tokens, 8.32 kB in float32, are whole: they meet a value of their size" in said

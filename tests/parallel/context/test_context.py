@@ -157,7 +157,7 @@ def test_a_layer_sends_the_closed_form(way: str, kinds: tuple[str, ...], closed:
     sent = sum(one.sent for one in written if one.axes in (("context",), ("4 of context",)) and one.kind in kinds)
     layers = 2
     assert sent == layers * sum(closed(4, cells.LENGTH, 8, 4, cells.DIM // 8, c, 4))
-    assert [way.name for way in step.tracing.attention_modes] == [way]
+    assert step.traced(cells.batch_of(4)).notes.attention_mode.name == way
 
 
 @pytest.mark.parametrize("way", ["gather", "ring"])
@@ -198,8 +198,7 @@ def test_zero_shards_over_fsdp_and_context() -> None:
 def test_auto_says_why(name: str, text: str, way: str, why: str) -> None:
     count = 8 if "tensor" in text else int(text[8])
     step = jp.make_train_step(cells.built(name), cells.SGD, text, jax.devices()[:count])
-    step.traced(cells.batch_of(4))
-    (found,) = step.tracing.attention_modes
+    found = step.traced(cells.batch_of(4)).notes.attention_mode
     assert found.name == way
     assert re.search(why, found.why)
 

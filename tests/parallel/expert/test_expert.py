@@ -87,7 +87,7 @@ def test_six_experts_and_seven_tokens(name: str, text: str) -> None:
 
 def traced(name: str, text: str) -> tuple[Any, Ledger]:
     step = jp.make_train_step(cells.built(name), optax.sgd(0.1), text)
-    return step, Ledger.from_jaxpr(step.trace(cells.batch_of()), step.mesh)
+    return step.traced(cells.batch_of()).notes, Ledger.from_jaxpr(step.trace(cells.batch_of()), step.mesh)
 
 
 @pytest.mark.battery
@@ -121,14 +121,13 @@ def test_experts_that_drop_nothing_are_exchanged_too() -> None:
     """What overflows passes their leaves on; these were then no longer taken for leaves, and all experts gathered."""
     model = named("mixtral-tiny")
     step = jp.make_train_step(model.model, optax.sgd(0.1), "expert=4,fsdp=2")
-    step.traced(model.example(8, 128))
-    assert step.tracing.experts_gathered == {}
+    assert step.traced(model.example(8, 128)).notes.experts_gathered == {}
 
 
 def test_all_tokens_are_gathered_where_each_has_more_experts_than_there_are_ranks() -> None:
-    step, ledger = traced("all_experts", "expert=4,data=2")
+    notes, ledger = traced("all_experts", "expert=4,data=2")
     tokens, slots, features = 4 * 12, 12, 4 * cells.DIM  # of all ranks; of an expert, for the tokens of one; bytes
-    assert {*step.tracing.tokens_gathered.values()} == {(tokens * features, cells.EXPERTS * slots * features)}
+    assert {*notes.tokens_gathered.values()} == {(tokens * features, cells.EXPERTS * slots * features)}
     table, choices = cells.EXPERTS * slots * 4, tokens * cells.EXPERTS * 4
     gathered = ledger.total(kind="all-gather", axes=("expert",))
     assert gathered == cells.LAYERS * (2 * tokens * features + 3 * choices)
@@ -137,23 +136,23 @@ def test_all_tokens_are_gathered_where_each_has_more_experts_than_there_are_rank
 
 @pytest.mark.slow
 def test_grouped_matmuls_are_exchanged_where_that_is_fewer_bytes() -> None:
-    step, ledger = traced("grouped", "expert=4,data=2")
-    assert step.tracing.experts_fewer == {}
-    assert not any("ragged_dot" in place for place in step.tracing.experts_gathered)
+    notes, ledger = traced("grouped", "expert=4,data=2")
+    assert notes.experts_fewer == {}
+    assert not any("ragged_dot" in place for place in notes.experts_gathered)
     # To the experts 16 slots of 2 x 6 x 2 / 8 tokens in buffers of 8, features and a bias; features back. The rest is
     # what may overflow: as much again in each round, forward once, backward twice.
     first = cells.LAYERS * cells.EXPERTS * 8 * (2 * cells.DIM + cells.WIDE["grouped"]) * 4
     assert ledger.total(kind="all-to-all") > 2 * first
-    step, ledger = traced("ragged", "expert=4,data=2")
+    notes, ledger = traced("ragged", "expert=4,data=2")
     assert ledger.total(kind="all-to-all") == 0
     tokens = cells.EXPERTS * 8 * (2 * cells.DIM + cells.FFN) * 4
-    assert {*step.tracing.experts_fewer.values()} == {tokens}
-    assert {*step.tracing.experts_fewer} <= {*step.tracing.experts_gathered}
+    assert {*notes.experts_fewer.values()} == {tokens}
+    assert {*notes.experts_fewer} <= {*notes.experts_gathered}
     assert tokens > 2 * cells.EXPERTS * cells.DIM * cells.FFN * 4
-    assert any("ragged_dot" in place and "expert_cells.py" in place for place in step.tracing.experts_gathered)
+    assert any("ragged_dot" in place and "expert_cells.py" in place for place in notes.experts_gathered)
     assert ledger.total(kind="all-gather", axes=("expert",)) > 0
-    step, ledger = traced("einsum", "expert=4,data=2")
-    assert step.tracing.experts_gathered == {}
+    notes, ledger = traced("einsum", "expert=4,data=2")
+    assert notes.experts_gathered == {}
     assert ledger.total(kind="all-gather") == 0
 
 

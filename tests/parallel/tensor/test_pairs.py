@@ -433,8 +433,8 @@ def test_what_no_rank_can_split_is_computed_by_each_and_said() -> None:
 def test_groups_that_ranks_do_not_divide_are_gathered() -> None:
     """Where a rule asks for the split this is an error; nobody asked for one that was found."""
     step = jp.make_train_step(pictures(GROUP), SGD, "tensor=4,fsdp=1", jax.devices()[:4])
-    step.trace(IMAGES)
-    assert [place.partition(" ")[0] for place in step.tracing.gathered] == ["reshape"]
+    gathered = step.traced(IMAGES).notes.gathered
+    assert [place.partition(" ")[0] for place in gathered] == ["reshape"]
     with pytest.raises(ValueError, match="whole heads"):
         jp.make_train_step(
             pictures(GROUP), SGD, "tensor=4,fsdp=1", jax.devices()[:4], rules={"second_last/kernel": -1}

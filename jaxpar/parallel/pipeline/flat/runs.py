@@ -18,8 +18,9 @@ import jax.numpy as jnp
 
 from ....layout.leaves import Leaf
 from ....program import jaxpr as jx
+from ....slicing.access import Access
 from ....slicing.halves import Halves, WeightGradResiduals, pick
-from ....slicing.pieces import Access, add
+from ....slicing.pieces import add
 from ....slicing.program import Program, backward, forward, read
 from .packing import Packing
 from .stages import Stage, is_linear

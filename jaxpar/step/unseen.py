@@ -7,7 +7,7 @@ waits for its last state could end with status 0 although its parameters had sto
 import atexit
 from collections.abc import Callable
 
-from ...hosts import ending
+from ..hosts import ending
 
 # The check of each such step, as an ordered set. All processes have the same order, since a check may communicate.
 _checks: dict[Callable[[], None], None] = {}

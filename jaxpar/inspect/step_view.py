@@ -1,0 +1,101 @@
+"""What reports may use of a training step: a short list, so that a step can change behind it."""
+
+from collections.abc import Callable
+from typing import Any, Protocol, Self
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ..layout.layout import Layout
+from ..layout.precision import Policy
+from ..layout.state import State
+from ..model.model import Model
+from ..parallel.data import Rule
+from ..parallel.pipeline.schedules import Schedule
+from ..step.gradients import Local
+from ..step.tracing import Traced, Tracing
+from ..step.update import Update
+from ..strategy import Strategy
+
+
+class StepView(Protocol):
+    """What a report that runs nothing uses of a step.
+
+    Attributes: The layout
+      strategy, mesh, layout: how the step is spread, over which devices, and where it stores every leaf.
+      policy: the dtypes in which it stores, computes and reduces.
+      replicas: the number of devices that have different rows.
+      model_def: the model.
+
+    Attributes: The traced program
+      tracing: how a loss is rewritten for one device; a pipeline is traced again with it.
+      schedule: the pipeline's; None without one.
+      local: the loss on the rows of one device.
+
+    Attributes: What the strategy promises
+      rule: what each rank stores of a leaf, and what it sends for it.
+      update: which ranks own whole matrices (`owners`), and whether the optimizer sees layers stacked (`as_stacked`).
+      chosen: what remat="auto" chose for each value.
+    """
+
+    strategy: Strategy
+    mesh: Mesh
+    layout: Layout
+    policy: Policy
+    replicas: int
+    model_def: Model
+    tracing: Tracing
+    schedule: Schedule | None
+    local: Local
+    rule: Rule
+    update: Update
+    chosen: tuple[Any, ...]
+
+    def abstract_state(self) -> State:
+        """The state as shapes with shardings."""
+        ...
+
+    def check(self, batch: Any) -> None:
+        """Raise ValueError unless the rows of a batch fit."""
+        ...
+
+    def shapes(self, batch: Any) -> Any:
+        """A batch as the shapes of the global batch."""
+        ...
+
+    def traced(self, batch: Any) -> Traced:
+        """The loss of one microbatch, as the program of one device."""
+        ...
+
+    def trace(self, batch: Any) -> Any:
+        """The jaxpr of the whole step."""
+        ...
+
+    def compile(self, batch: Any) -> jax.stages.Compiled:
+        """The whole step, compiled."""
+        ...
+
+    def mapped(self, fun: Callable, batch: Any, outs: Any) -> Callable[..., tuple[Any, Any]]:
+        """A function of local values, on every device."""
+        ...
+
+
+class RunnableStep(StepView, Protocol):
+    """What a report that runs or compiles other programs of a step uses besides."""
+
+    def choosing(self, choices: tuple[str, ...], chosen: tuple[Any, ...] = ()) -> Self:
+        """The step with these choices of what its layers save."""
+        ...
+
+    def params(self, state: State) -> Any:
+        """The parameters in the model's own tree."""
+        ...
+
+    def place(self, batch: Any) -> Any:
+        """A batch on the devices."""
+        ...
+
+    def measured(self, state: State, batch: Any, order: np.ndarray) -> dict[str, jax.Array]:
+        """The loss and figures of its gradients on rows that are dealt in an order."""
+        ...
