@@ -47,7 +47,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What one source says about the run; None where it says nothing. `Place` documents the common fields.
+    """The settings that one source gives; None where it says nothing. `Place` documents the common fields.
 
     Attributes:
       advice: what to do if the settings are incomplete.

@@ -279,7 +279,7 @@ class Watch:
 
     def _judge(self, now: float) -> Verdict | None:
         """Return this process's verdict at this time: process 0 judges all, the others judge process 0."""
-        others = {rank: peer for rank, peer in self.peers.items() if rank != self.place.process}
+        other_peers = {rank: peer for rank, peer in self.peers.items() if rank != self.place.process}
         if self.launcher_pid is not None and self.launcher_pid != os.getppid():
             return Verdict(f"jaxpar launch, which had started {describe(self.place.process, self.beat)}, is gone")
         if self.place.process:
@@ -290,8 +290,8 @@ class Watch:
                 name = describe(0, coordinator_beat)
                 return Verdict(f"{name} is lost: {reason}; it {coordinator_beat.progress_text}", True)
             # On the same machine the end of process 0 is seen at once. Its failure process 0 publishes as a verdict.
-            return find_lost(others, now, self.silence_limit)
-        if verdict := find_failed(self.peers, may_follow=False) or find_lost(others, now, self.silence_limit):
+            return find_lost(other_peers, now, self.silence_limit)
+        if verdict := find_failed(self.peers, may_follow=False) or find_lost(other_peers, now, self.silence_limit):
             return verdict
         if verdict := find_failed(self.peers, may_follow=True):
             # A collective broke off. Its cause, a lost process, may be found within the silence limit.
@@ -304,10 +304,10 @@ class Watch:
         if self.place.process:
             return
         deadline = time.monotonic() + _SPREAD_TIME
-        others = [peer for rank, peer in self.peers.items() if rank]
+        other_peers = [peer for rank, peer in self.peers.items() if rank]
         while time.monotonic() < deadline:
             silence = 5 * self.interval  # a process that is silent for so long hears nothing any more
-            if all(peer.beat.knows_verdict or self.clock() - peer.heard_at > silence for peer in others):
+            if all(peer.beat.knows_verdict or self.clock() - peer.heard_at > silence for peer in other_peers):
                 return
             time.sleep(self.interval / 4)
 
