@@ -5,8 +5,8 @@ A compile-only device has a compiler and no memory. On a mesh of them,
     jax.jit(f).trace(...).lower(lowering_platforms=("cuda",)).compile()
 
 gives the scheduled program, with its asynchronous collectives and `memory_analysis()`; the program cannot run. Kernels
-are not autotuned, so their times mean nothing. Memory, collectives, their sizes, groups and overlap are
-those of a program for real devices.
+are not autotuned, so their times mean nothing. Memory, collectives, their sizes, groups and overlap are those
+of a program for real devices.
 """
 
 import importlib.util
@@ -90,18 +90,18 @@ def target(name: str, hardware: Hardware | None = None, memory_bytes: float | No
     # The compiler describes each device: 10**9 of them take 21 GB.
     if (num_devices := int(first) * int(second or 1)) > _MAX_DEVICES:
         raise ValueError(f"target={name!r} has {num_devices:,} devices; use at most {_MAX_DEVICES:,}")
-    hardware = load(kind) if kind.endswith(".toml") and hardware is None else _find_kind(name, kind, hardware)
-    hardware = with_memory(hardware)
+    gpu = load(kind) if kind.endswith(".toml") and hardware is None else _find_kind(name, kind, hardware)
+    gpu = with_memory(gpu)
     if second:
-        return _gpu(name, hardware, int(first), int(second))
-    per_host = hardware.per_host
+        return _gpu(name, gpu, int(first), int(second))
+    per_host = gpu.per_host
     hosts, remainder = divmod(num_devices, per_host)
     if hosts and remainder:
         raise ValueError(
             f"target={name!r}: {num_devices} devices do not fill hosts of {per_host}; use {hosts * per_host} or "
             f"{(hosts + 1) * per_host}"
         )
-    return _gpu(name, hardware, hosts or 1, per_host if hosts else num_devices)
+    return _gpu(name, gpu, hosts or 1, per_host if hosts else num_devices)
 
 
 def gpu_topology(name: str = "8xH100") -> list[jax.Device]:
