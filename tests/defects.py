@@ -51,7 +51,7 @@ DEFECTS = (
            "return (token if full is None else token_after(full)), outs", "return token, outs",
            "A collective does not wait for the one before it."),
     Defect("divergence-branch", "collectives/divergence.py", "collectives/test_divergence.py",
-           "else parted | decides)", "else parted)",
+           "divergent_axes | predicate_axes)", "divergent_axes)",
            "A branch that ranks take or do not take counts as taken by all of them."),
     # -- layout
     Defect("master-low", "layout/precision.py",
