@@ -369,8 +369,8 @@ def _divisible(x: jax.Array, axes: Axes, dim: int, pad: bool) -> tuple[jax.Array
     missing = -x.shape[dim] % n
     if missing and not pad:
         raise ValueError(
-            f"dim {dim} of x {list(x.shape)} does not divide into {n} parts; make it {x.shape[dim] + missing}, or let "
-            "zeros follow it: pad=True"
+            f"dim {dim} of x {list(x.shape)} does not divide into {n} parts; make it {x.shape[dim] + missing}, or pad "
+            "it with zeros: pad=True"
         )
     return (jnp.pad(x, [(0, missing if i == dim else 0) for i in range(x.ndim)]) if missing else x), dim
 

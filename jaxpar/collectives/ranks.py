@@ -111,7 +111,7 @@ def _hashable(value: Any) -> Any:
     """Return an option of a collective as part of a cache's key. Raises ValueError for traced or unhashable values."""
     if isinstance(value, Tracer):
         raise ValueError(
-            "root, dim, op and pairs are of the program, not of its data; give Python's values, not traced"
+            "root, dim, op and pairs must be known when the program is traced; give Python values, not traced arrays"
         )
     if isinstance(value, np.ndarray | jax.Array):
         value = np.asarray(value).tolist()

@@ -150,7 +150,7 @@ def _find_kind(name: str, kind: str, hardware: Hardware | None) -> Hardware:
     """Return the kind of a target: `hardware` if it is given, else from the table. Raises ValueError."""
     if hardware is not None:
         if hardware.kind != kind:
-            raise ValueError(f"target={name!r} is of {kind!r}, and hardware of {hardware.kind!r}; give both one name")
+            raise ValueError(f"target={name!r} names {kind!r}, but hardware is {hardware.kind!r}; use one kind in both")
         return hardware
     if kind not in KINDS:
         raise ValueError(

@@ -119,7 +119,7 @@ def _to_place(settings: _Settings, env: Env, gpus: Callable[[], int]) -> Place:
             or "give all three (arguments, or JAXPAR_COORDINATOR, JAXPAR_PROCESSES, JAXPAR_PROCESS), or none"
         )
         raise ValueError(
-            f"{settings.source}: {present or 'nothing'} is known, and not {' or '.join(missing)}: {advice}"
+            f"{settings.source}: {present or 'nothing'} is given, but not {' or '.join(missing)}; {advice}"
         )
     assert settings.coordinator is not None
     assert settings.processes is not None

@@ -143,7 +143,7 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         )
     num_processes = options.processes or len(visible_gpus(os.environ))
     if not num_processes:
-        raise ValueError("launch starts a process for each GPU, and there is none; say how many, as in "
+        raise ValueError("launch starts a process for each GPU, and found none; give their number, as in "
                          "jaxpar launch --processes 2 --devices 4 for simulated devices")  # fmt: skip
     # 2. Run, and restart with fewer processes after losses.
     min_processes, restart, has_shrunk = options.least or num_processes, 0, False
@@ -176,40 +176,13 @@ def run_once(command: Sequence[str], host: Place, num_processes: int, options: L
       options: the launcher's options.
       restart: how often the run was started before.
     """
-    # 1. Start the processes.
     if host.processes == 1:
-        host = Place(coordinator=f"127.0.0.1:{free_port()}")
+        host = Place(coordinator=f"127.0.0.1:{free_port()}")  # alone, the host has no coordinator yet
     assert host.coordinator is not None
     first_rank = host.process * num_processes
-    common_env = {
-        **os.environ,
-        "JAXPAR_COORDINATOR": host.coordinator,
-        "JAXPAR_PROCESSES": str(host.processes * num_processes),
-        "JAXPAR_RESTART": str(restart),
-        "JAXPAR_RESTARTS": str(options.restarts),
-        "JAXPAR_LAUNCHER": str(os.getpid()),
-        "PYTHONUNBUFFERED": "1",  # through a pipe a line would come long after it was printed
-    }
+    children = _start(command, host, num_processes, options, restart)
 
-    def device_env(local: int) -> dict[str, str]:
-        if options.devices is not None:
-            return {"JAXPAR_DEVICES": str(options.devices), "JAX_PLATFORMS": "cpu"}
-        gpus = share_of_gpus(os.environ, local, num_processes)
-        return {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-
-    children = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env={**common_env, "JAXPAR_PROCESS": str(first_rank + local), **device_env(local)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C comes to this process, which passes it on, once
-        )
-        for local in range(num_processes)
-    ]
-
-    # 2. Forward their output, one thread per stream.
+    # One thread per stream forwards its lines.
     lock, coordinations = threading.Lock(), [Coordination() for _ in children]
     readers = [
         threading.Thread(target=_forward_lines, args=(stream, target, f"[{rank}] ", lock, is_hidden), daemon=True)
@@ -223,7 +196,6 @@ def run_once(command: Sequence[str], host: Place, num_processes: int, options: L
         reader.start()
     outcome = Outcome()
 
-    # 3. Pass signals on, and wait.
     def pass_on(number: int, _: object) -> None:
         outcome.received_signal = number
         _send_signal(children, number)
@@ -232,6 +204,7 @@ def run_once(command: Sequence[str], host: Place, num_processes: int, options: L
     try:
         _wait_for_all(children, outcome, first_rank)
     finally:
+        # No process outlives the launcher, whatever ended the wait.
         _send_signal(children, signal.SIGKILL)
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -240,6 +213,41 @@ def run_once(command: Sequence[str], host: Place, num_processes: int, options: L
     outcome.coordinator = host.coordinator
     outcome.coordinator_error = next((coordination.error for coordination in coordinations if coordination.error), "")
     return outcome
+
+
+def _start(
+    command: Sequence[str], host: Place, num_processes: int, options: LaunchOptions, restart: int
+) -> list[subprocess.Popen]:
+    """Start the processes of this host, each with its rank and devices in the environment; see `run_once`."""
+    assert host.coordinator is not None
+    common_env = {
+        **os.environ,
+        "JAXPAR_COORDINATOR": host.coordinator,
+        "JAXPAR_PROCESSES": str(host.processes * num_processes),
+        "JAXPAR_RESTART": str(restart),
+        "JAXPAR_RESTARTS": str(options.restarts),
+        "JAXPAR_LAUNCHER": str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",  # through a pipe a line would come long after it was printed
+    }
+
+    def env_of(local: int) -> dict[str, str]:
+        env = common_env | {"JAXPAR_PROCESS": str(host.process * num_processes + local)}
+        if options.devices is not None:
+            return env | {"JAXPAR_DEVICES": str(options.devices), "JAX_PLATFORMS": "cpu"}
+        gpus = share_of_gpus(os.environ, local, num_processes)
+        return env | {"CUDA_VISIBLE_DEVICES": gpus} if gpus else env
+
+    return [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env=env_of(local),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C comes to this process, which passes it on, once
+        )
+        for local in range(num_processes)
+    ]
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:

@@ -316,7 +316,7 @@ def _end_process(watch: Watch, verdict: Verdict) -> None:
     """End this process at once: whatever its threads wait for would never come."""
     rank = watch.place.process
     if watch.beat.failure:
-        # The process prints its own error and ends by itself, unless its exit handlers wait for the others.
+        # The process prints its own error and exits, unless its exit handlers wait for the others.
         watch.num_failed_checks += 1
         if watch.num_failed_checks * watch.interval < _SPREAD_TIME + 10:
             return

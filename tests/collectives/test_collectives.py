@@ -325,7 +325,7 @@ WRONG = {
     "root_of_reduce": (lambda m: collectives.reduce(X, on(m), root=9), r"root=9 is not a rank"),
     "divide": (
         lambda m: collectives.reduce_scatter(X[:, :13], on(m)),
-        r"dim 0 of x \[13\] does not divide into 8 parts; make it 16, or let zeros follow it: pad=True",
+        r"dim 0 of x \[13\] does not divide into 8 parts; make it 16, or pad it with zeros: pad=True",
     ),
     "divide_scatter": (lambda m: collectives.scatter(X[:, :9], on(m)), r"does not divide into 8 parts; make it 16"),
     "divide_all_to_all": (lambda m: collectives.all_to_all(X[:, :9], on(m)), r"does not divide into 8 parts"),
@@ -348,7 +348,7 @@ WRONG = {
     "dim_none": (lambda m: collectives.all_gather(X, on(m), dim=None), r"x \[16\] has no dim None; use 0 to 0"),
     "root_traced": (
         lambda m: jax.jit(lambda root: collectives.broadcast(X, on(m), root))(2),
-        r"of the program, not of its data; give Python's values",
+        r"must be known when the program is traced; give Python values",
     ),
     "source": (lambda m: collectives.send_recv(X, on(m), [(8, 0)]), r"source=8 is not a rank"),
     "bool_sum": (lambda m: collectives.all_reduce(X > 0, on(m)), r"op='sum' of bool: cast to int32 to count, or"),

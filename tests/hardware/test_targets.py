@@ -176,7 +176,7 @@ def test_load_takes_the_rest_from_another(write: Write, no_compiler_needed: list
     assert (by_name.hosts, by_name.per_host, by_name.hardware) == (3, 4, hardware)
     assert by_value.hardware is hardware
     assert no_compiler_needed[0]["target_config"] == hardware.target_config
-    with pytest.raises(ValueError, match="is of 'H200', and hardware of 'mine'; give both one name"):
+    with pytest.raises(ValueError, match="names 'H200', but hardware is 'mine'; use one kind in both"):
         target("12xH200", hardware)
 
 

@@ -80,7 +80,7 @@ def test_kubernetes() -> None:
     assert (place.coordinator, place.process) == ("set-workers-0-0.set:12345", 3)
     place = detect({**jobs, "JAXPAR_PROCESSES": "6"}, name=lambda: "set-workers-1-1.set")
     assert place.process == 4  # of jobs of three pods each
-    with pytest.raises(ValueError, match=r"Kubernetes: .* not coordinator: the pods need a headless service"):
+    with pytest.raises(ValueError, match=r"Kubernetes: .* not coordinator; the pods need a headless service"):
         detect(POD, name=lambda: "train-3")
     with pytest.raises(ValueError, match=r"set JAXPAR_PROCESSES to the Job's completions"):
         detect({**POD, "JAXPAR_PROCESSES": ""}, name=lambda: "train-3.pods.ns")
@@ -100,8 +100,8 @@ def test_what_is_said_explicitly_comes_first() -> None:
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"JAXPAR_PROCESSES": "2"}, r"processes=2 is known, and not coordinator or process: give all three"),
-        ({"JAXPAR_COORDINATOR": "a:1"}, r"coordinator=a:1 is known, and not processes or process"),
+        ({"JAXPAR_PROCESSES": "2"}, r"processes=2 is given, but not coordinator or process; give all three"),
+        ({"JAXPAR_COORDINATOR": "a:1"}, r"coordinator=a:1 is given, but not processes or process"),
         ({**SLURM, "JAXPAR_PROCESSES": "4"}, r"processes=4 is given, and SLURM says 16; leave processes to it"),
         ({**SLURM, "SLURM_PROCID": "x"}, r"SLURM_PROCID='x' is not a whole number"),
         ({**SLURM, "SLURM_PROCID": "16"}, r"process=16 of processes=16 \(SLURM\): number them 0 to 15"),

@@ -176,7 +176,7 @@ def test_a_process_for_each_gpu(capfd: pytest.CaptureFixture[str], monkeypatch: 
     assert launch.launch(LaunchOptions(), ["-c", script]) == 0
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] 0 2 3", "[1] 1 2 5"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ValueError, match="a process for each GPU, and there is none; say how many"):
+    with pytest.raises(ValueError, match="a process for each GPU, and found none; give their number"):
         launch.launch(LaunchOptions(), ["-c", script])
 
 

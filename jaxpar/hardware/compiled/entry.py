@@ -44,7 +44,7 @@ class Collective:
     def sent(self) -> int:
         """Bytes that a device sends per step, by the ring convention: see `on_the_wire`."""
         if self.ranks is None:
-            raise ValueError(f"{self.kind} over {self.axes} says nothing of its ranks; make it with ranks=...")
+            raise ValueError(f"{self.kind} over {self.axes} has no number of ranks; make it with ranks=...")
         return round(self.bytes * on_the_wire(self.kind, self.ranks))
 
 
