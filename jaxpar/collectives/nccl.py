@@ -148,6 +148,7 @@ def reduce_scatter(x: jax.Array, axes: Axes, dim: int = 0, op: str = "sum", pad:
     if op in ("sum", "avg"):
         part = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
         return mean(part, axes) if op == "avg" else part
+    # XLA's reduce-scatter only adds: exchange the parts, [.., n, d, ..], and reduce them locally.
     parts = _split(all_to_all(x, axes, dim), count(axes), dim)
     if op == "prod":
         return jnp.prod(parts, dim, dtype=x.dtype)
@@ -300,7 +301,7 @@ def reduce_scatter_as(x: jax.Array, axes: Sequence[str], dim: int, dtype: jnp.dt
     if num_pieces == 1:
         return reduce_scatter(x.astype(dtype), axes, dim)
     part = x.shape[dim] // n // num_pieces
-    split = x.reshape(*x.shape[:dim], n, num_pieces, part, *x.shape[dim + 1 :])
+    split = x.reshape(*x.shape[:dim], n, num_pieces, part, *x.shape[dim + 1 :])  # the dim is rank x piece x part
     shard_shape = (*x.shape[:dim], num_pieces, part, *x.shape[dim + 1 :])
 
     def scatter_piece(i: int | jax.Array, shard: jax.Array) -> jax.Array:
@@ -308,6 +309,7 @@ def reduce_scatter_as(x: jax.Array, axes: Sequence[str], dim: int, dtype: jnp.dt
         shard_of_piece = lax.squeeze(reduce_scatter(piece, axes, dim), [dim])
         return lax.dynamic_update_index_in_dim(shard, shard_of_piece, i, axis=dim)
 
+    # Zeros that depend on x, so that the compiler does not allocate them long before.
     shard = zeros_after(x, shard_shape, dtype)
     if num_pieces <= _MAX_UNROLLED:
         for i in range(num_pieces):

@@ -77,7 +77,7 @@ def collective(
     @functools.wraps(inside)
     def call(x: Any, axes: Axes, *args: P.args, **options: P.kwargs) -> jax.Array:
         x = jnp.asarray(x)
-        if not isinstance(axes, Ranks):
+        if not isinstance(axes, Ranks):  # inside `shard_map`
             return inside(x, spanned(axes), *args, **options)
         if x.shape[:1] != (axes.count,):
             raise ValueError(
@@ -95,6 +95,7 @@ def collective(
 def _outside(call: Callable[..., jax.Array], ranks: Ranks, args: Any, options: Any, _: str) -> Callable[..., jax.Array]:
     """Return the jitted program of a collective on stacked buffers; the last argument is part of the cache's key."""
     spec = PartitionSpec(ranks.axes)
+    # Each rank has one row, and the collective takes and returns it without the leading dim.
     run_on_rank = lambda rows: call(rows[0], ranks.axes, *args, **dict(options))[None]
     return jax.jit(jax.shard_map(run_on_rank, mesh=ranks.mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
@@ -114,7 +115,7 @@ def _hashable(value: Any) -> Any:
             "root, dim, op and pairs must be known when the program is traced; give Python values, not traced arrays"
         )
     if isinstance(value, np.ndarray | jax.Array):
-        value = np.asarray(value).tolist()
+        value = np.asarray(value).tolist()  # such as root=jnp.int32(2)
     if isinstance(value, list | tuple):
         return tuple(_hashable(v) for v in value)
     try:
@@ -153,7 +154,7 @@ def check_rank(rank: Any, axes: Axes, name: str) -> int:
     """Return `rank` as an int. Raises ValueError, with the argument's name, unless it is a rank along the axes."""
     n = count(axes)
     try:
-        value = -1 if isinstance(rank, bool) else operator.index(rank)
+        value = -1 if isinstance(rank, bool) else operator.index(rank)  # True would be rank 1
     except TypeError:
         value = -1
     if not 0 <= value < n:

@@ -43,8 +43,9 @@ def load(path: str | pathlib.Path) -> Hardware:
     fields |= {name: int(fields[name]) for name in _INTEGERS if name in fields}  # TOML's 40e9 is a float
     if "kind" not in fields:
         raise ValueError(f'{path} gives no kind; name it, as in kind = "H100-96GB"')
-    if "config" in fields and "{" not in fields["config"]:
+    if "config" in fields and "{" not in fields["config"]:  # a proto's text always has braces
         fields["config"] = _read_config(path, fields["config"])
+    # Peaks are merged by dtype; every other field replaces that of `like`.
     if like is not None:
         peaks = {**KINDS[like].peaks, **fields.pop("peaks", {})}
         return dataclasses.replace(KINDS[like], peaks=peaks, **fields)
@@ -86,7 +87,7 @@ def to_toml(hardware: Hardware) -> str:
     for name in _FIELDS:
         value = getattr(hardware, name)
         if name == "config":
-            lines += [f"config = '''\n{value}'''"] if value else []
+            lines += [f"config = '''\n{value}'''"] if value else []  # TOML drops the newline after the quotes
         elif name == "peaks":
             lines.append(f"peaks = {{ {', '.join(f'{dtype} = {peak}' for dtype, peak in value.items())} }}")
         elif value is not None:
@@ -106,6 +107,7 @@ def _read_config(path: pathlib.Path, name: str) -> str:
 
 def nearest(kind: str) -> str:
     """Return the end of an error about an unknown kind: similar kinds, and all known ones."""
+    # Ignoring case, so that "a100-80gb" finds "A100-80GB".
     kinds_by_folded = {known_kind.casefold(): known_kind for known_kind in KINDS}
     matches = difflib.get_close_matches(kind.casefold(), kinds_by_folded, n=2)
     similar = [kinds_by_folded[name] for name in matches]

@@ -91,6 +91,7 @@ def told(subject: str, statement: str, patience: float = 10.0) -> dict[int, str]
     count = _counts[subject] = _counts.get(subject, 0) + 1
     key = f"told/{subject}/{count}"
     store.set(f"{key}/{jax.process_index()}", statement)
+    # The table has no blocking read of a folder.
     while len(statements := store.folder(key)) < jax.process_count() and time.monotonic() < deadline:
         time.sleep(0.02)
     return {int(rank): text for rank, text in sorted(statements.items())}
@@ -118,6 +119,7 @@ class Comparison:
 
     def __call__(self, subject: str, notes: Mapping[str, Any], texts: Mapping[str, str], hint: str) -> None:
         """Compare the notes and texts of all processes; the arguments are those of `compare`."""
+        # Digests of the texts travel with the notes; the texts themselves are read only if their digests differ.
         local_notes = {name: str(value) for name, value in notes.items()}
         digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
         if self.place.process == 0:
@@ -157,6 +159,7 @@ class Comparison:
         while (value := get()) is None:
             waited = time.monotonic() - begin
             missing = self._missing()
+            # A process that has ended, or is past this comparison, would not come within any time.
             for rank in missing:
                 if reason := self.ask(rank):
                     raise ValueError(f"rank {rank} will not compare {subject} with the others: {reason}")
@@ -165,7 +168,7 @@ class Comparison:
                 raise ValueError(f"{names} has not come to compare {subject} within {self.patience:.0f} s, though it "
                                  "lives; see what it does, and that every process runs the same script")  # fmt: skip
             if waited > next_notice:
-                next_notice *= 2
+                next_notice *= 2  # after 30 s, 60 s, 120 s, ...
                 print(f"jaxpar: waiting for {names}, to compare {subject}", file=sys.stderr, flush=True)  # noqa: T201
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
@@ -193,6 +196,7 @@ class Comparison:
         """
         _, reference_notes, reference_digests = reference
         absent = "not there"
+        # Names of process 0 come first, so that all processes list their differences in one order.
         differences = [
             [name, reference_notes.get(name, absent), local_notes.get(name, absent)]
             for name in dict.fromkeys([*reference_notes, *local_notes])
@@ -293,7 +297,7 @@ def digest(batch: Any) -> str:
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             continue
         if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
-            x = jax.random.key_data(x)
+            x = jax.random.key_data(x)  # NumPy cannot hold typed keys
         array = np.ascontiguousarray(x)
         sha.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
         sha.update(array.tobytes())

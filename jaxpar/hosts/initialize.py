@@ -68,6 +68,7 @@ def initialize(
     """
     global _joined_place
     place = detect(os.environ, coordinator, processes, process, socket.getfqdn, num_gpus_of_host)
+    # A library may call this again; only another place is an error, as jax cannot join twice.
     if _joined_place is not None:
         if (place.processes, place.process) != (_joined_place.processes, _joined_place.process):
             raise ValueError(
@@ -82,6 +83,7 @@ def initialize(
                 f"JAXPAR_DEVICES={simulated!r} is not a number of CPU devices; set it to 1 or more, or unset it"
             )
         simulate(int(simulated))
+    # Devices are simulated before the processes join: both must come before jax starts its devices.
     if place.processes > 1:
         _join(place, bind or os.environ.get("JAXPAR_BIND"), timeout, watchdog.limit_seconds(watchdog_seconds))
         _joined_place = place
@@ -151,6 +153,7 @@ def _join(place: Place, bind: str | None, timeout: int, watchdog_limit: float) -
     listen_towards(place.coordinator)
     store = Coordinator()
     ending.start(store, place, watchdog_limit)
+    # A JAX device knows its process, but not its host, which may have several processes (`backend/machines.py`).
     store.set(f"machines/{place.process}", Beat.first().machine)
     if not store.wait("machines", timeout):
         raise RuntimeError(f"not all of the {place.processes} processes have said within {timeout} s on which machine "

@@ -113,6 +113,7 @@ class Peer:
 
     def receive(self, beat: Beat, now: float) -> None:
         """Note a beat, which may be the last one again."""
+        # The same count means that the process has said nothing new since, whoever read the table in between.
         if beat.count != self.beat.count:
             if beat.progress != self.beat.progress:
                 self.behind_since = None
@@ -192,6 +193,7 @@ def find_all_stuck(peers: Mapping[int, Peer], now: float) -> Verdict | None:
     beats = {rank: peer.beat for rank, peer in peers.items()}
     if not all(beat.has_stepped and beat.patience and not beat.has_ended for beat in beats.values()):
         return None
+    # One process within its time is enough: the others may wait for it.
     if any(now - peer.active_since <= peer.beat.patience for peer in peers.values()):
         return None
     delay = min(now - peer.active_since for peer in peers.values())

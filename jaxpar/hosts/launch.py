@@ -304,6 +304,7 @@ def _wait_for_all(children: Sequence[subprocess.Popen], outcome: Outcome, first_
     describe_remaining = lambda: f"{len(children) - len(codes)} of {len(children)} processes"
     while len(codes) < len(children):
         time.sleep(0.05)
+        # 1. Note who has ended. The first failure sets the time at which the others are killed.
         for local, child in enumerate(children):
             if local not in codes and (code := child.poll()) is not None:
                 codes[local] = code
@@ -315,14 +316,17 @@ def _wait_for_all(children: Sequence[subprocess.Popen], outcome: Outcome, first_
                                "end")  # fmt: skip
                 elif not code and kill_time is None and outcome.early_rank is None:
                     outcome.early_rank, notice_time = first_rank + local, time.monotonic() + _ALONE
+        # 2. A process that ended with status 0, while others wait for it, may be a mistake that nobody else reports.
         is_early = notice_time is not None and kill_time is None and time.monotonic() > notice_time
         if is_early and len(codes) < len(children):
             _print(f"rank {outcome.early_rank} has ended with exit status 0, and {describe_remaining()} go on")
             notice_time = None
+        # 3. Kill the rest once the time is over.
         if kill_time is not None and time.monotonic() > kill_time and not killed:
             killed = {local for local in range(len(children)) if local not in codes}
             for local in killed:
                 children[local].kill()
+    # 4. Find the causes. Killed processes are not among them.
     failures = {first_rank + local: code for local, code in codes.items() if code and local not in killed}
     # A process that another one's failure ended is the reason only if there is no other failure.
     causes = {rank: code for rank, code in failures.items() if code != ENDED_BY_ANOTHER}
@@ -349,7 +353,7 @@ def _forward_lines(
         for line in stream:
             if is_hidden(line):
                 continue
-            with lock:
+            with lock:  # the threads of all processes write to one stream
                 target.write(prefix + line.decode(errors="replace").rstrip("\r\n") + "\n")
                 target.flush()
 

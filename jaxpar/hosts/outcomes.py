@@ -47,7 +47,8 @@ class Outcomes:
         if problem:
             failures[str(number)] = f"process {self.process}: {problem}"
             if len(failures) > _MAX_FAILURES:
-                del failures[next(iter(failures))]
+                del failures[next(iter(failures))]  # the oldest
+        # All failures so far, not only this one: others may still be several actions behind.
         self._store.set(f"{name}/{self.process}", json.dumps([number, failures]))
         if problem:
             return failures[str(number)]
@@ -56,6 +57,7 @@ class Outcomes:
             reports = [json.loads(self._store.get(f"{name}/{rank}") or "[0, {}]") for rank in range(self.processes)]
             if failure := next((failures[str(number)] for _, failures in reports if str(number) in failures), ""):
                 return failure
+            # Success is known only once every process has reported this action, or a later one.
             late = [rank for rank, (last, _) in enumerate(reports) if last < number]
             if not late:
                 return ""

@@ -103,6 +103,7 @@ def _costs_of(operations: Sequence[Operation], executions: int | None, condition
             inner_executions = None if executions is None or trips is None else trip_counts.times(executions, trips)
             yield from _costs_of(operation.body, inner_executions, conditional)
         elif isinstance(operation, Choice):
+            # Which branch runs is not known here. The heaviest is an upper bound.
             branches = [list(_costs_of(branch, executions, True)) for branch in operation.branches]
             yield from max(branches, key=_weight)
     # Each rank runs only its own loops, as if they were branches of one conditional.

@@ -116,6 +116,7 @@ class Module:
                 if header[1]:
                     self.entry = header[2]
             elif match := re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.*)", line):
+                # The shape of a tuple contains spaces, and ends with its closing parenthesis.
                 shape, rest = _split(match[3]) if match[3].startswith("(") else match[3].split(" ", 1)
                 opcode, rest = rest.strip().split("(", 1)
                 arguments, rest = _split("(" + rest)
@@ -180,6 +181,7 @@ class Module:
         position = int(index[1])
         # 3. It starts at a constant, and the body adds 1.
         carry = siblings[instr.operands[0]]
+        # Copies may stand between the constant and the loop.
         initial = siblings.get(carry.operands[position]) if carry.opcode == "tuple" else None
         while initial is not None and initial.opcode in ("copy", "bitcast"):
             initial = siblings.get(initial.operands[0])
@@ -250,7 +252,7 @@ def _split(text: str) -> tuple[str, str]:
     depth = 0
     for parenthesis in re.finditer(r"[()]", text):
         depth += 1 if parenthesis[0] == "(" else -1
-        if not depth:
+        if not depth:  # this one closes the first
             return text[: parenthesis.end()], text[parenthesis.end() :]
     raise ValueError(f"HLO text is cut off: no closing parenthesis in {text[:80]!r}; give all of compiled.as_text()")
 

@@ -205,7 +205,7 @@ class Executable:
 
     def _block(self, name: str) -> tuple[Operation, ...]:
         """Return the operations of a computation."""
-        if name not in self._blocks:
+        if name not in self._blocks:  # several instructions may call one computation
             block = self.module.computations[name]
             shapes = {instr.name: instr.shape for instr in block}
             siblings = {instr.name: instr for instr in block}
@@ -300,6 +300,7 @@ class Executable:
             block = self.module.computations[called]
             shapes = {instr.name: instr.shape for instr in block}
             if any(instr.collective for instr in block):
+                # The `Start` bears the name of the outer instruction, for which a `Done` waits.
                 for instr in block:
                     yield from self._start(instr, outer, shapes) if instr.collective else ()
             else:  # compute on a second stream, counted as if on the first
