@@ -227,7 +227,7 @@ def _bandwidth(way: Reach, hardware: Hardware) -> float:
     for name, value in limits.items():
         if value is None:
             raise ValueError(
-                f"{hardware.kind} has no {name}, so the time of a collective of {way.group} devices on {way.hosts} hosts "
-                "is unknown; give it in a file (jaxpar.hardware.kinds.load)"
+                f"{hardware.kind} has no {name}, so the time of a collective of {way.group} devices on {way.hosts} "
+                "hosts is unknown; give it in a file (jaxpar.hardware.kinds.load)"
             )
     return min(limits.values())
