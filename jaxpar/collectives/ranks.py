@@ -31,7 +31,7 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return math.prod(self.mesh.shape[a] for a in self.axes)
 
 
@@ -39,15 +39,15 @@ Axes = str | Sequence[str] | Ranks
 
 
 def on(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Ranks:
-    """What to give a collective in place of axis names, to call it on global arrays outside `shard_map`.
+    """Return the ranks of a mesh, as the `axes` of a collective on global arrays outside `shard_map`.
 
-    The array then stacks every rank's buffer: [n, ...] goes in, NumPy's or sharded in any way, and row i is rank i's
-    buffer; [n, ...] comes out, sharded over the ranks, and row i is what rank i holds. It runs in a jitted
-    `shard_map`, compiled once for each shape. Along the mesh's other axes everything is replicated.
+    The array then stacks every rank's buffer. Its shape is [n, ...], it is NumPy's or sharded in any way, and row i is
+    rank i's buffer. The result is [n, ...], sharded over the ranks, and row i is rank i's result. The collective runs
+    in a jitted `shard_map`, compiled once for each shape. Along the mesh's other axes everything is replicated.
 
     Args:
-      mesh: a mesh, as `jax.make_mesh` or `step.mesh` give it.
-      axes: those of its axes whose devices take part, in the mesh's order; all if None.
+      mesh: a mesh, such as that of `jax.make_mesh` or `step.mesh`.
+      axes: the axes whose devices take part, in the mesh's order; all by default.
 
     Raises:
       ValueError: the mesh lacks an axis, or axes are repeated or out of the mesh's order.
@@ -58,10 +58,10 @@ def on(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Ranks:
     for name in names:
         if name not in mesh.axis_names:
             raise ValueError(
-                f"mesh has no axis {name!r}; use {_listed(mesh.axis_names)}{did_you_mean(name, mesh.axis_names)}"
+                f"mesh has no axis {name!r}; use {_quoted(mesh.axis_names)}{did_you_mean(name, mesh.axis_names)}"
             )
     _check_order(names, mesh.axis_names)
-    # jax.make_mesh gives explicit axes, on which shard_map takes no array that is not sharded for it already.
+    # jax.make_mesh returns explicit axes, on which shard_map refuses an array that is sharded in another way.
     automatic = (AxisType.Auto,) * len(mesh.axis_names)
     return Ranks(Mesh(mesh.devices, mesh.axis_names, axis_types=automatic), names)
 
@@ -69,37 +69,39 @@ def on(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Ranks:
 def collective(
     inside: Callable[Concatenate[Any, Axes, P], jax.Array],
 ) -> Callable[Concatenate[Any, Axes, P], jax.Array]:
-    """Makes a function of one device's `x` and of axis names take `on(mesh)` as well.
+    """Decorate a function of one device's `x` and of axis names, so that it takes `on(mesh)` as well.
 
-    The function is called with those axes that have several devices.
+    The function is called with those of the axes that have several devices.
     """
 
     @functools.wraps(inside)
     def call(x: Any, axes: Axes, *args: P.args, **options: P.kwargs) -> jax.Array:
         x = jnp.asarray(x)
-        if not isinstance(axes, Ranks):
+        if not isinstance(axes, Ranks):  # inside `shard_map`
             return inside(x, spanned(axes), *args, **options)
         if x.shape[:1] != (axes.count,):
             raise ValueError(
-                f"x {list(x.shape)} must stack the buffers of {axes.count} ranks along {_listed(axes.axes)}; make it "
+                f"x {list(x.shape)} must stack the buffers of {axes.count} ranks along {_quoted(axes.axes)}; make it "
                 f"[{axes.count}, ...], row i the buffer of rank i"
             )
-        known = _hashable(args), tuple((k, _hashable(v)) for k, v in options.items())
-        # 1, 1.0 and True are equal: programs are told apart by their types as well.
-        return _outside(call, axes, *known, repr(known))(_placed(x, axes))
+        key = _hashable(args), tuple((name, _hashable(value)) for name, value in options.items())
+        # 1, 1.0 and True are equal. Their types, which `repr` shows, must not share a program.
+        return _outside(call, axes, *key, repr(key))(_placed(x, axes))
 
     return call
 
 
 @functools.lru_cache(maxsize=1024)
 def _outside(call: Callable[..., jax.Array], ranks: Ranks, args: Any, options: Any, _: str) -> Callable[..., jax.Array]:
+    """Return the jitted program of a collective on stacked buffers; the last argument is part of the cache's key."""
     spec = PartitionSpec(ranks.axes)
-    one = lambda rows: call(rows[0], ranks.axes, *args, **dict(options))[None]
-    return jax.jit(jax.shard_map(one, mesh=ranks.mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    # Each rank has one row, and the collective takes and returns it without the leading dim.
+    run_on_rank = lambda rows: call(rows[0], ranks.axes, *args, **dict(options))[None]
+    return jax.jit(jax.shard_map(run_on_rank, mesh=ranks.mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
 
 def _placed(x: jax.Array, ranks: Ranks) -> jax.Array:
-    """The stacked buffers on `ranks.mesh`, where they come from a mesh with explicit axes."""
+    """Return stacked buffers on `ranks.mesh`; only those on a mesh with explicit axes are moved."""
     mesh = None if isinstance(x, Tracer) else getattr(x.sharding, "mesh", None)
     if mesh is None or all(kind == AxisType.Auto for kind in mesh.axis_types):
         return x
@@ -107,12 +109,13 @@ def _placed(x: jax.Array, ranks: Ranks) -> jax.Array:
 
 
 def _hashable(value: Any) -> Any:
+    """Return an option of a collective as part of a cache's key. Raises ValueError for traced or unhashable values."""
     if isinstance(value, Tracer):
         raise ValueError(
-            "root, dim, op and pairs are of the program, not of its data; give Python's values, not traced"
+            "root, dim, op and pairs must be known when the program is traced; give Python values, not traced arrays"
         )
     if isinstance(value, np.ndarray | jax.Array):
-        value = np.asarray(value).tolist()
+        value = np.asarray(value).tolist()  # such as root=jnp.int32(2)
     if isinstance(value, list | tuple):
         return tuple(_hashable(v) for v in value)
     try:
@@ -125,9 +128,10 @@ def _hashable(value: Any) -> Any:
 
 
 def spanned(axes: Axes) -> tuple[str, ...]:
-    """Those of some mesh axes that have more than one device.
+    """Return those of some mesh axes that have more than one device.
 
-    Raises ValueError where an axis is not one of the `shard_map` around, or is repeated or out of order.
+    Raises:
+      ValueError: an axis does not belong to the enclosing `shard_map`, or is repeated or out of order.
     """
     names = _names(axes)
     sizes = [_size(name) for name in names]
@@ -136,31 +140,32 @@ def spanned(axes: Axes) -> tuple[str, ...]:
 
 
 def count(axes: Axes) -> int:
-    """The number of ranks along some axes, inside `shard_map`."""
+    """Return the number of ranks along some axes, inside `shard_map`."""
     return math.prod(lax.axis_size(a) for a in spanned(axes))
 
 
 def index(axes: Axes) -> jax.Array | int:
-    """This device's rank along some axes: int32 scalar."""
+    """Return this device's rank along some axes, as an int32 scalar."""
     axes = spanned(axes)
     return lax.axis_index(axes) if axes else 0
 
 
 def check_rank(rank: Any, axes: Axes, name: str) -> int:
-    """`rank` as an int. Raises ValueError unless it is one of the ranks along some axes."""
+    """Return `rank` as an int. Raises ValueError, with the argument's name, unless it is a rank along the axes."""
     n = count(axes)
     try:
-        value = -1 if isinstance(rank, bool) else operator.index(rank)
+        value = -1 if isinstance(rank, bool) else operator.index(rank)  # True would be rank 1
     except TypeError:
         value = -1
     if not 0 <= value < n:
-        raise ValueError(f"{name}={rank!r} is no rank: {n} of them run from 0 to {n - 1}")
+        raise ValueError(f"{name}={rank!r} is not a rank; give one from 0 to {n - 1}")
     return value
 
 
 def _names(axes: Any) -> tuple[str, ...]:
+    """Return the names of axes as a tuple. Raises ValueError if they are no names."""
     if isinstance(axes, Mesh):
-        raise ValueError(f"axes is a mesh: outside shard_map give on(mesh), inside names of {_listed(axes.axis_names)}")
+        raise ValueError(f"axes is a mesh: outside shard_map give on(mesh), inside names of {_quoted(axes.axis_names)}")
     names = (axes,) if isinstance(axes, str) else axes
     if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"axes={axes!r} names no mesh axes; give 'data', ('data', 'fsdp'), or on(mesh)")
@@ -168,24 +173,27 @@ def _names(axes: Any) -> tuple[str, ...]:
 
 
 def _size(axis: str) -> int:
+    """Return the number of devices along an axis of the enclosing `shard_map`. Raises ValueError without one."""
     try:
         return lax.axis_size(axis)
     except NameError:
-        known = jax.sharding.get_abstract_mesh().manual_axes
+        manual_axes = jax.sharding.get_abstract_mesh().manual_axes
         hint = (
-            f"use {_listed(known)}{did_you_mean(axis, known)}"
-            if known
+            f"use {_quoted(manual_axes)}{did_you_mean(axis, manual_axes)}"
+            if manual_axes
             else "call it in a jax.shard_map, or with on(mesh)"
         )
         raise ValueError(f"axis {axis!r} is not one that a shard_map here runs over; {hint}") from None
 
 
-def _check_order(names: Sequence[str], known: Sequence[Any]) -> None:
-    places = [known.index(name) for name in names if name in known]
-    if places != sorted(set(places)):
-        right = [known[i] for i in sorted(set(places))]
-        raise ValueError(f"axes {_listed(names)} are repeated or out of the mesh's order; use {_listed(right)}")
+def _check_order(names: Sequence[str], mesh_axes: Sequence[Any]) -> None:
+    """Check that names are in the mesh's order, without repetitions. Raises ValueError."""
+    positions = [mesh_axes.index(name) for name in names if name in mesh_axes]
+    if positions != sorted(set(positions)):
+        ordered = [mesh_axes[i] for i in sorted(set(positions))]
+        raise ValueError(f"axes {_quoted(names)} are repeated or out of the mesh's order; use {_quoted(ordered)}")
 
 
-def _listed(names: Iterable[Any]) -> str:
+def _quoted(names: Iterable[Any]) -> str:
+    """Return names in quotes, with commas between them."""
     return ", ".join(map(repr, names))

@@ -1,9 +1,13 @@
-"""All-reduce on a ring, of neighbour permutes alone (Patarasu & Yuan 2009, Bandwidth optimal all-reduce algorithms for
+"""All-reduce on a ring, by neighbour permutes alone (Patarasu & Yuan 2009, Bandwidth optimal all-reduce algorithms for
 clusters of workstations; Gibiansky 2017, Bringing HPC techniques to deep learning).
 
-Each of n ranks cuts its buffer into n chunks. In step s of the first half, rank r receives a growing sum of chunk
-r - s from its left, and adds its own; after n - 1 steps it has the whole sum of chunk r + 1. In the second half these
-go round. Three ranks, complete sums in capitals:
+Each of n ranks cuts its buffer into n chunks.
+
+    reduce-scatter   In step s, rank r receives a partial sum of chunk r - s from its left neighbour, and adds its own
+                     chunk. After n - 1 steps it has the complete sum of chunk r + 1.
+    all-gather       In n - 1 more steps the complete sums go round.
+
+Three ranks, with the chunks a, b and c; numbers are the ranks in the partial sum, capitals complete sums:
 
     rank 0      a  b  c    +c (2)        +b (1, 2)  B        B and A     A B C
     rank 1      a  b  c    +a (0)        +c (2, 0)  C        C and B     A B C
@@ -22,8 +26,9 @@ from .reductions import COMBINE, check_op, mean
 def ring_all_reduce(x: jax.Array, axes: Axes, op: str = "sum") -> jax.Array:
     """`all_reduce` by messages between neighbours: [...] -> [...], any size.
 
-    Sends 2(n-1) chunks of S/n bytes (rounded up to whole elements): 2(n-1)/n S, which no algorithm undercuts. All ranks
-    get the same bits. Chunks add up in different orders, so that floats equal those of `all_reduce` to rounding.
+    Sends 2(n-1) chunks of S/n bytes (rounded up to whole elements): 2(n-1)/n S, the minimum for any algorithm. All
+    ranks get the same bits. Each chunk is summed in another order of ranks, so floats equal those of `all_reduce` to
+    rounding.
 
     Args:
       x: this rank's values.
@@ -37,20 +42,22 @@ def ring_all_reduce(x: jax.Array, axes: Axes, op: str = "sum") -> jax.Array:
     if not axes:
         return x
     n, rank = count(axes), index(axes)
-    neighbours = [(i, (i + 1) % n) for i in range(n)]
+    right_neighbours = [(i, (i + 1) % n) for i in range(n)]
     chunks = jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1)
 
-    def add(moving: jax.Array, step: jax.Array) -> tuple[jax.Array, None]:
-        own = lax.dynamic_index_in_dim(chunks, (rank - step) % n, keepdims=False)
-        return COMBINE[op](lax.ppermute(moving, axes, neighbours), own), None
+    def receive_and_add(partial_sum: jax.Array, step: jax.Array) -> tuple[jax.Array, None]:
+        local_chunk = lax.dynamic_index_in_dim(chunks, (rank - step) % n, keepdims=False)
+        return COMBINE[op](lax.ppermute(partial_sum, axes, right_neighbours), local_chunk), None
 
-    def pass_on(moving: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
-        moving = lax.ppermute(moving, axes, neighbours)
-        return moving, moving
+    def receive(chunk: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        chunk = lax.ppermute(chunk, axes, right_neighbours)
+        return chunk, chunk
 
-    first = lax.dynamic_index_in_dim(chunks, rank, keepdims=False)
-    complete, _ = lax.scan(add, first, jnp.arange(1, n))  # chunk rank + 1
-    _, others = lax.scan(pass_on, complete, None, n - 1)  # chunks rank, rank - 1, ...
-    backwards = jnp.concatenate([complete[None], others])
-    whole = backwards[(rank + 1 - jnp.arange(n)) % n].reshape(-1)[: x.size].reshape(x.shape)
-    return mean(whole, axes) if op == "avg" else whole
+    # 1. Reduce-scatter.
+    first_chunk = lax.dynamic_index_in_dim(chunks, rank, keepdims=False)
+    complete, _ = lax.scan(receive_and_add, first_chunk, jnp.arange(1, n))  # chunk rank + 1
+    # 2. All-gather.
+    _, received = lax.scan(receive, complete, None, n - 1)  # chunks rank, rank - 1, ...
+    backwards = jnp.concatenate([complete[None], received])  # row i is chunk rank + 1 - i
+    total = backwards[(rank + 1 - jnp.arange(n)) % n].reshape(-1)[: x.size].reshape(x.shape)
+    return mean(total, axes) if op == "avg" else total

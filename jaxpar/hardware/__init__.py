@@ -1,4 +1,4 @@
-"""Devices that are not there, and their numbers with sources."""
+"""Accelerators to compile for without having them, and their memory, peaks and bandwidths with sources."""
 
 from .devices import Target as Target
 from .devices import gpu_topology as gpu_topology

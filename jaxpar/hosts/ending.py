@@ -1,4 +1,14 @@
-"""How a process of several ends: its failure ends the others, and the coordinator's end is told in a sentence."""
+"""How one process of several ends: its failure ends the others, and a sentence reports the coordinator's end.
+
+A process can end in these ways, and each has its hook:
+
+    an exception that nobody catches    `sys.excepthook`                   -> `fail`
+    sys.exit, or the end of the script  `atexit`, with exit_status.py      -> `_at_exit`
+    abort() by jax's client             a C handler of SIGABRT             -> `_on_abort`
+    a verdict on another process        the watchdog's thread              -> `watchdog.exit_now`
+
+The module's state belongs to the process: a process takes part in one run of processes.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +29,34 @@ import jax
 
 from . import exit_status, watchdog
 from .environment import Place
-from .judge import who
+from .judge import describe
 from .store import Store
-from .watchdog import ENDED, Watch, end
+from .watchdog import ENDED_BY_ANOTHER, Watch, exit_now
 
-_LEAVES = 600  # seconds for which a process that has come to its end waits for the others: one of them may write on
-_TOGETHER = 5.0  # seconds for which it does with another status than 0, with which all may leave at once
-_NOTICED = 1.5  # seconds within which jax's thread has seen a signal, and all have answered it
+# Seconds that a process which has come to its end waits for the others, because one of them may still write.
+_LEAVE_TIMEOUT = 600
+# The same for a process with a status other than 0, with which all may leave at once.
+_LEAVE_TIMEOUT_AFTER_ERROR = 5.0
+_SIGNAL_TIME = 1.5  # seconds within which jax's thread has seen a signal, and all have answered it
 _watch: Watch | None = None
-_status: int | None = None  # with which a failed process of several exits
-_bad: int | None = None  # with which a process exits that has come to its end
+_failure_status: int | None = None  # exit status of this process after `fail`
+_late_status: int | None = None  # exit status of this process after `badly`
 _agreed = False  # whether all processes leave with the same status, after the same step
-_waiting: tuple[Place, int] | None = None  # while the processes join: for whom, and how long
+_joining: tuple[Place, int] | None = None  # while the processes join: this process's place, and the timeout
 
 
 def watch() -> Watch | None:
-    """This process's watchdog; None where there is none."""
+    """Return this process's watchdog; None if it has none."""
     return _watch
 
 
 def start(store: Store, place: Place, limit: float) -> None:
-    """Starts the watchdog, unless the limit is 0."""
+    """Start the watchdog, unless the limit is 0."""
     global _watch
     if not limit:
         return
     _watch = Watch(store, place, limit, stall=watchdog.stall_seconds())
-    jax.monitoring.register_event_duration_secs_listener(_watch.compiles)
+    jax.monitoring.register_event_duration_secs_listener(_watch.on_jax_event)
     sys.excepthook = _excepthook_after(sys.excepthook)
     exit_status.watch_exit()
     # Handlers run last in, first out: before jax's own, which waits for processes that may not come.
@@ -53,45 +65,55 @@ def start(store: Store, place: Place, limit: float) -> None:
 
 
 def fail(error: BaseException | str, status: int = 1) -> None:
-    """This process fails, and so all others end too, with a sentence that says so. Returns once they know; what remains
-    is to exit. Nothing where there is one process.
+    """Report that this process fails, so that all others end with a sentence that says so.
+
+    Returns once they know. The caller then exits. Does nothing in a run of one process.
+
+    Args:
+      error: the reason.
+      status: the exit status of this process.
     """
-    global _status
-    known, _status = _status is not None, status
-    if _watch is None or known:
+    global _failure_status
+    has_failed_before, _failure_status = _failure_status is not None, status
+    if _watch is None or has_failed_before:
         return
-    follows = isinstance(error, jax.errors.JaxRuntimeError)
-    _watch.failed(error if isinstance(error, str) else f"{type(error).__name__}: {error}", follows)
+    # An error of the runtime may be a collective that broke off because another process is gone.
+    may_follow = isinstance(error, jax.errors.JaxRuntimeError)
+    _watch.report_failure(error if isinstance(error, str) else f"{type(error).__name__}: {error}", may_follow)
     verdict = _watch.verdict
-    if follows and verdict is not None and not verdict.sentence.startswith(who(_watch.place.process, _watch.own)):
-        end(
+    name = describe(_watch.place.process, _watch.beat)
+    if may_follow and verdict is not None and not verdict.sentence.startswith(name):
+        exit_now(
             f"\njaxpar: {verdict.sentence}. It broke off a collective of rank {_watch.place.process}, which ends too.",
-            ENDED,
+            ENDED_BY_ANOTHER,
         )
 
 
 def has_failed() -> bool:
-    """Whether this process leaves with an error, alone as far as it knows."""
-    return _status is not None or (exit_status.left()[0] != 0 and not _agreed)
+    """Return whether this process leaves with an error, while the others may go on."""
+    return _failure_status is not None or (exit_status.status_and_text()[0] != 0 and not _agreed)
 
 
 def agreed() -> None:
-    """All processes leave after the same step, with whatever status: none of them fails."""
+    """Note that all processes leave after the same step. Then no exit status counts as a failure."""
     global _agreed
     _agreed = True
 
 
 def badly(error: Exception) -> None:
-    """What a process that has come to its end still had to do fails: it says so, and exits with status 1."""
-    global _bad
-    _bad = 1
+    """Report an error in the exit handlers of this process, which then exits with status 1."""
+    global _late_status
+    _late_status = 1
     os.write(2, f"error: {error}\n".encode())
     fail(error)
 
 
 @contextlib.contextmanager
 def failing() -> Iterator[None]:
-    """An error within it ends the others at once, and not only when it has gone through what waits for them."""
+    """End the other processes as soon as an error leaves this context.
+
+    The error may pass through code that waits for them before it reaches the excepthook.
+    """
     try:
         yield
     except Exception as error:
@@ -101,122 +123,145 @@ def failing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def step() -> Iterator[None]:
-    """Around a training step that all processes take."""
+    """Enclose a training step that all processes take."""
     if _watch is None:
         yield
         return
-    _watch.entered()
+    _watch.begin_step()
     yield
-    _watch.left()
+    _watch.end_step()
 
 
 def going_on(step: int, folder: Path | None) -> None:
-    """A run begins after `step`, in a folder, which stacks are written beside; it waits for each of its steps."""
+    """Note that a training loop begins, which waits for each of its steps.
+
+    Args:
+      step: the number of steps before it, from its checkpoint.
+      folder: where stacks of threads are written; None means stderr.
+    """
     if _watch is not None:
-        _watch.resumed(step)
-        _watch.folder, _watch.waits = folder, True
+        _watch.begin_run(step)
+        _watch.stack_folder, _watch.waits_for_steps = folder, True
 
 
 def alive() -> None:
-    """This process goes on with what it is at."""
+    """Note that this process makes progress in its current activity."""
     if _watch is not None:
-        _watch.doing(_watch.own.doing)
+        _watch.begin_activity(_watch.beat.activity)
 
 
-def doing(what: str) -> None:
-    """What this process is at from now on, as a `Trainer` knows it: "evaluating", "reading a batch"."""
+def doing(activity: str) -> None:
+    """Note what this process does from now on, such as "evaluating" or "reading a batch"."""
     if _watch is not None:
-        _watch.doing(what)
+        _watch.begin_activity(activity)
 
 
-def _excepthook_after(before: object):  # noqa: ANN202, a closure
+def _excepthook_after(earlier_hook: object):  # noqa: ANN202, a closure
+    """Return an excepthook that calls the earlier one, and then reports the failure."""
+
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)  # type: ignore[operator]
+        earlier_hook(kind, error, trace)  # type: ignore[operator]
         fail(error, 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 
     return hook
 
 
 def _at_exit() -> None:
+    """Leave together with the others, or report why this process leaves alone."""
     assert _watch is not None
-    status, text = exit_status.left()
-    if _status is None and (not status or _agreed):
-        _watch.own.ended = True
+    status, text = exit_status.status_and_text()
+    if _failure_status is None and (not status or _agreed):
+        _watch.beat.has_ended = True
         begin = time.monotonic()
-        if not _leave(_watch, _LEAVES) and time.monotonic() - begin >= _LEAVES:  # else another one has failed
+        # If `_leave_together` returns early, another process has failed, and the watchdog says so.
+        if not _leave_together(_watch, _LEAVE_TIMEOUT) and time.monotonic() - begin >= _LEAVE_TIMEOUT:
             fail(
-                f"it came to its end and waited {_LEAVES} s for the others, which go on; let all processes end within "
-                "that time, and see what the others do"
+                f"it came to its end and waited {_LEAVE_TIMEOUT} s for the others, which go on; let all processes end "
+                "within that time, and see what the others do"
             )
-    elif _status is None and not _leave(_watch, _TOGETHER):
+    elif _failure_status is None and not _leave_together(_watch, _LEAVE_TIMEOUT_AFTER_ERROR):
         fail(f"it left with exit status {status}" + (f", {text}" if text else ""), status)
-    if _status is not None:
-        end("", _status)  # jax would wait at its own exit for processes that have ended
+    if _failure_status is not None:
+        exit_now("", _failure_status)  # jax's exit handler would wait for processes that have ended
 
 
-@atexit.register  # when this is imported, and so after those of the user's program
-def _exit_badly() -> None:
-    if _bad is not None:
-        end("", _bad)
+@atexit.register  # at import, so that it runs after the handlers of the user's program
+def _exit_with_late_status() -> None:
+    if _late_status is not None:
+        exit_now("", _late_status)
 
 
-def _leave(watch: Watch, seconds: float) -> bool:
-    """All processes leave together, and no signal counts any more. Whoever gets SIGTERM asks all others at which step
-    they are, in a thread of jax's that looks for it once a second (XLA, preemption_notifier.cc); asked of one that has
-    gone, it would wait for a quarter of an hour, and this process for it. Whether all have come within the time.
+def _leave_together(watch: Watch, seconds: float) -> bool:
+    """Wait at a barrier for all processes to leave, and return whether all came within this time.
+
+    From here on SIGTERM is ignored. A process that gets it asks all others at which step they are, in a thread of jax's
+    that looks for the signal once a second (XLA, preemption_notifier.cc). If it asks a process that has gone, it waits
+    for a quarter of an hour, and this process waits for it.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if watch.store.wait("leaving", seconds):
-        time.sleep(_NOTICED)
-        watch.close()  # a thread that comes back from C++ when Python has gone ends its process by abort()
+        time.sleep(_SIGNAL_TIME)
+        watch.close()  # a thread that returns from C++ after Python has gone ends its process by abort()
         return True
     return False
 
 
 # -- the coordinator's end ---------------------------------------------------------------------------------------------
 #
-# Where the coordinator's connection closes, jax's client ends the process by abort(), at once, from its own thread:
-# before a thread of ours can say why. A handler of C's is asked last. It may be a function of Python's, as the other
-# threads wait in C++ without Python's lock.
+# When the coordinator's connection closes, jax's client ends the process by abort(), at once, from its own thread:
+# before a thread of ours can say why. A C handler of SIGABRT is called last. It may be a Python function, because the
+# other threads wait in C++ without Python's lock.
 
 
 @contextlib.contextmanager
 def joining(place: Place, timeout: int) -> Iterator[None]:
-    """While the processes wait for each other: what follows when one does not come is said in a sentence."""
-    global _waiting
-    _waiting = place, timeout
+    """Enclose the time in which the processes join: if one does not come, a sentence says what to do."""
+    global _joining
+    _joining = place, timeout
     _libc.signal(signal.SIGABRT, _ON_ABORT)
     yield
-    _waiting = None
+    _joining = None
 
 
 def _on_abort(_: int) -> None:
-    if _waiting is not None:
-        place, timeout = _waiting
-        missing = (
-            f"see that process 0 runs and listens on {place.coordinator}" if place.process else "start all of them"
-        )
-        end(f"\njaxpar: process {place.process} of {place.processes} has waited {timeout} s for the others at "
-            f"{place.coordinator}: {missing}, within that time, and that no firewall is between.", ENDED)  # fmt: skip
+    """Say why jax's client aborts this process, and exit; if the reason is unknown, abort."""
+    # 1. The processes were joining, and not all came.
+    if _joining is not None:
+        place, timeout = _joining
+        advice = f"see that process 0 runs and listens on {place.coordinator}" if place.process else "start all of them"
+        exit_now(f"\njaxpar: process {place.process} of {place.processes} has waited {timeout} s for the others at "
+                 f"{place.coordinator}: {advice}, within that time, and that no firewall is between.",
+                 ENDED_BY_ANOTHER)  # fmt: skip
     if _watch is not None:
-        rank, own = _watch.place.process, _watch.own
-        if _watch.verdict is not None and (not own.failed or own.follows):
-            end(f"\njaxpar: {_watch.verdict.sentence}. Rank {rank} ends with it.", ENDED)
-        if rank and (_status is None or own.follows) and not _answers(_watch.place.coordinator):
-            zero = _watch.heard[0].beat
-            lost = f"{who(0, zero)} is lost: the coordinator in it has closed; it {zero.where}"
-            end(f"\njaxpar: {lost}. Rank {rank}, after step {own.position // 2}, ends with it.", ENDED)
-        if _status is not None:
-            end("", _status)  # it has told its own error, and process 0 has ended before it
-        telling = threading.Thread(target=fail, args=("it was aborted; its own stderr says why", 128 + 6), daemon=True)
-        telling.start()
-        telling.join(5)
-    # As it would have ended without this.
+        rank, beat = _watch.place.process, _watch.beat
+        # 2. There is a verdict on another process.
+        if _watch.verdict is not None and (not beat.failure or beat.may_follow):
+            exit_now(f"\njaxpar: {_watch.verdict.sentence}. Rank {rank} ends with it.", ENDED_BY_ANOTHER)
+        # 3. The coordinator is gone, and with it process 0.
+        if rank and (_failure_status is None or beat.may_follow) and not _accepts_connections(_watch.place.coordinator):
+            coordinator_beat = _watch.peers[0].beat
+            reason = (
+                f"{describe(0, coordinator_beat)} is lost: the coordinator in it has closed; "
+                f"it {coordinator_beat.progress_text}"
+            )
+            exit_now(
+                f"\njaxpar: {reason}. Rank {rank}, after step {beat.position // 2}, ends with it.", ENDED_BY_ANOTHER
+            )
+        # 4. This process has printed its own error, and process 0 has ended before it.
+        if _failure_status is not None:
+            exit_now("", _failure_status)
+        # 5. This process itself was aborted. Tell the others, in a thread that may hang.
+        reason = "it was aborted; its own stderr says why"
+        reporter = threading.Thread(target=fail, args=(reason, 128 + signal.SIGABRT), daemon=True)
+        reporter.start()
+        reporter.join(5)
+    # End as the process would have ended without this handler.
     _libc.signal(signal.SIGABRT, _Handler())
     os.kill(os.getpid(), signal.SIGABRT)
 
 
-def _answers(address: str | None) -> bool:
+def _accepts_connections(address: str | None) -> bool:
+    """Return whether something listens at host:port."""
     assert address is not None
     host, _, port = address.rpartition(":")
     try:
@@ -227,6 +272,6 @@ def _answers(address: str | None) -> bool:
 
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_ON_ABORT = _Handler(_on_abort)  # kept: C holds no reference to it
+_ON_ABORT = _Handler(_on_abort)  # a global, because C holds no reference to it
 _libc = ctypes.CDLL(None)
 _libc.signal.argtypes, _libc.signal.restype = [ctypes.c_int, _Handler], ctypes.c_void_p

@@ -1,9 +1,9 @@
-"""The exit status with which this process leaves by SystemExit. Python tells it to no `atexit` handler, and calls
-`sys.excepthook` for every exception but this one.
+"""The exit status with which this process leaves by SystemExit, for its `atexit` handlers.
 
-Before Python runs these handlers it reads the attribute `code` of the SystemExit that nobody has caught (CPython,
-pythonrun.c, `handle_system_exit`). So the attribute becomes a property that also notes what is read, where no Python
-code asks for it. Everybody else sees the attribute as it was.
+Python passes this status to no `atexit` handler, and calls `sys.excepthook` for every exception except SystemExit.
+But before the handlers run, the interpreter reads the attribute `code` of the uncaught SystemExit (CPython,
+pythonrun.c, `handle_system_exit`). So `watch_exit` replaces the attribute with a property, which notes the value when
+no Python code asks for it. Everybody else sees the attribute as it was.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ _noted: list[Any] = []
 
 
 def watch_exit() -> None:
-    """From now on `left` knows. Called once."""
-    attributes = gc.get_referents(SystemExit.__dict__)[0]  # a mapping proxy refers to the dict of the type, and no more
+    """Begin to note the exit status. Called once."""
+    # A mapping proxy refers only to the type's dict, which Python code cannot reach otherwise.
+    attributes = gc.get_referents(SystemExit.__dict__)[0]
     member = attributes["code"]
 
     def code(error: SystemExit) -> Any:
         value = member.__get__(error)
         try:
             sys._getframe(1)
-        except ValueError:  # no Python code has asked: it is the interpreter, on its way out
+        except ValueError:  # no Python frame called this: the interpreter is on its way out
             _noted.append(value)
         return value
 
     attributes["code"] = property(code, member.__set__, member.__delete__)
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))  # which keeps looked up attributes
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))  # drops the type's cache of attribute look-ups
     sys.exit = _exit
 
 
-def left() -> tuple[int, str]:
-    """The status with which this process leaves, 0 if by no SystemExit; and the text that was given as its status."""
+def status_and_text() -> tuple[int, str]:
+    """Return the status with which this process leaves, 0 without a SystemExit; and the text given as its status."""
     value = _noted[-1] if _noted else None
     if value is None:
         return 0, ""
@@ -43,5 +44,5 @@ def left() -> tuple[int, str]:
 
 
 def _exit(status: Any = None) -> NoReturn:
-    """`sys.exit`. For that one's status, unlike for `raise SystemExit`, Python 3.11 makes no exception object."""
+    """Replace `sys.exit`, for whose status Python 3.11 makes no exception object, unlike for `raise SystemExit`."""
     raise SystemExit(status)

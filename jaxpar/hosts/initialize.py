@@ -1,4 +1,12 @@
-"""jp.initialize: the processes of one run join, before anything touches a device."""
+"""jp.initialize: the processes of one run join, before anything touches a device.
+
+1. `detect` reads which process this is.                       environment.py
+2. Process 0 checks the coordinator's address, and prints it.
+3. `jax.distributed.initialize` connects all processes.
+4. CPU devices get the address on which they listen.           gloo.py
+5. The watchdog starts.                                        ending.py
+6. The processes tell each other on which machine they run.    backend/machines.py
+"""
 
 from __future__ import annotations
 
@@ -20,7 +28,7 @@ from .gloo import listen_towards
 from .judge import Beat
 from .store import Coordinator
 
-_joined: Place | None = None
+_joined_place: Place | None = None  # None until this process has joined others
 
 
 def initialize(
@@ -33,144 +41,164 @@ def initialize(
     timeout: int = 300,
     watchdog_seconds: float | None = None,
 ) -> Place:
-    """Joins the processes of one run; call it in each, before anything that touches a device.
+    """Join the processes of one run. Call it in each, before anything that touches a device.
 
-    Without arguments it asks the environment: `jaxpar launch`, srun, mpirun, Kubernetes' indexed Jobs and JobSets, or
-    the variables in `jaxpar/hosts/README.md`. A process is alone where nothing says that it is one of several.
-    Process 0 prints one line of what was found. From then on a watchdog ends every process, with exit status 75 and one
-    sentence, where another is lost, stuck or has failed.
+    Without arguments it reads the environment: `jaxpar launch`, srun, mpirun, Kubernetes' indexed Jobs and JobSets, or
+    the variables in `jaxpar/hosts/README.md`. If nothing says that the process is one of several, it runs alone.
+
+    Process 0 prints one line about the run. From then on a watchdog ends every process, with exit status 75 and one
+    sentence, if another process is lost, is stuck or has failed.
 
     Args:
-      coordinator: host:port of process 0, which listens on that address and no other.
-      processes, process: how many there are, and which one this is, from 0.
-      bind: where process 0 listens instead, such as 0.0.0.0:12345 where a port is mapped.
-      devices: simulate so many CPU devices in each process.
+      coordinator: host:port of process 0, which listens on that address only.
+      processes: number of processes.
+      process: which one this is, from 0.
+      bind: where process 0 listens instead, such as 0.0.0.0:12345 if a port is mapped.
+      devices: number of CPU devices to simulate in each process.
       timeout: seconds to wait for the others.
-      watchdog_seconds: within how many seconds a lost, stopped or stuck process ends all others; 60 if nothing is said,
-        0 for no watchdog.
+      watchdog_seconds: seconds within which a lost, stopped or stuck process ends all others; 60 by default, 0 for no
+        watchdog.
 
-    Returns what was found. A second call returns it again.
+    Returns:
+      The place of this process. A second call returns it again.
 
-    Raises ValueError where what is said is contradictory or incomplete, and where process 0 cannot listen on its
-    address; RuntimeError after jax has started its devices.
+    Raises:
+      ValueError: the settings are contradictory or incomplete, or process 0 cannot listen on its address.
+      RuntimeError: jax has already started its devices.
     """
-    global _joined
-    asked = detect(os.environ, coordinator, processes, process, socket.getfqdn, gpus_here)
-    if _joined is not None:
-        if (asked.processes, asked.process) != (_joined.processes, _joined.process):
-            raise ValueError(f"this process is already {_joined.process} of {_joined.processes}, and cannot become "
-                             f"{asked.process} of {asked.processes}; call jp.initialize once")  # fmt: skip
-        return _joined
+    global _joined_place
+    place = detect(os.environ, coordinator, processes, process, socket.getfqdn, num_gpus_of_host)
+    # A library may call this again; only another place is an error, as jax cannot join twice.
+    if _joined_place is not None:
+        if (place.processes, place.process) != (_joined_place.processes, _joined_place.process):
+            raise ValueError(
+                f"this process is already {_joined_place.process} of {_joined_place.processes}, and cannot become "
+                f"{place.process} of {place.processes}; call jp.initialize once"
+            )
+        return _joined_place
     simulated = os.environ.get("JAXPAR_DEVICES") if devices is None else str(devices)
     if simulated is not None:
         if not simulated.isdigit():
             raise ValueError(
-                f"JAXPAR_DEVICES={simulated!r} is no number of CPU devices; set it to one from 1, or unset it"
+                f"JAXPAR_DEVICES={simulated!r} is not a number of CPU devices; set it to 1 or more, or unset it"
             )
         simulate(int(simulated))
-    if asked.processes > 1:
-        _join(asked, bind or os.environ.get("JAXPAR_BIND"), timeout, watchdog.seconds(watchdog_seconds))
-        _joined = asked
+    # Devices are simulated before the processes join: both must come before jax starts its devices.
+    if place.processes > 1:
+        _join(place, bind or os.environ.get("JAXPAR_BIND"), timeout, watchdog.limit_seconds(watchdog_seconds))
+        _joined_place = place
     elif "SLURM_STEP_NUM_TASKS" not in os.environ and os.environ.get("SLURM_NTASKS", "1") != "1":
         warnings.warn(
             f"this SLURM job has {os.environ['SLURM_NTASKS']} tasks, and srun did not start this process, which runs "
             "alone; start it with srun",
             stacklevel=2,
         )
-    return asked
+    return place
 
 
 def place() -> Place:
-    """Where this process stands, as `initialize` found it; alone without it."""
-    return _joined or Place()
+    """Return the place of this process among those that `initialize` joined; alone if it joined none."""
+    return _joined_place or Place()
 
 
 def check_joined() -> None:
-    """Raise ValueError where `jaxpar launch` started this process as one of several, and it has not joined them: each
-    would train alone.
+    """Check that this process has joined the others if `jaxpar launch` started it as one of several.
+
+    Raises:
+      ValueError: it has not joined, so each process would train alone.
     """
-    count = os.environ.get("JAXPAR_PROCESSES", "1")
-    if _joined is None and count != "1" and "JAXPAR_PROCESS" in os.environ and jax.process_count() == 1:
+    num_processes = os.environ.get("JAXPAR_PROCESSES", "1")
+    is_one_of_several = num_processes != "1" and "JAXPAR_PROCESS" in os.environ
+    if _joined_place is None and is_one_of_several and jax.process_count() == 1:
         raise ValueError(
-            f"this is one of {count} processes (JAXPAR_PROCESSES), and has not joined them; call jp.initialize() at "
-            "the beginning of the script, before anything that touches a device"
+            f"this is one of {num_processes} processes (JAXPAR_PROCESSES), and has not joined them; call "
+            "jp.initialize() at the beginning of the script, before anything that touches a device"
         )
 
 
 def restarts() -> int:
-    """How often `jaxpar launch` has started this run again."""
+    """Return how often `jaxpar launch` has started this run again."""
     return int(os.environ.get("JAXPAR_RESTART", 0))
 
 
 def may_restart() -> bool:
-    """Whether `jaxpar launch` would start this run again."""
+    """Return whether `jaxpar launch` may start this run again after a failure."""
     return int(os.environ.get("JAXPAR_RESTARTS", 0)) > 0
 
 
-def _join(here: Place, bind: str | None, timeout: int, limit: float) -> None:
-    assert here.coordinator is not None
-    listen = None
-    if here.process == 0:
-        listen = bind or listening(here.coordinator)
-        check_free(listen)
-        where = f", {here.neighbours} on each host" if here.neighbours else ""
-        gpus = f", of {len(here.gpus)} GPUs each" if here.gpus else ""
-        says = f"jaxpar: {here.processes} processes ({here.source}){where}{gpus}; process 0 listens on {listen}"
-        print(says, file=sys.stderr, flush=True)  # noqa: T201
-    with ending.joining(here, timeout):
+def _join(place: Place, bind: str | None, timeout: int, watchdog_limit: float) -> None:
+    """Connect this process with the others; the steps are those at the top of this file, from the second on."""
+    assert place.coordinator is not None
+    listen_address = None
+    if place.process == 0:
+        listen_address = bind or coordinator_address(place.coordinator)
+        check_free(listen_address)
+        per_host = f", {place.neighbours} on each host" if place.neighbours else ""
+        gpus = f", of {len(place.gpus)} GPUs each" if place.gpus else ""
+        run = f"{place.processes} processes ({place.source}){per_host}{gpus}"
+        message = f"jaxpar: {run}; process 0 listens on {listen_address}"
+        print(message, file=sys.stderr, flush=True)  # noqa: T201
+    with ending.joining(place, timeout):
         jax.distributed.initialize(
-            here.coordinator,
-            here.processes,
-            here.process,
-            None if here.gpus is None else list(here.gpus),
-            "deactivate",  # what jax would find itself has been found
+            place.coordinator,
+            place.processes,
+            place.process,
+            None if place.gpus is None else list(place.gpus),
+            "deactivate",  # jax need not detect the cluster again
             timeout,
-            # Ours comes first, and says more.
-            heartbeat_timeout_seconds=max(100, round(2 * limit)),
-            coordinator_bind_address=listen,
+            # Longer than our watchdog, whose sentence says more than jax's.
+            heartbeat_timeout_seconds=max(100, round(2 * watchdog_limit)),
+            coordinator_bind_address=listen_address,
         )
-    listen_towards(here.coordinator)
+    listen_towards(place.coordinator)
     store = Coordinator()
-    ending.start(store, here, limit)
-    store.set(f"machines/{here.process}", Beat.here().machine)
+    ending.start(store, place, watchdog_limit)
+    # A JAX device knows its process, but not its host, which may have several processes (`backend/machines.py`).
+    store.set(f"machines/{place.process}", Beat.first().machine)
     if not store.wait("machines", timeout):
-        raise RuntimeError(f"not all of the {here.processes} processes have said within {timeout} s on which machine "
+        raise RuntimeError(f"not all of the {place.processes} processes have said within {timeout} s on which machine "
                            "they are; see what each printed last")  # fmt: skip
     machines = store.folder("machines")
-    set_machines([machines[str(process)] for process in range(here.processes)])
+    set_machines([machines[str(rank)] for rank in range(place.processes)])
 
 
-def listening(coordinator: str) -> str:
-    """The address:port on which process 0 listens: the coordinator's own, and where its name means this machine to
-    itself alone (127.0.1.1 in Debian's /etc/hosts), that of the interface to the others.
+def coordinator_address(coordinator: str) -> str:
+    """Return the address:port on which process 0 listens.
 
-    Raises ValueError where the name is not known.
+    This is the coordinator's own address if other hosts can reach it. On some hosts their own name means loopback to
+    themselves alone (127.0.1.1 in Debian's /etc/hosts); then it is the address of the interface to other hosts.
+
+    Raises:
+      ValueError: the coordinator's name is unknown.
     """
     host, _, port = coordinator.rpartition(":")
     host = host.strip("[]")
     try:
-        found = [str(info[4][0]) for info in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)]
+        addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)]
     except socket.gaierror as error:
         raise ValueError(f"coordinator={coordinator!r}: this host does not know {host} ({error.strerror}); give an "
                          "address that every host knows") from error  # fmt: skip
-    outside = [address for address in found if not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
-    if outside:
-        return _join_port(outside[0], port)
-    if host == "localhost" or _is_address(host):
-        return _join_port("127.0.0.1" if "127.0.0.1" in found else found[0], port)
+    reachable = [address for address in addresses if not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
+    if reachable:
+        return _join_port(reachable[0], port)
+    if host == "localhost" or _is_address(host):  # the user asks for loopback
+        return _join_port("127.0.0.1" if "127.0.0.1" in addresses else addresses[0], port)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # of no host; nothing is sent
+            # An address for documentation, which no host has (RFC 5737). A datagram socket sends nothing.
+            probe.connect(("192.0.2.1", 9))
             return _join_port(str(probe.getsockname()[0]), port)
-        except OSError:  # no network but loopback
-            return _join_port(found[0], port)
+        except OSError:  # there is no network except loopback
+            return _join_port(addresses[0], port)
 
 
 def _join_port(address: str, port: str) -> str:
+    """Return address:port, with brackets around an IPv6 address."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _is_address(host: str) -> bool:
+    """Return whether a host is given by an address instead of a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -178,14 +206,19 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def check_free(listen: str) -> None:
-    """Raise ValueError where nothing can listen there: the coordinator itself would end the process without a word."""
-    host, _, port = listen.rpartition(":")
+def check_free(listen_address: str) -> None:
+    """Check that process 0 can listen on address:port; the coordinator itself would end the process without a word.
+
+    Raises:
+      ValueError: it cannot; the message says why.
+    """
+    host, _, port = listen_address.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdigit():
-        raise ValueError(f"bind={listen!r} is no address:port; give it as 0.0.0.0:12345")
+        raise ValueError(f"bind={listen_address!r} is not address:port; give it as 0.0.0.0:12345")
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            # As the coordinator does, so that connections of an earlier run which are closing do not count.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, int(port)))
     except OSError as error:
@@ -193,12 +226,14 @@ def check_free(listen: str) -> None:
             raise ValueError(f"port {port} of {host} is in use; name another in the coordinator's address") from error
         if error.errno == errno.EADDRNOTAVAIL:
             raise ValueError(
-                f"{host} is no address of this host, which is process 0; the coordinator's address is that of process "
-                "0 (behind a mapped port, give bind=0.0.0.0:PORT or JAXPAR_BIND)"
+                f"{host} is not an address of this host, which is process 0; the coordinator's address must be one of "
+                "process 0's (behind a mapped port, give bind=0.0.0.0:PORT or JAXPAR_BIND)"
             ) from error
-        raise ValueError(f"process 0 cannot listen on {listen}: {error.strerror}; name another address") from error
+        raise ValueError(
+            f"process 0 cannot listen on {listen_address}: {error.strerror}; name another address"
+        ) from error
 
 
-def gpus_here() -> int:
-    """NVIDIA GPUs of this host, without asking a driver."""
+def num_gpus_of_host() -> int:
+    """Return the number of NVIDIA GPUs of this host, without loading a driver."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))

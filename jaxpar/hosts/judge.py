@@ -1,8 +1,15 @@
-"""Who is lost, stuck or has failed, from what processes say of themselves. Nothing here waits or ends anything.
+"""Decide which process of a run is lost, stuck or has failed, from the beats in which processes describe themselves.
 
-A process's position is twice the training steps that it has finished, and one more while it is in a step. Who is
-behind others, and stays there, is stuck. Where all are at one position they may compile, evaluate or save; each says
-what it does, and how long that may last, and all are stuck where each has been at it for longer.
+This file has no threads and ends nothing: `watchdog.py` collects the beats, and ends the process after a `Verdict`.
+
+A process's position is 2 s after s finished training steps, and 2 s + 1 within the next one:
+
+    position    0        1     2        3     4
+                before   in    after    in    after ...
+                step 1         step 1         step 2
+
+A process that stays behind the furthest one is stuck. While all are at one position they may compile, evaluate or save.
+Each names its activity and how long that may last; if every process has exceeded its time, all are stuck.
 """
 
 from __future__ import annotations
@@ -14,173 +21,204 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-_NAMED = 4  # processes that a sentence names
+_MAX_NAMED = 4  # processes that a sentence names
 
 
 @dataclass
 class Beat:
-    """What a process says of itself, again and again.
+    """The state of a process, which it publishes once per interval.
 
     Attributes:
-      count: of its beats.
-      run, position: how many runs it has begun, and see above: in a later run it may be at an earlier step.
-      armed: it has finished a step since it started: what is slow from now on is not the first compilation.
-      ended: its script is done, and it waits for the others to be.
-      failed: why it ends, "" while it does not.
-      follows: whether that may follow from another one's end, as a collective that broke off.
-      heard: it knows why all end.
-      doing: what it is at, in words.
-      signs: how often it has begun something else.
-      usual: seconds that this has taken at most until now.
-      patience: seconds that it may take; 0 for any number.
-      host, machine, pid: where it runs; `machine` is one boot of one host (or container), where pids mean the same.
+      count: number of beats so far.
+      run: number of runs that the process has begun; a later run may begin at an earlier step.
+      position: position within the run, as described at the top of this file.
+      has_stepped: the process has finished a step since it started, so the first compilation is over.
+      has_ended: the script is done, and the process waits for the others.
+      failure: why the process ends; "" while it does not.
+      may_follow: the failure may be the consequence of another process's end, such as a collective that broke off.
+      knows_verdict: the process knows why all processes end.
+      activity: what the process does, in words.
+      num_activities: number of activities that it has begun.
+      longest: seconds that this activity has taken at most until now.
+      patience: seconds that this activity may take; 0 for any time.
+      host: name of the host.
+      machine: identifies one boot of one host (or container), within which pids mean the same.
+      pid: process id on that machine.
     """
 
     count: int = 0
     run: int = 0
     position: int = 0
-    armed: bool = False
-    ended: bool = False
-    failed: str = ""
-    follows: bool = False
-    heard: bool = False
-    doing: str = "starting"
-    signs: int = 0
-    usual: float = 0.0
+    has_stepped: bool = False
+    has_ended: bool = False
+    failure: str = ""
+    may_follow: bool = False
+    knows_verdict: bool = False
+    activity: str = "starting"
+    num_activities: int = 0
+    longest: float = 0.0
     patience: float = 0.0
     host: str = "host unknown"
     machine: str = ""
     pid: int = 0
 
     @staticmethod
-    def here() -> Beat:
-        """The first one of this process."""
+    def first() -> Beat:
+        """Return the first beat of this process."""
         boot = Path("/proc/sys/kernel/random/boot_id")
-        space = Path("/proc/self/ns/pid")
-        machine = f"{boot.read_text().strip()} {os.readlink(space)}" if boot.exists() and space.is_symlink() else ""
+        namespace = Path("/proc/self/ns/pid")
+        is_linux = boot.exists() and namespace.is_symlink()
+        machine = f"{boot.read_text().strip()} {os.readlink(namespace)}" if is_linux else ""
         return Beat(host=socket.gethostname(), machine=machine, pid=os.getpid())
 
     @staticmethod
-    def read(text: str) -> Beat:
-        """From what `written` wrote."""
+    def from_json(text: str) -> Beat:
+        """Parse a beat that `to_json` wrote."""
         return Beat(**json.loads(text))
 
-    def written(self) -> str:
-        """As text."""
+    def to_json(self) -> str:
+        """Return the beat as JSON."""
         return json.dumps(asdict(self))
 
     @property
-    def reached(self) -> tuple[int, int]:
-        """How far it has come."""
+    def progress(self) -> tuple[int, int]:
+        """How far the process has come: later runs and positions compare as greater."""
         return self.run, self.position
 
     @property
-    def where(self) -> str:
-        """How far it has come in this run, in words."""
-        step, inside = divmod(self.position, 2)
+    def progress_text(self) -> str:
+        """How far the process has come in this run, as the predicate of a sentence."""
+        num_finished, is_inside = divmod(self.position, 2)
         if not self.position:
             return "had not begun a step"
-        return f"last finished step {step}" + (f" and was in step {step + 1}" if inside else "")
+        return f"last finished step {num_finished}" + (f" and was in step {num_finished + 1}" if is_inside else "")
 
 
-class Heard:
-    """The last beat of one process; when it came, by the clock of who heard it; since when it has been at what it does;
-    and since when it has been behind.
+class Peer:
+    """One process of the run as another one sees it.
+
+    Args:
+      now: seconds on the observer's clock, as for all times here.
+
+    Attributes:
+      beat: the last beat.
+      heard_at: when it came.
+      active_since: when a beat first reported the current activity.
+      behind_since: when the process was first seen behind the furthest one; None if it is not behind.
     """
 
     def __init__(self, now: float):
-        self.beat, self.since, self.moved = Beat(), now, now
-        self.behind: float | None = None
+        self.beat, self.heard_at, self.active_since = Beat(), now, now
+        self.behind_since: float | None = None
 
-    def hear(self, beat: Beat, now: float) -> None:
-        """A beat that may be the same again."""
+    def receive(self, beat: Beat, now: float) -> None:
+        """Note a beat, which may be the last one again."""
+        # The same count means that the process has said nothing new since, whoever read the table in between.
         if beat.count != self.beat.count:
-            if beat.reached != self.beat.reached:
-                self.behind = None
-            if beat.signs != self.beat.signs:
-                self.moved = now
-            self.beat, self.since = beat, now
+            if beat.progress != self.beat.progress:
+                self.behind_since = None
+            if beat.num_activities != self.beat.num_activities:
+                self.active_since = now
+            self.beat, self.heard_at = beat, now
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why all end, and whether the stacks of threads help to see it."""
+    """Why all processes end.
+
+    Attributes:
+      sentence: the reason.
+      stacks: the stacks of all threads help to find the cause.
+    """
 
     sentence: str
     stacks: bool = False
 
 
-def failed(heard: Mapping[int, Heard], follows: bool) -> Verdict | None:
-    """Of the first process that says it has failed: itself, or, where `follows`, perhaps for another one's sake."""
-    for rank, each in heard.items():
-        if each.beat.failed and each.beat.follows == follows:
-            return Verdict(f"{who(rank, each.beat)} failed: {each.beat.failed} (it {each.beat.where})")
+def find_failed(peers: Mapping[int, Peer], may_follow: bool) -> Verdict | None:
+    """Return the verdict on the first process that reports a failure; None if there is no failure.
+
+    Args:
+      peers: rank -> process.
+      may_follow: consider the failures that may follow from another process's end, or only the others.
+    """
+    for rank, peer in peers.items():
+        if peer.beat.failure and peer.beat.may_follow == may_follow:
+            return Verdict(f"{describe(rank, peer.beat)} failed: {peer.beat.failure} (it {peer.beat.progress_text})")
     return None
 
 
-def lost(heard: Mapping[int, Heard], now: float, silent: float) -> Verdict | None:
-    """Of the first process that is gone, or has said nothing for `silent` seconds."""
-    for rank, each in heard.items():
-        state = _state(each.beat)
-        if state == "gone" and not each.beat.failed:
-            return Verdict(f"{who(rank, each.beat)} is lost: its process is gone; it {each.beat.where}")
-        if (seconds := now - each.since) > silent:
-            why = "its process is stopped" if state == "stopped" else f"nothing was heard of it for {seconds:.0f} s"
-            return Verdict(f"{who(rank, each.beat)} is lost: {why}; it {each.beat.where}", True)
+def find_lost(peers: Mapping[int, Peer], now: float, silence_limit: float) -> Verdict | None:
+    """Return the verdict on the first process that is gone, or silent for `silence_limit` seconds; else None."""
+    for rank, peer in peers.items():
+        state = _process_state(peer.beat)
+        if state == "gone" and not peer.beat.failure:
+            return Verdict(f"{describe(rank, peer.beat)} is lost: its process is gone; it {peer.beat.progress_text}")
+        if (silence := now - peer.heard_at) > silence_limit:
+            reason = "its process is stopped" if state == "stopped" else f"nothing was heard of it for {silence:.0f} s"
+            return Verdict(f"{describe(rank, peer.beat)} is lost: {reason}; it {peer.beat.progress_text}", True)
     return None
 
 
-def stuck(heard: Mapping[int, Heard], now: float, silent: float) -> Verdict | None:
-    """Of the first process that has been behind others for `silent` seconds, once all have finished a step."""
-    furthest = max(each.beat.reached for each in heard.values())
-    most = furthest[1]
-    if not all(each.beat.armed for each in heard.values()):
+def find_stuck(peers: Mapping[int, Peer], now: float, silence_limit: float) -> Verdict | None:
+    """Return the verdict on the first process that has been behind for `silence_limit` seconds; else None.
+
+    Before all processes have finished a step, only a process that has ended counts as stuck: others may compile.
+    """
+    furthest = max(peer.beat.progress for peer in peers.values())
+    furthest_position = furthest[1]
+    if not all(peer.beat.has_stepped for peer in peers.values()):
         # A process that is done before its first step never finishes one; the others cannot without it.
-        for rank, each in heard.items():
-            if each.beat.ended and not each.beat.armed and furthest > each.beat.reached:
-                return Verdict(f"{who(rank, each.beat)} ended, and {each.beat.where}, while others are in one")
+        for rank, peer in peers.items():
+            if peer.beat.has_ended and not peer.beat.has_stepped and furthest > peer.beat.progress:
+                return Verdict(
+                    f"{describe(rank, peer.beat)} ended, and {peer.beat.progress_text}, while others are in one"
+                )
         return None
-    for rank, each in heard.items():
-        each.behind = None if each.beat.reached == furthest else each.behind or now
-        if each.behind is not None and (seconds := now - each.behind) > silent:
-            others = f"others are {'in' if most % 2 else 'past'} step {most // 2 + most % 2}"
-            if each.beat.ended:
-                return Verdict(f"{who(rank, each.beat)} ended, and {each.beat.where}, while {others}; "
+    for rank, peer in peers.items():
+        peer.behind_since = None if peer.beat.progress == furthest else peer.behind_since or now
+        if peer.behind_since is not None and (delay := now - peer.behind_since) > silence_limit:
+            is_inside = furthest_position % 2
+            progress = f"others are {'in' if is_inside else 'past'} step {furthest_position // 2 + is_inside}"
+            if peer.beat.has_ended:
+                return Verdict(f"{describe(rank, peer.beat)} ended, and {peer.beat.progress_text}, while {progress}; "
                                "give every process as many batches")  # fmt: skip
-            return Verdict(f"{who(rank, each.beat)} is stuck: it {each.beat.where}, and stayed there {seconds:.0f} s "
-                           f"while {others}", True)  # fmt: skip
+            return Verdict(f"{describe(rank, peer.beat)} is stuck: it {peer.beat.progress_text}, and stayed there "
+                           f"{delay:.0f} s while {progress}", True)  # fmt: skip
     return None
 
 
-def still(heard: Mapping[int, Heard], now: float) -> Verdict | None:
-    """Of all processes, where each has been at one thing for longer than that may take, after the first step."""
-    beats = {rank: each.beat for rank, each in heard.items()}
-    if not all(beat.armed and beat.patience and not beat.ended for beat in beats.values()):
+def find_all_stuck(peers: Mapping[int, Peer], now: float) -> Verdict | None:
+    """Return the verdict on all processes if each has exceeded the time of its activity, after the first step."""
+    beats = {rank: peer.beat for rank, peer in peers.items()}
+    if not all(beat.has_stepped and beat.patience and not beat.has_ended for beat in beats.values()):
         return None
-    if any(now - each.moved <= each.beat.patience for each in heard.values()):
+    # One process within its time is enough: the others may wait for it.
+    if any(now - peer.active_since <= peer.beat.patience for peer in peers.values()):
         return None
-    seconds = min(now - each.moved for each in heard.values())
-    at = [f"{who(rank, beat)} is {beat.doing}, which took {beat.usual:.1f} s at most before (it {beat.where})"
-          for rank, beat in beats.items()]  # fmt: skip
-    more = f"; and {len(at) - _NAMED} more" if len(at) > _NAMED else ""
-    return Verdict(f"all {len(at)} processes are stuck: for {seconds:.0f} s none has begun anything else; "
-                   f"{'; '.join(at[:_NAMED])}{more}", True)  # fmt: skip
+    delay = min(now - peer.active_since for peer in peers.values())
+    clauses = [f"{describe(rank, beat)} is {beat.activity}, which took {beat.longest:.1f} s at most before "
+               f"(it {beat.progress_text})" for rank, beat in beats.items()]  # fmt: skip
+    more = f"; and {len(clauses) - _MAX_NAMED} more" if len(clauses) > _MAX_NAMED else ""
+    return Verdict(f"all {len(clauses)} processes are stuck: for {delay:.0f} s none has begun anything else; "
+                   f"{'; '.join(clauses[:_MAX_NAMED])}{more}", True)  # fmt: skip
 
 
-def who(rank: int, beat: Beat) -> str:
-    """A process, in words."""
+def describe(rank: int, beat: Beat) -> str:
+    """Return the name of a process for a sentence: its rank, host and pid."""
     return f"rank {rank} on {beat.host} (pid {beat.pid})" if beat.pid else f"rank {rank}"
 
 
-def _state(beat: Beat) -> str:
-    """Of a process on this machine "gone", "stopped" or "there"; "" of one elsewhere."""
-    if not beat.pid or not beat.machine or beat.machine != _HERE:
+def _process_state(beat: Beat) -> str:
+    """Return "gone", "stopped" or "running" for a process of this machine; "" for one of another machine."""
+    if not beat.pid or not beat.machine or beat.machine != _THIS_MACHINE:
         return ""
     try:
+        # The state follows the name, which is in brackets and may contain some itself.
         state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "gone"
-    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "there")
+    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(state, "running")
 
 
-_HERE = Beat.here().machine
+_THIS_MACHINE = Beat.first().machine

@@ -1,8 +1,13 @@
-"""`jaxpar launch`: the processes of one run on this machine, which end together and may be started again.
+"""`jaxpar launch`: start the processes of one run on this machine, end them together, and start them again.
 
-One for each GPU, unless another number is asked for: a process that drives several can hang where a CUDA call that
-waits for all of them (cudaFree) meets a collective (github.com/NVIDIA/JAX-Toolbox, docs/GPU_performance.md, "Debugging
-hangs"). Started once on each of several hosts, as pods and ssh do, the launchers' processes are those of one run.
+    launch          decides about restarts
+      run_once      starts the processes once, forwards their output and signals       -> Outcome
+        _wait_for_all   watches them; after the first failure the others have `_GRACE` seconds to end
+
+By default each GPU gets its own process. A process that drives several GPUs can hang, if a CUDA call that waits for all
+of them (cudaFree) meets a collective (github.com/NVIDIA/JAX-Toolbox, docs/GPU_performance.md, "Debugging hangs").
+
+If a launcher is started once on each of several hosts, as pods and ssh do, the processes of all launchers are one run.
 """
 
 from __future__ import annotations
@@ -20,12 +25,14 @@ from typing import IO
 
 from ..backend.quiet import Coordination, Gloo
 from .environment import Place, detect
-from .initialize import gpus_here
-from .watchdog import ENDED
+from .initialize import num_gpus_of_host
+from .watchdog import ENDED_BY_ANOTHER
 
-_GRACE = 20.0  # seconds that the others have to end by themselves, with their own sentence, once one has failed
-_ALONE = 10.0  # seconds after which it is told that a process has ended well, and others go on
-_MENDABLE = 2  # exit status of `jaxpar` for what the user can mend: the same would come of the same
+# Seconds that the others have to end, with their own sentence, once a process has failed.
+_GRACE = 20.0
+_ALONE = 10.0  # seconds after which stderr says that a process has ended with status 0 while others go on
+# Exit status of `jaxpar` for an error that the user can mend. A restart would only repeat it.
+_USER_ERROR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,30 +40,31 @@ class LaunchOptions:
     """Start a script as several processes on this machine: jaxpar launch --processes 2 -- script.py ARGUMENTS.
 
     What follows -- is for Python: a script, or -m and a module, as in `-- -m jaxpar train --out runs/two`. The script
-    calls `jp.initialize()` first; `jaxpar train` does. Output is prefixed with the process's number, signals are passed
-    on, and when one process fails all are ended; the exit status is that of the first that failed. Lines of Gloo about
-    its own connections, and the stacks with which XLA ends a process whose coordinator is gone, are left out. Started
-    once on each of several hosts (by srun, mpirun or Kubernetes, or with JAXPAR_COORDINATOR, JAXPAR_PROCESSES and
-    JAXPAR_PROCESS, which then count hosts), all their processes are one run.
+    calls `jp.initialize()` first; `jaxpar train` does. Each output line begins with the process's number. Signals are
+    passed on. When one process fails, all are ended, and the exit status is the first failed process's. Two kinds of
+    lines are left out: Gloo's about its own connections, and the stacks with which XLA ends a process whose coordinator
+    is gone. Started once on each of several hosts (by srun, mpirun or Kubernetes, or with JAXPAR_COORDINATOR,
+    JAXPAR_PROCESSES and JAXPAR_PROCESS, which then count hosts), all their processes are one run.
     """
 
     processes: int | None = None
-    """how many; without it: one for each GPU"""
+    """number of processes; default: one for each GPU"""
     devices: int | None = None
-    """simulate so many CPU devices in each; without it: this machine's GPUs are shared among them, or one CPU device"""
+    """number of CPU devices to simulate in each process; default: the processes share this machine's GPUs, or have one
+    CPU device each"""
     restarts: int = 0
-    """how often the run is started again after a process has failed, on one host; a `Trainer` goes on from its last
+    """how often to start the run again after a process has failed, on one host; a `Trainer` resumes from its last
     checkpoint"""
     least: int | None = None
-    """start again with one process less for each that was killed, down to so many; without it: with all of them"""
+    """start again with one process less for each that was killed, but with at least this many; default: with all"""
 
     def __post_init__(self) -> None:
-        for name, lowest in {"processes": 1, "devices": 1, "restarts": 0, "least": 1}.items():
+        for name, minimum in {"processes": 1, "devices": 1, "restarts": 0, "least": 1}.items():
             value = getattr(self, name)
-            if value is not None and value < lowest:
-                raise ValueError(f"{name}={value} is too small; use {lowest} or more")
+            if value is not None and value < minimum:
+                raise ValueError(f"{name}={value} is too small; use {minimum} or more")
         if self.least is not None and self.processes is None:
-            raise ValueError(f"least={self.least} needs processes=, to start with; say both")
+            raise ValueError(f"least={self.least} needs processes= too; give the number of processes to start with")
         if self.least is not None and self.processes is not None and self.least > self.processes:
             raise ValueError(
                 f"least={self.least} is more than processes={self.processes}; use {self.processes} or less"
@@ -68,43 +76,56 @@ class Outcome:
     """How the processes of one start ended.
 
     Attributes:
-      failed: rank -> return code as `subprocess` has it, of those that failed by themselves, the first one first.
-      lost: how many are not to be counted on: those that a signal ended, or that had to be ended, or else one.
-      early: the first rank that ended with exit status 0 before any failed, None where there was none.
-      stopped: the signal that the launcher was sent, None without one.
-      coordinator: where JAX's coordinator of this start is, and what it reported to a process that it then ended, "".
+      failures: rank -> return code, as `subprocess` has it, of the processes that failed on their own, in that order.
+      num_lost: how many processes a restart should do without: those that a signal ended, or that had to be killed;
+        else one.
+      early_rank: the first rank that ended with exit status 0 before any process failed; None if none did.
+      received_signal: the signal that the launcher received; None if it received none.
+      coordinator: address of JAX's coordinator.
+      coordinator_error: what the coordinator reported to a process that it then ended; "" if nothing.
     """
 
-    failed: dict[int, int] = field(default_factory=dict)
-    lost: int = 0
-    early: int | None = None
-    stopped: int | None = None
-    coordinator: tuple[str, str] = "", ""
+    failures: dict[int, int] = field(default_factory=dict)
+    num_lost: int = 0
+    early_rank: int | None = None
+    received_signal: int | None = None
+    coordinator: str = ""
+    coordinator_error: str = ""
 
     @property
     def status(self) -> int:
-        """The launcher's exit status."""
-        code = next(iter(self.failed.values()), 0)
+        """The launcher's exit status: the first failure's, as a shell gives it."""
+        code = next(iter(self.failures.values()), 0)
         return 128 - code if code < 0 else code
 
     def __str__(self) -> str:
-        who = ", ".join(f"rank {rank} {ended(code)}" for rank, code in self.failed.items())
-        if self.early is not None and self.status == ENDED:  # nobody else is a reason for their end
-            who = f"rank {self.early} ended with exit status 0 before the others, {who}"
-        where, error = self.coordinator
-        if error and -signal.SIGABRT in self.failed.values():
-            who += f"; JAX's coordinator at {where} had ended it: {error.rstrip('.')}."
+        text = ", ".join(f"rank {rank} {describe_exit(code)}" for rank, code in self.failures.items())
+        # All ended because of another process, and only one can be that other process.
+        if self.early_rank is not None and self.status == ENDED_BY_ANOTHER:
+            text = f"rank {self.early_rank} ended with exit status 0 before the others, {text}"
+        error, address = self.coordinator_error, self.coordinator
+        if error and -signal.SIGABRT in self.failures.values():
+            text += f"; JAX's coordinator at {address} had ended it: {error.rstrip('.')}."
             if not error.startswith("UNAVAILABLE"):
-                who += f" It asks nobody for a password: see that nothing else speaks to {where}"
-        return who
+                text += f" It asks nobody for a password: see that nothing else speaks to {address}"
+        return text
 
 
 def launch(options: LaunchOptions, command: Sequence[str]) -> int:
-    """Runs the command in so many processes, again after failures where that is asked for; the exit status.
+    """Run a command in several processes, and again after failures if `options.restarts` allows it.
 
-    Raises ValueError where there is no command, nothing says how many processes there are to be, a host has more than
-    one launcher, or several hosts are to start a run again, which is for what started them.
+    Args:
+      options: how many processes and restarts.
+      command: arguments for Python.
+
+    Returns:
+      The exit status.
+
+    Raises:
+      ValueError: there is no command, or no number of processes. Or a host has more than one launcher. Or a run on
+        several hosts is to restart, which only the launcher of the hosts can do.
     """
+    # 1. Check the options and the place of this launcher.
     if not command:
         raise ValueError(
             "launch needs a script behind --, as in jaxpar launch --processes 2 -- script.py, or -- -m jaxpar train"
@@ -120,120 +141,148 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
             f"restarts={options.restarts} is for one host, and this is one of {host.processes} ({host.source}), which "
             "have to begin together; let what started them do it (sbatch --requeue, a JobSet's maxRestarts)"
         )
-    processes = options.processes or len(visible_gpus(os.environ))
-    if not processes:
-        raise ValueError("launch starts a process for each GPU, and there is none; say how many, as in "
+    num_processes = options.processes or len(visible_gpus(os.environ))
+    if not num_processes:
+        raise ValueError("launch starts a process for each GPU, and found none; give their number, as in "
                          "jaxpar launch --processes 2 --devices 4 for simulated devices")  # fmt: skip
-    least, restart, shrunk = options.least or processes, 0, False
+    # 2. Run, and restart with fewer processes after losses.
+    min_processes, restart, has_shrunk = options.least or num_processes, 0, False
     while True:
-        outcome = run_once(command, host, processes, options, restart)
-        if outcome.stopped is not None or not outcome.failed:
+        outcome = run_once(command, host, num_processes, options, restart)
+        if outcome.received_signal is not None or not outcome.failures:
             return outcome.status
-        if shrunk and outcome.status == _MENDABLE and processes > least:
-            processes -= 1  # so many do not divide the rows, or the layers: this is no new failure
-            _say(f"{outcome}; {processes} processes are tried")
+        if has_shrunk and outcome.status == _USER_ERROR and num_processes > min_processes:
+            # This number may not divide the rows or the layers. That is no new failure, so it costs no restart.
+            num_processes -= 1
+            _print(f"{outcome}; {num_processes} processes are tried")
             continue
-        if restart == options.restarts or outcome.status == _MENDABLE:
-            after = f"after {restart} restarts " if restart else ""
-            _say(f"{outcome}; {after}the run ends with status {outcome.status}")
+        if restart == options.restarts or outcome.status == _USER_ERROR:
+            after_restarts = f"after {restart} restarts " if restart else ""
+            _print(f"{outcome}; {after_restarts}the run ends with status {outcome.status}")
             return outcome.status
-        restart, before = restart + 1, processes
-        processes = max(least, processes - outcome.lost)
-        shrunk = shrunk or processes < before
-        _say(f"{outcome}; started again with {processes} processes, restart {restart} of {options.restarts}")
+        restart, old_num_processes = restart + 1, num_processes
+        num_processes = max(min_processes, num_processes - outcome.num_lost)
+        has_shrunk = has_shrunk or num_processes < old_num_processes
+        _print(f"{outcome}; started again with {num_processes} processes, restart {restart} of {options.restarts}")
 
 
-def run_once(command: Sequence[str], host: Place, processes: int, options: LaunchOptions, restart: int) -> Outcome:
-    """Starts so many processes on this host, which is one of `host.processes`, and waits until all have ended."""
+def run_once(command: Sequence[str], host: Place, num_processes: int, options: LaunchOptions, restart: int) -> Outcome:
+    """Start processes on this host once, and wait until all have ended.
+
+    Args:
+      command: arguments for Python.
+      host: this host among those of the run; its `processes` count hosts.
+      num_processes: number of processes on this host.
+      options: the launcher's options.
+      restart: how often the run was started before.
+    """
     if host.processes == 1:
-        host = Place(coordinator=f"127.0.0.1:{free_port()}")
+        host = Place(coordinator=f"127.0.0.1:{free_port()}")  # alone, the host has no coordinator yet
     assert host.coordinator is not None
-    first = host.process * processes
-    ours = {
-        **os.environ,
-        "JAXPAR_COORDINATOR": host.coordinator,
-        "JAXPAR_PROCESSES": str(host.processes * processes),
-        "JAXPAR_RESTART": str(restart),
-        "JAXPAR_RESTARTS": str(options.restarts),
-        "JAXPAR_LAUNCHER": str(os.getpid()),
-        "PYTHONUNBUFFERED": "1",  # through a pipe a line would come long after it was printed
-    }
+    first_rank = host.process * num_processes
+    children = _start(command, host, num_processes, options, restart)
 
-    def own(local: int) -> dict[str, str]:
-        if options.devices is not None:
-            return {"JAXPAR_DEVICES": str(options.devices), "JAX_PLATFORMS": "cpu"}
-        gpus = share_of_gpus(os.environ, local, processes)
-        return {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-
-    children = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env={**ours, "JAXPAR_PROCESS": str(first + local), **own(local)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C comes to this process, which passes it on, once
-        )
-        for local in range(processes)
-    ]
-    lock, errors = threading.Lock(), [Coordination() for _ in children]
+    # One thread per stream forwards its lines.
+    lock, coordinations = threading.Lock(), [Coordination() for _ in children]
     readers = [
-        threading.Thread(target=_prefixed, args=(stream, into, f"[{rank}] ", lock, left_out), daemon=True)
-        for rank, (child, error) in enumerate(zip(children, errors, strict=True), first)
-        for stream, into, left_out in ((child.stdout, sys.stdout, Gloo()), (child.stderr, sys.stderr, error))
+        threading.Thread(target=_forward_lines, args=(stream, target, f"[{rank}] ", lock, is_hidden), daemon=True)
+        for rank, (child, coordination) in enumerate(zip(children, coordinations, strict=True), first_rank)
+        for stream, target, is_hidden in (
+            (child.stdout, sys.stdout, Gloo()),
+            (child.stderr, sys.stderr, coordination),
+        )
     ]
     for reader in readers:
         reader.start()
     outcome = Outcome()
 
     def pass_on(number: int, _: object) -> None:
-        outcome.stopped = number
-        _signal(children, number)
+        outcome.received_signal = number
+        _send_signal(children, number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        _until_all_end(children, outcome, first)
+        _wait_for_all(children, outcome, first_rank)
     finally:
-        _signal(children, signal.SIGKILL)
-        for number, handler in before.items():
+        # No process outlives the launcher, whatever ended the wait.
+        _send_signal(children, signal.SIGKILL)
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     for reader in readers:
         reader.join(5)  # a grandchild may hold the pipe open
-    outcome.coordinator = host.coordinator, next((each.error for each in errors if each.error), "")
+    outcome.coordinator = host.coordinator
+    outcome.coordinator_error = next((coordination.error for coordination in coordinations if coordination.error), "")
     return outcome
 
 
-def visible_gpus(base: Mapping[str, str]) -> list[str]:
-    """The GPUs that processes may have, as CUDA_VISIBLE_DEVICES names them."""
-    if base.get("JAX_PLATFORMS") == "cpu":
+def _start(
+    command: Sequence[str], host: Place, num_processes: int, options: LaunchOptions, restart: int
+) -> list[subprocess.Popen]:
+    """Start the processes of this host, each with its rank and devices in the environment; see `run_once`."""
+    assert host.coordinator is not None
+    common_env = {
+        **os.environ,
+        "JAXPAR_COORDINATOR": host.coordinator,
+        "JAXPAR_PROCESSES": str(host.processes * num_processes),
+        "JAXPAR_RESTART": str(restart),
+        "JAXPAR_RESTARTS": str(options.restarts),
+        "JAXPAR_LAUNCHER": str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",  # through a pipe a line would come long after it was printed
+    }
+
+    def env_of(local: int) -> dict[str, str]:
+        env = common_env | {"JAXPAR_PROCESS": str(host.process * num_processes + local)}
+        if options.devices is not None:
+            return env | {"JAXPAR_DEVICES": str(options.devices), "JAX_PLATFORMS": "cpu"}
+        gpus = share_of_gpus(os.environ, local, num_processes)
+        return env | {"CUDA_VISIBLE_DEVICES": gpus} if gpus else env
+
+    return [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env=env_of(local),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C comes to this process, which passes it on, once
+        )
+        for local in range(num_processes)
+    ]
+
+
+def visible_gpus(env: Mapping[str, str]) -> list[str]:
+    """Return the GPUs that processes may use, as CUDA_VISIBLE_DEVICES names them."""
+    if env.get("JAX_PLATFORMS") == "cpu":
         return []
-    listed = base.get("CUDA_VISIBLE_DEVICES")
-    return [str(n) for n in range(gpus_here())] if listed is None else [word for word in listed.split(",") if word]
+    text = env.get("CUDA_VISIBLE_DEVICES")
+    return [str(n) for n in range(num_gpus_of_host())] if text is None else [word for word in text.split(",") if word]
 
 
-def share_of_gpus(base: Mapping[str, str], rank: int, processes: int) -> str:
-    """The GPUs of one process, as CUDA_VISIBLE_DEVICES; "" where there are none. Raises ValueError where they cannot be
-    shared.
+def share_of_gpus(env: Mapping[str, str], local: int, num_processes: int) -> str:
+    """Return CUDA_VISIBLE_DEVICES for one of this host's processes; "" if there are no GPUs.
+
+    Raises:
+      ValueError: the GPUs cannot be shared equally.
     """
-    gpus = visible_gpus(base)
+    gpus = visible_gpus(env)
     if not gpus:
         return ""
-    if len(gpus) % processes:
-        raise ValueError(f"{len(gpus)} GPUs do not divide among {processes} processes; use as many processes as divide "
-                         "them, or devices=N for simulated CPU devices")  # fmt: skip
-    share = len(gpus) // processes
-    return ",".join(gpus[rank * share : (rank + 1) * share])
+    if len(gpus) % num_processes:
+        raise ValueError(f"{len(gpus)} GPUs cannot be shared equally among {num_processes} processes; use a number of "
+                         f"processes that divides {len(gpus)}, or devices=N for simulated CPU devices")  # fmt: skip
+    share = len(gpus) // num_processes
+    return ",".join(gpus[local * share : (local + 1) * share])
 
 
 def free_port() -> int:
-    """A port of loopback that nothing listens on."""
+    """Return a port of loopback on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def ended(code: int) -> str:
-    """How a process ended, by its return code, in words."""
+def describe_exit(code: int) -> str:
+    """Describe the return code of a process, which is minus the signal that ended it, as a sentence's predicate."""
     if code >= 0:
         return f"failed with exit status {code}"
     try:
@@ -242,58 +291,73 @@ def ended(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def _until_all_end(children: Sequence[subprocess.Popen], outcome: Outcome, first: int) -> None:
-    """Notes who failed, of ranks from `first` on. Once one has, the others have a while to end by themselves."""
-    done: dict[int, int] = {}
-    until: float | None = None
-    alone: float | None = None
+def _wait_for_all(children: Sequence[subprocess.Popen], outcome: Outcome, first_rank: int) -> None:
+    """Wait until all processes have ended, and note in `outcome` how.
+
+    Once a process has failed, the others have `_GRACE` seconds to end, and are then killed.
+    """
+    # Processes are counted within this host from here on, and by rank in `outcome` and in sentences.
+    codes: dict[int, int] = {}
+    kill_time: float | None = None
+    notice_time: float | None = None  # when to say that a process has ended early
     killed: set[int] = set()
-    going_on = lambda: f"{len(children) - len(done)} of {len(children)} processes"
-    while len(done) < len(children):
+    describe_remaining = lambda: f"{len(children) - len(codes)} of {len(children)} processes"
+    while len(codes) < len(children):
         time.sleep(0.05)
-        for rank, child in enumerate(children):
-            if rank not in done and (code := child.poll()) is not None:
-                done[rank] = code
-                if code and rank not in killed and until is None:
-                    until = time.monotonic() + _GRACE
-                    if code != ENDED and outcome.stopped is None and len(done) < len(children):
-                        _say(f"rank {first + rank} {ended(code)}; {going_on()} have {_GRACE:.0f} s to end")
-                elif not code and until is None and outcome.early is None:
-                    outcome.early, alone = first + rank, time.monotonic() + _ALONE
-        if alone is not None and until is None and time.monotonic() > alone and len(done) < len(children):
-            _say(f"rank {outcome.early} has ended with exit status 0, and {going_on()} go on")
-            alone = None
-        if until is not None and time.monotonic() > until and not killed:
-            killed = {rank for rank in range(len(children)) if rank not in done}
-            for rank in killed:
-                children[rank].kill()
-    own = {first + place: code for place, code in done.items() if code and place not in killed}
-    # Who was ended by another one's failure is no reason, unless nothing else is to be seen.
-    reasons = {rank: code for rank, code in own.items() if code != ENDED}
-    # An error of the program itself all have at once, and it is nobody's loss.
-    outcome.failed, outcome.lost = reasons or own, sum(code < 0 for code in own.values()) or len(killed) or 1
+        # 1. Note who has ended. The first failure sets the time at which the others are killed.
+        for local, child in enumerate(children):
+            if local not in codes and (code := child.poll()) is not None:
+                codes[local] = code
+                if code and local not in killed and kill_time is None:
+                    kill_time = time.monotonic() + _GRACE
+                    if code != ENDED_BY_ANOTHER and outcome.received_signal is None and len(codes) < len(children):
+                        remaining = describe_remaining()
+                        _print(f"rank {first_rank + local} {describe_exit(code)}; {remaining} have {_GRACE:.0f} s to "
+                               "end")  # fmt: skip
+                elif not code and kill_time is None and outcome.early_rank is None:
+                    outcome.early_rank, notice_time = first_rank + local, time.monotonic() + _ALONE
+        # 2. A process that ended with status 0, while others wait for it, may be a mistake that nobody else reports.
+        is_early = notice_time is not None and kill_time is None and time.monotonic() > notice_time
+        if is_early and len(codes) < len(children):
+            _print(f"rank {outcome.early_rank} has ended with exit status 0, and {describe_remaining()} go on")
+            notice_time = None
+        # 3. Kill the rest once the time is over.
+        if kill_time is not None and time.monotonic() > kill_time and not killed:
+            killed = {local for local in range(len(children)) if local not in codes}
+            for local in killed:
+                children[local].kill()
+    # 4. Find the causes. Killed processes are not among them.
+    failures = {first_rank + local: code for local, code in codes.items() if code and local not in killed}
+    # A process that another one's failure ended is the reason only if there is no other failure.
+    causes = {rank: code for rank, code in failures.items() if code != ENDED_BY_ANOTHER}
+    outcome.failures = causes or failures
+    # An error of the program occurs in all processes at once, and loses none of them.
+    outcome.num_lost = sum(code < 0 for code in failures.values()) or len(killed) or 1
 
 
-def _signal(children: Sequence[subprocess.Popen], number: int) -> None:
+def _send_signal(children: Sequence[subprocess.Popen], number: int) -> None:
+    """Send a signal to all processes that still run."""
     for child in children:
         if child.poll() is None:
             child.send_signal(number)
 
 
-def _prefixed(
-    stream: IO[bytes], into: IO[str], prefix: str, lock: threading.Lock, left_out: Callable[[bytes], bool]
+def _forward_lines(
+    stream: IO[bytes], target: IO[str], prefix: str, lock: threading.Lock, is_hidden: Callable[[bytes], bool]
 ) -> None:
-    """Passes lines on, but those that are left out. Nothing is decoded that is not whole, and lines of two processes do
-    not mix.
+    """Copy the lines of a process to `target`, each with a prefix, without the lines for which `is_hidden` is true.
+
+    Only whole lines are decoded and written, so that lines of two processes do not mix.
     """
     with stream:
         for line in stream:
-            if left_out(line):
+            if is_hidden(line):
                 continue
-            with lock:
-                into.write(prefix + line.decode(errors="replace").rstrip("\r\n") + "\n")
-                into.flush()
+            with lock:  # the threads of all processes write to one stream
+                target.write(prefix + line.decode(errors="replace").rstrip("\r\n") + "\n")
+                target.flush()
 
 
-def _say(sentence: str) -> None:
+def _print(sentence: str) -> None:
+    """Print a sentence of the launcher on stderr."""
     print(f"jaxpar launch: {sentence}", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,6 +1,6 @@
-"""The table of keys that all processes of a run share: JAX's coordinator keeps it, in process 0.
+"""The table of keys that all processes of a run share. JAX's coordinator stores it, in process 0.
 
-It is the one way between processes that needs no device, and so works where their programs differ.
+It connects the processes without a device, and so works where their programs differ.
 """
 
 from __future__ import annotations
@@ -8,58 +8,62 @@ from __future__ import annotations
 from typing import Protocol
 
 import jax
-from jax._src import distributed  # the public module starts and ends it, and shows it nowhere
+from jax._src import distributed  # the public module starts and ends the client, but does not expose it
 
 
 class Store(Protocol):
-    """Keys and values of all processes. Where the coordinator is gone or silent, calls raise, or do not return."""
+    """Keys and values that all processes read and write.
+
+    If the coordinator is gone or silent, every call may raise, or never return.
+    """
 
     def set(self, key: str, value: str) -> None:
-        """Sets a key, again if need be."""
+        """Set a key; a later call overwrites its value."""
         ...
 
     def get(self, key: str) -> str | None:
-        """The value of a key, None while it has none."""
+        """Return the value of a key; None if it is not set."""
         ...
 
     def folder(self, name: str) -> dict[str, str]:
-        """All keys below `name/`, without it, and their values."""
+        """Return all keys below `name/`, without that prefix, and their values."""
         ...
 
     def wait(self, name: str, seconds: float) -> bool:
-        """Waits until all processes have called it with this name, once each. Whether they have, within the time."""
+        """Wait until every process has called this with the same name, once each; return whether all did in time."""
         ...
 
 
 class Coordinator:
-    """JAX's table; `jax.distributed.initialize` has been called."""
+    """The `Store` of JAX's coordinator; `jax.distributed.initialize` comes before it."""
 
     def __init__(self) -> None:
         assert distributed.global_state.client is not None
         self._client = distributed.global_state.client
 
     def set(self, key: str, value: str) -> None:
-        """See `Store`."""
+        """Set a key; see `Store`."""
         self._client.key_value_set(f"jaxpar/{key}", value, allow_overwrite=True)
 
     def get(self, key: str) -> str | None:
-        """See `Store`."""
+        """Return the value of a key; see `Store`."""
         try:
             return self._client.key_value_try_get(f"jaxpar/{key}")
         except jax.errors.JaxRuntimeError as error:
+            # The client has no other way to say that a key is not set.
             if "NOT_FOUND" in str(error):
                 return None
             raise
 
     def folder(self, name: str) -> dict[str, str]:
-        """See `Store`."""
-        start = f"jaxpar/{name}/"
-        return {key.removeprefix(start): value for key, value in self._client.key_value_dir_get(start)}
+        """Return all keys below `name/`; see `Store`."""
+        prefix = f"jaxpar/{name}/"
+        return {key.removeprefix(prefix): value for key, value in self._client.key_value_dir_get(prefix)}
 
     def wait(self, name: str, seconds: float) -> bool:
-        """See `Store`."""
+        """Wait at a barrier of this name; see `Store`."""
         try:
             self._client.wait_at_barrier(f"jaxpar/{name}", round(1000 * seconds))
-        except jax.errors.JaxRuntimeError:  # one has failed, or is late; the watchdog says which
+        except jax.errors.JaxRuntimeError:  # a process has failed or is late; the watchdog says which
             return False
         return True

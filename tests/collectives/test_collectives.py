@@ -24,15 +24,15 @@ Reference = Callable[[np.ndarray], np.ndarray]
 MOVED = (*DTYPES, "complex64", "complex128")
 
 
-def ranks_of(n: int, *more: int) -> Mesh:
-    """A mesh with axes a, b, ... over the first devices."""
-    sizes = (n, *more)
+def mesh_of(n: int, *inner_sizes: int) -> Mesh:
+    """Return a mesh with axes a, b, ... over the first devices."""
+    sizes = (n, *inner_sizes)
     devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
     return Mesh(devices, tuple("abc"[: len(sizes)]), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def data(n: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """[n, *shape]: integers that overflow when summed, floats that round, but for 8 bits of which sums are exact."""
+    """Return [n, *shape]: integers that overflow when summed, floats that round; 8-bit values have exact sums."""
     random = np.random.default_rng(len(dtype) + n)
     kind = jnp.dtype(dtype)
     if jnp.issubdtype(kind, jnp.integer):
@@ -45,7 +45,7 @@ def data(n: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 def reduced(op: str, x: np.ndarray) -> np.ndarray:
-    """[n, ...] -> [...] as NumPy reduces: floats in double precision, integers wrapping."""
+    """Reduce [n, ...] to [...] with NumPy: floats in double precision, integers wrapping."""
     wide = x if x.dtype.kind in "iub" else x.astype(complex if x.dtype.kind == "c" else float)
     if op in ("min", "max"):
         return getattr(wide, op)(0).astype(x.dtype)
@@ -63,17 +63,17 @@ def everywhere(y: np.ndarray, n: int) -> np.ndarray:
     return np.stack([y] * n)
 
 
-def only(root: int, y: np.ndarray, n: int) -> np.ndarray:
+def zeros_except(root: int, y: np.ndarray, n: int) -> np.ndarray:
     return np.stack([y if i == root else np.zeros_like(y) for i in range(n)])
 
 
 def parts(y: np.ndarray, n: int) -> np.ndarray:
-    """Rank i's part of y along its first dim."""
+    """Stack the parts of y along its first dim; row i is rank i's."""
     return np.stack(np.split(padded(y, n), n))
 
 
-def moving(n: int) -> dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], Reference]]:
-    """What a collective does to n buffers of some shape, on paper."""
+def moving_cases(n: int) -> dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], Reference]]:
+    """Return name -> (collective that moves data, shape of a buffer, its result on n buffers in NumPy)."""
     last, even, odd = n - 1, (2 * n, 3), (7, 2)
     shift = [(i, (i + 1) % n) for i in range(n)]
     return {
@@ -84,7 +84,7 @@ def moving(n: int) -> dict[str, tuple[Callable[..., jax.Array], tuple[int, ...],
             odd,
             lambda x: everywhere(np.concatenate(x, 1), n),
         ),
-        "gather": (partial(collectives.gather, root=last), odd, lambda x: only(last, np.concatenate(x), n)),
+        "gather": (partial(collectives.gather, root=last), odd, lambda x: zeros_except(last, np.concatenate(x), n)),
         "scatter": (partial(collectives.scatter, root=last), even, lambda x: parts(x[last], n)),
         "scatter padded": (partial(collectives.scatter, pad=True), odd, lambda x: parts(x[0], n)),
         "all_to_all": (collectives.all_to_all, even, lambda x: np.stack([np.split(y, n) for y in x]).swapaxes(0, 1)),
@@ -99,14 +99,18 @@ def moving(n: int) -> dict[str, tuple[Callable[..., jax.Array], tuple[int, ...],
             lambda x: np.stack([np.concatenate(p, 1) for p in zip(*(np.split(y, n) for y in x), strict=True)]),
         ),
         "send_recv": (partial(collectives.send_recv, pairs=shift), odd, lambda x: np.roll(x, 1, axis=0)),
-        "send_recv to one": (partial(collectives.send_recv, pairs=[(last, 0)]), odd, lambda x: only(0, x[last], n)),
+        "send_recv to one": (
+            partial(collectives.send_recv, pairs=[(last, 0)]),
+            odd,
+            lambda x: zeros_except(0, x[last], n),
+        ),
         "shift": (partial(collectives.shift, by=1), odd, lambda x: np.roll(x, 1, axis=0)),
         "shift back": (partial(collectives.shift, by=-2), odd, lambda x: np.roll(x, -2, axis=0)),
         "barrier": (collectives.barrier, odd, lambda x: x),
     }
 
 
-def reducing(n: int, op: str) -> dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], Reference]]:
+def reducing_cases(n: int, op: str) -> dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], Reference]]:
     last, odd, r = n - 1, (7, 2), partial(reduced, op)
     table = {
         "all_reduce": (collectives.all_reduce, odd, lambda x: everywhere(r(x), n)),
@@ -114,37 +118,37 @@ def reducing(n: int, op: str) -> dict[str, tuple[Callable[..., jax.Array], tuple
         "reduce_scatter": (partial(collectives.reduce_scatter, pad=True), odd, lambda x: parts(r(x), n)),
     }
     if op in ("sum", "min"):  # an all_reduce for every op
-        table["reduce"] = (partial(collectives.reduce, root=last), odd, lambda x: only(last, r(x), n))
+        table["reduce"] = (partial(collectives.reduce, root=last), odd, lambda x: zeros_except(last, r(x), n))
     if op in ("avg", "max"):  # one of XLA's reductions, and one by all_to_all
         along = lambda x: np.stack(np.split(r(x), n, 1))
         table["reduce_scatter dim 1"] = (partial(collectives.reduce_scatter, dim=1), (3, 2 * n), along)
     return {f"{name} {op}": (partial(f, op=op), shape, reference) for name, (f, shape, reference) in table.items()}
 
 
-def accepted(op: str, dtype: str) -> bool:
+def is_defined(op: str, dtype: str) -> bool:
     return {"bool": op in ("min", "max"), "c": op not in ("min", "max")}.get(
         dtype[0] if dtype[0] == "c" else dtype, True
     )
 
 
 def cases(n: int, dtype: str) -> dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], Reference]]:
-    ops = [op for op in OPS if accepted(op, dtype)]
-    return moving(n) | {name: case for op in ops for name, case in reducing(n, op).items()}
+    ops = [op for op in OPS if is_defined(op, dtype)]
+    return moving_cases(n) | {name: case for op in ops for name, case in reducing_cases(n, op).items()}
 
 
-def check(n: int, place: str, chosen: Callable[[int, int], bool]) -> None:
-    """The cases of which `chosen(number of the case, number of the dtype)`, in one program."""
-    mesh = ranks_of(n)
+def check(n: int, place: str, is_chosen: Callable[[int, int], bool]) -> None:
+    """Check the cases for which `is_chosen(number of the dtype, number of the case)`, in one program."""
+    mesh = mesh_of(n)
     table = {
         (dtype, name): case
         for i, dtype in enumerate(MOVED)
         for j, (name, case) in enumerate(cases(n, dtype).items())
-        if chosen(i, j)
+        if is_chosen(i, j)
     }
 
     def program(xs: dict[Any, Any]) -> dict[Any, jax.Array]:
-        where = on(mesh) if place == "outside" else "a"
-        return {key: f(xs[key[0], shape], where) for key, (f, shape, _) in table.items()}
+        axes = on(mesh) if place == "outside" else "a"
+        return {key: f(xs[key[0], shape], axes) for key, (f, shape, _) in table.items()}
 
     def inside(xs: dict[Any, Any]) -> dict[Any, jax.Array]:
         return jax.tree.map(lambda y: y[None], program(jax.tree.map(lambda x: x[0], xs)))
@@ -153,9 +157,9 @@ def check(n: int, place: str, chosen: Callable[[int, int], bool]) -> None:
     with jax.enable_x64(True):
         xs = {(dtype, shape): data(n, shape, dtype) for (dtype, _), (_, shape, _) in table.items()}
         rows = NamedSharding(mesh, P("a"))
-        found = jax.jit(program if place == "outside" else mapped, in_shardings=rows, out_shardings=rows)(xs)
+        results = jax.jit(program if place == "outside" else mapped, in_shardings=rows, out_shardings=rows)(xs)
     for (dtype, name), (_, shape, reference) in table.items():
-        x, y = xs[dtype, shape], np.asarray(found[dtype, name])
+        x, y = xs[dtype, shape], np.asarray(results[dtype, name])
         exact = x.dtype.itemsize == 1 or x.dtype.kind in "iub" or not any(op in name.split() for op in OPS)
         rounding = 0 if exact else 3 * n * float(jnp.finfo(x.dtype).eps)
         wide = complex if x.dtype.kind == "c" else float if rounding else x.dtype
@@ -179,16 +183,16 @@ def test_equal_to_numpy_in_full(n: int, place: str) -> None:
     check(n, place, lambda dtype, case: True)
 
 
-def traced(f: Callable[..., jax.Array], mesh: Mesh, shape: tuple[int, ...], dtype: Any = "float32") -> Ledger:
-    """The ledger of f(x, axes) on every rank's x."""
+def ledger_of(f: Callable[..., jax.Array], mesh: Mesh, shape: tuple[int, ...], dtype: Any = "float32") -> Ledger:
+    """Return the ledger of f(x, axes) on every rank's x."""
     x = jax.ShapeDtypeStruct((mesh.size, *shape), dtype)
     return Ledger.from_jaxpr(jax.make_jaxpr(lambda x: f(x, on(mesh)))(x), mesh)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_costs_are_those_documented(n: int) -> None:
-    """Bytes of the buffers, of which a ring sends (n-1)/n, or twice that in an all-reduce; x is 4 * 40 n bytes."""
-    mesh, s = ranks_of(n), 160 * n
+    """Checks bytes of the buffers. A ring sends (n-1)/n of them, an all-reduce twice that; x is 4 * 40 n bytes."""
+    mesh, s = mesh_of(n), 160 * n
     through_shards = {"all-to-all": s, "all-gather": s}
     expected = {
         collectives.all_reduce: {"all-reduce": s},
@@ -207,19 +211,19 @@ def test_costs_are_those_documented(n: int) -> None:
         collectives.ring_all_reduce: {"collective-permute": 2 * (n - 1) * s // n},
     }
     for f, costs in expected.items():
-        assert traced(f, mesh, (40 * n,)).by("kind") == (costs if n > 1 else {}), f
+        assert ledger_of(f, mesh, (40 * n,)).by("kind") == (costs if n > 1 else {}), f
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 5), (8, 8), ()])
 def test_ring_sends_2_n_minus_1_chunks(shape: tuple[int, ...]) -> None:
-    ledger = traced(collectives.ring_all_reduce, ranks_of(8), shape)
+    ledger = ledger_of(collectives.ring_all_reduce, mesh_of(8), shape)
     (entry,) = ledger
     chunk = -(-int(np.prod(shape)) // 8)
     assert (entry.kind, entry.count, entry.bytes) == ("collective-permute", 14, 14 * 4 * chunk)
 
 
 def test_ring_gives_all_ranks_the_same_bits_and_the_compiled_program_is_a_ring() -> None:
-    mesh = ranks_of(8)
+    mesh = mesh_of(8)
     x = data(8, (1001,), "float32")
     ring = jax.jit(lambda x: collectives.ring_all_reduce(x, on(mesh)))
     y = np.asarray(ring(x))
@@ -231,33 +235,33 @@ def test_broadcast_moves_bits() -> None:
     """Negative zeros, NaNs and subnormals arrive as they are; a masked sum would lose them."""
     bits = np.array([0x80000000, 0x7FC00123, 0x00000001, 0xFF800000], "uint32")
     x = np.stack([np.full(4, 7, "float32"), bits.view("float32")])
-    y = np.asarray(collectives.broadcast(x, on(ranks_of(2)), root=1))
+    y = np.asarray(collectives.broadcast(x, on(mesh_of(2)), root=1))
     assert (y.view("uint32") == bits).all()
 
 
 def test_what_is_linear_has_its_transpose_for_gradient() -> None:
     """<w, f(x)> = <f'(w), x>, and f'(w) does not depend on x."""
     n = 4
-    mesh = ranks_of(n)
-    linear = moving(n) | reducing(n, "sum") | reducing(n, "avg")
+    mesh = mesh_of(n)
+    linear = moving_cases(n) | reducing_cases(n, "sum") | reducing_cases(n, "avg")
     w, x = ({k: data(n + i, shape, "float32")[:n] for k, (_, shape, _) in linear.items()} for i in (0, 1))
 
     @jax.jit
-    def both(x: Any, w: Any) -> tuple[Any, Any]:
+    def forward_and_transpose(x: Any, w: Any) -> tuple[Any, Any]:
         y, transpose = jax.vjp(lambda x: {k: f(x[k], on(mesh)) for k, (f, _, _) in linear.items()}, x)
         w = {k: jnp.resize(w[k], y[k].shape) for k in y}
         return {k: jnp.vdot(w[k], y[k]) for k in y}, transpose(w)[0]
 
-    forward, gradient = both(x, w)
-    _, again = both(jax.tree.map(lambda x: -2 * x, x), w)
+    forward, gradient = forward_and_transpose(x, w)
+    _, gradient_elsewhere = forward_and_transpose(jax.tree.map(lambda x: -2 * x, x), w)
     for k in linear:
         np.testing.assert_allclose(forward[k], np.vdot(gradient[k], x[k]), rtol=1e-4, atol=1e-4, err_msg=k)
-        np.testing.assert_array_equal(gradient[k], again[k])
+        np.testing.assert_array_equal(gradient[k], gradient_elsewhere[k])
 
 
 def test_some_axes_of_a_mesh() -> None:
-    """Over b of a mesh (a, b): groups of 3. Outside, the other axis holds copies."""
-    mesh = ranks_of(2, 3)
+    """Runs over b of a mesh (a, b): groups of 3. Outside, the result is replicated over a."""
+    mesh = mesh_of(2, 3)
     x = data(6, (3, 2), "int32")
     groups = jax.shard_map(
         lambda x: jnp.stack([collectives.all_reduce(x[0], "b"), collectives.ring_all_reduce(x[0], ["b"])])[None],
@@ -271,14 +275,14 @@ def test_some_axes_of_a_mesh() -> None:
     y = collectives.reduce_scatter(x[:3], on(mesh, "b"))
     np.testing.assert_array_equal(y, reduced("sum", x[:3]).reshape(3, 1, 2))
     assert y.sharding.shard_shape(y.shape) == (1, 1, 2)
-    both = collectives.all_gather(x, on(mesh))  # ranks over both axes count as the rows of the mesh do
-    np.testing.assert_array_equal(both, everywhere(np.concatenate(x), 6))
+    gathered = collectives.all_gather(x, on(mesh))  # ranks over both axes count as the rows of the mesh do
+    np.testing.assert_array_equal(gathered, everywhere(np.concatenate(x), 6))
 
 
 def test_under_check_vma() -> None:
-    """JAX's default for shard_map, under which the primitives are others."""
-    mesh = ranks_of(4)
-    table = moving(4) | reducing(4, "sum") | reducing(4, "prod")
+    """This is JAX's default for shard_map, which uses other primitives."""
+    mesh = mesh_of(4)
+    table = moving_cases(4) | reducing_cases(4, "sum") | reducing_cases(4, "prod")
     xs = {k: jax.ShapeDtypeStruct((4, *shape), "float32") for k, (_, shape, _) in table.items()}
     f = lambda xs: {k: f(xs[k][0], "a")[None] for k, (f, _, _) in table.items()}
     shapes = jax.eval_shape(jax.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P("a")), xs)
@@ -286,7 +290,7 @@ def test_under_check_vma() -> None:
 
 
 def test_outside_compiles_once() -> None:
-    mesh = ranks_of(2)
+    mesh = mesh_of(2)
     f = lambda x: collectives.send_recv(x, on(mesh), pairs=[[0, 1]])
     f(np.zeros((2, 3), "float32"))
     with jax.no_tracing():
@@ -295,7 +299,7 @@ def test_outside_compiles_once() -> None:
 
 @pytest.mark.parametrize("value", [np.arange(4.0, dtype="float32"), [1.0, 2.0, 3.0, 4.0]], ids=["numpy", "list"])
 def test_scalars_of_each_rank(value: Any) -> None:
-    assert collectives.all_reduce(value, on(ranks_of(4)), op="max").tolist() == [max(value)] * 4
+    assert collectives.all_reduce(value, on(mesh_of(4)), op="max").tolist() == [max(value)] * 4
 
 
 X = np.zeros((8, 16), "float32")
@@ -315,13 +319,13 @@ WRONG = {
     "scalar": (lambda m: collectives.all_reduce(np.float32(1), on(m)), r"x \[\] must stack"),
     "op": (lambda m: collectives.all_reduce(X, on(m), op="mean"), r"op='mean' is unknown; use one of sum, prod, min"),
     "op_nearest": (lambda m: collectives.reduce(X, on(m), op="summ"), r"did you mean 'sum'\?"),
-    "root": (lambda m: collectives.broadcast(X, on(m), root=8), r"root=8 is no rank: 8 of them run from 0 to 7"),
-    "root_negative": (lambda m: collectives.gather(X, on(m), root=-1), r"root=-1 is no rank"),
-    "root_float": (lambda m: collectives.scatter(X, on(m), root=1.0), r"root=1.0 is no rank"),
-    "root_of_reduce": (lambda m: collectives.reduce(X, on(m), root=9), r"root=9 is no rank"),
+    "root": (lambda m: collectives.broadcast(X, on(m), root=8), r"root=8 is not a rank; give one from 0 to 7"),
+    "root_negative": (lambda m: collectives.gather(X, on(m), root=-1), r"root=-1 is not a rank"),
+    "root_float": (lambda m: collectives.scatter(X, on(m), root=1.0), r"root=1.0 is not a rank"),
+    "root_of_reduce": (lambda m: collectives.reduce(X, on(m), root=9), r"root=9 is not a rank"),
     "divide": (
         lambda m: collectives.reduce_scatter(X[:, :13], on(m)),
-        r"dim 0 of x \[13\] does not divide into 8 parts; make it 16, or let zeros follow it: pad=True",
+        r"dim 0 of x \[13\] does not divide into 8 parts; make it 16, or pad it with zeros: pad=True",
     ),
     "divide_scatter": (lambda m: collectives.scatter(X[:, :9], on(m)), r"does not divide into 8 parts; make it 16"),
     "divide_all_to_all": (lambda m: collectives.all_to_all(X[:, :9], on(m)), r"does not divide into 8 parts"),
@@ -336,25 +340,28 @@ WRONG = {
         lambda m: collectives.send_recv(X, on(m), [(0, 3), (1, 3)]),
         r"rank 3 is the destination of two",
     ),
-    "pairs": (lambda m: collectives.send_recv(X, on(m), (0, 1)), r"pairs=\(0, 1\) is no list of pairs; .*\[\(0, 1\)\]"),
+    "pairs": (
+        lambda m: collectives.send_recv(X, on(m), (0, 1)),
+        r"pairs=\(0, 1\) is not a list of pairs; .*\[\(0, 1\)\]",
+    ),
     "axes_none": (lambda m: collectives.all_reduce(X, None), r"axes=None names no mesh axes; give 'data'"),
     "dim_none": (lambda m: collectives.all_gather(X, on(m), dim=None), r"x \[16\] has no dim None; use 0 to 0"),
     "root_traced": (
         lambda m: jax.jit(lambda root: collectives.broadcast(X, on(m), root))(2),
-        r"of the program, not of its data; give Python's values",
+        r"must be known when the program is traced; give Python values",
     ),
-    "source": (lambda m: collectives.send_recv(X, on(m), [(8, 0)]), r"source=8 is no rank"),
+    "source": (lambda m: collectives.send_recv(X, on(m), [(8, 0)]), r"source=8 is not a rank"),
     "bool_sum": (lambda m: collectives.all_reduce(X > 0, on(m)), r"op='sum' of bool: cast to int32 to count, or"),
     "complex_max": (
         lambda m: collectives.ring_all_reduce(X * 1j, on(m), op="max"),
         r"complex.*no order; reduce jnp.abs",
     ),
-    "root_bool": (lambda m: collectives.broadcast(X, on(m), root=True), r"root=True is no rank"),
+    "root_bool": (lambda m: collectives.broadcast(X, on(m), root=True), r"root=True is not a rank"),
     "op_dict": (
         lambda m: collectives.all_reduce(X, on(m), op={"a": 1}),
         r"\{'a': 1\} is a dict; root, dim, op and pairs",
     ),
-    "by": (lambda m: collectives.shift(X, on(m), 1.5), r"by=1.5 is no number of places; use a whole number"),
+    "by": (lambda m: collectives.shift(X, on(m), 1.5), r"by=1.5 is not a number of ranks; use a whole number"),
     "dtype": (
         lambda m: collectives.all_reduce(X.astype(ml_dtypes.int4), on(m)),
         r"int4 cannot be reduced; cast to one of",
@@ -364,28 +371,28 @@ WRONG = {
 
 def test_buffers_without_elements_and_options_as_arrays() -> None:
     """XLA's verifier refuses an all-gather or a reduce-scatter along a dim of size 0."""
-    ranks, none = on(ranks_of(8)), np.zeros((8, 0, 3), np.float32)
+    ranks, empty = on(mesh_of(8)), np.zeros((8, 0, 3), np.float32)
     for f in (collectives.all_gather, collectives.gather, collectives.reduce_scatter, collectives.broadcast):
-        assert f(none, ranks).shape == none.shape
-    assert collectives.all_reduce(none, ranks, op="prod").shape == none.shape
+        assert f(empty, ranks).shape == empty.shape
+    assert collectives.all_reduce(empty, ranks, op="prod").shape == empty.shape
     assert collectives.broadcast(X, ranks, root=jnp.int32(2))[7].tolist() == X[2].tolist()
     assert collectives.send_recv(X, ranks, np.array([[2, 0]]))[0].tolist() == X[2].tolist()
 
 
 def test_options_that_are_equal_are_not_the_same() -> None:
-    # 1.0 was taken where 1 had been before: their programs were kept under one key.
-    ranks = on(ranks_of(8))
+    # 1.0 was accepted after 1: their programs had the same key in the cache.
+    ranks = on(mesh_of(8))
     assert collectives.broadcast(X, ranks, root=1).shape == X.shape
-    with pytest.raises(ValueError, match=r"root=1\.0 is no rank"):
+    with pytest.raises(ValueError, match=r"root=1\.0 is not a rank"):
         collectives.broadcast(X, ranks, root=1.0)  # type: ignore[arg-type]
 
 
 def test_meshes_with_explicit_axes() -> None:
-    # As jax.make_mesh makes them, and the error of `on` says: shard_map took no array of another sharding there.
+    # jax.make_mesh, which the error of `on` recommends, makes such meshes. There shard_map refused other shardings.
     mesh = jax.make_mesh((8,), ("a",))
     x = np.arange(16.0, dtype="float32").reshape(8, 2)
-    for given in (x, jax.device_put(x, NamedSharding(mesh, P("a"))), jax.device_put(x, NamedSharding(mesh, P()))):
-        assert collectives.all_reduce(given, on(mesh)).tolist() == [x.sum(0).tolist()] * 8
+    for array in (x, jax.device_put(x, NamedSharding(mesh, P("a"))), jax.device_put(x, NamedSharding(mesh, P()))):
+        assert collectives.all_reduce(array, on(mesh)).tolist() == [x.sum(0).tolist()] * 8
     assert collectives.shift(x, on(mesh), 3).tolist() == np.roll(x, 3, axis=0).tolist()
 
 
@@ -393,7 +400,7 @@ def test_meshes_with_explicit_axes() -> None:
 def test_errors(name: str) -> None:
     f, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
-        f(ranks_of(8))
+        f(mesh_of(8))
 
 
 @pytest.mark.parametrize(
@@ -415,7 +422,7 @@ def test_errors_in_axes(axes: Any, message: str) -> None:
 
 @pytest.mark.cuda_compiler
 def test_on_gpus() -> None:
-    """NCCL's own broadcast; 8-bit floats travel as such; what nobody reads, a barrier's sum, is still there."""
+    """NCCL's own broadcast is used, 8-bit floats are sent as such, and the unread sum of a barrier is not dropped."""
     mesh = Mesh(np.array(gpu_topology("8xH100")), ("a",), axis_types=(AxisType.Auto,))
     x = lambda dtype: jax.ShapeDtypeStruct((8, 800), dtype, sharding=NamedSharding(mesh, P("a")))
 

@@ -1,6 +1,6 @@
-"""The collectives of a program for CPU devices are in one order, by data; others' programs are as they were.
+"""The collectives of a program for CPU devices have one order, by data; programs for other devices are unchanged.
 
-On the state before, a plain Linen decoder under ZeRO-3 aborted the process in every run: gathers beside the loop over
+Without this order, a plain Linen decoder under ZeRO-3 aborted the process in every run: gathers beside the loop over
 layers met those inside it in one rendezvous.
 """
 
@@ -43,41 +43,41 @@ def test_without_the_token_collectives_beside_a_loop_are_in_no_order(
     assert unordered(step.compile(batch).as_text()) == []
     monkeypatch.setattr(order, "needed", lambda mesh: False)
     step, batch = decoder(strategy)
-    found = unordered(step.compile(batch).as_text())
-    assert any("while" in pair for pair in found), found
+    pairs = unordered(step.compile(batch).as_text())
+    assert any("while" in pair for pair in pairs), pairs
 
 
 @pytest.mark.parametrize("name", edges._RUN)
 def test_an_edge_of_tensor_is_in_the_table_as_what_it_runs(name: str) -> None:
-    """`all_gather_replicated` was renamed without its row: it stood in no order, in no ledger, at no price."""
-    run = jax.make_jaxpr(lambda x: edges._RUN[name](x, 0, 2), axis_env=[("tensor", 2)])(np.ones(4))
-    kinds = {kind for eqn in run.eqns if (kind := PRIMITIVES.get(eqn.primitive.name))}
+    """`all_gather_replicated` was renamed without its row, and so had no order, no entry in a ledger and no cost."""
+    jaxpr = jax.make_jaxpr(lambda x: edges._RUN[name](x, 0, 2), axis_env=[("tensor", 2)])(np.ones(4))
+    kinds = {kind for eqn in jaxpr.eqns if (kind := PRIMITIVES.get(eqn.primitive.name))}
     assert kinds == {kind for kind in [PRIMITIVES.get(edges._PRIMITIVES[name].name)] if kind}
 
 
 @pytest.mark.slow
 def test_a_decoder_that_aborted_trains() -> None:
-    """In a process of its own and with all of XLA's optimizations, as users run it."""
+    """Runs in a separate process with all of XLA's optimizations, as users run it."""
     soak = Path(__file__).parents[1] / "soak.py"
     command = [sys.executable, str(soak), "--cell", "decoder_linen", "zero3", "--steps", "30"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert process.returncode == 0, process.stderr[-2000:]
 
 
 @pytest.mark.slow
 def test_calls_within_a_callers_jit_follow_each_other() -> None:
     step, batch = decoder("zero3")
-    other = jax.tree.map(lambda x: x[::-1], batch)
+    reversed_batch = jax.tree.map(lambda x: x[::-1], batch)
 
-    def program(state: Any, batch: Any, other: Any) -> Any:
+    def program(state: Any, batch: Any, reversed_batch: Any) -> Any:
         held_out = step.evaluate(state, batch)
-        step.evaluate(state, other)  # nobody reads it
-        loss, grads = step.value_and_grad(state, other)
+        step.evaluate(state, reversed_batch)  # its result is unused
+        loss, grads = step.value_and_grad(state, reversed_batch)
         state, metrics = step(state, batch)
-        state, _ = step(state, other)
+        state, _ = step(state, reversed_batch)
         return held_out, loss, grads, metrics, step.evaluate(state, batch)
 
-    compiled = jax.jit(program).lower(step.abstract_state(), batch, other).compile()
+    compiled = jax.jit(program).lower(step.abstract_state(), batch, reversed_batch).compile()
     assert unordered(compiled.as_text()) == []
 
 
@@ -100,7 +100,7 @@ AWKWARD = [0.0, -0.0, np.nan, np.inf, -np.inf, 1.5, -2.0, 7.0]
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "uint32", "bool", "complex64"])
 def test_the_token_changes_no_bit(dtype: str) -> None:
-    """What an earlier collective yields, NaN and infinities too, must not reach a later one."""
+    """The result of an earlier collective, NaN and infinities included, must not reach a later one."""
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
     first = np.array(AWKWARD, np.float32)
     with np.errstate(invalid="ignore"):
@@ -117,8 +117,8 @@ def test_the_token_changes_no_bit(dtype: str) -> None:
         return [np.asarray(y).view(np.uint8) for y in jax.jit(mapped)(jnp.full(8, jnp.nan), x)]
 
     ordered = lambda *args: order.in_order(local, mesh)(jnp.int32(0), *args)[0]
-    for plain, other in zip(run(local), run(ordered), strict=True):
-        np.testing.assert_array_equal(plain, other)
+    for plain, with_token in zip(run(local), run(ordered), strict=True):
+        np.testing.assert_array_equal(plain, with_token)
 
 
 def control_flow(x: jax.Array) -> jax.Array:
@@ -126,15 +126,15 @@ def control_flow(x: jax.Array) -> jax.Array:
     total = lambda y: collectives.all_reduce(y, "fsdp")
 
     @jax.custom_jvp
-    def own(y: jax.Array) -> jax.Array:
+    def ratio(y: jax.Array) -> jax.Array:
         return total(y) / total(y + 1)
 
-    own.defjvp(lambda primals, tangents: (own(*primals), tangents[0]))
+    ratio.defjvp(lambda primals, tangents: (ratio(*primals), tangents[0]))
     a = lax.fori_loop(0, 3, lambda i, y: y + total(y) / 9, x)
     b, _ = lax.scan(lambda c, _: (c - total(c) / 8 + total(c * c), None), x, None, 3, unroll=2)
     c = lax.while_loop(lambda y: total(y.sum()) < 50, lambda y: y + jnp.abs(total(y)) + 1, x)
     d = lax.cond(total(x.sum()) > 0, lambda y: total(y) + total(y * 2), lambda y: y, x)
-    e = jax.checkpoint(lambda y: jnp.sin(total(y)) + own(y))(x)
+    e = jax.checkpoint(lambda y: jnp.sin(total(y)) + ratio(y))(x)
     return a + b + c + d + e + jax.jit(total)(x) + total(jnp.zeros((0,))).sum()
 
 
@@ -142,12 +142,12 @@ def test_nested_programs_keep_their_results_and_their_order() -> None:
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
     x = jax.random.normal(jax.random.key(3), (16,))
 
-    def compiled(fun: Any) -> Any:
+    def compile_on_mesh(fun: Any) -> Any:
         mapped = jax.shard_map(fun, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False)
         return jax.jit(mapped).lower(x).compile()
 
-    plain = compiled(control_flow)
-    ordered = compiled(lambda x: order.in_order(control_flow, mesh)(jnp.int32(0), x)[0])
+    plain = compile_on_mesh(control_flow)
+    ordered = compile_on_mesh(lambda x: order.in_order(control_flow, mesh)(jnp.int32(0), x)[0])
     np.testing.assert_allclose(ordered(x), plain(x), rtol=1e-6)
     assert unordered(ordered.as_text()) == []
     assert unordered(plain.as_text())

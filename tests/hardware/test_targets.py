@@ -25,7 +25,7 @@ from jaxpar.hardware.kinds import capture, load, to_toml
 GPUS = ["A100-40GB", "A100-80GB", "H100", "H100-PCIe", "H200", "B200"]
 Write = Callable[[str], Path]
 
-# As data sheets print them: GB, TB/s, links both ways in GB/s, network in Gb/s, then TFLOP/s of bf16, TF32 and FP8 with
+# The data sheets' numbers: GB, TB/s, links both ways in GB/s, network in Gb/s, then TFLOP/s of bf16, TF32 and FP8 with
 # sparsity, and FP32.
 SHEETS = {
     "A100-40GB": (40, 1.555, 600, 200, 624, 312, None, 19.5),
@@ -39,27 +39,27 @@ SHEETS = {
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    def written(text: str, name: str = "cluster.toml") -> Path:
+    def write_file(text: str, name: str = "cluster.toml") -> Path:
         path = tmp_path / name
         path.write_text(text)
         return path
 
-    return written
+    return write_file
 
 
 @pytest.fixture
 def no_compiler_needed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Names are understood without a compiler; what it would have been asked for."""
-    asked = []
+    """Make targets without a compiler, and record the options that it would have been given."""
+    requests = []
 
     def topology(name: str, platform: str, **options: Any) -> SimpleNamespace:
-        asked.append(options)
+        requests.append(options)
         _, hosts, devices = (int(part) for part in options["topology"].split("x"))
         return SimpleNamespace(devices=list(range(hosts * devices)))
 
     monkeypatch.setattr(targets, "missing_compiler", lambda: "")
     monkeypatch.setattr(targets.topologies, "get_topology_desc", topology)
-    return asked
+    return requests
 
 
 @pytest.mark.parametrize("kind", GPUS)
@@ -119,10 +119,10 @@ def test_peaks_by_device_kind() -> None:
     ],
 )
 def test_names(no_compiler_needed: list[dict[str, Any]], name: str, kind: str, hosts: int, per_host: int) -> None:
-    found = target(name)
-    assert (found.name, found.kind, found.hosts, found.per_host) == (name, kind, hosts, per_host)
-    assert found.hardware is KINDS[kind]
-    assert len(found.devices) == hosts * per_host
+    gpus = target(name)
+    assert (gpus.name, gpus.kind, gpus.hosts, gpus.per_host) == (name, kind, hosts, per_host)
+    assert gpus.hardware is KINDS[kind]
+    assert len(gpus.devices) == hosts * per_host
     assert no_compiler_needed == [{"target_config": KINDS[kind].config, "topology": f"1x{hosts}x{per_host}"}]
 
 
@@ -131,15 +131,15 @@ def test_names(no_compiler_needed: list[dict[str, Any]], name: str, kind: str, h
     [
         ("H100", "'H100' is not a count and a known kind; use for example '8xH100', '32x8xH100'"),
         ("0xH100", "'0xH100' is not a count and a known kind"),
-        ("8xH10", "'H10' is no known kind; did you mean H100"),
-        ("8xa100-80gb", "'a100-80gb' is no known kind; did you mean A100-80GB or A100-40GB"),
-        ("8xMI300X", r"'MI300X' is no known kind; known are A100-40GB, .* in a file, and name it: '8xcluster.toml'"),
-        ("v9:2x2", "'v9' is no known kind"),
+        ("8xH10", "'H10' is not a known kind; did you mean H100"),
+        ("8xa100-80gb", "'a100-80gb' is not a known kind; did you mean A100-80GB or A100-40GB"),
+        ("8xMI300X", r"'MI300X' is not a known kind; known are A100-40GB, .* in a file, and name it: '8xcluster.toml'"),
+        ("v9:2x2", "'v9' is not a known kind"),
         ("12xH100", "12 devices do not fill hosts of 8; use 8 or 16"),
         ("8xv5e", "v5e has no config for the compiler; name a slice of TPUs by its shape, as 'v5e:4x4'"),
-        ("H100:4x4", "H100 are no TPUs, which have shapes; use '8xH100'"),
-        ("cpu:9", r"8 CPU devices are there; call jaxpar.simulate\(9\) right after"),
-        ("cpu:0", "8 CPU devices are there"),
+        ("H100:4x4", "H100 are not TPUs, which have shapes; use '8xH100'"),
+        ("cpu:9", r"there are 8 CPU devices; call jaxpar.simulate\(9\) right after"),
+        ("cpu:0", "there are 8 CPU devices"),
     ],
 )
 def test_names_that_are_wrong(name: str, error: str) -> None:
@@ -156,35 +156,35 @@ def test_missing_compilers_say_how_to_install(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_simulated_devices_run() -> None:
-    found = target("cpu:5")
-    assert (found.kind, found.hosts, found.per_host, len(found.devices)) == ("cpu", 1, 5, 5)
-    assert found.hardware.peak("bf16") is None
-    mesh = Mesh(np.array(found.devices), ("a",), axis_types=(AxisType.Auto,))
+    gpus = target("cpu:5")
+    assert (gpus.kind, gpus.hosts, gpus.per_host, len(gpus.devices)) == ("cpu", 1, 5, 5)
+    assert gpus.hardware.peak("bf16") is None
+    mesh = Mesh(np.array(gpus.devices), ("a",), axis_types=(AxisType.Auto,))
     total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x.sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P()))
     assert total(jnp.arange(15.0)) == 105
 
 
 def test_load_takes_the_rest_from_another(write: Write, no_compiler_needed: list[dict[str, Any]]) -> None:
     path = write('kind = "mine"\nlike = "H100"\nmemory_bytes = 40e9\nper_host = 4\npeaks = {bf16 = 9e14}\n')
-    mine, base = load(path), KINDS["H100"]
-    assert (mine.kind, mine.memory_bytes, mine.per_host) == ("mine", 40_000_000_000, 4)
-    assert (mine.peak("bf16"), mine.peak("fp8")) == (9e14, base.peak("fp8"))
-    assert (mine.link_bandwidth, mine.device_kind) == (base.link_bandwidth, base.device_kind)
-    assert mine.config == base.config
-    assert "device_memory_size: 40000000000\n" in mine.target_config
-    by_name, by_value = target(f"12x{path}"), target("12xmine", mine)
-    assert (by_name.hosts, by_name.per_host, by_name.hardware) == (3, 4, mine)
-    assert by_value.hardware is mine
-    assert no_compiler_needed[0]["target_config"] == mine.target_config
-    with pytest.raises(ValueError, match="is of 'H200', and hardware of 'mine'; give both one name"):
-        target("12xH200", mine)
+    hardware, base = load(path), KINDS["H100"]
+    assert (hardware.kind, hardware.memory_bytes, hardware.per_host) == ("mine", 40_000_000_000, 4)
+    assert (hardware.peak("bf16"), hardware.peak("fp8")) == (9e14, base.peak("fp8"))
+    assert (hardware.link_bandwidth, hardware.device_kind) == (base.link_bandwidth, base.device_kind)
+    assert hardware.config == base.config
+    assert "device_memory_size: 40000000000\n" in hardware.target_config
+    by_name, by_value = target(f"12x{path}"), target("12xmine", hardware)
+    assert (by_name.hosts, by_name.per_host, by_name.hardware) == (3, 4, hardware)
+    assert by_value.hardware is hardware
+    assert no_compiler_needed[0]["target_config"] == hardware.target_config
+    with pytest.raises(ValueError, match="names 'H200', but hardware is 'mine'; use one kind in both"):
+        target("12xH200", hardware)
 
 
 def test_load_reads_a_config_beside_it(write: Write) -> None:
     write("gpu_device_info { core_count: 7 }", "own.txtpb")
-    own = load(write('kind = "own"\nconfig = "own.txtpb"'))
-    assert own.config == own.target_config == "gpu_device_info { core_count: 7 }"
-    assert (own.device_kind, own.memory_bytes, own.per_host) == ("own", None, 8)
+    hardware = load(write('kind = "own"\nconfig = "own.txtpb"'))
+    assert hardware.config == hardware.target_config == "gpu_device_info { core_count: 7 }"
+    assert (hardware.device_kind, hardware.memory_bytes, hardware.per_host) == ("own", None, 8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -196,18 +196,18 @@ def test_kinds_survive_a_file(write: Write, kind: str) -> None:
     ("text", "error"),
     [
         ("= 3", r"cluster.toml cannot be read as TOML: Invalid statement.*; give a file that describes a kind"),
-        ('kind = "a"\nlike = 3', "like=3 is no known kind; known are"),
+        ('kind = "a"\nlike = 3', "like=3 is not a known kind; known are"),
         ('like = "H100"', r'gives no kind; name it, as in kind = "H100-96GB"'),
-        ('kind = "a"\nlike = "H10"', r"like='H10' is no known kind; did you mean H100"),
-        ('kind = "a"\nmemory_byte = 3', "'memory_byte' is no field; did you mean memory_bytes?"),
-        ('kind = "a"\nnvlink = 3', "'nvlink' is no field; it takes like, kind"),
+        ('kind = "a"\nlike = "H10"', r"like='H10' is not a known kind; did you mean H100"),
+        ('kind = "a"\nmemory_byte = 3', "'memory_byte' is not a field; did you mean memory_bytes?"),
+        ('kind = "a"\nnvlink = 3', "'nvlink' is not a field; it takes like, kind"),
         ('kind = "a"\nmemory_bytes = 1.5', "memory_bytes=1.5 must be a whole number above 0"),
         ('kind = "a"\nlink_bandwidth = -1e9', "link_bandwidth=-1000000000.0 must be a number above 0"),
         ('kind = "a"\nlink_bandwidth = "9"', "link_bandwidth='9' must be a number above 0"),
         ('kind = "a"\nlink_bandwidth = {a = 1}', "link_bandwidth={'a': 1} must be a number above 0"),
         ('kind = "a"\npeaks = {int8 = 1e12}', "peaks={'int8': 1000000000000.0} must give FLOP/s by dtype, of bf16"),
         ('kind = "a"\npeaks = {bf16 = 0}', "bf16=0 must be a number above 0"),
-        ("kind = 3", r'kind=3 is no string; write kind = "..."'),
+        ("kind = 3", r'kind=3 is not a string; write kind = "..."'),
     ],
 )
 def test_files_that_are_wrong(write: Write, text: str, error: str) -> None:
@@ -228,10 +228,10 @@ def test_capture_of_an_attached_gpu(monkeypatch: pytest.MonkeyPatch, write: Writ
         monkeypatch.setattr(kinds, "_config_of", lambda device: "gpu_device_info { device_memory_size: 84942979072 }\n")
 
     attach("NVIDIA H100 80GB HBM3")
-    known = capture("here")
-    assert known.target_config == "gpu_device_info { device_memory_size: 63693553665 }\n"
-    assert (known.kind, known.link_bandwidth, known.peak("bf16")) == ("here", 450e9, 989.4e12)
-    attach("NVIDIA H200 NVL")  # in the table are its peaks, and not its links
+    h100 = capture("h100")
+    assert h100.target_config == "gpu_device_info { device_memory_size: 63693553665 }\n"
+    assert (h100.kind, h100.link_bandwidth, h100.peak("bf16")) == ("h100", 450e9, 989.4e12)
+    attach("NVIDIA H200 NVL")  # the table has its peaks, but not its links
     nvl = capture()
     assert (nvl.kind, nvl.link_bandwidth, nvl.peak("bf16"), nvl.memory_bytes) == (
         "attached",
@@ -242,8 +242,8 @@ def test_capture_of_an_attached_gpu(monkeypatch: pytest.MonkeyPatch, write: Writ
     assert load(write(to_toml(nvl))) == nvl
 
 
-def compiled(devices: list[jax.Device], dtype: Any, **options: Any) -> tuple[str, Any]:
-    """The program of a matmul whose contracted dim is sharded, for each of these devices; its text, and memory."""
+def compile_matmul(devices: list[jax.Device], dtype: Any, **options: Any) -> tuple[str, Any]:
+    """Compile a matmul whose contracted dim is sharded over the devices; return the program's text and memory."""
     count = len(devices)
     mesh = Mesh(np.array(devices), ("a",), axis_types=(AxisType.Auto,))
     specs = (P(None, "a"), P("a", None))
@@ -260,32 +260,32 @@ def compiled(devices: list[jax.Device], dtype: Any, **options: Any) -> tuple[str
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize("kind", GPUS)
 def test_every_kind_compiles(kind: str, tmp_path: Path) -> None:
-    found = target(f"2x3x{kind}")
-    assert [device.process_index for device in found.devices] == [0, 0, 0, 1, 1, 1]
-    assert {device.device_kind for device in found.devices} == {found.hardware.device_kind}
-    text, memory = compiled(found.devices, jnp.bfloat16, xla_dump_to=str(tmp_path))
+    gpus = target(f"2x3x{kind}")
+    assert [device.process_index for device in gpus.devices] == [0, 0, 0, 1, 1, 1]
+    assert {device.device_kind for device in gpus.devices} == {gpus.hardware.device_kind}
+    text, memory = compile_matmul(gpus.devices, jnp.bfloat16, xla_dump_to=str(tmp_path))
     assert re.search(r"all-reduce(-start)?\(", text)
     assert memory.argument_size_in_bytes == 2 * (56 * 24 + 24 * 40)
     assembly = [path.read_text() for path in tmp_path.glob("*.ptx")]
-    if assembly:  # which newer compilers do not write
+    if assembly:  # newer compilers do not write it
         architectures = {line for text in assembly for line in re.findall(r"^\.target (\w+)", text, re.M)}
         assert architectures == {{"A": "sm_80", "H": "sm_90a", "B": "sm_100a"}[kind[0]]}
 
 
 @pytest.mark.cuda_compiler
 def test_a_kind_from_a_file_compiles(write: Write) -> None:
-    found = target(f"4x{write(to_toml(KINDS['B200']).replace('B200', 'mine', 1))}")
-    assert found.kind == "mine"
-    text, _ = compiled(found.devices, jnp.float32)
+    gpus = target(f"4x{write(to_toml(KINDS['B200']).replace('B200', 'mine', 1))}")
+    assert gpus.kind == "mine"
+    text, _ = compile_matmul(gpus.devices, jnp.float32)
     assert "all-reduce" in text
 
 
 @pytest.mark.cuda_compiler
 def test_thousands_of_devices() -> None:
-    found = target("4096xH100")
-    assert (found.hosts, found.per_host, len(found.devices)) == (512, 8, 4096)
-    assert [device.process_index for device in found.devices] == [device // 8 for device in range(4096)]
-    text, memory = compiled(found.devices, jnp.bfloat16)
+    gpus = target("4096xH100")
+    assert (gpus.hosts, gpus.per_host, len(gpus.devices)) == (512, 8, 4096)
+    assert [device.process_index for device in gpus.devices] == [device // 8 for device in range(4096)]
+    text, memory = compile_matmul(gpus.devices, jnp.bfloat16)
     assert "num_partitions=4096" in text
     assert memory.argument_size_in_bytes == 2 * (56 * 24 + 24 * 40)
 
@@ -296,22 +296,22 @@ def test_config_is_read_from_a_client() -> None:
     (device, _) = target("2xH100-PCIe").devices
     config = kinds._config_of(device)
     assert "core_count: 114\n" in config
-    mine = Hardware(kind="mine", device_kind="NVIDIA H100 PCIe", config=config, memory_bytes=7 * 2**30)
-    assert "device_memory_size: 7516192768\n" in mine.target_config
-    assert len(target("2xmine", mine).devices) == 2
+    hardware = Hardware(kind="mine", device_kind="NVIDIA H100 PCIe", config=config, memory_bytes=7 * 2**30)
+    assert "device_memory_size: 7516192768\n" in hardware.target_config
+    assert len(target("2xmine", hardware).devices) == 2
 
 
 @pytest.mark.cuda_compiler
 def test_a_step_for_devices_that_are_not_here_does_not_begin(tmp_path: Path) -> None:
-    """It was jax's `'Executable' object has no attribute 'local_devices'`."""
+    """jax raised `'Executable' object has no attribute 'local_devices'`."""
     model = jp.Model(init=lambda key: {"w": jnp.ones((8, 4))}, loss=lambda p, b, key: (b["x"] @ p["w"]).mean())
-    here = jp.make_train_step(model, optax.sgd(0.1), "fsdp")
-    state = here.init(jax.random.key(0))
-    here.save(tmp_path, state).wait()
+    local_step = jp.make_train_step(model, optax.sgd(0.1), "fsdp")
+    state = local_step.init(jax.random.key(0))
+    local_step.save(tmp_path, state).wait()
     step = jp.make_train_step(model, optax.sgd(0.1), "fsdp", mesh=target("8xH100").devices)
     for begin in (
         lambda: step.init(jax.random.key(0)),
-        lambda: step.init(jax.random.key(0), params=here.params(state)),
+        lambda: step.init(jax.random.key(0), params=local_step.params(state)),
         lambda: step.restore(tmp_path),
         lambda: step.restore(tmp_path, weights_only=True),
     ):
@@ -321,11 +321,11 @@ def test_a_step_for_devices_that_are_not_here_does_not_begin(tmp_path: Path) -> 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 def test_slices_of_tpus() -> None:
-    found = target("v5e:4x4")
-    assert (found.kind, found.hosts, found.per_host, len(found.devices)) == ("v5e", 4, 4, 16)
+    gpus = target("v5e:4x4")
+    assert (gpus.kind, gpus.hosts, gpus.per_host, len(gpus.devices)) == ("v5e", 4, 4, 16)
     for kind, shape in {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2"}.items():
         assert target(f"{kind}:{shape}").devices[0].device_kind == KINDS[kind].device_kind
-    text, _ = compiled(found.devices, jnp.bfloat16)
+    text, _ = compile_matmul(gpus.devices, jnp.bfloat16)
     assert "all-reduce" in text
-    with pytest.raises(ValueError, match="target='v5e:3x5' is no slice that the compiler knows: "):
+    with pytest.raises(ValueError, match="target='v5e:3x5' is not a slice that the compiler knows: "):
         target("v5e:3x5")

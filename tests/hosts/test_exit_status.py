@@ -1,4 +1,4 @@
-"""With which status a process leaves, as its own `atexit` handlers see it."""
+"""The exit status of a process, as its `atexit` handlers see it."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ import atexit, importlib.util, sys
 spec = importlib.util.spec_from_file_location("exit_status", {path!r})
 exit_status = importlib.util.module_from_spec(spec); spec.loader.exec_module(exit_status)
 exit_status.watch_exit()
-atexit.register(lambda: print(*exit_status.left(), flush=True))
+atexit.register(lambda: print(*exit_status.status_and_text(), flush=True))
 {leave}
 """
 
@@ -39,9 +39,9 @@ atexit.register(lambda: print(*exit_status.left(), flush=True))
     ],
 )
 def test_the_status_is_known_before_the_process_ends(leave: str, status: int, text: str) -> None:
-    """Python tells it to no handler, so a rank that left by `sys.exit(7)` waited for the others as one that is done."""
+    """Python passes it to no handler, so a rank that left by `sys.exit(7)` waited for the others as if it was done."""
     path = str(Path(jaxpar.__file__).parent / "hosts" / "exit_status.py")
     script = SCRIPT.format(path=path, leave=leave)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
-    assert done.returncode == status, done.stderr
-    assert done.stdout.strip() == f"{status} {text}".strip()
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
+    assert process.returncode == status, process.stderr
+    assert process.stdout.strip() == f"{status} {text}".strip()

@@ -25,7 +25,7 @@ def test_every_process_has_its_place(capfd: pytest.CaptureFixture[str]) -> None:
 def test_the_first_failure_ends_all(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever ended for its sake, with 75, is no reason; and who does not end is ended."""
+    """A process that ended with 75, because of another one, is no reason; one that does not end is killed."""
     monkeypatch.setattr(launch, "_GRACE", 0.5)
     script = f"""
 import os, pathlib, sys, time
@@ -51,17 +51,19 @@ while True:
 def test_a_process_that_ends_early_is_named_whatever_its_status(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a rank that left by `os._exit(0)` nothing was said, and the run ended with the 75 of the others."""
+    """A rank that left by `os._exit(0)` was not named, and the run ended with the 75 of the others."""
     monkeypatch.setattr(launch, "_ALONE", 0.2)
     script = "import os, sys, time; rank = int(os.environ['JAXPAR_PROCESS'])\nif rank == 1: os._exit({0})\n"
     assert launch.launch(LaunchOptions(processes=2), ["-c", script.format(0) + "time.sleep(3); sys.exit(75)"]) == 75
-    said = capfd.readouterr().err
-    assert "rank 1 has ended with exit status 0, and 1 of 2 processes go on" in said
-    assert "rank 1 ended with exit status 0 before the others, rank 0 failed with exit status 75; the run ends" in said
+    stderr = capfd.readouterr().err
+    assert "rank 1 has ended with exit status 0, and 1 of 2 processes go on" in stderr
+    assert (
+        "rank 1 ended with exit status 0 before the others, rank 0 failed with exit status 75; the run ends" in stderr
+    )
     assert launch.launch(LaunchOptions(processes=2), ["-c", script.format(7) + "time.sleep(1); sys.exit(75)"]) == 7
-    said = capfd.readouterr().err
-    assert "rank 1 failed with exit status 7; 1 of 2 processes have 20 s to end" in said
-    assert "rank 1 failed with exit status 7; the run ends with status 7" in said
+    stderr = capfd.readouterr().err
+    assert "rank 1 failed with exit status 7; 1 of 2 processes have 20 s to end" in stderr
+    assert "rank 1 failed with exit status 7; the run ends with status 7" in stderr
 
 
 COORDINATION = """E1128 18:22:04.611674 11683 coordination_service_agent.cc:289] Polled an error from the service.
@@ -113,10 +115,10 @@ def test_lines_that_several_devices_of_a_process_have_mixed_are_left_out(
     lines: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Gloo writes a line in pieces, and each device its own: `[Gloo] Rank [Gloo] Rank 2 is ...` was shown."""
-    own = ["3", "", "[Gloo] timed out", "3 is connected to nothing", "step 1"]
-    text = "".join(line + "\n" for line in [*own, *lines, *own])
+    script_lines = ["3", "", "[Gloo] timed out", "3 is connected to nothing", "step 1"]
+    text = "".join(line + "\n" for line in [*script_lines, *lines, *script_lines])
     assert launch.launch(LaunchOptions(processes=1), ["-c", f"print({text!r}, end='')"]) == 0
-    assert capfd.readouterr().out.splitlines() == 2 * [f"[0] {line}" for line in own]
+    assert capfd.readouterr().out.splitlines() == 2 * [f"[0] {line}" for line in script_lines]
 
 
 def test_restarts_with_fewer_processes(capfd: pytest.CaptureFixture[str]) -> None:
@@ -129,11 +131,11 @@ if count == 3: sys.exit(2)
 print("trained", again)
 """
     assert launch.launch(LaunchOptions(processes=4, restarts=1, least=2), ["-c", script]) == 0
-    out, err = capfd.readouterr()
-    assert sorted(out.splitlines()) == ["[0] trained 1", "[1] trained 1"]
-    assert "rank 2 was ended by SIGKILL" in err
-    assert "started again with 3 processes, restart 1 of 1" in err
-    assert "2 processes are tried" in err
+    stdout, stderr = capfd.readouterr()
+    assert sorted(stdout.splitlines()) == ["[0] trained 1", "[1] trained 1"]
+    assert "rank 2 was ended by SIGKILL" in stderr
+    assert "started again with 3 processes, restart 1 of 1" in stderr
+    assert "2 processes are tried" in stderr
     assert launch.launch(LaunchOptions(processes=2, restarts=1), ["-c", "raise SystemExit(4)"]) == 4
     assert "after 1 restarts the run ends with status 4" in capfd.readouterr().err
     assert (
@@ -145,27 +147,27 @@ def test_signals_are_passed_on(tmp_path: Path) -> None:
     script = "import signal, sys, time, pathlib; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); " \
              f"pathlib.Path(r'{tmp_path}', str(time.time_ns())).touch(); time.sleep(1000)"  # fmt: skip
 
-    def tell() -> None:
+    def send_signal() -> None:
         while len(list(tmp_path.iterdir())) < 2:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
+    sender = threading.Thread(target=send_signal, daemon=True)
+    sender.start()
     assert launch.launch(LaunchOptions(processes=2, restarts=3), ["-c", script]) == 143  # and is not started again
-    teller.join()
+    sender.join()
 
 
 def test_gpus_are_shared() -> None:
     base = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert [launch.share_of_gpus(base, rank, 2) for rank in range(2)] == ["4,5", "6,7"]
     assert launch.share_of_gpus({**base, "JAX_PLATFORMS": "cpu"}, 0, 3) == ""
-    with pytest.raises(ValueError, match=r"4 GPUs do not divide among 3 processes"):
+    with pytest.raises(ValueError, match=r"4 GPUs cannot be shared equally among 3 processes"):
         launch.share_of_gpus(base, 0, 3)
 
 
 def test_a_process_for_each_gpu(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a number. One that drives several can hang."""
+    """This is the default, because a process that drives several GPUs can hang."""
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     script = (
@@ -174,20 +176,20 @@ def test_a_process_for_each_gpu(capfd: pytest.CaptureFixture[str], monkeypatch: 
     assert launch.launch(LaunchOptions(), ["-c", script]) == 0
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] 0 2 3", "[1] 1 2 5"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ValueError, match="a process for each GPU, and there is none; say how many"):
+    with pytest.raises(ValueError, match="a process for each GPU, and found none; give their number"):
         launch.launch(LaunchOptions(), ["-c", script])
 
 
 def test_launchers_on_two_hosts_start_one_run(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As pods and ssh start them. Each made a run of its own on loopback."""
+    """Pods and ssh start launchers so. Each launcher began a separate run on loopback."""
     for name, value in {"COORDINATOR": "node1:12345", "PROCESSES": "2", "PROCESS": "1"}.items():
         monkeypatch.setenv(f"JAXPAR_{name}", value)
     script = "import os; print(os.environ['JAXPAR_COORDINATOR'])\n" + PRINT
     assert launch.launch(LaunchOptions(processes=2, devices=1), ["-c", script]) == 0
-    out = sorted(capfd.readouterr().out.splitlines())
-    assert out == ["[2] 2 4 1 0", "[2] node1:12345", "[3] 3 4 1 0", "[3] node1:12345"]
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert lines == ["[2] 2 4 1 0", "[2] node1:12345", "[3] 3 4 1 0", "[3] node1:12345"]
     assert launch.launch(LaunchOptions(processes=1, devices=1), ["-c", "raise SystemExit(3)"]) == 3
     assert "rank 1 failed with exit status 3" in capfd.readouterr().err
     with pytest.raises(ValueError, match=r"restarts=1 is for one host, and this is one of 2 \(environment\)"):
@@ -206,7 +208,7 @@ def test_launchers_on_two_hosts_start_one_run(
 
 @pytest.mark.slow
 def test_two_launchers_join(tmp_path: Path) -> None:
-    """The processes of both are one run, whose devices add what each has."""
+    """The processes of both launchers are one run, with one collective over all devices."""
     script = """
 import jaxpar as jp
 place = jp.initialize()
@@ -227,11 +229,11 @@ print("RANKS", process_allgather(np.int32(place.process)).tolist())
         for host in range(2)
     ]
     try:
-        said = [launcher.communicate(timeout=900)[0] for launcher in launchers]
+        outputs = [launcher.communicate(timeout=900)[0] for launcher in launchers]
     finally:
         for launcher in launchers:
             launcher.kill()
-    for host, lines in enumerate(said):
+    for host, lines in enumerate(outputs):
         for rank in (2 * host, 2 * host + 1):
             assert f"[{rank}] RANKS [0, 1, 2, 3]\n" in lines
 

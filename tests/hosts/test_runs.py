@@ -1,4 +1,4 @@
-"""Runs of several processes on this machine: one is killed, stopped, stuck or differs, and all end with a sentence.
+"""Runs of several processes on this machine: one is killed, stopped, stuck or different, and all end with a sentence.
 
 They are started by `jaxpar launch`, as a user does, each on one or two simulated devices.
 """
@@ -45,8 +45,8 @@ for i in range(6):
 QUICK = {"JAXPAR_WATCHDOG": "12"}  # for the tests that wait for it
 
 
-def launched(*words: str, timeout: float = 1800, **env: str) -> tuple[int, str, float]:
-    """Exit status, output, and seconds of a run."""
+def launch(*words: str, timeout: float = 1800, **env: str) -> tuple[int, str, float]:
+    """Return the exit status, the output and the seconds of a run."""
     begin = time.monotonic()
     run = subprocess.run(
         [sys.executable, "-m", "jaxpar", "launch", *words],
@@ -67,30 +67,30 @@ if place.process == int(os.environ["WHO"]):
 @pytest.mark.parametrize("who", [pytest.param("0", marks=pytest.mark.battery), "1"])
 def test_a_signal_after_the_last_step_keeps_no_process(who: str) -> None:
     """jax asked a process for its step that had left, and waited a quarter of an hour."""
-    status, said, _ = launched("--processes", "2", "--devices", "1", "--", "-c", LAST, WHO=who)
-    assert status == 0, said
-    assert said.count("step 6 ") == 2
-    assert "[Gloo]" not in said  # which stood between the steps
+    status, output, _ = launch("--processes", "2", "--devices", "1", "--", "-c", LAST, WHO=who)
+    assert status == 0, output
+    assert output.count("step 6 ") == 2
+    assert "[Gloo]" not in output  # which stood between the steps
 
 
 @pytest.mark.slow
 def test_the_death_of_process_0_is_told_by_the_others() -> None:
     """jax's client ends a process by an abort, without a word, once its coordinator closes the connection."""
-    status, said, _ = launched("--processes", "2", "--devices", "1", "--", "-c", LOOP, FAULT="KILL:0:3")
-    assert status == 137, said
-    assert "[0] jaxpar: 2 processes (environment); process 0 listens on 127.0.0.1:" in said
-    (sentence,) = [line for line in said.splitlines() if "is lost" in line]
+    status, output, _ = launch("--processes", "2", "--devices", "1", "--", "-c", LOOP, FAULT="KILL:0:3")
+    assert status == 137, output
+    assert "[0] jaxpar: 2 processes (environment); process 0 listens on 127.0.0.1:" in output
+    (sentence,) = [line for line in output.splitlines() if "is lost" in line]
     assert sentence.startswith("[1] jaxpar: rank 0 on ")
     # As of its last beat, a second before at most: on a quick machine that was before the first step.
     assert re.search(r"it (last finished step [0-3]|had not begun a step)\b", sentence)
     # It is heard of by the closed connection, by its process's end, or by a collective that breaks off.
     assert sentence.endswith(("ends with it.", "which ends too."))
-    assert "rank 0 was ended by SIGKILL; the run ends with status 137" in said
+    assert "rank 0 was ended by SIGKILL; the run ends with status 137" in output
 
 
 @pytest.mark.battery
 @pytest.mark.parametrize(
-    ("fault", "status", "says"),
+    ("fault", "status", "message"),
     [
         ("KILL:1:3", 137, "is lost: its process is gone; it "),
         ("STOP:1:3", 75, "is lost: its process is stopped; it "),
@@ -104,11 +104,11 @@ def test_the_death_of_process_0_is_told_by_the_others() -> None:
         ("rate:1:0", 1, "the processes differ in the step: the program is '"),
     ],
 )
-def test_faults(fault: str, status: int, says: str) -> None:
-    found, said, seconds = launched("--processes", "2", "--devices", "1", "--", "-c", LOOP, FAULT=fault, **QUICK)
-    assert found == status, said
-    assert f"rank {fault.split(':')[1]} on " in said, said
-    assert says in said, said
+def test_faults(fault: str, status: int, message: str) -> None:
+    exit_status, output, seconds = launch("--processes", "2", "--devices", "1", "--", "-c", LOOP, FAULT=fault, **QUICK)
+    assert exit_status == status, output
+    assert f"rank {fault.split(':')[1]} on " in output, output
+    assert message in output, output
     assert seconds < 1500
 
 
@@ -136,7 +136,7 @@ GONE = "is lost: its process is gone"
 
 
 @pytest.mark.parametrize(
-    ("way", "who", "hosts", "status", "says"),
+    ("way", "who", "hosts", "status", "message"),
     [
         pytest.param("sys.exit", 1, 1, 7, LEFT + "7 (it had not begun a step)", marks=pytest.mark.slow),
         *(
@@ -158,7 +158,7 @@ GONE = "is lost: its process is gone"
     ],
 )
 def test_a_process_that_leaves_before_the_first_step_is_noticed_with_its_status(
-    way: str, who: int, hosts: int, status: int, says: str
+    way: str, who: int, hosts: int, status: int, message: str
 ) -> None:
     """One that left by `sys.exit` was taken for one that is done, and the others waited for two minutes and more."""
     command = [sys.executable, "-m", "jaxpar", "launch", "--processes", str(2 // hosts), "--devices", "1"]
@@ -172,13 +172,13 @@ def test_a_process_that_leaves_before_the_first_step_is_noticed_with_its_status(
         for n in range(hosts)
     ]
     try:
-        said = [launcher.communicate(timeout=900)[0] for launcher in launchers]  # and not after the 1000 s of a sleep
+        outputs = [launcher.communicate(timeout=900)[0] for launcher in launchers]  # before the 1000 s of a sleep
     finally:
         for launcher in launchers:
             launcher.kill()
-    assert launchers[who if hosts == 2 else 0].returncode == status, said
-    assert says in "".join(said), said
-    assert "xla::" not in "".join(said)  # in place of a stack is a sentence
+    assert launchers[who if hosts == 2 else 0].returncode == status, outputs
+    assert message in "".join(outputs), outputs
+    assert "xla::" not in "".join(outputs)  # a sentence replaces the stack
 
 
 # -- all stuck at one point --------------------------------------------------------------------------------------------
@@ -207,12 +207,12 @@ jp.Trainer(model, optax.sgd(0.1), data, "ddp", jp.Loop(steps=20, quiet=True)).ru
 @pytest.mark.parametrize(("fault", "doing"), [("data", "reading a batch"), ("step", "training")])
 def test_all_processes_that_hang_at_one_point_end(fault: str, doing: str) -> None:
     """In their data, or each in the same step, whose collective none ends: it looked like a long compilation."""
-    status, said, _ = launched(
+    status, output, _ = launch(
         "--processes", "2", "--devices", "1", "--", "-c", TRAINER, FAULT=fault, JAXPAR_STALL="8", **QUICK
     )
-    assert status == 75, said
-    assert "all 2 processes are stuck: for " in said
-    assert f" is {doing}, which took " in said
+    assert status == 75, output
+    assert "all 2 processes are stuck: for " in output
+    assert f" is {doing}, which took " in output
 
 
 @pytest.mark.battery
@@ -256,7 +256,7 @@ main(words + (sys.argv[2:] if os.environ["JAXPAR_PROCESS"] == "1" else []))
 
 @pytest.mark.battery
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ("--seed 1", "the processes differ in the options: seed is 0 on rank 0 on "),
         ("--lr 0.1", "lr is 0.003 on rank 0"),
@@ -268,12 +268,12 @@ main(words + (sys.argv[2:] if os.environ["JAXPAR_PROCESS"] == "1" else []))
         ("--data /nowhere", "failed: ValueError: there is no folder /nowhere"),
     ],
 )
-def test_unequal_hosts(tmp_path: Path, words: str, says: str) -> None:
+def test_unequal_hosts(tmp_path: Path, words: str, message: str) -> None:
     """Other --seed, --lr, --rows trained on with exit 0; other --steps and --strategy hung for 150 s and more."""
     command = ["--processes", "2", "--devices", "2", "--", "-c", TRAIN, str(tmp_path / "run"), *words.split()]
-    status, said, _ = launched(*command)
-    assert status == 2, said
-    assert says in said
+    status, output, _ = launch(*command)
+    assert status == 2, output
+    assert message in output
 
 
 # -- restarts ----------------------------------------------------------------------------------------------------------
@@ -299,22 +299,22 @@ jp.Trainer(model, optax.adam(0.05), data, "ddp", loop, hooks=[jp.Hook(on_step=fa
 
 
 def losses(out: Path) -> list[float]:
-    """By step; of one that was taken twice the last."""
+    """Return the losses of all steps; the last one of a step that was taken twice."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    found = {line["step"]: line["loss"] for line in lines if "loss" in line}
-    assert [*found] == [*range(1, 21)]
-    return [*found.values()]
+    loss_by_step = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert [*loss_by_step] == [*range(1, 21)]
+    return [*loss_by_step.values()]
 
 
 @pytest.mark.battery
 @pytest.mark.parametrize("least", [4, 3])
 def test_a_killed_process_costs_a_restart_and_the_curve_joins(tmp_path: Path, least: int) -> None:
     words = ["--processes", "4", "--devices", "1", "--restarts", "1", "--least", str(least), "--", "-c", RESTARTED]
-    status, said, _ = launched(*words, str(tmp_path / "broken"), "fall")
-    assert status == 0, said
-    assert f"rank 2 was ended by SIGKILL; started again with {least} processes, restart 1 of 1" in said
-    status, said, _ = launched(*words, str(tmp_path / "whole"), "go")
-    assert status == 0, said
+    status, output, _ = launch(*words, str(tmp_path / "broken"), "fall")
+    assert status == 0, output
+    assert f"rank 2 was ended by SIGKILL; started again with {least} processes, restart 1 of 1" in output
+    status, output, _ = launch(*words, str(tmp_path / "whole"), "go")
+    assert status == 0, output
     assert losses(tmp_path / "broken") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
@@ -330,17 +330,17 @@ def hosts() -> Iterator[list[str]]:
     """Two network namespaces with a wire between them; skipped where they are not allowed."""
     names = [f"jaxpar{os.getpid()}{x}" for x in "ab"]
     try:
-        made = [ip("netns", "add", name) for name in names]
+        results = [ip("netns", "add", name) for name in names]
     except FileNotFoundError:
         pytest.skip("network namespaces: there is no command ip (iproute2)")
     try:
         a, b = (f"v{os.getpid()}{x}" for x in "ab")
-        made.append(ip("link", "add", a, "netns", names[0], "type", "veth", "peer", "name", b, "netns", names[1]))
+        results.append(ip("link", "add", a, "netns", names[0], "type", "veth", "peer", "name", b, "netns", names[1]))
         for name, end, address in zip(names, (a, b), ("10.77.0.1/24", "10.77.0.2/24"), strict=True):
-            made += [ip("-n", name, "addr", "add", address, "dev", end)]
-            made += [ip("-n", name, "link", "set", each, "up") for each in (end, "lo")]
-        if wrong := [each.stderr.strip() for each in made if each.returncode]:
-            pytest.skip(f"network namespaces: {wrong[0]}")
+            results += [ip("-n", name, "addr", "add", address, "dev", end)]
+            results += [ip("-n", name, "link", "set", link, "up") for link in (end, "lo")]
+        if errors := [result.stderr.strip() for result in results if result.returncode]:
+            pytest.skip(f"network namespaces: {errors[0]}")
         yield names
     finally:
         for name in names:
@@ -360,11 +360,11 @@ def losses(strategy):
     batch = next(batches(byte_corpus().train, rows=16, length=12, seed=0))
     place = lambda x, where: jax.make_array_from_callback(x.shape, where, lambda index: x[index])
     batch = jax.tree.map(place, batch, batch_shardings(batch, step.mesh))
-    state, found = step.init(jax.random.key(0)), []
+    state, losses = step.init(jax.random.key(0)), []
     for _ in range(3):
         state, metrics = step(state, batch)
-        found.append(float(metrics["loss"]))
-    return found
+        losses.append(float(metrics["loss"]))
+    return losses
 """
 APART = f"""
 import json
@@ -382,8 +382,8 @@ import jax, numpy as np, optax
 model = jp.Model(init=lambda key: {"w": jax.random.normal(key, (8, 8))},
                  loss=lambda params, batch, key: ((batch["x"] @ params["w"]) ** 2).mean())
 data = lambda start: iter(lambda: {"x": np.ones((8, 8), np.float32)}, None)
-says = jp.Hook(on_step=lambda _, metrics: metrics["step"] == 20 and print("TWENTY", flush=True))
-jp.Trainer(model, optax.sgd(1e-5), data, "ddp", jp.Loop(steps=10**6, quiet=True), hooks=[says]).run()
+hook = jp.Hook(on_step=lambda _, metrics: metrics["step"] == 20 and print("TWENTY", flush=True))
+jp.Trainer(model, optax.sgd(1e-5), data, "ddp", jp.Loop(steps=10**6, quiet=True), hooks=[hook]).run()
 """
 
 
@@ -401,18 +401,18 @@ def test_a_link_that_goes_down_ends_both_hosts(hosts: list[str]) -> None:
             assert worker.stdout is not None
             assert any("TWENTY" in line for line in worker.stdout)
         ip("-n", hosts[0], "link", "set", f"v{os.getpid()}a", "down")
-        said = [worker.communicate(timeout=1800)[0] for worker in workers]
+        outputs = [worker.communicate(timeout=1800)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    assert [worker.returncode for worker in workers] == [75, 75], said
-    assert "rank 0 on " in said[1]
-    assert "is lost: " in said[1]
+    assert [worker.returncode for worker in workers] == [75, 75], outputs
+    assert "rank 0 on " in outputs[1]
+    assert "is lost: " in outputs[1]
 
 
 @pytest.mark.battery
 def test_two_hosts_of_two_processes_train_as_one_device(hosts: list[str]) -> None:
-    """Nothing but the coordinator's address is said to a process: Gloo finds the interface between the hosts."""
+    """A process is given only the coordinator's address. Gloo finds the interface between the hosts."""
     workers = []
     for rank in range(4):
         env = {"JAXPAR_COORDINATOR": "10.77.0.1:12345", "JAXPAR_PROCESSES": "4", "JAXPAR_PROCESS": str(rank)}
@@ -425,10 +425,10 @@ def test_two_hosts_of_two_processes_train_as_one_device(hosts: list[str]) -> Non
         names: dict[str, Any] = {}
         exec(MODEL, names)
         truth = names["losses"]("single")
-        outs = [worker.communicate(timeout=1800) for worker in workers]
+        outputs = [worker.communicate(timeout=1800) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    for out, errors in outs:
-        (line,) = [line for line in out.splitlines() if line.startswith("RESULT")] or [errors[-3000:]]
+    for stdout, stderr in outputs:
+        (line,) = [line for line in stdout.splitlines() if line.startswith("RESULT")] or [stderr[-3000:]]
         assert json.loads(line.removeprefix("RESULT")) == pytest.approx(truth, rel=1e-5)

@@ -1,4 +1,4 @@
-"""One entry of a ledger: a collective, and where in the program it stands."""
+"""One entry of a ledger: a collective, and its position in the program."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,21 +11,21 @@ from ...program.trip_counts import times
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Equal collectives of one program, taken together.
+    """Equal collectives of one program, merged.
 
     Attributes:
       kind: one of `KINDS`, in HLO's spelling: "all-reduce" (pmax and pmin too), "all-gather", "reduce-scatter", ...
       axes: the mesh axes it runs over, in mesh order; ("2 of data+fsdp",) for groups of 2 devices that lie within
         those axes without filling any set of them.
-      dtype: as numpy names it: "float32", "bfloat16".
+      dtype: numpy's name: "float32", "bfloat16".
       count: executions per step; None in a loop of unknown length. A combined instruction counts once per dtype.
-      bytes: the buffer, in bytes per device and step, over all executions (of one execution where `count` is None).
-      asynchronous: it starts in one place of the schedule and is waited for in another (HLO only).
+      bytes: the buffer, in bytes per device and step, over all executions (over one execution if `count` is None).
+      asynchronous: it starts at one position of the schedule and is waited for at another (HLO only).
       overlapped: compute, not only copies and casts, is scheduled between the two (HLO only).
       in_loop: it runs in the body of a loop.
       conditional: it runs in one branch of a conditional and not in the others; count and bytes are upper bounds.
-      ranks: the devices of one group, which follow from `axes` and the mesh; equal entries may leave them out.
-      instruction: its name in HLO; "" of several taken together.
+      ranks: number of devices of one group, which follows from `axes` and the mesh; comparisons ignore it.
+      instruction: its name in HLO; "" for several merged ones.
     """
 
     kind: str
@@ -42,33 +42,39 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """What a device sends, in bytes per step, by the ring convention: see `on_the_wire`."""
+        """Bytes that a device sends per step, by the ring convention: see `on_the_wire`."""
         if self.ranks is None:
-            raise ValueError(f"{self.kind} over {self.axes} says nothing of its ranks; make it with ranks=...")
+            raise ValueError(f"{self.kind} over {self.axes} has no number of ranks; make it with ranks=...")
         return round(self.bytes * on_the_wire(self.kind, self.ranks))
 
 
 def merged(collectives: Iterable[Collective]) -> list[Collective]:
-    """Alike ones added up, sorted by kind, axes and dtype."""
+    """Merge collectives that differ only in count and bytes; sort by kind, axes and dtype."""
     groups: dict[tuple[Any, ...], list[Collective]] = {}
-    for one in collectives:
-        key = dataclasses.replace(one, count=None if one.count is None else 0, bytes=0, instruction="")
-        groups.setdefault(dataclasses.astuple(key), []).append(one)
+    for collective in collectives:
+        # Collectives with an unknown count are merged among each other only.
+        key = dataclasses.replace(collective, count=None if collective.count is None else 0, bytes=0, instruction="")
+        groups.setdefault(dataclasses.astuple(key), []).append(collective)
     rows = (
         dataclasses.replace(
-            same[0],
-            count=None if same[0].count is None else sum(one.count or 0 for one in same),
-            bytes=sum(one.bytes for one in same),
+            group[0],
+            count=None if group[0].count is None else sum(collective.count or 0 for collective in group),
+            bytes=sum(collective.bytes for collective in group),
             instruction="",
         )
-        for same in groups.values()
+        for group in groups.values()
     )
-    return sorted(rows, key=lambda one: (list(KINDS).index(one.kind), str(dataclasses.astuple(one))))
+    return sorted(rows, key=lambda row: (list(KINDS).index(row.kind), str(dataclasses.astuple(row))))
 
 
 @dataclasses.dataclass(frozen=True)
 class Nesting:
-    """Where in the program an equation or instruction stands."""
+    """The loops and conditionals around an equation or instruction.
+
+    Attributes:
+      times: how often it runs per step; None in a loop of unknown length.
+      asynchronous, overlapped, in_loop, conditional: as in `Collective`.
+    """
 
     times: int | None = 1
     asynchronous: bool = False
@@ -77,14 +83,14 @@ class Nesting:
     conditional: bool = False
 
     def loop(self, trips: int | Fraction | None) -> "Nesting":
-        """The nesting of what stands in the body of a loop; `trips` None where their number is unknown."""
-        known = None if trips is None or self.times is None else times(self.times, trips)
-        return dataclasses.replace(self, times=known, in_loop=True)
+        """Return the nesting within the body of a loop of `trips` iterations; None means an unknown number."""
+        total = None if trips is None or self.times is None else times(self.times, trips)
+        return dataclasses.replace(self, times=total, in_loop=True)
 
     def collectives(
         self, kind: str, axes: tuple[str, ...], ranks: int, buffers: Mapping[str, int], name: str = ""
     ) -> Iterator[Collective]:
-        """One for each dtype of the buffers of one execution (dtype -> bytes), unless it never runs."""
+        """Yield one collective per dtype, unless it never runs; `buffers`: dtype -> bytes of one execution."""
         nesting = dataclasses.asdict(self)
         if (count := nesting.pop("times")) != 0:
             for dtype, nbytes in buffers.items():
@@ -92,18 +98,33 @@ class Nesting:
                 yield Collective(kind, axes, dtype, count, total, **nesting, ranks=ranks, instruction=name)
 
     def branches(self, walks: Iterable[Callable[["Nesting"], Iterator[Collective]]]) -> Iterator[Collective]:
-        """The branch that sends most; `conditional` unless all branches run the same collectives."""
+        """Return the collectives of the branch that sends most.
+
+        They are `conditional` unless all branches run the same collectives.
+
+        Args:
+          walks: for each branch a function that yields its collectives, given their nesting.
+        """
         ledgers = [list(walk(self)) for walk in walks]
-        most = max(range(len(ledgers)), key=lambda i: sum(one.bytes for one in ledgers[i]))
-        same = all(merged(ledger) == merged(ledgers[0]) for ledger in ledgers)
-        return (one if same else dataclasses.replace(one, conditional=True) for one in ledgers[most])
+        heaviest = max(range(len(ledgers)), key=lambda i: sum(collective.bytes for collective in ledgers[i]))
+        are_equal = all(merged(ledger) == merged(ledgers[0]) for ledger in ledgers)
+        return (
+            collective if are_equal else dataclasses.replace(collective, conditional=True)
+            for collective in ledgers[heaviest]
+        )
 
 
 def whole(kind: str, group: int, buffers: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Bytes by dtype of the whole buffer that a device takes part in, of input `buffers` (dtype, bytes): output for
-    all-gather, input for every other kind; {} of a collective that is alone in its group.
+    """Return the bytes, by dtype, of the whole buffer that a device takes part in.
+
+    This is the output of an all-gather, and the input of every other kind.
+
+    Args:
+      kind: kind of the collective.
+      group: number of devices of its group. A group of one sends nothing, and the result is empty.
+      buffers: (dtype, bytes) of each input.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for dtype, nbytes in buffers if group > 1 else ():
-        found[dtype] = found.get(dtype, 0) + nbytes * (group if kind == "all-gather" else 1)
-    return found
+        sizes[dtype] = sizes.get(dtype, 0) + nbytes * (group if kind == "all-gather" else 1)
+    return sizes

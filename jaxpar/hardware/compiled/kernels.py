@@ -1,4 +1,13 @@
-"""A compiled program as kernels, collectives and loops, in the order in which they are launched."""
+"""A compiled program as kernels, collectives and loops, in the order in which they are launched.
+
+le (hlo.py)                       Executable.operations
+on, dot, custom-call, ...   ->    Kernel      with its products and bytes
+reduce, all-reduce-start    ->    Start       a collective
+-start to or from the host  ->    HostCopy
+ne                          ->    Done        waits for a Start or a HostCopy
+e, conditional              ->    While, Choice, with operations inside
+meter, tuple, bitcast, ...  ->    nothing: no kernel runs
+"""
 
 import dataclasses
 import math
@@ -14,35 +23,35 @@ from ...program.trip_counts import OVERFLOW
 from .hlo import Instruction, Module, arrays, bits, nbytes
 from .products import Product, products
 
-# Instructions that only move, cast or fill memory: a collective behind these alone is not hidden by compute.
+# Instructions that only move, cast or fill memory. They are not enough compute to overlap with a collective.
 MOVES = frozenset(
     "parameter constant tuple get-tuple-element bitcast bitcast-convert copy copy-start convert reshape transpose pad "
     "iota broadcast slice dynamic-slice dynamic-update-slice concatenate reverse partition-id replica-id after-all "
     "send recv".split()
 )
-# What the compiler resolves: no kernel runs.
+# Instructions that the compiler resolves, and for which no kernel runs.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier domain "
     "add-dependency get-dimension-size".split()
 )
-_HOST = ":S(5)"  # XLA's number of the host's memory, in a layout
-_COPYING = frozenset("fusion fusion-start copy copy-start dynamic-slice dynamic-update-slice".split())
+_HOST = ":S(5)"  # a layout in the host's memory, by XLA's number of that memory
+_HOST_COPIES = frozenset("fusion fusion-start copy copy-start dynamic-slice dynamic-update-slice".split())
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand has the new values
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the position of the operand with the new values
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: a fusion, a call of a library, or an instruction that is neither.
+    """One kernel: a fusion, a library call, or an instruction that is neither.
 
     Attributes:
-      name: of its instruction in HLO.
-      source: where it comes from, by JAX's names ("jit(_train)/.../dot_general"); "" if the compiler made it.
-      kind: of its products ("matmul", "convolution", "attention", "attention backward"), or "memory" if it has none.
-      label: what it is in HLO: "loop fusion", "copy", "__cublas$lt$matmul".
-      products: what it multiplies.
+      name: name of its instruction in HLO.
+      source: its origin by JAX's names ("jit(_train)/.../dot_general"); "" if the compiler made it.
+      kind: kind of its products ("matmul", "convolution", "attention", "attention backward"), or "memory" without any.
+      label: its kind in HLO: "loop fusion", "copy", "__cublas$lt$matmul".
+      products: its matrix products.
       read, written: bytes.
-      computes: more than a scalar, and not only copies and casts: enough to hide a collective behind.
+      computes: it computes more than a scalar, and not only copies and casts: enough to overlap with a collective.
     """
 
     name: str
@@ -56,20 +65,23 @@ class Kernel:
 
     @property
     def flops(self) -> int:
-        """Of its products; what else it computes takes less time than its bytes."""
+        """FLOPs of its products; other arithmetic takes less time than its bytes."""
         return sum(product.flops for product in self.products)
 
 
 @dataclass(frozen=True)
 class Start:
-    """A collective starts. `kind` and `axes` are those of a `Collective`, `bytes` those of one execution.
+    """The start of a collective.
 
     Attributes:
-      name: of its instruction; a `Done` waits for it.
-      groups: devices that communicate, as places in the mesh; of a permute its pairs.
-      waits: nothing runs beside it.
+      name: name of its instruction; a `Done` waits for it.
+      source: its origin by JAX's names.
+      kind, axes: as in `Collective`.
+      bytes: size of the whole buffer, of one execution, as `Collective` counts it.
+      groups: devices that communicate, as positions in the mesh; for a permute its pairs.
+      waits: no kernel runs until it is done.
       buffers: `bytes` by dtype.
-      ranks: devices of one group.
+      ranks: number of devices of one group.
     """
 
     name: str
@@ -90,14 +102,14 @@ class Start:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A copy between the device's memory and its host's starts.
+    """The start of a copy between the device's memory and its host's.
 
     Attributes:
-      name: of its instruction; a `Done` waits for it.
-      source: where it comes from, by JAX's names.
-      to_host: else it comes from there.
-      bytes: of one execution.
-      waits: nothing runs beside it.
+      name: name of its instruction; a `Done` waits for it.
+      source: its origin by JAX's names.
+      to_host: the copy goes to the host, and not from it.
+      bytes: bytes of one execution.
+      waits: no kernel runs until it is done.
     """
 
     name: str
@@ -109,15 +121,21 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Done:
-    """The collective, or the copy, `name` must have ended."""
+    """The point at which the collective or copy called `name` must have ended."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class While:
-    """A `while`: condition and body, `trips` times; None where nobody knows how often. A fraction is of the iterations
-    of the loop around it, in `paces` of which devices wait for this one. With a `rank` it is that one's alone.
+    """A loop.
+
+    Attributes:
+      name: name of its instruction.
+      trips: number of iterations; None if unknown. A fraction is a share of the iterations of the loop around it.
+      body: operations of one iteration, those of the condition included.
+      paces: the share of those iterations in which devices wait for this loop.
+      rank: the only rank that runs the loop; None if all do.
     """
 
     name: str
@@ -129,7 +147,13 @@ class While:
 
 @dataclass(frozen=True)
 class Choice:
-    """A `conditional`: one of these runs. `overflow`: one has what finds no slot in experts' buffers, or nothing."""
+    """A conditional, of whose branches one runs.
+
+    Attributes:
+      name: name of its instruction.
+      branches: the operations of each branch.
+      overflow: one branch serves tokens that find no slot in the experts' buffers, and the other one does nothing.
+    """
 
     name: str
     branches: "tuple[tuple[Operation, ...], ...]"
@@ -140,18 +164,18 @@ Operation = Kernel | Start | HostCopy | Done | While | Choice
 
 
 def of_ranks(operations: Sequence[Operation]) -> dict[int, list[Operation]]:
-    """The loops that ranks have of their own, by rank. As of a conditional's branches, a device runs one's."""
-    found: dict[int, list[Operation]] = {}
-    for one in operations:
-        if isinstance(one, While) and one.rank is not None:
-            found.setdefault(one.rank, []).append(dataclasses.replace(one, rank=None))
-    return found
+    """Return the loops that one rank alone runs, by rank. A device runs one rank's, like one branch of several."""
+    loops: dict[int, list[Operation]] = {}
+    for operation in operations:
+        if isinstance(operation, While) and operation.rank is not None:
+            loops.setdefault(operation.rank, []).append(dataclasses.replace(operation, rank=None))
+    return loops
 
 
 def devices_of(text: str) -> int:
-    """How many devices a compiled program is for."""
-    header = found[0] if (found := re.search(r"^HloModule.*", text, re.MULTILINE)) else ""
-    return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
+    """Return the number of devices that a compiled program is for."""
+    header = match[0] if (match := re.search(r"^HloModule.*", text, re.MULTILINE)) else ""
+    return math.prod(int(number) for number in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
 
 
 class Executable:
@@ -159,160 +183,201 @@ class Executable:
 
     Args:
       text: `compiled.as_text()`; scheduled, as every compiled program is.
-      mesh: the mesh that it was compiled for; without it collectives are left out.
+      mesh: the mesh that it was compiled for; without it, collectives are left out.
 
-    Its `operations` are those of the entry; each loop has its own. Its `module` is what was read.
+    Attributes:
+      operations: the operations of the entry, in the order in which they are launched.
+      module: the parsed text.
 
-    Raises ValueError where the program is for another number of devices than `mesh` has.
+    Raises:
+      ValueError: the program is for another number of devices than `mesh` has.
     """
 
     def __init__(self, text: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None) -> None:
         self._with_collectives = mesh is not None
-        if mesh is not None and (devices := devices_of(text)) != mesh.size:
+        if mesh is not None and (num_devices := devices_of(text)) != mesh.size:
             raise ValueError(
-                f"mesh has {mesh.size} devices, the program {devices}; give the mesh that it was compiled for"
+                f"mesh has {mesh.size} devices, the program {num_devices}; give the mesh that it was compiled for"
             )
         self.module = Module(text, tuple(mesh.shape.items()) if mesh is not None else ())
-        self._read: dict[str, tuple[Operation, ...]] = {}
+        self._blocks: dict[str, tuple[Operation, ...]] = {}  # computation -> its operations
         self.operations = self._block(self.module.entry)
 
     def _block(self, name: str) -> tuple[Operation, ...]:
-        if name not in self._read:
+        """Return the operations of a computation."""
+        if name not in self._blocks:  # several instructions may call one computation
             block = self.module.computations[name]
-            shapes = {i.name: i.shape for i in block}
-            beside = {i.name: i for i in block}
-            self._read[name] = tuple(operation for i in block for operation in self._operations(i, shapes, beside))
-        return self._read[name]
+            shapes = {instr.name: instr.shape for instr in block}
+            siblings = {instr.name: instr for instr in block}
+            self._blocks[name] = tuple(
+                operation for instr in block for operation in self._operations(instr, shapes, siblings)
+            )
+        return self._blocks[name]
 
     def _operations(
-        self, i: Instruction, shapes: dict[str, str], beside: Mapping[str, Instruction]
+        self, instr: Instruction, shapes: dict[str, str], siblings: Mapping[str, Instruction]
     ) -> Iterator[Operation]:
-        if i.collective:
-            yield from self._start(i, i, shapes)
-        elif i.opcode == "async-start":
-            yield from self._asynchronous(i)
-        elif _HOST in "".join((i.shape, *(shapes[x] for x in i.operands))) and i.opcode in _COPYING:
-            yield self._host_copy(i, shapes)
-        elif i.opcode == "fusion-start":  # jax 0.12; compute on a stream of its own: as if on this one
-            yield self._kernel(dataclasses.replace(i, opcode="fusion"), shapes)
-        elif i.opcode.endswith(("-done", "-update")) and i.opcode != "recv-done":
-            yield Done(i.operands[0])
-        elif i.opcode == "while":
-            parts = re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", i.rest)
+        """Yield the operations of one instruction; `shapes` and `siblings` hold all of its computation by name."""
+        if instr.collective:
+            yield from self._start(instr, instr, shapes)
+        elif instr.opcode == "async-start":
+            yield from self._asynchronous(instr)
+        elif instr.opcode in _HOST_COPIES and _HOST in "".join((instr.shape, *(shapes[x] for x in instr.operands))):
+            yield self._host_copy(instr, shapes)
+        elif instr.opcode == "fusion-start":  # jax 0.12: compute on a second stream, counted as if on the first
+            yield self._kernel(dataclasses.replace(instr, opcode="fusion"), shapes)
+        elif instr.opcode.endswith(("-done", "-update")) and instr.opcode != "recv-done":
+            yield Done(instr.operands[0])
+        elif instr.opcode == "while":
+            parts = re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", instr.rest)
             # GPUs do not run the condition of a loop whose length is known.
-            trips = self.module.trips(i, beside)
-            parts = parts if trips is None else re.findall(r"\bbody=%?([\w.\-]+)", i.rest)
+            trips = self.module.trips(instr, siblings)
+            parts = parts if trips is None else re.findall(r"\bbody=%?([\w.\-]+)", instr.rest)
             body = tuple(operation for part in parts for operation in self._block(part))
-            share = i.share
-            yield While(i.name, trips, body, share and share.paces, share and share.rank)
-        elif i.opcode == "conditional":
-            overflow = i.source.endswith(f"{OVERFLOW}/cond")
-            yield Choice(i.name, tuple(self._block(branch) for branch in i.branches), overflow)
-        elif i.opcode == "call":
-            for called in i.called:
+            share = instr.share
+            yield While(instr.name, trips, body, share and share.paces, share and share.rank)
+        elif instr.opcode == "conditional":
+            is_overflow = instr.source.endswith(f"{OVERFLOW}/cond")
+            yield Choice(instr.name, tuple(self._block(branch) for branch in instr.branches), is_overflow)
+        elif instr.opcode == "call":
+            for called in instr.called:
                 yield from self._block(called)
-        elif i.opcode not in _FREE and i.opcode not in ("recv", "recv-done") and i.target != "AllocateBuffer":
-            yield self._kernel(i, shapes)
+        elif (
+            instr.opcode not in _FREE and instr.opcode not in ("recv", "recv-done") and instr.target != "AllocateBuffer"
+        ):
+            yield self._kernel(instr, shapes)
 
-    def _kernel(self, i: Instruction, shapes: dict[str, str]) -> Kernel:
-        found = products(self.module, i, shapes)
-        kind = max(found, key=lambda product: product.flops).kind if found else "memory"
-        return Kernel(i.name, i.source, kind, _label(i), found, *traffic(self.module, i, shapes), self._computes(i))
+    def _kernel(self, instr: Instruction, shapes: dict[str, str]) -> Kernel:
+        """Return the kernel of an instruction. Its kind is that of its largest product."""
+        kernel_products = products(self.module, instr, shapes)
+        kind = max(kernel_products, key=lambda product: product.flops).kind if kernel_products else "memory"
+        return Kernel(
+            instr.name,
+            instr.source,
+            kind,
+            _label(instr),
+            kernel_products,
+            *traffic(self.module, instr, shapes),
+            self._computes(instr),
+        )
 
-    def _host_copy(self, i: Instruction, shapes: dict[str, str]) -> HostCopy:
-        waits = not i.opcode.endswith("-start")
-        called = next((one for name in i.called for one in self.module.computations[name] if one.root), i)
-        kernel = dataclasses.replace(i, opcode="fusion") if i.called else i
-        to_host = _HOST in called.shape.partition("}")[0]  # of a copy's start the result comes first
-        return HostCopy(i.name, i.source, to_host, traffic(self.module, kernel, shapes)[1], waits)
+    def _host_copy(self, instr: Instruction, shapes: dict[str, str]) -> HostCopy:
+        """Return the copy that an instruction starts between device and host."""
+        waits = not instr.opcode.endswith("-start")
+        roots = (inner for name in instr.called for inner in self.module.computations[name] if inner.root)
+        result = next(roots, instr)
+        kernel = dataclasses.replace(instr, opcode="fusion") if instr.called else instr
+        to_host = _HOST in result.shape.partition("}")[0]  # a copy-start's shape is (result, operand, context)
+        return HostCopy(instr.name, instr.source, to_host, traffic(self.module, kernel, shapes)[1], waits)
 
-    def _computes(self, i: Instruction) -> bool:
-        if i.opcode == "fusion":
-            return any(self._computes(inner) for name in i.called for inner in self.module.computations[name])
-        return i.opcode not in MOVES and not re.match(r"\w+\[\]", i.shape)
+    def _computes(self, instr: Instruction) -> bool:
+        """Return whether an instruction computes more than a scalar, and does not only move memory."""
+        if instr.opcode == "fusion":
+            return any(self._computes(inner) for name in instr.called for inner in self.module.computations[name])
+        return instr.opcode not in MOVES and not re.match(r"\w+\[\]", instr.shape)
 
-    def _start(self, i: Instruction, outer: Instruction, shapes: dict[str, str]) -> Iterator[Start]:
-        """The collective `i`, which stands alone or in the asynchronous computation that `outer` starts."""
+    def _start(self, instr: Instruction, outer: Instruction, shapes: dict[str, str]) -> Iterator[Start]:
+        """Yield a collective, unless collectives are left out or it sends nothing.
+
+        Args:
+          instr: the collective.
+          outer: the instruction that starts the asynchronous computation around it, or itself.
+          shapes: name -> shape of all instructions of its computation.
+        """
         if not self._with_collectives:
             return
-        if buffers := self.module.moved(i, shapes):
-            axes, ranks = self.module.axes(i)
-            waits = (not outer.opcode.endswith("-start") and outer.opcode != "send") or '"is_sync":true' in outer.rest
-            groups = tuple(tuple(ids) for ids in self.module.groups(i))
-            yield Start(outer.name, i.source, i.collective, axes, sum(buffers.values()), groups, waits, buffers, ranks)
+        if buffers := self.module.moved(instr, shapes):
+            axes, ranks = self.module.axes(instr)
+            is_split = outer.opcode.endswith("-start") or outer.opcode == "send"
+            waits = not is_split or '"is_sync":true' in outer.rest
+            groups = tuple(tuple(ids) for ids in self.module.groups(instr))
+            size = sum(buffers.values())
+            yield Start(outer.name, instr.source, instr.collective, axes, size, groups, waits, buffers, ranks)
 
     def _asynchronous(self, outer: Instruction) -> Iterator[Operation]:
+        """Yield the operations of an asynchronous computation."""
         for called in outer.called:
             block = self.module.computations[called]
-            shapes = {i.name: i.shape for i in block}
-            if any(i.collective for i in block):
-                for i in block:
-                    yield from self._start(i, outer, shapes) if i.collective else ()
-            else:  # compute on a stream of its own: as if on this one
+            shapes = {instr.name: instr.shape for instr in block}
+            if any(instr.collective for instr in block):
+                # The `Start` bears the name of the outer instruction, for which a `Done` waits.
+                for instr in block:
+                    yield from self._start(instr, outer, shapes) if instr.collective else ()
+            else:  # compute on a second stream, counted as if on the first
                 yield from self._block(called)
 
 
-def _label(i: Instruction) -> str:
-    if i.opcode == "custom-call":
-        return i.target or i.opcode
-    if i.opcode == "fusion":
-        kind = re.search(r"\bkind=k(\w+)", i.rest)
-        backend = re.search(r'"fusion_backend_config":\{"kind":"_*(\w+)"', i.rest)
+def _label(instr: Instruction) -> str:
+    """Return the kind of kernel that an instruction is in HLO; see `Kernel.label`."""
+    if instr.opcode == "custom-call":
+        return instr.target or instr.opcode
+    if instr.opcode == "fusion":
+        kind = re.search(r"\bkind=k(\w+)", instr.rest)
+        backend = re.search(r'"fusion_backend_config":\{"kind":"_*(\w+)"', instr.rest)
         return f"{backend[1] if backend else kind[1].lower() if kind else ''} fusion".strip()
-    return i.opcode
+    return instr.opcode
 
 
-def traffic(module: Module, i: Instruction, shapes: dict[str, str]) -> tuple[int, int]:
-    """Bytes (read, written) of one instruction that runs as a kernel; `shapes` as for `products`.
+def traffic(module: Module, instr: Instruction, shapes: dict[str, str]) -> tuple[int, int]:
+    """Return the bytes (read, written) of an instruction that runs as a kernel.
 
-    Every operand is read once and every result written once, with two exceptions, as in XLA's own cost analysis: of an
-    array of which a kernel takes a slice (a layer of a stack, the rows of an embedding) it reads the slice, and an
-    array that it updates in place it writes where it changes. Caches are left out: an operand that an earlier kernel
-    has just written may still be in L2.
+    Every operand is read once and every result written once, with two exceptions, as in XLA's own cost analysis. If a
+    kernel takes a slice of an array (a layer of a stack, the rows of an embedding), only the slice is read. If it
+    updates an array in place, only the changed part is written.
+
+    Caches are ignored, although an operand that an earlier kernel has just written may still be in L2.
+
+    Args:
+      module: the program.
+      instr: the instruction.
+      shapes: name -> shape of all instructions of its computation.
     """
-    if i.opcode == "fusion":
-        return _of_fusion(module.computations[i.called[0]])
-    if i.opcode in _SLICES:
-        return nbytes(i.shape) + sum(nbytes(shapes[operand]) for operand in i.operands[1:]), nbytes(i.shape)
-    if i.opcode in _UPDATES:
-        changed = nbytes(shapes[i.operands[_UPDATES[i.opcode]]])
-        return changed + sum(nbytes(shapes[operand]) for operand in i.operands[1:]), changed
-    read = sum(nbytes(shapes[operand]) for operand in i.operands)
-    return read, read if i.opcode == "copy-start" else nbytes(i.shape)
+    if instr.opcode == "fusion":
+        return _traffic_of_fusion(module.computations[instr.called[0]])
+    if instr.opcode in _SLICES:
+        return nbytes(instr.shape) + sum(nbytes(shapes[index]) for index in instr.operands[1:]), nbytes(instr.shape)
+    if instr.opcode in _UPDATES:
+        changed = nbytes(shapes[instr.operands[_UPDATES[instr.opcode]]])
+        return changed + sum(nbytes(shapes[operand]) for operand in instr.operands[1:]), changed
+    read = sum(nbytes(shapes[operand]) for operand in instr.operands)
+    # The shape of a copy-start contains its operand too.
+    return read, read if instr.opcode == "copy-start" else nbytes(instr.shape)
 
 
-def _of_fusion(block: list[Instruction]) -> tuple[int, int]:
-    """Of the instructions that one kernel fuses."""
-    named = {i.name: i for i in block}
-    users: dict[str, list[tuple[Instruction, int]]] = {}
-    for i in block:
-        for place, operand in enumerate(i.operands):
-            users.setdefault(operand, []).append((i, place))
+def _traffic_of_fusion(block: list[Instruction]) -> tuple[int, int]:
+    """Return the bytes (read, written) of a kernel that fuses these instructions."""
+    instructions = {instr.name: instr for instr in block}
+    users: dict[str, list[tuple[Instruction, int]]] = {}  # name -> (user, position among its operands)
+    for instr in block:
+        for position, operand in enumerate(instr.operands):
+            users.setdefault(operand, []).append((instr, position))
 
-    def read(name: str, width: int) -> float:
-        """Bytes that the users of an array of this many bits per element read."""
+    def bytes_read(name: str, width: int) -> float:
+        """Return the bytes that users read of an array with `width` bits per element; infinity for the whole array."""
         total = 0.0
-        for user, place in users.get(name, ()):
+        for user, position in users.get(name, ()):
             if user.opcode in ("bitcast", "reshape", "tuple"):
-                total += read(user.name, width)
-            elif user.opcode in _SLICES and place == 0:
+                total += bytes_read(user.name, width)
+            elif user.opcode in _SLICES and position == 0:
                 total += width / 8 * sum(math.prod(dims) for _, dims in arrays(user.shape))
-            elif user.opcode in _UPDATES and place == 0:
-                # Added to in place: what changes is read first. A slice is overwritten unread.
-                total += nbytes(named[user.operands[2]].shape) if user.opcode == "scatter" else 0
+            elif user.opcode in _UPDATES and position == 0:
+                # A scatter reads what it adds to. A dynamic-update-slice overwrites without reading.
+                total += nbytes(instructions[user.operands[2]].shape) if user.opcode == "scatter" else 0
             else:
                 return float("inf")
         return total
 
-    def written(i: Instruction) -> int:
-        if i.opcode == "tuple":
-            return sum(written(named[operand]) for operand in i.operands)
-        if i.opcode in ("bitcast", "reshape") and i.operands:
-            return written(named[i.operands[0]])
-        if i.opcode in _UPDATES:
-            return nbytes(named[i.operands[_UPDATES[i.opcode]]].shape)
-        return 0 if i.opcode == "parameter" else nbytes(i.shape)
+    def bytes_written(instr: Instruction) -> int:
+        """Return the bytes that a result writes."""
+        if instr.opcode == "tuple":
+            return sum(bytes_written(instructions[operand]) for operand in instr.operands)
+        if instr.opcode in ("bitcast", "reshape") and instr.operands:
+            return bytes_written(instructions[instr.operands[0]])
+        if instr.opcode in _UPDATES:
+            return nbytes(instructions[instr.operands[_UPDATES[instr.opcode]]].shape)
+        return 0 if instr.opcode == "parameter" else nbytes(instr.shape)
 
-    inputs = [i for i in block if i.opcode == "parameter" and arrays(i.shape)]
-    total = sum(min(nbytes(i.shape), read(i.name, bits(arrays(i.shape)[0][0]))) for i in inputs)
-    return round(total), sum(written(i) for i in block if i.root)
+    parameters = [instr for instr in block if instr.opcode == "parameter" and arrays(instr.shape)]
+    # No parameter is read more than once, however many users it has.
+    total = sum(min(nbytes(x.shape), bytes_read(x.name, bits(arrays(x.shape)[0][0]))) for x in parameters)
+    return round(total), sum(bytes_written(instr) for instr in block if instr.root)

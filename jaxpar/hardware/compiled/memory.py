@@ -1,4 +1,4 @@
-"""What a compiled program takes of a device's memory."""
+"""The memory of a device that a compiled program takes."""
 
 from typing import Any
 
@@ -6,13 +6,14 @@ import jax
 
 
 def program_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes of a device: arguments, outputs, temporaries, and their total, in which memory that an output takes over
-    from an argument counts once.
+    """Return bytes per device of "arguments", "outputs", "temporaries", and their "total".
+
+    Memory of an argument that an output reuses (donation) counts once in the total.
     """
-    found: Any = compiled.memory_analysis()
+    stats: Any = compiled.memory_analysis()
     parts = {
-        "arguments": found.argument_size_in_bytes,
-        "outputs": found.output_size_in_bytes,
-        "temporaries": found.temp_size_in_bytes,
+        "arguments": stats.argument_size_in_bytes,
+        "outputs": stats.output_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
     }
-    return parts | {"total": sum(parts.values()) - found.alias_size_in_bytes}
+    return parts | {"total": sum(parts.values()) - stats.alias_size_in_bytes}
