@@ -81,7 +81,7 @@ DEFECTS = (
            "start, stop = layer, min(layer + count, form.layers)", "start, stop = layer, layer + count",
            "A checkpoint takes the padding of the last stage for layers."),
     Defect("mesh-hosts", "layout/mesh.py", "backend/test_machines.py",
-           "devices = sorted(given, key=host_of)", "devices = list(given)",
+           "devices = sorted(candidates, key=host_of)", "devices = list(candidates)",
            "Devices lie on the mesh as they are given, and not host by host."),
     # -- slicing
     Defect("loops-turned", "slicing/loop.py", "slicing/test_loop.py",
