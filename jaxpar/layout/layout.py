@@ -89,7 +89,7 @@ class Layout:
     def ruled(self) -> list[str]:
         """The paths of the units; "" for a unit on `tensor` that no rule names.
 
-        An error about `tensor` names a rule to change. For leaves in `found` there is no such rule.
+        If a split on `tensor` does not work out, an error names its rule. A unit that no rule names is gathered instead.
         """
         storage, unnamed = self.storage, self.found
         unnamed_stacks = {
