@@ -96,10 +96,10 @@ DEFECTS = (
            "The gradient that is reduced behind its layer is written to the layer that runs."),
     # -- parallel
     Defect("ddp-last", "parallel/data/ddp.py", "parallel/test_microbatches.py",
-           "return x if use.last else all_reduce(x, use.rest)", "return x",
+           "return accumulated if use.last else all_reduce(accumulated, use.rest)", "return accumulated",
            "With several microbatches ddp's gradients are not summed over replicas."),
     Defect("zero-rest", "parallel/data/zero.py", "parallel/test_microbatches.py",
-           "return x if use.last else _rest(x, use)", "return x",
+           "return grad_shard if use.last else reduce_over_replicas(grad_shard, use)", "return grad_shard",
            "With several microbatches hybrid sharding does not sum over `data`."),
     # -- pipelines and their tables
     Defect("stash-freed", "parallel/pipeline/buffers.py",

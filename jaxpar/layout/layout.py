@@ -89,7 +89,7 @@ class Layout:
     def ruled(self) -> list[str]:
         """The paths of the units; "" for a unit on `tensor` that no rule names.
 
-        If a split on `tensor` does not work out, an error names its rule. A unit that no rule names is gathered instead.
+        If a split does not work out, an error names its rule. A unit that no rule names is gathered instead.
         """
         storage, unnamed = self.storage, self.found
         unnamed_stacks = {
