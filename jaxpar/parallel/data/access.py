@@ -1,7 +1,7 @@
 """How a program reads parameters and returns gradients: a strategy's rule, applied to the leaves of a layout.
 
-    stored shard  --cast-->  compute dtype     --Rule.fetch-->  padded leaf       --unpad-->        value for the program
-    cotangent     --pad-->   padded gradient   --Rule.give-->   accumulated grad  --Rule.finish-->  grad for the update
+    stored shard  --cast-->  compute dtype    --Rule.fetch-->  padded leaf       --unpad-->        value for the program
+    cotangent     --pad-->   padded gradient  --Rule.give-->   accumulated grad  --Rule.finish-->  grad for the update
 
 `RuleAccess` serves programs that run on all ranks of a pipeline alike. `SpreadAccess` serves the stages of a cut
 program, each of which runs on the devices of one stage.
