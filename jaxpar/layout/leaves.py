@@ -221,8 +221,8 @@ class Leaf:
         if self.expert is not None:
             axes[self.expert] = "expert"
         if self.dim is not None and (sharded or self.spread):
-            dim_axes = (*(("pipe",) if self.spread else ()), *(self.shard if sharded else ()))
-            axes[self.dim] = dim_axes if len(dim_axes) > 1 else dim_axes[0]
+            first_axis, *more_axes = (*(("pipe",) if self.spread else ()), *(self.shard if sharded else ()))
+            axes[self.dim] = (first_axis, *more_axes) if more_axes else first_axis
         # Equal specs must compare equal: jax distinguishes P("fsdp", None) from P("fsdp").
         while axes and axes[-1] is None:
             axes.pop()
