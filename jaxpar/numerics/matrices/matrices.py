@@ -65,19 +65,19 @@ class MatrixValue:
         return [math.prod(self.sizes[axis] for axis in axes) for axes in self.axes]
 
     @property
-    def local_shape(self) -> tuple[int, ...]:
+    def local(self) -> tuple[int, ...]:
         """The shape of a device's part, padding included."""
         return tuple(-(-n // ranks) for n, ranks in zip(self.shape, self.ranks_by_dim, strict=True))
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """The shape at rest, padding included."""
-        return tuple(n * ranks for n, ranks in zip(self.local_shape, self.ranks_by_dim, strict=True))
+        return tuple(n * ranks for n, ranks in zip(self.local, self.ranks_by_dim, strict=True))
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
         """The shape of a device's piece of one matrix."""
-        return tuple(self.local_shape[d] for d in self.matrix_dims)
+        return tuple(self.local[d] for d in self.matrix_dims)
 
     @property
     def piece_size(self) -> int:
@@ -94,12 +94,12 @@ class MatrixValue:
         return jnp.pad(x.reshape(self.shape), [(0, n - m) for n, m in zip(self.padded_shape, self.shape, strict=True)])
 
     def to_pieces(self, x: jax.Array) -> jax.Array:
-        """Convert a device's part [*local_shape] to its pieces of all matrices, [matrices, *piece_shape]."""
+        """Convert a device's part [*local] to its pieces of all matrices, [matrices, *piece_shape]."""
         return jnp.moveaxis(x, self.batch, range(len(self.batch))).reshape(-1, *self.piece_shape)
 
     def from_pieces(self, pieces: jax.Array) -> jax.Array:
-        """Convert a device's pieces [matrices, *piece_shape] to its part [*local_shape]; inverse of `to_pieces`."""
-        x = pieces.reshape(*(self.local_shape[d] for d in self.batch), *self.piece_shape)
+        """Convert a device's pieces [matrices, *piece_shape] to its part [*local]; inverse of `to_pieces`."""
+        x = pieces.reshape(*(self.local[d] for d in self.batch), *self.piece_shape)
         return jnp.moveaxis(x, range(len(self.batch)), self.batch)
 
     def _rank_dims(self, axes: Sequence[str]) -> tuple[list[int], list[int]]:
