@@ -1,7 +1,7 @@
 """Map a box of a stored array to the parts of the model's own leaves that lie in it.
 
 A stored array may be padded, and may hold a stack of layers or whole pipeline stages. A checkpoint reads and writes the
-model's own leaves, so it needs to know which part of which leaf each box holds:
+model's own leaves, so it needs to know the parts of leaves that each box holds:
 
     stored [L, in, out], box rows 2..4   -->   layers/2/w [in, out], layers/3/w [in, out]
 

@@ -58,6 +58,7 @@ def families(leaves: Sequence[tuple[str, Any]], stacked: Callable[[str], bool]) 
             blocks = groups.setdefault(path[: number_match.start()], {})
             blocks.setdefault(int(number_match[0]), {})[path[number_match.end() :]] = position
         for prefix, blocks in groups.items():
+            # Blocks are alike if their signatures are equal.
             signatures = {
                 number: tuple(sorted((suffix, repr(leaves[i][1])) for suffix, i in block.items()))
                 for number, block in blocks.items()
@@ -67,6 +68,7 @@ def families(leaves: Sequence[tuple[str, Any]], stacked: Callable[[str], bool]) 
                 continue
             paths, members = [], []
             for offset in range(period):
+                # With a period above 1, each kind of block has a separate stack: `*+0`, `*+1`, ...
                 star = "*" if period == 1 else f"*+{offset}"
                 for suffix in blocks[first + offset]:
                     numbers = range(first + offset, first + period * repeats, period)
@@ -83,6 +85,7 @@ def _longest_run(signatures: dict[int, Any]) -> tuple[int, int, int]:
     Among runs that cover equally many, the one with the shortest period is returned.
     """
     best = (0, 1, 1)
+    # Shorter periods come first, and only a longer run replaces the best one.
     for period in range(1, 9):
         for first in signatures:
             repeats = 1
@@ -129,9 +132,10 @@ def unlike(leaves: Sequence[tuple[str, tuple[int, ...]]], prefix: str, member: s
 def own_leaves(flat: Sequence[tuple[str, tuple[int, ...], bool]]) -> frozenset[str]:
     """Return the paths of the leaves that look like the model's largest stack of layers.
 
-    The leaves of a stack share their first dim, the number of layers, and the first part of their paths. If some of
-    them lie below a path whose leaves all share that dim, the remaining ones have it by chance ([heads, head_dim] in a
-    model with as many layers as heads). This is a guess. A leaf that it gets wrong is gathered where it is used.
+    The leaves of a stack share their first dim, the number of layers, and the first part of their paths. Some of them
+    may lie below a path whose leaves all share that dim. The remaining ones then have it by chance, such as
+    [heads, head_dim] in a model with as many layers as heads. This is a guess. A leaf that it gets wrong is gathered
+    where it is used.
 
     Args:
       flat: the path and shape of each leaf, and whether it is a stack of the layers of a Python loop (`Leaf.rolled`).
@@ -170,6 +174,7 @@ def inside_stack(
       flat: the model's paths and shapes.
       others: for some paths, a dim that is known to be none of layers (of experts, for example).
     """
+    # Matrices may share their first dim by chance. Stacked vectors, biases or scales of norms, show that it is layers.
     stack_paths = {
         name
         for name, shapes in _shapes_below(flat, others, 0).items()

@@ -111,6 +111,7 @@ class Layout:
 
     def spec(self, leaf: Leaf, kind: str) -> PartitionSpec:
         """Return the spec of a leaf's "params" (the master), "copy", "grads" or "optimizer"."""
+        # With a replicated copy, the master is stored like the optimizer's state.
         return leaf.spec(kind in self.sharded or (kind == "params" and self.copied))
 
     def specs(self, kind: str) -> list[PartitionSpec]:
@@ -134,6 +135,7 @@ class Layout:
             "copy": lambda leaf: policy.computed(leaf.dtype),
             "grads": lambda leaf: policy.reduced(leaf.dtype),
         }[kind]
+        # A step fetches stacks layer by layer. Other leaves would be on the device whole while it runs anyway.
         on_host = lambda leaf: self.host and kind == "params" and leaf.by_layer and math.prod(leaf.stored) >= PAD_FROM
         return self.unflatten(
             Stored(self.stored(leaf, kind), dtype(leaf), self.spec(leaf, kind), leaf, on_host(leaf))
@@ -175,6 +177,7 @@ class Layout:
         leaves = [
             self._split_like(stack_of[i], leaf) if i in stack_of else leaf for i, leaf in enumerate(self.storage.models)
         ]
+        # jit cannot return an array with a sharding that does not divide it, so that padded leaves are replicated.
         is_sharded = lambda leaf: leaf.stored == leaf.shape and self.spec(leaf, "params") != PartitionSpec()
         specs = [leaf.spec() if is_sharded(leaf) else PartitionSpec() for leaf in leaves]
         return jax.tree.unflatten(self.storage.model_tree, map(self.sharding, specs))
@@ -257,6 +260,7 @@ class Layout:
         """Return the bytes that one device stores for a kind, in its own memory or in the host's."""
         total = 0
         for place in jax.tree.leaves(self.places(kind), is_leaf=is_stored):
+            # Frozen leaves have a place among the gradients, and no gradient.
             if place.host == host and (kind != "grads" or place.leaf.trainable):
                 local = self.sharding(place.spec).shard_shape(place.shape)
                 total += math.prod(local) * jnp.dtype(place.dtype).itemsize
@@ -290,6 +294,7 @@ class Layout:
             for leaf in self.leaves
         ]
         total = ", ".join(f"{name} {count:,}" for name, count in self.bytes.items())
+        # Leaves first, then how the layers of each list of blocks are stored and run.
         rolled = (leaf for leaf in self.leaves if leaf.rolled)
         stacks = {leaf.path.partition("*")[0] + "*": f"{leaf.shape[0]} layers of a Python loop" for leaf in rolled}
         stacks |= {

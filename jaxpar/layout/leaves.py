@@ -89,6 +89,7 @@ class Staged:
         """Convert layers in order [layers, ...] to complete stages [*held, ...]; inverse of `in_order`."""
         if self.held == (self.layers,):
             return x
+        # Zeros follow the last layer, so that all stages have the same number of layers.
         widths = [(0, math.prod(self.held) - self.layers)] + [(0, 0)] * (x.ndim - 1)
         return self._turn(jnp.pad(x, widths).reshape(*self.held, *x.shape[1:]))
 
@@ -178,6 +179,7 @@ class Leaf:
     @property
     def as_modelled(self) -> bool:
         """Whether the leaf is stored in the same shape as one of the model's own leaves."""
+        # Layers on dim 0 that need no padding and no chunks are stored as the model has them.
         return self.form in (Whole(), Staged(self.layers or 0, self.logical[:1]))
 
     @property
@@ -213,6 +215,7 @@ class Leaf:
 
         The axes `tensor` and `expert`, and `pipe` of a leaf whose ranks hold different parts, are always in it.
         """
+        # 1. Axes whose ranks hold different parts of the leaf, whatever ZeRO shards.
         axes: list[Any] = [None] * len(self.shape)
         if self.layers is not None:
             axes[self.stage] = "pipe"
@@ -220,10 +223,11 @@ class Leaf:
             axes[self.tensor] = "tensor"
         if self.expert is not None:
             axes[self.expert] = "expert"
+        # 2. The axes of ZeRO.
         if self.dim is not None and (sharded or self.spread):
             first_axis, *more_axes = (*(("pipe",) if self.spread else ()), *(self.shard if sharded else ()))
             axes[self.dim] = (first_axis, *more_axes) if more_axes else first_axis
-        # Equal specs must compare equal: jax distinguishes P("fsdp", None) from P("fsdp").
+        # 3. Equal specs must compare equal: jax distinguishes P("fsdp", None) from P("fsdp").
         while axes and axes[-1] is None:
             axes.pop()
         return PartitionSpec(*axes)
@@ -231,6 +235,7 @@ class Leaf:
     @property
     def by_layer(self) -> bool:
         """Whether a sharded leaf may be a stack of layers, which are gathered one after the other."""
+        # If dim 0 is sharded, each layer lies whole on one device, and cannot be gathered from all.
         return self.dim != 0 and not self.spread and (not isinstance(self.form, Whole) or may_stack(self.shape))
 
     def inner(self, sliced: bool, layers: int = 0) -> int:
@@ -238,6 +243,7 @@ class Leaf:
         if sliced and self.layers is None:
             # A layer has a dim less: dims after the dim of layers move one to the left.
             return (self.dim or 0) - (layers <= (self.dim or 0))
+        # A layer of a staged leaf has neither the dim of chunks nor the dim of layers.
         return (self.dim or 0) - (self.stage + 1 if sliced else 0)
 
     def pad(self, x: jax.Array, dim: int | None = None) -> jax.Array:
@@ -338,8 +344,10 @@ def place(
         shape, first_dim = (*form.held, *shape[1:]), len(form.held)
         tensor, expert = (None if dim is None else dim + first_dim - 1 for dim in (tensor, expert))
     elif pipe.stages == "cut":
-        shards, axes = shards * pipe.ranks, axes if shards > 1 else ("fsdp",)  # over `pipe` alone without ZeRO
+        # The stages of a cut program share no stack, so that each leaf is spread over `pipe`, even without ZeRO.
+        shards, axes = shards * pipe.ranks, axes if shards > 1 else ("fsdp",)
     elif pipe.ranks > 1 and shards > 1:
+        # All stages use this leaf. ZeRO shards it over their devices too.
         shards, axes = shards * pipe.ranks, ("pipe", *axes)
 
     # 2. The dims to choose from, dims of layers last. What only looks like a stack may be sharded along dim 0 if no

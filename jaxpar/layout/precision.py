@@ -16,6 +16,7 @@ from jax import lax
 
 from ..strategy import Strategy
 
+# Under fp8, everything except the products of layers computes in bfloat16 (`numerics/fp8/`).
 _DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16, "fp8": jnp.bfloat16}
 F8 = jnp.float8_e4m3fn
 _F8_MAX = float(jnp.finfo(F8).max)  # 448
@@ -45,6 +46,7 @@ class Policy:
 
     def computed(self, declared: jnp.dtype) -> jnp.dtype:
         """Return the dtype in which the loss reads a leaf. A low precision that the model itself declares stays."""
+        # Only float32 is lowered: float64 and low dtypes are the model's own choice.
         return self.compute if declared == jnp.float32 else declared
 
     def reduced(self, declared: jnp.dtype) -> jnp.dtype:
@@ -99,6 +101,7 @@ class LossScale:
 def all_finite(tree: object) -> jax.Array:
     """Return whether every element of every leaf is finite, as a bool scalar."""
     leaves = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
+    # A tree without leaves is finite; `stack` would refuse it.
     return jnp.stack(leaves).all() if leaves else jnp.bool_(True)
 
 

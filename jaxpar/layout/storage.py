@@ -47,6 +47,7 @@ class Storage:
     @functools.cached_property
     def units(self) -> tuple[Leaf, ...]:
         """All leaves that a program may read: the stored leaves, then the separate layers of each rolled leaf."""
+        # A layer is like its stack, without the dim of layers and with its own path.
         layers = [
             replace(
                 leaf,
@@ -153,6 +154,7 @@ class _ModelLeaf:
 
     def stacked(self, path: str, members: tuple[int, ...]) -> "_ModelLeaf":
         """Return the stack of several layers like this one, along a new dim 0."""
+        # All dims move by one for the new dim of layers.
         tensor, expert = (None if d is None else d + 1 for d in (self.tensor, self.expert))
         shape = (len(members), *self.shape)
         return replace(self, path=path, shape=shape, tensor=tensor, expert=expert, members=members)
@@ -225,6 +227,7 @@ def _model_leaves(
     rows: list[_ModelLeaf] = []
     for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
         name = name_of(path)
+        # Random keys have an extended dtype: they cannot be trained, padded or reduced.
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             raise ValueError(
                 f"parameter {name} is {x.dtype}, which is no number; keep keys with the variables "
@@ -306,8 +309,10 @@ def _place_rows(
     # Whether the layers are on dim 1 and must move to dim 0 to be split into stages.
     swapped = [not row.rolled and has_second_dim(row.path) and not inside(row.path) for row in rows]
     layers_first = [row.with_layers_first() if swap else row for row, swap in zip(rows, swapped, strict=True)]
+    # Dim 0 of some leaves is known to be none of layers; they cannot be in the largest stack.
     candidates = [(row.path, row.shape, row.rolled) for row in layers_first if others.get(row.path) != 0]
     staged_paths = own_leaves(candidates) if pipe.ranks > 1 else frozenset()
+    # With a single chunk, a V and a loop store layers in the same order.
     turned = pipe.ranks if pipe.turns and pipe.chunks > 1 else 0
     leaves: list[Leaf] = []
     for row, front_row, swap in zip(rows, layers_first, swapped, strict=True):
@@ -340,6 +345,7 @@ def _lacks_stack(storage: Storage, pipe: Pipe) -> bool:
     convolutions, [k, k, in, out], and matrices that share a dim are no stacks.
     """
     staged = [leaf for leaf in storage.leaves if leaf.layers is not None]
+    # A stack of the model's own, which it scans, or none.
     if not staged or not all(leaf.rolled for leaf in staged):
         are_kernels = all(len(leaf.logical) > 3 and leaf.logical[0] == leaf.logical[1] for leaf in staged)
         return are_kernels or all(len(leaf.logical) < 3 for leaf in staged)
@@ -373,6 +379,7 @@ def uneven(storage: Storage) -> dict[str, str]:
     shapes = [(leaf.path, leaf.shape) for leaf in storage.models]
     differences: dict[str, str] = {}
     for leaf, members in zip(storage.leaves, storage.origin, strict=True):
+        # Blocks that alternate (`*+0`, `*+1`) differ by design.
         if leaf.rolled and "*+" not in leaf.path and list_name(leaf) not in differences:
             difference = unlike(shapes, leaf.path.partition("*")[0], storage.models[members[0]].path)
             if difference is not None:

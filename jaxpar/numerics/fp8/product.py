@@ -34,8 +34,8 @@ class ScaledProduct:
       dtype: the dtype of the result.
       weight: which operand is the weight, 0 or 1.
       path: the path of the weight.
-      scaling: the elements of an operand that share one scale: "row", those that are summed; or "tensor", all except
-        those of other batch indices.
+      scaling: the elements of an operand that share one scale: "row", the elements that are summed; or "tensor",
+        all elements of one batch index.
     """
 
     numbers: Numbers

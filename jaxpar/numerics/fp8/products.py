@@ -86,7 +86,9 @@ def in_fp8(
 def _reasons(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any, exceptions: str) -> dict[str, str]:
     """Return for each leaf with products, by path, the reason why they are not in FP8; "" if they are.
 
-    The arguments are those of `in_fp8`; `exceptions` is `Strategy.fp8_except`, parts of paths joined by ":".
+    Args:
+      flat, leaves, dtype: as in `in_fp8`.
+      exceptions: `Strategy.fp8_except`, parts of paths joined by ":".
     """
     products, env = _products(flat, len(leaves))
     scan_inputs = [x for eqn in flat.eqns if eqn.primitive.name == "scan" for x in jx.scan_parts(eqn).xs]
@@ -149,6 +151,7 @@ def _products(flat: jx.Flat, num_params: int) -> tuple[list[tuple[Any, int, list
             operands[id(eqn)] = eqn, ins
         return frozenset()
 
+    # Every input that is no parameter counts as data, also keys and variables.
     env = dict.fromkeys(flat.invars[num_params:], Followed((), frozenset({_DATA})))
     env |= {v: source(i, v.aval.shape) for i, v in enumerate(flat.invars[:num_params])}
     _Weights(note_product, _DATA).follow(flat.eqns, env)

@@ -5,10 +5,10 @@ last. This makes no difference to an optimizer that works element by element and
 clipping by global norm). It does to one that uses a leaf's norm, shape, rank or path (LAMB, Muon, Adafactor, masks).
 
     init and update  --trace-->  program  --evaluate symbolically-->  an expression for each result
-    once with the leaves as stored, once with the model's own; all expressions must be equal
+    once for the stored leaves, once for the model's; all expressions must be equal
 
 Trying the optimizer on numbers proves nothing: it may warm up, or start to clip only later. So every result must be the
-same expression of its own element and of scalars in both programs.
+same expression of one element and of scalars in both programs.
 """
 
 import functools
@@ -133,7 +133,7 @@ def _expressions(
       of the state's scalars.
 
     Raises:
-      _Unclear: if a result is no expression of its own element and of scalars.
+      _Unclear: if a result depends on other elements than its own, except through sums over all leaves.
     """
     params = jax.tree.unflatten(tree, masters)
     leaf_numbers = {name_of(path): i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}

@@ -115,6 +115,7 @@ class MatrixValue:
     def assemble(self, pieces: jax.Array, axes: Sequence[str]) -> jax.Array:
         """Return one matrix, without padding, from the pieces of all ranks along `axes`, [ranks, piece_size]."""
         shape, order = self._rank_dims(axes)
+        # [*axes, *piece_shape] -> each dim of the matrix behind its axes -> the matrix, padded -> without padding.
         x = pieces.reshape(shape).transpose(order).reshape([self.padded_shape[d] for d in self.matrix_dims])
         return x[tuple(slice(self.shape[d]) for d in self.matrix_dims)]
 
@@ -128,7 +129,7 @@ class MatrixValue:
 
 @dataclass(frozen=True)
 class Kind:
-    """Matrices with the same program: those of a stack, or of several leaves of one shape.
+    """Matrices with the same program: all matrices of a stack, or of several leaves of one shape.
 
     Attributes:
       regions: the region of each leaf.
@@ -170,6 +171,7 @@ class Kind:
         """
         values = []
         for layout, variables in zip(self.ins, zip(*(region.ins for region in self.regions), strict=True), strict=True):
+            # A scalar may differ from leaf to leaf, as learning rates by leaf do.
             variables = variables if layout is not None or len({*variables}) > 1 else variables[:1]
             values.append([env[var] if layout is None else layout.pad(env[var]) for var in variables])
         return values
@@ -362,9 +364,10 @@ class Bundle:
         ]
 
     def _share(self, kind: Kind, layout: MatrixValue, pieces: jax.Array) -> jax.Array:
-        """Return the pieces of this replica's matrices, [share, *piece_shape], from those of all."""
+        """Return the pieces of this replica's matrices, [share, *piece_shape], from the pieces of all."""
         if layout.with_replica or not self.copies:
             return pieces
+        # "clip" repeats the last matrix where the shares of all replicas are more than the matrices.
         return jnp.take(pieces, index(self.copies) * kind.share + jnp.arange(kind.share), axis=0, mode="clip")
 
     def _pack(self, values: Sequence[tuple[int, jax.Array]], width: int) -> jax.Array:
@@ -374,6 +377,7 @@ class Bundle:
           values: (number of a kind, pieces [share, *piece_shape]) of each value.
           width: the elements of a row, to which shorter rows are padded.
         """
+        # Matrices are owned in order: the first rank owns the first `counts[k][0]` of kind k.
         parts = [jnp.split(pieces, np.cumsum(self.counts[k])[:-1]) for k, pieces in values]
         rows = [jnp.concatenate([x.ravel() for x in rank_parts]) for rank_parts in zip(*parts, strict=True)]
         return jnp.stack([jnp.pad(row, (0, width - row.size)) for row in rows])
@@ -403,6 +407,7 @@ class Bundle:
         kind, counts, program = self.kinds[k], self.counts[k], self.kinds[k].program
         matrix_fun = jx.run(program.eqns, (*program.constvars, *program.invars), program.outvars)
         on_this_rank = lambda numbers: jnp.asarray(numbers, jnp.int32)[rank]
+        # The number, among all matrices of the kind, of the first one that this rank owns.
         first_matrix = index(self.copies) * kind.share + on_this_rank(np.cumsum((0, *counts[:-1])))
 
         def run_matrix(i: Any, carry: Any) -> Any:
@@ -429,6 +434,7 @@ class Bundle:
                     )
             return rows, owned
 
+        # A loop keeps one whole matrix at a time in memory.
         if min(counts) == max(counts):
             return lax.fori_loop(0, counts[0], run_matrix, carry)
         # Ranks run different numbers of matrices. The name of the loop tells readers of the compiled program the number

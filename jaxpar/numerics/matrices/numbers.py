@@ -141,6 +141,7 @@ def matrices(model: Model, batch: Any = None) -> Matrices:
     if batch is None:
         return Matrices(_by_names(shapes))
     loss = lambda params, variables, batch: model.call(params, variables, batch, None)[0]["loss"].total
+    # Shapes alone: nothing is computed.
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     return Matrices(_by_program(jx.trace(loss, params, variables, rows)[0], shapes))
 
@@ -283,6 +284,7 @@ def _by_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
             reason = "a norm's, or a vector"
         elif any(matches(path) for matches in end_patterns):
             reason = "by its name, where the model begins or ends"
+        # A matrix outside all layers is an embedding or a head.
         elif (block_paths or stack_dims) and path not in block_paths and not batch_dims:
             reason = "beside the layers, where the model begins or ends; give a batch to know"
         elif is_kernel and shape[dims[2]] == 1:
@@ -314,6 +316,7 @@ def astray(loss: jx.Flat, leaves: Leaves, multiplied: Mapping[str, frozenset[int
     Returns:
       The text, or None if nothing is wrong.
     """
+    # 1. The roles of the leaves by the loss, and the dims of layers by names, which no optimizer may multiply.
     roles, stack_dims = _by_program(loss, dict(leaves)), layer_dims(leaves, looks_stacked(leaves))
     batch_dims = lambda path: {*roles[path].batch, *([stack_dims[path]] if path in stack_dims else [])}
     mixing_layers = [path for path, dims in multiplied.items() if not dims.isdisjoint(batch_dims(path))]
@@ -321,6 +324,7 @@ def astray(loss: jx.Flat, leaves: Leaves, multiplied: Mapping[str, frozenset[int
         path for path, dims in multiplied.items() if dims and path not in mixing_layers and not roles[path].output
     ]
     missed = [path for path, dims in multiplied.items() if not dims and roles[path].output]
+    # 2. Mixing layers is always wrong; other leaves may be multiplied by an optimizer that keeps factors.
     if not mixing_layers and (factors or not not_hidden):
         return None
     paths_by_problem = {

@@ -74,7 +74,7 @@ class Owners:
 
     @property
     def bundles(self) -> list[Bundle]:
-        """The bundles that are exchanged; for a `cond`, those of the branch with the most FLOPs."""
+        """The bundles that are exchanged; for a `cond`, the bundles of the branch with the most FLOPs."""
         bundles: list[Bundle] = []
         for node in self.order:
             if isinstance(node, Bundle):
@@ -171,7 +171,7 @@ class Dealer(NamedTuple):
             notes |= self._note(bundle.regions, str(bundle))
             states |= {i: value for kind in bundle.kinds for i, value in _owned_states(kind)}
 
-        # Count what is computed without owners. Ranks that shard a batch dim have a part of the matrices each.
+        # Count the FLOPs without owners. Ranks that shard a batch dim have a part of the matrices each.
         repeated = sum(max(branches, key=lambda branch: branch.flops).repeated for branches in branches_by_eqn.values())
         region_by_eqn = {id(eqn): region for region in itertools.chain(*alike) for eqn in region.eqns}
         for eqn in (eqn for eqn in eqns if id(eqn) not in conditionals and id(eqn) not in owned):
@@ -196,6 +196,7 @@ class Dealer(NamedTuple):
                 for regions in alike
                 if self.rest[regions[0].leaf] == self.rest[leaf] and regions[0].has_same_program(region)
             )
+            # A stack forms a separate group, because its matrices may be dealt out evenly.
             if (group := None if region.batch else next(candidates, None)) is None:
                 alike.append([region])
             else:
@@ -215,6 +216,7 @@ class Dealer(NamedTuple):
                 notes |= self._note(regions, "as the layout keeps it: its program is none of one matrix after another")
         bundles: list[Bundle] = []
         for (axes, replica_axes), group in groups.items():
+            # All subsets of the replica axes, the empty one first: then every replica repeats the work.
             copies_choices = [
                 copies for n in range(len(replica_axes) + 1) for copies in itertools.combinations(replica_axes, n)
             ]
@@ -264,6 +266,7 @@ class Dealer(NamedTuple):
             per_leaf = math.prod(
                 -(-region.shape[d] // self._num_ranks(self.rest[region.leaf][d])) for d in region.batch
             )
+            # Replicas cannot divide a single matrix: all of them compute it.
             divided_over = copies if per_leaf * len(regions) > 1 else ()
             ins, outs = (
                 list[Any](self._value(region, v, axes, divided_over) for v in variables)
@@ -283,6 +286,7 @@ class Dealer(NamedTuple):
 
         If the peak of the devices is unknown, returns the FLOPs alone, which compare as well.
         """
+        # Optimizers multiply float32 matrices, which run in TF32 where the hardware has it.
         hardware = of_device_kind(self.mesh.devices.flat[0].device_kind)
         flops = sum(max(bundle.flops) for bundle in bundles)
         sends = [sent for bundle in bundles for sent in bundle.sends()]
@@ -344,6 +348,7 @@ def _deal_out(kinds: Sequence[Kind], ranks: int) -> tuple[tuple[int, ...], ...]:
 
     The matrices with the most FLOPs come first, and each goes to the rank with the least work so far (Graham 1969).
     """
+    # A kind without FLOPs counts as 1, so that its matrices are spread over the ranks too.
     load, counts = [0] * ranks, [[0] * ranks for _ in kinds]
     for k, kind in sorted(enumerate(kinds), key=lambda item: -item[1].flops):
         for _ in range(kind.share):

@@ -237,8 +237,8 @@ class Region:
       eqns: the equations, in order.
       ins: the variables that they read from outside: values of the leaf, scalars and constants.
       outs: their results that are read outside.
-      dims: the dims of each of these variables that is a value of the leaf. Unknown dims of a result are those of the
-        leaf if it has the leaf's shape, else they belong to no leaf.
+      dims: the dims of each of these variables that is a value of the leaf. A result with unknown dims
+        counts as one with the leaf's dims if it has the leaf's shape, else as one with new dims.
       mixed: the dims of the leaf along which the equations combine several indices.
       state: for each variable that is an array of the optimizer's state, the number of that array.
     """

@@ -4,7 +4,7 @@
     cotangent     --pad-->   padded gradient  --Rule.give-->   accumulated grad  --Rule.finish-->  grad for the update
 
 `RuleAccess` serves programs that run on all ranks of a pipeline alike. `SpreadAccess` serves the stages of a cut
-program, each of which runs on the devices of one stage.
+program: each stage runs on its own devices.
 """
 
 from collections.abc import Collection
@@ -77,7 +77,7 @@ class RuleAccess:
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
         """Return the whole leaf, or the whole layer if `sliced`, in the compute dtype."""
         leaf, use = self.leaves[index], self._use(index, sliced)
-        # The cast comes before the gather, so that low precision halves what is sent.
+        # The cast comes before the gather, so that low precision halves the traffic.
         value = self.rules[index].fetch(on_device(value).astype(self.policy.computed(leaf.dtype)), use)
         value = value if self.whole_at_rest else leaf.unpad(value, use.dim)
         return self._gather_stages(leaf.form, value) if isinstance(leaf.form, Staged) and not sliced else value

@@ -1,9 +1,9 @@
 """The contract of a strategy along the data axes: a `Rule` of three functions, and a `Promise` in numbers.
 
     Rule.fetch     stored parameter          -> the whole leaf            at every use, forward and backward
-    Rule.give      local gradient of a use   -> what is accumulated       at every use, in the backward
+    Rule.give      local gradient of a use   -> accumulated gradient      at every use, in the backward
     Rule.finish    accumulated gradient      -> gradient of the update    once per step
-    Promise        Uses of a leaf            -> what a device stores, and every collective (`Sent`)
+    Promise        Uses of a leaf            -> memory at rest, and every collective (`Sent`)
 
 A rule describes itself twice: as functions of arrays, which the step runs, and as the closed form of its paper. The
 closed form is never derived from the functions, so that `check`, which compares the two, proves something.
@@ -162,7 +162,7 @@ class Rule:
       name: the name that reports show: "ddp", "ZeRO-2".
       sharded: which of "params", "grads", "optimizer" are sharded over `fsdp` at rest.
       fetch: maps the stored parameter to the whole leaf, or one layer of it. Runs at every use, forward and backward.
-      give: maps the local gradient of one use to what is accumulated, in the reduce dtype.
+      give: maps the local gradient of one use to the gradient that accumulates, in the reduce dtype.
       finish: maps the accumulated gradient to the gradient of the update. Runs once per step.
       promise: the memory and the communication of these functions.
       published: whether updated shards are all-gathered into the stored parameters.

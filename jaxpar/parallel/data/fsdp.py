@@ -34,7 +34,7 @@ from .contract import Promise, Rule, Sent, Use, Uses
 from .zero import accumulate_whole_grad, finish_grad_shard, finish_whole_grad, publish, reductions, scatter_grad
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Parameters, inside `shard_map`. The functions for gradients are those of ZeRO-1 and ZeRO-2.
+# Parameters, inside `shard_map`. ZeRO-1 and ZeRO-2 have the functions for gradients.
 
 
 def gather_params(param_shard: jax.Array, use: Use) -> jax.Array:

@@ -1,6 +1,6 @@
 """Data parallel 1.0: a central server holds the parameters and updates them.
 
-For P parameters, K optimizer values per parameter and n replicas, the first of which is the server,
+For P parameters, K optimizer values per parameter and n replicas (the first one is the server),
 
     the server stores    params P   optimizer K P   gradients of all replicas, n P
     a replica stores     params P   grads P
