@@ -75,13 +75,13 @@ DEFECTS = (
            "part[::-1] if c % 2 else part", "part",
            "The odd chunks of a V lie in the order of a loop."),
     Defect("box-turned", "layout/boxes.py", "layout/test_boxes.py",
-           "stage_of(\"V\", form.turned, rank, chunk) * each", "(chunk * form.turned + rank) * each",
+           "stage_of(\"V\", form.turned, rank, chunk) * stage_size", "(chunk * form.turned + rank) * stage_size",
            "A checkpoint has the odd chunks of a V in the order of a loop."),
     Defect("box-padding", "layout/boxes.py", "layout/test_boxes.py",
            "start, stop = layer, min(layer + count, form.layers)", "start, stop = layer, layer + count",
            "A checkpoint takes the padding of the last stage for layers."),
     Defect("mesh-hosts", "layout/mesh.py", "backend/test_machines.py",
-           "devices = sorted(given, key=host_of)", "devices = list(given)",
+           "devices = sorted(candidates, key=host_of)", "devices = list(candidates)",
            "Devices lie on the mesh as they are given, and not host by host."),
     # -- slicing
     Defect("loops-turned", "slicing/loop.py", "slicing/test_loop.py",
@@ -96,10 +96,10 @@ DEFECTS = (
            "The gradient that is reduced behind its layer is written to the layer that runs."),
     # -- parallel
     Defect("ddp-last", "parallel/data/ddp.py", "parallel/test_microbatches.py",
-           "return x if use.last else all_reduce(x, use.rest)", "return x",
+           "return accumulated if use.last else all_reduce(accumulated, use.rest)", "return accumulated",
            "With several microbatches ddp's gradients are not summed over replicas."),
     Defect("zero-rest", "parallel/data/zero.py", "parallel/test_microbatches.py",
-           "return x if use.last else _rest(x, use)", "return x",
+           "return grad_shard if use.last else reduce_over_replicas(grad_shard, use)", "return grad_shard",
            "With several microbatches hybrid sharding does not sum over `data`."),
     # -- pipelines and their tables
     Defect("stash-freed", "parallel/pipeline/buffers.py",

@@ -1,4 +1,4 @@
-"""Processes and devices of a run: simulating devices, stopping together."""
+"""Processes and devices of a run: simulate devices on one machine, and stop all processes after the same step."""
 
 import os
 import signal
@@ -14,53 +14,65 @@ from .mesh import simulate
 
 
 def attach(devices: int | None, default: int = 8) -> None:
-    """Simulates `devices` CPU devices in each process, or, if None, `default` where there is nothing but one CPU.
+    """Simulate `devices` CPU devices in each process; if None, `default` devices where only one CPU is attached.
 
-    Raises ValueError for a number below 1.
+    Args:
+      devices: the number of devices to simulate, from 1. None keeps accelerators, several processes and devices that
+        are simulated already.
+      default: the number of devices to simulate if `devices` is None and jax sees one CPU device alone.
+
+    Raises:
+      ValueError: if the number is below 1.
     """
     if devices is None:
         if jax.process_count() > 1 or jax.default_backend() != "cpu" or jax.device_count() > 1:
             return
-        clear_backends()  # the question started one, and its number of devices is fixed
+        # Counting the devices has started a backend, whose number of devices cannot change any more.
+        clear_backends()
     simulate(default if devices is None else devices)
 
 
 class Stop:
-    """Catches SIGINT, SIGTERM and SIGHUP (a terminal that closes), so that a run ends after a step that all processes
-    take. A context manager.
+    """Context manager that catches SIGINT, SIGTERM and SIGHUP, so that a run ends after a step that all processes take.
 
-    `signal` is the first that came. A second Ctrl-C ends the process at once. Outside the main thread, which alone gets
-    signals, it does nothing. `last` is set from the last step on, after which the run ends in any case: then no other
-    process is told, since some may be gone, and jax would wait for them to agree.
+    A terminal that closes sends SIGHUP. A second Ctrl-C ends the process immediately. Outside the main thread, which
+    alone receives signals, the manager does nothing.
+
+    Attributes:
+      signal: the first signal that arrived, None before.
+      last: set by the run from its last step on. After that step the run ends in any case, so that no other process is
+        told: some may have exited, and jax would wait for them to agree.
     """
 
     last = False
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self._old: dict[signal.Signals, Any] = {}
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():
-            # With several hosts SIGTERM is jax's: whoever gets it, all learn of it and agree on a step.
-            caught = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
-            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` wants it
-                caught.append(signal.SIGHUP)
-            self._old = {number: signal.signal(number, self._on_signal) for number in caught}
+            # With several hosts jax handles SIGTERM: it tells all processes, and they agree on a step.
+            caught_signals = [signal.SIGINT] if jax.process_count() > 1 else [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it, and must keep doing so
+                caught_signals.append(signal.SIGHUP)
+            self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in caught_signals}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
+        """Remember the first signal, and tell the other processes through jax's own SIGTERM handler."""
         self.signal = self.signal or signal.Signals(number)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # also while the process waits for a device
+        # From now on Ctrl-C ends the process, even while it waits for a device.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         if jax.process_count() > 1 and not self.last:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def after(self, number: int) -> bool:
-        """Whether the run ends after this step. Every process asks after every step."""
+        """Return whether the run ends after step `number`. Every process must call this after every step."""
         if jax.process_count() == 1:
             return self.signal is not None
         if multihost_utils.reached_preemption_sync_point(number):

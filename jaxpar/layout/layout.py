@@ -1,4 +1,12 @@
-"""Where every leaf of a training state lives: its spec, and the bytes that a device stores."""
+"""The layout of a training state: where every array lives, how many bytes a device stores, and the two conversions.
+
+    model's own tree   --to_stored-->   arrays at rest   --to_logical-->   model's own tree
+                       stack, stage, pad                 unpad, unstage, unstack
+
+A `Layout` joins the parameter leaves (`storage.py`) with a mesh and with the choice of the trees that ZeRO shards. Each
+array at rest is described by a `Stored`: shape, dtype, spec and memory. All conversions go through `Stored` and
+`Leaf.form`, so that no other module knows about padding or stacks.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +37,7 @@ class Stored:
       dtype: its dtype at rest.
       spec: its spec.
       leaf: the parameter that it is, or that it mirrors; None for a counter and the like.
-      host: whether it lives in the host's memory (pinned), and not in the device's.
+      host: whether it lives in the host's pinned memory instead of the device's.
     """
 
     shape: tuple[int, ...]
@@ -39,11 +47,11 @@ class Stored:
     host: bool = False
 
     def pad(self, x: jax.Array | None) -> jax.Array | None:
-        """An array as it is at rest, but for its memory; None stays."""
+        """Pad an array to its shape at rest; its memory does not change. None stays None."""
         return x if x is None or self.leaf is None or x.shape == self.shape else self.leaf.pad(x)
 
     def unpad(self, x: jax.Array | None) -> jax.Array | None:
-        """The reverse of `pad`; what is on the host stays as it is."""
+        """Remove the padding; inverse of `pad`. An array in the host's memory is returned unchanged."""
         return x if x is None or self.leaf is None or (self.host and is_on_host(x)) else self.leaf.unpad(x)
 
 
@@ -55,14 +63,15 @@ class Layout:
       storage: the parameter leaves.
       mesh: the mesh.
       sharded: which of "params", "grads", "optimizer" carry `fsdp`.
-      copied: whether a replicated copy in the compute dtype is stored beside a sharded float32 master (ZeRO-1 and 2 in
+      policy: the dtypes of parameters and gradients.
+      copied: whether a replicated copy in the compute dtype is stored with the sharded float32 master (ZeRO-1 and 2 in
         low precision).
       optimizer: the arrays of the optimizer state, a pytree of `Stored`.
       found: the paths of the model's leaves that are on `tensor` though no rule names them
         (`parallel/tensor/pairs.py`).
-      whole: the paths of large leaves that every rank of `tensor` holds whole, and why.
+      whole: the paths of large leaves that every rank of `tensor` holds whole, with the reason.
       host: whether large stacks of layers rest in the host's memory.
-      loops: how the layers of each list of blocks, and of each stack, run; known once a batch has been traced.
+      loops: how the layers of each list of blocks, and of each stack, run. A step adds this when it traces a batch.
     """
 
     storage: Storage
@@ -78,14 +87,17 @@ class Layout:
 
     @property
     def ruled(self) -> list[str]:
-        """The paths of the units, "" for those that are on `tensor` by no rule: there nobody made a mistake."""
-        storage, found = self.storage, self.found
-        rolled = {
+        """The paths of the units; "" for a unit on `tensor` that no rule names.
+
+        If a split does not work out, an error names its rule. A unit that no rule names is gathered instead.
+        """
+        storage, unnamed = self.storage, self.found
+        unnamed_stacks = {
             leaf.path
-            for leaf, at in zip(storage.leaves, storage.origin, strict=True)
-            if storage.models[at[0]].path in found
+            for leaf, members in zip(storage.leaves, storage.origin, strict=True)
+            if storage.models[members[0]].path in unnamed
         }
-        return ["" if leaf.path in found | rolled else leaf.path for leaf in storage.units]
+        return ["" if leaf.path in unnamed | unnamed_stacks else leaf.path for leaf in storage.units]
 
     @property
     def shards(self) -> int:
@@ -94,20 +106,26 @@ class Layout:
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """The parameter leaves as a step keeps them."""
+        """The parameter leaves as a step stores them."""
         return self.storage.leaves
 
     def spec(self, leaf: Leaf, kind: str) -> PartitionSpec:
-        """The spec of a leaf's "params" (the master), "copy", "grads" or "optimizer"."""
+        """Return the spec of a leaf's "params" (the master), "copy", "grads" or "optimizer"."""
+        # With a replicated copy, the master is stored like the optimizer's state.
         return leaf.spec(kind in self.sharded or (kind == "params" and self.copied))
 
     def specs(self, kind: str) -> list[PartitionSpec]:
-        """`spec` of every leaf."""
+        """Return the spec of every leaf, in order."""
         return [self.spec(leaf, kind) for leaf in self.leaves]
 
     def places(self, kind: Kind) -> Any:
-        """How the arrays of a kind are stored: "params" (the master), "copy", "grads", in the tree of the leaves, or
-        "optimizer", in that of the optimizer's state. A pytree of `Stored`.
+        """Return how the arrays of a kind are stored.
+
+        Args:
+          kind: "params" (the master), "copy", "grads" or "optimizer".
+
+        Returns:
+          A pytree of `Stored`: the tree of the optimizer's state for "optimizer", else the tree of the leaves.
         """
         if kind == "optimizer":
             return self.optimizer
@@ -117,89 +135,104 @@ class Layout:
             "copy": lambda leaf: policy.computed(leaf.dtype),
             "grads": lambda leaf: policy.reduced(leaf.dtype),
         }[kind]
-        host = lambda leaf: self.host and kind == "params" and leaf.by_layer and math.prod(leaf.stored) >= PAD_FROM
+        # A step fetches stacks layer by layer. Other leaves would be on the device whole while it runs anyway.
+        on_host = lambda leaf: self.host and kind == "params" and leaf.by_layer and math.prod(leaf.stored) >= PAD_FROM
         return self.unflatten(
-            Stored(self.stored(leaf, kind), dtype(leaf), self.spec(leaf, kind), leaf, host(leaf))
+            Stored(self.stored(leaf, kind), dtype(leaf), self.spec(leaf, kind), leaf, on_host(leaf))
             for leaf in self.leaves
         )
 
     def at_rest(self, params: Any) -> Any:
-        """Parameters, as they are stored but for their memory, where they rest. Those of the host go there one after
-        the other, so that a program that makes them need not hold them all.
+        """Move stored parameters to the memory where they rest.
+
+        Args:
+          params: parameters in their stored shapes and dtypes, all in the devices' memory.
         """
         places, values = jax.tree.leaves(self.places("params"), is_leaf=is_stored), jax.tree.leaves(params)
-        last: Any = ()
-        for at, place in enumerate(places):
+        previous: Any = ()
+        for i, place in enumerate(places):
             if place.host:
-                value, last = jax.lax.optimization_barrier((values[at], last))
-                values[at] = last = jax.device_put(value, HOST)
+                # The barrier moves one array after the other. Without it, a program that makes the parameters would
+                # hold all of them on the device first.
+                value, previous = jax.lax.optimization_barrier((values[i], previous))
+                values[i] = previous = jax.device_put(value, HOST)
         return self.unflatten(values)
 
     def sharding(self, spec: PartitionSpec, host: bool = False) -> NamedSharding:
-        """A spec on this mesh, of arrays in the devices' memory or their hosts'."""
+        """Return the sharding of a spec on this mesh, in the devices' memory or in their hosts' pinned memory."""
         return NamedSharding(self.mesh, spec, memory_kind="pinned_host" if host else None)
 
     def shardings(self, kind: Kind) -> Any:
-        """The shardings of the arrays of a kind, a tree like `places`."""
-        return self._each(kind, lambda place: self.sharding(place.spec, place.host))
+        """Return the shardings of the arrays of a kind, a tree like `places`."""
+        return self._map_places(kind, lambda place: self.sharding(place.spec, place.host))
 
     @property
     def handed_out(self) -> Any:
-        """The shardings of the model's own tree where it is handed out: padded leaves are whole, layers of a Python
-        loop are split along the dim along which their stack is.
+        """The shardings of the model's own tree, as `step.params` returns it.
+
+        Padded leaves are replicated. Layers of a Python loop are split along the same dim as their stack.
         """
         stacks = zip(self.leaves, self.storage.origin, strict=True)
-        stack_of = {i: leaf for leaf, at in stacks if leaf.rolled and leaf.dim is not None for i in at}
-        leaves = [self._as_in(stack_of[i], x) if i in stack_of else x for i, x in enumerate(self.storage.models)]
-        sharded = lambda leaf: leaf.stored == leaf.shape and self.spec(leaf, "params") != PartitionSpec()
-        specs = [leaf.spec() if sharded(leaf) else PartitionSpec() for leaf in leaves]
+        stack_of = {i: stack for stack, members in stacks if stack.rolled and stack.dim is not None for i in members}
+        leaves = [
+            self._split_like(stack_of[i], leaf) if i in stack_of else leaf for i, leaf in enumerate(self.storage.models)
+        ]
+        # jit cannot return an array with a sharding that does not divide it, so that padded leaves are replicated.
+        is_sharded = lambda leaf: leaf.stored == leaf.shape and self.spec(leaf, "params") != PartitionSpec()
+        specs = [leaf.spec() if is_sharded(leaf) else PartitionSpec() for leaf in leaves]
         return jax.tree.unflatten(self.storage.model_tree, map(self.sharding, specs))
 
-    def _as_in(self, stack: Leaf, layer: Leaf) -> Leaf:
-        """A layer split as its stack is, and over the stages of a pipeline where that divides: of `fsdp` and `pipe`
-        the latter last, so that one all-to-all leads there. Split otherwise, the whole stack would be gathered.
-        """
+    def _split_like(self, stack: Leaf, layer: Leaf) -> Leaf:
+        """Return a layer of a Python loop that is split like its stack, and also over `pipe` if its dim divides."""
         dim, shard = stack.inner(True), stack.shard
+        # `pipe` comes after `fsdp`, so that a single all-to-all converts the stack. In any other order XLA gathers the
+        # whole stack.
         if stack.layers is not None and layer.shape[dim] % math.prod(self.mesh.shape[a] for a in (*shard, "pipe")) == 0:
             shard = (*shard, "pipe")
         return replace(layer, dim=dim, padded=stack.padded, shard=shard)
 
     def to_logical(self, stored: Any, kind: Kind = "params", as_stacked: bool = False) -> Any:
-        """Arrays as they are stored -> as the model has them: without padding, in the model's own tree and shapes.
+        """Convert stored arrays to the model's own tree and shapes, without padding.
 
         Args:
-          stored: a tree like `places(kind)`; None, for a leaf without a value, stays.
+          stored: a tree like `places(kind)`; a leaf without a value is None, and stays None.
           kind: which tree it is. The optimizer's state keeps its structure.
-          as_stacked: leave it at padding: layers stay stacked and in whole stages, as an optimizer may be shown them.
+          as_stacked: remove the padding alone: layers stay stacked and in complete stages, as an optimizer that works
+            element by element sees them.
+
+        Returns:
+          The model's own tree; a tree like `places(kind)` for the optimizer's state, or if `as_stacked`.
         """
-        stored = self._each(kind, Stored.unpad, stored)
+        stored = self._map_places(kind, Stored.unpad, stored)
         if as_stacked or kind == "optimizer":
             return stored
-        out: dict[int, Any] = {}
+        model_values: dict[int, Any] = {}  # by position among the model's leaves
         values = self.storage.tree.flatten_up_to(stored)
-        for leaf, at, x in zip(self.leaves, self.storage.origin, values, strict=True):
-            out.update(zip(at, [None] * len(at) if x is None else leaf.form.to_logical(x), strict=True))
-        return jax.tree.unflatten(self.storage.model_tree, [out[i] for i in range(len(out))])
+        for leaf, members, x in zip(self.leaves, self.storage.origin, values, strict=True):
+            parts = [None] * len(members) if x is None else leaf.form.to_logical(x)
+            model_values.update(zip(members, parts, strict=True))
+        return jax.tree.unflatten(self.storage.model_tree, [model_values[i] for i in range(len(model_values))])
 
     def to_stored(self, logical: Any, kind: Kind = "params", as_stacked: bool = False) -> Any:
-        """The reverse of `to_logical`; no dtype changes."""
+        """Convert the model's own tree to stored arrays; inverse of `to_logical`. No dtype changes."""
         if not as_stacked and kind != "optimizer":
             values = self.storage.model_tree.flatten_up_to(logical)
-            parts = [[values[i] for i in at] for at in self.storage.origin]
+            parts = [[values[i] for i in members] for members in self.storage.origin]
             logical = self.unflatten(
                 None if xs[0] is None else leaf.form.to_stored(xs) for leaf, xs in zip(self.leaves, parts, strict=True)
             )
-        return self._each(kind, Stored.pad, logical)
+        return self._map_places(kind, Stored.pad, logical)
 
-    def _each(self, kind: Kind, fun: Callable[..., Any], *trees: Any) -> Any:
+    def _map_places(self, kind: Kind, fun: Callable[..., Any], *trees: Any) -> Any:
+        """Map a function of a `Stored` and of the arrays of `trees` at the same place."""
         return jax.tree.map(fun, self.places(kind), *trees, is_leaf=is_stored)
 
     def stored(self, leaf: Leaf, kind: str = "params") -> tuple[int, ...]:
-        """The shape of a leaf's master at rest: padded only where it is sharded."""
+        """Return the shape of a leaf's array of a kind at rest: padded only if it is sharded or spread over `pipe`."""
         return leaf.stored if leaf.spread or self.spec(leaf, kind) == leaf.spec() else leaf.shape
 
     def unflatten(self, values: Iterable[Any]) -> Any:
-        """One value for each leaf, in their tree."""
+        """Return the tree of the leaves with these values, one for each leaf."""
         return jax.tree.unflatten(self.storage.tree, list(values))
 
     @property
@@ -209,25 +242,25 @@ class Layout:
 
     @property
     def grads(self) -> Any:
-        """The specs of the gradients that the update gets, in the tree of the parameters."""
+        """The specs of the gradients that the update receives, in the tree of the parameters."""
         return self.unflatten(self.specs("grads"))
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes per device: "params" (the master and, where there is one, the copy), "grads", "optimizer",
-        without what is on the host.
-        """
+        """Bytes in each device's memory: "params" (the master and any copy), "grads" and "optimizer"."""
         params = self._bytes("params") + (self._bytes("copy") if self.copied else 0)
         return {"params": params, "grads": self._bytes("grads"), "optimizer": self._bytes("optimizer")}
 
     @property
     def host_bytes(self) -> dict[str, int]:
-        """Bytes in the host's memory, for each device, of "params" and "optimizer"."""
+        """Bytes in the host's memory for each device: "params" and "optimizer"."""
         return {kind: self._bytes(kind, host=True) for kind in ("params", "optimizer")}
 
     def _bytes(self, kind: Kind, host: bool = False) -> int:
+        """Return the bytes that one device stores for a kind, in its own memory or in the host's."""
         total = 0
         for place in jax.tree.leaves(self.places(kind), is_leaf=is_stored):
+            # Frozen leaves have a place among the gradients, and no gradient.
             if place.host == host and (kind != "grads" or place.leaf.trainable):
                 local = self.sharding(place.spec).shard_shape(place.shape)
                 total += math.prod(local) * jnp.dtype(place.dtype).itemsize
@@ -235,10 +268,13 @@ class Layout:
 
     @property
     def notes(self) -> dict[str, str]:
-        """Path -> why a leaf is replicated, padded, or whole on tensor ranks; likewise large optimizer arrays."""
+        """By path, the reason why a leaf is replicated, padded, or whole on tensor ranks.
+
+        Large arrays of the optimizer that mirror no sharded parameter have a note too.
+        """
         notes = {leaf.path: leaf.note for leaf in self.leaves if leaf.note}
-        for path, why in self.whole.items():
-            notes[path] = f"{notes[path]}; {why}" if path in notes else why
+        for path, reason in self.whole.items():
+            notes[path] = f"{notes[path]}; {reason}" if path in notes else reason
         if "optimizer" in self.sharded and self.shards > 1:
             for path, x in jax.tree_util.tree_leaves_with_path(self.optimizer, is_leaf=is_stored):
                 if x.spec == PartitionSpec() and math.prod(x.shape) >= PAD_FROM:
@@ -258,43 +294,58 @@ class Layout:
             for leaf in self.leaves
         ]
         total = ", ".join(f"{name} {count:,}" for name, count in self.bytes.items())
+        # Leaves first, then how the layers of each list of blocks are stored and run.
         rolled = (leaf for leaf in self.leaves if leaf.rolled)
         stacks = {leaf.path.partition("*")[0] + "*": f"{leaf.shape[0]} layers of a Python loop" for leaf in rolled}
         stacks |= {
-            path: f"{stacks[path]}; other blocks are not alike: {why}" for path, why in uneven(self.storage).items()
+            path: f"{stacks[path]}; other blocks are not alike: {reason}"
+            for path, reason in uneven(self.storage).items()
         }
-        lines += [f"{path}: {how}" for path, how in (stacks | self.loops).items()]
+        lines += [f"{path}: {description}" for path, description in (stacks | self.loops).items()]
         return "\n".join([*lines, f"bytes per device: {total}"])
 
 
 def is_stored(x: Any) -> bool:
-    """Whether a node of a tree is one array's place."""
+    """Return whether a node of a tree is a `Stored`, and so a leaf of a tree of places."""
     return isinstance(x, Stored)
 
 
 def place_optimizer(state: Any, params: Any, leaves: Sequence[Leaf], sharded: bool, host: bool = False) -> Any:
-    """A `Stored` for each array of an abstract optimizer state.
+    """Choose how each array of an optimizer state is stored.
 
-    An array mirrors the parameter whose path its own path ends with, if their shapes agree (momenta do); it lives as
-    the parameter's shard does, with `host` in the host's memory if it has `PAD_FROM` elements. Others (counters,
-    factored moments) are replicated, on the devices.
+    An array mirrors a parameter if its path ends with the parameter's path and their shapes agree, as momenta do. It is
+    then stored as the parameter's shard is. All other arrays (counters, factored moments) are replicated on devices.
+
+    Args:
+      state: the abstract optimizer state.
+      params: the abstract trainable parameters that the optimizer sees.
+      leaves: the leaf of each of these parameters.
+      sharded: whether ZeRO shards the optimizer state.
+      host: whether arrays of `PAD_FROM` elements or more live in the host's memory.
+
+    Returns:
+      A `Stored` for each array, in the tree of `state`.
     """
-    mirrors = {
+    leaf_by_path = {
         _names(path): leaf for (path, _), leaf in zip(jax.tree_util.tree_leaves_with_path(params), leaves, strict=True)
     }
-    seen = {leaf.path: tuple(x.shape) for x, leaf in zip(jax.tree.leaves(params), leaves, strict=True)}
+    # The shape that the optimizer sees, which may differ from the stored one.
+    shape_by_path = {leaf.path: tuple(x.shape) for x, leaf in zip(jax.tree.leaves(params), leaves, strict=True)}
 
-    def stored(path: Any, x: Any) -> Stored:
+    def place_array(path: Any, x: Any) -> Stored:
         names = _names(path)
-        ends = (mirrors.get(names[at:]) for at in range(len(names) + 1))
-        leaf = next((found for found in ends if found is not None and seen[found.path] == tuple(x.shape)), None)
+        suffix_leaves = (leaf_by_path.get(names[start:]) for start in range(len(names) + 1))
+        leaf = next(
+            (leaf for leaf in suffix_leaves if leaf is not None and shape_by_path[leaf.path] == tuple(x.shape)), None
+        )
         if leaf is None:
             return Stored(tuple(x.shape), x.dtype, PartitionSpec(), None)
         shape = leaf.stored if sharded or leaf.spread else leaf.shape
         return Stored(shape, x.dtype, leaf.spec(sharded), leaf, host and math.prod(shape) >= PAD_FROM)
 
-    return jax.tree_util.tree_map_with_path(stored, state)
+    return jax.tree_util.tree_map_with_path(place_array, state)
 
 
 def _names(path: Any) -> tuple[str, ...]:
+    """Return the name of each entry of a tree path."""
     return tuple(name_of((entry,)) for entry in path)

@@ -1,13 +1,16 @@
-"""The leaves of a model: the dim that each is sharded along, its padding, and how layers are kept.
+"""One stored leaf: the form in which it holds the model's layers, the dim that is sharded, and its padding.
 
-A leaf is sharded over `fsdp` along one dim. Its first dim is avoided where it may be a stack of layers (at most 512,
-and three dims or more, or two with the first the smaller): a scan slices it there. If no dim divides, a leaf of 16,384
-elements or more is padded along its largest such dim; a smaller one is replicated, and reported.
+ZeRO shards a leaf over `fsdp` along one dim, the first that the number of shards divides. If dim 0 may be a stack of
+layers, it is the last choice, because a scan slices the leaf there. If no dim divides, a leaf of 16,384 elements or
+more is padded along its largest dim. A smaller leaf is replicated, and its note says so.
 
-With a pipeline, the leaves of the largest stack live on the ranks that run their layers: dim 0 is over `pipe`, and with
-v chunks a rank it is two dims, [v, layers / v], the second over `pipe`; in a V, odd chunks lie in reverse. If the
-layers do not divide, zeros follow the last. The other leaves serve every rank, and are sharded over `pipe` and `fsdp`
-together.
+With a pipeline, the leaves of the largest stack live on the ranks that run their layers:
+
+    one chunk per rank    [layers, ...]               dim 0 over `pipe`
+    v chunks per rank     [v, layers / v, ...]        dim 1 over `pipe`; in a V, the ranks of odd chunks are reversed
+
+If the layers do not divide evenly, zeros follow the last layer. All other leaves serve every rank, and are sharded over
+`pipe` and `fsdp` together.
 """
 
 import math
@@ -20,45 +23,50 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 PAD_FROM = 16_384  # elements; smaller leaves are not worth the padding
-LAYERS = 512  # no model stacks more
+LAYERS = 512  # a larger first dim is a feature dim: no model stacks more layers
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The form of a leaf that is one of the model's own, as the model has it."""
+    """The form of a leaf that is stored as the model has it."""
 
     def to_logical(self, x: jax.Array) -> list[jax.Array]:
-        """The leaf -> the model's own leaves that are in it: one here."""
+        """Return the model's own leaves that the stored leaf holds: the leaf itself."""
         return [x]
 
     def to_stored(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """The reverse of `to_logical`."""
+        """Return the stored leaf; inverse of `to_logical`."""
         return parts[0]
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """Layers of a Python loop, the model's own leaves, as one stack along dim 0 (`slicing/rolling/roll.py`)."""
+    """The form that stacks the layers of a Python loop, separate leaves of the model, along dim 0.
+
+    `slicing/rolling/roll.py` runs the loop as a scan over this stack.
+    """
 
     def to_logical(self, x: jax.Array) -> list[jax.Array]:
-        """A stack [layers, ...] -> its layers."""
-        return [x[k] for k in range(x.shape[0])]
+        """Return the layers of a stack [layers, ...]."""
+        return [x[layer] for layer in range(x.shape[0])]
 
     def to_stored(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """The reverse of `to_logical`."""
+        """Stack the layers; inverse of `to_logical`."""
         return jnp.stack(parts)
 
 
 @dataclass(frozen=True)
 class Staged:
-    """The form of layers that the stages of a pipeline own: whole stages, with zeros after the last layer if need be.
+    """The form of layers that the stages of a pipeline own: complete stages, with zeros after the last layer.
 
     Attributes:
       layers: the number of layers.
-      held: the dims that they fill: (layers,) or, with chunks, (chunks, layers / chunks). The last is over `pipe`.
-      dim: the dim that they are on in the model's own leaf, 1 after `nn.scan(variable_axes={"params": 1})`; None where
-        the model has them one by one, in a Python loop.
-      turned: the ranks of a V, on which odd chunks lie in reverse; 0 where every chunk begins on the first rank.
+      held: the dims that they fill, padding included: (layers,) or, with chunks, (chunks, layers / chunks). The last
+        is over `pipe`.
+      dim: the dim of layers in the model's own leaf, 1 after `nn.scan(variable_axes={"params": 1})`; None if the model
+        has a leaf for each layer, in a Python loop.
+      turned: the number of ranks of a V, which holds odd chunks in reverse order of the ranks; 0 if every chunk begins
+        on the first rank.
     """
 
     layers: int
@@ -68,41 +76,43 @@ class Staged:
 
     @property
     def chunks(self) -> int:
-        """The chunks that each rank holds."""
+        """The number of chunks that each rank holds."""
         return self.held[0] if len(self.held) > 1 else 1
 
     def in_order(self, x: jax.Array) -> jax.Array:
-        """Whole stages [*held, ...] -> [layers, ...]."""
+        """Convert complete stages [*held, ...] to layers in the order of the model, [layers, ...]."""
         if self.held == (self.layers,):
             return x
         return self._turn(x).reshape(-1, *x.shape[len(self.held) :])[: self.layers]
 
     def in_stages(self, x: jax.Array) -> jax.Array:
-        """The reverse of `in_order`."""
+        """Convert layers in order [layers, ...] to complete stages [*held, ...]; inverse of `in_order`."""
         if self.held == (self.layers,):
             return x
+        # Zeros follow the last layer, so that all stages have the same number of layers.
         widths = [(0, math.prod(self.held) - self.layers)] + [(0, 0)] * (x.ndim - 1)
         return self._turn(jnp.pad(x, widths).reshape(*self.held, *x.shape[1:]))
 
     def _turn(self, x: jax.Array) -> jax.Array:
-        """Stages [*held, ...] in the order of the layers, from that of the ranks, or the reverse."""
+        """Convert stages [*held, ...] between the order of the ranks and the order of the layers; its own inverse."""
         if not self.turned:
             return x
+        # [chunks, ranks, layers per stage, ...]: an odd chunk of a V visits the ranks from last to first.
         stages = x.reshape(self.chunks, self.turned, -1, *x.shape[2:])
         return jnp.stack([part[::-1] if c % 2 else part for c, part in enumerate(stages)]).reshape(x.shape)
 
     def own(self, x: jax.Array) -> list[jax.Array]:
-        """Layers in order [layers, ...] -> the model's own leaves that hold them."""
+        """Return the model's own leaves that hold the layers [layers, ...]."""
         if self.dim is None:
             return Stacked().to_logical(x)
         return [jnp.swapaxes(x, 0, self.dim)]
 
     def to_logical(self, x: jax.Array) -> list[jax.Array]:
-        """Whole stages -> the model's own leaves that hold their layers."""
+        """Return the model's own leaves that hold the layers of complete stages [*held, ...]."""
         return self.own(self.in_order(x))
 
     def to_stored(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """The reverse of `to_logical`."""
+        """Return complete stages [*held, ...]; inverse of `to_logical`."""
         return self.in_stages(jnp.stack(parts) if self.dim is None else jnp.swapaxes(parts[0], 0, self.dim))
 
 
@@ -111,24 +121,24 @@ Form = Whole | Stacked | Staged
 
 @dataclass(frozen=True)
 class Leaf:
-    """One parameter leaf, as a step keeps it.
+    """One parameter leaf, as a step stores it.
 
     Attributes:
-      path: its place in the tree, such as `layers/attention/query/kernel`; that of layers of a Python loop has a `*` in
-        place of their number.
-      shape: its shape, which follows from the model's by its form.
+      path: its path in the tree, such as `layers/attention/query/kernel`. A stack of the layers of a Python loop has a
+        `*` instead of their number.
+      shape: its shape without padding of `dim`: the model's shape, converted to `form`.
       dtype: the dtype that the model declares.
-      dim: the dim that ZeRO shards, None where it does not.
+      dim: the dim that ZeRO shards, None if it shards none.
       padded: the size of that dim at rest, a multiple of the number of shards.
       trainable: whether it has a gradient and optimizer state.
-      note: why it is not sharded, or padded.
-      form: which of the model's own leaves are in it, and how.
+      note: the reason why it is not sharded, or is padded.
+      form: which of the model's own leaves it holds, and how.
       shard: the mesh axes over which `dim` is sharded; with `Strategy.hpz`, `data` is the last of them.
-      tensor: the dim that is split over the ranks of `tensor`, None where each holds the whole.
-      ranks: the number of these.
-      spread: whether `dim` is over `pipe` too, whatever ZeRO shards: of a model whose program is cut into stages.
-      expert: the dim of experts, split over the ranks of `expert`, None where each holds the whole.
-      experts: the number of these ranks.
+      tensor: the dim that is split over the ranks of `tensor`, None if each rank holds all of the leaf.
+      ranks: the number of ranks of `tensor`.
+      expert: the dim of experts, split over the ranks of `expert`, None if each rank holds all of the leaf.
+      experts: the number of ranks of `expert`.
+      spread: whether `dim` is over `pipe` too, whatever ZeRO shards. True in a model whose program is cut into stages.
     """
 
     path: str
@@ -148,59 +158,64 @@ class Leaf:
 
     @property
     def of_a_stage(self) -> bool:
-        """Whether each rank of a pipeline holds a part of its own."""
+        """Whether each rank of a pipeline holds a different part of the leaf."""
         return self.layers is not None or (self.spread and self.dim is not None)
 
     @property
     def layers(self) -> int | None:
-        """The number of layers of a leaf that the stages of a pipeline own, None for every other leaf."""
+        """The number of layers of a leaf that the stages of a pipeline own, None for any other leaf."""
         return self.form.layers if isinstance(self.form, Staged) else None
 
     @property
     def stage(self) -> int:
-        """The dim of such a leaf that is over `pipe`; 0 for every other."""
+        """The dim that is over `pipe` if the stages of a pipeline own the leaf's layers; 0 for any other leaf."""
         return len(self.form.held) - 1 if isinstance(self.form, Staged) else 0
 
     @property
     def rolled(self) -> bool:
-        """Whether it is a stack of leaves that the model has one by one, of layers in a Python loop."""
+        """Whether the leaf stacks several leaves of the model, the layers of a Python loop."""
         return isinstance(self.form, Stacked) or (isinstance(self.form, Staged) and self.form.dim is None)
 
     @property
     def as_modelled(self) -> bool:
-        """Whether the model has this very leaf."""
+        """Whether the leaf is stored in the same shape as one of the model's own leaves."""
+        # Layers on dim 0 that need no padding and no chunks are stored as the model has them.
         return self.form in (Whole(), Staged(self.layers or 0, self.logical[:1]))
 
     @property
     def split(self) -> tuple[str, ...]:
-        """The axes along which each rank has a part of the leaf to itself, and so that part's whole gradient."""
+        """The axes along which each rank holds a different part, and computes the complete gradient of that part."""
         return ("pipe",) * self.of_a_stage + ("expert",) * (self.expert is not None)
 
     @property
     def of_experts(self) -> "Leaf":
-        """The leaf as one rank of `expert` has it."""
-        part = tuple(n // self.experts if d == self.expert else n for d, n in enumerate(self.shape))
-        return self if self.expert is None else replace(self, shape=part, expert=None, experts=1)
+        """The part of the leaf that one rank of `expert` holds, as a leaf."""
+        shape = tuple(n // self.experts if d == self.expert else n for d, n in enumerate(self.shape))
+        return self if self.expert is None else replace(self, shape=shape, expert=None, experts=1)
 
     @property
     def local(self) -> "Leaf":
-        """The leaf as one rank of `expert` and `tensor` has it: its part is a leaf like any other."""
-        mine = self.of_experts
-        part = tuple(n // mine.ranks if d == mine.tensor else n for d, n in enumerate(mine.shape))
-        return mine if mine.tensor is None else replace(mine, shape=part, tensor=None, ranks=1)
+        """The part of the leaf that one rank of `expert` and `tensor` holds, as a leaf that neither axis splits."""
+        expert_part = self.of_experts
+        shape = tuple(n // self.ranks if d == self.tensor else n for d, n in enumerate(expert_part.shape))
+        return expert_part if self.tensor is None else replace(expert_part, shape=shape, tensor=None, ranks=1)
 
     @property
     def logical(self) -> tuple[int, ...]:
-        """Its shape without the padding of stages, and layers in front."""
+        """The shape without the padding of stages, with the layers on dim 0."""
         return self.shape if self.layers is None else (self.layers, *self.shape[self.stage + 1 :])
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape at rest, padding included."""
+        """The shape at rest, with `dim` padded."""
         return tuple(self.padded if d == self.dim else n for d, n in enumerate(self.shape))
 
     def spec(self, sharded: bool = True) -> PartitionSpec:
-        """The spec of the leaf where its strategy shards it, and where it does not."""
+        """Return the leaf's spec, with the axes over which ZeRO shards if `sharded`.
+
+        The axes `tensor` and `expert`, and `pipe` of a leaf whose ranks hold different parts, are always in it.
+        """
+        # 1. Axes whose ranks hold different parts of the leaf, whatever ZeRO shards.
         axes: list[Any] = [None] * len(self.shape)
         if self.layers is not None:
             axes[self.stage] = "pipe"
@@ -208,26 +223,36 @@ class Leaf:
             axes[self.tensor] = "tensor"
         if self.expert is not None:
             axes[self.expert] = "expert"
+        # 2. The axes of ZeRO.
         if self.dim is not None and (sharded or self.spread):
-            one, *more = (*(("pipe",) if self.spread else ()), *(self.shard if sharded else ()))
-            axes[self.dim] = (one, *more) if more else one
+            first_axis, *more_axes = (*(("pipe",) if self.spread else ()), *(self.shard if sharded else ()))
+            axes[self.dim] = (first_axis, *more_axes) if more_axes else first_axis
+        # 3. Equal specs must compare equal: jax distinguishes P("fsdp", None) from P("fsdp").
         while axes and axes[-1] is None:
             axes.pop()
         return PartitionSpec(*axes)
 
     @property
     def by_layer(self) -> bool:
-        """Whether a sharded leaf may be a stack of layers, to be moved one after the other."""
+        """Whether a sharded leaf may be a stack of layers, which are gathered one after the other."""
+        # If dim 0 is sharded, each layer lies whole on one device, and cannot be gathered from all.
         return self.dim != 0 and not self.spread and (not isinstance(self.form, Whole) or may_stack(self.shape))
 
     def inner(self, sliced: bool, layers: int = 0) -> int:
-        """The sharded dim, in one layer of the leaf if it is sliced; its layers are on dim `layers`."""
+        """Return the sharded dim of the leaf or, if `sliced`, of one of its layers, which lie on dim `layers`."""
         if sliced and self.layers is None:
+            # A layer has a dim less: dims after the dim of layers move one to the left.
             return (self.dim or 0) - (layers <= (self.dim or 0))
+        # A layer of a staged leaf has neither the dim of chunks nor the dim of layers.
         return (self.dim or 0) - (self.stage + 1 if sliced else 0)
 
     def pad(self, x: jax.Array, dim: int | None = None) -> jax.Array:
-        """Pads the sharded dim for rest, unless it is; `dim` where `x` is one layer of a stack."""
+        """Pad the sharded dim of `x` to its size at rest, unless it is padded already.
+
+        Args:
+          x: the leaf, or one layer of it.
+          dim: the sharded dim of `x` if it is one layer of a stack; None means `self.dim`.
+        """
         dim = self.dim if dim is None else dim
         if self.dim is None or dim is None or x.shape[dim] == self.padded:
             return x
@@ -235,17 +260,23 @@ class Leaf:
         return jnp.pad(x, widths)
 
     def unpad(self, x: jax.Array, dim: int | None = None) -> jax.Array:
-        """The reverse of `pad`."""
+        """Remove the padding of the sharded dim; inverse of `pad`, with the same arguments."""
         dim = self.dim if dim is None else dim
-        if self.dim is None or dim is None or x.shape[dim] != self.padded:  # of a leaf that is spread, a rank's part
+        if self.dim is None or dim is None or x.shape[dim] != self.padded:  # one rank's part of a leaf that is spread
             return x
         return jax.lax.slice_in_dim(x, 0, self.shape[self.dim], axis=dim)
 
 
 @dataclass(frozen=True)
 class Pipe:
-    """What the layout needs to know of a pipeline: its ranks, the chunks that each holds, whether odd chunks lie on the
-    ranks in reverse; the axes over which ZeRO shards; and what becomes a stage (`Strategy.stages`).
+    """The properties of a pipeline that a layout depends on.
+
+    Attributes:
+      ranks: the number of ranks.
+      chunks: the number of chunks of layers that each rank holds.
+      turns: whether the ranks hold odd chunks in reverse order, as in a V.
+      shard: the axes over which ZeRO shards, also without a pipeline.
+      stages: what becomes a stage (`Strategy.stages`).
     """
 
     ranks: int = 1
@@ -255,15 +286,20 @@ class Pipe:
     stages: str = "auto"
 
     def held(self, layers: int) -> tuple[int, ...]:
-        """The dims that the layers of a stack fill in whole stages."""
-        each = -(-layers // (self.ranks * self.chunks)) * self.ranks
-        return (each,) if self.chunks == 1 else (self.chunks, each)
+        """Return the dims that the layers of a stack fill in complete stages, padding included (`Staged.held`)."""
+        layers_per_chunk = -(-layers // (self.ranks * self.chunks)) * self.ranks
+        return (layers_per_chunk,) if self.chunks == 1 else (self.chunks, layers_per_chunk)
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """The devices that share a leaf: `shards` over which ZeRO shards it, on the axes `pipe.shard`, 1 where it does not;
-    those of the pipeline; the `ranks` of `tensor`; `experts`, the ranks of that axis.
+    """The devices that share a leaf.
+
+    Attributes:
+      shards: the number of devices over which ZeRO shards, along the axes `pipe.shard`; 1 if it does not shard.
+      pipe: the pipeline.
+      ranks: the number of ranks of `tensor`.
+      experts: the number of ranks of `expert`.
     """
 
     shards: int = 1
@@ -283,60 +319,89 @@ def place(
     expert: int | None = None,
     second: bool = False,
 ) -> Leaf:
-    """Choose the dim along which a leaf is sharded.
+    """Choose the dim along which a leaf is sharded, and pad it.
 
-    `shape` is without the padding of stages, layers in front. Its dim `tensor` is split over the ranks of that axis,
-    its dim `expert` over those of that one, and the rest of it is sharded. Layers that are on the `second` dim are
-    split last.
+    Args:
+      path, dtype, trainable: as in `Leaf`.
+      shape: the shape without the padding of stages, with the layers on dim 0.
+      sharing: the devices that share the leaf.
+      form: which of the model's own leaves it holds.
+      tensor: the dim of `shape` that is split over the ranks of `tensor`.
+      expert: the dim of `shape` that is split over the ranks of `expert`.
+      second: whether dim 1 is a dim of layers, which is sharded only if no other dim divides.
+
+    Returns:
+      The leaf, sharded along one of the remaining dims, or replicated with a note.
     """
+    # 1. The axes over which this leaf is sharded, and how many shards they make.
     pipe, shards, axes = sharing.pipe, sharing.shards, sharing.pipe.shard
     ranks, experts = (1 if tensor is None else sharing.ranks), (1 if expert is None else sharing.experts)
     if expert is not None and "expert" in axes:
+        # Each rank of `expert` holds other experts, so that ZeRO cannot shard over that axis again.
         shards, axes = shards // experts, tuple(axis for axis in axes if axis != "expert")
-    first = 0
+    first_dim = 0
     if isinstance(form, Staged):
-        shape, first = (*form.held, *shape[1:]), len(form.held)
-        tensor, expert = (None if at is None else at + first - 1 for at in (tensor, expert))
+        shape, first_dim = (*form.held, *shape[1:]), len(form.held)
+        tensor, expert = (None if dim is None else dim + first_dim - 1 for dim in (tensor, expert))
     elif pipe.stages == "cut":
-        shards, axes = shards * pipe.ranks, axes if shards > 1 else ("fsdp",)  # over `pipe` alone without ZeRO
+        # The stages of a cut program share no stack, so that each leaf is spread over `pipe`, even without ZeRO.
+        shards, axes = shards * pipe.ranks, axes if shards > 1 else ("fsdp",)
     elif pipe.ranks > 1 and shards > 1:
+        # All stages use this leaf. ZeRO shards it over their devices too.
         shards, axes = shards * pipe.ranks, ("pipe", *axes)
+
+    # 2. The dims to choose from, dims of layers last. What only looks like a stack may be sharded along dim 0 if no
+    #    other dim serves.
     stacked = not isinstance(form, Staged) and not second and (isinstance(form, Stacked) or may_stack(shape))
-    dims = [d for d in range(1 if stacked else first, len(shape)) if d not in (tensor, expert)]
+    dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d not in (tensor, expert)]
     dims.sort(key=lambda d: second and d == 1)
-    own = stacked and not isinstance(form, Stacked) and 0 not in (tensor, expert)  # dim 0, if no other will do
+    may_shard_first = stacked and not isinstance(form, Stacked) and 0 not in (tensor, expert)
+
+    # 3. The choice. PAD_FROM counts the elements that one rank of `tensor` and `expert` holds.
     dim, note = None, ""
     if shards > 1:
-        dim = _sharded(shape, shards, dims, own, PAD_FROM * ranks * experts)
+        dim = _choose_dim(shape, shards, dims, may_shard_first, PAD_FROM * ranks * experts)
         note = _note(shape, shards, dim, {"tensor": tensor, "expert": expert})
     padded = 0 if dim is None else -(-shape[dim] // shards) * shards
-    parts = (tensor, ranks, expert, experts, pipe.stages == "cut")
-    return Leaf(path, shape, jnp.dtype(dtype), dim, padded, trainable, note, form, axes, *parts)
+    splits = (tensor, ranks, expert, experts, pipe.stages == "cut")
+    return Leaf(path, shape, jnp.dtype(dtype), dim, padded, trainable, note, form, axes, *splits)
 
 
-def _sharded(shape: tuple[int, ...], shards: int, dims: Sequence[int], first: bool, least: int) -> int | None:
-    """The first of `dims` that divides; the largest, padded, of a leaf of `least` elements; dim 0 if `first` allows."""
+def _choose_dim(
+    shape: tuple[int, ...], shards: int, dims: Sequence[int], may_shard_first: bool, pad_from: int
+) -> int | None:
+    """Return the dim to shard, None for a leaf that stays replicated.
+
+    In this order: the first of `dims` that `shards` divides; the largest of `dims`, to be padded, if the leaf has
+    `pad_from` elements; dim 0, if `may_shard_first` and it divides.
+    """
     if not math.prod(shape):
         return None
     if (dim := next((d for d in dims if shape[d] % shards == 0), None)) is not None:
         return dim
-    if dims and math.prod(shape) >= least:
+    if dims and math.prod(shape) >= pad_from:
         return max(dims, key=lambda d: shape[d])
-    return 0 if first and shape[0] % shards == 0 else None
+    return 0 if may_shard_first and shape[0] % shards == 0 else None
 
 
-def _note(shape: tuple[int, ...], shards: int, dim: int | None, taken: Mapping[str, int | None]) -> str:
-    """Why a leaf is not sharded, or padded; `taken` are the dims that other axes split."""
+def _note(shape: tuple[int, ...], shards: int, dim: int | None, split_dims: Mapping[str, int | None]) -> str:
+    """Return the reason why a leaf is replicated or padded; "" if it is neither.
+
+    `split_dims` maps each other axis to the dim that it splits.
+    """
     if dim is not None:
-        whole = -(-shape[dim] // shards) * shards
-        return "" if whole == shape[dim] else f"padded: dim {dim} from {shape[dim]} to {whole}"
+        padded = -(-shape[dim] // shards) * shards
+        return "" if padded == shape[dim] else f"padded: dim {dim} from {shape[dim]} to {padded}"
     if not math.prod(shape):
         return f"replicated: {shape} has no elements"
-    others = [f"{at}, which is on {axis}," for axis, at in taken.items() if at is not None]
-    rest = f"no dim but {' and '.join(others)}" if others else "no dim"
-    return f"replicated: {rest} of {shape} divides by {shards}, and it is small"
+    exceptions = [f"{d}, which is on {axis}," for axis, d in split_dims.items() if d is not None]
+    subject = f"no dim but {' and '.join(exceptions)}" if exceptions else "no dim"
+    return f"replicated: {subject} of {shape} divides by {shards}, and it is small"
 
 
 def may_stack(shape: tuple[int, ...]) -> bool:
-    """Whether an array may be a stack of layers, by its shape."""
+    """Return whether an array of this shape may be a stack of layers.
+
+    Its first dim is at most `LAYERS`, and it has three dims or more, or two with the first the smaller.
+    """
     return len(shape) > 1 and shape[0] <= LAYERS and (len(shape) > 2 or shape[0] < shape[1])

@@ -1,4 +1,7 @@
-"""Strategy + devices -> mesh. Every mesh has the six axes, outermost to innermost; unused ones have size 1."""
+"""Make the mesh of a strategy from the devices of a run, attached or simulated.
+
+Every mesh has all six axes, outermost to innermost. An axis that the strategy does not use has size 1.
+"""
 
 import collections
 import math
@@ -20,12 +23,15 @@ MOST_SIMULATED = 4096
 
 
 def enough_threads(devices: int | None = None) -> None:
-    """Give XLA's CPU runtime four threads for each simulated device, unless the environment has a number.
+    """Give XLA's CPU runtime four threads per simulated device, unless the environment sets a number.
 
-    By default it has one a device, and all can end up waiting in a collective for a device whose work no thread takes
-    up; then XLA ends the process after 40 s. That happens even where collectives are in one order (jax 0.10.2, 8
-    devices on 2 busy cores, programs of `collectives/order.py`: 7 of 9 runs of 200 steps; with 32 threads none). The
-    number is read when the backend starts. Without `devices`, theirs is that of XLA_FLAGS, if it simulates any.
+    By default XLA starts one thread per device. All of them can end up waiting in a collective for a device whose work
+    no thread takes up; XLA then ends the process after 40 s. This happens even if all devices run their collectives in
+    the same order (jax 0.10.2, 8 devices on 2 busy cores, programs of `collectives/order.py`: 7 of 9 runs of 200 steps;
+    none with 32 threads). XLA reads the number when the backend starts.
+
+    Args:
+      devices: the number of simulated devices; None takes it from XLA_FLAGS, if that simulates any.
     """
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if devices is None and flag:
@@ -35,10 +41,17 @@ def enough_threads(devices: int | None = None) -> None:
 
 
 def simulate(devices: int) -> None:
-    """Make this process see `devices` CPU devices, in place of whatever is attached.
+    """Make this process see `devices` CPU devices instead of the attached ones.
 
-    For tests and for trying a strategy on a laptop. Must run before jax has started a backend (before the first
-    array, `jax.devices()`, ...); raises RuntimeError after that, ValueError for a number below 1.
+    Use it in tests, and to try a strategy on a laptop. Call it before jax starts a backend: before the first array,
+    `jax.devices()`, and the like.
+
+    Args:
+      devices: the number of devices, from 1 to 4,096.
+
+    Raises:
+      ValueError: if the number is out of range.
+      RuntimeError: if jax has already started a backend with other devices.
     """
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise ValueError(f"simulate({devices!r}): the number of devices must be a whole number from 1, such as 8")
@@ -50,33 +63,42 @@ def simulate(devices: int) -> None:
         jax.config.update("jax_platforms", "cpu")
         enough_threads(devices)
     except RuntimeError as error:
-        found = jax.devices()
-        if len(found) != devices or found[0].platform != "cpu":
+        attached = jax.devices()
+        if len(attached) != devices or attached[0].platform != "cpu":
             raise RuntimeError(
-                f"simulate({devices}) came too late: jax already runs on {len(found)} {found[0].platform} device(s); "
-                "call it right after `import jaxpar`, before the first array"
+                f"simulate({devices}) came too late: jax already runs on {len(attached)} {attached[0].platform} "
+                "device(s); call it right after `import jaxpar`, before the first array"
             ) from error
 
 
 def check_context(mesh: Mesh) -> None:
-    """Raise ValueError where a step on `mesh` is traced within another mesh: of `jax.set_mesh`, or a `shard_map`."""
-    around = jax.sharding.get_abstract_mesh()
-    if around.empty or (around.axis_names, around.axis_sizes) == (mesh.axis_names, mesh.axis_sizes):
+    """Raise ValueError if a step on `mesh` is traced within another mesh, set by `jax.set_mesh` or a `shard_map`."""
+    outer_mesh = jax.sharding.get_abstract_mesh()
+    if outer_mesh.empty or (outer_mesh.axis_names, outer_mesh.axis_sizes) == (mesh.axis_names, mesh.axis_sizes):
         return
-    found, own = (
-        ",".join(f"{axis}={n}" for axis, n in m.shape.items() if n > 1) or "one device" for m in (around, mesh)
+    outer, own = (
+        ",".join(f"{axis}={n}" for axis, n in m.shape.items() if n > 1) or "one device" for m in (outer_mesh, mesh)
     )
     raise ValueError(
-        f"the step runs on a mesh of its own, {own}, and is called within another, {found} (jax.set_mesh, shard_map); "
+        f"the step runs on a mesh of its own, {own}, and is called within another, {outer} (jax.set_mesh, shard_map); "
         "call it outside, or within jax.set_mesh(step.mesh)"
     )
 
 
 def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of a strategy: over `mesh` (a mesh with some of our axes, or devices) or over all devices.
+    """Make the mesh of a strategy.
 
-    Raises ValueError where the sizes do not multiply to the number of devices, or a given mesh has other axes.
+    Args:
+      strategy: it gives the size of each axis.
+      mesh: a mesh with some of our axes, whose devices are used in its order; or devices; None means all devices.
+
+    Returns:
+      A mesh with all six axes, of type Auto.
+
+    Raises:
+      ValueError: if the sizes do not multiply to the number of devices, or `mesh` has other axes or sizes.
     """
+    # 1. The devices, in the order in which they fill the mesh.
     if isinstance(mesh, Mesh):
         unknown = set(mesh.axis_names) - set(AXES)
         if unknown:
@@ -85,39 +107,45 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
             raise ValueError(f"mesh axes {mesh.axis_names} are out of order; outermost to innermost is {AXES}")
         devices = list(mesh.devices.flat)
     else:
-        given = jax.devices() if mesh is None else mesh
+        candidates = jax.devices() if mesh is None else mesh
         if (
-            not isinstance(given, Sequence | np.ndarray)
-            or not len(given)
-            or not all(isinstance(d, jax.Device) for d in given)
+            not isinstance(candidates, Sequence | np.ndarray)
+            or not len(candidates)
+            or not all(isinstance(d, jax.Device) for d in candidates)
         ):
-            raise ValueError(f"mesh={given!r} is neither a jax.sharding.Mesh nor devices; try mesh=jax.devices()[:4]")
-        # Host by host, so that the innermost axes stay inside one where they fit.
-        devices = sorted(given, key=host_of)
+            raise ValueError(
+                f"mesh={candidates!r} is neither a jax.sharding.Mesh nor devices; try mesh=jax.devices()[:4]"
+            )
+        # Host by host, so that the innermost axes, which communicate most, stay inside a host if they fit.
+        devices = sorted(candidates, key=host_of)
         if len(set(devices)) < len(devices):
-            raise ValueError(f"mesh={given!r} holds a device twice; take each once, as in mesh=jax.devices()[:4]")
+            raise ValueError(f"mesh={candidates!r} holds a device twice; take each once, as in mesh=jax.devices()[:4]")
         if strategy.single:
             devices = devices[:1]
     if devices[0].platform == "cpu":
         warn_unset()
     if strategy.single and len(devices) > 1:
         raise ValueError(f"strategy 'single' takes one device and the mesh has {len(devices)}; pass a mesh of one")
-    hosts = len({host_of(d) for d in devices})
-    sizes = strategy.sizes(len(devices), hosts)
+
+    # 2. The sizes of the axes.
+    num_hosts = len({host_of(d) for d in devices})
+    sizes = strategy.sizes(len(devices), num_hosts)
     if isinstance(mesh, Mesh):
         for axis, size in mesh.shape.items():
             if size != sizes[str(axis)]:
                 raise ValueError(
                     f"mesh has {axis}={size} and the strategy {axis}={sizes[str(axis)]}; make the two agree"
                 )
-    here = min(collections.Counter(map(host_of, devices)).values())
-    if sizes["tensor"] > 1 and here % sizes["tensor"]:
+    devices_per_host = min(collections.Counter(map(host_of, devices)).values())
+    if sizes["tensor"] > 1 and devices_per_host % sizes["tensor"]:
         warnings.warn(
-            f"tensor={sizes['tensor']} does not divide the {here} devices of a host, so that its all-reduces, "
-            f"several for each layer, leave the host; use tensor={math.gcd(here, sizes['tensor'])}, and fsdp or pipe "
-            "for the rest",
+            f"tensor={sizes['tensor']} does not divide the {devices_per_host} devices of a host, so that its "
+            f"all-reduces, several for each layer, leave the host; use "
+            f"tensor={math.gcd(devices_per_host, sizes['tensor'])}, and fsdp or pipe for the rest",
             stacklevel=2,
         )
+
+    # 3. The mesh, of Auto axes: outside `shard_map`, XLA's partitioner lays out what a program computes.
     shape = tuple(sizes.values())
     assert math.prod(shape) == len(devices)
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -1,4 +1,4 @@
-"""The state of a training run, a pytree of arrays."""
+"""The state of a training run: a pytree of arrays, as the layout stores them."""
 
 import functools
 import math
@@ -20,18 +20,18 @@ from .precision import LossScale
 )
 @dataclass(frozen=True)
 class State:
-    """Everything a step changes.
+    """Everything that a step changes.
 
     Attributes:
-      step: int32 scalar, steps taken; with `trace_nonfinite=True`, after a step that was not finite, minus its number,
-        until the host has seen it.
-      params: the master parameters, float32 where they are trained and in the compute dtype where they are frozen, as
-        the layout stores them (`step.params(state)` gives the model's tree).
+      step: int32 scalar, the number of steps taken. With `trace_nonfinite=True`, a step that was not finite makes it
+        negative, minus that step's number, until the host has seen it.
+      params: the master parameters as the layout stores them: trained ones in float32, frozen ones in the compute
+        dtype. `step.params(state)` returns the model's tree.
       copy: a replicated copy in the compute dtype (ZeRO-1 and 2 in low precision), or None.
       optimizer: the optimizer's state, as the layout stores it.
-      variables: what is not a parameter (BatchNorm statistics, random streams), replicated.
+      variables: the model's arrays that are no parameters (BatchNorm statistics, random streams), replicated.
       scale: the loss scale (float16), or None.
-      key: the key from which those of all steps and blocks of rows are derived.
+      key: the random key from which the keys of all steps and blocks of rows are derived.
     """
 
     step: jax.Array
@@ -43,15 +43,17 @@ class State:
     key: jax.Array
 
     def __repr__(self) -> str:
-        """A summary: the number of the step, which is waited for, of parameters, and of bytes on each device."""
+        """Return a summary: the step, the number of parameters, and bytes per device. Waits for the step to finish."""
         leaves = jax.tree.leaves(self)
-        if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):  # a tree of shardings, of specs, ...
+        # The tree may also hold shardings or specs.
+        if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):
             return f"State({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
-        count = sum(math.prod(x.shape) for x in jax.tree.leaves(self.params))
-        return f"State(step {_number(self.step)}, {count:,} parameters as stored, {_held(leaves)})"
+        num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(self.params))
+        return f"State(step {_format_step(self.step)}, {num_params:,} parameters as stored, {_format_bytes(leaves)})"
 
 
-def _number(step: Any) -> str:
+def _format_step(step: Any) -> str:
+    """Return the number of the step, or why it has no value."""
     if isinstance(step, Tracer):
         return "traced"
     if isinstance(step, jax.ShapeDtypeStruct):
@@ -59,11 +61,11 @@ def _number(step: Any) -> str:
     return "donated" if isinstance(step, jax.Array) and step.is_deleted() else str(np.asarray(step))
 
 
-def _held(leaves: Sequence[Any]) -> str:
-    """The bytes of some arrays on each of their devices; of all together where they have none."""
+def _format_bytes(leaves: Sequence[Any]) -> str:
+    """Return the bytes of some arrays on each of their devices; in total if they are abstract."""
     size = lambda x, shape: math.prod(shape) * x.dtype.itemsize
     if any(isinstance(x, Tracer) or getattr(x, "sharding", None) is None for x in leaves):
         return f"{sum(size(x, x.shape) for x in leaves):,} bytes"
     devices = frozenset().union(*(x.sharding.device_set for x in leaves))
-    held = sum(size(x, x.sharding.shard_shape(x.shape)) for x in leaves)
-    return f"{held:,} bytes on each of {len(devices)} x {next(iter(devices)).platform}"
+    local_bytes = sum(size(x, x.sharding.shard_shape(x.shape)) for x in leaves)
+    return f"{local_bytes:,} bytes on each of {len(devices)} x {next(iter(devices)).platform}"

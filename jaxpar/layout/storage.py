@@ -1,4 +1,12 @@
-"""The leaves of a model as a step keeps them: layers of a Python loop stacked, those of a pipeline in whole stages."""
+"""All parameter leaves of a model, as the model has them and as a step stores them.
+
+    model's own leaves  -->  _ModelLeaf rows  -->  stacks of Python loops  -->  forms and sharded dims  -->  Storage
+    `_model_leaves`          path, shape, ...      `_stack_loops`               `_place_rows`
+
+`make_leaves` runs these steps. Layers of a Python loop become one stack, and the layers of the largest stack become the
+stages of a pipeline. If the model has no such stack, each leaf is stored as the model has it, spread over `pipe`, and
+the stages are parts of its program.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -17,15 +25,16 @@ from .precision import Policy
 
 @dataclass(frozen=True)
 class Storage:
-    """The leaves of a model as a step keeps them, and as the model has them.
+    """The leaves of a model, as a step stores them and as the model has them.
 
     Attributes:
-      leaves: what a step keeps, in the order of `tree`.
-      tree: their tree: the model's own, unless layers of a Python loop are kept as stacks.
-      models: the model's leaves, placed one by one, in the order of `model_tree`.
-      origin: for each kept leaf, the positions among the model's of what it holds.
-      cut: whether the stages of a pipeline are parts of the model's program, and no layers of a stack; then each leaf
-        is the model's own, spread over `pipe`.
+      leaves: the stored leaves, in the order of `tree`.
+      tree: their tree: the model's own, unless layers of a Python loop are stored as stacks.
+      models: the model's own leaves, each placed separately, in the order of `model_tree`.
+      model_tree: the model's own tree.
+      origin: for each stored leaf, the positions among `models` of the leaves that it holds.
+      cut: whether the stages of a pipeline are parts of the model's program instead of layers of a stack. Then each
+        stored leaf is one of the model's own, spread over `pipe`.
     """
 
     leaves: tuple[Leaf, ...]
@@ -37,79 +46,97 @@ class Storage:
 
     @functools.cached_property
     def units(self) -> tuple[Leaf, ...]:
-        """The kept leaves, and then, one by one, the layers of those that are rolled: what a program may read."""
+        """All leaves that a program may read: the stored leaves, then the separate layers of each rolled leaf."""
+        # A layer is like its stack, without the dim of layers and with its own path.
         layers = [
             replace(
                 leaf,
                 path=self.models[i].path,
                 shape=self.models[i].shape,
-                dim=at,
+                dim=dim,
                 form=Whole(),
                 tensor=self.models[i].tensor,
                 expert=self.models[i].expert,
             )
             for leaf, members in zip(self.leaves, self.origin, strict=True)
             if leaf.rolled
-            for at in [None if leaf.dim is None else leaf.inner(True)]
+            for dim in [None if leaf.dim is None else leaf.inner(True)]
             for i in members
         ]
         return (*self.leaves, *layers)
 
     def unit_values(self, local: Sequence[Any]) -> list[Any]:
-        """The value of each unit from a device's values of the leaves: stages' layers, by chunk, on dim 0."""
-        whole = [
+        """Return the value of each unit, from a device's values of the stored leaves.
+
+        The layers of a pipeline's stages lie on dim 0, chunk by chunk.
+        """
+        leaf_values = [
             x.reshape(-1, *x.shape[len(leaf.form.held) :]) if isinstance(leaf.form, Staged) else x
             for leaf, x in zip(self.leaves, local, strict=True)
         ]
-        rolled = [(x, at) for leaf, x, at in zip(self.leaves, whole, self.origin, strict=True) if leaf.rolled]
-        return [*whole, *(x[k] for x, at in rolled for k in range(len(at)))]
+        stacks = [
+            (x, members) for leaf, x, members in zip(self.leaves, leaf_values, self.origin, strict=True) if leaf.rolled
+        ]
+        return [*leaf_values, *(x[layer] for x, members in stacks for layer in range(len(members)))]
 
     def of_units(self, values: Sequence[Any]) -> Any:
-        """The model's own tree from one value for each unit, all layers in order."""
-        members = {i: at for family in self.families for i, at in family}
-        out: dict[int, Any] = {}
-        for i, (leaf, at) in enumerate(zip(self.leaves, self.origin, strict=True)):
-            if i in members:  # its layers are units of their own
-                parts = [values[k] for k in members[i]]
+        """Return the model's own tree, from one value for each unit, with all layers in order."""
+        layer_units = {i: units for family in self.families for i, units in family}
+        model_values: dict[int, Any] = {}  # by position among the model's leaves
+        for i, (leaf, members) in enumerate(zip(self.leaves, self.origin, strict=True)):
+            if i in layer_units:
+                # A program reads a rolled leaf through the units of its layers.
+                parts = [values[k] for k in layer_units[i]]
             else:
                 parts = leaf.form.own(values[i]) if isinstance(leaf.form, Staged) else [values[i]]
-            out.update(zip(at, parts, strict=True))
-        return jax.tree.unflatten(self.model_tree, [out[i] for i in range(len(out))])
+            model_values.update(zip(members, parts, strict=True))
+        return jax.tree.unflatten(self.model_tree, [model_values[i] for i in range(len(model_values))])
 
     @property
     def families(self) -> list[list[tuple[int, list[int]]]]:
-        """Rolled leaves by the loop that they come from: positions of each, and of its layers, among the units."""
-        out: dict[Any, list[tuple[int, list[int]]]] = {}
-        position = len(self.leaves)
-        for i, (leaf, at) in enumerate(zip(self.leaves, self.origin, strict=True)):
+        """The rolled leaves, grouped by the Python loop that they come from.
+
+        Each is (its position, the positions of its layers), among the units.
+        """
+        by_loop: dict[Any, list[tuple[int, list[int]]]] = {}
+        next_unit = len(self.leaves)
+        for i, (leaf, members) in enumerate(zip(self.leaves, self.origin, strict=True)):
             if leaf.rolled:
-                members = list(range(position, position + len(at)))
-                out.setdefault((leaf.path.partition("*")[0], len(at)), []).append((i, members))
-                position += len(at)
-        return list(out.values())
+                layer_units = list(range(next_unit, next_unit + len(members)))
+                by_loop.setdefault((leaf.path.partition("*")[0], len(members)), []).append((i, layer_units))
+                next_unit += len(members)
+        return list(by_loop.values())
 
     @property
     def same(self) -> bool:
-        """Whether every leaf is kept in the model's own shape."""
+        """Whether every leaf is stored in the model's own shape."""
         return self.tree == self.model_tree and all(leaf.as_modelled for leaf in self.leaves)
 
     def seen(self, as_stacked: bool) -> tuple[list[Leaf], Any]:
-        """The trainable leaves that an optimizer sees, as a step keeps them or the model's own; and abstract masters in
-        their tree, None, which is no leaf, for frozen ones.
+        """Return the trainable leaves that an optimizer sees, and their abstract masters.
+
+        Args:
+          as_stacked: whether it sees the leaves as a step stores them, instead of the model's own.
+
+        Returns:
+          The leaves, and a tree with a `jax.ShapeDtypeStruct` for each of them. A frozen leaf is None in the tree,
+          which jax does not count as a leaf.
         """
         leaves, tree = (self.leaves, self.tree) if as_stacked else (self.models, self.model_tree)
-        masters = [jax.ShapeDtypeStruct(f.shape, Policy.master(f.dtype)) if f.trainable else None for f in leaves]
+        masters = [
+            jax.ShapeDtypeStruct(leaf.shape, Policy.master(leaf.dtype)) if leaf.trainable else None for leaf in leaves
+        ]
         return [leaf for leaf in leaves if leaf.trainable], jax.tree.unflatten(tree, masters)
 
 
 @dataclass(frozen=True)
 class _ModelLeaf:
-    """One of the model's own leaves, or layers of a Python loop that are kept as one.
+    """One of the model's own leaves, or a stack of the layers of a Python loop, before it is placed.
 
     Attributes:
-      path, shape, dtype, trainable: as of `Leaf`.
+      path, shape, dtype, trainable: as in `Leaf`.
       tensor, expert: the dims that these axes split.
-      members: positions among the model's own leaves; several of layers.
+      members: its positions among the model's own leaves; one for each layer of a stack.
     """
 
     path: str
@@ -122,22 +149,24 @@ class _ModelLeaf:
 
     @property
     def rolled(self) -> bool:
+        """Whether this is a stack of the layers of a Python loop."""
         return len(self.members) > 1
 
     def stacked(self, path: str, members: tuple[int, ...]) -> "_ModelLeaf":
-        """Layers like this one as one leaf."""
+        """Return the stack of several layers like this one, along a new dim 0."""
+        # All dims move by one for the new dim of layers.
         tensor, expert = (None if d is None else d + 1 for d in (self.tensor, self.expert))
         shape = (len(members), *self.shape)
         return replace(self, path=path, shape=shape, tensor=tensor, expert=expert, members=members)
 
-    def in_front(self) -> "_ModelLeaf":
-        """Layers on dim 1 -> on dim 0, where stages take them from."""
+    def with_layers_first(self) -> "_ModelLeaf":
+        """Move the layers from dim 1 to dim 0, which the stages of a pipeline split."""
         tensor, expert = (None if d is None else {0: 1, 1: 0}.get(d, d) for d in (self.tensor, self.expert))
         shape = (self.shape[1], self.shape[0], *self.shape[2:])
         return replace(self, shape=shape, tensor=tensor, expert=expert)
 
     def placed(self, sharing: Sharing, form: Form, second: bool = False) -> Leaf:
-        """The leaf as a step keeps it."""
+        """Return the leaf as a step stores it (`leaves.place`)."""
         dims = (self.tensor, self.expert)
         return place(self.path, self.shape, self.dtype, self.trainable, sharing, form, *dims, second)
 
@@ -150,126 +179,154 @@ def make_leaves(
     mixed: Mapping[str, int] = MappingProxyType({}),
     others: Mapping[str, int] = MappingProxyType({}),
 ) -> Storage:
-    """An abstract parameter tree as the devices of `sharing` keep it; `split` are the dims that `tensor` splits, by
-    path, `mixed` those of experts, `others` dims that are known to be none of layers: what `vmap` made looks like a
-    stack.
+    """Choose how the devices of `sharing` store the leaves of a model.
+
+    Args:
+      params: the abstract parameter tree.
+      trainable: returns whether the leaf of a path is trained; None trains all floating-point leaves.
+      sharing: the devices that share the leaves.
+      split: by path, the dim that `tensor` splits.
+      mixed: by path, the dim of experts, which `expert` splits.
+      others: by path, a dim that is known to be none of layers, such as one that `vmap` made. It looks like a stack.
+
+    Raises:
+      ValueError: for a parameter that is a key, or if two axes are to split the same dim.
     """
-    model, tree = _model_leaves(params, trainable, split, mixed), jax.tree.structure(params)
-    inside = inside_stack([(one.path, one.shape) for one in model], others)
-    rolled, kept = _rolled(model, params, inside)
-    leaves = _placed(rolled, sharing, inside, others)
-    as_is = {row.members[0]: leaf for row, leaf in zip(rolled, leaves, strict=True) if leaf.as_modelled}
-    models = tuple(as_is.get(i) or one.placed(sharing, Whole()) for i, one in enumerate(model))
-    # A layer of a stack lies as the stack does, whatever its own shape says: an optimizer's arrays meet it there.
-    stacked = [(row, leaf) for row, leaf in zip(rolled, leaves, strict=True) if isinstance(leaf.form, Stacked)]
-    dims = {i: (leaf.inner(True), leaf.padded) for row, leaf in stacked if leaf.dim is not None for i in row.members}
+    # 1. Store the layers of Python loops as stacks, and choose the sharded dims.
+    model_rows, tree = _model_leaves(params, trainable, split, mixed), jax.tree.structure(params)
+    inside = inside_stack([(row.path, row.shape) for row in model_rows], others)
+    rows, stored_tree = _stack_loops(model_rows, params, inside)
+    leaves = _place_rows(rows, sharing, inside, others)
+
+    # 2. Place the model's own leaves for the trees that are handed out and for optimizers that need them. A layer is
+    #    sharded like its stack, whatever its own shape suggests, because the optimizer's arrays are stored like it.
+    unchanged = {row.members[0]: leaf for row, leaf in zip(rows, leaves, strict=True) if leaf.as_modelled}
+    models = tuple(unchanged.get(i) or row.placed(sharing, Whole()) for i, row in enumerate(model_rows))
+    stacks = [(row, leaf) for row, leaf in zip(rows, leaves, strict=True) if isinstance(leaf.form, Stacked)]
+    dims = {i: (leaf.inner(True), leaf.padded) for row, leaf in stacks if leaf.dim is not None for i in row.members}
     models = tuple(
         replace(leaf, dim=dims[i][0], padded=dims[i][1]) if i in dims else leaf for i, leaf in enumerate(models)
     )
-    storage = Storage(tuple(leaves), kept, models, tree, tuple(row.members for row in rolled))
+    storage = Storage(tuple(leaves), stored_tree, models, tree, tuple(row.members for row in rows))
+
+    # 3. Without a stack that fills the stages of a pipeline, cut the program instead, and store every leaf as it is.
     pipe = sharing.pipe
-    lacks = pipe.ranks > 1 and (_lacks_stack(storage, pipe) or _torn(storage, inside))
-    if pipe.ranks == 1 or pipe.stages == "layers" or not (pipe.stages == "cut" or lacks):
+    needs_cut = pipe.ranks > 1 and (_lacks_stack(storage, pipe) or _has_nested_stack(storage, inside))
+    if pipe.ranks == 1 or pipe.stages == "layers" or not (pipe.stages == "cut" or needs_cut):
         _check_stages(leaves, pipe)
         return storage
     cut = replace(sharing, pipe=replace(pipe, stages="cut"))
-    models = tuple(one.placed(cut, Whole()) for one in model)
+    models = tuple(row.placed(cut, Whole()) for row in model_rows)
     return Storage(models, tree, models, tree, tuple((i,) for i in range(len(models))), cut=True)
 
 
 def _model_leaves(
     params: Any, trainable: Callable[[str], bool] | None, split: Mapping[str, int], mixed: Mapping[str, int]
 ) -> list[_ModelLeaf]:
-    """The model's own leaves."""
-    out: list[_ModelLeaf] = []
-    for at, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
+    """Return a row for each of the model's own leaves; raise ValueError for one that cannot be stored."""
+    rows: list[_ModelLeaf] = []
+    for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
         name = name_of(path)
+        # Random keys have an extended dtype: they cannot be trained, padded or reduced.
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             raise ValueError(
                 f"parameter {name} is {x.dtype}, which is no number; keep keys with the variables "
                 "(Model(stateful=True)), or use the loss's own key"
             )
         if (dim := mixed.get(name)) is not None and dim == split.get(name):
-            other = next((d for d in range(x.ndim) if d != dim), None)
+            free_dim = next((d for d in range(x.ndim) if d != dim), None)
             raise ValueError(
                 f"tensor and expert are both to split dim {dim} of {name} {list(x.shape)}; name another dim for one: "
-                f"rules={{{name!r}: {{'expert': {dim}, 'tensor': {other}}}}}"
+                f"rules={{{name!r}: {{'expert': {dim}, 'tensor': {free_dim}}}}}"
             )
-        trains = _trains(name, x.dtype, trainable)
-        out.append(_ModelLeaf(name, tuple(x.shape), x.dtype, trains, split.get(name), mixed.get(name), (at,)))
-    return out
+        is_trained = _is_trained(name, x.dtype, trainable)
+        rows.append(_ModelLeaf(name, tuple(x.shape), x.dtype, is_trained, split.get(name), mixed.get(name), (i,)))
+    return rows
 
 
 def check_trains(params: Any, trainable: Callable[[str], bool] | None) -> None:
-    """Raise ValueError on an abstract parameter tree without any trainable leaf, whatever the strategy."""
+    """Raise ValueError if an abstract parameter tree has no trainable leaf; no strategy can train it."""
     leaves = [(name_of(path), x.dtype) for path, x in jax.tree_util.tree_leaves_with_path(params)]
-    if any(_trains(name, dtype, trainable) for name, dtype in leaves):
+    if any(_is_trained(name, dtype, trainable) for name, dtype in leaves):
         return
-    listed = ", ".join(name for name, _ in leaves[:5]) or "none"
-    needed = "at least one must be floating-point" if trainable is None else "trainable= must be true for some path"
+    first_names = ", ".join(name for name, _ in leaves[:5]) or "none"
+    advice = "at least one must be floating-point" if trainable is None else "trainable= must be true for some path"
     if not leaves:
-        needed = "init has to return at least one array of floating-point numbers; run a loss without any by jax.jit"
-    raise ValueError(f"no trainable parameters among {len(leaves)} leaves ({listed}); {needed}")
+        advice = "init has to return at least one array of floating-point numbers; run a loss without any by jax.jit"
+    raise ValueError(f"no trainable parameters among {len(leaves)} leaves ({first_names}); {advice}")
 
 
-def _trains(path: str, dtype: Any, trainable: Callable[[str], bool] | None) -> bool:
-    """Whether a leaf is trained."""
+def _is_trained(path: str, dtype: Any, trainable: Callable[[str], bool] | None) -> bool:
+    """Return whether a leaf is trained: it is floating-point or complex, and `trainable` chooses its path."""
     return bool(jnp.issubdtype(dtype, jnp.inexact)) and (trainable is None or bool(trainable(path)))
 
 
-def _rolled(model: Sequence[_ModelLeaf], params: Any, inside: Callable[[str], bool]) -> tuple[list[_ModelLeaf], Any]:
-    """The leaves and their tree with the alike layers of Python loops as stacks; the model's own if there are none.
+def _stack_loops(
+    model_rows: Sequence[_ModelLeaf], params: Any, inside: Callable[[str], bool]
+) -> tuple[list[_ModelLeaf], Any]:
+    """Replace the alike layers of Python loops by stacks.
 
-    Paths that are `inside` a stack are stacked already.
+    Args:
+      model_rows: the model's own leaves.
+      params: the abstract parameter tree.
+      inside: returns whether a path lies inside a stack, whose layers are stacked already.
+
+    Returns:
+      The rows and their tree; the model's own if there is nothing to stack.
     """
-    alike = [(one.path, (one.shape, one.dtype, one.trainable, (one.tensor, one.expert))) for one in model]
-    # Paths with a slash of their own may be two parameters' at once.
-    found = [] if len({one.path for one in model}) < len(model) else families(alike, inside)
+    properties = [(row.path, (row.shape, row.dtype, row.trainable, (row.tensor, row.expert))) for row in model_rows]
+    # If names contain slashes, two parameters may have the same path. Then no path can be trusted.
+    has_duplicates = len({row.path for row in model_rows}) < len(model_rows)
     stacks = {
-        members[0]: model[members[0]].stacked(path, members)
-        for family in found
+        members[0]: model_rows[members[0]].stacked(path, members)
+        for family in ([] if has_duplicates else families(properties, inside))
         for path, members in zip(family.paths, family.members, strict=True)
     }
     if not stacks:
-        return list(model), jax.tree.structure(params)
-    inner = {at for stack in stacks.values() for at in stack.members}
-    rows = [stacks.get(at, one) for at, one in enumerate(model) if at in stacks or at not in inner]
-    nested: dict[str, Any] = {}  # by path; dicts sort their keys
+        return list(model_rows), jax.tree.structure(params)
+    stacked_positions = {i for stack in stacks.values() for i in stack.members}
+    rows = [stacks.get(i, row) for i, row in enumerate(model_rows) if i in stacks or i not in stacked_positions]
+
+    # Build the new tree as nested dicts of positions. jax sorts the keys of dicts, so that the order of rows changes.
+    nested: dict[str, Any] = {}
     entries = [entry for path, _ in jax.tree_util.tree_leaves_with_path(params) for entry in path]
-    slashes = any("/" in name_of((entry,)) for entry in entries)
-    for number, row in enumerate(rows):
+    has_slashes = any("/" in name_of((entry,)) for entry in entries)
+    for i, row in enumerate(rows):
         node = nested
-        *above, last = [row.path] if slashes else row.path.split("/")
-        for part in above:
-            node = node.setdefault(part, {})
-        node[last] = number
+        *parents, key = [row.path] if has_slashes else row.path.split("/")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[key] = i
     order, tree = jax.tree.flatten(nested)
     return [rows[i] for i in order], tree
 
 
-def _placed(
+def _place_rows(
     rows: Sequence[_ModelLeaf], sharing: Sharing, inside: Callable[[str], bool], others: Mapping[str, int]
 ) -> list[Leaf]:
-    """The leaves as a step keeps them: those of the largest stack in the stages of a pipeline."""
-    pipe, second = sharing.pipe, on_second_dim([(row.path, row.shape) for row in rows], others)
-    swapped = [not row.rolled and second(row.path) and not inside(row.path) for row in rows]
-    fronted = [row.in_front() if swap else row for row, swap in zip(rows, swapped, strict=True)]
-    of_layers = [(row.path, row.shape, row.rolled) for row in fronted if others.get(row.path) != 0]
-    own = own_leaves(of_layers) if pipe.ranks > 1 else frozenset()
+    """Choose the form and the sharded dim of each row; the largest stack becomes the stages of a pipeline."""
+    pipe, has_second_dim = sharing.pipe, on_second_dim([(row.path, row.shape) for row in rows], others)
+    # Whether the layers are on dim 1 and must move to dim 0 to be split into stages.
+    swapped = [not row.rolled and has_second_dim(row.path) and not inside(row.path) for row in rows]
+    layers_first = [row.with_layers_first() if swap else row for row, swap in zip(rows, swapped, strict=True)]
+    # Dim 0 of some leaves is known to be none of layers; they cannot be in the largest stack.
+    candidates = [(row.path, row.shape, row.rolled) for row in layers_first if others.get(row.path) != 0]
+    staged_paths = own_leaves(candidates) if pipe.ranks > 1 else frozenset()
+    # With a single chunk, a V and a loop store layers in the same order.
     turned = pipe.ranks if pipe.turns and pipe.chunks > 1 else 0
     leaves: list[Leaf] = []
-    for row, front, swap in zip(rows, fronted, swapped, strict=True):
-        if row.path not in own:
+    for row, front_row, swap in zip(rows, layers_first, swapped, strict=True):
+        if row.path not in staged_paths:
             leaves.append(row.placed(sharing, Stacked() if row.rolled else Whole(), swap))
             continue
-        layers = front.shape[0]
-        form = Staged(layers, pipe.held(layers), None if row.rolled else int(swap), turned)
-        leaves.append(front.placed(sharing, form))
+        num_layers = front_row.shape[0]
+        form = Staged(num_layers, pipe.held(num_layers), None if row.rolled else int(swap), turned)
+        leaves.append(front_row.placed(sharing, form))
     return leaves
 
 
 def _check_stages(leaves: Sequence[Leaf], pipe: Pipe) -> None:
-    """Raise ValueError where the dim of layers, which stages take apart, is split over another axis."""
+    """Raise ValueError if a rule splits the dim of layers, which the stages of a pipeline split, over another axis."""
     for leaf in leaves:
         if leaf.layers is not None and leaf.stage in (leaf.tensor, leaf.expert):
             axis, n = ("tensor", leaf.ranks) if leaf.tensor == leaf.stage else ("expert", leaf.experts)
@@ -281,42 +338,50 @@ def _check_stages(leaves: Sequence[Leaf], pipe: Pipe) -> None:
 
 
 def _lacks_stack(storage: Storage, pipe: Pipe) -> bool:
-    """Whether no stack is most of a model: it has none, or its lists of blocks are too short, or most blocks unlike.
+    """Return whether no stack makes up most of a model, so that its program must be cut into stages.
 
-    A stack that the model scans is one, however short it is: its program cannot be cut within. Kernels of square
-    convolutions, [k, k, in, out], are none, nor matrices that share a dim.
+    This is so if there is no stack, if most blocks are unlike, or if a list of blocks is shorter than the number of
+    stages. A stack that the model scans counts however short it is, because a scan cannot be cut. Kernels of square
+    convolutions, [k, k, in, out], and matrices that share a dim are no stacks.
     """
-    own = [leaf for leaf in storage.leaves if leaf.layers is not None]
-    if not own or not all(leaf.rolled for leaf in own):
-        kernels = all(len(leaf.logical) > 3 and leaf.logical[0] == leaf.logical[1] for leaf in own)
-        return kernels or all(len(leaf.logical) < 3 for leaf in own)
-    blocks = sum(leaf.layers or 0 for leaf in own)
-    return 2 * blocks < len(storage.models) or min(leaf.layers or 0 for leaf in own) < pipe.ranks * pipe.chunks
+    staged = [leaf for leaf in storage.leaves if leaf.layers is not None]
+    # A stack of the model's own, which it scans, or none.
+    if not staged or not all(leaf.rolled for leaf in staged):
+        are_kernels = all(len(leaf.logical) > 3 and leaf.logical[0] == leaf.logical[1] for leaf in staged)
+        return are_kernels or all(len(leaf.logical) < 3 for leaf in staged)
+    num_stacked = sum(leaf.layers or 0 for leaf in staged)
+    shortest = min(leaf.layers or 0 for leaf in staged)
+    return 2 * num_stacked < len(storage.models) or shortest < pipe.ranks * pipe.chunks
 
 
-def _torn(storage: Storage, inside: Callable[[str], bool]) -> bool:
-    """Whether what looks like a stack of layers is within one of several blocks, alike but for what `tensor` splits."""
-    shapes = [(leaf.path, (leaf.logical, leaf.dtype, leaf.trainable)) for leaf in storage.models]
-    blocks = {at for family in families(shapes, inside) for members in family.members for at in members}
-    alone = lambda leaf: leaf.layers is not None and not leaf.rolled
+def _has_nested_stack(storage: Storage, inside: Callable[[str], bool]) -> bool:
+    """Return whether an apparent stack of layers is one leaf of a block in a Python loop.
+
+    Such a loop was not stacked because `tensor` splits its blocks along different dims; they are alike otherwise.
+    """
+    properties = [(leaf.path, (leaf.logical, leaf.dtype, leaf.trainable)) for leaf in storage.models]
+    block_leaves = {i for family in families(properties, inside) for members in family.members for i in members}
+    is_scanned = lambda leaf: leaf.layers is not None and not leaf.rolled
     return any(
-        alone(leaf) and not blocks.isdisjoint(at) for leaf, at in zip(storage.leaves, storage.origin, strict=True)
+        is_scanned(leaf) and not block_leaves.isdisjoint(members)
+        for leaf, members in zip(storage.leaves, storage.origin, strict=True)
     )
 
 
 def list_name(leaf: Leaf) -> str:
-    """A list of blocks, such as `layers/*`, or a leaf whose rows are read one by one."""
-    before, star, _ = leaf.path.partition("*")
-    return before + star
+    """Return the name of the list of blocks that a leaf stacks, such as `layers/*`; its path if it stacks none."""
+    prefix, star, _ = leaf.path.partition("*")
+    return prefix + star
 
 
 def uneven(storage: Storage) -> dict[str, str]:
-    """The first leaf that differs, of lists with some blocks in one stack and others, of other shapes, one by one."""
+    """Return, for each list whose blocks are only partly stacked, the first leaf that differs between its blocks."""
     shapes = [(leaf.path, leaf.shape) for leaf in storage.models]
-    found: dict[str, str] = {}
+    differences: dict[str, str] = {}
     for leaf, members in zip(storage.leaves, storage.origin, strict=True):
-        if leaf.rolled and "*+" not in leaf.path and list_name(leaf) not in found:
-            why = unlike(shapes, leaf.path.partition("*")[0], storage.models[members[0]].path)
-            if why is not None:
-                found[list_name(leaf)] = why
-    return found
+        # Blocks that alternate (`*+0`, `*+1`) differ by design.
+        if leaf.rolled and "*+" not in leaf.path and list_name(leaf) not in differences:
+            difference = unlike(shapes, leaf.path.partition("*")[0], storage.models[members[0]].path)
+            if difference is not None:
+                differences[list_name(leaf)] = difference
+    return differences

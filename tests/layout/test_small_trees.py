@@ -1,5 +1,6 @@
-"""Trees of few and small parameters, scalars among them, under every axis: they train as on one device, or are refused
-in a sentence. The trees are drawn (`fuzz/trees.py`); those below ended in errors of Python.
+"""Trees of few and small parameters train as on one device under every axis, or are refused in a sentence.
+
+`fuzz/trees.py` draws random trees. The trees below once ended in Python's own errors.
 """
 
 import ast
@@ -37,8 +38,8 @@ def test_a_model_of_scalars_under_tensor() -> None:
         ValueError, match="No parameter has a dim that 2 divides"
     ):  # rules that split nothing are refused
         jp.make_train_step(scalars(), optax.sgd(0.1), "tensor=2", jax.devices()[:2], rules={"a": None})
-    for instead in ("data=2", "fsdp=2"):
-        assert jp.verify(scalars(), instead, BATCH, mesh=jax.devices()[:2]).ok
+    for strategy in ("data=2", "fsdp=2"):
+        assert jp.verify(scalars(), strategy, BATCH, mesh=jax.devices()[:2]).ok
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp=8", "tensor=8", "expert=8", "context=8"])
@@ -66,13 +67,13 @@ def test_a_scalar_between_paired_products() -> None:
 
 
 def suggested(error: BaseException) -> Any:
-    """The rules that an error names."""
+    """Return the rules that an error suggests."""
     text = str(error).partition("rules=")[2]
     return ast.literal_eval(text[: text.rindex("}") + 1])
 
 
 def test_a_rule_for_experts_of_a_leaf_whose_path_ends_others() -> None:
-    """No end of the path "kernel" is its own beside "layers/kernel": StopIteration. Nor was a path escaped."""
+    """Every suffix of "kernel" matches "layers/kernel" too, which ended in StopIteration. And no path was escaped."""
     for path in ("kernel", "k(1)/kernel"):
         leaves = [(path, (2, 1, 6)), ("layers/k/kernel" if "(" in path else "layers/kernel", (3,))]
         with pytest.raises(ValueError, match="is of 2 experts, say so") as error:
@@ -81,17 +82,15 @@ def test_a_rule_for_experts_of_a_leaf_whose_path_ends_others() -> None:
 
 
 def test_a_rule_for_tensor_of_a_leaf_whose_path_ends_others() -> None:
-    """The rule that was named matched another leaf as well, which the ranks do not divide. And the largest leaf was
-    named though the ranks divide none of its dims.
-    """
+    """The suggested rule matched a second leaf, which the ranks do not divide. It named the largest leaf even so."""
     leaves = [("w", (6, 6)), ("x/w", (3, 3)), ("large", (9, 9))]
     with pytest.raises(ValueError, match="splits no parameter") as error:
         tensor_dims(leaves, 2, own={})
     assert tensor_dims(leaves, 2, suggested(error.value)) == {"w": 1}
 
 
-def made(program: Program, strategy: str, devices: int) -> str | None:
-    """What is wrong with the error of a layout, if it has one that is not jaxpar's own."""
+def layout_error(program: Program, strategy: str, devices: int) -> str | None:
+    """Return the error with which a layout fails, unless it is a refusal of jaxpar; None if all is well."""
     try:
         step = jp.make_train_step(program.model(), optax.adamw(0.1), strategy, mesh=jax.devices()[:devices])
     except ValueError as error:
@@ -101,17 +100,17 @@ def made(program: Program, strategy: str, devices: int) -> str | None:
 
 @pytest.mark.parametrize("number", range(16))
 def test_layouts_of_drawn_trees(number: int) -> None:
-    """Each is made, and described, under a quarter of the generator's strategies."""
+    """A layout is made and described for each tree, under a quarter of the generator's strategies."""
     program, _ = trees.tree(0, number)
     for strategy, devices in trees.STRATEGIES[number % 4 :: 4]:
         with warnings.catch_warnings(action="ignore"):
-            assert (said := made(program, strategy, devices)) is None, (strategy, said)
+            assert (error := layout_error(program, strategy, devices)) is None, (strategy, error)
 
 
 @pytest.mark.parametrize("number", range(3))
 def test_drawn_trees_train_as_on_one_device(number: int) -> None:
     program, strategies = trees.tree(1, number, 2)
-    one = parity.OneDevice(program)
+    reference = parity.OneDevice(program)
     for strategy, devices in strategies:
-        found = parity.outcome(program, strategy, devices, one)
-        assert found.kind not in parity.FAILURES, (strategy, found)
+        outcome = parity.outcome(program, strategy, devices, reference)
+        assert outcome.kind not in parity.FAILURES, (strategy, outcome)

@@ -1,4 +1,4 @@
-"""The order in which the layers of a pipeline are stored: `stage_of` says it, and every conversion follows."""
+"""The layers of a pipeline are stored in the order that `stage_of` defines, in every conversion."""
 
 import jax
 import jax.numpy as jnp
@@ -8,28 +8,28 @@ import pytest
 from jaxpar.layout.leaves import Staged
 from jaxpar.strategy.schedules.operations import place_of, stage_of
 
-CASES = [(placement, ranks, chunks, each, missing) for placement in ("loop", "V") for ranks in (1, 2, 4)
-         for chunks in (1, 2, 3) for each, missing in ((1, 0), (3, 2))]  # fmt: skip
+CASES = [(placement, ranks, chunks, stage_size, padding) for placement in ("loop", "V") for ranks in (1, 2, 4)
+         for chunks in (1, 2, 3) for stage_size, padding in ((1, 0), (3, 2))]  # fmt: skip
 
 
-@pytest.mark.parametrize(("placement", "ranks", "chunks", "each", "missing"), CASES)
+@pytest.mark.parametrize(("placement", "ranks", "chunks", "stage_size", "padding"), CASES)
 def test_layers_are_stored_where_stage_of_says(
-    placement: str, ranks: int, chunks: int, each: int, missing: int
+    placement: str, ranks: int, chunks: int, stage_size: int, padding: int
 ) -> None:
-    """A V's order was written in four places, and no test said that they agree."""
-    layers = ranks * chunks * each - missing
-    held = (chunks, ranks * each) if chunks > 1 else (ranks * each,)
-    form = Staged(layers, held, turned=ranks if placement == "V" else 0)
+    """The order of a V was written in four places, and no test compared them."""
+    layers = ranks * chunks * stage_size - padding
+    stored_dims = (chunks, ranks * stage_size) if chunks > 1 else (ranks * stage_size,)
+    form = Staged(layers, stored_dims, turned=ranks if placement == "V" else 0)
     x = jnp.arange(1, layers + 1)
     staged = form.in_stages(x)
     np.testing.assert_array_equal(form.in_order(staged), x)
-    if held == (layers,):
+    if stored_dims == (layers,):
         return  # stored as the model has it
-    stored = np.asarray(staged).reshape(chunks, ranks, each)
+    stored = np.asarray(staged).reshape(chunks, ranks, stage_size)
     for chunk in range(chunks):
         for rank in range(ranks):
-            first = stage_of(placement, ranks, rank, chunk) * each  # type: ignore[arg-type]
-            expected = [layer + 1 if layer < layers else 0 for layer in range(first, first + each)]
+            first = stage_of(placement, ranks, rank, chunk) * stage_size  # type: ignore[arg-type]
+            expected = [layer + 1 if layer < layers else 0 for layer in range(first, first + stage_size)]
             assert stored[chunk, rank].tolist() == expected
 
 

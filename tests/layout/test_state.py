@@ -1,4 +1,4 @@
-"""What users rely on around a step: initial values, freezing, evaluation, donation, streams, statistics, bytes."""
+"""Tests of the state of a run: initial values, freezing, evaluation, donation, streams, statistics and bytes."""
 
 import dataclasses
 from typing import Any
@@ -25,7 +25,7 @@ SGD = optax.sgd(0.1, momentum=0.9)
 
 
 def init(key: jax.Array) -> dict[str, jax.Array]:
-    """A leaf that divides, one that is padded (131 x 131 >= 16,384), and one that is too small for either."""
+    """Return a leaf that divides, one that is padded (131 x 131 >= 16,384), and one that is too small for either."""
     keys = jax.random.split(key, 3)
     shapes = {"w": (16, 16), "odd": (131, 131), "small": (3,)}
     return {name: 0.3 * jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
@@ -58,42 +58,42 @@ def alive(tree: Any) -> list[bool]:
 
 @pytest.mark.parametrize("strategy", LAYOUTS)
 def test_state_life(strategy: str) -> None:
-    """Initial values are those of one device, bit by bit; states are donated; given parameters are not."""
+    """Initial values equal those of one device bit by bit; states are donated; parameters passed to `init` are not."""
     step = make(strategy)
     state = step.init(KEY)
     params = step.params(state)
     assert equal(params, jax.jit(init)(KEY))
     assert [x.shape for x in jax.tree.leaves(params)] == [(131, 131), (3,), (16, 16)]
 
-    again = step.init(jax.random.key(1), params=params)
-    assert equal(step.params(again), params)
-    new, _ = step(again, BATCH)
+    restarted = step.init(jax.random.key(1), params=params)
+    assert equal(step.params(restarted), params)
+    trained, _ = step(restarted, BATCH)
     assert all(alive(params))
-    if strategy != "dp":  # its update runs in a program of its own
-        assert not any(alive(again.params))
-    before = jax.device_get((new.step, new.params, new.optimizer))
-    metrics = step.evaluate(new, BATCH)
-    assert equal((new.step, new.params, new.optimizer), before)
-    assert metrics["loss"] == pytest.approx(float(loss(step.params(new), BATCH, None)), rel=1e-6)
+    if strategy != "dp":  # its update runs in a separate program
+        assert not any(alive(restarted.params))
+    expected = jax.device_get((trained.step, trained.params, trained.optimizer))
+    metrics = step.evaluate(trained, BATCH)
+    assert equal((trained.step, trained.params, trained.optimizer), expected)
+    assert metrics["loss"] == pytest.approx(float(loss(step.params(trained), BATCH, None)), rel=1e-6)
 
 
 def test_start_from_nnx_state() -> None:
     model = jp.from_nnx(
         lambda rngs: nnx.Linear(16, 16, rngs=rngs), lambda module, batch: jnp.square(module(batch["x"])).mean()
     )
-    given = nnx.state(nnx.Linear(16, 16, rngs=nnx.Rngs(7)), nnx.Param)
+    params = nnx.state(nnx.Linear(16, 16, rngs=nnx.Rngs(7)), nnx.Param)
     step = make("zero3", model)
-    state = step.init(KEY, params=given)
+    state = step.init(KEY, params=params)
     assert isinstance(step.params(state), nnx.State)
-    assert equal(step.params(state), given)
+    assert equal(step.params(state), params)
     step(state, BATCH)
-    assert all(alive(given))
-    # In another layout, from what a step has returned.
-    assert equal(make("ddp", model).init(KEY, params=step.params(step.init(KEY, params=given))).params, given)
+    assert all(alive(params))
+    # Another layout starts from the parameters that a step has returned.
+    assert equal(make("ddp", model).init(KEY, params=step.params(step.init(KEY, params=params))).params, params)
 
 
 def test_frozen() -> None:
-    """Frozen parameters do not move and have no gradient and no optimizer state; the others move as ever."""
+    """Frozen parameters do not change, and have no gradient and no optimizer state; trained ones change."""
     step = make("zero3", optimizer=optax.adamw(0.1, weight_decay=0.1), trainable=lambda path: path == "w")
     state = step.init(KEY)
     moments = [x.size for x in jax.tree.leaves(state.optimizer) if x.ndim]
@@ -101,37 +101,38 @@ def test_frozen() -> None:
     _, grads = step.value_and_grad(state, BATCH)
     assert (grads["odd"], grads["small"]) == (None, None)
     same(grads["w"], jax.grad(loss)(init(KEY), BATCH, None)["w"])
-    before = jax.device_get(step.params(state))
+    initial_params = jax.device_get(step.params(state))
     for _ in range(2):
         state, _ = step(state, BATCH)
-    after = step.params(state)
-    assert equal((before["odd"], before["small"]), (after["odd"], after["small"]))
-    assert not equal(before["w"], after["w"])
+    params = step.params(state)
+    assert equal((initial_params["odd"], initial_params["small"]), (params["odd"], params["small"]))
+    assert not equal(initial_params["w"], params["w"])
     assert step.layout.bytes["grads"] == 256 * 4 // 8
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp", "dp"])
 def test_frozen_leaves_have_no_float32_master(strategy: str) -> None:
-    """LoRA on a base of 70 billion parameters held 280 GB of it under bf16, of which the loss saw 140."""
+    """Under bf16, LoRA stored a base of 70 billion parameters in 280 GB of float32, of which the loss read 140 GB."""
     trainable = lambda path: path == "w"
     step = make(f"{strategy},precision=bf16", trainable=trainable)
     state = step.init(KEY)
-    held = {path: x.dtype.name for path, x in step.params(state).items()}
-    assert held == {"odd": "bfloat16", "small": "bfloat16", "w": "float32"}
+    dtypes = {path: x.dtype.name for path, x in step.params(state).items()}
+    assert dtypes == {"odd": "bfloat16", "small": "bfloat16", "w": "float32"}
     full = make(f"{strategy},precision=bf16")
     saved = full.layout.bytes["params"] - step.layout.bytes["params"]
     parts = 8 if step.layout.copied or strategy == "zero3" else 1  # `odd` is padded to 136 rows where it is sharded
     assert saved == 2 * ((136 * 131 // 8 if parts == 8 else 131 * 131) + 3)
-    # What is trained goes where it went beside float32 masters, which the loss saw in bfloat16 too.
-    given = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), init(KEY))
-    state, other = step.init(KEY, params=given), full.init(KEY, params=given)
+    # Trained leaves change as they do with float32 masters of all leaves, because the loss reads bfloat16 in both.
+    initial_params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), init(KEY))
+    state, full_state = step.init(KEY, params=initial_params), full.init(KEY, params=initial_params)
     for _ in range(2):
-        (loss_, grads), (other_loss, other_grads) = step.value_and_grad(state, BATCH), full.value_and_grad(other, BATCH)
-        assert equal((loss_, grads["w"]), (other_loss, other_grads["w"]))
+        value, grads = step.value_and_grad(state, BATCH)
+        full_value, full_grads = full.value_and_grad(full_state, BATCH)
+        assert equal((value, grads["w"]), (full_value, full_grads["w"]))
         state, metrics = step(state, BATCH)
-        other = full.init(KEY, params={**given, "w": step.params(state)["w"]})
+        full_state = full.init(KEY, params={**initial_params, "w": step.params(state)["w"]})
     assert metrics["finite"]
-    assert equal(step.params(state)["odd"], given["odd"])
+    assert equal(step.params(state)["odd"], initial_params["odd"])
 
 
 class Noisy(nnx.Module):
@@ -161,37 +162,37 @@ def test_blocks_are_numbered_over_replicas_and_their_microbatches() -> None:
 
 @pytest.mark.slow
 def test_dropout() -> None:
-    """Masks belong to blocks of rows: 8 replicas draw what 4 replicas of 2 microbatches draw. Each step draws anew."""
-    still = optax.sgd(0.0)
+    """Masks belong to blocks of rows: 8 replicas draw as 4 replicas with 2 microbatches do. Each step differs."""
+    no_update = optax.sgd(0.0)
     losses = {}
     for name, devices in {"data=8": 8, "data=4,microbatches=2": 4, "fsdp=2,microbatches=4": 2}.items():
-        step = make(name, NOISY, still, mesh=jax.devices()[:devices])
+        step = make(name, NOISY, no_update, mesh=jax.devices()[:devices])
         state = step.init(KEY)
         losses[name] = []
         for _ in range(2):
             state, metrics = step(state, BATCH)
             losses[name].append(float(metrics["loss"]))
-        without = float(squared(nnx.view(step.model(state), deterministic=True), BATCH))
-        assert float(step.evaluate(state, BATCH)["loss"]) == pytest.approx(without, rel=1e-6)
-        assert without not in losses[name]
-    first, *others = losses.values()
-    assert first[0] != first[1]
-    for other in others:
-        assert other == pytest.approx(first, rel=1e-6)
+        deterministic_loss = float(squared(nnx.view(step.model(state), deterministic=True), BATCH))
+        assert float(step.evaluate(state, BATCH)["loss"]) == pytest.approx(deterministic_loss, rel=1e-6)
+        assert deterministic_loss not in losses[name]
+    expected, *results = losses.values()
+    assert expected[0] != expected[1]
+    for result in results:
+        assert result == pytest.approx(expected, rel=1e-6)
 
 
 def test_module() -> None:
-    """`step.model` gives the user's module, whose forward is that of the parameters, and which outlives the state."""
-    module = Noisy(rngs=nnx.Rngs(0))
+    """`step.model` returns the user's module with the state's parameters; it stays alive when the state is donated."""
+    expected = Noisy(rngs=nnx.Rngs(0))
     step = make("zero3", NOISY)
     state = step.init(KEY)
-    ours = step.model(state)
-    nnx.update(module, step.params(state))
-    ours.eval()
+    module = step.model(state)
+    nnx.update(expected, step.params(state))
     module.eval()
-    same(ours(X), module(X))
+    expected.eval()
+    same(module(X), expected(X))
     step(state, BATCH)
-    assert all(alive(nnx.state(ours)))
+    assert all(alive(nnx.state(module)))
 
     linen = nn.Dense(16)
     step = make("zero3", jp.from_linen(linen, lambda apply, batch: jnp.square(apply(batch["x"])).mean(), example=BATCH))
@@ -208,7 +209,7 @@ class Normed(nnx.Module):
 
 
 def test_batch_norm() -> None:
-    """Running statistics are those of one device, rows of different size included, and `evaluate` leaves them alone."""
+    """Running statistics equal those of one device, for rows of different size too; `evaluate` does not change them."""
     batch = {"x": X * np.arange(ROWS, dtype=np.float32)[:, None]}
     model = jp.from_nnx(lambda rngs: Normed(rngs=rngs), lambda m, b: jnp.square(m(b["x"]) - b["x"]).mean())
     statistics = {}
@@ -228,21 +229,21 @@ def test_batch_norm() -> None:
 @pytest.mark.filterwarnings("ignore:jp.all_rows returns the rows of one microbatch")
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "ddp,microbatches=2", "zero3,microbatches=2"])
 def test_contrastive(strategy: str) -> None:
-    """Every row against the rows of all replicas."""
+    """A contrastive loss compares every row with the rows of all replicas."""
 
     def contrast(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
-        everybody, at = jp.all_rows(batch["y"] @ params["w"]), jp.all_rows(batch["at"])
-        scores = jax.nn.log_softmax(batch["x"] @ params["w"] @ everybody.T)
-        return -jnp.where(batch["at"][:, None] == at, scores, 0).sum(axis=1).mean()
+        all_targets, all_ids = jp.all_rows(batch["y"] @ params["w"]), jp.all_rows(batch["id"])
+        scores = jax.nn.log_softmax(batch["x"] @ params["w"] @ all_targets.T)
+        return -jnp.where(batch["id"][:, None] == all_ids, scores, 0).sum(axis=1).mean()
 
-    batch = {"x": X, "y": X[::-1].copy(), "at": np.arange(ROWS)}
+    batch = {"x": X, "y": X[::-1].copy(), "id": np.arange(ROWS)}
     report = jp.verify(jp.Model(init=init, loss=contrast), strategy, batch, steps=1)
     assert report.ok, report
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3,microbatches=2"])
 def test_metrics_and_replicated_leaves(strategy: str) -> None:
-    """Means over all rows, and of counts that differ from row to row; leaves without rows reach every device."""
+    """Metrics are means over all rows, also with weights that differ; leaves without rows reach every device."""
     weights = np.arange(ROWS, dtype=np.float32)
 
     def weighted(params: Any, batch: Any, key: jax.Array | None) -> Any:
@@ -267,38 +268,40 @@ def test_metrics_and_replicated_leaves(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["dp", "ddp", "zero1", "zero3"])
 def test_skipped_steps(strategy: str) -> None:
-    """float16: one row that is not finite skips the step everywhere and halves the scale; the next one counts."""
+    """In float16, one row that is not finite skips the step everywhere and halves the scale; the next step counts."""
     step = make(f"{strategy},precision=f16")
     state = step.init(KEY)
     state = dataclasses.replace(state, scale=dataclasses.replace(state.scale, scale=state.scale.scale / 2**7))
-    before, scale = jax.device_get((step.params(state), state.optimizer)), float(state.scale.scale)
+    initial, scale = jax.device_get((step.params(state), state.optimizer)), float(state.scale.scale)
     poison = {"x": np.where(np.arange(ROWS)[:, None] == ROWS - 1, np.nan, X).astype(np.float32)}
     state, metrics = step(state, poison)
-    assert equal((step.params(state), state.optimizer), before)
+    assert equal((step.params(state), state.optimizer), initial)
     assert (int(metrics["skipped"]), float(state.scale.scale), int(state.step)) == (1, scale / 2, 1)
     state, metrics = step(state, BATCH)
     assert (int(metrics["skipped"]), float(state.scale.scale), int(state.scale.good)) == (1, scale / 2, 1)
-    assert not equal(step.params(state), before[0])
-    wanted = jax.grad(loss)(before[0], BATCH, None)["w"]  # not times the scale
-    np.testing.assert_allclose(state.optimizer[0].trace["w"], wanted, rtol=0, atol=0.02 * float(jnp.abs(wanted).max()))
+    assert not equal(step.params(state), initial[0])
+    expected = jax.grad(loss)(initial[0], BATCH, None)["w"]  # without the scale
+    tolerance = 0.02 * float(jnp.abs(expected).max())
+    np.testing.assert_allclose(state.optimizer[0].trace["w"], expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero1,precision=bf16"])
 def test_a_step_that_is_not_finite_is_not_applied(strategy: str) -> None:
-    """Of masters, moments and the low copy nothing changes but the step's number; others are what they would be."""
+    """A step that is not finite changes the step's number alone; finite steps after it are applied as usual."""
     mesh = jax.devices()[:4]
     step = jp.make_train_step(jp.Model(init=init, loss=loss), optax.adam(0.1), strategy, mesh, skip_nonfinite=True)
     plain = jp.make_train_step(jp.Model(init=init, loss=loss), optax.adam(0.1), strategy, mesh)
-    state, same = step.init(KEY), plain.init(KEY)
-    before = jax.device_get((state.params, state.copy, state.optimizer))
+    state, plain_state = step.init(KEY), plain.init(KEY)
+    initial = jax.device_get((state.params, state.copy, state.optimizer))
     poison = {"x": np.where(np.arange(ROWS)[:, None] == ROWS - 1, np.nan, X).astype(np.float32)}
     state, metrics = step(state, poison)
-    assert equal((state.params, state.copy, state.optimizer), before)
+    assert equal((state.params, state.copy, state.optimizer), initial)
     assert (bool(metrics["finite"]), int(state.step)) == (False, 1)
     state, metrics = step(state, BATCH)
     assert (bool(metrics["finite"]), int(metrics["skipped"]), int(state.step)) == (True, 0, 2)
-    same, _ = plain(same, BATCH)
-    assert equal((state.params, state.copy, state.optimizer), jax.device_get((same.params, same.copy, same.optimizer)))
+    plain_state, _ = plain(plain_state, BATCH)
+    expected = jax.device_get((plain_state.params, plain_state.copy, plain_state.optimizer))
+    assert equal((state.params, state.copy, state.optimizer), expected)
 
 
 def test_masters_and_sums_of_gradients_are_float32_or_wider() -> None:
@@ -314,15 +317,15 @@ def test_masters_and_sums_of_gradients_are_float32_or_wider() -> None:
 
 def test_float16s_scale_doubles_with_the_2000th_finite_step_in_a_row() -> None:
     scale = dataclasses.replace(LossScale.create(), good=jnp.int32(1998))
-    found = []
+    history = []
     for finite in (True, True, True, False):
         scale = scale.next(jnp.bool_(finite))
-        found.append((float(scale.scale) / 2**15, int(scale.good), int(scale.skipped)))
-    assert found == [(1, 1999, 0), (2, 0, 0), (2, 1, 0), (1, 0, 1)]
+        history.append((float(scale.scale) / 2**15, int(scale.good), int(scale.skipped)))
+    assert history == [(1, 1999, 0), (2, 0, 0), (2, 1, 0), (1, 0, 1)]
 
 
 def test_gradients_that_are_not_finite_beside_a_loss_that_is_are_not_applied() -> None:
-    """At 0 the root of a square has the value 0 and no derivative."""
+    """At 0 the square root of a square is 0, and has no derivative."""
     model = jp.Model(
         lambda key: {"w": jnp.zeros(3)}, lambda params, batch, key: jnp.sqrt(jnp.square(params["w"]).sum())
     )
@@ -334,7 +337,7 @@ def test_gradients_that_are_not_finite_beside_a_loss_that_is_are_not_applied() -
 
 
 PARAMETERS = 64 * 64  # one leaf, so that the table is exact
-# Bytes per parameter of the master and copy, the gradients, and Adam's moments: whole, and of a shard. DESIGN's table.
+# Bytes per parameter of the master and copy, the gradients, and Adam's moments: (replicated, sharded).
 TABLE = {
     "single": ((4, 0), (4, 0), (8, 0)),
     "ddp": ((4, 0), (4, 0), (8, 0)),
@@ -348,7 +351,7 @@ TABLE = {
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
 @pytest.mark.parametrize("strategy", TABLE)
 def test_bytes(strategy: str, precision: str) -> None:
-    """What a device holds is what the layout says, and what the papers say; masters and moments are float32."""
+    """A device stores the bytes that the layout and the papers state; masters and moments are float32."""
     model = jp.Model(
         init=lambda key: {"w": jax.random.normal(key, (64, 64))},
         loss=lambda params, batch, key: jnp.square(batch["x"][:, :1] * params["w"].sum()).mean().astype(jnp.float32),
@@ -359,17 +362,19 @@ def test_bytes(strategy: str, precision: str) -> None:
     if precision == "bf16" and strategy in ("zero1", "zero2"):
         table["params"] = (2, 4)  # a copy, and the master with the optimizer
     shards = step.mesh.shape["fsdp"]
-    closed = {name: whole * PARAMETERS + part * PARAMETERS // shards for name, (whole, part) in table.items()}
-    closed["optimizer"] += 4  # Adam's count
-    assert step.layout.bytes == closed
+    expected = {
+        name: replicated * PARAMETERS + sharded * PARAMETERS // shards for name, (replicated, sharded) in table.items()
+    }
+    expected["optimizer"] += 4  # Adam's count
+    assert step.layout.bytes == expected
 
-    def held(tree: Any) -> int:
+    def local_bytes(tree: Any) -> int:
         return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
-    assert held((state.params, state.copy)) == closed["params"]
-    assert held(state.optimizer) == closed["optimizer"]
+    assert local_bytes((state.params, state.copy)) == expected["params"]
+    assert local_bytes(state.optimizer) == expected["optimizer"]
     state, _ = step(state, BATCH)
-    assert held((state.params, state.copy)) == closed["params"]
+    assert local_bytes((state.params, state.copy)) == expected["params"]
     assert state.params["w"].dtype == jnp.float32
     assert (state.copy is not None) == (precision == "bf16" and strategy in ("zero1", "zero2"))
     if state.copy is not None:
@@ -377,11 +382,11 @@ def test_bytes(strategy: str, precision: str) -> None:
 
 
 def test_padding() -> None:
-    """Padding is zero, stays zero through weight decay and momentum, and is seen by nobody."""
+    """Padding is zero, stays zero through weight decay and momentum, and is in no parameters that users see."""
     step = make("zero3", optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.5)))
-    given = init(KEY)
-    state = step.init(KEY, params=given)
-    assert equal(step.params(state), given)
+    params = init(KEY)
+    state = step.init(KEY, params=params)
+    assert equal(step.params(state), params)
     assert state.params["odd"].shape == (136, 131)
     assert step.layout.notes["odd"] == "padded: dim 0 from 131 to 136"
     assert step.layout.notes["small"].startswith("replicated: no dim of (3,) divides by 8")
@@ -394,17 +399,19 @@ def test_padding() -> None:
 
 
 def test_repr_is_a_summary() -> None:
-    """It printed every array; and whatever a state holds, it is read in an error's traceback and must not raise."""
+    """`repr` printed every array. It must not raise for any content, because tracebacks show it."""
     step = make("zero3")
     state = step.init(KEY)
     stored = 136 * 131 + 16 * 16 + 3
-    of_one = 2 * (136 * 131 + 16 * 16) * 4 // 8 + 2 * 3 * 4 + 4 + 8  # with momentum, the step's number, the key
-    of_all = 2 * stored * 4 + 4 + 8
-    assert repr(state) == f"State(step 0, {stored:,} parameters as stored, {of_one:,} bytes on each of 8 x cpu)"
+    # With momentum, the step's number and the key.
+    bytes_per_device = 2 * (136 * 131 + 16 * 16) * 4 // 8 + 2 * 3 * 4 + 4 + 8
+    total_bytes = 2 * stored * 4 + 4 + 8
+    expected = f"State(step 0, {stored:,} parameters as stored, {bytes_per_device:,} bytes on each of 8 x cpu)"
+    assert repr(state) == expected
     assert repr(step.abstract_state()) == repr(state).replace("step 0", "step abstract")
-    inside: list[str] = []
-    jax.eval_shape(lambda s: inside.append(repr(s)), state)
-    assert inside == [f"State(step traced, {stored:,} parameters as stored, {of_all:,} bytes)"]
+    traced_reprs: list[str] = []
+    jax.eval_shape(lambda s: traced_reprs.append(repr(s)), state)
+    assert traced_reprs == [f"State(step traced, {stored:,} parameters as stored, {total_bytes:,} bytes)"]
     assert "NamedSharding" in repr(jax.tree.map(lambda x: x.sharding, state))
     for x in jax.tree.leaves(state):
         x.delete()
@@ -413,23 +420,23 @@ def test_repr_is_a_summary() -> None:
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp,microbatches=2"])
 def test_count_that_is_drawn(strategy: str) -> None:
-    """A masked loss whose mask is random: gradients were divided by the count of another key's mask."""
+    """Gradients of a loss with a random mask were divided by the count of another key's mask."""
 
     def masked(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
-        kept = jnp.ones(batch["x"].shape[:1]) if key is None else jax.random.uniform(key, batch["x"].shape[:1])
-        return jp.Mean((jnp.square(batch["x"] @ params["w"]).mean(axis=1) * kept).sum(), kept.sum())
+        mask = jnp.ones(batch["x"].shape[:1]) if key is None else jax.random.uniform(key, batch["x"].shape[:1])
+        return jp.Mean((jnp.square(batch["x"] @ params["w"]).mean(axis=1) * mask).sum(), mask.sum())
 
     report = jp.verify(jp.Model(init=init, loss=masked), strategy, BATCH, steps=1)
     assert report.ok, report
 
 
 def test_callback_in_a_layer() -> None:
-    """A print within scanned layers was looked up where there are no parameters, to find the loss's count."""
-    seen = []
+    """A print within scanned layers failed in the program that computes the loss's count, which has no parameters."""
+    printed = []
 
     def layers(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
         def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-            jax.debug.callback(seen.append, x.shape[0])
+            jax.debug.callback(printed.append, x.shape[0])
             return jnp.tanh(x @ w), None
 
         return jnp.square(jax.lax.scan(body, batch["x"], params)[0]).mean()
@@ -437,12 +444,12 @@ def test_callback_in_a_layer() -> None:
     step = make("zero3", jp.Model(init=lambda key: jax.random.normal(key, (2, 16, 16)), loss=layers))
     jax.block_until_ready(step(step.init(KEY), BATCH))
     jax.effects_barrier()
-    assert len(seen) == 8 * 2
-    assert set(map(int, seen)) == {ROWS // 8}
+    assert len(printed) == 8 * 2
+    assert set(map(int, printed)) == {ROWS // 8}
 
 
 class Plain(nnx.Module):
-    """Keeps arrays that are no variables: under jit, Flax takes the first for a static attribute."""
+    """A module with an array that is no variable; under jit, Flax treats it as a static attribute."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.table = jnp.arange(16.0)
@@ -462,7 +469,7 @@ def test_plain_arrays_in_a_module() -> None:
 
 
 def test_arrays_that_lie_elsewhere() -> None:
-    """Batches and given parameters are taken from wherever the user has put them; jit alone refuses."""
+    """Batches and parameters may lie on any devices; jit alone would refuse them."""
     step = make("zero3", optimizer=optax.sgd(0.0))
     expected = float(step.evaluate(step.init(KEY), BATCH)["loss"])
     meshes = jax.make_mesh((8,), ("d",)), step.mesh
@@ -475,20 +482,20 @@ def test_arrays_that_lie_elsewhere() -> None:
         state = step.init(KEY)
         _, metrics = step(state, jax.device_put(BATCH, place))
         assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-6), place
-    one = make("single")
-    assert equal(step.params(step.init(KEY, params=one.params(one.init(KEY)))), jax.jit(init)(KEY))
+    single = make("single")
+    assert equal(step.params(step.init(KEY, params=single.params(single.init(KEY)))), jax.jit(init)(KEY))
 
 
 def test_steps_under_jit() -> None:
-    """Several steps in one program."""
+    """Several steps run in one program."""
     step = make("zero3")
     batches = {"x": np.stack([X, -X])}
     state, losses = jax.lax.scan(lambda s, b: (lambda n, m: (n, m["loss"]))(*step(s, b)), step.init(KEY), batches)
-    other = step.init(KEY)
+    expected = step.init(KEY)
     for i in range(2):
-        other, metrics = step(other, {"x": batches["x"][i]})
+        expected, metrics = step(expected, {"x": batches["x"][i]})
         assert float(metrics["loss"]) == pytest.approx(float(losses[i]), rel=1e-6)
-    same(state.params, other.params)
+    same(state.params, expected.params)
 
 
 def test_large_optimizer_arrays_that_are_not_sharded_are_reported() -> None:

@@ -1,4 +1,13 @@
-"""One product in FP8 with a scale for each row or tensor, and its derivatives."""
+"""One product in FP8 with a scale for each row or tensor, and its derivatives.
+
+    y  = x w        x and w quantised to float8
+    dx = g w^T      g and w quantised to float8
+    dw = x^T g      unquantised, in bfloat16
+
+A product of quantised operands is `lax.dot_general(x8, w8)`, then times the scales of x and of w. An operand has one
+scale for each row along the dims that are summed, so that the scales are constant within each sum. See the README for
+the choice of rows.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -12,20 +21,21 @@ from jax import lax
 from ...layout.precision import quantised
 
 Dims = tuple[int, ...]
-Numbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]  # as `lax.dot_general` has `dimension_numbers`
-SCOPE = "fp8."  # before the path of the leaf, in the names of operations
+Numbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]  # `dimension_numbers` of `lax.dot_general`
+SCOPE = "fp8."  # precedes the path of the leaf in the names of operations
 
 
 @dataclass(frozen=True)
 class ScaledProduct:
-    """How two operands are multiplied.
+    """The dims, dtype and scaling of one product of a weight and activations.
 
     Attributes:
-      numbers: which dims are summed, and which are batch dims.
-      dtype: of the result.
+      numbers: which dims are summed, and which are batch dims (`dimension_numbers`).
+      dtype: the dtype of the result.
       weight: which operand is the weight, 0 or 1.
-      path: of the weight.
-      scaling: of what an operand has one scale: "row", what is summed; or "tensor", all but batch dims.
+      path: the path of the weight.
+      scaling: the elements of an operand that share one scale: "row", the elements that are summed; or "tensor",
+        all elements of one batch index.
     """
 
     numbers: Numbers
@@ -36,52 +46,78 @@ class ScaledProduct:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product(how: ScaledProduct, a: jax.Array, b: jax.Array) -> jax.Array:
-    """`lax.dot_general(a, b)` in `how.dtype`, of operands that are rounded to FP8; see the README.
+def product(config: ScaledProduct, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Multiply two operands, quantised to FP8, as `lax.dot_general(a, b, config.numbers)`.
 
-    Keeps both for the backward as they are; communicates nothing.
+    The backward needs both operands unquantised, as residuals. Communicates nothing.
+
+    Args:
+      config: the dims, dtype and scaling.
+      a: left operand.
+      b: right operand.
+
+    Returns:
+      The product in `config.dtype`.
     """
-    return _scaled(how, how.numbers, how.dtype, a, b)
+    return _scaled_dot(config, config.numbers, config.dtype, a, b)
 
 
-def _backward(how: ScaledProduct, kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, ...]:
-    w, x = kept[how.weight], kept[1 - how.weight]
-    sums, batch = how.numbers
-    free = [_free(v, sums[side], batch[side]) for side, v in enumerate(kept)]
-    of_x, of_w = free[1 - how.weight], free[how.weight]
-    first = len(batch[0]) + (len(of_x) if how.weight else 0)
-    numbers = ((tuple(range(first, first + len(of_w))), of_w), (tuple(range(len(batch[0]))), batch[how.weight]))
-    dx = _scaled(how, numbers, x.dtype, g, w)
-    pairs = sorted(zip(sums[how.weight], sums[1 - how.weight], strict=True))  # the result's last dims are w's, in order
-    order = (*batch[1 - how.weight], *of_x, *(d for _, d in pairs))
-    in_order = lambda w, x: (x, w) if how.weight else (w, x)
-    plain = lambda w: lax.dot_general(*in_order(w, x), how.numbers, preferred_element_type=how.dtype)
-    (dw,) = jax.linear_transpose(plain, w)(g)
-    return in_order(dw, lax.transpose(dx, [int(d) for d in np.argsort(order)]))
+def _backward(config: ScaledProduct, residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the cotangents of both operands, from the cotangent `g` of their product."""
+    w, x = residuals[config.weight], residuals[1 - config.weight]
+    sums, batch = config.numbers
+    free_dims = [_free_dims(v, sums[side], batch[side]) for side, v in enumerate(residuals)]
+    free_of_x, free_of_w = free_dims[1 - config.weight], free_dims[config.weight]
+
+    # dx = g w^T sums over the free dims of w, which follow the free dims of x in g if w is the right operand.
+    start = len(batch[0]) + (len(free_of_x) if config.weight else 0)
+    g_sums, g_batch = tuple(range(start, start + len(free_of_w))), tuple(range(len(batch[0])))
+    dx = _scaled_dot(config, ((g_sums, free_of_w), (g_batch, batch[config.weight])), x.dtype, g, w)
+    # The last dims of dx are the summed dims of w, in the order of w. Bring all dims into the order of x.
+    summed_pairs = sorted(zip(sums[config.weight], sums[1 - config.weight], strict=True))
+    dims_of_dx = (*batch[1 - config.weight], *free_of_x, *(d for _, d in summed_pairs))
+    dx = lax.transpose(dx, [int(d) for d in np.argsort(dims_of_dx)])
+
+    # dw = x^T g stays unquantised: the transpose of the same product in the compute dtype.
+    as_operands = lambda w, x: (x, w) if config.weight else (w, x)
+    plain_product = lambda w: lax.dot_general(*as_operands(w, x), config.numbers, preferred_element_type=config.dtype)
+    (dw,) = jax.linear_transpose(plain_product, w)(g)
+    return as_operands(dw, dx)
 
 
-product.defvjp(lambda how, a, b: (_scaled(how, how.numbers, how.dtype, a, b), (a, b)), _backward)
+product.defvjp(
+    lambda config, a, b: (_scaled_dot(config, config.numbers, config.dtype, a, b), (a, b)),
+    _backward,
+)
 
 
-def _scaled(how: ScaledProduct, numbers: Numbers, dtype: Any, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The product of the quantised operands, times the scales. These are powers of two: no factor rounds."""
-    with jax.named_scope(SCOPE + how.path.replace("/", ".")):
+def _scaled_dot(config: ScaledProduct, numbers: Numbers, dtype: Any, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the product of the quantised operands, times their scales.
+
+    The scales are powers of two, so that multiplying by them rounds nothing.
+    """
+    with jax.named_scope(SCOPE + config.path.replace("/", ".")):
         sums, batch = numbers
-        row = how.scaling == "row"
-        spans = sums if row else [[d for d in range(v.ndim) if d not in batch[i]] for i, v in enumerate((a, b))]
-        (a8, of_a), (b8, of_b) = (quantised(v, dims) for v, dims in zip((a, b), spans, strict=True))
+        by_row = config.scaling == "row"
+        scaled_dims = (
+            sums if by_row else [[d for d in range(v.ndim) if d not in batch[side]] for side, v in enumerate((a, b))]
+        )
+        (a8, a_scale), (b8, b_scale) = (quantised(v, dims) for v, dims in zip((a, b), scaled_dims, strict=True))
+        # The dims of y: batch dims, free dims of a, free dims of b.
         y = lax.dot_general(a8, b8, numbers, preferred_element_type=dtype)
-        ends = y.ndim - len(_free(b, sums[1], batch[1]))  # of the dims that are of a
-        of_a = _rows(of_a, sums[0], batch[0], range(ends, y.ndim))
-        of_b = _rows(of_b, sums[1], batch[1], range(len(batch[0]), ends))
-        return y * of_a.astype(dtype) * of_b.astype(dtype)
+        b_start = y.ndim - len(_free_dims(b, sums[1], batch[1]))
+        a_scale = _align_scale(a_scale, sums[0], batch[0], range(b_start, y.ndim))
+        b_scale = _align_scale(b_scale, sums[1], batch[1], range(len(batch[0]), b_start))
+        return y * a_scale.astype(dtype) * b_scale.astype(dtype)
 
 
-def _rows(scale: jax.Array, sums: Dims, batch: Dims, other: Sequence[int]) -> jax.Array:
-    """Scales by the result's dims, with 1 in the place of the `other` operand's."""
-    ordered = lax.transpose(scale, (*batch, *_free(scale, sums, batch), *sums))
-    return lax.expand_dims(lax.squeeze(ordered, range(ordered.ndim - len(sums), ordered.ndim)), other)
+def _align_scale(scale: jax.Array, sums: Dims, batch: Dims, broadcast_dims: Sequence[int]) -> jax.Array:
+    """Reshape an operand's scale to the dims of the result, with size 1 on `broadcast_dims`, the other operand's."""
+    ordered = lax.transpose(scale, (*batch, *_free_dims(scale, sums, batch), *sums))
+    # The summed dims have size 1: they share a scale.
+    return lax.expand_dims(lax.squeeze(ordered, range(ordered.ndim - len(sums), ordered.ndim)), broadcast_dims)
 
 
-def _free(x: jax.Array, sums: Dims, batch: Dims) -> Dims:
+def _free_dims(x: jax.Array, sums: Dims, batch: Dims) -> Dims:
+    """Return the dims of an operand that are neither summed nor batch dims."""
     return tuple(d for d in range(x.ndim) if d not in (*sums, *batch))

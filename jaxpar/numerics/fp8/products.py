@@ -1,4 +1,11 @@
-"""Which products of a program are in FP8: of a layer's weights and what depends on the data."""
+"""Choose the products of a program that run in FP8: a layer's weight times an operand that depends on the batch.
+
+    1. `_reasons` looks at the whole program, before any axis cuts it, so that every layout chooses the same leaves.
+       It maps each leaf with products to the reason why they stay in the compute dtype, "" if they are in FP8.
+    2. `in_fp8` finds the products of the chosen leaves in the program of one device, and replaces them by `product`.
+
+Both follow parameters through the program by `program/dims.py`.
+"""
 
 import math
 from collections.abc import Sequence
@@ -17,118 +24,159 @@ from ...strategy import Strategy
 from .product import ScaledProduct, product
 
 SMALLEST = 128  # features: a smaller product takes less time than the kernels that quantise its operands
-MULTIPLE = 16  # cuBLASLt needs every dim of an FP8 product to be one; XLA fills up with zeros what a rank has of it
-_DATA = -2  # the mark of what depends on the batch
+MULTIPLE = 16  # cuBLASLt needs dims of FP8 products to be multiples of this; XLA pads a rank's part with zeros
+_DATA = -2  # marks values that depend on the batch
 
 
 def of_blocks(leaves: Sequence[tuple[str, Any]]) -> set[str]:
-    """Of a model's leaves, each a path and its shape, those of alike blocks in a row."""
-    return {leaves[i][0] for one in families(leaves, lambda path: False) for row in one.members for i in row}
+    """Return the paths of the leaves that belong to alike blocks in a row.
+
+    Args:
+      leaves: the path and shape of each of the model's leaves.
+    """
+    return {
+        leaves[i][0]
+        for family in families(leaves, lambda path: False)
+        for positions in family.members
+        for i in positions
+    }
 
 
 def in_fp8(
     whole: jx.Flat, flat: jx.Flat, leaves: Sequence[tuple[str, bool]], strategy: Strategy, dtype: Any
 ) -> tuple[jx.Flat, dict[str, str]]:
-    """A program with products in FP8; and of each leaf that has products, by path, why they are not, "" where they are.
+    """Rewrite the products of layers in FP8.
 
     Args:
-      whole: a loss before any axis has cut it, so that all layouts choose alike.
-      flat: its program on one device; of both the first inputs are parameters.
-      leaves: of each parameter its path, and whether it is one of alike blocks, as which one of three dims or more that
-        a loop scans counts as well.
-      dtype: the compute dtype: what the model computes in another stays.
+      whole: the program of a loss before any axis has cut it. The leaves are chosen here, so that all layouts choose
+        the same ones.
+      flat: the program of the same loss on one device. In both programs, the first inputs are the parameters.
+      leaves: for each parameter its path, and whether it belongs to alike blocks in a row. A parameter of three dims
+        or more that a loop scans counts as a block too.
+      strategy: the strategy, for `fp8_except` and `fp8_scaling`.
+      dtype: the compute dtype; products that the model computes in another dtype stay.
 
-    Raises ValueError where a part of `strategy.fp8_except` is in the path of no leaf that would be in FP8.
+    Returns:
+      `flat` with its products in FP8. And for each leaf with products, by path, the reason why they are not in FP8; ""
+      if they are.
+
+    Raises:
+      ValueError: if a part of `strategy.fp8_except` is in the path of no leaf that would be in FP8.
     """
-    why, made, there = _why_not(whole, leaves, dtype, strategy.fp8_except), {}, set()
-    for eqn, side, numbers in _products(flat, len(leaves))[0]:
-        path = leaves[numbers[0]][0]
-        if why.get(path) == "" and eqn.primitive.name == "dot_general":
-            dims: Any = tuple(tuple(tuple(dims) for dims in pair) for pair in eqn.params["dimension_numbers"])
-            how = ScaledProduct(dims, eqn.outvars[0].aval.dtype, side, path, strategy.fp8_scaling)
-            made[id(eqn)] = _equation(eqn, how)
-            there.add(path)
-    eqns = tuple(replaced(flat.eqns, lambda eqn: made.get(id(eqn), eqn)))
+    # 1. Choose the leaves.
+    reasons = _reasons(whole, leaves, dtype, strategy.fp8_except)
+
+    # 2. Replace their products in this device's program.
+    new_eqns, replaced_paths = {}, set()
+    for eqn, side, params in _products(flat, len(leaves))[0]:
+        path = leaves[params[0]][0]
+        if reasons.get(path) == "" and eqn.primitive.name == "dot_general":
+            numbers: Any = tuple(tuple(tuple(dims) for dims in pair) for pair in eqn.params["dimension_numbers"])
+            config = ScaledProduct(numbers, eqn.outvars[0].aval.dtype, side, path, strategy.fp8_scaling)
+            new_eqns[id(eqn)] = _equation(eqn, config)
+            replaced_paths.add(path)
+    eqns = tuple(replaced(flat.eqns, lambda eqn: new_eqns.get(id(eqn), eqn)))
+
+    # 3. Report a chosen leaf whose products could not be found again.
     lost = "this layout's program has no product of it and the data that could be followed"
-    why = {path: one or ("" if path in there else lost) for path, one in why.items()}
-    return jx.Flat(flat.constvars, flat.consts, flat.invars, flat.outvars, eqns), why
+    reasons = {path: reason or ("" if path in replaced_paths else lost) for path, reason in reasons.items()}
+    return jx.Flat(flat.constvars, flat.consts, flat.invars, flat.outvars, eqns), reasons
 
 
-def _why_not(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any, but: str) -> dict[str, str]:
-    found, env = _products(flat, len(leaves))
-    loops = [x for eqn in flat.eqns if eqn.primitive.name == "scan" for x in jx.scan_parts(eqn).xs]
-    views = [view for x in loops if not jx.is_literal(x) for view in env.get(x, NOTHING).views]
-    scanned = {i for i, dims in views if flat.invars[i].aval.ndim > 2 and len(dims[0]) == 1}
-    custom = (eqn for eqn, _ in visit(flat.eqns) if eqn.primitive.name in CUSTOM)
-    closed = {id(one) for eqn in custom for one, _ in visit([eqn])}
-    said: dict[str, str] = {}
-    excepted = but.split(":") if but else []
-    unmet = dict.fromkeys(excepted)
-    for eqn, side, numbers in found:
-        path = leaves[numbers[0]][0]
-        if not any(leaves[i][1] or i in scanned for i in numbers):
-            why = "of no layer of a stack or list"
-        elif id(eqn) in closed:
-            why = "within a function with its own derivative"
+def _reasons(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any, exceptions: str) -> dict[str, str]:
+    """Return for each leaf with products, by path, the reason why they are not in FP8; "" if they are.
+
+    Args:
+      flat, leaves, dtype: as in `in_fp8`.
+      exceptions: `Strategy.fp8_except`, parts of paths joined by ":".
+    """
+    products, env = _products(flat, len(leaves))
+    scan_inputs = [x for eqn in flat.eqns if eqn.primitive.name == "scan" for x in jx.scan_parts(eqn).xs]
+    views = [view for x in scan_inputs if not jx.is_literal(x) for view in env.get(x, NOTHING).views]
+    scanned_params = {i for i, dims in views if flat.invars[i].aval.ndim > 2 and len(dims[0]) == 1}
+    # A product inside `custom_vjp` would keep the function's own derivative, which knows nothing of FP8.
+    custom_eqns = (eqn for eqn, _ in visit(flat.eqns) if eqn.primitive.name in CUSTOM)
+    inside_custom = {id(inner) for eqn in custom_eqns for inner, _ in visit([eqn])}
+    reasons: dict[str, str] = {}
+    excepted = exceptions.split(":") if exceptions else []
+    unmatched = dict.fromkeys(excepted)
+    for eqn, side, params in products:
+        path = leaves[params[0]][0]
+        if not any(leaves[i][1] or i in scanned_params for i in params):
+            reason = "of no layer of a stack or list"
+        elif id(eqn) in inside_custom:
+            reason = "within a function with its own derivative"
         elif eqn.primitive.name != "dot_general":
-            why = f"{eqn.primitive.name} has no FP8 kernel in XLA"
+            reason = f"{eqn.primitive.name} has no FP8 kernel in XLA"
         else:
-            why = _unfit(eqn, side, dtype)
-        for part in () if why else excepted:
-            if part and fnmatchcase(f"/{path}/", f"*/{part}/*"):  # whole names of the path
-                unmet.pop(part, None)
-                why = f"fp8_except={part}"
-        said[path] = said.get(path) or why
-    if unmet:
+            reason = _unfit_reason(eqn, side, dtype)
+        for part in () if reason else excepted:
+            if part and fnmatchcase(f"/{path}/", f"*/{part}/*"):  # matches whole names of the path
+                unmatched.pop(part, None)
+                reason = f"fp8_except={part}"
+        # One product that cannot be in FP8 keeps all products of its leaf out of it.
+        reasons[path] = reasons.get(path) or reason
+    if unmatched:
         raise ValueError(
-            f"fp8_except={but!r}: {few(list(unmet))} is in the path of no leaf whose products would be in FP8; use a "
-            f"part of {few([path for path, one in said.items() if not one]) or 'a path that step.explain names'}"
+            f"fp8_except={exceptions!r}: {few(list(unmatched))} is in the path of no leaf whose products would be in "
+            f"FP8; use a part of "
+            f"{few([path for path, reason in reasons.items() if not reason]) or 'a path that step.explain names'}"
         )
-    return said
+    return reasons
 
 
 class _Weights(Follower):
-    """Follows parameters through `tensor`'s edges too: a part of one is still of it."""
+    """Follows parameters also through the edges of `tensor`: a rank's part of a parameter still belongs to it."""
 
     def results(self, eqn: Any, ins: Sequence[Followed]) -> list[Followed]:
+        """Return the followed values that an equation makes; an edge passes on its inputs."""
         return list(ins) if eqn.primitive.name in EDGES else super().results(eqn, ins)
 
 
-def _products(flat: jx.Flat, leaves: int) -> tuple[list[tuple[Any, int, list[int]]], dict[Any, Followed]]:
-    """The products of what follows from parameters and what depends on the batch: the equation, which operand is the
-    first, of which parameters; and what all variables are.
-    """
-    found: dict[int, tuple[Any, Sequence[Followed]]] = {}
+def _products(flat: jx.Flat, num_params: int) -> tuple[list[tuple[Any, int, list[int]]], dict[Any, Followed]]:
+    """Find the products of a value that depends on parameters alone with one that depends on the batch.
 
-    def note(eqn: Any, ins: Sequence[Followed]) -> frozenset[int]:
+    Args:
+      flat: a program whose first `num_params` inputs are the parameters.
+      num_params: the number of parameters.
+
+    Returns:
+      For each product its equation, which operand is the parameter's (0 or 1), and the positions of the parameters. And
+      for each variable of the program the followed value.
+    """
+    operands: dict[int, tuple[Any, Sequence[Followed]]] = {}
+
+    def note_product(eqn: Any, ins: Sequence[Followed]) -> frozenset[int]:
         if eqn.primitive.name in PRODUCTS:
-            found[id(eqn)] = eqn, ins
+            operands[id(eqn)] = eqn, ins
         return frozenset()
 
-    env = dict.fromkeys(flat.invars[leaves:], Followed((), frozenset({_DATA})))
-    env |= {v: source(i, v.aval.shape) for i, v in enumerate(flat.invars[:leaves])}
-    _Weights(note, _DATA).follow(flat.eqns, env)
+    # Every input that is no parameter counts as data, also keys and variables.
+    env = dict.fromkeys(flat.invars[num_params:], Followed((), frozenset({_DATA})))
+    env |= {v: source(i, v.aval.shape) for i, v in enumerate(flat.invars[:num_params])}
+    _Weights(note_product, _DATA).follow(flat.eqns, env)
     products = []
-    for eqn, ins in found.values():
-        sides = [side for side in (0, 1) if ins[side].views and _DATA not in ins[side].marks]
-        if len(sides) == 1 and _DATA in ins[1 - sides[0]].marks:
-            products.append((eqn, sides[0], [i for i, _ in ins[sides[0]].views]))
+    for eqn, ins in operands.values():
+        param_sides = [side for side in (0, 1) if ins[side].views and _DATA not in ins[side].marks]
+        if len(param_sides) == 1 and _DATA in ins[1 - param_sides[0]].marks:
+            products.append((eqn, param_sides[0], [i for i, _ in ins[param_sides[0]].views]))
     return products, env
 
 
-def _unfit(eqn: Any, side: int, dtype: Any) -> str:
-    """Why a product is not in FP8; "" where it may be."""
+def _unfit_reason(eqn: Any, side: int, dtype: Any) -> str:
+    """Return why the dtypes or sizes of a product do not suit FP8, "" if they do; `side` is the weight's operand."""
     (sums, batch), w = eqn.params["dimension_numbers"], eqn.invars[side].aval
-    kept = [d for d in range(w.ndim) if d not in (*sums[side], *batch[side])]
-    k, n = (math.prod(w.shape[d] for d in dims) for dims in (sums[side], kept))
-    if wide := [v.aval.dtype.name for v in eqn.invars if v.aval.dtype != dtype]:
-        return f"the model computes them in {wide[0]}"
+    free_dims = [d for d in range(w.ndim) if d not in (*sums[side], *batch[side])]
+    k, n = (math.prod(w.shape[d] for d in dims) for dims in (sums[side], free_dims))
+    if wrong_dtypes := [v.aval.dtype.name for v in eqn.invars if v.aval.dtype != dtype]:
+        return f"the model computes them in {wrong_dtypes[0]}"
     if min(k, n) < SMALLEST or k % MULTIPLE or n % MULTIPLE:
         return f"{k} x {n} features: FP8 needs multiples of {MULTIPLE}, from {SMALLEST}"
     return ""
 
 
-def _equation(eqn: Any, how: ScaledProduct) -> Any:
-    flat, _ = jx.trace(partial(product, how), *(v.aval for v in eqn.invars))
-    (made,) = flat.eqns
-    return made.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+def _equation(eqn: Any, config: ScaledProduct) -> Any:
+    """Return the equation of the FP8 product that replaces `eqn`, with its variables and source line."""
+    flat, _ = jx.trace(partial(product, config), *(v.aval for v in eqn.invars))
+    (new_eqn,) = flat.eqns
+    return new_eqn.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)

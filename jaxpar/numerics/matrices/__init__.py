@@ -1,1 +1,1 @@
-"""Optimizers that need whole matrices, such as Muon: which leaves these are, and which rank updates which."""
+"""Optimizers of whole matrices, such as Muon: find the hidden matrices, and assign each to the rank that updates it."""

@@ -1,10 +1,14 @@
-"""Prove an optimizer elementwise, so that it may see leaves stacked and padded as a step keeps them.
+"""Prove that an optimizer works element by element, so that it may see leaves stacked and padded as a step stores them.
 
-Layers of a loop kept as one stack, or layers in whole stages with zeros after the last, make no difference to an
-optimizer that works element by element, with no more than sums over all leaves beside that (AdamW, clipping by global
-norm). They do to one that looks at a leaf's norm, shape, rank or place (LAMB, Muon, Adafactor, masks by path). What an
-optimizer is cannot be seen by trying it, since it may warm up, or clip only later; it is read from its program, traced
-in both forms: every result must be the same expression of its own element and of scalars.
+A step may store the layers of a Python loop as one stack, or the layers of a pipeline in stages with zeros after the
+last. This makes no difference to an optimizer that works element by element and uses sums over all leaves (AdamW,
+clipping by global norm). It does to one that uses a leaf's norm, shape, rank or path (LAMB, Muon, Adafactor, masks).
+
+    init and update  --trace-->  program  --evaluate symbolically-->  an expression for each result
+    once for the stored leaves, once for the model's; all expressions must be equal
+
+Trying the optimizer on numbers proves nothing: it may warm up, or start to clip only later. So every result must be the
+same expression of one element and of scalars in both programs.
 """
 
 import functools
@@ -22,118 +26,155 @@ from ...program import primitives
 from ...program.walk import propagate
 
 R = TypeVar("R")
-_IGNORED = ("sharding", "shape", "out_sharding", "mesh")  # parameters of an equation that say nothing of its values
+_IGNORED = ("sharding", "shape", "out_sharding", "mesh")  # parameters of an equation that do not change its values
 
 
 class _Unclear(Exception):
-    """The program does what need not be the same in both forms."""
+    """Raised by an equation whose values may differ between stored leaves and the model's own."""
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A value: its expression, the leaf whose element it is of (None: a scalar), the leaves it partly sums."""
+    """The symbolic value of a variable.
+
+    Attributes:
+      expression: nested tuples of primitives and inputs.
+      leaf: the number of the leaf to whose elements it belongs; None for a scalar.
+      partial: the leaves over which it is summed so far, if it is a sum over leaves that is not complete.
+    """
 
     expression: Any
     leaf: int | None = None
     partial: frozenset[int] = frozenset()
 
     def complete(self, leaves: int) -> "_Value":
-        """A sum over all leaves is a scalar like any other, and the same in both forms."""
+        """Return the value as an ordinary scalar once it sums all leaves; that sum is the same in both programs."""
         return self if len(self.partial) < leaves else _Value(("every leaf", self.expression))
 
 
 def sees_stacked(optimizer: Any, storage: Storage) -> bool:
-    """Whether an optimizer may be shown leaves as a step keeps them."""
+    """Return whether an optimizer may see the leaves as a step stores them instead of the model's own.
+
+    Args:
+      optimizer: an optax transformation with extra arguments.
+      storage: the leaves, as stored and as the model has them.
+    """
     if storage.same:
         return True
     try:
-        ours, theirs = (_results_of(optimizer, storage, as_stacked) for as_stacked in (True, False))
+        stored, logical = (_expressions_of(optimizer, storage, as_stacked) for as_stacked in (True, False))
     except (_Unclear, ValueError, TypeError, KeyError, AttributeError, IndexError):
-        # The last five: it asks for the model's own tree, as masks may.
+        # All but the first: the optimizer needs the model's own tree, as masks may.
         return False
-    scalars = ours.pop(None) == theirs.pop(None)
-    members = zip(storage.leaves, storage.origin, strict=True)
-    return scalars and all(
-        ours.get(leaf.path) == theirs.get(storage.models[i].path) for leaf, at in members if leaf.trainable for i in at
+    scalars_agree = stored.pop(None) == logical.pop(None)
+    origins = zip(storage.leaves, storage.origin, strict=True)
+    return scalars_agree and all(
+        stored.get(leaf.path) == logical.get(storage.models[i].path)
+        for leaf, members in origins
+        if leaf.trainable
+        for i in members
     )
 
 
-def _results_of(optimizer: Any, storage: Storage, as_stacked: bool) -> dict[str | None, Any]:
-    """`_results` of the leaves of one form, which a search for layouts asks for hundreds of times."""
-    tuned, params = storage.seen(as_stacked)
+def _expressions_of(optimizer: Any, storage: Storage, as_stacked: bool) -> dict[str | None, Any]:
+    """Return `_expressions` for the leaves as stored, or for the model's own."""
+    trained_leaves, params = storage.seen(as_stacked)
     masters, tree = jax.tree.flatten(params)
-    return {**_results(optimizer, tree, tuple(masters), tuple(_Seen(leaf.path, leaf.shape) for leaf in tuned))}
+    # Paths and shapes alone, so that the planner, which asks for hundreds of layouts, finds the results in the cache.
+    keys = tuple(_LeafKey(leaf.path, leaf.shape) for leaf in trained_leaves)
+    return {**_expressions(optimizer, tree, tuple(masters), keys)}
 
 
 def remembered(fun: Callable[..., R]) -> Callable[..., R]:
-    """`fun`, an optimizer its first argument: its results are kept, but for an object that has no hash."""
-    kept = functools.lru_cache(maxsize=64)(fun)
+    """Cache a function whose first argument is an optimizer; an optimizer that cannot be hashed is not cached."""
+    cached = functools.lru_cache(maxsize=64)(fun)
 
     def call(optimizer: Any, *args: Any) -> R:
         try:
             hash(optimizer)
         except TypeError:
             return fun(optimizer, *args)
-        return kept(optimizer, *args)
+        return cached(optimizer, *args)
 
     return call
 
 
 def traced_update(optimizer: Any, params: Any) -> tuple[Any, jx.Flat, Any]:
-    """The abstract state of an optimizer, its update as a program of (params, gradients, state, loss), and what that
-    returns, abstract.
+    """Trace the update of an optimizer.
+
+    Args:
+      optimizer: an optax transformation with extra arguments.
+      params: the abstract parameters.
+
+    Returns:
+      Its abstract state, its update as a program of (params, gradients, state, loss), and the abstract results of the
+      update.
     """
     state = jax.eval_shape(optimizer.init, params)
     update = lambda params, grads, state, value: optimizer.update(grads, state, params, value=value)
     return state, *jx.trace(update, params, params, state, jax.ShapeDtypeStruct((), jnp.float32))
 
 
-class _Seen(NamedTuple):
-    """Of a leaf what its results depend on."""
+class _LeafKey(NamedTuple):
+    """The properties of a leaf on which its expressions depend."""
 
     path: str
     shape: tuple[int, ...]
 
 
 @remembered
-def _results(optimizer: Any, tree: Any, masters: tuple[Any, ...], tuned: Sequence[_Seen]) -> dict[str | None, Any]:
-    """By path, what an optimizer makes of a leaf and its state, in `init` and `update`; None: of scalars."""
-    params = jax.tree.unflatten(tree, masters)
-    at = {name_of(path): number for number, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
-    state, flat, out = traced_update(optimizer, params)
+def _expressions(
+    optimizer: Any, tree: Any, masters: tuple[Any, ...], leaves: Sequence[_LeafKey]
+) -> dict[str | None, Any]:
+    """Return the expressions of all results of `init` and `update`.
 
-    def home(path: Any, x: Any) -> tuple[str, int | None]:
-        """The name of an array of the state, that of its leaf cut off, and the leaf."""
+    Returns:
+      For the path of each leaf, the expressions of its update and of its arrays of the state, by name; for None, those
+      of the state's scalars.
+
+    Raises:
+      _Unclear: if a result depends on other elements than its own, except through sums over all leaves.
+    """
+    params = jax.tree.unflatten(tree, masters)
+    leaf_numbers = {name_of(path): i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
+    state, flat, update_results = traced_update(optimizer, params)
+
+    def name_and_leaf(path: Any, x: Any) -> tuple[str, int | None]:
+        """Return the name of an array of the state without the path of its leaf, and that leaf's number."""
         name = name_of(path)
-        parts = name.split("/")
-        for n in range(len(parts)):
-            number = at.get("/".join(parts[n:]))
+        keys = name.split("/")
+        for n in range(len(keys)):
+            number = leaf_numbers.get("/".join(keys[n:]))
             if number is not None:
-                if tuple(x.shape) == tuned[number].shape:
-                    return "/".join(parts[:n]), number
+                if tuple(x.shape) == leaves[number].shape:
+                    return "/".join(keys[:n]), number
                 break
         if x.shape:
             raise _Unclear(f"{name} {x.shape}")
         return name, None
 
-    made = jx.trace(optimizer.init, params)[0]
-    held = [home(path, x) for path, x in jax.tree_util.tree_leaves_with_path(state)]
-    inputs = [_Value("parameter", i) for i in range(len(tuned))] + [_Value("gradient", i) for i in range(len(tuned))]
-    inputs += [_Value(("state", name), number) for name, number in held] + [_Value("loss")]
-    shapes = [leaf.shape for leaf in tuned]
-    values = [*_evaluated(flat, inputs, shapes), *_evaluated(made, inputs[: len(tuned)], shapes)]
+    # 1. Evaluate both programs on symbolic inputs.
+    init_program = jx.trace(optimizer.init, params)[0]
+    state_names = [name_and_leaf(path, x) for path, x in jax.tree_util.tree_leaves_with_path(state)]
+    inputs = [_Value("parameter", i) for i in range(len(leaves))] + [_Value("gradient", i) for i in range(len(leaves))]
+    inputs += [_Value(("state", name), number) for name, number in state_names] + [_Value("loss")]
+    shapes = [leaf.shape for leaf in leaves]
+    values = [*_evaluated(flat, inputs, shapes), *_evaluated(init_program, inputs[: len(leaves)], shapes)]
 
-    results: dict[str | None, Any] = {None: {}}
-    first = [(f"initial {name}", number) for name, number in held]
-    names = [*(("update", i) for i in range(len(tuned))), *held, *first]
-    paths = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(out[1])]
+    # 2. Name the results: updates, the next state, the initial state.
+    initial_names = [(f"initial {name}", number) for name, number in state_names]
+    names = [*(("update", i) for i in range(len(leaves))), *state_names, *initial_names]
+    paths = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(update_results[1])]
     if paths != [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]:
         raise _Unclear("the state changes its structure")
+
+    # 3. Check that each result belongs to its own leaf, and collect the expressions.
+    expressions: dict[str | None, Any] = {None: {}}
     for (name, number), value in zip(names, values, strict=True):
         if value.partial or value.leaf not in (None, number):
             raise _Unclear(name)
-        results.setdefault(None if number is None else tuned[number].path, {})[name] = value.expression
-    return results
+        expressions.setdefault(None if number is None else leaves[number].path, {})[name] = value.expression
+    return expressions
 
 
 def _evaluated(flat: jx.Flat, inputs: Sequence[_Value], shapes: Sequence[tuple[int, ...]]) -> list[_Value]:
@@ -162,26 +203,28 @@ def _equation(eqn: Any, values: list[_Value], shapes: Sequence[tuple[int, ...]])
 
 
 def _one(eqn: Any, name: str, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> _Value:
+    """Return the symbolic value of an equation's result, from the values of its inputs."""
     shape = eqn.outvars[0].aval.shape
     if name == "reduce_sum":
+        # The sum over one leaf. Padding must add zero, or the sum differs between the two programs.
         (value,) = values
         if value.leaf is None or shape or value.partial or not _vanishes(value.expression):
             raise _Unclear(name)
         return _Value((name, value.expression), None, frozenset({value.leaf})).complete(len(shapes))
-    partial = [value for value in values if value.partial]
-    if partial:
-        # Sums over leaves: of the same expression of each, joined until all are in.
-        kinds = {value.expression for value in partial}
-        kind = next(iter(kinds))
-        others = [value for value in values if not value.partial]
-        zero = all(value.expression == ("constant", 0.0) for value in others)
-        if len(kinds) == 1 and name == "add" and zero:
-            sets = [value.partial for value in partial]
-            if sum(map(len, sets)) == len(frozenset().union(*sets)):
-                return _Value(kind, None, frozenset().union(*sets)).complete(len(shapes))
+    partial_sums = [value for value in values if value.partial]
+    if partial_sums:
+        # Add up the sums of the same expression over disjoint leaves, until all leaves are included.
+        expressions = {value.expression for value in partial_sums}
+        expression = next(iter(expressions))
+        remaining_values = [value for value in values if not value.partial]
+        only_zeros_remain = all(value.expression == ("constant", 0.0) for value in remaining_values)
+        if len(expressions) == 1 and name == "add" and only_zeros_remain:
+            summed_leaves = [value.partial for value in partial_sums]
+            if sum(map(len, summed_leaves)) == len(frozenset().union(*summed_leaves)):
+                return _Value(expression, None, frozenset().union(*summed_leaves)).complete(len(shapes))
         raise _Unclear(name)
     if name == "broadcast_in_dim" and values[0].leaf is None:
-        return values[0]  # a scalar, whatever leaf it will meet
+        return values[0]  # still a scalar: it is the same for every leaf that it is combined with
     if not primitives.of(eqn).elementwise or (shape and shape not in shapes):
         raise _Unclear(name)
     params = tuple(sorted((k, str(v)) for k, v in eqn.params.items() if k not in _IGNORED))
@@ -189,7 +232,7 @@ def _one(eqn: Any, name: str, values: list[_Value], shapes: Sequence[tuple[int, 
 
 
 def _vanishes(expression: Any) -> bool:
-    """Whether an expression is zero of the zeros that follow the last layer, so that they add nothing to a sum."""
+    """Return whether an expression is zero for the zeros after the last layer, which then add nothing to a sum."""
     match expression:
         case "parameter" | "gradient" | ("state", _):
             return True
@@ -209,6 +252,7 @@ def _vanishes(expression: Any) -> bool:
 
 
 def _joined(expression: Any, values: Sequence[_Value]) -> _Value:
+    """Return the value of an elementwise expression of values that belong to one leaf at most."""
     leaves = {value.leaf for value in values} - {None}
     if len(leaves) > 1 or any(value.partial for value in values):
         raise _Unclear(str(expression))

@@ -1,9 +1,16 @@
-"""Matrices that are exchanged at once: pieces at rest, rows for their owners, one matrix after another, and back.
+"""Exchange a bundle of matrices: send their pieces to the owners, run the program of each matrix, send results back.
 
-at rest, a device              a row for each owner              an owner, of each of its matrices
-[L, m, n/R]    -- pack -->     [R, W]   -- all-to-all -->       [R, m, n/R]  -- whole -->  [m, n]  -- program
-                                                                                                      |
-[L, m, n/R]    <-- unpack --   [R, W]   <-- all-to-all --       [R, m, n/R]  <-- cut ---   [m, n]  <---'
+At rest, each of R ranks stores a piece [m, n/R] of every matrix, here of a stack of L. A row of W elements holds all
+pieces that go to one owner, of all matrices in the bundle and of one dtype:
+
+at rest, on a device           one row per owner                an owner, for each of its matrices
+[L, m, n/R]    -- pack -->     [R, W]   -- all-to-all -->       [R, m, n/R]  -- assemble -->  [m, n]  -- program
+                                                                                                          |
+[L, m, n/R]    <-- unpack --   [R, W]   <-- all-to-all --       [R, m, n/R]  <-- disassemble  [m, n]  <---'
+
+    MatrixValue   the layout of one value that the program reads or makes
+    Kind          matrices with the same program
+    Bundle        kinds that are exchanged together; calling it runs the picture above
 """
 
 import math
@@ -27,15 +34,15 @@ from .whole_matrices import Region
 
 @dataclass(frozen=True)
 class MatrixValue:
-    """A value that the program of one matrix reads or makes, of all matrices of a leaf.
+    """The layout of a value that the program of one matrix reads or makes, for all matrices of a leaf.
 
     Attributes:
-      shape: of all of them; numbers have a last dim of 1.
+      shape: the shape of the value for all matrices. A number per matrix has a last dim of 1.
       dtype: its dtype.
-      axes: those of each dim, at rest.
-      batch: its batch dims, in the order of the leaf's.
-      home: whether it lies with the owners; else its pieces go to them.
-      kept: whether a replica has its own matrices' alone; else each has those of all.
+      axes: the mesh axes of each dim at rest.
+      batch: its batch dims, in the order of the leaf's batch dims.
+      with_owner: whether it lives with the owners; otherwise its pieces are sent to them.
+      with_replica: whether a replica stores it for its own share of the matrices alone; otherwise for all matrices.
       sizes: the size of each mesh axis.
     """
 
@@ -43,137 +50,152 @@ class MatrixValue:
     dtype: Any
     axes: tuple[tuple[str, ...], ...]
     batch: tuple[int, ...]
-    home: bool
-    kept: bool
+    with_owner: bool
+    with_replica: bool
     sizes: Mapping[str, int] = field(repr=False)
 
     @property
-    def inner(self) -> list[int]:
-        """The dims of one matrix."""
+    def matrix_dims(self) -> list[int]:
+        """The dims of one matrix: all dims but the batch dims."""
         return [d for d in range(len(self.shape)) if d not in self.batch]
 
     @property
-    def ranks(self) -> list[int]:
-        """Over how many each dim is spread."""
+    def ranks_by_dim(self) -> list[int]:
+        """The number of ranks over which each dim is sharded."""
         return [math.prod(self.sizes[axis] for axis in axes) for axes in self.axes]
 
     @property
     def local(self) -> tuple[int, ...]:
-        """A device's part, padding included."""
-        return tuple(-(-n // ranks) for n, ranks in zip(self.shape, self.ranks, strict=True))
+        """The shape of a device's part, padding included."""
+        return tuple(-(-n // ranks) for n, ranks in zip(self.shape, self.ranks_by_dim, strict=True))
 
     @property
-    def padded(self) -> tuple[int, ...]:
-        """All of it, with padding."""
-        return tuple(n * ranks for n, ranks in zip(self.local, self.ranks, strict=True))
+    def padded_shape(self) -> tuple[int, ...]:
+        """The shape at rest, padding included."""
+        return tuple(n * ranks for n, ranks in zip(self.local, self.ranks_by_dim, strict=True))
 
     @property
-    def piece(self) -> tuple[int, ...]:
-        """What a device has of one matrix."""
-        return tuple(self.local[d] for d in self.inner)
+    def piece_shape(self) -> tuple[int, ...]:
+        """The shape of a device's piece of one matrix."""
+        return tuple(self.local[d] for d in self.matrix_dims)
 
     @property
-    def size(self) -> int:
-        """Elements of a piece."""
-        return math.prod(self.piece)
+    def piece_size(self) -> int:
+        """The number of elements of a device's piece of one matrix."""
+        return math.prod(self.piece_shape)
 
     @property
     def spec(self) -> PartitionSpec:
-        """Where it is at rest."""
+        """The spec at rest."""
         return PartitionSpec(*(axes or None for axes in self.axes))
 
     def pad(self, x: jax.Array) -> jax.Array:
-        """As the optimizer has it -> [*padded]."""
-        return jnp.pad(x.reshape(self.shape), [(0, n - m) for n, m in zip(self.padded, self.shape, strict=True)])
+        """Pad the optimizer's array to [*padded_shape]."""
+        return jnp.pad(x.reshape(self.shape), [(0, n - m) for n, m in zip(self.padded_shape, self.shape, strict=True)])
 
-    def pieces(self, x: jax.Array) -> jax.Array:
-        """A device's part -> [matrices, *piece]."""
-        return jnp.moveaxis(x, self.batch, range(len(self.batch))).reshape(-1, *self.piece)
+    def to_pieces(self, x: jax.Array) -> jax.Array:
+        """Convert a device's part [*local] to its pieces of all matrices, [matrices, *piece_shape]."""
+        return jnp.moveaxis(x, self.batch, range(len(self.batch))).reshape(-1, *self.piece_shape)
 
-    def joined(self, pieces: jax.Array) -> jax.Array:
-        """The reverse."""
-        x = pieces.reshape(*(self.local[d] for d in self.batch), *self.piece)
+    def from_pieces(self, pieces: jax.Array) -> jax.Array:
+        """Convert a device's pieces [matrices, *piece_shape] to its part [*local]; inverse of `to_pieces`."""
+        x = pieces.reshape(*(self.local[d] for d in self.batch), *self.piece_shape)
         return jnp.moveaxis(x, range(len(self.batch)), self.batch)
 
-    def _ranks(self, axes: Sequence[str]) -> tuple[list[int], list[int]]:
-        """The shape of all ranks' pieces with a dim for each axis, and in which order these are those of the matrix."""
-        order = [i for k, d in enumerate(self.inner) for i in (*map(axes.index, self.axes[d]), len(axes) + k)]
-        return [*(self.sizes[axis] for axis in axes), *self.piece], order
+    def _rank_dims(self, axes: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Return how the pieces of all ranks make up one matrix.
 
-    def whole(self, pieces: jax.Array, axes: Sequence[str]) -> jax.Array:
-        """All ranks' pieces of one matrix [ranks, *piece] -> the matrix."""
-        shape, order = self._ranks(axes)
-        x = pieces.reshape(shape).transpose(order).reshape([self.padded[d] for d in self.inner])
-        return x[tuple(slice(self.shape[d]) for d in self.inner)]
+        Returns:
+          The shape of all pieces with one dim per axis, [*axes, *piece_shape]. And the order that puts the dims of the
+          axes that shard a dim of the matrix directly before that dim.
+        """
+        order = [i for k, d in enumerate(self.matrix_dims) for i in (*map(axes.index, self.axes[d]), len(axes) + k)]
+        return [*(self.sizes[axis] for axis in axes), *self.piece_shape], order
 
-    def cut(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
-        """The reverse: [ranks, elements]."""
-        shape, order = self._ranks(axes)
-        x = x.reshape([self.shape[d] for d in self.inner])
-        x = jnp.pad(x, [(0, self.padded[d] - self.shape[d]) for d in self.inner])
-        return x.reshape([shape[i] for i in order]).transpose(np.argsort(order)).reshape(-1, self.size)
+    def assemble(self, pieces: jax.Array, axes: Sequence[str]) -> jax.Array:
+        """Return one matrix, without padding, from the pieces of all ranks along `axes`, [ranks, piece_size]."""
+        shape, order = self._rank_dims(axes)
+        # [*axes, *piece_shape] -> each dim of the matrix behind its axes -> the matrix, padded -> without padding.
+        x = pieces.reshape(shape).transpose(order).reshape([self.padded_shape[d] for d in self.matrix_dims])
+        return x[tuple(slice(self.shape[d]) for d in self.matrix_dims)]
+
+    def disassemble(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
+        """Return the pieces of all ranks, [ranks, piece_size], from one matrix; inverse of `assemble`."""
+        shape, order = self._rank_dims(axes)
+        x = x.reshape([self.shape[d] for d in self.matrix_dims])
+        x = jnp.pad(x, [(0, self.padded_shape[d] - self.shape[d]) for d in self.matrix_dims])
+        return x.reshape([shape[i] for i in order]).transpose(np.argsort(order)).reshape(-1, self.piece_size)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Matrices with one program: of a stack, or of several leaves of one shape.
+    """Matrices with the same program: all matrices of a stack, or of several leaves of one shape.
 
     Attributes:
-      regions: one of each leaf.
-      program: that of one matrix.
-      ins, outs: of each leaf, the values that it reads and makes; None of what is no leaf's, such as a rate.
-      each: how many are of each leaf, on the ranks that deal them out.
-      replicas: among how many groups of ranks that hold the same they are divided.
-      flops: of one.
+      regions: the region of each leaf.
+      program: the program of one matrix.
+      ins, outs: the layouts of the values that the program reads and makes, the same for each leaf; None for a value
+        that belongs to no leaf, such as a learning rate.
+      per_leaf: the number of matrices of each leaf, among the ranks that deal them out.
+      replicas: the number of replicas that divide the matrices among them.
+      flops: FLOPs of one matrix.
     """
 
     regions: tuple[Region, ...]
     program: jx.Flat = field(repr=False)
     ins: Sequence[MatrixValue | None]
     outs: Sequence[MatrixValue]
-    each: int
+    per_leaf: int
     replicas: int
     flops: int
 
     @property
     def count(self) -> int:
-        """How many there are on the ranks that deal them out."""
-        return self.each * len(self.regions)
+        """The number of matrices among the ranks that deal them out."""
+        return self.per_leaf * len(self.regions)
 
     @property
     def share(self) -> int:
-        """How many of these a replica works on; the last ones repeat where that does not divide them."""
+        """The number of matrices of one replica. If they do not divide evenly, the last matrices are repeated."""
         return -(-self.count // self.replicas)
 
     @property
     def total(self) -> int:
-        """How many there are."""
+        """The number of matrices on all devices."""
         return sum(math.prod(region.shape[d] for d in region.batch) for region in self.regions)
 
     def read(self, env: Mapping[Any, Any]) -> list[list[jax.Array]]:
-        """Of each input the values of the leaves; one, where it is none of theirs and the same of all."""
+        """Return, for each input of the program, its padded value for every leaf.
+
+        An input that belongs to no leaf and is the same variable for all leaves has one value.
+        """
         values = []
-        for v, of in zip(self.ins, zip(*(region.ins for region in self.regions), strict=True), strict=True):
-            of = of if v is not None or len({*of}) > 1 else of[:1]
-            values.append([env[x] if v is None else v.pad(env[x]) for x in of])
+        for layout, variables in zip(self.ins, zip(*(region.ins for region in self.regions), strict=True), strict=True):
+            # A scalar may differ from leaf to leaf, as learning rates by leaf do.
+            variables = variables if layout is not None or len({*variables}) > 1 else variables[:1]
+            values.append([env[var] if layout is None else layout.pad(env[var]) for var in variables])
         return values
 
-    def written(self, made: Sequence[Sequence[jax.Array]]) -> dict[Any, jax.Array]:
-        """By variable the outputs of the leaves."""
-        rows = zip(self.outs, made, *(region.outs for region in self.regions), strict=True)
-        unpad = lambda v, x, var: x[tuple(map(slice, v.shape))].reshape(var.aval.shape)
-        return {var: unpad(v, x, var) for v, xs, *of in rows for var, x in zip(of, xs, strict=True)}
+    def unpad_results(self, results: Sequence[Sequence[jax.Array]]) -> dict[Any, jax.Array]:
+        """Return the value of each variable that the regions make, from each output's padded values for every leaf."""
+        rows = zip(self.outs, results, *(region.outs for region in self.regions), strict=True)
+        unpad = lambda layout, x, var: x[tuple(map(slice, layout.shape))].reshape(var.aval.shape)
+        return {
+            var: unpad(layout, x, var)
+            for layout, values, *variables in rows
+            for var, x in zip(variables, values, strict=True)
+        }
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Matrices that are exchanged at once.
+    """Matrices that are exchanged together.
 
     Attributes:
-      kinds: they and their programs.
-      axes: those that spread a matrix, outermost first.
-      copies: those of replicas that divide the matrices among them.
-      counts: of each kind, on how many of its replica's matrices each rank of `axes` works, one rank after another.
+      kinds: the matrices and their programs.
+      axes: the mesh axes that shard each matrix, outermost first. Their ranks are the owners.
+      copies: the mesh axes of the replicas that divide the matrices among them.
+      counts: for each kind, the number of matrices that each rank of `axes` owns, of its replica's share.
     """
 
     kinds: tuple[Kind, ...]
@@ -183,151 +205,240 @@ class Bundle:
 
     @property
     def regions(self) -> list[Region]:
-        """Those of its matrices."""
+        """The regions of all kinds."""
         return [region for kind in self.kinds for region in kind.regions]
 
     @property
     def ranks(self) -> int:
-        """Of `axes`."""
+        """The number of ranks of `axes`."""
         return len(self.counts[0])
 
     @property
     def flops(self) -> list[int]:
-        """Of each rank's matrices."""
+        """FLOPs of the matrices that each rank owns."""
         return [
-            sum(kind.flops * n for kind, n in zip(self.kinds, of, strict=True)) for of in zip(*self.counts, strict=True)
+            sum(kind.flops * n for kind, n in zip(self.kinds, rank_counts, strict=True))
+            for rank_counts in zip(*self.counts, strict=True)
         ]
 
     def rows(self, side: str) -> tuple[dict[Any, int], dict[tuple[int, int], list[int]]]:
-        """What goes to each owner (`ins`), or comes from it (`outs`): by dtype the elements of the fullest row; and
-        where in the row of each rank the pieces of a kind's value begin.
+        """Return the layout of the rows that are exchanged.
+
+        Args:
+          side: "ins" for the rows that go to the owners, "outs" for those that come back.
+
+        Returns:
+          The width of the rows of each dtype: the elements of the fullest one. And for each value, by (number of the
+          kind, number of the value), the offset of its first piece in each rank's row.
         """
-        filled: dict[Any, list[int]] = {}
-        at: dict[tuple[int, int], list[int]] = {}
+        filled: dict[Any, list[int]] = {}  # elements so far, of each rank's row
+        offsets: dict[tuple[int, int], list[int]] = {}
         for k, kind in enumerate(self.kinds):
-            for j, v in enumerate(getattr(kind, side)):
-                if v is not None and not v.home:
-                    at[k, j] = filled.get(v.dtype, [0] * self.ranks)
-                    filled[v.dtype] = [start + n * v.size for start, n in zip(at[k, j], self.counts[k], strict=True)]
-        return {dtype: max(row) for dtype, row in filled.items()}, at
+            for j, layout in enumerate(getattr(kind, side)):
+                if layout is not None and not layout.with_owner:
+                    offsets[k, j] = filled.get(layout.dtype, [0] * self.ranks)
+                    filled[layout.dtype] = [
+                        start + n * layout.piece_size for start, n in zip(offsets[k, j], self.counts[k], strict=True)
+                    ]
+        return {dtype: max(row) for dtype, row in filled.items()}, offsets
 
     def sends(self) -> list[Sent]:
-        """The closed form of its exchanges."""
-        sent = lambda dtype, width: Sent("all-to-all", self.axes, dtype, 1, self.ranks * width)
-        moved = [sent(*item) for side in ("ins", "outs") for item in self.rows(side)[0].items()]
-        made = [(kind, v) for kind in self.kinds for v in kind.outs if self.copies and not v.kept]
-        return moved + [
-            Sent("all-gather", self.copies, v.dtype, 1, kind.replicas * kind.share * v.size) for kind, v in made
+        """Return the closed form of the exchanges."""
+        exchange = lambda dtype, width: Sent("all-to-all", self.axes, dtype, 1, self.ranks * width)
+        exchanges = [exchange(*item) for side in ("ins", "outs") for item in self.rows(side)[0].items()]
+        gathered = [
+            (kind, layout) for kind in self.kinds for layout in kind.outs if self.copies and not layout.with_replica
+        ]
+        return exchanges + [
+            Sent("all-gather", self.copies, layout.dtype, 1, kind.replicas * kind.share * layout.piece_size)
+            for kind, layout in gathered
         ]
 
     def __str__(self) -> str:
-        over = f"{self.ranks} ranks of {'+'.join(self.axes)}"
-        shared = f"a share on each of {self.kinds[0].replicas} replicas of {'+'.join(self.copies)}, which gather all; "
-        shared *= bool(self.copies)
+        owners = f"{self.ranks} ranks of {'+'.join(self.axes)}"
+        prefix = f"a share on each of {self.kinds[0].replicas} replicas of {'+'.join(self.copies)}, which gather all; "
+        prefix *= bool(self.copies)
         if not self.axes:
-            return shared + "whole where they lie" + ": nothing is sent" * (not self.copies)
-        if all(len({*of}) == 1 for of in self.counts):
-            each = self.counts[0][0]
-            return f"{shared}whole with their owners, {each} on each of {over}: one all-to-all there, one back"
+            return prefix + "whole where they lie" + ": nothing is sent" * (not self.copies)
+        if all(len({*rank_counts}) == 1 for rank_counts in self.counts):
+            per_rank = self.counts[0][0]
+            return f"{prefix}whole with their owners, {per_rank} on each of {owners}: one all-to-all there, one back"
         count, busiest = sum(kind.share for kind in self.kinds), max(self.flops) / max(1, sum(self.flops))
         matrices = "1 matrix" if count == 1 else f"{count} matrices"
-        return f"{shared}{matrices} dealt out by FLOPs over {over}, the busiest has {busiest:.3f} of all"
+        return f"{prefix}{matrices} dealt out by FLOPs over {owners}, the busiest has {busiest:.3f} of all"
 
     def __call__(self, values: Any, mesh: Mesh, token: Token | None) -> tuple[dict[Any, jax.Array], Token | None]:
-        """By variable what the programs make of what they `read`, and the token after that."""
-        here, run = PartitionSpec(), order.in_order(self._local, mesh)
-        outs = [[[v.spec] * len(kind.regions) for v in kind.outs] for kind in self.kinds]
-        specs = [
-            [[here if v is None else v.spec] * len(xs) for v, xs in zip(kind.ins, row, strict=True)]
-            for kind, row in zip(self.kinds, values, strict=True)
+        """Exchange the matrices and run their programs.
+
+        Args:
+          values: for each kind, what `Kind.read` returns.
+          mesh: the mesh.
+          token: orders the collectives on CPU; None elsewhere.
+
+        Returns:
+          The value of each variable that the regions make, and the token after the exchanges.
+        """
+        replicated, local_fun = PartitionSpec(), order.in_order(self._local, mesh)
+        out_specs = [[[layout.spec] * len(kind.regions) for layout in kind.outs] for kind in self.kinds]
+        in_specs = [
+            [
+                [replicated if layout is None else layout.spec] * len(xs)
+                for layout, xs in zip(kind.ins, kind_values, strict=True)
+            ]
+            for kind, kind_values in zip(self.kinds, values, strict=True)
         ]
-        local = jax.shard_map(run, mesh=mesh, in_specs=(here, specs), out_specs=(outs, here), check_vma=False)
-        made, token = local(token, values)
+        mapped = jax.shard_map(
+            local_fun,
+            mesh=mesh,
+            in_specs=(replicated, in_specs),
+            out_specs=(out_specs, replicated),
+            check_vma=False,
+        )
+        results, token = mapped(token, values)
         return {
-            var: x for kind, row in zip(self.kinds, made, strict=True) for var, x in kind.written(row).items()
+            var: x
+            for kind, kind_results in zip(self.kinds, results, strict=True)
+            for var, x in kind.unpad_results(kind_results).items()
         }, token
 
     def _local(self, values: Any) -> Any:
-        """What one device does."""
-        (widths, starts), (back, ends) = self.rows("ins"), self.rows("outs")
+        """Run the exchanges and the programs on one device, inside `shard_map`.
+
+        Args:
+          values: for each kind and input, this device's part of the values of the leaves.
+
+        Returns:
+          For each kind and output, this device's part of the values of the leaves.
+        """
+        (in_widths, in_offsets), (out_widths, out_offsets) = self.rows("ins"), self.rows("outs")
+
+        # 1. Cut the device's parts into pieces [share, *piece_shape], and keep the share of this replica.
         values = [
             [
-                xs if v is None else self._share(kind, v, jnp.concatenate([v.pieces(x) for x in xs]))
-                for v, xs in zip(kind.ins, row, strict=True)
+                xs if layout is None else self._share(kind, layout, jnp.concatenate([layout.to_pieces(x) for x in xs]))
+                for layout, xs in zip(kind.ins, kind_values, strict=True)
             ]
-            for kind, row in zip(self.kinds, values, strict=True)
+            for kind, kind_values in zip(self.kinds, values, strict=True)
         ]
-        packed = {
-            t: self._packed([(k, values[k][j]) for k, j in starts if values[k][j].dtype == t], n)
-            for t, n in widths.items()
-        }
-        rows = {"ins": {t: all_to_all(x, self.axes) for t, x in packed.items()}}
-        spots = [[(k, at) for (k, _), at in side.items()] for side in (starts, ends)]
-        to = "ins" if spots[0] == spots[1] and widths == back else "outs"  # a matrix may leave where it has arrived
-        if to == "outs":
-            rows["outs"] = {t: jnp.zeros((self.ranks, n), t) for t, n in back.items()}
-        me, homes = index(self.axes), list[Any]()
-        for k, kind in enumerate(self.kinds):
-            own = {j: jnp.zeros((self.counts[k][0], *v.piece), v.dtype) for j, v in enumerate(kind.outs) if v.home}
-            rows, own = self._run(k, values[k], (rows, own), to, starts, ends, me)
-            homes.append(own)
-        left = {t: all_to_all(x, self.axes) for t, x in rows[to].items()}
 
-        def made(k: int, j: int, v: MatrixValue) -> jax.Array:
-            x = homes[k][j] if v.home else self._unpacked(k, v, left[v.dtype], ends[k, j])
-            return x if v.kept else all_gather(x, self.copies)[: self.kinds[k].count]
+        # 2. Pack one row per owner [ranks, width], and exchange them.
+        packed = {
+            dtype: self._pack([(k, values[k][j]) for k, j in in_offsets if values[k][j].dtype == dtype], width)
+            for dtype, width in in_widths.items()
+        }
+        rows = {"ins": {dtype: all_to_all(x, self.axes) for dtype, x in packed.items()}}
+
+        # 3. Run the programs. If outputs have the same row layout as inputs, each matrix overwrites its own pieces, so
+        #    that no second buffer is needed.
+        offsets_by_kind = [[(k, starts) for (k, _), starts in side.items()] for side in (in_offsets, out_offsets)]
+        out_rows = "ins" if offsets_by_kind[0] == offsets_by_kind[1] and in_widths == out_widths else "outs"
+        if out_rows == "outs":
+            rows["outs"] = {dtype: jnp.zeros((self.ranks, width), dtype) for dtype, width in out_widths.items()}
+        rank, owned_results = index(self.axes), list[Any]()
+        for k, kind in enumerate(self.kinds):
+            owned = {
+                j: jnp.zeros((self.counts[k][0], *layout.piece_shape), layout.dtype)
+                for j, layout in enumerate(kind.outs)
+                if layout.with_owner
+            }
+            rows, owned = self._run_matrices(k, values[k], (rows, owned), out_rows, in_offsets, out_offsets, rank)
+            owned_results.append(owned)
+
+        # 4. Exchange the results, unpack them, and gather the shares of all replicas.
+        received = {dtype: all_to_all(x, self.axes) for dtype, x in rows[out_rows].items()}
+
+        def result(k: int, j: int, layout: MatrixValue) -> jax.Array:
+            if layout.with_owner:
+                pieces = owned_results[k][j]
+            else:
+                pieces = self._unpack(k, layout, received[layout.dtype], out_offsets[k, j])
+            # The last replicas repeat matrices if the shares do not divide evenly.
+            return pieces if layout.with_replica else all_gather(pieces, self.copies)[: self.kinds[k].count]
 
         return [
-            [[*map(v.joined, jnp.split(made(k, j, v), len(kind.regions)))] for j, v in enumerate(kind.outs)]
+            [
+                [*map(layout.from_pieces, jnp.split(result(k, j, layout), len(kind.regions)))]
+                for j, layout in enumerate(kind.outs)
+            ]
             for k, kind in enumerate(self.kinds)
         ]
 
-    def _share(self, kind: Kind, v: MatrixValue, pieces: jax.Array) -> jax.Array:
-        """Those of this replica's matrices: [share, *piece]."""
-        if v.kept or not self.copies:
+    def _share(self, kind: Kind, layout: MatrixValue, pieces: jax.Array) -> jax.Array:
+        """Return the pieces of this replica's matrices, [share, *piece_shape], from the pieces of all."""
+        if layout.with_replica or not self.copies:
             return pieces
+        # "clip" repeats the last matrix where the shares of all replicas are more than the matrices.
         return jnp.take(pieces, index(self.copies) * kind.share + jnp.arange(kind.share), axis=0, mode="clip")
 
-    def _packed(self, values: Sequence[tuple[int, jax.Array]], width: int) -> jax.Array:
-        """A row for each owner, of its matrices' pieces: [ranks, width]."""
-        parts = [jnp.split(x, np.cumsum(self.counts[k])[:-1]) for k, x in values]
-        rows = [jnp.concatenate([x.ravel() for x in row]) for row in zip(*parts, strict=True)]
+    def _pack(self, values: Sequence[tuple[int, jax.Array]], width: int) -> jax.Array:
+        """Return one row per owner with the pieces of its matrices, [ranks, width].
+
+        Args:
+          values: (number of a kind, pieces [share, *piece_shape]) of each value.
+          width: the elements of a row, to which shorter rows are padded.
+        """
+        # Matrices are owned in order: the first rank owns the first `counts[k][0]` of kind k.
+        parts = [jnp.split(pieces, np.cumsum(self.counts[k])[:-1]) for k, pieces in values]
+        rows = [jnp.concatenate([x.ravel() for x in rank_parts]) for rank_parts in zip(*parts, strict=True)]
         return jnp.stack([jnp.pad(row, (0, width - row.size)) for row in rows])
 
-    def _unpacked(self, kind: int, v: MatrixValue, rows: jax.Array, starts: Sequence[int]) -> jax.Array:
-        """The reverse for one value: [matrices, *piece]."""
-        parts = zip(rows, starts, self.counts[kind], strict=True)
-        return jnp.concatenate([row[at : at + n * v.size] for row, at, n in parts]).reshape(-1, *v.piece)
+    def _unpack(self, kind: int, layout: MatrixValue, rows: jax.Array, offsets: Sequence[int]) -> jax.Array:
+        """Return the pieces of one value, [share, *piece_shape], from the rows of all owners."""
+        parts = zip(rows, offsets, self.counts[kind], strict=True)
+        flat_pieces = [row[start : start + n * layout.piece_size] for row, start, n in parts]
+        return jnp.concatenate(flat_pieces).reshape(-1, *layout.piece_shape)
 
-    def _run(self, k: int, values: Any, carry: Any, to: str, starts: Any, ends: Any, me: Any) -> Any:
-        """The program of a kind on each matrix of this rank: rows of both sides, and by output what stays."""
+    def _run_matrices(
+        self, k: int, values: Any, carry: Any, out_rows: str, in_offsets: Any, out_offsets: Any, rank: Any
+    ) -> Any:
+        """Run the program of kind `k` on each matrix that this rank owns, one after the other.
+
+        Args:
+          k: the number of the kind.
+          values: the pieces of its inputs; arrays that live with the owner, and values that belong to no leaf.
+          carry: (rows by side and dtype, results that live with the owner by output).
+          out_rows: the side of the rows to which results are written, "ins" or "outs".
+          in_offsets, out_offsets: from `rows`.
+          rank: this rank's index along `axes`.
+
+        Returns:
+          The carry, with this kind's results written to it.
+        """
         kind, counts, program = self.kinds[k], self.counts[k], self.kinds[k].program
-        fun = jx.run(program.eqns, (*program.constvars, *program.invars), program.outvars)
-        mine = lambda numbers: jnp.asarray(numbers, jnp.int32)[me]
-        first = index(self.copies) * kind.share + mine(np.cumsum((0, *counts[:-1])))
+        matrix_fun = jx.run(program.eqns, (*program.constvars, *program.invars), program.outvars)
+        on_this_rank = lambda numbers: jnp.asarray(numbers, jnp.int32)[rank]
+        # The number, among all matrices of the kind, of the first one that this rank owns.
+        first_matrix = index(self.copies) * kind.share + on_this_rank(np.cumsum((0, *counts[:-1])))
 
-        def matrix(s: Any, carry: Any) -> Any:
-            rows, own = {side: dict(of) for side, of in carry[0].items()}, dict(carry[1])
+        def run_matrix(i: Any, carry: Any) -> Any:
+            rows, owned = {side: dict(by_dtype) for side, by_dtype in carry[0].items()}, dict(carry[1])
             args = []
-            for j, (v, x, var) in enumerate(zip(kind.ins, values, program.invars, strict=True)):
-                if v is None:
-                    x = x[0] if len(x) == 1 else jnp.take(jnp.stack(x), first + s, axis=0, mode="clip")  # of each leaf
-                elif v.home:
-                    x = x[s]
+            for j, (layout, x, var) in enumerate(zip(kind.ins, values, program.invars, strict=True)):
+                if layout is None:
+                    # The same value for all leaves, or one for each leaf.
+                    x = x[0] if len(x) == 1 else jnp.take(jnp.stack(x), first_matrix + i, axis=0, mode="clip")
+                elif layout.with_owner:
+                    x = x[i]
                 else:
-                    at = mine(starts[k, j]) + s * v.size
-                    x = v.whole(lax.dynamic_slice_in_dim(rows["ins"][v.dtype], at, v.size, axis=1), self.axes)
+                    start = on_this_rank(in_offsets[k, j]) + i * layout.piece_size
+                    pieces = lax.dynamic_slice_in_dim(rows["ins"][layout.dtype], start, layout.piece_size, axis=1)
+                    x = layout.assemble(pieces, self.axes)
                 args.append(x.reshape(var.aval.shape))
-            for j, (v, x) in enumerate(zip(kind.outs, fun(*program.consts, *args), strict=True)):
-                if v.home:
-                    own[j] = own[j].at[s].set(x.reshape(v.piece))
+            for j, (layout, x) in enumerate(zip(kind.outs, matrix_fun(*program.consts, *args), strict=True)):
+                if layout.with_owner:
+                    owned[j] = owned[j].at[i].set(x.reshape(layout.piece_shape))
                 else:
-                    at, row = mine(ends[k, j]) + s * v.size, v.cut(x, self.axes)
-                    rows[to][v.dtype] = lax.dynamic_update_slice_in_dim(rows[to][v.dtype], row, at, axis=1)
-            return rows, own
+                    start = on_this_rank(out_offsets[k, j]) + i * layout.piece_size
+                    rows[out_rows][layout.dtype] = lax.dynamic_update_slice_in_dim(
+                        rows[out_rows][layout.dtype], layout.disassemble(x, self.axes), start, axis=1
+                    )
+            return rows, owned
 
+        # A loop keeps one whole matrix at a time in memory.
         if min(counts) == max(counts):
-            return lax.fori_loop(0, counts[0], matrix, carry)
-        paces = counts[int(np.argmax(self.flops))]  # whoever reads the program counts the busiest rank's
-        with jax.named_scope(trip_counts.name_of(paces, paces, 1)):
-            return lax.fori_loop(0, mine(counts), matrix, carry)
+            return lax.fori_loop(0, counts[0], run_matrix, carry)
+        # Ranks run different numbers of matrices. The name of the loop tells readers of the compiled program the number
+        # of the busiest rank, which sets the pace.
+        busiest_count = counts[int(np.argmax(self.flops))]
+        with jax.named_scope(trip_counts.name_of(busiest_count, busiest_count, 1)):
+            return lax.fori_loop(0, on_this_rank(counts), run_matrix, carry)

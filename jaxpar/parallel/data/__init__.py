@@ -1,4 +1,7 @@
-"""Strategies along the data axes, one file each, to be read beside its paper; a user's own registers as ours do."""
+"""Strategies along the data axes: one file for each, and `rule_of`, which finds the rule that a strategy names.
+
+A user's own rule is registered by `register` and chosen by its name.
+"""
 
 from ...backend.text import did_you_mean
 from ...strategy import PRESETS, Strategy
@@ -16,15 +19,22 @@ from .zero import ZERO1, ZERO2
 from .zero import publish as publish
 
 _TREES = ("params", "grads", "optimizer")
-_RULES: dict[str, Rule] = {}  # of users
+_RULES: dict[str, Rule] = {}  # the rules that users registered, by name
 
 
 def register(rule: Rule) -> Rule:
-    """Make a rule known, so that `Strategy(data=8, rule="its name")` chooses it, or "data=8,rule=..." as text.
+    """Register a rule, so that `Strategy(data=8, rule="its name")` or the text "data=8,rule=..." chooses it.
 
-    A second rule of one name takes the place of the first, in steps that are made from then on.
+    A second rule of the same name replaces the first, in steps that are made afterwards.
 
-    Raises ValueError where its name, `sharded` or `promise` cannot be.
+    Args:
+      rule: the rule. Its name is an identifier.
+
+    Returns:
+      The same rule.
+
+    Raises:
+      ValueError: if `rule` is no `Rule`, or its name, `sharded` or `promise` is invalid.
     """
     if not isinstance(rule, Rule):
         raise ValueError(f"register({rule!r}): needs a jaxpar.parallel.Rule")
@@ -42,26 +52,31 @@ def register(rule: Rule) -> Rule:
 
 
 def rule_of(strategy: Strategy) -> Rule:
-    """The rule of a strategy: a user's by name; of jaxpar's, ZeRO where `fsdp` has devices, else plain replicas.
+    """Return the rule of a strategy: the user's rule that it names, else ZeRO if `fsdp` has devices, else ddp.
 
-    Raises ValueError where a name is not known, or its rule and `fsdp` do not fit.
+    Args:
+      strategy: the strategy.
+
+    Raises:
+      ValueError: if the name is not registered, or the rule shards and `fsdp` is 1, or the reverse.
     """
     if strategy.server:
         return SERVER
     if not strategy.rule:
-        three = ZERO3_ONCE if strategy.sync == "step" else ZERO3
-        three = ROUNDED.get((three, strategy.gather), three)
-        rule = DDP if strategy.fsdp == 1 else {1: ZERO1, 2: ZERO2, 3: three}[strategy.zero]
+        zero3 = ZERO3_ONCE if strategy.sync == "step" else ZERO3
+        zero3 = ROUNDED.get((zero3, strategy.gather), zero3)
+        rule = DDP if strategy.fsdp == 1 else {1: ZERO1, 2: ZERO2, 3: zero3}[strategy.zero]
         return REDUCED[rule] if strategy.reduce == "int8" else rule
     if strategy.rule not in _RULES:
-        known = f"use one of {', '.join(_RULES)}{did_you_mean(strategy.rule, _RULES)}, or " if _RULES else ""
+        candidates = f"use one of {', '.join(_RULES)}{did_you_mean(strategy.rule, _RULES)}, or " if _RULES else ""
         raise ValueError(
-            f"rule={strategy.rule!r} is not registered; {known}call jaxpar.parallel.register for it first, or import "
-            "the file that does"
+            f"rule={strategy.rule!r} is not registered; {candidates}call jaxpar.parallel.register for it first, or "
+            "import the file that does"
         )
     rule = _RULES[strategy.rule]
+    # A rule that shards needs `fsdp` devices to shard over; with `fsdp` devices, a rule without would waste them.
     if bool(rule.sharded) != (strategy.fsdp != 1):
         shards = f"shards {', '.join(sorted(rule.sharded))}" if rule.sharded else "shards nothing"
-        instead = "give fsdp a size, as in fsdp=-1" if rule.sharded else "use data for fsdp, as in data=-1"
-        raise ValueError(f"rule={strategy.rule!r} {shards} and fsdp={strategy.fsdp}; {instead}")
+        advice = "give fsdp a size, as in fsdp=-1" if rule.sharded else "use data for fsdp, as in data=-1"
+        raise ValueError(f"rule={strategy.rule!r} {shards} and fsdp={strategy.fsdp}; {advice}")
     return rule

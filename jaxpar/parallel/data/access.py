@@ -1,4 +1,11 @@
-"""How a program reaches parameters: a strategy's rule applied to the leaves of a layout."""
+"""How a program reads parameters and returns gradients: a strategy's rule, applied to the leaves of a layout.
+
+    stored shard  --cast-->  compute dtype    --Rule.fetch-->  padded leaf       --unpad-->        value for the program
+    cotangent     --pad-->   padded gradient  --Rule.give-->   accumulated grad  --Rule.finish-->  grad for the update
+
+`RuleAccess` serves programs that run on all ranks of a pipeline alike. `SpreadAccess` serves the stages of a cut
+program: each stage runs on its own devices.
+"""
 
 from collections.abc import Collection
 
@@ -17,9 +24,16 @@ from .eight_bits import of_leaf
 
 
 class RuleAccess:
-    """A rule applied to the leaves of a layout: casts, padding, and what follows from how a program uses a leaf.
+    """A rule applied to the units of a layout (`Storage.units`), with casts, padding and the layers of stages.
 
-    Of a stage's own leaf, a value is this rank's layers, chunk by chunk, on dim 0.
+    The local value of a leaf that the stages of a pipeline own has this rank's layers, chunk by chunk, on dim 0.
+
+    Args:
+      layout: the layout.
+      rule: the strategy's rule.
+      program: it tells how often each unit is used, and which stacks it slices.
+      strategy: it tells the number of microbatches and whether to prefetch.
+      in_fp8: the paths of the leaves whose products are in FP8.
     """
 
     def __init__(self, layout: Layout, rule: Rule, program: Program, strategy: Strategy, in_fp8: Collection[str] = ()):
@@ -29,68 +43,80 @@ class RuleAccess:
         self.rules = [of_leaf(rule, leaf, in_fp8) for leaf in self.leaves]
         self.pipe = layout.mesh.shape["pipe"]
         self.layer_dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
-        once = strategy.turns == 1 and self.pipe == 1
-        self.last = [once and uses == (True,) for uses in program.uses]
+        # A gradient is complete after a use if it is the leaf's only one, in a stack, and runs once per step.
+        runs_once = strategy.turns == 1 and self.pipe == 1
+        self.last = [runs_once and uses == (True,) for uses in program.uses]
         self.prefetch = strategy.prefetches(layout.mesh)
 
     def _use(self, index: int, sliced: bool) -> Use:
+        """Describe a use of a unit, of the whole leaf or of one layer, to its rule."""
         leaf = self.leaves[index]
-        used_by = summed_over(self.split[index])
-        sharded = leaf.dim is not None and self.rules[index].sharded
-        at_rest = leaf.shard if sharded else ()
-        shard, second = tuple(a for a in at_rest if a != "data"), tuple(a for a in at_rest if a == "data")
+        is_sharded = leaf.dim is not None and self.rules[index].sharded
+        shard_axes = leaf.shard if is_sharded else ()
+        # With hpZ a leaf is sharded over `data` too, but the step has gathered over that axis before any use.
+        shard, second = tuple(a for a in shard_axes if a != "data"), tuple(a for a in shard_axes if a == "data")
         if sliced:
             dim = leaf.inner(True, self.layer_dims[index])
         else:
+            # The local value of a stage's leaf has all its layers on dim 0.
             dim = leaf.inner(False) if leaf.layers is None else leaf.inner(True) + 1
-        rest = tuple(a for a in used_by if a not in at_rest)
-        return Use(dim, shard, rest, self.last[index], self.policy.reduced(leaf.dtype), second)
+        replica_axes = tuple(a for a in summed_over(self.split[index]) if a not in shard_axes)
+        return Use(dim, shard, replica_axes, self.last[index], self.policy.reduced(leaf.dtype), second)
 
     def sends(self, index: int) -> tuple[bool, bool]:
-        """Whether a loop over layers gathers a leaf's layers ahead, and reduces their gradients behind."""
+        """Return how a loop over layers overlaps a leaf's communication with compute.
+
+        Returns:
+          Whether it gathers a layer's parameters one layer ahead, and whether it reduces their gradient a layer later.
+        """
         leaf, rule = self.leaves[index], self.rules[index]
-        gathered = leaf.dim is not None and "params" in rule.sharded
-        reduced = leaf.trainable and (rule.at_once or self.last[index])
-        return self.prefetch and gathered, self.prefetch and reduced
+        gathers_params = leaf.dim is not None and "params" in rule.sharded
+        reduces_grads = leaf.trainable and (rule.at_once or self.last[index])
+        return self.prefetch and gathers_params, self.prefetch and reduces_grads
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        """The whole leaf, or layer of it, in the compute dtype: cast before it is gathered."""
+        """Return the whole leaf, or the whole layer if `sliced`, in the compute dtype."""
         leaf, use = self.leaves[index], self._use(index, sliced)
+        # The cast comes before the gather, so that low precision halves the traffic.
         value = self.rules[index].fetch(on_device(value).astype(self.policy.computed(leaf.dtype)), use)
         value = value if self.whole_at_rest else leaf.unpad(value, use.dim)
-        return self._every_stage(leaf.form, value) if isinstance(leaf.form, Staged) and not sliced else value
+        return self._gather_stages(leaf.form, value) if isinstance(leaf.form, Staged) and not sliced else value
 
     def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
-        """What is accumulated of one use's gradient; None for a frozen leaf."""
+        """Return what one use adds to the accumulated gradient of a leaf; None for a frozen leaf."""
         leaf, use = self.leaves[index], self._use(index, sliced)
         if not leaf.trainable:
             return None
         if isinstance(leaf.form, Staged) and not sliced:
-            cotangent = self._own_stages(leaf.form, cotangent)
+            cotangent = self._scatter_stages(leaf.form, cotangent)
         return self.rules[index].give(leaf.pad(cotangent, use.dim), use)
 
-    def _every_stage(self, form: Staged, value: jax.Array) -> jax.Array:
-        """All layers of a leaf that stages own, for a use outside the stack."""
+    def _gather_stages(self, form: Staged, value: jax.Array) -> jax.Array:
+        """All-gather the layers of all stages over `pipe`, for a use of the leaf outside its stack.
+
+        Returns:
+          [layers, ...], in the order of the model.
+        """
         value = value.reshape(form.chunks, -1, *value.shape[1:])
         return form.in_order(collectives.all_gather(value, ["pipe"], 1).reshape(*form.held, *value.shape[2:]))
 
-    def _own_stages(self, form: Staged, cotangent: jax.Array) -> jax.Array:
-        """The reverse of `_every_stage`, summed over the ranks."""
+    def _scatter_stages(self, form: Staged, cotangent: jax.Array) -> jax.Array:
+        """Reduce-scatter the gradient of all layers to the stages of each rank; transpose of `_gather_stages`."""
         staged = form.in_stages(cotangent)
         staged = staged if form.chunks > 1 else staged[None]
         shard = collectives.reduce_scatter(staged, ["pipe"], 1)
         return shard.reshape(-1, *shard.shape[2:])
 
     def finish(self, index: int, gradient: jax.Array) -> jax.Array:
-        """The gradient that the update gets."""
+        """Return the gradient that the update receives, from the accumulated one."""
         return self.rules[index].finish(gradient, self._use(index, False))
 
 
 class SpreadAccess:
-    """A rule applied to the leaves of a layout that are spread over `pipe`, for the stages of a cut program (`flat/`):
-    within the group of devices that share a stage.
+    """A rule applied to leaves that are spread over `pipe`, for the stages of a cut program (`pipeline/flat/`).
 
-    In a stage, a leaf is [pipe, ...], every rank's part of it; one that is not spread is whole on every rank.
+    Collectives run among the devices that share a stage. Inside a stage, a leaf has shape [pipe, ...], with the part of
+    every rank of the pipeline. A leaf that is not spread is whole on every rank.
     """
 
     def __init__(self, layout: Layout, rule: Rule, in_fp8: Collection[str] = ()):
@@ -98,31 +124,33 @@ class SpreadAccess:
         self.split, self.ranks = [leaf.split for leaf in layout.storage.leaves], layout.mesh.shape["pipe"]
         self.rules = [of_leaf(rule, leaf, in_fp8) for leaf in self.leaves]
 
-    def _use(self, index: int, lead: int) -> Use:
+    def _use(self, index: int, num_leading_dims: int) -> Use:
+        """Describe a use of a leaf to its rule; the array has `num_leading_dims` dims in front of the leaf's own."""
         leaf = self.leaves[index]
         shard = leaf.shard if leaf.dim is not None and self.rules[index].sharded else ()
-        rest = tuple(a for a in summed_over(self.split[index]) if a not in shard)
-        return Use((leaf.dim or 0) + lead, shard, rest, False, self.policy.reduced(leaf.dtype))
+        replica_axes = tuple(a for a in summed_over(self.split[index]) if a not in shard)
+        return Use((leaf.dim or 0) + num_leading_dims, shard, replica_axes, False, self.policy.reduced(leaf.dtype))
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        """The whole leaf."""
+        """Return the whole leaf, from this device's shard [pipe, ...]."""
         leaf = self.leaves[index]
         if leaf.dim is None:
             return value
+        # The parts of the ranks are consecutive along the sharded dim: [..., pipe, dim / pipe, ...].
         parts = jnp.moveaxis(self.rules[index].fetch(value, self._use(index, 1)), 0, leaf.dim)
         return leaf.unpad(parts.reshape(leaf.stored))
 
     def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
-        """What is accumulated of one use's gradient [pipe, ...]; None for a frozen leaf."""
+        """Return what one use adds to the accumulated gradient [pipe, ...]; None for a frozen leaf."""
         leaf = self.leaves[index]
         if not leaf.trainable:
             return None
         if leaf.dim is None:
             return self.rules[index].give(cotangent, self._use(index, 0))
-        shape, d = leaf.stored, leaf.dim
-        parts = leaf.pad(cotangent).reshape(*shape[:d], self.ranks, shape[d] // self.ranks, *shape[d + 1 :])
-        return self.rules[index].give(jnp.moveaxis(parts, d, 0), self._use(index, 1))
+        shape, dim = leaf.stored, leaf.dim
+        parts = leaf.pad(cotangent).reshape(*shape[:dim], self.ranks, shape[dim] // self.ranks, *shape[dim + 1 :])
+        return self.rules[index].give(jnp.moveaxis(parts, dim, 0), self._use(index, 1))
 
     def finish(self, index: int, gradient: jax.Array) -> jax.Array:
-        """The gradient of this rank's part that the update gets."""
+        """Return the gradient that the update receives for this rank's part of the leaf."""
         return self.rules[index].finish(gradient, self._use(index, 0))

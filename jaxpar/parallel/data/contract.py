@@ -1,8 +1,12 @@
-"""What a strategy is: which trees carry `fsdp`, how parameters are fetched, how gradients are returned; and what it
-promises to hold and to send.
+"""The contract of a strategy along the data axes: a `Rule` of three functions, and a `Promise` in numbers.
 
-A rule says itself twice: as functions of arrays that the step runs, and as a closed form, the paper's, in numbers. The
-second is never derived from the first, so that `check`, which compares the two, proves something.
+    Rule.fetch     stored parameter          -> the whole leaf            at every use, forward and backward
+    Rule.give      local gradient of a use   -> accumulated gradient      at every use, in the backward
+    Rule.finish    accumulated gradient      -> gradient of the update    once per step
+    Promise        Uses of a leaf            -> memory at rest, and every collective (`Sent`)
+
+A rule describes itself twice: as functions of arrays, which the step runs, and as the closed form of its paper. The
+closed form is never derived from the functions, so that `check`, which compares the two, proves something.
 """
 
 import math
@@ -16,17 +20,17 @@ from jax.typing import DTypeLike
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a leaf, as the program runs it.
+    """One use of a leaf: a place in the program that reads it.
 
     Attributes:
-      dim: the dim that is sharded, in the array at hand (one layer of a stack has a dim less).
-      shard: the mesh axes that it is sharded over: `fsdp`, and `pipe` too for a leaf that is no stage's own.
-      rest: the other axes along which devices use the same values, over which gradients are summed as well.
-      last: whether this use yields the leaf's whole gradient of the step (one use, in a stack, one microbatch): then
-        it is reduced right here, inside the backward loop, and not once more at the end.
+      dim: the sharded dim of the array that is used (one layer of a stack has a dim less than the stack).
+      shard: the mesh axes over which it is sharded: `fsdp`, and also `pipe` for a leaf that all stages share.
+      rest: the other axes along which devices use the same values. Gradients are summed over them too.
+      last: whether this is the leaf's only use in the step (one use, in a stack, one microbatch). Its gradient is then
+        complete, and is reduced inside the backward loop instead of at the end of the step.
       dtype: the dtype in which gradients are reduced and accumulated.
-      second: the axes over which what is stored is sharded besides, with `Strategy.hpz`: a step has gathered over them
-        in front of all uses, and what it has reduced over `shard` is scattered over them.
+      second: the axes over which the stored shard is split once more, with `Strategy.hpz`. The step gathers over them
+        before all uses. Gradients that are reduced over `shard` are then scattered over them.
     """
 
     dim: int
@@ -39,11 +43,11 @@ class Use:
 
 @dataclass(frozen=True)
 class Times:
-    """Executions of one thing in a step, on one device.
+    """Equal uses of a leaf, or gradients of these uses, in one step on one device.
 
     Attributes:
-      count: how many.
-      elements: of each: of a whole leaf, or of one layer of it; padding included.
+      count: the number of uses.
+      elements: the elements of one use, padding included: a whole leaf, or one layer of it.
       pieces: the number of reduce-scatters that one gradient takes, several for a very large one
         (`collectives.scatter_pieces`).
     """
@@ -54,25 +58,25 @@ class Times:
 
     @property
     def total(self) -> int:
-        """Elements of all executions."""
+        """The elements of all these uses together."""
         return self.count * self.elements
 
 
 @dataclass(frozen=True)
 class Uses:
-    """How one step uses one leaf on one device: what a closed form is a function of.
+    """How one step uses one leaf on one device: the argument of a closed form.
 
     Attributes:
-      elements: of the leaf, or of those layers of it that are this rank's of `pipe`, and of this rank of `tensor`;
-        padding included.
-      fetched: the uses in forwards and backwards, whole and layer by layer. Idle ticks of a pipeline count.
-      given: the gradients of these uses; () for a leaf that has none.
-      updated: the leaf as `publish` gathers it after the update, or before a step over `second`, whole or layer by
-        layer; () for one that is not sharded, or frozen and not gathered.
+      elements: the leaf's elements on one rank of `pipe` and `tensor`, padding included.
+      fetched: the uses in forward and backward, whole and layer by layer. Idle ticks of a pipeline count.
+      given: the gradients of these uses; () for a leaf without gradient.
+      updated: the leaf as `publish` gathers it, whole or layer by layer: after the update, or over `second` before a
+        step. () for a leaf that is not sharded, or frozen and not gathered.
       last: as in `Use`.
       shard, rest, second: as in `Use`, without axes of one device; () for a leaf that is not sharded.
       sizes: the size of each mesh axis.
-      compute, reduce, stored: the dtypes of what is fetched, of gradients, and of what a device stores whole.
+      compute, reduce, stored: the dtypes of fetched parameters, of gradients, and of parameters that a device stores
+        whole.
     """
 
     elements: int
@@ -90,7 +94,7 @@ class Uses:
 
     @property
     def once(self) -> tuple[Times, ...]:
-        """The gradients of the step, as they accumulate: one of the whole leaf, or those of its only use."""
+        """The accumulated gradients of the step: one of the whole leaf, or the gradients of its only use."""
         return self.given if self.last or not self.given else (Times(1, self.elements),)
 
     @property
@@ -100,7 +104,7 @@ class Uses:
 
     @property
     def seconds(self) -> int:
-        """The number of parts in which one of these stores its shard."""
+        """The number of parts into which hpZ splits a shard at rest, 1 without it."""
         return math.prod(self.sizes[axis] for axis in self.second)
 
     @property
@@ -111,14 +115,14 @@ class Uses:
 
 @dataclass(frozen=True)
 class Sent:
-    """Collectives that a rule promises, of one kind, over some axes.
+    """Equal collectives that a rule promises: their kind, axes, dtype and size.
 
     Attributes:
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", ... (`inspect.ledger.Collective.kind`).
-      axes: the mesh axes, those of one device left out: `Uses.shard`, `Uses.rest`.
-      dtype: of what is sent.
-      count: executions in a step.
-      elements: of all these together; of an all-gather those of its results, of every other kind those of its inputs.
+      axes: the mesh axes, without axes of one device: `Uses.shard`, `Uses.rest`.
+      dtype: the dtype of the arrays that are sent.
+      count: the number of executions per step.
+      elements: the elements of all executions together. An all-gather counts its results, any other kind its inputs.
     """
 
     kind: str
@@ -129,20 +133,20 @@ class Sent:
 
     @property
     def bytes(self) -> int:
-        """Of all executions."""
+        """The bytes of all executions together."""
         return self.elements * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What a rule promises, in the numbers of its paper.
+    """The memory and the communication that a rule promises: the closed form of its paper.
 
     Attributes:
-      holds: which of "params", "optimizer" a device holds one shard of at rest; it holds the other whole.
-        Where a copy in low precision is stored beside float32 masters, the masters live with the optimizer.
-      sends: what is sent for one leaf in a step, a function of its uses. Of a rule that shards, it is asked for the
-        leaves that are sharded; what is sent for the others is ddp's, as their rule is.
-      sums: whether replicas add up their losses and metrics themselves.
+      holds: which of "params" and "optimizer" a device stores one shard of at rest; it stores the remaining ones whole.
+        If a copy in low precision is stored with float32 masters, the masters count as part of the optimizer.
+      sends: maps the uses of one leaf to the collectives of one step. If the rule shards, it is called for sharded
+        leaves alone; leaves that are not sharded follow ddp.
+      sums: whether the replicas' programs sum losses and metrics over the replicas.
     """
 
     holds: frozenset[str]
@@ -155,14 +159,14 @@ class Rule:
     """A strategy along the data axes; its functions run inside `shard_map`.
 
     Attributes:
-      name: its name, in words: "ddp", "ZeRO-2".
-      sharded: which of "params", "grads", "optimizer" carry `fsdp` at rest.
-      fetch: what is stored -> the whole leaf; at every use, forwards and backwards.
-      give: the local gradient of one use -> what is accumulated, in the dtype of the reduction.
-      finish: what was accumulated -> the gradient that the update gets; once a step.
-      promise: what all that holds and sends.
-      published: whether updated shards are all-gathered to what is stored.
-      at_once: whether `give` sends the gradient of every use, and not of a last one alone.
+      name: the name that reports show: "ddp", "ZeRO-2".
+      sharded: which of "params", "grads", "optimizer" are sharded over `fsdp` at rest.
+      fetch: maps the stored parameter to the whole leaf, or one layer of it. Runs at every use, forward and backward.
+      give: maps the local gradient of one use to the gradient that accumulates, in the reduce dtype.
+      finish: maps the accumulated gradient to the gradient of the update. Runs once per step.
+      promise: the memory and the communication of these functions.
+      published: whether updated shards are all-gathered into the stored parameters.
+      at_once: whether `give` communicates at every use, instead of on a leaf's only use alone.
     """
 
     name: str

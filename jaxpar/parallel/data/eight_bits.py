@@ -1,20 +1,23 @@
-"""Weights and gradients that travel in 8 bits (ZeRO++, Wang et al. 2023, arXiv:2306.10209, section 3): qwZ and qgZ.
+"""Weights and gradients that travel in 8 bits: qwZ and qgZ of ZeRO++ (Wang et al. 2023, arXiv:2306.10209, section 3).
 
-    weights      ZeRO-3's all-gathers have P (1 + 4 / 256) bytes in place of 2 P in bfloat16, 4 P in float32
-    gradients    a reduce-scatter is an all-to-all of P (1 + 4 / 256) bytes in place of 4 P, and a sum on arrival; an
-                 all-reduce is that, and an all-gather of the rounded sums
-    elsewhere    as the rule without: masters, what is computed and accumulated
+For P parameters, each device sends
 
-What a device sends is cut into blocks of 256 numbers, in the order in which they lie; the last may be shorter. Each is
-rounded to 8 bits with a scale of its own, a float32 that follows them in the same buffer: one collective of bytes for
-each of the rule's. Every rank, its owner too, computes with what was rounded. A gradient is rounded once on its way to
-the sum, whatever the number of ranks, where a ring of sums would round it at every hop (section 3.3). Arrays of less
-than 16,384 elements, norms and biases, travel as they are.
+    weights      ZeRO-3's all-gathers of P (1 + 4/256) bytes, instead of 2 P in bfloat16 or 4 P in float32
+    gradients    an all-to-all of P (1 + 4/256) bytes and a sum on arrival, instead of a reduce-scatter of 4 P;
+                 for an all-reduce, the same and an all-gather of the quantised sums
+    elsewhere    the same as the rule without 8 bits: masters, compute and accumulation
 
-    int8    round(127 x / m), m the block's largest: of a number to 1/254 of that
-    fp8     float8_e4m3fn times a power of two: what FP8 products round their weights to in any case, so that these
-            round them to the same numbers again (`numerics/fp8/`), but for what is 2^14 times smaller than a block's
-            largest
+    gradient [n ranks, s]  -> quantise blocks -> all-to-all -> [n, s + scales] -> dequantise -> sum over n -> shard [s]
+
+A device cuts an array that it sends into blocks of 256 numbers, in the order of memory; the last block may be shorter.
+Each block is quantised to 8 bits with its own scale, a float32 that follows the numbers in the same buffer. So each
+collective of the rule remains one collective of bytes. Every rank computes with the quantised values, also the rank
+that owns them. A gradient is quantised once on its way to the sum, whatever the number of ranks. A ring of sums would
+quantise it at every hop (section 3.3). Arrays of less than 16,384 elements, norms and biases, travel unquantised.
+
+    int8    round(127 x / amax), with amax the largest magnitude of the block: errors up to amax / 254
+    fp8     float8_e4m3fn times a power of two. FP8 products (`numerics/fp8/`) quantise their weights in the same way.
+            They get the same numbers as without this rule, except for numbers 2^14 times smaller than amax.
 """
 
 import dataclasses
@@ -36,145 +39,199 @@ from .fsdp import ZERO3, ZERO3_ONCE
 from .zero import ZERO1, ZERO2
 
 BLOCK = 256  # numbers with one scale
-_SCALE = 4  # bytes of one
-_LEAST = 2.0**-100  # of a block's largest number: a scale and its inverse are normal numbers
-_REDUCED = {"reduce-scatter": ("all-to-all",), "all-reduce": ("all-to-all", "all-gather")}
-_SECOND = "all-gather", ("data",)
+_SCALE_BYTES = 4
+_MIN_AMAX = 2.0**-100  # floor of a block's largest magnitude, so that its scale and the inverse are normal numbers
+_QUANTISED_REDUCTIONS = {"reduce-scatter": ("all-to-all",), "all-reduce": ("all-to-all", "all-gather")}
+_HPZ_GATHER = "all-gather", ("data",)  # kind and axes of hpZ's gather of second shards
 Rounding = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Quantisation.
 
 
 def int8(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Blocks [n, BLOCK] -> int8 and scales [n, 1]: x is about their product. A NaN or an infinity makes its block NaN.
+    """Quantise blocks symmetrically, as ZeRO++ does.
 
-    Symmetric, as ZeRO++ has it.
+    Args:
+      blocks: [n, BLOCK], floating-point.
+
+    Returns:
+      int8 [n, BLOCK] and float32 scales [n, 1], whose product approximates the blocks. A NaN or an infinity makes its
+      block NaN.
     """
-    most = jnp.maximum(jnp.abs(blocks).max(1, keepdims=True).astype(jnp.float32), _LEAST)
-    return jnp.round(blocks.astype(jnp.float32) * (127 / most)).astype(jnp.int8), most * (1 / 127)
+    amax = jnp.maximum(jnp.abs(blocks).max(1, keepdims=True).astype(jnp.float32), _MIN_AMAX)
+    return jnp.round(blocks.astype(jnp.float32) * (127 / amax)).astype(jnp.int8), amax * (1 / 127)
 
 
 def fp8(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same with float8_e4m3fn, and scales that are powers of two."""
+    """Quantise blocks [n, BLOCK] to float8_e4m3fn, with scales [n, 1] that are powers of two."""
     return quantised(blocks, (1,))
 
 
-def _encoded(rounding: Rounding, rows: jax.Array) -> jax.Array:
-    """Rows [n, s] -> bytes [n, s + 4 ceil(s / BLOCK)]: what is rounded, then the scales of its blocks."""
+def _encode(rounding: Rounding, rows: jax.Array) -> jax.Array:
+    """Quantise rows [n, s] to bytes [n, s + 4 ceil(s / BLOCK)]: the numbers, then the scales of their blocks."""
     n, size = rows.shape
-    low, scales = rounding(jnp.pad(rows, ((0, 0), (0, -size % BLOCK))).reshape(-1, BLOCK))
-    values = lax.bitcast_convert_type(low, jnp.uint8).reshape(n, -1)[:, :size]
+    quantised_blocks, scales = rounding(jnp.pad(rows, ((0, 0), (0, -size % BLOCK))).reshape(-1, BLOCK))
+    # The padding of the last block is not sent.
+    values = lax.bitcast_convert_type(quantised_blocks, jnp.uint8).reshape(n, -1)[:, :size]
     return jnp.concatenate([values, lax.bitcast_convert_type(scales.astype(jnp.float32), jnp.uint8).reshape(n, -1)], 1)
 
 
-def _decoded(rounding: Rounding, parts: jax.Array, size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The reverse, of rows of this size, in a dtype."""
-    values = jnp.pad(parts[:, :size], ((0, 0), (0, -size % BLOCK))).reshape(len(parts), -1, BLOCK)
-    scales = lax.bitcast_convert_type(parts[:, size:].reshape(len(parts), -1, 1, _SCALE), jnp.float32)
-    low = jnp.int8 if rounding is int8 else F8
-    whole = lax.bitcast_convert_type(values, low).astype(dtype) * scales.astype(dtype)
-    return whole.reshape(len(parts), -1)[:, :size]
+def _decode(rounding: Rounding, encoded: jax.Array, size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Return the rows [n, size] in `dtype`; inverse of `_encode`."""
+    values = jnp.pad(encoded[:, :size], ((0, 0), (0, -size % BLOCK))).reshape(len(encoded), -1, BLOCK)
+    scales = lax.bitcast_convert_type(encoded[:, size:].reshape(len(encoded), -1, 1, _SCALE_BYTES), jnp.float32)
+    quantised_dtype = jnp.int8 if rounding is int8 else F8
+    blocks = lax.bitcast_convert_type(values, quantised_dtype).astype(dtype) * scales.astype(dtype)
+    return blocks.reshape(len(encoded), -1)[:, :size]
 
 
-def _fetch(rounding: Rounding, x: jax.Array, use: Use) -> jax.Array:
+def _travels_quantised(num_elements: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Return whether an array travels in 8 bits; for a small one, the scales and the extra work do not pay."""
+    return num_elements >= PAD_FROM and jnp.issubdtype(dtype, jnp.floating)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Parameters and gradients, inside `shard_map`.
+
+
+def _gather_params(rounding: Rounding, param_shard: jax.Array, use: Use) -> jax.Array:
+    """Return the whole leaf, or one layer of it, from quantised shards; all-gathers bytes over `use.shard`."""
     n = count(use.shard)
-    if n == 1 or not _rounds(n * x.size, x.dtype):
-        return all_gather(x, use.shard, use.dim)
-    parts = all_gather(_encoded(rounding, x.reshape(1, -1)), use.shard)
-    shards = _decoded(rounding, parts, x.size, x.dtype).reshape(n, *x.shape)
-    return jnp.moveaxis(shards, 0, use.dim).reshape(*x.shape[: use.dim], -1, *x.shape[use.dim + 1 :])
+    if n == 1 or not _travels_quantised(n * param_shard.size, param_shard.dtype):
+        return all_gather(param_shard, use.shard, use.dim)
+    encoded_shards = all_gather(_encode(rounding, param_shard.reshape(1, -1)), use.shard)
+    shape, dim = param_shard.shape, use.dim
+    shards = _decode(rounding, encoded_shards, param_shard.size, param_shard.dtype).reshape(n, *shape)
+    # Blocks cut the shards in the order of memory, so that the ranks' shards are joined only after decoding.
+    return jnp.moveaxis(shards, 0, dim).reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
-def _scatter(x: jax.Array, use: Use) -> jax.Array:
-    """`zero.scatter`'s reduce-scatter, as an all-to-all of rounded parts and their sum."""
+def _reduce_scatter(grad: jax.Array, use: Use) -> jax.Array:
+    """Reduce-scatter a gradient over `use.shard`, as an all-to-all of quantised parts and their sum."""
     n, dim = count(use.shard), use.dim
-    if n == 1 or not _rounds(x.size, use.dtype):
-        return reduce_scatter_as(x, use.shard, dim, use.dtype)
-    parts = jnp.moveaxis(x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :]), dim, 0)
-    return _summed(parts.reshape(n, -1), use.shard, use.dtype).reshape(parts.shape[1:])
+    if n == 1 or not _travels_quantised(grad.size, use.dtype):
+        return reduce_scatter_as(grad, use.shard, dim, use.dtype)
+    shape = grad.shape
+    parts = jnp.moveaxis(grad.reshape(*shape[:dim], n, shape[dim] // n, *shape[dim + 1 :]), dim, 0)  # [n, *shard]
+    return _sum_rows(parts.reshape(n, -1), use.shard, use.dtype).reshape(parts.shape[1:])
 
 
-def _all_reduce(x: jax.Array, use: Use) -> jax.Array:
-    """`all_reduce` over the rest: each rank sums a part, rounds it again, and all gather these."""
+def _all_reduce(grad: jax.Array, use: Use) -> jax.Array:
+    """All-reduce over `use.rest`: each rank sums a part, quantises it again, and all gather these sums."""
     n = count(use.rest)
-    if n == 1 or not _rounds(x.size, use.dtype):
-        return all_reduce(x.astype(use.dtype), use.rest)
-    part = _summed(jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1), use.rest, use.dtype)
-    parts = _decoded(int8, all_gather(_encoded(int8, part[None]), use.rest), part.size, use.dtype)
-    return parts.reshape(-1)[: x.size].reshape(x.shape)
+    if n == 1 or not _travels_quantised(grad.size, use.dtype):
+        return all_reduce(grad.astype(use.dtype), use.rest)
+    part = _sum_rows(jnp.pad(grad.reshape(-1), (0, -grad.size % n)).reshape(n, -1), use.rest, use.dtype)
+    parts = _decode(int8, all_gather(_encode(int8, part[None]), use.rest), part.size, use.dtype)
+    return parts.reshape(-1)[: grad.size].reshape(grad.shape)
 
 
-def _summed(rows: jax.Array, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
-    """Row j [s] of the ranks' rows [n, s], on rank j: their sum, each rounded by its rank."""
-    return _decoded(int8, all_to_all(_encoded(int8, rows), axes), rows.shape[1], dtype).sum(0)
+def _sum_rows(rows: jax.Array, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
+    """Return on rank j the sum [s] of all ranks' rows j; each rank has rows [n, s] and quantises its own."""
+    return _decode(int8, all_to_all(_encode(int8, rows), axes), rows.shape[1], dtype).sum(0)
 
 
-def _give(rule: Rule, x: jax.Array, use: Use) -> jax.Array:
+def _give_grad(rule: Rule, grad: jax.Array, use: Use) -> jax.Array:
+    """Return what one use adds to the accumulator, as `rule` does, but with quantised reductions."""
     if not (rule.at_once or use.last):
-        return x.astype(use.dtype)
-    x = _scatter(x, use)
-    return _rest(x, use) if use.last else x
+        return grad.astype(use.dtype)
+    grad_shard = _reduce_scatter(grad, use)
+    return _reduce_over_replicas(grad_shard, use) if use.last else grad_shard
 
 
-def _finish(rule: Rule, x: jax.Array, use: Use) -> jax.Array:
-    return x if use.last else _rest(x if rule.at_once else _scatter(x, use), use)
+def _finish_grad(rule: Rule, accumulated: jax.Array, use: Use) -> jax.Array:
+    """Return the gradient of the update, as `rule` does, but with quantised reductions."""
+    if use.last:
+        return accumulated
+    return _reduce_over_replicas(accumulated if rule.at_once else _reduce_scatter(accumulated, use), use)
 
 
-def _rest(x: jax.Array, use: Use) -> jax.Array:
-    return _all_reduce(_scatter(x, dataclasses.replace(use, shard=use.second)), use)
+def _reduce_over_replicas(grad_shard: jax.Array, use: Use) -> jax.Array:
+    """Sum a shard over the replicas along `use.rest`; with hpZ, scatter it over `use.second` first."""
+    return _all_reduce(_reduce_scatter(grad_shard, dataclasses.replace(use, shard=use.second)), use)
 
 
-def _rounds(elements: int, dtype: jax.typing.DTypeLike) -> bool:
-    """Whether an array of so many elements travels in 8 bits."""
-    return elements >= PAD_FROM and jnp.issubdtype(dtype, jnp.floating)
+# ----------------------------------------------------------------------------------------------------------------------
+# Closed forms.
 
 
-def _size(elements: int) -> int:
-    """Bytes of so many numbers and the scales of their blocks."""
-    return elements + _SCALE * -(-elements // BLOCK)
+def _encoded_bytes(num_elements: int) -> int:
+    """Return the bytes of this many numbers and the scales of their blocks."""
+    return num_elements + _SCALE_BYTES * -(-num_elements // BLOCK)
 
 
-def _sends(rule: Rule, kinds: Mapping[str, tuple[str, ...]], leaf: Uses) -> Iterator[Sent]:
-    """The closed form: the rule's, each collective that is a key of `kinds` replaced by those named there, of a byte
-    for each number and 4 for each block of a rank's part. What hpZ gathers over `second` goes as it is.
+def _quantised_sends(rule: Rule, kinds: Mapping[str, tuple[str, ...]], leaf: Uses) -> Iterator[Sent]:
+    """Yield the closed form of `rule` with quantised collectives.
+
+    Each collective whose kind is a key of `kinds` is replaced by the kinds named there. They send one byte for each
+    number, and 4 for each block of a rank's part. hpZ gathers its second shards unquantised.
     """
-    for one in rule.promise.sends(leaf):
-        n, each = math.prod(leaf.sizes[axis] for axis in one.axes), one.elements // max(1, one.count)
-        if n == 1 or one.kind not in kinds or not _rounds(each, one.dtype) or (one.kind, one.axes) == _SECOND:
-            yield one
+    for sent in rule.promise.sends(leaf):
+        n, elements_per_call = math.prod(leaf.sizes[axis] for axis in sent.axes), sent.elements // max(1, sent.count)
+        travels_quantised = _travels_quantised(elements_per_call, sent.dtype) and (sent.kind, sent.axes) != _HPZ_GATHER
+        if n == 1 or sent.kind not in kinds or not travels_quantised:
+            yield sent
         else:
-            for kind in kinds[one.kind]:
-                yield Sent(kind, one.axes, jnp.uint8, one.count, one.count * n * _size(-(-each // n)))
+            part_bytes = _encoded_bytes(-(-elements_per_call // n))
+            for kind in kinds[sent.kind]:
+                yield Sent(kind, sent.axes, jnp.uint8, sent.count, sent.count * n * part_bytes)
 
 
-def _reduces(rule: Rule, leaf: Uses) -> Iterator[Sent]:
-    whole = tuple(dataclasses.replace(each, pieces=1) for each in leaf.given)  # bytes are sent in one piece
-    return _sends(rule, _REDUCED, dataclasses.replace(leaf, given=whole))
+def _quantised_reductions(rule: Rule, leaf: Uses) -> Iterator[Sent]:
+    """Yield the closed form of `rule` with quantised reductions."""
+    grads = tuple(dataclasses.replace(grad, pieces=1) for grad in leaf.given)  # an all-to-all sends one piece
+    return _quantised_sends(rule, _QUANTISED_REDUCTIONS, dataclasses.replace(leaf, given=grads))
 
 
-def _rounded(rule: Rule, rounding: Rounding) -> Rule:
-    promise = dataclasses.replace(rule.promise, sends=functools.partial(_sends, rule, {"all-gather": ("all-gather",)}))
-    name = f"{rule.name}, weights gathered in {rounding.__name__}"
-    return dataclasses.replace(rule, name=name, fetch=functools.partial(_fetch, rounding), promise=promise)
+# ----------------------------------------------------------------------------------------------------------------------
+# Rules.
 
 
-ROUNDED = {(rule, how.__name__): _rounded(rule, how) for rule in (ZERO3, ZERO3_ONCE) for how in (int8, fp8)}
+def _with_quantised_weights(rule: Rule, rounding: Rounding) -> Rule:
+    """Return the rule that gathers weights in 8 bits and is `rule` otherwise (qwZ)."""
+    sends = functools.partial(_quantised_sends, rule, {"all-gather": ("all-gather",)})
+    return dataclasses.replace(
+        rule,
+        name=f"{rule.name}, weights gathered in {rounding.__name__}",
+        fetch=functools.partial(_gather_params, rounding),
+        promise=dataclasses.replace(rule.promise, sends=sends),
+    )
 
 
-def _reduced(rule: Rule) -> Rule:
-    promise = dataclasses.replace(rule.promise, sends=functools.partial(_reduces, rule))
-    give, finish = functools.partial(_give, rule), functools.partial(_finish, rule)
-    name = f"{rule.name}, gradients reduced in int8"
-    return dataclasses.replace(rule, name=name, give=give, finish=finish, promise=promise)
+def _with_quantised_gradients(rule: Rule) -> Rule:
+    """Return the rule that reduces gradients in int8 and is `rule` otherwise (qgZ)."""
+    return dataclasses.replace(
+        rule,
+        name=f"{rule.name}, gradients reduced in int8",
+        give=functools.partial(_give_grad, rule),
+        finish=functools.partial(_finish_grad, rule),
+        promise=dataclasses.replace(rule.promise, sends=functools.partial(_quantised_reductions, rule)),
+    )
 
 
-REDUCED = {rule: _reduced(rule) for rule in (DDP, ZERO1, ZERO2, ZERO3, ZERO3_ONCE, *ROUNDED.values())}
-_UNROUNDED = {rounded: rule for (rule, how), rounded in ROUNDED.items() if how == "fp8"}
-_UNROUNDED |= {REDUCED[rounded]: REDUCED[rule] for rounded, rule in _UNROUNDED.items()}
+ROUNDED = {
+    (rule, rounding.__name__): _with_quantised_weights(rule, rounding)
+    for rule in (ZERO3, ZERO3_ONCE)
+    for rounding in (int8, fp8)
+}
+REDUCED = {rule: _with_quantised_gradients(rule) for rule in (DDP, ZERO1, ZERO2, ZERO3, ZERO3_ONCE, *ROUNDED.values())}
+# From each rule that gathers weights in FP8 to the same rule without.
+_WITHOUT_FP8 = {rounded: rule for (rule, rounding), rounded in ROUNDED.items() if rounding == "fp8"}
+_WITHOUT_FP8 |= {REDUCED[rounded]: REDUCED[rule] for rounded, rule in _WITHOUT_FP8.items()}
 
 
 def of_leaf(rule: Rule, leaf: Leaf, in_fp8: Collection[str]) -> Rule:
-    """How a leaf travels under a rule: what ZeRO does not shard is replicated, as in plain data parallelism; and where
-    weights of FP8 products are gathered in FP8, others (not `in_fp8`, by path) are gathered as they are.
+    """Return the rule that one leaf follows under the rule of a strategy.
+
+    A leaf that ZeRO does not shard is replicated, and follows ddp. If weights are gathered in FP8, leaves without FP8
+    products are gathered unquantised.
+
+    Args:
+      rule: the rule of the strategy.
+      leaf: the leaf.
+      in_fp8: the paths of the leaves whose products are in FP8.
     """
     if rule.sharded and leaf.dim is None:
         return REDUCED[DDP] if rule in REDUCED.values() else DDP
-    return rule if leaf.path in in_fp8 else _UNROUNDED.get(rule, rule)
+    return rule if leaf.path in in_fp8 else _WITHOUT_FP8.get(rule, rule)

@@ -1,21 +1,23 @@
-"""ZeRO-3, also called fully sharded data parallel: parameters sharded too (Rajbhandari et al. 2020, section 5.3; Zhao
-et al. 2023, PyTorch FSDP).
+"""ZeRO-3, also called fully sharded data parallel: the parameters are sharded too.
 
-    per device   params P/N   grads P/N   optimizer K P/N
-    sent         all-gather m P forwards and m P backwards, reduce-scatter m P       (m microbatches)
-    over `data`  (hybrid sharding, FSDP section 3.2.2) an all-reduce of P/N
-    sync="step"  reduce-scatter P, of whole gradients that a device accumulates (FSDP section 3.3.4, without
-                 communication)
-    hpz          parameters and optimizer P/N and K P/N over `data` and `fsdp` together, of N devices, and while a step
-                 runs a second shard in the compute dtype, P over `fsdp` alone; over `data` an all-gather of it and a
-                 reduce-scatter as large, once a step; layers are gathered over `fsdp` (ZeRO++, Wang et al. 2023,
-                 arXiv:2306.10209, section 3.2, where each microbatch gathers over all devices once more)
+For P parameters, N devices along `fsdp`, K optimizer values per parameter and m microbatches per step, each device
 
-A layer's parameters are whole while the layer runs, forwards and again backwards; with `Strategy.prefetch` while the
-layer before it runs as well, and a step sends one layer more. They are cast before they are gathered, so that low
-precision halves the traffic; the transpose of the gather, written out, reduces in float32.
+    stores        params P/N   grads P/N   optimizer K P/N
+    sends         all-gather m P in the forward and m P in the backward, reduce-scatter m P
+                  over `data` an all-reduce of P/N (hybrid sharding, FSDP section 3.2.2)
+    sync="step"   accumulates whole gradients, P, and sends reduce-scatter P (FSDP section 3.3.4, no communication)
+    hpz           stores params P/N and optimizer K P/N over all N devices along `data` and `fsdp`. While a step runs,
+                  it also stores a second shard in the compute dtype, P over `fsdp` alone. Once per step, it sends an
+                  all-gather of that shard over `data` and a reduce-scatter of the same size. Layers are gathered over
+                  `fsdp` alone. (ZeRO++, section 3.2, gathers over all devices once more in each microbatch.)
 
-In plain JAX: `experiments/naive/zero3.py`, `experiments/naive/hsdp.py`.
+A layer's parameters are whole while the layer runs, in the forward and again in the backward. With
+`Strategy.prefetch` they are gathered while the layer before runs, and a step gathers one layer more. Parameters are
+cast before they are gathered, so that low precision halves the traffic. The backward of the gather is written out
+(`zero.scatter_grad`), so that it reduces in float32.
+
+Sources: Rajbhandari et al. 2020, ZeRO, section 5.3. Zhao et al. 2023, PyTorch FSDP. Wang et al. 2023, ZeRO++,
+arXiv:2306.10209. Plain JAX versions: `experiments/naive/zero3.py`, `experiments/naive/hsdp.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,34 +31,64 @@ from ...collectives import all_gather
 from ...collectives.ranks import count
 from ...layout.layout import Layout
 from .contract import Promise, Rule, Sent, Use, Uses
-from .zero import finish, finish_all, give_at_last, publish, scatter, scattered
+from .zero import accumulate_whole_grad, finish_grad_shard, finish_whole_grad, publish, reductions, scatter_grad
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Parameters, inside `shard_map`. ZeRO-1 and ZeRO-2 have the functions for gradients.
 
 
-def _fetch(x: jax.Array, use: Use) -> jax.Array:
-    return all_gather(x, use.shard, use.dim)
+def gather_params(param_shard: jax.Array, use: Use) -> jax.Array:
+    """Return the whole leaf, or one layer of it, all-gathered from this device's shard."""
+    return all_gather(param_shard, use.shard, use.dim)
 
 
 def secondary(layout: Layout, stored: Sequence[jax.Array]) -> list[jax.Array]:
-    """With hpZ, what a device stores -> its part of what the devices along `fsdp` share, in the compute dtype: an
-    all-gather over `data`, of stacks layer by layer.
+    """Return hpZ's second shards, in the compute dtype, from what a device stores.
+
+    Communicates an all-gather over `data`, of stacks layer by layer. The second shard of a leaf is the part that the
+    devices along `fsdp` share.
     """
-    parts = [replace(leaf, shard=("data",), padded=-1, trainable=True) for leaf in layout.leaves]  # padding stays
+    # `publish` gathers stored leaves over their shard axes. With padded=-1 no dim has the padded size, so that it
+    # removes no padding: the second shards are padded like the stored leaves.
+    leaves = [replace(leaf, shard=("data",), padded=-1, trainable=True) for leaf in layout.leaves]
     shape = lambda leaf, x: [n * count(["data"]) if d == leaf.dim else n for d, n in enumerate(x.shape)]
     zeros = lambda leaf, x: jnp.zeros(shape(leaf, x), layout.policy.computed(leaf.dtype))
-    return publish(parts, stored, list(map(zeros, parts, stored)))
+    return publish(leaves, stored, list(map(zeros, leaves, stored)))
 
 
-def _sends(leaf: Uses, once: bool = False) -> Iterator[Sent]:
-    """The closed form: an all-gather at every use, forwards and backwards, of hpZ's second shards one before; a
-    reduce-scatter of every gradient, or `once`, of the step's.
+# ----------------------------------------------------------------------------------------------------------------------
+# Closed forms.
+
+
+def zero3_sends(leaf: Uses, once: bool = False) -> Iterator[Sent]:
+    """Yield what ZeRO-3 sends for one leaf.
+
+    Args:
+      leaf: how one step uses the leaf.
+      once: whether gradients are reduced once per step (sync="step") instead of once per use.
     """
-    for each in leaf.fetched:
-        yield Sent("all-gather", leaf.shard, leaf.compute, each.count, each.total)
-    for each in leaf.updated:
-        yield Sent("all-gather", leaf.second, leaf.compute, each.count, each.total // leaf.shards)
-    yield from scattered(leaf, leaf.once if once else leaf.given)
+    for param in leaf.fetched:
+        yield Sent("all-gather", leaf.shard, leaf.compute, param.count, param.total)
+    # hpZ's second shards, gathered once per step; `leaf.second` is empty without hpZ.
+    for param in leaf.updated:
+        yield Sent("all-gather", leaf.second, leaf.compute, param.count, param.total // leaf.shards)
+    yield from reductions(leaf, leaf.once if once else leaf.given)
 
 
-_ALL, _HELD = frozenset({"params", "grads", "optimizer"}), frozenset({"params", "optimizer"})
-ZERO3 = Rule("ZeRO-3", _ALL, _fetch, scatter, finish, Promise(_HELD, _sends), at_once=True)
-ZERO3_ONCE = Rule("ZeRO-3", _ALL, _fetch, give_at_last, finish_all, Promise(_HELD, partial(_sends, once=True)))
+ZERO3 = Rule(
+    name="ZeRO-3",
+    sharded=frozenset({"params", "grads", "optimizer"}),
+    fetch=gather_params,
+    give=scatter_grad,
+    finish=finish_grad_shard,
+    promise=Promise(holds=frozenset({"params", "optimizer"}), sends=zero3_sends),
+    at_once=True,
+)
+ZERO3_ONCE = Rule(
+    name="ZeRO-3",
+    sharded=frozenset({"params", "grads", "optimizer"}),
+    fetch=gather_params,
+    give=accumulate_whole_grad,
+    finish=finish_whole_grad,
+    promise=Promise(holds=frozenset({"params", "optimizer"}), sends=partial(zero3_sends, once=True)),
+)

@@ -1,16 +1,22 @@
-"""ZeRO-1 and ZeRO-2: optimizer state, then gradients too, sharded over `fsdp` (Rajbhandari et al. 2020, sections 5.1,
-5.2).
+"""ZeRO-1 and ZeRO-2: shard the optimizer state, then the gradients too (Rajbhandari et al. 2020, sections 5.1 and 5.2).
 
-    per device       params   grads   optimizer     sent per step, m microbatches
-    ZeRO-1           P        P       K P/N         reduce-scatter P, all-gather P
-    ZeRO-2           P        P/N     K P/N         reduce-scatter m P, all-gather P
+For P parameters, N devices along `fsdp`, K optimizer values per parameter and m microbatches per step, each device
 
-ZeRO-1 accumulates whole gradients locally and scatters their sum once; ZeRO-2 never holds a whole gradient, and pays
-for it with a reduce-scatter in every microbatch. Each device updates its shard of the parameters, which is then
-all-gathered. In low precision the float32 master lives with the optimizer, sharded, and the all-gathered copy is in
-the compute dtype. Over `data`, what `fsdp` has scattered is all-reduced: P/N.
+              stores params   grads   optimizer     sends per step (elements; times (N - 1)/N for a ring)
+    ZeRO-1    P               P       K P/N         reduce-scatter P, all-gather P
+    ZeRO-2    P               P/N     K P/N         reduce-scatter m P, all-gather P
 
-In plain JAX: `experiments/naive/zero1.py`, `experiments/naive/zero2.py`.
+The steps of one update on one device:
+
+    backward   ZeRO-1 accumulates whole gradients. ZeRO-2 reduce-scatters the gradient of every use, so that no whole
+               gradient outlives its layer.
+    finish     ZeRO-1 reduce-scatters the accumulated gradient. Both all-reduce their shard over the replicas (`data`).
+    update     The optimizer updates this device's shard of the parameters.
+    publish    An all-gather rebuilds the whole parameters from the updated shards.
+
+In low precision the optimizer keeps float32 master shards, and `publish` gathers them in the compute dtype.
+
+Plain JAX versions to read first: `experiments/naive/zero1.py`, `experiments/naive/zero2.py`.
 """
 
 import math
@@ -23,105 +29,169 @@ from ...collectives import all_gather, all_reduce, reduce_scatter_as
 from ...layout.leaves import Leaf
 from .contract import Promise, Rule, Sent, Times, Use, Uses
 
-
-def _fetch(x: jax.Array, use: Use) -> jax.Array:
-    return x
-
-
-def give_at_last(x: jax.Array, use: Use) -> jax.Array:
-    """The whole gradient; where it is all of the step's, the shard of its sum."""
-    return _reduce(x, use) if use.last else x.astype(use.dtype)
+# ----------------------------------------------------------------------------------------------------------------------
+# Parameters and gradients, inside `shard_map`.
 
 
-def finish_all(x: jax.Array, use: Use) -> jax.Array:
-    """What `give_at_last` left undone: the shard of the sum."""
-    return x if use.last else _reduce(x, use)
+def use_whole_params(params: jax.Array, use: Use) -> jax.Array:
+    """Return the stored parameters unchanged: ZeRO-1 and ZeRO-2 store them whole."""
+    return params
 
 
-def _reduce(x: jax.Array, use: Use) -> jax.Array:
-    return _rest(reduce_scatter_as(x, use.shard, use.dim, use.dtype), use)
+def accumulate_whole_grad(grad: jax.Array, use: Use) -> jax.Array:
+    """Return what one use adds to the accumulator under ZeRO-1: its whole local gradient.
 
+    Args:
+      grad: local gradient of one use, [*leaf].
+      use: how the leaf is sharded; `use.last` says that this is the leaf's only use in the step.
 
-def _rest(x: jax.Array, use: Use) -> jax.Array:
-    return all_reduce(reduce_scatter_as(x, use.second, use.dim, use.dtype), use.rest)
-
-
-def scatter(x: jax.Array, use: Use) -> jax.Array:
-    """The shard of the sum over its axes, and over the rest if nothing more is to come."""
-    x = reduce_scatter_as(x, use.shard, use.dim, use.dtype)
-    return _rest(x, use) if use.last else x
-
-
-def finish(x: jax.Array, use: Use) -> jax.Array:
-    """What `scatter` left undone: the sum over the rest."""
-    return x if use.last else _rest(x, use)
-
-
-def publish(leaves: Sequence[Leaf], shards: Sequence[jax.Array], old: Sequence[jax.Array]) -> list[jax.Array]:
-    """The whole of every leaf from updated shards, in the dtype and, where XLA donates it, the memory of the `old`
-    ones.
-
-    Stacks are gathered layer by layer, those of one length together: a gather of the whole would need a second buffer
-    of its size. Frozen leaves stay as they are.
+    Returns:
+      [*leaf] in `use.dtype`; the reduced shard, [*leaf / N], if this is the only use.
     """
-    out = list(old)
-    loops: dict[int, list[int]] = {}
-    for i, (leaf, shard, was) in enumerate(zip(leaves, shards, old, strict=True)):
+    if use.last:
+        # Nothing is accumulated after this use. Reducing here lets XLA overlap it with the rest of the backward.
+        return reduce_grad(grad, use)
+    return grad.astype(use.dtype)
+
+
+def finish_whole_grad(accumulated: jax.Array, use: Use) -> jax.Array:
+    """Reduce the gradient that `accumulate_whole_grad` summed, unless it was reduced in the backward already."""
+    return accumulated if use.last else reduce_grad(accumulated, use)
+
+
+def scatter_grad(grad: jax.Array, use: Use) -> jax.Array:
+    """Return what one use adds to the accumulator under ZeRO-2 and ZeRO-3: the shard of its gradient.
+
+    Communicates a reduce-scatter over `use.shard`; on the leaf's only use also an all-reduce over `use.rest`.
+    """
+    grad_shard = reduce_scatter_as(grad, use.shard, use.dim, use.dtype)
+    return reduce_over_replicas(grad_shard, use) if use.last else grad_shard
+
+
+def finish_grad_shard(grad_shard: jax.Array, use: Use) -> jax.Array:
+    """Sum the accumulated shard over the replicas, unless `scatter_grad` did so in the backward already."""
+    return grad_shard if use.last else reduce_over_replicas(grad_shard, use)
+
+
+def reduce_grad(grad: jax.Array, use: Use) -> jax.Array:
+    """Return this device's shard of a gradient, summed over all devices that used the leaf."""
+    return reduce_over_replicas(reduce_scatter_as(grad, use.shard, use.dim, use.dtype), use)
+
+
+def reduce_over_replicas(grad_shard: jax.Array, use: Use) -> jax.Array:
+    """Sum a shard over the replicas along `use.rest`.
+
+    With hpZ (`Strategy.hpz`) the stored shard is smaller than the one along `fsdp`: scatter over `use.second` first.
+    """
+    return all_reduce(reduce_scatter_as(grad_shard, use.second, use.dim, use.dtype), use.rest)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Parameters after the update.
+
+
+def publish(leaves: Sequence[Leaf], shards: Sequence[jax.Array], old_params: Sequence[jax.Array]) -> list[jax.Array]:
+    """All-gather the updated shards into whole parameters.
+
+    Args:
+      leaves: the layout of each parameter.
+      shards: this device's updated shard of each parameter, float32.
+      old_params: the whole parameters before the update. They give the dtype, and XLA reuses their memory where the
+        step donates them.
+
+    Returns:
+      The whole parameters. Frozen leaves are returned as they are.
+    """
+    params = list(old_params)
+    stacks_by_length: dict[int, list[int]] = {}
+    for i, (leaf, shard, old) in enumerate(zip(leaves, shards, old_params, strict=True)):
         if not leaf.trainable:
             continue
-        if leaf.dim is None:
-            out[i] = shard.astype(was.dtype)
-        elif not leaf.by_layer:
-            out[i] = leaf.unpad(all_gather(shard.astype(was.dtype), leaf.shard, leaf.dim))
+        if leaf.dim is None:  # too small to shard: every device has updated it
+            params[i] = shard.astype(old.dtype)
+        elif leaf.by_layer:
+            num_layers = math.prod(shard.shape[: leaf.stage + 1])  # a pipeline rank's chunks count as layers too
+            stacks_by_length.setdefault(num_layers, []).append(i)
         else:
-            loops.setdefault(math.prod(shard.shape[: leaf.stage + 1]), []).append(i)
-    for length, members in loops.items():
-        # The chunks of a pipeline's rank are layers like others here.
-        layers = {i: (x := shards[i]).reshape(length, *x.shape[leaves[i].stage + 1 :]) for i in members}
+            params[i] = leaf.unpad(all_gather(shard.astype(old.dtype), leaf.shard, leaf.dim))
 
-        def body(at: jax.Array, stacks: list[jax.Array], layers: dict[int, jax.Array] = layers) -> list[jax.Array]:
-            new = []
-            for (i, shards), stack in zip(layers.items(), stacks, strict=True):
+    # Gather stacks layer by layer, all stacks of one length in one loop. Gathering a whole stack at once would need a
+    # second buffer of its size.
+    for num_layers, members in stacks_by_length.items():
+        shard_stacks = {i: _flatten_stages(shards[i], leaves[i], num_layers) for i in members}
+        param_stacks = [_flatten_stages(old_params[i], leaves[i], num_layers) for i in members]
+
+        def gather_layer(
+            layer: jax.Array, param_stacks: list[jax.Array], shard_stacks: dict[int, jax.Array] = shard_stacks
+        ) -> list[jax.Array]:
+            updated = []
+            for (i, shard_stack), param_stack in zip(shard_stacks.items(), param_stacks, strict=True):
                 leaf, dim = leaves[i], leaves[i].inner(True)
-                shard = lax.dynamic_index_in_dim(shards, at, keepdims=False).astype(stack.dtype)
+                shard = lax.dynamic_index_in_dim(shard_stack, layer, keepdims=False).astype(param_stack.dtype)
                 whole = leaf.unpad(all_gather(shard, leaf.shard, dim), dim)
-                new.append(lax.dynamic_update_index_in_dim(stack, whole, at, axis=0))
-            return new
+                updated.append(lax.dynamic_update_index_in_dim(param_stack, whole, layer, axis=0))
+            return updated
 
-        stacks = [(x := old[i]).reshape(length, *x.shape[leaves[i].stage + 1 :]) for i in members]
-        for i, stack in zip(members, lax.fori_loop(0, length, body, stacks), strict=True):
-            out[i] = stack.reshape(old[i].shape)
-    return out
-
-
-def scattered(leaf: Uses, gradients: Sequence[Times]) -> Iterator[Sent]:
-    """`scatter` and `finish`: a reduce-scatter of each of `gradients`, an all-reduce of the shard over the rest, of
-    what is left of it behind a reduce-scatter over `second`.
-    """
-    for each in gradients:
-        yield Sent("reduce-scatter", leaf.shard, leaf.reduce, each.count * each.pieces, each.total)
-    for each in leaf.once:
-        shard = each.total // leaf.shards
-        yield Sent("reduce-scatter", leaf.second, leaf.reduce, each.count, shard)
-        yield Sent("all-reduce", leaf.rest, leaf.reduce, each.count, shard // leaf.seconds)
+        param_stacks = lax.fori_loop(0, num_layers, gather_layer, param_stacks)
+        for i, param_stack in zip(members, param_stacks, strict=True):
+            params[i] = param_stack.reshape(old_params[i].shape)
+    return params
 
 
-def _published(leaf: Uses) -> Iterator[Sent]:
-    """The closed form of `publish`: an all-gather of the updated leaf."""
-    for each in leaf.updated:
-        yield Sent("all-gather", leaf.shard, leaf.stored, each.count, each.total)
+def _flatten_stages(stack: jax.Array, leaf: Leaf, num_layers: int) -> jax.Array:
+    """Reshape [chunks, ..., layers per chunk, *layer] to [num_layers, *layer]."""
+    return stack.reshape(num_layers, *stack.shape[leaf.stage + 1 :])
 
 
-def _sends_1(leaf: Uses) -> Iterator[Sent]:
-    yield from scattered(leaf, leaf.once)
-    yield from _published(leaf)
+# ----------------------------------------------------------------------------------------------------------------------
+# Closed forms: what the papers say a device sends. They are written independently of the functions above, so that
+# `check`, which compares the two, proves something.
 
 
-def _sends_2(leaf: Uses) -> Iterator[Sent]:
-    yield from scattered(leaf, leaf.given)
-    yield from _published(leaf)
+def reductions(leaf: Uses, grads: Sequence[Times]) -> Iterator[Sent]:
+    """Yield the reduce-scatters of `grads`, and once per step the reductions of the shard over the replicas."""
+    for grad in grads:
+        yield Sent("reduce-scatter", leaf.shard, leaf.reduce, grad.count * grad.pieces, grad.total)
+    for grad in leaf.once:
+        shard_elements = grad.total // leaf.shards
+        yield Sent("reduce-scatter", leaf.second, leaf.reduce, grad.count, shard_elements)
+        yield Sent("all-reduce", leaf.rest, leaf.reduce, grad.count, shard_elements // leaf.seconds)
 
 
-_SHARDED, _HELD = frozenset({"optimizer", "grads"}), frozenset({"optimizer"})
-ZERO1 = Rule("ZeRO-1", _SHARDED, _fetch, give_at_last, finish_all, Promise(_HELD, _sends_1), published=True)
-ZERO2 = Rule("ZeRO-2", _SHARDED, _fetch, scatter, finish, Promise(_HELD, _sends_2), published=True, at_once=True)
+def publications(leaf: Uses) -> Iterator[Sent]:
+    """Yield the all-gathers of `publish`."""
+    for param in leaf.updated:
+        yield Sent("all-gather", leaf.shard, leaf.stored, param.count, param.total)
+
+
+def zero1_sends(leaf: Uses) -> Iterator[Sent]:
+    """Yield what ZeRO-1 sends for one leaf: one reduction per step."""
+    yield from reductions(leaf, leaf.once)
+    yield from publications(leaf)
+
+
+def zero2_sends(leaf: Uses) -> Iterator[Sent]:
+    """Yield what ZeRO-2 sends for one leaf: one reduction per use."""
+    yield from reductions(leaf, leaf.given)
+    yield from publications(leaf)
+
+
+ZERO1 = Rule(
+    name="ZeRO-1",
+    sharded=frozenset({"optimizer", "grads"}),
+    fetch=use_whole_params,
+    give=accumulate_whole_grad,
+    finish=finish_whole_grad,
+    promise=Promise(holds=frozenset({"optimizer"}), sends=zero1_sends),
+    published=True,
+)
+ZERO2 = Rule(
+    name="ZeRO-2",
+    sharded=frozenset({"optimizer", "grads"}),
+    fetch=use_whole_params,
+    give=scatter_grad,
+    finish=finish_grad_shard,
+    promise=Promise(holds=frozenset({"optimizer"}), sends=zero2_sends),
+    published=True,
+    at_once=True,
+)

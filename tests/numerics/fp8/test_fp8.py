@@ -1,4 +1,4 @@
-"""FP8: products as a plain reference has them, one device's numbers under every strategy, kernels that are FP8."""
+"""FP8: products equal a reference, every strategy computes the numbers of one device, and kernels run in FP8."""
 
 import functools
 import math
@@ -30,26 +30,28 @@ from jaxpar.parallel.data import eight_bits
 
 SGD = optax.sgd(0.05, momentum=0.9)
 STEPS = 2
-# In float32 other orders of sums differ in the last bits, and in one of some 10^6 roundings another FP8 number is
-# nearest: from there on one token of 32 differs by FP8's rounding. All others, and mostly all, differ by 4e-7.
-FLIPS = 0.02
+# Different orders of float32 sums differ in the last bits. One of about 10^6 values then rounds to another FP8 number,
+# and from there on one token of 32 differs by FP8's rounding. All other tokens differ by 4e-7.
+ROUNDING_TOLERANCE = 0.02
 
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the FP8 products in float32, so that bfloat16's rounding does not hide parity; and these in e5m2, so that
-    of a part of a row nothing else is too small than of the whole.
+    """Compute in float32 except for FP8 products, and these in e5m2.
+
+    Rounding to bfloat16 would hide differences. The range of e5m2 is so large that a part of a row underflows no more
+    elements than the whole row.
     """
     monkeypatch.setitem(precision._DTYPES, "fp8", jnp.float32)
-    for module in (precision, eight_bits):  # of both, since what is gathered in FP8 is read as such
+    for module in (precision, eight_bits):  # both name the dtype: one quantises, the other reads what was gathered
         monkeypatch.setattr(module, "F8", jnp.float8_e5m2)
-    monkeypatch.setattr(precision, "_MOST", float(jnp.finfo(jnp.float8_e5m2).max))
+    monkeypatch.setattr(precision, "_F8_MAX", float(jnp.finfo(jnp.float8_e5m2).max))
 
 
-def _plain(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
-    """As rounded to FP8, by another way to the same powers of two."""
-    most = jnp.abs(x).max(dims, keepdims=True)
-    factor = 2.0 ** jnp.floor(jnp.log2(448 / most))
+def _rounded(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    """Return x rounded to FP8 with one scale along `dims`; the powers of two are computed by logarithms."""
+    amax = jnp.abs(x).max(dims, keepdims=True)
+    factor = 2.0 ** jnp.floor(jnp.log2(448 / amax))
     return (x * factor).astype(jnp.float8_e4m3fn).astype(jnp.float32) / factor
 
 
@@ -68,32 +70,38 @@ def _plain(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
 def test_a_product_and_its_gradients_are_the_plain_ones(
     spec: str, a: tuple[int, ...], b: tuple[int, ...], weight: int, scaling: str
 ) -> None:
-    ins, out = spec.split("->")
-    names = ins.split(",")
+    # 1. Translate the einsum to `dot_general`: each operand is a string with a letter for each dim.
+    inputs, result_dims = spec.split("->")
+    operands = inputs.split(",")
     keys = jax.random.split(jax.random.key(0), 3)
     x, y = (jax.random.normal(key, shape) for key, shape in zip(keys, (a, b), strict=False))
-    shared = [c for c in names[0] if c in names[1]]
-    sums, batch = [c for c in shared if c not in out], [c for c in shared if c in out]
-    numbers: Any = tuple(tuple(tuple(n.index(c) for c in cs) for n in names) for cs in (sums, batch))
-    how = ScaledProduct(numbers, jnp.dtype("float32"), weight, "w", scaling)
-    order = "".join([*batch, *(c for n in names for c in n if c not in shared)])
-    assert order == out  # what dot_general returns
-    spans = lambda name, cs: cs if scaling == "row" else [c for c in name if c not in batch]
-    dims = lambda name, cs: tuple(name.index(c) for c in spans(name, cs))
-    w, other = names[weight], names[1 - weight]
-    of_w = [c for c in w if c not in shared]  # summed in the gradient of the other
+    shared = [c for c in operands[0] if c in operands[1]]
+    sums, batch = [c for c in shared if c not in result_dims], [c for c in shared if c in result_dims]
+    numbers: Any = tuple(
+        tuple(tuple(operand.index(c) for c in letters) for operand in operands) for letters in (sums, batch)
+    )
+    config = ScaledProduct(numbers, jnp.dtype("float32"), weight, "w", scaling)
+    order = "".join([*batch, *(c for operand in operands for c in operand if c not in shared)])
+    assert order == result_dims  # the order in which dot_general returns dims
+    scaled = lambda operand, letters: letters if scaling == "row" else [c for c in operand if c not in batch]
+    dims = lambda operand, letters: tuple(operand.index(c) for c in scaled(operand, letters))
+    w, activation = operands[weight], operands[1 - weight]
+    free_of_w = [c for c in w if c not in shared]  # summed in the gradient of the activation
 
+    # 2. Compare the product and its gradients with einsums of rounded operands.
     @jax.jit
-    def both(x: jax.Array, y: jax.Array) -> Any:
-        found, pull = jax.vjp(functools.partial(product, how), x, y)
-        expected = jnp.einsum(spec, _plain(x, dims(names[0], sums)), _plain(y, dims(names[1], sums)))
+    def results_and_expected(x: jax.Array, y: jax.Array) -> Any:
+        result, vjp = jax.vjp(functools.partial(product, config), x, y)
+        expected = jnp.einsum(spec, _rounded(x, dims(operands[0], sums)), _rounded(y, dims(operands[1], sums)))
         g = jax.random.normal(keys[2], expected.shape)
-        low = _plain(g, dims(out, of_w)), _plain((x, y)[weight], dims(w, of_w))
-        ct = jnp.einsum(f"{out},{w}->{other}", *low)
-        ct_w = jnp.einsum(f"{out},{other}->{w}", g, (x, y)[1 - weight])
-        return (found, *pull(g)), (expected, *((ct, ct_w) if weight else (ct_w, ct)))
+        rounded_g, rounded_w = _rounded(g, dims(result_dims, free_of_w)), _rounded((x, y)[weight], dims(w, free_of_w))
+        activation_grad = jnp.einsum(f"{result_dims},{w}->{activation}", rounded_g, rounded_w)
+        w_grad = jnp.einsum(f"{result_dims},{activation}->{w}", g, (x, y)[1 - weight])
+        grads = (activation_grad, w_grad) if weight else (w_grad, activation_grad)
+        return (result, *vjp(g)), (expected, *grads)
 
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *both(x, y))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, *results_and_expected(x, y))
 
 
 def test_scales_are_powers_of_two_and_each_row_is_its_own() -> None:
@@ -103,27 +111,27 @@ def test_scales_are_powers_of_two_and_each_row_is_its_own() -> None:
     assert np.isfinite(scale[:3]).all()
     assert (np.frexp(np.asarray(scale, np.float32)[[0, 1, 2, 5]])[0] == 0.5).all()
     with np.errstate(invalid="ignore"):
-        back = np.asarray(low, np.float32) * np.asarray(scale, np.float32)
-    np.testing.assert_array_equal(back[0], [3.0, -512.0])  # 4 bits: 500 is between 480 and 512
-    np.testing.assert_array_equal(back[1], [0, 0])
-    np.testing.assert_array_equal(back[5], [448, 1])
-    assert np.isnan(back[3]).any()
-    assert np.isnan(back[4]).any()
-    assert np.isfinite(back[[0, 1, 2, 5]]).all()
+        dequantised = np.asarray(low, np.float32) * np.asarray(scale, np.float32)
+    np.testing.assert_array_equal(dequantised[0], [3.0, -512.0])  # 4 bits: 500 is between 480 and 512
+    np.testing.assert_array_equal(dequantised[1], [0, 0])
+    np.testing.assert_array_equal(dequantised[5], [448, 1])
+    assert np.isnan(dequantised[3]).any()
+    assert np.isnan(dequantised[4]).any()
+    assert np.isfinite(dequantised[[0, 1, 2, 5]]).all()
 
 
 def test_a_part_of_a_row_rounds_as_the_whole() -> None:
-    """Scales are powers of two: tensor ranks need not agree on them."""
+    """Scales are powers of two, so that tensor ranks need not use the same ones."""
     x = jax.random.normal(jax.random.key(0), (6, 32)) * 2.0 ** jnp.linspace(0, 6, 32)
     low, scale = quantised(x, (1,))
     parts = [quantised(part, (1,)) for part in jnp.split(x, 4, 1)]
-    assert len({float(of[0, 0]) for _, of in parts}) > 1
-    values = jnp.concatenate([part.astype(jnp.float32) * of for part, of in parts], 1)
+    assert len({float(part_scale[0, 0]) for _, part_scale in parts}) > 1
+    values = jnp.concatenate([part.astype(jnp.float32) * part_scale for part, part_scale in parts], 1)
     np.testing.assert_array_equal(values, low.astype(jnp.float32) * scale)
 
 
 class Block(nnx.Module):
-    """Products of all kinds that stay, and one that does not."""
+    """A block with two products in FP8, and one product for each reason to stay in the compute dtype."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.wide, self.narrow = nnx.Linear(128, 160, rngs=rngs), nnx.Linear(160, 128, rngs=rngs)
@@ -133,7 +141,7 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.narrow(jax.nn.relu(self.wide(x))) + _mean(self.small(x)) + _mean(self.odd(x))
-        return (x + self.precise(x) + _own(x, self.custom[...])).astype(x.dtype)
+        return (x + self.precise(x) + _custom_product(x, self.custom[...])).astype(x.dtype)
 
 
 def _mean(x: jax.Array) -> jax.Array:
@@ -141,11 +149,14 @@ def _mean(x: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _own(x: jax.Array, w: jax.Array) -> jax.Array:
+def _custom_product(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w
 
 
-_own.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+_custom_product.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda residuals, g: (g @ residuals[1].T, residuals[0].T @ g),
+)
 
 
 class Blocks(nnx.Module):
@@ -163,32 +174,35 @@ class Blocks(nnx.Module):
 def test_products_that_stay_say_why(strategy: str) -> None:
     model = jp.from_nnx(Blocks, lambda net, batch: jnp.square(net(batch["x"].astype(net.head.kernel.dtype))).mean())
     step = jp.make_train_step(model, SGD, f"{strategy},precision=fp8", mesh=jax.devices()[: 1 + ("pipe" in strategy)])
-    why = {path.replace("*", "0"): one for path, one in _traced(step, {"x": np.zeros((8, 128), np.float32)}).items()}
-    assert {path for path in why if not why[path]} >= {"blocks/0/wide/kernel", "blocks/0/narrow/kernel"}
-    assert {path.split("/")[2] for path in why if not why[path]} == {"wide", "narrow"}
-    assert why["blocks/0/small/kernel"] == "128 x 16 features: FP8 needs multiples of 16, from 128"
-    assert why["blocks/0/odd/kernel"] == "128 x 130 features: FP8 needs multiples of 16, from 128"
-    assert why["blocks/0/precise/kernel"] == "the model computes them in float32"
-    assert why["blocks/0/custom"] == "within a function with its own derivative"
-    assert why["head/kernel"] == "of no layer of a stack or list"
+    traced = _traced(step, {"x": np.zeros((8, 128), np.float32)})
+    reasons = {path.replace("*", "0"): reason for path, reason in traced.items()}
+    fp8_paths = {path for path, reason in reasons.items() if not reason}
+    assert fp8_paths >= {"blocks/0/wide/kernel", "blocks/0/narrow/kernel"}
+    assert {path.split("/")[2] for path in fp8_paths} == {"wide", "narrow"}
+    assert reasons["blocks/0/small/kernel"] == "128 x 16 features: FP8 needs multiples of 16, from 128"
+    assert reasons["blocks/0/odd/kernel"] == "128 x 130 features: FP8 needs multiples of 16, from 128"
+    assert reasons["blocks/0/precise/kernel"] == "the model computes them in float32"
+    assert reasons["blocks/0/custom"] == "within a function with its own derivative"
+    assert reasons["head/kernel"] == "of no layer of a stack or list"
 
 
 def test_paths_that_are_excepted_stay() -> None:
     model, text = _models()["llama"], _text()
-    why = lambda but: _traced(jp.make_train_step(model, SGD, f"single,precision=fp8,fp8_except={but}"), text)
-    for but in ("ffn/down:attention", "*/down:atten*"):
-        found = why(but)
-        assert [path for path, one in found.items() if not one] == ["layers/ffn/gate/kernel", "layers/ffn/up/kernel"]
-        assert found["layers/ffn/down/kernel"] == f"fp8_except={but.partition(':')[0]}"
+    reasons_of = lambda parts: _traced(jp.make_train_step(model, SGD, f"single,precision=fp8,fp8_except={parts}"), text)
+    for parts in ("ffn/down:attention", "*/down:atten*"):
+        reasons = reasons_of(parts)
+        fp8_paths = [path for path, reason in reasons.items() if not reason]
+        assert fp8_paths == ["layers/ffn/gate/kernel", "layers/ffn/up/kernel"]
+        assert reasons["layers/ffn/down/kernel"] == f"fp8_except={parts.partition(':')[0]}"
     with pytest.raises(ValueError, match=r"fp8_except='ffn/dow': ffn/dow is in .* no leaf.*a part of layers/attention"):
-        why("ffn/dow")
-    for text, why in (
+        reasons_of("ffn/dow")
+    for options, message in (
         ("fp8,fp8_scaling=block", r"fp8_scaling='block' is unknown; .* row, tensor \(XLA has no kernel for blocks"),
         ("mxfp8", r"precision='mxfp8' is unknown; .*\(mxfp8 and nvfp4 have kernels for B200 alone, .*precision.md\)"),
         ("bf16,fp8_scaling=tensor", r"precision='bf16' in .*fp8_scaling=tensor: .* use precision='fp8'"),
     ):
-        with pytest.raises(ValueError, match=why):
-            jp.Strategy.parse(f"ddp,precision={text}")
+        with pytest.raises(ValueError, match=message):
+            jp.Strategy.parse(f"ddp,precision={options}")
     with pytest.raises(ValueError, match=r"precision='bf16' in .*fp8_except=ffn: .* use precision='fp8'"):
         jp.Strategy.parse("ddp,precision=bf16,fp8_except=ffn")
 
@@ -202,9 +216,9 @@ CONFIG = llama.Config(vocab=64, dim=128, layers=2, heads=4, kv_heads=4, ffn=128)
 
 
 def _text(rows: int = 8, length: int = 4) -> dict[str, np.ndarray]:
-    draw = np.random.default_rng(1)
-    tokens = draw.integers(0, 64, (rows, length + 1)).astype(np.int32)
-    return {"tokens": tokens, "mask": draw.uniform(0.1, 2.0, (rows, length)).astype(np.float32)}
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 64, (rows, length + 1)).astype(np.int32)
+    return {"tokens": tokens, "mask": rng.uniform(0.1, 2.0, (rows, length)).astype(np.float32)}
 
 
 @functools.cache
@@ -218,7 +232,7 @@ def _models() -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", ["tensor=2", "expert=2"])
 def test_no_layout_chooses_other_products(strategy: str) -> None:
-    """A weight of which tensor ranks take a part was none that could be followed: its products stayed in bfloat16."""
+    """A weight that tensor ranks cut was not followed, so that its products stayed in bfloat16."""
     model, text = _models()["mixtral"], _text()
     one = jp.make_train_step(model, SGD, "single,precision=fp8")
     step = jp.make_train_step(model, SGD, f"{strategy},precision=fp8", mesh=jax.devices()[:2])
@@ -228,16 +242,17 @@ def test_no_layout_chooses_other_products(strategy: str) -> None:
 
 @functools.cache
 def _one_device(name: str, scaling: str) -> tuple[Any, Any, Any]:
-    """Initial parameters, gradients of the first step, and parameters after the last; within `wide`."""
+    """Return the initial parameters, the gradients of the first step, and the trained parameters; call it in `wide`."""
     model = _models()[name]
     step = jp.make_train_step(model, SGD, f"single,precision=fp8,fp8_scaling={scaling}")
     assert not all(_traced(step, _text()).values())
-    first, momentum = initial(model), None
-    state = step.init(jax.random.key(0), params=first)
+    initial_params, momentum = initial(model), None
+    state = step.init(jax.random.key(0), params=initial_params)
     for _ in range(STEPS):
         state, _ = step(state, _text())
+        # The momentum after one step is the first gradient.
         momentum = jax.device_get(state.optimizer[0].trace) if momentum is None else momentum
-    return first, model.unwrap(momentum), model.unwrap(jax.device_get(step.params(state)))
+    return initial_params, model.unwrap(momentum), model.unwrap(jax.device_get(step.params(state)))
 
 
 def _traced(step: Any, batch: Any) -> Any:
@@ -290,11 +305,11 @@ def _traced(step: Any, batch: Any) -> Any:
 )
 def test_gradients_are_one_devices(strategy: str, name: str) -> None:
     model = _models()[name]
-    first, grads, params = _one_device(name, "tensor" if "fp8_scaling=tensor" in strategy else "row")
+    initial_params, grads, params = _one_device(name, "tensor" if "fp8_scaling=tensor" in strategy else "row")
     sizes = re.findall(r"(?:data|fsdp|tensor|pipe|context|expert)=(\d)", strategy)
     mesh = jax.devices()[: math.prod(map(int, sizes))] if sizes else None
     step = jp.make_train_step(model, SGD, f"{strategy},precision=fp8", mesh=mesh)
-    check_cell(step, model, first, _text(), STEPS, grads, params, FLIPS)
+    check_cell(step, model, initial_params, _text(), STEPS, grads, params, ROUNDING_TOLERANCE)
 
 
 @pytest.mark.battery
@@ -328,31 +343,32 @@ def test_promised_products_are_fp8_kernels(strategy: str) -> None:
     step, batch, compiled = _compiled("2xH100", f"{strategy},precision=fp8")
     proof = check(step, batch, compiled)
     assert proof.ok, proof
-    (found,) = [one for one in proof.findings if one.part == "products"]
-    assert found.promised == found.found
+    (finding,) = [finding for finding in proof.findings if finding.part == "products"]
+    assert finding.promised == finding.found
     calls = re.findall(r"custom-call\(([^)]*)\), custom_call_target=\"__cublas\$lt\$matmul\$f8", compiled.as_text())
-    scaled = ["constant" not in call.split(", ")[2] for call in calls]  # by the kernel itself
-    assert scaled
-    assert any(scaled) == ("fp8_scaling=tensor" in strategy)
-    sent = Ledger.from_hlo(compiled.as_text(), step.mesh)
-    assert any(one.dtype == "uint8" for one in sent) == ("gather" in strategy)
+    # Only a scale for a whole tensor is applied by the kernel itself.
+    kernel_scales = ["constant" not in call.split(", ")[2] for call in calls]
+    assert kernel_scales
+    assert any(kernel_scales) == ("fp8_scaling=tensor" in strategy)
+    ledger = Ledger.from_hlo(compiled.as_text(), step.mesh)
+    assert any(sent.dtype == "uint8" for sent in ledger) == ("gather" in strategy)
     flops = Costs.from_hlo(compiled.as_text()).flops
     layer = 4 * CONFIG.dim**2 + 3 * CONFIG.dim * CONFIG.ffn
-    again = layer - CONFIG.dim * CONFIG.ffn if "remat" in strategy else 0  # nothing reads the last product again
-    assert flops["float8_e4m3fn"] == 2 * (2 * layer + again) * CONFIG.layers * 8 * 128 // 2
-    said = " ".join(str(explain(step, batch, compiled)).split())
-    assert re.search(r"are in FP8( with a scale for each tensor)?, but for those of the gradients of weights", said)
-    assert "Products of head/kernel stay in bfloat16: of no layer" in said
+    recomputed = layer - CONFIG.dim * CONFIG.ffn if "remat" in strategy else 0  # the last product is not recomputed
+    assert flops["float8_e4m3fn"] == 2 * (2 * layer + recomputed) * CONFIG.layers * 8 * 128 // 2
+    page = " ".join(str(explain(step, batch, compiled)).split())
+    assert re.search(r"are in FP8( with a scale for each tensor)?, but for those of the gradients of weights", page)
+    assert "Products of head/kernel stay in bfloat16: of no layer" in page
 
 
 @pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_products_that_fall_back_are_named() -> None:
     step, batch, compiled = _compiled("2xA100-80GB", "fsdp=2,precision=fp8")
-    wrong = [one for one in check(step, batch, compiled).broken if one.part == "products"]
-    assert wrong
-    assert all(one.verdict == "MISSING" for one in wrong)
-    assert any("layers.ffn.down.kernel: no FP8 kernel for this device" in one.note for one in wrong)
+    broken = [finding for finding in check(step, batch, compiled).broken if finding.part == "products"]
+    assert broken
+    assert all(finding.verdict == "MISSING" for finding in broken)
+    assert any("layers.ffn.down.kernel: no FP8 kernel for this device" in finding.note for finding in broken)
 
 
 @pytest.mark.cuda_compiler

@@ -1,4 +1,4 @@
-"""Optimizers of whole matrices: the update with owners does what one device does, and sends less than a gather."""
+"""Optimizers of whole matrices: an update with owners equals one device's, and sends less than a gather would."""
 
 import functools
 from pathlib import Path
@@ -20,7 +20,7 @@ D, F, LAYERS, ROWS = 16, 48, 6, 24
 
 
 def init(key: jax.Array) -> Any:
-    """A scanned stack, whose layers 8 ranks do not divide, and the layers of a loop, some of one shape."""
+    """Return a scanned stack, whose layers 8 ranks do not divide, and the layers of a loop, some of the same shape."""
     shapes = {
         "into": (D, D),
         "stack": {"norm": (LAYERS, D), "up": (LAYERS, D, F), "down": (LAYERS, F, D)},
@@ -49,7 +49,7 @@ BATCH = {"x": RNG.normal(size=(ROWS, D)).astype(np.float32), "y": RNG.normal(siz
 
 
 def shampoo(rate: float) -> optax.GradientTransformation:
-    """Gupta et al. 2018, arXiv:1802.09568, algorithm 1, for the matrices on the last two dims of each leaf."""
+    """Return Shampoo for the last two dims of each leaf (Gupta et al. 2018, arXiv:1802.09568, algorithm 1)."""
 
     def power(m: jax.Array) -> jax.Array:
         values, vectors = jnp.linalg.eigh(m + 0.1 * jnp.eye(m.shape[-1]))
@@ -57,11 +57,11 @@ def shampoo(rate: float) -> optax.GradientTransformation:
 
     is_matrix = lambda x: (x.ndim > 1 and x.shape[0] != LAYERS) or x.ndim == 3
 
-    def start(params: Any) -> Any:
+    def init(params: Any) -> Any:
         zeros = lambda x, n: jnp.zeros((*x.shape[:-2], n, n)) if is_matrix(x) else jnp.zeros(())
         return {
             "left": jax.tree.map(lambda x: zeros(x, x.shape[-2] if x.ndim > 1 else 1), params),
-            "right": jax.tree.map(lambda x: [zeros(x, x.shape[-1] if x.ndim > 1 else 1)], params),  # as of SOAP: a list
+            "right": jax.tree.map(lambda x: [zeros(x, x.shape[-1] if x.ndim > 1 else 1)], params),  # a list, as in SOAP
         }
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
@@ -70,15 +70,18 @@ def shampoo(rate: float) -> optax.GradientTransformation:
         step = lambda g, a, b: -rate * (power(a) @ g @ power(b[0]) if is_matrix(g) else g)
         return jax.tree.map(step, updates, left, right), {"left": left, "right": right}
 
-    return optax.GradientTransformation(start, update)
+    return optax.GradientTransformation(init, update)
 
 
-def muon(rate: float, model: Any, batch: Any, **more: Any) -> optax.GradientTransformation:
-    return optax.contrib.muon(rate, ns_steps=3, muon_weight_dimension_numbers=jp.matrices(model, batch), **more)
+def muon(rate: float, model: Any, batch: Any, **options: Any) -> optax.GradientTransformation:
+    return optax.contrib.muon(rate, ns_steps=3, muon_weight_dimension_numbers=jp.matrices(model, batch), **options)
 
 
 def galore(rate: float) -> optax.GradientTransformation:
-    """Of leaves of two dims; new projections in every other step; Adam with an epsilon beyond rounding."""
+    """Return GaLore for leaves of two dims, with new projections every two steps.
+
+    The epsilon of its Adam is large, so that rounding errors of small gradients do not grow.
+    """
     dims = lambda params: jax.tree.map(
         lambda p: optax.contrib.GaLoreDimensionNumbers() if p.ndim == 2 and p.shape[0] != LAYERS else None, params
     )
@@ -102,7 +105,7 @@ def moe_init(key: jax.Array) -> Any:
 
 
 def moe_loss(params: Any, batch: Any, key: Any) -> jax.Array:
-    """Every token to two of four experts, a token a row."""
+    """Return the loss of a model that routes every token, one per row, to two of four experts."""
 
     def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
         y, _ = jp.experts(
@@ -141,10 +144,10 @@ def step_of(optimizer: str, strategy: str, devices: int = 8, model: str = "layer
 def trained(optimizer: str, strategy: str, devices: int, model: str = "layers") -> tuple[Any, Any, Owners | None]:
     step = step_of(optimizer, strategy, devices, model)
     state = step.init(jax.random.key(0))
-    first = jax.device_get(step.params(state))
+    initial_params = jax.device_get(step.params(state))
     for _ in range(5):
         state, _ = step(state, MODELS[model][1])
-    return first, jax.device_get(step.params(state)), step.update.owners
+    return initial_params, jax.device_get(step.params(state)), step.update.owners
 
 
 @functools.cache
@@ -152,14 +155,14 @@ def one_device(optimizer: str, model: str = "layers") -> tuple[Any, Any]:
     return trained(optimizer, "single", 1, model)[:2]
 
 
-SOME = [
+CELLS = [
     ("muon", "data=2,fsdp=4", 8, "layers"),
     ("muon", "fsdp", 8, "layers"),
     ("shampoo", "zero2", 6, "layers"),
     ("galore", "tensor=2,fsdp=4", 8, "layers"),
     ("muon", "expert=2,fsdp=4", 8, "experts"),
 ]
-FEWER = {
+NUM_DEVICES = {  # 8 for any other strategy
     "fsdp=6": 6,
     "data=2,fsdp=3": 6,
     "fsdp=2": 2,
@@ -167,7 +170,7 @@ FEWER = {
     "pipe=4,microbatches=3": 4,
     "expert=4": 4,
 }
-OTHERS = [
+BATTERY_CELLS = [
     (optimizer, strategy, devices, model)
     for model, strategies in {
         "layers": "fsdp zero1 zero2 data=2,fsdp=4 tensor=2,fsdp=4 pipe=2,fsdp=4,microbatches=3 ddp fsdp=6 fsdp=2 "
@@ -178,28 +181,28 @@ OTHERS = [
     }.items()
     for optimizer in OPTIMIZERS
     for strategy in strategies.split()
-    for devices in [FEWER.get(strategy, 8)]
-    if (optimizer, strategy, devices, model) not in SOME
+    for devices in [NUM_DEVICES.get(strategy, 8)]
+    if (optimizer, strategy, devices, model) not in CELLS
 ]
 
 
 @functools.cache
 def in_float64(optimizer: str, model: str = "layers") -> Any:
-    """Parameters after five steps of plain JAX in float64, from the first ones of one device."""
-    mine, batch = MODELS[model]
-    tx = OPTIMIZERS[optimizer](mine, batch)
+    """Return the parameters after five steps of plain JAX in float64, from the initial parameters of one device."""
+    jp_model, batch = MODELS[model]
+    tx = OPTIMIZERS[optimizer](jp_model, batch)
     with jax.enable_x64(True):
-        wide = lambda tree: jax.tree.map(lambda x: np.float64(x) if x.dtype == np.float32 else x, tree)
-        params, rows = wide(mine.unwrap(one_device(optimizer, model)[0])), wide(batch)
-        variables = jax.jit(mine.create)(jax.random.key(0))[1]
+        to_float64 = lambda tree: jax.tree.map(lambda x: np.float64(x) if x.dtype == np.float32 else x, tree)
+        params, rows = to_float64(jp_model.unwrap(one_device(optimizer, model)[0])), to_float64(batch)
+        variables = jax.jit(jp_model.create)(jax.random.key(0))[1]
 
-        def value(params: Any) -> jax.Array:
-            mean = mine.call(params, variables, rows, jax.random.key(0))[0]["loss"]
+        def mean_loss(params: Any) -> jax.Array:
+            mean = jp_model.call(params, variables, rows, jax.random.key(0))[0]["loss"]
             return mean.total / mean.count
 
         @jax.jit
         def step(params: Any, state: Any) -> Any:
-            updates, state = tx.update(jax.grad(value)(params), state, params)
+            updates, state = tx.update(jax.grad(mean_loss)(params), state, params)
             return optax.apply_updates(params, updates), state
 
         state = tx.init(params)
@@ -208,33 +211,36 @@ def in_float64(optimizer: str, model: str = "layers") -> Any:
         return jax.device_get(params)
 
 
-def assert_same(found: Any, optimizer: str, model: str = "layers") -> None:
-    """As near to float64 as 1e-5 of the largest movement of each leaf, or twice as far as one device in float32: what
-    is small in a gradient is multiplied by 3.4 in each iteration of Muon, rounding too, and one device is 1.3e-5 off,
-    with Shampoo 1.4e-5, with GaLore 4.5e-5. A movement that is added to a parameter rounds at the parameter's scale.
+def assert_same(params: Any, optimizer: str, model: str = "layers") -> None:
+    """Assert that trained parameters match float64 to 1e-5 of each leaf's largest change.
+
+    Or to twice the error of one device in float32, if that is larger. Each iteration of Muon multiplies the small
+    elements of a gradient by 3.4, and their rounding errors too: one device has an error of 1.3e-5. With Shampoo it has
+    1.4e-5, with GaLore 4.5e-5. A change that is added to a parameter rounds at the parameter's scale.
     """
-    before, one = (MODELS[model][0].unwrap(tree) for tree in one_device(optimizer, model))
-    leaves = map(jax.tree.leaves, (MODELS[model][0].unwrap(found), one, in_float64(optimizer, model), before))
-    for ours, theirs, true, start in zip(*leaves, strict=True):
-        moved, off = np.abs(true - start).max(), np.abs(theirs - true).max()
-        rounded = 5 * np.finfo(np.float32).eps * np.abs(true).max()
-        assert np.abs(ours - true).max() <= max(1e-5 * moved, 2 * off) + rounded * (moved < 1e-3)
+    initial, one_device_params = (MODELS[model][0].unwrap(tree) for tree in one_device(optimizer, model))
+    trees = MODELS[model][0].unwrap(params), one_device_params, in_float64(optimizer, model), initial
+    for actual, single, expected, start in zip(*map(jax.tree.leaves, trees), strict=True):
+        change, single_error = np.abs(expected - start).max(), np.abs(single - expected).max()
+        rounding = 5 * np.finfo(np.float32).eps * np.abs(expected).max()
+        assert np.abs(actual - expected).max() <= max(1e-5 * change, 2 * single_error) + rounding * (change < 1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:tensor")
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "devices", "model"),
-    [*SOME, *(pytest.param(*cell, marks=pytest.mark.battery) for cell in OTHERS)],
+    [*CELLS, *(pytest.param(*cell, marks=pytest.mark.battery) for cell in BATTERY_CELLS)],
 )
 @pytest.mark.slow
 def test_parity(optimizer: str, strategy: str, devices: int, model: str) -> None:
-    """Five steps; gradients of Muon are clipped by their global norm."""
-    first, found, owned = trained(optimizer, strategy, devices, model)
-    assert owned is not None
-    few = (optimizer, strategy) == ("galore", "expert=4")  # two matrices beside the experts, for four ranks
-    assert bool(owned.bundles) != few
-    assert_same(found, optimizer, model)
-    jax.tree.map(np.testing.assert_array_equal, first, one_device(optimizer, model)[0])
+    """Five steps with owners equal five steps on one device. Muon's gradients are clipped by their global norm."""
+    initial_params, params, owners = trained(optimizer, strategy, devices, model)
+    assert owners is not None
+    # Without the experts there are only two matrices, for four ranks.
+    has_too_few_matrices = (optimizer, strategy) == ("galore", "expert=4")
+    assert bool(owners.bundles) != has_too_few_matrices
+    assert_same(params, optimizer, model)
+    jax.tree.map(np.testing.assert_array_equal, initial_params, one_device(optimizer, model)[0])
 
 
 PAIRS = [
@@ -257,36 +263,37 @@ PAIRS = [
     "pair", [PAIRS[0], *(pytest.param(pair, marks=pytest.mark.battery) for pair in PAIRS[1:])], ids=str
 )
 def test_checkpoints_go_from_owners_to_owners(pair: tuple[str, int, str, int], tmp_path: Path) -> None:
-    """Three steps under one strategy, two under another; factors lie with owners, are spread, or on each device."""
+    """Three steps under one strategy, two under another; factors live with owners, are sharded, or are replicated."""
     step = step_of("shampoo", *pair[:2])
     state = step.init(jax.random.key(0))
     for _ in range(3):
         state, _ = step(state, BATCH)
     step.save(tmp_path, state)
-    other = step_of("shampoo", *pair[2:])
-    state = other.restore(tmp_path)
+    second_step = step_of("shampoo", *pair[2:])
+    state = second_step.restore(tmp_path)
     for _ in range(2):
-        state, _ = other(state, BATCH)
-    assert_same(jax.device_get(other.params(state)), "shampoo")
+        state, _ = second_step(state, BATCH)
+    assert_same(jax.device_get(second_step.params(state)), "shampoo")
 
 
 def test_factors_at_rest() -> None:
-    """Of stacks that divide, those of a device's layers; of other leaves that are spread, a part; not the whole."""
+    """A device stores the factors of its own layers if the stack divides, and a part of the factors of other leaves."""
     step = step_of("shampoo", "fsdp", 6)
     state = step.abstract_state().optimizer
     assert state["left"]["stack"]["up"].sharding.spec == jax.P("fsdp", None, None)
     assert state["left"]["blocks"][0]["a"].sharding.shard_shape((18, D)) == (3, D)  # 16 rows and 2 of padding
-    held = sum(np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state))
+    local_elements = sum(np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state))
     stacks, loops = 2 * LAYERS * (D * D + F * F) // 6, 3 * 2 * (18 * D + F * F) // 6
-    small = 3 * D * D + 4 * 4 + 2  # of leaves that are too small to be spread, and of the norms
-    assert held == stacks + loops + small
+    small = 3 * D * D + 4 * 4 + 2  # of leaves that are too small to be sharded, and of the norms
+    assert local_elements == stacks + loops + small
     assert check(step, BATCH).ok
 
 
 @pytest.mark.slow
 def test_stages_keep_the_factors_of_their_layers() -> None:
-    """Where each rank has whole matrices nothing of theirs is sent; factors of all layers lay on every rank. The two
-    loops' matrices, which all ranks have, are divided among them.
+    """If each rank has whole matrices, nothing is sent for them. Every rank stored the factors of all layers.
+
+    All ranks have the matrices of the two loops, and divide them.
     """
     step = step_of("shampoo", "pipe=4,microbatches=4", 4)
     state = step.abstract_state().optimizer
@@ -299,37 +306,40 @@ def test_stages_keep_the_factors_of_their_layers() -> None:
 
 @pytest.mark.slow
 def test_who_owns_what() -> None:
-    """Six layers of two stacks and three of two loops on 8 devices: 18 matrices, and no device has more than three."""
+    """Six layers of two stacks and three of two loops on 8 devices: 18 matrices, at most three on each device."""
     step = step_of("muon", "fsdp")
     (bundle,) = step.update.owners.bundles
     assert sorted(kind.count for kind in bundle.kinds) == [3, 3, 6, 6]
     assert all(sum(v is not None for v in kind.ins) == len(kind.outs) == 1 for kind in bundle.kinds)
     assert step.update.owners.flops * 6 == sum(bundle.flops)
-    said = step.explain(BATCH)
-    assert "18 matrices dealt out by FLOPs over 8 ranks of fsdp, the busiest has 0.167 of all" in " ".join(said.remarks)
-    assert any("on the busiest device, 0.167 of all matrices" in remark for remark in said.remarks)
-    assert any(check.strategy == "owners of matrices" for check in said.checks)
-    one = jp.make_train_step(MODEL, optax.sgd(1e-2), "fsdp").explain(BATCH)
-    busiest = said.flops["float32"] - one.flops["float32"]  # as compiled: loops that run differently often on each rank
-    assert busiest == step.update.owners.flops
+    explanation = step.explain(BATCH)
+    remarks = " ".join(explanation.remarks)
+    assert "18 matrices dealt out by FLOPs over 8 ranks of fsdp, the busiest has 0.167 of all" in remarks
+    assert any("on the busiest device, 0.167 of all matrices" in remark for remark in explanation.remarks)
+    assert any(check.strategy == "owners of matrices" for check in explanation.checks)
+    sgd_explanation = jp.make_train_step(MODEL, optax.sgd(1e-2), "fsdp").explain(BATCH)
+    # The compiled program has loops that run a different number of times on each rank; the busiest counts.
+    busiest_flops = explanation.flops["float32"] - sgd_explanation.flops["float32"]
+    assert busiest_flops == step.update.owners.flops
     assert jp.make_train_step(MODEL, optax.adamw(1e-2), "fsdp").update.owners is None
 
 
 @pytest.mark.slow
 def test_replicas_divide_matrices() -> None:
-    """Six layers of two stacks and three of two loops on two replicas of four: each replica has nine or ten, a loop's
-    third on the second. Factors of layers lie with their replica, whole with their owner if there are as many.
+    """Six layers of two stacks and three of two loops on two replicas of four ranks: nine or ten matrices each.
+
+    Factors of layers live with their replica, and whole with their owner if the owners divide them.
     """
     step = step_of("muon", "data=2,fsdp=4")
     (bundle,) = step.update.owners.bundles
     assert [(kind.count, kind.share) for kind in bundle.kinds] == [(3, 2), (3, 2), (6, 3), (6, 3)]
     assert max(map(sum, zip(*bundle.counts, strict=True))) == 3
-    there, *gathered = [(sent.kind, sent.axes, sent.elements) for sent in step.update.owners.sends if sent.axes]
-    assert there == ("all-to-all", ("fsdp",), 4 * 3 * D * F // 4)
-    assert gathered[1:] == [("all-gather", ("data",), 2 * share * D * F // 4) for share in (2, 2, 3, 3)]
-    said = step.explain(BATCH)
-    assert any("a share on each of 2 replicas of data, which gather all" in remark for remark in said.remarks)
-    assert any(check.strategy == "owners of matrices" and check.axes == ("data",) for check in said.checks)
+    to_owners, _, *gathers = [(sent.kind, sent.axes, sent.elements) for sent in step.update.owners.sends if sent.axes]
+    assert to_owners == ("all-to-all", ("fsdp",), 4 * 3 * D * F // 4)
+    assert gathers == [("all-gather", ("data",), 2 * share * D * F // 4) for share in (2, 2, 3, 3)]
+    explanation = step.explain(BATCH)
+    assert any("a share on each of 2 replicas of data, which gather all" in remark for remark in explanation.remarks)
+    assert any(check.strategy == "owners of matrices" and check.axes == ("data",) for check in explanation.checks)
     assert check(step, BATCH).ok
     for strategy, devices, spec in (
         ("data=2,fsdp=3", 6, jax.P(("data", "fsdp"), None, None)),
@@ -343,10 +353,11 @@ def test_replicas_divide_matrices() -> None:
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize("width", [4096, 512])
 def test_hosts_divide_matrices_where_that_takes_less(width: int) -> None:
-    """FLOPs grow faster with a matrix than its bytes: of narrow ones the products take less than their way over the
-    hosts' links, and within a host less still.
+    """Replicas on different hosts divide wide matrices, whose products take longer than their transfer, alone.
+
+    FLOPs grow faster with the width than bytes. Within a host, transfers are faster, so that replicas divide all.
     """
-    params = lambda key: {
+    init = lambda key: {
         "in": jnp.ones((8, width)),
         "stack": jnp.ones((256, width, width)),
         "out": jnp.ones((width, 4)),
@@ -356,7 +367,7 @@ def test_hosts_divide_matrices_where_that_takes_less(width: int) -> None:
         x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch @ params["in"], params["stack"])
         return jnp.square(x @ params["out"]).mean()
 
-    model, batch = jp.Model(params, loss, rows="independent"), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    model, batch = jp.Model(init, loss, rows="independent"), jax.ShapeDtypeStruct((16, 8), jnp.float32)
     for name, divides in (("2x8xH100", width > 512), ("1x16xH100", True)):
         step = jp.make_train_step(model, muon(1e-2, model, batch), "data=2,fsdp=8", target(name).devices)
         assert {bundle.copies for bundle in step.update.owners.bundles} == {("data",) * divides}
@@ -364,58 +375,59 @@ def test_hosts_divide_matrices_where_that_takes_less(width: int) -> None:
 
 @pytest.mark.slow
 def test_values_of_several_dtypes() -> None:
-    """Factors in bfloat16 beside gradients in float32: an exchange for each, both in the closed form."""
+    """Factors in bfloat16 and gradients in float32 have one exchange each, both in the closed form."""
     is_matrix = lambda x: x.ndim == 2 and x.shape[0] != LAYERS
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
-        step = lambda g, q: -0.1 * (q.astype(g.dtype) @ g if is_matrix(g) else g)
-        new = lambda g, q: (q + g @ g.mT).astype(q.dtype) if is_matrix(g) else q
-        return jax.tree.map(step, grads, state), jax.tree.map(new, grads, state)
+        change = lambda g, q: -0.1 * (q.astype(g.dtype) @ g if is_matrix(g) else g)
+        next_factor = lambda g, q: (q + g @ g.mT).astype(q.dtype) if is_matrix(g) else q
+        return jax.tree.map(change, grads, state), jax.tree.map(next_factor, grads, state)
 
-    start = lambda params: jax.tree.map(lambda x: jnp.eye(x.shape[0], dtype="bfloat16") if is_matrix(x) else 0, params)
+    init = lambda params: jax.tree.map(lambda x: jnp.eye(x.shape[0], dtype="bfloat16") if is_matrix(x) else 0, params)
     steps = [
-        jp.make_train_step(MODEL, optax.GradientTransformation(start, update), strategy, jax.devices()[:devices])
+        jp.make_train_step(MODEL, optax.GradientTransformation(init, update), strategy, jax.devices()[:devices])
         for strategy, devices in (("fsdp", 4), ("single", 1))
     ]
     assert steps[0].update.owners is not None
     assert {jnp.dtype(sent.dtype).name for sent in steps[0].update.owners.sends} == {"float32", "bfloat16"}
     assert check(steps[0], BATCH).ok
-    (ours, theirs) = (jax.device_get(step(step.init(jax.random.key(0)), BATCH)[0]) for step in steps)
+    actual, expected = (jax.device_get(step(step.init(jax.random.key(0)), BATCH)[0]) for step in steps)
     close = lambda rtol: lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=rtol, atol=1e-6)
-    jax.tree.map(close(1e-5), ours.params, theirs.params)
-    jax.tree.map(close(1e-2), ours.optimizer, theirs.optimizer)  # a unit in the last place of bfloat16 is 2^-8
+    jax.tree.map(close(1e-5), actual.params, expected.params)
+    jax.tree.map(close(1e-2), actual.optimizer, expected.optimizer)  # a unit in the last place of bfloat16 is 2^-8
 
 
 def test_products_of_factors_alone_have_owners() -> None:
-    """As in PSGD, which solves by its factors and random numbers, and no gradient: every device did all of these."""
+    """PSGD solves with its factors and random numbers, without a gradient; every device did so for all matrices."""
     is_matrix = lambda x: x.ndim == 2 and x.shape[0] != LAYERS
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
         noise = jax.random.normal(jax.random.key(state[1]), (D,))
-        solved = lambda q: q + jnp.outer(noise, jnp.linalg.solve(q, noise)) if q.shape == (D, D) else q @ q
-        q = jax.tree.map(lambda g, q: [solved(q[0])] if is_matrix(g) else q, grads, state[0])
-        return jax.tree.map(lambda g, q: q[0] @ g if is_matrix(g) else g, grads, q), (q, state[1] + 1)
+        next_factor = lambda q: q + jnp.outer(noise, jnp.linalg.solve(q, noise)) if q.shape == (D, D) else q @ q
+        factors = jax.tree.map(lambda g, q: [next_factor(q[0])] if is_matrix(g) else q, grads, state[0])
+        return jax.tree.map(lambda g, q: q[0] @ g if is_matrix(g) else g, grads, factors), (factors, state[1] + 1)
 
-    start = lambda params: (
+    init = lambda params: (
         jax.tree.map(lambda x: [jnp.eye(x.shape[0])] if is_matrix(x) else [0], params),
         jnp.int32(0),
     )
-    owned = jp.make_train_step(MODEL, optax.GradientTransformation(start, update), "fsdp").update.owners
-    assert owned is not None
-    assert owned.repeated == 0
-    assert sum(kind.count for bundle in owned.bundles for kind in bundle.kinds) == 2 + 2 * 3
+    owners = jp.make_train_step(MODEL, optax.GradientTransformation(init, update), "fsdp").update.owners
+    assert owners is not None
+    assert owners.repeated == 0
+    assert sum(kind.count for bundle in owners.bundles for kind in bundle.kinds) == 2 + 2 * 3
 
 
 @pytest.mark.slow
 def test_owners_within_branches() -> None:
-    """`apply_if_finite` updates in a branch, here within another: matrices had no owners there. A step whose gradients
-    are not finite sends no matrix; what the branch may send is promised.
+    """`apply_if_finite` updates in a branch, here within another branch; matrices had no owners there.
+
+    A step whose gradients are not finite sends no matrix. The closed form counts what the branch may send.
     """
     tx = optax.conditionally_transform(optax.apply_if_finite(shampoo(1e-2), 3), lambda step: step < 10)
     step = jp.make_train_step(MODEL, tx, "fsdp=6", jax.devices()[:6])
-    owned = step.update.owners
-    assert owned is not None
-    assert sum(kind.count for bundle in owned.bundles for kind in bundle.kinds) == 2 * LAYERS + 2 * 3
+    owners = step.update.owners
+    assert owners is not None
+    assert sum(kind.count for bundle in owners.bundles for kind in bundle.kinds) == 2 * LAYERS + 2 * 3
     assert check(step, BATCH).ok
     state = step.init(jax.random.key(0))
     for scale in (1, np.nan, 1, 1, 1, 1):
@@ -424,14 +436,16 @@ def test_owners_within_branches() -> None:
 
 
 def test_what_has_no_owner_is_said() -> None:
-    """Blocks that an optimizer stacks itself: one product is of all, and stays with the partitioner. Its FLOPs are
-    those of every device, and were counted nowhere."""
+    """If an optimizer stacks blocks itself, one product multiplies all of them, and has no owner.
+
+    XLA's partitioner runs it. Every device does its FLOPs, which were not counted.
+    """
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
         stack = jnp.stack([block["a"] for block in grads["blocks"]])
-        moves = -1e-3 * stack @ stack.mT @ stack
+        changes = -1e-3 * stack @ stack.mT @ stack
         return grads | {
-            "blocks": [{"a": x, "b": block["b"]} for x, block in zip(moves, grads["blocks"], strict=True)]
+            "blocks": [{"a": x, "b": block["b"]} for x, block in zip(changes, grads["blocks"], strict=True)]
         }, state
 
     step = jp.make_train_step(MODEL, optax.GradientTransformation(lambda params: (), update), "fsdp")
@@ -444,14 +458,15 @@ def test_what_has_no_owner_is_said() -> None:
 
 
 def test_what_is_sent() -> None:
-    """Each matrix to its owner and back, as promised, as written and as compiled; all else is what SGD sends."""
-    sent = []
+    """Each matrix goes to its owner and back: promised, traced and compiled. All other bytes equal those of SGD."""
+    bytes_by_kind = []
     for optimizer in (muon(1e-2, MODEL, BATCH), optax.sgd(1e-2)):
         step = jp.make_train_step(MODEL, optimizer, "fsdp", jax.devices()[:2])
         proof = check(step, BATCH)
         assert proof.ok, proof
         ledger = Ledger.from_hlo(step.compile(BATCH).as_text() or "", step.mesh)
-        sent.append(ledger.by("kind", value="bytes"))
-    ours, theirs = sent
-    assert ours["all-gather"] == theirs["all-gather"], sent
-    assert ours["all-to-all"] == 2 * 4 * (2 * LAYERS + 2 * 3) * D * F / 2  # there and back, half of each on each device
+        bytes_by_kind.append(ledger.by("kind", value="bytes"))
+    with_muon, with_sgd = bytes_by_kind
+    assert with_muon["all-gather"] == with_sgd["all-gather"], bytes_by_kind
+    # To the owner and back; each device has half of each matrix.
+    assert with_muon["all-to-all"] == 2 * 4 * (2 * LAYERS + 2 * 3) * D * F / 2

@@ -1,5 +1,6 @@
-"""Weights and gradients that travel in 8 bits: what arrives, to the bit; what a step does beside plain code that rounds
-alike, or beside one device; collectives by kind, count and bytes.
+"""Weights and gradients that travel in 8 bits, compared with NumPy code that quantises in the same way.
+
+Received arrays are compared bit by bit, steps with one device, collectives by kind, count and bytes.
 """
 
 import functools
@@ -28,22 +29,22 @@ from jaxpar.parallel import Use, rule_of
 
 SGD = optax.sgd(0.05, momentum=0.9)
 STEPS = 2
-LEAST = 128 * 128  # elements; smaller arrays travel as they are
-# 136 x 136 over 2 or 4 devices are no whole blocks of 256; the keys and values of 136 x 68 are too small.
+MIN_SIZE = 128 * 128  # elements; smaller arrays travel unquantised
+# 136 x 136 over 2 or 4 devices is not a multiple of a block of 256; the keys and values of 136 x 68 are too small.
 CONFIG = llama.Config(vocab=128, dim=136, layers=2, heads=4, kv_heads=2, ffn=152)
 
 
-def plain(x: np.ndarray, kind: str) -> np.ndarray:
-    """A shard as it arrives."""
+def rounded(x: np.ndarray, kind: str) -> np.ndarray:
+    """Return a shard as other ranks receive it: quantised in blocks of 256, and dequantised."""
     blocks = np.pad(x.astype(np.float32).ravel(), (0, -x.size % 256)).reshape(-1, 256)
-    most = np.maximum(np.abs(blocks).max(1, keepdims=True), np.float32(1e-30))
+    amax = np.maximum(np.abs(blocks).max(1, keepdims=True), np.float32(1e-30))
     if kind == "int8":
-        scale = (most * np.float32(1 / 127)).astype(x.dtype).astype(np.float32)
-        found = np.round(blocks * (np.float32(127) / most)) * scale
+        scale = (amax * np.float32(1 / 127)).astype(x.dtype).astype(np.float32)
+        blocks = np.round(blocks * (np.float32(127) / amax)) * scale
     else:
-        factor = np.exp2(np.floor(np.log2(448 / most)))
-        found = (blocks * factor).astype(jnp.float8_e4m3fn).astype(np.float32) / factor
-    return found.ravel()[: x.size].reshape(x.shape).astype(x.dtype)
+        factor = np.exp2(np.floor(np.log2(448 / amax)))
+        blocks = (blocks * factor).astype(jnp.float8_e4m3fn).astype(np.float32) / factor
+    return blocks.ravel()[: x.size].reshape(x.shape).astype(x.dtype)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -57,16 +58,17 @@ def test_what_arrives_is_what_plain_code_rounds(kind: str, shape: tuple[int, ...
     spec = P(*(["fsdp", "context"] if d == dim else None for d in range(2)))
     precision = "fp8" if kind == "fp8" else "bf16"
     fetch = functools.partial(rule_of(jp.Strategy.parse(f"fsdp,precision={precision},gather={kind}")).fetch, use=use)
-    run = jax.jit(jax.shard_map(fetch, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False))
+    fetch_whole = jax.jit(jax.shard_map(fetch, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False))
     shards = np.split(np.asarray(x), 8, dim)
-    np.testing.assert_array_equal(run(x), np.concatenate([plain(part, kind) for part in shards], dim))
-    shard = x.size // 8
-    (sent,) = Ledger.from_jaxpr(jax.make_jaxpr(run)(x), mesh)
+    np.testing.assert_array_equal(fetch_whole(x), np.concatenate([rounded(shard, kind) for shard in shards], dim))
+    shard_size = x.size // 8
+    (sent,) = Ledger.from_jaxpr(jax.make_jaxpr(fetch_whole)(x), mesh)
     assert (sent.kind, sent.dtype, sent.count) == ("all-gather", "uint8", 1)
-    assert sent.bytes == 8 * (shard + 4 * math.ceil(shard / 256))
-    one = jnp.asarray(run(x.at[3, 5].set(jnp.nan)))
-    assert np.isnan(one[3, 5])
-    assert np.isnan(one).sum() <= 256
+    assert sent.bytes == 8 * (shard_size + 4 * math.ceil(shard_size / 256))
+    # A NaN spoils its own block alone.
+    with_nan = jnp.asarray(fetch_whole(x.at[3, 5].set(jnp.nan)))
+    assert np.isnan(with_nan[3, 5])
+    assert np.isnan(with_nan).sum() <= 256
 
 
 @pytest.mark.parametrize(
@@ -75,52 +77,56 @@ def test_what_arrives_is_what_plain_code_rounds(kind: str, shape: tuple[int, ...
 )
 def test_sums_are_those_of_what_plain_code_rounds(preset: str, shape: tuple[int, ...], dim: int, dtype: str) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
-    shard, rest = ((), ("data", "fsdp")) if preset == "ddp" else (("fsdp",), ("data",))
-    use = Use(dim, shard, rest, True, jnp.dtype("float32"))
+    shard_axes, replica_axes = ((), ("data", "fsdp")) if preset == "ddp" else (("fsdp",), ("data",))
+    use = Use(dim, shard_axes, replica_axes, True, jnp.dtype("float32"))
     give = functools.partial(rule_of(jp.Strategy.parse(f"{preset},reduce=int8")).give, use=use)
-    place = P(*("fsdp" if d == dim and shard else None for d in range(2)))
-    run = jax.jit(
-        jax.shard_map(lambda x: give(x[0]), mesh=mesh, in_specs=P(("data", "fsdp")), out_specs=place, check_vma=False)
+    spec = P(*("fsdp" if d == dim and shard_axes else None for d in range(2)))
+    reduce_grads = jax.jit(
+        jax.shard_map(lambda x: give(x[0]), mesh=mesh, in_specs=P(("data", "fsdp")), out_specs=spec, check_vma=False)
     )
-    x = jax.random.normal(jax.random.key(0), (8, *shape)).astype(dtype)
+    grads = jax.random.normal(jax.random.key(0), (8, *shape)).astype(dtype)  # one of each device
 
-    def total(rows: Any) -> np.ndarray:  # in the order of the ranks
-        return np.asarray(jnp.stack([plain(row.astype(np.float32), "int8") for row in rows]).sum(0))
+    def sum_rounded(rows: Any) -> np.ndarray:
+        """Return the sum of rounded rows, in the order of the ranks."""
+        return np.asarray(jnp.stack([rounded(row.astype(np.float32), "int8") for row in rows]).sum(0))
 
-    def both(flat: list[np.ndarray]) -> np.ndarray:  # an all-reduce of flat arrays: parts, each rounded again
-        parts = zip(*(np.split(np.pad(one, (0, -one.size % len(flat))), len(flat)) for one in flat), strict=True)
-        return np.concatenate([plain(total(rows), "int8") for rows in parts])[: flat[0].size]
+    def all_reduced(flat: list[np.ndarray]) -> np.ndarray:
+        """Return the all-reduce of flat arrays: sums of their parts, each rounded again."""
+        parts = zip(*(np.split(np.pad(x, (0, -x.size % len(flat))), len(flat)) for x in flat), strict=True)
+        return np.concatenate([rounded(sum_rounded(rows), "int8") for rows in parts])[: flat[0].size]
 
     if preset == "ddp":
-        expected = both([np.asarray(row).ravel() for row in x]).reshape(shape)
+        expected = all_reduced([np.asarray(grad).ravel() for grad in grads]).reshape(shape)
     else:
-        shards = [[np.split(np.asarray(row), 4, dim)[at] for row in x] for at in range(4)]
-        scattered = [[total(rows[:4]), total(rows[4:])] for rows in shards]
-        whole = [both([one.ravel() for one in two]).reshape(two[0].shape) for two in scattered]
-        # Of less than 16,384 elements the all-reduce is as it was.
-        whole = [sum(two) for two in scattered] if x[0].size // 4 < LEAST else whole
-        expected = np.concatenate(whole, dim)
-    np.testing.assert_allclose(run(x), expected, rtol=1e-6, atol=1e-6)
-    sent = {(one.kind, one.axes): (one.dtype, one.bytes) for one in Ledger.from_jaxpr(jax.make_jaxpr(run)(x), mesh)}
-    size = lambda n: n + 4 * math.ceil(n / 256)
+        shards = [[np.split(np.asarray(grad), 4, dim)[rank] for grad in grads] for rank in range(4)]
+        scattered = [[sum_rounded(rows[:4]), sum_rounded(rows[4:])] for rows in shards]  # for both replicas
+        if grads[0].size // 4 < MIN_SIZE:
+            reduced = [sum(replicas) for replicas in scattered]  # the all-reduce of a small shard is not quantised
+        else:
+            reduced = [all_reduced([x.ravel() for x in replicas]).reshape(replicas[0].shape) for replicas in scattered]
+        expected = np.concatenate(reduced, dim)
+    np.testing.assert_allclose(reduce_grads(grads), expected, rtol=1e-6, atol=1e-6)
+    ledger = Ledger.from_jaxpr(jax.make_jaxpr(reduce_grads)(grads), mesh)
+    sends = {(sent.kind, sent.axes): (sent.dtype, sent.bytes) for sent in ledger}
+    encoded_bytes = lambda n: n + 4 * math.ceil(n / 256)
     if preset == "ddp":
-        bytes_of = 8 * size(math.ceil(x[0].size / 8))
-        assert sent == {(kind, rest): ("uint8", bytes_of) for kind in ("all-to-all", "all-gather")}
+        total_bytes = 8 * encoded_bytes(math.ceil(grads[0].size / 8))
+        assert sends == {(kind, replica_axes): ("uint8", total_bytes) for kind in ("all-to-all", "all-gather")}
     else:
-        quarter = x[0].size // 4
-        assert sent == {
-            ("all-to-all", shard): ("uint8", 4 * size(quarter)),
-            ("all-reduce", rest): ("float32", 4 * quarter),
+        shard_size = grads[0].size // 4
+        assert sends == {
+            ("all-to-all", shard_axes): ("uint8", 4 * encoded_bytes(shard_size)),
+            ("all-reduce", replica_axes): ("float32", 4 * shard_size),
         }
 
 
 @pytest.mark.parametrize("dims", [(0,), (1,)])
 def test_fp8_products_round_what_arrives_to_the_same_numbers(dims: tuple[int, ...]) -> None:
     x = jax.random.normal(jax.random.key(0), (256, 256), jnp.bfloat16) / 50
-    arrived = jnp.asarray(plain(np.asarray(x), "fp8"))
-    assert (arrived != x).any()
-    for a, b in zip(quantised(arrived, dims), quantised(x, dims), strict=True):
-        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+    received = jnp.asarray(rounded(np.asarray(x), "fp8"))
+    assert (received != x).any()
+    for actual, expected in zip(quantised(received, dims), quantised(x, dims), strict=True):
+        np.testing.assert_array_equal(actual.astype(jnp.float32), expected.astype(jnp.float32))
 
 
 @pytest.mark.parametrize(
@@ -152,32 +158,32 @@ def model(experts: bool = False) -> Any:
 
 @functools.cache
 def text() -> Any:
-    draw = np.random.default_rng(1)
-    tokens = draw.integers(0, 128, (8, 5)).astype(np.int32)
-    return {"tokens": tokens, "mask": draw.uniform(0.1, 2.0, (8, 4)).astype(np.float32)}
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 128, (8, 5)).astype(np.int32)
+    return {"tokens": tokens, "mask": rng.uniform(0.1, 2.0, (8, 4)).astype(np.float32)}
 
 
 def as_gathered(step: Any, params: Any) -> Any:
-    """Parameters as ranks compute with them: rounded shard by shard, of a stack layer by layer."""
+    """Return parameters as ranks compute with them: rounded shard by shard, and stacks layer by layer."""
 
-    def one(leaf: Any, x: np.ndarray) -> np.ndarray:
-        lead = x.shape[: leaf.stage + 1] if leaf.path.startswith("layers/") else ()
-        parts = [step.mesh.shape[axis] for axis in ("tensor", "expert") if getattr(leaf, axis) is not None]
-        if leaf.dim is None or math.prod(x.shape[len(lead) :]) // math.prod(parts) < LEAST:
+    def round_leaf(leaf: Any, x: np.ndarray) -> np.ndarray:
+        num_layer_dims = leaf.stage + 1 if leaf.path.startswith("layers/") else 0
+        ranks = [step.mesh.shape[axis] for axis in ("tensor", "expert") if getattr(leaf, axis) is not None]
+        if leaf.dim is None or math.prod(x.shape[num_layer_dims:]) // math.prod(ranks) < MIN_SIZE:
             return x
-        found = x.copy()
+        result = x.copy()
         for index in step.layout.sharding(leaf.spec()).devices_indices_map(x.shape).values():
-            part = x[index].reshape(-1, *x[index].shape[len(lead) :])
-            found[index] = np.stack([plain(layer, "int8") for layer in part]).reshape(x[index].shape)
-        return found
+            layers = x[index].reshape(-1, *x[index].shape[num_layer_dims:])
+            result[index] = np.stack([rounded(layer, "int8") for layer in layers]).reshape(x[index].shape)
+        return result
 
     stored = jax.tree.map(np.asarray, step.layout.to_stored(params))
-    rounded = [one(leaf, x) for leaf, x in zip(step.layout.leaves, jax.tree.leaves(stored), strict=True)]
-    return jax.tree.map(np.asarray, step.layout.to_logical(jax.tree.unflatten(jax.tree.structure(stored), rounded)))
+    leaves = [round_leaf(leaf, x) for leaf, x in zip(step.layout.leaves, jax.tree.leaves(stored), strict=True)]
+    return jax.tree.map(np.asarray, step.layout.to_logical(jax.tree.unflatten(jax.tree.structure(stored), leaves)))
 
 
-def check_beside_plain(strategy: str, computed_with: Callable[[Any, Any], Any], **tolerance: float) -> None:
-    """Some steps, beside one device whose gradients are at `computed_with(step, params)`."""
+def check_with_one_device(strategy: str, computed_with: Callable[[Any, Any], Any], **tolerance: float) -> None:
+    """Compare some steps with one device that computes its gradients at `computed_with(step, params)`."""
     sizes = re.findall(r"(?:data|fsdp|tensor|pipe|context|expert)=(\d)", strategy)
     net, devices = model("expert" in strategy), jax.devices()[: math.prod(map(int, sizes))]
     step = jp.make_train_step(net, SGD, strategy, mesh=devices)
@@ -209,7 +215,7 @@ def check_beside_plain(strategy: str, computed_with: Callable[[Any, Any], Any], 
     ],
 )
 def test_gradients_are_those_at_rounded_weights(strategy: str) -> None:
-    check_beside_plain(f"{strategy},gather=int8", as_gathered)
+    check_with_one_device(f"{strategy},gather=int8", as_gathered)
 
 
 @pytest.mark.parametrize(
@@ -232,19 +238,19 @@ def test_gradients_are_those_at_rounded_weights(strategy: str) -> None:
     ],
 )
 def test_rounded_gradients_are_near_those_of_one_device(strategy: str) -> None:
-    """At the weights that it computes with, where these are rounded too."""
+    """One device computes its gradients at the rounded weights, if weights are gathered in int8 too."""
     weights = as_gathered if "gather" in strategy else lambda step, params: params
-    check_beside_plain(f"{strategy},reduce=int8", weights, tolerance=0.05)
+    check_with_one_device(f"{strategy},reduce=int8", weights, tolerance=0.05)
 
 
 def test_explain_and_check_have_the_bytes() -> None:
     step = jp.make_train_step(model(), SGD, "fsdp=2,gather=int8,reduce=int8", mesh=jax.devices()[:2])
     compiled = step.compile(text())
     assert proof_of(step, text(), compiled).ok
-    said = " ".join(str(explain(step, text(), compiled)).split())
+    page = " ".join(str(explain(step, text(), compiled)).split())
     assert re.search(
-        r"reduce=int8: gradients from 16,384 elements go over fsdp in bytes, with a scale for each 256: ", said
-    ), said
+        r"reduce=int8: gradients from 16,384 elements go over fsdp in bytes, with a scale for each 256: ", page
+    ), page
     assert re.search(
-        r"gather=int8: weights from 16,384 elements go over fsdp in bytes, with a scale for each 256: [\d.]+ kB a", said
-    ), said
+        r"gather=int8: weights from 16,384 elements go over fsdp in bytes, with a scale for each 256: [\d.]+ kB a", page
+    ), page

@@ -1,4 +1,4 @@
-"""hpZ: what replicas would hold is sharded over them too, and each step gathers a second shard for its layers."""
+"""hpZ: parameters are sharded over the replicas too, and each step gathers a second shard from which layers gather."""
 
 import functools
 import math
@@ -23,8 +23,9 @@ STEPS = 2
 
 @functools.cache
 def model() -> Any:
-    """A tied embedding [131, 126] and a stack [2, 126, 136], which are padded over four devices, or the other dim is
-    taken; and a scale, which is small.
+    """Return a model whose leaves need padding over four devices: an embedding [131, 126], stacks [2, 126, 136].
+
+    Its scale is too small to be sharded.
     """
 
     def init(key: jax.Array) -> dict[str, jax.Array]:
@@ -39,17 +40,17 @@ def model() -> Any:
 
         stacks = {name: params[name] for name in ("up", "down", "scale")}
         x, _ = jax.lax.scan(layer, params["embed"][batch["tokens"][:, :-1]], stacks)
-        each = optax.softmax_cross_entropy_with_integer_labels(x @ params["embed"].T, batch["tokens"][:, 1:])
-        return jp.Mean((each * batch["weight"]).sum(), batch["weight"].sum())
+        losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["embed"].T, batch["tokens"][:, 1:])
+        return jp.Mean((losses * batch["weight"]).sum(), batch["weight"].sum())
 
     return jp.Model(init=init, loss=loss)
 
 
 @functools.cache
 def batch() -> Any:
-    draw = np.random.default_rng(0)
-    tokens = draw.integers(131, size=(8, 5)).astype(np.int32)
-    return {"tokens": tokens, "weight": draw.uniform(0.1, 2.0, (8, 4)).astype(np.float32)}
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(131, size=(8, 5)).astype(np.int32)
+    return {"tokens": tokens, "weight": rng.uniform(0.1, 2.0, (8, 4)).astype(np.float32)}
 
 
 @functools.cache
@@ -86,37 +87,37 @@ def test_training_is_one_devices(strategy: str) -> None:
     step = jp.make_train_step(model(), SGD, strategy, mesh=devices)
     check(step, model(), one_device().first, batch(), STEPS, *trained())
     shards = step.mesh.shape["data"] * step.mesh.shape["fsdp"]
-    held = jax.tree.map(lambda x: math.prod(x.sharding.shard_shape(x.shape)), step.abstract_state().params)
-    assert held["up"] * shards == step.layout.leaves[-1].stored[0] * 126 * 136 // step.mesh.shape["pipe"]
+    shard_sizes = jax.tree.map(lambda x: math.prod(x.sharding.shard_shape(x.shape)), step.abstract_state().params)
+    assert shard_sizes["up"] * shards == step.layout.leaves[-1].stored[0] * 126 * 136 // step.mesh.shape["pipe"]
 
 
 def test_what_leaves_a_host_does_so_once_a_step() -> None:
-    """Bytes by hand: the second shard is 1/2 of the parameters, and gradients of it are as large."""
-    padded = [4 * n for n in (132 * 126, 2 * 126 * 136, 2 * 136 * 126)]  # the scale is whole
+    """The second shard is half of the parameters, and so are its gradients; bytes are counted by hand."""
+    padded_bytes = [4 * n for n in (132 * 126, 2 * 126 * 136, 2 * 136 * 126)]  # the scale is not sharded
     for m in (1, 2):
         step = jp.make_train_step(model(), SGD, f"data=2,fsdp=2,microbatches={m},hpz=true", mesh=jax.devices()[:4])
-        sent = {(one.kind, one.axes): one.bytes for one in expected(step, batch())}
-        found = {key: sent.get(key, 0) for key in (("all-gather", ("data",)), ("reduce-scatter", ("data",)))}
-        assert set(found.values()) == {sum(padded) // 2}
+        sent_bytes = {(sent.kind, sent.axes): sent.bytes for sent in expected(step, batch())}
+        for kind in ("all-gather", "reduce-scatter"):
+            assert sent_bytes.get((kind, ("data",)), 0) == sum(padded_bytes) // 2
     compiled = step.compile(batch())
     assert proof_of(step, batch(), compiled).ok
-    said = str(explain(step, batch(), compiled))
-    assert re.search(r"hpz=true: [\d.]+ kB are gathered over data once a step, and held while it runs", said), said
+    text = str(explain(step, batch(), compiled))
+    assert re.search(r"hpz=true: [\d.]+ kB are gathered over data once a step, and held while it runs", text), text
 
 
 def test_evaluation_frozen_leaves_and_8_bits() -> None:
     make = functools.partial(jp.make_train_step, model(), SGD, mesh=jax.devices()[:4])
-    plain, step = (make(f"data=2,fsdp=2{more}") for more in ("", ",hpz=true"))
+    plain, step = (make(f"data=2,fsdp=2{options}") for options in ("", ",hpz=true"))
     state = step.init(jax.random.key(0), params=one_device().first)
-    other = plain.init(jax.random.key(0), params=one_device().first)
-    assert float(step.evaluate(state, batch())["loss"]) == float(plain.evaluate(other, batch())["loss"])
+    plain_state = plain.init(jax.random.key(0), params=one_device().first)
+    assert float(step.evaluate(state, batch())["loss"]) == float(plain.evaluate(plain_state, batch())["loss"])
     low = make("data=2,fsdp=2,precision=bf16,gather=int8,reduce=int8,hpz=true", trainable=lambda path: path != "up")
     assert proof_of(low, batch(), low.compile(batch())).ok
-    before = low.init(jax.random.key(0), params=one_device().first)
-    frozen = np.asarray(before.params["up"])
-    after, metrics = low(before, batch())
+    state = low.init(jax.random.key(0), params=one_device().first)
+    frozen = np.asarray(state.params["up"])
+    state, metrics = low(state, batch())
     assert np.isfinite(metrics["loss"])
-    np.testing.assert_array_equal(frozen, after.params["up"])
+    np.testing.assert_array_equal(frozen, state.params["up"])
 
 
 @pytest.mark.parametrize(

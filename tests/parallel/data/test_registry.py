@@ -1,4 +1,4 @@
-"""Rules of one's own: the one on the page about them, one that shards, one that promises what it does not send."""
+"""Rules that users register: the rule of the documentation, a rule that shards, a rule with a wrong promise."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ FIELDS = ("kind", "axes", "dtype")
 
 
 def init(key: jax.Array) -> dict[str, jax.Array]:
-    """No leaf of `odd` divides by the devices."""
+    """Return a stack and a leaf `odd`, of which no dim divides by the number of devices."""
     shapes = {"w": (LAYERS, DIM, DIM), "scale": (LAYERS, DIM), "odd": (DIM, 7)}
     return {name: 0.2 * jax.random.normal(key, shape) for name, shape in shapes.items()}
 
@@ -50,16 +50,16 @@ MODEL = jp.Model(init=init, loss=loss)
 
 @pytest.fixture
 def int8(monkeypatch: pytest.MonkeyPatch) -> Rule:
-    """The rule of the page, registered for one test."""
+    """Register the rule of the page for one test."""
     monkeypatch.setattr(jaxpar.parallel.data, "_RULES", {})
-    first = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert first is not None
+    code_block = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert code_block is not None
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(first[1], {})
+        exec(code_block[1], {})
     return jaxpar.parallel.data._RULES["int8"]
 
 
-def made(strategy: Any, **options: Any) -> Any:
+def make_step(strategy: Any, **options: Any) -> Any:
     return jp.make_train_step(MODEL, SGD, strategy, **options)
 
 
@@ -67,20 +67,21 @@ def test_a_rule_is_one_value_and_text(int8: Rule) -> None:
     strategy = jp.Strategy(data=8, rule="int8", microbatches=2)
     assert str(strategy) == "data=8,rule=int8,microbatches=2"
     assert jp.Strategy.parse(str(strategy)) == strategy
-    assert made(strategy).rule is int8
-    other = register(dataclasses.replace(int8))
-    assert made(strategy).rule is other  # a cell of a notebook that is run again
+    assert make_step(strategy).rule is int8
+    # A notebook's cell that runs again registers the rule again.
+    replacement = register(dataclasses.replace(int8))
+    assert make_step(strategy).rule is replacement
 
 
 @pytest.mark.slow
 def test_the_page_s_rule_trains_explains_and_keeps_its_promises(int8: Rule) -> None:
-    step = made("data=8,rule=int8")
+    step = make_step("data=8,rule=int8")
     proof = check(step, BATCH)
     assert proof.ok, proof
     assert {f.what for f in proof.findings if f.part == "as compiled"} >= {"all-to-all data", "all-gather data"}
-    assert ("all-to-all", ("data",)) in {(one.kind, one.axes) for one in step.explain(BATCH).checks}
+    assert ("all-to-all", ("data",)) in {(c.kind, c.axes) for c in step.explain(BATCH).checks}
     report = jp.verify(MODEL, "data=8,rule=int8", BATCH, steps=1)
-    assert 1e-4 < report.worst.error < 0.02  # twice rounded to 1 / 254 of the largest
+    assert 1e-4 < report.worst.error < 0.02  # quantised twice, to 1 / 254 of the largest value
 
 
 @pytest.mark.parametrize(
@@ -88,50 +89,51 @@ def test_the_page_s_rule_trains_explains_and_keeps_its_promises(int8: Rule) -> N
     ["data=4,microbatches=2", "pipe=2,data=4,microbatches=2", "pipe=2,data=2,tensor=2,microbatches=2,precision=bf16"],
 )
 def test_a_rule_of_one_s_own_composes(strategy: str, int8: Rule) -> None:
-    """Its own closed form, asked leaf by leaf, is what the program calls."""
+    """The rule's closed form for each leaf agrees with the collectives of the program."""
     devices = jax.devices()[: 4 if "pipe" not in strategy else 8]
-    step = made(f"{strategy},rule=int8", mesh=devices, rules={"w": -1} if "tensor" in strategy else None)
-    closed, written = expected(step, BATCH), Ledger.from_jaxpr(step.trace(BATCH), step.mesh)
+    step = make_step(f"{strategy},rule=int8", mesh=devices, rules={"w": -1} if "tensor" in strategy else None)
+    closed_form, traced = expected(step, BATCH), Ledger.from_jaxpr(step.trace(BATCH), step.mesh)
     for value in ("bytes", "count"):
-        assert written.by(*FIELDS, value=value) == closed.by(*FIELDS, value=value)
-    assert closed.total(kind="all-to-all") > 0
+        assert traced.by(*FIELDS, value=value) == closed_form.by(*FIELDS, value=value)
+    assert closed_form.total(kind="all-to-all") > 0
 
 
 def test_a_rule_that_shards_is_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxpar.parallel.data, "_RULES", {})
     register(dataclasses.replace(ZERO3, name="mine"))
-    ours, mine = made("data=2,fsdp=4"), made("data=2,fsdp=4,rule=mine")
-    assert mine.layout.bytes == ours.layout.bytes
-    assert expected(mine, BATCH) == expected(ours, BATCH)
-    assert str(mine.trace(BATCH)) == str(ours.trace(BATCH))
+    builtin_step, user_step = make_step("data=2,fsdp=4"), make_step("data=2,fsdp=4,rule=mine")
+    assert user_step.layout.bytes == builtin_step.layout.bytes
+    assert expected(user_step, BATCH) == expected(builtin_step, BATCH)
+    assert str(user_step.trace(BATCH)) == str(builtin_step.trace(BATCH))
 
 
 def test_a_promise_that_is_not_kept_is_caught(int8: Rule) -> None:
     register(dataclasses.replace(int8, promise=Promise(frozenset(), lambda leaf: ())))
-    broken = {(f.verdict, f.part, f.what.partition(" x")[0]) for f in check(made("data=8,rule=int8"), BATCH).broken}
+    findings = check(make_step("data=8,rule=int8"), BATCH).broken
+    broken = {(finding.verdict, finding.part, finding.what.partition(" x")[0]) for finding in findings}
     assert ("UNPROMISED", "as written", "all-to-all data int8 0") in broken
 
 
 def test_plans_ask_the_rule_what_it_sends(int8: Rule) -> None:
-    where = dataclasses.replace(target("cpu:8"), hardware=KINDS["H100"])
-    estimator = Estimator(MODEL, SGD, where, BATCH)
+    cluster = dataclasses.replace(target("cpu:8"), hardware=KINDS["H100"])
+    estimator = Estimator(MODEL, SGD, cluster, BATCH)
     seconds = {text: estimator.estimate(jp.Strategy.parse(text)).sent for text in ("data=8", "data=8,rule=int8")}
     assert 0 < seconds["data=8,rule=int8"] != seconds["data=8"] > 0
 
 
 def test_zero1_and_zero2_send_alike_in_one_microbatch() -> None:
-    """ZeRO-1's gradients lie in shards too when the update gets them: its estimate was of an n-th of the bytes."""
-    where = dataclasses.replace(target("cpu:8"), hardware=KINDS["H100"])
-    estimator = Estimator(MODEL, SGD, where, BATCH)
-    one, two = (estimator.estimate(jp.Strategy(fsdp=8, zero=zero)).sent for zero in (1, 2))
-    assert one == two > 0
+    """The estimate for ZeRO-1 counted a shard of the gradients, because the update receives them sharded."""
+    cluster = dataclasses.replace(target("cpu:8"), hardware=KINDS["H100"])
+    estimator = Estimator(MODEL, SGD, cluster, BATCH)
+    zero1_seconds, zero2_seconds = (estimator.estimate(jp.Strategy(fsdp=8, zero=zero)).sent for zero in (1, 2))
+    assert zero1_seconds == zero2_seconds > 0
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_stack_that_is_used_outside_its_loop_too(zero: int) -> None:
-    """Weight decay in the loss reads all layers, which stages of a pipeline gather: whole leaves, without padding.
+    """Weight decay in the loss reads all layers, so that the stages of a pipeline gather whole leaves without padding.
 
-    The closed form had a shard of them for ZeRO-1, and padding in ZeRO-3.
+    The closed form counted a shard of them for ZeRO-1, and their padding for ZeRO-3.
     """
 
     def init(key: jax.Array) -> dict[str, jax.Array]:
@@ -145,14 +147,14 @@ def test_a_stack_that_is_used_outside_its_loop_too(zero: int) -> None:
 
     step = jp.make_train_step(jp.Model(init, decayed), SGD, f"pipe=2,fsdp=4,zero={zero},microbatches=2")
     batch = jax.ShapeDtypeStruct((16, 129), jnp.float32)
-    closed, written = expected(step, batch), Ledger.from_jaxpr(step.trace(batch), step.mesh)
+    closed_form, traced = expected(step, batch), Ledger.from_jaxpr(step.trace(batch), step.mesh)
     for value in ("bytes", "count"):
-        assert written.by(*FIELDS, value=value) == closed.by(*FIELDS, value=value)
-    assert closed.total(kind="all-gather", axes=("pipe",)) > 0
+        assert traced.by(*FIELDS, value=value) == closed_form.by(*FIELDS, value=value)
+    assert closed_form.total(kind="all-gather", axes=("pipe",)) > 0
 
 
 @pytest.mark.parametrize(
-    ("strategy", "says"),
+    ("strategy", "message"),
     [
         (
             "data=8,rule=int",
@@ -165,19 +167,19 @@ def test_a_stack_that_is_used_outside_its_loop_too(zero: int) -> None:
         ("data=8,server=true,rule=int8", "server, single and zero choose rules"),
     ],
 )
-def test_a_rule_that_cannot_be_is_refused(strategy: str, says: str, int8: Rule) -> None:
+def test_a_rule_that_cannot_be_is_refused(strategy: str, message: str, int8: Rule) -> None:
     register(dataclasses.replace(ZERO3, name="mine"))
-    with pytest.raises(ValueError, match=says):
-        made(strategy)
+    with pytest.raises(ValueError, match=message):
+        make_step(strategy)
 
 
 def test_what_cannot_be_registered_says_so(int8: Rule) -> None:
-    for rule, says in [
+    for rule, message in [
         ("int8", "needs a jaxpar.parallel.Rule"),
         (dataclasses.replace(int8, name="8 bits"), "a rule named '8 bits': use letters"),
         (dataclasses.replace(int8, name="zero2"), "no name of jaxpar's own"),
         (dataclasses.replace(int8, sharded=frozenset({"weights"})), r"shards \['weights'\]; use some of params"),
         (dataclasses.replace(int8, promise=None), "promises None; needs a jaxpar.parallel.Promise"),
     ]:
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             register(rule)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`sync="step"`: ZeRO-3 that accumulates whole gradients and reduces them once a step."""
+"""`sync="step"`: ZeRO-3 accumulates whole gradients and reduces them once per step."""
 
 import functools
 from typing import Any
@@ -14,12 +14,12 @@ from jaxpar.inspect.ledger import Ledger
 from jaxpar.parity.parity import Reference
 
 SGD = optax.sgd(0.05, momentum=0.9)
-IT: Entry = gpt()
+GPT: Entry = gpt()
 
 
 @functools.cache
 def step_of(strategy: str) -> Any:
-    return jp.make_train_step(IT.model, SGD, strategy)
+    return jp.make_train_step(GPT.model, SGD, strategy)
 
 
 @pytest.mark.slow
@@ -34,21 +34,21 @@ def step_of(strategy: str) -> Any:
 )
 @pytest.mark.filterwarnings("ignore:.*layers in 2 x 1 chunks")
 def test_it_is_as_on_one_device(strategy: str) -> None:
-    once = step_of(f"{strategy},sync=step")
-    blocks = once.strategy.microbatches * once.replicas
-    one, key = Reference(IT.model, jp.Strategy(single=True), blocks), jax.random.key(0)
-    grads, params = one.value_and_grad(key, IT.batch)[1], one.train(SGD, key, IT.batch, 2)
-    check(once, IT.model, initial(IT.model), IT.batch, 2, grads, params)
+    step = step_of(f"{strategy},sync=step")
+    blocks = step.strategy.microbatches * step.replicas
+    reference, key = Reference(GPT.model, jp.Strategy(single=True), blocks), jax.random.key(0)
+    grads, params = reference.value_and_grad(key, GPT.batch)[1], reference.train(SGD, key, GPT.batch, 2)
+    check(step, GPT.model, initial(GPT.model), GPT.batch, 2, grads, params)
 
 
 def test_two_microbatches_reduce_as_much_as_one_and_gather_twice() -> None:
-    def sent(strategy: str, kind: str) -> int:
+    def bytes_sent(strategy: str, kind: str) -> int:
         step = step_of(strategy)
-        return Ledger.from_jaxpr(step.trace(IT.batch), step.mesh).total(kind=kind)
+        return Ledger.from_jaxpr(step.trace(GPT.batch), step.mesh).total(kind=kind)
 
-    two, one = "fsdp=8,microbatches=2,sync=step", "fsdp=8"
-    assert sent(two, "reduce-scatter") == sent(one, "reduce-scatter")
-    assert sent(two, "all-gather") == 2 * sent(one, "all-gather")
+    two_microbatches, one_microbatch = "fsdp=8,microbatches=2,sync=step", "fsdp=8"
+    assert bytes_sent(two_microbatches, "reduce-scatter") == bytes_sent(one_microbatch, "reduce-scatter")
+    assert bytes_sent(two_microbatches, "all-gather") == 2 * bytes_sent(one_microbatch, "all-gather")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp=8,zero=2", "ddp", "dp"])
