@@ -53,12 +53,11 @@ class Evaluation(ABC):
     def of(self, fun: Callable[..., Any], names: Sequence[str], *args: Any) -> list[Any]:
         """The results of `fun(*args)`; `names` are those of the leaves of `args`."""
         flat, _ = jx.trace(without_filter_primitives(fun), *args)
-        program = jx.build(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)
         leaves = zip(jax.tree.leaves(args), names, strict=True)
-        return self.run(program, [*map(self._closed_over, flat.consts), *(self.given(x, name) for x, name in leaves)])
+        return self.run(flat, [self.given(x, name) for x, name in leaves])
 
     def run(self, program: Any, ins: Sequence[Any]) -> list[Any]:
-        """The results of a program, open or closed."""
+        """The results of a program: open, closed or `Flat`."""
         jaxpr, _ = opened(program)
         written = lambda atom: self.given(atom.val, WRITTEN)
         env = Environment.of(program, ins, written, self._closed_over)

@@ -8,20 +8,15 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxpar.program import jaxpr as jx
+from jaxpar.program.environment import through
 from jaxpar.program.walk import fold, propagate, settled, visit
 
 
 def follow(closed: Any, ins: list[bool], decides: bool | None = None) -> list[bool]:
     """Which results depend on marked inputs."""
-    jaxpr, _ = jx.opened(closed)
-    known = dict(zip(jaxpr.invars, ins, strict=True))
-    read = lambda v: not jx.is_literal(v) and known.get(v, False)
-    for eqn in jaxpr.eqns:
-        inputs = [*map(read, eqn.invars)]
-        outs = propagate(eqn, inputs, follow, lambda a, b: a or b)
-        known.update(zip(eqn.outvars, outs or [any(inputs)] * len(eqn.outvars), strict=True))
-    return [*map(read, jaxpr.outvars)]
+    either = lambda a, b: a or b
+    of = lambda eqn, ins: propagate(eqn, ins, follow, either) or [any(ins)] * len(eqn.outvars)
+    return through(closed, ins, of, False)
 
 
 def shifting(x: jax.Array, y: jax.Array) -> Any:
