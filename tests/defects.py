@@ -239,11 +239,11 @@ DEFECTS = (
            "A predicted loop takes the time of one iteration."),
     # -- train
     Defect("returns-more", "run/train/finite.py", "run/train/test_faults.py::test_a_run_that_comes_no_further_stops",
-           "if self._returns == _RETURNS:", "if self._returns > _RETURNS:",
+           "if self._rollbacks_in_row == _MAX_ROLLBACKS:", "if self._rollbacks_in_row > _MAX_ROLLBACKS:",
            "A run goes back to one checkpoint once more than it should."),
     Defect("claim-taken", "run/train/folder.py",
            "run/train/test_faults.py::test_of_two_claims_of_a_folder_the_second_is_refused_until_the_first_is_released",
-           "if alive and not (own and there[\"id\"] not in _live):", "if False:",
+           "if is_alive and not (is_this_process and owner[\"id\"] not in _live):", "if False:",
            "A run takes the folder of another one that is still going on."),
     Defect("save-last", "run/train/trainer.py",
            "run/train/test_trainer.py::test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done",

@@ -30,7 +30,7 @@ from ...parallel.tensor.dims import Rules
 from ...program.lookups import Lookup
 from ...strategy import Strategy
 from .finite import Finite, NotFiniteError, all_finite
-from .folder import Claim, Staging, claimed
+from .folder import Claim, Staging, claim_folder
 from .input import Input, check_row_count
 from .loop import OWN, Loop, Units, checked
 from .progress import Progress
@@ -142,7 +142,7 @@ class Trainer:
             self.progress.say(str(explanation))
             return None
         with contextlib.ExitStack() as stack:
-            self._claim = stack.enter_context(claimed(loop))
+            self._claim = stack.enter_context(claim_folder(loop))
             stack.enter_context(self._claim.explaining())
             stop = stack.enter_context(Stop())  # a signal does not break off the last save, which all hosts wait for
             changed = ("data",) if loop.changed_data else ()
@@ -250,7 +250,7 @@ class Trainer:
             # What is not finite is neither saved nor evaluated. What it is rolled back to is: so a run that is resumed
             # does not meet that batch again.
             if looks and self._sound(self._settle, saves) and saved:
-                self.finite.come_further()
+                self.finite.record_progress()
             if compares:
                 ending.doing("comparing replicas")
                 with self.progress.doing("comparing replicas"):
@@ -342,7 +342,7 @@ class Trainer:
                 raise
             assert saves is not None
             saves.wait()
-            self.progress.say(self.finite.back(error, saves.latest))
+            self.progress.say(self.finite.roll_back(error, saves.latest))
             self._late, self.number = None, error.step
             state = self.initial() if saves.latest is None else saves.restore()
             if self.extra and saves.latest is not None:
@@ -376,7 +376,9 @@ class Trainer:
         seconds, self._clock = now - self._clock, now
         stopped = bool(values.pop("stopped", False))
         explained = lambda: self._explained(batch) if stopped else ""
-        if told := self.finite.look(number, values, lambda: suspects(batch, self._lookups), explained, stopped):
+        if told := self.finite.check_metrics(
+            number, values, lambda: suspects(batch, self._lookups), explained, stopped
+        ):
             self.progress.say(told)
         values["skipped"] += self.finite.skipped
         if self.loop.on_nonfinite == "rollback":

@@ -24,7 +24,7 @@ from test_trainer import at, batches, losses, masked, trainer
 
 import jaxpar as jp
 from jaxpar.run.train import finite
-from jaxpar.run.train.folder import Claim, claimed
+from jaxpar.run.train.folder import Claim, claim_folder
 from jaxpar.run.train.progress import Progress
 from jaxpar.run.train.recorder import Recorder, read
 
@@ -128,11 +128,11 @@ def test_a_run_ends_with_the_equation(tmp_path: Path) -> None:
 
 
 def test_an_overflow_by_float16s_scale_ends_a_run_where_nothing_is_applied_any_more() -> None:
-    look = finite.Finite(jp.Loop(on_nonfinite="explain")).look
+    check_metrics = finite.Finite(jp.Loop(on_nonfinite="explain")).check_metrics
     values = {"loss": 1.0, "grad_norm": np.inf}
-    assert not look(1, {**values, "skipped": 1.0})
+    assert not check_metrics(1, {**values, "skipped": 1.0})
     with pytest.raises(finite.NotFiniteError, match=r"step 2: grad_norm is inf; .*, by log at line 3"):
-        look(2, {**values, "skipped": 2.0}, explained=lambda: ", by log at line 3", stopped=True)
+        check_metrics(2, {**values, "skipped": 2.0}, explain_origin=lambda: ", by log at line 3", has_stopped=True)
 
 
 def test_a_run_that_comes_no_further_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,18 +219,18 @@ def test_of_two_claims_of_a_folder_the_second_is_refused_until_the_first_is_rele
     assert second.take().startswith(f"another run, {os.getpid()}, is going on in {tmp_path}; wait for its end")
     first.release()
     assert second.take() == ""
-    assert first.lost().startswith(f"{tmp_path} is no longer this run's: process {os.getpid()} on ")
+    assert first.loss_reason().startswith(f"{tmp_path} is no longer this run's: process {os.getpid()} on ")
     second.release()
 
 
 def test_without_its_lock_a_run_still_has_its_folder(tmp_path: Path) -> None:
-    with claimed(jp.Loop(out=tmp_path)) as claim:
+    with claim_folder(jp.Loop(out=tmp_path)) as claim:
         (tmp_path / ".lock").unlink()
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / ".owner").unlink()
         claim.check()  # hidden files were swept up, and nobody has taken the folder
         with pytest.raises(ValueError, match=rf"another run, {os.getpid()}, is going on"):
-            claimed(jp.Loop(out=tmp_path, resume=True)).__enter__()
+            claim_folder(jp.Loop(out=tmp_path, resume=True)).__enter__()
     assert not (tmp_path / ".owner").exists()
     # A process of that number that began at another time is not the one.
     mine = Claim(tmp_path)
