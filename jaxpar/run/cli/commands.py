@@ -28,7 +28,7 @@ from ...layout.distributed import attach
 from ...make import TrainStep, make_train_step
 from ...strategy import Strategy
 from ..train.folder import write_whole
-from ..train.loop import OWN, Hook
+from ..train.loop import PER_PROCESS_OPTIONS, Hook
 from ..train.progress import discard_output
 from ..train.trainer import Trainer
 from . import exports
@@ -172,7 +172,9 @@ def train(options: TrainOptions) -> None:
     Strategy.parse(options.strategy)  # before anything that takes time
     initialize(options.coordinator, options.processes, options.process)
     attach(options.devices)
-    consistency.compare("the options", {name: value for name, value in vars(options).items() if name not in OWN})
+    consistency.compare(
+        "the options", {name: value for name, value in vars(options).items() if name not in PER_PROCESS_OPTIONS}
+    )
     if options.export is not None:
         exports.check_exportable(options.model, options.export, options.length)
     options = _placed(options)

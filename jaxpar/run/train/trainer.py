@@ -32,7 +32,7 @@ from ...strategy import Strategy
 from .finite import Finite, NotFiniteError, all_finite
 from .folder import Claim, Staging, claim_folder
 from .input import Input, check_row_count
-from .loop import OWN, Loop, Units, checked
+from .loop import PER_PROCESS_OPTIONS, Loop, Units, validate_hook
 from .progress import Progress
 from .recorder import Recorder
 from .suspects import beyond, suspects
@@ -109,7 +109,7 @@ class Trainer:
             check_row_count(self.loop.rows, self.step)
         self.progress, self.report = Progress(self.loop.quiet or jax.process_index() > 0), Recorder()
         first = [self.report, self.progress] if jax.process_index() == 0 else []
-        self.hooks = [*first, *(checked(hook) for hook in hooks)]
+        self.hooks = [*first, *(validate_hook(hook) for hook in hooks)]
         self._given, self._fresh, self._extra = params, fresh, extra
         self.extra: dict[str, Any] = {}
         self.state: Any = None  # a State, once it runs
@@ -133,7 +133,7 @@ class Trainer:
         is.
         """
         loop, out = self.loop, self.loop.out
-        same = {name: value for name, value in vars(loop).items() if name not in OWN}
+        same = {name: value for name, value in vars(loop).items() if name not in PER_PROCESS_OPTIONS}
         consistency.compare("the run", {**same, **self.about, "strategy": self.step.strategy})
         if loop.steps == 0:
             batch = next(training(self.data, loop.rows, loop.seed))
@@ -210,9 +210,9 @@ class Trainer:
         batches = training(self.data, loop.rows, loop.seed, self.number, position, self.step.part)
         self._input = Input(self.step, batches, loop.prefetch)
         with self.progress.doing("reading the first batch", at_once=False):
-            batch = self._input.first(latest)
+            batch = self._input.first_batch(latest)
         with self.progress.doing("compiling the step"):
-            self._input.begin(batch)
+            self._input.start(batch)
             self.rows = self._input.rows
             # The step finds what is compiled here. A server's programs are several, and none of them is the step.
             self.compiled = None if self.step.strategy.server else self.step.compile(batch)
@@ -268,11 +268,11 @@ class Trainer:
                 return stopped
             ending.doing("reading a batch")
             try:
-                batch = self._input.next(metrics["loss"])
+                batch = self._input.next_batch(metrics["loss"])
             except BaseException:
                 self._rescue(saves)
                 raise
-            if told := self._input.look(batch):
+            if told := self._input.recompile_reason(batch):
                 told = f"step {self.number + 1} is {told}"
                 self._lookups = self.step.traced(batch).lookups
             compiles = told
