@@ -55,7 +55,7 @@ def test_no_label_lies_on_the_curve_or_on_another_label(seed: int) -> None:
     for mixture in (False, True):
         if mixture:
             found = [{**line, "load_0": 1.0, "dropped": 0.0} if "loss" in line else line for line in found]
-        figure = picture.drawn(found, units, "a run")
+        figure = picture.draw(found, units, "a run")
         figure.canvas.draw()
         axes = figure.axes[0]
         boxes = [text.get_window_extent() for text in axes.texts]
@@ -76,12 +76,12 @@ def test_the_title_has_the_strategy_of_each_part_of_a_run(tmp_path: Path) -> Non
         jp.Trainer(model, optax.sgd(0.1), lambda _: iter(batches * 9), strategy, loop).run()
     lines = read(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines if "strategy" in line] == [1, 3, 4]
-    title = picture.drawn(lines, Units(), "another").axes[0].get_title()
+    title = picture.draw(lines, Units(), "another").axes[0].get_title()
     assert title == "steps 1 to 3: data=8 on 8 x cpu\nsteps 4 to 4: fsdp=8,zero=1 on 8 x cpu"
     many = [{"step": at, "loss": 1.0, "strategy": f"fsdp={at}", "devices": "8 x H100"} for at in range(1, 6)]
-    title = picture.drawn(many, Units(), "another").axes[0].get_title()
+    title = picture.draw(many, Units(), "another").axes[0].get_title()
     assert title.splitlines()[0] == "steps 1 to 1: fsdp=1 on 8 x H100"
     assert title.splitlines()[1:] == ["3 other strategies", "steps 5 to 5: fsdp=5 on 8 x H100"]
-    assert picture.drawn(many[:1], Units(), "another").axes[0].get_title() == "fsdp=1 on 8 x H100"
+    assert picture.draw(many[:1], Units(), "another").axes[0].get_title() == "fsdp=1 on 8 x H100"
     old = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0}]
-    assert picture.drawn(old, Units(), "another").axes[0].get_title() == "another"
+    assert picture.draw(old, Units(), "another").axes[0].get_title() == "another"
