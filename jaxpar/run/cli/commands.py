@@ -180,7 +180,7 @@ def train(options: TrainOptions) -> None:
     options = _placed(options)
     begin = time.perf_counter()
     trainer, model = trainer_of(options, [Hook(on_start=functools.partial(_keep_config, options))])
-    source, say, doing = trainer.data, trainer.progress.say, trainer.progress.doing
+    source, say, activity = trainer.data, trainer.progress.say, trainer.progress.activity
     say(f"{options.model} on {getattr(source, 'description', 'its own data')}")
     if is_folder(options.model) and isinstance(source, Text) and source.corpus is not None:
         say("text is read as bytes, which are no tokens of this model; its tokenizer makes ids for --data ids.npy")
@@ -193,13 +193,13 @@ def train(options: TrainOptions) -> None:
     say(f"{time.perf_counter() - begin:.1f} s; written: {options.out}")
     if options.export is not None:
         assert options.out is not None
-        with doing(f"exporting to {options.export}"):
+        with activity(f"exporting to {options.export}"):
             exported = exports.export(options.model, options.out, options.export, options.export_dtype)
         say(f"exported: {exported}")
     writes = model is not None and not is_folder(options.model) and model.generate
     if options.sample and writes and isinstance(source, Text) and source.corpus is not None:
         # It compiles a program of its own, for tens of seconds where several processes share a machine.
-        with doing(f"compiling and writing a sample of {options.sample} tokens"):
+        with activity(f"compiling and writing a sample of {options.sample} tokens"):
             sample = _sample(trainer, options, source.corpus.held_out[: options.length // 2], writes)
         say("a sample, after the beginning of the held-out text:")
         say(sample)

@@ -137,7 +137,7 @@ class Trainer:
         consistency.compare("the run", {**same, **self.about, "strategy": self.step.strategy})
         if loop.steps == 0:
             batch = next(training(self.data, loop.rows, loop.seed))
-            with self.progress.doing("compiling the step", at_once=False):
+            with self.progress.activity("compiling the step", at_once=False):
                 explanation = self.step.explain(batch)
             self.progress.say(str(explanation))
             return None
@@ -151,7 +151,7 @@ class Trainer:
             saves = out and stack.enter_context(
                 Checkpoints(out / "checkpoints", self.step, self.about, loop.keep, changed, staging.copy)
             )
-            stack.callback(lambda: writes.enter_context(self.progress.doing("writing what is left", at_once=False)))
+            stack.callback(lambda: writes.enter_context(self.progress.activity("writing what is left", at_once=False)))
             stack.callback(lambda: self._emit("on_end", {"step": self.number}))
             stack.callback(ending.doing, "done with the run")
             stack.callback(lambda: self._input.close())
@@ -194,14 +194,14 @@ class Trainer:
         loop = self.loop
         latest = None if saves is None else saves.latest
         if saves is not None and latest is not None:
-            with self.progress.doing(f"restoring the checkpoint of step {latest}"):
+            with self.progress.activity(f"restoring the checkpoint of step {latest}"):
                 self.state = saves.restore(good=loop.resume == "latest-good")
             self.number = int(self.state.step)
             for line in saves.notes:
                 self.progress.say(line)
         # What a run of these data has begun with is as it was.
         if (latest is None or loop.changed_data) and hasattr(self.data, "check_readable"):
-            with self.progress.doing("checking that the data can be read", at_once=False):
+            with self.progress.activity("checking that the data can be read", at_once=False):
                 self.data.check_readable((loop.steps - self.number) * loop.rows)
         if self.number >= loop.steps:
             self.progress.say(f"nothing to do: {self.number} steps are done, and steps={loop.steps}")
@@ -209,9 +209,9 @@ class Trainer:
         position = None if saves is None else saves.data or None
         batches = training(self.data, loop.rows, loop.seed, self.number, position, self.step.part)
         self._input = Input(self.step, batches, loop.prefetch)
-        with self.progress.doing("reading the first batch", at_once=False):
+        with self.progress.activity("reading the first batch", at_once=False):
             batch = self._input.first_batch(latest)
-        with self.progress.doing("compiling the step"):
+        with self.progress.activity("compiling the step"):
             self._input.start(batch)
             self.rows = self._input.rows
             # The step finds what is compiled here. A server's programs are several, and none of them is the step.
@@ -219,14 +219,14 @@ class Trainer:
             self._lookups = self.step.traced(batch).lookups
         self._warn_of_lookups(batch)
         if latest is None:
-            with self.progress.doing("compiling and computing the first parameters"):
+            with self.progress.activity("compiling and computing the first parameters"):
                 self.state = self.initial()
         if self._extra is not None:
             self.extra = dict(self._extra(self))
             if saves is not None and latest is not None:
                 self.extra = self.step.restore_extra(saves.folder, self.extra)
         if self.step.may_couple(batch):
-            with self.progress.doing("checking whether the loss couples rows"):
+            with self.progress.activity("checking whether the loss couples rows"):
                 (rows := self.step.check_rows(self.state, batch)).require()
             self.progress.say(str(rows))
         ending.going_on(self.number, self.files)
@@ -235,7 +235,7 @@ class Trainer:
         compiles = "compiling the step" if self.compiled is None else ""  # what is said while the next step compiles
         while self.number < loop.steps:
             stop.last = self.number + 1 == loop.steps
-            with self.progress.doing(compiles) if compiles else contextlib.nullcontext():
+            with self.progress.activity(compiles) if compiles else contextlib.nullcontext():
                 self.state, metrics = self.step(self.state, batch)
             self.number += 1
             if not self._sound(self._report, saves):  # on the step before, while this one runs
@@ -253,16 +253,16 @@ class Trainer:
                 self.finite.record_progress()
             if compares:
                 ending.doing("comparing replicas")
-                with self.progress.doing("comparing replicas"):
+                with self.progress.activity("comparing replicas"):
                     self.step.check_replicas(self.state)
             if evaluates:
                 ending.doing("evaluating")
-                with self.progress.doing("evaluating"):
+                with self.progress.activity("evaluating"):
                     found = self.evaluate()
                 self._emit("on_evaluate", {"step": self.number, **found})
             if saves is not None and saved:
                 ending.doing("saving a checkpoint")
-                with self.progress.doing("saving a checkpoint"):
+                with self.progress.activity("saving a checkpoint"):
                     self._save(saves)
             if ends:
                 return stopped

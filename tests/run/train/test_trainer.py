@@ -468,7 +468,7 @@ def test_a_pipe_gets_plain_lines() -> None:
 
 def test_a_run_says_again_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes printed nothing for a minute and more while they compiled, and in the last evaluation."""
-    monkeypatch.setattr("jaxpar.run.train.progress._REPEATED", 0.02)
+    monkeypatch.setattr("jaxpar.run.train.progress._REPEAT_SECONDS", 0.02)
     monkeypatch.setattr(jp.Trainer, "evaluate", lambda self: time.sleep(0.2) or {"held_out_loss": 1.0})
     lines = shown(terminal=False, width=80, strategy="ddp").splitlines()
     compiling, evaluating = lines.index("compiling the step"), lines.index("evaluating")
@@ -479,22 +479,22 @@ def test_a_run_says_again_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_quiet_run_says_nothing_at_all(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxpar.run.train.progress._REPEATED", 0.001)
+    monkeypatch.setattr("jaxpar.run.train.progress._REPEAT_SECONDS", 0.001)
     console = Console(file=io.StringIO(), force_terminal=terminal, quiet=True)
-    with Progress(console=console).doing("evaluating"):
+    with Progress(console=console).activity("evaluating"):
         time.sleep(0.02)
     assert not console.file.getvalue()
 
 
 def test_a_live_bar_shows_what_the_run_is_doing_in_its_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line for each would push the bar down, and lines written past it would tear it."""
-    monkeypatch.setattr("jaxpar.run.train.progress._REPEATED", 0.02)
+    monkeypatch.setattr("jaxpar.run.train.progress._REPEAT_SECONDS", 0.02)
     console = Console(file=io.StringIO(), force_terminal=True, width=60, color_system=None, legacy_windows=False)
     progress = Progress(console=console)
     progress._bar = _Bar(console)
     progress._bar.begin(0, 6)
     progress._bar.move(3, "numbers of step 3")
-    with progress.doing("evaluating"):
+    with progress.activity("evaluating"):
         time.sleep(0.1)
     assert progress._bar.line.plain == "numbers of step 3"
     progress._bar.stop()
