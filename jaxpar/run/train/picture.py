@@ -2,7 +2,7 @@
 
     loss           training batches as a line, held-out losses as points, reference losses as dashed lines
     expert loads   for a mixture of experts: one row of colours per expert, its mean share at the right
-    dropped        for a mixture of experts: percentage of dropped tokens
+    dropped        for a mixture of experts: percentage of dropped routing choices
 
 The lower two panels appear only if the metrics have `load_0`, `load_1`, ... and `dropped`.
 """
@@ -164,7 +164,7 @@ def _draw_loads(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_dropped(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the percentage of dropped tokens, and its last value."""
+    """Draw the percentage of dropped routing choices, and its last value."""
     steps, percentages = [x["step"] for x in lines], [100 * (x["dropped"] or 0) for x in lines]
     axes.plot(steps, percentages, color=_LINE, linewidth=0.9, clip_on=False)
     axes.annotate(f"{percentages[-1]:.1f}%", (steps[-1], percentages[-1]), (0, 4), textcoords="offset points",

@@ -35,7 +35,7 @@ from .input import Input, check_row_count
 from .loop import PER_PROCESS_OPTIONS, Loop, Units, validate_hook
 from .progress import Progress
 from .recorder import Recorder
-from .suspects import beyond, suspects
+from .suspects import out_of_range_leaves, suspects
 
 
 class Trainer:
@@ -397,7 +397,7 @@ class Trainer:
     def _warn_of_lookups(self, batch: Any) -> None:
         """Warns, once of each leaf, where the loss looks up what is not there, and jax reads something else."""
         unknown = {name: lookup for name, lookup in self._lookups.items() if name not in self._warned}
-        for name, text in beyond(batch, unknown):
+        for name, text in out_of_range_leaves(batch, unknown):
             self._warned.add(name)
             warnings.warn(
                 f"step {self.number + 1}: {text}; use ids of what is there, or, where others mark what does not count, "
