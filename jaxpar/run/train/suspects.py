@@ -1,4 +1,4 @@
-"""What in a batch may have made a step NaN: the run reports it before it advises another learning rate.
+"""The search for what in a batch may have made a step NaN, before a run advises another learning rate.
 
 There are two kinds of suspects, each reported with its leaf, row and host: NaN or infinity in the batch, and ids that
 the loss uses as indices beyond the size of what they index.
