@@ -32,8 +32,8 @@ from ..train.loop import PER_PROCESS_OPTIONS, Hook
 from ..train.progress import discard_output
 from ..train.trainer import Trainer
 from . import exports
+from .model_sources import is_folder, is_function, load_user_model, load_user_step
 from .options import PASSING, CheckOptions, ExplainOptions, TrainOptions, model_of, optimizer_of, read, trainer_of
-from .own import is_folder, is_function, own, own_step
 from .parsing import in_flags, parse
 
 _OF = {field.name: field.default for field in dataclasses.fields(ExplainOptions)}
@@ -243,7 +243,7 @@ def _explain_own(options: ExplainOptions) -> None:
         jax.config.update("jax_platforms", "cpu")  # else the compiler for GPUs is missing where there is none
     if options.target is None or options.devices is not None:
         attach(options.devices)
-    step, *args = own_step(options.step)
+    step, *args = load_user_step(options.step)
     found = explain(step, *args, target=options.target)
     print(json.dumps(found.json(), indent=1) if options.json else found)  # noqa: T201
 
@@ -261,7 +261,7 @@ def _step_of(options: CheckOptions | ExplainOptions) -> tuple[TrainStep, Any]:
         jax.config.update("jax_platforms", "cpu")  # else the compiler for GPUs is missing where there is none
         devices = target(options.target).devices
     if is_function(options.model):
-        mine = own(options.model)
+        mine = load_user_model(options.model)
         batch = mine.example(options.rows)
         return make_train_step(mine.model, optimizer_of(options, mine.model, batch), options.strategy, devices), batch
     model, source = model_of(options)

@@ -13,8 +13,8 @@ from ...backend.files import json_of, member
 from ...checkpoint.saved import Checkpoint
 from ...models import llama
 from .convert import weights_of
+from .model_sources import folder_path, is_folder, is_function
 from .options import named_of
-from .own import is_folder, is_function, path_of
 
 # Of a model's folder, whatever is there of these.
 _BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
@@ -49,7 +49,7 @@ def export(model: str, source: Place, target: Path, dtype: str | None = None) ->
     if jax.process_index():
         return str(target)
     config, saved = check_exportable(model, target), Checkpoint(source)
-    folder = path_of(model) if is_folder(model) else None
+    folder = folder_path(model) if is_folder(model) else None
     stated: dict[str, Any] = {} if folder is None else json_of(member(folder, "config.json"))
     dtype = dtype or stated.get("torch_dtype") or stated.get("dtype")
     llama.save_hf(config, weights_of(saved), target, dtype)
@@ -73,5 +73,5 @@ def adapters(model: str, source: Place, target: Path) -> str:
     config, saved = None if is_function(model) else named_of(model, 1).config, Checkpoint(source)
     if config is None or not getattr(config, "lora", 0):
         raise ValueError(f"{model} has no adapters; train a folder with some: --model ./folder,lora=16")
-    llama.save_adapters(config, weights_of(saved), target, str(path_of(model)) if is_folder(model) else model)
+    llama.save_adapters(config, weights_of(saved), target, str(folder_path(model)) if is_folder(model) else model)
     return f"{target}, adapters of rank {config.lora} of {model} after step {saved.step}"

@@ -28,7 +28,7 @@ from ...strategy import PRESETS, Strategy
 from ..train.loop import Loop, Units
 from ..train.profile import Profile
 from ..train.trainer import Trainer
-from .own import folder, is_folder, is_function, own, parted, path_of
+from .model_sources import folder_path, is_folder, is_function, load_user_model, model_from_folder, split_changes
 
 # Of one invocation or one process, not of the run: they are not in its config.yaml.
 PASSING = ("config", "resume", "changed_data", "overwrite", "coordinator", "processes", "process")
@@ -274,7 +274,7 @@ def named_of(text: str, length: int) -> Named:
     model or size, and for rows that it is not meant for.
     """
     name, changes = _name_of(text)
-    model = folder(text, changes) if is_folder(text) else named(name, **changes)
+    model = model_from_folder(text, changes) if is_folder(text) else named(name, **changes)
     if model.kind == "text" and length > model.config.context:
         raise ValueError(
             f"length={length} is beyond the context of {text}, which is {model.config.context}; "
@@ -284,7 +284,7 @@ def named_of(text: str, length: int) -> Named:
 
 
 def _name_of(text: str) -> tuple[str, dict[str, Any]]:
-    name, parts = parted(text)
+    name, parts = split_changes(text)
     changes: dict[str, Any] = {}
     for part in parts:
         size, value = _change(part, text)
@@ -344,7 +344,7 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Traine
     """The trainer that `jaxpar train` runs, and its model where that has a name or a folder."""
     hooks = [*hooks, *([] if options.profile is None else [Profile(options.profile)])]
     if is_function(options.model):
-        mine = own(options.model)
+        mine = load_user_model(options.model)
         if mine.data is None:
             raise ValueError(
                 f"--model {options.model} returned a model and a batch, and training takes data: return model, data, "
@@ -357,7 +357,7 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Traine
     units = units_of(options, model, source)
     if model.trainable and options.steps and not is_folder(options.model):
         raise ValueError(f"--model {options.model}: adapters want weights beside them; give a folder: ./folder,lora=16")
-    params = (lambda: llama.from_hf(path_of(options.model))[1]) if is_folder(options.model) else None
+    params = (lambda: llama.from_hf(folder_path(options.model))[1]) if is_folder(options.model) else None
     about = {"units": units, "about": options.about, "params": params, "fresh": model.trainable}
     trainer = Trainer(
         model.model,

@@ -16,8 +16,8 @@ from ...backend.text import WIDTH, amount
 from ...forecast.plan.planner import plan, planned_for
 from ...forecast.plan.ranking import Plan, summary
 from ...strategy import Strategy
+from .model_sources import is_function, load_user_model
 from .options import MODEL, named_of, optimizer_named
-from .own import is_function, own
 
 _FASTER = 1.01  # times the rows/s of half as many rows: a sweep goes on
 
@@ -117,7 +117,7 @@ def _planned(options: PlanOptions, rows: int) -> Plan:
     memory = None if options.memory is None else amount(options.memory, "B")
     tokens = None if options.tokens is None else amount(options.tokens.replace("B", "G"))  # billions
     if is_function(options.model):
-        mine = own(options.model)
+        mine = load_user_model(options.model)
         model, batch, flops, text, trainable = mine.model, mine.example(rows), None, False, None
     else:
         known = named_of(options.model, options.seq)

@@ -1,4 +1,4 @@
-"""What a run prints: a live bar in a terminal, lines at intervals elsewhere.
+"""The output of a run while it trains: a live bar in a terminal, lines at intervals elsewhere.
 
 `Progress` is the hook. It writes to a `_Console` on top of `_Output`, which end the run with a checkpoint if the reader
 of the output or the terminal goes away. `_Bar` is the live bar, with the line of numbers below it.

@@ -15,8 +15,8 @@ from jaxpar.forecast.plan.line import Line
 from jaxpar.forecast.plan.ranking import Plan
 from jaxpar.run.cli import plan
 from jaxpar.run.cli.commands import main
+from jaxpar.run.cli.model_sources import load_user_model
 from jaxpar.run.cli.options import TrainOptions, named_of
-from jaxpar.run.cli.own import own
 from jaxpar.strategy import PRESETS, Strategy
 
 TINY = "llama-tiny,layers=1,dim=16,heads=2,kv_heads=1,ffn=16"
@@ -65,7 +65,7 @@ def test_models_that_are_none_are_named(mine: str, capsys: pytest.CaptureFixture
         ("no_such_module:make", "there is no module 'no_such_module'"),
     ):
         with pytest.raises(ValueError, match=message):
-            own(given)
+            load_user_model(given)
     with pytest.raises(ValueError, match=r"--model \./folder: there is no folder/config\.json"):
         named_of("./folder", 8)
     shown = said(["train", "--model", f"{mine}:make"], 2, capsys)
