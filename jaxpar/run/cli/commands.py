@@ -37,7 +37,16 @@ from ..train.progress import discard_output
 from ..train.trainer import Trainer
 from . import exports
 from .model_sources import is_folder, is_function, load_user_model, load_user_step
-from .options import PASSING, CheckOptions, ExplainOptions, TrainOptions, model_of, optimizer_of, read, trainer_of
+from .options import (
+    INVOCATION_OPTIONS,
+    CheckOptions,
+    ExplainOptions,
+    TrainOptions,
+    model_of,
+    optimizer_of,
+    read,
+    trainer_of,
+)
 from .parsing import in_flags, parse
 
 _EXPLAIN_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ExplainOptions)}
@@ -319,7 +328,7 @@ def _save_config(options: TrainOptions, trainer: Trainer, metrics: dict[str, flo
     assert options.out is not None
     path = options.out / "config.yaml"
     earlier = TrainOptions.load(path) if path.exists() else options
-    for name in (field.name for field in dataclasses.fields(TrainOptions) if field.name not in PASSING):
+    for name in (field.name for field in dataclasses.fields(TrainOptions) if field.name not in INVOCATION_OPTIONS):
         if getattr(earlier, name) != getattr(options, name):
             trainer.progress.say(f"{name} is now {getattr(options, name)}, and was {getattr(earlier, name)}")
     write_whole(path, options.dump().encode())

@@ -14,7 +14,7 @@ from ...checkpoint.saved import Checkpoint
 from ...models import llama
 from .convert import weights_of
 from .model_sources import folder_path, is_folder, is_function
-from .options import named_of
+from .options import named_model
 
 # Of a model's folder, whatever is there of these.
 _BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
@@ -26,7 +26,7 @@ def check_exportable(model: str, target: Path, length: int = 1) -> llama.Config:
     """The sizes of a model that can be exported. Raises ValueError where it cannot be, and where `target` already holds
     weights: before anything is trained.
     """
-    config = None if is_function(model) else named_of(model, length).config
+    config = None if is_function(model) else named_model(model, length).config
     if not isinstance(config, llama.Config):
         raise ValueError(
             f"{model} cannot be written for Hugging Face's transformers; Llamas can, and jaxpar convert --weights-only "
@@ -70,7 +70,7 @@ def adapters(model: str, source: Place, target: Path) -> str:
       model: the folder that they are for, and their rank: "./folder,lora=16".
       source, target: as for `export`.
     """
-    config, saved = None if is_function(model) else named_of(model, 1).config, Checkpoint(source)
+    config, saved = None if is_function(model) else named_model(model, 1).config, Checkpoint(source)
     if config is None or not getattr(config, "lora", 0):
         raise ValueError(f"{model} has no adapters; train a folder with some: --model ./folder,lora=16")
     llama.save_adapters(config, weights_of(saved), target, str(folder_path(model)) if is_folder(model) else model)

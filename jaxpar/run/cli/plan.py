@@ -17,7 +17,7 @@ from ...forecast.plan.planner import plan, planned_for
 from ...forecast.plan.ranking import Plan, summary
 from ...strategy import Strategy
 from .model_sources import is_function, load_user_model
-from .options import MODEL, named_of, optimizer_named
+from .options import MODEL_HELP, named_model, optimizer_named
 
 _FASTER = 1.01  # times the rows/s of half as many rows: a sweep goes on
 
@@ -29,7 +29,7 @@ class PlanOptions:
     The best few by closed forms are compiled; nothing runs. What was compiled is kept for the next time.
     """
 
-    model: Annotated[str, tyro.conf.arg(help=MODEL)] = "llama3-8b"
+    model: Annotated[str, tyro.conf.arg(help=MODEL_HELP)] = "llama3-8b"
     target: str = "8xH100"
     """devices to plan for: 8xH100, 32x8xH100, 64xcluster.toml"""
     batch: int = 8
@@ -120,7 +120,7 @@ def _planned(options: PlanOptions, rows: int) -> Plan:
         mine = load_user_model(options.model)
         model, batch, flops, text, trainable = mine.model, mine.example(rows), None, False, None
     else:
-        known = named_of(options.model, options.seq)
+        known = named_model(options.model, options.seq)
         model, batch, text = known.model, known.example(rows, options.seq), known.kind == "text"
         trainable, flops = known.trainable, known.flops(rows, options.seq)
     found = plan(

@@ -16,7 +16,7 @@ from jaxpar.forecast.plan.ranking import Plan
 from jaxpar.run.cli import plan
 from jaxpar.run.cli.commands import main
 from jaxpar.run.cli.model_sources import load_user_model
-from jaxpar.run.cli.options import TrainOptions, named_of
+from jaxpar.run.cli.options import TrainOptions, named_model
 from jaxpar.strategy import PRESETS, Strategy
 
 TINY = "llama-tiny,layers=1,dim=16,heads=2,kv_heads=1,ffn=16"
@@ -67,7 +67,7 @@ def test_models_that_are_none_are_named(mine: str, capsys: pytest.CaptureFixture
         with pytest.raises(ValueError, match=message):
             load_user_model(given)
     with pytest.raises(ValueError, match=r"--model \./folder: there is no folder/config\.json"):
-        named_of("./folder", 8)
+        named_model("./folder", 8)
     shown = said(["train", "--model", f"{mine}:make"], 2, capsys)
     assert "returned a model and a batch, and training takes data: return model, data" in shown
 
@@ -75,7 +75,7 @@ def test_models_that_are_none_are_named(mine: str, capsys: pytest.CaptureFixture
 def test_a_folder_of_hugging_face_is_a_model(tmp_path: Path) -> None:
     sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "intermediate_size": 8}))
-    found = named_of(str(tmp_path), 8)
+    found = named_model(str(tmp_path), 8)
     assert (found.config.layers, found.kind, found.example(4, 8)["tokens"].shape) == (2, "text", (4, 9))
 
 
