@@ -40,7 +40,7 @@ _CHANGEABLE = ("lora", "lora_alpha", "dropout", "context")
 
 @dataclass(frozen=True)
 class UserModel:
-    """What a user's function returned.
+    """The model that a user's function made, with its data or a batch.
 
     Attributes:
       model: the model.

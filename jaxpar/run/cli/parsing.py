@@ -25,8 +25,8 @@ from ...backend.text import did_you_mean
 from ...strategy import Strategy
 
 Options = TypeVar("Options")
-# Names of a strategy's options, as in fsdp,prefetch=1. Some are options of a command too. Errors spell all of them as the
-# strategy does.
+# Names of a strategy's options, as in fsdp,prefetch=1. Some are options of a command too. Errors spell all of them as
+# the strategy does.
 _STRATEGY_OPTIONS = {field.name for field in dataclasses.fields(Strategy)}
 # Values in an error text: in quotes, or as a number, name or path.
 _QUOTED, _BARE = r"'[^']*'|\"[^\"]*\"", r"-?[\w+]+(?:[.+/:-][\w+]+)*"
