@@ -22,7 +22,7 @@ from ..backend.files import place
 from ..layout.boxes import Box, box_of, parts
 from ..layout.state import State
 from ..step.core import Step
-from .about import About, Damaged, exact, numbers, same_run
+from .about import About, DamagedError, check_same_run, numbers, resolved_strategy
 from .arrays import (
     EXTRA,
     Array,
@@ -134,8 +134,8 @@ class Checkpoints:
         for name, array in saved.items():
             array.boxes = boxes.get(name, [])  # type: ignore[assignment]  # arrays, where functions may be too
         shapes = {name: (array.shape, array.dtype) for name, array in saved.items()}
-        kinds = {name: array.kind for array in arrays for name in array.names if array.kind is not None}
-        strategy, hosts = str(exact(self.step)), jax.process_count()
+        kinds = {name: array.key_impl for array in arrays for name in array.names if array.key_impl is not None}
+        strategy, hosts = str(resolved_strategy(self.step)), jax.process_count()
         about = About(number, hosts, strategy, shapes, paths, kinds, self.about, dict(data or {}))
 
         def write(folder: Place) -> None:
@@ -166,12 +166,12 @@ class Checkpoints:
         if number is None:
             raise ValueError(f"{self.folder} holds no complete checkpoint; start the run anew")
         saved = Checkpoint(self.folder / str(number))
-        same_run(saved.run, self.about, saved.folder, self._changed)
+        check_same_run(saved.run, self.about, saved.folder, self._changed)
         state = restored(self.step, saved)
         for name in self._changed:
             if (there := saved.run.get(name)) != (now := self.about.get(name)):
                 self.notes.append(f"{saved.folder} was saved with {name} {there!r}, and goes on with {now!r}")
-        if saved.strategy != (here := str(exact(self.step))):
+        if saved.strategy != (here := str(resolved_strategy(self.step))):
             self.notes.append(f"{saved.folder} was saved under {saved.strategy}, and goes on under {here}")
         self.data = saved.data
         self._own.add(number)
@@ -183,10 +183,10 @@ class Checkpoints:
         for number in reversed(numbers(self.folder)):
             try:
                 if (saved := Checkpoint(self.folder / str(number))).is_foreign:
-                    raise Damaged(saved.folder, "it has no item `about`")
+                    raise DamagedError(saved.folder, "it has no item `about`")
                 saved.verify()
                 break
-            except Damaged as error:
+            except DamagedError as error:
                 wrong[number] = str(error)
         else:
             if wrong:
@@ -210,7 +210,7 @@ def planned(
     saved = {
         name: SavedArray(array.logical, array.dtype, chunk, [])
         for array in arrays
-        if not array.derived
+        if not array.is_derived
         for name, chunk in zip(array.names, array.chunks, strict=True)
     }
     items = {STATE: logical_tree(step, saved)}
@@ -239,7 +239,7 @@ def held(arrays: Sequence[Array], state: Any, room: Room) -> _Boxes:
     """
     shards = []
     for array, x in zip(arrays, jax.tree.leaves(state), strict=True):
-        if not array.derived:
+        if not array.is_derived:
             shards += [(array, shard) for shard in raw(x).addressable_shards if shard.replica_id == 0]
     for _, shard in shards:
         shard.data.copy_to_host_async()  # all at once, before any is waited for

@@ -17,7 +17,7 @@ from ..layout.precision import LossScale
 from ..layout.state import State
 from ..step.core import Step
 from ..step.init import BEGIN_ANEW, check_here
-from .about import Damaged, fits
+from .about import DamagedError, check_fits
 from .arrays import EXTRA, Array, arrays_of, extra_arrays, flatten, name_of, raw
 from .commit import writer
 from .saved import Checkpoint
@@ -46,7 +46,7 @@ def restored(step: Step, saved: Checkpoint) -> State:
     begun = {name for name in scale if name not in saved.arrays}
     needed = [a for a in arrays if a.names[0] not in begun]
     optional = [name for name in saved.arrays if kind(name) in ("scale", EXTRA)]
-    fits(saved.about, {name: a for a in needed if not a.derived for name in a.names}, saved.folder, optional)
+    check_fits(saved.about, {name: a for a in needed if not a.is_derived for name in a.names}, saved.folder, optional)
 
     def begin(array: Array) -> jax.Array:
         x = scale[array.names[0]]
@@ -58,7 +58,7 @@ def restored(step: Step, saved: Checkpoint) -> State:
 
     state = jax.tree.unflatten(tree, together("restore", values))
     if (number := int(state.step)) != saved.step:
-        raise Damaged(saved.folder, f"about says step {saved.step}, and the state is of step {number}")
+        raise DamagedError(saved.folder, f"about says step {saved.step}, and the state is of step {number}")
     return state
 
 
@@ -72,7 +72,7 @@ def weights(step: Step, saved: Checkpoint, key: jax.Array, fresh: Fresh | None) 
     check_here(step.layout)
     arrays, tree = arrays_of(step)
     is_fresh = lambda name: fresh is not None and name.startswith("params/") and fresh(name.removeprefix("params/"))
-    is_needed = lambda array: array.names[0].partition("/")[0] in ("params", "variables") and not array.derived
+    is_needed = lambda array: array.names[0].partition("/")[0] in ("params", "variables") and not array.is_derived
     needed = [array for array in arrays if is_needed(array)]
     wanted = {name: array for array in needed for name in array.names if not is_fresh(name)}
     # Another program keeps variables beside its parameters, or among them.
@@ -89,7 +89,9 @@ def weights(step: Step, saved: Checkpoint, key: jax.Array, fresh: Fresh | None) 
         has = few([name.removeprefix("params/") for name in saved.arrays])
         raise ValueError(f"{saved.folder} has no weights for {names}; it has {has}; {BEGIN_ANEW}")
     hint = "make the model with the sizes of that checkpoint, and the step with its precision"
-    fits(saved.about, {there[x]: wanted[x] for x in there}, saved.folder, saved.arrays, hint, casts=saved.is_foreign)
+    check_fits(
+        saved.about, {there[x]: wanted[x] for x in there}, saved.folder, saved.arrays, hint, casts=saved.is_foreign
+    )
     begins_anew = any(name not in there for array in needed for name in array.names)
     begun = zip(arrays, jax.tree.leaves(step.init(key)), strict=True) if begins_anew else ()
     made = {array.names: x for array, x in begun if is_needed(array)}
@@ -106,7 +108,7 @@ def extras(step: Step, saved: Checkpoint, like: Mapping[str, Any]) -> dict[str, 
         have = [name.removeprefix(f"{EXTRA}/") for name in saved.arrays if name.startswith(f"{EXTRA}/")]
         has = few(have) if have else "nothing there"
         raise ValueError(f"{saved.folder} has no {few(missing)} beside its state; it has {has}")
-    fits(saved.about, wanted, saved.folder, saved.arrays)
+    check_fits(saved.about, wanted, saved.folder, saved.arrays)
     return jax.tree.unflatten(jax.tree.structure(dict(like)), together("restore", lambda: _read(saved, arrays)))
 
 
@@ -162,5 +164,5 @@ def _read(
         put_first()
     made_of = jax.make_array_from_single_device_arrays
     values = [made_of(array.shape, array.sharding, shards) for array, shards in zip(arrays, placed, strict=True)]
-    wrap = lambda array, x: x if array.kind is None else jax.random.wrap_key_data(x, impl=array.kind)
+    wrap = lambda array, x: x if array.key_impl is None else jax.random.wrap_key_data(x, impl=array.key_impl)
     return [wrap(array, x) for array, x in zip(arrays, values, strict=True)]

@@ -26,7 +26,7 @@ def test_every_layout_restores_one_state_and_saves_it_again(name: str, source: A
     state = there.restore(folder)
     for array, x in zip(arrays_of(there)[0], jax.tree.leaves(state), strict=True):
         # Each device got its own part: no leaf is whole on a device that does not hold it.
-        assert array.kind is not None or x.sharding.is_equivalent_to(array.sharding, x.ndim), array.path
+        assert array.key_impl is not None or x.sharding.is_equivalent_to(array.sharding, x.ndim), array.path
     there.save(tmp_path, state).wait()
     assert saved(tmp_path) == {name: x.tobytes() for name, x in values.items()}
     # What the layout itself says of the arrays, which the boxes must agree with.

@@ -22,7 +22,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ...backend.text import size
-from ...checkpoint.about import exact
+from ...checkpoint.about import resolved_strategy
 from ...hardware.devices import peak_flops
 from .loop import Run
 from .picture import loads
@@ -157,7 +157,7 @@ class Progress:
         num_bytes, source = trainer.memory
         devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
         memory = f"{size(num_bytes)} a device ({_MEMORY_SOURCES[source]})"
-        self.say(f"{num_params:,} parameters under {exact(step)} on {devices}, {memory}")
+        self.say(f"{num_params:,} parameters under {resolved_strategy(step)} on {devices}, {memory}")
         if isinstance(reason := _mfu(trainer, 1.0), str):
             self.say(f"MFU is not shown: {reason}")
         if metrics["step"]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ...backend.buckets import Place
-from ...checkpoint.about import exact
+from ...checkpoint.about import resolved_strategy
 from .folder import write_whole
 from .loop import Run
 from .picture import plot
@@ -143,7 +143,7 @@ def _setup(trainer: Run) -> dict[str, str]:
     """Return the strategy of a run, with the sizes of its axes, and its devices."""
     step = trainer.step
     devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
-    return {"strategy": str(exact(step)), "devices": devices}
+    return {"strategy": str(resolved_strategy(step)), "devices": devices}
 
 
 def read(path: Place) -> list[dict[str, Any]]:
