@@ -55,7 +55,7 @@ class Tree:
         return ts.open(ts.Spec(spec), open=True, read=True, context=self._context)
 
     def about(self) -> About:
-        """Describe a tree of another program. Its parameters are the arrays below `params`; without that key, all arrays."""
+        """Describe a tree of another program. Its parameters are the arrays below `params`, or else all."""
         import orbax.checkpoint as ocp
         from etils import epath
 
@@ -117,7 +117,7 @@ class OpenedArray:
     future: ts.Future
 
     def check(self) -> Any:
-        """Return the TensorStore once it is open. Raises DamagedError if it has another shape or dtype than described."""
+        """Return the TensorStore once it is open. Raises DamagedError unless its shape and dtype are as described."""
         store = self._result(self.future)
         if store.shape != self.shape or store.dtype.numpy_dtype != self.dtype:
             difference = f"{store.dtype.name}{list(store.shape)}, not {self.dtype.name}{list(self.shape)}"

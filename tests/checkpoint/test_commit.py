@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.checkpoint.about import UNFINISHED, numbers
-from jaxpar.checkpoint.commit import Writer, clear, wait
+from jaxpar.checkpoint.commit import Writer, remove_unfinished, wait
 from jaxpar.checkpoint.write import _all
 from jaxpar.hosts import outcomes
 from jaxpar.hosts.outcomes import Outcomes
@@ -187,8 +187,8 @@ def test_a_read_that_fails_on_one_host_is_told_to_all() -> None:
     for error, reason in ((ValueError("params/w is damaged"), "params/w is damaged"), (OSError(), "OSError")):
         first, second = hosts(2)
         with concurrent.futures.ThreadPoolExecutor() as threads:
-            sound = threads.submit(first.together, "restore", lambda: 7)
-            damaged = threads.submit(second.together, "restore", functools.partial(fails, error))
+            sound = threads.submit(first.attempt_on_all_hosts, "restore", lambda: 7)
+            damaged = threads.submit(second.attempt_on_all_hosts, "restore", functools.partial(fails, error))
         assert sound.result() == (7, None, f"process 1: {reason}")
         assert damaged.result() == (None, error, f"process 1: {reason}")
 
@@ -205,7 +205,7 @@ def test_odd_neighbours_are_no_dead_end(tmp_path: Path) -> None:
     assert save(hosts(1), folder, 4, keep=1) == [""]
     assert numbers(folder) == [4]
     (folder / "5.orbax-checkpoint-tmp").symlink_to(tmp_path / "elsewhere")
-    clear(folder)
+    remove_unfinished(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["0100", "200", "4"]
     assert (tmp_path / "elsewhere").is_dir()
 
