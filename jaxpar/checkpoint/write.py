@@ -87,14 +87,14 @@ class _SavedArrayHandler(ocp.type_handlers.NumpyHandler):
                 pending.append(store[index].write(x, can_reference_source_data_indefinitely=True))
                 num_bytes += x.nbytes
                 if num_bytes > _MAX_BYTES_IN_FLIGHT:
-                    await _all(pending)
+                    await _wait_for_writes(pending)
                     pending, num_bytes = [], 0
                 del x, values_or_function  # free the memory before the next box is made
-        await _all(pending)
+        await _wait_for_writes(pending)
         return []
 
 
-async def _all(pending: Sequence[Any]) -> None:
+async def _wait_for_writes(pending: Sequence[Any]) -> None:
     """Wait for all writes, even if one fails, and raise the first error.
 
     A write that ended after this function has returned would find no event loop.

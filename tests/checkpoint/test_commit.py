@@ -16,7 +16,7 @@ import pytest
 
 from jaxpar.checkpoint.about import UNFINISHED, numbers
 from jaxpar.checkpoint.commit import Writer, remove_unfinished, wait
-from jaxpar.checkpoint.write import _all
+from jaxpar.checkpoint.write import _wait_for_writes
 from jaxpar.hosts import outcomes
 from jaxpar.hosts.outcomes import Outcomes
 
@@ -97,7 +97,7 @@ def test_a_write_that_fails_is_raised_once_all_have_ended() -> None:
             full(Path())
 
     with pytest.raises(OSError, match="No space left on device"):
-        asyncio.run(_all([write(number) for number in range(3)]))
+        asyncio.run(_wait_for_writes([write(number) for number in range(3)]))
     assert ended == [0, 1, 2]
 
 
