@@ -32,7 +32,7 @@ TREE = "_METADATA"  # the file in which Orbax describes a tree
 COMPLETE = "commit_success.txt"  # the file that Orbax writes last in a bucket
 UNFINISHED = ".orbax-checkpoint-tmp"  # the suffix that Orbax gives to a folder that is not complete
 _END = 1 << 16  # bytes at each end of a file of arrays that its checksum covers; its chunks have checksums too
-HINT = "resume with what it was trained with, take its weights alone with weights_only=True, or start a new run"
+HINT = "resume with the settings of that run, take its weights alone with weights_only=True, or start a new run"
 
 
 def numbers(folder: Place) -> list[int]:
@@ -50,7 +50,7 @@ class DamagedError(ValueError):
 
     Args:
       folder: the checkpoint.
-      problem: the part and what is wrong with it.
+      problem: the part, and its fault.
     """
 
     def __init__(self, folder: Place, problem: str):
@@ -61,7 +61,7 @@ class DamagedError(ValueError):
 
 @dataclass(frozen=True)
 class About:
-    """The description of a checkpoint. The names of its fields are those of the JSON file.
+    """The description of a checkpoint. Its fields have the names of the JSON file.
 
     Attributes:
       step: steps taken.
@@ -242,7 +242,7 @@ def check_fits(
             cast_note = "nothing is cast in silence: " if has_same_shape else ""
             difference = f"{name} is {texts[0]} there and {texts[1]} here"
             raise ValueError(f"{folder} is of another model, optimizer or precision: {difference}; {cast_note}{hint}")
-    # 2. No array is left over, which another model or optimizer would need.
+    # 2. There is no other array, which would belong to another model or optimizer.
     if extra_names := [name for name in saved.arrays if name not in needed and name not in optional]:
         suggestion = did_you_mean(extra_names[0], needed)
         raise ValueError(f"{of_another}: {extra_names[0]} is there and not here{suggestion}; {hint}")

@@ -3,7 +3,7 @@
 A checkpoint is an Orbax step folder, named by its step. It has the items `state` and `about`, and `extra` if other
 trees are saved with the state. `Checkpoints.save` has three parts:
 
-    plan_items      decides what is saved under which name and path
+    plan_items      decides the name and path of every saved array
     held            copies this host's part from the devices; after that the next step may run
     write           in a thread: Orbax writes the copies (`write.py`), and all hosts commit (`commit.py`)
 
@@ -131,7 +131,7 @@ class Checkpoints:
           extra: other trees of arrays to save, by name.
 
         Raises:
-          ValueError: if the previous save failed, if the state is that of another step, or if the folder has a
+          ValueError: if the previous save failed, if the state belongs to another step, or if the folder has a
             checkpoint of that step which this object has neither saved nor restored.
         """
         from .write import finish, save_items
@@ -201,7 +201,7 @@ class Checkpoints:
         return state
 
     def _set_aside_damaged(self) -> list[str]:
-        """Rename the damaged checkpoints that are newer than the newest sound one, and return what is wrong with each.
+        """Rename the damaged checkpoints that are newer than the newest sound one, and return the problem of each.
 
         Raises:
           ValueError: if all checkpoints are damaged. Then none is renamed.

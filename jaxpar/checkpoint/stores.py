@@ -181,7 +181,7 @@ def kvstore(folder: Any) -> dict[str, Any]:
         return {"driver": "gcs", "bucket": bucket, "path": f"{key}/"}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     spec = {"driver": "s3", "bucket": bucket, "path": f"{key}/"}
-    # TensorStore takes an endpoint only from its spec. Without a region it would ask AWS for that of the bucket.
+    # TensorStore takes an endpoint only from its spec. Without a region it would ask AWS for the region of the bucket.
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
     spec |= {"endpoint": endpoint, "aws_region": region} if endpoint else {}
     # Without this it looks for files of credentials first, and prints each one that is missing.

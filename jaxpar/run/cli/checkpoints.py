@@ -43,7 +43,7 @@ class ConvertOptions:
     weights_only: bool = False
     """leave out the optimizer's state and everything else that only training needs"""
     dtype: str | None = None
-    """dtype of the weights, such as bfloat16; by default that of the checkpoint, float32"""
+    """dtype of the weights, such as bfloat16; by default the dtype of the checkpoint, float32"""
     model: str | None = None
     """huggingface, peft: the model, as in jaxpar train; by default the model of the run"""
 

@@ -120,7 +120,7 @@ def run(words: list[str]) -> None:
         case ["train", *args]:
             _run_command(TrainOptions, "train", args, train, _default(args))
         case ["launch", *args]:
-            # Behind "--" is the command that launch starts, with options of its own.
+            # Behind "--" comes the command that launch starts, with its options.
             separator = args.index("--") if "--" in args else len(args)
             start_processes = lambda options: sys.exit(launch.launch(options, args[separator + 1 :]))
             _run_command(launch.LaunchOptions, "launch", args[:separator], start_processes)
@@ -183,9 +183,9 @@ def _raise_unknown(word: str, commands: list[str]) -> NoReturn:
 
 
 def _default(words: list[str], cls: type[TrainOptions] = TrainOptions) -> TrainOptions:
-    """Return the options that the command line changes: those of --config, or with --resume those of the run in --out.
+    """Return the defaults of the options: from --config, or with --resume from the run in --out.
 
-    These three options are read before the others, which have their defaults from that file.
+    These three options are read before the others, which take their defaults from that file.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--config", "--out"):
@@ -194,7 +194,7 @@ def _default(words: list[str], cls: type[TrainOptions] = TrainOptions) -> TrainO
     try:
         known_args, _ = parser.parse_known_args(words)
     except argparse.ArgumentError:
-        return cls()  # `parse` reads the words again, and says what is wrong
+        return cls()  # `parse` reads the words again, and raises the error
     path = known_args.config
     if path is None and known_args.resume and known_args.out:
         run_config = place(known_args.out, "out") / "config.yaml"
@@ -231,7 +231,7 @@ def train(options: TrainOptions) -> None:
         with activity(f"exporting to {options.export}"):
             exported = exports.export(options.model, options.out, options.export, options.export_dtype)
         say(f"exported: {exported}")
-    # A folder's model has tokens of its own, which are no bytes.
+    # Only models by name read bytes. A folder's model has a tokenizer.
     generate = model is not None and not is_folder(options.model) and model.generate
     if options.sample and generate and isinstance(source, Text) and source.corpus is not None:
         # Sampling compiles another program, which takes tens of seconds if several processes share a machine.

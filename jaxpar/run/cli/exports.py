@@ -55,7 +55,7 @@ def export(model: str, source: Place, target: Path, dtype: str | None = None) ->
       model: the model's name, or the Hugging Face folder that it started from, whose tokenizer is copied.
       source: the folder of a checkpoint, of several, or of a run.
       target: the folder to write.
-      dtype: dtype of the weights; if None, that of the model's folder, or float32 for a name.
+      dtype: dtype of the weights; if None, the dtype of the model's folder, or float32 for a name.
 
     Returns:
       A line that describes the folder.

@@ -101,7 +101,7 @@ def call_user_function(reference: str, option: str, returns: str) -> Any:
     Args:
       reference: `package.module:function`. Modules in the current folder are found too.
       option: the option that names it, for errors.
-      returns: what it should return, for the error that says how to write it.
+      returns: the expected result, for the error that says how to write the function.
 
     Raises:
       ValueError: if there is no such function. Errors of the module itself are not caught.
@@ -176,7 +176,7 @@ def model_from_folder(model: str, changes: dict[str, Any]) -> Named:
 
     Args:
       model: the text behind `--model`.
-      changes: values that replace those of the file; only `_CHANGEABLE` ones, which leave the weights valid.
+      changes: values that replace values of the file; only `_CHANGEABLE` ones, which leave the weights valid.
 
     Raises:
       ValueError: if there is no `config.json`, or a change would need other weights.

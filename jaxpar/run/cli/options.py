@@ -149,7 +149,7 @@ class TrainOptions(Loop):
 
     @property
     def about(self) -> dict[str, Any]:
-        """The options that must equal those of a checkpoint for the run to resume from it."""
+        """The options on which a run and a checkpoint must agree for the run to resume from it."""
         ignored = (*INVOCATION_OPTIONS, *CHANGEABLE_OPTIONS)
         return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items() if k not in ignored}
 
@@ -402,7 +402,7 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Traine
 
     Args:
       options: the options of the run.
-      hooks: hooks in addition to that of `--profile`.
+      hooks: hooks of the caller; `--profile` adds one.
     """
     hooks = [*hooks, *([] if options.profile is None else [Profile(options.profile)])]
     if is_function(options.model):

@@ -61,7 +61,7 @@ class Finite:
         Args:
           number: the step's number.
           values: the step's metrics.
-          find_suspects: returns what is wrong with the step's batch, or "". Called only if the step is not finite.
+          find_suspects: returns the faults in the step's batch, or "". Called only if the step is not finite.
           explain_origin: returns where the first NaN or infinity arises. Called only if the run ends here.
           has_stopped: whether the step has stopped applying updates (`trace_nonfinite`).
 

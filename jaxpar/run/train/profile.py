@@ -1,4 +1,4 @@
-"""A hook that profiles a few steps: a trace of what ran when, and the memory that was in use."""
+"""A hook that profiles a few steps: a trace of the programs on every device, and a profile of their memory."""
 
 from __future__ import annotations
 

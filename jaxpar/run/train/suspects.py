@@ -1,7 +1,7 @@
 """The search for what in a batch may have made a step NaN, before a run advises another learning rate.
 
 There are two kinds of suspects, each reported with its leaf, row and host: NaN or infinity in the batch, and ids that
-the loss uses as indices beyond the size of what they index.
+the loss uses as indices and that are out of range.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...program.lookups import Lookup
 
 
 def suspects(batch: Any, lookups: Mapping[str, Lookup]) -> str:
-    """Return what is wrong with the rows of a batch on all hosts; "" if nothing is.
+    """Return the faults in the rows of a batch, over all hosts, as one text; "" if there are none.
 
     With several hosts all must call it, for the batch of the same step: they exchange their findings.
 

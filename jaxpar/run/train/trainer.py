@@ -166,7 +166,7 @@ class Trainer:
                 explanation = self.step.explain(batch)
             self.progress.say(str(explanation))
             return None
-        # The stack is left from its end: data, hooks and checkpoints are closed before the folder is given back.
+        # The stack unwinds from its end: data, hooks and checkpoints are closed before the claim on the folder ends.
         with contextlib.ExitStack() as stack:
             self._claim = stack.enter_context(claim_folder(loop))
             stack.enter_context(self._claim.explaining())
@@ -179,7 +179,7 @@ class Trainer:
                 Checkpoints(out / "checkpoints", self.step, self.about, loop.keep, changed, staging.copy)
             )
             stack.callback(
-                lambda: last_writes.enter_context(self.progress.activity("writing what is left", at_once=False))
+                lambda: last_writes.enter_context(self.progress.activity("writing the last files", at_once=False))
             )
             stack.callback(lambda: self._emit("on_end", {"step": self.number}))
             stack.callback(ending.doing, "done with the run")
@@ -322,7 +322,7 @@ class Trainer:
                     self._save(saves)
             if ends:
                 return was_stopped
-            # 5. Take the next batch, which may need a program of its own.
+            # 5. Take the next batch, which may need another program.
             batch, compiling = self._next_batch(metrics["loss"], saves)
             if evaluates or saves_now or compares:
                 self._start_clock()  # the time of these does not count as a step's
@@ -486,8 +486,8 @@ class Trainer:
         for name, text in out_of_range_leaves(batch, lookups):
             self._warned_leaves.add(name)
             warnings.warn(
-                f"step {self.number + 1}: {text}; use ids of what is there, or, where others mark what does not count, "
-                f"look up jnp.where({name} < 0, 0, {name}) and give it no weight",
+                f"step {self.number + 1}: {text}; use ids within that range. If other ids mark padding, look up "
+                f"jnp.where({name} < 0, 0, {name}), and give the padding no weight",
                 stacklevel=2,
             )
 

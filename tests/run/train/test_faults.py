@@ -378,7 +378,7 @@ def test_labels_that_are_looked_up_where_nothing_is_are_told() -> None:
         jp.Trainer(of_ids(), optimizer, labelled(wrong), "ddp", jp.Loop(steps=4, quiet=True)).run()
 
     says = r"step 3: batch leaf y holds -1 at row 13, and the loss looks it up among 0 to 7 \(.*test_faults.py.*\)"
-    with pytest.warns(UserWarning, match=f"{says}, where under jit it reads 7; use ids of what is there"):
+    with pytest.warns(UserWarning, match=f"{says}, where under jit it reads 7; use ids within that range"):
         run(-1, optax.sgd(0.1))
     with pytest.warns(UserWarning, match="holds 8 at row 13"), pytest.raises(FloatingPointError) as error:
         run(8, optax.sgd(0.1))
