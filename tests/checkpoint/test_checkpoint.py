@@ -14,7 +14,7 @@ from jaxpar.checkpoint.checkpoints import Checkpoints
 
 
 class Net(nnx.Module):
-    """With BatchNorm, dropout's random streams, and a leaf (130 x 127) that no axis divides."""
+    """A net with BatchNorm, dropout's random streams, and a leaf (130 x 127) that no axis divides."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.inner = nnx.Linear(12, 130, rngs=rngs)
@@ -51,8 +51,8 @@ def test_a_state_comes_back_bit_by_bit(strategy: str, tmp_path: Path) -> None:
         assert saves.latest is None
         saves.save(1, state)
         expected = bits(state)
-        state, metrics = step(state, batch())  # while it is being written, into the memory that it was in
-    after = bits(state)
+        state, metrics = step(state, batch())  # while the state is being written, a step reuses its memory
+    trained_bits = bits(state)
     with Checkpoints(tmp_path, step, {"seed": 3}) as saves:
         assert saves.latest == 1
         restored = saves.restore()
@@ -61,7 +61,7 @@ def test_a_state_comes_back_bit_by_bit(strategy: str, tmp_path: Path) -> None:
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
         assert new.sharding.is_equivalent_to(old.sharding, old.ndim)
     restored, again = step(restored, batch())
-    assert bits(restored) == after
+    assert bits(restored) == trained_bits
     assert float(again["loss"]) == float(metrics["loss"])
 
 
