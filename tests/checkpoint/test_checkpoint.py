@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_not_restored(tmp_path: Path) -> None:
             saves.save(2, state)
         saves.save(0, state)
     wider = jp.from_nnx(lambda rngs: nnx.Linear(12, 24, rngs=rngs), lambda module, batch: module(batch["x"]).mean())
-    for other, says in [
+    for other_saves, says in [
         (checkpoints(seed=1), "seed 0 there and 1 here"),
         (checkpoints(tx=optax.sgd(1e-2)), "optimizer.* is there and not here.*weights_only=True"),
         # It was cast in silence.
@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_not_restored(tmp_path: Path) -> None:
         ),
         (checkpoints(model=wider), "another model.* is here and not there"),
     ]:
-        with other as saves, pytest.raises(ValueError, match=says):
+        with other_saves as saves, pytest.raises(ValueError, match=says):
             saves.restore()
     with checkpoints("ddp") as saves:
         assert int(saves.restore().step) == 0

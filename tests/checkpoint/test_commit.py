@@ -182,7 +182,7 @@ def test_a_host_that_fails_and_goes_on_is_not_missed(tmp_path: Path) -> None:
 
 
 def test_a_read_that_fails_on_one_host_is_told_to_all() -> None:
-    """The other hosts only referred to its error. An error without a text counts as well."""
+    """Other hosts did not get the reason. An error without a text counts as well."""
 
     def fails(error: Exception) -> None:
         raise error
