@@ -1,8 +1,8 @@
 """The training loop: steps, evaluation, checkpoints, and a clean end when the run is stopped.
 
     run                        claims the folder, and catches signals
-      _train                   restores the state or makes it, and compiles the step
-        _loop                  for each batch:
+      _train                   restores the last checkpoint
+        _loop                  compiles the step and completes the state (`_prepare`); then, for each batch:
           step                   dispatch step n
           _report                wait for step n - 1, and pass its metrics to the hooks
           _settle                before evaluating or saving: wait for step n too, and check its parameters
@@ -221,17 +221,12 @@ class Trainer:
     # -- parts of a run ------------------------------------------------------------------------------------------------
 
     def _train(self, saves: Checkpoints | None, stop: Stop) -> bool:
-        """Prepare the state and the step, and run the loop. Returns whether a signal ended it."""
+        """Resume from a checkpoint, if there is one, and run the loop. Returns whether a signal ended it."""
         latest = self._resume(saves)
         if self.number >= self.loop.steps:
             self.progress.say(f"nothing to do: {self.number} steps are done, and steps={self.loop.steps}")
             return False
-        batch = self._compile(saves, latest)
-        self._complete_state(saves, latest, batch)
-        ending.going_on(self.number, self.files)
-        self._emit("on_start", {"step": self.number})
-        self._start_clock()
-        return self._loop(saves, stop, batch)
+        return self._loop(saves, stop, latest)
 
     def _resume(self, saves: Checkpoints | None) -> int | None:
         """Restore the last checkpoint, if there is one, and check that the data can be read. Returns its step."""
@@ -247,6 +242,15 @@ class Trainer:
             with self.progress.activity("checking that the data can be read", at_once=False):
                 self.data.check_readable((loop.steps - self.number) * loop.rows)
         return latest
+
+    def _prepare(self, saves: Checkpoints | None, latest: int | None) -> Any:
+        """Compile the step, complete the state, and announce the start of the run. Returns the first batch."""
+        batch = self._compile(saves, latest)
+        self._complete_state(saves, latest, batch)
+        ending.going_on(self.number, self.files)
+        self._emit("on_start", {"step": self.number})
+        self._start_clock()
+        return batch
 
     def _compile(self, saves: Checkpoints | None, latest: int | None) -> Any:
         """Open the data, compile the step for the first batch, and return that batch."""
@@ -279,9 +283,10 @@ class Trainer:
                 (rows := self.step.check_rows(self.state, batch)).require()
             self.progress.say(str(rows))
 
-    def _loop(self, saves: Checkpoints | None, stop: Stop, batch: Any) -> bool:
+    def _loop(self, saves: Checkpoints | None, stop: Stop, latest: int | None) -> bool:
         """Train from the first batch to the last step. Returns whether a signal ended the loop."""
-        loop = self.loop
+        # The first batch comes from here and not from the caller, who would keep it on the devices during the run.
+        loop, batch = self.loop, self._prepare(saves, latest)
         # The activity to show while the next step compiles; "" if it is compiled already.
         compiling = "compiling the step" if self.compiled is None else ""
         while self.number < loop.steps:
