@@ -1,12 +1,16 @@
-"""The search for what in a batch may have made a step NaN, before a run advises another learning rate.
+"""The search for faults in a batch.
 
-There are two kinds of suspects, each reported with its leaf, row and host: NaN or infinity in the batch, and ids that
-the loss uses as indices and that are out of range.
+There are two kinds of faults, each reported with its leaf, row and host: NaN or infinity, and ids that are out of range.
+
+    suspects             both, after a step was not finite, before the run advises another learning rate
+    warn_of_lookups      ids that the loss uses as indices and that are out of range, for every new batch
+    without_id_shares    an error for ids beyond the limits that the user has given
 """
 
 from __future__ import annotations
 
 import socket
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,7 +20,7 @@ import numpy as np
 
 from ...backend.text import few
 from ...hosts import consistency
-from ...model.contents import outside, parts, row_of
+from ...model.contents import OUTSIDE, check_ids, outside, parts, row_of
 from ...model.paths import name_of
 from ...program.lookups import Lookup
 
@@ -64,6 +68,52 @@ def out_of_range_leaves(batch: Any, lookups: Mapping[str, Lookup]) -> Iterator[t
                     ),
                 )
                 break
+
+
+def warn_of_lookups(batch: Any, lookups: Mapping[str, Lookup], number: int) -> set[str]:
+    """Warn of each leaf of a batch whose ids are out of range, and return the paths of these leaves.
+
+    Under jit such an id raises no error: JAX reads another entry.
+
+    Args:
+      batch: the batch.
+      lookups: the arrays in which the loss looks up ids, by the path of the batch leaf that holds the ids.
+      number: number of the step that trains on the batch.
+    """
+    warned_leaves = set[str]()
+    for name, text in out_of_range_leaves(batch, lookups):
+        warned_leaves.add(name)
+        warnings.warn(
+            f"step {number}: {text}; use ids within that range. If other ids mark padding, look up "
+            f"jnp.where({name} < 0, 0, {name}), and give the padding no weight",
+            stacklevel=2,
+        )
+    return warned_leaves
+
+
+def without_id_shares(values: dict[str, float], batch: Any, ids: Mapping[str, int], origin: str) -> dict[str, float]:
+    """Return the metrics of a batch without the shares of ids that are beyond their limits, which must be 0.
+
+    Args:
+      values: the metrics.
+      batch: the batch, in which the first bad id is searched for the error.
+      ids: the limit of the ids in each leaf, by its path.
+      origin: where the batch comes from, for the error: "step 3".
+
+    Raises:
+      ValueError: if some ids are beyond their limits.
+    """
+    shares = {name: share for name, share in values.items() if name.startswith(OUTSIDE)}
+    for name, share in shares.items():
+        if share:
+            try:
+                check_ids(batch, ids)
+            except ValueError as error:
+                raise ValueError(f"{origin}: {error}") from error
+            # The rows of this host are fine.
+            message = f"{origin}: {share:.2g} of the ids in {name.removeprefix(OUTSIDE)} are beyond their limit"
+            raise ValueError(f"{message}; the error of another host names one")
+    return {name: value for name, value in values.items() if name not in shares}
 
 
 def _jit_result(value: int, size: int) -> str:

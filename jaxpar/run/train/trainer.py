@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from ...hosts.initialize import restarts
 from ...layout.distributed import Stop
 from ...layout.state import State
 from ...make import make_train_step
-from ...model.contents import OUTSIDE, check_ids
 from ...model.model import Model
 from ...parallel.tensor.dims import Rules
 from ...program.lookups import Lookup
@@ -44,7 +42,7 @@ from .input import Input, check_row_count
 from .loop import PER_PROCESS_OPTIONS, Loop, Units, validate_hook
 from .progress import Progress
 from .recorder import Recorder
-from .suspects import out_of_range_leaves, suspects
+from .suspects import suspects, warn_of_lookups, without_id_shares
 
 
 class Trainer:
@@ -371,7 +369,7 @@ class Trainer:
 
         def add(weight: float, metrics: Any, batch: Any) -> None:
             values = {name: float(value) for name, value in metrics.items()}
-            for name, value in self._without_id_shares(values, batch, "held out").items():
+            for name, value in without_id_shares(values, batch, self.ids, "held out").items():
                 # A batch that is masked throughout has the mean 0 / 0, which must not spoil the sum.
                 sums[name] = sums.get(name, 0.0) + (weight * value if weight else 0.0)
 
@@ -456,7 +454,7 @@ class Trainer:
         self._pending = None
         # `float` waits for the devices.
         values = {name: float(value) for name, value in metrics.items()}
-        values = self._without_id_shares(values, batch, f"step {number}")
+        values = without_id_shares(values, batch, self.ids, f"step {number}")
         ending.doing("between steps")  # and in hooks
         time_of_report = time.perf_counter()
         seconds, self._last_report = time_of_report - self._last_report, time_of_report
@@ -483,41 +481,9 @@ class Trainer:
         return f"\n{self.step.trace_nonfinite(state_before, batch)}"
 
     def _warn_of_lookups(self, batch: Any) -> None:
-        """Warn, once for each leaf of the batch, if the loss uses an id that is out of range as an index.
-
-        Under jit such an index raises no error: JAX reads another entry.
-        """
+        """Warn, once for each leaf of the batch, if the loss uses an id that is out of range as an index."""
         lookups = {name: lookup for name, lookup in self._lookups.items() if name not in self._warned_leaves}
-        for name, text in out_of_range_leaves(batch, lookups):
-            self._warned_leaves.add(name)
-            warnings.warn(
-                f"step {self.number + 1}: {text}; use ids within that range. If other ids mark padding, look up "
-                f"jnp.where({name} < 0, 0, {name}), and give the padding no weight",
-                stacklevel=2,
-            )
-
-    def _without_id_shares(self, values: dict[str, float], batch: Any, origin: str) -> dict[str, float]:
-        """Return the metrics without the shares of ids that are beyond their limits.
-
-        Args:
-          values: the metrics of a batch.
-          batch: the batch, in which the first such id is looked up for the error.
-          origin: where the batch comes from, for the error: "step 3".
-
-        Raises:
-          ValueError: if some ids are beyond their limits.
-        """
-        shares = {name: share for name, share in values.items() if name.startswith(OUTSIDE)}
-        for name, share in shares.items():
-            if share:
-                try:
-                    check_ids(batch, self.ids)
-                except ValueError as error:
-                    raise ValueError(f"{origin}: {error}") from error
-                # This host's rows are fine.
-                message = f"{origin}: {share:.2g} of the ids in {name.removeprefix(OUTSIDE)} are beyond their limit"
-                raise ValueError(f"{message}; the error of another host names one")
-        return {name: value for name, value in values.items() if name not in shares}
+        self._warned_leaves |= warn_of_lookups(batch, lookups, self.number + 1)
 
     def _emit(self, event: str, metrics: dict[str, float]) -> None:
         """Call the method for an event of every hook that has one."""
