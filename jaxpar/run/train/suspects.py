@@ -1,6 +1,6 @@
 """The search for faults in a batch.
 
-There are two kinds of faults, each reported with its leaf, row and host: NaN or infinity, and ids that are out of range.
+There are two kinds of faults, reported with leaf, row and host: NaN or infinity, and ids that are out of range.
 
     suspects             both, after a step was not finite, before the run advises another learning rate
     warn_of_lookups      ids that the loss uses as indices and that are out of range, for every new batch
