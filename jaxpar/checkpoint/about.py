@@ -156,6 +156,7 @@ def files_of(folder: Place) -> dict[str, Any]:
     else:
         paths = [path for path in folder.rglob("*") if path.is_file()]
         files = {path.relative_to(folder).as_posix(): [path.stat().st_size, _checksum(path)] for path in paths}
+    # Files at the top are marks that Orbax adds later, and `about` cannot hold its own checksum.
     return {name: files[name] for name in sorted(files) if "/" in name and name != ABOUT}
 
 

@@ -83,6 +83,7 @@ class Array:
         """The shape of each model leaf in the array."""
         if self.leaf is None:
             return self.inner
+        # A rolled leaf stacks equal layers of a Python loop, and each layer is a leaf of the model.
         if self.leaf.rolled:
             return self.leaf.logical[1:]
         shape = list(self.leaf.logical)
@@ -167,6 +168,7 @@ def _places(step: Step, state: Any) -> Iterator[tuple[Stored | None, tuple[str, 
             return (name_of(keys),)
         return tuple(name_of((*keys[: -len(param_keys)], *member)) for member in members[place.leaf.path])
 
+    # The copy has the names of the parameters that it was made from.
     for field, value in vars(state).items():
         leaves = flatten(value, ("params" if field == "copy" else field,))
         if field in ("params", "copy", "optimizer"):

@@ -137,6 +137,7 @@ class Checkpoints:
         from .write import finish, save_items
 
         self.wait()
+        # The last step may also be a multiple of the interval between saves. It is saved once.
         if number in self._known_steps:
             return
         if number in numbers(self.folder):

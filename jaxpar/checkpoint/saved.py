@@ -61,6 +61,7 @@ class Checkpoint:
         Raises:
           DamagedError: if a file is missing, or is not what was written.
         """
+        # The checksums of chunks do not detect a file that belongs to another checkpoint.
         if not self.is_foreign:
             check_files(self.about, self.folder)
         tree = functools.cache(lambda item: self._foreign_tree or Tree(self.folder / item))

@@ -35,6 +35,7 @@ _MIN_BYTES_PER_SECOND = 1e6  # a bucket that writes more slowly counts as silent
 
 def temporary(folder: Place) -> atomicity.TemporaryPathBase:
     """Return Orbax's temporary path for a checkpoint: it creates the path, and at the end renames it to `folder`."""
+    # A bucket cannot rename: a last file marks a complete checkpoint there.
     kind = atomicity.CommitFileTemporaryPath if is_bucket(folder) else atomicity.AtomicRenameTemporaryPath
     return kind.from_final(_orbax_path(folder))
 

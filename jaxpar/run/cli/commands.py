@@ -205,6 +205,7 @@ def _default(words: list[str], cls: type[TrainOptions] = TrainOptions) -> TrainO
 def train(options: TrainOptions) -> None:
     """Run `jaxpar train`: train the model that the options name, and print a sample of what it has learnt."""
     Strategy.parse(options.strategy)  # an error now, not after minutes
+    # 1. Devices and processes. All processes must have the same options.
     initialize(options.coordinator, options.processes, options.process)
     attach(options.devices)
     consistency.compare(
@@ -212,6 +213,7 @@ def train(options: TrainOptions) -> None:
     )
     if options.export is not None:
         exports.check_exportable(options.model, options.export, options.length)
+    # 2. The model and its data.
     options = _with_folder(options)
     begin = time.perf_counter()
     trainer, model = trainer_of(options, [Hook(on_start=functools.partial(_save_config, options))])
@@ -222,9 +224,11 @@ def train(options: TrainOptions) -> None:
     if trainer.units.lines:
         values = ", ".join(f"{name} {value:.3f}" for name, value in trainer.units.lines.items())
         say(f"to compare with: {values} {trainer.units.loss}")
+    # 3. Train.
     trainer.run()
     if options.steps == 0:
         return
+    # 4. Export, and show a sample.
     say(f"{time.perf_counter() - begin:.1f} s; written: {options.out}")
     if options.export is not None:
         assert options.out is not None

@@ -48,6 +48,7 @@ def main(options: DoctorOptions) -> None:
     findings, prints = [], jax.process_index() == 0
     try:
         for finding in examine(options.strategy, local(options.folder, "folder"), options.bytes):
+            # Print each finding at once: a later examination may wait for another process.
             findings.append(finding)
             if prints and not options.json:
                 print(finding, flush=True)  # noqa: T201

@@ -60,6 +60,7 @@ def export(model: str, source: Place, target: Path, dtype: str | None = None) ->
     Returns:
       A line that describes the folder.
     """
+    # Checkpoints are complete in the shared folder, so that one process has all weights.
     if jax.process_index():
         return str(target)
     config, saved = check_exportable(model, target), Checkpoint(source)

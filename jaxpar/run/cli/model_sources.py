@@ -107,6 +107,7 @@ def call_user_function(reference: str, option: str, returns: str) -> Any:
       ValueError: if there is no such function. Errors of the module itself are not caught.
     """
     module_name, _, function_name = reference.partition(":")
+    # The script `jaxpar` does not have the current folder in its path, unlike `python -m jaxpar`.
     if (current_folder := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, current_folder)
     try:

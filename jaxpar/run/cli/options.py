@@ -224,6 +224,7 @@ def read(cls: type, path: Place | str) -> dict[str, Any]:
     """
     path = place(path, "config")
     try:
+        # The file may come from anybody: limit its size and its form before PyYAML builds objects.
         text = text_of(path, _MAX_BYTES)
         _check_flat(text)
         values = yaml.safe_load(text) or {}
@@ -338,6 +339,7 @@ def _split_model(text: str) -> tuple[str, dict[str, Any]]:
 
 def _parse_change(part: str, text: str) -> tuple[str, Any]:
     """Parse "layers=2". Raises ValueError, with the whole `text`, if it has another form."""
+    # The value is YAML, so that numbers, booleans and texts need no quotes.
     name, equals, value = (word.strip() for word in part.partition("="))
     if not equals:
         raise ValueError(f"{part!r} in model {text!r}: write sizes to change as name=value, such as layers=2")
@@ -355,6 +357,7 @@ def optimizer_of(options: TrainOptions, model: Model, batch: Any) -> optax.Gradi
       model: the model, in which Muon looks for hidden matrices.
       batch: a batch, or its shapes.
     """
+    # A short run would otherwise end before its learning rate reaches the peak.
     warmup, decay = min(options.warmup, options.steps // 2), options.weight_decay
     rate = optax.warmup_cosine_decay_schedule(0, options.lr, warmup, max(options.steps, 1), options.lr / 10)
     tx = optimizer_named(options.optimizer, rate, decay, model, batch)
@@ -389,6 +392,7 @@ def optimizer_named(
 def units_of(options: TrainOptions, model: Named, source: data.Text | images.Images) -> Units:
     """Return the units of a run: bits per byte for text read as bytes, nats per token, or images."""
     flops = model.flops(options.rows, options.length)
+    # The loss is in nats. Text that is read as bytes is shown in bits per byte.
     if isinstance(source, images.Images):
         return Units("images", 1, "nats", 1.0, flops, source.baselines)
     if source.corpus is None:

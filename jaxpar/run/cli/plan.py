@@ -82,6 +82,7 @@ def main(options: PlanOptions) -> None:
         _sweep(options)
         return
     result = _plan(options, options.batch)
+    # The plan is printed even if Ctrl-C has interrupted it: it holds the strategies ranked so far.
     if options.json:
         print(json.dumps(result.json(), indent=1))  # noqa: T201
     else:
@@ -99,6 +100,7 @@ def _sweep(options: PlanOptions) -> None:
         try:
             result = _plan(options, rows)
         except ValueError as error:
+            # An error at the first batch is the user's. At a larger one it ends the sweep.
             if not last_speed:
                 raise
             print(textwrap.fill(f"{rows:,} rows: {error}", WIDTH, subsequent_indent="  "))  # noqa: T201
@@ -107,6 +109,7 @@ def _sweep(options: PlanOptions) -> None:
         print(textwrap.fill(sentence, WIDTH, subsequent_indent="  "), flush=True)  # noqa: T201
         if result.interrupted:
             raise KeyboardInterrupt
+        # Lines are ranked, the best one first.
         best = result.lines[0]
         if not best.fits and not last_speed:
             sys.exit(1)

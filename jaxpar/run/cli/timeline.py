@@ -63,18 +63,21 @@ def main(options: TimelineOptions, console: Console | None = None) -> None:
     Raises:
       ValueError: if the options contradict each other.
     """
+    # 1. The schedule: a table of the user, or one by name.
     if options.table:
         schedule = Schedule.read(options.table)
     else:
         recipe = SCHEDULES.get(options.schedule)  # `Schedule` raises an error for an unknown one
         chunks = options.chunks or (1 if recipe is None else recipe.chunks)
         schedule = Schedule(options.schedule, options.pipe, options.microbatches, chunks)
+    # 2. Draw it, with bytes if the options name a model.
     bytes_per_slot = None if options.model is None else _slot_bytes(options, schedule)
     console = console or Console(highlight=False)
     for line in draw(schedule, console.width, console.color_system is not None):
         console.print(line, no_wrap=True, crop=False)
     for name, text in summary(schedule, bytes_per_slot).items():
         console.print(textwrap.fill(f"{name:<11}{text}", console.width, subsequent_indent=" " * 11), soft_wrap=True)
+    # 3. Write the files.
     if options.svg:
         options.svg.write_text(svg(schedule, held(schedule, bytes_per_slot)))
     if options.csv:
@@ -101,5 +104,6 @@ def _slot_bytes(options: TimelineOptions, schedule: Schedule) -> int:
         precision=options.precision,
         remat=options.remat,
     )
+    # Nothing is compiled: `slot_bytes` needs only shapes.
     step = make_train_step(model.model, optax.sgd(0.1), strategy, mesh=jax.devices()[: schedule.ranks])
     return slot_bytes(step, model.example(options.rows or schedule.microbatches, options.length))

@@ -86,6 +86,7 @@ class Input:
         batch = next(self._batches)
         if not self._prefetch:
             batch = self._step.place(self._fit(batch, self._step.blocks))
+        # If the step still runs, the devices had work all the time.
         is_step_done = step_result is not None and step_result.is_ready()
         self.waited = time.perf_counter() - begin if is_step_done else 0.0
         return batch
@@ -114,6 +115,7 @@ class Input:
         self.signatures.append(signature)
         if len(self.signatures) == 1:
             return ""
+        # Another number of rows changes the shapes of all leaves with rows, so it explains them.
         if last_rows != self.rows:
             return f"compiled again: rows {self.rows}, {last_rows} before (program {len(self.signatures)})"
         earlier = self.signatures[-2]

@@ -67,17 +67,20 @@ class Loop:
 
     def __new__(cls, *_: Any, **options: Any) -> Self:
         """Raise ValueError for options that were removed, with their replacement."""
+        # The dataclass alone would raise a TypeError, which does not say what replaces the option.
         if message := next(filter(None, (removed(f"Loop.{name}") for name in options)), ""):
             raise ValueError(message)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        # 1. Paths. A text becomes a path, or the address of a bucket.
         for name in (option.name for option in fields(self)):  # with the options that subclasses add
             value = getattr(self, name)
             if name in ("out", "data") and (isinstance(value, str | Path) or is_bucket(value)):
                 object.__setattr__(self, name, place(value, name))  # the dataclass is frozen
             elif isinstance(value, Path):
                 local(value, name)
+        # 2. Counts.
         for name, minimum in {"steps": 0, "rows": 1, "seed": 0, "evaluate_every": 1, "evaluate_batches": 1,
                             "save_every": 1, "keep": 1, "print_every": 1, "prefetch": 0,
                             "check_replicas_every": 1}.items():  # fmt: skip
@@ -91,6 +94,7 @@ class Loop:
                 raise ValueError(f"{name}={value} is too small; use {minimum} or more")
         if self.seed >= 2**32:
             raise ValueError(f"seed={self.seed} is more than jax's keys tell apart; use {2**32 - 1} or less")
+        # 3. Choices, and options that contradict each other.
         if self.on_nonfinite not in ON_NONFINITE:
             raise ValueError(
                 f"on_nonfinite={self.on_nonfinite!r} is not one of {', '.join(ON_NONFINITE)}"

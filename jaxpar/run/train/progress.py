@@ -83,6 +83,7 @@ class _Console(Console):
     """
 
     def on_broken_pipe(self) -> None:
+        # The run prints until its end. Each of these lines would fail again.
         self.quiet = True
         discard_output()
         signal.raise_signal(signal.SIGINT)
@@ -158,6 +159,7 @@ class Progress:
         devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
         memory = f"{size(num_bytes)} a device ({_MEMORY_SOURCES[source]})"
         self.say(f"{num_params:,} parameters under {resolved_strategy(step)} on {devices}, {memory}")
+        # A text from `_mfu` says why the MFU is not known. The time does not matter here.
         if isinstance(reason := _mfu(trainer, 1.0), str):
             self.say(f"MFU is not shown: {reason}")
         if metrics["step"]:
@@ -176,6 +178,7 @@ class Progress:
         if self._bar is not None:
             self._bar.move(number, self._line(trainer, metrics))
             return
+        # Without a bar: some twenty lines in a run, and one each for the first and the last step.
         steps = trainer.loop.steps
         if number % (trainer.loop.print_every or max(1, steps // 20)) == 0 or number in (1, steps):
             self.say(f"step {number:{len(str(steps))}}/{steps}  {self._line(trainer, metrics)}")
@@ -221,6 +224,7 @@ class Progress:
 def _mfu(trainer: Run, seconds: float) -> float | str | None:
     """Return the MFU of a step that takes `seconds`, or why it is not known; None on CPUs, where nothing is shown."""
     device, count = trainer.step.mesh.devices.flat[0], trainer.step.mesh.size
+    # The peak of simulated devices would mean nothing.
     if device.platform == "cpu":
         return None
     if trainer.units.flops is None:

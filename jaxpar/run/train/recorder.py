@@ -46,7 +46,9 @@ class Recorder:
             return
         path = trainer.files / "metrics.jsonl"
         with self._writing(path):
+            # A resumed run repeats the steps after its checkpoint. Their lines go.
             write_whole(path, lines_until(trainer.loop.out / "metrics.jsonl", metrics["step"]))
+            # Buffered by line, so that a kill loses no complete line.
             self._file = path.open("a", buffering=1)
         self._start_fields = _setup(trainer)
         if importlib.util.find_spec("tensorboardX") is not None:
@@ -153,6 +155,7 @@ def read(path: Place) -> list[dict[str, Any]]:
       ValueError: if another line is not JSON with a step.
     """
     lines = path.read_bytes().splitlines() if path.exists() else []
+    # A kill may have cut the last line short.
     if lines and not lines[-1].endswith(b"}"):
         lines.pop()
     return [_line(path, number, line) for number, line in enumerate(lines, 1)]
