@@ -142,7 +142,7 @@ class Checkpoints:
             return
         if number in numbers(self.folder):
             raise ValueError(
-                f"{self.folder}/{number} is there already, of another run; name another folder, or remove that one"
+                f"{self.folder}/{number} already exists, from another run; name another folder, or remove that one"
             )
         # 1. Plan the checkpoint, and copy the state from the devices.
         self._buffers = _buffers_by_step.pop(self.step, {})
@@ -151,7 +151,7 @@ class Checkpoints:
         saved, items, paths = plan_items(self.step, arrays, extra)
         boxes = held(arrays, (state, values), self._buffers)
         if (state_step := int(np.asarray(state.step))) != number:
-            raise ValueError(f"this is the state after step {state_step}, to be saved as that after step {number}")
+            raise ValueError(f"the state is of step {state_step}, and number={number}; save it with its step")
         for name, array in saved.items():
             array.boxes = boxes.get(name, [])  # type: ignore[assignment]  # the values may also be functions
         shapes = {name: (array.shape, array.dtype) for name, array in saved.items()}

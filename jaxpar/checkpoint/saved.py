@@ -104,7 +104,7 @@ def _last_checkpoint(folder: Place) -> Place:
       ValueError: if there is none.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; pass the folder of a checkpoint, or one that holds checkpoints")
+        raise ValueError(f"{folder} is not a folder; pass the folder of a checkpoint, or one that holds checkpoints")
     if (folder / "about").is_dir() or (folder / STATE).is_dir() or _foreign_tree(folder) is not None:
         return folder
     for parent in (folder, folder / "checkpoints"):

@@ -317,7 +317,7 @@ def _with_folder(options: TrainOptions) -> TrainOptions:
     if options.out is not None or options.steps == 0:
         return options
     if may_restart():
-        raise ValueError("a run that is started again goes on from its own folder, and none is named; add --out FOLDER")
+        raise ValueError("a run that may be restarted needs a folder to continue from; add --out FOLDER")
     # Clocks of hosts differ: all use the time of process 0.
     seconds = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
     name = re.sub(r"[^\w.=-]+", "-", f"{options.model}-{options.strategy}")

@@ -40,7 +40,9 @@ def converted(
     try:
         cast = None if dtype is None else np.dtype(jnp.dtype(dtype))
     except TypeError as error:
-        raise ValueError(f"dtype={dtype!r} is no dtype of numbers; use one such as 'bfloat16' or 'float32'") from error
+        raise ValueError(
+            f"dtype={dtype!r} is not a dtype of numbers; use one such as 'bfloat16' or 'float32'"
+        ) from error
     weight_fields, about = ("params", "variables", "step"), saved.about
     names = [name for name in saved.arrays if not weights_only or name.partition("/")[0] in weight_fields]
     shapes, paths, items = {}, {}, dict[str, Any]()

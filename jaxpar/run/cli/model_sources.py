@@ -189,8 +189,8 @@ def model_from_folder(model: str, changes: dict[str, Any]) -> Named:
         )
     if fixed_names := [name for name in changes if name not in _CHANGEABLE]:
         raise ValueError(
-            f"--model {model}: {fixed_names[0]} is as the folder's config.json has it; what may be changed is "
-            f"{', '.join(_CHANGEABLE)}"
+            f"--model {model}: {fixed_names[0]} cannot be changed, because the folder's weights depend on it; "
+            f"change only {', '.join(_CHANGEABLE)}"
         )
     config = dataclasses.replace(LLAMA.to_config(json_of(member(path, "config.json"))), **changes)
     return Named(model, "text", config, from_nnx(lambda rngs: Llama(config, rngs=rngs), loss, RULES), text.generate)

@@ -346,7 +346,7 @@ def _parse_change(part: str, text: str) -> tuple[str, Any]:
     try:
         return name, yaml.safe_load(value) if not _is_number(value) else float(value)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{part!r} in model {text!r}: {value!r} is no value; write it as layers=2") from error
+        raise ValueError(f"{part!r} in model {text!r}: {value!r} is not a value; write it as layers=2") from error
 
 
 def optimizer_of(options: TrainOptions, model: Model, batch: Any) -> optax.GradientTransformation:
@@ -430,7 +430,7 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Traine
     model, source = model_of(options)
     units = units_of(options, model, source)
     if model.trainable and options.steps and not is_folder(options.model):
-        raise ValueError(f"--model {options.model}: adapters want weights beside them; give a folder: ./folder,lora=16")
+        raise ValueError(f"--model {options.model}: adapters need the weights of a folder; give one: ./folder,lora=16")
     params = (lambda: llama.from_hf(folder_path(options.model))[1]) if is_folder(options.model) else None
     trainer = Trainer(
         model.model,

@@ -31,8 +31,8 @@ _STRATEGY_OPTIONS = {field.name for field in dataclasses.fields(Strategy)}
 # Values in an error text: in quotes, or as a number, name or path.
 _QUOTED, _BARE = r"'[^']*'|\"[^\"]*\"", r"-?[\w+]+(?:[.+/:-][\w+]+)*"
 # Errors of Python about numbers, and how to say them here.
-_NUMBER_ERRORS = {r"invalid literal for int\(\) with base 10: (.+)": "{} is no whole number",
-                  r"could not convert string to float: (.+)": "{} is no number"}  # fmt: skip
+_NUMBER_ERRORS = {r"invalid literal for int\(\) with base 10: (.+)": "{} is not a whole number",
+                  r"could not convert string to float: (.+)": "{} is not a number"}  # fmt: skip
 
 
 def parse(options: type[Options], command: str, words: Sequence[str], default: Options | None = None) -> Options:

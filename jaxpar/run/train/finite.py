@@ -108,7 +108,7 @@ class Finite:
         if self._rollbacks_in_row == _MAX_ROLLBACKS:
             raise NotFiniteError(
                 error.step,
-                f"{error}; rolled back {_MAX_ROLLBACKS} times in a row, at last to {target}, and it came again",
+                f"{error}; rolled back {_MAX_ROLLBACKS} times in a row, at last to {target}, and the fault came again",
             ) from error
         self._rollbacks_in_row += 1
         self.rollbacks += 1
@@ -120,7 +120,7 @@ class Finite:
 
         If `suspects` names bad rows of the batch, the advice is about these rows and not about the optimizer.
         """
-        last = f"; the last checkpoint in {self.loop.out} is from before" if self.loop.out else ""
+        last = f"; the last checkpoint in {self.loop.out} is from an earlier step" if self.loop.out else ""
         if suspects:
             skip = "" if self.loop.on_nonfinite == "skip" else ", or go on without them: on_nonfinite='skip'"
             return f"{problem}; mend these rows, or leave them out{skip}{last}"

@@ -192,7 +192,7 @@ def claim_folder(loop: Loop) -> Iterator[Claim]:
                 except OSError as error:
                     if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
                         raise
-                    message = f"{out} is where files cannot be locked; see to it that no two runs use it at once"
+                    message = f"files in {out} cannot be locked; make sure that no two runs use it at once"
                     warnings.warn(message, stacklevel=2)
                 problem = claim.take()
                 if not problem:

@@ -93,7 +93,7 @@ class Loop:
             if value < minimum:
                 raise ValueError(f"{name}={value} is too small; use {minimum} or more")
         if self.seed >= 2**32:
-            raise ValueError(f"seed={self.seed} is more than jax's keys tell apart; use {2**32 - 1} or less")
+            raise ValueError(f"seed={self.seed} is too large for jax's random keys; use {2**32 - 1} or less")
         # 3. Choices, and options that contradict each other.
         if self.on_nonfinite not in ON_NONFINITE:
             raise ValueError(
@@ -187,7 +187,7 @@ def validate_hook(hook: Any) -> Any:
     for name in methods:
         if name not in EVENTS:
             raise ValueError(
-                f"hook {type(hook).__name__} has {name}, which is no event; use one of {', '.join(EVENTS)}"
+                f"hook {type(hook).__name__} has {name}, which is not an event; use one of {', '.join(EVENTS)}"
                 f"{did_you_mean(name, EVENTS)}"
             )
     if not methods:

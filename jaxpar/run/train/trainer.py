@@ -186,7 +186,7 @@ class Trainer:
             was_stopped = self._train(saves or None, stop)
         if was_stopped:
             assert stop.signal is not None
-            result = f"saved in {out}; {loop.again}" if out else "nothing is saved, as there is no out"
+            result = f"saved in {out}; {loop.again}" if out else "nothing is saved, because the run has no folder"
             self.progress.say(f"stopped by {stop.signal.name} after step {self.number}, {result}")
             ending.agreed()
             raise SystemExit(128 + stop.signal)

@@ -97,9 +97,9 @@ def test_adapters_are_trained_beside_a_folder_that_stays(folder: Path, capsys: p
     assert config["base_model_name_or_path"] == str(folder)
 
     from_scratch = ["train", "--model", "llama-tiny,lora=2", "--out", str(folder.parent / "no")]
-    assert "adapters want weights beside them; give a folder" in fails(from_scratch, 2, capsys)
+    assert "adapters need the weights of a folder; give one" in fails(from_scratch, 2, capsys)
     changed = ["explain", "--model", f"{folder},layers=1"]
-    assert "layers is as the folder's config.json has it" in fails(changed, 2, capsys)
+    assert "layers cannot be changed, because the folder's weights depend on it" in fails(changed, 2, capsys)
     without_adapters = ["convert", str(out), str(folder.parent / "no"), "--to", "peft", "--model", str(folder)]
     assert "has no adapters" in fails(without_adapters, 2, capsys)
 

@@ -412,7 +412,7 @@ def test_hooks_hear_of_everything_in_order_and_may_stop_the_run(tmp_path: Path) 
     class Typo:
         def on_steps(self, trainer: jp.Trainer, metrics: dict[str, float]) -> None: ...
 
-    with pytest.raises(ValueError, match=r"on_steps, which is no event.*did you mean 'on_step'"):
+    with pytest.raises(ValueError, match=r"on_steps, which is not an event.*did you mean 'on_step'"):
         trainer(hooks=[Typo()])
     with pytest.raises(ValueError, match="has none of on_start"):
         trainer(hooks=[print])
@@ -424,7 +424,7 @@ def test_loops_that_cannot_be_are_refused() -> None:
         ({"evaluate_every": 0}, "evaluate_every=0 is too small; use 1 or more"),
         ({"steps": 2.5}, "steps=2.5 is not a whole number; use one from 0"),  # it ended without a checkpoint
         ({"seed": None}, "seed=None is not a whole number"),
-        ({"seed": 2**32}, "seed=4294967296 is more than jax's keys tell apart; use 4294967295 or less"),
+        ({"seed": 2**32}, "seed=4294967296 is too large for jax's random keys; use 4294967295 or less"),
         ({"resume": True}, "resume=True needs the run's folder"),
         ({"resume": True, "overwrite": True, "out": Path("x")}, "contradict"),
     ]:
