@@ -289,7 +289,7 @@ def test_flops_and_peaks_make_the_mfu() -> None:
 
 
 def test_muon_takes_the_hidden_matrices() -> None:
-    """Its state has momenta for these only, AdamW's moments for others. `explain` and `check` refused the option."""
+    """Its state has momenta of these alone, and all else is AdamW's. `explain` and `check` refused the option."""
     from jaxpar.run.cli.parsing import parse
 
     for command, options in {"explain": ExplainOptions, "check": CheckOptions}.items():
