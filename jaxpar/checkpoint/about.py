@@ -1,4 +1,9 @@
-"""The item `about` of a checkpoint: a description of its arrays, its run, the position in the data, and its files."""
+"""The item `about` of a checkpoint: a JSON file about its arrays, its run, the position in its data, and its files.
+
+`About` is the content of that file. Anybody may have written it, so `About.read` checks every value before it is used.
+The functions below answer three questions: are the files those that were written (`check_files`), is the checkpoint of
+this run (`check_same_run`), and does it have the arrays that a step needs (`check_fits`)?
+"""
 
 from __future__ import annotations
 
@@ -21,47 +26,53 @@ from ..strategy import Strategy
 from ..strategy.axes import ROWS
 from .arrays import Array, keys_of
 
-VERSION = 3  # of the form; version 2 was jaxpar's own, without Orbax
+VERSION = 3  # version of the format; version 2 was a format without Orbax
 ABOUT = "about/metadata"  # as Orbax's JsonCheckpointHandler names it
 TREE = "_METADATA"  # the file in which Orbax describes a tree
 COMPLETE = "commit_success.txt"  # the file that Orbax writes last in a bucket
-UNFINISHED = ".orbax-checkpoint-tmp"  # what Orbax puts behind the name of a folder that is not complete
-_END = 1 << 16  # bytes at the two ends of a file of arrays that are summed; its chunks have checksums of their own
-HINT = "resume with what it was trained with, take its weights alone with weights_only=True, or start a new run"
+UNFINISHED = ".orbax-checkpoint-tmp"  # the suffix that Orbax gives to a folder that is not complete
+_END = 1 << 16  # bytes at each end of a file of arrays that its checksum covers; its chunks have checksums too
+HINT = "resume with the settings of that run, take its weights alone with weights_only=True, or start a new run"
 
 
 def numbers(folder: Place) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, in order."""
     if not folder.is_dir():
         return []
-    named = [path for path in folder.iterdir() if path.name.isdecimal() and str(int(path.name)) == path.name]
+    numbered = [path for path in folder.iterdir() if path.name.isdecimal() and str(int(path.name)) == path.name]
+    # On disk a folder gets its name once it is complete. A bucket cannot rename, so a last file marks the end there.
     is_complete = lambda path: (path / COMPLETE).is_file() if is_bucket(path) else path.is_dir()
-    return sorted(int(path.name) for path in named if is_complete(path))
+    return sorted(int(path.name) for path in numbered if is_complete(path))
 
 
-class Damaged(ValueError):
-    """A part of a checkpoint is missing, incomplete, or not what was written; `what` says which."""
+class DamagedError(ValueError):
+    """Error about a part of a checkpoint that is missing, incomplete, or not what was written.
 
-    def __init__(self, folder: Place, what: str):
-        self.what, others = what, [number for number in numbers(folder.parent) if str(number) != folder.name]
-        advice = f'remove that folder to go on from step {others[-1]}, or resume with "latest-good"' if others else ""
-        super().__init__(f"{folder} is damaged: {what}; {advice or 'start a new run'}")
+    Args:
+      folder: the checkpoint.
+      problem: the part, and its fault.
+    """
+
+    def __init__(self, folder: Place, problem: str):
+        self.problem, steps = problem, [number for number in numbers(folder.parent) if str(number) != folder.name]
+        advice = f'remove that folder to go on from step {steps[-1]}, or resume with "latest-good"' if steps else ""
+        super().__init__(f"{folder} is damaged: {problem}; {advice or 'start a new run'}")
 
 
 @dataclass(frozen=True)
 class About:
-    """The description of a checkpoint.
+    """The description of a checkpoint. Its fields have the names of the JSON file.
 
     Attributes:
       step: steps taken.
-      hosts: how many wrote it.
-      strategy: of the run that wrote it, for people; any other strategy reads it.
-      arrays: shape and dtype by name (`arrays.name_of`).
-      paths: the key path in Orbax's tree by name, where it is not that of the name.
-      kinds: the implementation of random keys, by name.
-      run: what identifies the run, such as seed and rows.
-      data: the position in the data, as the data say it.
-      files: size, and checksum or tag, of every other file of the checkpoint, by its path.
+      hosts: number of hosts that wrote it.
+      strategy: strategy of the run that wrote it, for people to read; any other strategy can restore it.
+      arrays: shape and dtype of each array by name (`arrays.name_of`).
+      paths: key path of an array in Orbax's tree by name, for arrays whose path differs from their name.
+      kinds: implementation of random keys by name, for arrays that hold such keys.
+      run: what identifies the run, such as its seed and rows.
+      data: position in the data, in the form that the data use.
+      files: [size, checksum or tag] of every other file of the checkpoint by its path.
     """
 
     step: int
@@ -79,20 +90,23 @@ class About:
         return self.paths.get(name, keys_of(name))
 
     def json(self) -> dict[str, Any]:
-        """Return the content of the file, with the CRC-32 of the rest."""
+        """Return the content of the JSON file, with the CRC-32 of all other values."""
         arrays = {name: {"shape": list(shape), "dtype": dtype.name} for name, (shape, dtype) in self.arrays.items()}
         versions = {"version": VERSION, "jax": jax.__version__}
-        content = json.loads(json.dumps({**versions, **vars(self), "arrays": arrays}))  # lists for tuples
+        content = json.loads(json.dumps({**versions, **vars(self), "arrays": arrays}))  # tuples become lists
         return {**content, "crc32": _crc(content)}
 
     @classmethod
     def read(cls, folder: Place) -> About:
-        """Read the description of a checkpoint. Raises Damaged where it is not what was written, and ValueError where
-        the checkpoint has the form of an earlier version.
+        """Read the description of a checkpoint.
+
+        Raises:
+          DamagedError: if it is not what was written.
+          ValueError: if the checkpoint has the format of an earlier version.
         """
         if (folder / "state" / "about.json").is_file():
             raise ValueError(
-                f"{folder} was written by an earlier jaxpar, in a form of its own. To go on from its weights, run "
+                f"{folder} was written by an earlier jaxpar, in another format. To go on from its weights, run "
                 f"`jaxpar convert {folder} weights --weights-only` with that version, and give the parameters, which "
                 "weights/*/state/arrays-00000.safetensors then holds by path, to step.init(key, params=...)"
             )
@@ -101,49 +115,53 @@ class About:
             if content.pop("crc32") != _crc(content):
                 raise ValueError("its checksum is another")
             if (version := content.pop("version")) != VERSION:
-                reads = f"this jaxpar reads {VERSION}; use the version of jaxpar that wrote it"
-                raise Damaged(folder, f"{ABOUT} was written in form {str(version)[:20]}, {reads}")
+                advice = f"this jaxpar reads {VERSION}; use the version of jaxpar that wrote it"
+                raise DamagedError(folder, f"{ABOUT} was written in form {str(version)[:20]}, {advice}")
             del content["jax"]
             arrays, paths = content.pop("arrays"), content.pop("paths")
             arrays = {name: (tuple(x["shape"]), np.dtype(jnp.dtype(x["dtype"]))) for name, x in arrays.items()}
             about = cls(arrays=arrays, paths={name: tuple(map(str, path)) for name, path in paths.items()}, **content)
-            sizes = [size for size, _ in about.files.values()]  # fails where they are no pairs
+            # The checksum proves nothing about who wrote the file: check the types of all values as well.
+            sizes = [size for size, _ in about.files.values()]  # raises an error for values that are not pairs
             naturals = [about.step, about.hosts, *sizes, *(n for shape, _ in arrays.values() for n in shape)]
             texts, objects = [about.strategy, *about.kinds.values()], [about.run, about.data]
-            are_right = [type(n) is int and n >= 0 for n in naturals] + [isinstance(x, str) for x in texts]
-            if not all([*are_right, *(isinstance(x, dict) for x in objects)]):
-                raise TypeError("a number, a text or an object is of another type")
+            are_valid = [type(n) is int and n >= 0 for n in naturals] + [isinstance(x, str) for x in texts]
+            if not all([*are_valid, *(isinstance(x, dict) for x in objects)]):
+                raise TypeError("a number, a text or an object has another type")
             return about
-        except (ConnectionError, Damaged):  # a bucket that does not answer is not damaged
+        except (ConnectionError, DamagedError):  # a bucket that does not answer is not damaged
             raise
         except OSError as error:
-            raise Damaged(folder, f"{ABOUT} cannot be read: {error.strerror}") from error
+            raise DamagedError(folder, f"{ABOUT} cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-            raise Damaged(folder, f"{ABOUT} is not what was written ({reason})") from error
+            raise DamagedError(folder, f"{ABOUT} is not what was written ({reason})") from error
 
 
 def _crc(content: Any) -> int:
+    """Return the CRC-32 of JSON values, whatever the order of their keys."""
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def files_of(folder: Place) -> dict[str, Any]:
-    """Return, for each file of a checkpoint but `about`, its size and what tells it from another of that size: on disk
-    a CRC-32, in a bucket the tag that the bucket gives it.
+    """Return [size, checksum] for each file of a checkpoint but `about`, by its path.
+
+    The checksum is a CRC-32 for a file on disk, and the tag of the object for a file in a bucket.
     """
     if is_bucket(folder):
         root = len(folder.path.rstrip("/")) + 1
         objects: Any = folder.fs.find(folder.path, detail=True)
         tag = lambda info: str(info.get("ETag") or info.get("md5Hash"))
-        found = {key[root:]: [info["size"], tag(info)] for key, info in objects.items()}
+        files = {key[root:]: [info["size"], tag(info)] for key, info in objects.items()}
     else:
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        found = {path.relative_to(folder).as_posix(): [path.stat().st_size, _checksum(path)] for path in files}
-    return {name: found[name] for name in sorted(found) if "/" in name and name != ABOUT}
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        files = {path.relative_to(folder).as_posix(): [path.stat().st_size, _checksum(path)] for path in paths}
+    # Files at the top are marks that Orbax adds later, and `about` cannot hold its own checksum.
+    return {name: files[name] for name in sorted(files) if "/" in name and name != ABOUT}
 
 
 def _checksum(path: Path) -> int:
-    """Return the CRC-32 of a file; of a file of arrays, whose chunks have their own, that of its two ends."""
+    """Return the CRC-32 of a file; for a file of arrays, whose chunks have checksums, only of its two ends."""
     size = path.stat().st_size
     end = _END if path.parent.name == "d" else size
     with path.open("rb") as file:
@@ -153,60 +171,79 @@ def _checksum(path: Path) -> int:
 
 
 def check_files(about: About, folder: Place) -> None:
-    """Raise Damaged, naming them, where files of a checkpoint are missing or others than those that were written."""
-    there = files_of(folder)
+    """Raise DamagedError with its name if a file of a checkpoint is missing or is not what was written."""
+    present_files = files_of(folder)
     for name, (size, tag) in about.files.items():
-        if name not in there:
-            raise Damaged(folder, f"{name} is missing")
-        size_here, tag_here = there[name]
-        if size_here != size:
-            raise Damaged(folder, f"{name} has {size_here} bytes, and was written with {size}")
-        if type(tag) is type(tag_here) and tag != tag_here:  # a copy of a bucket on disk has no tags
-            raise Damaged(folder, f"{name} is not what was written")
+        if name not in present_files:
+            raise DamagedError(folder, f"{name} is missing")
+        present_size, present_tag = present_files[name]
+        if present_size != size:
+            raise DamagedError(folder, f"{name} has {present_size} bytes, and was written with {size}")
+        # A checkpoint that was copied from a bucket to a disk has checksums now instead of tags.
+        if type(tag) is type(present_tag) and tag != present_tag:
+            raise DamagedError(folder, f"{name} is not what was written")
 
 
-def exact(step: Step) -> Strategy:
-    """Return the strategy of a step with the sizes that its axes have, where it says -1 or "hosts"."""
+def resolved_strategy(step: Step) -> Strategy:
+    """Return the strategy of a step with the actual sizes of its axes instead of -1 or "hosts"."""
     sizes = {axis: step.mesh.shape[axis] for axis in ROWS}
     return step.strategy if step.strategy.single else dataclasses.replace(step.strategy, **sizes)
 
 
-def same_run(saved: Mapping[str, Any], here: Mapping[str, Any], where: Place, changed: Collection[str] = ()) -> None:
-    """Raise ValueError unless both describe one run, but for what may have `changed`, naming what differs."""
-    names = [name for name in {**saved, **here} if name not in changed]
-    if differing := [name for name in names if saved.get(name) != here.get(name)]:
-        listed = ", ".join(f"{name} {saved.get(name)!r} there and {here.get(name)!r} here" for name in differing)
+def check_same_run(
+    saved: Mapping[str, Any], current: Mapping[str, Any], folder: Place, changed: Collection[str] = ()
+) -> None:
+    """Raise ValueError with the differing values unless two descriptions are of one run.
+
+    Args:
+      saved: what identifies the run of a checkpoint.
+      current: what identifies the current run.
+      folder: the checkpoint, for the error.
+      changed: names whose values may differ.
+    """
+    names = [name for name in {**saved, **current} if name not in changed]
+    if differing := [name for name in names if saved.get(name) != current.get(name)]:
+        listed = ", ".join(f"{name} {saved.get(name)!r} there and {current.get(name)!r} here" for name in differing)
         hint = ", with changed_data to go on with other data" if "data" in differing else ""
-        raise ValueError(f"{where} is of another run: {listed}; resume with the values there{hint}, or start a new run")
+        raise ValueError(
+            f"{folder} is of another run: {listed}; resume with the values there{hint}, or start a new run"
+        )
 
 
-def fits(
+def check_fits(
     saved: About,
-    wanted: Mapping[str, Array],
-    where: Place,
-    more: Collection[str],
+    needed: Mapping[str, Array],
+    folder: Place,
+    optional: Collection[str],
     hint: str = HINT,
     casts: bool = False,
 ) -> None:
-    """Raise ValueError unless a checkpoint has the arrays `wanted` by name, and no others but `more`, naming the first
-    that differs.
+    """Raise ValueError with the first difference unless a checkpoint has exactly the arrays that a step needs.
 
     Args:
+      saved: the description of the checkpoint.
+      needed: the arrays that the step needs, by their names in the checkpoint.
+      folder: the checkpoint, for the error.
+      optional: names that the checkpoint may have in addition.
       hint: advice for the user.
-      casts: whether any dtype will do. Otherwise that of frozen parameters alone may be another float, since they are
-        stored as the loss sees them.
+      casts: whether any dtype will do. Otherwise only frozen parameters may have another float dtype, since they are
+        stored in the dtype that the loss uses.
     """
-    of_another = f"{where} is of another model or optimizer"
-    for name, array in wanted.items():
+    of_another = f"{folder} is of another model or optimizer"
+    # 1. Every needed array exists, with the same shape, dtype and implementation of random keys.
+    for name, array in needed.items():
         if name not in saved.arrays:
             raise ValueError(f"{of_another}: {name} is here and not there{did_you_mean(name, saved.arrays)}; {hint}")
-        there, here = (*saved.arrays[name], saved.kinds.get(name)), (array.logical, array.dtype, array.kind)
-        are_floats = all(jnp.issubdtype(dtype, jnp.floating) for _, dtype, _ in (there, here))
-        if here != there and not (here[0] == there[0] and (casts or (array.is_frozen and are_floats))):
-            texts = [f"{kind or dtype.name}{list(shape)}" for shape, dtype, kind in (there, here)]
-            same = "nothing is cast in silence: " if here[0] == there[0] else ""
-            says = f"{name} is {texts[0]} there and {texts[1]} here"
-            raise ValueError(f"{where} is of another model, optimizer or precision: {says}; {same}{hint}")
-    if others := [name for name in saved.arrays if name not in wanted and name not in more]:
-        near = did_you_mean(others[0], wanted)
-        raise ValueError(f"{of_another}: {others[0]} is there and not here{near}; {hint}")
+        saved_form = (*saved.arrays[name], saved.kinds.get(name))
+        needed_form = (array.logical, array.dtype, array.key_impl)
+        has_same_shape = needed_form[0] == saved_form[0]
+        are_floats = all(jnp.issubdtype(dtype, jnp.floating) for _, dtype, _ in (saved_form, needed_form))
+        if needed_form != saved_form and not (has_same_shape and (casts or (array.is_frozen and are_floats))):
+            texts = [f"{key_impl or dtype.name}{list(shape)}" for shape, dtype, key_impl in (saved_form, needed_form)]
+            cast_note = "nothing is cast in silence: " if has_same_shape else ""
+            difference = f"{name} is {texts[0]} there and {texts[1]} here"
+            raise ValueError(f"{folder} is of another model, optimizer or precision: {difference}; {cast_note}{hint}")
+    # 2. There is no other array, which would belong to another model or optimizer.
+    if extra_names := [name for name in saved.arrays if name not in needed and name not in optional]:
+        suggestion = did_you_mean(extra_names[0], needed)
+        raise ValueError(f"{of_another}: {extra_names[0]} is there and not here{suggestion}; {hint}")

@@ -1,7 +1,11 @@
-"""The arrays of a step's state, and which of the model's own leaves each of them holds: what is saved under which name.
+"""The arrays of a step's state, and the names under which they are saved.
 
-A name is a key path as text: the keys joined by "/", in which "/" and "~" of a key itself are written "~1" and "~0" as
-in JSON pointers (RFC 6901, section 3). So two leaves never share a name.
+A step stores the model's leaves stacked, padded and sharded, as its layout says. A checkpoint stores the leaves of the
+model itself. `arrays_of` returns the stored arrays (`Array`), each with the names of the model leaves in it.
+`logical_tree` returns the tree of model leaves that is saved, with a `SavedArray` at each leaf.
+
+A name is a key path as text: the keys joined by "/". A "/" or "~" within a key is written "~1" or "~0", as in JSON
+pointers (RFC 6901, section 3). So two leaves never share a name.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from ..layout.layout import Stored, is_stored
 from ..layout.leaves import Leaf, Staged
 from ..step.core import Step
 
-EXTRA = "extra"  # the first key of trees that are no state
+EXTRA = "extra"  # first key of the trees that are saved in addition to a state
 Keys = tuple[str, ...]
 
 
@@ -41,10 +45,10 @@ def keys_of(name: str) -> Keys:
 
 
 def flatten(tree: Any, prefix: Keys = ()) -> list[tuple[Keys, Any]]:
-    """Return the leaves of a tree with their key paths, keys as text; `prefix` is put in front of each."""
-    text = lambda key: jax.tree_util.keystr((key,), simple=True)
+    """Return the leaves of a tree with their key paths, keys as text, behind `prefix`."""
+    as_text = lambda key: jax.tree_util.keystr((key,), simple=True)
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [((*prefix, *map(text, path)), leaf) for path, leaf in leaves]
+    return [((*prefix, *map(as_text, path)), leaf) for path, leaf in leaves]
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,12 @@ class Array:
     """One array of a state, as a step stores it.
 
     Attributes:
-      shape, dtype, sharding: of the stored array; of random keys, those of their data.
-      inner: its shape without padding.
-      names: the names of the model's own leaves that it holds.
-      leaf: the parameter that it is or mirrors, None for other arrays.
-      kind: the implementation of random keys, None for numbers.
-      derived: whether it is a copy made from the parameters of these names, and so not saved.
+      shape, dtype, sharding: of the stored array. For random keys, these describe the data of the keys.
+      inner: shape of the stored array without padding.
+      names: names of the model leaves that the array holds, such as the layers of a stack.
+      leaf: layout of the parameter that the array is, or mirrors as an optimizer's moment does; None for other arrays.
+      key_impl: implementation of random keys; None for numbers.
+      is_derived: whether the array is a copy of these parameters in the compute dtype, which is not saved.
     """
 
     shape: tuple[int, ...]
@@ -66,19 +70,20 @@ class Array:
     inner: tuple[int, ...]
     names: tuple[str, ...]
     leaf: Leaf | None = None
-    kind: str | None = None
-    derived: bool = False
+    key_impl: str | None = None
+    is_derived: bool = False
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it is a parameter that is not trained, and so stored in the dtype that the loss sees."""
+        """Whether the array is a frozen parameter, which is stored in the dtype that the loss uses."""
         return self.leaf is not None and not self.leaf.trainable and not self.names[0].startswith("optimizer")
 
     @property
     def logical(self) -> tuple[int, ...]:
-        """The shape of each of the model's leaves in it."""
+        """The shape of each model leaf in the array."""
         if self.leaf is None:
             return self.inner
+        # A rolled leaf stacks equal layers of a Python loop, and each layer is a leaf of the model.
         if self.leaf.rolled:
             return self.leaf.logical[1:]
         shape = list(self.leaf.logical)
@@ -88,19 +93,22 @@ class Array:
 
     def boxes(self) -> dict[Box, list[jax.Device]]:
         """Return the boxes of the stored array, each with the devices that hold it."""
-        found: dict[Box, list[jax.Device]] = {}
+        devices_by_box: dict[Box, list[jax.Device]] = {}
         for device, index in self.sharding.devices_indices_map(self.shape).items():
-            found.setdefault(box_of(index, self.shape), []).append(device)
-        return found
+            devices_by_box.setdefault(box_of(index, self.shape), []).append(device)
+        return devices_by_box
 
     @functools.cached_property
     def chunks(self) -> list[tuple[int, ...]]:
-        """Return, for each name, the largest chunk shape whose grid no device's box cuts through."""
+        """Return, for each name, the largest chunk shape such that no chunk crosses the border of a device's box.
+
+        Along each dim it is the greatest common divisor of all borders.
+        """
         spacing = [[0] * len(self.logical) for _ in self.names]
         for box in self.boxes():
             for part in parts(self.leaf, self.inner, box):
                 for dim, (bounds, size) in enumerate(zip(part.box, self.logical, strict=True)):
-                    cuts = [bound for bound in bounds if bound < size]  # a cut at 0 changes no divisor
+                    cuts = [bound for bound in bounds if bound < size]  # a border at 0 does not change the divisor
                     spacing[part.member][dim] = math.gcd(spacing[part.member][dim], *cuts)
         return [tuple(step or max(1, n) for step, n in zip(steps, self.logical, strict=True)) for steps in spacing]
 
@@ -111,8 +119,9 @@ class SavedArray:
 
     Attributes:
       shape, dtype: of the whole array.
-      chunk: a shape whose grid no host's boxes cut through, so that no chunk has two writers.
-      boxes: the parts that this host writes, as (box, values), or functions that make the values.
+      chunk: shape of the chunks on disk. No chunk crosses a border between the boxes of two hosts, so that no chunk has
+        two writers.
+      boxes: the parts that this host writes, as (box, values); values may be a function that returns them.
     """
 
     shape: tuple[int, ...]
@@ -125,35 +134,41 @@ def arrays_of(step: Step) -> tuple[list[Array], Any]:
     """Return the arrays of a step's state in the order of its leaves, and the tree of that state."""
     state = step.abstract_state()
     flat, tree = jax.tree.flatten(state)
-    found = []
-    for x, (place, names, derived) in zip(flat, _places(step, state), strict=True):
+    arrays = []
+    for x, (place, names, is_derived) in zip(flat, _places(step, state), strict=True):
         leaf = None if place is None else place.leaf
         # A server's state lives on the layout's mesh of one device, whatever devices its replicas have.
         sharding = step.layout.sharding(
             PartitionSpec() if place is None else x.sharding.spec, place is not None and place.host
         )
-        data, kind = _data_and_kind(x)
+        data, key_impl = _data_and_key_impl(x)
         inner = data.shape if leaf is None else leaf.shape
-        found.append(Array(data.shape, np.dtype(data.dtype), sharding, inner, names, leaf, kind, derived))
-    return found, tree
+        arrays.append(Array(data.shape, np.dtype(data.dtype), sharding, inner, names, leaf, key_impl, is_derived))
+    return arrays, tree
 
 
 def _places(step: Step, state: Any) -> Iterator[tuple[Stored | None, tuple[str, ...], bool]]:
-    """Yield how each leaf of a state is stored, the names that it holds, and whether it is derived."""
+    """Yield, for each leaf of a state, how it is stored, the names in it, and whether it is derived."""
     layout, storage = step.layout, step.layout.storage
     model_keys = [keys for keys, _ in flatten(jax.tree.unflatten(storage.model_tree, storage.models))]
-    members = {leaf.path: [model_keys[i] for i in at] for leaf, at in zip(storage.leaves, storage.origin, strict=True)}
+    # The key paths of the model leaves in each stored leaf, by the path of the stored leaf.
+    members = {
+        leaf.path: [model_keys[i] for i in indices]
+        for leaf, indices in zip(storage.leaves, storage.origin, strict=True)
+    }
     stored_keys = {leaf.path: keys for keys, leaf in flatten(jax.tree.unflatten(storage.tree, storage.leaves))}
     is_model_tree = storage.tree == storage.model_tree
 
-    def named(keys: Keys, place: Stored | None) -> tuple[str, ...]:
+    def names_in(keys: Keys, place: Stored | None) -> tuple[str, ...]:
         if place is None or place.leaf is None or is_model_tree or place.leaf.path not in members:
             return (name_of(keys),)
-        own = stored_keys[place.leaf.path]
-        if keys[-len(own) :] != own:  # an optimizer that is shown the model's own leaves
+        # A moment's path is the optimizer's prefix followed by the path of its parameter: replace the latter.
+        param_keys = stored_keys[place.leaf.path]
+        if keys[-len(param_keys) :] != param_keys:  # an optimizer that sees the model's leaves and not the stacks
             return (name_of(keys),)
-        return tuple(name_of((*keys[: -len(own)], *member)) for member in members[place.leaf.path])
+        return tuple(name_of((*keys[: -len(param_keys)], *member)) for member in members[place.leaf.path])
 
+    # The copy has the names of the parameters that it was made from.
     for field, value in vars(state).items():
         leaves = flatten(value, ("params" if field == "copy" else field,))
         if field in ("params", "copy", "optimizer"):
@@ -161,60 +176,66 @@ def _places(step: Step, state: Any) -> Iterator[tuple[Stored | None, tuple[str, 
         else:
             places = [None] * len(leaves)
         for (keys, _), place in zip(leaves, places, strict=True):
-            yield place, named(keys, place), field == "copy"
+            yield place, names_in(keys, place), field == "copy"
 
 
 def logical_tree(step: Step, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree that is saved, in the nesting of `step.params(state)` and of the optimizer's state.
+    """Return the tree that is saved, nested like `step.params(state)` and the state of the optimizer.
 
     Args:
-      names: what stands at each leaf, by its name.
+      step: the step whose state is saved.
+      names: the value to put at each leaf, by the leaf's name.
     """
     state, storage = step.abstract_state(), step.layout.storage
     tree = {field: value for field, value in vars(state).items() if field != "copy" and jax.tree.leaves(value)}
-    own = flatten(jax.tree.unflatten(storage.model_tree, storage.models), ("params",))
+    param_leaves = flatten(jax.tree.unflatten(storage.model_tree, storage.models), ("params",))
+    # An optimizer that works on stacks has a state of stacks. Save the state that it has for the model's leaves.
     if "optimizer" in tree and step.update.as_stacked and not storage.same:
         tree["optimizer"] = jax.eval_shape(step.update.optimizer.init, storage.seen(as_stacked=False)[1])
-    others = {field: value for field, value in tree.items() if field != "params"}
-    values = [names[name_of(keys)] for keys, _ in flatten(others)]
-    params = step.model_def.wrap(jax.tree.unflatten(storage.model_tree, [names[name_of(keys)] for keys, _ in own]))
-    return {**jax.tree.unflatten(jax.tree.structure(others), values), "params": params}
+    other_fields = {field: value for field, value in tree.items() if field != "params"}
+    values = [names[name_of(keys)] for keys, _ in flatten(other_fields)]
+    param_values = [names[name_of(keys)] for keys, _ in param_leaves]
+    params = step.model_def.wrap(jax.tree.unflatten(storage.model_tree, param_values))
+    return {**jax.tree.unflatten(jax.tree.structure(other_fields), values), "params": params}
 
 
 def extra_arrays(step: Step, extra: Mapping[str, Any]) -> tuple[list[Array], list[jax.Array]]:
-    """Return the arrays of trees that are saved beside a state, and their values on the step's devices, replicated
-    where they were elsewhere.
+    """Return the arrays of trees that are saved with a state, and their values on the step's devices.
+
+    Values that are not on these devices are replicated over them.
     """
     if not isinstance(extra, Mapping):
         raise ValueError(f"extra is a {type(extra).__name__}; pass a dict of trees by name, such as {{'ema': tree}}")
     arrays, values = [], []
-    everywhere = step.layout.sharding(PartitionSpec())
+    replicated = step.layout.sharding(PartitionSpec())
     for keys, x in flatten(dict(extra), (EXTRA,)):
         if not isinstance(x, jax.Array) or (jax.process_count() > 1 and x.is_fully_addressable):
-            x = jax.device_put(x, everywhere)
-        data, kind = _data_and_kind(x)
+            x = jax.device_put(x, replicated)
+        data, key_impl = _data_and_key_impl(x)
         sharding = raw(x).sharding
-        arrays.append(Array(data.shape, np.dtype(data.dtype), sharding, data.shape, (name_of(keys),), kind=kind))
+        arrays.append(
+            Array(data.shape, np.dtype(data.dtype), sharding, data.shape, (name_of(keys),), key_impl=key_impl)
+        )
         values.append(x)
     return arrays, values
 
 
-def _data_and_kind(x: Any) -> tuple[Any, str | None]:
+def _data_and_key_impl(x: Any) -> tuple[Any, str | None]:
     """Return the shape and dtype of an array, or of the data of random keys, and the implementation of the keys."""
-    kinds: list[str] = []
+    key_impls: list[str] = []
 
     def data(x: jax.Array) -> jax.Array:
-        kinds.extend([str(jax.random.key_impl(x))] if is_key(x) else [])
+        key_impls.extend([str(jax.random.key_impl(x))] if is_key(x) else [])
         return raw(x)
 
-    return jax.eval_shape(data, x), next(iter(kinds), None)
+    return jax.eval_shape(data, x), next(iter(key_impls), None)
 
 
 def is_key(x: Any) -> bool:
-    """Return whether an array is of random keys."""
+    """Return whether an array holds random keys."""
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 def raw(x: Any) -> Any:
-    """Return an array; of random keys, their data."""
+    """Return an array, or the data of an array of random keys."""
     return jax.random.key_data(x) if is_key(x) else x

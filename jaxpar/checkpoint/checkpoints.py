@@ -1,7 +1,13 @@
-"""The checkpoints of a run: saved in the background, the last few kept, restored into any layout.
+"""The checkpoints of a run: saved in the background, and restored into any layout.
 
-A checkpoint is an Orbax step folder, named by its step, with the items `state`, `about` and, where there are more
-trees, `extra`. An older one is removed only after a newer one is complete.
+A checkpoint is an Orbax step folder, named by its step. It has the items `state` and `about`, and `extra` if other
+trees are saved with the state. `Checkpoints.save` has three parts:
+
+    plan_items      decides the name and path of every saved array
+    held            copies this host's part from the devices; after that the next step may run
+    write           in a thread: Orbax writes the copies (`write.py`), and all hosts commit (`commit.py`)
+
+The last `keep` checkpoints stay. An older one is removed only after a newer one is complete.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from ..backend.files import place
 from ..layout.boxes import Box, box_of, parts
 from ..layout.state import State
 from ..step.core import Step
-from .about import About, Damaged, exact, numbers, same_run
+from .about import About, DamagedError, check_same_run, numbers, resolved_strategy
 from .arrays import (
     EXTRA,
     Array,
@@ -36,26 +42,31 @@ from .arrays import (
     name_of,
     raw,
 )
-from .commit import clear, wait, writer
-from .restore import restored, together
+from .commit import remove_unfinished, wait, writer
+from .restore import restored, run_on_all_hosts
 from .saved import STATE, Checkpoint
 
-_Boxes = dict[str, list[tuple[Box, np.ndarray]]]  # of the model's own leaves, by name
-Room = dict[tuple[str, int], np.ndarray]  # by array and device
-# For each step, the memory into which its last save was copied (`held`).
-_rooms: weakref.WeakKeyDictionary[Step, Room] = weakref.WeakKeyDictionary()
+_Boxes = dict[str, list[tuple[Box, np.ndarray]]]  # boxes and values of the model leaves, by name
+Buffers = dict[tuple[str, int], np.ndarray]  # host memory for the copy of an array's shard, by array and device
+# The buffers of each step's last save, which the next save uses again (see `held`).
+_buffers_by_step: weakref.WeakKeyDictionary[Step, Buffers] = weakref.WeakKeyDictionary()
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a folder. A context manager: leaving it waits for what is being written.
+    """The checkpoints of one run, in a folder. A context manager: leaving it waits for the save in progress.
 
     Args:
-      folder: made if need be, or an address in s3:// or gs://. With several hosts it must be one that all of them see.
-      step: whose states they are.
-      about: what else makes the run what it is (seed, sizes, ...), as JSON; another run is not resumed.
-      keep: how many are kept, the last ones; all if None.
-      changed: names of `about` that a checkpoint may have with other values; `notes` then says which.
-      beside: called by the thread that saves, before a checkpoint is complete: what else is to be there by then.
+      folder: a folder, which is made if it does not exist, or an address in s3:// or gs://. All hosts must see it.
+      step: the step whose states are saved.
+      about: what identifies the run in addition to the step (seed, sizes, ...), as JSON. Checkpoints of another run are
+        not restored.
+      keep: number of checkpoints to keep, the last ones; all if None.
+      changed: names in `about` whose values in a checkpoint may differ; `notes` then says so.
+      beside: called by the saving thread before a checkpoint is complete, to write files that should exist by then.
+
+    Attributes:
+      data: the position in the data, from the checkpoint that was restored.
+      notes: messages for the user about the checkpoint that was restored.
     """
 
     def __init__(
@@ -69,13 +80,13 @@ class Checkpoints:
     ):
         self.step, self.folder, self._keep, self._changed = step, place(folder, "folder").absolute(), keep, changed
         self._beside = beside
-        self.about = json.loads(json.dumps(dict(about)))  # as it is read back: lists for tuples
+        self.about = json.loads(json.dumps(dict(about)))  # as it is read back: tuples become lists
         self.folder.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
-            clear(self.folder)
-        self._writing: tuple[int, Future[None]] | None = None
-        self._own: set[int] = set()  # what was saved or restored here
-        self._room: Room = {}  # while it is lent to a save
+            remove_unfinished(self.folder)
+        self._pending_save: tuple[int, Future[None]] | None = None
+        self._known_steps: set[int] = set()  # checkpoints that this object has saved or restored
+        self._buffers: Buffers = {}  # the buffers of the save in progress
         self.data: dict[str, Any] = {}
         self.notes: list[str] = []
 
@@ -86,12 +97,12 @@ class Checkpoints:
         self.wait()
 
     def wait(self) -> None:
-        """Wait until what is being written is complete. Raises ValueError, on all hosts, where one could not write."""
-        if self._writing is not None:
-            (number, save), self._writing = self._writing, None
+        """Wait for the save in progress. Raises ValueError on all hosts if one could not write."""
+        if self._pending_save is not None:
+            (number, save), self._pending_save = self._pending_save, None
             wait(save)
-            self._own.add(number)
-            _rooms[self.step], self._room = self._room, {}
+            self._known_steps.add(number)
+            _buffers_by_step[self.step], self._buffers = self._buffers, {}
 
     @functools.cached_property
     def _arrays(self) -> list[Array]:
@@ -99,7 +110,7 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """Return the step of the last complete checkpoint, None without any."""
+        """The step of the last complete checkpoint; None if there is none."""
         return next(reversed(numbers(self.folder)), None)
 
     def save(
@@ -111,150 +122,183 @@ class Checkpoints:
     ) -> None:
         """Write the state after step `number` in the background, as `TrainStep.save` says.
 
-        Waits until all is written where some of the state is in the host's memory (`offload`), which has no room for it
-        twice. Raises ValueError where the save before failed, where the number is not the state's, and where the folder
-        has a checkpoint of that number which was neither saved nor restored here.
+        Under `offload` it waits until all is written: the host's memory has no room for two copies of the state.
+
+        Args:
+          number: steps taken.
+          state: the state after that step.
+          data: position in the data, as JSON.
+          extra: other trees of arrays to save, by name.
+
+        Raises:
+          ValueError: if the previous save failed, if the state belongs to another step, or if the folder has a
+            checkpoint of that step which this object has neither saved nor restored.
         """
         from .write import finish, save_items
 
         self.wait()
-        if number in self._own:
+        # The last step may also be a multiple of the interval between saves. It is saved once.
+        if number in self._known_steps:
             return
         if number in numbers(self.folder):
             raise ValueError(
-                f"{self.folder}/{number} is there already, of another run; name another folder, or remove that one"
+                f"{self.folder}/{number} already exists, from another run; name another folder, or remove that one"
             )
-        self._room = _rooms.pop(self.step, {})
-        more, values = extra_arrays(self.step, extra or {})
-        arrays = [*self._arrays, *more]
-        saved, items, paths = planned(self.step, arrays, extra)
-        boxes = held(arrays, (state, values), self._room)
-        if (here := int(np.asarray(state.step))) != number:
-            raise ValueError(f"this is the state after step {here}, to be saved as that after step {number}")
+        # 1. Plan the checkpoint, and copy the state from the devices.
+        self._buffers = _buffers_by_step.pop(self.step, {})
+        added_arrays, values = extra_arrays(self.step, extra or {})
+        arrays = [*self._arrays, *added_arrays]
+        saved, items, paths = plan_items(self.step, arrays, extra)
+        boxes = held(arrays, (state, values), self._buffers)
+        if (state_step := int(np.asarray(state.step))) != number:
+            raise ValueError(f"the state is of step {state_step}, and number={number}; save it with its step")
         for name, array in saved.items():
-            array.boxes = boxes.get(name, [])  # type: ignore[assignment]  # arrays, where functions may be too
+            array.boxes = boxes.get(name, [])  # type: ignore[assignment]  # the values may also be functions
         shapes = {name: (array.shape, array.dtype) for name, array in saved.items()}
-        kinds = {name: array.kind for array in arrays for name in array.names if array.kind is not None}
-        strategy, hosts = str(exact(self.step)), jax.process_count()
+        # 2. Describe it.
+        kinds = {name: array.key_impl for array in arrays for name in array.names if array.key_impl is not None}
+        strategy, hosts = str(resolved_strategy(self.step)), jax.process_count()
         about = About(number, hosts, strategy, shapes, paths, kinds, self.about, dict(data or {}))
 
+        # 3. Write it in the background.
         def write(folder: Place) -> None:
             save_items(folder, items)
             if self._beside is not None:
                 self._beside()
 
         complete = lambda folder: finish(folder, items, about)
-        self._writing = number, writer().begin(self.folder, number, self._keep, write, complete)
+        self._pending_save = number, writer().begin(self.folder, number, self._keep, write, complete)
         if any(self.step.layout.host_bytes.values()):
             self.wait()
 
     def restore(self, good: bool = False) -> State:
-        """Return the last complete state, as `TrainStep.restore` does.
+        """Return the state in the last complete checkpoint, as `TrainStep.restore` does.
 
-        Then `data` is what was given to `save`, and `notes` says what a user should know: checkpoints that were passed
-        over, and another strategy than that of the checkpoint.
+        Sets `data` to the position that `save` was called with. Sets `notes` to messages for the user: about damaged
+        checkpoints that were skipped, changed values, and a checkpoint that was saved under another strategy.
 
         Args:
-          good: go on from the newest one that is what was written; damaged ones that are newer are renamed.
+          good: restore the newest checkpoint that is not damaged, and rename newer ones, which are damaged.
 
-        Raises ValueError where there is none, where it is damaged, and where it belongs to another run.
+        Raises:
+          ValueError: if there is no checkpoint, or it is damaged or belongs to another run.
         """
         self.notes = []
-        if good:  # process 0 looks, and the others wait for it
-            self.notes = together("set aside", list if jax.process_index() else self._set_aside)
+        if good:  # process 0 verifies and renames, while the others wait for it
+            self.notes = run_on_all_hosts("set aside", list if jax.process_index() else self._set_aside_damaged)
         number = self.latest
         if number is None:
             raise ValueError(f"{self.folder} holds no complete checkpoint; start the run anew")
         saved = Checkpoint(self.folder / str(number))
-        same_run(saved.run, self.about, saved.folder, self._changed)
+        check_same_run(saved.run, self.about, saved.folder, self._changed)
         state = restored(self.step, saved)
         for name in self._changed:
-            if (there := saved.run.get(name)) != (now := self.about.get(name)):
-                self.notes.append(f"{saved.folder} was saved with {name} {there!r}, and goes on with {now!r}")
-        if saved.strategy != (here := str(exact(self.step))):
-            self.notes.append(f"{saved.folder} was saved under {saved.strategy}, and goes on under {here}")
+            if (saved_value := saved.run.get(name)) != (value := self.about.get(name)):
+                self.notes.append(f"{saved.folder} was saved with {name} {saved_value!r}, and goes on with {value!r}")
+        if saved.strategy != (strategy := str(resolved_strategy(self.step))):
+            self.notes.append(f"{saved.folder} was saved under {saved.strategy}, and goes on under {strategy}")
         self.data = saved.data
-        self._own.add(number)
+        self._known_steps.add(number)
         return state
 
-    def _set_aside(self) -> list[str]:
-        """Rename what is newer than the newest checkpoint that is what was written; return what is wrong with each."""
-        wrong: dict[int, str] = {}
+    def _set_aside_damaged(self) -> list[str]:
+        """Rename the damaged checkpoints that are newer than the newest sound one, and return the problem of each.
+
+        Raises:
+          ValueError: if all checkpoints are damaged. Then none is renamed.
+        """
+        problems: dict[int, str] = {}
         for number in reversed(numbers(self.folder)):
             try:
                 if (saved := Checkpoint(self.folder / str(number))).is_foreign:
-                    raise Damaged(saved.folder, "it has no item `about`")
+                    raise DamagedError(saved.folder, "it has no item `about`")
                 saved.verify()
                 break
-            except Damaged as error:
-                wrong[number] = str(error)
+            except DamagedError as error:
+                problems[number] = str(error)
         else:
-            if wrong:
-                raise ValueError(f"{self.folder} holds no checkpoint that is whole: {'; '.join(wrong.values())}")
-        for number in wrong:
-            aside = f"{number}.damaged"
-            while (self.folder / aside).exists():
-                aside += "-again"
-            rename(self.folder / str(number), self.folder / aside)
-        return [*wrong.values()]
+            if problems:
+                raise ValueError(f"{self.folder} holds no checkpoint that is whole: {'; '.join(problems.values())}")
+        for number in problems:
+            new_name = f"{number}.damaged"
+            while (self.folder / new_name).exists():
+                new_name += "-again"
+            rename(self.folder / str(number), self.folder / new_name)
+        return [*problems.values()]
 
 
-def planned(
+def plan_items(
     step: Step, arrays: Sequence[Array], extra: Mapping[str, Any] | None
 ) -> tuple[dict[str, SavedArray], dict[str, Any], dict[str, Keys]]:
-    """Return what is saved, still without values: the arrays by name, the tree of each item, and the key paths of
-    arrays in these trees where they are not those of the names.
+    """Decide what a checkpoint holds, still without values.
 
-    Raises ValueError where Orbax, which joins the keys of a path by dots, would take two arrays for one.
+    Args:
+      step: the step whose state is saved.
+      arrays: the arrays of the state and of `extra`.
+      extra: other trees of arrays, by name.
+
+    Returns:
+      The arrays to save by name; the tree of each item by the item's name; and the key paths in these trees of arrays
+      whose path differs from their name.
+
+    Raises:
+      ValueError: if Orbax, which joins the keys of a path by dots, would confuse two arrays.
     """
     saved = {
         name: SavedArray(array.logical, array.dtype, chunk, [])
         for array in arrays
-        if not array.derived
+        if not array.is_derived
         for name, chunk in zip(array.names, array.chunks, strict=True)
     }
     items = {STATE: logical_tree(step, saved)}
     if extra:
         leaves = [saved[name_of(keys)] for keys, _ in flatten(dict(extra), (EXTRA,))]
         items[EXTRA] = jax.tree.unflatten(jax.tree.structure(dict(extra)), leaves)
-    names = {id(array): name for name, array in saved.items()}
-    flat = [*flatten(items[STATE]), *flatten(items.get(EXTRA, {}), (EXTRA,))]
-    paths = {names[id(array)]: keys for keys, array in flat}
-    joined = collections.Counter(".".join(keys) for keys in paths.values())
-    if same := [name for name, keys in paths.items() if joined[".".join(keys)] > 1]:
+    # The tree of an item may nest a leaf differently than its name says (`model_def.wrap`). Both hold the same object,
+    # so its identity leads from the tree to the name.
+    name_by_id = {id(array): name for name, array in saved.items()}
+    leaves_with_paths = [*flatten(items[STATE]), *flatten(items.get(EXTRA, {}), (EXTRA,))]
+    paths = {name_by_id[id(array)]: keys for keys, array in leaves_with_paths}
+    counts = collections.Counter(".".join(keys) for keys in paths.values())
+    if clashing := [name for name, keys in paths.items() if counts[".".join(keys)] > 1]:
         raise ValueError(
-            f"{same[0]} and {same[1]} cannot be saved together: Orbax joins the keys of a path by dots, and so names "
-            f"both {'.'.join(paths[same[0]])!r}; rename one of the two, without a dot in its keys"
+            f"{clashing[0]} and {clashing[1]} cannot be saved together: Orbax joins the keys of a path by dots, and so "
+            f"names both {'.'.join(paths[clashing[0]])!r}; rename one of the two, without a dot in its keys"
         )
     return saved, items, {name: keys for name, keys in paths.items() if keys != keys_of(name)}
 
 
-def held(arrays: Sequence[Array], state: Any, room: Room) -> _Boxes:
-    """Return the boxes of the model's own leaves that this host saves, by name: of every box one replica, copied to
-    this host's memory; views of what waits there already (`offload`).
+def held(arrays: Sequence[Array], state: Any, buffers: Buffers) -> _Boxes:
+    """Copy from the devices what this host saves, and return it as boxes of the model leaves, by name.
 
-    Waits for the devices and for the copy. Where devices are the host itself, values are copied into `room`, the memory
-    of the save before: memory that a process touches for the first time took a virtual machine ten times as long as the
-    copy.
+    Of the replicas of a box, only the first is saved. Values that are in the host's memory already (`offload`) are not
+    copied: their boxes are views. Waits for the devices and for the copy.
+
+    Args:
+      arrays: the arrays of a state, in the order of its leaves.
+      state: the tree of their values.
+      buffers: memory of the previous save, which is used again, and grows as needed. On a virtual machine, touching new
+        memory for the first time took ten times as long as the copy.
     """
     shards = []
     for array, x in zip(arrays, jax.tree.leaves(state), strict=True):
-        if not array.derived:
+        if not array.is_derived:
             shards += [(array, shard) for shard in raw(x).addressable_shards if shard.replica_id == 0]
     for _, shard in shards:
-        shard.data.copy_to_host_async()  # all at once, before any is waited for
+        shard.data.copy_to_host_async()  # start all copies before waiting for any
     boxes: _Boxes = {}
     for array, shard in shards:
-        host = np.asarray(shard.data)
+        values = np.asarray(shard.data)
         if shard.device.platform == "cpu" and shard.data.sharding.memory_kind != "pinned_host":
-            # A view of memory that the next step may write into.
-            where = array.names[0], shard.device.id
-            if where not in room:
-                room[where] = np.empty_like(host)
-            np.copyto(room[where], host)
-            host = room[where]
+            # On a CPU device this is a view of the device's memory, into which the next step may write: copy it.
+            key = array.names[0], shard.device.id
+            if key not in buffers:
+                buffers[key] = np.empty_like(values)
+            np.copyto(buffers[key], values)
+            values = buffers[key]
         for part in parts(array.leaf, array.inner, box_of(shard.index, array.shape)):
-            view = part.view(host)
+            view = part.view(values)
+            # Skip boxes of padding, but keep the one box of an array without elements.
             if view.size or not np.prod(array.logical):
                 boxes.setdefault(array.names[part.member], []).append((part.box, view))
     return boxes

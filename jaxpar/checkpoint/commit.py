@@ -1,7 +1,16 @@
-"""How a checkpoint becomes complete: each host writes its part in a thread; then process 0 has Orbax commit the folder.
+"""The commit of a checkpoint: written by all hosts, or by none.
 
-Orbax decides which checkpoint is complete: on disk the folder gets its name at the end, in a bucket it gets
-`commit_success.txt`. Where one host could not write, nothing is committed, and all raise the same error.
+    thread of process 0          thread of each other process
+    create the folder
+      - - - - - - - - - - - - all know the outcome - - - - - - - -
+    write its part               write its part
+      - - - - - - - - - - - - all know the outcome - - - - - - - -
+    finish, sync, rename,
+    remove old checkpoints
+      - - - - - - - - - - - - all know the outcome - - - - - - - -
+
+Orbax decides which checkpoint is complete. On disk the folder gets its name at the end; in a bucket it gets the file
+`commit_success.txt`. If a host cannot write, nothing is committed, and all hosts raise the same error.
 """
 
 from __future__ import annotations
@@ -30,54 +39,67 @@ from .about import COMPLETE, UNFINISHED, numbers
 
 Value = TypeVar("Value")
 Action = Callable[[Place], object]
-_writing: dict[Future[None], Place] = {}  # the folders of saves for whose end nobody has waited
+_pending_saves: dict[Future[None], Place] = {}  # saves that nobody has waited for yet, with their folders
 
 
 class Writer:
-    """This process, as one of those that write checkpoints together, one after the other."""
+    """One of the processes that write checkpoints together, one checkpoint after the other."""
 
     def __init__(self, outcomes: Outcomes):
-        self._outcomes, self._times = outcomes, collections.Counter[str]()
-        # One thread: what a process says of one save is not taken for another's.
+        # How often each kind of action ran. All processes count alike, so name and count identify an action.
+        self._outcomes, self._counts = outcomes, collections.Counter[str]()
+        # One thread, so that saves follow each other in one order on all processes.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxpar-save")
 
     def begin(
         self, folder: Place, number: int, keep: int | None, write: Action, finish: Action = lambda unfinished: None
     ) -> Future[None]:
-        """Begin to write a checkpoint, and return what `wait` takes. All hosts do so in one order.
+        """Begin to write a checkpoint in the background. All hosts must call it, in one order.
 
         Args:
-          folder: of the run's checkpoints.
-          number: the checkpoint's name.
-          keep: how many are kept, counting this one; all if None.
-          write: writes this host's part into the unfinished checkpoint, whose folder it is given.
-          finish: what process 0 does there once all hosts have written.
+          folder: the folder of the run's checkpoints.
+          number: the checkpoint's step, which is its name.
+          keep: number of checkpoints to keep, counting this one; all if None.
+          write: writes this host's part, called with the folder of the unfinished checkpoint.
+          finish: completes the folder, called on process 0 once all hosts have written.
+
+        Returns:
+          A future, to be passed to `wait`.
         """
-        _wait_at_the_end()
+        _wait_at_exit()
         future = self._thread.submit(self._write, folder, number, keep, write, finish)
-        _writing[future] = folder
+        _pending_saves[future] = folder
         return future
 
-    def together(
-        self, name: str, action: Callable[[], Value], told: Callable[[Exception], str] = str
+    def attempt_on_all_hosts(
+        self, name: str, action: Callable[[], Value], describe: Callable[[Exception], str] = str
     ) -> tuple[Value | None, Exception | None, str]:
-        """Do what all hosts do, each time in one order, and tell the others where it fails: they would wait for ever.
+        """Run an action that all hosts run, and exchange the outcome. All hosts must call it, in one order.
 
-        Returns the action's value, its error on this host, and the reason on all hosts if it failed on one.
+        A host whose action failed tells the others, which would wait for it for ever.
+
+        Args:
+          name: the kind of action, the same on all hosts.
+          action: the action.
+          describe: returns the text of an error for the other hosts.
+
+        Returns:
+          The action's value, or None; its error on this host, or None; and the reason if it failed on any host, or "".
         """
         value, error, problem = None, None, ""
         try:
             value = action()
-        except Exception as failure:  # of a disk, a bucket, or a bug
-            error, problem = failure, told(failure) or type(failure).__name__
-        self._times[name] += 1
+        except Exception as failure:  # from a disk, a bucket, or a bug
+            error, problem = failure, describe(failure) or type(failure).__name__
+        self._counts[name] += 1
         try:
-            problem = self._outcomes.shared(name, self._times[name], problem)
-        except Exception as failure:  # the coordinator is gone
-            error, problem = error or failure, problem or told(failure)
+            problem = self._outcomes.shared(name, self._counts[name], problem)
+        except Exception as failure:  # the coordinator does not answer
+            error, problem = error or failure, problem or describe(failure)
         return value, error, problem
 
     def _write(self, folder: Place, number: int, keep: int | None, write: Action, finish: Action) -> None:
+        """Write a checkpoint, in the thread: see `begin`. Raises ValueError on all hosts if one could not write."""
         from .write import temporary
 
         final = folder / str(number)
@@ -86,26 +108,33 @@ class Writer:
 
         def make_folder() -> None:
             if not is_bucket(folder):
-                if not folder.is_dir():  # Orbax would make it again
+                if not folder.is_dir():  # it was removed during the run, and Orbax would make it again
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-                if unfinished.is_symlink():
+                if unfinished.is_symlink():  # the files would go to where it leads
                     unfinished.unlink()
             answered(folder, lambda: asyncio.run(orbax.create()))
 
         def complete() -> None:
             answered(folder, lambda: finish(unfinished))
+            # The files must be on the disk before the folder has its name. Otherwise a power cut could leave a folder
+            # that looks complete and is not.
             sync(unfinished)
             answered(folder, lambda: asyncio.run(orbax.finalize()))
             sync(final)
             sync(folder, deep=False)
-            older = [old for old in numbers(folder) if old < number]
-            for old in older[: len(older) + 1 - keep] if keep else []:
-                _discard(folder / str(old))
+            # Old checkpoints go only now that the new one is safe.
+            older = [step for step in numbers(folder) if step < number]
+            for step in older[: len(older) + 1 - keep] if keep else []:
+                _discard(folder / str(step))
 
-        alone = lambda action: action if self._outcomes.process == 0 else lambda: None
-        actions = {"folder": alone(make_folder), "part": lambda: write(unfinished), "commit": alone(complete)}
+        on_process_0 = lambda action: action if self._outcomes.process == 0 else lambda: None
+        actions = {
+            "folder": on_process_0(make_folder),
+            "part": lambda: write(unfinished),
+            "commit": on_process_0(complete),
+        }
         for name, action in actions.items():
-            _, cause, problem = self.together(f"save/{name}", action, _reason)
+            _, cause, problem = self.attempt_on_all_hosts(f"save/{name}", action, _reason)
             if problem:
                 text = f"a checkpoint could not be written to {folder}: {problem}. Older ones are as they were"
                 raise ValueError(text) from cause
@@ -113,61 +142,65 @@ class Writer:
 
 @functools.cache
 def writer() -> Writer:
-    """Return this process as a writer."""
+    """Return the writer of this process."""
     processes = jax.process_count()
     return Writer(Outcomes(jax.process_index(), processes, Coordinator() if processes > 1 else None))
 
 
 def wait(save: Future[None]) -> None:
-    """Wait until a checkpoint is complete. Raises ValueError, on all hosts, where one could not write."""
+    """Wait until a checkpoint is complete. Raises ValueError on all hosts if one could not write."""
     try:
         save.result()
     finally:
-        _writing.pop(save, None)
+        _pending_saves.pop(save, None)
 
 
 def wait_for(folder: Place | str) -> None:
-    """Wait for what this process is still writing to a folder of checkpoints, or to one of them, by whatever step."""
+    """Wait for all saves of this process into a folder of checkpoints, given that folder or one of the checkpoints."""
     path = place(folder, "folder").absolute()
-    for save, where in list(_writing.items()):
-        if where in (path, path.parent):
+    for save, save_folder in list(_pending_saves.items()):
+        if save_folder in (path, path.parent):
             wait(save)
 
 
 @functools.cache
-def _wait_at_the_end() -> None:
-    """Have a program wait at its end for what it has begun to save, and end badly where that is not saved."""
-    from . import write  # noqa: F401  # Orbax, which a thread cannot import at the end of a program
+def _wait_at_exit() -> None:
+    """Make the program wait for its saves before it exits, and exit with an error if one fails. Acts once."""
+    from . import write  # noqa: F401  # imports Orbax now: a thread cannot import it while the program exits
 
-    def end() -> None:
-        for save in list(_writing):
+    def wait_for_all() -> None:
+        for save in list(_pending_saves):
             try:
                 wait(save)
             except ValueError as error:
                 ending.badly(error)
 
-    # This runs before `atexit`, and before what Orbax's modules have registered: after these no thread can be started,
-    # which Orbax and the storage clients need.
-    threading._register_atexit(end)  # type: ignore[attr-defined]
+    # Functions registered here run before those of `atexit`, in the reverse order of registration. It has to be before
+    # those that Orbax's modules have registered: after them no thread can be started, and Orbax and the storage clients
+    # need threads.
+    threading._register_atexit(wait_for_all)  # type: ignore[attr-defined]
 
 
-def _discard(old: Place) -> None:
-    """Remove a checkpoint: first what makes it complete, so that a kill leaves no half of it, then the rest."""
-    if is_bucket(old):
-        (old / COMPLETE).unlink()
+def _discard(checkpoint: Place) -> None:
+    """Remove a checkpoint.
+
+    The mark that makes it complete goes first. If the process is killed meanwhile, no damaged checkpoint remains.
+    """
+    if is_bucket(checkpoint):
+        (checkpoint / COMPLETE).unlink()
     else:
-        rename(old, old := old.with_name(f"{old.name}{UNFINISHED}"))
-    with contextlib.suppress(OSError):  # a file that is open elsewhere goes when the next run begins here
-        remove(old)
+        rename(checkpoint, checkpoint := checkpoint.with_name(f"{checkpoint.name}{UNFINISHED}"))
+    with contextlib.suppress(OSError):  # a file may be open elsewhere; the next run in this folder removes it
+        remove(checkpoint)
 
 
-def clear(folder: Place) -> None:
-    """Remove what killed processes have left unfinished, once this process writes nothing there."""
-    concurrent.futures.wait([save for save, where in _writing.items() if where == folder])
+def remove_unfinished(folder: Place) -> None:
+    """Remove the unfinished checkpoints that killed processes have left. Waits for this process's own saves there."""
+    concurrent.futures.wait([save for save, save_folder in _pending_saves.items() if save_folder == folder])
     if is_bucket(folder):
         complete = {str(number) for number in numbers(folder)}
-        inside = list(folder.iterdir()) if folder.exists() else []
-        unfinished = [path for path in inside if path.name.isdecimal() and path.name not in complete]
+        paths = list(folder.iterdir()) if folder.exists() else []
+        unfinished = [path for path in paths if path.name.isdecimal() and path.name not in complete]
     else:
         unfinished = list(folder.glob(f"*{UNFINISHED}"))
     for path in unfinished:
@@ -175,6 +208,7 @@ def clear(folder: Place) -> None:
 
 
 def _reason(error: Exception) -> str:
+    """Return why a save failed, and what to try."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}; make room, or see that the folder is there and may be written to"
     return f"{type(error).__name__}: {reason(error)}; see what it says"

@@ -1,8 +1,10 @@
-"""How Orbax writes a checkpoint: a temporary folder, trees of arrays in it, and their description.
+"""Writing a checkpoint with Orbax: a temporary folder (`temporary`), trees of arrays (`save_items`), and their
+description (`finish`).
 
-Every array is a zarr3 array whose chunks carry a CRC-32C. On disk and in gs:// the arrays of a tree lie in one OCDBT
-database; each process writes a part of it, and Orbax merges the parts. In s3:// every chunk is an object of its own.
-To import Orbax takes a second, and so this file is imported by the first save.
+Every array is a zarr3 array whose chunks carry a CRC-32C. On disk and in gs:// the arrays of a tree are in one OCDBT
+database. Each process writes a part of it, and Orbax merges the parts. In s3:// every chunk is a separate object.
+
+Importing Orbax takes a second. So other modules import this file only when they save for the first time.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ from .about import About, files_of
 from .arrays import SavedArray
 from .stores import context, is_s3, kvstore
 
-_CHUNK = 1 << 23  # bytes of a chunk, the least that a box is read from
-_IN_FLIGHT = 1 << 27  # bytes that are being written at a time, beside those that wait in the host's memory
-_SLOWEST = 1e6  # bytes per second that a bucket takes at least
+_CHUNK_BYTES = 1 << 23  # bytes of a chunk, the smallest unit that can be read
+_MAX_BYTES_IN_FLIGHT = 1 << 27  # bytes that are written at a time, in addition to those that wait in memory
+_MIN_BYTES_PER_SECOND = 1e6  # a bucket that writes more slowly counts as silent
 
 
 def temporary(folder: Place) -> atomicity.TemporaryPathBase:
-    """Return Orbax's unfinished checkpoint, which it makes, and gives the name of `folder` when it is complete."""
+    """Return Orbax's temporary path for a checkpoint: it creates the path, and at the end renames it to `folder`."""
+    # A bucket cannot rename: a last file marks a complete checkpoint there.
     kind = atomicity.CommitFileTemporaryPath if is_bucket(folder) else atomicity.AtomicRenameTemporaryPath
     return kind.from_final(_orbax_path(folder))
 
@@ -40,63 +43,70 @@ def temporary(folder: Place) -> atomicity.TemporaryPathBase:
 def save_items(folder: Place, items: Mapping[str, Any]) -> None:
     """Write this process's part of trees of `SavedArray`, the items of a checkpoint by name."""
     for item, tree in items.items():
-        (folder / item).mkdir(exist_ok=True)  # also where a file system does not show at once what process 0 has made
+        # A shared file system may not show yet the folder that another process has made.
+        (folder / item).mkdir(exist_ok=True)
         boxes = [(array, box) for array in jax.tree.leaves(tree) for box, _ in array.boxes]
-        size = sum(array.dtype.itemsize * math.prod(stop - start for start, stop in box) for array, box in boxes)
+        num_bytes = sum(array.dtype.itemsize * math.prod(stop - start for start, stop in box) for array, box in boxes)
         save = functools.partial(_handler(folder).save, _orbax_path(folder / item), args=ocp.args.PyTreeSave(tree))
-        answered(folder, save, ANSWER_SECONDS + size / _SLOWEST)
+        answered(folder, save, ANSWER_SECONDS + num_bytes / _MIN_BYTES_PER_SECOND)
 
 
 def finish(folder: Place, items: Mapping[str, Any], about: About) -> None:
-    """On process 0, once all have written: merge the processes' parts, and write the description of the checkpoint."""
+    """Merge the parts of all processes, and write the description. Process 0 calls this once all have written."""
     for item in () if is_s3(folder) else items:
         _handler(folder).finalize(_orbax_path(folder / item))
+    # The description comes last: it has the checksums of all other files.
     about = dataclasses.replace(about, files=files_of(folder))
     (folder / "about").mkdir(exist_ok=True)
     ocp.JsonCheckpointHandler().save(_orbax_path(folder / "about"), args=ocp.args.JsonSave(about.json()))
 
 
 def _handler(folder: Place) -> ocp.PyTreeCheckpointHandler:
+    """Return Orbax's handler of trees, which writes `SavedArray` leaves by `_SavedArrayHandler`."""
     registry = ocp.type_handlers.create_type_handler_registry(
-        (SavedArray, _Handler()), (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))
+        (SavedArray, _SavedArrayHandler()), (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))
     )
     return ocp.PyTreeCheckpointHandler(
         use_ocdbt=not is_s3(folder), use_zarr3=True, use_compression=False, type_handler_registry=registry
     )
 
 
-class _Handler(ocp.type_handlers.NumpyHandler):
-    """How Orbax writes a `SavedArray`: as it writes a NumPy array, so that anybody reads it as one."""
+class _SavedArrayHandler(ocp.type_handlers.NumpyHandler):
+    """Writes a `SavedArray` in the format of a NumPy array, which every program with Orbax can read."""
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
-        """Write the boxes of some arrays and return when all are written; the values are dropped one by one."""
-        pending, size, limits = [], 0, context()
+        """Write the boxes of some arrays, and return once all are written. Removes each box from its array."""
+        pending, num_bytes, limits = [], 0, context()
         for array, info in zip(values, infos, strict=True):
             if not array.boxes:
                 continue
             store = await ts.open(_write_spec(array, info), create=True, open=True, context=limits)
             while array.boxes:
-                box, x = array.boxes.pop()
-                x = np.asarray(x() if callable(x) else x)
+                box, values_or_function = array.boxes.pop()
+                x = np.asarray(values_or_function() if callable(values_or_function) else values_or_function)
                 index = tuple(slice(*bounds) for bounds in box)
                 pending.append(store[index].write(x, can_reference_source_data_indefinitely=True))
-                size += x.nbytes
-                if size > _IN_FLIGHT:
-                    await _all(pending)
-                    pending, size = [], 0
-                del x
-        await _all(pending)
+                num_bytes += x.nbytes
+                if num_bytes > _MAX_BYTES_IN_FLIGHT:
+                    await _wait_for_writes(pending)
+                    pending, num_bytes = [], 0
+                del x, values_or_function  # free the memory before the next box is made
+        await _wait_for_writes(pending)
         return []
 
 
-async def _all(pending: Sequence[Any]) -> None:
-    """Wait for all that is being written, also where some of it fails: what ends later would find no event loop."""
+async def _wait_for_writes(pending: Sequence[Any]) -> None:
+    """Wait for all writes, even if one fails, and raise the first error.
+
+    A write that ended after this function has returned would find no event loop.
+    """
     results = await asyncio.gather(*pending, return_exceptions=True)
     if errors := [result for result in results if isinstance(result, BaseException)]:
         raise errors[0]
 
 
 def _write_spec(array: SavedArray, info: Any) -> ts.Spec:
+    """Return TensorStore's description of an array to write: Orbax's own, with checksums and our S3 settings."""
     spec = ocp.type_handlers.get_json_tspec_write(
         info,
         use_ocdbt=info.is_ocdbt_checkpoint,
@@ -104,11 +114,12 @@ def _write_spec(array: SavedArray, info: Any) -> ts.Spec:
         local_shape=array.chunk,
         dtype=array.dtype,
         process_index=jax.process_index() if info.is_ocdbt_checkpoint else None,
-        arg=ocp.SaveArgs(chunk_byte_size=_CHUNK),
+        arg=ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES),
     )
     codecs = spec["metadata"]["codecs"]
-    inner = codecs[0]["configuration"]["codecs"] if codecs[0]["name"] == "sharding_indexed" else codecs
-    inner.append({"name": "crc32c"})
+    # In a sharded array the inner codecs belong to the chunks; the outer ones to whole shards.
+    chunk_codecs = codecs[0]["configuration"]["codecs"] if codecs[0]["name"] == "sharding_indexed" else codecs
+    chunk_codecs.append({"name": "crc32c"})
     if is_s3(info.parent_dir):
         spec["kvstore"] = kvstore(info.parent_dir / info.name)
     return ts.Spec(spec)

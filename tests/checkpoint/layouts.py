@@ -1,4 +1,4 @@
-"""One state under every layout: what `test_layouts.py`, and two processes of its own, restore and save."""
+"""One state under every layout, for `test_layouts.py` and for pairs of processes that it starts."""
 
 import functools
 import json
@@ -17,8 +17,8 @@ from ports import free_port
 
 import jaxpar as jp
 
-LAYERS = 5  # which neither 4 stages nor 2 with 2 chunks divide
-# By name: the strategy, and how many of the 8 devices.
+LAYERS = 5  # a number that neither 4 stages nor 2 with 2 chunks divide
+# Strategy and number of devices, by name.
 LAYOUTS = {
     "single": ("single", 1),
     "ddp": ("ddp", 8),
@@ -38,13 +38,14 @@ LAYOUTS = {
     "copies": ("zero2,precision=bf16", 8),
     "server": ("dp", 8),
 }
-TWO = "two processes"  # of four devices each, which stand for two hosts, under the first of
+# Name of the layout of two processes with four devices each, which stand for two hosts. They use the first of `PAIRED`.
+TWO_PROCESSES = "two processes"
 PAIRED = ("hsdp", "ddp", "zero2", "copies", "sequence", "chunks", "four axes")
 RULES = {"layers/./up": -1, "layers/./down": -2, "table": None}
 
 
 def model() -> jp.Model:
-    """Five layers in a Python loop, which are rolled, and a table [211, 127] that no number of shards divides."""
+    """Return a model of five layers in a Python loop, which are rolled, and an indivisible table [211, 127]."""
 
     def init(key: jax.Array) -> Any:
         keys = iter(jax.random.split(key, 2 * LAYERS + 1))
@@ -75,7 +76,7 @@ def step(name: str) -> Any:
 
 def random_state(folder: Path) -> dict[str, np.ndarray]:
     """Save a state of random values after step 3, moments included; return them by name."""
-    one, rng = step("single"), np.random.default_rng(0)
+    single, rng = step("single"), np.random.default_rng(0)
 
     def noise(path: Any, x: jax.Array) -> jax.Array:
         if x.dtype != np.float32:
@@ -84,58 +85,61 @@ def random_state(folder: Path) -> dict[str, np.ndarray]:
         positive = "nu" in jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         return jax.device_put((np.abs(values) if positive else values).astype(x.dtype), x.sharding)
 
-    state = one.init(jax.random.key(0))
+    state = single.init(jax.random.key(0))
     state = replace(
         jax.tree_util.tree_map_with_path(noise, state), step=jax.device_put(np.int32(3), state.step.sharding)
     )
-    one.save(folder, state).wait()
-    found = jp.Checkpoint(folder)
-    return {name: found.read(name) for name in found.arrays}
+    single.save(folder, state).wait()
+    checkpoint = jp.Checkpoint(folder)
+    return {name: checkpoint.read(name) for name in checkpoint.arrays}
 
 
 def saved(folder: Path) -> dict[str, bytes]:
-    found = jp.Checkpoint(folder)
-    found.verify()
-    return {name: found.read(name).tobytes() for name in found.arrays}
+    """Verify a checkpoint, and return the bytes of its arrays by name."""
+    checkpoint = jp.Checkpoint(folder)
+    checkpoint.verify()
+    return {name: checkpoint.read(name).tobytes() for name in checkpoint.arrays}
 
 
 def bits(state: Any) -> list[bytes]:
-    """What this process holds of a state: of every array its devices' parts."""
+    """Return the bytes of a state on this process: for every array the shards of its devices."""
     raw = lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     parts = (np.asarray(shard.data).tobytes() for x in jax.tree.leaves(state) for shard in raw(x).addressable_shards)
     return list(parts)
 
 
 def losses(name: str, state: Any) -> list[float]:
-    """Of three steps on."""
-    found = []
+    """Return the losses of the next three steps."""
+    values = []
     for number in range(3):
         state, metrics = step(name)(state, batch(number))
-        found.append(float(metrics["loss"]))
-    return found
+        values.append(float(metrics["loss"]))
+    return values
 
 
 def one_of_two(rank: int, port: str, out: str, names: Sequence[str], origins: Sequence[str], train: bool) -> None:
-    """In one of two processes: each layout restores the first origin and saves it, restores what was saved, and all
-    other origins, bit by bit the same; and takes three steps.
+    """Check layouts in one of two processes.
+
+    Each layout restores the first origin and saves it. Then it restores its own checkpoint and all other origins, which
+    must be equal to the bit, and with `train` it takes three steps.
     """
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
-    found = {}
+    losses_by_layout = {}
     for name in names:
-        there, folder = step(name), Path(out)
-        state = there.restore(folder / origins[0])
-        own = TWO if name == PAIRED[0] else f"{TWO}, {name}"
-        there.save(folder / own, state, {"batches": 3}).wait()
+        layout_step, folder = step(name), Path(out)
+        state = layout_step.restore(folder / origins[0])
+        own_name = TWO_PROCESSES if name == PAIRED[0] else f"{TWO_PROCESSES}, {name}"
+        layout_step.save(folder / own_name, state, {"batches": 3}).wait()
         expected = bits(state)
-        for origin in (*origins[1:], own):
-            state = there.restore(folder / origin)
+        for origin in (*origins[1:], own_name):
+            state = layout_step.restore(folder / origin)
             assert bits(state) == expected, (origin, name)
-        found[name] = losses(name, state) if train else []
-    print("RESULT", json.dumps(found), flush=True)
+        losses_by_layout[name] = losses(name, state) if train else []
+    print("RESULT", json.dumps(losses_by_layout), flush=True)
 
 
 def two_processes(out: Path, names: Sequence[str], origins: Sequence[str], train: bool) -> list[dict[str, list[float]]]:
-    """`one_of_two` twice: the losses by layout that each found."""
+    """Run `one_of_two` in two processes, and return the losses by layout of each."""
     port = str(free_port())
     code = "import sys, jax; jax.config.update('jax_num_cpu_devices', 4); sys.path[:0] = sys.argv[2:]; " \
            "import json, layouts; layouts.one_of_two(*json.loads(sys.argv[1]))"  # fmt: skip
@@ -148,10 +152,10 @@ def two_processes(out: Path, names: Sequence[str], origins: Sequence[str], train
         for word in words
     ]
     try:
-        outs = [worker.communicate(timeout=900) for worker in workers]
+        outputs = [worker.communicate(timeout=900) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], outs[0][1][-3000:] + outs[1][1][-3000:]
-    lines = [[line for line in said.splitlines() if line.startswith("RESULT")] for said, _ in outs]
+    assert [worker.returncode for worker in workers] == [0, 0], outputs[0][1][-3000:] + outputs[1][1][-3000:]
+    lines = [[line for line in stdout.splitlines() if line.startswith("RESULT")] for stdout, _ in outputs]
     return [json.loads(line[0].removeprefix("RESULT")) for line in lines]

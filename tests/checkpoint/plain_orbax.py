@@ -17,20 +17,20 @@ Arrays = dict[str, np.ndarray]
 
 
 def flat(tree: Any, keys: tuple[str, ...] = ()) -> Arrays:
-    """The arrays of nested dicts and lists by their keys, joined by dots."""
-    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else None
-    if inside is None:
+    """Return the arrays of nested dicts and lists by their keys, joined by dots."""
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else None
+    if children is None:
         return {} if tree is None else {".".join(keys): np.asarray(tree)}
-    return {name: x for key, child in inside for name, x in flat(child, (*keys, str(key))).items()}
+    return {name: x for key, child in children for name, x in flat(child, (*keys, str(key))).items()}
 
 
-def same(found: Any, expected: Arrays, how: str) -> None:
+def same(tree: Any, expected: Arrays, reader: str) -> None:
     """Exit with an error unless each array is equal to the bit."""
-    arrays = flat(found)
-    assert arrays.keys() == expected.keys(), (how, arrays.keys() ^ expected.keys())
+    arrays = flat(tree)
+    assert arrays.keys() == expected.keys(), (reader, arrays.keys() ^ expected.keys())
     for name, x in arrays.items():
-        assert x.dtype == expected[name].dtype, (how, name, x.dtype)
-        assert x.tobytes() == expected[name].tobytes(), (how, name)
+        assert x.dtype == expected[name].dtype, (reader, name, x.dtype)
+        assert x.tobytes() == expected[name].tobytes(), (reader, name)
 
 
 def check(folder: Path) -> int:
@@ -58,7 +58,7 @@ def check(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    if "--hide" in sys.argv:  # in an environment that has jaxpar
+    if "--hide" in sys.argv:  # for an environment that has jaxpar
         sys.modules["jaxpar"] = None  # type: ignore[assignment]
     else:
         assert importlib.util.find_spec("jaxpar") is None

@@ -14,7 +14,7 @@ from jaxpar.checkpoint.checkpoints import Checkpoints
 
 
 class Net(nnx.Module):
-    """With BatchNorm, dropout's random streams, and a leaf (130 x 127) that no axis divides."""
+    """A net with BatchNorm, dropout's random streams, and a leaf (130 x 127) that no axis divides."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.inner = nnx.Linear(12, 130, rngs=rngs)
@@ -51,8 +51,8 @@ def test_a_state_comes_back_bit_by_bit(strategy: str, tmp_path: Path) -> None:
         assert saves.latest is None
         saves.save(1, state)
         expected = bits(state)
-        state, metrics = step(state, batch())  # while it is being written, into the memory that it was in
-    after = bits(state)
+        state, metrics = step(state, batch())  # while the state is being written, a step reuses its memory
+    trained_bits = bits(state)
     with Checkpoints(tmp_path, step, {"seed": 3}) as saves:
         assert saves.latest == 1
         restored = saves.restore()
@@ -61,7 +61,7 @@ def test_a_state_comes_back_bit_by_bit(strategy: str, tmp_path: Path) -> None:
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
         assert new.sharding.is_equivalent_to(old.sharding, old.ndim)
     restored, again = step(restored, batch())
-    assert bits(restored) == after
+    assert bits(restored) == trained_bits
     assert float(again["loss"]) == float(metrics["loss"])
 
 
@@ -101,11 +101,11 @@ def test_what_does_not_fit_is_not_restored(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="holds no complete checkpoint"):
             saves.restore()
         state = saves.step.init(jax.random.key(0))
-        with pytest.raises(ValueError, match="the state after step 0, to be saved as that after step 2"):
+        with pytest.raises(ValueError, match="the state is of step 0, and number=2; save it with its step"):
             saves.save(2, state)
         saves.save(0, state)
     wider = jp.from_nnx(lambda rngs: nnx.Linear(12, 24, rngs=rngs), lambda module, batch: module(batch["x"]).mean())
-    for other, says in [
+    for other_saves, says in [
         (checkpoints(seed=1), "seed 0 there and 1 here"),
         (checkpoints(tx=optax.sgd(1e-2)), "optimizer.* is there and not here.*weights_only=True"),
         # It was cast in silence.
@@ -115,15 +115,15 @@ def test_what_does_not_fit_is_not_restored(tmp_path: Path) -> None:
         ),
         (checkpoints(model=wider), "another model.* is here and not there"),
     ]:
-        with other as saves, pytest.raises(ValueError, match=says):
+        with other_saves as saves, pytest.raises(ValueError, match=says):
             saves.restore()
     with checkpoints("ddp") as saves:
         assert int(saves.restore().step) == 0
         assert "saved under fsdp=8, and goes on under data=8" in saves.notes[0]
         saves.save(0, state)  # is there
-    with checkpoints() as saves, pytest.raises(ValueError, match="0 is there already, of another run; name another"):
+    with checkpoints() as saves, pytest.raises(ValueError, match="0 already exists, from another run; name another"):
         saves.save(0, state)
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         jp.Checkpoint(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="are for weights_only"):
         saves.step.restore(tmp_path, key=jax.random.key(0))

@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be written is named by all hosts, keeps none of them waiting, and costs no older one."""
+"""If a host cannot write a checkpoint, all hosts raise the error, none waits, and older checkpoints survive."""
 
 import asyncio
 import concurrent.futures
@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from jaxpar.checkpoint.about import UNFINISHED, numbers
-from jaxpar.checkpoint.commit import Writer, clear, wait
-from jaxpar.checkpoint.write import _all
+from jaxpar.checkpoint.commit import Writer, remove_unfinished, wait
+from jaxpar.checkpoint.write import _wait_for_writes
 from jaxpar.hosts import outcomes
 from jaxpar.hosts.outcomes import Outcomes
 
@@ -24,7 +24,7 @@ Write = Callable[[Path], object]
 
 
 class Table:
-    """The coordinator's, of processes that are threads here."""
+    """The table of the coordinator. Its processes are threads here."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -48,22 +48,23 @@ def hosts(count: int) -> list[Writer]:
 
 
 def save(
-    writers: list[Writer], folder: Path, number: int, keep: int | None = None, others: Mapping[int, Write] | None = None
+    writers: list[Writer], folder: Path, number: int, keep: int | None = None, writes: Mapping[int, Write] | None = None
 ) -> list[str]:
-    """Every host's error, "" without one; `others` are what hosts do in place of writing a file."""
-    plain = lambda host: lambda place: (place / f"{host}").write_text(str(number)) and None
+    """Save on every host, and return each host's error or "". `writes` replaces the write of some hosts, by host."""
+    write_file = lambda host: lambda place: (place / f"{host}").write_text(str(number)) and None
     commits = [
-        writer.begin(folder, number, keep, (others or {}).get(host, plain(host))) for host, writer in enumerate(writers)
+        writer.begin(folder, number, keep, (writes or {}).get(host, write_file(host)))
+        for host, writer in enumerate(writers)
     ]
-    found = []
+    errors = []
     for commit in commits:
         assert concurrent.futures.wait([commit], 600).done
         try:
             wait(commit)
-            found.append("")
+            errors.append("")
         except ValueError as error:
-            found.append(str(error))
-    return found
+            errors.append(str(error))
+    return errors
 
 
 def full(_: Path) -> None:
@@ -76,16 +77,16 @@ def test_files_are_on_the_disk_before_the_checkpoint_has_its_name(
     """After a power failure a checkpoint with its name would hold empty files."""
     fsync, synced = os.fsync, set[str]()
 
-    def noted(descriptor: int) -> None:
+    def record_fsync(descriptor: int) -> None:
         synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", record_fsync)
     assert save(hosts(2), tmp_path, 1) == [""] * 2
     files = {path.relative_to(tmp_path / "1").as_posix() for path in (tmp_path / "1").rglob("*")}
     unfinished = {path.partition(f"{UNFINISHED}/")[2] for path in synced}
     assert {"0", "1"} <= files & unfinished
-    assert str(tmp_path) in synced  # and its name
+    assert str(tmp_path) in synced  # the folder with the checkpoint's name
 
 
 def test_a_write_that_fails_is_raised_once_all_have_ended() -> None:
@@ -97,7 +98,7 @@ def test_a_write_that_fails_is_raised_once_all_have_ended() -> None:
             full(Path())
 
     with pytest.raises(OSError, match="No space left on device"):
-        asyncio.run(_all([write(number) for number in range(3)]))
+        asyncio.run(_wait_for_writes([write(number) for number in range(3)]))
     assert ended == [0, 1, 2]
 
 
@@ -112,18 +113,20 @@ def test_all_write_and_the_last_are_kept(count: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_host_that_cannot_write_is_named_and_the_next_save_is_another_one(count: int, tmp_path: Path) -> None:
-    """Orbax's threads waited for each other for ever, and the run for them, once one had failed."""
+    """Once a host had failed, Orbax's threads waited for each other for ever, and the run waited for them."""
     writers = hosts(count)
     assert not any(save(writers, tmp_path, 1, keep=1))
-    found = save(writers, tmp_path, 2, keep=1, others={count - 1: full})
-    where = f"process {count - 1}: " if count > 1 else ""
-    says = f"a checkpoint could not be written to {tmp_path}: {where}No space left on device; make room, or see that"
-    assert all(text.startswith(says) for text in found)
+    errors = save(writers, tmp_path, 2, keep=1, writes={count - 1: full})
+    process = f"process {count - 1}: " if count > 1 else ""
+    message = (
+        f"a checkpoint could not be written to {tmp_path}: {process}No space left on device; make room, or see that"
+    )
+    assert all(text.startswith(message) for text in errors)
     assert (tmp_path / "1").is_dir()
     assert not (tmp_path / "2").exists()
     bug = lambda _: {}["x"]
     assert all(
-        "KeyError: 'x'; see what it says" in text for text in save(writers, tmp_path, 3, others={count - 1: bug})
+        "KeyError: 'x'; see what it says" in text for text in save(writers, tmp_path, 3, writes={count - 1: bug})
     )
     assert not any(save(writers, tmp_path, 2, keep=1))
     assert not any(save(writers, tmp_path, 4, keep=1))
@@ -131,7 +134,7 @@ def test_a_host_that_cannot_write_is_named_and_the_next_save_is_another_one(coun
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_folder_that_is_gone_is_not_made_again(count: int, tmp_path: Path) -> None:
+def test_a_placethat_is_gone_is_not_made_again(count: int, tmp_path: Path) -> None:
     writers, folder = hosts(count), tmp_path / "checkpoints"
     folder.mkdir()
     assert not any(save(writers, folder, 1))
@@ -143,7 +146,7 @@ def test_a_folder_that_is_gone_is_not_made_again(count: int, tmp_path: Path) -> 
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    """Two of one process, of two steps, would take each other's words in the table."""
+    """Two saves of one process would mix up their entries in the table."""
     first, second = hosts(2)
     go, order = threading.Event(), []
     slow = lambda place: (go.wait(600), order.append(place.name))
@@ -158,7 +161,7 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
 
 
 def test_a_host_that_says_nothing_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait had no end of its own; a clock that is set does not change it, since it is not the one that is read."""
+    """The wait had no time limit. It uses a monotonic clock, so setting the clock does not change it."""
     monkeypatch.setattr(outcomes, "LONGEST", 0.2)
     first, _ = hosts(2)
     commit = first.begin(tmp_path, 1, None, lambda place: None)
@@ -168,7 +171,7 @@ def test_a_host_that_says_nothing_ends_the_wait(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_host_that_fails_and_goes_on_is_not_missed(tmp_path: Path) -> None:
-    """What it says of the next save stood where the others still looked for the one before."""
+    """Its entry about the next save replaced the one that the others still waited for."""
     first, second = hosts(2)
     failed = [second.begin(tmp_path, number, None, full) for number in (1, 2)]
     concurrent.futures.wait(failed, 0.5)
@@ -179,7 +182,7 @@ def test_a_host_that_fails_and_goes_on_is_not_missed(tmp_path: Path) -> None:
 
 
 def test_a_read_that_fails_on_one_host_is_told_to_all() -> None:
-    """The others said that its error says why. An error without a text is one too."""
+    """Other hosts did not get the reason. An error without a text counts as well."""
 
     def fails(error: Exception) -> None:
         raise error
@@ -187,14 +190,14 @@ def test_a_read_that_fails_on_one_host_is_told_to_all() -> None:
     for error, reason in ((ValueError("params/w is damaged"), "params/w is damaged"), (OSError(), "OSError")):
         first, second = hosts(2)
         with concurrent.futures.ThreadPoolExecutor() as threads:
-            sound = threads.submit(first.together, "restore", lambda: 7)
-            damaged = threads.submit(second.together, "restore", functools.partial(fails, error))
+            sound = threads.submit(first.attempt_on_all_hosts, "restore", lambda: 7)
+            damaged = threads.submit(second.attempt_on_all_hosts, "restore", functools.partial(fails, error))
         assert sound.result() == (7, None, f"process 1: {reason}")
         assert damaged.result() == (None, error, f"process 1: {reason}")
 
 
 def test_odd_neighbours_are_no_dead_end(tmp_path: Path) -> None:
-    """A folder `0100`, a file `200`, and a link in the place of an unfinished checkpoint."""
+    """A folder `0100`, a file `200`, and a link with the name of an unfinished checkpoint do no harm."""
     (tmp_path / "elsewhere").mkdir()
     folder = tmp_path / "checkpoints"
     (folder / "0100").mkdir(parents=True)
@@ -205,14 +208,14 @@ def test_odd_neighbours_are_no_dead_end(tmp_path: Path) -> None:
     assert save(hosts(1), folder, 4, keep=1) == [""]
     assert numbers(folder) == [4]
     (folder / "5.orbax-checkpoint-tmp").symlink_to(tmp_path / "elsewhere")
-    clear(folder)
+    remove_unfinished(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["0100", "200", "4"]
     assert (tmp_path / "elsewhere").is_dir()
 
 
 @pytest.mark.slow
 def test_a_program_whose_last_save_fails_does_not_end_well(tmp_path: Path) -> None:
-    """Where the folder was removed, the end of the program waited for ever; where it could not be written to, the
+    """If the folder was removed, the program waited for ever at its end. If the folder could not be written to, the
     program showed a traceback and ended with status 0.
     """
     program = f"""

@@ -1,4 +1,4 @@
-"""What is damaged is named, by array or file, and is never restored in silence. 8 of 12 flipped bits once were."""
+"""An error names damaged arrays and files, and none is restored in silence, as 8 of 12 flipped bits once were."""
 
 import errno
 import itertools
@@ -39,13 +39,13 @@ def folder(sound: Path, tmp_path: Path) -> Path:
 
 
 def files(folder: Path) -> list[Path]:
-    """The files that a reader looks at: Orbax's marker has a name that is all it says."""
-    every = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
-    return [path for path in every if path.name != "commit_success.txt"]
+    """Return the files whose content is read. Of Orbax's marker, only the name matters."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    return [path for path in paths if path.name != "commit_success.txt"]
 
 
-def told(read: Callable[[], dict[str, bytes]]) -> dict[str, bytes] | str:
-    """What is read, or what is wrong with it."""
+def read_or_error(read: Callable[[], dict[str, bytes]]) -> dict[str, bytes] | str:
+    """Return the arrays that are read, or the text of the error."""
     try:
         return read()
     except ValueError as error:
@@ -53,11 +53,12 @@ def told(read: Callable[[], dict[str, bytes]]) -> dict[str, bytes] | str:
 
 
 def kind(path: Path) -> str:
+    """Return the kind of a file: "arrays", or its name."""
     return "arrays" if path.parent.name == "d" else path.name
 
 
 def test_every_flipped_bit_is_named_or_harmless(sound: Path, folder: Path) -> None:
-    """Forty in each kind of file."""
+    """Flip forty bits in each kind of file."""
     rng, expected = random.Random(0), saved(sound)
     kinds = {name: list(paths) for name, paths in itertools.groupby(sorted(files(folder), key=kind), key=kind)}
     assert {"arrays", "metadata", "manifest.ocdbt", "_METADATA"} <= {*kinds}
@@ -65,31 +66,37 @@ def test_every_flipped_bit_is_named_or_harmless(sound: Path, folder: Path) -> No
         for _ in range(40):
             path = rng.choice(paths)
             content = path.read_bytes()
-            at = rng.randrange(len(content))
-            path.write_bytes(content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :])
-            found = told(lambda: saved(folder))
-            if isinstance(found, str):
-                known = [path.name, *(f": {name} is not what was written" for name in expected), "was written in form"]
-                assert any(text in found for text in known), found
+            position = rng.randrange(len(content))
+            path.write_bytes(
+                content[:position] + bytes([content[position] ^ 1 << rng.randrange(8)]) + content[position + 1 :]
+            )
+            result = read_or_error(lambda: saved(folder))
+            if isinstance(result, str):
+                messages = [
+                    path.name,
+                    *(f": {name} is not what was written" for name in expected),
+                    "was written in form",
+                ]
+                assert any(text in result for text in messages), result
             else:  # a bit of JSON may be a space
-                assert (found, path.name) == (expected, "metadata"), (path, at)
+                assert (result, path.name) == (expected, "metadata"), (path, position)
             path.write_bytes(content)
     assert saved(folder) == expected
 
 
 def test_a_flipped_bit_within_a_large_array_is_not_restored(tmp_path: Path) -> None:
-    """Far from the ends of its file, where the checksum of its chunk alone covers it."""
+    """The bit is far from the ends of its file, so that only the checksum of its chunk covers it."""
     large = jp.Model(
         init=lambda key: {"w": jax.random.normal(key, (2048, 512))}, loss=lambda p, b, key: (p["w"] * b["x"]).mean()
     )
-    one = jp.make_train_step(large, optax.sgd(1.0), "fsdp")
-    one.save(tmp_path, one.init(jax.random.key(0))).wait()
+    sgd_step = jp.make_train_step(large, optax.sgd(1.0), "fsdp")
+    sgd_step.save(tmp_path, sgd_step.init(jax.random.key(0))).wait()
     path = max((tmp_path / "0").rglob("d/*"), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"0 is damaged: params/w is not what was written: .*Digest mismatch"):
-        one.restore(tmp_path)
+        sgd_step.restore(tmp_path)
 
 
 @pytest.mark.parametrize("how", ["half", "nothing", "gone", "noise", "another's"])
@@ -98,55 +105,55 @@ def test_files_that_are_not_whole_are_named(how: str, folder: Path) -> None:
         content = path.read_bytes()
         path.unlink()
         if how != "gone":
-            swapped = bytes(reversed(content))  # of the same size
-            other = {
+            reversed_content = bytes(reversed(content))  # of the same size
+            contents = {
                 "half": content[: len(content) // 2],
                 "nothing": b"",
                 "noise": os.urandom(99),
-                "another's": swapped,
+                "another's": reversed_content,
             }
-            path.write_bytes(other[how])
-        named = ABOUT if path.name == "metadata" else path.name
-        with pytest.raises(ValueError, match=rf"{folder}/3 is damaged: .*{named} .*; start a new run"):
+            path.write_bytes(contents[how])
+        named_file = ABOUT if path.name == "metadata" else path.name
+        with pytest.raises(ValueError, match=rf"{folder}/3 is damaged: .*{named_file} .*; start a new run"):
             jp.Checkpoint(folder).verify()
-        if named != ABOUT:
-            with pytest.raises(ValueError, match=rf"3 is damaged: .*{named} "):
+        if named_file != ABOUT:
+            with pytest.raises(ValueError, match=rf"3 is damaged: .*{named_file} "):
                 step("zero3").restore(folder)
         path.write_bytes(content)
 
 
 def test_files_of_another_checkpoint_are_named(sound: Path, folder: Path) -> None:
-    """The same arrays after another step: each chunk has a checksum that is right."""
-    there = step("zero3")
-    state = there.restore(folder)
+    """The files are of the same arrays after another step: the checksums of all chunks are right."""
+    zero3 = step("zero3")
+    state = zero3.restore(folder)
     object.__setattr__(state, "step", jax.device_put(np.int32(4), state.step.sharding))
-    there.save(folder, state).wait()
+    zero3.save(folder, state).wait()
     shutil.rmtree(folder / "4" / "state")
     shutil.copytree(sound / "3" / "state", folder / "4" / "state")
     with pytest.raises(ValueError, match=r"4 is damaged: state/.* is missing"):
-        there.restore(folder)
+        zero3.restore(folder)
 
 
 def test_crafted_descriptions_are_refused_in_a_sentence(sound: Path, folder: Path) -> None:
-    """Wrong types, missing keys, huge numbers, with a checksum that is right: 7 of 10 ended in a traceback."""
+    """Wrong types, missing keys and huge numbers, with a valid checksum: 7 of 10 ended in a traceback."""
     rng, expected = random.Random(1), saved(sound)
-    wrong = [None, "x", -1, 10**30, 1e308, [], {}, True, [[1, 2]], {"shape": 1}, "../../etc", "a" * 9999]
+    wrong_values = [None, "x", -1, 10**30, 1e308, [], {}, True, [[1, 2]], {"shape": 1}, "../../etc", "a" * 9999]
     path = folder / "3" / ABOUT
     sound_content = json.loads(path.read_text())
     del sound_content["crc32"]
-    for key, value in [(key, value) for key in sound_content for value in rng.sample(wrong, 4)]:
+    for key, value in [(key, value) for key in sound_content for value in rng.sample(wrong_values, 4)]:
         content = {**sound_content, key: value}
         if isinstance(sound_content[key], dict) and sound_content[key] and rng.random() < 0.5:
-            inner = rng.choice(sorted(sound_content[key]))
-            content[key] = {**sound_content[key], inner: value}
+            inner_key = rng.choice(sorted(sound_content[key]))
+            content[key] = {**sound_content[key], inner_key: value}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         path.write_text(json.dumps({**content, "crc32": zlib.crc32(text.encode())}))
-        found = told(lambda: saved(folder))
-        if isinstance(found, str):
-            assert str(folder) in found, (key, value, found)
-            assert len(found) < 1500
-        else:  # what only people read, or what the run says of itself
-            assert found == expected, (key, value)
+        result = read_or_error(lambda: saved(folder))
+        if isinstance(result, str):
+            assert str(folder) in result, (key, value, result)
+            assert len(result) < 1500
+        else:  # values that only people read, or that only describe the run
+            assert result == expected, (key, value)
 
 
 def test_the_folder_is_named_by_the_step_of_its_state(folder: Path) -> None:
@@ -156,74 +163,74 @@ def test_the_folder_is_named_by_the_step_of_its_state(folder: Path) -> None:
 
 
 def test_the_newest_good_one_is_gone_on_from_where_the_user_says_so(folder: Path) -> None:
-    there = step("zero3")
-    state = there.restore(folder)
-    with Checkpoints(folder, there, {}) as saves:
-        for number in (4, 5):  # a step of the optimizer's is not needed to make them
+    zero3 = step("zero3")
+    state = zero3.restore(folder)
+    with Checkpoints(folder, zero3, {}) as saves:
+        for number in (4, 5):  # checkpoints of two more steps, without training
             state = jax.tree.map(lambda x: x, state)
             object.__setattr__(state, "step", jax.device_put(np.int32(number), state.step.sharding))
             saves.save(number, state)
             saves.wait()
     path = max((folder / "5").rglob("d/*"), key=lambda path: path.stat().st_size)
     path.write_bytes(path.read_bytes()[:-8] + bytes(8))
-    with Checkpoints(folder, there, {}) as saves:
+    with Checkpoints(folder, zero3, {}) as saves:
         with pytest.raises(ValueError, match=r"5 is damaged: .* go on from step 4, or resume with .latest-good."):
             saves.restore()
         assert int(saves.restore(good=True).step) == 4
         assert "5 is damaged" in saves.notes[0]
         assert sorted(path.name for path in folder.iterdir()) == ["4", "5.damaged"]
         object.__setattr__(state, "step", jax.device_put(np.int32(5), state.step.sharding))
-        saves.save(5, state)  # its place is free again
+        saves.save(5, state)  # its folder is free again
     jp.Checkpoint(folder / "5").verify()
     shutil.rmtree(folder / "4" / "about")
     (folder / "5" / ABOUT).unlink()
     with (
-        Checkpoints(folder, there, {}) as saves,
+        Checkpoints(folder, zero3, {}) as saves,
         pytest.raises(ValueError, match=rf"holds no checkpoint that is whole: .*{ABOUT}.*no item `about`"),
     ):
         saves.restore(good=True)
 
 
 def test_a_full_disk_is_said_and_costs_no_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = step("zero3")
-    state = there.restore(folder)
+    zero3 = step("zero3")
+    state = zero3.restore(folder)
     object.__setattr__(state, "step", jax.device_put(np.int32(4), state.step.sharding))
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(write, "_write_spec", full)
-    says = r"could not be written to .*: No space left on device; make room.* Older ones are as they were"
-    with pytest.raises(ValueError, match=says), Checkpoints(folder, there, {}) as saves:
+    message = r"could not be written to .*: No space left on device; make room.* Older ones are as they were"
+    with pytest.raises(ValueError, match=message), Checkpoints(folder, zero3, {}) as saves:
         saves.save(4, state)
     jp.Checkpoint(folder / "3").verify()
     monkeypatch.undo()
-    with Checkpoints(folder, there, {}) as saves:
+    with Checkpoints(folder, zero3, {}) as saves:
         assert saves.latest == 3
         saves.save(4, state)
     assert sorted(path.name for path in folder.iterdir()) == ["3", "4"]
 
 
 def test_what_is_saved_stays_as_it_was(tmp_path: Path) -> None:
-    """Though the next step writes into its memory at once."""
-    one = jp.make_train_step(
+    """The checkpoint keeps its values although the next step reuses their memory at once."""
+    sgd_step = jp.make_train_step(
         jp.Model(init=lambda key: {"w": jax.numpy.ones(4)}, loss=lambda p, b, key: (p["w"] * b["x"]).mean()),
         optax.sgd(1.0),
     )
-    state = one.init(jax.random.key(0))
+    state = sgd_step.init(jax.random.key(0))
     for _ in range(2):
-        saves = one.save(tmp_path, state, {"batches": int(state.step)})
-        state, _ = one(state, {"x": np.ones((8, 4), np.float32)})
+        saves = sgd_step.save(tmp_path, state, {"batches": int(state.step)})
+        state, _ = sgd_step(state, {"x": np.ones((8, 4), np.float32)})
     saves.wait()
-    found = [jp.Checkpoint(tmp_path / str(number)) for number in (0, 1)]
-    assert [at.data for at in found] == [{"batches": 0}, {"batches": 1}]
-    np.testing.assert_array_equal(found[0].read("params/w"), 1)
-    np.testing.assert_allclose(found[1].read("params/w"), 0.75)
+    checkpoints = [jp.Checkpoint(tmp_path / str(number)) for number in (0, 1)]
+    assert [checkpoint.data for checkpoint in checkpoints] == [{"batches": 0}, {"batches": 1}]
+    np.testing.assert_array_equal(checkpoints[0].read("params/w"), 1)
+    np.testing.assert_allclose(checkpoints[1].read("params/w"), 0.75)
 
 
 @pytest.mark.battery
 def test_a_save_that_nobody_waits_for_is_complete_when_the_program_ends(tmp_path: Path) -> None:
-    """Orbax's threads met thread pools that were shut down already: the last checkpoint was none."""
+    """Orbax used thread pools that had been shut down already, and the last checkpoint was missing."""
     program = f"""
 import jax, optax, jaxpar as jp
 model = jp.Model(init=lambda key: {{"w": jax.numpy.ones((3000, 999))}}, loss=lambda p, b, key: (p["w"] * b["x"]).mean())

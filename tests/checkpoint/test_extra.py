@@ -1,4 +1,4 @@
-"""Trees beside a state in its checkpoint: averages of the parameters, a second model; into another layout, and anew."""
+"""Trees that are saved with a state (averages, a second model) restore into another layout and a resumed run."""
 
 from pathlib import Path
 from typing import Any
@@ -26,31 +26,31 @@ def test_into_another_layout(tmp_path: Path) -> None:
     extra = {"ema": ema, "critic": [np.arange(6, dtype=np.int32), jax.random.key(3)]}
     step.save(tmp_path, state, extra=extra)
 
-    other = step_of("zero1", 4)
-    again = other.restore(tmp_path)  # the state is what it was
-    like = {"ema": other.params(again)}
-    found = other.restore_extra(tmp_path, like)
-    jax.tree.map(np.testing.assert_array_equal, found["ema"], ema)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(like), strict=True):
+    other_step = step_of("zero1", 4)
+    restored = other_step.restore(tmp_path)
+    like = {"ema": other_step.params(restored)}
+    restored_extra = other_step.restore_extra(tmp_path, like)
+    jax.tree.map(np.testing.assert_array_equal, restored_extra["ema"], ema)
+    for a, b in zip(jax.tree.leaves(restored_extra), jax.tree.leaves(like), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-    numbers, key = other.restore_extra(tmp_path, {"critic": [np.zeros(6, np.int32), jax.random.key(0)]})["critic"]
+    numbers, key = other_step.restore_extra(tmp_path, {"critic": [np.zeros(6, np.int32), jax.random.key(0)]})["critic"]
     assert numbers.tolist() == [*range(6)]
     assert jax.random.key_data(key).tolist() == jax.random.key_data(jax.random.key(3)).tolist()
     jp.Checkpoint(tmp_path).verify()
 
-    for wrong, words in (
+    for wrong_like, message in (
         ({"average": like["ema"]}, r"has no average/embedding, .* beside its state; it has critic/0"),
         ({"critic": [np.zeros(5, np.int32), jax.random.key(0)]}, r"extra/critic/0 is int32\[6\] there and int32\[5\]"),
         ([1], "pass a dict of trees by name"),
     ):
-        with pytest.raises(ValueError, match=words):
-            other.restore_extra(tmp_path, wrong)
-    assert jnp.isfinite(other.evaluate(again, ENTRY.batch)["loss"])
+        with pytest.raises(ValueError, match=message):
+            other_step.restore_extra(tmp_path, wrong_like)
+    assert jnp.isfinite(other_step.evaluate(restored, ENTRY.batch)["loss"])
 
 
 @pytest.mark.slow
 def test_a_trainer_goes_on_with_them(tmp_path: Path) -> None:
-    """An average of the parameters that a hook keeps: a run that is resumed ends with that of one that was not."""
+    """A hook averages the parameters: a resumed run ends with the average of an uninterrupted one."""
 
     def run(steps: int, folder: Path, resume: bool = False) -> Any:
         def average(trainer: Any, metrics: Any) -> None:
@@ -68,7 +68,7 @@ def test_a_trainer_goes_on_with_them(tmp_path: Path) -> None:
         trainer.run()
         return trainer.extra["ema"]
 
-    whole = run(4, tmp_path / "whole")
-    run(2, tmp_path / "parts")
-    parts = run(4, tmp_path / "parts", resume=True)
-    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+    uninterrupted = run(4, tmp_path / "uninterrupted")
+    run(2, tmp_path / "resumed")
+    resumed = run(4, tmp_path / "resumed", resume=True)
+    jax.tree.map(np.testing.assert_array_equal, resumed, uninterrupted)

@@ -34,7 +34,7 @@ class Block(nnx.Module):
 
 
 class Net(nnx.Module):
-    """Four layers in a list, and a head whose rows no number of shards divides."""
+    """A net with four layers in a list, and a head whose rows no number of shards divides."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.layers = nnx.List([Block(rngs) for _ in range(4)])
@@ -76,7 +76,7 @@ STRATEGIES = ["fsdp=8", "pipe=2,data=2,chunks=2,microbatches=2", "tensor=2,fsdp=
 
 @pytest.mark.slow
 def test_orbax_alone_reads_what_jaxpar_saved(tmp_path: Path) -> None:
-    """Parameters, moments and counters, equal to the bit, in an environment without jaxpar where there is one."""
+    """Parameters, moments and counters are equal to the bit, in an environment without jaxpar if there is one."""
     for number, strategy in enumerate(STRATEGIES):
         step = step_of(NNX, strategy)
         state, _ = step(step.init(jax.random.key(0)), BATCH)
@@ -124,7 +124,7 @@ def test_a_step_begins_with_the_weights_that_flax_saved(kind: str, strategy: str
     step = step_of(NNX if kind == "nnx" else LINEN, strategy)
     folder = next(tmp_path.iterdir())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Orbax says that it takes the devices of those who saved
+        warnings.simplefilter("ignore")  # Orbax warns that it uses the devices of the program that saved
         restored = ocp.PyTreeCheckpointer().restore(folder) if kind != "train state" else None
     for state in (
         step.restore(folder, weights_only=True),
@@ -172,10 +172,10 @@ def test_a_leaf_is_its_key_path(tree: Any, tmp_path: Path) -> None:
         state, _ = step(step.init(jax.random.key(0)), BATCH)
         folder = tmp_path / strategy
         step.save(folder, state).wait()
-        again = step.restore(folder)
-        jax.tree.map(np.testing.assert_array_equal, step.params(again), step.params(state))
-        jax.tree.map(np.testing.assert_array_equal, again.optimizer, state.optimizer)
-        step(again, BATCH)
+        restored = step.restore(folder)
+        jax.tree.map(np.testing.assert_array_equal, step.params(restored), step.params(state))
+        jax.tree.map(np.testing.assert_array_equal, restored.optimizer, state.optimizer)
+        step(restored, BATCH)
         plain = ocp.PyTreeCheckpointer().restore(folder / "1" / "state")
         state, _ = step(step.restore(folder), BATCH)
         jax.tree.map(np.testing.assert_array_equal, plain["params"], step.params(step.restore(folder)))
@@ -196,7 +196,7 @@ def test_two_leaves_that_orbax_takes_for_one_are_refused(tmp_path: Path) -> None
 
 
 def test_a_checkpoint_in_the_form_before_is_named(tmp_path: Path) -> None:
-    """With what to do: its weights, by their paths, begin a new state."""
+    """The error says what to do: use its weights, by their paths, to start a new state."""
     safetensors = pytest.importorskip("safetensors.numpy")
     (tmp_path / "3" / "state").mkdir(parents=True)
     (tmp_path / "3" / "state" / "about.json").write_text('{"crc32": 0, "content": {"version": 2}}')
@@ -220,11 +220,11 @@ def test_a_checkpoint_in_the_form_before_is_named(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_program_are_converted(tmp_path: Path) -> None:
-    """Into a checkpoint of jaxpar's own, from which a step begins."""
+    """The result is a checkpoint of jaxpar, from which a step starts."""
     expected = saved_by_flax("nnx", tmp_path)
-    made = converted(jp.Checkpoint(tmp_path), tmp_path / "ours", weights_only=True)
-    made.verify()
-    assert not made.is_foreign
+    result = converted(jp.Checkpoint(tmp_path), tmp_path / "ours", weights_only=True)
+    result.verify()
+    assert not result.is_foreign
     step = step_of(NNX, "fsdp=8")
     ours = step.params(step.restore(tmp_path / "ours", weights_only=True))
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(ours), expected)

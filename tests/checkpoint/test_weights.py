@@ -71,13 +71,13 @@ def test_weights_begin_a_new_state_and_adapters_may_be_fresh(tmp_path: Path) -> 
         lora.restore(tmp_path, weights_only=True)
     with pytest.raises(ValueError, match=r"params= lacks layers/0/lora/a.* and 3 more; pass .* fresh=lambda"):
         lora.init(jax.random.key(1), params=old.params(state))
-    made = tree(lora, lora.init(jax.random.key(1)))
+    initial_params = tree(lora, lora.init(jax.random.key(1)))
     for begun in (
         lora.restore(tmp_path, weights_only=True, key=jax.random.key(1), fresh=LORA),
         lora.init(jax.random.key(1), params=old.params(state), fresh=LORA),
     ):
         for name, x in tree(lora, begun).items():
-            np.testing.assert_array_equal(x, made[name] if LORA(name) else base[name])
+            np.testing.assert_array_equal(x, initial_params[name] if LORA(name) else base[name])
     with pytest.raises(ValueError, match=r"params= has layers/0/lora/a.*, and the model has"):
         old.init(jax.random.key(1), params=lora.params(begun))
     wide = {**old.params(state), "head": np.ones((130, 132))}
@@ -85,21 +85,23 @@ def test_weights_begin_a_new_state_and_adapters_may_be_fresh(tmp_path: Path) -> 
         old.init(jax.random.key(1), params=wide)
 
 
-@pytest.mark.parametrize(("there", "here"), [("fsdp,precision=bf16", "zero2"), ("ddp", "fsdp,precision=bf16")])
-def test_a_frozen_base_goes_on_in_the_precision_of_the_step(there: str, here: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saved_strategy", "strategy"), [("fsdp,precision=bf16", "zero2"), ("ddp", "fsdp,precision=bf16")]
+)
+def test_a_frozen_base_goes_on_in_the_precision_of_the_step(saved_strategy: str, strategy: str, tmp_path: Path) -> None:
     """It is stored in the compute dtype, so that a run may go on under another precision, as with float32 masters."""
-    old = jp.make_train_step(model(2), optax.adam(1e-2), there, trainable=LORA)
+    old = jp.make_train_step(model(2), optax.adam(1e-2), saved_strategy, trainable=LORA)
     state, _ = old(old.init(jax.random.key(0)), {"x": jnp.ones((8, 8), jnp.bfloat16)})
     old.save(tmp_path, state).wait()
-    new = jp.make_train_step(model(2), optax.adam(1e-2), here, trainable=LORA)
-    low = jnp.bfloat16 if "bf16" in here else jnp.float32
-    want = {n: np.asarray(x if LORA(n) else x.astype(low)) for n, x in tree(old, state).items()}
-    for found in (new.restore(tmp_path), new.restore(tmp_path, weights_only=True, fresh=LORA)):
-        got = tree(new, found)
-        assert {n: x.dtype for n, x in got.items()} == {n: x.dtype for n, x in want.items()}
-        for name in got:
-            if not LORA(name) or int(found.step):
-                np.testing.assert_array_equal(got[name], want[name])
+    new = jp.make_train_step(model(2), optax.adam(1e-2), strategy, trainable=LORA)
+    frozen_dtype = jnp.bfloat16 if "bf16" in strategy else jnp.float32
+    expected = {n: np.asarray(x if LORA(n) else x.astype(frozen_dtype)) for n, x in tree(old, state).items()}
+    for restored in (new.restore(tmp_path), new.restore(tmp_path, weights_only=True, fresh=LORA)):
+        actual = tree(new, restored)
+        assert {n: x.dtype for n, x in actual.items()} == {n: x.dtype for n, x in expected.items()}
+        for name in actual:
+            if not LORA(name) or int(restored.step):
+                np.testing.assert_array_equal(actual[name], expected[name])
 
 
 def test_weights_alone_are_exact_beside_a_copy(tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_weights_alone_are_exact_beside_a_copy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_hugging_face_folder_is_written_tensor_by_tensor(tmp_path: Path) -> None:
-    """All parameters were in memory at once."""
+    """All parameters used to be in memory at once."""
     tiny = named("llama-tiny", layers=12, dim=64, heads=2, kv_heads=2, ffn=128)
     step = jp.make_train_step(tiny.model, optax.sgd(0.1), "fsdp")
     state = step.init(jax.random.key(0))
@@ -123,10 +125,10 @@ def test_a_hugging_face_folder_is_written_tensor_by_tensor(tmp_path: Path) -> No
     saved = jp.Checkpoint(tmp_path / "run")
     tracemalloc.start()
     llama.save_hf(tiny.config, weights_of(saved), tmp_path / "hf", max_shard_size=10**5)
-    most, size = tracemalloc.get_traced_memory()[1], 4 * tiny.parameters
+    peak_bytes, model_bytes = tracemalloc.get_traced_memory()[1], 4 * tiny.parameters
     tracemalloc.stop()
-    assert size > 1.6e6
-    assert most < size / 3
+    assert model_bytes > 1.6e6
+    assert peak_bytes < model_bytes / 3
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 9
     pytest.importorskip("safetensors")
     _, params = llama.from_hf(tmp_path / "hf")

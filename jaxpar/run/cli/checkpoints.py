@@ -1,4 +1,8 @@
-"""The commands on checkpoints: whether they are what was written, and what else can be made of them. No devices."""
+"""The commands on checkpoints, which need no devices.
+
+`jaxpar verify-checkpoint` compares checkpoints with their checksums. `jaxpar convert` makes another checkpoint of one,
+or a folder for Hugging Face's `transformers` or `peft`.
+"""
 
 import sys
 from dataclasses import dataclass
@@ -17,62 +21,64 @@ from .convert import converted
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Reads all of a checkpoint, or of each of a run's, and compares every array with its checksum.
+    """Read a checkpoint, or every checkpoint of a run, and compare every array with its checksum.
 
-    Exits with 1 where one is damaged, naming array and file.
+    Exits with 1 if a checkpoint is damaged, naming array and file.
     """
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
-    """of a checkpoint, of several, or of a run; here and elsewhere an address too, s3://bucket/run or gs://bucket/run"""
+    """folder of a checkpoint, of several, or of a run; or an address, s3://bucket/run or gs://bucket/run"""
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Makes another checkpoint of one, or the folder of a Hugging Face model, an array at a time, without devices."""
+    """Convert a checkpoint to another one or to a Hugging Face folder, an array at a time and without devices."""
 
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
-    """folder of a checkpoint, of several, or of a run: the last"""
+    """folder of a checkpoint; or of several, or of a run, to convert the last one"""
     target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TARGET")]
-    """folder to make"""
+    """folder to write"""
     to: Literal["checkpoint", "huggingface", "peft"] = "checkpoint"
-    """what to make; huggingface is for Llamas, peft for their adapters alone"""
+    """format of the result; huggingface is for Llamas, peft for their adapters alone"""
     weights_only: bool = False
-    """leave out the optimizer's state and what else training needs"""
+    """leave out the optimizer's state and everything else that only training needs"""
     dtype: str | None = None
-    """of the weights, such as bfloat16; without it: as they are, float32"""
+    """dtype of the weights, such as bfloat16; by default the dtype of the checkpoint, float32"""
     model: str | None = None
-    """huggingface, peft: the model, as in jaxpar train; without it: the one that the run was given"""
+    """huggingface, peft: the model, as in jaxpar train; by default the model of the run"""
 
 
 def verify(options: VerifyOptions) -> None:
-    """`jaxpar verify-checkpoint`."""
+    """Run `jaxpar verify-checkpoint`."""
     folder = place(options.folder, "folder")
-    inside = next((inside for inside in (folder, folder / "checkpoints") if numbers(inside)), None)
-    several = [folder] if inside is None else [inside / str(number) for number in numbers(inside)]
-    bad = 0
-    for one in several:
+    parent = next((parent for parent in (folder, folder / "checkpoints") if numbers(parent)), None)
+    # Without numbered checkpoints inside, the folder itself should be one.
+    checkpoint_folders = [folder] if parent is None else [parent / str(number) for number in numbers(parent)]
+    num_damaged = 0
+    for checkpoint_folder in checkpoint_folders:
         try:
-            saved = Checkpoint(one)
+            saved = Checkpoint(checkpoint_folder)
             saved.verify()
         except ValueError as error:
-            if inside is None and not one.is_dir():
+            if parent is None and not checkpoint_folder.is_dir():
                 raise
-            bad += 1
+            num_damaged += 1
             print(error)  # noqa: T201
         else:
             total = size(sum(path.stat().st_size for path in saved.folder.rglob("*")))
-            print(f"{one}: {len(saved.arrays)} arrays, {total}, saved under {saved.strategy}: as written")  # noqa: T201
-    if bad:
+            contents = f"{len(saved.arrays)} arrays, {total}, saved under {saved.strategy}"
+            print(f"{checkpoint_folder}: {contents}: as written")  # noqa: T201
+    if num_damaged:
         sys.exit(1)
 
 
 def convert(options: ConvertOptions) -> None:
-    """`jaxpar convert`. Raises ValueError where the model has no form in Hugging Face's words, or is not known."""
-    jax.config.update("jax_platforms", "cpu")  # the shapes of a model are asked for, and nothing runs
+    """Run `jaxpar convert`. Raises ValueError if the model is not known, or Hugging Face has no such model."""
+    jax.config.update("jax_platforms", "cpu")  # only shapes are computed, so leave accelerators to others
     saved = Checkpoint(options.source)
     if options.to == "checkpoint":
-        made = converted(saved, options.target, options.weights_only, options.dtype)
-        print(f"written: {made}")  # noqa: T201
+        result = converted(saved, options.target, options.weights_only, options.dtype)
+        print(f"written: {result}")  # noqa: T201
         return
     name = options.model or saved.run.get("model")
     if not isinstance(name, str):

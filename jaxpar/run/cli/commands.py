@@ -1,4 +1,8 @@
-"""The command `jaxpar`."""
+"""The command `jaxpar`: finds the subcommand, runs it, and turns errors into one line and an exit status.
+
+`main` handles errors, `run` chooses the subcommand, and `_run_command` parses its options. The subcommands `train`,
+`check` and `explain` are here; the others are in files of their own, which are imported on demand.
+"""
 
 import argparse
 import dataclasses
@@ -28,15 +32,24 @@ from ...layout.distributed import attach
 from ...make import TrainStep, make_train_step
 from ...strategy import Strategy
 from ..train.folder import write_whole
-from ..train.loop import OWN, Hook
+from ..train.loop import PER_PROCESS_OPTIONS, Hook
 from ..train.progress import discard_output
 from ..train.trainer import Trainer
 from . import exports
-from .options import PASSING, CheckOptions, ExplainOptions, TrainOptions, model_of, optimizer_of, read, trainer_of
-from .own import is_folder, is_function, own, own_step
+from .model_sources import is_folder, is_function, load_user_model, load_user_step
+from .options import (
+    INVOCATION_OPTIONS,
+    CheckOptions,
+    ExplainOptions,
+    TrainOptions,
+    model_of,
+    optimizer_of,
+    read,
+    trainer_of,
+)
 from .parsing import in_flags, parse
 
-_OF = {field.name: field.default for field in dataclasses.fields(ExplainOptions)}
+_EXPLAIN_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ExplainOptions)}
 _USAGE = """usage: jaxpar COMMAND [OPTIONS]
 
 Train any Flax model under any parallelism strategy, and see what it costs.
@@ -49,7 +62,7 @@ commands:
   plan                rank strategies for devices that need not be here
   timeline            draw the schedule of a pipeline, before anything runs
   doctor              look at versions, devices, clocks, the shared folder
-  verify-checkpoint   compare what is saved with its checksums
+  verify-checkpoint   compare a checkpoint with its checksums
   convert             make weights, or a Hugging Face folder, of a checkpoint
 
 `jaxpar COMMAND --help` explains a command's options, `jaxpar --version` prints
@@ -58,34 +71,39 @@ the version. With JAXPAR_TRACEBACK=1 an error shows where it comes from.
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command line. Exits with 2 where the user can mend what is wrong, 1 where training failed or a file
-    could not be read or written, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
+    """Run the command line.
+
+    Exits with 2 after an error that the user can correct, 1 if training failed or a file could not be read or written,
+    130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
     """
     words = list(sys.argv[1:] if args is None else args)
     try:
         try:
             run(words)
         finally:
-            if sys.stdout is not None:  # it is where a shell has closed it
-                sys.stdout.flush()  # here, not at exit, where nothing could answer to a pipe that is closed
-    except (ValueError, FloatingPointError, ImportError) as error:  # the last says what to install
+            # It is None if the shell has closed it. Flush here: Python flushes at its exit, where the error of a closed
+            # pipe could not be caught any more.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except (ValueError, FloatingPointError, ImportError) as error:  # an ImportError says which package to install
         if os.environ.get("JAXPAR_TRACEBACK"):
             raise
-        notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("---")]  # but jax's own
-        says = "\n".join([str(error), *notes])
-        print(f"jaxpar: {says}", file=sys.stderr)  # noqa: T201
+        # Notes that begin with "---" are jax's, about its filtered tracebacks.
+        notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("---")]
+        message = "\n".join([str(error), *notes])
+        print(f"jaxpar: {message}", file=sys.stderr)  # noqa: T201
         ending.fail(error, status := 1 if isinstance(error, FloatingPointError) else 2)
         sys.exit(status)
-    except BrokenPipeError:  # whoever read the output has seen enough, as `head`
+    except BrokenPipeError:  # the reader of the output has closed it, as `head` does
         if sys.stdout is not None:
             discard_output()
         sys.exit(1)
     except OSError as error:
         if os.environ.get("JAXPAR_TRACEBACK"):
             raise
-        where = f"{error.filename}: " if error.filename else ""
+        path = f"{error.filename}: " if error.filename else ""
         hint = "see that the place exists, may be written to and has room, or name another"
-        print(f"jaxpar: {where}{error.strerror or error}; {hint}", file=sys.stderr)  # noqa: T201
+        print(f"jaxpar: {path}{error.strerror or error}; {hint}", file=sys.stderr)  # noqa: T201
         ending.fail(error)
         sys.exit(1)
     except KeyboardInterrupt:
@@ -93,51 +111,65 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def run(words: list[str]) -> None:
-    """Finds the command in the words and runs it. Raises ValueError for one that does not exist."""
+    """Run the command that the words name. Raises ValueError if it does not exist."""
     match words:
         case [] | ["-h" | "--help"]:
             print(_USAGE, end="")  # noqa: T201
         case ["--version"]:
             print(f"jaxpar {version('jaxpar')}, jax {jax.__version__}")  # noqa: T201
-        case ["train", *rest]:
-            _run(TrainOptions, "train", rest, train, _default(rest))
-        case ["launch", *rest]:
-            cut = rest.index("--") if "--" in rest else len(rest)
-            run_it = lambda options: sys.exit(launch.launch(options, rest[cut + 1 :]))
-            _run(launch.LaunchOptions, "launch", rest[:cut], run_it)
-        case ["check", *rest]:
-            _run(CheckOptions, "check", rest, check, _default(rest, CheckOptions))
-        case ["explain", *rest]:
-            _run(ExplainOptions, "explain", rest, explain, _default(rest, ExplainOptions))
-        case ["plan", *rest]:
-            from . import plan  # only this command needs it
+        case ["train", *args]:
+            _run_command(TrainOptions, "train", args, train, _default(args))
+        case ["launch", *args]:
+            # Behind "--" comes the command that launch starts, with its options.
+            separator = args.index("--") if "--" in args else len(args)
+            start_processes = lambda options: sys.exit(launch.launch(options, args[separator + 1 :]))
+            _run_command(launch.LaunchOptions, "launch", args[:separator], start_processes)
+        case ["check", *args]:
+            _run_command(CheckOptions, "check", args, check, _default(args, CheckOptions))
+        case ["explain", *args]:
+            _run_command(ExplainOptions, "explain", args, explain, _default(args, ExplainOptions))
+        case ["plan", *args]:
+            from . import plan  # it imports slowly, so only on demand
 
-            _run(plan.PlanOptions, "plan", rest, plan.main)
-        case ["timeline", *rest]:
+            _run_command(plan.PlanOptions, "plan", args, plan.main)
+        case ["timeline", *args]:
             from . import timeline
 
-            _run(timeline.TimelineOptions, "timeline", rest, timeline.main)
-        case ["doctor", *rest]:
+            _run_command(timeline.TimelineOptions, "timeline", args, timeline.main)
+        case ["doctor", *args]:
             from . import doctor
 
-            _run(doctor.DoctorOptions, "doctor", rest, doctor.main)
-        case ["verify-checkpoint", *rest]:
+            _run_command(doctor.DoctorOptions, "doctor", args, doctor.main)
+        case ["verify-checkpoint", *args]:
             from . import checkpoints
 
-            _run(checkpoints.VerifyOptions, "verify-checkpoint", rest, checkpoints.verify)
-        case ["convert", *rest]:
+            _run_command(checkpoints.VerifyOptions, "verify-checkpoint", args, checkpoints.verify)
+        case ["convert", *args]:
             from . import checkpoints
 
-            _run(checkpoints.ConvertOptions, "convert", rest, checkpoints.convert)
+            _run_command(checkpoints.ConvertOptions, "convert", args, checkpoints.convert)
         case [word, *_]:
-            if says := removed(f"jaxpar {word}"):
-                raise ValueError(says)
-            known = ["train", "launch", "explain", "check", "plan", "timeline", "doctor"]
-            _unknown(word, [*known, "verify-checkpoint", "convert", "--help", "--version"])
+            if message := removed(f"jaxpar {word}"):
+                raise ValueError(message)
+            commands = ["train", "launch", "explain", "check", "plan", "timeline", "doctor"]
+            _raise_unknown(word, [*commands, "verify-checkpoint", "convert", "--help", "--version"])
 
 
-def _run(options: type, command: str, words: list[str], call: Callable[[Any], Any], default: Any = None) -> None:
-    """Runs a command. Its errors name options as the command line spells them: the library says `broken='skip'`."""
+def _run_command(
+    options: type, command: str, words: list[str], call: Callable[[Any], Any], default: Any = None
+) -> None:
+    """Parse the options of a command, and run it.
+
+    Errors of the library name an option as Python does (`broken='skip'`). Here they get the spelling of the command
+    line (`--broken skip`).
+
+    Args:
+      options: the dataclass of the options.
+      command: the command's name.
+      words: the words behind the name.
+      call: the command, called with the options.
+      default: options that the words change; the class's own defaults if None.
+    """
     try:
         call(parse(options, command, words, default))
     except (ValueError, FloatingPointError) as error:
@@ -145,67 +177,78 @@ def _run(options: type, command: str, words: list[str], call: Callable[[Any], An
         raise
 
 
-def _unknown(given: str, known: list[str]) -> NoReturn:
-    near = did_you_mean(given, known) or f"; use {' or '.join(known)}, or see jaxpar --help"
-    raise ValueError(f"there is no command {given!r}{near}")
+def _raise_unknown(word: str, commands: list[str]) -> NoReturn:
+    hint = did_you_mean(word, commands) or f"; use {' or '.join(commands)}, or see jaxpar --help"
+    raise ValueError(f"there is no command {word!r}{hint}")
 
 
 def _default(words: list[str], cls: type[TrainOptions] = TrainOptions) -> TrainOptions:
-    """What the command line adds to: the options of --config, or with --resume those of the run in --out."""
-    look = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    """Return the defaults of the options: from --config, or with --resume from the run in --out.
+
+    These three options are read before the others, which take their defaults from that file.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--config", "--out"):
-        look.add_argument(name, type=Path)
-    look.add_argument("--resume", nargs="?", const=True)
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--resume", nargs="?", const=True)
     try:
-        given, _ = look.parse_known_args(words)
+        known_args, _ = parser.parse_known_args(words)
     except argparse.ArgumentError:
-        return cls()  # tyro says what is wrong
-    path = given.config
-    if path is None and given.resume and given.out:
-        there = place(given.out, "out") / "config.yaml"
-        path = there if there.exists() else None
+        return cls()  # `parse` reads the words again, and raises the error
+    path = known_args.config
+    if path is None and known_args.resume and known_args.out:
+        run_config = place(known_args.out, "out") / "config.yaml"
+        path = run_config if run_config.exists() else None
     return cls() if path is None else cls(**read(cls, path))
 
 
 def train(options: TrainOptions) -> None:
-    """`jaxpar train`: builds what the options name, trains it, and shows what it has learnt."""
-    Strategy.parse(options.strategy)  # before anything that takes time
+    """Run `jaxpar train`: train the model that the options name, and print a sample of what it has learnt."""
+    Strategy.parse(options.strategy)  # an error now, not after minutes
+    # 1. Devices and processes. All processes must have the same options.
     initialize(options.coordinator, options.processes, options.process)
     attach(options.devices)
-    consistency.compare("the options", {name: value for name, value in vars(options).items() if name not in OWN})
+    consistency.compare(
+        "the options", {name: value for name, value in vars(options).items() if name not in PER_PROCESS_OPTIONS}
+    )
     if options.export is not None:
         exports.check_exportable(options.model, options.export, options.length)
-    options = _placed(options)
+    # 2. The model and its data.
+    options = _with_folder(options)
     begin = time.perf_counter()
-    trainer, model = trainer_of(options, [Hook(on_start=functools.partial(_keep_config, options))])
-    source, say, doing = trainer.data, trainer.progress.say, trainer.progress.doing
+    trainer, model = trainer_of(options, [Hook(on_start=functools.partial(_save_config, options))])
+    source, say, activity = trainer.data, trainer.progress.say, trainer.progress.activity
     say(f"{options.model} on {getattr(source, 'description', 'its own data')}")
     if is_folder(options.model) and isinstance(source, Text) and source.corpus is not None:
         say("text is read as bytes, which are no tokens of this model; its tokenizer makes ids for --data ids.npy")
     if trainer.units.lines:
         values = ", ".join(f"{name} {value:.3f}" for name, value in trainer.units.lines.items())
         say(f"to compare with: {values} {trainer.units.loss}")
+    # 3. Train.
     trainer.run()
     if options.steps == 0:
         return
+    # 4. Export, and show a sample.
     say(f"{time.perf_counter() - begin:.1f} s; written: {options.out}")
     if options.export is not None:
         assert options.out is not None
-        with doing(f"exporting to {options.export}"):
+        with activity(f"exporting to {options.export}"):
             exported = exports.export(options.model, options.out, options.export, options.export_dtype)
         say(f"exported: {exported}")
-    writes = model is not None and not is_folder(options.model) and model.generate
-    if options.sample and writes and isinstance(source, Text) and source.corpus is not None:
-        # It compiles a program of its own, for tens of seconds where several processes share a machine.
-        with doing(f"compiling and writing a sample of {options.sample} tokens"):
-            sample = _sample(trainer, options, source.corpus.held_out[: options.length // 2], writes)
+    # Only models by name read bytes. A folder's model has a tokenizer.
+    generate = model is not None and not is_folder(options.model) and model.generate
+    if options.sample and generate and isinstance(source, Text) and source.corpus is not None:
+        # Sampling compiles another program, which takes tens of seconds if several processes share a machine.
+        with activity(f"compiling and writing a sample of {options.sample} tokens"):
+            sample = _sample(trainer, options, source.corpus.held_out[: options.length // 2], generate)
         say("a sample, after the beginning of the held-out text:")
         say(sample)
 
 
 def check(options: CheckOptions) -> None:
-    """`jaxpar check`: compiles the step that the options name, and prints what its strategy promised and what was
-    found. Exits with 1 where a promise is broken.
+    """Run `jaxpar check`: compile the step that the options name, and compare its program with the strategy's promises.
+
+    Exits with 1 if a promise is broken.
     """
     from ...inspect.check import findings as proofs  # only this command needs it
 
@@ -216,85 +259,94 @@ def check(options: CheckOptions) -> None:
 
 
 def explain(options: ExplainOptions) -> None:
-    """`jaxpar explain`: compiles the step that the options name, and prints what it holds and sends."""
+    """Run `jaxpar explain`: compile the step that the options name, and print what it holds and sends."""
     if options.step is not None:
-        _explain_own(options)
+        _explain_user_step(options)
         return
     step, batch = _step_of(options)
-    found = step.explain(batch)
-    print(json.dumps(found.json(), indent=1) if options.json else found)  # noqa: T201
+    explanation = step.explain(batch)
+    print(json.dumps(explanation.json(), indent=1) if options.json else explanation)  # noqa: T201
     if options.picture is not None:
-        found.picture(options.picture)
+        explanation.picture(options.picture)
         print(f"written: {options.picture}")  # noqa: T201
 
 
-def _explain_own(options: ExplainOptions) -> None:
-    """Of a step of the user's."""
+def _explain_user_step(options: ExplainOptions) -> None:
+    """Run `jaxpar explain --step`: the same report, for a step that a user's function makes."""
     from ...forecast.own_step import explain  # only this needs it
 
     assert options.step is not None
-    others = {"picture": options.picture, "config": options.config}
-    others |= {name: getattr(options, name) for name in ("model", "strategy") if getattr(options, name) != _OF[name]}
-    if given := next((name for name, value in others.items() if value is not None), None):
-        raise ValueError(f"--step is a step by itself, and has no --{given}; leave one of the two out")
+    excluded = {"picture": options.picture, "config": options.config}
+    changed = [name for name in ("model", "strategy") if getattr(options, name) != _EXPLAIN_DEFAULTS[name]]
+    excluded |= {name: getattr(options, name) for name in changed}
+    if option := next((name for name, value in excluded.items() if value is not None), None):
+        raise ValueError(f"--step is a step by itself, and has no --{option}; leave one of the two out")
     if options.target is not None:
-        jax.config.update("jax_platforms", "cpu")  # else the compiler for GPUs is missing where there is none
+        jax.config.update("jax_platforms", "cpu")  # without this, machines without GPUs lack the GPU compiler
     if options.target is None or options.devices is not None:
         attach(options.devices)
-    step, *args = own_step(options.step)
-    found = explain(step, *args, target=options.target)
-    print(json.dumps(found.json(), indent=1) if options.json else found)  # noqa: T201
+    step, *args = load_user_step(options.step)
+    explanation = explain(step, *args, target=options.target)
+    print(json.dumps(explanation.json(), indent=1) if options.json else explanation)  # noqa: T201
 
 
 def _step_of(options: CheckOptions | ExplainOptions) -> tuple[TrainStep, Any]:
-    """The step that the options name, on devices here or not, and a batch for it."""
+    """Return the step that the options name, on this machine's devices or for `--target`, and a batch for it."""
     from ...hardware.devices import target  # only what compiles for them needs it
 
-    Strategy.parse(options.strategy)  # before anything that takes time
+    Strategy.parse(options.strategy)  # an error now, not after minutes
     devices = None
     if options.target is None:
         initialize(options.coordinator, options.processes, options.process)
         attach(options.devices)
     else:
-        jax.config.update("jax_platforms", "cpu")  # else the compiler for GPUs is missing where there is none
+        jax.config.update("jax_platforms", "cpu")  # without this, machines without GPUs lack the GPU compiler
         devices = target(options.target).devices
     if is_function(options.model):
-        mine = own(options.model)
-        batch = mine.example(options.rows)
-        return make_train_step(mine.model, optimizer_of(options, mine.model, batch), options.strategy, devices), batch
-    model, source = model_of(options)
-    tx = optimizer_of(options, model.model, model.example(1, options.length))
-    step = make_train_step(model.model, tx, options.strategy, devices, model.trainable)
+        user_model = load_user_model(options.model)
+        model, batch = user_model.model, user_model.example(options.rows)
+        return make_train_step(model, optimizer_of(options, model, batch), options.strategy, devices), batch
+    named_model, source = model_of(options)
+    tx = optimizer_of(options, named_model.model, named_model.example(1, options.length))
+    step = make_train_step(named_model.model, tx, options.strategy, devices, named_model.trainable)
     return step, next(training(source, options.rows, options.seed))
 
 
-def _placed(options: TrainOptions) -> TrainOptions:
-    """The options with a folder to write to: a new one, the same in every process, unless one is named."""
+def _with_folder(options: TrainOptions) -> TrainOptions:
+    """Return the options with a folder to write to: `--out`, or a new one, the same in every process."""
     if options.out is not None or options.steps == 0:
         return options
     if may_restart():
-        raise ValueError("a run that is started again goes on from its own folder, and none is named; add --out FOLDER")
-    now = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
+        raise ValueError("a run that may be restarted needs a folder to continue from; add --out FOLDER")
+    # Clocks of hosts differ: all use the time of process 0.
+    seconds = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
     name = re.sub(r"[^\w.=-]+", "-", f"{options.model}-{options.strategy}")
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
     return dataclasses.replace(options, out=Path("runs") / f"{name}-{stamp}")
 
 
-def _keep_config(options: TrainOptions, trainer: Trainer, metrics: dict[str, float]) -> None:
-    """Writes config.yaml beside the run, and says what a resumed run has changed in it."""
+def _save_config(options: TrainOptions, trainer: Trainer, metrics: dict[str, float]) -> None:
+    """Write config.yaml into the folder of the run, and print what a resumed run changes in it."""
     if jax.process_index():
         return
     assert options.out is not None
     path = options.out / "config.yaml"
-    before = TrainOptions.load(path) if path.exists() else options
-    for name in (field.name for field in dataclasses.fields(TrainOptions) if field.name not in PASSING):
-        if getattr(before, name) != getattr(options, name):
-            trainer.progress.say(f"{name} is now {getattr(options, name)}, and was {getattr(before, name)}")
+    earlier = TrainOptions.load(path) if path.exists() else options
+    for name in (field.name for field in dataclasses.fields(TrainOptions) if field.name not in INVOCATION_OPTIONS):
+        if getattr(earlier, name) != getattr(options, name):
+            trainer.progress.say(f"{name} is now {getattr(options, name)}, and was {getattr(earlier, name)}")
     write_whole(path, options.dump().encode())
 
 
 def _sample(trainer: Trainer, options: TrainOptions, prompt: np.ndarray, generate: Callable[..., jax.Array]) -> str:
-    """The prompt, bytes uint8 [n], and what the model writes after it."""
+    """Return a prompt and the model's continuation, as printable text.
+
+    Args:
+      trainer: the trainer, with the trained state.
+      options: the number of tokens to generate (`sample`), the seed, and the length of the window.
+      prompt: bytes, uint8 [n].
+      generate: the model's `generate`.
+    """
     module, key = trainer.step.model(trainer.state), jax.random.key(options.seed)
     tokens = generate(module, prompt[None], options.sample, key, window=options.length)
     text = bytes(token for token in np.asarray(tokens)[0].tolist() if token < 256).decode(errors="replace")

@@ -1,4 +1,7 @@
-"""A checkpoint made of another one: all of it, or its weights, in another dtype. It needs no devices."""
+"""Conversion of checkpoints without devices: to another checkpoint (`converted`), or to weights by name (`weights_of`).
+
+Both read from the files as needed, a piece at a time. So the host's memory need not hold a whole model.
+"""
 
 from __future__ import annotations
 
@@ -20,39 +23,46 @@ from ...layout.boxes import slabs
 def converted(
     saved: Checkpoint, target: Place | str, weights_only: bool = False, dtype: str | None = None
 ) -> Checkpoint:
-    """Write a checkpoint with what another one has, a piece at a time in this host's memory.
+    """Copy a checkpoint, or its weights, into a new checkpoint, and return that.
 
     Args:
-      target: a folder that does not exist; the checkpoint is made in it, named by its step.
+      saved: the checkpoint to copy.
+      target: a folder that does not exist. The new checkpoint is a folder in it, named by its step.
       weights_only: leave out optimizer, key and loss scale; `step.restore(..., weights_only=True)` reads the rest.
-      dtype: of floating-point parameters, such as "bfloat16", for storage; as they are if None. A step's masters are
-        float32, so that it restores no other whole state.
+      dtype: dtype to store floating-point parameters in, such as "bfloat16"; unchanged if None. A step keeps float32
+        masters, so a state with another dtype cannot be restored whole, only its weights.
 
-    Raises ValueError where the folder is there, the dtype is none, or an array is damaged.
+    Raises:
+      ValueError: if the folder exists, the dtype does not, or an array is damaged.
     """
     if (target := place(target, "target").absolute()).exists():
         raise ValueError(f"{target} already exists; name another folder")
     try:
         cast = None if dtype is None else np.dtype(jnp.dtype(dtype))
     except TypeError as error:
-        raise ValueError(f"dtype={dtype!r} is no dtype of numbers; use one such as 'bfloat16' or 'float32'") from error
-    kinds, about = ("params", "variables", "step"), saved.about
-    names = [name for name in saved.arrays if not weights_only or name.partition("/")[0] in kinds]
+        raise ValueError(
+            f"dtype={dtype!r} is not a dtype of numbers; use one such as 'bfloat16' or 'float32'"
+        ) from error
+    weight_fields, about = ("params", "variables", "step"), saved.about
+    names = [name for name in saved.arrays if not weights_only or name.partition("/")[0] in weight_fields]
     shapes, paths, items = {}, {}, dict[str, Any]()
     for name in names:
-        shape, kind = saved.arrays[name]
-        if cast is not None and name.startswith("params") and jnp.issubdtype(kind, jnp.floating):
-            kind = cast
-        pieces = slabs(shape, kind.itemsize)
-        boxes: list[Any] = [(box, functools.partial(saved.opened[name].read, box, kind)) for box in pieces]
-        shapes[name], paths[name] = (shape, kind), keys_of(name) if saved.is_foreign else about.path(name)
+        shape, array_dtype = saved.arrays[name]
+        if cast is not None and name.startswith("params") and jnp.issubdtype(array_dtype, jnp.floating):
+            array_dtype = cast
+        # The values are functions, called as each box is written: `save_items` drops every box once it is on the disk.
+        pieces = slabs(shape, array_dtype.itemsize)
+        boxes: list[Any] = [(box, functools.partial(saved.opened[name].read, box, array_dtype)) for box in pieces]
+        shapes[name], paths[name] = (shape, array_dtype), keys_of(name) if saved.is_foreign else about.path(name)
+        # Put the array into the nested dicts of its item.
         node, keys = items, paths[name] if paths[name][0] == EXTRA else (STATE, *paths[name])
         for key in keys[:-1]:
             node = node.setdefault(key, {})
-        node[keys[-1]] = SavedArray(shape, kind, tuple(max(1, stop - start) for start, stop in pieces[0]), boxes)
-    kept = {name: kind for name, kind in about.kinds.items() if name in shapes}
-    about = dataclasses.replace(about, hosts=1, arrays=shapes, paths=paths, kinds=kept)
-    from ...checkpoint.write import finish, save_items
+        chunk = tuple(max(1, stop - start) for start, stop in pieces[0])
+        node[keys[-1]] = SavedArray(shape, array_dtype, chunk, boxes)
+    kinds = {name: kind for name, kind in about.kinds.items() if name in shapes}
+    about = dataclasses.replace(about, hosts=1, arrays=shapes, paths=paths, kinds=kinds)
+    from ...checkpoint.write import finish, save_items  # imports Orbax, which takes a second
 
     target.mkdir(parents=True)
     write, complete = (lambda folder: save_items(folder, items)), (lambda folder: finish(folder, items, about))
@@ -61,8 +71,9 @@ def converted(
 
 
 class Weight:
-    """A parameter of a checkpoint, read when it is asked for: whole, `np.asarray(weight)`, or at one index of its first
-    dim, `weight[3]`. Raises ValueError where that part is damaged.
+    """A parameter of a checkpoint, read on demand: `np.asarray(weight)`, or `weight[3]` for an index of its first dim.
+
+    Both raise ValueError if the part that they read is damaged.
     """
 
     def __init__(self, saved: Checkpoint, name: str):
@@ -78,5 +89,5 @@ class Weight:
 
 
 def weights_of(saved: Checkpoint) -> dict[str, Weight]:
-    """Return the parameters of a checkpoint by their path in the model; nothing is read yet."""
+    """Return the parameters of a checkpoint by their path in the model, without reading them."""
     return {name.removeprefix("params/"): Weight(saved, name) for name in saved.arrays if name.startswith("params/")}

@@ -1,4 +1,4 @@
-"""The command `jaxpar doctor`."""
+"""The command `jaxpar doctor`: prints the findings of `inspect/bench/doctor.py` about the machines of a run."""
 
 import json
 import os
@@ -17,47 +17,48 @@ from ...strategy import Strategy
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Looks at what a run stands on: versions, devices, addresses, clocks, the shared folder, collectives.
+    """Check what a run depends on: versions, devices, addresses, clocks, the shared folder, collectives.
 
-    Start it as the run itself would be started, in every process. Exits with 1 where something is off.
+    Start it in every process, as you would start the run. Exits with 1 if it finds a problem.
     """
 
     strategy: str = "fsdp"
-    """over whose axes collectives are measured"""
+    """strategy over whose axes collectives are measured"""
     folder: Path = Path("runs")
-    """that all hosts should share: where --out will be"""
+    """folder that all hosts should share: where --out will be"""
     bytes: int | None = None
-    """of each collective; without it 64 MB on accelerators, 1 MB on CPUs"""
+    """bytes of each collective; by default 64 MB on accelerators, 1 MB on CPUs"""
     devices: int | None = None
-    """simulate so many CPU devices in each process; without it: the accelerators, or 8 simulated devices"""
+    """number of CPU devices to simulate in each process; by default the accelerators, or 8 simulated devices"""
     coordinator: str | None = None
-    """host:port of process 0, where there are several; srun and mpirun need none of these three"""
+    """host:port of process 0, if there are several processes; srun and mpirun need none of these three"""
     processes: int | None = None
-    """how many processes there are"""
+    """number of processes"""
     process: int | None = None
-    """which one this is, from 0"""
+    """number of this process, from 0"""
     json: bool = False
     """print JSON instead of lines"""
 
 
 def main(options: DoctorOptions) -> None:
-    """Examines and prints, on process 0. Exits with 1 where something is off, in every process."""
-    Strategy.parse(options.strategy)  # before anything that takes time
+    """Examine the machines, and print the findings on process 0. Every process exits with 1 if there is a problem."""
+    Strategy.parse(options.strategy)  # an error now, not after minutes
     initialize(options.coordinator, options.processes, options.process)
     attach(options.devices)
-    findings, speaks = [], jax.process_index() == 0
+    findings, prints = [], jax.process_index() == 0
     try:
         for finding in examine(options.strategy, local(options.folder, "folder"), options.bytes):
+            # Print each finding at once: a later examination may wait for another process.
             findings.append(finding)
-            if speaks and not options.json:
+            if prints and not options.json:
                 print(finding, flush=True)  # noqa: T201
     except Silent as error:
         print(f"jaxpar doctor: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        os._exit(1)  # leaving in good order would wait for the silent process
-    off = sum(bool(finding.wrong) for finding in findings)
-    if speaks and options.json:
+        os._exit(1)  # a normal exit would wait for the silent process
+    num_problems = sum(bool(finding.wrong) for finding in findings)
+    if prints and options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))  # noqa: T201
-    elif speaks:
-        print(f"{off} off" if off else "all well")  # noqa: T201
-    if off:
+    elif prints:
+        print(f"{num_problems} off" if num_problems else "all well")  # noqa: T201
+    if num_problems:
         sys.exit(1)

@@ -1,4 +1,8 @@
-"""What is written for Hugging Face's `transformers`: weights, and beside them what its tokenizer needs."""
+"""Export of checkpoints for Hugging Face: a folder for `transformers`, or adapters for `peft`.
+
+A folder for `transformers` holds config.json, the weights, and the tokenizer's files of the folder that the run started
+from, if it did.
+"""
 
 import dataclasses
 import json
@@ -13,65 +17,80 @@ from ...backend.files import json_of, member
 from ...checkpoint.saved import Checkpoint
 from ...models import llama
 from .convert import weights_of
-from .options import named_of
-from .own import is_folder, is_function, path_of
+from .model_sources import folder_path, is_folder, is_function
+from .options import named_model
 
-# Of a model's folder, whatever is there of these.
-_BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
-           "generation_config.json")  # fmt: skip
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Files that are copied from the folder that a run started from.
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+                    "chat_template*", "generation_config.json")  # fmt: skip
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_exportable(model: str, target: Path, length: int = 1) -> llama.Config:
-    """The sizes of a model that can be exported. Raises ValueError where it cannot be, and where `target` already holds
-    weights: before anything is trained.
+    """Return the sizes of a model that can be exported to `target`. A run calls this before it trains.
+
+    Args:
+      model: the text behind `--model`.
+      target: the folder to write.
+      length: positions in a row, which the model must have.
+
+    Raises:
+      ValueError: if the model cannot be exported, or `target` already holds weights.
     """
-    config = None if is_function(model) else named_of(model, length).config
+    config = None if is_function(model) else named_model(model, length).config
     if not isinstance(config, llama.Config):
         raise ValueError(
             f"{model} cannot be written for Hugging Face's transformers; Llamas can, and jaxpar convert --weights-only "
             "makes a checkpoint of any model's weights"
         )
-    if there := sorted(file.name for file in target.glob("*") if file.suffix in (".safetensors", ".bin")):
-        raise ValueError(f"{target} already holds {there[0]}; choose another folder, or remove the weights in it")
+    if existing := sorted(file.name for file in target.glob("*") if file.suffix in (".safetensors", ".bin")):
+        raise ValueError(f"{target} already holds {existing[0]}; choose another folder, or remove the weights in it")
     return config
 
 
 def export(model: str, source: Place, target: Path, dtype: str | None = None) -> str:
-    """Writes the folder from the last checkpoint of a run, by one process; returns a line that says what it is.
+    """Write a folder for `transformers` from the last checkpoint of a run. Only process 0 writes.
 
     Args:
-      model: its name, or the folder of Hugging Face's that it started from, whose tokenizer is copied.
+      model: the model's name, or the Hugging Face folder that it started from, whose tokenizer is copied.
       source: the folder of a checkpoint, of several, or of a run.
-      target: the folder to make.
-      dtype: of the weights; the folder's if None, float32 for a name.
+      target: the folder to write.
+      dtype: dtype of the weights; if None, the dtype of the model's folder, or float32 for a name.
+
+    Returns:
+      A line that describes the folder.
     """
+    # Checkpoints are complete in the shared folder, so that one process has all weights.
     if jax.process_index():
         return str(target)
     config, saved = check_exportable(model, target), Checkpoint(source)
-    folder = path_of(model) if is_folder(model) else None
-    stated: dict[str, Any] = {} if folder is None else json_of(member(folder, "config.json"))
-    dtype = dtype or stated.get("torch_dtype") or stated.get("dtype")
+    folder = folder_path(model) if is_folder(model) else None
+    source_config: dict[str, Any] = {} if folder is None else json_of(member(folder, "config.json"))
+    dtype = dtype or source_config.get("torch_dtype") or source_config.get("dtype")
     llama.save_hf(config, weights_of(saved), target, dtype)
     if folder is not None:
+        # The model knows nothing of special tokens. Their ids are facts of the tokenizer.
         path = target / "config.json"
-        ids = {name: stated[name] for name in _TOKENS if name in stated}
+        ids = {name: source_config[name] for name in _TOKEN_IDS if name in source_config}
         path.write_text(json.dumps({**json.loads(path.read_text()), **ids}, indent=2) + "\n")
-        for file in sorted({file for pattern in _BESIDE for file in folder.glob(pattern) if file.is_file()}):
+        for file in sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}):
             shutil.copy(member(folder, file.name), target / file.name)
-    count = dataclasses.replace(config, lora=0).parameters
-    return f"{target}, {count:,} parameters of {model} after step {saved.step}"
+    num_params = dataclasses.replace(config, lora=0).parameters  # adapters are merged into the weights
+    return f"{target}, {num_params:,} parameters of {model} after step {saved.step}"
 
 
 def adapters(model: str, source: Place, target: Path) -> str:
-    """Writes the adapters of a checkpoint alone, as the package `peft` keeps them; returns a line that says what it is.
+    """Write the adapters of a checkpoint in the format of the package `peft`.
 
     Args:
-      model: the folder that they are for, and their rank: "./folder,lora=16".
+      model: the folder that the adapters belong to, and their rank: "./folder,lora=16".
       source, target: as for `export`.
+
+    Returns:
+      A line that describes the folder.
     """
-    config, saved = None if is_function(model) else named_of(model, 1).config, Checkpoint(source)
+    config, saved = None if is_function(model) else named_model(model, 1).config, Checkpoint(source)
     if config is None or not getattr(config, "lora", 0):
         raise ValueError(f"{model} has no adapters; train a folder with some: --model ./folder,lora=16")
-    llama.save_adapters(config, weights_of(saved), target, str(path_of(model)) if is_folder(model) else model)
+    llama.save_adapters(config, weights_of(saved), target, str(folder_path(model)) if is_folder(model) else model)
     return f"{target}, adapters of rank {config.lora} of {model} after step {saved.step}"

@@ -1,4 +1,9 @@
-"""The options of `jaxpar train`, and their YAML."""
+"""The options of `jaxpar train`, `check` and `explain`: their YAML form, and the objects that they name.
+
+`TrainOptions` extends `Loop` by what the command line adds. `CheckOptions` and `ExplainOptions` accept the same YAML
+files, but show only the options of one step. `read` reads a YAML file into the types of the fields. The functions
+`model_of`, `optimizer_of`, `units_of` and `trainer_of` build what the options name.
+"""
 
 import dataclasses
 import math
@@ -28,38 +33,39 @@ from ...strategy import PRESETS, Strategy
 from ..train.loop import Loop, Units
 from ..train.profile import Profile
 from ..train.trainer import Trainer
-from .own import folder, is_folder, is_function, own, parted, path_of
+from .model_sources import folder_path, is_folder, is_function, load_user_model, model_from_folder, split_changes
 
-# Of one invocation or one process, not of the run: they are not in its config.yaml.
-PASSING = ("config", "resume", "changed_data", "overwrite", "coordinator", "processes", "process")
-# What may differ when a run is resumed, besides those. Which strategies and devices fit, the checkpoint's layout says,
-# and whether the data are the same, their content.
-FREE = ("out", "data", "broken", "strategy", "devices", "steps", "evaluate_every", "evaluate_batches", "save_every",
-        "keep", "print_every", "prefetch", "on_nonfinite", "check_replicas_every", "quiet", "sample",
-        "export", "export_dtype", "profile")  # fmt: skip
-_STRATEGY = (
+# Options of one invocation or one process. They do not belong to the run, and its config.yaml omits them.
+INVOCATION_OPTIONS = ("config", "resume", "changed_data", "overwrite", "coordinator", "processes", "process")
+# Options of the run that may change when it is resumed. The checkpoint's layout decides which strategies and devices
+# fit, and the fingerprint of the data decides whether they are the same.
+CHANGEABLE_OPTIONS = ("out", "data", "broken", "strategy", "devices", "steps", "evaluate_every", "evaluate_batches",
+                      "save_every", "keep", "print_every", "prefetch", "on_nonfinite", "check_replicas_every", "quiet",
+                      "sample", "export", "export_dtype", "profile")  # fmt: skip
+_STRATEGY_HELP = (
     f"a preset ({', '.join(PRESETS)}), and name=value to change, or these alone: fsdp,precision=bf16 or data=2,fsdp=4; "
     f"names: {', '.join(field.name for field in dataclasses.fields(Strategy))}"
 )
-MODEL = (
+MODEL_HELP = (
     "a name, and sizes to change, as llama-tiny,layers=2; a folder of Hugging Face's Llama, whose config.json is read, "
     "as ./folder,lora=16; or package.module:function, which returns a jp.Model and a batch, or its data"
 )
-_TRAINED = (
+_TRAIN_MODEL_HELP = (
     "a name, and sizes to change: llama-tiny, gpt2, resnet18, mlp-tiny, ... or llama-tiny,layers=2,dropout=0.1; a "
     "folder of Hugging Face's Llama, whose weights it starts from, as ./folder or, with adapters of rank 16, "
     "./folder,lora=16; or package.module:function, which returns a "
     "jp.Model, its data and, if you like, what is held out"
 )
-_PLACE = tyro.constructors.PrimitiveConstructorSpec(  # of two types; tyro knows one
+# How tyro parses a path or an address. Their type is a union, which tyro needs help with.
+_PLACE = tyro.constructors.PrimitiveConstructorSpec(
     nargs=1,
     metavar="{None}|PATH",
-    instance_from_str=lambda words: None if words[0] == "None" else Path(words[0]),  # `Loop` makes an address of it
-    is_instance=lambda given: isinstance(given, Path | None) or is_bucket(given),
-    str_from_instance=lambda given: [str(given)],
+    instance_from_str=lambda words: None if words[0] == "None" else Path(words[0]),  # `Loop` recognizes addresses
+    is_instance=lambda value: isinstance(value, Path | None) or is_bucket(value),
+    str_from_instance=lambda value: [str(value)],
 )
 Class = TypeVar("Class")
-_LONGEST, _DEEPEST = 1 << 20, 4  # bytes and levels of a file of options
+_MAX_BYTES, _MAX_DEPTH = 1 << 20, 4  # limits of a YAML file: size, and levels of nesting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,52 +76,53 @@ class TrainOptions(Loop):
     accelerators it runs on simulated CPU devices.
     """
 
-    model: Annotated[str, tyro.conf.arg(help=_TRAINED)] = "llama-tiny"
-    strategy: Annotated[str, tyro.conf.arg(help=_STRATEGY)] = "fsdp"
+    model: Annotated[str, tyro.conf.arg(help=_TRAIN_MODEL_HELP)] = "llama-tiny"
+    strategy: Annotated[str, tyro.conf.arg(help=_STRATEGY_HELP)] = "fsdp"
     data: Annotated[Place | None, _PLACE] = None
     """text: a file or folder of bytes, or token ids as .npy or .bin; images: a folder with one subfolder per class; or
     the address of either, s3://bucket/... or gs://..."""
     broken: Literal["error", "skip"] = "error"
-    """images that cannot be read: end the run, a long one before it begins; or leave them out, and say which"""
+    """reaction to images that cannot be read: end the run (a long one before it begins), or skip and list them"""
     length: int = 64
-    """text: tokens that each row predicts"""
+    """text: tokens that each row predicts, the length of a window"""
     out: Annotated[Place | None, _PLACE] = None
-    """folder for config, metrics, plot and checkpoints, or an address, s3://bucket/run; without it: a new one below
+    """folder for config, metrics, plot and checkpoints, or an address, s3://bucket/run; by default a new one below
     runs/, named by model and time"""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: for the model's hidden matrices, at AdamW's scale; AdamW for all else"""
+    """muon updates the model's hidden matrices, at AdamW's scale, and all other parameters by AdamW"""
     lr: float = 3e-3
-    """learning rate: its peak, followed by a cosine to a tenth"""
+    """learning rate at its peak; it follows a cosine down to a tenth of this"""
     warmup: int = 20
-    """steps up to the peak, at most half of all"""
+    """steps of linear warm-up to the peak, at most half of all steps"""
     weight_decay: float = 0.1
-    """weights lose so much of themselves, times the learning rate"""
+    """factor of weight decay; each step multiplies it by the learning rate"""
     clip: float = 1.0
-    """global norm that gradients are clipped to"""
+    """largest global norm of the gradients; larger ones are scaled down to it"""
     sample: int = 200
-    """text: bytes to generate at the end; 0 for none"""
+    """text: number of bytes to generate at the end; 0 for none"""
     export: Path | None = None
     """Llamas: write a folder for Hugging Face's transformers at the end"""
     export_dtype: str | None = None
-    """of what is exported, such as bfloat16; without it: that of the folder that it started from, else float32"""
+    """dtype of the exported weights, such as bfloat16; by default the dtype of the folder that the run started from, or
+    float32"""
     profile: int | None = None
-    """trace so many steps, the third and on, into the folder's profile"""
+    """number of steps to trace, from the third on, into the run's folder profile"""
     devices: int | None = None
-    """simulate so many CPU devices in each process; without it: the accelerators, or 8 simulated devices"""
+    """number of CPU devices to simulate in each process; by default the accelerators, or 8 simulated devices"""
     config: Path | None = None
-    """YAML file to take options from; those on the command line come before it"""
+    """YAML file to take options from; options on the command line override it"""
     coordinator: str | None = None
-    """host:port of process 0, where there are several; srun and mpirun need none of these three"""
+    """host:port of process 0, if there are several processes; srun and mpirun need none of these three"""
     processes: int | None = None
-    """how many processes there are"""
+    """number of processes"""
     process: int | None = None
-    """which one this is, from 0"""
+    """number of this process, from 0"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in {"length": 1, "warmup": 0, "sample": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} is too small; use {least} or more")
+        for name, minimum in {"length": 1, "warmup": 0, "sample": 0}.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name}={getattr(self, name)} is too small; use {minimum} or more")
         if self.profile is not None and self.profile < 1:
             raise ValueError(f"profile={self.profile}: trace one step or more")
         for name in ("lr", "clip"):
@@ -126,32 +133,34 @@ class TrainOptions(Loop):
 
     @property
     def again(self) -> str:
-        """The command that goes on after the run was stopped."""
+        """The command that continues the run after it was stopped."""
         return f"to go on: jaxpar train --resume --out {shlex.quote(str(self.out))}"
 
     @classmethod
     def load(cls, path: Place | str) -> "TrainOptions":
-        """Options from a YAML file; what it does not name has its default. Raises ValueError naming what is wrong."""
+        """Return the options in a YAML file; those that it omits have their defaults. Raises ValueError as `read`."""
         return cls(**read(cls, path))
 
     def dump(self) -> str:
-        """The options of the run as YAML, all of them, for `load`."""
-        text = lambda v: str(v) if isinstance(v, Path) or is_bucket(v) else v
-        values = {name: text(v) for name, v in vars(self).items() if name not in PASSING}
+        """Return all options of the run as YAML, for `load`."""
+        as_yaml = lambda v: str(v) if isinstance(v, Path) or is_bucket(v) else v
+        values = {name: as_yaml(v) for name, v in vars(self).items() if name not in INVOCATION_OPTIONS}
         return yaml.safe_dump(values, sort_keys=False)
 
     @property
     def about(self) -> dict[str, Any]:
-        """What a checkpoint must agree with to be resumed."""
-        return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items() if k not in (*PASSING, *FREE)}
+        """The options on which a run and a checkpoint must agree for the run to resume from it."""
+        ignored = (*INVOCATION_OPTIONS, *CHANGEABLE_OPTIONS)
+        return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items() if k not in ignored}
 
 
-def _showing(*names: str) -> Callable[[type[Class]], type[Class]]:
-    """Of the options of training that a class inherits, its command has these. The rest may stand in a YAML file, so
-    that a run's config.yaml serves as it is, and has no part.
+def _show_only(*names: str) -> Callable[[type[Class]], type[Class]]:
+    """Return a class decorator that hides all inherited options of training but `names` from the command line.
+
+    A YAML file may still set the hidden options, so that a run's config.yaml serves unchanged.
     """
 
-    def hidden(cls: type[Class]) -> type[Class]:
+    def hide(cls: type[Class]) -> type[Class]:
         hints = typing.get_type_hints(TrainOptions, include_extras=True)
         for field in dataclasses.fields(TrainOptions):
             if field.name not in names:
@@ -159,122 +168,155 @@ def _showing(*names: str) -> Callable[[type[Class]], type[Class]]:
                 setattr(cls, field.name, field.default)
         return cls
 
-    return hidden
+    return hide
 
 
-_OF_A_STEP = ("rows", "model", "strategy", "data", "length", "optimizer", "devices", "config", "coordinator",
-              "processes", "process")  # fmt: skip
+_STEP_OPTIONS = ("rows", "model", "strategy", "data", "length", "optimizer", "devices", "config", "coordinator",
+                 "processes", "process")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-@_showing(*_OF_A_STEP)
+@_show_only(*_STEP_OPTIONS)
 class CheckOptions(TrainOptions):
-    """Prove that a strategy takes effect: nothing is trained. The config.yaml of a run serves as --config.
+    """Prove that a strategy takes effect, without training. The config.yaml of a run serves as --config.
 
-    The training step is compiled, and every promise of the strategy compared with the program: bytes of each array of
-    the state, collectives by kind and axes. Exits with 1 where one is broken.
+    The command compiles the training step and compares every promise of the strategy with the program: bytes of each
+    array of the state, collectives by kind and axes. It exits with 1 if a promise is broken.
     """
 
-    model: Annotated[str, tyro.conf.arg(help=MODEL)] = "llama-tiny"
+    model: Annotated[str, tyro.conf.arg(help=MODEL_HELP)] = "llama-tiny"
     target: str | None = None
-    """accelerators to compile for that are not here: 8xH100, 32x8xH100, v5e:4x4"""
+    """accelerators to compile for, which this machine need not have: 8xH100, 32x8xH100, v5e:4x4"""
     overlap: bool = False
-    """whether what layers send is hidden behind what others compute too, by predicted seconds: for GPUs, here or not"""
+    """also check, by predicted seconds, that the communication of layers overlaps with compute; for GPUs"""
     json: bool = False
     """print JSON instead of a table"""
 
 
 @dataclass(frozen=True, kw_only=True)
-@_showing(*_OF_A_STEP)
+@_show_only(*_STEP_OPTIONS)
 class ExplainOptions(TrainOptions):
-    """Show what a training step holds and sends on each device: nothing runs.
+    """Show what a training step holds and sends on each device, without running it.
 
-    The step is compiled; memory, matrix products and collectives are read from its program, these beside their closed
-    form. The config.yaml of a run serves as --config. With --step it is a step of your own, under any sharding.
+    The command compiles the step and reads memory, matrix products and collectives from its program. It compares the
+    collectives with their closed form. The config.yaml of a run serves as --config. --step explains a step of your own,
+    under any sharding.
     """
 
-    model: Annotated[str, tyro.conf.arg(help=MODEL)] = "llama-tiny"
+    model: Annotated[str, tyro.conf.arg(help=MODEL_HELP)] = "llama-tiny"
     step: str | None = None
-    """package.module:function, in place of a model and a strategy: called without arguments it returns (step, args), a
-    function that jax.jit lowers and the tuple of its arguments, arrays or jax.ShapeDtypeStruct with their shardings"""
+    """package.module:function, instead of a model and a strategy: a function without arguments that returns (step,
+    args). jax.jit must be able to lower step, and args is the tuple of its arguments, arrays or jax.ShapeDtypeStruct
+    with their shardings"""
     target: str | None = None
-    """accelerators to compile for that are not here: 8xH100, 32x8xH100, v5e:4x4"""
+    """accelerators to compile for, which this machine need not have: 8xH100, 32x8xH100, v5e:4x4"""
     json: bool = False
     """print JSON instead of a table"""
     picture: Path | None = None
-    """draw memory and bytes sent into this file too: .svg, .png or .pdf"""
+    """also draw memory and bytes sent into this file: .svg, .png or .pdf"""
 
 
 def read(cls: type, path: Place | str) -> dict[str, Any]:
-    """The fields of a dataclass that a YAML file names, in their types. Raises ValueError naming what is wrong."""
+    """Return the fields of a dataclass that a YAML file sets, converted to their types.
+
+    Raises:
+      ValueError: if the file is not flat YAML, or an option does not exist or has a value of another type.
+    """
     path = place(path, "config")
     try:
-        text = text_of(path, _LONGEST)
+        # The file may come from anybody: limit its size and its form before PyYAML builds objects.
+        text = text_of(path, _MAX_BYTES)
         _check_flat(text)
         values = yaml.safe_load(text) or {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; write one option a line, such as steps: 300")
-    types_ = typing.get_type_hints(cls)
-    known = [field.name for field in dataclasses.fields(cls)]
+    hints = typing.get_type_hints(cls)
+    field_names = [field.name for field in dataclasses.fields(cls)]
     for name in values:
-        if says := removed(f"Loop.{name}"):
-            raise ValueError(f"{path} has an option {name!r}: {says}; remove its line there")
-        if name not in known:
-            near = did_you_mean(name, known) or f"; use one of {', '.join(known)}"
-            raise ValueError(f"{path} has an option {name!r}, which does not exist{near}")
-    return {name: _typed(f"{path}: {name}", value, types_[name]) for name, value in values.items()}
+        if message := removed(f"Loop.{name}"):
+            raise ValueError(f"{path} has an option {name!r}: {message}; remove its line there")
+        if name not in field_names:
+            hint = did_you_mean(name, field_names) or f"; use one of {', '.join(field_names)}"
+            raise ValueError(f"{path} has an option {name!r}, which does not exist{hint}")
+    return {name: _convert(f"{path}: {name}", value, hints[name]) for name, value in values.items()}
 
 
 def _check_flat(text: str) -> None:
-    """Raises ValueError for YAML beyond names and values: few aliases make gigabytes, brackets take minutes."""
+    """Raise ValueError for YAML with aliases or deep nesting.
+
+    Such a file is a mistake or an attack: a few aliases expand to gigabytes, and brackets take minutes to parse.
+    """
     depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(f"it has an alias, *{event.anchor}; write the value out")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             raise ValueError("it is nested; write one option a line, such as steps: 300")
 
 
-def _typed(where: str, value: Any, wanted: Any) -> Any:
-    kinds = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
+def _convert(path_and_name: str, value: Any, hint: Any) -> Any:
+    """Return a value from a YAML file as the type of an option.
+
+    Args:
+      path_and_name: the file and the option, for errors.
+      value: the value.
+      hint: the option's annotation: a type, a `Literal`, or a union of these.
+
+    Raises:
+      ValueError: if the value fits none of the types.
+    """
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for kind in kinds:
         if kind is types.NoneType and value is None:
             return None
         if kind is Path and isinstance(value, str):
             return Path(value)
-        # YAML 1.1 takes 3e-3, without a point, for text.
+        # YAML 1.1 reads 3e-3, without a point, as text.
         if kind is float and (isinstance(value, int | float) or _is_number(value)) and not isinstance(value, bool):
             return float(value)
+        # `type`, not `isinstance`: True is an int. The second test is for a `Literal`.
         if type(value) is kind or value in typing.get_args(kind):
             return value
-    said = lambda kind: " or ".join(map(repr, typing.get_args(kind))) or kind.__name__
-    names = " or ".join("nothing" if kind is types.NoneType else said(kind) for kind in kinds)
-    raise ValueError(f"{where} is {value!r}, needs {names}")
+    kind_name = lambda kind: " or ".join(map(repr, typing.get_args(kind))) or kind.__name__
+    names = " or ".join("nothing" if kind is types.NoneType else kind_name(kind) for kind in kinds)
+    raise ValueError(f"{path_and_name} is {value!r}, needs {names}")
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value is a text such as "3e-3"."""
     return isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) is not None
 
 
 def model_of(options: TrainOptions) -> tuple[Named, data.Text | images.Images]:
-    """The model and the data. Raises ValueError for an unknown model or size, and where data is missing or unfit."""
-    model = named_of(options.model, options.length)
+    """Return the model and the data that the options name, for a name or a folder.
+
+    Raises:
+      ValueError: if the model or a size is unknown, or the data are missing or do not fit.
+    """
+    model = named_model(options.model, options.length)
     if model.kind == "text":
         return model, data.text(options.data, options.length, model.config.vocab)
     source = images.digits() if options.data is None else images.folder(options.data, model.config.size, options.broken)
-    name, changes = _name_of(options.model)
+    # The data decide the sizes of an image model, such as its number of classes, unless the options do.
+    name, changes = _split_model(options.model)
     return named(name, **{**source.sizes, **changes}), source
 
 
-def named_of(text: str, length: int) -> Named:
-    """A model by name, with sizes to change behind it, for rows of so many positions. Raises ValueError for an unknown
-    model or size, and for rows that it is not meant for.
+def named_model(text: str, length: int) -> Named:
+    """Return the model that `--model` names: a name or a folder, perhaps with changes behind it.
+
+    Args:
+      text: such as "llama-tiny,layers=2" or "./folder,lora=16".
+      length: positions in a row of text.
+
+    Raises:
+      ValueError: if the model or a size is unknown, or `length` is beyond the model's context.
     """
-    name, changes = _name_of(text)
-    model = folder(text, changes) if is_folder(text) else named(name, **changes)
+    name, changes = _split_model(text)
+    model = model_from_folder(text, changes) if is_folder(text) else named(name, **changes)
     if model.kind == "text" and length > model.config.context:
         raise ValueError(
             f"length={length} is beyond the context of {text}, which is {model.config.context}; "
@@ -283,29 +325,39 @@ def named_of(text: str, length: int) -> Named:
     return model
 
 
-def _name_of(text: str) -> tuple[str, dict[str, Any]]:
-    name, parts = parted(text)
+def _split_model(text: str) -> tuple[str, dict[str, Any]]:
+    """Split "llama-tiny,layers=2" into the name and the changes: ("llama-tiny", {"layers": 2})."""
+    name, parts = split_changes(text)
     changes: dict[str, Any] = {}
     for part in parts:
-        size, value = _change(part, text)
+        size, value = _parse_change(part, text)
         if size in changes:
             raise ValueError(f"{part.strip()!r} in model {text!r} sets {size} again; give each size once")
         changes[size] = value
     return name, changes
 
 
-def _change(part: str, text: str) -> tuple[str, Any]:
+def _parse_change(part: str, text: str) -> tuple[str, Any]:
+    """Parse "layers=2". Raises ValueError, with the whole `text`, if it has another form."""
+    # The value is YAML, so that numbers, booleans and texts need no quotes.
     name, equals, value = (word.strip() for word in part.partition("="))
     if not equals:
         raise ValueError(f"{part!r} in model {text!r}: write sizes to change as name=value, such as layers=2")
     try:
         return name, yaml.safe_load(value) if not _is_number(value) else float(value)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{part!r} in model {text!r}: {value!r} is no value; write it as layers=2") from error
+        raise ValueError(f"{part!r} in model {text!r}: {value!r} is not a value; write it as layers=2") from error
 
 
 def optimizer_of(options: TrainOptions, model: Model, batch: Any) -> optax.GradientTransformation:
-    """The optimizer behind clipping, on a warm-up and a cosine over all steps; `batch` gives the shapes of one."""
+    """Return clipping, then the optimizer, with a learning rate of linear warm-up and cosine decay over all steps.
+
+    Args:
+      options: name of the optimizer, and its settings.
+      model: the model, in which Muon looks for hidden matrices.
+      batch: a batch, or its shapes.
+    """
+    # A short run would otherwise end before its learning rate reaches the peak.
     warmup, decay = min(options.warmup, options.steps // 2), options.weight_decay
     rate = optax.warmup_cosine_decay_schedule(0, options.lr, warmup, max(options.steps, 1), options.lr / 10)
     tx = optimizer_named(options.optimizer, rate, decay, model, batch)
@@ -315,10 +367,18 @@ def optimizer_of(options: TrainOptions, model: Model, batch: Any) -> optax.Gradi
 def optimizer_named(
     name: Literal["adamw", "muon"], rate: Any, decay: float, model: Model, batch: Any
 ) -> optax.GradientTransformation:
-    """Of a command's `--optimizer`; `batch` gives the shapes of one."""
+    """Return the optimizer that `--optimizer` names.
+
+    Args:
+      name: its name.
+      rate: learning rate or schedule.
+      decay: weight decay.
+      model: the model, in which Muon looks for hidden matrices.
+      batch: a batch, or its shapes.
+    """
     if name == "adamw":
         return optax.adamw(rate, b2=0.95, weight_decay=decay)
-    # Liu et al. 2025, arXiv:2502.16982, section 2.2: updates as large as AdamW's, so that one rate serves both.
+    # Liu et al. 2025, arXiv:2502.16982, section 2.2: updates have the RMS of AdamW's, so that one rate serves both.
     return optax.contrib.muon(
         rate,
         adam_b2=0.95,
@@ -330,8 +390,9 @@ def optimizer_named(
 
 
 def units_of(options: TrainOptions, model: Named, source: data.Text | images.Images) -> Units:
-    """What is counted: bytes in bits, tokens in nats, images."""
+    """Return the units of a run: bits per byte for text read as bytes, nats per token, or images."""
     flops = model.flops(options.rows, options.length)
+    # The loss is in nats. Text that is read as bytes is shown in bits per byte.
     if isinstance(source, images.Images):
         return Units("images", 1, "nats", 1.0, flops, source.baselines)
     if source.corpus is None:
@@ -341,24 +402,36 @@ def units_of(options: TrainOptions, model: Named, source: data.Text | images.Ima
 
 
 def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Trainer, Named | None]:
-    """The trainer that `jaxpar train` runs, and its model where that has a name or a folder."""
+    """Return the trainer that `jaxpar train` runs, and its model; None for a model that a user's function makes.
+
+    Args:
+      options: the options of the run.
+      hooks: hooks of the caller; `--profile` adds one.
+    """
     hooks = [*hooks, *([] if options.profile is None else [Profile(options.profile)])]
     if is_function(options.model):
-        mine = own(options.model)
-        if mine.data is None:
+        user_model = load_user_model(options.model)
+        if user_model.data is None:
             raise ValueError(
                 f"--model {options.model} returned a model and a batch, and training takes data: return model, data, "
                 "where data(start) returns an iterator of batches that begins with batch start, or is a list or loader"
             )
-        about = {"hooks": hooks, "about": options.about}
-        tx = optimizer_of(options, mine.model, mine.example(1))
-        return Trainer(mine.model, tx, mine.data, options.strategy, options, held_out=mine.held_out, **about), None
+        user_trainer = Trainer(
+            user_model.model,
+            optimizer_of(options, user_model.model, user_model.example(1)),
+            user_model.data,
+            options.strategy,
+            options,
+            held_out=user_model.held_out,
+            hooks=hooks,
+            about=options.about,
+        )
+        return user_trainer, None
     model, source = model_of(options)
     units = units_of(options, model, source)
     if model.trainable and options.steps and not is_folder(options.model):
-        raise ValueError(f"--model {options.model}: adapters want weights beside them; give a folder: ./folder,lora=16")
-    params = (lambda: llama.from_hf(path_of(options.model))[1]) if is_folder(options.model) else None
-    about = {"units": units, "about": options.about, "params": params, "fresh": model.trainable}
+        raise ValueError(f"--model {options.model}: adapters need the weights of a folder; give one: ./folder,lora=16")
+    params = (lambda: llama.from_hf(folder_path(options.model))[1]) if is_folder(options.model) else None
     trainer = Trainer(
         model.model,
         optimizer_of(options, model.model, model.example(1, options.length)),
@@ -366,7 +439,10 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Traine
         options.strategy,
         options,
         hooks=hooks,
+        units=units,
+        about=options.about,
+        params=params,
         trainable=model.trainable,
-        **about,
+        fresh=model.trainable,  # adapters are new: a folder has no weights for them
     )
     return trainer, model

@@ -1,4 +1,8 @@
-"""The words of a command line as its options, and errors in the spelling of the command line."""
+"""Parsing of command lines: words to options, and errors in one sentence with the spelling of the command line.
+
+tyro parses the words. This file adds what tyro does not do: help that terminals do not break, one sentence instead of a
+box for an error (`_sentence`), hints for misspelt options, and `in_flags`, which rewrites the errors of the library.
+"""
 
 import ast
 import contextlib
@@ -21,72 +25,79 @@ from ...backend.text import did_you_mean
 from ...strategy import Strategy
 
 Options = TypeVar("Options")
-# Strategies have options of these names too, as in fsdp,prefetch=1. In errors about them they keep that spelling.
-_OF_STRATEGIES = {field.name for field in dataclasses.fields(Strategy)}
+# Names of a strategy's options, as in fsdp,prefetch=1. Some are options of a command too. Errors spell all of them as
+# the strategy does.
+_STRATEGY_OPTIONS = {field.name for field in dataclasses.fields(Strategy)}
+# Values in an error text: in quotes, or as a number, name or path.
 _QUOTED, _BARE = r"'[^']*'|\"[^\"]*\"", r"-?[\w+]+(?:[.+/:-][\w+]+)*"
-_NUMBERS = {r"invalid literal for int\(\) with base 10: (.+)": "{} is no whole number",
-            r"could not convert string to float: (.+)": "{} is no number"}  # fmt: skip
+# Errors of Python about numbers, and how to say them here.
+_NUMBER_ERRORS = {r"invalid literal for int\(\) with base 10: (.+)": "{} is not a whole number",
+                  r"could not convert string to float: (.+)": "{} is not a number"}  # fmt: skip
 
 
 def parse(options: type[Options], command: str, words: Sequence[str], default: Options | None = None) -> Options:
-    """The options of a command. Exits with 0 after `--help`.
+    """Parse the options of a command. Exits with 0 after `--help`.
 
     Args:
       options: a dataclass; its docstring is the command's description.
-      command: its name behind `jaxpar`.
-      words: what stands behind that.
-      default: what the words add to; without it the options' own defaults.
+      command: the command's name, as behind `jaxpar`.
+      words: the words behind that name.
+      default: options that the words change; the defaults of the class if None.
 
-    Raises ValueError, with one sentence, where a word is no option, or a value is missing or wrong.
+    Raises:
+      ValueError: with one sentence, if a word is no option, or a value is missing or wrong.
     """
     words = list(words)
-    for at in reversed([at for at, word in enumerate(words) if word == "--resume"]):
-        if words[at + 1 : at + 2] != ["latest-good"]:  # it may stand alone, as a flag does
-            words = [*words[: at + 1], "True", *words[at + 1 :]]
-    # tyro leaves this to the terminal, which breaks words; it keeps the ends of lines that begin with a blank.
+    # 1. `--resume` may stand alone, as a flag does. tyro wants a value behind it.
+    for i in reversed([i for i, word in enumerate(words) if word == "--resume"]):
+        if words[i + 1 : i + 2] != ["latest-good"]:
+            words = [*words[: i + 1], "True", *words[i + 1 :]]
+    # 2. tyro leaves the breaking of lines to the terminal, which breaks words. Lines that begin with a blank it leaves
+    # as they are.
     width = min(shutil.get_terminal_size().columns, 120)
-    said = "\n\n".join(
+    description = "\n\n".join(
         textwrap.fill(part, width, subsequent_indent=" ")
         for part in inspect.cleandoc(options.__doc__ or "").split("\n\n")
     )
-    # What is wrong with the values, the class says itself, below: tyro would draw a box around the sentence.
-    lenient: Any = type(options.__name__, (options,), {"__post_init__": lambda _: None, "__doc__": options.__doc__})
-    extra = {} if default is None else {"default": lenient(**vars(default))}
-    box = io.StringIO()
+    # 3. Parse without the checks of the class, whose errors tyro would put into a box. The last line runs them.
+    unchecked: Any = type(options.__name__, (options,), {"__post_init__": lambda _: None, "__doc__": options.__doc__})
+    extra = {} if default is None else {"default": unchecked(**vars(default))}
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(box):
-            found, unknown = tyro.cli(
-                lenient,
+        with contextlib.redirect_stderr(stderr):
+            parsed, unknown = tyro.cli(
+                unchecked,
                 prog=f"jaxpar {command}",
-                description=said,
+                description=description,
                 args=words,
                 return_unknown_args=True,
                 **extra,
             )
-    except SystemExit as ended:
-        if not ended.code:
+    except SystemExit as exit_:
+        if not exit_.code:  # after --help
             raise
+        # tyro names a missing value before an unknown option. The option is the more likely mistake.
         flags = list(map(_flag, _names(options)))
-        _refuse([word for word in words if word.startswith("--") and _flag(word[2:]) not in flags], options, command)
-        raise ValueError(f"{_sentence(box.getvalue())}; {_see(command)}") from None
-    _refuse(unknown, options, command)
-    return options(**vars(found))
+        _reject([word for word in words if word.startswith("--") and _flag(word[2:]) not in flags], options, command)
+        raise ValueError(f"{_sentence(stderr.getvalue())}; {_help_hint(command)}") from None
+    _reject(unknown, options, command)
+    return options(**vars(parsed))
 
 
-def _refuse(unknown: Sequence[str], options: type, command: str) -> None:
-    """Raises ValueError for words that no option takes, where there are any."""
+def _reject(unknown: Sequence[str], options: type, command: str) -> None:
+    """Raise ValueError for the words that no option takes, if there are any: about options before other words."""
     for word in sorted(unknown, key=lambda word: not word.startswith("-")):
         if not word.startswith("-"):
-            raise ValueError(f"{command} does not take {word!r}; {_see(command)}")
+            raise ValueError(f"{command} does not take {word!r}; {_help_hint(command)}")
         word = word.partition("=")[0]
-        if says := removed(f"Loop.{word.lstrip('-').replace('-', '_')}"):
-            raise ValueError(says)
-        near = did_you_mean(word, map(_flag, _names(options)))
-        raise ValueError(f"{command} has no option {word!r}{near}; {_see(command)}")
+        if message := removed(f"Loop.{word.lstrip('-').replace('-', '_')}"):
+            raise ValueError(message)
+        hint = did_you_mean(word, map(_flag, _names(options)))
+        raise ValueError(f"{command} has no option {word!r}{hint}; {_help_hint(command)}")
 
 
 def in_flags(text: str, options: Any) -> str:
-    """An error with the options that it names as a command line spells them.
+    """Return an error text in which options have the spelling of the command line.
 
     >>> @dataclasses.dataclass
     ... class Example:
@@ -96,43 +107,44 @@ def in_flags(text: str, options: Any) -> str:
     '--save-every 0 is too small; with --resume use more, or another --save-every'
     """
 
-    def flag(found: re.Match[str]) -> str:
-        value = found["value"]
+    def flag(match: re.Match[str]) -> str:
+        value = match["value"]
         if value is None or value == "True":
-            return _flag(found["name"])
+            return _flag(match["name"])
         return (
-            f"{_flag(found['name'])} {shlex.quote(ast.literal_eval(value)) if re.fullmatch(_QUOTED, value) else value}"
+            f"{_flag(match['name'])} {shlex.quote(ast.literal_eval(value)) if re.fullmatch(_QUOTED, value) else value}"
         )
 
-    names = "|".join(sorted(set(_names(options)) - _OF_STRATEGIES, key=len, reverse=True))
+    # Longest first, so that `save_every=` does not match a shorter name that it ends with.
+    names = "|".join(sorted(set(_names(options)) - _STRATEGY_OPTIONS, key=len, reverse=True))
     value = rf"(?P<value>{_QUOTED}|{_BARE})"
     return re.sub(rf"(?<![\w.,=/'\"-])(?<!\w\()(?P<name>{names})={value}?", flag, text) if names else text
 
 
 def _flag(name: str) -> str:
-    """`save_every` and `save-every=3` are `--save-every`."""
+    """Return the flag of an option: `--save-every` for `save_every` and for `save-every=3`."""
     return f"--{name.partition('=')[0].replace('_', '-')}"
 
 
 def _names(options: Any) -> list[str]:
-    """The options of a command that its help shows, and that have a flag."""
+    """Return the names of the options that are shown in the help and have a flag: no hidden or positional ones."""
     hints = typing.get_type_hints(options, include_extras=True)
-    marks: list[Any] = [tyro.conf.Suppress[int], tyro.conf.Positional[int]]
-    hidden = [mark for one in marks for mark in one.__metadata__]
-    shown = lambda hint: not any(mark in hidden for mark in getattr(hint, "__metadata__", ()))
-    return [field.name for field in dataclasses.fields(options) if shown(hints[field.name])]
+    annotations: list[Any] = [tyro.conf.Suppress[int], tyro.conf.Positional[int]]
+    markers = [marker for annotation in annotations for marker in annotation.__metadata__]
+    has_flag = lambda hint: not any(marker in markers for marker in getattr(hint, "__metadata__", ()))
+    return [field.name for field in dataclasses.fields(options) if has_flag(hints[field.name])]
 
 
-def _see(command: str) -> str:
+def _help_hint(command: str) -> str:
     return f"jaxpar {command} --help explains each option"
 
 
 def _sentence(box: str) -> str:
-    """What tyro says in a box, without its title and the help below."""
+    """Return the sentence in a box that tyro prints, without the box, its title and the help below."""
     lines = [line.strip("│ ") for line in box.splitlines()[1:]]
     is_rule = lambda line: not line.strip("╰╯─-")
     text = " ".join(itertools.takewhile(lambda x: not is_rule(x), itertools.dropwhile(is_rule, lines))).rstrip(".")
     text = text.removeprefix("Error parsing ")
-    for pattern, says in _NUMBERS.items():
-        text = re.sub(pattern, lambda found, says=says: says.format(found[1]), text)
+    for pattern, template in _NUMBER_ERRORS.items():
+        text = re.sub(pattern, lambda match, template=template: template.format(match[1]), text)
     return text

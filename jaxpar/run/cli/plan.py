@@ -1,4 +1,4 @@
-"""The command `jaxpar plan`."""
+"""The command `jaxpar plan`: ranks strategies for one batch size, or for a sweep over batch sizes."""
 
 import contextlib
 import json
@@ -16,20 +16,20 @@ from ...backend.text import WIDTH, amount
 from ...forecast.plan.planner import plan, planned_for
 from ...forecast.plan.ranking import Plan, summary
 from ...strategy import Strategy
-from .options import MODEL, named_of, optimizer_named
-from .own import is_function, own
+from .model_sources import is_function, load_user_model
+from .options import MODEL_HELP, named_model, optimizer_named
 
-_FASTER = 1.01  # times the rows/s of half as many rows: a sweep goes on
+_SPEEDUP_TO_CONTINUE = 1.01  # smallest gain in rows/s from twice as many rows with which a sweep continues
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Ranks strategies for a model on devices that need not be here: what fits, how fast, and why the others lose.
+    """Rank strategies for a model on devices that need not be here: which fit, how fast they are, and why others lose.
 
-    The best few by closed forms are compiled; nothing runs. What was compiled is kept for the next time.
+    The best few by closed forms are compiled; nothing runs. The results of compilation are cached.
     """
 
-    model: Annotated[str, tyro.conf.arg(help=MODEL)] = "llama3-8b"
+    model: Annotated[str, tyro.conf.arg(help=MODEL_HELP)] = "llama3-8b"
     target: str = "8xH100"
     """devices to plan for: 8xH100, 32x8xH100, 64xcluster.toml"""
     batch: int = 8
@@ -37,27 +37,27 @@ class PlanOptions:
     seq: int = 4096
     """text: tokens of a row"""
     strategy: tyro.conf.UseAppendAction[list[str]] = field(default_factory=list)
-    """compile this alone, or these if given several times: tensor=8,pipe=16,data=128,microbatches=16,precision=bf16"""
+    """compile only this strategy; give it several times for several: tensor=8,pipe=16,data=128,precision=bf16"""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """whose state is held and whose update is computed; muon: for the model's hidden matrices, AdamW for all else"""
+    """optimizer to plan for; muon updates the model's hidden matrices, and all other parameters by AdamW"""
     precision: Literal["bf16", "f16", "f32", "fp8"] = "bf16"
-    """compute dtype of the strategies that are tried"""
+    """compute dtype of all strategies"""
     memory: str | None = None
-    """of one device, in place of the target's: 40GB"""
+    """memory of one device, instead of the target's: 40GB"""
     sweep: Literal["batch"] | None = None
-    """plan for --batch, twice as many rows, and so on, until nothing fits or more rows are no faster"""
+    """plan for --batch, twice as many rows, and so on, until nothing fits or more rows are not faster"""
     tokens: str | None = None
-    """of a whole run, for its days: 300B, 15T; rows, where a model reads no text"""
+    """tokens of a whole run, to show its days: 300B, 15T; rows, if the model reads no text"""
     price: float | None = None
-    """of an hour of one device, for what such a run costs"""
+    """price of one device for an hour, to show the cost of such a run"""
     top: int = 16
-    """so many are compiled"""
+    """number of strategies to compile"""
     explain: int | None = None
-    """print every number of this line with its source"""
+    """print every number of this line of the table, with its source"""
     json: bool = False
     """print JSON instead of a table"""
     cache: Path | None = None
-    """folder of what was compiled before; without it: JAXPAR_CACHE, or ~/.cache/jaxpar/plan"""
+    """folder of cached results; by default JAXPAR_CACHE, or ~/.cache/jaxpar/plan"""
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "top"):
@@ -70,60 +70,67 @@ class PlanOptions:
 
 
 def main(options: PlanOptions) -> None:
-    """Plans and prints. Exits with 1 where nothing fits, 130 after Ctrl-C."""
+    """Plan, and print the plan. Exits with 1 if no strategy fits, 130 after Ctrl-C."""
     for text in options.strategy:
-        Strategy.parse(text)  # before anything that takes time
+        Strategy.parse(text)  # an error now, not after minutes
     if os.environ.get("JAX_PLATFORMS") is None:
-        jax.config.update("jax_platforms", "cpu")  # else the compiler for GPUs is missing where there is none
-    with contextlib.suppress(ImportError):  # of the compiler: `plan` says so, when nothing else is wrong
-        planned_for(options.target)  # before the model is read
+        jax.config.update("jax_platforms", "cpu")  # without this, machines without GPUs lack the GPU compiler
+    # Refuse an unknown target before the model is read. A missing compiler is reported by `plan`, after other errors.
+    with contextlib.suppress(ImportError):
+        planned_for(options.target)
     if options.sweep:
         _sweep(options)
         return
-    found = _planned(options, options.batch)
+    result = _plan(options, options.batch)
+    # The plan is printed even if Ctrl-C has interrupted it: it holds the strategies ranked so far.
     if options.json:
-        print(json.dumps(found.json(), indent=1))  # noqa: T201
+        print(json.dumps(result.json(), indent=1))  # noqa: T201
     else:
-        print(found if options.explain is None else found.explain(options.explain))  # noqa: T201
-    if found.interrupted:
+        print(result if options.explain is None else result.explain(options.explain))  # noqa: T201
+    if result.interrupted:
         raise KeyboardInterrupt
-    if not any(line.fits for line in found.lines):
+    if not any(line.fits for line in result.lines):
         sys.exit(1)
 
 
 def _sweep(options: PlanOptions) -> None:
-    """A plan for each batch, a sentence of each."""
-    rows, before = options.batch, 0.0
+    """Plan for a growing batch, and print a sentence about each size. Exits with 1 if not even the first one fits."""
+    rows, last_speed = options.batch, 0.0
     while True:
         try:
-            found = _planned(options, rows)
+            result = _plan(options, rows)
         except ValueError as error:
-            if not before:
+            # An error at the first batch is the user's. At a larger one it ends the sweep.
+            if not last_speed:
                 raise
             print(textwrap.fill(f"{rows:,} rows: {error}", WIDTH, subsequent_indent="  "))  # noqa: T201
             return
-        print(textwrap.fill(f"{rows:,} rows: {summary(found)}", WIDTH, subsequent_indent="  "), flush=True)  # noqa: T201
-        if found.interrupted:
+        sentence = f"{rows:,} rows: {summary(result)}"
+        print(textwrap.fill(sentence, WIDTH, subsequent_indent="  "), flush=True)  # noqa: T201
+        if result.interrupted:
             raise KeyboardInterrupt
-        best = found.lines[0]
-        if not best.fits and not before:
+        # Lines are ranked, the best one first.
+        best = result.lines[0]
+        if not best.fits and not last_speed:
             sys.exit(1)
-        if not best.fits or (speed := best.prediction["rows_per_second"]) < _FASTER * before:
+        if not best.fits or (speed := best.prediction["rows_per_second"]) < _SPEEDUP_TO_CONTINUE * last_speed:
             return
-        rows, before = 2 * rows, speed
+        rows, last_speed = 2 * rows, speed
 
 
-def _planned(options: PlanOptions, rows: int) -> Plan:
+def _plan(options: PlanOptions, rows: int) -> Plan:
+    """Return the plan for a global batch of `rows` rows."""
     memory = None if options.memory is None else amount(options.memory, "B")
-    tokens = None if options.tokens is None else amount(options.tokens.replace("B", "G"))  # billions
+    tokens = None if options.tokens is None else amount(options.tokens.replace("B", "G"))  # B for billions, not bytes
     if is_function(options.model):
-        mine = own(options.model)
-        model, batch, flops, text, trainable = mine.model, mine.example(rows), None, False, None
+        user_model = load_user_model(options.model)
+        model, batch = user_model.model, user_model.example(rows)
+        flops, reads_text, trainable = None, False, None
     else:
-        known = named_of(options.model, options.seq)
-        model, batch, text = known.model, known.example(rows, options.seq), known.kind == "text"
-        trainable, flops = known.trainable, known.flops(rows, options.seq)
-    found = plan(
+        named = named_model(options.model, options.seq)
+        model, batch, reads_text = named.model, named.example(rows, options.seq), named.kind == "text"
+        trainable, flops = named.trainable, named.flops(rows, options.seq)
+    result = plan(
         model,
         batch,
         options.target,
@@ -132,9 +139,9 @@ def _planned(options: PlanOptions, rows: int) -> Plan:
         strategies=options.strategy or None,
         top=options.top,
         precision=options.precision,
-        length=options.seq if text else None,
+        length=options.seq if reads_text else None,
         cache=True if options.cache is None else options.cache,
         trainable=trainable,
         memory_bytes=memory,
     )
-    return replace(found, tokens=tokens, price=options.price)
+    return replace(result, tokens=tokens, price=options.price)

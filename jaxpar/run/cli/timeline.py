@@ -20,64 +20,76 @@ from ...parallel.pipeline.schedules import Schedule
 from ...strategy import Strategy
 from ...strategy.schedules import SCHEDULES
 
-_WORDS = "; ".join(f"{name}: {recipe.words}" for name, recipe in SCHEDULES.items())
+_SCHEDULE_HELP = "; ".join(f"{name}: {recipe.words}" for name, recipe in SCHEDULES.items())
 
 
 @dataclass(frozen=True)
 class TimelineOptions:
-    """Draws a pipeline's schedule: forwards, backwards or their halves, idle time, and what each rank holds."""
+    """Draw the schedule of a pipeline: forwards, backwards or their halves, idle time, and the memory of each rank."""
 
     pipe: int = 4
-    """ranks"""
+    """number of ranks"""
     microbatches: int = 8
-    """parts of a replica's rows that pass through the ranks one after the other"""
-    schedule: Annotated[str, tyro.conf.arg(help=_WORDS)] = Strategy.schedule
+    """number of microbatches, the parts of a replica's rows that pass through the ranks one after the other"""
+    schedule: Annotated[str, tyro.conf.arg(help=_SCHEDULE_HELP)] = Strategy.schedule
     chunks: int | None = None
-    """stages of a rank: more than one is interleaved 1f1b, two the V of zb-v and others; else as many as it needs"""
+    """stages per rank: more than one for interleaved 1f1b, two for the V of zb-v and others; by default the number that
+    the schedule needs"""
     table: Path | None = None
-    """draw this table, in lines of torch's cells as --csv writes them, instead of one by name"""
+    """draw this table, in the cells of torch that --csv writes, instead of a schedule by name"""
     model: str | None = None
-    """the name of a model, to show in bytes what the ranks hold; nothing is allocated"""
+    """name of a model, to show the memory of the ranks in bytes; nothing is allocated"""
     rows: int | None = None
-    """of the model's global batch; without it, one a microbatch"""
+    """rows of the model's global batch; by default one row per microbatch"""
     length: int = 1024
-    """positions of a row of text"""
+    """tokens in a row of text"""
     precision: Literal["f32", "bf16", "f16"] = "f32"
     """compute dtype of the model"""
     remat: Literal["none", "layer", "dots", "twice"] = "none"
     """what each of the model's layers recomputes in its backward"""
     svg: Path | None = None
-    """draw into this file too"""
+    """also draw the schedule into this file"""
     csv: Path | None = None
     """write cells such as 0F0 (stage, kind, microbatch) that torch.distributed.pipelining reads as compute_only"""
 
 
 def main(options: TimelineOptions, console: Console | None = None) -> None:
-    """Draws, and writes what files are asked for. Raises ValueError where the options do not fit each other."""
+    """Draw a schedule in the terminal, and write the files that the options name.
+
+    Args:
+      options: the options of the command.
+      console: the console to draw on; standard output if None.
+
+    Raises:
+      ValueError: if the options contradict each other.
+    """
+    # 1. The schedule: a table of the user, or one by name.
     if options.table:
         schedule = Schedule.read(options.table)
     else:
-        recipe = SCHEDULES.get(options.schedule)  # an unknown one is refused by `Schedule`
+        recipe = SCHEDULES.get(options.schedule)  # `Schedule` raises an error for an unknown one
         chunks = options.chunks or (1 if recipe is None else recipe.chunks)
         schedule = Schedule(options.schedule, options.pipe, options.microbatches, chunks)
-    size = None if options.model is None else _slot_of(options, schedule)
+    # 2. Draw it, with bytes if the options name a model.
+    bytes_per_slot = None if options.model is None else _slot_bytes(options, schedule)
     console = console or Console(highlight=False)
     for line in draw(schedule, console.width, console.color_system is not None):
         console.print(line, no_wrap=True, crop=False)
-    for name, text in summary(schedule, size).items():
+    for name, text in summary(schedule, bytes_per_slot).items():
         console.print(textwrap.fill(f"{name:<11}{text}", console.width, subsequent_indent=" " * 11), soft_wrap=True)
+    # 3. Write the files.
     if options.svg:
-        options.svg.write_text(svg(schedule, held(schedule, size)))
+        options.svg.write_text(svg(schedule, held(schedule, bytes_per_slot)))
     if options.csv:
         options.csv.write_text("\n".join(schedule.csv()) + "\n")
     if written := [str(path) for path in (options.svg, options.csv) if path]:
         console.print("written: " + ", ".join(written), soft_wrap=True)
 
 
-def _slot_of(options: TimelineOptions, schedule: Schedule) -> int:
-    """Bytes of one slot when the named model is trained so."""
+def _slot_bytes(options: TimelineOptions, schedule: Schedule) -> int:
+    """Return the bytes that a rank stores for one microbatch's forward through one chunk of the named model."""
     assert options.model is not None
-    with contextlib.suppress(RuntimeError):  # jax may be running already, perhaps with devices enough
+    with contextlib.suppress(RuntimeError):  # jax may run already, perhaps with enough devices
         simulate(schedule.ranks)
     if len(jax.devices()) < schedule.ranks:
         raise ValueError(
@@ -92,5 +104,6 @@ def _slot_of(options: TimelineOptions, schedule: Schedule) -> int:
         precision=options.precision,
         remat=options.remat,
     )
+    # Nothing is compiled: `slot_bytes` needs only shapes.
     step = make_train_step(model.model, optax.sgd(0.1), strategy, mesh=jax.devices()[: schedule.ranks])
     return slot_bytes(step, model.example(options.rows or schedule.microbatches, options.length))

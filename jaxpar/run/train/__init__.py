@@ -1,1 +1,1 @@
-"""The trainer: loop, checkpoints, progress, what a run leaves behind."""
+"""The trainer: its loop, the folder of a run, progress, and the files that a run writes."""

@@ -1,4 +1,14 @@
-"""What a run does about a loss, gradients or parameters that are not finite."""
+"""How a run reacts to a loss, gradients or parameters that are not finite.
+
+`Finite` reads the metrics of every step and applies `Loop.on_nonfinite`:
+
+    stop, explain    raise NotFiniteError at the first such step
+    skip             report the step, which was not applied; raise after `HOPELESS` of them in a row
+    rollback         raise; the trainer catches the error, restores a checkpoint, and records that with `roll_back`
+
+With float16, a loss scale that was too large also gives infinite gradients. The step halves the scale then, and
+`Finite` reports nothing until that has happened `HOPELESS` times in a row.
+"""
 
 from __future__ import annotations
 
@@ -11,98 +21,113 @@ import jax.numpy as jnp
 
 from .loop import Loop
 
-HOPELESS = 32  # steps skipped in a row: a float16 loss scale halved so often is 1, and it was not the scale
-_RETURNS = 3  # to one checkpoint: what went wrong so often from there is not a batch
+# Skipped steps in a row. A float16 loss scale that was halved so often is 1, so the scale was not the cause.
+HOPELESS = 32
+# Rollbacks to one checkpoint. A fault that comes back so often does not come from one batch.
+_MAX_ROLLBACKS = 3
 
 
 class NotFiniteError(FloatingPointError):
-    """That a step has come to nothing; `step` is its number."""
+    """Error of a step whose loss, gradients or updated parameters are not finite; `step` is its number."""
 
-    def __init__(self, step: int, says: str):
-        super().__init__(says)
+    def __init__(self, step: int, message: str):
+        super().__init__(message)
         self.step = step
 
 
 class Finite:
-    """Looks at the metrics of every step.
+    """Checks the metrics of every step, and counts skipped steps and rollbacks.
 
     Attributes:
-      skipped: steps that were not applied, besides those that float16's loss scale counts.
-      rollbacks: how often the run has gone back to a checkpoint.
+      skipped: steps that were not applied, without those that float16's loss scale counts.
+      rollbacks: number of times that the run has gone back to a checkpoint.
     """
 
     def __init__(self, loop: Loop):
         self.loop, self.skipped, self.rollbacks = loop, 0, 0
-        self._scaled, self._times, self._returns = 0.0, 0, 0
+        self._overflows = 0.0  # steps that float16's loss scale has skipped so far
+        self._skipped_in_row, self._rollbacks_in_row = 0, 0
 
-    def look(
+    def check_metrics(
         self,
         number: int,
         values: Mapping[str, float],
-        suspects: Callable[[], str] = str,
-        explained: Callable[[], str] = str,
-        stopped: bool = False,
+        find_suspects: Callable[[], str] = str,
+        explain_origin: Callable[[], str] = str,
+        has_stopped: bool = False,
     ) -> str:
-        """What is to be told of a step: "" where it was finite.
+        """Return the line to print about a step, or "" if it is finite.
 
         Args:
-          number: of the step.
-          values: its metrics.
-          suspects: what is wrong with its batch, "" where nothing is; asked where the step is not finite.
-          explained: where it begins; asked where the run ends with it.
-          stopped: whether nothing is applied any more.
+          number: the step's number.
+          values: the step's metrics.
+          find_suspects: returns the faults in the step's batch, or "". Called only if the step is not finite.
+          explain_origin: returns where the first NaN or infinity arises. Called only if the run ends here.
+          has_stopped: whether the step has stopped applying updates (`trace_nonfinite`).
 
-        Raises NotFiniteError where nothing good can come any more.
+        Raises:
+          NotFiniteError: if the run cannot continue from this step.
         """
         skips = self.loop.on_nonfinite == "skip"
-        wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(values[name])]
-        scaled, self._scaled = values["skipped"] > self._scaled, values["skipped"]
-        left_out = skips and bool(wrong) and not scaled
-        self.skipped += left_out
-        self._times = self._times + 1 if scaled or left_out else 0
-        if not wrong:
+        nonfinite_names = [name for name in ("loss", "grad_norm") if not math.isfinite(values[name])]
+        # float16's loss scale counts the steps that overflowed; with a new count, the scale skipped this step.
+        is_overflow, self._overflows = values["skipped"] > self._overflows, values["skipped"]
+        is_skipped = skips and bool(nonfinite_names) and not is_overflow
+        self.skipped += is_skipped
+        self._skipped_in_row = self._skipped_in_row + 1 if is_overflow or is_skipped else 0
+        if not nonfinite_names:
             return ""
-        says = f"step {number}: {' and '.join(f'{name} is {values[name]}' for name in wrong)}"
-        # float16's loss scale was too large, as it is meant to be now and then.
-        if scaled and self._times < HOPELESS and not stopped:
+        message = f"step {number}: {' and '.join(f'{name} is {values[name]}' for name in nonfinite_names)}"
+        # A loss scale that is too large now and then is how float16 finds its scale.
+        if is_overflow and self._skipped_in_row < HOPELESS and not has_stopped:
             return ""
-        found = suspects()
-        because = f": {found}" if found else ""
-        if stopped or not self._times:
-            raise NotFiniteError(number, self.advice(f"{says}{because}", found) + explained())
-        if self._times >= HOPELESS:
-            many = f"{HOPELESS} in a row are not applied"
-            raise NotFiniteError(number, self.advice(f"{says}, {many}{because}", found) + explained())
-        return f"{says}{because}; it is not applied"
+        suspects = find_suspects()
+        cause = f": {suspects}" if suspects else ""
+        if has_stopped or not self._skipped_in_row:
+            raise NotFiniteError(number, self.advice(f"{message}{cause}", suspects) + explain_origin())
+        if self._skipped_in_row >= HOPELESS:
+            count = f"{HOPELESS} in a row are not applied"
+            raise NotFiniteError(number, self.advice(f"{message}, {count}{cause}", suspects) + explain_origin())
+        return f"{message}{cause}; it is not applied"
 
-    def come_further(self) -> None:
-        """To a checkpoint of more than the last one."""
-        self._returns = 0
+    def record_progress(self) -> None:
+        """Note that the run has saved a checkpoint after the last rollback, so that rollbacks count from 0 again."""
+        self._rollbacks_in_row = 0
 
-    def back(self, error: NotFiniteError, to: int | None) -> str:
-        """What is to be told of a return to the checkpoint of step `to`, None for the initial values.
+    def roll_back(self, error: NotFiniteError, checkpoint_step: int | None) -> str:
+        """Count a rollback and return the line to print about it.
 
-        Raises NotFiniteError where there were so many that there is no more in it.
+        Args:
+          error: the error that causes the rollback.
+          checkpoint_step: the step of the checkpoint that is restored; None for the initial values.
+
+        Raises:
+          NotFiniteError: if the run went back `_MAX_ROLLBACKS` times already without a new checkpoint.
         """
-        where = f"the checkpoint of step {to}" if to is not None else "the initial values"
-        if self._returns == _RETURNS:
+        target = f"the checkpoint of step {checkpoint_step}" if checkpoint_step is not None else "the initial values"
+        if self._rollbacks_in_row == _MAX_ROLLBACKS:
             raise NotFiniteError(
-                error.step, f"{error}; rolled back {_RETURNS} times in a row, at last to {where}, and it came again"
+                error.step,
+                f"{error}; rolled back {_MAX_ROLLBACKS} times in a row, at last to {target}, and the fault came again",
             ) from error
-        self._returns += 1
+        self._rollbacks_in_row += 1
         self.rollbacks += 1
-        return f"{str(error).partition(';')[0]}; rolled back to {where}, and on with the batch of step {error.step + 1}"
+        problem = str(error).partition(";")[0]
+        return f"{problem}; rolled back to {target}, and on with the batch of step {error.step + 1}"
 
-    def advice(self, wrong: str, found: str = "") -> str:
-        """What is wrong, and what to try: of the optimizer nothing where the batch has been `found` to be wrong."""
-        last = f"; the last checkpoint in {self.loop.out} is from before" if self.loop.out else ""
-        if found:
+    def advice(self, problem: str, suspects: str = "") -> str:
+        """Return an error text: the problem, and what to try.
+
+        If `suspects` names bad rows of the batch, the advice is about these rows and not about the optimizer.
+        """
+        last = f"; the last checkpoint in {self.loop.out} is from an earlier step" if self.loop.out else ""
+        if suspects:
             skip = "" if self.loop.on_nonfinite == "skip" else ", or go on without them: on_nonfinite='skip'"
-            return f"{wrong}; mend these rows, or leave them out{skip}{last}"
-        return f"{wrong}; try a lower learning rate, a longer warm-up, clipping of gradients, or precision=f32{last}"
+            return f"{problem}; mend these rows, or leave them out{skip}{last}"
+        return f"{problem}; try a lower learning rate, a longer warm-up, clipping of gradients, or precision=f32{last}"
 
 
 @jax.jit
 def all_finite(params: Any) -> jax.Array:
-    """Whether all elements of all arrays are, as a boolean array of no dims."""
+    """Return whether all elements of all arrays are finite, as a boolean scalar."""
     return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()

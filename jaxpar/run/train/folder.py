@@ -1,4 +1,15 @@
-"""The folder of a run: whose it is, and files in it that are whole whenever the run dies."""
+"""The folder of a run: which run owns it, and how its files stay whole when the run dies.
+
+`claim_folder` gives a run its folder, or raises an error if another run has it. Three things protect the folder:
+
+    .lock     a file lock, for the time of the run. Buckets and some network file systems cannot lock.
+    .owner    a file that names the owning process (`Claim`). It is read again at every save, because a lock does not
+              help against a user who removes its file.
+    WRITTEN   the names that a run writes. `overwrite` removes these and no other file.
+
+`Staging` holds the files that grow line by line. A bucket cannot append, so these files stay on this machine and are
+copied. `write_whole` replaces a file in one step.
+"""
 
 from __future__ import annotations
 
@@ -30,58 +41,63 @@ WRITTEN = (
     "tensorboard",
 )
 _OWNER = ".owner"
-_live: set[str] = set()  # claims of this process: one that it could not take back does not keep it out
+# The claims that this process has not released. A claim of this process that is not among them is a leftover (its
+# release failed), and does not keep the process out of the folder.
+_live: set[str] = set()
 
 
 class Claim:
-    """That a folder is this run's own, which `check` looks at again: a lock holds only while nobody removes its file.
+    """A run's claim on its folder: the file `.owner`, which names the process that owns the folder.
 
     Args:
       out: the folder; None for a run that writes nothing.
     """
 
     def __init__(self, out: Place | None):
-        self.out, self._mine = out, {"id": uuid.uuid4().hex, **_process()}
+        self.out, self._owner = out, {"id": uuid.uuid4().hex, **_process()}
 
     def take(self) -> str:
-        """Writes into the folder whose it is; or why it cannot be taken: a run that still goes on has it."""
+        """Write the claim into the folder and return "", or return why another run prevents that."""
         assert self.out is not None
-        there = _read(self.out / _OWNER)
-        own = there and all(there[name] == self._mine[name] for name in ("host", "pid", "began"))
-        alive = there and there["host"] == self._mine["host"] and there == {**there, **_process(int(there["pid"]))}
-        if alive and not (own and there["id"] not in _live):
-            return f"another run, {there['pid']}, is going on in {self.out}; wait for its end, or name another out="
-        write_whole(self.out / _OWNER, json.dumps(self._mine).encode())
-        _live.add(str(self._mine["id"]))
+        owner = _read(self.out / _OWNER)
+        is_this_process = owner and all(owner[name] == self._owner[name] for name in ("host", "pid", "began"))
+        # Only a process of this host can be looked up. A claim from another host counts as a leftover.
+        is_alive = owner and owner["host"] == self._owner["host"] and owner == {**owner, **_process(int(owner["pid"]))}
+        if is_alive and not (is_this_process and owner["id"] not in _live):
+            return f"another run, {owner['pid']}, is going on in {self.out}; wait for its end, or name another out="
+        write_whole(self.out / _OWNER, json.dumps(self._owner).encode())
+        _live.add(str(self._owner["id"]))
         return ""
 
     def release(self) -> None:
-        """Takes away what `take` wrote, where it is still there."""
+        """Remove the claim from the folder, if it is still this run's."""
         assert self.out is not None
-        _live.discard(str(self._mine["id"]))
-        if _read(self.out / _OWNER) == self._mine:
+        _live.discard(str(self._owner["id"]))
+        if _read(self.out / _OWNER) == self._owner:
             (self.out / _OWNER).unlink()
 
-    def lost(self) -> str:
-        """Why the folder is not this run's any more, "" if it is; to be asked on process 0. Claims it again where
-        nobody else has it.
+    def loss_reason(self) -> str:
+        """Return why this run no longer owns the folder, or "" if it does. Only process 0 may call it.
+
+        If the claim has gone and no other run has the folder, the claim is written again.
         """
-        if self.out is None or (there := _read(self.out / _OWNER)) == self._mine:
+        if self.out is None or (owner := _read(self.out / _OWNER)) == self._owner:
             return ""
-        if not there and (self.out / "checkpoints").is_dir():  # who sweeps up hidden files takes nothing from a run
-            write_whole(self.out / _OWNER, json.dumps(self._mine).encode())
+        # A user who sweeps up hidden files does not mean to take the folder from its run.
+        if not owner and (self.out / "checkpoints").is_dir():
+            write_whole(self.out / _OWNER, json.dumps(self._owner).encode())
             return ""
-        taken = f"process {there['pid']} on {there['host']} has taken it" if there else "it was removed or moved"
+        event = f"process {owner['pid']} on {owner['host']} has taken it" if owner else "it was removed or moved"
         return (
-            f"{self.out} is no longer this run's: {taken} while the run went on; nothing more is saved, begin again "
+            f"{self.out} is no longer this run's: {event} while the run went on; nothing more is saved, begin again "
             "with another out="
         )
 
     def check(self) -> None:
-        """Raise ValueError, on all hosts, where the folder is gone or another run's. All hosts must ask."""
+        """Raise ValueError on all hosts if this run no longer owns the folder. All hosts must call it together."""
         if self.out is None:
             return
-        problem = self.lost() if jax.process_index() == 0 else ""
+        problem = self.loss_reason() if jax.process_index() == 0 else ""
         if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.bool_(problem)) and not problem:
             problem = f"{self.out} is no longer this run's; the error of process 0 says why"
         if problem:
@@ -89,136 +105,150 @@ class Claim:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Within it, whatever files are missed because the folder is gone, the error says that it is gone."""
+        """Replace errors about missing files in the block by one that says that the folder is gone, if it is."""
         try:
             yield
         except (OSError, ValueError) as error:
-            with contextlib.suppress(ConnectionError):  # the bucket does not answer this either
-                if jax.process_index() == 0 and (problem := self.lost()):
+            with contextlib.suppress(ConnectionError):  # a silent bucket does not answer this question either
+                if jax.process_index() == 0 and (problem := self.loss_reason()):
                     raise ValueError(problem) from error
             raise
 
 
 class Staging:
-    """What a run adds to, line by line: in its folder, or, as nothing can be added to an object, in a folder of this
-    machine that is copied to the bucket with every checkpoint, before that is complete, and at the end.
+    """The folder in which a run appends to files.
+
+    For a folder on disk it is the run's folder. For a bucket, which cannot append, it is a temporary folder of this
+    machine. Its files are copied to the bucket before each checkpoint is complete, and at the end.
 
     Args:
-      claim: that the place is this run's own.
+      claim: the run's claim on its folder.
 
-    Attributes: `folder`, where files are written; None for a run that writes nothing.
+    Attributes:
+      folder: where files are written; None for a run that writes nothing.
     """
 
     def __init__(self, claim: Claim):
-        self._claim, self._copied = claim, dict[Path, tuple[int, int]]()
+        self._claim, self._copied_versions = claim, dict[Path, tuple[int, int]]()
         out = claim.out
-        self._made = tempfile.TemporaryDirectory(prefix="jaxpar-") if is_bucket(out) else None
-        self.folder: Path | None = Path(self._made.name) if self._made else out if isinstance(out, Path) else None
+        self._temporary = tempfile.TemporaryDirectory(prefix="jaxpar-") if is_bucket(out) else None
+        self.folder: Path | None = (
+            Path(self._temporary.name) if self._temporary else out if isinstance(out, Path) else None
+        )
 
     def copy(self) -> None:
-        """Copy the files that have changed to the bucket, unless another run has taken the place meanwhile."""
+        """Copy the files that have changed to the bucket, unless another run has taken the folder."""
         if (out := self._claim.out) is None or not is_bucket(out) or self.folder is None:
             return
-        # A slow save calls this too, after the run has ended because its place was taken.
-        if jax.process_index() == 0 and self._claim.lost():
+        # A slow save calls this too, after the run has ended because another run took its folder.
+        if jax.process_index() == 0 and self._claim.loss_reason():
             return
         for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
-            about = path.stat()
-            if self._copied.get(path) != (version := (about.st_size, about.st_mtime_ns)):
+            stat = path.stat()
+            if self._copied_versions.get(path) != (version := (stat.st_size, stat.st_mtime_ns)):
                 out.fs.put_file(str(path), (out / path.relative_to(self.folder).as_posix()).path)
-                self._copied[path] = version
+                self._copied_versions[path] = version
 
     def __enter__(self) -> Staging:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._made is not None:
-            with self._made:
+        if self._temporary is not None:
+            with self._temporary:
                 self.copy()
 
 
 @contextlib.contextmanager
-def claimed(loop: Loop) -> Iterator[Claim]:
-    """Within it the folder of a run is its own. Raises ValueError where another run is in it that is not to be
-    resumed, or that is still going on; with several hosts, on all of them.
+def claim_folder(loop: Loop) -> Iterator[Claim]:
+    """Claim the folder of a run for the block, and yield the claim. All hosts must enter it together.
+
+    Raises:
+      ValueError: on all hosts, if the folder holds a run that is not to be resumed, if its run is still going on, or if
+        the folder cannot be used.
     """
     claim = Claim(loop.out)
     if (out := loop.out) is None:
         yield claim
         return
-    there = [name for name in WRITTEN if (out / name).is_file() or any((out / name).rglob("*"))]
-    if there and not (loop.resume or loop.overwrite):
+    # 1. Every host looks for an earlier run.
+    existing = [name for name in WRITTEN if (out / name).is_file() or any((out / name).rglob("*"))]
+    if existing and not (loop.resume or loop.overwrite):
         raise ValueError(
-            f"{out} already holds a run ({', '.join(there)}); resume=True goes on with it, overwrite=True "
+            f"{out} already holds a run ({', '.join(existing)}); resume=True goes on with it, overwrite=True "
             "removes it, another out= leaves it alone"
         )
-    several, problem = jax.process_count() > 1, ""
-    if several:  # none removes what another has not looked at yet, or writes what one then removes
+    is_multihost, problem = jax.process_count() > 1, ""
+    if is_multihost:
+        # Process 0 removes and writes files below. The barrier keeps it from doing so before other hosts have looked.
         multihost_utils.sync_global_devices("looked")
     with contextlib.ExitStack() as stack:
+        # 2. Process 0 locks the folder, claims it, and removes the earlier run with `overwrite`.
         if jax.process_index() == 0:
             try:
                 out.mkdir(parents=True, exist_ok=True)
                 try:
-                    if isinstance(out, Path):  # in a bucket nothing can be locked: `check` finds that another has it
+                    if isinstance(out, Path):  # a bucket cannot lock: `Claim.check` detects another run there
                         stack.enter_context(FileLock(out / ".lock", blocking=False))
                 except OSError as error:
                     if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
                         raise
-                    says = f"{out} is where files cannot be locked; see to it that no two runs use it at once"
-                    warnings.warn(says, stacklevel=2)
+                    message = f"files in {out} cannot be locked; make sure that no two runs use it at once"
+                    warnings.warn(message, stacklevel=2)
                 problem = claim.take()
                 if not problem:
                     stack.callback(claim.release)
-                    problem = _not_removable(out, there) if loop.overwrite and isinstance(out, Path) else ""
+                    problem = _removal_problem(out, existing) if loop.overwrite and isinstance(out, Path) else ""
             except Timeout:
                 problem = f"another run is going on in {out}; wait for its end, or name another out="
             except OSError as error:
                 problem = f"out={str(out)!r} cannot be used: {error.strerror}; name a folder that you may write to"
-            for path in (out / name for name in there if loop.overwrite and not problem):
+            for path in (out / name for name in existing if loop.overwrite and not problem):
                 remove(path)
-        if several and multihost_utils.broadcast_one_to_all(bool(problem)) and not problem:
+        # 3. A problem of process 0 ends all hosts, which would wait for it otherwise.
+        if is_multihost and multihost_utils.broadcast_one_to_all(bool(problem)) and not problem:
             problem = f"process 0 cannot use {out}; its own error says why"
         if problem:
             raise ValueError(problem)
         yield claim
 
 
-def _not_removable(out: Path, names: Sequence[str]) -> str:
-    """Return why `overwrite` cannot remove what an earlier run wrote, or "". It is asked before anything is removed.
+def _removal_problem(out: Path, names: Sequence[str]) -> str:
+    """Return why `overwrite` cannot remove what an earlier run wrote, or "". Called before anything is removed.
 
     Args:
       out: the folder of the run.
-      names: those of `WRITTEN` that hold something.
+      names: the names of `WRITTEN` that hold something.
     """
-    other = "or name another out="
+    alternative = "or name another out="
     for path in (out / name for name in WRITTEN):
-        # What a link leads to belongs to somebody else. A link to an empty folder is used as it is.
+        # The target of a link belongs to somebody else. A link to an empty folder is used as it is.
         if path.is_symlink() and (path.name in names or not path.exists()):
-            do = "remove the link, empty the folder that it leads to" if path.is_dir() else "remove the link"
-            says = f"{path} is a link to {path.readlink()}, and overwrite=True removes only what lies in {out}"
-            return f"{says}; {do}, {other}"
+            fix = "remove the link, empty the folder that it leads to" if path.is_dir() else "remove the link"
+            message = f"{path} is a link to {path.readlink()}, and overwrite=True removes only what lies in {out}"
+            return f"{message}; {fix}, {alternative}"
         for folder, _, _ in os.walk(path) if path.name in names else ():
             if os.path.ismount(folder):
-                return f"{folder} is a mount point, which overwrite=True cannot remove; empty it, {other}"
+                return f"{folder} is a mount point, which overwrite=True cannot remove; empty it, {alternative}"
             if not os.access(folder, os.W_OK | os.X_OK):
-                return f"{folder} cannot be removed, as you may not write to it; make it writable, {other}"
+                return f"{folder} cannot be removed, as you may not write to it; make it writable, {alternative}"
     return ""
 
 
 def write_whole(path: Place, data: bytes) -> None:
-    """Writes a file such that, whenever the process dies, its name has what was there before or all of `data`."""
-    if is_bucket(path):  # where an object is there once all of it is
+    """Write a file so that, if the process dies, the path holds its earlier content or all of `data`."""
+    if is_bucket(path):  # an object appears only once all of it is stored
         path.write_bytes(data)
         return
-    fresh = path.with_name(f".{path.name.removeprefix('.')}.new")
-    fresh.write_bytes(data)
-    os.replace(fresh, path)
+    temporary = path.with_name(f".{path.name.removeprefix('.')}.new")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
 
 
 def _process(pid: int | None = None) -> dict[str, str | int]:
-    """A process of this host as a claim names it: number, and where Linux tells it when it began, as numbers come
-    again. Nothing where there is no such process.
+    """Return how a claim identifies a process of this host (default: this process): host, number and start time.
+
+    The start time is there because numbers of processes are used again. It is "" if the system is not Linux. For a
+    number without a process the result is `{"pid": -1}`, which equals no claim.
     """
     pid = os.getpid() if pid is None else pid
     try:
@@ -226,20 +256,21 @@ def _process(pid: int | None = None) -> dict[str, str | int]:
     except ProcessLookupError:
         return {"pid": -1}
     except PermissionError:
-        pass  # it is there, and someone else's
+        pass  # the process exists, and belongs to another user
     try:
+        # The name of the program, in parentheses, may hold blanks: count the fields after it (proc_pid_stat(5), 22).
         began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:  # not Linux, or it has ended by now
+    except OSError:  # not Linux, or the process has just ended
         began = ""
     return {"host": socket.gethostname(), "pid": pid, "began": began}
 
 
 def _read(path: Place) -> dict[str, str | int]:
-    """A claim; nothing where there is none, or none that a run writes."""
+    """Return the claim in a file; an empty dict if there is no file, or if a run did not write it."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except ConnectionError:  # a bucket that does not answer may hold another run's claim
         raise
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) and {"id", "host", "pid", "began"} <= set(found) else {}
+    return content if isinstance(content, dict) and {"id", "host", "pid", "began"} <= set(content) else {}

@@ -1,4 +1,9 @@
-"""The batches of a run as its step takes them, how long it waits for them, and which of them need another program."""
+"""The input of a run: batches on their devices, the time spent waiting for them, and the programs that they need.
+
+`Input` takes batches from a `Stream`, pads them if needed (`Fitting`), and places them on the devices of the step. With
+`prefetch`, a thread (`Ahead`) does this while steps run. XLA compiles one program for each set of shapes and dtypes, so
+`Input` records these signatures and explains why a step is compiled again.
+"""
 
 from __future__ import annotations
 
@@ -18,39 +23,49 @@ from ...step.core import Step
 
 
 class Input:
-    """The batches of a run, one after the other, from the first.
+    """The batches of a run, in order.
+
+    Call `first_batch`, then `start` with that batch, then `next_batch` for each later one.
 
     Args:
-      step: which takes them.
-      batches: where they come from.
-      prefetch: how many are read ahead, in a thread, and put on their devices; 0: each is read when it is asked for.
+      step: the step that trains on the batches.
+      batches: the source of the batches.
+      prefetch: number of batches that a thread reads ahead and puts on their devices; 0 reads a batch on demand.
 
     Attributes:
-      rows: of the batch that was looked at last.
-      waited: seconds for which the devices, done with their step, may have waited for the last batch; 0 if it was
-        there before they were done.
-      kinds: shapes and dtypes of batches, by the paths of their arrays; each has a program of its own.
+      rows: rows of the batch that `recompile_reason` saw last.
+      waited: seconds for which the devices, done with their step, may have waited for the last batch; 0 if the batch
+        was ready before they were done.
+      signatures: the shapes and dtypes for which a program was compiled, each as {path of an array: "dtype[shape]"}.
     """
 
     def __init__(self, step: TrainStep, batches: Stream, prefetch: int):
         self._step, self._prefetch, self._fit = step, prefetch, Fitting(step.check_weighs)
         self._batches: Stream | Ahead = batches
         self.rows, self.waited = 0, 0.0
-        self.kinds: list[dict[str, str]] = []
-        self._rows: dict[Any, int] = {}
+        self.signatures: list[dict[str, str]] = []
+        self._rows_by_signature: dict[Any, int] = {}
 
-    def first(self, latest: int | None) -> Any:
-        """The first batch. Raises ValueError, in every process, where several go on from another checkpoint (`latest`,
-        its step).
+    def first_batch(self, latest: int | None) -> Any:
+        """Return the first batch, on its devices.
+
+        Args:
+          latest: the step of the checkpoint that this process resumes from, or None. All processes compare theirs.
+
+        Raises:
+          ValueError: in every process, if some of them resume from another checkpoint.
         """
         consistency.compare("where to begin", {"the last checkpoint": latest})
-        # The batches read ahead lie on their devices. The first one does too, or the step would be compiled twice.
+        # Batches that are read ahead are committed to their devices. The first one must be as well, or the step would
+        # be compiled twice.
         put = self._step.send if self._prefetch else self._step.place
         return put(self._fit(next(self._batches), self._step.blocks))
 
-    def begin(self, first: Any) -> None:
-        """Compares the first batch and the step's program among processes; from then on others are read ahead. Raises
-        ValueError, in every process, where any of them has another.
+    def start(self, first: Any) -> None:
+        """Compare the first batch and the step's program among processes, and start to read ahead.
+
+        Raises:
+          ValueError: in every process, if these differ between processes.
         """
         self._step.compare(first)
         if isinstance(self._batches, Stream) and self._batches.fills:
@@ -58,56 +73,67 @@ class Input:
         if self._prefetch:
             send = lambda batch: self._step.send(self._fit(batch, self._step.blocks))
             self._batches = Ahead(self._batches, send, self._prefetch)
-        self.look(first)
+        self.recompile_reason(first)
 
-    def next(self, running: Any = None) -> Any:
-        """The next batch; `running` is an array, a result of the step that runs meanwhile."""
+    def next_batch(self, step_result: Any = None) -> Any:
+        """Return the next batch, on its devices, and set `waited`.
+
+        Args:
+          step_result: an array that the running step computes. If it is ready by the time the batch is here, the
+            devices may have been idle.
+        """
         begin = time.perf_counter()
         batch = next(self._batches)
         if not self._prefetch:
             batch = self._step.place(self._fit(batch, self._step.blocks))
-        done = running is not None and running.is_ready()
-        self.waited = time.perf_counter() - begin if done else 0.0
+        # If the step still runs, the devices had work all the time.
+        is_step_done = step_result is not None and step_result.is_ready()
+        self.waited = time.perf_counter() - begin if is_step_done else 0.0
         return batch
 
     def position(self) -> dict[str, Any]:
-        """Where in its data the run is: see `Stream.state`."""
+        """Return the run's position in its data: see `Stream.state`."""
         return self._batches.state()
 
     def close(self) -> None:
-        """Ends the thread that reads ahead."""
+        """End the thread that reads ahead."""
         if isinstance(self._batches, Ahead):
             self._batches.close()
 
-    def look(self, batch: Any) -> str:
-        """What is to be told of a batch: why the step is compiled for it, once it has been for another; else ""."""
+    def recompile_reason(self, batch: Any) -> str:
+        """Return why the step is compiled again for a batch; "" for the first batch and for known shapes and dtypes."""
         leaves, tree = jax.tree.flatten(batch)
         dtypes = [str(getattr(x, "dtype", type(x).__name__)) for x in leaves]
         key = tree, *((np.shape(x), dtype) for x, dtype in zip(leaves, dtypes, strict=True))
-        before = self.rows
-        if key in self._rows:  # in every step but few, which is why no path is spelt out
-            self.rows = self._rows[key]
+        last_rows = self.rows
+        if key in self._rows_by_signature:  # the common case, for which no paths are spelt out
+            self.rows = self._rows_by_signature[key]
             return ""
-        self.rows = self._rows[key] = rows_of(batch)
+        self.rows = self._rows_by_signature[key] = rows_of(batch)
         paths = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
-        kind = {path: f"{dtype}{list(np.shape(x))}" for path, x, dtype in zip(paths, leaves, dtypes, strict=True)}
-        self.kinds.append(kind)
-        if len(self.kinds) == 1:
+        signature = {path: f"{dtype}{list(np.shape(x))}" for path, x, dtype in zip(paths, leaves, dtypes, strict=True)}
+        self.signatures.append(signature)
+        if len(self.signatures) == 1:
             return ""
-        if before != self.rows:
-            return f"compiled again: rows {self.rows}, {before} before (program {len(self.kinds)})"
-        old = self.kinds[-2]
-        changed = [f"{x} {kind[x]}, {old.get(x, 'not there')} before" for x in kind if kind[x] != old.get(x)]
-        gone = [f"{x} is not there, {old[x]} before" for x in old if x not in kind]
-        return f"compiled again: {'; '.join([*changed, *gone][:3])} (program {len(self.kinds)})"
+        # Another number of rows changes the shapes of all leaves with rows, so it explains them.
+        if last_rows != self.rows:
+            return f"compiled again: rows {self.rows}, {last_rows} before (program {len(self.signatures)})"
+        earlier = self.signatures[-2]
+        changed = [
+            f"{path} {signature[path]}, {earlier.get(path, 'absent')} before"
+            for path in signature
+            if signature[path] != earlier.get(path)
+        ]
+        absent = [f"{path} is absent, {earlier[path]} before" for path in earlier if path not in signature]
+        return f"compiled again: {'; '.join([*changed, *absent][:3])} (program {len(self.signatures)})"
 
 
 def check_row_count(rows: int, step: Step) -> None:
-    """Raise ValueError where a batch of so many rows does not split over replicas and microbatches."""
+    """Raise ValueError if `rows` rows cannot be split evenly over the step's replicas and microbatches."""
     replicas, microbatches = step.replicas, step.strategy.microbatches
-    if extra := rows % (blocks := replicas * microbatches):
-        below = f"{rows - extra} or " if rows > blocks else ""
+    if remainder := rows % (blocks := replicas * microbatches):
+        fewer_rows = f"{rows - remainder} or " if rows > blocks else ""
         raise ValueError(
             f"rows={rows} do not split over {replicas} replicas x {microbatches} microbatches: "
-            f"use rows={below}{rows - extra + blocks}, or any multiple of {blocks}"
+            f"use rows={fewer_rows}{rows - remainder + blocks}, or any multiple of {blocks}"
         )

@@ -1,4 +1,4 @@
-"""The commands on checkpoints, on what `jaxpar train` would have written."""
+"""The commands on checkpoints, applied to checkpoints as `jaxpar train` writes them."""
 
 import re
 from pathlib import Path
@@ -51,11 +51,11 @@ def test_checkpoints_are_verified(run: Path, capsys: pytest.CaptureFixture) -> N
 def test_a_checkpoint_becomes_weights_and_a_hugging_face_folder(run: Path, tmp_path: Path) -> None:
     source = jp.Checkpoint(run)
     main(["convert", str(run), str(tmp_path / "weights"), "--weights-only", "--dtype", "bfloat16"])
-    made = jp.Checkpoint(tmp_path / "weights")
-    made.verify()
-    assert made.step == 1
-    assert not any(name.startswith("optimizer") for name in made.arrays)
-    np.testing.assert_array_equal(made.read("params/embedding"), source.read("params/embedding").astype("bfloat16"))
+    weights = jp.Checkpoint(tmp_path / "weights")
+    weights.verify()
+    assert weights.step == 1
+    assert not any(name.startswith("optimizer") for name in weights.arrays)
+    np.testing.assert_array_equal(weights.read("params/embedding"), source.read("params/embedding").astype("bfloat16"))
     main(["convert", str(run), str(tmp_path / "all")])
     assert jp.Checkpoint(tmp_path / "all").arrays == source.arrays
     with pytest.raises(SystemExit):

@@ -35,19 +35,21 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def command(text: Path, *more: str) -> list[str]:
-    given = {"model": TINY, "data": text, "length": 16, "steps": 4, "sample": 8, "evaluate-batches": 2, "save-every": 2}
-    return ["train", *(word for name, value in given.items() for word in (f"--{name}", str(value))), *more]
+def command(text: Path, *words: str) -> list[str]:
+    """Return the words of a short `jaxpar train` on a text."""
+    options = {"model": TINY, "data": text, "length": 16, "steps": 4, "sample": 8, "evaluate-batches": 2}
+    options["save-every"] = 2
+    return ["train", *(word for name, value in options.items() for word in (f"--{name}", str(value))), *words]
 
 
 def fails(words: list[str], code: int, capsys: pytest.CaptureFixture) -> str:
-    """What is said where a command fails: one message, and no traceback."""
+    """Run a command that must fail, and return its output: one message, and no traceback."""
     with pytest.raises(SystemExit) as exit_:
         main(words)
-    said = capsys.readouterr()
-    assert exit_.value.code == code, said
-    assert "Traceback" not in said.err
-    return " ".join(re.sub(r"[─│╭╮╰╯]", " ", said.err + said.out).split())
+    output = capsys.readouterr()
+    assert exit_.value.code == code, output
+    assert "Traceback" not in output.err
+    return " ".join(re.sub(r"[─│╭╮╰╯]", " ", output.err + output.out).split())
 
 
 @pytest.mark.slow
@@ -55,29 +57,29 @@ def test_train_writes_its_run_and_goes_on_with_it(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    sample, said = commands._sample, []
-    keep = lambda *given: said.append(capsys.readouterr().out) or sample(*given)
-    monkeypatch.setattr(commands, "_sample", keep)
+    sample, outputs = commands._sample, []
+    record = lambda *args: outputs.append(capsys.readouterr().out) or sample(*args)
+    monkeypatch.setattr(commands, "_sample", record)
     main(command(text))
     (out,) = (tmp_path / "runs").iterdir()
     assert out.name.startswith("llama-tiny-layers=1")
     # Two processes printed nothing for 41 s after "written".
-    assert said[0].endswith("compiling and writing a sample of 8 tokens\n")
-    shown = said[0] + capsys.readouterr().out
+    assert outputs[0].endswith("compiling and writing a sample of 8 tokens\n")
+    shown = outputs[0] + capsys.readouterr().out
     for part in ("bigram entropy", "bits/byte", "tokens/s", "held out", f"written: runs/{out.name}", "a sample"):
         assert part in shown
     assert {"config.yaml", "metrics.jsonl", "loss.png", "checkpoints"} <= {path.name for path in out.iterdir()}
-    main(["train", "--resume", "--out", str(out), "--steps", "6", "--sample", "0"])  # all else is in config.yaml
+    main(["train", "--resume", "--out", str(out), "--steps", "6", "--sample", "0"])  # others come from config.yaml
     shown = capsys.readouterr().out
     assert "resumed after step 4" in shown
     assert "steps is now 6, and was 4" in shown
     assert [line["step"] for line in read(out / "metrics.jsonl") if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert yaml.safe_load((out / "config.yaml").read_text())["steps"] == 6
-    said = fails(["train", "--resume", "--out", str(out), "--lr", "1e-4"], 2, capsys)
-    assert "lr 0.003 there and 0.0001 here" in said
-    said = fails(command(text, "--out", str(out)), 2, capsys)  # "resume goes on with it" is no option of a command
-    assert "already holds a run" in said
-    assert "; --resume goes on with it, --overwrite removes it, another --out leaves it alone" in said
+    output = fails(["train", "--resume", "--out", str(out), "--lr", "1e-4"], 2, capsys)
+    assert "lr 0.003 there and 0.0001 here" in output
+    output = fails(command(text, "--out", str(out)), 2, capsys)  # "resume goes on with it" is no option of a command
+    assert "already holds a run" in output
+    assert "; --resume goes on with it, --overwrite removes it, another --out leaves it alone" in output
 
 
 @pytest.mark.slow
@@ -116,8 +118,8 @@ def test_images_train_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture) -
         ),
         (["convert", "run", "--dtyp", "3"], "convert has no option '--dtyp' (did you mean '--dtype'?); jaxpar convert"),
         (["train", "ddp"], "train does not take 'ddp'; jaxpar train --help explains each option"),
-        (["train", "--steps", "many"], "jaxpar: --steps: 'many' is no whole number; jaxpar train --help explains"),
-        (["train", "--lr=low"], "jaxpar: --lr: 'low' is no number; jaxpar train --help explains each option"),
+        (["train", "--steps", "many"], "jaxpar: --steps: 'many' is not a whole number; jaxpar train --help"),
+        (["train", "--lr=low"], "jaxpar: --lr: 'low' is not a number; jaxpar train --help explains each option"),
         (["train", "--steps"], "jaxpar: Missing value for argument '--steps'."),
         (["train", "--broken", "skpi"], "jaxpar: invalid choice 'skpi' for argument '--broken'."),
         (["verify-checkpoint"], "jaxpar: Missing from jaxpar verify-checkpoint: FOLDER"),
@@ -132,11 +134,11 @@ def test_images_train_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture) -
         (["train", "--lr", "0"], "--lr 0.0 is not a positive number"),
         (["train", "--weight-decay", "nan"], "--weight-decay nan is not a number from 0"),
         (["train", "--seed", "-1"], "--seed -1 is too small"),
-        (["train", "--model", "llama-tiny,layers=["], "'layers=[' in model 'llama-tiny,layers=[': '[' is no value"),
+        (["train", "--model", "llama-tiny,layers=["], "'layers=[' in model 'llama-tiny,layers=[': '[' is not a value"),
         (["train", "--model", "llama-tiny,layers=2,layers=3"], "sets layers again; give each size once"),
         (["train", "--rows", "3"], "use --rows 8, or any multiple of 8"),
         (["train", "--on-nonfinite", "halt"], "--on-nonfinite halt is not one of stop, explain, skip, rollback"),
-        (["train", "--strategy", "fsdp,prefetch=x"], "jaxpar: prefetch='x' is unknown"),  # a strategy's own
+        (["train", "--strategy", "fsdp,prefetch=x"], "jaxpar: prefetch='x' is unknown"),  # an option of the strategy
         (["launch", "--least", "3", "--", "x.py"], "--least 3 needs --processes, to start with"),
         (["--verson"], "did you mean '--version'?"),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
@@ -148,7 +150,7 @@ def test_mistakes_are_named_in_one_message(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert says in fails(words, 2, capsys)
-    assert not list(tmp_path.rglob("*.*"))  # nothing is in the way of the next try
+    assert not list(tmp_path.rglob("*.*"))  # no file prevents the next attempt
 
 
 def test_an_image_that_cannot_be_read_is_left_out_as_its_error_says(
@@ -162,9 +164,9 @@ def test_an_image_that_cannot_be_read_is_left_out_as_its_error_says(
             Image.fromarray(pixels).save(tmp_path / "photos" / label / f"{i}.tiff")
     words = ["train", "--model", "mlp-tiny", "--data", str(tmp_path / "photos"), "--out", str(tmp_path / "run")]
     words += ["--strategy", "ddp", "--rows", "8", "--steps", "5", "--quiet"]
-    said = fails(words, 2, capsys)
-    assert "1 image cannot be read" in said
-    (advice,) = re.findall(r"leave them out with (--broken skip)$", said)
+    output = fails(words, 2, capsys)
+    assert "1 image cannot be read" in output
+    (advice,) = re.findall(r"leave them out with (--broken skip)$", output)
     main([*words, *advice.split(), "--steps", "1"])
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -180,7 +182,7 @@ def test_a_run_that_diverges_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsy
 def test_files_that_cannot_be_are_named_and_a_closed_pipe_ends_it(
     text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """They were tracebacks."""
+    """These errors were tracebacks."""
 
     def missing(*_: Any) -> None:
         raise ImportError("target='v5e:2x2' needs the TPU compiler; pip install")
@@ -232,8 +234,8 @@ def test_yaml_holds_every_option_and_the_command_line_comes_before_it(tmp_path: 
     from jaxpar.run.cli.commands import _default
 
     words = ["--config", str(path), "--steps", "9"]
-    found = parse(TrainOptions, "train", words, _default(words))
-    assert found == dataclasses.replace(options, steps=9, config=path)
+    parsed = parse(TrainOptions, "train", words, _default(words))
+    assert parsed == dataclasses.replace(options, steps=9, config=path)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +267,7 @@ def test_yaml_takes_numbers_as_people_write_them(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_the_command_shown_goes_on(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The command as a process, as a user has it, is interrupted, and goes on with the words that it prints."""
+    """The command runs in a process and is interrupted. It continues with the command that it prints."""
     out = tmp_path / "run"
     words = [*command(text, "--out", str(out)), "--steps", "100000", "--save-every", "100000"]
     process = subprocess.Popen(

@@ -15,12 +15,12 @@ from jaxpar.forecast.plan.line import Line
 from jaxpar.forecast.plan.ranking import Plan
 from jaxpar.run.cli import plan
 from jaxpar.run.cli.commands import main
-from jaxpar.run.cli.options import TrainOptions, named_of
-from jaxpar.run.cli.own import own
+from jaxpar.run.cli.model_sources import load_user_model
+from jaxpar.run.cli.options import TrainOptions, named_model
 from jaxpar.strategy import PRESETS, Strategy
 
 TINY = "llama-tiny,layers=1,dim=16,heads=2,kv_heads=1,ffn=16"
-OWN = """
+USER_MODULE = """
 import jax, jax.numpy as jnp, jaxpar as jp
 LOSS = lambda params, batch, key: jnp.square(batch["x"] @ params["w"]).mean()
 def make():
@@ -31,52 +31,53 @@ def of(size): return size
 """
 
 
-def said(words: list[str], code: int, capsys: pytest.CaptureFixture) -> str:
+def output_of(words: list[str], code: int, capsys: pytest.CaptureFixture) -> str:
+    """Run a command that exits with `code`, and return its output."""
     with pytest.raises(SystemExit) as exit_:
         main(words)
-    found = capsys.readouterr()
-    assert exit_.value.code == code, found
-    return found.err + found.out
+    output = capsys.readouterr()
+    assert exit_.value.code == code, output
+    return output.err + output.out
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "mine_of_test.py").write_text(OWN)
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "mine_of_test.py").write_text(USER_MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mine_of_test", raising=False)
     return "mine_of_test"
 
 
-def test_explain_shows_a_model_of_ones_own(mine: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_explain_shows_a_model_of_ones_own(user_module: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     # `jaxpar explain` said that there is no such command (did you mean 'plan'?).
-    main(["explain", "--model", f"{mine}:make", "--strategy", "fsdp", "--rows", "8", "--picture", "found.svg"])
+    main(["explain", "--model", f"{user_module}:make", "--strategy", "fsdp", "--rows", "8", "--picture", "found.svg"])
     shown = capsys.readouterr().out
     for part in ("fsdp=-1: 8 x cpu", "64 parameters", "all-gather", "expected v found", "written: found.svg"):
         assert part in shown
     assert (tmp_path / "found.svg").read_text().startswith("<?xml")
 
 
-def test_models_that_are_none_are_named(mine: str, capsys: pytest.CaptureFixture) -> None:
-    for given, message in (
-        (f"{mine}:nope", r"mine_of_test has no function 'nope'; write def nope\(\): return model, data"),
-        (f"{mine}:three", r"returned a int; needs \(model, data\)"),
-        (f"{mine}:of", r"is of\(size\), and is called as of\(\): .*'size'; write it as def of\(\)"),
+def test_models_that_are_none_are_named(user_module: str, capsys: pytest.CaptureFixture) -> None:
+    for reference, message in (
+        (f"{user_module}:nope", r"mine_of_test has no function 'nope'; write def nope\(\): return model, data"),
+        (f"{user_module}:three", r"returned a int; needs \(model, data\)"),
+        (f"{user_module}:of", r"is of\(size\), and is called as of\(\): .*'size'; write it as def of\(\)"),
         ("no_such_module:make", "there is no module 'no_such_module'"),
     ):
         with pytest.raises(ValueError, match=message):
-            own(given)
+            load_user_model(reference)
     with pytest.raises(ValueError, match=r"--model \./folder: there is no folder/config\.json"):
-        named_of("./folder", 8)
-    shown = said(["train", "--model", f"{mine}:make"], 2, capsys)
+        named_model("./folder", 8)
+    shown = output_of(["train", "--model", f"{user_module}:make"], 2, capsys)
     assert "returned a model and a batch, and training takes data: return model, data" in shown
 
 
 def test_a_folder_of_hugging_face_is_a_model(tmp_path: Path) -> None:
     sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "intermediate_size": 8}))
-    found = named_of(str(tmp_path), 8)
-    assert (found.config.layers, found.kind, found.example(4, 8)["tokens"].shape) == (2, "text", (4, 9))
+    model = named_model(str(tmp_path), 8)
+    assert (model.config.layers, model.kind, model.example(4, 8)["tokens"].shape) == (2, "text", (4, 9))
 
 
 @pytest.mark.parametrize("command", ["check", "explain", "plan", "train"])
@@ -84,12 +85,12 @@ def test_help_has_what_counts_and_no_broken_words(
     command: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    shown = said([command, "--help"], 0, capsys)
+    shown = output_of([command, "--help"], 0, capsys)
     assert max(map(len, shown.splitlines())) <= 80  # what is longer is broken by the terminal, anywhere
     if command in ("check", "explain"):
         for option in ("--steps", "--lr", "--resume", "--sample", "--out", "--keep", "--seed", "--export", "--profile"):
             assert option not in shown
-        assert f"{command} has no option '--steps'" in said([command, "--steps", "3"], 2, capsys)
+        assert f"{command} has no option '--steps'" in output_of([command, "--steps", "3"], 2, capsys)
     if command != "plan":
         words = set(re.findall(r"\w+", shown))
         assert words.issuperset({*PRESETS, "microbatches", "tensor", "sequence", "remat", "schedule", "rule"})
@@ -103,7 +104,7 @@ def test_a_runs_config_serves_to_check_and_explain(tmp_path: Path) -> None:
         assert options(**read(options, path)).model == TINY
 
 
-# What C++ writes, as absl and XLA do, and then its end.
+# A process that writes what C++ code writes (absl, XLA, Gloo), and then aborts.
 NOISY = """
 import os, sys, {name}
 sys.argv, sys.orig_argv = {argv!r}, {argv!r}
@@ -125,50 +126,50 @@ os.abort()
 
 @pytest.mark.parametrize(
     ("argv", "level", "noise"),
-    [(["/usr/bin/jaxpar"], None, False), (["own.py"], None, True), (["/usr/bin/jaxpar"], "0", True)],
+    [(["/usr/bin/jaxpar"], None, False), (["user.py"], None, True), (["/usr/bin/jaxpar"], "0", True)],
 )
 def test_only_errors_of_cpp_reach_the_terminal(
     argv: list[str], level: str | None, noise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every command began with 6 to 16 lines of absl's, and under srun and mpirun went on with Gloo's; now they are
-    gone, and last words before an abort are not.
+    """Every command began with 6 to 16 lines of absl, and under srun and mpirun continued with lines of Gloo. These are
+    filtered now, but the last words before an abort are not.
     """
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
     if level is not None:
         monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
     path = str(Path(jaxpar.__file__).parent / "backend" / "quiet.py")
     script = NOISY.format(name="importlib.util", argv=argv, path=path)
-    done = subprocess.run([sys.executable, "-S", "-c", script], capture_output=True, text=True, timeout=1800)
-    assert ("absl::InitializeLog" in done.stderr) == ("cudart_stub" in done.stderr) == noise
-    assert all(part in done.stderr for part in ("ours", "an error", "last words")), done.stderr
-    assert ("peer ranks" in done.stdout) == noise
-    assert all(part in done.stdout for part in ("our answer", "[Gloo] timed out")), done.stdout
+    completed = subprocess.run([sys.executable, "-S", "-c", script], capture_output=True, text=True, timeout=1800)
+    assert ("absl::InitializeLog" in completed.stderr) == ("cudart_stub" in completed.stderr) == noise
+    assert all(part in completed.stderr for part in ("ours", "an error", "last words")), completed.stderr
+    assert ("peer ranks" in completed.stdout) == noise
+    assert all(part in completed.stdout for part in ("our answer", "[Gloo] timed out")), completed.stdout
 
 
 def test_a_sweep_of_plans_ends_where_more_rows_are_no_faster(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[Any] = []
+    requests: list[Any] = []
 
-    def planned(model: Any, batch: Any, target: str, optimizer: Any, **options: Any) -> Plan:
+    def fake_plan(model: Any, batch: Any, target: str, optimizer: Any, **options: Any) -> Plan:
         rows = jax.tree.leaves(batch)[0].shape[0]
-        asked.append((rows, options["memory_bytes"]))
-        found = {"mfu": None, "rows_per_second": min(rows, 16), "seconds": 1.0, "devices": 8}
+        requests.append((rows, options["memory_bytes"]))
+        prediction = {"mfu": None, "rows_per_second": min(rows, 16), "seconds": 1.0, "devices": 8}
         strategy = Strategy.parse("fsdp=8")
-        line = Line(strategy, None, 40, {"total": rows}, found, [], {}, {}, [], 0.0, 0.0)
+        line = Line(strategy, None, 40, {"total": rows}, prediction, [], {}, {}, [], 0.0, 0.0)
         return Plan(target, "8 x H100", 40, rows, options["length"], (line,), {}, {}, False)
 
-    monkeypatch.setattr(plan, "plan", planned)
+    monkeypatch.setattr(plan, "plan", fake_plan)
     words = ["plan", "--model", "gpt-tiny", "--seq", "64", "--batch", "8", "--memory", "40GB"]
     main([*words, "--sweep", "batch", "--tokens", "1B", "--price", "2"])
-    assert asked == [(8, 40e9), (16, 40e9), (32, 40e9)]
+    assert requests == [(8, 40e9), (16, 40e9), (32, 40e9)]
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.replace("\n  ", " ").splitlines()]
     assert [line.partition(" rows")[0] for line in lines] == ["8", "16", "32"]
     assert "22.6 days for 1B tokens; 4,340 device hours at 2 are 8,681: fsdp=8" in lines[0]
-    for words, why in (
+    for words, message in (
         (["--memory", "40GiB"], "'40GiB' is no amount above 0; write it as 40GB"),
         (["--tokens", "0"], "'0' is no amount above 0; write it as 40G or 1.5T"),
         (["--price", "-1"], "use a number from 0"),
         (["--sweep", "batch", "--json"], "leave out --explain and --json"),
     ):
-        assert why in re.sub(r"[\s│]+", " ", said(["plan", "--model", "gpt-tiny", *words], 2, capsys))
+        assert message in re.sub(r"[\s│]+", " ", output_of(["plan", "--model", "gpt-tiny", *words], 2, capsys))

@@ -1,4 +1,4 @@
-"""Training what one has: a folder of Hugging Face's and back into one, a function of one's own, a look at its steps."""
+"""Training a Hugging Face folder, with and without adapters, and a user's function; exports and profiles."""
 
 import json
 from pathlib import Path
@@ -24,13 +24,13 @@ def folder(tmp_path: Path) -> Path:
     """A model in three files of bfloat16, with a tokenizer."""
     model = jp.from_nnx(lambda rngs: llama.Llama(CONFIG, rngs=rngs), llama.loss)
     params, _ = model.create(jax.random.key(3))
-    made = tmp_path / "base"
-    llama.to_hf(CONFIG, params, made, dtype="bfloat16", max_shard_size=4000)
-    assert len(list(made.glob("*.safetensors"))) > 2
-    stated = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(stated | {"bos_token_id": 1, "eos_token_id": [2, 7]}))
-    (made / "tokenizer.json").write_text("{}")
-    return made
+    base = tmp_path / "base"
+    llama.to_hf(CONFIG, params, base, dtype="bfloat16", max_shard_size=4000)
+    assert len(list(base.glob("*.safetensors"))) > 2
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "eos_token_id": [2, 7]}))
+    (base / "tokenizer.json").write_text("{}")
+    return base
 
 
 @pytest.mark.slow
@@ -43,14 +43,14 @@ def test_a_folder_is_tuned_and_written_again(folder: Path, capsys: pytest.Captur
     main([*words, "--profile", "2"])
     shown = capsys.readouterr().out
     assert f"exported: {tuned}, {CONFIG.parameters:,} parameters of {folder} after step 4" in shown
-    assert "a sample" not in shown  # its tokens are no bytes
+    assert "a sample" not in shown  # the tokens of a folder are not bytes
 
-    # At this rate no bfloat16 moves: what is written is what was read.
-    (before, base), (after, found) = llama.from_hf(folder), llama.from_hf(tuned)
-    assert before == after == CONFIG
-    jax.tree.map(np.testing.assert_array_equal, base, found)
-    stated = json.loads((tuned / "config.json").read_text())
-    assert (stated["torch_dtype"], stated["bos_token_id"], stated["eos_token_id"]) == ("bfloat16", 1, [2, 7])
+    # At this learning rate no bfloat16 value changes: the export equals the source.
+    (base_config, base), (tuned_config, tuned_params) = llama.from_hf(folder), llama.from_hf(tuned)
+    assert base_config == tuned_config == CONFIG
+    jax.tree.map(np.testing.assert_array_equal, base, tuned_params)
+    config = json.loads((tuned / "config.json").read_text())
+    assert (config["torch_dtype"], config["bos_token_id"], config["eos_token_id"]) == ("bfloat16", 1, [2, 7])
     assert (tuned / "tokenizer.json").exists()
     assert f"{tuned} already holds model.safetensors" in fails([*words, "--overwrite"], 2, capsys)
 
@@ -58,50 +58,50 @@ def test_a_folder_is_tuned_and_written_again(folder: Path, capsys: pytest.Captur
     profile = out / "profile" / "rank-0"
     assert (profile / "memory.prof").exists()
     (trace,) = profile.rglob("*.xplane.pb")
-    found = jax.profiler.ProfileData.from_file(str(trace))
-    names = {event.name for plane in found.planes for line in plane.lines for event in line.events}
+    profile_data = jax.profiler.ProfileData.from_file(str(trace))
+    names = {event.name for plane in profile_data.planes for line in plane.lines for event in line.events}
     assert any("all_gather" in name or "all-gather" in name for name in names)
 
 
 @pytest.mark.slow
 def test_adapters_are_trained_beside_a_folder_that_stays(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    """What is exported is the base and its adapters together, and what peft gets the adapters alone; the frozen base
-    stays bfloat16 in the state.
+    """The export has the base with its adapters, the folder for peft the adapters alone. The frozen base stays bfloat16
+    in the state.
     """
     ids = folder.parent / "ids.npy"
     np.save(ids, np.random.default_rng(0).integers(0, 300, 4000).astype("uint16"))
-    out, tuned, alone = (folder.parent / name for name in ("run", "tuned", "adapters"))
+    out, tuned, adapters = (folder.parent / name for name in ("run", "tuned", "adapters"))
     model = f"{folder},lora=2,lora_alpha=6.0"
     words = ["train", "--model", model, "--data", str(ids), "--length", "16", "--lr", "0.01", "--warmup", "0"]
     words += ["--strategy", "fsdp,precision=bf16", "--evaluate-batches", "1"]
     main([*words, "--steps", "2", "--out", str(out), "--export", str(tuned), "--export-dtype", "float32"])
-    main(["convert", str(out), str(alone), "--to", "peft"])
+    main(["convert", str(out), str(adapters), "--to", "peft"])
     assert f"{CONFIG.parameters:,} parameters of {model} after step 2" in capsys.readouterr().out
     saved = jp.Checkpoint(out / "checkpoints").arrays
     kernel = "params/layers/ffn/up/kernel"
     assert (saved[kernel][1], saved["params/layers/ffn/up/lora_a"][1]) == ("bfloat16", "float32")
     assert not [name for name in saved if name.startswith("optimizer") and name.endswith("kernel")]
 
-    (_, base), (_, found) = llama.from_hf(folder), llama.from_hf(tuned)
-    np.testing.assert_array_equal(base["embedding"].astype("float32"), found["embedding"])
-    with safetensors.safe_open(alone / "adapter_model.safetensors", framework="np") as file:
-        parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
-    assert len(parts) == 2 * 2 * 7
-    at = "base_model.model.model.layers.1.mlp.up_proj.lora_{}.weight"
-    added = 6.0 / 2 * (parts[at.format("B")] @ parts[at.format("A")]).T
-    assert np.abs(added).max() > 0.001
+    (_, base), (_, tuned_params) = llama.from_hf(folder), llama.from_hf(tuned)
+    np.testing.assert_array_equal(base["embedding"].astype("float32"), tuned_params["embedding"])
+    with safetensors.safe_open(adapters / "adapter_model.safetensors", framework="np") as file:
+        factors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # the file is not a dict
+    assert len(factors) == 2 * 2 * 7
+    name_format = "base_model.model.model.layers.1.mlp.up_proj.lora_{}.weight"
+    update = 6.0 / 2 * (factors[name_format.format("B")] @ factors[name_format.format("A")]).T
+    assert np.abs(update).max() > 0.001
     up = base["layers"]["ffn"]["up"]["kernel"][1].astype("float32")
-    np.testing.assert_allclose(found["layers"]["ffn"]["up"]["kernel"][1], up + added, atol=1e-6)
-    stated = json.loads((alone / "adapter_config.json").read_text())
-    assert (stated["r"], stated["lora_alpha"], len(stated["target_modules"])) == (2, 6.0, 7)
-    assert stated["base_model_name_or_path"] == str(folder)
+    np.testing.assert_allclose(tuned_params["layers"]["ffn"]["up"]["kernel"][1], up + update, atol=1e-6)
+    config = json.loads((adapters / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], len(config["target_modules"])) == (2, 6.0, 7)
+    assert config["base_model_name_or_path"] == str(folder)
 
     from_scratch = ["train", "--model", "llama-tiny,lora=2", "--out", str(folder.parent / "no")]
-    assert "adapters want weights beside them; give a folder" in fails(from_scratch, 2, capsys)
+    assert "adapters need the weights of a folder; give one" in fails(from_scratch, 2, capsys)
     changed = ["explain", "--model", f"{folder},layers=1"]
-    assert "layers is as the folder's config.json has it" in fails(changed, 2, capsys)
-    other = ["convert", str(out), str(folder.parent / "no"), "--to", "peft", "--model", str(folder)]
-    assert "has no adapters" in fails(other, 2, capsys)
+    assert "layers cannot be changed, because the folder's weights depend on it" in fails(changed, 2, capsys)
+    without_adapters = ["convert", str(out), str(folder.parent / "no"), "--to", "peft", "--model", str(folder)]
+    assert "has no adapters" in fails(without_adapters, 2, capsys)
 
 
 def test_a_model_and_data_of_ones_own_are_trained(
@@ -134,15 +134,15 @@ def test_a_model_and_data_of_ones_own_are_trained(
 
 def test_a_run_begins_with_given_parameters(tmp_path: Path) -> None:
     model = jp.from_nnx(lambda rngs: nnx.Linear(4, 4, rngs=rngs), lambda net, batch: (net(batch["x"]) ** 2).mean())
-    given = {"kernel": np.full((4, 4), 2.0, np.float32), "bias": np.zeros(4, np.float32)}
+    params = {"kernel": np.full((4, 4), 2.0, np.float32), "bias": np.zeros(4, np.float32)}
     data, seen = [{"x": np.ones((8, 4), np.float32)}], []
     hook = jp.Hook(on_step=lambda trainer, metrics: seen.append(metrics["loss"]))
     loop = jp.Loop(steps=1, out=tmp_path / "run", quiet=True)
-    jp.Trainer(model, optax.sgd(0.0), data, "ddp", loop, hooks=[hook], params=lambda: given).run()
+    jp.Trainer(model, optax.sgd(0.0), data, "ddp", loop, hooks=[hook], params=lambda: params).run()
     assert seen == [64.0]
 
     def never() -> None:
-        raise AssertionError("a resumed run has its own")
+        raise AssertionError("a resumed run restores its parameters")
 
-    again = jp.Loop(steps=2, out=tmp_path / "run", quiet=True, resume=True)
-    jp.Trainer(model, optax.sgd(0.0), data, "ddp", again, params=never).run()
+    resumed_loop = jp.Loop(steps=2, out=tmp_path / "run", quiet=True, resume=True)
+    jp.Trainer(model, optax.sgd(0.0), data, "ddp", resumed_loop, params=never).run()

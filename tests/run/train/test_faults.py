@@ -1,4 +1,4 @@
-"""What goes wrong while a run goes on ends it with a sentence, or not at all; never with other numbers."""
+"""A fault during a run ends it with a clear error, or does not end it. It never changes its numbers."""
 
 import contextlib
 import errno
@@ -24,13 +24,13 @@ from test_trainer import at, batches, losses, masked, trainer
 
 import jaxpar as jp
 from jaxpar.run.train import finite
-from jaxpar.run.train.folder import Claim, claimed
+from jaxpar.run.train.folder import Claim, claim_folder
 from jaxpar.run.train.progress import Progress
 from jaxpar.run.train.recorder import Recorder, read
 
 
 def spoilt(*numbers: int) -> Callable[[int], Iterator[Any]]:
-    """Data of which the batches of these steps are not numbers."""
+    """Return data whose batches of these steps are NaN."""
 
     def data(start: int) -> Iterator[Any]:
         for number, batch in enumerate(batches(start), start + 1):
@@ -45,7 +45,7 @@ def single() -> Any:
 
 
 def without(*numbers: int) -> bytes:
-    """The last layers of a run of 8 steps that has never seen the batches of these."""
+    """Return the layers after 8 steps without the batches of these steps."""
     step = single()
     state = step.init(jax.random.key(0))
     for number, batch in zip(range(1, 9), batches(), strict=False):
@@ -58,27 +58,31 @@ def without(*numbers: int) -> bytes:
 
 
 def test_a_loss_that_may_couple_rows_is_run_once_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading leaves both open: a mean of what is no NaN, where nothing is and where some is. It was a warning."""
+    """Reading the program decides neither case: a mean over the values that are not NaN, without and with NaN."""
 
     def run(loss: Callable[[Any, Any], Any]) -> tuple[list[str], list[int]]:
-        said, steps = list[str](), list[int]()
-        whole = jp.Model(lambda key: {"w": jax.random.normal(key, (12, 8))}, lambda p, batch, key: loss(p, batch))
+        messages, steps = list[str](), list[int]()
+        coupled_model = jp.Model(
+            lambda key: {"w": jax.random.normal(key, (12, 8))}, lambda p, batch, key: loss(p, batch)
+        )
         hook = jp.Hook(on_step=lambda _, metrics: steps.append(int(metrics["step"])))
-        made = jp.Trainer(whole, optax.sgd(0.1), batches, "ddp", jp.Loop(steps=2, quiet=True), hooks=[hook])
-        monkeypatch.setattr(made.progress, "say", said.append)
+        run_trainer = jp.Trainer(
+            coupled_model, optax.sgd(0.1), batches, "ddp", jp.Loop(steps=2, quiet=True), hooks=[hook]
+        )
+        monkeypatch.setattr(run_trainer.progress, "say", messages.append)
         with pytest.warns(UserWarning, match="the loss may couple rows"):
-            made.run()
-        return [text for text in said if text.startswith("rows ")], steps
+            run_trainer.run()
+        return [text for text in messages if text.startswith("rows ")], steps
 
-    def some(p: Any, batch: Any) -> jax.Array:  # as many as there are in a block
+    def loss_of_some(p: Any, batch: Any) -> jax.Array:  # the number of values depends on the block
         squares = (batch["x"] @ p["w"] - batch["y"]) ** 2
         return jax.numpy.nanmean(jax.numpy.where(batch["y"] > 0, squares, np.nan))
 
-    (said,), steps = run(lambda p, batch: jax.numpy.nanmean((batch["x"] @ p["w"] - batch["y"]) ** 2))
-    assert said.startswith("rows are independent: 8 x 1 blocks (replicas x microbatches) of 2 rows, 4 evaluations")
+    (message,), steps = run(lambda p, batch: jax.numpy.nanmean((batch["x"] @ p["w"] - batch["y"]) ** 2))
+    assert message.startswith("rows are independent: 8 x 1 blocks (replicas x microbatches) of 2 rows, 4 evaluations")
     assert steps == [1, 2]
     with pytest.raises(ValueError, match=r"(?s)rows are COUPLED.*rows='independent'"):
-        run(some)
+        run(loss_of_some)
 
 
 # -- loss that is not finite -------------------------------------------------------------------------------------------
@@ -88,8 +92,8 @@ def test_a_loss_that_may_couple_rows_is_run_once_before_the_first_step(monkeypat
 def test_a_run_goes_on_after_a_loss_that_is_not_finite(
     how: str, lost: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """The checkpoint before the bad batch is of step 2. Numbers of steps stay those of batches, so a resumed run sees
-    what it would have seen.
+    """The checkpoint before the bad batch is of step 2. Numbers of steps stay numbers of batches, so a resumed run sees
+    the same batches.
     """
     options = {"strategy": "single", "on_nonfinite": how, "data": spoilt(4), "quiet": False}
     state = trainer(tmp_path, steps=8, **options).run()
@@ -109,7 +113,7 @@ def test_a_run_goes_on_after_a_loss_that_is_not_finite(
 
 
 def test_a_run_ends_with_the_equation(tmp_path: Path) -> None:
-    """Of the state of before: the run has gone no further, while the step before was still waited for."""
+    """The equation is found with the state before the step: the run stops there, although steps are checked late."""
 
     def data(start: int) -> Iterator[Any]:
         for number, batch in enumerate(batches(start), start + 1):
@@ -117,22 +121,22 @@ def test_a_run_ends_with_the_equation(tmp_path: Path) -> None:
 
     seen: list[int] = []
     hook = jp.Hook(on_step=lambda _, metrics: seen.append(int(metrics["step"])))
-    made = trainer(tmp_path, [hook], data, strategy="ddp", on_nonfinite="explain", steps=8)
+    failing = trainer(tmp_path, [hook], data, strategy="ddp", on_nonfinite="explain", steps=8)
     with pytest.raises(
         FloatingPointError, match=r"(?s)^step 4: .*\nstep 4: the loss is not finite: .* makes inf at .*\.py"
     ) as error:
-        made.run()
+        failing.run()
     assert seen == [1, 2, 3]
     assert "the last checkpoint in" in str(error.value)
     assert "no block is finite, nor any row of this block alone" in str(error.value)
 
 
 def test_an_overflow_by_float16s_scale_ends_a_run_where_nothing_is_applied_any_more() -> None:
-    look = finite.Finite(jp.Loop(on_nonfinite="explain")).look
+    check_metrics = finite.Finite(jp.Loop(on_nonfinite="explain")).check_metrics
     values = {"loss": 1.0, "grad_norm": np.inf}
-    assert not look(1, {**values, "skipped": 1.0})
+    assert not check_metrics(1, {**values, "skipped": 1.0})
     with pytest.raises(finite.NotFiniteError, match=r"step 2: grad_norm is inf; .*, by log at line 3"):
-        look(2, {**values, "skipped": 2.0}, explained=lambda: ", by log at line 3", stopped=True)
+        check_metrics(2, {**values, "skipped": 2.0}, explain_origin=lambda: ", by log at line 3", has_stopped=True)
 
 
 def test_a_run_that_comes_no_further_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,14 +145,14 @@ def test_a_run_that_comes_no_further_stops(tmp_path: Path, monkeypatch: pytest.M
     words = r"step 4: loss is nan and grad_norm is nan, 2 in a row are not applied"
     with pytest.raises(FloatingPointError, match=words) as error:
         trainer(tmp_path / "skip", on_nonfinite="skip", data=spoilt(3, 4, 5), **options).run()
-    assert "on_nonfinite" not in str(error.value)  # it advised what had been chosen
+    assert "on_nonfinite" not in str(error.value)  # it advised the policy in use
     with pytest.raises(
         FloatingPointError,
         match=r"step 6: .*; rolled back 3 times in a row, at last to the checkpoint of step 4, and",
     ):
         trainer(tmp_path / "back", on_nonfinite="rollback", data=spoilt(*range(3, 20)), **options).run()
     assert sorted(path.name for path in (tmp_path / "back" / "checkpoints").iterdir()) == ["2", "4"]  # of one state
-    # Before there is any checkpoint, the initial values are what was good.
+    # Without a checkpoint, the run goes back to the initial values.
     state = trainer(tmp_path / "first", on_nonfinite="rollback", data=spoilt(1), strategy="single", steps=8).run()
     assert np.asarray(state.params["layers"]).tobytes() == without(1)
 
@@ -158,9 +162,9 @@ def test_a_run_that_comes_no_further_stops(tmp_path: Path, monkeypatch: pytest.M
 
 def test_replicas_are_compared_while_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
-    made = trainer(strategy="single", steps=5, check_replicas_every=2)
-    monkeypatch.setattr(made.step, "check_replicas", lambda state: steps.append(int(state.step)))
-    made.run()
+    run = trainer(strategy="single", steps=5, check_replicas_every=2)
+    monkeypatch.setattr(run.step, "check_replicas", lambda state: steps.append(int(state.step)))
+    run.run()
     assert steps == [2, 4]
 
 
@@ -173,18 +177,18 @@ def test_a_step_that_is_compiled_again_and_slow_input_are_told(
     def data(start: int) -> Iterator[Any]:
         for number in itertools.count(start):
             if number == 4:
-                jax.block_until_ready(made.state)  # the devices are done with their step
-                late[0] = 1000  # seconds, in which no machine is busy
+                jax.block_until_ready(slow_run.state)  # the devices are done with their step
+                late[0] = 1000  # seconds; no real work takes so long
             yield next(batches(number, rows=8 if number == 2 else 16))
 
     shares: list[float] = []
     hook = jp.Hook(on_step=lambda _, metrics: shares.append(metrics["input_share"]))
-    made = trainer(hooks=hook, data=data, strategy="single", quiet=False, print_every=1, prefetch=0)
-    made.run()
+    slow_run = trainer(hooks=hook, data=data, strategy="single", quiet=False, print_every=1, prefetch=0)
+    slow_run.run()
     shown = capsys.readouterr().out
-    assert shown.count("compiled again") == 1  # not where the first kind comes back
+    assert shown.count("compiled again") == 1  # not when the first shapes come back
     assert "step 3 is compiled again: rows 8, 16 before (program 2)" in shown
-    assert shares[3] > 0.5  # of the time until the fourth step's end, most went by before the fifth's batch came
+    assert shares[3] > 0.5  # most of the fourth step's time was spent waiting for the fifth batch
     assert "input " in next(line for line in shown.splitlines() if line.startswith("step 4/"))
 
 
@@ -192,11 +196,11 @@ def test_a_step_that_is_compiled_again_and_slow_input_are_told(
 
 
 def test_a_folder_that_is_removed_or_taken_ends_the_run(tmp_path: Path) -> None:
-    """It went on to its end, with status 0 and nothing saved; without its lock two runs destroyed each other."""
+    """Such a run ended with status 0 and nothing saved; without its lock two runs destroyed each other's files."""
     out = tmp_path / "removed"
 
     def remove() -> None:
-        while not (out / "checkpoints" / "2").exists():  # what is being written meanwhile is for `make campaign`
+        while not (out / "checkpoints" / "2").exists():  # `make campaign` covers removal during a save
             time.sleep(0.01)
         shutil.rmtree(out)
 
@@ -219,37 +223,37 @@ def test_of_two_claims_of_a_folder_the_second_is_refused_until_the_first_is_rele
     assert second.take().startswith(f"another run, {os.getpid()}, is going on in {tmp_path}; wait for its end")
     first.release()
     assert second.take() == ""
-    assert first.lost().startswith(f"{tmp_path} is no longer this run's: process {os.getpid()} on ")
+    assert first.loss_reason().startswith(f"{tmp_path} is no longer this run's: process {os.getpid()} on ")
     second.release()
 
 
 def test_without_its_lock_a_run_still_has_its_folder(tmp_path: Path) -> None:
-    with claimed(jp.Loop(out=tmp_path)) as claim:
+    with claim_folder(jp.Loop(out=tmp_path)) as claim:
         (tmp_path / ".lock").unlink()
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / ".owner").unlink()
         claim.check()  # hidden files were swept up, and nobody has taken the folder
         with pytest.raises(ValueError, match=rf"another run, {os.getpid()}, is going on"):
-            claimed(jp.Loop(out=tmp_path, resume=True)).__enter__()
+            claim_folder(jp.Loop(out=tmp_path, resume=True)).__enter__()
     assert not (tmp_path / ".owner").exists()
-    # A process of that number that began at another time is not the one.
-    mine = Claim(tmp_path)
-    assert not mine.take()
-    there = json.loads((tmp_path / ".owner").read_text())
-    (tmp_path / ".owner").write_text(json.dumps(there | {"began": "1"}))
+    # A process with the same number but another start time is another process.
+    own_claim = Claim(tmp_path)
+    assert not own_claim.take()
+    owner = json.loads((tmp_path / ".owner").read_text())
+    (tmp_path / ".owner").write_text(json.dumps(owner | {"began": "1"}))
     assert not Claim(tmp_path).take()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file on a full disk")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard"])
 def test_a_full_disk_ends_the_run_with_the_name_of_the_file(name: str, tmp_path: Path) -> None:
-    """TensorBoard's writer died in its thread, and the run waited for it for ever."""
+    """TensorBoard's writer thread died, and the run waited for it for ever."""
     if name == "tensorboard" and importlib.util.find_spec("tensorboardX") is None:
         pytest.skip("tensorboardX is not installed")
-    made = trainer(tmp_path, steps=200, save_every=1000, strategy="single")
+    full_run = trainer(tmp_path, steps=200, save_every=1000, strategy="single")
 
     def fill() -> None:
-        report: Recorder = made.report
+        report: Recorder = full_run.report
         if name == "tensorboard":
             events = report._board._events._py_recordio_writer
             events._writer.close()
@@ -258,10 +262,10 @@ def test_a_full_disk_ends_the_run_with_the_name_of_the_file(name: str, tmp_path:
             report._file.close()
             report._file = full
 
-    made.hooks.append(at(2, fill))
+    full_run.hooks.append(at(2, fill))
     full: Any = open("/dev/full", *(("wb",) if name == "tensorboard" else ("w", 1)))  # noqa: SIM115
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/{name}'"):
-        made.run()
+        full_run.run()
     with contextlib.suppress(OSError):
         full.close()
 
@@ -269,47 +273,54 @@ def test_a_full_disk_ends_the_run_with_the_name_of_the_file(name: str, tmp_path:
 def test_no_file_is_cut_short_by_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`loss.png` and `config.yaml` were written in place."""
     trainer(tmp_path, strategy="single", steps=2).run()
-    before = (tmp_path / "loss.png").read_bytes()
+    picture_bytes = (tmp_path / "loss.png").read_bytes()
     assert sorted(path.name for path in tmp_path.glob(".*")) == [".lock"]
     monkeypatch.setattr("jaxpar.run.train.folder.os.replace", lambda *_: pytest.fail("killed"))
     with pytest.raises(pytest.fail.Exception):
         trainer(tmp_path, strategy="single", steps=3, resume=True).run()
-    assert (tmp_path / "loss.png").read_bytes() == before
+    assert (tmp_path / "loss.png").read_bytes() == picture_bytes
     assert sorted(losses(tmp_path)) == [1, 2]
 
 
 def test_a_terminal_that_is_gone_ends_the_run_as_sighup_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line that failed came before the signal, and ended the run without a checkpoint."""
+    """The failing write comes before the signal, and ended the run without a checkpoint."""
 
-    class Gone(io.StringIO):
+    class GoneTerminal(io.StringIO):
         def flush(self) -> None:
             raise OSError(errno.EIO, "Input/output error")
 
-    heard: list[int] = []
-    monkeypatch.setattr("sys.stdout", Gone())
+    signals: list[int] = []
+    monkeypatch.setattr("sys.stdout", GoneTerminal())
     monkeypatch.setattr("jaxpar.run.train.progress.discard_output", lambda: None)
-    before = signal.signal(signal.SIGHUP, lambda number, _: heard.append(number))
+    old_handler = signal.signal(signal.SIGHUP, lambda number, _: signals.append(number))
     try:
         Progress().say("step 1")
     finally:
-        signal.signal(signal.SIGHUP, before)
-    assert heard
-    assert set(heard) == {signal.SIGHUP}
+        signal.signal(signal.SIGHUP, old_handler)
+    assert signals
+    assert set(signals) == {signal.SIGHUP}
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
 def test_a_held_out_batch_that_is_masked_throughout_counts_for_nothing() -> None:
-    """Its loss is 0 / 0; weighed with nothing it made the whole evaluation null."""
+    """Its loss is 0 / 0. Multiplied by its weight 0, it made the whole evaluation NaN."""
     x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
-    held = [{"x": x, "mask": np.full(8, mask, np.float32)} for mask in (1, 0)]
-    made = jp.Trainer(masked(), optax.set_to_zero(), held[:1], "single", jp.Loop(steps=1, quiet=True), held_out=held)
-    made.run()
-    assert made.evaluate()["held_out_loss"] == pytest.approx((x**2).sum(axis=1).mean(), rel=1e-6)
-    made.held_out = held[1:]
+    held_out_batches = [{"x": x, "mask": np.full(8, mask, np.float32)} for mask in (1, 0)]
+    run = jp.Trainer(
+        masked(),
+        optax.set_to_zero(),
+        held_out_batches[:1],
+        "single",
+        jp.Loop(steps=1, quiet=True),
+        held_out=held_out_batches,
+    )
+    run.run()
+    assert run.evaluate()["held_out_loss"] == pytest.approx((x**2).sum(axis=1).mean(), rel=1e-6)
+    run.held_out = held_out_batches[1:]
     with pytest.raises(ValueError, match="held_out is masked throughout"):
-        made.evaluate()
+        run.evaluate()
 
 
 # -- ids beyond their limits -------------------------------------------------------------------------------------------
@@ -319,7 +330,7 @@ STRATEGIES = ("ddp", "fsdp,microbatches=2", "pipe=2,data=4,microbatches=2", "dp"
 
 
 def of_ids() -> jp.Model:
-    """Labels of 8 classes; of others the loss is no number, or none that means anything."""
+    """Return a model of labels with 8 classes. For other labels its loss is NaN, or meaningless."""
 
     def init(key: jax.Array) -> Any:
         a, b = jax.random.split(key)
@@ -333,7 +344,7 @@ def of_ids() -> jp.Model:
 
 
 def labelled(wrong: int | None) -> Callable[[int], Iterator[Any]]:
-    """Data of which batch 3 has a label that may not be one of 8."""
+    """Return data whose batch 3 has the label `wrong`, which may be out of range."""
 
     def data(start: int) -> Iterator[Any]:
         for number in itertools.count(start + 1):
@@ -351,13 +362,15 @@ def labelled(wrong: int | None) -> Callable[[int], Iterator[Any]]:
 def test_a_label_beyond_its_limit_is_named_by_the_step_that_saw_it(strategy: str) -> None:
     """It ended as "loss is nan; try a lower learning rate"."""
     batch = next(labelled(None)(0))
-    proves = strategy != "dp"  # that it sends what its closed form says, which is of one program
-    steps = [jp.make_train_step(of_ids(), optax.sgd(0.1), strategy, ids=ids, check=proves) for ids in (None, IDS)]
-    plain, looks = [step(step.init(jax.random.key(0)), batch) for step in steps]
-    assert float(plain[1]["loss"]) == float(looks[1]["loss"])
-    assert float(looks[1]["outside/y"]) == 0
+    checks = (
+        strategy != "dp"
+    )  # compare its communication with the closed form, which a server with several programs lacks
+    steps = [jp.make_train_step(of_ids(), optax.sgd(0.1), strategy, ids=ids, check=checks) for ids in (None, IDS)]
+    without_ids, with_ids = [step(step.init(jax.random.key(0)), batch) for step in steps]
+    assert float(without_ids[1]["loss"]) == float(with_ids[1]["loss"])
+    assert float(with_ids[1]["outside/y"]) == 0
     bad = {**batch, "y": np.where(np.arange(16) < 4, 8, batch["y"])}
-    assert float(steps[1](looks[0], bad)[1]["outside/y"]) == 0.25
+    assert float(steps[1](with_ids[0], bad)[1]["outside/y"]) == 0.25
     loop = jp.Loop(steps=5, quiet=True)
     for held_out, says in (
         ([bad], "held out: batch leaf y holds 8 at row 0"),
@@ -372,13 +385,13 @@ def test_a_label_beyond_its_limit_is_named_by_the_step_that_saw_it(strategy: str
 
 @pytest.mark.slow
 def test_labels_that_are_looked_up_where_nothing_is_are_told() -> None:
-    """Those of -1 trained in silence, as the last class, and 8 of 8 was "try a lower learning rate"."""
+    """The label -1 trained in silence, as the last class, and for 8 the advice was a lower learning rate."""
 
     def run(wrong: int, optimizer: optax.GradientTransformation) -> None:
         jp.Trainer(of_ids(), optimizer, labelled(wrong), "ddp", jp.Loop(steps=4, quiet=True)).run()
 
     says = r"step 3: batch leaf y holds -1 at row 13, and the loss looks it up among 0 to 7 \(.*test_faults.py.*\)"
-    with pytest.warns(UserWarning, match=f"{says}, where under jit it reads 7; use ids of what is there"):
+    with pytest.warns(UserWarning, match=f"{says}, where under jit it reads 7; use ids within that range"):
         run(-1, optax.sgd(0.1))
     with pytest.warns(UserWarning, match="holds 8 at row 13"), pytest.raises(FloatingPointError) as error:
         run(8, optax.sgd(0.1))
@@ -387,7 +400,7 @@ def test_labels_that_are_looked_up_where_nothing_is_are_told() -> None:
     assert "learning rate" not in str(error.value)
     run(7, optax.sgd(0.1))
     with pytest.raises(FloatingPointError, match=r"loss is nan.*; try a lower learning rate"):
-        run(7, optax.sgd(float("inf")))  # of 1e30 the loss is finite on jax 0.12
+        run(7, optax.sgd(float("inf")))  # with 1e30 the loss is finite on jax 0.12
 
 
 def test_ids_that_are_none_are_refused() -> None:

@@ -19,8 +19,8 @@ STEPS, STOP = 5, 3
 BASE = llama.Config(vocab=32, dim=16, layers=2, heads=2, kv_heads=2, ffn=16)
 
 
-class Gone(Exception):
-    """What ends a run in the middle of a step, without a word to the trainer."""
+class Killed(Exception):
+    """Ends a run in the middle of a step, unknown to the trainer."""
 
 
 def batches(start: int = 0) -> Iterator[dict[str, np.ndarray]]:
@@ -30,17 +30,17 @@ def batches(start: int = 0) -> Iterator[dict[str, np.ndarray]]:
 
 @pytest.fixture(scope="module")
 def base() -> Any:
-    """The weights that are given, as a folder of Hugging Face's gives them."""
+    """Weights to start from, in the form in which a Hugging Face folder gives them."""
     model = jp.from_nnx(lambda rngs: llama.Llama(BASE, rngs=rngs), llama.loss)
     return jax.tree.map(np.asarray, model.wrap(model.create(jax.random.key(1))[0]))
 
 
 def run(out: Path, strategy: str, params: Any, ends: int | None = None, **options: Any) -> Any:
-    """The parameters after the last step."""
+    """Train, and return the parameters after the last step. The run is killed after step `ends`."""
 
     def end(_: jp.Trainer, metrics: dict[str, Any]) -> None:
         if metrics["step"] == ends:
-            raise Gone
+            raise Killed
 
     config = llama.Config(**{**vars(BASE), "lora": 2})
     trainer = jp.Trainer(
@@ -55,7 +55,7 @@ def run(out: Path, strategy: str, params: Any, ends: int | None = None, **option
         fresh=llama.is_adapter,
     )
     state = trainer.run()
-    return {keystr(at, simple=True): np.asarray(x) for at, x in tree_leaves_with_path(trainer.step.params(state))}
+    return {keystr(path, simple=True): np.asarray(x) for path, x in tree_leaves_with_path(trainer.step.params(state))}
 
 
 def losses(out: Path) -> list[float]:
@@ -63,24 +63,24 @@ def losses(out: Path) -> list[float]:
 
 
 def never() -> Any:
-    raise AssertionError("a resumed run has its own")
+    raise AssertionError("a resumed run restores its parameters")
 
 
 @pytest.mark.slow
 def test_it_goes_on_bit_by_bit(base: Any, tmp_path: Path) -> None:
-    """The frozen weights are bfloat16 in the state, and so they are in its checkpoints."""
+    """The frozen weights are bfloat16 in the state and in its checkpoints."""
     strategy = "fsdp,precision=bf16"
     unbroken = run(tmp_path / "unbroken", strategy, base)
-    with pytest.raises(Gone):
+    with pytest.raises(Killed):
         run(tmp_path / "run", strategy, lambda: base, STOP)
-    found = run(tmp_path / "run", strategy, never, resume=True)
+    resumed = run(tmp_path / "run", strategy, never, resume=True)
     assert losses(tmp_path / "run") == losses(tmp_path / "unbroken")
     assert len(losses(tmp_path / "run")) == STEPS
     for name, x in unbroken.items():
-        np.testing.assert_array_equal(found[name], x, err_msg=name)
-    moved = [name for name, x in found.items() if "lora" in name and np.abs(x).max() > 0]
-    assert len(moved) == 14  # all, those too which began at zero
-    assert {x.dtype.name for name, x in found.items() if "kernel" in name} == {"bfloat16"}
+        np.testing.assert_array_equal(resumed[name], x, err_msg=name)
+    trained_adapters = [name for name, x in resumed.items() if "lora" in name and np.abs(x).max() > 0]
+    assert len(trained_adapters) == 14  # all of them, including those that started at zero
+    assert {x.dtype.name for name, x in resumed.items() if "kernel" in name} == {"bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +94,12 @@ def unbroken(base: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[
     "strategy", ["ddp", "zero2,microbatches=2", "tensor=2,fsdp=4", "pipe=2,fsdp=2,tensor=2,microbatches=2"]
 )
 def test_it_goes_on_elsewhere(strategy: str, base: Any, unbroken: Any, tmp_path: Path) -> None:
-    with pytest.raises(Gone):
+    with pytest.raises(Killed):
         run(tmp_path, "fsdp", lambda: base, STOP)
-    found = run(tmp_path, strategy, never, resume=True)
+    resumed = run(tmp_path, strategy, never, resume=True)
     np.testing.assert_allclose(losses(tmp_path), unbroken[0], rtol=1e-5)
     for name, x in unbroken[1].items():
-        # Adam divides by the root of what is small, and so does rounding
-        exact = "lora" not in name
-        np.testing.assert_allclose(found[name], x, rtol=0, atol=0 if exact else 1e-3 * np.abs(x).max(), err_msg=name)
+        # Adam divides by the root of small values, which amplifies rounding.
+        is_exact = "lora" not in name
+        atol = 0 if is_exact else 1e-3 * np.abs(x).max()
+        np.testing.assert_allclose(resumed[name], x, rtol=0, atol=atol, err_msg=name)

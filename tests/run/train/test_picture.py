@@ -17,12 +17,12 @@ from jaxpar.run.train.recorder import read
 
 
 def lines(load: float | None = 1.0, dropped: float = 0.0) -> list[dict[str, Any]]:
-    one = {"loss": 2.0, "load_0": load, "load_1": 1.0, "load_2": 1.0, "load_3": 1.0, "dropped": dropped}
-    return [{"step": 1, **one}, {"step": 2, **one}, {"step": 2, "held_out_loss": 2.5}]
+    metrics = {"loss": 2.0, "load_0": load, "load_1": 1.0, "load_2": 1.0, "load_3": 1.0, "dropped": dropped}
+    return [{"step": 1, **metrics}, {"step": 2, **metrics}, {"step": 2, "held_out_loss": 2.5}]
 
 
-def drawn(path: Path, found: list[dict[str, Any]]) -> np.ndarray:
-    plot(found, path, Units(), "a run")
+def drawn(path: Path, records: list[dict[str, Any]]) -> np.ndarray:
+    plot(records, path, Units(), "a run")
     return images.imread(path)
 
 
@@ -47,20 +47,20 @@ def test_loads_are_known_by_their_names() -> None:
 def test_no_label_lies_on_the_curve_or_on_another_label(seed: int) -> None:
     """ "bigram entropy" and the last held-out value lay on the end of the curve, and on each other."""
     rng = np.random.default_rng(seed)
-    end, near = 3.0, rng.uniform(-0.1, 0.1, 2)
+    end, offsets = 3.0, rng.uniform(-0.1, 0.1, 2)
     losses = end + 4 * np.exp(-np.arange(40) / 8) + rng.normal(0, 0.05, 40)
-    found = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
-    found += [{"step": step, "held_out_loss": losses[step - 1] + 0.02} for step in (20, 40)]
-    units = Units(lines={"unigram entropy": end + near[0], "bigram entropy": end + near[1]})
+    records = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    records += [{"step": step, "held_out_loss": losses[step - 1] + 0.02} for step in (20, 40)]
+    units = Units(lines={"unigram entropy": end + offsets[0], "bigram entropy": end + offsets[1]})
     for mixture in (False, True):
         if mixture:
-            found = [{**line, "load_0": 1.0, "dropped": 0.0} if "loss" in line else line for line in found]
-        figure = picture.drawn(found, units, "a run")
+            records = [{**line, "load_0": 1.0, "dropped": 0.0} if "loss" in line else line for line in records]
+        figure = picture.draw(records, units, "a run")
         figure.canvas.draw()
         axes = figure.axes[0]
         boxes = [text.get_window_extent() for text in axes.texts]
         assert len(boxes) == 3
-        assert not any(a.overlaps(b) for at, a in enumerate(boxes) for b in boxes[:at])
+        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
         points = np.concatenate([line.get_transform().transform(line.get_xydata()) for line in axes.lines[:2]])
         assert not any(box.contains(*point) for box in boxes for point in points)
         assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes)
@@ -76,12 +76,12 @@ def test_the_title_has_the_strategy_of_each_part_of_a_run(tmp_path: Path) -> Non
         jp.Trainer(model, optax.sgd(0.1), lambda _: iter(batches * 9), strategy, loop).run()
     lines = read(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines if "strategy" in line] == [1, 3, 4]
-    title = picture.drawn(lines, Units(), "another").axes[0].get_title()
+    title = picture.draw(lines, Units(), "another").axes[0].get_title()
     assert title == "steps 1 to 3: data=8 on 8 x cpu\nsteps 4 to 4: fsdp=8,zero=1 on 8 x cpu"
     many = [{"step": at, "loss": 1.0, "strategy": f"fsdp={at}", "devices": "8 x H100"} for at in range(1, 6)]
-    title = picture.drawn(many, Units(), "another").axes[0].get_title()
+    title = picture.draw(many, Units(), "another").axes[0].get_title()
     assert title.splitlines()[0] == "steps 1 to 1: fsdp=1 on 8 x H100"
     assert title.splitlines()[1:] == ["3 other strategies", "steps 5 to 5: fsdp=5 on 8 x H100"]
-    assert picture.drawn(many[:1], Units(), "another").axes[0].get_title() == "fsdp=1 on 8 x H100"
+    assert picture.draw(many[:1], Units(), "another").axes[0].get_title() == "fsdp=1 on 8 x H100"
     old = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0}]
-    assert picture.drawn(old, Units(), "another").axes[0].get_title() == "another"
+    assert picture.draw(old, Units(), "another").axes[0].get_title() == "another"

@@ -43,16 +43,16 @@ def batches(start: int = 0, rows: int = 16) -> Iterator[dict[str, np.ndarray]]:
 def trainer(out: Path | None = None, hooks: Any = None, data: Any = batches, **options: Any) -> jp.Trainer:
     keys = ("strategy", "held_out", "about", "mesh", "units")
     optimizer = options.pop("optimizer", optax.adamw(1e-2))
-    rest = {key: options.pop(key) for key in keys if key in options}
+    trainer_options = {key: options.pop(key) for key in keys if key in options}
     loop = jp.Loop(**{"steps": STEPS, "save_every": 2, "evaluate_every": 3, "quiet": True, "out": out} | options)
-    rest.setdefault("strategy", "fsdp" if out else "single")
+    trainer_options.setdefault("strategy", "fsdp" if out else "single")
     return jp.Trainer(
         model(),
         optimizer,
         data,
         loop=loop,
         hooks=hooks if isinstance(hooks, list) else [hooks] if hooks else [],
-        **rest,
+        **trainer_options,
     )
 
 
@@ -66,7 +66,7 @@ def losses(out: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], bytes]:
-    """The losses of a run that nobody stopped, and its last parameters."""
+    """Return the losses of a run that nobody stopped, and its last parameters."""
     out = tmp_path_factory.mktemp("unbroken")
     state = trainer(out).run()
     assert sorted(losses(out)) == list(range(1, STEPS + 1))
@@ -82,12 +82,12 @@ def test_a_stopped_run_is_saved_and_goes_on_bit_by_bit(
 ) -> None:
     if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup, where a run goes on
         signal.signal(number, signal.SIG_DFL)
-    before = signal.getsignal(number)
+    old_handler = signal.getsignal(number)
     stopped = trainer(tmp_path / "run", at(3, lambda: signal.raise_signal(number)), quiet=False)
     with pytest.raises(SystemExit) as exit_:
         stopped.run()
     assert exit_.value.code == code
-    assert signal.getsignal(number) == before
+    assert signal.getsignal(number) == old_handler
     shown = capsys.readouterr().out
     assert f"stopped by {number.name} after step {stopped.number}, saved in {tmp_path}" in shown
     assert "resume=True" in shown
@@ -99,10 +99,10 @@ def test_a_stopped_run_is_saved_and_goes_on_bit_by_bit(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_in_the_last_step_is_not_told(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several processes each asks the others to stop by SIGTERM; asked of some that were leaving, all hung."""
-    asked: list[int] = []
+    """Each process asks the others to stop by SIGTERM. If some of them were leaving already, all hung."""
+    sent_signals: list[int] = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(os, "kill", lambda _, what: asked.append(what))
+    monkeypatch.setattr(os, "kill", lambda _, signal_number: sent_signals.append(signal_number))
     for last in (False, True):
         if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup
             signal.signal(number, signal.SIG_DFL)
@@ -110,12 +110,12 @@ def test_a_signal_in_the_last_step_is_not_told(number: signal.Signals, monkeypat
             stop.last = last
             signal.raise_signal(number)
         assert stop.signal == number
-        assert asked == [signal.SIGTERM]
+        assert sent_signals == [signal.SIGTERM]
 
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_bit_by_bit(unbroken: Any, tmp_path: Path) -> None:
-    """Killed at a moment when a checkpoint is being written, and the log is ahead of it."""
+    """The run is killed while a checkpoint is being written, and its log is ahead of that checkpoint."""
     program = f"""
 import os, sys
 sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:3]]!r}
@@ -126,7 +126,7 @@ trainer(Path({str(tmp_path)!r}), jp.Hook(on_save=lambda trainer, at: at["step"] 
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-3000:]
     assert max(losses(tmp_path)) == 4
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')  # what it might have written as well
+        file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')  # lines that it might have written before the kill
     state = trainer(tmp_path, resume=True).run()
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert losses(tmp_path) == unbroken[0]
@@ -172,7 +172,7 @@ def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(tmp_pat
     state = trainer(tmp_path, hook, resume=True, steps=3).run()
     assert steps == [0, 2]
     assert int(state.step) == 3
-    assert (tmp_path / "checkpoints" / "3").is_dir()  # though every second one is saved
+    assert (tmp_path / "checkpoints" / "3").is_dir()  # although the interval of saves is 2
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_another_run_is_neither_resumed_nor_overwritten(tmp_path: Path) -> None:
 
 
 def test_overwrite_decides_before_it_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `checkpoints` a link to another disk it deleted config, metrics, digests and plot, and then failed."""
+    """If `checkpoints` was a link to another disk, it deleted config, metrics and plot, and then failed."""
     out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     out.mkdir()
     elsewhere.mkdir()
@@ -242,14 +242,14 @@ def test_overwrite_decides_before_it_deletes(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr("os.access", lambda path, _: not str(path).endswith("3"))
         refused(r"checkpoints/3 cannot be removed, as you may not write to it; make it writable, or name another")
-    # The advice: a link to a folder that was emptied is used.
+    # The first advice works: a link to an empty folder is used.
     shutil.rmtree(out / "checkpoints")
     checkpoints("link")
     shutil.rmtree(elsewhere / "kept")
     trainer(out, steps=1, overwrite=True).run()
     assert sorted(losses(out)) == [1]
     assert [path.name for path in elsewhere.iterdir()] == ["1"]
-    # The other: without the link.
+    # The other advice works: without the link.
     (out / "checkpoints").unlink()
     trainer(out, steps=1, overwrite=True).run()
     assert [path.name for path in elsewhere.iterdir()] == ["1"]
@@ -268,7 +268,7 @@ def test_what_is_not_finite_ends_the_run_and_leaves_the_last_checkpoint(tmp_path
 
 
 def test_an_update_that_is_not_finite_is_neither_evaluated_nor_saved(tmp_path: Path) -> None:
-    """Loss and gradients are from before the update: those of the last step cannot tell."""
+    """Loss and gradients are computed before the update, so the last step's do not show the fault."""
     failing = trainer(tmp_path, optimizer=optax.sgd(lambda step: np.inf), steps=1, held_out=[next(batches())])
     with pytest.raises(FloatingPointError, match=r"the update of step 1 left parameters that are not finite; try"):
         failing.run()
@@ -280,18 +280,18 @@ def test_an_update_that_is_not_finite_is_neither_evaluated_nor_saved(tmp_path: P
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     program = "import sys; from filelock import FileLock; FileLock(sys.argv[1], blocking=False).acquire()"
 
-    def others(_: jp.Trainer, at: dict[str, float]) -> None:
-        for how in ("resume", "overwrite"):
+    def try_other_runs(_: jp.Trainer, at: dict[str, float]) -> None:
+        for option in ("resume", "overwrite"):
             with pytest.raises(
                 ValueError, match=r"another run is going on in .*; wait for its end, or name another out"
             ):
-                trainer(tmp_path, **{how: True}).run()
+                trainer(tmp_path, **{option: True}).run()
         process = [sys.executable, "-c", program, str(tmp_path / ".lock")]
         assert "Timeout" in subprocess.run(process, capture_output=True, text=True, timeout=1800).stderr
         refused.append(at["step"])
 
     refused: list[float] = []
-    trainer(tmp_path, jp.Hook(on_save=others), steps=2).run()
+    trainer(tmp_path, jp.Hook(on_save=try_other_runs), steps=2).run()
     assert refused == [2]
     trainer(tmp_path, resume=True, steps=3).run()
     assert sorted(losses(tmp_path)) == [1, 2, 3]
@@ -334,7 +334,7 @@ def test_data_that_ends_or_raises_costs_no_step(
 
 
 def test_of_several_hosts_one_whose_data_fails_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looked at the parameters first, a computation of all hosts: it waited for the others, they for its step."""
+    """It checked the parameters first, which all hosts compute together. So all waited for ever."""
 
     def failing() -> Iterator[Any]:
         yield next(batches())
@@ -362,13 +362,13 @@ def test_evaluation_is_exact_over_unequal_batches() -> None:
             batch, mask = jp.pad_rows({"x": x[begin : begin + 16]}, 16)
             yield {**batch, "mask": mask}
 
-    found = []
+    held_out_losses = []
     full = [{"x": x[:16], "mask": np.ones(16, np.float32)}]
     jp.Trainer(
         masked(), optax.set_to_zero(), full, "fsdp", jp.Loop(steps=1, quiet=True), held_out=padded,
-        hooks=[jp.Hook(on_evaluate=lambda _, metrics: found.append(metrics["held_out_loss"]))],
+        hooks=[jp.Hook(on_evaluate=lambda _, metrics: held_out_losses.append(metrics["held_out_loss"]))],
     ).run()  # fmt: skip
-    assert found == [pytest.approx((x**2).sum(axis=1).mean(), rel=1e-6)]
+    assert held_out_losses == [pytest.approx((x**2).sum(axis=1).mean(), rel=1e-6)]
     with pytest.raises(ValueError, match="ends after one evaluation"):
         trainer(held_out=padded(), steps=1).run()
     with pytest.raises(ValueError, match="no batch to evaluate on"):
@@ -382,35 +382,37 @@ def test_some_of_the_held_out_batches_are_spread_over_all() -> None:
 
 
 def test_hooks_hear_of_everything_in_order_and_may_stop_the_run(tmp_path: Path) -> None:
-    heard: list[tuple[str, float]] = []
+    events: list[tuple[str, float]] = []
 
-    class Mine:
+    class StoppingHook:
         def on_start(self, trainer: jp.Trainer, metrics: dict[str, float]) -> None:
-            heard.append(("start", metrics["step"]))
+            events.append(("start", metrics["step"]))
 
         def on_step(self, trainer: jp.Trainer, metrics: dict[str, float]) -> None:
             assert {"loss", "grad_norm", "seconds", "rows_per_second"} <= set(metrics)
-            heard.append(("step", metrics["step"]))
+            events.append(("step", metrics["step"]))
             if metrics["step"] == 4:
                 trainer.stop()
 
         def on_evaluate(self, trainer: jp.Trainer, metrics: dict[str, float]) -> None:
             assert trainer.number == metrics["step"] == int(trainer.state.step)
-            heard.append(("evaluate", metrics["step"]))
+            events.append(("evaluate", metrics["step"]))
 
-    rest = jp.Hook(
-        on_save=lambda _, at: heard.append(("save", at["step"])), on_end=lambda _, at: heard.append(("end", 0))
+    other_hook = jp.Hook(
+        on_save=lambda _, at: events.append(("save", at["step"])), on_end=lambda _, at: events.append(("end", 0))
     )
-    state = trainer(tmp_path, [Mine(), rest], held_out=[next(batches())], save_every=4, evaluate_every=2, steps=9).run()
-    assert int(state.step) == 5  # it heard of step 4 while step 5 ran
+    state = trainer(
+        tmp_path, [StoppingHook(), other_hook], held_out=[next(batches())], save_every=4, evaluate_every=2, steps=9
+    ).run()
+    assert int(state.step) == 5  # the hook was called for step 4 while step 5 ran
     steps = ["start 0", "step 1", "step 2", "evaluate 2", "step 3", "step 4", "evaluate 4", "save 4"]
-    assert [f"{name} {int(number)}" for name, number in heard[: len(steps)]] == steps
-    assert heard[-1] == ("end", 0)
+    assert [f"{name} {int(number)}" for name, number in events[: len(steps)]] == steps
+    assert events[-1] == ("end", 0)
 
     class Typo:
         def on_steps(self, trainer: jp.Trainer, metrics: dict[str, float]) -> None: ...
 
-    with pytest.raises(ValueError, match=r"on_steps, which is no event.*did you mean 'on_step'"):
+    with pytest.raises(ValueError, match=r"on_steps, which is not an event.*did you mean 'on_step'"):
         trainer(hooks=[Typo()])
     with pytest.raises(ValueError, match="has none of on_start"):
         trainer(hooks=[print])
@@ -422,7 +424,7 @@ def test_loops_that_cannot_be_are_refused() -> None:
         ({"evaluate_every": 0}, "evaluate_every=0 is too small; use 1 or more"),
         ({"steps": 2.5}, "steps=2.5 is not a whole number; use one from 0"),  # it ended without a checkpoint
         ({"seed": None}, "seed=None is not a whole number"),
-        ({"seed": 2**32}, "seed=4294967296 is more than jax's keys tell apart; use 4294967295 or less"),
+        ({"seed": 2**32}, "seed=4294967296 is too large for jax's random keys; use 4294967295 or less"),
         ({"resume": True}, "resume=True needs the run's folder"),
         ({"resume": True, "overwrite": True, "out": Path("x")}, "contradict"),
     ]:
@@ -443,11 +445,11 @@ def test_loops_that_cannot_be_are_refused() -> None:
 
 
 def shown(terminal: bool, width: int, **options: Any) -> str:
-    """What a run prints, to a terminal or a pipe."""
-    made = trainer(held_out=[next(batches())], **options)
+    """Return the output of a run, to a terminal or a pipe."""
+    run = trainer(held_out=[next(batches())], **options)
     console = Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None, legacy_windows=False)
-    made.progress.console = console
-    made.run()
+    run.progress.console = console
+    run.run()
     return console.file.getvalue()
 
 
@@ -467,34 +469,34 @@ def test_a_pipe_gets_plain_lines() -> None:
 
 
 def test_a_run_says_again_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes printed nothing for a minute and more while they compiled, and in the last evaluation."""
-    monkeypatch.setattr("jaxpar.run.train.progress._REPEATED", 0.02)
+    """Two processes printed nothing for over a minute while they compiled, and in the last evaluation."""
+    monkeypatch.setattr("jaxpar.run.train.progress._REPEAT_SECONDS", 0.02)
     monkeypatch.setattr(jp.Trainer, "evaluate", lambda self: time.sleep(0.2) or {"held_out_loss": 1.0})
     lines = shown(terminal=False, width=80, strategy="ddp").splitlines()
     compiling, evaluating = lines.index("compiling the step"), lines.index("evaluating")
     assert lines[compiling + 1] == "compiling the step, 0 s so far"
     assert lines[evaluating + 1 : evaluating + 4] == 3 * ["evaluating, 0 s so far"]
-    assert "held out" in lines[-1]  # and nothing comes after the end
+    assert "held out" in lines[-1]  # and nothing is printed after the end
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_quiet_run_says_nothing_at_all(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxpar.run.train.progress._REPEATED", 0.001)
+    monkeypatch.setattr("jaxpar.run.train.progress._REPEAT_SECONDS", 0.001)
     console = Console(file=io.StringIO(), force_terminal=terminal, quiet=True)
-    with Progress(console=console).doing("evaluating"):
+    with Progress(console=console).activity("evaluating"):
         time.sleep(0.02)
     assert not console.file.getvalue()
 
 
 def test_a_live_bar_shows_what_the_run_is_doing_in_its_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for each would push the bar down, and lines written past it would tear it."""
-    monkeypatch.setattr("jaxpar.run.train.progress._REPEATED", 0.02)
+    """A line for each activity would push the bar down, and lines that bypass rich would break it."""
+    monkeypatch.setattr("jaxpar.run.train.progress._REPEAT_SECONDS", 0.02)
     console = Console(file=io.StringIO(), force_terminal=True, width=60, color_system=None, legacy_windows=False)
     progress = Progress(console=console)
     progress._bar = _Bar(console)
     progress._bar.begin(0, 6)
     progress._bar.move(3, "numbers of step 3")
-    with progress.doing("evaluating"):
+    with progress.activity("evaluating"):
         time.sleep(0.1)
     assert progress._bar.line.plain == "numbers of step 3"
     progress._bar.stop()
@@ -506,7 +508,7 @@ def test_a_live_bar_shows_what_the_run_is_doing_in_its_own_line(monkeypatch: pyt
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_step_is_compiled_once(prefetch: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Batches that lie on their devices have another type than shapes, for which the step was compiled before."""
+    """Batches on their devices have another type than shapes, for which the step used to be compiled first."""
     with jax.log_compiles():
         trainer(strategy="fsdp", prefetch=prefetch).run()
     assert sum("Compiling jit(_train)" in record.getMessage() for record in caplog.records) == 1
@@ -517,8 +519,8 @@ def test_a_terminal_gets_a_bar_that_fits(width: int) -> None:
     text = shown(terminal=True, width=width)
     frames = [line for line in text.replace("\r", "\n").splitlines() if "step" in line and "/6" in line]
     assert frames
-    made = Progress(console=Console(file=io.StringIO(), force_terminal=True, width=width))
-    assert made.console.width == width
+    progress = Progress(console=Console(file=io.StringIO(), force_terminal=True, width=width))
+    assert progress.console.width == width
     plain = [_without_escapes(line) for line in text.replace("\r", "\n").splitlines()]
     bars = [line for line in plain if "━" in line or "rows/s" in line]
     assert bars
@@ -562,7 +564,7 @@ import jaxpar as jp
 rank, port, out, steps, resume = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5] != ""
 jp.initialize(f"127.0.0.1:{port}", 2, rank)
 from test_trainer import at, batches, signal, trainer
-# One process alone is told to stop; the other hears of it.
+# Only one process gets the signal; the other learns of it.
 tell = at(2, lambda: None if resume or rank == 0 else os.kill(os.getpid(), signal.SIGTERM))
 often = {"evaluate_every": 1000, "save_every": 1000}
 trainer(out, tell, held_out=[next(batches())], steps=steps, resume=resume, quiet=False, **often).run()
@@ -570,7 +572,7 @@ trainer(out, tell, held_out=[next(batches())], steps=steps, resume=resume, quiet
 
 
 def two_processes(out: Path, steps: int, resume: str) -> list[tuple[int, str]]:
-    """Exit codes and what the processes print."""
+    """Return the exit codes and the outputs of two processes."""
     port = str(free_port())
     workers = [
         subprocess.Popen(
@@ -580,22 +582,22 @@ def two_processes(out: Path, steps: int, resume: str) -> list[tuple[int, str]]:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        outs = [worker.communicate(timeout=1800) for worker in workers]
+        outputs = [worker.communicate(timeout=1800) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    assert all(worker.returncode in (0, 143) for worker in workers), outs
-    return [(worker.returncode, text) for worker, (text, _) in zip(workers, outs, strict=True)]
+    assert all(worker.returncode in (0, 143) for worker in workers), outputs
+    return [(worker.returncode, text) for worker, (text, _) in zip(workers, outputs, strict=True)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.battery)])
 def test_two_hosts_stop_at_one_step_and_go_on(hosts: int, tmp_path: Path) -> None:
-    """On as many hosts, or on one: `tests/checkpoint` has two that restore a state."""
-    (first, shown), (second, nothing) = two_processes(tmp_path, 4000, "")
+    """The run continues on two hosts or on one. `tests/checkpoint` restores a state on two hosts."""
+    (first, shown), (second, second_output) = two_processes(tmp_path, 4000, "")
     assert (first, second) == (143, 143)
     assert "stopped by SIGTERM after step" in shown
-    assert "step" not in nothing  # Gloo prints in every process
+    assert "step" not in second_output  # Gloo prints in every process
     (saved,) = (int(path.name) for path in (tmp_path / "checkpoints").iterdir())
     if hosts == 2:
         assert [code for code, _ in two_processes(tmp_path, saved + 4, "resume")] == [0, 0]
