@@ -232,7 +232,8 @@ class Trainer:
         if saves is not None and latest is not None:
             with self.progress.activity(f"restoring the checkpoint of step {latest}"):
                 self.state = saves.restore(good=loop.resume == "latest-good")
-            self.number = int(self.state.step)
+            # Not `saves.latest`, which may have been damaged: then an older checkpoint was restored.
+            self.number = latest = int(self.state.step)
             for line in saves.notes:
                 self.progress.say(line)
         # A resumed run with unchanged data has checked them at its first start.

@@ -76,6 +76,21 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float]
 # -- stop, kill, resume ------------------------------------------------------------------------------------------------
 
 
+def test_a_run_that_falls_back_to_an_older_checkpoint_compares_that_one(
+    tmp_path: Path, unbroken: tuple[dict[int, float], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of the damaged checkpoint was compared among processes, which may find different ones damaged."""
+    out = tmp_path / "run"
+    trainer(out, steps=4).run()
+    path = max((out / "checkpoints" / "4").rglob("d/*"), key=lambda path: path.stat().st_size)
+    path.write_bytes(path.read_bytes()[:-8] + bytes(8))
+    compared: list[dict[str, Any]] = []
+    monkeypatch.setattr("jaxpar.hosts.consistency.compare", lambda _, values: compared.append(values))
+    trainer(out, resume="latest-good").run()
+    assert {"the last checkpoint": 2} in compared
+    assert losses(out) == unbroken[0]
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_stopped_run_is_saved_and_goes_on_bit_by_bit(
     number: signal.Signals, code: int, unbroken: Any, tmp_path: Path, capsys: pytest.CaptureFixture
