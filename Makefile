@@ -1,7 +1,7 @@
 # Each of these does its own set-up: it needs Python 3.11 or newer and nothing else.
 #   make train      train a small Llama on 8 simulated devices, fully sharded
 #   make compare    every strategy on the same data: one table, one picture, in runs/compare
-#   make test       format, types, docs, tests in ten minutes (of a test's cells each eighth; SLOW=1 also those of 3 s and more; EVERY=2 those and half of the cells)
+#   make test       format, types, docs, tests in ten minutes (of a test's cells each eighth; SLOW=1 also those of 3 s and more; EVERY=3 those and a third of the cells)
 #                   Each commit begins at another cell: the run prints at which, and the command that runs the same again (make test FROM=3)
 #   make test ROOM=parallel/pipeline   the tests of one room alone, in two minutes: a folder or file below tests/, or a room of jaxpar/
 #   make mutants    planted defects, one at a time in a copy of the tree: which ones the tests find (ROOM=parallel, ONLY=ring-chunk, EVERY=2)
