@@ -4,7 +4,7 @@
 #   make test       format, types, docs, tests in ten minutes (of a test's cells each eighth; SLOW=1 also those of 3 s and more; EVERY=3 those and a third of the cells)
 #                   Each commit begins at another cell: the run prints at which, and the command that runs the same again (make test FROM=3)
 #   make test ROOM=parallel/pipeline   the tests of one room alone, in two minutes: a folder or file below tests/, or a room of jaxpar/
-#   make mutants    planted defects, one at a time in a copy of the tree: which ones the tests find (ROOM=parallel, ONLY=ring-chunk, EVERY=2)
+#   make mutants    planted defects, one at a time in a copy of the tree: which ones the tests find (ROOM=parallel, ONLY=ring-chunk, EVERY=3)
 #   make battery    what CI leaves out: every strategy x every model, not only a covering array, and so on
 #   make soak       every strategy family on every model, 200 steps each, beside busy processes and on one core (SECONDS=120 FROM=0 JOBS=1)
 #   make fuzz       random programs under random strategies beside one device, random losses that couple rows (SECONDS=600 SEED=0 FROM=0 COUNT=100 JOBS=2)

@@ -3,7 +3,7 @@
     make mutants                   all of them, on the cells of `make test`, one after another
     make mutants ROOM=parallel     those whose tests lie there, or whose code does
     make mutants ONLY=ring-chunk   one of them
-    make mutants EVERY=2           on the cells of continuous integration
+    make mutants EVERY=3           on the cells of continuous integration
 
 A defect has fallen where a test fails with it that passes without it. The tree itself is never changed.
 """
