@@ -50,15 +50,15 @@ def one_block(batch: Any, blocks: int | Fraction) -> Any:
     return _by_leaf(jax.eval_shape(lambda x: x, batch), rows)
 
 
-def dealt(batch: Any, order: Any, whole: Callable[[Any], Any] = lambda x: x) -> Any:
+def dealt(batch: Any, order: Any, gather_rows: Callable[[Any], Any] = lambda x: x) -> Any:
     """Return a batch with its rows in another order; marked leaves are unchanged.
 
     Args:
       batch: the batch, or one rank's rows.
       order: the indices of the rows to return, [rows].
-      whole: returns all rows of a leaf, which `order` indexes.
+      gather_rows: returns all rows of a leaf, which `order` indexes; called on every leaf with rows.
     """
-    return _by_leaf(batch, lambda x: whole(x)[order])
+    return _by_leaf(batch, lambda x: gather_rows(x)[order])
 
 
 def _by_leaf(batch: Any, rows: Callable[[Any], Any], marked: Callable[[Any], Any] = lambda x: x) -> Any:
@@ -86,10 +86,10 @@ def part_of_rows(mesh: Mesh) -> tuple[int, int]:
     # Along the axes of rows, device (i, j, ...) has the block of rows that the flat index of (i, j, ...) numbers.
     axes = [mesh.axis_names.index(axis) for axis in ROWS]
     sizes = tuple(mesh.devices.shape[axis] for axis in axes)
-    blocks_of_host: dict[int, set[int]] = {}
-    for position, device in np.ndenumerate(mesh.devices):
+    blocks_of_host: dict[int, set[int]] = {}  # process index -> the blocks of rows that its devices have
+    for place, device in np.ndenumerate(mesh.devices):
         blocks_of_host.setdefault(device.process_index, set()).add(
-            int(np.ravel_multi_index([position[i] for i in axes], sizes))
+            int(np.ravel_multi_index([place[i] for i in axes], sizes))
         )
     parts = sorted({tuple(sorted(rows)) for rows in blocks_of_host.values()})
     # Different parts must be disjoint, of one size, and together all blocks.
@@ -254,8 +254,8 @@ def narrowed(batch: Any) -> Any:
             does_not_fit = (x < limits.min) | (x > limits.max)
             indices = np.unravel_index(int(np.argmax(does_not_fit)), x.shape)
             raise ValueError(
-                f"batch leaf {name_of(path) or 'batch'} holds {x[indices]} in row {indices[0]}, and as {dtype} would be "
-                f"{x[indices].astype(dtype)}; see where it comes from, or enable jax_enable_x64"
+                f"batch leaf {name_of(path) or 'batch'} holds {x[indices]} in row {indices[0]}, and as {dtype} would "
+                f"be {x[indices].astype(dtype)}; see where it comes from, or enable jax_enable_x64"
             )
         return x.astype(dtype)
 
@@ -287,10 +287,8 @@ def example_shapes(example: Any, argument: str) -> Any:
 
 def is_global(batch: Any) -> bool:
     """Whether a batch is global whatever `rows=` says: it lies on several hosts, or is traced or abstract."""
-    abstract_types = (jax.ShapeDtypeStruct, Tracer)
-    return all(
-        isinstance(x, abstract_types) or (is_array(x) and not x.is_fully_addressable) for x in jax.tree.leaves(batch)
-    )
+    abstract = (jax.ShapeDtypeStruct, Tracer)
+    return all(isinstance(x, abstract) or (is_array(x) and not x.is_fully_addressable) for x in jax.tree.leaves(batch))
 
 
 def _moved(x: Any, sharding: NamedSharding) -> Any:
