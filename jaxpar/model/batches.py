@@ -112,7 +112,7 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
       hosts: 1 if rows are global; else the number of hosts whose rows make the batch.
     """
     # 1. Every leaf is an array with rows, or is marked.
-    rows: dict[int, str] = {}  # number of rows -> the first leaf that has as many
+    rows: dict[int, str] = {}  # number of rows -> the first leaf that has so many
     for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_replicated):
         name = name_of(path) or "batch"
         if is_replicated(x):
@@ -129,7 +129,7 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
         rows.setdefault(x.shape[0], name)
     if not rows:
         raise ValueError("the batch has no leaf with rows; pass at least one array [rows, ...]")
-    # 2. All leaves have as many rows.
+    # 2. All leaves have the same number of rows.
     if len(rows) > 1:
         (a, first), (b, second), *_ = rows.items()
         raise ValueError(
@@ -213,9 +213,8 @@ def globalise(batch: Any, mesh: Mesh, hosts: int = 1) -> Any:
     hosts (`hosts` is 1), or its own rows.
     """
     is_local = jax.process_count() == 1 or is_global(batch)
-    if is_local and not any(
-        is_array(x) and x.committed for x in jax.tree.leaves(batch)
-    ):  # NumPy, in most cases: jit places it
+    # Most batches are NumPy arrays, which jit places.
+    if is_local and not any(is_array(x) and x.committed for x in jax.tree.leaves(batch)):
         return batch
     shardings = batch_shardings(batch, mesh)
     if is_local:
