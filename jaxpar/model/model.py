@@ -26,6 +26,7 @@ from .. import collectives
 from .calls import IN_INIT, IN_LOSS, check_call, kind_of, reading, traced
 
 MAKERS = "jp.from_nnx, jp.from_linen, jp.from_equinox or jp.Model(init=, loss=)"
+# library -> the maker to use, where `init` returned a module of it instead of arrays.
 _MAKES = {
     "equinox": "jp.from_equinox(lambda key: ..., loss), which trains its floating-point arrays",
     "flax.nnx": "jp.from_nnx(lambda rngs: ..., loss)",
