@@ -246,7 +246,7 @@ def _annotations(state: Any) -> dict[str, tuple[Any, ...]]:
 
 def _in_unnamed_stack(path: Any, shapes: dict[Any, Any], names_by_path: dict[Any, Any]) -> bool:
     """Whether the leaves of a module around this one share their first dim, and no annotation names it."""
-    # From the outermost module inwards. A module with one leaf alone shares its dim with no other.
+    # From the outermost module inwards. A module with this leaf alone says nothing about a stack.
     for n in range(1, len(path)):
         siblings = [leaf_path for leaf_path in shapes if leaf_path[:n] == path[:n]]
         if len({shapes[leaf_path][:1] for leaf_path in siblings}) == 1 and (n == 1 or len(siblings) > 1):
