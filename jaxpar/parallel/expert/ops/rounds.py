@@ -54,8 +54,8 @@ def most_rounds(tokens: int, k: int, experts: int, ranks: int, slots: int) -> in
 def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[..., Any]:
     """Return a function that computes the choices beyond the first C of each rank, in rounds.
 
-    Communicates over `expert`: int32 []; in each round 2 [e, S, D] and int32 [e, S]; in each round of a backward 4 [e,
-    S, D] (half of them with D' features).
+    Communicates over `expert`: int32 []; in each round 2 [e, S, D] and int32 [e, S]; in each round of a backward
+    4 [e, S, D] (half of them with D' features).
 
     Args:
       overflow: (x, ids, weights, *leaves) -> (out, *leaves), block by block, for one rank's experts.
@@ -79,6 +79,8 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
           slot int32 [N, k], the slot of each choice, e S for none; choice int32 [e, S], the choice in each slot, N k
           for none; and for each slot the index of its expert on the receiving rank, int32 [e, S], E / e for none.
         """
+        # The choices that overflow to one rank are indexed expert after expert. A round takes the next S of them, and
+        # `ends` tells the expert of each.
         local_experts, choices = by.load.size // ranks, ids.size
         size = slots * local_experts
         num_overflowing = jnp.maximum(by.load - slots, 0).reshape(ranks, local_experts)
