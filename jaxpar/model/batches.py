@@ -177,6 +177,7 @@ def _check_kind(name: str, x: Any) -> None:
 
 def _instead(x: Any) -> str:
     """Return the advice for a leaf that `jax.jit` does not accept."""
+    # A masked array is an ndarray too: it comes first.
     if isinstance(x, np.ma.MaskedArray):
         return "fill what is masked, x.filled(0), and give the mask as a leaf of its own, ~np.ma.getmaskarray(x)"
     advice = "keep text, dates and records out of the batch, or give numbers, as x.astype('int64') makes of dates"
@@ -202,6 +203,7 @@ def global_shapes(batch: Any, hosts: int) -> Any:
     shapes = jax.eval_shape(lambda x: x, batch)
     if hosts == 1 or is_global(batch):
         return shapes
+    # With rows="host" all hosts pass the same number of rows.
     return _by_leaf(shapes, lambda x: jax.ShapeDtypeStruct((x.shape[0] * hosts, *x.shape[1:]), x.dtype))
 
 
@@ -222,6 +224,7 @@ def globalise(batch: Any, mesh: Mesh, hosts: int = 1) -> Any:
 
     def placed(x: Any, sharding: NamedSharding) -> jax.Array:
         x = np.asarray(x)
+        # The same array on every host: each copies the index ranges of its devices. Marked leaves are always the same.
         if hosts == 1 or sharding.spec == PartitionSpec():
             return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
         return jax.make_array_from_process_local_data(sharding, x, (x.shape[0] * hosts, *x.shape[1:]))
@@ -245,6 +248,7 @@ def narrowed(batch: Any) -> Any:
     def narrow(path: Any, x: Any) -> Any:
         if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu" or x.dtype.itemsize < 8:
             return x
+        # int32 or uint32, or the array's own dtype if 64 bits are enabled.
         dtype = np.dtype(jax.dtypes.canonicalize_dtype(x.dtype))
         if dtype == x.dtype or not x.size:
             return x

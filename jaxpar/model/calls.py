@@ -51,6 +51,7 @@ def check_call(fun: Callable[..., Any], source: str, *names: str, note: str = ""
     try:
         signature.bind(*names)
     except TypeError as error:
+        # A lambda is named by the argument that passes it: "from_nnx(make=)" gives "make".
         name = getattr(fun, "__name__", type(fun).__name__)
         name = source.split("(")[-1].strip("=)") if name == "<lambda>" else name
         call = f"{name}({', '.join(names)})"
@@ -138,7 +139,7 @@ def traced(function: str, advice: Advice) -> Iterator[None]:
             "strategy says where values live; leave it out, or build the model with None for each PartitionSpec, for "
             "P(None) too"
         ) from error
-    except Exception as error:
+    except Exception as error:  # e.g. shapes that do not fit: the library's message is right, and lacks only the place
         _note_place(error, function)
         raise
 
@@ -161,6 +162,7 @@ def _layer(error: BaseException) -> str:
 
     The path is relative to the outermost module, and is left out if it is unknown.
     """
+    # The `self` of a frame is the module whose method runs there. The last one is the innermost.
     frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [x for variables in frames for name, x in variables.items() if name == "self" and _is_module(x)]
     # Modules of Linen have a path only while they are bound to a scope.
@@ -183,6 +185,7 @@ def _is_module(x: Any) -> bool:
 
 def _path(x: Any, module: Any, visited_ids: set[int]) -> str:
     """Return the path of a module within another; "" if it is not in there."""
+    # Modules may refer to each other in cycles.
     visited_ids.add(id(x))
     if isinstance(x, Mapping):
         items = x.items()
@@ -251,16 +254,19 @@ def _asked(error: Exception, batch: Any) -> str | None:
     Returns:
       The attribute, key or item as text; None if the error is about something else.
     """
+    # An error is about the batch if its subject is one of the batch's containers, by identity.
     containers = list(_containers(batch))
     if isinstance(error, AttributeError):
         return f".{error.name}" if any(error.obj is x for x in containers) else None
     subscripted, variables = _read(error.__traceback__)
     if isinstance(subscripted, Mapping) and not any(subscripted is x for x in containers):
         return None  # a dict outside of the batch, such as the parameters
+    # The frame of the error tells which containers the function had in its hands.
     candidates = [x for x in containers if any(value is x for value in variables.values())]
     if isinstance(error, KeyError):
         key = error.args[0] if error.args else None
         mappings = [x for x in candidates if isinstance(x, Mapping)]
+        # Only a key that no mapping in the frame has is surely the missing one.
         if mappings and all(key not in x for x in mappings):
             return f"{key!r}{did_you_mean(key, mappings[0])}"
         return None

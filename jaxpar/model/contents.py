@@ -59,6 +59,7 @@ def outside(x: np.ndarray, limit: int) -> tuple[int, tuple[int, ...]] | None:
     for start, chunk in chunks(x):
         if chunk.min() < 0 or chunk.max() >= limit:
             first = int(np.argmax((chunk < 0) | (chunk >= limit)))
+            # `start` counts elements of the flat array.
             indices = np.unravel_index(start + first, x.shape)
             return int(chunk[first]), tuple(int(i) for i in indices)
     return None
@@ -136,5 +137,6 @@ def parts(x: Any) -> Iterator[tuple[int, np.ndarray]]:
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         yield 0, np.asarray(x)
         return
+    # Devices that hold the same rows yield them again: readers look for a first wrong value, or any.
     for shard in x.addressable_shards:
         yield shard.index[0].indices(x.shape[0])[0] if x.ndim else 0, np.asarray(shard.data)

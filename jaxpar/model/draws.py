@@ -266,7 +266,7 @@ def _hashable(value: Any) -> Any:
         hash(value)
     except TypeError:
         return id(value)  # lives as long as its equation
-    # Two traces of one function are equal programs with different identities, and are not batched.
+    # JAX caches the traces of jitted functions: equal calls share one program.
     return id(value) if isinstance(value, jec.Jaxpr | jec.ClosedJaxpr) else value
 
 

@@ -133,6 +133,7 @@ def from_equinox(
 
     def call(params: Any, variables: Any, batch: Any, key: jax.Array | None) -> Any:
         module = module_of(params, variables)
+        # The loss of a module expects a key, and in inference nothing may depend on it.
         if key is None:
             module, key = eqx.nn.inference_mode(module), jax.random.key(0)
         module = _over_rows(module, eqx)
@@ -192,6 +193,7 @@ class _StaticArrays:
         """Visit the modules of a tree, each once."""
         is_module = lambda x: isinstance(x, self.eqx.Module)
         for x in jax.tree.leaves(tree, is_leaf=is_module):
+            # Modules may share submodules: number each of their arrays once.
             if id(x) in self._visited or isinstance(x, Tracer):
                 continue
             self._visited[id(x)] = x
@@ -202,6 +204,7 @@ class _StaticArrays:
                 value = getattr(x, field.name, None)
                 if not field.metadata.get("static", False):
                     self.visit(value)
+                # Modules are frozen dataclasses, whose own __setattr__ raises an error.
                 elif (new := self._replaced(value, f"{field.name} of a {type(x).__name__}")) is not value:
                     object.__setattr__(x, field.name, new)
 

@@ -62,6 +62,7 @@ class Apply:
         if self._creating:
             output, updates = self._create(args, method, rngs, kwargs)
         else:
+            # State is always mutable, whether or not the loss asks for it. Parameters are only if it does.
             state_names = [name for name in self.variables if name != "params"]
             with nn.intercept_methods(_interceptor(self.train)):
                 output, updates = self._module.apply(
@@ -88,6 +89,7 @@ class Apply:
             result, created = self._module.apply(
                 self.variables, *args, method=method, mutable=True, rngs=rngs, **kwargs
             )
+        # Parameters with annotations are boxes with names. Steps get bare arrays, and `names` apart from them.
         is_boxed = lambda x: isinstance(x, nn.meta.AxisMetadata)
         for path, box in jax.tree_util.tree_leaves_with_path(created.get("params", {}), is_leaf=is_boxed):
             if isinstance(box, nn.Partitioned):

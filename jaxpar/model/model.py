@@ -160,6 +160,7 @@ class Model:
           ValueError: the loss returns anything but a scalar or `Mean`, alone or with a dict of those.
         """
         # 1. Call the loss.
+        # The contexts explain errors in the user's terms; a model sees neither marks nor meshes.
         batch = jax.tree.map(lambda x: x.value if isinstance(x, Replicated) else x, batch, is_leaf=is_replicated)
         with rows_over(rows), without_mesh(), reading(batch), traced("the loss", IN_LOSS):
             if self.stateful:
@@ -265,6 +266,7 @@ def averaged_axes(axis_name: Any) -> tuple[str, ...] | None:
             return False
         return True
 
+    # Axes of the rows are bound by jaxpar's shard_map. The norm's own name may be one of them.
     names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     return (*(name for name in names if name not in row_axes() and is_bound(name)), *row_axes()) or None
 
@@ -282,6 +284,7 @@ def _arrays(tree: Any) -> Any:
         "",
     )
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        # A Python number is an array to JAX. In a module it is a setting, such as a rate of dropout.
         try:
             if advice and isinstance(x, bool | int | float):
                 raise TypeError(x)
@@ -316,6 +319,7 @@ def _described(x: Any) -> str:
 def _mean(name: str, value: Any) -> Mean:
     """Return a loss or metric as a float32 `Mean`; raise ValueError if it is neither a scalar nor a `Mean`."""
     noun = "the loss" if name == "loss" else f"metric {name!r}"
+    # A scalar is a mean over the rows of this call. All calls have as many rows, so that each counts 1.
     if not isinstance(value, Mean):
         if not _is_number(value) or jnp.shape(value) != ():
             raise ValueError(

@@ -127,6 +127,7 @@ def _hint(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> str:
     proposed: one with "expert" in its path, or else the one of the most dims, if `ranks` divides it.
     """
     guessed = {p: d for p, d in _expert_leaves([*shapes.items()], strict=True, named=False) if not shapes[p][d] % ranks}
+    # Leaves that are named as experts but have no dim for them: a Python list of modules, each with one expert.
     experts = [path for path in shapes if "expert" in path.lower()]
     if not guessed and experts and all(len(shapes[path]) < 3 for path in experts):
         first = f"{experts[0]} {list(shapes[experts[0]])}"
@@ -212,6 +213,7 @@ def _expert_leaves(leaves: Leaves, strict: bool = False, named: bool = True) -> 
             scope = "".join(f"{part}/" for part in parts[:n])
             siblings = [(p, s) for p, s in leaves if p.startswith(scope) and p != router and not _SHARED.fullmatch(p)]
             is_named = not named or bool(_ROUTER.fullmatch(router))
+            # A router that is not named as one counts only for leaves that are named as experts.
             kernels = [
                 (path, s)
                 for path, s in siblings

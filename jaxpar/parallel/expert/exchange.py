@@ -43,6 +43,7 @@ class TokenExchange(ExpertLocaliser):
         k = 1 + len(run.rows)
         leaves, rest = inputs[k : k + len(run.leaves)], inputs[k + len(run.leaves) :]
         token_bytes, expert_bytes = run.bytes()
+        # The leaves must be split along their first dim, and the rest equal on all ranks: every expert reads it.
         can_exchange = all(x.dim == 0 for x in leaves) and all(x.weight for x in rest)
         if can_exchange and token_bytes <= expert_bytes:
             with jx.source_info_of(run.eqns[-1]):
@@ -76,6 +77,7 @@ def exchange_tokens(
     """
     localiser = TokenExchange(ranks, False, rules)
 
+    # A trace fills the notes. Clear them, since the program may be traced again.
     def program(*values: Any) -> list[Any]:
         localiser.gathered.clear()
         localiser.fewer.clear()

@@ -78,6 +78,7 @@ class ExpertLocaliser(Localiser):
         dim: Any = x.dim
         if dim is None:
             return x.value
+        # `once` runs the collective a single time, for all equations that read the whole value.
         if isinstance(dim, SlotDims):
             return x.once("whole", lambda: lax.all_to_all(x.value, AXIS, dim.slots, dim.dim, tiled=True))
         return x.once("whole", lambda: self._gathered(x, dim))
@@ -111,7 +112,8 @@ class ExpertLocaliser(Localiser):
         Equal values are repeated for the slots of all ranks, and broadcasts are made in the new shape; both send
         nothing. Any other value goes through an all-to-all.
         """
-        if x.weight and x.dim in (None, to.dim):  # equal on all ranks, or this rank's experts of such a value
+        # 1. A value that is equal on all ranks, or this rank's experts of one: repeat it for the slots of every rank.
+        if x.weight and x.dim in (None, to.dim):
             local_experts = x.value if x.dim is not None else None
             if x.broadcast is not None and local_experts is None and not {to.dim, to.slots} & {*x.broadcast[1]}:
                 operand, dims = x.broadcast
@@ -120,7 +122,7 @@ class ExpertLocaliser(Localiser):
             return jnp.concatenate([local_experts] * self.ranks, axis=to.slots)
         if x.broadcast is not None and x.dim is None:
             operand, dims = x.broadcast
-            # A broadcast that has both dims already: exchange the smaller value before it is broadcast.
+            # 2. A broadcast of a value that has both dims: exchange the smaller value, and broadcast the result.
             if to.dim in dims and to.slots in dims:
                 operand_dims = to.moved(dims.index)
                 if all(
@@ -128,6 +130,7 @@ class ExpertLocaliser(Localiser):
                     for i, j in ((operand_dims.dim, to.dim), (operand_dims.slots, to.slots))
                 ):
                     return lax.broadcast_in_dim(self.part(operand, operand_dims), self.local(x.shape, to), dims)
+        # 3. Send each rank the slots of its experts: [E, C, ..] -> [E/e, e C, ..].
         return lax.all_to_all(self.whole(x), AXIS, to.dim, to.slots, tiled=True)
 
     def alike(self, x: LocalValue) -> bool:
@@ -143,6 +146,7 @@ class ExpertLocaliser(Localiser):
         """Return the shape of a rank's part of a value."""
         if not isinstance(dim, SlotDims):
             return super().local(shape, dim)
+        # A rank has 1/e of the experts, and the slots of all e ranks.
         sizes = {dim.dim: lambda n: n // self.ranks, dim.slots: lambda n: n * self.ranks}
         return tuple(sizes.get(d, lambda n: n)(n) for d, n in enumerate(shape))
 
@@ -159,6 +163,7 @@ class ExpertLocaliser(Localiser):
         for x in outputs:
             # `overflow` takes leaves with tokens and returns them: such a result is still a split leaf.
             x.weight = is_equal or isinstance(x.dim, int)
+        # A broadcast remembers its operand: moving that is cheaper than moving the result.
         if eqn.primitive.name == "broadcast_in_dim":
             outputs[0].broadcast = inputs[0], eqn.params["broadcast_dimensions"]
         return outputs

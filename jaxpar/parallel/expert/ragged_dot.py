@@ -122,6 +122,8 @@ class ExpertRun:
         # The expert of a row: the number of groups that end at or before it.
         index = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
         ids = (index >= jnp.cumsum(sizes.astype(jnp.int32))).sum(axis=1, keepdims=True, dtype=jnp.int32)
+        # `dropless` passes an expert its leaves alone. The values that all rows read become leaves, equal for every
+        # expert.
         shared = [jnp.broadcast_to(value, (sizes.size, *value.shape)) for value in rest]
         gates = jnp.ones(ids.shape, wide(x.dtype))
         result = dropless(x, ids, gates, [*leaves, *shared], self.expert)
@@ -137,6 +139,7 @@ class ExpertRun:
         Returns:
           [n, D'], the result with flattened features.
         """
+        # Rows of one expert have one leaf: here a grouped matmul is a plain one.
         localiser = ByRows(1, False, {**self.rules, PRIMITIVE: _plain_matmul}, rows=x.shape[0])
         env, column = {}, 0
         for v in self.rows:
@@ -172,6 +175,7 @@ def runs(flat: jx.Flat, rules: Any) -> Iterator[ExpertRun]:
                 readers.setdefault(v, []).append(id(eqn))
     groups = _sizes_by_variable(flat.eqns, producers, rules)
     finished_ids: set[int] = set()
+    # From the end: the last grouped matmul of a run comes first, and its run takes as many earlier ones as it can.
     for last in reversed(flat.eqns):
         if not _is_grouped_matmul(last) or id(last) in finished_ids:
             continue
@@ -193,6 +197,7 @@ def _is_grouped_matmul(eqn: Any) -> bool:
     """Whether an equation multiplies rows [M, D] in groups by leaves [E, D, F]."""
     if eqn.primitive.name != PRIMITIVE or eqn.params["group_offset"] is not None:
         return False
+    # One contracted dim on each side, no batch dims; rows in groups along dim 0, experts along dim 0 of the leaves.
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     dims = (numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions)
     expected = ((((1,), (1,)), ((), ())), (0,), (0,))
@@ -213,6 +218,7 @@ def _sizes_by_variable(eqns: Sequence[Any], producers: dict[Any, Any], rules: An
         if _is_grouped_matmul(eqn):
             sizes_of[eqn.outvars[0]] = _copied_from(eqn.invars[2], producers)
             continue
+        # Rows of different groupings in one equation would meet by position, and not by expert.
         sizes = {sizes_of[v] for v in eqn.invars if not jx.is_literal(v) and v in sizes_of}
         if len(sizes) == 1 and _computes_rows(eqn, sizes_of, producers, rules):
             sizes_of.update(dict.fromkeys(eqn.outvars, *sizes))
@@ -280,6 +286,7 @@ def _run_of(last: Any, producers: dict[Any, Any], sizes_of: dict[Any, Any]) -> l
         for v in eqn.invars[: 1 if _is_grouped_matmul(eqn) else None]:
             if jx.is_literal(v) or v not in producers or id(producers[v]) in eqn_by_id:
                 continue
+            # A broadcast to all rows belongs to no grouping. The run repeats it for its own number of rows.
             is_broadcast = _operand_kind(
                 v, last.invars[0].aval.shape[0], producers
             ) == "alike" and not _is_grouped_matmul(eqn)
@@ -291,6 +298,7 @@ def _run_of(last: Any, producers: dict[Any, Any], sizes_of: dict[Any, Any]) -> l
 
 def _expert_run(eqns: Sequence[Any], rules: Any) -> ExpertRun | None:
     """Return these equations as a run; None if its rows have several dtypes, or a leaf is read otherwise too."""
+    # Sort the variables that enter the run by their part in it; dicts keep them unique and in order.
     inner_vars = {v for eqn in eqns for v in eqn.outvars}
     rows, leaves, rest, sizes = {}, {}, {}, {}
     tokens = eqns[-1].invars[0].aval.shape[0]

@@ -113,6 +113,7 @@ def _dot(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> 
         return follow(localiser, eqn, inputs)
     token_side = int(isinstance(inputs[0].dim, int))  # the operand that is no split leaf
     x, leaf, equation_factors = inputs[token_side], inputs[1 - token_side], factors.of(eqn)
+    # The exchange begins only if experts are a batch dim: each expert's leaf meets the tokens for this expert.
     experts = next(factor for factor in equation_factors if factor.ins[1 - token_side] == leaf.dim)
     free = [
         d
@@ -133,6 +134,7 @@ RULES["dot_general"] = _dot
 
 def _loop(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Rewrite a scan or while loop by the rule of `tensor`, after gathering operands that cannot stay split in it."""
+    # `while` has no scanned operands, so that its carry is at the end.
     first, xs = len(inputs) - len(eqn.outvars), len(inputs)  # the carry is inputs[first:xs]
     if eqn.primitive.name == "scan":
         parts = jx.scan_parts(eqn)
@@ -154,6 +156,7 @@ def _custom(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) 
         return _gathered(localiser, eqn, inputs, route.gather)
     if all(x.dim is None for x in inputs):
         return None
+    # `overflow` on split leaves: ranks exchange tokens in rounds. It returns the tokens' results, then the leaves.
     if route is not None and route.spread is not None:
         values = [localiser.part(x, 0) if i > 2 else localiser.whole(x) for i, x in enumerate(inputs)]
         outputs = route.spread(localiser.ranks)(*values)
@@ -186,5 +189,6 @@ def _gathered(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]
     return [(rows, slotwise), *((table, None) for table in tables)]
 
 
+# Equations that contain programs (branches, calls, solvers) are rewritten inside, by these rules.
 RULES |= {name: TENSOR[name] for name in having("nested")}
 RULES |= {"scan": _loop, "while": _loop, **dict.fromkeys(jx.CUSTOM, _custom)}

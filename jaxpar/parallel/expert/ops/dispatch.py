@@ -40,6 +40,7 @@ def dispatch(
     """
 
     def run(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        # Choice n k + j is of token n. Empty slots have choice N k: row N is beyond the last, and reads as zeros.
         slot, choice = places(ids, weights, experts, slots, groups, by_weight)
         return rows_of(x, choice // ids.shape[1]), slot, choice
 
@@ -48,6 +49,7 @@ def dispatch(
         return result, result[1]
 
     def backward(slot: jax.Array, cotangents: tuple[jax.Array, Any, Any]) -> tuple[Any, Any, Any]:
+        # A token was copied to the slots of its k choices: add up their cotangents.
         return summed(cotangents[0], slot), None, None
 
     def gather_all(ranks: int) -> Callable[..., Any]:
@@ -86,6 +88,7 @@ def _combine(slot: jax.Array, out: jax.Array, weights: jax.Array, choice: jax.Ar
     Returns:
       [N, D] in the dtype of the weights.
     """
+    # One lookup of [N, D] for each j: a single lookup of [N, k, D] would need k times the memory.
     flat = out.reshape(-1, out.shape[-1])
     return added(weights[:, j, None] * rows_of(flat, slot[:, j]).astype(weights.dtype) for j in range(slot.shape[1]))
 
@@ -94,6 +97,7 @@ def _combine_backward(saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tup
     """Return the cotangents of the inputs of `_combine`, by lookups in the other table."""
     slot, out, weights, choice = saved
     flat, k = out.reshape(-1, out.shape[-1]), slot.shape[1]
+    # The gradient of a weight is the inner product of its expert's result with the cotangent of its token.
     grad_weights = [(cotangent * rows_of(flat, slot[:, j]).astype(cotangent.dtype)).sum(axis=-1) for j in range(k)]
     grad_out = rows_of(weights.reshape(-1), choice)[..., None] * rows_of(cotangent, choice // k)
     return None, grad_out.astype(out.dtype), jnp.stack(grad_weights, axis=-1), None

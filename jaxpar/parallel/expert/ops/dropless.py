@@ -43,6 +43,7 @@ def dropless(x: jax.Array, ids: jax.Array, weights: jax.Array, leaves: Any, expe
     overflowed = None
     # An expert with a slot for every token cannot overflow.
     if slots < tokens:
+        # `vmap` below must read the leaves that `overflow` returns: their gradient is accumulated in place.
         overflowed, leaves = overflow(expert, x, ids, weights, leaves, slots)
     y = combine(slot, jax.vmap(expert)(leaves, rows), weights, choice)
     return y if overflowed is None else y + overflowed

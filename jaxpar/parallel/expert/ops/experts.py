@@ -136,6 +136,8 @@ def experts(
         y, dropped = dropless(tokens, flat_ids, flat_gates, weights, expert), jnp.zeros(b, logits.dtype)
     else:
         slot_groups = b if drop_within == "row" else 1
+        # An expert never needs more slots than a group has tokens; with as many, nothing is dropped and rows are
+        # independent even if they share slots.
         tokens_per_group = b * t // slot_groups
         slots_per_group = min(tokens_per_group, math.ceil(capacity * tokens_per_group * k / num_experts))
         couples = _COUPLES if drop_within == "microbatch" and slots_per_group < tokens_per_group else ""
@@ -145,7 +147,9 @@ def experts(
         )
         rows, slot, choice = dispatch_tokens(tokens, flat_ids, flat_gates)
         y = combine(slot, jax.vmap(expert)(weights, rows), flat_gates, choice)
+        # The table marks a choice without a slot by E C.
         dropped = (slot == num_experts * slots).astype(logits.dtype).reshape(b, t * k).mean(axis=1)
+
     # 3. Shared experts, losses and metrics.
     y = y.astype(x.dtype).reshape(b, t, d)
     if shared is not None:

@@ -38,6 +38,7 @@ def _all_gather(x: jax.Array) -> jax.Array:
 
 def _to_experts(table: jax.Array) -> jax.Array:
     """Exchange a table [E, C, ..] of each rank: returns [E/e, e, C, ..], all ranks' slots of this rank's experts."""
+    # Expert r E/e + i is expert i of rank r.
     ranks = lax.axis_size(AXIS)
     local_experts = table.shape[0] // ranks
     return lax.all_to_all(table.reshape(ranks, local_experts, *table.shape[1:]), AXIS, 0, 1, tiled=False)
@@ -67,6 +68,8 @@ def _local_slots(slot: jax.Array, experts: int, slots: int, ranks: int) -> jax.A
     Returns:
       [e, T, k], numbers in this rank's buffers [E/e, e C]; E C for slots of other ranks' experts.
     """
+    # Slot c of expert i has number i C + c on the rank of its token, and (i' e + rank) C + c here, where i' is the
+    # index of the expert among this rank's.
     local_experts, local_slots = experts // ranks, slots * ranks
     local_expert = slot // slots - lax.axis_index(AXIS) * local_experts
     rank = jnp.arange(ranks, dtype=slot.dtype)[:, None, None]
@@ -84,6 +87,7 @@ def _tokens_in_slots(choice: jax.Array, tokens: int, k: int) -> jax.Array:
     Returns:
       [E/e, e C], numbers 0 to e T - 1 of the tokens of all ranks; e T for an empty slot.
     """
+    # Tokens of rank r are numbered from r T on.
     local_choice = _to_experts(choice)  # [E/e, e, C]
     ranks = local_choice.shape[1]
     first_token = tokens * jnp.arange(ranks, dtype=choice.dtype)[:, None]
@@ -116,6 +120,7 @@ def dispatch(experts: int, slots: int, groups: int, by_weight: bool, ranks: int)
         return result, result[1]
 
     def backward(slot: jax.Array, cotangents: tuple[jax.Array, Any, Any]) -> tuple[Any, Any, Any]:
+        # Every rank sums the cotangents in its slots for each token of every rank, and sends the sums to their ranks.
         local_slot = _local_slots(_all_gather(slot), experts, slots, ranks)
         parts = summed(cotangents[0], local_slot.reshape(-1, slot.shape[1]))
         return _reduce_scatter(parts.reshape(ranks, -1, parts.shape[-1])).astype(parts.dtype), None, None
@@ -140,6 +145,7 @@ def combine(ranks: int) -> Callable[..., Any]:
     def run(slot: jax.Array, out: jax.Array, weights: jax.Array, choice: jax.Array) -> jax.Array:
         experts, slots = choice.shape
         local_slot, all_weights = _local_slots(_all_gather(slot), experts, slots, ranks), _all_gather(weights)
+        # Weight and add up the results of this rank's experts before they are sent: [e, T, D] instead of [E/e, e C, D].
         flat, k = out.reshape(-1, out.shape[-1]), slot.shape[1]
         partial_sums = added(
             all_weights[..., j, None] * rows_of(flat, local_slot[..., j]).astype(weights.dtype) for j in range(k)
@@ -153,6 +159,7 @@ def combine(ranks: int) -> Callable[..., Any]:
             _all_gather(cotangent.astype(out.dtype)).reshape(-1, cotangent.shape[-1]).astype(cotangent.dtype)
         )
         slot_cotangents = rows_of(all_cotangents, _tokens_in_slots(choice, tokens, k))  # [E/e, e C, D]
+        # The rank of the tokens knows the weights, and receives their gradient: one number for each slot, both ways.
         slot_weights = _to_experts(rows_of(weights.reshape(-1), choice)).reshape(slot_cotangents.shape[:2])
         grad_slot_weights = (slot_cotangents * out.astype(cotangent.dtype)).sum(axis=-1)
         grad_own_slots = _to_tokens(grad_slot_weights.reshape(experts // ranks, ranks, slots))

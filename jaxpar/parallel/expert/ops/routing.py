@@ -49,6 +49,7 @@ def chosen(
     weights = jnp.take_along_axis(probabilities, ids, axis=-1)
     if normalize:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + _TINY)
+    # The balance loss is 1 for an even load only if the scores of a token sum to 1.
     if scores == "sigmoid":
         probabilities = probabilities / (probabilities.sum(axis=-1, keepdims=True) + _TINY)
     return ids, weights * scale, probabilities
@@ -57,6 +58,7 @@ def chosen(
 def _limited(ranked: jax.Array, groups: int, group_limit: int) -> jax.Array:
     """Set scores to -inf outside of the `group_limit` groups whose two best experts have the largest sum."""
     group_size = ranked.shape[-1] // groups
+    # Groups are ranked by the sum of their two best scores.
     by_group = ranked.reshape(*ranked.shape[:-1], groups, group_size)
     best_scores, _ = jax.lax.top_k(by_group, min(2, group_size))
     _, group_ids = jax.lax.top_k(best_scores.sum(axis=-1), group_limit)
@@ -106,6 +108,7 @@ def balance_loss(kind: str, counts: jax.Array, probabilities: jax.Array, choices
       probabilities: the scores, [B, T, E].
       choices: T k, the choices of a row.
     """
+    # Counts of choices have no derivative. The gradient flows through the mean scores.
     counts = jax.lax.stop_gradient(counts)
     share = counts * (counts.shape[-1] / choices)  # [B, E], each row's f
     mean = probabilities.mean(axis=1)  # [B, E]
