@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..strategy.axes import ROWS
-from .calls import described
+from .calls import describe
 from .model import Replicated, is_replicated
 from .paths import name_of
 
@@ -172,10 +172,10 @@ def _check_kind(name: str, x: Any) -> None:
         jax.typeof(x)
     except (TypeError, ValueError) as error:  # masked arrays raise ValueError
         kind = f"{x.dtype}{list(x.shape)}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
-        raise ValueError(f"batch leaf {name} is {kind}; {_instead(x)}") from error
+        raise ValueError(f"batch leaf {name} is {kind}; {_advice(x)}") from error
 
 
-def _instead(x: Any) -> str:
+def _advice(x: Any) -> str:
     """Return the advice for a leaf that `jax.jit` does not accept."""
     # A masked array is an ndarray too: it comes first.
     if isinstance(x, np.ma.MaskedArray):
@@ -220,7 +220,7 @@ def globalise(batch: Any, mesh: Mesh, hosts: int = 1) -> Any:
         return batch
     shardings = batch_shardings(batch, mesh)
     if is_local:
-        return jax.tree.map(_moved, batch, shardings)
+        return jax.tree.map(_move, batch, shardings)
 
     def placed(x: Any, sharding: NamedSharding) -> jax.Array:
         x = np.asarray(x)
@@ -284,7 +284,7 @@ def example_shapes(example: Any, argument: str) -> Any:
             if isinstance(x, np.ndarray):  # strings, say: JAX's error would print all their values
                 _check_kind(f"{name_of(path)} of {argument}".lstrip(), x)
         raise ValueError(
-            f"{argument} is {described(example)}; needs a batch of arrays or jax.ShapeDtypeStruct: {error}"
+            f"{argument} is {describe(example)}; needs a batch of arrays or jax.ShapeDtypeStruct: {error}"
         ) from error
 
 
@@ -294,7 +294,7 @@ def is_global(batch: Any) -> bool:
     return all(isinstance(x, abstract) or (is_array(x) and not x.is_fully_addressable) for x in jax.tree.leaves(batch))
 
 
-def _moved(x: Any, sharding: NamedSharding) -> Any:
+def _move(x: Any, sharding: NamedSharding) -> Any:
     """Return an array in the sharding that the step needs. Where a user has placed it elsewhere, `jit` would raise."""
     if not is_array(x) or not x.committed or x.sharding == sharding:
         return x

@@ -64,10 +64,12 @@ def check_call(fun: Callable[..., Any], source: str, *names: str, note: str = ""
         elif isinstance(fun, type):
             hint = f"wrap it: lambda {', '.join(names)}: {name}(...)"
         hint += f" ({note})" * bool(note)
-        raise ValueError(f"{source} is {name}{_short(signature)}, and is called as {call}: {error}; {hint}") from None
+        raise ValueError(
+            f"{source} is {name}{_without_annotations(signature)}, and is called as {call}: {error}; {hint}"
+        ) from None
 
 
-def described(batch: Any) -> str:
+def describe(batch: Any) -> str:
     """Describe a batch by its leaves: "a dict of image float32[8, 28, 28], label int32[8]"."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
@@ -223,13 +225,13 @@ def reading(batch: Any, name: str = "the batch") -> Iterator[None]:
     try:
         yield
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
-        if (request := _asked(error, batch)) is not None:
+        if (request := _missing_item(error, batch)) is not None:
             hint = "read what is there, or give the data these names"
             if request == _BY_NAME:
                 hint = "make dicts of a loader's tuples, ({'x': x, 'y': y} for x, y in loader), or read them by number"
             at_line = f"{place}," if (place := _place(error)) else ""
             raise ValueError(
-                f"the loss{at_line} asks {name} for {request}, and it is {described(batch)}; {hint}"
+                f"the loss{at_line} asks {name} for {request}, and it is {describe(batch)}; {hint}"
             ) from error
         if request is None and _INTEGERS.search(str(error)) and (floats := _floats(batch)):
             raise ValueError(
@@ -237,7 +239,7 @@ def reading(batch: Any, name: str = "the batch") -> Iterator[None]:
                 f"numbers ({error}); {name} has {', '.join(floats)}: make labels and indices integers where the batch "
                 "is made, such as labels.astype('int32')"
             ) from error
-        error.add_note(f"{name}, a block of its rows: {described(batch)}")
+        error.add_note(f"{name}, a block of its rows: {describe(batch)}")
         raise
 
 
@@ -248,7 +250,7 @@ def _floats(batch: Any) -> list[str]:
     return [f"{name_of(path)} {kind_of(x)}".strip() for path, x in floats[:_LISTED]]
 
 
-def _asked(error: Exception, batch: Any) -> str | None:
+def _missing_item(error: Exception, batch: Any) -> str | None:
     """Return what a function asked of the batch, or of a container in it, that is not there.
 
     Returns:
@@ -258,7 +260,7 @@ def _asked(error: Exception, batch: Any) -> str | None:
     containers = list(_containers(batch))
     if isinstance(error, AttributeError):
         return f".{error.name}" if any(error.obj is x for x in containers) else None
-    subscripted, variables = _read(error.__traceback__)
+    subscripted, variables = _failing_subscript(error.__traceback__)
     if isinstance(subscripted, Mapping) and not any(subscripted is x for x in containers):
         return None  # a dict outside of the batch, such as the parameters
     # The frame of the error tells which containers the function had in its hands.
@@ -292,7 +294,7 @@ def _containers(tree: Any) -> Iterator[Any]:
             yield from _containers(x)
 
 
-def _read(traceback: TracebackType | None) -> tuple[Any, Mapping[str, Any]]:
+def _failing_subscript(traceback: TracebackType | None) -> tuple[Any, Mapping[str, Any]]:
     """Return the value that the failing expression subscripts, `x` in `x[...]`, and all variables of its frame.
 
     The value is None if it is no plain variable.
@@ -317,7 +319,7 @@ def kind_of(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else "None" if x is None else f"a {type(x).__name__}"
 
 
-def _short(signature: inspect.Signature) -> str:
+def _without_annotations(signature: inspect.Signature) -> str:
     """Return a signature as text, without annotations."""
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(inspect.Signature(parameters))

@@ -83,7 +83,7 @@ def check_ids(batch: Any, limits: Mapping[str, int]) -> Any:
       ValueError: an id is outside its limit (naming leaf, value, row and limit), or a leaf is missing or has no
         integers.
     """
-    for name, limit, x in _limited(batch, limits):
+    for name, limit, x in _limited_leaves(batch, limits):
         for start, part in parts(x):
             if (first_outside := outside(part, limit)) is not None:
                 value, indices = first_outside
@@ -110,10 +110,10 @@ def shares_outside(rows: Any, limits: Mapping[str, int]) -> dict[str, Mean]:
         last_id = min(limit - 1, int(jnp.iinfo(x.dtype).max))
         return Mean(((x < 0) | (x > last_id)).sum(dtype=jnp.float32), jnp.float32(x.size))
 
-    return {OUTSIDE + name: share(x, limit) for name, limit, x in _limited(rows, limits)}
+    return {OUTSIDE + name: share(x, limit) for name, limit, x in _limited_leaves(rows, limits)}
 
 
-def _limited(batch: Any, limits: Mapping[str, int]) -> Iterator[tuple[str, int, Any]]:
+def _limited_leaves(batch: Any, limits: Mapping[str, int]) -> Iterator[tuple[str, int, Any]]:
     """Yield (path, limit, array) for the leaves that `limits` names; raise ValueError for one without integers."""
     leaves = {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(batch)}
     for name, limit in limits.items():

@@ -17,7 +17,7 @@ Two sorts of draws are batched:
 Elementwise equations and reshapes that follow (a standard deviation, a cast) are batched too, and keys that are rows of
 one array are read together. Each would be a kernel of its own otherwise.
 
-`_kinds` says which equations are equal, `_groups` orders the program so that equal ones are adjacent, and `_evaluated`
+`_kinds` says which equations are equal, `_groups` orders the program so that equal ones are adjacent, and `_evaluate`
 runs it group by group.
 """
 
@@ -53,7 +53,7 @@ def draws_together(fun: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any
         if jx.opened(closed)[0].effects:
             return fun(key)
         flat = jx.flatten(closed, calls=_is_late)
-        return jax.tree.unflatten(jax.tree.structure(out_shapes), map(_value, _evaluated(flat, [key])))
+        return jax.tree.unflatten(jax.tree.structure(out_shapes), map(_value, _evaluate(flat, [key])))
 
     return batched
 
@@ -92,7 +92,7 @@ class _Kind(NamedTuple):
         return not self.ends or [*members] == [*range(self.layers)]
 
 
-def _evaluated(flat: jx.Flat, args: Sequence[Any]) -> list[Any]:
+def _evaluate(flat: jx.Flat, args: Sequence[Any]) -> list[Any]:
     """Run a program with equal draws in batches. A result in a batch stays a `_Row` until it is needed alone."""
     env: dict[Any, Any] = dict(zip((*flat.constvars, *flat.invars), (*flat.consts, *args), strict=True))
     read = lambda v: np.asarray(v.val, v.aval.dtype) if jx.is_literal(v) else env[v]  # of its dtype when it is stacked
@@ -105,9 +105,9 @@ def _evaluated(flat: jx.Flat, args: Sequence[Any]) -> list[Any]:
         values = [[read(v) for v in member.invars] for member in group]
         with jx.source_info_of(eqn):
             if rest_of_group:
-                outs = _together(eqn, values)
+                outs = _run_batch(eqn, values)
             elif eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
-                outs = [[_stacked(values[0])]]
+                outs = [[_stack(values[0])]]
             else:
                 outs = [jx.bind(eqn, [*map(_value, values[0])])]
         for member, results in zip(group, outs, strict=True):
@@ -150,21 +150,21 @@ def _row(eqn: Any, producers: dict[Any, Any]) -> _Row | None:
     return _Row(x, slice_eqn.params["start_indices"][0])
 
 
-def _together(eqn: Any, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
+def _run_batch(eqn: Any, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Return the results of one equation for several lists of operands, as rows of a batch."""
     # Operands that are equal in all lists are not batched.
     columns = list(zip(*values, strict=True))
-    are_equal = [all(_same(x, column[0]) for x in column) for column in columns]
+    are_equal = [all(_is_same(x, column[0]) for x in column) for column in columns]
     if all(are_equal):
         return [jx.bind(eqn, [*map(_value, values[0])])] * len(values)
-    operands = [_value(c[0]) if is_equal else _stacked(c) for c, is_equal in zip(columns, are_equal, strict=True)]
+    operands = [_value(c[0]) if is_equal else _stack(c) for c, is_equal in zip(columns, are_equal, strict=True)]
     results = jax.vmap(lambda *xs: jx.bind(eqn, xs), in_axes=[None if is_equal else 0 for is_equal in are_equal])(
         *operands
     )
     return [[_Row(x, n) for x in results] for n in range(len(values))]
 
 
-def _same(x: Any, y: Any) -> bool:
+def _is_same(x: Any, y: Any) -> bool:
     """Whether two operands are the same value, as far as this is known without comparing arrays."""
     if isinstance(x, _Row) and isinstance(y, _Row):
         return x.of is y.of and x.number == y.number
@@ -172,7 +172,7 @@ def _same(x: Any, y: Any) -> bool:
     return x is y or (are_scalars and bool(x == y))
 
 
-def _stacked(column: Sequence[Any]) -> Any:
+def _stack(column: Sequence[Any]) -> Any:
     """Return values stacked on a new dim 0. Rows of one array are gathered; all its rows in order are that array."""
     rows = [x for x in column if isinstance(x, _Row) and x.of is getattr(column[0], "of", None)]
     if len(rows) < len(column):
@@ -217,7 +217,7 @@ def _layers(eqns: Sequence[Any]) -> dict[Any, _Layer]:
         if eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
             (out,) = eqn.outvars
             layers |= {v: _Layer(out, number, len(eqn.invars)) for number, v in enumerate(operands)}
-        elif _follows(eqn) and (out := eqn.outvars[0]) in layers:
+        elif _is_elementwise(eqn) and (out := eqn.outvars[0]) in layers:
             layer = layers[out]._replace(distance=layers[out].distance + 1)
             layers |= {v: layer for v in operands if v.aval.size == out.aval.size and v not in layers}
     return layers
@@ -248,14 +248,14 @@ def _kinds(eqns: Sequence[Any]) -> list[tuple[_Kind | None, int]]:
 
 def _signature(eqn: Any, drawn: Collection[Any]) -> Any:
     """Return the signature of an equation that draws, or follows elementwise from a value in `drawn`; else None."""
-    follows = _follows(eqn) and any(v in drawn for v in eqn.invars if not jx.is_literal(v))
+    follows = _is_elementwise(eqn) and any(v in drawn for v in eqn.invars if not jx.is_literal(v))
     if not follows and not (jx.communicates([eqn], _DRAWS) and _threefry(eqn)):
         return None
     params = tuple((name, _hashable(value)) for name, value in sorted(eqn.params.items()))
     return eqn.primitive.name, params, tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars)
 
 
-def _follows(eqn: Any) -> bool:
+def _is_elementwise(eqn: Any) -> bool:
     """Whether an equation is elementwise, or gives elements another shape."""
     return primitives.of(eqn).elementwise or eqn.primitive.name in ("reshape", "transpose")
 

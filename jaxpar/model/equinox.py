@@ -136,7 +136,7 @@ def from_equinox(
         # The loss of a module expects a key, and in inference nothing may depend on it.
         if key is None:
             module, key = eqx.nn.inference_mode(module), jax.random.key(0)
-        module = _over_rows(module, eqx)
+        module = _average_over_rows(module, eqx)
         if not stateful:
             return loss(module, batch, key), variables
         result = loss(module, state_tree.filled(variables["state"]), batch, key)
@@ -155,7 +155,7 @@ def from_equinox(
     return Model(init, call, stateful=True, wrap=params_tree.filled, unwrap=unwrap, bind=bind, rules=rules, rows=rows)
 
 
-def _over_rows(module: Any, eqx: Any) -> Any:
+def _average_over_rows(module: Any, eqx: Any) -> Any:
     """Return the module with BatchNorms that average over the axes of the rows, after their own axes (of a `vmap`)."""
     is_norm = lambda x: isinstance(x, eqx.nn.BatchNorm)
 
@@ -198,17 +198,17 @@ class _StaticArrays:
                 continue
             self._visited[id(x)] = x
             if not is_module(x):
-                self._replaced(x, type(x).__name__)
+                self._replace_arrays(x, type(x).__name__)
                 continue
             for field in dataclasses.fields(x):
                 value = getattr(x, field.name, None)
                 if not field.metadata.get("static", False):
                     self.visit(value)
                 # Modules are frozen dataclasses, whose own __setattr__ raises an error.
-                elif (new := self._replaced(value, f"{field.name} of a {type(x).__name__}")) is not value:
+                elif (new := self._replace_arrays(value, f"{field.name} of a {type(x).__name__}")) is not value:
                     object.__setattr__(x, field.name, new)
 
-    def _replaced(self, x: Any, name: str) -> Any:
+    def _replace_arrays(self, x: Any, name: str) -> Any:
         """Return a static value with numbers instead of arrays. Functions and other objects are changed in place."""
         if isinstance(x, Tracer):
             self.arrays.append(x)
@@ -216,21 +216,23 @@ class _StaticArrays:
             return self.numbers[len(self.arrays) - 1] if self.numbers else x
         if isinstance(x, self.eqx.Module):
             leaves, tree = jax.tree.flatten(x)
-            return jax.tree.unflatten(tree, [self._replaced(leaf, name) for leaf in leaves])
+            return jax.tree.unflatten(tree, [self._replace_arrays(leaf, name) for leaf in leaves])
         if type(x) is dict:
-            return {key: self._replaced(value, name) for key, value in x.items()}
+            return {key: self._replace_arrays(value, name) for key, value in x.items()}
         if isinstance(x, list | tuple):
-            values = [self._replaced(value, name) for value in x]
+            values = [self._replace_arrays(value, name) for value in x]
             # Without arrays return the object itself. `_make` is for named tuples, whose fields are separate arguments.
             return x if all(map(operator.is_, x, values)) else getattr(x, "_make", type(x))(values)
         if isinstance(x, types.FunctionType):
             for variable, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
                 if isinstance(value := _content(cell), Tracer):
-                    cell.cell_contents = self._replaced(value, f"{variable} in the function {x.__name__}")
+                    cell.cell_contents = self._replace_arrays(value, f"{variable} in the function {x.__name__}")
         elif not isinstance(x, type):
             for attribute, value in vars(x).items() if hasattr(x, "__dict__") else ():
                 if isinstance(value, Tracer):
-                    object.__setattr__(x, attribute, self._replaced(value, f"{attribute} of a {type(x).__name__}"))
+                    object.__setattr__(
+                        x, attribute, self._replace_arrays(value, f"{attribute} of a {type(x).__name__}")
+                    )
         return x
 
 

@@ -167,17 +167,17 @@ class Model:
                 result = self.loss(params, variables, batch, key)
                 if not (isinstance(result, tuple) and len(result) in (2, 3)):
                     raise ValueError(f"loss returned {kind_of(result)}; with stateful=True return (value, variables)")
-                new_params = _same(params, result[2], "parameter") if len(result) == 3 else params
-                result, new_variables = result[0], _same(variables, result[1], "variable")
+                new_params = _with_old_dtypes(params, result[2], "parameter") if len(result) == 3 else params
+                result, new_variables = result[0], _with_old_dtypes(variables, result[1], "variable")
             else:
                 result, new_variables, new_params = self.loss(params, batch, key), variables, params
         # 2. Bring its result to one form, metrics by name.
         value, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if isinstance(value, tuple | list | dict) or not isinstance(metrics, dict):
             raise ValueError(
-                f"loss returned {_spelled(result)}; it must return a scalar mean over rows or jp.Mean(total, count), "
-                "or either with a dict, (value, metrics): put what else it returns into a dict of metrics by name, "
-                "(value, {'name': other})"
+                f"loss returned {_describe_result(result)}; it must return a scalar mean over rows or "
+                "jp.Mean(total, count), or either with a dict, (value, metrics): put what else it returns into a dict "
+                "of metrics by name, (value, {'name': other})"
             )
         for name in metrics:
             if not isinstance(name, str):
@@ -298,12 +298,12 @@ def _arrays(tree: Any) -> Any:
                 else "return arrays alone, and keep other values in the loss"
             )
             raise ValueError(
-                f"init returned a {type(tree).__name__}, whose {leaf} {_described(x)}, and no array; {hint}"
+                f"init returned a {type(tree).__name__}, whose {leaf} {_describe_leaf(x)}, and no array; {hint}"
             ) from error
     return jax.tree.map(jnp.asarray, tree)
 
 
-def _spelled(result: Any) -> str:
+def _describe_result(result: Any) -> str:
     """Describe the result of a loss with its items: "a tuple of 2 (float32[], dict)"."""
     if not isinstance(result, tuple | list | dict):
         return kind_of(result)
@@ -311,7 +311,7 @@ def _spelled(result: Any) -> str:
     return f"{kind_of(result)} of {len(result)} ({', '.join(kind_of(x).removeprefix('a ') for x in items)})"
 
 
-def _described(x: Any) -> str:
+def _describe_leaf(x: Any) -> str:
     """Describe a value that is no array: "the function relu", "a str"."""
     return f"the function {_name(x)}" if callable(x) and hasattr(x, "__name__") else f"a {type(x).__name__}"
 
@@ -347,7 +347,7 @@ def _is_number(x: Any) -> bool:
     return array and any(jnp.issubdtype(jnp.result_type(x), kind) for kind in (jnp.floating, jnp.integer))
 
 
-def _same(old: Any, new: Any, noun: str) -> Any:
+def _with_old_dtypes(old: Any, new: Any, noun: str) -> Any:
     """Return new variables or parameters in the dtypes of the old ones.
 
     Args:

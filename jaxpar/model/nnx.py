@@ -4,8 +4,8 @@ An NNX module holds its variables as attributes, and is a graph of objects. `fro
 
     module -> graph, parameters (`nnx.Param`), variables (all others: statistics, random streams, caches)
 
-A step sees nested dicts of arrays, because flattening an `nnx.State` in every step is slow; `_Tree` translates. Each
-call of the loss merges graph and arrays to a module, adapts it (BatchNorm, embeddings, random keys), and splits it
+A step sees nested dicts of arrays, because flattening an `nnx.State` in every step is slow; `_StateTree` translates.
+Each call of the loss merges graph and arrays to a module, adapts it (BatchNorm, embeddings, random keys), and splits it
 again for the values that the loss wrote.
 """
 
@@ -88,7 +88,7 @@ def from_nnx(
     def parts(key: jax.Array) -> Any:
         graph, *states = nnx.split(module := build(key), nnx.Param, ...)
         graphs.append(graph)
-        array_holders.append(in_objects := _held_by_objects(module))
+        array_holders.append(in_objects := _arrays_in_objects(module))
         return states, [getattr(obj, name) for obj, name in in_objects]
 
     # Not nnx.eval_shape: it turns a plain array (RoPE tables, WeightNorm's scales) into a shape, which NNX would take
@@ -108,7 +108,7 @@ def from_nnx(
                     "is no module; make it an nnx.Module, or keep the array in an nnx.Variable of one"
                 )
             object.__setattr__(obj, name, np.asarray(first_value))
-    params_tree, other_tree = _Tree(param_state), _Tree(other_state)
+    params_tree, other_tree = _StateTree(param_state), _StateTree(other_state)
 
     # 3. The functions of the model.
     def init(key: jax.Array) -> tuple[Any, Any]:
@@ -123,7 +123,7 @@ def from_nnx(
             module = bind(params, variables if key is None else other_tree.keyed(variables, key))
             if key is None:
                 module.eval()
-            _average(module, use_own_axis)
+            _set_norm_axes(module, use_own_axis)
             _embed_in_table_dtype(module)
             numbers = _plain_numbers(module)
             result = loss(module, batch)
@@ -154,7 +154,7 @@ def from_nnx(
     )
 
 
-def _average(module: nnx.Module, use_own_axis: bool) -> None:
+def _set_norm_axes(module: nnx.Module, use_own_axis: bool) -> None:
     """Set the axes that each BatchNorm averages over.
 
     These are the axes of the rows, after the norm's own axis (of a `vmap`) if `use_own_axis`.
@@ -205,7 +205,7 @@ def _warn_changed(old_numbers: Mapping[str, Any], new_numbers: Mapping[str, Any]
             )
 
 
-def _held_by_objects(module: nnx.Module) -> list[tuple[Any, str]]:
+def _arrays_in_objects(module: nnx.Module) -> list[tuple[Any, str]]:
     """Return the traced arrays in plain objects that are attributes of modules, as pairs of object and attribute name.
 
     An example is a dataclass of RoPE tables. To NNX such an object is static, and a traced array in it would be used
@@ -258,7 +258,7 @@ def _in_unnamed_stack(path: Any, shapes: dict[Any, Any], names_by_path: dict[Any
     return False
 
 
-class _Tree:
+class _StateTree:
     """Translates between an `nnx.State` and nested dicts of arrays: flattening a State in every step is slow.
 
     Attributes:

@@ -33,11 +33,11 @@ class TokenExchange(ExpertLocaliser):
         deferred = {id(eqn) for run in run_by_last_eqn.values() for eqn in run.eqns if not repeats(eqn)}
         for eqn in flat.eqns:
             if id(eqn) in run_by_last_eqn:
-                self.grouped(run_by_last_eqn[id(eqn)], env)
+                self.rewrite_run(run_by_last_eqn[id(eqn)], env)
             elif id(eqn) not in deferred:
                 self.compute(eqn, env)
 
-    def grouped(self, run: ExpertRun, env: dict[Any, LocalValue]) -> None:
+    def rewrite_run(self, run: ExpertRun, env: dict[Any, LocalValue]) -> None:
         """Rewrite a run of grouped matmuls: exchange tokens if this is fewer bytes, else gather experts."""
         inputs = [self.read(env, v) for v in (run.sizes, *run.rows, *run.leaves, *run.rest)]
         k = 1 + len(run.rows)

@@ -81,9 +81,9 @@ class ExpertLocaliser(Localiser):
         # `once` runs the collective a single time, for all equations that read the whole value.
         if isinstance(dim, SlotDims):
             return x.once("whole", lambda: lax.all_to_all(x.value, AXIS, dim.slots, dim.dim, tiled=True))
-        return x.once("whole", lambda: self._gathered(x, dim))
+        return x.once("whole", lambda: self._gather(x, dim))
 
-    def _gathered(self, x: LocalValue, dim: int) -> jax.Array:
+    def _gather(self, x: LocalValue, dim: int) -> jax.Array:
         """All-gather a split leaf. Of a broadcast gather only the value that was broadcast."""
         if x.broadcast is not None:
             operand, dims = x.broadcast
@@ -98,7 +98,9 @@ class ExpertLocaliser(Localiser):
         """Return this rank's experts of a value that is equal on all ranks; for `SlotDims`, the value slotwise."""
         if x.dim == dim:
             return x.value
-        return x.once(("part", dim), lambda: self._slotwise(x, dim) if isinstance(dim, SlotDims) else self.take(x, dim))
+        return x.once(
+            ("part", dim), lambda: self._to_slotwise(x, dim) if isinstance(dim, SlotDims) else self.take(x, dim)
+        )
 
     def take(self, value: Any, dim: int) -> jax.Array:
         """Return this rank's experts of a value that every rank has whole."""
@@ -106,7 +108,7 @@ class ExpertLocaliser(Localiser):
         size = value.shape[dim] // self.ranks
         return lax.dynamic_slice_in_dim(value, lax.axis_index(AXIS) * size, size, dim)
 
-    def _slotwise(self, x: LocalValue, to: SlotDims) -> jax.Array:
+    def _to_slotwise(self, x: LocalValue, to: SlotDims) -> jax.Array:
         """Return a value slotwise, with experts and slots on the dims `to`.
 
         Equal values are repeated for the slots of all ranks, and broadcasts are made in the new shape; both send

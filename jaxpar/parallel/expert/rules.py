@@ -18,24 +18,24 @@ from ..tensor import RULES as TENSOR
 from ..tensor.localiser import Found, LocalValue, place
 from ..tensor.primitives import follow
 from .localiser import ExpertLocaliser, SlotDims
-from .ops.gather import fewer
+from .ops.gather import gathering_sends_less
 
 Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
 RULES: dict[str, Rule] = {}
 
 
-def _of_leaves(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _leaf_rule(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Rewrite an equation of split leaves and values that are equal on all ranks: each rank computes its experts."""
     tensor_rule = TENSOR[eqn.primitive.name] if eqn.primitive.name in ("reshape", "optimization_barrier") else follow
     return tensor_rule(localiser, eqn, inputs) if all(x.weight for x in inputs) else None
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register the rule of some primitives for slotwise inputs. Without such inputs they follow `_of_leaves`."""
+    """Register the rule of some primitives for slotwise inputs. Without such inputs they follow `_leaf_rule`."""
 
     def register(slotwise_rule: Rule) -> Rule:
         def either_rule(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-            return (slotwise_rule if any(isinstance(x.dim, SlotDims) for x in inputs) else _of_leaves)(
+            return (slotwise_rule if any(isinstance(x.dim, SlotDims) for x in inputs) else _leaf_rule)(
                 localiser, eqn, inputs
             )
 
@@ -45,7 +45,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def _slots(inputs: Sequence[LocalValue]) -> Any:
+def _slot_dims(inputs: Sequence[LocalValue]) -> Any:
     """Return the `SlotDims` of the first slotwise input."""
     return next(x.dim for x in inputs if isinstance(x.dim, SlotDims))
 
@@ -153,7 +153,7 @@ def _custom(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) 
     """Rewrite a function with its own derivative, by its route (`model/permutations.py`) or the rule of `tensor`."""
     route = permutations.of(eqn)
     if route is not None and route.gather is not None:
-        return _gathered(localiser, eqn, inputs, route.gather)
+        return _gather_tokens(localiser, eqn, inputs, route.gather)
     if all(x.dim is None for x in inputs):
         return None
     # `overflow` on split leaves: ranks exchange tokens in rounds. It returns the tokens' results, then the leaves.
@@ -166,7 +166,7 @@ def _custom(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) 
     return TENSOR[eqn.primitive.name](localiser, eqn, inputs)
 
 
-def _gathered(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue], gather: Any) -> Found | None:
+def _gather_tokens(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue], gather: Any) -> Found | None:
     """Rewrite dispatch or combine so that ranks gather all tokens, if these are fewer bytes than the buffers.
 
     Dispatch takes tokens [T, D] to buffers [E, C, D], which are slotwise; combine is the way back.
@@ -175,7 +175,9 @@ def _gathered(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]
     buffer = (eqn.outvars[0] if is_dispatch else eqn.invars[1]).aval
     slotwise: Any = SlotDims(0, 1)
     tokens = eqn.invars[0].aval.shape[0]
-    if not fewer(tokens, buffer.shape, localiser.ranks) or not (is_dispatch or inputs[1].dim == slotwise):
+    if not gathering_sends_less(tokens, buffer.shape, localiser.ranks) or not (
+        is_dispatch or inputs[1].dim == slotwise
+    ):
         return None
     outputs = gather(localiser.ranks)(*(x.value if x.dim == slotwise else localiser.whole(x) for x in inputs))
     if not is_dispatch:

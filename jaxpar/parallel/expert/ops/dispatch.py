@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ....model.permutations import route
 from . import gather
-from .tables import added, places, rows_of, summed
+from .tables import add_all, places, rows_of, sum_over_choices
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def dispatch(
 
     def backward(slot: jax.Array, cotangents: tuple[jax.Array, Any, Any]) -> tuple[Any, Any, Any]:
         # A token was copied to the slots of its k choices: add up their cotangents.
-        return summed(cotangents[0], slot), None, None
+        return sum_over_choices(cotangents[0], slot), None, None
 
     def gather_all(ranks: int) -> Callable[..., Any]:
         return gather.dispatch(experts, slots, groups, by_weight, ranks)
@@ -60,7 +60,7 @@ def dispatch(
 
         def local(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             rows, slot, choice = dispatch(experts, slots // ranks, 1, False, "", False)(*arrays)
-            return rows, _renumbered(slot, experts, slots // ranks, slots), choice
+            return rows, _renumber(slot, experts, slots // ranks, slots), choice
 
         return local
 
@@ -72,7 +72,7 @@ def dispatch(
     )
 
 
-def _renumbered(slot: jax.Array, experts: int, slots: int, new_slots: int) -> jax.Array:
+def _renumber(slot: jax.Array, experts: int, slots: int, new_slots: int) -> jax.Array:
     """Return slot numbers as they are if each expert has `new_slots` slots instead of `slots`."""
     return jnp.where(slot < experts * slots, slot // slots * new_slots + slot % slots, experts * new_slots)
 
@@ -90,7 +90,7 @@ def _combine(slot: jax.Array, out: jax.Array, weights: jax.Array, choice: jax.Ar
     """
     # One lookup of [N, D] for each j: a single lookup of [N, k, D] would need k times the memory.
     flat = out.reshape(-1, out.shape[-1])
-    return added(weights[:, j, None] * rows_of(flat, slot[:, j]).astype(weights.dtype) for j in range(slot.shape[1]))
+    return add_all(weights[:, j, None] * rows_of(flat, slot[:, j]).astype(weights.dtype) for j in range(slot.shape[1]))
 
 
 def _combine_backward(saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[Any, Any, Any, Any]:
@@ -108,7 +108,7 @@ def _combine_part(ranks: int) -> Callable[..., Any]:
 
     def local(slot: jax.Array, out: jax.Array, weights: jax.Array, choice: jax.Array) -> jax.Array:
         experts, slots, _ = out.shape
-        return combine(_renumbered(slot, experts, slots * ranks, slots), out, weights, choice)
+        return combine(_renumber(slot, experts, slots * ranks, slots), out, weights, choice)
 
     return local
 

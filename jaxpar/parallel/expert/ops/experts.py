@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .dispatch import combine, dispatch
 from .dropless import dropless
 from .overflow import Expert
-from .routing import BALANCES, SCORES, balance_loss, chosen, counted, z_loss
+from .routing import BALANCES, SCORES, balance_loss, choose_experts, count_choices, z_loss
 from .tables import wide
 
 DROPS = ("position", "probability")
@@ -127,8 +127,8 @@ def experts(
     # 1. Routing.
     x, (b, t, d) = jnp.asarray(x), x.shape
     logits = router_logits.astype(wide(router_logits.dtype))
-    ids, gates, probabilities = chosen(logits, k, scores, normalize, scale, bias, groups, group_limit or groups)
-    counts = counted(ids, num_experts)
+    ids, gates, probabilities = choose_experts(logits, k, scores, normalize, scale, bias, groups, group_limit or groups)
+    counts = count_choices(ids, num_experts)
     tokens, flat_ids, flat_gates = x.reshape(b * t, d), ids.reshape(b * t, k), gates.reshape(b * t, k)
 
     # 2. Experts. Without a capacity `dropless` also computes the choices beyond C.

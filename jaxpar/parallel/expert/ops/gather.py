@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....model.permutations import route
-from .tables import added, places, rows_of, summed, wide
+from .tables import add_all, places, rows_of, sum_over_choices, wide
 
 AXIS = "expert"
 
 
-def fewer(tokens: int, buffers: tuple[int, ...], ranks: int) -> bool:
+def gathering_sends_less(tokens: int, buffers: tuple[int, ...], ranks: int) -> bool:
     """Whether gathering T tokens of each rank sends less than exchanging buffers [E, C, D]."""
     return buffers[0] % ranks == 0 and ranks * tokens < buffers[0] * buffers[1]
 
@@ -122,7 +122,7 @@ def dispatch(experts: int, slots: int, groups: int, by_weight: bool, ranks: int)
     def backward(slot: jax.Array, cotangents: tuple[jax.Array, Any, Any]) -> tuple[Any, Any, Any]:
         # Every rank sums the cotangents in its slots for each token of every rank, and sends the sums to their ranks.
         local_slot = _local_slots(_all_gather(slot), experts, slots, ranks)
-        parts = summed(cotangents[0], local_slot.reshape(-1, slot.shape[1]))
+        parts = sum_over_choices(cotangents[0], local_slot.reshape(-1, slot.shape[1]))
         return _reduce_scatter(parts.reshape(ranks, -1, parts.shape[-1])).astype(parts.dtype), None, None
 
     return route("gathered_dispatch", ("routed", "rows", "routed"), run, forward, backward)
@@ -147,7 +147,7 @@ def combine(ranks: int) -> Callable[..., Any]:
         local_slot, all_weights = _local_slots(_all_gather(slot), experts, slots, ranks), _all_gather(weights)
         # Weight and add up the results of this rank's experts before they are sent: [e, T, D] instead of [E/e, e C, D].
         flat, k = out.reshape(-1, out.shape[-1]), slot.shape[1]
-        partial_sums = added(
+        partial_sums = add_all(
             all_weights[..., j, None] * rows_of(flat, local_slot[..., j]).astype(weights.dtype) for j in range(k)
         )
         return _reduce_scatter(partial_sums.astype(out.dtype)).astype(weights.dtype)

@@ -25,7 +25,7 @@ from ....model.permutations import route
 from ....program import trip_counts
 from .dispatch import combine
 from .gather import AXIS
-from .tables import Order, order, rows_of, summed, wide
+from .tables import Order, order, rows_of, sum_over_choices, wide
 
 
 @functools.partial(jax.custom_vjp)
@@ -36,7 +36,7 @@ def _tokens_of(x: jax.Array, slot: jax.Array, choice: jax.Array) -> jax.Array:
 
 _tokens_of.defvjp(
     lambda x, slot, choice: (_tokens_of(x, slot, choice), slot),
-    lambda slot, cotangent: (summed(cotangent, slot), None, None),
+    lambda slot, cotangent: (sum_over_choices(cotangent, slot), None, None),
 )
 
 

@@ -18,7 +18,7 @@ BALANCES = ("sequence", "global", "microbatch")
 _TINY = 1e-20  # as in DeepSeek-V3: weights stay finite if all scores of a token underflow
 
 
-def chosen(
+def choose_experts(
     logits: jax.Array,
     k: int,
     scores: str,
@@ -44,7 +44,7 @@ def chosen(
         0 if bias is None else jax.lax.stop_gradient(bias.astype(probabilities.dtype))
     )
     if groups > 1:
-        ranked = _limited(ranked, groups, group_limit)
+        ranked = _limit_groups(ranked, groups, group_limit)
     _, ids = jax.lax.top_k(ranked, k)
     weights = jnp.take_along_axis(probabilities, ids, axis=-1)
     if normalize:
@@ -55,7 +55,7 @@ def chosen(
     return ids, weights * scale, probabilities
 
 
-def _limited(ranked: jax.Array, groups: int, group_limit: int) -> jax.Array:
+def _limit_groups(ranked: jax.Array, groups: int, group_limit: int) -> jax.Array:
     """Set scores to -inf outside of the `group_limit` groups whose two best experts have the largest sum."""
     group_size = ranked.shape[-1] // groups
     # Groups are ranked by the sum of their two best scores.
@@ -66,7 +66,7 @@ def _limited(ranked: jax.Array, groups: int, group_limit: int) -> jax.Array:
     return jnp.where(is_chosen[..., None], by_group, -jnp.inf).reshape(ranked.shape)
 
 
-def counted(ids: jax.Array, experts: int) -> jax.Array:
+def count_choices(ids: jax.Array, experts: int) -> jax.Array:
     """Return the number of choices of each row for each expert: float32 [B, E]."""
     return jax.nn.one_hot(ids, experts, dtype=jnp.float32).sum(axis=(1, 2))
 
@@ -104,7 +104,7 @@ def balance_loss(kind: str, counts: jax.Array, probabilities: jax.Array, choices
 
     Args:
       kind: one of the three.
-      counts: [B, E], from `counted`.
+      counts: [B, E], from `count_choices`.
       probabilities: the scores, [B, T, E].
       choices: T k, the choices of a row.
     """

@@ -101,14 +101,14 @@ def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
     return x.at[index].get(mode="fill", fill_value=0)
 
 
-def summed(x: jax.Array, slot: jax.Array) -> jax.Array:
+def sum_over_choices(x: jax.Array, slot: jax.Array) -> jax.Array:
     """Return the sum over a token's choices of the values in their slots: x [.., D], slot [N, k] -> [N, D]."""
     flat = x.reshape(-1, x.shape[-1])
-    total = added(rows_of(flat, slot[:, j]).astype(wide(flat.dtype)) for j in range(slot.shape[1]))
+    total = add_all(rows_of(flat, slot[:, j]).astype(wide(flat.dtype)) for j in range(slot.shape[1]))
     return total.astype(flat.dtype)
 
 
-def added(parts: Iterable[jax.Array]) -> jax.Array:
+def add_all(parts: Iterable[jax.Array]) -> jax.Array:
     """Return the sum of arrays, added in order."""
     return functools.reduce(operator.add, parts)
 
