@@ -39,13 +39,13 @@ def dispatch(
       drops: whether a choice without a slot is dropped. In this case it matters which tokens share slots.
     """
 
-    def run(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def dispatch_tokens(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         # Choice n k + j is of token n. Empty slots have choice N k: row N is beyond the last, and reads as zeros.
         slot, choice = places(ids, weights, experts, slots, groups, by_weight)
         return rows_of(x, choice // ids.shape[1]), slot, choice
 
     def forward(*arrays: jax.Array) -> tuple[Any, Any]:
-        result = run(*arrays)
+        result = dispatch_tokens(*arrays)
         return result, result[1]
 
     def backward(slot: jax.Array, cotangents: tuple[jax.Array, Any, Any]) -> tuple[Any, Any, Any]:
@@ -68,7 +68,14 @@ def dispatch(
     # With drops, ranks that split a row's tokens would drop others than one device does.
     part_or_none = None if drops else part
     return route(
-        name, ("routed", "rows", "routed"), run, forward, backward, couples, part=part_or_none, gather=gather_all
+        name,
+        ("routed", "rows", "routed"),
+        dispatch_tokens,
+        forward,
+        backward,
+        couples,
+        part=part_or_none,
+        gather=gather_all,
     )
 
 

@@ -110,13 +110,13 @@ def dispatch(experts: int, slots: int, groups: int, by_weight: bool, ranks: int)
       A function of this rank's x [T, D], ids int32 [T, k] and weights float [T, k].
     """
 
-    def run(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def gather_and_dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         slot, choice = places(ids, weights, experts, slots, groups, by_weight)
         rows = rows_of(_all_gather(x).reshape(-1, x.shape[-1]), _tokens_in_slots(choice, *ids.shape))
         return rows, slot, choice
 
     def forward(*arrays: jax.Array) -> tuple[Any, Any]:
-        result = run(*arrays)
+        result = gather_and_dispatch(*arrays)
         return result, result[1]
 
     def backward(slot: jax.Array, cotangents: tuple[jax.Array, Any, Any]) -> tuple[Any, Any, Any]:
@@ -125,7 +125,7 @@ def dispatch(experts: int, slots: int, groups: int, by_weight: bool, ranks: int)
         parts = sum_over_choices(cotangents[0], local_slot.reshape(-1, slot.shape[1]))
         return _reduce_scatter(parts.reshape(ranks, -1, parts.shape[-1])).astype(parts.dtype), None, None
 
-    return route("gathered_dispatch", ("routed", "rows", "routed"), run, forward, backward)
+    return route("gathered_dispatch", ("routed", "rows", "routed"), gather_and_dispatch, forward, backward)
 
 
 @functools.lru_cache(maxsize=256)
@@ -142,7 +142,7 @@ def combine(ranks: int) -> Callable[..., Any]:
       A function of slot [T, k], out [E/e, e C, D], weights [T, k] and choice [E, C], with result [T, D].
     """
 
-    def run(slot: jax.Array, out: jax.Array, weights: jax.Array, choice: jax.Array) -> jax.Array:
+    def combine_and_scatter(slot: jax.Array, out: jax.Array, weights: jax.Array, choice: jax.Array) -> jax.Array:
         experts, slots = choice.shape
         local_slot, all_weights = _local_slots(_all_gather(slot), experts, slots, ranks), _all_gather(weights)
         # Weight and add up the results of this rank's experts before they are sent: [e, T, D] instead of [E/e, e C, D].
@@ -166,4 +166,10 @@ def combine(ranks: int) -> Callable[..., Any]:
         grad_weights = rows_of(grad_own_slots.reshape(-1), slot)
         return None, (slot_weights[..., None] * slot_cotangents).astype(out.dtype), grad_weights, None
 
-    return route("gathered_combine", ("rows",), run, lambda *arrays: (run(*arrays), arrays), backward)
+    return route(
+        "gathered_combine",
+        ("rows",),
+        combine_and_scatter,
+        lambda *arrays: (combine_and_scatter(*arrays), arrays),
+        backward,
+    )

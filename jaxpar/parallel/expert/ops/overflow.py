@@ -112,7 +112,7 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
         return weights[:, None] * expert(jax.tree.unflatten(tree, leaves), rows).astype(weights.dtype)
 
     # 1. Forward: a scan over the blocks, which adds the results of each to its tokens.
-    def run(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+    def run_blocks(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
         by, k = order(ids, None, leaves[0].shape[0]), ids.shape[1]
 
         def step(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
@@ -184,7 +184,7 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
         return grad_x.astype(x.dtype), None, grad_weights.reshape(weights.shape), *grad_leaves
 
     def forward(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> Any:
-        return run(x, ids, weights, *leaves), (x, ids, weights, leaves)
+        return run_blocks(x, ids, weights, *leaves), (x, ids, weights, leaves)
 
     # 3. The versions for one rank of `context` and of `expert`.
     def part(ranks: int) -> Callable[..., Any]:
@@ -197,4 +197,4 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
 
     # `part` and `spread` belong to this function alone: each needs a name of its own.
     name = f"overflow_{next(_numbers)}"
-    return route(name, ("rows", "whole"), run, forward, backward, part=part, spread=spread)
+    return route(name, ("rows", "whole"), run_blocks, forward, backward, part=part, spread=spread)

@@ -123,7 +123,7 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
         """Return the indices of all rounds that there can be."""
         return jnp.arange(most_rounds(x.shape[0], ids.shape[1], experts, ranks, slots), dtype=jnp.int32)
 
-    def run(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+    def run_rounds(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
         experts = leaves[0].shape[0] * ranks
         by = order(ids, None, experts)
         count = num_rounds(by)
@@ -158,9 +158,9 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
         return grad_x.astype(x.dtype), None, grad_weights, *grad_leaves
 
     def forward(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> Any:
-        return run(x, ids, weights, *leaves), (x, ids, weights, leaves)
+        return run_rounds(x, ids, weights, *leaves), (x, ids, weights, leaves)
 
-    return route("rounds", ("rows", "whole"), run, forward, backward)
+    return route("rounds", ("rows", "whole"), run_rounds, forward, backward)
 
 
 def where_needed(needed: jax.Array, compute: Callable[[Any], Any], carry: Any) -> Any:
