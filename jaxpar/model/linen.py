@@ -131,7 +131,7 @@ def from_linen(
     if not callable(loss):
         raise ValueError(f"from_linen(loss={loss!r}): the loss must be a function loss(apply, batch)")
     check_call(loss, "from_linen(loss=)", "apply", "batch")
-    # Linen creates variables on values: the example's shapes suffice for a trace with zeros.
+    # 1. Create the variables, on zeros of the example's shapes.
     shapes = example_shapes(example, "from_linen(example=)")
 
     def create(key: jax.Array) -> Apply:
@@ -140,6 +140,7 @@ def from_linen(
             loss(apply, zeros)
         return apply
 
+    # 2. The functions of the model.
     def names() -> dict[str, tuple[Any, ...]]:
         dim_names: dict[str, tuple[Any, ...]] = {}
         # Names are static: an abstract trace collects them.

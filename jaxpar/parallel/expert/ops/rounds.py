@@ -67,6 +67,7 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
       weighted sum of the results, [N, D'] in the dtype of the weights, and those leaves, as `overflow` returns them.
     """
 
+    # 1. The tables of a round, and how many rounds are needed.
     def round_tables(by: Order, ids: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the tables of one round.
 
@@ -105,6 +106,7 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
         # A rank that ran fewer rounds would leave the others waiting in an all-to-all.
         return lax.pmax(-(-busiest_load // (slots * local_experts)), AXIS)
 
+    # 2. One round.
     def all_to_all(x: jax.Array) -> jax.Array:
         """Send row r of [e, ...] to rank r."""
         return lax.all_to_all(x, AXIS, 0, 0, tiled=True)
@@ -123,6 +125,7 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
         """Return the indices of all rounds that there can be."""
         return jnp.arange(most_rounds(x.shape[0], ids.shape[1], experts, ranks, slots), dtype=jnp.int32)
 
+    # 3. Forward: a scan over all rounds that there can be. The same condition holds on all ranks.
     def run_rounds(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
         experts = leaves[0].shape[0] * ranks
         by = order(ids, None, experts)
@@ -136,6 +139,7 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
         zeros = jnp.zeros((x.shape[0], width), weights.dtype)
         return lax.scan(step, zeros, round_indices(x, ids, experts))[0], *leaves
 
+    # 4. Backward: the same scan runs each round again, and its derivative.
     def backward(saved: Any, cotangents: Any) -> Any:
         (x, ids, weights, leaves), (cotangent, *leaf_cotangents) = saved, cotangents
         experts = leaves[0].shape[0] * ranks
