@@ -1,1 +1,1 @@
-"""What a user hands over: a model of any kind as a `Model`, and its batches."""
+"""The user's side of a step: models of any library as a `Model`, and batches."""

@@ -1,7 +1,11 @@
-"""Batches: pytrees of arrays with rows on dim 0; with several hosts, whose rows they are, and how each keeps its own.
+"""Batches: pytrees of arrays with rows on dim 0.
 
-Rows are global, the same batch on every host, unless `rows="host"` is said to a step: then every host gives its own,
-and a batch is all of them. Arrays that lie on several hosts, and shapes (`jax.ShapeDtypeStruct`), are global always.
+This module checks the leaves of a batch, divides its rows into blocks, and places them on a mesh, over several hosts
+too.
+
+Rows are global by default: every host passes the same batch to a step. With `rows="host"` every host passes its own
+rows, and the batch is all of them. Arrays that lie on several hosts, and shapes (`jax.ShapeDtypeStruct`), are always
+global. A leaf without rows is marked by `Replicated`.
 """
 
 from __future__ import annotations
@@ -18,77 +22,97 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..strategy.axes import ROWS
-from .calls import described
+from .calls import describe
 from .model import Replicated, is_replicated
 from .paths import name_of
 
-GIVEN = ("global", "host")  # whose rows a batch is made of: what `rows=` of a step may be
+GIVEN = ("global", "host")  # whose rows the user passes: the values of a step's `rows=`
 WHOSE = "rows are global, the same on every host, or with rows='host' each host's own"
 
 
 def batch_specs(batch: Any) -> Any:
-    """The spec of every leaf: rows over the data axes, marked leaves replicated."""
+    """Return the spec of every leaf: rows over the data axes, marked leaves replicated."""
     return _by_leaf(batch, lambda x: PartitionSpec(ROWS), lambda x: PartitionSpec())
 
 
 def microbatches(batch: Any, count: int) -> Any:
-    """Rows [m r, ...] -> [m, r, ...] for m microbatches; marked leaves are repeated."""
+    """Reshape rows [m r, ...] -> [m, r, ...] for m microbatches, and repeat marked leaves."""
     rows = lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:])
     return _by_leaf(batch, rows, lambda x: jnp.broadcast_to(x, (count, *x.shape)))
 
 
 def one_block(batch: Any, blocks: int | Fraction) -> Any:
-    """Abstract rows of one of the blocks into which a batch is divided, or of a larger block (a fraction);
-    marked leaves are whole.
+    """Return the abstract rows of one of `blocks` equal blocks; marked leaves are whole.
+
+    `blocks` may be a fraction, for a block that is larger than the batch.
     """
     rows = lambda x: jax.ShapeDtypeStruct((x.shape[0] // blocks, *x.shape[1:]), x.dtype)
     return _by_leaf(jax.eval_shape(lambda x: x, batch), rows)
 
 
-def dealt(batch: Any, order: Any, whole: Callable[[Any], Any] = lambda x: x) -> Any:
-    """The rows of a batch that `order` [rows] numbers; marked leaves as they are. `whole(x)` has all rows of a leaf."""
-    return _by_leaf(batch, lambda x: whole(x)[order])
+def dealt(batch: Any, order: Any, gather_rows: Callable[[Any], Any] = lambda x: x) -> Any:
+    """Return a batch with its rows in another order; marked leaves are unchanged.
+
+    Args:
+      batch: the batch, or one rank's rows.
+      order: the indices of the rows to return, [rows].
+      gather_rows: returns all rows of a leaf, which `order` indexes; called on every leaf with rows.
+    """
+    return _by_leaf(batch, lambda x: gather_rows(x)[order])
 
 
 def _by_leaf(batch: Any, rows: Callable[[Any], Any], marked: Callable[[Any], Any] = lambda x: x) -> Any:
-    """A batch with `rows(x)` of every leaf that has rows, and `marked(x)` of every array that is marked replicated."""
-    leaf = lambda x: jax.tree.map(marked, x) if isinstance(x, Replicated) else rows(x)
-    return jax.tree.map(leaf, batch, is_leaf=is_replicated)
+    """Apply `rows` to every leaf that has rows, and `marked` to every array that is marked replicated."""
+    convert = lambda x: jax.tree.map(marked, x) if isinstance(x, Replicated) else rows(x)
+    return jax.tree.map(convert, batch, is_leaf=is_replicated)
 
 
 def batch_shardings(batch: Any, mesh: Mesh) -> Any:
-    """Where every leaf of a batch goes: `batch_specs` on a mesh."""
+    """Return the sharding of every leaf of a batch: `batch_specs` on a mesh."""
     on_mesh = lambda spec: NamedSharding(mesh, spec)
     return jax.tree.map(on_mesh, batch_specs(batch), is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def part_of_rows(mesh: Mesh) -> tuple[int, int]:
-    """Which part of a batch's rows this host's devices have, and how many parts there are: (index, count). Hosts that
-    have the same rows, stages of one pipeline or positions of one sequence, have the same part.
+    """Return which part of a batch's rows this host's devices have, as (index, number of parts).
+
+    Hosts that have the same rows, such as stages of one pipeline or positions of one sequence, have the same part.
+
+    Raises:
+      ValueError: hosts share only some rows, or have parts of unequal size.
     """
-    if jax.process_count() == 1:  # whatever hosts devices that are not there would have
+    if jax.process_count() == 1:  # the devices of a target may name hosts that do not run
         return 0, 1
+    # Along the axes of rows, device (i, j, ...) has the block of rows that the flat index of (i, j, ...) numbers.
     axes = [mesh.axis_names.index(axis) for axis in ROWS]
     sizes = tuple(mesh.devices.shape[axis] for axis in axes)
-    places: dict[int, set[int]] = {}
-    for at, device in np.ndenumerate(mesh.devices):
-        places.setdefault(device.process_index, set()).add(int(np.ravel_multi_index([at[i] for i in axes], sizes)))
-    parts = sorted({tuple(sorted(rows)) for rows in places.values()})
+    blocks_of_host: dict[int, set[int]] = {}  # process index -> the blocks of rows that its devices have
+    for place, device in np.ndenumerate(mesh.devices):
+        blocks_of_host.setdefault(device.process_index, set()).add(
+            int(np.ravel_multi_index([place[i] for i in axes], sizes))
+        )
+    parts = sorted({tuple(sorted(rows)) for rows in blocks_of_host.values()})
+    # Different parts must be disjoint, of one size, and together all blocks.
     if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != math.prod(sizes):
-        have = ", ".join(str(list(rows)) for rows in places.values())
+        owned = ", ".join(str(list(rows)) for rows in blocks_of_host.values())
         raise ValueError(
             f"rows='host' and hosts share some rows, or have unequal parts: of {math.prod(sizes)} parts of a batch "
-            f"they have {have}; give global rows, the same on every host"
+            f"they have {owned}; give global rows, the same on every host"
         )
-    return parts.index(tuple(sorted(places[jax.process_index()]))), len(parts)
+    return parts.index(tuple(sorted(blocks_of_host[jax.process_index()]))), len(parts)
 
 
 def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> None:
     """Raise ValueError unless every leaf has the same number of rows, a multiple of replicas x microbatches.
 
-    `hosts`: 1 where rows are global, else how many hosts' own rows make a batch.
+    Args:
+      batch: the batch, with marked leaves.
+      replicas: the number of replicas that share the rows.
+      microbatches: the blocks into which each replica divides its rows.
+      hosts: 1 if rows are global; else the number of hosts whose rows make the batch.
     """
-    rows: dict[int, str] = {}
+    # 1. Every leaf is an array with rows, or is marked.
+    rows: dict[int, str] = {}  # number of rows -> the first leaf that has so many
     for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_replicated):
         name = name_of(path) or "batch"
         if is_replicated(x):
@@ -105,157 +129,181 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
         rows.setdefault(x.shape[0], name)
     if not rows:
         raise ValueError("the batch has no leaf with rows; pass at least one array [rows, ...]")
+    # 2. All leaves have the same number of rows.
     if len(rows) > 1:
         (a, first), (b, second), *_ = rows.items()
         raise ValueError(
             f"batch leaves differ in rows: {first} has {a}, {second} has {b}; mark leaves without rows by "
             "jp.Replicated(...)"
         )
-    (each,) = rows
+    # 3. They divide into blocks. Else propose fewer microbatches that fit, rows to drop, or padding.
+    (rows_per_host,) = rows
     hosts = 1 if is_global(batch) else hosts
-    count, blocks = each * hosts, replicas * microbatches
-    own = f" ({each} from each of {hosts} hosts)" if hosts > 1 else ""
+    count, blocks = rows_per_host * hosts, replicas * microbatches
+    per_host = f" ({rows_per_host} from each of {hosts} hosts)" if hosts > 1 else ""
     if not count:
         raise ValueError(f"the batch has no rows; give a multiple of {blocks} ({replicas} replicas x {microbatches} "
                          "microbatches)")  # fmt: skip
     if count % blocks:
         drop = f"drop {count % blocks} rows, or " if count > blocks else ""
-        rest = each // (replicas // hosts) if replicas % hosts == 0 and each % (replicas // hosts) == 0 else 0
-        most = max((m for m in range(2, microbatches) if rest % m == 0), default=1) if rest else 1
-        fewer = f"use microbatches={most}, or " if most > 1 else ""
+        rows_per_replica = (
+            rows_per_host // (replicas // hosts)
+            if replicas % hosts == 0 and rows_per_host % (replicas // hosts) == 0
+            else 0
+        )
+        most_microbatches = (
+            max((m for m in range(2, microbatches) if rows_per_replica % m == 0), default=1) if rows_per_replica else 1
+        )
+        fewer = f"use microbatches={most_microbatches}, or " if most_microbatches > 1 else ""
         if hosts > 1 or jax.process_count() > 1:
             drop = f"{WHOSE}; here rows are {'own' if hosts > 1 else 'global'}: {drop}"
         raise ValueError(
-            f"batch has {count} rows{own}; {replicas} replicas x {microbatches} microbatches need a multiple of "
+            f"batch has {count} rows{per_host}; {replicas} replicas x {microbatches} microbatches need a multiple of "
             f"{blocks}: {drop}{fewer}pad with jp.pad_rows(batch, {-(-blocks // hosts)}), whose mask goes into a "
             "jp.Mean loss"
         )
 
 
 def _check_kind(name: str, x: Any) -> None:
-    """Raise ValueError unless jit takes this leaf."""
+    """Raise ValueError unless `jax.jit` accepts this leaf."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return
     try:
         jax.typeof(x)
-    except (TypeError, ValueError) as error:  # the second of NumPy's masked arrays
+    except (TypeError, ValueError) as error:  # masked arrays raise ValueError
         kind = f"{x.dtype}{list(x.shape)}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
-        raise ValueError(f"batch leaf {name} is {kind}; {_instead(x)}") from error
+        raise ValueError(f"batch leaf {name} is {kind}; {_advice(x)}") from error
 
 
-def _instead(x: Any) -> str:
-    """What to give in place of a leaf that jit does not take."""
+def _advice(x: Any) -> str:
+    """Return the advice for a leaf that `jax.jit` does not accept."""
+    # A masked array is an ndarray too: it comes first.
     if isinstance(x, np.ma.MaskedArray):
         return "fill what is masked, x.filled(0), and give the mask as a leaf of its own, ~np.ma.getmaskarray(x)"
-    words = "keep text, dates and records out of the batch, or give numbers, as x.astype('int64') makes of dates"
+    advice = "keep text, dates and records out of the batch, or give numbers, as x.astype('int64') makes of dates"
     if not isinstance(x, np.ndarray):
-        return words if isinstance(x, str | bytes) else "give it as a NumPy array of numbers, np.asarray(x)"
-    if x.dtype.kind in "iufc":  # in the byte order of other machines, or of more bits than jax has
-        known = {"f": np.float32, "c": np.complex64}.get(x.dtype.kind, x.dtype.newbyteorder("="))
-        why = "jax has no such numbers" if x.dtype.isnative else "its bytes are in the order of other machines"
-        return f"{why}, convert it by x.astype({np.dtype(known).name!r})"
+        return advice if isinstance(x, str | bytes) else "give it as a NumPy array of numbers, np.asarray(x)"
+    if x.dtype.kind in "iufc":  # with another byte order, or with more bits than JAX has, such as float128
+        closest_dtype = {"f": np.float32, "c": np.complex64}.get(x.dtype.kind, x.dtype.newbyteorder("="))
+        reason = "jax has no such numbers" if x.dtype.isnative else "its bytes are in the order of other machines"
+        return f"{reason}, convert it by x.astype({np.dtype(closest_dtype).name!r})"
     if x.dtype.kind == "O":
         return "make one array of numbers of it, x.astype('float32'), or np.stack(x) where its items are arrays"
-    return words
+    return advice
 
 
 def rows_of(batch: Any) -> int:
-    """The number of rows of a batch of arrays or `jax.ShapeDtypeStruct`."""
+    """Return the number of rows of a batch of arrays or `jax.ShapeDtypeStruct`."""
     leaves = jax.tree.leaves(batch, is_leaf=is_replicated)
     return next(np.shape(x)[0] for x in leaves if not is_replicated(x))
 
 
 def global_shapes(batch: Any, hosts: int) -> Any:
-    """The abstract global batch that `batch` is, or is this host's part of; `hosts` as for `check_rows`."""
+    """Return the shapes of the global batch, from the batch or this host's part of it; `hosts` as in `check_rows`."""
     shapes = jax.eval_shape(lambda x: x, batch)
     if hosts == 1 or is_global(batch):
         return shapes
+    # With rows="host" all hosts pass the same number of rows.
     return _by_leaf(shapes, lambda x: jax.ShapeDtypeStruct((x.shape[0] * hosts, *x.shape[1:]), x.dtype))
 
 
 def globalise(batch: Any, mesh: Mesh, hosts: int = 1) -> Any:
-    """A batch as global arrays; on one host, and for global arrays, the batch itself, moved if need be.
+    """Return a batch as global arrays, placed on a mesh.
 
-    Nothing is sent between hosts: each keeps what its devices need of a batch that is the same on all (`hosts` is 1),
-    or puts its own rows there.
+    On one host, and for global arrays, this is the batch itself, moved to its devices if the user has placed it
+    elsewhere. Hosts send each other nothing: each host copies its devices' part of a batch that is the same on all
+    hosts (`hosts` is 1), or its own rows.
     """
-    here = jax.process_count() == 1 or is_global(batch)
-    if here and not any(is_array(x) and x.committed for x in jax.tree.leaves(batch)):  # NumPy, as most batches
+    is_local = jax.process_count() == 1 or is_global(batch)
+    # Most batches are NumPy arrays, which jit places.
+    if is_local and not any(is_array(x) and x.committed for x in jax.tree.leaves(batch)):
         return batch
-    places = batch_shardings(batch, mesh)
-    if here:
-        return jax.tree.map(_moved, batch, places)
+    shardings = batch_shardings(batch, mesh)
+    if is_local:
+        return jax.tree.map(_move, batch, shardings)
 
-    def made(x: Any, place: NamedSharding) -> jax.Array:
+    def placed(x: Any, sharding: NamedSharding) -> jax.Array:
         x = np.asarray(x)
-        if hosts == 1 or place.spec == PartitionSpec():
-            return jax.make_array_from_callback(x.shape, place, lambda index: x[index])
-        return jax.make_array_from_process_local_data(place, x, (x.shape[0] * hosts, *x.shape[1:]))
+        # The same array on every host: each copies the index ranges of its devices. Marked leaves are always the same.
+        if hosts == 1 or sharding.spec == PartitionSpec():
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        return jax.make_array_from_process_local_data(sharding, x, (x.shape[0] * hosts, *x.shape[1:]))
 
-    return jax.tree.map(made, batch, places)
+    return jax.tree.map(placed, batch, shardings)
 
 
 def as_array(x: Any) -> Any:
-    """Tensors of other libraries as NumPy's arrays, which share their memory."""
-    known = isinstance(x, np.ndarray | np.generic | jax.Array)
-    return np.asarray(x) if not known and hasattr(x, "__array__") else x
+    """Return a tensor of another library as a NumPy array that shares its memory; anything else unchanged."""
+    is_native = isinstance(x, np.ndarray | np.generic | jax.Array)
+    return np.asarray(x) if not is_native and hasattr(x, "__array__") else x
 
 
 def narrowed(batch: Any) -> Any:
-    """NumPy's integers of 64 bits in the 32 that jax has for them, unless they have been enabled.
+    """Return a batch with NumPy's 64-bit integers as the 32-bit integers that JAX uses unless 64 bits are enabled.
 
-    Raises ValueError for a value that these cannot hold, naming leaf and row: jax would leave out its upper bits.
+    Raises:
+      ValueError: a value does not fit into 32 bits, naming leaf and row. JAX would drop its upper bits silently.
     """
 
-    def leaf(path: Any, x: Any) -> Any:
+    def narrow(path: Any, x: Any) -> Any:
         if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu" or x.dtype.itemsize < 8:
             return x
-        kind = np.dtype(jax.dtypes.canonicalize_dtype(x.dtype))
-        if kind == x.dtype or not x.size:
+        # int32 or uint32, or the array's own dtype if 64 bits are enabled.
+        dtype = np.dtype(jax.dtypes.canonicalize_dtype(x.dtype))
+        if dtype == x.dtype or not x.size:
             return x
-        limits = np.iinfo(kind)
+        limits = np.iinfo(dtype)
         if x.min() < limits.min or x.max() > limits.max:
-            wrong = (x < limits.min) | (x > limits.max)
-            place = np.unravel_index(int(np.argmax(wrong)), x.shape)
+            does_not_fit = (x < limits.min) | (x > limits.max)
+            indices = np.unravel_index(int(np.argmax(does_not_fit)), x.shape)
             raise ValueError(
-                f"batch leaf {name_of(path) or 'batch'} holds {x[place]} in row {place[0]}, and as {kind} would be "
-                f"{x[place].astype(kind)}; see where it comes from, or enable jax_enable_x64"
+                f"batch leaf {name_of(path) or 'batch'} holds {x[indices]} in row {indices[0]}, and as {dtype} would "
+                f"be {x[indices].astype(dtype)}; see where it comes from, or enable jax_enable_x64"
             )
-        return x.astype(kind)
+        return x.astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(leaf, batch)
+    return jax.tree_util.tree_map_with_path(narrow, batch)
 
 
-def example_shapes(example: Any, what: str) -> Any:
-    """The shapes of a batch that a user gives as an example, in the argument `what`, for the error if it is none."""
+def example_shapes(example: Any, argument: str) -> Any:
+    """Return the shapes of a batch that a user passes as an example.
+
+    Args:
+      example: arrays or `jax.ShapeDtypeStruct`, of any number of rows.
+      argument: the name of the argument, for errors.
+
+    Raises:
+      ValueError: it is no batch of arrays.
+    """
     if isinstance(example, Iterator):
-        raise ValueError(f"{what} is a {type(example).__name__}; give one of its batches, next(loader)")
+        raise ValueError(f"{argument} is a {type(example).__name__}; give one of its batches, next(loader)")
     try:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x := as_array(x)), jnp.result_type(x)), example)
     except TypeError as error:
         for path, x in jax.tree_util.tree_leaves_with_path(example):
-            if isinstance(x, np.ndarray):  # whose values the error would hold
-                _check_kind(f"{name_of(path)} of {what}".lstrip(), x)
+            if isinstance(x, np.ndarray):  # strings, say: JAX's error would print all their values
+                _check_kind(f"{name_of(path)} of {argument}".lstrip(), x)
         raise ValueError(
-            f"{what} is {described(example)}; needs a batch of arrays or jax.ShapeDtypeStruct: {error}"
+            f"{argument} is {describe(example)}; needs a batch of arrays or jax.ShapeDtypeStruct: {error}"
         ) from error
 
 
 def is_global(batch: Any) -> bool:
-    """Whether a batch says itself that it is global: it lies on several hosts, or is traced or abstract."""
-    there = (jax.ShapeDtypeStruct, Tracer)
-    return all(isinstance(x, there) or (is_array(x) and not x.is_fully_addressable) for x in jax.tree.leaves(batch))
+    """Whether a batch is global whatever `rows=` says: it lies on several hosts, or is traced or abstract."""
+    abstract = (jax.ShapeDtypeStruct, Tracer)
+    return all(isinstance(x, abstract) or (is_array(x) and not x.is_fully_addressable) for x in jax.tree.leaves(batch))
 
 
-def _moved(x: Any, wanted: NamedSharding) -> Any:
-    """An array as the step wants it, from wherever the user has put it: jit would refuse it."""
-    if not is_array(x) or not x.committed or x.sharding == wanted:
+def _move(x: Any, sharding: NamedSharding) -> Any:
+    """Return an array in the sharding that the step needs. Where a user has placed it elsewhere, `jit` would raise."""
+    if not is_array(x) or not x.committed or x.sharding == sharding:
         return x
-    mesh = getattr(x.sharding, "mesh", None)  # with explicit axes, an array would take them into the step
-    automatic = mesh is None or all(kind == AxisType.Auto for kind in mesh.axis_types)
-    return x if automatic and x.sharding.is_equivalent_to(wanted, x.ndim) else jax.device_put(x, wanted)
+    # An array on a mesh with explicit axes would bring these into the step. Move it even if it lies in the right place.
+    mesh = getattr(x.sharding, "mesh", None)
+    has_auto_axes = mesh is None or all(kind == AxisType.Auto for kind in mesh.axis_types)
+    return x if has_auto_axes and x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` is an array that is somewhere, not one that is being traced."""
+    """Whether `x` is an array with values, rather than one that is being traced."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)

@@ -1,13 +1,24 @@
-"""A program's hundreds of equal draws of random numbers as one batched draw.
+"""Batch the equal random draws of a program, such as the `init` of a model.
 
-XLA compiles every draw anew, on CPUs in about 0.1 s each: a model of 300 small leaves took half a minute to
-initialise, on any number of devices. JAX's own generator (threefry) gives the same numbers batched as one by one.
-What becomes of draws element by element (a standard deviation, a cast), or in another shape, is batched with them, and
-keys that are rows of one array are read at once: each of these would be a kernel of its own.
+    w0 = normal(k0, [64, 64]) * 0.02
+    w1 = normal(k1, [64, 64]) * 0.02     ->     w = vmap(normal)([k0, k1, k2], [64, 64]) * 0.02,   w0 = w[0], ...
+    w2 = normal(k2, [64, 64]) * 0.02
 
-Small draws of one kind are one. So are large ones of layers that a step keeps as one leaf: XLA takes the batch for
-their stack, and each device draws its part. Drawn one by one, each was drawn by all stages, and all layers of a leaf
-were there before their stack was spread over stages.
+XLA compiles every draw separately, on CPUs in about 0.1 s each: a model of 300 small leaves took half a minute to
+initialise, on any number of devices. JAX's default generator (threefry) draws the same numbers in a batch as singly.
+
+Two sorts of draws are batched:
+
+- Small draws of the same shape and parameters.
+- Large draws of layers that the program stacks into one leaf. XLA uses the batch as the stack, and each device draws
+  its part of it. Without this, every pipeline stage drew every layer, and all layers were in memory before their stack
+  was sharded.
+
+Elementwise equations and reshapes that follow (a standard deviation, a cast) are batched too, and keys that are rows of
+one array are read together. Each would be a kernel of its own otherwise.
+
+`_kinds` says which equations are equal, `_groups` orders the program so that equal ones are adjacent, and `_evaluate`
+runs it group by group.
 """
 
 from __future__ import annotations
@@ -27,209 +38,239 @@ from ..program import jaxpr as jx
 from ..program import primitives
 
 _DRAWS = ("random_bits", "random_fold_in", "random_split", "threefry2x32")
-SMALL = 16_384  # elements: larger ones may be sharded, and two copies of them are memory
+SMALL = 16_384  # elements. Larger draws may be sharded, and the batch would be a second copy in memory
 
 
 def draws_together(fun: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
-    """`fun` of a key, with equal small draws that do not wait for each other made together, and equal large ones that
-    `fun` stacks.
+    """Return `fun`, a function of a key, with equal draws batched: small ones, and large ones that `fun` stacks.
 
-    Other generators than threefry (`jax_default_prng_impl`) draw other numbers when they are batched; a program that
-    uses one runs as it is.
+    A draw that needs the result of another is not batched with it. Generators other than threefry
+    (`jax_default_prng_impl`) draw other numbers in a batch, so that their draws run one by one.
     """
 
-    def run(key: jax.Array) -> Any:
-        closed, out = jax.make_jaxpr(fun, return_shape=True)(key)
+    def batched(key: jax.Array) -> Any:
+        closed, out_shapes = jax.make_jaxpr(fun, return_shape=True)(key)
         if jx.opened(closed)[0].effects:
             return fun(key)
         flat = jx.flatten(closed, calls=_is_late)
-        return jax.tree.unflatten(jax.tree.structure(out), map(_value, _evaluated(flat, [key])))
+        return jax.tree.unflatten(jax.tree.structure(out_shapes), map(_value, _evaluate(flat, [key])))
 
-    return run
+    return batched
 
 
 class _Layer(NamedTuple):
-    """What becomes of a value: layer `number` of the stack `of` (a variable), after so many more equations."""
+    """The layer of a stack that a value becomes.
 
-    of: Any
+    Attributes:
+      stack: the variable of the stack.
+      number: the index of the layer.
+      layers: the number of layers.
+      distance: the number of equations between the value and the stack.
+    """
+
+    stack: Any
     number: int
     layers: int
-    before: int = 0
+    distance: int = 0
 
 
 class _Kind(NamedTuple):
-    """What equal draws have in common; of large ones also in which stacks their results end, and how far from there."""
+    """The common properties of equations that can run as one batch.
 
-    what: Any
+    Attributes:
+      signature: primitive, parameters, and shapes and dtypes of the operands.
+      ends: for large draws, the stack in which each result ends, and the distance from it; empty for small ones.
+      layers: the number of layers of the stack; 0 for small draws.
+    """
+
+    signature: Any
     ends: tuple[tuple[Any, int], ...] = ()
     layers: int = 0
 
     def complete(self, members: Sequence[int]) -> bool:
-        """Whether the layers `members` are all that it is of; small ones are of none."""
+        """Whether `members` are all layers of the stack, in order; True for small draws, which have none."""
         return not self.ends or [*members] == [*range(self.layers)]
 
 
-def _evaluated(flat: jx.Flat, args: Sequence[Any]) -> list[Any]:
-    """The results of a program with equal draws together. Rows of batches are as they are."""
+def _evaluate(flat: jx.Flat, args: Sequence[Any]) -> list[Any]:
+    """Run a program with equal draws in batches. A result in a batch stays a `_Row` until it is needed alone."""
     # A literal keeps its dtype where it is stacked with others.
     env = jx.Environment[Any].of(flat, args, lambda atom: np.asarray(atom.val, atom.aval.dtype))
-    made = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
+    producers = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
     for group in _groups(flat):
-        eqn, *others = group
-        if not others and (row := _row(eqn, made)):
+        eqn, *rest_of_group = group
+        if not rest_of_group and (row := _row(eqn, producers)):
             env[eqn.outvars[0]] = _Row(_value(env[row.of]), row.number)
             continue
-        values = [env.read(one.invars) for one in group]
+        values = [env.read(member.invars) for member in group]
         with jx.source_info_of(eqn):
-            if others:
-                outs = _together(eqn, values)
+            if rest_of_group:
+                outs = _run_batch(eqn, values)
             elif eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
-                outs = [[_stacked(values[0])]]
+                outs = [[_stack(values[0])]]
             else:
                 outs = [jx.bind(eqn, [*map(_value, values[0])])]
-        for one, results in zip(group, outs, strict=True):
-            env.store(one, results)
+        for member, results in zip(group, outs, strict=True):
+            env.store(member, results)
     return [v.val if jx.is_literal(v) else env[v] for v in flat.outvars]
 
 
 def _is_late(eqn: Any) -> bool:
-    """Whether it is the call of a function jitted with `inline=True`, which newer jax inlines when it lowers it."""
+    """Whether an equation calls a function jitted with `inline=True`, which newer JAX inlines when it lowers it."""
     return getattr(eqn.params.get("inline"), "name", "") == "JAX_LATE"
 
 
 class _Row(NamedTuple):
-    """A row of an array (or of the variable that stands for one), which is not read before it is needed alone."""
+    """A row of an array, which is not read before it is needed alone.
+
+    Attributes:
+      of: the array, or the variable of one.
+      number: the index of the row.
+    """
 
     of: Any
     number: int
 
 
 def _value(x: Any) -> Any:
+    """Return a value as an array: a `_Row` is read."""
     return x.of[x.number] if isinstance(x, _Row) else x
 
 
-def _row(eqn: Any, made: dict[Any, Any]) -> _Row | None:
-    """The row that an equation reads, as `x[3]` is traced: a slice of dim 0, and then `squeeze`."""
-    cut = made.get(eqn.invars[0]) if eqn.primitive.name == "squeeze" and not jx.is_literal(eqn.invars[0]) else None
-    if cut is None or cut.primitive.name != "slice" or eqn.params["dimensions"] != (0,):
+def _row(eqn: Any, producers: dict[Any, Any]) -> _Row | None:
+    """Return the row that an equation reads, or None. `x[3]` is traced as a slice of dim 0 and `squeeze`."""
+    slice_eqn = (
+        producers.get(eqn.invars[0]) if eqn.primitive.name == "squeeze" and not jx.is_literal(eqn.invars[0]) else None
+    )
+    if slice_eqn is None or slice_eqn.primitive.name != "slice" or eqn.params["dimensions"] != (0,):
         return None
-    (x,), (y,) = cut.invars, cut.outvars
+    (x,), (y,) = slice_eqn.invars, slice_eqn.outvars
     if jx.is_literal(x) or y.aval.shape != (1, *x.aval.shape[1:]):
         return None
-    return _Row(x, cut.params["start_indices"][0])
+    return _Row(x, slice_eqn.params["start_indices"][0])
 
 
-def _together(eqn: Any, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """The results of one equation on several lists of operands, as rows."""
+def _run_batch(eqn: Any, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Return the results of one equation for several lists of operands, as rows of a batch."""
+    # Operands that are equal in all lists are not batched.
     columns = list(zip(*values, strict=True))
-    shared = [all(_same(x, column[0]) for x in column) for column in columns]
-    if all(shared):
+    are_equal = [all(_is_same(x, column[0]) for x in column) for column in columns]
+    if all(are_equal):
         return [jx.bind(eqn, [*map(_value, values[0])])] * len(values)
-    operands = [_value(c[0]) if same else _stacked(c) for c, same in zip(columns, shared, strict=True)]
-    outs = jax.vmap(lambda *xs: jx.bind(eqn, xs), in_axes=[None if same else 0 for same in shared])(*operands)
-    return [[_Row(x, n) for x in outs] for n in range(len(values))]
+    operands = [_value(c[0]) if is_equal else _stack(c) for c, is_equal in zip(columns, are_equal, strict=True)]
+    results = jax.vmap(lambda *xs: jx.bind(eqn, xs), in_axes=[None if is_equal else 0 for is_equal in are_equal])(
+        *operands
+    )
+    return [[_Row(x, n) for x in results] for n in range(len(values))]
 
 
-def _same(x: Any, y: Any) -> bool:
+def _is_same(x: Any, y: Any) -> bool:
+    """Whether two operands are the same value, as far as this is known without comparing arrays."""
     if isinstance(x, _Row) and isinstance(y, _Row):
         return x.of is y.of and x.number == y.number
-    literals = isinstance(x, np.ndarray) and isinstance(y, np.ndarray) and x.shape == y.shape == ()
-    return x is y or (literals and bool(x == y))
+    are_scalars = isinstance(x, np.ndarray) and isinstance(y, np.ndarray) and x.shape == y.shape == ()
+    return x is y or (are_scalars and bool(x == y))
 
 
-def _stacked(column: Sequence[Any]) -> Any:
-    """Values on a new dim 0."""
+def _stack(column: Sequence[Any]) -> Any:
+    """Return values stacked on a new dim 0. Rows of one array are gathered; all its rows in order are that array."""
     rows = [x for x in column if isinstance(x, _Row) and x.of is getattr(column[0], "of", None)]
     if len(rows) < len(column):
         return jnp.stack([_value(x) for x in column])
-    of, numbers = rows[0].of, [row.number for row in rows]
-    return of if numbers == [*range(len(of))] else of[np.array(numbers)]
+    array, numbers = rows[0].of, [row.number for row in rows]
+    return array if numbers == [*range(len(array))] else array[np.array(numbers)]
 
 
 def _groups(flat: jx.Flat) -> list[list[Any]]:
-    """The equations in an order in which they can run, those that run as one together."""
+    """Return the equations of a program in an order in which they can run, in groups that run as one batch."""
     kinds = _kinds(flat.eqns)
-    last: dict[_Kind, int] = {}  # keys that are split one after another have large draws one after another
+    # Keys that are split one after another give the layers of a stack different levels. The second pass moves each to
+    # the latest level of its kind, which the first pass has found.
+    latest_level: dict[_Kind, int] = {}
     groups: dict[tuple[int, Any], list[tuple[int, Any]]] = {}
     for _ in range(2):
         groups.clear()
-        # Of a variable one more than those that it follows from, if one is drawn: counts of draws are constants.
+        # The level of an equation is one more than its largest input level, so that equations of one level are
+        # independent. Equations that depend neither on the key nor on a draw, such as counts of draws, have level 0.
         level: dict[Any, int] = collections.defaultdict(int, dict.fromkeys(flat.invars, 1))
         for eqn, (kind, layer) in zip(flat.eqns, kinds, strict=True):
-            after = max((level[v] for v in eqn.invars if not jx.is_literal(v)), default=0)
-            at = after + 1 if after or kind else 0
+            input_level = max((level[v] for v in eqn.invars if not jx.is_literal(v)), default=0)
+            eqn_level = input_level + 1 if input_level or kind else 0
             if kind and kind.ends:
-                at = last[kind] = max(at, last.get(kind, 0))
-            level.update((v, at) for v in eqn.outvars)
-            groups.setdefault((at, kind or id(eqn)), []).append((layer, eqn))
+                eqn_level = latest_level[kind] = max(eqn_level, latest_level.get(kind, 0))
+            level.update((v, eqn_level) for v in eqn.outvars)
+            groups.setdefault((eqn_level, kind or id(eqn)), []).append((layer, eqn))
     ordered: list[list[Any]] = []
     for (_, kind), members in sorted(groups.items(), key=lambda item: item[0][0]):
         members.sort(key=lambda member: member[0])
-        together = isinstance(kind, _Kind) and kind.complete([layer for layer, _ in members])
+        is_batch = isinstance(kind, _Kind) and kind.complete([layer for layer, _ in members])
         eqns = [eqn for _, eqn in members]
-        ordered += [eqns] if together else [[eqn] for eqn in eqns]
+        ordered += [eqns] if is_batch else [[eqn] for eqn in eqns]
     return ordered
 
 
 def _layers(eqns: Sequence[Any]) -> dict[Any, _Layer]:
-    """The variables that become layers of a stack."""
-    found: dict[Any, _Layer] = {}
+    """Return the variables that become layers of a stack, directly or through elementwise equations and reshapes."""
+    layers: dict[Any, _Layer] = {}
     for eqn in reversed(eqns):
-        given = [v for v in eqn.invars if not jx.is_literal(v)]
+        operands = [v for v in eqn.invars if not jx.is_literal(v)]
         if eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
             (out,) = eqn.outvars
-            found |= {v: _Layer(out, number, len(eqn.invars)) for number, v in enumerate(given)}
-        elif _follows(eqn) and (out := eqn.outvars[0]) in found:
-            before = found[out]._replace(before=found[out].before + 1)
-            found |= {v: before for v in given if v.aval.size == out.aval.size and v not in found}
-    return found
+            layers |= {v: _Layer(out, number, len(eqn.invars)) for number, v in enumerate(operands)}
+        elif _is_elementwise(eqn) and (out := eqn.outvars[0]) in layers:
+            layer = layers[out]._replace(distance=layers[out].distance + 1)
+            layers |= {v: layer for v in operands if v.aval.size == out.aval.size and v not in layers}
+    return layers
 
 
 def _kinds(eqns: Sequence[Any]) -> list[tuple[_Kind | None, int]]:
-    """Of each equation what it has in common with equal draws, or with what follows from such element by element, None
-    where it is neither; and its layer, 0 of small ones.
+    """Return for each equation its kind and its layer.
+
+    The kind is None for an equation that is neither a draw nor follows elementwise from one. The layer of small draws
+    is 0.
     """
     layers, drawn = _layers(eqns), set[Any]()
     kinds: list[tuple[_Kind | None, int]] = []
     for eqn in eqns:
+        # A large draw has a kind only if all its results become the same layer of stacks: see the module.
         kind, number = None, 0
-        if (what := _what(eqn, drawn)) is not None:
+        if (signature := _signature(eqn, drawn)) is not None:
             drawn.update(eqn.outvars)
             ends = [layers[v] for v in eqn.outvars if v in layers]
             if sum(math.prod(v.aval.shape) for v in (*eqn.outvars, *eqn.invars)) <= SMALL:
-                kind = _Kind(what)
+                kind = _Kind(signature)
             elif len(ends) == len(eqn.outvars) and len({(end.number, end.layers) for end in ends}) == 1:
                 number = ends[0].number
-                kind = _Kind(what, tuple((end.of, end.before) for end in ends), ends[0].layers)
+                kind = _Kind(signature, tuple((end.stack, end.distance) for end in ends), ends[0].layers)
         kinds.append((kind, number))
     return kinds
 
 
-def _what(eqn: Any, drawn: Collection[Any]) -> Any:
-    """What equal draws have in common, and what follows from `drawn` ones element by element; None for an equation that
-    is neither.
-    """
-    follows = _follows(eqn) and any(v in drawn for v in eqn.invars if not jx.is_literal(v))
+def _signature(eqn: Any, drawn: Collection[Any]) -> Any:
+    """Return the signature of an equation that draws, or follows elementwise from a value in `drawn`; else None."""
+    follows = _is_elementwise(eqn) and any(v in drawn for v in eqn.invars if not jx.is_literal(v))
     if not follows and not (jx.communicates([eqn], _DRAWS) and _threefry(eqn)):
         return None
     params = tuple((name, _hashable(value)) for name, value in sorted(eqn.params.items()))
     return eqn.primitive.name, params, tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars)
 
 
-def _follows(eqn: Any) -> bool:
-    """Whether an equation is computed element by element, or gives elements another shape."""
+def _is_elementwise(eqn: Any) -> bool:
+    """Whether an equation is elementwise, or gives elements another shape."""
     return primitives.of(eqn).elementwise or eqn.primitive.name in ("reshape", "transpose")
 
 
 def _hashable(value: Any) -> Any:
+    """Return a value as a key of a dict; unhashable values and programs are compared by identity."""
     try:
         hash(value)
     except TypeError:
         return id(value)  # lives as long as its equation
+    # JAX caches the traces of jitted functions: equal calls share one program.
     return id(value) if isinstance(value, jec.Jaxpr | jec.ClosedJaxpr) else value
 
 
 def _threefry(eqn: Any) -> bool:
-    """Whether the keys that an equation draws from are threefry's, and it makes none of others."""
-    given = [v.aval.dtype for v in eqn.invars if jnp.issubdtype(v.aval.dtype, extended)]
-    return bool(given) and all(str(dtype) == "key<fry>" for dtype in given)
+    """Whether the keys that an equation reads are all of threefry, and there are some."""
+    key_dtypes = [v.aval.dtype for v in eqn.invars if jnp.issubdtype(v.aval.dtype, extended)]
+    return bool(key_dtypes) and all(str(dtype) == "key<fry>" for dtype in key_dtypes)

@@ -1,4 +1,12 @@
-"""Flax Linen modules as models."""
+"""Flax Linen modules as models.
+
+A Linen module has no arrays of its own, and its caller passes variables and random keys to `module.apply`. Here the
+loss gets an `Apply`, which it calls without them:
+
+    loss(apply, batch):   logits = apply(batch["image"])
+
+A model's `init` traces the loss once on an example, with an `Apply` that creates variables instead of reading them.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +24,27 @@ from .paths import name_of
 
 
 class Apply:
-    """What a Linen loss calls in place of `module.apply`: variables, random streams and BatchNorm are seen to.
+    """The function that a Linen loss calls instead of `module.apply`. It manages variables, random keys and BatchNorm.
 
-    `apply(*args, method=None, mutable=(), **kwargs)` returns the module's output, or `(output, collections)` where
-    `mutable` names collections to hand over (sown losses, intermediates). `apply.train` is False in `evaluate`.
+    `apply(*args, method=None, mutable=(), **kwargs)` returns the module's output. Where `mutable` names collections to
+    receive (sown losses, intermediates), it returns `(output, collections)`. `apply.train` is False in `evaluate`.
+
+    Args:
+      module: the module.
+      variables: the values of all its collections.
+      key: for this call of the loss; None in `evaluate`.
+      creating: whether calls create variables.
+
+    Attributes:
+      received: the collections that the loss has received.
+      names: by path, the names that annotations give to the dims of parameters; filled when variables are created.
     """
 
     def __init__(self, module: nn.Module, variables: dict[str, Any], key: jax.Array | None, creating: bool = False):
         self._module, self._key, self._creating = module, key, creating
         self.variables, self.train, self._calls = variables, key is not None, 0
-        self.asked: set[str] = set()
-        self.names: dict[str, tuple[Any, ...]] = {}  # what annotations call the dims of parameters
+        self.received: set[str] = set()
+        self.names: dict[str, tuple[Any, ...]] = {}
 
     def __call__(self, *args: Any, method: Any = None, mutable: Any = (), **kwargs: Any) -> Any:
         """Call the module; see the class."""
@@ -34,23 +52,27 @@ class Apply:
             raise ValueError("apply(rngs=...): leave it out; there is a key for each step and block of rows")
         if args and isinstance(args[0], Mapping) and "params" in args[0]:
             raise ValueError("apply(variables, ...): leave them out, apply(x); parameters and statistics are seen to")
-        asked = (mutable,) if isinstance(mutable, str) else tuple(mutable)
-        self.asked |= set(asked)
-        rngs = {}
+        received = (mutable,) if isinstance(mutable, str) else tuple(mutable)
+        self.received |= set(received)
+        rngs = {}  # none in `evaluate`: a module that draws then raises an error
         if self._key is not None:
-            # Streams that the module names otherwise (dropout, ...) are derived from this one by name.
+            # Flax derives every other stream (dropout, ...) from "params" by name. Each call of the loss gets its own.
             rngs = {"params": jax.random.fold_in(self._key, self._calls)}
         self._calls += 1
         if self._creating:
-            out, new = self._create(args, method, rngs, kwargs)
+            output, updates = self._create(args, method, rngs, kwargs)
         else:
-            kept = [name for name in self.variables if name != "params"]
+            # State is always mutable, whether or not the loss asks for it. Parameters are only if it does.
+            state_names = [name for name in self.variables if name != "params"]
             with nn.intercept_methods(_interceptor(self.train)):
-                out, new = self._module.apply(
-                    self.variables, *args, method=method, mutable=[*kept, *asked], rngs=rngs, **kwargs
+                output, updates = self._module.apply(
+                    self.variables, *args, method=method, mutable=[*state_names, *received], rngs=rngs, **kwargs
                 )
-            self.variables = {**self.variables, **{name: new[name] for name in (*kept, "params") if name in new}}
-        return (out, {name: new[name] for name in asked if name in new}) if asked else out
+            self.variables = {
+                **self.variables,
+                **{name: updates[name] for name in (*state_names, "params") if name in updates},
+            }
+        return (output, {name: updates[name] for name in received if name in updates}) if received else output
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -60,17 +82,21 @@ class Apply:
         )
 
     def _create(self, args: Any, method: Any, rngs: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Call the module and create the variables that it does not have yet; note the names of dims."""
         if not self.variables:
-            out, new = self._module.init_with_output(rngs, *args, method=method, **kwargs)
-        else:  # a second call, perhaps of another method, may create what the first did not
-            out, new = self._module.apply(self.variables, *args, method=method, mutable=True, rngs=rngs, **kwargs)
+            result, created = self._module.init_with_output(rngs, *args, method=method, **kwargs)
+        else:  # a second call, perhaps of another method, may create more variables
+            result, created = self._module.apply(
+                self.variables, *args, method=method, mutable=True, rngs=rngs, **kwargs
+            )
+        # Parameters with annotations are boxes with names. Steps get bare arrays, and `names` apart from them.
         is_boxed = lambda x: isinstance(x, nn.meta.AxisMetadata)
-        for path, box in jax.tree_util.tree_leaves_with_path(new.get("params", {}), is_leaf=is_boxed):
+        for path, box in jax.tree_util.tree_leaves_with_path(created.get("params", {}), is_leaf=is_boxed):
             if isinstance(box, nn.Partitioned):
                 self.names.setdefault(name_of(path), tuple(box.names))
-        new = nn.meta.unbox(dict(new))
-        self.variables = _union(new, self.variables)
-        return out, new
+        created = nn.meta.unbox(dict(created))
+        self.variables = _union(created, self.variables)
+        return result, created
 
 
 def from_linen(
@@ -80,30 +106,32 @@ def from_linen(
     rules: Mapping[str, int | str | None] | None = None,
     rows: str | None = None,
 ) -> Model:
-    """A model from a Linen module, which is not changed and need not be annotated.
+    """Return a model from a Linen module, which is not changed and need not be annotated.
+
+    The collection `params` holds the parameters. Other collections are state (BatchNorm statistics), the same on all
+    replicas. If a module writes to its parameters, under `apply(..., mutable=["params"])`, the optimizer updates the
+    values that it wrote. `nn.BatchNorm` computes its statistics over the rows of all replicas. In `evaluate`,
+    `nn.Dropout`, attention dropout and `nn.BatchNorm` are deterministic, whatever the loss asks for.
 
     Args:
       module: the module; its variables are created by tracing the loss on `example`.
       loss: `loss(apply, batch)` calls `apply(...)` as it would `module.apply` without the variables, and returns a
         scalar mean over rows or `jp.Mean`, or a pair of that and a dict of metrics.
       example: a batch (arrays or `jax.ShapeDtypeStruct`), of any number of rows.
-      rules: the model's own table of what `tensor` splits; see `Model`. The names that the module's annotations give
-        to dims (`nn.with_partitioning`, `nn.with_logical_partitioning`) serve beside it.
-      rows: "independent" where the loss is known not to couple rows, whatever its program looks like; see `Model`.
+      rules: the model's own table of the dims that `tensor` splits; see `Model`. Names that the module's annotations
+        give to dims (`nn.with_partitioning`, `nn.with_logical_partitioning`) are used too.
+      rows: "independent" if the loss is known not to couple rows, whatever its program looks like; see `Model`.
 
-    The collection `params` holds the parameters; other collections are state (BatchNorm statistics), the same on all
-    replicas. If a module writes to its parameters, under `apply(..., mutable=["params"])`, the optimizer changes what
-    it wrote. `nn.BatchNorm` computes its statistics over the rows of all replicas. In `evaluate`, `nn.Dropout`,
-    attention dropout and `nn.BatchNorm` are deterministic whatever the loss asks for.
-
-    Raises ValueError where the arguments are not of these kinds.
+    Raises:
+      ValueError: an argument is of another kind.
     """
     if not isinstance(module, nn.Module):
-        given = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
-        raise ValueError(f"from_linen got {given}, needs a flax.linen.Module instance such as Net(...)")
+        description = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise ValueError(f"from_linen got {description}, needs a flax.linen.Module instance such as Net(...)")
     if not callable(loss):
         raise ValueError(f"from_linen(loss={loss!r}): the loss must be a function loss(apply, batch)")
     check_call(loss, "from_linen(loss=)", "apply", "batch")
+    # 1. Create the variables, on zeros of the example's shapes.
     shapes = example_shapes(example, "from_linen(example=)")
 
     def create(key: jax.Array) -> Apply:
@@ -112,11 +140,13 @@ def from_linen(
             loss(apply, zeros)
         return apply
 
+    # 2. The functions of the model.
     def names() -> dict[str, tuple[Any, ...]]:
-        found: dict[str, tuple[Any, ...]] = {}
+        dim_names: dict[str, tuple[Any, ...]] = {}
+        # Names are static: an abstract trace collects them.
         with without_mesh():
-            jax.eval_shape(lambda key: found.update(create(key).names), jax.random.key(0))
-        return found
+            jax.eval_shape(lambda key: dim_names.update(create(key).names), jax.random.key(0))
+        return dim_names
 
     def init(key: jax.Array) -> tuple[Any, Any]:
         apply = create(key)
@@ -124,22 +154,23 @@ def from_linen(
             raise ValueError(
                 f"{type(module).__name__} created no parameters on the example; does the loss call apply(...)?"
             )
-        # What the loss asks for is its own, fresh at every call; batch_stats is asked for by habit, and is state.
-        passing = {"params", "intermediates"} | apply.asked - {"batch_stats"}
-        variables = {k: v for k, v in apply.variables.items() if k not in passing}
+        # Collections that the loss receives are fresh at every call. Only batch_stats stays state: losses written for
+        # `module.apply` name it in `mutable` by habit.
+        transient = {"params", "intermediates"} | apply.received - {"batch_stats"}
+        variables = {k: v for k, v in apply.variables.items() if k not in transient}
         return apply.variables["params"], variables
 
     def call(params: Any, variables: Any, batch: Any, key: jax.Array | None) -> Any:
         apply = Apply(module, {"params": params, **variables}, key)
-        out = loss(apply, batch)
-        new = {k: v for k, v in apply.variables.items() if k != "params"}
+        result = loss(apply, batch)
+        new_variables = {k: v for k, v in apply.variables.items() if k != "params"}
         for name in variables:
-            if jax.tree.structure(new[name]) != jax.tree.structure(variables[name]):
+            if jax.tree.structure(new_variables[name]) != jax.tree.structure(variables[name]):
                 raise ValueError(
                     f"collection {name!r} changes its structure from call to call (is it sown?); "
                     f"call apply(..., mutable=[{name!r}]) to receive it in the loss"
                 )
-        return out, new, apply.variables["params"]
+        return result, new_variables, apply.variables["params"]
 
     def bind(params: Any, variables: Any) -> Any:
         return module.bind({"params": params, **variables})
@@ -148,7 +179,7 @@ def from_linen(
 
 
 def _interceptor(train: bool) -> Callable[..., Any]:
-    """Makes BatchNorm reach over all replicas and, without `train`, whatever is random or updates deterministic."""
+    """Return an interceptor: BatchNorm reaches over all replicas, and in `evaluate` modules are deterministic."""
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
@@ -156,11 +187,11 @@ def _interceptor(train: bool) -> Callable[..., Any]:
             return next_fun(*args, **kwargs)
         switch = "use_running_average" if isinstance(module, nn.BatchNorm) else "deterministic"
         if isinstance(module, nn.BatchNorm):
-            # This bound copy lives for one call.
+            # No copy is needed: this bound module lives for one call.
             object.__setattr__(module, "axis_name", averaged_axes(module.axis_name))
         if not train and isinstance(module, nn.BatchNorm | nn.Dropout | nn.MultiHeadDotProductAttention):
             object.__setattr__(module, switch, None)
-            # The switch may come by position, after the inputs.
+            # The switch may be passed by position, after the inputs. Passed twice, it would be an error.
             args = args[:1] if isinstance(module, nn.BatchNorm | nn.Dropout) else args
             kwargs = {**kwargs, switch: True}
         return next_fun(*args, **kwargs)
@@ -169,7 +200,7 @@ def _interceptor(train: bool) -> Callable[..., Any]:
 
 
 def _union(new: Any, old: Any) -> Any:
-    """Nested dicts joined; where both have a leaf, the old one."""
+    """Return two nested dicts joined; a leaf in both has its value in `old`."""
     if not isinstance(new, dict) or not isinstance(old, dict):
         return old
     return {k: _union(new[k], old[k]) if k in new and k in old else new.get(k, old.get(k)) for k in {**new, **old}}

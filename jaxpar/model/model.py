@@ -1,4 +1,12 @@
-"""Model: what jaxpar trains, as two functions; and what a loss may return and ask for."""
+"""The `Model` that jaxpar trains, as two pure functions, and the values that a loss may return and ask for.
+
+    init(key) -> params, variables
+    loss(params, variables, batch, key) -> value, metrics, variables
+
+`Model.forward` calls the loss in one way whatever the user's function returns, and checks what it returned. The loss
+sees one block of rows. What it needs from the other blocks comes through this module: a `Mean` carries sum and count,
+`all_rows` gathers the rows of all replicas, and BatchNorm averages over `row_axes`.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +26,17 @@ from .. import collectives
 from .calls import IN_INIT, IN_LOSS, check_call, kind_of, reading, traced
 
 MAKERS = "jp.from_nnx, jp.from_linen, jp.from_equinox or jp.Model(init=, loss=)"
+# library -> the maker to use, where `init` returned a module of it instead of arrays.
 _MAKES = {
     "equinox": "jp.from_equinox(lambda key: ..., loss), which trains its floating-point arrays",
     "flax.nnx": "jp.from_nnx(lambda rngs: ..., loss)",
     "flax.linen": "jp.from_linen(Net(...), loss, example)",
     "haiku": "jp.Model(init, loss), whose init returns hk.transform(f).init(key, x): docs/equinox-haiku.md",
 }
+# The names of metrics that a step reports itself.
 _RESERVED = ("loss", "grad_norm", "skipped", "finite", "stopped")
 _NO_MESH = jax.sharding.AbstractMesh((), ())
+# A loss has no argument for these: `rows_over` and `couplings` set them around its call.
 _rows: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("rows", default=())
 _couplings: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("couplings", default=None)
 
@@ -33,7 +44,7 @@ _couplings: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("c
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["total", "count"], meta_fields=[])
 @dataclass(frozen=True)
 class Mean:
-    """A mean as its two sums: reported and differentiated as global total / global count, never as a mean of means.
+    """A mean as two sums, reported and differentiated as global total / global count, never as a mean of means.
 
     Attributes:
       total: scalar sum over this call's rows.
@@ -47,13 +58,13 @@ class Mean:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[])
 @dataclass(frozen=True)
 class Replicated:
-    """Marks a batch leaf (or subtree) that has no row dim: every device gets the whole of it. The loss sees `value`."""
+    """Marks a batch leaf (or subtree) that has no row dim: every device gets all of it. The loss sees `value`."""
 
     value: Any
 
 
 def is_replicated(x: Any) -> bool:
-    """Whether a part of a batch is marked so."""
+    """Whether a part of a batch is marked as `Replicated`."""
     return isinstance(x, Replicated)
 
 
@@ -62,24 +73,24 @@ class Model:
     """A model as two functions; `from_nnx`, `from_linen` and `from_equinox` make one from a module.
 
     Attributes:
-      init: `init(key) -> params`, any pytree of arrays. Arguments of `init` and `loss` come by position.
+      init: `init(key) -> params`, any pytree of arrays. jaxpar passes the arguments of `init` and `loss` by position.
       loss: `loss(params, batch, key) -> value` or `(value, metrics)`. `value` is a scalar mean over the rows of
-        `batch`, or `jp.Mean`; `metrics` a dict of such values. `key` differs for every step and block of rows, and is
-        None in `evaluate` (no dropout there).
-      stateful: then `init` returns `(params, variables)`, and `loss(params, variables, batch, key)` a pair of the
-        above and the new variables (BatchNorm statistics and the like). A loss that writes to parameters returns them
-        as a third result, and the optimizer changes what it returns.
-      wrap: params -> the tree that users see (`step.params`); `unwrap` is the reverse.
-      bind: `bind(params, variables)`, the user's module with these values (`step.model`).
-      rules: the model's own table of what `tensor` splits, such as {"ffn/up/kernel": -1} (`parallel/tensor/dims.py`).
-        It is complete: what it does not name is whole, unless the annotations name it. Without one, jaxpar's presets
-        serve.
-      names: the model's annotations, for `tensor`: `names()` is, by leaf path, a name, None or a tuple of names for
-        each dim, logical ones ("mlp") or mesh axes.
-      rows: "independent" where the loss is known to be a mean over rows that do not know of each other, whatever its
-        program looks like: then no loss that couples rows is refused. None: it is checked when it is first traced.
-      optimizer: `optimizer(tx) -> tx`, what trains the model, of the optimizer for its weights: where some leaves have
-        a rule of their own, such as biases that balance experts. `make_train_step` asks it.
+        `batch`, or `jp.Mean`; `metrics` is a dict of such values. `key` differs for every step and block of rows, and
+        is None in `evaluate` (no dropout there).
+      stateful: if True, `init` returns `(params, variables)`, and `loss(params, variables, batch, key)` returns a pair:
+        the value as above, and the new variables (such as BatchNorm statistics). A loss that writes to parameters
+        returns them as a third result, and the optimizer updates what it returns.
+      wrap: params -> the tree that users see (`step.params`); `unwrap` is the inverse.
+      bind: `bind(params, variables)` returns the user's module with these values (`step.model`).
+      rules: the model's own table of the dims that `tensor` splits, such as {"ffn/up/kernel": -1}
+        (`parallel/tensor/dims.py`). It is complete: a leaf that it does not name is whole, unless annotations name it.
+        A model without a table gets jaxpar's presets.
+      names: the model's annotations, for `tensor`. `names()` returns, for each leaf path, a name, None or a tuple of
+        names for each dim. A name is logical ("mlp") or a mesh axis.
+      rows: "independent" if the loss is known to be a mean over independent rows, whatever its program looks like; no
+        coupling of rows is then an error. If None, the loss is checked when it is first traced.
+      optimizer: `optimizer(tx) -> tx` turns the optimizer of the weights into the optimizer of the model, for leaves
+        that have an update rule of their own, such as biases that balance experts. `make_train_step` calls it.
     """
 
     init: Callable[..., Any]
@@ -108,94 +119,114 @@ class Model:
 
     @functools.cached_property
     def create(self) -> Callable[[jax.Array], tuple[Any, Any]]:
-        """`create(key)`: parameters and variables from a key.
+        """`create(key)` returns parameters and variables.
 
-        Raises ValueError where a stateful `init` returns no such pair, or a leaf is no array.
+        Raises:
+          ValueError: a stateful `init` returns no pair, or a leaf is no array.
         """
-        # Traced once for all who ask: shapes, the layout, the first state. 24 NNX layers in a Python loop take 1.3 s to
-        # trace, as much as the rest of a step's tracing. Inlined, the equations are those of `init` itself.
+        # One trace serves shapes, the layout and the first state. 24 NNX layers in a Python loop take 1.3 s to trace,
+        # as much as the rest of a step's tracing. Inlining leaves the equations of `init` as they are.
         return jax.jit(self._create, inline=True)
 
     def _create(self, key: jax.Array) -> tuple[Any, Any]:
+        """Call `init` under a trace, and check its result."""
         with without_mesh(), traced("init", IN_INIT):
-            made = self.init(key)
-        if self.stateful and not (isinstance(made, tuple) and len(made) == 2):
-            raise ValueError(f"init returned {type(made).__name__}; with stateful=True return (params, variables)")
-        params, variables = made if self.stateful else (made, {})
+            result = self.init(key)
+        if self.stateful and not (isinstance(result, tuple) and len(result) == 2):
+            raise ValueError(f"init returned {type(result).__name__}; with stateful=True return (params, variables)")
+        params, variables = result if self.stateful else (result, {})
         return _arrays(params), _arrays(variables)
 
     def call(self, params: Any, variables: Any, batch: Any, key: jax.Array | None, rows: tuple[str, ...] = ()) -> Any:
-        """`({name: Mean}, variables)` of the loss; see `forward`."""
+        """Return `({name: Mean}, variables)` of the loss; see `forward`."""
         return self.forward(params, variables, batch, key, rows)[:2]
 
     def forward(
         self, params: Any, variables: Any, batch: Any, key: jax.Array | None, rows: tuple[str, ...] = ()
     ) -> tuple[dict[str, Mean], Any, Any]:
-        """`({name: Mean}, variables, params)`: the loss, and variables and parameters as it leaves them.
+        """Call the loss, and return its metrics with the variables and parameters after the call.
 
-        A parameter that the loss does not write to is returned as the same object. `rows` are the mesh axes over which
-        the rows are spread.
+        Args:
+          params, variables: as `create` returns them.
+          batch: one block of rows; leaves may be marked as `Replicated`.
+          key: for this step and block; None in `evaluate`.
+          rows: the mesh axes over which the rows are spread.
 
-        Raises ValueError where the loss returns anything else than a scalar or `Mean`, and a dict of those.
+        Returns:
+          `({name: Mean}, variables, params)`, with the loss itself under "loss". A parameter that the loss does not
+          write to is returned as the same object.
+
+        Raises:
+          ValueError: the loss returns anything but a scalar or `Mean`, alone or with a dict of those.
         """
+        # 1. Call the loss.
+        # The contexts explain errors in the user's terms; a model sees neither marks nor meshes.
         batch = jax.tree.map(lambda x: x.value if isinstance(x, Replicated) else x, batch, is_leaf=is_replicated)
         with rows_over(rows), without_mesh(), reading(batch), traced("the loss", IN_LOSS):
             if self.stateful:
-                out = self.loss(params, variables, batch, key)
-                if not (isinstance(out, tuple) and len(out) in (2, 3)):
-                    raise ValueError(f"loss returned {kind_of(out)}; with stateful=True return (value, variables)")
-                written = _same(params, out[2], "parameter") if len(out) == 3 else params
-                out, new = out[0], _same(variables, out[1], "variable")
+                result = self.loss(params, variables, batch, key)
+                if not (isinstance(result, tuple) and len(result) in (2, 3)):
+                    raise ValueError(f"loss returned {kind_of(result)}; with stateful=True return (value, variables)")
+                new_params = _with_old_dtypes(params, result[2], "parameter") if len(result) == 3 else params
+                result, new_variables = result[0], _with_old_dtypes(variables, result[1], "variable")
             else:
-                out, new, written = self.loss(params, batch, key), variables, params
-        value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+                result, new_variables, new_params = self.loss(params, batch, key), variables, params
+        # 2. Bring its result to one form, metrics by name.
+        value, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if isinstance(value, tuple | list | dict) or not isinstance(metrics, dict):
             raise ValueError(
-                f"loss returned {_spelled(out)}; it must return a scalar mean over rows or jp.Mean(total, count), or "
-                "either with a dict, (value, metrics): put what else it returns into a dict of metrics by name, "
-                "(value, {'name': other})"
+                f"loss returned {_describe_result(result)}; it must return a scalar mean over rows or "
+                "jp.Mean(total, count), or either with a dict, (value, metrics): put what else it returns into a dict "
+                "of metrics by name, (value, {'name': other})"
             )
         for name in metrics:
             if not isinstance(name, str):
                 raise ValueError(f"loss returned a metric named {name!r}, a {type(name).__name__}; name it by a str")
-        taken = [name for name in metrics if name in _RESERVED]
-        if taken:
-            raise ValueError(f"loss returned a metric named {taken[0]!r}, which jaxpar reports itself; rename it")
-        return {name: _mean(name, v) for name, v in {"loss": value, **metrics}.items()}, new, written
+        reserved = [name for name in metrics if name in _RESERVED]
+        if reserved:
+            raise ValueError(f"loss returned a metric named {reserved[0]!r}, which jaxpar reports itself; rename it")
+        return (
+            {name: _mean(name, metric) for name, metric in {"loss": value, **metrics}.items()},
+            new_variables,
+            new_params,
+        )
 
 
 def all_rows(x: jax.Array) -> jax.Array:
-    """The rows of all replicas, for a loss that couples rows (contrastive, load balance).
+    """Gather the rows of all replicas, for a loss that couples rows (contrastive, load balance).
+
+    Differentiable. Communicates one all-gather over the data axes in the forward, and a reduce-scatter in the backward.
 
     Args:
-      x: [rows of this call, ...], any dtype, with the rows in their order. Gather two views first and concatenate them
-        then: laid end to end before, they would be gathered in another order than one device has, which is refused.
+      x: [rows of this call, ...], any dtype, with the rows in order. Gather two views separately and concatenate the
+        results. If views are concatenated first, the gathered order differs from the order on one device, which is an
+        error.
 
-    Returns [rows of the microbatch over all replicas, ...], in the order of the global batch; `x` itself on one device.
-    With `microbatches` above 1 that is less than the batch, and the step warns. Differentiable. Communicates: one
-    all-gather over the data axes, forwards; a reduce-scatter backwards.
+    Returns:
+      [rows of the microbatch over all replicas, ...], in the order of the global batch; on one device `x` itself. With
+      `microbatches` above 1 these are fewer rows than the batch has, and the step warns.
 
     >>> all_rows(jnp.arange(3)).tolist()
     [0, 1, 2]
     """
-    if (noted := _couplings.get()) is not None:
-        noted.append("all_rows")  # this call must see all rows of a microbatch
+    if (coupled_by := _couplings.get()) is not None:
+        coupled_by.append("all_rows")  # this call must see all rows of a microbatch
     return collectives.all_gather(x, _rows.get())
 
 
 @contextlib.contextmanager
 def couplings() -> Iterator[list[str]]:
-    """The couplings of rows that are noted within it."""
-    token = _couplings.set(noted := [])
+    """Record the calls within this context that couple rows, by name."""
+    token = _couplings.set(coupled_by := [])
     try:
-        yield noted
+        yield coupled_by
     finally:
         _couplings.reset(token)
 
 
 @contextlib.contextmanager
 def rows_over(axes: tuple[str, ...]) -> Iterator[None]:
-    """Within it, `all_rows` and BatchNorm reach over these mesh axes."""
+    """Let `all_rows` and BatchNorm reach over these mesh axes within this context."""
     token = _rows.set(axes)
     try:
         yield
@@ -204,105 +235,136 @@ def rows_over(axes: tuple[str, ...]) -> Iterator[None]:
 
 
 def without_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Within it, a model sees no mesh, as on one device.
+    """Hide the mesh from a model within this context, so that it runs as on one device.
 
-    Where Flax finds a mesh around it, it makes constraints of the names that annotate parameters (`nn.DenseGeneral`
-    unboxes its kernel's in every call), and of those of activations. Inside a step's program they would be of a mesh
-    that the user does not know, on arrays that are one device's part already.
+    Where Flax finds a mesh, it adds sharding constraints by the names that annotate parameters and activations
+    (`nn.DenseGeneral` unboxes its kernel in every call). In a step's program such a constraint would name a mesh that
+    the user does not know, on arrays that are already one device's part.
     """
     return jax.sharding.use_abstract_mesh(_NO_MESH)
 
 
 def row_axes() -> tuple[str, ...]:
-    """The mesh axes over which the rows of the current loss call are spread."""
+    """Return the mesh axes over which the rows of the current loss call are spread."""
     return _rows.get()
 
 
-def averaged_axes(own: Any) -> tuple[str, ...] | None:
-    """The axes that a BatchNorm averages over: those of the rows, and its own of a `vmap` that is there. A name from
-    `pmap`, which is not, is that of the rows.
+def averaged_axes(axis_name: Any) -> tuple[str, ...] | None:
+    """Return the axes that a BatchNorm averages over; None without any.
+
+    These are the axes of the rows, and the norm's own axes if a surrounding `vmap` binds them. A name for `pmap` is
+    bound nowhere; it means the rows.
+
+    Args:
+      axis_name: the attribute of the norm: None, a name or several.
     """
 
-    def there(name: str) -> bool:
+    def is_bound(name: str) -> bool:
         try:
             jax.lax.axis_size(name)
         except NameError:
             return False
         return True
 
-    names = () if own is None else (own,) if isinstance(own, str) else tuple(own)
-    return (*(name for name in names if name not in row_axes() and there(name)), *row_axes()) or None
+    # Axes of the rows are bound by jaxpar's shard_map. The norm's own name may be one of them.
+    names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    return (*(name for name in names if name not in row_axes() and is_bound(name)), *row_axes()) or None
 
 
 def _arrays(tree: Any) -> Any:
-    """What `init` made, as arrays. Raises ValueError for a leaf that is none, and for a number of a module."""
-    homes = [f"{base.__module__}." for base in type(tree).__mro__]
-    by = next((by for home, by in _MAKES.items() if any(one.startswith(f"{home}.") for one in homes)), "")
+    """Return the result of `init` with arrays as leaves.
+
+    Raises:
+      ValueError: a leaf is no array, or is a plain number in a module (a rate of dropout, which no optimizer may
+        change).
+    """
+    origins = [f"{base.__module__}." for base in type(tree).__mro__]
+    advice = next(
+        (advice for library, advice in _MAKES.items() if any(module.startswith(f"{library}.") for module in origins)),
+        "",
+    )
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        # A Python number is an array to JAX. In a module it is a setting, such as a rate of dropout.
         try:
-            if by and isinstance(x, bool | int | float):  # a rate of dropout, which no optimizer is to change
+            if advice and isinstance(x, bool | int | float):
                 raise TypeError(x)
             jnp.asarray(x)
         except TypeError as error:
             place = jax.tree_util.keystr(path, simple=True, separator="/")
             leaf = f"leaf {place} is" if place else "result is"
-            hint = f"hand the module over by {by}" if by else "return arrays alone, and keep in the loss what is none"
+            hint = (
+                f"hand the module over by {advice}"
+                if advice
+                else "return arrays alone, and keep other values in the loss"
+            )
             raise ValueError(
-                f"init returned a {type(tree).__name__}, whose {leaf} {_described(x)}, and no array; {hint}"
+                f"init returned a {type(tree).__name__}, whose {leaf} {_describe_leaf(x)}, and no array; {hint}"
             ) from error
     return jax.tree.map(jnp.asarray, tree)
 
 
-def _spelled(out: Any) -> str:
-    """What a loss returned, with what is in it: "a tuple of 2 (float32[], dict)"."""
-    if not isinstance(out, tuple | list | dict):
-        return kind_of(out)
-    inside = out.values() if isinstance(out, dict) else out
-    return f"{kind_of(out)} of {len(out)} ({', '.join(kind_of(x).removeprefix('a ') for x in inside)})"
+def _describe_result(result: Any) -> str:
+    """Describe the result of a loss with its items: "a tuple of 2 (float32[], dict)"."""
+    if not isinstance(result, tuple | list | dict):
+        return kind_of(result)
+    items = result.values() if isinstance(result, dict) else result
+    return f"{kind_of(result)} of {len(result)} ({', '.join(kind_of(x).removeprefix('a ') for x in items)})"
 
 
-def _described(x: Any) -> str:
+def _describe_leaf(x: Any) -> str:
+    """Describe a value that is no array: "the function relu", "a str"."""
     return f"the function {_name(x)}" if callable(x) and hasattr(x, "__name__") else f"a {type(x).__name__}"
 
 
 def _mean(name: str, value: Any) -> Mean:
-    what = "the loss" if name == "loss" else f"metric {name!r}"
+    """Return a loss or metric as a float32 `Mean`; raise ValueError if it is neither a scalar nor a `Mean`."""
+    noun = "the loss" if name == "loss" else f"metric {name!r}"
+    # A scalar is a mean over the rows of this call. All calls have as many rows, so that each counts 1.
     if not isinstance(value, Mean):
         if not _is_number(value) or jnp.shape(value) != ():
             raise ValueError(
-                f"{what} is {kind_of(value)}; it must be a scalar mean over rows (try .mean()) or jp.Mean(total, count)"
+                f"{noun} is {kind_of(value)}; it must be a scalar mean over rows (try .mean()) or jp.Mean(total, count)"
             )
         value = Mean(value, jnp.ones((), jnp.float32))
     for part in (value.total, value.count):
         if not _is_number(part):
-            raise ValueError(f"{what} is jp.Mean with a part that is {kind_of(part)}; sum both parts to scalars")
+            raise ValueError(f"{noun} is jp.Mean with a part that is {kind_of(part)}; sum both parts to scalars")
         if jnp.shape(part) != ():
-            raise ValueError(f"{what} is jp.Mean with a part of shape {jnp.shape(part)}; sum both parts to scalars")
+            raise ValueError(f"{noun} is jp.Mean with a part of shape {jnp.shape(part)}; sum both parts to scalars")
     if name == "loss" and not jnp.issubdtype(jnp.result_type(value.total), jnp.floating):
         raise ValueError(f"the loss is {jnp.result_type(value.total)}; gradients need a floating-point value")
     return Mean(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.count, jnp.float32))
 
 
 def _name(function: Any) -> str:
+    """Return the name of a function, or the type of another value."""
     return getattr(function, "__qualname__", type(function).__name__).replace(".<locals>", "")
 
 
 def _is_number(x: Any) -> bool:
+    """Whether a value is an array or number of real numbers. Booleans are not."""
     array = isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
     return array and any(jnp.issubdtype(jnp.result_type(x), kind) for kind in (jnp.floating, jnp.integer))
 
 
-def _same(old: Any, new: Any, what: str) -> Any:
-    """New variables or parameters with the structure, shapes and dtypes of the old; raises ValueError where structure
-    or shapes differ.
+def _with_old_dtypes(old: Any, new: Any, noun: str) -> Any:
+    """Return new variables or parameters in the dtypes of the old ones.
+
+    Args:
+      old, new: the trees before and after the call of the loss.
+      noun: "variable" or "parameter", for the error.
+
+    Raises:
+      ValueError: structure or shapes differ.
     """
-    before, tree = jax.tree_util.tree_flatten_with_path(old)
+    old_leaves, tree = jax.tree_util.tree_flatten_with_path(old)
     if jax.tree.structure(new) != tree:
-        raise ValueError(f"the loss changes the structure of the {what}s from {tree} to {jax.tree.structure(new)}")
+        raise ValueError(f"the loss changes the structure of the {noun}s from {tree} to {jax.tree.structure(new)}")
     values = []
-    for (path, a), b in zip(before, jax.tree.leaves(new), strict=True):
+    for (path, a), b in zip(old_leaves, jax.tree.leaves(new), strict=True):
         if jnp.shape(a) != jnp.shape(b):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise ValueError(f"{what} {name} changes shape from {jnp.shape(a)} to {jnp.shape(b)}; keep it fixed")
+            raise ValueError(f"{noun} {name} changes shape from {jnp.shape(a)} to {jnp.shape(b)}; keep it fixed")
+        # One step's variables are the next step's arguments: with other dtypes it would be compiled anew.
         values.append(b if a.dtype == b.dtype else b.astype(a.dtype))
     return jax.tree.unflatten(tree, values)

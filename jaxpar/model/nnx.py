@@ -1,4 +1,13 @@
-"""Flax NNX modules as models. The module is built and split once; inside there are only dicts of arrays."""
+"""Flax NNX modules as models.
+
+An NNX module holds its variables as attributes, and is a graph of objects. `from_nnx` splits it once:
+
+    module -> graph, parameters (`nnx.Param`), variables (all others: statistics, random streams, caches)
+
+A step sees nested dicts of arrays, because flattening an `nnx.State` in every step is slow; `_StateTree` translates.
+Each call of the loss merges graph and arrays to a module, adapts it (BatchNorm, embeddings, random keys), and splits it
+again for the values that the loss wrote.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +35,24 @@ def from_nnx(
     rules: Mapping[str, int | str | None] | None = None,
     rows: str | None = None,
 ) -> Model:
-    """A model from an NNX module, which is not changed and need not be annotated.
+    """Return a model from an NNX module, which is not changed and need not be annotated.
+
+    `nnx.Param`s are the parameters. If the loss assigns to one (`nnx.SpectralNorm` does), the optimizer updates the
+    assigned value, as in a loop of plain Flax; a step raises ValueError if that value depends on the rows. Every other
+    variable is state: its value after a step is the one that the loss assigned, the same on all replicas.
+    `nnx.BatchNorm` computes its statistics over the rows of all replicas. Streams of random numbers (dropout) get keys
+    that depend on the stream, the step and the block of rows, and are not advanced. In `evaluate` the module is in
+    `eval()` mode.
 
     Args:
       make: `make(rngs)` builds the module; called under `jax.jit`, so that parameters are created sharded.
       loss: `loss(module, batch)` returns a scalar mean over rows or `jp.Mean`, or a pair of that and a dict of metrics.
-      rules: the model's own table of what `tensor` splits; see `Model`. The names that the module's annotations give
-        to dims (`nnx.with_partitioning`, `out_sharding=`) serve beside it.
-      rows: "independent" where the loss is known not to couple rows, whatever its program looks like; see `Model`.
+      rules: the model's own table of the dims that `tensor` splits; see `Model`. Names that the module's annotations
+        give to dims (`nnx.with_partitioning`, `out_sharding=`) are used too.
+      rows: "independent" if the loss is known not to couple rows, whatever its program looks like; see `Model`.
 
-    `nnx.Param`s are the parameters. If the loss assigns to one (`nnx.SpectralNorm` does), the optimizer changes what it
-    assigned, as in a loop of plain Flax; a step raises ValueError if that depends on the rows. Every other variable is
-    state, kept as the loss leaves it and the same on all replicas. `nnx.BatchNorm`
-    computes its statistics over the rows of all replicas. Streams of random numbers (dropout) get keys that depend on
-    the stream, the step and the block of rows, and are not advanced. In `evaluate` the module is in `eval()` mode.
-
-    Raises ValueError where `make` is not such a function.
+    Raises:
+      ValueError: `make` or `loss` is no such function.
     """
     if isinstance(make, nnx.Module):
         raise ValueError(
@@ -56,70 +67,79 @@ def from_nnx(
     check_call(make, "from_nnx(make=)", "rngs")
     check_call(loss, "from_nnx(loss=)", "module", "batch")
 
+    # 1. Build and split the module, under a trace.
     def build(key: jax.Array) -> Any:
-        # Annotated modules would ask for a mesh.
+        # Without `use_eager_sharding(False)`, annotated modules would ask for a mesh.
         with nnx.use_eager_sharding(False), traced("make(rngs)", IN_INIT):
             module = make(nnx.Rngs(key))
         if not isinstance(module, nnx.Module):
-            found = _OF_LINEN if isinstance(module, nn.Module) else f"{type(module).__name__}, needs an nnx.Module"
-            raise ValueError(f"from_nnx: make(rngs) returned {found}")
-        for _, part in nnx.iter_modules(module):
-            for name, value in list(vars(part).items()):
-                if isinstance(value, Tracer):  # a plain array, which Flax takes for a static attribute under jit
-                    setattr(part, name, nnx.data(value))
+            description = (
+                _OF_LINEN if isinstance(module, nn.Module) else f"{type(module).__name__}, needs an nnx.Module"
+            )
+            raise ValueError(f"from_nnx: make(rngs) returned {description}")
+        for _, submodule in nnx.iter_modules(module):
+            for name, value in list(vars(submodule).items()):
+                if isinstance(value, Tracer):  # a plain array: under jit Flax would take it for a static attribute
+                    setattr(submodule, name, nnx.data(value))
         return module
 
-    graphs, holders = [], []
+    graphs, array_holders = [], []  # of each trace; they cannot be results of a traced function
 
     def parts(key: jax.Array) -> Any:
         graph, *states = nnx.split(module := build(key), nnx.Param, ...)
         graphs.append(graph)
-        holders.append(held := _held_by_objects(module))
-        return states, [getattr(held_by, name) for held_by, name in held]
+        array_holders.append(in_objects := _arrays_in_objects(module))
+        return states, [getattr(obj, name) for obj, name in in_objects]
 
-    # Not nnx.eval_shape: what is left of a plain array there (RoPE tables, WeightNorm's scales) is no array, and would
-    # be taken for a static attribute.
-    (param_state, other_state), held = jax.eval_shape(parts, jax.random.key(0))
-    graph, holder = graphs[0], holders[0]
-    if held:  # of the traced module: its objects, which the graph holds as they are, get the numbers
-        made = jax.jit(lambda key: parts(key)[1])
-        for (held_by, name), value, other in zip(holder, *map(made, jax.random.split(jax.random.key(0))), strict=True):
-            if not np.array_equal(value, other, equal_nan=True):
+    # Not nnx.eval_shape: it turns a plain array (RoPE tables, WeightNorm's scales) into a shape, which NNX would take
+    # for a static attribute.
+    (param_state, other_state), object_arrays = jax.eval_shape(parts, jax.random.key(0))
+    graph, holders = graphs[0], array_holders[0]
+    # 2. Compute the arrays in plain objects. The graph refers to these objects, which hold tracers until now. Two keys
+    # tell whether an array is random.
+    if object_arrays:
+        compute_values = jax.jit(lambda key: parts(key)[1])
+        for (obj, name), first_value, second_value in zip(
+            holders, *map(compute_values, jax.random.split(jax.random.key(0))), strict=True
+        ):
+            if not np.array_equal(first_value, second_value, equal_nan=True):
                 raise ValueError(
-                    f"from_nnx: {name} of a {type(held_by).__name__} is random, and NNX does not see it, as the object "
+                    f"from_nnx: {name} of a {type(obj).__name__} is random, and NNX does not see it, as the object "
                     "is no module; make it an nnx.Module, or keep the array in an nnx.Variable of one"
                 )
-            object.__setattr__(held_by, name, np.asarray(value))
-    params_tree, others_tree = _Tree(param_state), _Tree(other_state)
+            object.__setattr__(obj, name, np.asarray(first_value))
+    params_tree, other_tree = _StateTree(param_state), _StateTree(other_state)
 
+    # 3. The functions of the model.
     def init(key: jax.Array) -> tuple[Any, Any]:
-        _, params, others = nnx.split(build(key), nnx.Param, ...)
-        return params_tree.pure(params), others_tree.pure(others)
+        _, params, variables = nnx.split(build(key), nnx.Param, ...)
+        return params_tree.pure(params), other_tree.pure(variables)
 
     def bind(params: Any, variables: Any) -> Any:
-        return nnx.merge(graph, params_tree.state(params), others_tree.state(variables))
+        return nnx.merge(graph, params_tree.state(params), other_tree.state(variables))
 
     def call(params: Any, variables: Any, batch: Any, key: jax.Array | None) -> Any:
-        def run(own: bool) -> tuple[Any, Any]:
-            module = bind(params, variables if key is None else others_tree.keyed(variables, key))
+        def call_loss(use_own_axis: bool) -> tuple[Any, Any]:
+            module = bind(params, variables if key is None else other_tree.keyed(variables, key))
             if key is None:
                 module.eval()
-            _average(module, own)
+            _set_norm_axes(module, use_own_axis)
             _embed_in_table_dtype(module)
             numbers = _plain_numbers(module)
-            out = loss(module, batch)
+            result = loss(module, batch)
             _warn_changed(numbers, _plain_numbers(module))
-            return module, out
+            return module, result
 
         try:
-            module, out = run(own=True)
+            module, result = call_loss(use_own_axis=True)
         except NameError as error:
             if "unbound axis name" not in str(error):
                 raise
-            module, out = run(own=False)  # a name of `pmap`, which is not there, is that of the rows
-        _, found, others = nnx.split(module, nnx.Param, ...)
-        params_tree.check(found)
-        return out, others_tree.updated(variables, others), params_tree.pure(found)
+            # The norm's axis is for `pmap`, and no `pmap` binds it here. It stands for the rows.
+            module, result = call_loss(use_own_axis=False)
+        _, new_params, new_variables = nnx.split(module, nnx.Param, ...)
+        params_tree.check(new_params)
+        return result, other_tree.updated(variables, new_variables), params_tree.pure(new_params)
 
     return Model(
         init,
@@ -134,99 +154,119 @@ def from_nnx(
     )
 
 
-def _average(module: nnx.Module, own: bool) -> None:
-    """Makes each BatchNorm average over the axes of the rows, and over its `own`, which is that of a `vmap`."""
-    for _, part in nnx.iter_modules(module):
-        if isinstance(part, nnx.BatchNorm):
-            given = part.axis_name if own else None
-            names = () if given is None else (given,) if isinstance(given, str) else tuple(given)
-            over = (*(name for name in names if name not in row_axes()), *row_axes())
-            part.axis_name = over or None  # type: ignore[assignment]  # lax.pmean takes several axes
+def _set_norm_axes(module: nnx.Module, use_own_axis: bool) -> None:
+    """Set the axes that each BatchNorm averages over.
+
+    These are the axes of the rows, after the norm's own axis (of a `vmap`) if `use_own_axis`.
+    """
+    for _, submodule in nnx.iter_modules(module):
+        if isinstance(submodule, nnx.BatchNorm):
+            axis_name = submodule.axis_name if use_own_axis else None
+            names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+            axes = (*(name for name in names if name not in row_axes()), *row_axes())
+            submodule.axis_name = axes or None  # type: ignore[assignment]  # lax.pmean takes several axes
 
 
 def _embed_in_table_dtype(module: nnx.Module) -> None:
-    """Make each embedding compute in the dtype that its table has now.
+    """Make each embedding compute in the present dtype of its table.
 
-    `nnx.Embed` notes the dtype of its table when it is made, which is the master's, and casts to it at every lookup.
-    All products after it would then be in float32 under precision="bf16". Given a `dtype=` such as jnp.float32, it
-    notes that one as it is, which is no `np.dtype`, and keeps it.
+    `nnx.Embed` records the dtype of its table when it is built, which is the dtype of the master weights, and casts to
+    it at every lookup. All matmuls after it would then run in float32 under precision="bf16". If the user passes
+    `dtype=` (jnp.float32, say), `nnx.Embed` records this very object, which is no `np.dtype`; such a choice is kept.
     """
-    for _, part in nnx.iter_modules(module):
-        if isinstance(part, nnx.Embed) and isinstance(part.dtype, np.dtype) and part.dtype == part.param_dtype:
-            part.dtype = part.embedding.dtype
+    for _, submodule in nnx.iter_modules(module):
+        if (
+            isinstance(submodule, nnx.Embed)
+            and isinstance(submodule.dtype, np.dtype)
+            and submodule.dtype == submodule.param_dtype
+        ):
+            submodule.dtype = submodule.embedding.dtype
 
 
 def _plain_numbers(module: nnx.Module) -> dict[str, bool | int | float]:
-    """The plain Python numbers that are attributes of modules, by path."""
+    """Return the plain Python numbers that are attributes of modules, by path."""
     return {
         "/".join(map(str, (*path, name))): value
-        for path, part in nnx.iter_modules(module)
-        for name, value in vars(part).items()
+        for path, submodule in nnx.iter_modules(module)
+        for name, value in vars(submodule).items()
         if isinstance(value, bool | int | float)
     }
 
 
-def _warn_changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Warn of plain numbers that the loss has changed: the traced program has them as they were."""
-    for name, value in before.items():
-        if (new := after.get(name, value)) != value:
+def _warn_changed(old_numbers: Mapping[str, Any], new_numbers: Mapping[str, Any]) -> None:
+    """Warn of plain numbers that the loss has changed: the traced program always reads the old ones."""
+    for name, value in old_numbers.items():
+        if (new_value := new_numbers.get(name, value)) != value:
             warnings.warn(
-                f"the loss changes {name}, a plain Python attribute, from {value} to {new}; a step's program is traced "
-                f"once, so that every step reads {value}; keep it in a variable, nnx.Variable(jnp.zeros(())), "
+                f"the loss changes {name}, a plain Python attribute, from {value} to {new_value}; a step's program is "
+                f"traced once, so that every step reads {value}; keep it in a variable, nnx.Variable(jnp.zeros(())), "
                 "and assign to its [...]",
                 stacklevel=2,
             )
 
 
-def _held_by_objects(module: nnx.Module) -> list[tuple[Any, str]]:
-    """Traced arrays in plain objects that are attributes of modules, such as a dataclass of RoPE tables: object, name.
+def _arrays_in_objects(module: nnx.Module) -> list[tuple[Any, str]]:
+    """Return the traced arrays in plain objects that are attributes of modules, as pairs of object and attribute name.
 
-    To NNX such an object is static; a traced array in it would be used after its trace has ended.
+    An example is a dataclass of RoPE tables. To NNX such an object is static, and a traced array in it would be used
+    after its trace has ended.
     """
-    found: dict[tuple[int, str], tuple[Any, str]] = {}
-    for _, part in nnx.iter_modules(module):
-        for held_by in vars(part).values():
-            if not isinstance(held_by, nnx.Pytree | nnx.Variable | Tracer) and hasattr(held_by, "__dict__"):
-                names = [name for name, x in vars(held_by).items() if isinstance(x, Tracer)]
-                found |= {(id(held_by), name): (held_by, name) for name in names}
-    return list(found.values())
+    arrays: dict[tuple[int, str], tuple[Any, str]] = {}
+    for _, submodule in nnx.iter_modules(module):
+        for obj in vars(submodule).values():
+            if not isinstance(obj, nnx.Pytree | nnx.Variable | Tracer) and hasattr(obj, "__dict__"):
+                names = [name for name, x in vars(obj).items() if isinstance(x, Tracer)]
+                arrays |= {(id(obj), name): (obj, name) for name in names}
+    return list(arrays.values())
 
 
 def _annotations(state: Any) -> dict[str, tuple[Any, ...]]:
-    """By path of each annotated parameter, its names, one for each dim.
+    """Return the names that annotations give to the dims of parameters, by path; one entry for each dim.
 
-    They may be fewer than the dims: `nnx.vmap` puts its dim in front, and names it only if it is told how
-    (`transform_metadata`); else the last dims have none, as in a PartitionSpec.
+    An annotation may have fewer names than the parameter has dims. `nnx.vmap` adds a dim in front, and names it only if
+    it is told how (`transform_metadata`). In other cases the last dims have no names, as in a PartitionSpec.
     """
-    shapes, given = {}, {}
+    shapes, names_by_path = {}, {}
     for path, variable in nnx.to_flat_state(state):
         if not (leaves := jax.tree.leaves(variable)):
             continue
         shapes[path] = leaves[0].shape
         sharding = variable.get_metadata().get("out_sharding")
-        sharding = getattr(sharding, "sharding", sharding)  # of a Format
-        names = getattr(sharding, "spec", sharding)  # of a NamedSharding
+        sharding = getattr(sharding, "sharding", sharding)  # it may be a Format
+        names = getattr(sharding, "spec", sharding)  # or a NamedSharding
         if names is not None:
-            given[path] = (names,) if isinstance(names, str) else tuple(names)
-    out = {}
-    for path, names in given.items():
+            names_by_path[path] = (names,) if isinstance(names, str) else tuple(names)
+    padded = {}
+    for path, names in names_by_path.items():
         missing = len(shapes[path]) - len(names)
-        stack = int(missing > 0 and _in_unnamed_stack(path, shapes, given))
-        out["/".join(map(str, path))] = (None,) * stack + names + (None,) * (missing - stack)
-    return out
+        stack_dims = int(missing > 0 and _in_unnamed_stack(path, shapes, names_by_path))
+        padded["/".join(map(str, path))] = (None,) * stack_dims + names + (None,) * (missing - stack_dims)
+    return padded
 
 
-def _in_unnamed_stack(path: Any, shapes: dict[Any, Any], given: dict[Any, Any]) -> bool:
-    """Whether the leaves of a module around this one share their first dim, to which no annotation gives a name."""
+def _in_unnamed_stack(path: Any, shapes: dict[Any, Any], names_by_path: dict[Any, Any]) -> bool:
+    """Whether the leaves of a module around this one share their first dim, and no annotation names it."""
+    # From the outermost module inwards. A module with this leaf alone says nothing about a stack.
     for n in range(1, len(path)):
-        below = [at for at in shapes if at[:n] == path[:n]]
-        if len({shapes[at][:1] for at in below}) == 1 and (n == 1 or len(below) > 1):
-            return not any(len(given[at]) == len(shapes[at]) for at in below if at in given)
+        siblings = [leaf_path for leaf_path in shapes if leaf_path[:n] == path[:n]]
+        if len({shapes[leaf_path][:1] for leaf_path in siblings}) == 1 and (n == 1 or len(siblings) > 1):
+            return not any(
+                len(names_by_path[leaf_path]) == len(shapes[leaf_path])
+                for leaf_path in siblings
+                if leaf_path in names_by_path
+            )
     return False
 
 
-class _Tree:
-    """Between an `nnx.State` and nested dicts of arrays. Flattening a State at every step is slow; dicts are fast."""
+class _StateTree:
+    """Translates between an `nnx.State` and nested dicts of arrays: flattening a State in every step is slow.
+
+    Attributes:
+      tree: the structure of the State.
+      types: path -> the type of the variable.
+      filled: the paths of variables that hold an array; the others hold None, such as a cache before its first use.
+      order: for each leaf of the dicts its position in the State; dicts may sort their keys in another order.
+    """
 
     def __init__(self, state: Any):
         self.tree = jax.tree.structure(state)
@@ -234,37 +274,43 @@ class _Tree:
         self.types = {path: type(variable) for path, variable in flat}
         self.filled = {path for path, variable in flat if jax.tree.leaves(variable)}
         numbered = jax.tree.unflatten(self.tree, list(range(self.tree.num_leaves)))
-        self.order = jax.tree.leaves(self.pure(numbered))  # dicts may sort their keys in another order
+        self.order = jax.tree.leaves(self.pure(numbered))
 
     def pure(self, state: Any) -> dict[Any, Any]:
-        # Raw arrays: reading `.value` may run hooks. None of nnx.Variable(None), a cache that is not made yet, say.
-        every = {path: leaves for path, variable in nnx.to_flat_state(state) if (leaves := jax.tree.leaves(variable))}
-        # Of a tuple of arrays, each by its number.
-        return unflatten_dict({p: x[0] if len(x) == 1 else dict(enumerate(x)) for p, x in every.items()})
+        """Return the nested dicts of a State. Variables without an array are left out."""
+        # Leaves are raw arrays, while reading `.value` may run hooks.
+        leaves_by_path = {
+            path: leaves for path, variable in nnx.to_flat_state(state) if (leaves := jax.tree.leaves(variable))
+        }
+        # A variable may hold a tuple of arrays: its dict has them by index.
+        return unflatten_dict({p: x[0] if len(x) == 1 else dict(enumerate(x)) for p, x in leaves_by_path.items()})
 
     def state(self, pure: Any) -> Any:
+        """Return the State with the arrays of nested dicts."""
         leaves: list[Any] = [None] * self.tree.num_leaves
-        for at, leaf in zip(self.order, jax.tree.leaves(pure), strict=True):
-            leaves[at] = leaf
+        for i, leaf in zip(self.order, jax.tree.leaves(pure), strict=True):
+            leaves[i] = leaf
         return jax.tree.unflatten(self.tree, leaves)
 
     def keyed(self, pure: Any, key: jax.Array) -> Any:
-        """Every stream's key folded with `key`, so that no two blocks of rows draw the same numbers."""
+        """Return the variables with `key` folded into every random stream, so that no two blocks of rows draw alike."""
         bits = jax.random.bits(key, (), jnp.uint32)
 
+        # Folding keeps streams different from each other, which one common key would not.
         def fold(path: Any, leaf: Any) -> Any:
             if not issubclass(self._type(_keys(path)), nnx.RngKey):
                 return leaf
+            # Stacked layers have an array of keys.
             return jax.vmap(lambda k: jax.random.fold_in(k, bits))(leaf.reshape(-1)).reshape(leaf.shape)
 
         return jax.tree_util.tree_map_with_path(fold, pure)
 
-    def _type(self, at: tuple[Any, ...]) -> type:
-        """Of the variable that holds a leaf."""
-        return self.types[at if at in self.types else at[:-1]]
+    def _type(self, path: tuple[Any, ...]) -> type:
+        """Return the type of the variable that holds a leaf."""
+        return self.types[path if path in self.types else path[:-1]]  # one array of a tuple has an index too
 
     def check(self, state: Any) -> None:
-        """Raise ValueError where a call has added a variable, unless it was only sown."""
+        """Raise ValueError if the loss has added a variable, unless it has only sown it."""
         for path, variable in nnx.to_flat_state(state):
             if path not in self.types and not isinstance(variable, nnx.Intermediate):
                 name = "/".join(map(str, path))
@@ -274,24 +320,37 @@ class _Tree:
                 )
 
     def updated(self, old: Any, state: Any) -> Any:
-        """The variables after a call: random streams as they were, what was only sown left out."""
-        new = {}
+        """Return the variables after a call of the loss.
+
+        Random streams are as before the call, and sown values are left out.
+
+        Raises:
+          ValueError: the loss has added a variable, filled an empty one or emptied a filled one.
+        """
+        new_leaves = {}
         for path, variable in nnx.to_flat_state(state):
             leaves = jax.tree.leaves(variable)
             if bool(leaves) != (path in self.filled) and path in self.types:
-                was, now = ("an array", "None") if not leaves else ("None", "an array")
+                old_state, new_state = ("an array", "None") if not leaves else ("None", "an array")
                 name = "/".join(map(str, path))
-                raise ValueError(f"the loss makes {name} {now}, and it was {was}; create it in the constructor")
+                raise ValueError(
+                    f"the loss makes {name} {new_state}, and it was {old_state}; create it in the constructor"
+                )
             if path in self.filled:
-                new |= {path: leaves[0]} if len(leaves) == 1 else {(*path, i): x for i, x in enumerate(leaves)}
+                new_leaves |= {path: leaves[0]} if len(leaves) == 1 else {(*path, i): x for i, x in enumerate(leaves)}
         self.check(state)
 
-        def leaf(path: Any, before: Any) -> Any:
-            at = _keys(path)
-            return before if issubclass(self._type(at), nnx.RngState) or at not in new else new[at]
+        def new_value(path: Any, old_leaf: Any) -> Any:
+            key_path = _keys(path)
+            return (
+                old_leaf
+                if issubclass(self._type(key_path), nnx.RngState) or key_path not in new_leaves
+                else new_leaves[key_path]
+            )
 
-        return jax.tree_util.tree_map_with_path(leaf, old)
+        return jax.tree_util.tree_map_with_path(new_value, old)
 
 
 def _keys(path: Any) -> tuple[Any, ...]:
+    """Return a key path as a tuple of keys."""
     return tuple(entry.key for entry in path)

@@ -1,4 +1,4 @@
-"""Paths of a pytree's leaves as text."""
+"""Paths of a pytree's leaves as text: one leaf, a checkpoint of Flax, a subtree."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import jax
 
 
 def name_of(path: Any) -> str:
-    """A key path as text, `layers/0/kernel`."""
+    """Return a key path as text, `layers/0/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def as_flax_saves(names: Sequence[str]) -> list[str]:
-    """Return the paths of a tree that was restored from a checkpoint of Flax as those of the parameters in it: Linen's
-    variables have `params/` in front, and Orbax keeps a variable of NNX as a node with one child, `value`.
+    """Return the paths of the parameters in a tree that was restored from a checkpoint of Flax.
+
+    Linen's variables have `params/` in front, and Orbax stores a variable of NNX as a node with one child, `value`.
 
     >>> as_flax_saves(["params/a/kernel", "params/b"]), as_flax_saves(["a/value", "b/value"])
     (['a/kernel', 'b'], ['a', 'b'])
     """
+    # Variables that were saved as {"params": variables} have the prefix twice.
     while names and all(name.startswith("params/") for name in names):
         names = [name.removeprefix("params/") for name in names]
     is_nnx = all(name.endswith("/value") for name in names)
@@ -27,9 +29,9 @@ def as_flax_saves(names: Sequence[str]) -> list[str]:
 
 
 def below(path: str, paths: Sequence[str]) -> list[int]:
-    """The positions of the `paths` that are this one, or lie below it.
+    """Return the positions of `path` and of everything under it in `paths`.
 
     >>> below("up/1", ["up/0/kernel", "up/1/bias", "up/10/bias", "up/1"])
     [1, 3]
     """
-    return [at for at, one in enumerate(paths) if one == path or one.startswith(f"{path}/")]
+    return [i for i, candidate in enumerate(paths) if candidate == path or candidate.startswith(f"{path}/")]

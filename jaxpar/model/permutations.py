@@ -1,9 +1,15 @@
-"""Functions that permute tokens (dispatch, combine): how they say which rows a result is of.
+"""Routes: functions that permute tokens, and declare which of their results belong to which rows.
 
-A token goes to a buffer of its expert's, beside tokens of other rows, and its result comes back. In form that mixes
-rows: sorts, running counts, lookups at computed places. What a row gets is its own all the same, and only who wrote the
-function can say so. A function with a derivative of its own stands in the trace under its name, by which `of` finds
-what was said. It is an ordinary `jax.custom_vjp` to everything else.
+A mixture of experts sends each token to a buffer that holds tokens of other rows too, and its result comes back:
+
+    tokens [N, D] -- dispatch --> buffers [E, C, D] -- experts --> [E, C, D] -- combine --> tokens [N, D]
+    kind   "rows"                 "routed"                         "routed"                 "rows"
+
+The equations are sorts, running counts and lookups at computed positions, which look as if they mixed rows. Yet each
+row only receives its own results, and only the author of the function can know this.
+
+`route` makes a `jax.custom_vjp` of such a function and registers its `Route` under a name. A trace keeps the call with
+this name as one equation, so that `of` finds the declaration. To the rest of JAX it is an ordinary function.
 """
 
 from collections.abc import Callable
@@ -13,26 +19,27 @@ from typing import Any, Literal
 import jax
 
 Kind = Literal["rows", "routed", "whole"]
-_PREFIX = "jaxpar_route_"
+_PREFIX = "jaxpar_route_"  # of the names in traces, which no function of a user begins with
 _routes: "dict[str, Route]" = {}
 
 
 @dataclass(frozen=True)
 class Route:
-    """What a function makes of rows.
+    """How a function's results depend on rows, and its versions for one rank of a mesh axis.
 
     Attributes:
-      outs: for each result "rows" (dim 0 has the tokens of the first argument, which are rows or merged with rows) or
-        "routed" (the first two dims hold tokens in an order of their own: of each at most one row), or "whole" (no row
-        reaches it); the last result's kind is that of all that follow.
-      couples: what it makes of rows that depends on the others; empty where each result is its row's own.
-      certain: whether that is so for any batch, which is refused; else it may be, which is warned of.
-      part: where tokens are split over ranks, what it is on one of them: from the number of ranks a function of that
-        rank's tokens, and of its slots along dim 1 of what is "routed"; None where tokens of a row may not be parted.
-      spread: where experts are split over ranks, what it is on one of them: from the number of ranks a function of the
-        same arrays, of which those after the third, leaves [E, ...], are this rank's.
-      gather: where experts are split over ranks, each of which has all tokens of all: from the number of ranks a
-        function of the same arrays, but that buffers [E, C, D] are those of a rank's experts, [E/e, e C, D].
+      outs: the kind of each result. "rows": dim 0 holds the tokens of the first argument, which are rows or merged with
+        rows. "routed": the first two dims hold tokens in an order that the function computes, at most one row at each
+        position. "whole": no row reaches it. The last kind repeats for all further results.
+      couples: why a row's result depends on other rows, for the error or warning; empty if it does not.
+      certain: whether rows are coupled for every batch, which is an error. If False, some batches may couple them,
+        which is a warning.
+      part: number of ranks -> the function for one rank's tokens, where ranks share the tokens of a row. Its "routed"
+        results have the rank's slots along dim 1. None if the tokens of a row cannot be split.
+      spread: number of ranks -> the function for one rank's experts, where ranks share the experts. It takes the same
+        arrays; those after the third are leaves [E, ...], and it gets this rank's part of them.
+      gather: number of ranks -> the function for one rank's experts, where every rank gathers the tokens of all ranks.
+        It takes the same arrays, but buffers [E, C, D] are those of the rank's experts, [E/e, e C, D].
     """
 
     outs: tuple[Kind, ...]
@@ -44,35 +51,41 @@ class Route:
 
 
 def route(
-    name: str, outs: tuple[Kind, ...], fun: Callable[..., Any], fwd: Any, bwd: Any, couples: str = "", **how: Any
+    name: str, outs: tuple[Kind, ...], fun: Callable[..., Any], fwd: Any, bwd: Any, couples: str = "", **attributes: Any
 ) -> Callable[..., Any]:
-    """A function of arrays, all positional, with its own derivative, that stands in the trace as a route.
+    """Return a function of positional arrays, with its own derivative, that traces record as a route.
 
     Args:
-      name: of letters and digits, the same for the same function.
-      outs, couples, and `how` it is computed on a part: the attributes of `Route`.
-      fun, fwd, bwd: as `jax.custom_vjp` has them.
+      name: letters, digits and "_"; the same name for the same function.
+      outs, couples: the attributes of `Route`.
+      fun, fwd, bwd: the function and its derivative, as for `jax.custom_vjp`.
+      attributes: the other attributes of `Route`.
     """
-    known = _PREFIX + name
+    call_name = _PREFIX + name
 
     def named(*arrays: Any) -> Any:
         return fun(*arrays)
 
-    named.__name__ = named.__qualname__ = known
-    made = Route(outs, couples, **how)
-    assert known not in _routes or not (made.part or made.spread or made.gather), f"{name} is another function already"
-    _routes[known] = made
+    # The trace takes its name of the call from here.
+    named.__name__ = named.__qualname__ = call_name
+    declared = Route(outs, couples, **attributes)
+    # A second function of the same name may replace the first only if it brings no version for one rank.
+    assert call_name not in _routes or not (declared.part or declared.spread or declared.gather), (
+        f"{name} is another function already"
+    )
+    _routes[call_name] = declared
     function = jax.custom_vjp(named)
     function.defvjp(fwd, bwd)
     return function
 
 
 def of(eqn: Any) -> Route | None:
-    """The route that an equation of a traced program is, or None."""
+    """Return the route that an equation of a traced program calls; None if it calls none."""
     jaxpr = eqn.params.get("call_jaxpr")
     if jaxpr is None or not eqn.primitive.name.startswith("custom_vjp_call"):
         return None
-    found = _routes.get(getattr(jaxpr, "jaxpr", jaxpr).debug_info.func_name)
-    if found is None or len(found.outs) > len(eqn.outvars):
+    declared = _routes.get(getattr(jaxpr, "jaxpr", jaxpr).debug_info.func_name)
+    if declared is None or len(declared.outs) > len(eqn.outvars):
         return None
-    return replace(found, outs=(*found.outs, *found.outs[-1:] * (len(eqn.outvars) - len(found.outs))))
+    # One kind for each result: the last one repeats.
+    return replace(declared, outs=(*declared.outs, *declared.outs[-1:] * (len(eqn.outvars) - len(declared.outs))))

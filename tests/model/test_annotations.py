@@ -57,16 +57,16 @@ def linen(module: nn.Module) -> jp.Model:
 
 
 def programs(model: jp.Model, strategies: list[str], rules: Any = ()) -> list[str]:
-    """The step of each strategy, as JAX traces it; for one also within the mesh, with its initialisation."""
-    found = []
+    """Return each strategy's step as JAX traces it; for the last one also within its mesh, with its initialisation."""
+    traces = []
     for strategy in strategies:
         step = jp.make_train_step(model, optax.sgd(0.1, momentum=0.9), strategy, rules=RULES)
         with nn.logical_axis_rules(rules):
-            found.append(str(step.trace(BATCH)))
+            traces.append(str(step.trace(BATCH)))
     with jax.set_mesh(step.mesh), nn.logical_axis_rules(rules):
         step = jp.make_train_step(model, optax.sgd(0.1, momentum=0.9), strategies[-1], rules=RULES)
-        found += [str(step.trace(BATCH)), str(jax.make_jaxpr(step._create)(jax.random.key(0)))]
-    return found
+        traces += [str(step.trace(BATCH)), str(jax.make_jaxpr(step._create)(jax.random.key(0)))]
+    return traces
 
 
 @pytest.mark.parametrize(

@@ -62,5 +62,5 @@ def test_complex_parameters(strategy: str) -> None:
 
 
 def test_verify_compares_imaginary_parts() -> None:
-    (one,) = differences("gradient", [np.complex64([1 + 1j, 2])], [np.complex64([1 + 2j, 2])])
-    assert one.error == pytest.approx(0.5)
+    (difference,) = differences("gradient", [np.complex64([1 + 1j, 2])], [np.complex64([1 + 2j, 2])])
+    assert difference.error == pytest.approx(0.5)

@@ -20,18 +20,18 @@ LAYERS, SIDE = 4, 256  # of large draws
 
 
 def bits(fun: Any, key: Any) -> list[tuple[int, ...]]:
-    """The shapes of what a program draws, in its calls as well."""
-    found = []
+    """Return the shapes of all draws of a program, including the calls in it."""
+    shapes = []
 
     def walk(jaxpr: Any) -> None:
         for eqn in jx.opened(jaxpr)[0].eqns:
             if eqn.primitive.name == "random_bits":
-                found.append(eqn.outvars[0].aval.shape)
+                shapes.append(eqn.outvars[0].aval.shape)
             for inner in jec.jaxprs_in_params(eqn.params):
                 walk(inner)
 
     walk(jax.make_jaxpr(fun)(key))
-    return found
+    return shapes
 
 
 def small(key: jax.Array) -> dict[str, jax.Array]:
@@ -70,8 +70,8 @@ def test_what_follows_from_draws_is_done_together() -> None:
 
     key, together = jax.random.key(3), draws_together(init)
     alone, fewer = counted(init), counted(together)
-    for name, of_key, left in (("mul", False, 2), ("convert_element_type", False, 2), ("squeeze", True, 0)):
-        assert (alone[name, of_key], fewer[name, of_key]) == (LEAVES, left), name  # of two shapes
+    for name, of_key, num_left in (("mul", False, 2), ("convert_element_type", False, 2), ("squeeze", True, 0)):
+        assert (alone[name, of_key], fewer[name, of_key]) == (LEAVES, num_left), name  # of two shapes
     for new, old in zip(jax.jit(together)(key), jax.jit(init)(key), strict=True):
         np.testing.assert_allclose(np.float32(new), np.float32(old), rtol=1e-2)  # bfloat16 of almost the same numbers
 
@@ -155,8 +155,8 @@ def test_large_draws_of_layers_that_are_stacked_are_one(init: Any) -> None:
         assert sorted(shape[0] for shape in large) == sorted(
             [LAYERS] * len(letters) + [SIDE] * LAYERS * (2 - len(letters))
         )
-        made = [eqn for eqn in jax.make_jaxpr(together)(key).eqns if eqn.primitive.name == "stack"]
-        assert all(eqn.outvars[0].aval.size < SMALL for eqn in made)  # of keys, and no batch in rows again
+        stacks = [eqn for eqn in jax.make_jaxpr(together)(key).eqns if eqn.primitive.name == "stack"]
+        assert all(eqn.outvars[0].aval.size < SMALL for eqn in stacks)  # of keys, and no batch in rows again
         for name, new in jax.jit(together)(key).items():
             for i, layer in enumerate(new) if name in letters else [("", new)]:
                 np.testing.assert_allclose(layer, old[f"{name}{i}"], rtol=1e-6, atol=1e-7, err_msg=name)
@@ -180,7 +180,7 @@ def test_layers_that_wait_for_another_stay() -> None:
 
 @pytest.mark.parametrize("strategy", ["pipe=4,fsdp=2,microbatches=4", "pipe=8,microbatches=8"])
 def test_a_device_draws_its_own_part(strategy: str) -> None:
-    """Of layers in a Python loop all were drawn on every stage, before their stack was spread: more than one holds."""
+    """Every stage once drew all layers of a Python loop, more than one device has memory for."""
 
     def init(key: jax.Array) -> Any:
         keys = jax.random.split(key, 8)

@@ -46,10 +46,10 @@ def one_device(stacked: bool, dropout: float) -> OneDevice:
 @pytest.mark.xdist_group("equinox")
 @pytest.mark.slow
 def test_parity(stacked: bool, dropout: float, strategy: str) -> None:
-    parsed, one = jp.Strategy.parse(strategy), one_device(stacked, dropout)
-    step = jp.make_train_step(one.model, SGD, parsed, mesh=jax.devices()[:4])
+    parsed, reference = jp.Strategy.parse(strategy), one_device(stacked, dropout)
+    step = jp.make_train_step(reference.model, SGD, parsed, mesh=jax.devices()[:4])
     blocks = step.replicas * parsed.microbatches
-    check(step, one.model, one.first, BATCH, STEPS, *one.train(SGD, BATCH, blocks, STEPS))
+    check(step, reference.model, reference.first, BATCH, STEPS, *reference.train(SGD, BATCH, blocks, STEPS))
 
 
 @pytest.mark.slow
@@ -58,25 +58,25 @@ def test_a_module_comes_back() -> None:
     model = others.decoder(stacked=True, dropout=0.5)
     step = jp.make_train_step(model, SGD, "fsdp")
     state = step.init(jax.random.key(3))
-    module, made = step.model(state), others.Decoder(True, 0.5, key=jax.random.key(3))
-    assert jax.tree.structure(module) == jax.tree.structure(made)
-    assert module.blocks.mlp.activation is made.blocks.mlp.activation
+    module, built = step.model(state), others.Decoder(True, 0.5, key=jax.random.key(3))
+    assert jax.tree.structure(module) == jax.tree.structure(built)
+    assert module.blocks.mlp.activation is built.blocks.mlp.activation
     assert module.offsets.tolist() == [*range(others.LENGTH)]
-    np.testing.assert_allclose(module.head.weight, made.head.weight, rtol=1e-6)
+    np.testing.assert_allclose(module.head.weight, built.head.weight, rtol=1e-6)
 
     params = step.params(state)
     assert isinstance(params, others.Decoder)
     assert params.offsets is None
-    for given in (params, made):  # of a module the parameters are taken
-        again = step.init(jax.random.key(0), params=given)
+    for params_or_module in (params, built):  # of a module the parameters are taken
+        again = step.init(jax.random.key(0), params=params_or_module)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), again.params, state.params)
 
     _, grads = step.value_and_grad(state, BATCH)
     assert isinstance(grads, others.Decoder)
     # Without dropout in `evaluate`, whatever the key.
-    quiet = eqx.nn.inference_mode(made)
-    wanted = others.next_token(quiet, BATCH, jax.random.key(7))
-    np.testing.assert_allclose(step.evaluate(state, BATCH)["loss"], wanted, rtol=1e-5)
+    quiet = eqx.nn.inference_mode(built)
+    expected = others.next_token(quiet, BATCH, jax.random.key(7))
+    np.testing.assert_allclose(step.evaluate(state, BATCH)["loss"], expected, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -87,10 +87,10 @@ def test_state_comes_back() -> None:
     module, statistics = step.model(state)
     mean, _ = statistics.get(module.norms[0].batch_state_index)
     # A tenth of the mean over all rows, which are of different brightness.
-    made, fresh = eqx.nn.make_with_state(others.ResNet)(13, key=jax.random.key(0))
-    run = jax.vmap(made, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-    _, wanted = run(images()["image"].transpose(0, 3, 1, 2), fresh)
-    np.testing.assert_allclose(mean, wanted.get(made.norms[0].batch_state_index)[0], atol=1e-5)
+    built, fresh = eqx.nn.make_with_state(others.ResNet)(13, key=jax.random.key(0))
+    normalise = jax.vmap(built, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    _, expected = normalise(images()["image"].transpose(0, 3, 1, 2), fresh)
+    np.testing.assert_allclose(mean, expected.get(built.norms[0].batch_state_index)[0], atol=1e-5)
     assert int(statistics.get(module.norms[0].batch_counter)) == 1
 
 
@@ -176,9 +176,9 @@ def test_an_error_names_its_layer() -> None:
 
     net = lambda key: Net([eqx.nn.Linear(4, 4, key=key), eqx.nn.Linear(5, 4, key=key)])
     model = jp.from_equinox(net, lambda net, batch, key: jax.vmap(net)(batch).mean())
-    with pytest.raises(TypeError) as found:
+    with pytest.raises(TypeError) as raised:
         jp.make_train_step(model, None, "single", mesh=jax.devices()[:1]).trace(np.ones((4, 4), np.float32))
-    assert any(note.endswith("in layers/1 (Linear)") for note in found.value.__notes__)
+    assert any(note.endswith("in layers/1 (Linear)") for note in raised.value.__notes__)
 
 
 class Rotary(eqx.Module):

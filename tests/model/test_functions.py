@@ -120,10 +120,10 @@ def test_what_a_loss_asks_for_is_shown_beside_the_batch(loss: Any, batch: Any, m
 
 def test_other_errors_of_a_loss_stay_and_carry_the_batch() -> None:
     table = {"a": 1}
-    with pytest.raises(KeyError, match="'x'") as found:
+    with pytest.raises(KeyError, match="'x'") as raised:
         trace(lambda m, b: table["x"] * m(b["x"]).mean(), BATCH)
     note = "the batch, a block of its rows: a dict of x float32[1, 4], y int32[1]"
-    assert note in found.value.__notes__
+    assert note in raised.value.__notes__
     with pytest.raises(ValueError, match="label") as refused:  # it went without
         trace(lambda m, b: jnp.einsum("ij,jk", b["x"], jnp.ones((3, 2))).mean(), BATCH)
     assert note in refused.value.__notes__
@@ -137,18 +137,18 @@ def test_an_error_of_a_linen_module_that_is_not_made_yet_stays() -> None:
         def __call__(self, x: jax.Array) -> jax.Array:
             return nn.Dense()(x)  # type: ignore[call-arg]
 
-    with pytest.raises(TypeError, match="features") as found:
+    with pytest.raises(TypeError, match="features") as raised:
         jp.from_linen(Net(), lambda apply, batch: apply(batch["x"]).mean(), BATCH).create(jax.random.key(0))
-    assert any(note.endswith("in Net") for note in found.value.__notes__), found.value.__notes__
+    assert any(note.endswith("in Net") for note in raised.value.__notes__), raised.value.__notes__
 
 
 def test_a_parameter_that_is_missing_is_not_sought_in_the_batch() -> None:
     """It said that the loss asked the batch for 'W', which the batch had not either."""
     model = jp.Model(init=lambda key: {"w": jnp.ones((4, 4))}, loss=lambda p, b, k: (b["x"] @ p["W"]).mean())
     step = jp.make_train_step(model, optax.sgd(0.1), "ddp")
-    with pytest.raises(KeyError, match="'W'") as found:
+    with pytest.raises(KeyError, match="'W'") as raised:
         step.trace(BATCH)
-    assert any("a dict of x" in note for note in found.value.__notes__)
+    assert any("a dict of x" in note for note in raised.value.__notes__)
     with pytest.raises(ValueError, match=r"state is a flax\.nnx\.State; pass what step\.init"):
         step(nnx.State({}), BATCH)
 
@@ -198,7 +198,7 @@ def test_params_say_which_paths_are_missing() -> None:
     # Two PyTreeDefs side by side.
     step = jp.make_train_step(model(lambda m, b: m(b["x"]).mean()), optax.sgd(0.1))
     kernel = {"kernel": np.zeros((4, 4))}
-    for given, message in (
+    for params, message in (
         (
             {"a": kernel},
             r"params= lacks a/bias, b/bias, b/kernel; pass a tree like step\.params\(state\), or",
@@ -210,7 +210,7 @@ def test_params_say_which_paths_are_missing() -> None:
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            step.init(jax.random.key(0), given)
+            step.init(jax.random.key(0), params)
 
 
 @pytest.mark.parametrize("multiple", [0, -8, 4.0, True, "8"])

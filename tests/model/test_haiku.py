@@ -43,10 +43,10 @@ def one_device(dropout: float, stacked: bool) -> OneDevice:
 @pytest.mark.xdist_group("haiku")
 @pytest.mark.slow
 def test_parity(dropout: float, stacked: bool, strategy: str) -> None:
-    parsed, one = jp.Strategy.parse(strategy), one_device(dropout, stacked)
-    step = jp.make_train_step(one.model, SGD, parsed, mesh=jax.devices()[:4])
+    parsed, reference = jp.Strategy.parse(strategy), one_device(dropout, stacked)
+    step = jp.make_train_step(reference.model, SGD, parsed, mesh=jax.devices()[:4])
     blocks = step.replicas * parsed.microbatches
-    check(step, one.model, one.first, BATCH, STEPS, *one.train(SGD, BATCH, blocks, STEPS))
+    check(step, reference.model, reference.first, BATCH, STEPS, *reference.train(SGD, BATCH, blocks, STEPS))
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_the_function_comes_back() -> None:
 
 
 def test_state_is_kept() -> None:
-    """Of `hk.transform_with_state`: here a count of calls, one in each step."""
+    """The state of `hk.transform_with_state` is kept: a count of calls, one for each step."""
 
     def run(x: jax.Array) -> jax.Array:
         count = hk.get_state("count", (), init=jnp.zeros)
@@ -74,9 +74,9 @@ def test_state_is_kept() -> None:
 
     step = jp.make_train_step(jp.Model(lambda key: net.init(key, x[:1]), loss, stateful=True), SGD, "fsdp")
     state = step.init(jax.random.key(0))
-    before = float(jax.tree.leaves(state.variables)[0])
+    old_count = float(jax.tree.leaves(state.variables)[0])
     state, _ = step(state, x)
-    assert float(jax.tree.leaves(state.variables)[0]) == before + 1
+    assert float(jax.tree.leaves(state.variables)[0]) == old_count + 1
 
 
 def test_an_error_names_its_layer() -> None:
@@ -89,6 +89,6 @@ def test_an_error_names_its_layer() -> None:
 
     net, x = hk.transform(run), np.ones((4, 4), np.float32)
     model = jp.Model(lambda key: net.init(key, x), lambda params, batch, key: net.apply(params, key, batch).mean())
-    with pytest.raises(TypeError) as found:
+    with pytest.raises(TypeError) as raised:
         jp.make_train_step(model, None, "single", mesh=jax.devices()[:1]).trace(np.ones((2, 4), np.float32))
-    assert any(note.endswith("in squared (Squared)") for note in found.value.__notes__)
+    assert any(note.endswith("in squared (Squared)") for note in raised.value.__notes__)

@@ -1,4 +1,4 @@
-"""Which rows of a batch a host gives, by where its devices lie in the mesh."""
+"""`part_of_rows`: the rows of a batch that a host passes follow from the place of its devices in the mesh."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +12,15 @@ from jaxpar.strategy.axes import AXES
 
 
 def parts(sizes: dict[str, int], hosts: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """That of each of so many hosts, on a mesh of 8 devices, which they have in order."""
+    """Return the part of each of `hosts` hosts, which have the 8 devices of a mesh in order."""
     devices = np.array([SimpleNamespace(process_index=i * hosts // 8) for i in range(8)], object)
     mesh: Any = SimpleNamespace(axis_names=AXES, devices=devices.reshape([sizes.get(axis, 1) for axis in AXES]))
-    found = []
+    parts_of_hosts = []
     monkeypatch.setattr(jax, "process_count", lambda: hosts)
     for host in range(hosts):
         monkeypatch.setattr(jax, "process_index", lambda host=host: host)
-        found.append(part_of_rows(mesh))
-    return found
+        parts_of_hosts.append(part_of_rows(mesh))
+    return parts_of_hosts
 
 
 def test_hosts_that_hold_the_same_rows_have_one_part(monkeypatch: pytest.MonkeyPatch) -> None:

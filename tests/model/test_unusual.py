@@ -28,8 +28,8 @@ def init(key: jax.Array) -> Any:
 
 def loss(params: Any, batch: jax.Array, key: jax.Array | None) -> jax.Array:
     weight = params["frozen"]["w"] * params["quantised"].astype(jnp.float32) * params["temperature"]
-    (one, (other,)), empty = params["nested"], params["no rows"].sum() + params["no columns"].sum()
-    return jnp.mean((batch @ weight * one * other[0] - batch) ** 2) + empty
+    (outer, (inner,)), empty = params["nested"], params["no rows"].sum() + params["no columns"].sum()
+    return jnp.mean((batch @ weight * outer * inner[0] - batch) ** 2) + empty
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2,microbatches=2"])
@@ -87,7 +87,7 @@ def test_a_variable_that_holds_several_arrays() -> None:
 
 
 class Tensor:
-    """Of another library: an array to NumPy, and none to jax."""
+    """A tensor of another library: an array to NumPy, and no array to JAX."""
 
     def __init__(self, x: np.ndarray) -> None:
         self.x, self.shape, self.dtype = x, x.shape, "float32 of another library"
@@ -121,15 +121,16 @@ REFUSED = {  # a leaf that jax does not take, what is said, and what the advice 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_leaf_that_jax_does_not_take(name: str) -> None:
-    """Of `>f4` np.asarray was advised, which leaves it as it is. A later batch of the same shapes was not looked at: a
-    TypeError of jax.
+    """The error once advised np.asarray for `>f4`, which changes nothing.
+
+    A later batch of the same shapes was not checked, and JAX raised a TypeError.
     """
-    leaf, said, advised = REFUSED[name]
+    leaf, message, advised = REFUSED[name]
     step = jp.make_train_step(
         jp.Model(lambda key: {"w": jnp.ones(4)}, lambda p, b, key: (b["x"] * p["w"]).mean()), optax.sgd(0.1), "single"
     )
     state, _ = step(step.init(jax.random.key(0)), {"x": X})
-    with pytest.raises(ValueError, match=f"batch leaf x is .*{said}"):
+    with pytest.raises(ValueError, match=f"batch leaf x is .*{message}"):
         step(state, {"x": leaf})
     if advised is not None:
         step(state, {"x": advised(leaf)})
@@ -144,8 +145,8 @@ def test_an_example_that_jax_does_not_take() -> None:
 
 
 def test_a_linen_module_is_none_of_nnx() -> None:
-    for make, found in ((nn.Dense(1), "got"), (lambda rngs: nn.Dense(1), r"make\(rngs\) returned")):
-        with pytest.raises(ValueError, match=rf"from_nnx:? {found} a Linen module; use jp\.from_linen"):
+    for make, verb in ((nn.Dense(1), "got"), (lambda rngs: nn.Dense(1), r"make\(rngs\) returned")):
+        with pytest.raises(ValueError, match=rf"from_nnx:? {verb} a Linen module; use jp\.from_linen"):
             jp.from_nnx(make, lambda net, batch: 0.0)
 
 
@@ -182,7 +183,7 @@ class RowByRow(nn.Module):
 
 
 class Vmapped(nn.Module):
-    """Of a row alone, as S5's models are, and vmapped; beside a norm over the axis of a `pmap` that is not there."""
+    """A module for one row, vmapped as S5's models are, after a norm over the axis of a `pmap` that does not run."""
 
     @nn.compact
     def __call__(self, x_BD: jax.Array) -> jax.Array:
@@ -219,8 +220,8 @@ def test_a_vmapped_batch_norm_of_nnx_is_over_all_rows(name: str) -> None:
             return self.outer(jnp.tanh(self.norm(self.inner(x))))[..., 0]
 
     def loss(net: Net, batch: Any) -> jax.Array:
-        each = nnx.vmap(lambda net, x: net(x), in_axes=(None, 0), axis_name="rows") if name == "rows" else Net.__call__
-        return (batch["w"] * (each(net, batch["x"]) - batch["y"]) ** 2).mean()
+        apply = nnx.vmap(lambda net, x: net(x), in_axes=(None, 0), axis_name="rows") if name == "rows" else Net.__call__
+        return (batch["w"] * (apply(net, batch["x"]) - batch["y"]) ** 2).mean()
 
     random = np.random.default_rng(0)
     batch = {name: random.normal(size=size).astype("float32") for name, size in (("x", (8, 5)), ("y", 8), ("w", 8))}

@@ -1,13 +1,17 @@
-"""Expert parallelism, its layout: which dim of which parameter is that of experts, split over the mesh axis `expert`
+"""The layout of expert parallelism: which dim of which parameter counts experts, and is split over the axis `expert`
 (GShard: Lepikhin et al. 2020, arXiv:2006.16668, section 3).
 
-The first of these that names a leaf decides: the user's rules, the model's own table, annotations (Flax's logical
-names), and, where none of them names any leaf, names and shapes: a router [D, E] that is called so, beside leaves
-[E, ..] of more dims. The layout is made before any batch is seen, so that this may be wrong; then more is sent, and the
-result is the same, because the program of a rank follows the loss itself (`localiser.py`).
+The first of these that names a leaf decides:
 
-A rule for this axis is `{path: {"expert": dim}}`, which may name "tensor" as well, or `{name: "expert"}` for all dims
-to which annotations give that name.
+    1. the user's rules       {path: {"expert": dim}}, which may name "tensor" too; or {name: "expert"} for all dims to
+                              which annotations give that name
+    2. the model's own table  of the same form
+    3. annotations            Flax's logical names, `NAMES`
+    4. names and shapes       if none of the above names any leaf: a leaf called "router", "gate", ... of shape [D, E],
+                              and leaves [E, a, b] in the same module
+
+The layout is made before any batch is seen, so that the guess from shapes may be wrong. In that case a step sends more,
+but computes the same, because the program of a rank follows the loss itself (`localiser.py`).
 """
 
 import re
@@ -18,7 +22,14 @@ from ..tensor.dims import Rules, names_in
 from ..tensor.patterns import pattern
 
 AXIS = "expert"
-NAMES = ("expert", "experts", "exp", "num_experts", "expert_dim")  # what others call the dim
+NAMES = (
+    "expert",
+    "experts",
+    "exp",
+    "num_experts",
+    "expert_dim",
+)  # annotations of the dim in Flax, MaxText, T5X and others
+# The paths of routers, of experts, and of experts that every token uses, which are not split.
 _ROUTER = re.compile("(.*/)?[^/]*(router|gating|gate|switch)[^/]*(/[^/]*)?", re.IGNORECASE)
 _EXPERTS = re.compile(".*(expert|moe).*", re.IGNORECASE)
 _SHARED = re.compile(".*shared.*", re.IGNORECASE)
@@ -27,64 +38,74 @@ Leaves = Sequence[tuple[str, tuple[int, ...]]]
 
 
 def apart(rules: Rules | None) -> tuple[dict[str, int | str | None], Rules | None]:
-    """Rules for `expert`, and those for `tensor`. Raises ValueError for a rule that names another axis."""
+    """Divide the user's or the model's rules into rules for `expert` and rules for `tensor`.
+
+    Raises:
+      ValueError: a rule names another axis.
+    """
     if not isinstance(rules, Mapping):
         return {}, rules
-    own: dict[str, int | str | None] = {}
-    rest: dict[str, Any] = {}
+    expert_rules: dict[str, int | str | None] = {}
+    tensor_rules: dict[str, Any] = {}
     for key, value in rules.items():
         if isinstance(value, Mapping):
-            if unknown := [axis for axis in value if axis not in (AXIS, "tensor")]:
+            if other_axes := [axis for axis in value if axis not in (AXIS, "tensor")]:
                 raise ValueError(
-                    f"rules: {key!r}: {unknown[0]!r} is no axis that splits leaves; use 'expert', 'tensor'"
+                    f"rules: {key!r}: {other_axes[0]!r} is no axis that splits leaves; use 'expert', 'tensor'"
                 )
-            own.update({key: value[AXIS]} if AXIS in value else {})
-            rest.update({key: value["tensor"]} if "tensor" in value else {})
+            expert_rules.update({key: value[AXIS]} if AXIS in value else {})
+            tensor_rules.update({key: value["tensor"]} if "tensor" in value else {})
         elif value == AXIS:
-            own[key] = AXIS
+            expert_rules[key] = AXIS
         else:
-            rest[key] = value
-    return own, rest if rest or not own else None
+            tensor_rules[key] = value
+    # Rules for experts alone leave the table of `tensor` empty, which would mean that it splits no leaf. None lets it
+    # use its presets.
+    return expert_rules, tensor_rules if tensor_rules or not expert_rules else None
 
 
 def expert_dims(
     leaves: Leaves,
     ranks: int,
     rules: Mapping[str, int | str | None],
-    own: Mapping[str, int | str | None],
+    model_rules: Mapping[str, int | str | None],
     names: Mapping[str, tuple[Any, ...]],
 ) -> dict[str, int]:
-    """The dim of experts of every leaf that has one, by path, counted from the start.
+    """Return the dim of experts of every leaf that has one, by path, counted from the start.
 
     Args:
-      leaves: path and shape of the model's own leaves.
-      ranks: the number of devices on `expert`.
-      rules, own: the user's and the model's table, as `apart` gives them.
-      names: by path one name, None or tuple of names for each dim.
+      leaves: path and shape of the model's leaves.
+      ranks: the number of devices along `expert`.
+      rules: the user's rules for this axis, from `apart`.
+      model_rules: the model's own, from `apart`.
+      names: for each path one name, None or tuple of names for each dim.
 
-    Raises ValueError, naming leaf and numbers, for a rule that matches no leaf, a dim that a leaf does not have or that
-    `ranks` does not divide, and where nothing is found.
+    Raises:
+      ValueError: a rule matches no leaf, a dim does not exist or is not divisible by `ranks`, or no leaf has experts.
     """
+    # 1. Rules by path: the user's come first.
     shapes = dict(leaves)
-    known = {part for entry in names.values() for part in names_in(entry)}
+    annotated = {part for entry in names.values() for part in names_in(entry)}
     for key, value in rules.items():
-        if value == AXIS and key not in known:
+        if value == AXIS and key not in annotated:
             raise ValueError(
                 f"rules: {key!r}: 'expert' is for a name of dims, and the model's are "
-                f"{', '.join(sorted(known)) or 'none'}; for a path give the dim: {{{key!r}: {{'expert': -3}}}}"
+                f"{', '.join(sorted(annotated)) or 'none'}; for a path give the dim: {{{key!r}: {{'expert': -3}}}}"
             )
-    chosen = _claimed(rules, shapes, strict=True)
-    for path, dim in _claimed(own, shapes).items():
-        chosen.setdefault(path, dim)
-    meant = {*NAMES, *(key for table in (own, rules) for key, value in table.items() if value == AXIS)}
+    dim_by_path = _rule_dims(rules, shapes, strict=True)
+    for path, dim in _rule_dims(model_rules, shapes).items():
+        dim_by_path.setdefault(path, dim)
+    # 2. Annotations, by jaxpar's names for experts and those of the rules.
+    expert_names = {*NAMES, *(key for table in (model_rules, rules) for key, value in table.items() if value == AXIS)}
     for path, entry in names.items():
-        at = [d for d, part in enumerate(entry) if meant & {*names_in(part)}]
-        # A router's kernel [D, E] has the name too: what each token meets of all experts is whole.
-        if path in shapes and len(at) == 1 and len(shapes[path]) > 2 and at[0] <= len(shapes[path]) - 3:
-            chosen.setdefault(path, at[0])
-    if not chosen:
-        chosen = dict(_found(leaves))
-    dims = {path: dim for path, dim in chosen.items() if dim is not None}
+        matches = [d for d, part in enumerate(entry) if expert_names & {*names_in(part)}]
+        # A router's kernel [D, E] has the name too. It stays whole: every token needs the scores of all experts.
+        if path in shapes and len(matches) == 1 and len(shapes[path]) > 2 and matches[0] <= len(shapes[path]) - 3:
+            dim_by_path.setdefault(path, matches[0])
+    # 3. Names and shapes.
+    if not dim_by_path:
+        dim_by_path = dict(_expert_leaves(leaves))
+    dims = {path: dim for path, dim in dim_by_path.items() if dim is not None}
     if not dims:
         raise ValueError(
             f"expert={ranks} splits no parameter, as no leaf [experts, ...] stands beside a router; "
@@ -100,97 +121,121 @@ def expert_dims(
 
 
 def _hint(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> str:
-    """What to write where no names say it: rules for leaves [.., E, a, b] beside any [.., a, E], else for the likeliest
-    that ranks divide.
+    """Return the advice for a model without recognised experts: the rules to write for them.
+
+    The rules are for leaves [.., E, a, b] near any leaf [.., a, E]. Without such leaves the most likely leaf is
+    proposed: one with "expert" in its path, or else the one of the most dims, if `ranks` divides it.
     """
-    found = {p: d for p, d in _found([*shapes.items()], strict=True, named=False) if not shapes[p][d] % ranks}
+    guessed = {p: d for p, d in _expert_leaves([*shapes.items()], strict=True, named=False) if not shapes[p][d] % ranks}
+    # Leaves that are named as experts but have no dim for them: a Python list of modules, each with one expert.
     experts = [path for path in shapes if "expert" in path.lower()]
-    if not found and experts and all(len(shapes[path]) < 3 for path in experts):
-        one = f"{experts[0]} {list(shapes[experts[0]])}"
-        return f"{one} is one expert's alone: stack them all in one leaf, by nn.vmap, say, or "
-    many = [path for path, shape in shapes.items() if len(shape) > 2 and not shape[-3] % ranks]
-    if not found and not many:
+    if not guessed and experts and all(len(shapes[path]) < 3 for path in experts):
+        first = f"{experts[0]} {list(shapes[experts[0]])}"
+        return f"{first} is one expert's alone: stack them all in one leaf, by nn.vmap, say, or "
+    divisible = [path for path, shape in shapes.items() if len(shape) > 2 and not shape[-3] % ranks]
+    if not guessed and not divisible:
         return ""
-    likely = "" if found else min(many, key=lambda path: (path not in experts, -len(shapes[path])))
-    found = found or {likely: len(shapes[likely]) - 3}
-    back = {path: dim - len(shapes[path]) for path, dim in found.items()}
+    likely = "" if guessed else min(divisible, key=lambda path: (path not in experts, -len(shapes[path])))
+    guessed = guessed or {likely: len(shapes[likely]) - 3}
+    dims_from_end = {path: dim - len(shapes[path]) for path, dim in guessed.items()}
     rules = {}
-    for path, dim in back.items():
+    for path, dim in dims_from_end.items():
         parts = path.split("/")
+        # The shortest end of the path whose matches all have this dim.
         ends = [re.escape("/".join(parts[n:])) for n in reversed(range(len(parts)))]
-        own = lambda key, dim=dim: all(back.get(p) == dim for p in shapes if pattern("", key).fullmatch(p))
-        rules[next(filter(own, [*ends, f"^{re.escape(path)}"]))] = {AXIS: dim}
+        is_unambiguous = lambda key, dim=dim: all(
+            dims_from_end.get(p) == dim for p in shapes if pattern("", key).fullmatch(p)
+        )
+        rules[next(filter(is_unambiguous, [*ends, f"^{re.escape(path)}"]))] = {AXIS: dim}
     if likely and likely not in experts:  # any leaf of three dims: the model may well have no experts
         return f"if {likely} {list(shapes[likely])} is of {shapes[likely][-3]} experts, say so: rules={rules}, or "
     return f"say which dim is that of experts: rules={rules}, or "
 
 
 def looks_stacked(leaves: Leaves) -> dict[str, int]:
-    """The dims of experts by shapes alone, in modules that name them so: no layers, though they may look like such.
-    Only beside a router [.., a, E]: vectors of L layers, [L, a], are none, nor are their kernels [L, a, b] experts.
+    """Return the dims of experts by shapes alone, in modules whose names say "expert" or "moe".
+
+    Such a leaf [E, a, b] looks like a stack of E layers, and must not be treated as one. A router [.., a, E] is needed
+    as evidence: neither vectors of L layers, [L, a], nor their kernels, [L, a, b], are experts.
     """
-    return {path: dim for path, dim in _found(leaves, strict=True) if _EXPERTS.fullmatch(path)}
+    return {path: dim for path, dim in _expert_leaves(leaves, strict=True) if _EXPERTS.fullmatch(path)}
 
 
-def _claimed(
+def _rule_dims(
     table: Mapping[str, int | str | None], shapes: Mapping[str, tuple[int, ...]], strict: bool = False
 ) -> dict[str, int | None]:
-    chosen: dict[str, int | None] = {}
+    """Return the dim (counted from the start) or None that a table of rules gives to each leaf that it names.
+
+    Args:
+      table: path pattern -> dim; rules for names of dims are skipped.
+      shapes: the shape of each leaf.
+      strict: whether a rule that matches no leaf is an error.
+    """
+    dim_by_path: dict[str, int | None] = {}
     for key, dim in table.items():
         if dim == AXIS:
             continue
         matches = pattern("rules", key).fullmatch
-        found = [path for path in shapes if matches(path)]
-        if strict and not found:
+        paths = [path for path in shapes if matches(path)]
+        if strict and not paths:
             raise ValueError(
                 f"rules: {key!r} matches the end of no parameter's path; the first is {next(iter(shapes))}"
             )
-        for path in found:
+        for path in paths:
             n = len(shapes[path])
             if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool) or not -n <= dim < n):
                 raise ValueError(f"rules: {key!r}: {path} {list(shapes[path])} has no dim {dim!r}; use {-n} to {n - 1}")
-            chosen[path] = None if dim is None else dim % n
-    return chosen
+            dim_by_path[path] = None if dim is None else dim % n
+    return dim_by_path
 
 
-def _found(leaves: Leaves, strict: bool = False, named: bool = True) -> Iterator[tuple[str, int]]:
-    """Leaves [.., E, a, b] beside a router [.., a, E], in the innermost module that has both, those of more dims, and
-    their biases. If not `strict`, the router may be [.., E, a], and may have other features; if not `named`, all may
-    have any names.
+def _expert_leaves(leaves: Leaves, strict: bool = False, named: bool = True) -> Iterator[tuple[str, int]]:
+    """Yield the leaves that look like experts, with their dim of experts.
+
+    These are leaves [.., E, a, b] near a router [.., a, E], in the innermost module that has both; and in this module
+    leaves of more dims and biases with the same E.
+
+    Args:
+      leaves: path and shape of each leaf.
+      strict: whether the router must be [.., a, E], with features a of the experts. If False, it may be [.., E, a], and
+        may have other features.
+      named: whether router or experts must be recognised by name too.
     """
-    seen = set()
+    dims = set()
     for router, shape in leaves:
         if len(shape) < 2 or not (not named or _ROUTER.fullmatch(router) or _EXPERTS.fullmatch(router)):
             continue
-        if strict and shape[-1] == shape[-2]:  # of as many layers as experts
+        if strict and shape[-1] == shape[-2]:  # as many layers as experts: nothing tells them apart
             continue
+        # The modules around the router, from the innermost outwards.
         parts = router.split("/")
         for n in reversed(range(len(parts))):
             scope = "".join(f"{part}/" for part in parts[:n])
-            inside = [(p, s) for p, s in leaves if p.startswith(scope) and p != router and not _SHARED.fullmatch(p)]
-            known = not named or bool(_ROUTER.fullmatch(router))
-            alike = [
+            siblings = [(p, s) for p, s in leaves if p.startswith(scope) and p != router and not _SHARED.fullmatch(p)]
+            is_named = not named or bool(_ROUTER.fullmatch(router))
+            # A router that is not named as one counts only for leaves that are named as experts.
+            kernels = [
                 (path, s)
-                for path, s in inside
+                for path, s in siblings
                 if len(s) == len(shape) + 1
                 and s[:-3] == shape[:-2]
                 and (s[-3] == shape[-1] and shape[-2] in s[-2:] if strict else s[-3] in shape[-2:])
-                and (known or _EXPERTS.fullmatch(path))
+                and (is_named or _EXPERTS.fullmatch(path))
             ]
-            if alike:
-                count, depth = alike[0][1][-3], len(shape)
-                seen.update((path, len(s) - 3) for path, s in alike if s[-3] == count)
-                seen.update(  # a gate beside what it gates, [E, 2, a, b]
+            if kernels:
+                count, depth = kernels[0][1][-3], len(shape)
+                dims.update((path, len(s) - 3) for path, s in kernels if s[-3] == count)
+                dims.update(  # leaves of more dims: gate and up projection stacked, [E, 2, a, b]
                     (path, depth - 2)
-                    for path, s in inside
+                    for path, s in siblings
                     if len(s) > depth + 1
                     and s[: depth - 1] == (*shape[:-2], count)
-                    and (known or _EXPERTS.fullmatch(path))
+                    and (is_named or _EXPERTS.fullmatch(path))
                 )
-                seen.update(
+                dims.update(  # biases, [.., E, a]
                     (path, len(s) - 2)
-                    for path, s in inside
+                    for path, s in siblings
                     if "bias" in path and len(s) == depth and s[-2] == count and s[:-2] == shape[:-2]
                 )
                 break
-    yield from sorted(seen)
+    yield from sorted(dims)

@@ -1,4 +1,8 @@
-"""The program of one expert rank, from end to end."""
+"""The program of one expert rank, from end to end: `exchange_tokens` rewrites a traced loss.
+
+`TokenExchange` rewrites equation by equation (`localiser.py`, `rules.py`), except for runs of grouped matmuls
+(`ragged_dot.py`). It rewrites such a run as a whole, if exchanging tokens sends fewer bytes than gathering experts.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,36 +18,40 @@ from .ragged_dot import PRIMITIVE, ExpertRun, repeats, runs
 
 @dataclass
 class TokenExchange(ExpertLocaliser):
-    """The rewriting of a loss, grouped matmuls as `ragged_dot.py` has them. `fewer` has those whose experts are
-    gathered because they are fewer bytes than its tokens: where, and bytes of those.
+    """Rewrites a loss for an expert rank, with runs of grouped matmuls as exchanges of tokens.
+
+    Attributes:
+      fewer: place of a grouped matmul -> bytes of its tokens, where experts are gathered because they are fewer bytes.
     """
 
     fewer: dict[str, int] = field(default_factory=dict)
 
     def through(self, flat: jx.Flat, env: jx.Environment[LocalValue]) -> None:
-        """All equations of a flat program, those of a run of grouped matmuls together, where its last one stands."""
-        found = {id(run.eqns[-1]): run for run in runs(flat, self.rules)}
-        later = {id(eqn) for run in found.values() for eqn in run.eqns if not repeats(eqn)}
+        """Rewrite all equations of a program; a run of grouped matmuls is rewritten at its last equation."""
+        run_by_last_eqn = {id(run.eqns[-1]): run for run in runs(flat, self.rules)}
+        # The equations of a run wait for its last one, except for broadcasts, which others may read.
+        deferred = {id(eqn) for run in run_by_last_eqn.values() for eqn in run.eqns if not repeats(eqn)}
         for eqn in flat.eqns:
-            if id(eqn) in found:
-                self.grouped(found[id(eqn)], env)
-            elif id(eqn) not in later:
+            if id(eqn) in run_by_last_eqn:
+                self.rewrite_run(run_by_last_eqn[id(eqn)], env)
+            elif id(eqn) not in deferred:
                 env.compute(eqn, self.equation)
 
-    def grouped(self, run: ExpertRun, env: jx.Environment[LocalValue]) -> None:
-        """Tokens exchanged, where experts are split and that is fewer bytes; else the equations as they are."""
+    def rewrite_run(self, run: ExpertRun, env: jx.Environment[LocalValue]) -> None:
+        """Rewrite a run of grouped matmuls: exchange tokens if this is fewer bytes, else gather experts."""
         inputs = env.read((run.sizes, *run.rows, *run.leaves, *run.rest))
         k = 1 + len(run.rows)
         leaves, rest = inputs[k : k + len(run.leaves)], inputs[k + len(run.leaves) :]
-        tokens, experts = run.bytes()
-        split = all(x.dim == 0 for x in leaves) and all(x.weight for x in rest)
-        if split and tokens <= experts:
+        token_bytes, expert_bytes = run.bytes()
+        # The leaves must be split along their first dim, and the rest equal on all ranks: every expert reads it.
+        can_exchange = all(x.dim == 0 for x in leaves) and all(x.weight for x in rest)
+        if can_exchange and token_bytes <= expert_bytes:
             with jx.source_info_of(run.eqns[-1]):
                 flat, _ = jx.trace(run.exchanged, *(jax.ShapeDtypeStruct(x.shape, x.value.dtype) for x in inputs))
                 (env[run.out],) = self.run(flat, inputs)
             return
-        if split:
-            self.fewer.update({place(eqn): tokens for eqn in run.eqns if eqn.primitive.name == PRIMITIVE})
+        if can_exchange:
+            self.fewer.update({place(eqn): token_bytes for eqn in run.eqns if eqn.primitive.name == PRIMITIVE})
         for eqn in run.eqns:
             if not repeats(eqn):
                 env.compute(eqn, self.equation)
@@ -52,24 +60,28 @@ class TokenExchange(ExpertLocaliser):
 def exchange_tokens(
     flat: jx.Flat, dims: Sequence[int | None], ranks: int, rules: Any
 ) -> tuple[Callable[..., list[Any]], TokenExchange]:
-    """The program of one rank, a function of its parts of the parameters (the first inputs) and of the other inputs.
+    """Return the program of one expert rank.
 
     Args:
       flat: the traced loss on one rank's rows and all experts.
-      dims: for each parameter, the dim of experts, None where it has none.
-      ranks: the number of devices on `expert`.
-      rules: what becomes of an equation, by primitive.
+      dims: for each parameter, the dim of experts; None if it has none.
+      ranks: the number of devices along `expert`.
+      rules: primitive name -> rule (`rules.RULES`).
 
-    Returns the function, whose results are of this rank's rows; and, filled when it is traced, where experts are
-    `gathered` (place -> bytes of all of them), where they are because their tokens are more (`fewer`: place -> bytes of
-    those), and where `all_tokens` are gathered. Raises nothing: what has no rule gets its inputs as the model has them.
+    Returns:
+      The program, a function of this rank's parameters (the first inputs) and of the other inputs, whose results are
+      those of this rank's rows; and the `TokenExchange`. When the program is traced, it notes where experts are
+      `gathered` (place -> bytes of all of them), where this is because their tokens are more (`fewer`: place -> bytes
+      of the tokens), and where `all_tokens` are gathered. No program is refused: an equation without a rule gets whole
+      inputs.
     """
-    work = TokenExchange(ranks, False, rules)
+    localiser = TokenExchange(ranks, False, rules)
 
-    def fun(*values: Any) -> list[Any]:
-        work.gathered.clear()
-        work.fewer.clear()
-        work.all_tokens.clear()
-        return [work.whole(x) for x in work.run(flat, work.arguments(flat, values, dims))]
+    # A trace fills the notes. Clear them, since the program may be traced again.
+    def program(*values: Any) -> list[Any]:
+        localiser.gathered.clear()
+        localiser.fewer.clear()
+        localiser.all_tokens.clear()
+        return [localiser.whole(x) for x in localiser.run(flat, localiser.arguments(flat, values, dims))]
 
-    return fun, work
+    return program, localiser

@@ -1,15 +1,22 @@
-"""Rewrite a traced loss into the program of one expert rank, which has some of the experts and rows of its own.
+"""Rewrite a traced loss into the program of one expert rank, which stores some of the experts and has its own rows.
 
-Every rank runs the loss on its rows. Leaves of experts are split along the dim of experts, E; all else of the
-parameters is whole, and all that comes of rows is this rank's. Where a product has split experts on one side and the
-tokens of its own rows for all experts on the other, [E, C, D], the ranks exchange them by an all-to-all: each gets the
-tokens of all ranks for its experts, [E/e, e C, D] (GShard: Lepikhin et al. 2020, arXiv:2006.16668, section 3.3). Such
-a value is slotwise: what computes each slot for itself keeps it so. Any equation that is not known to do that gets it
-back as it was, [E, C, D], by the reverse, which is exact whatever comes next. Experts that meet no such product are
-gathered, as ZeRO-3 gathers a layer, which is exact as well, and noted.
+A value of this program is in one of three layouts (E experts, e ranks, C slots of an expert for one rank's tokens):
 
-Each rank's loss is its own part of the sum over rows, as on `data`, so that the derivative of each collective is JAX's
-own. The gradient of experts is that of all tokens that they got: a strategy's rule does not sum it over `expert`.
+    whole        of a parameter, all of it; of an activation, that of this rank's rows: buffers [E, C, D]
+    split        a leaf of experts, [E/e, ..], or a value computed from leaves alone. `dim` is its dim of experts
+    slotwise     the slots of all ranks for this rank's experts, [E/e, e C, D]. `dim` is a `SlotDims`
+
+               all-to-all                        all-to-all
+    [E, C, D]  ---------->  [E/e, e C, D]  ...  ---------->  [E, C, D]
+
+The exchange begins at a matmul of split leaves with whole buffers [E, C, D]: an all-to-all sends each rank the tokens
+of all ranks for its experts (GShard: Lepikhin et al. 2020, arXiv:2006.16668, section 3.3). Equations that compute each
+slot independently keep a value slotwise (`rules.py`). Any other equation gets whole values, by the inverse all-to-all,
+which is exact for every equation. Split leaves that meet no such matmul are gathered, as ZeRO-3 gathers a layer. This
+is exact too, and noted in `gathered`, because it sends more.
+
+Each rank's loss is its part of the sum over rows, as on `data`, so that JAX's own transposes of collectives are right.
+The gradient of split leaves already contains the tokens of all ranks: a strategy's rule does not sum it over `expert`.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,111 +34,143 @@ from .dims import AXIS
 
 @dataclass(frozen=True)
 class SlotDims:
-    """Where a slotwise value has experts (a rank's part of them), and where slots (those of all ranks)."""
+    """The dims of a slotwise value.
+
+    Attributes:
+      dim: the dim of experts; each rank has a part of them.
+      slots: the dim of slots; each rank has the slots of all ranks.
+    """
 
     dim: int
     slots: int
 
     def __add__(self, n: int) -> "SlotDims":
+        """Return the dims of a value that has `n` more dims in front."""
         return SlotDims(self.dim + n, self.slots + n)
 
     def moved(self, to: Callable[[int], int]) -> "SlotDims":
-        """Where they are in another value."""
+        """Return the dims after `to` has mapped each of them to a dim of another value."""
         return SlotDims(to(self.dim), to(self.slots))
 
     def __contains__(self, dim: int) -> bool:
+        """Whether a dim is either of the two."""
         return dim in (self.dim, self.slots)
 
 
 @dataclass
 class ExpertLocaliser(Localiser):
-    """One rewriting. A value's `dim` is that of a split leaf, or `SlotDims`; `weight` says that it is equal on all
-    ranks, as what comes of parameters and constants alone. `all_tokens` has where ranks gather each other's tokens,
-    and the bytes of those, and of the buffers that they would send.
+    """Rewrites one program for an expert rank.
+
+    A value's `dim` is None (whole), the dim of experts of a split leaf, or a `SlotDims`. Its `weight` says that it is
+    equal on all ranks, as are values that come from parameters and constants alone.
+
+    Attributes:
+      all_tokens: place -> (bytes of tokens, bytes of buffers), where ranks gather all tokens instead of exchanging
+        buffers, which are more bytes.
+      always: the primitives whose rule runs even if no input is split.
     """
 
     all_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
-    always = jx.CUSTOM  # a route may gather tokens where nothing is split yet
+    always = jx.CUSTOM  # dispatch may gather tokens, and no leaf of experts has met them yet
 
     def whole(self, x: LocalValue) -> jax.Array:
-        """As the model has it: all experts, and of slots those of this rank's rows."""
+        """Return a value in the layout of the model: all experts, and the slots of this rank's rows."""
         dim: Any = x.dim
         if dim is None:
             return x.value
+        # `once` runs the collective a single time, for all equations that read the whole value.
         if isinstance(dim, SlotDims):
             return x.once("whole", lambda: lax.all_to_all(x.value, AXIS, dim.slots, dim.dim, tiled=True))
-        return x.once("whole", lambda: self._gathered(x, dim))
+        return x.once("whole", lambda: self._gather(x, dim))
 
-    def _gathered(self, x: LocalValue, dim: int) -> jax.Array:
+    def _gather(self, x: LocalValue, dim: int) -> jax.Array:
+        """All-gather a split leaf. Of a broadcast gather only the value that was broadcast."""
         if x.broadcast is not None:
-            inner, dims = x.broadcast
-            return lax.broadcast_in_dim(self.whole(inner), x.shape, dims)
+            operand, dims = x.broadcast
+            return lax.broadcast_in_dim(self.whole(operand), x.shape, dims)
         return lax.all_gather(x.value, AXIS, axis=dim, tiled=True)
 
     def entered(self, x: LocalValue) -> jax.Array:
-        """The same: no edge is needed where each rank's loss is a part of the sum."""
+        """Return the whole value. No edge is needed, since each rank's loss is its part of the sum over rows."""
         return self.whole(x)
 
     def part(self, x: LocalValue, dim: Any) -> jax.Array:
-        """This rank's experts of a value that is equal on all; or the value slotwise."""
+        """Return this rank's experts of a value that is equal on all ranks; for `SlotDims`, the value slotwise."""
         if x.dim == dim:
             return x.value
-        return x.once(("part", dim), lambda: self._slotwise(x, dim) if isinstance(dim, SlotDims) else self.take(x, dim))
+        return x.once(
+            ("part", dim), lambda: self._to_slotwise(x, dim) if isinstance(dim, SlotDims) else self.take(x, dim)
+        )
 
     def take(self, value: Any, dim: int) -> jax.Array:
-        """This rank's experts of what every rank has."""
+        """Return this rank's experts of a value that every rank has whole."""
         value = self.whole(value) if isinstance(value, LocalValue) else value
         size = value.shape[dim] // self.ranks
         return lax.dynamic_slice_in_dim(value, lax.axis_index(AXIS) * size, size, dim)
 
-    def _slotwise(self, x: LocalValue, to: SlotDims) -> jax.Array:
-        if x.weight and x.dim in (None, to.dim):  # each rank has the slots of all
-            mine = x.value if x.dim is not None else None
-            if x.broadcast is not None and mine is None and not {to.dim, to.slots} & {*x.broadcast[1]}:
-                inner, dims = x.broadcast
-                return lax.broadcast_in_dim(self.whole(inner), self.local(x.shape, to), dims)
-            mine = self.take(x, to.dim) if mine is None else mine
-            return jnp.concatenate([mine] * self.ranks, axis=to.slots)
+    def _to_slotwise(self, x: LocalValue, to: SlotDims) -> jax.Array:
+        """Return a value slotwise, with experts and slots on the dims `to`.
+
+        Equal values are repeated for the slots of all ranks, and broadcasts are made in the new shape; both send
+        nothing. Any other value goes through an all-to-all.
+        """
+        # 1. A value that is equal on all ranks, or this rank's experts of one: repeat it for the slots of every rank.
+        if x.weight and x.dim in (None, to.dim):
+            local_experts = x.value if x.dim is not None else None
+            if x.broadcast is not None and local_experts is None and not {to.dim, to.slots} & {*x.broadcast[1]}:
+                operand, dims = x.broadcast
+                return lax.broadcast_in_dim(self.whole(operand), self.local(x.shape, to), dims)
+            local_experts = self.take(x, to.dim) if local_experts is None else local_experts
+            return jnp.concatenate([local_experts] * self.ranks, axis=to.slots)
         if x.broadcast is not None and x.dim is None:
-            inner, dims = x.broadcast
+            operand, dims = x.broadcast
+            # 2. A broadcast of a value that has both dims: exchange the smaller value, and broadcast the result.
             if to.dim in dims and to.slots in dims:
-                at = to.moved(dims.index)
-                if all(inner.shape[a] == x.shape[b] for a, b in ((at.dim, to.dim), (at.slots, to.slots))):
-                    return lax.broadcast_in_dim(self.part(inner, at), self.local(x.shape, to), dims)
+                operand_dims = to.moved(dims.index)
+                if all(
+                    operand.shape[i] == x.shape[j]
+                    for i, j in ((operand_dims.dim, to.dim), (operand_dims.slots, to.slots))
+                ):
+                    return lax.broadcast_in_dim(self.part(operand, operand_dims), self.local(x.shape, to), dims)
+        # 3. Send each rank the slots of its experts: [E, C, ..] -> [E/e, e C, ..].
         return lax.all_to_all(self.whole(x), AXIS, to.dim, to.slots, tiled=True)
 
     def alike(self, x: LocalValue) -> bool:
-        """Not what comes of a rank's rows."""
+        """Whether a value is the same on all ranks: one that comes from a rank's rows is not."""
         return x.weight
 
     def input_cotangent(self, x: LocalValue, dim: Any) -> jax.Array:
-        """What a function's own derivative returns for an input."""
+        """Return the cotangent of an input, from a function with its own derivative, in the layout of the input."""
         assert dim is None or isinstance(dim, SlotDims), dim
         return self.whole(x) if dim is None else self.part(x, dim)
 
     def local(self, shape: Sequence[int], dim: Any) -> tuple[int, ...]:
-        """The shape of what a rank has of a value."""
+        """Return the shape of a rank's part of a value."""
         if not isinstance(dim, SlotDims):
             return super().local(shape, dim)
-        each = {dim.dim: lambda n: n // self.ranks, dim.slots: lambda n: n * self.ranks}
-        return tuple(each.get(d, lambda n: n)(n) for d, n in enumerate(shape))
+        # A rank has 1/e of the experts, and the slots of all e ranks.
+        sizes = {dim.dim: lambda n: n // self.ranks, dim.slots: lambda n: n * self.ranks}
+        return tuple(sizes.get(d, lambda n: n)(n) for d, n in enumerate(shape))
 
     def constant(self, value: Any) -> LocalValue:
-        """Equal on all ranks, as parameters are."""
+        """Return a constant as a whole value. Like parameters, it is equal on all ranks."""
         return LocalValue(value, None, jnp.shape(value), weight=True)
 
     def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
-        """What becomes of one equation."""
-        outs = super().equation(eqn, inputs)
-        alike = all(x.weight for x in inputs) and not jx.communicates([eqn], ("axis_index",))  # each rank's own
-        for x in outs:
-            # A split leaf stays one beside tokens, where what overflows its experts' slots passes it on.
-            x.weight = alike or isinstance(x.dim, int)
+        """Rewrite one equation, and say which of its results are equal on all ranks."""
+        outputs = super().equation(eqn, inputs)
+        is_equal = all(x.weight for x in inputs) and not jx.communicates(
+            [eqn], ("axis_index",)
+        )  # differs between ranks
+        for x in outputs:
+            # `overflow` takes leaves with tokens and returns them: such a result is still a split leaf.
+            x.weight = is_equal or isinstance(x.dim, int)
+        # A broadcast remembers its operand: moving that is cheaper than moving the result.
         if eqn.primitive.name == "broadcast_in_dim":
-            outs[0].broadcast = inputs[0], eqn.params["broadcast_dimensions"]
-        return outs
+            outputs[0].broadcast = inputs[0], eqn.params["broadcast_dimensions"]
+        return outputs
 
     def note(self, eqn: Any, x: LocalValue) -> None:
-        """Experts that are gathered: slots are not, they go back."""
+        """Note that split leaves are gathered. A slotwise value that goes back to whole is no gather."""
         if isinstance(x.dim, int):
             super().note(eqn, x)

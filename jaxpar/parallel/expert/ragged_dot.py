@@ -1,10 +1,19 @@
-"""Grouped matmuls (`lax.ragged_dot`) as the exchange of tokens.
+"""Grouped matmuls (`lax.ragged_dot`) as an exchange of tokens between expert ranks.
 
-Rows [M, D] lie in groups, one for each expert, as long as `sizes` [E] says: a program that sorts its
-tokens by expert has them. What a row meets is in these sizes alone, so that nothing need be known of the sort. One
-product follows another, with what computes each row for itself between them (an activation, a gate): such a run of
-equations is a function of a row and of its expert's leaves, and is computed as `jp.experts` computes one without a
-capacity: the first slots of every expert exchanged at once, the rest in rounds (`parallel/expert/ops/dropless.py`).
+A program that sorts its tokens by expert has rows [M, D] in groups, one for each expert; `sizes` [E] are their lengths.
+A grouped matmul multiplies each group by the leaf of its expert:
+
+    rows    | expert 0 | expert 1 | expert 2 ...      [M, D]
+    times   leaf[0]    leaf[1]    leaf[2]             [E, D, F]
+
+The sizes alone determine the expert of a row, so that the sort itself is of no interest. Between two grouped matmuls
+stand equations that compute each row independently (an activation, a gate). Such a run of equations is a function of a
+row and of its expert's leaves:
+
+    1. `runs` finds the longest runs of a program, backwards from each last grouped matmul.
+    2. `ExpertRun.expert` is that function, for n rows of one expert.
+    3. `ExpertRun.exchanged` computes the run as `jp.experts` does without a capacity (`ops/dropless.py`): it exchanges
+       the first slots of every expert at once, and the rest in rounds.
 """
 
 import math
@@ -26,50 +35,57 @@ from .ops.tables import wide
 
 PRIMITIVE = "ragged_dot_general"
 
+# The layout of a value [n, ...] that is computed row by row. There is no dim of experts: all rows are of one.
 BY_ROWS: Any = SlotDims(0, 0)
 
 
 class MixesRowsError(Exception):
-    """An equation that is not known to compute each row for itself."""
+    """Raised where an equation is not known to compute each row independently."""
 
 
 @dataclass
 class ByRows(ExpertLocaliser):
-    """What computes each row for itself, as a program of another number of `rows`."""
+    """Rewrites equations that compute each row independently, for another number of rows.
+
+    It has one rank and sends nothing. A value is of rows (`dim` is `BY_ROWS`), or is the same for every row (None).
+
+    Attributes:
+      rows: the number of rows of the rewritten program.
+    """
 
     rows: int = 0
 
     def whole(self, x: LocalValue) -> jax.Array:
-        """What every row reads."""
+        """Return a value that every row reads whole."""
         if x.dim is not None:
             raise MixesRowsError
         return x.value
 
     def part(self, x: LocalValue, dim: Any) -> jax.Array:
-        """These rows of a value."""
+        """Return a value for these rows."""
         if x.dim == dim:
             return x.value
         if x.broadcast is None or dim != BY_ROWS:
             raise MixesRowsError
-        inner, dims = x.broadcast
-        return lax.broadcast_in_dim(self.whole(inner), self.local(x.shape, dim), dims)
+        operand, dims = x.broadcast
+        return lax.broadcast_in_dim(self.whole(operand), self.local(x.shape, dim), dims)
 
     def local(self, shape: Sequence[int], dim: Any) -> tuple[int, ...]:
-        """The shape of these rows of a value."""
+        """Return the shape of a value for these rows."""
         return tuple(self.rows if dim is not None and d in dim else n for d, n in enumerate(shape))
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertRun:
-    """Grouped matmuls over the same groups, and what computes each row for itself between them.
+    """A run of grouped matmuls over the same groups, with the equations between them, which compute row by row.
 
     Attributes:
-      eqns: in order; the last is a grouped matmul, and nothing else of them is read outside.
+      eqns: the equations in order. The last is a grouped matmul, and only its result is read outside of the run.
       sizes: the variable of the groups' lengths, [E].
-      rows: variables [M, ...] that come in with a row, of one dtype.
-      leaves: variables [E, ...]: right sides of grouped matmuls.
+      rows: variables [M, ...] that enter the run by row, of one dtype.
+      leaves: variables [E, ...]: right operands of grouped matmuls.
       rest: variables that every row reads whole.
-      rules: what becomes of an equation for an expert rank, by primitive.
+      rules: primitive name -> rule for an expert rank.
     """
 
     eqns: tuple[Any, ...]
@@ -81,183 +97,214 @@ class ExpertRun:
 
     @property
     def out(self) -> Any:
-        """The variable of its result."""
+        """The variable of the result."""
         return self.eqns[-1].outvars[0]
 
     def bytes(self) -> tuple[int, int]:
-        """Of the buffers of one exchange to the experts and back, and of all the experts' leaves."""
-        (count,), (tokens, *_) = self.sizes.aval.shape, self.rows[0].aval.shape
-        moved = sum(jx.nbytes(v) // tokens for v in (*self.rows, self.out))
-        return count * slots_of(tokens, 1, count) * moved, sum(map(jx.nbytes, self.leaves))
+        """Return the bytes of the buffers of one exchange to the experts and back, and of the leaves of all experts."""
+        (num_experts,), (tokens, *_) = self.sizes.aval.shape, self.rows[0].aval.shape
+        bytes_per_token = sum(jx.nbytes(v) // tokens for v in (*self.rows, self.out))
+        return num_experts * slots_of(tokens, 1, num_experts) * bytes_per_token, sum(map(jx.nbytes, self.leaves))
 
     def exchanged(self, sizes: jax.Array, *values: jax.Array) -> jax.Array:
-        """The result, from values of `rows`, `leaves` and `rest`, as a mixture of one choice for each row."""
+        """Compute the result as a mixture in which each row has chosen one expert.
+
+        Args:
+          sizes: the lengths of the groups, int [E].
+          values: the values of `rows`, `leaves` and `rest`.
+
+        Returns:
+          The value of `out`.
+        """
         n, k = len(self.rows), len(self.rows) + len(self.leaves)
         rows, leaves, rest = values[:n], values[n:k], values[k:]
         x = jnp.concatenate([row.reshape(row.shape[0], -1) for row in rows], axis=1)
-        at = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-        ids = (at >= jnp.cumsum(sizes.astype(jnp.int32))).sum(axis=1, keepdims=True, dtype=jnp.int32)
-        each = [jnp.broadcast_to(value, (sizes.size, *value.shape)) for value in rest]
-        ones = jnp.ones(ids.shape, wide(x.dtype))
-        out = dropless(x, ids, ones, [*leaves, *each], self.expert)
-        return out.reshape(self.out.aval.shape).astype(self.out.aval.dtype)
+        # The expert of a row: the number of groups that end at or before it.
+        index = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+        ids = (index >= jnp.cumsum(sizes.astype(jnp.int32))).sum(axis=1, keepdims=True, dtype=jnp.int32)
+        # `dropless` passes an expert its leaves alone. The values that all rows read become leaves, equal for every
+        # expert.
+        shared = [jnp.broadcast_to(value, (sizes.size, *value.shape)) for value in rest]
+        gates = jnp.ones(ids.shape, wide(x.dtype))
+        result = dropless(x, ids, gates, [*leaves, *shared], self.expert)
+        return result.reshape(self.out.aval.shape).astype(self.out.aval.dtype)
 
     def expert(self, leaves: Sequence[jax.Array], x: jax.Array) -> jax.Array:
-        """What one expert makes of n rows, [n, D] -> [n, D']: `leaves` are its own, then `rest`."""
-        work = ByRows(1, False, {**self.rules, PRIMITIVE: _product}, rows=x.shape[0])
-        env, at = jx.Environment[LocalValue]({}, work.literal), 0
+        """Compute the run for n rows of one expert.
+
+        Args:
+          leaves: this expert's leaves, then `rest`.
+          x: the rows, [n, D]: the features of all variables in `rows`, flattened and joined.
+
+        Returns:
+          [n, D'], the result with flattened features.
+        """
+        # Rows of one expert have one leaf: here a grouped matmul is a plain one.
+        localiser = ByRows(1, False, {**self.rules, PRIMITIVE: _plain_matmul}, rows=x.shape[0])
+        env, column = jx.Environment[LocalValue]({}, localiser.literal), 0
         for v in self.rows:
-            size = math.prod(v.aval.shape[1:])
-            value = x[:, at : at + size].reshape(x.shape[0], *v.aval.shape[1:])
-            env[v], at = LocalValue(value, BY_ROWS, v.aval.shape, active=True), at + size
+            width = math.prod(v.aval.shape[1:])
+            value = x[:, column : column + width].reshape(x.shape[0], *v.aval.shape[1:])
+            env[v], column = LocalValue(value, BY_ROWS, v.aval.shape, active=True), column + width
         env[self.sizes] = LocalValue(None, None, self.sizes.aval.shape, weight=True)
         for v, value in zip((*self.leaves, *self.rest), leaves, strict=True):
             env[v] = LocalValue(value, None, value.shape, weight=True)
         for eqn in self.eqns:
-            env.compute(eqn, work.equation)
+            env.compute(eqn, localiser.equation)
         return env[self.out].value.reshape(x.shape[0], -1)
 
 
-def _product(work: Any, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
-    """A grouped matmul, of rows of one group."""
+def _plain_matmul(localiser: Any, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
+    """The rule of a grouped matmul where all rows are of one group: a plain matmul."""
     x, leaf = inputs[:2]
     options = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
     return [(lax.dot_general(x.value, leaf.value, (((1,), (0,)), ((), ())), **options), BY_ROWS)]
 
 
 def runs(flat: jx.Flat, rules: Any) -> Iterator[ExpertRun]:
-    """The grouped matmuls of a flat program, each in one run, as long as they get."""
-    if not any(map(_plain, flat.eqns)):
+    """Yield the grouped matmuls of a program in the longest possible runs; each is in exactly one."""
+    if not any(map(_is_grouped_matmul, flat.eqns)):
         return
-    made = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
+    producers = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
     readers: dict[Any, list[Any]] = {v: [None] for v in flat.outvars if not jx.is_literal(v)}
     for eqn in flat.eqns:
         for v in eqn.invars:
             if not jx.is_literal(v):
                 readers.setdefault(v, []).append(id(eqn))
-    groups = _by_group(flat.eqns, made, rules)
-    taken: set[int] = set()
+    groups = _sizes_by_variable(flat.eqns, producers, rules)
+    finished_ids: set[int] = set()
+    # From the end: the last grouped matmul of a run comes first, and its run takes as many earlier ones as it can.
     for last in reversed(flat.eqns):
-        if not _plain(last) or id(last) in taken:
+        if not _is_grouped_matmul(last) or id(last) in finished_ids:
             continue
-        inside = _before(last, made, groups)
-        known = {id(eqn) for eqn in inside}
-        found = None
-        inner = [v for eqn in inside if eqn is not last and not repeats(eqn) for v in eqn.outvars]
-        if all(reader in known for v in inner for reader in readers.get(v, ())):
-            found = _run([eqn for eqn in flat.eqns if id(eqn) in known], rules)
-        found = found or _run([last], rules)
-        assert found is not None
-        taken |= {id(eqn) for eqn in found.eqns}
-        yield found
+        run_eqns = _run_of(last, producers, groups)
+        run_ids = {id(eqn) for eqn in run_eqns}
+        run = None
+        # A run has one result. If another equation (or the program, None) reads an inner value too, the last grouped
+        # matmul alone is the run.
+        inner_vars = [v for eqn in run_eqns if eqn is not last and not repeats(eqn) for v in eqn.outvars]
+        if all(reader in run_ids for v in inner_vars for reader in readers.get(v, ())):
+            run = _expert_run([eqn for eqn in flat.eqns if id(eqn) in run_ids], rules)
+        run = run or _expert_run([last], rules)
+        assert run is not None
+        finished_ids |= {id(eqn) for eqn in run.eqns}
+        yield run
 
 
-def _plain(eqn: Any) -> bool:
-    """Whether an equation is rows [M, D] in groups, times leaves [E, D, F]."""
+def _is_grouped_matmul(eqn: Any) -> bool:
+    """Whether an equation multiplies rows [M, D] in groups by leaves [E, D, F]."""
     if eqn.primitive.name != PRIMITIVE or eqn.params["group_offset"] is not None:
         return False
+    # One contracted dim on each side, no batch dims; rows in groups along dim 0, experts along dim 0 of the leaves.
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     dims = (numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions)
-    plain = ((((1,), (1,)), ((), ())), (0,), (0,))
-    return jax.tree.map(int, jax.tree.leaves(dims)) == jax.tree.leaves(plain) and len(eqn.invars[2].aval.shape) == 1
+    expected = ((((1,), (1,)), ((), ())), (0,), (0,))
+    return jax.tree.map(int, jax.tree.leaves(dims)) == jax.tree.leaves(expected) and len(eqn.invars[2].aval.shape) == 1
 
 
-def _source(v: Any, made: dict[Any, Any]) -> Any:
-    """The variable that this one is a copy of."""
-    while v in made and (how := primitives.of(made[v])).view and how.elementwise:
-        v = made[v].invars[0]
+def _copied_from(v: Any, producers: dict[Any, Any]) -> Any:
+    """Return the variable of which this one is a copy, with the same elements."""
+    while v in producers and (kind := primitives.of(producers[v])).view and kind.elementwise:
+        v = producers[v].invars[0]
     return v
 
 
-def _by_group(eqns: Sequence[Any], made: dict[Any, Any], rules: Any) -> dict[Any, Any]:
-    """Variables [M, ...] that come of grouped matmuls, row by row, with the variable of their sizes."""
-    groups: dict[Any, Any] = {}
+def _sizes_by_variable(eqns: Sequence[Any], producers: dict[Any, Any], rules: Any) -> dict[Any, Any]:
+    """Return variables [M, ...] that are computed row by row from grouped matmuls -> the variable of their sizes."""
+    sizes_of: dict[Any, Any] = {}
     for eqn in eqns:
-        if _plain(eqn):
-            groups[eqn.outvars[0]] = _source(eqn.invars[2], made)
+        if _is_grouped_matmul(eqn):
+            sizes_of[eqn.outvars[0]] = _copied_from(eqn.invars[2], producers)
             continue
-        found = {groups[v] for v in eqn.invars if not jx.is_literal(v) and v in groups}
-        if len(found) == 1 and _computes_rows(eqn, groups, made, rules):
-            groups.update(dict.fromkeys(eqn.outvars, *found))
-    return groups
+        # Rows of different groupings in one equation would meet by position, and not by expert.
+        sizes = {sizes_of[v] for v in eqn.invars if not jx.is_literal(v) and v in sizes_of}
+        if len(sizes) == 1 and _computes_rows(eqn, sizes_of, producers, rules):
+            sizes_of.update(dict.fromkeys(eqn.outvars, *sizes))
+    return sizes_of
 
 
-def _computes_rows(eqn: Any, groups: dict[Any, Any], made: dict[Any, Any], rules: Any) -> bool:
-    """Whether an equation computes each row for itself, beside values that every row reads whole."""
-    tokens = next(v.aval.shape[0] for v in eqn.invars if not jx.is_literal(v) and v in groups)
-    kinds = [_kind(v, tokens, made) for v in eqn.invars]
-    custom = eqn.primitive.name in jx.CUSTOM
-    floats = all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars)
-    if custom and (permutations.of(eqn) is not None or {*kinds} != {"rows"} or not floats):
-        return False  # a derivative with respect to what all rows read adds them up
-    if not custom and jx.programs(eqn):
+def _computes_rows(eqn: Any, sizes_of: dict[Any, Any], producers: dict[Any, Any], rules: Any) -> bool:
+    """Whether an equation computes each row independently, apart from values that every row reads whole."""
+    tokens = next(v.aval.shape[0] for v in eqn.invars if not jx.is_literal(v) and v in sizes_of)
+    kinds = [_operand_kind(v, tokens, producers) for v in eqn.invars]
+    is_custom = eqn.primitive.name in jx.CUSTOM
+    are_floats = all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars)
+    if is_custom and (permutations.of(eqn) is not None or {*kinds} != {"rows"} or not are_floats):
+        return False  # its derivative with respect to a value that all rows read would sum over rows
+    if not is_custom and jx.programs(eqn):
         return False
+    # Try it: rewrite the equation abstractly. A function with its own derivative must be row by row backwards too.
     values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
 
-    def run(*values: Any) -> list[Any]:
-        work = ByRows(1, False, rules, rows=tokens)
+    def rewritten(*values: Any) -> list[Any]:
+        localiser = ByRows(1, False, rules, rows=tokens)
         inputs = []
         for v, value, kind in zip(eqn.invars, values, kinds, strict=True):
-            placed = BY_ROWS if kind == "rows" else None
-            inputs.append(LocalValue(value, placed, v.aval.shape, active=custom, weight=kind != "rows"))
+            dim = BY_ROWS if kind == "rows" else None
+            inputs.append(LocalValue(value, dim, v.aval.shape, active=is_custom, weight=kind != "rows"))
             if kind == "alike":
-                inner = LocalValue(value[0], None, value.shape[1:], weight=True)
-                inputs[-1].broadcast = inner, tuple(range(1, value.ndim))
-        outs = work.equation(eqn, inputs)
-        if any(x.dim != BY_ROWS for x in outs):
+                row = LocalValue(value[0], None, value.shape[1:], weight=True)
+                inputs[-1].broadcast = row, tuple(range(1, value.ndim))
+        outputs = localiser.equation(eqn, inputs)
+        if any(x.dim != BY_ROWS for x in outputs):
             raise MixesRowsError
-        return [x.value for x in outs]
+        return [x.value for x in outputs]
 
     def total(*values: Any) -> Any:
-        return sum(x.astype(jnp.float32).sum() for x in run(*values))
+        return sum(x.astype(jnp.float32).sum() for x in rewritten(*values))
 
     try:
-        jax.eval_shape(jax.grad(total, argnums=tuple(range(len(values)))) if custom else run, *values)
+        jax.eval_shape(jax.grad(total, argnums=tuple(range(len(values)))) if is_custom else rewritten, *values)
     except MixesRowsError:
         return False
     return True
 
 
-def _kind(v: Any, tokens: int, made: dict[Any, Any]) -> str:
-    """Of an operand beside rows: "rows", "alike" for one thing for all rows, or "rest"."""
+def _operand_kind(v: Any, tokens: int, producers: dict[Any, Any]) -> str:
+    """Classify an operand: "rows" (a value for each row), "alike" (a broadcast, equal in all rows) or "rest"."""
     if jx.is_literal(v) or v.aval.shape[:1] != (tokens,):
         return "rest"
-    return "alike" if v in made and repeats(made[v]) else "rows"
+    return "alike" if v in producers and repeats(producers[v]) else "rows"
 
 
 def repeats(eqn: Any) -> bool:
-    """Whether an equation has the same in each row."""
+    """Whether an equation broadcasts one value to all rows."""
     if eqn.primitive.name != "broadcast_in_dim":
         return False
     dims, shape = eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape
     return 0 not in dims or shape[dims.index(0)] == 1 != eqn.outvars[0].aval.shape[0]
 
 
-def _before(last: Any, made: dict[Any, Any], groups: dict[Any, Any]) -> list[Any]:
-    """The equations that a grouped matmul's rows come of, back to grouped matmuls of the same sizes; and itself."""
-    sizes, found, todo = groups[last.outvars[0]], {id(last): last}, [last]
-    while todo:
-        eqn = todo.pop()
-        for v in eqn.invars[: 1 if _plain(eqn) else None]:
-            if jx.is_literal(v) or v not in made or id(made[v]) in found:
+def _run_of(last: Any, producers: dict[Any, Any], sizes_of: dict[Any, Any]) -> list[Any]:
+    """Return a grouped matmul and the equations that compute its rows, back to grouped matmuls of the same sizes."""
+    sizes, eqn_by_id, stack = sizes_of[last.outvars[0]], {id(last): last}, [last]
+    while stack:
+        eqn = stack.pop()
+        # Of a grouped matmul follow the rows alone. Leaves and sizes come from outside of the run.
+        for v in eqn.invars[: 1 if _is_grouped_matmul(eqn) else None]:
+            if jx.is_literal(v) or v not in producers or id(producers[v]) in eqn_by_id:
                 continue
-            alike = _kind(v, last.invars[0].aval.shape[0], made) == "alike" and not _plain(eqn)
-            if groups.get(v) is sizes or alike:
-                found[id(made[v])] = made[v]
-                todo.append(made[v])
-    return list(found.values())
+            # A broadcast to all rows belongs to no grouping. The run repeats it for its own number of rows.
+            is_broadcast = _operand_kind(
+                v, last.invars[0].aval.shape[0], producers
+            ) == "alike" and not _is_grouped_matmul(eqn)
+            if sizes_of.get(v) is sizes or is_broadcast:
+                eqn_by_id[id(producers[v])] = producers[v]
+                stack.append(producers[v])
+    return list(eqn_by_id.values())
 
 
-def _run(eqns: Sequence[Any], rules: Any) -> ExpertRun | None:
-    """These equations as a run; None where rows of several dtypes come in."""
-    inner = {v for eqn in eqns for v in eqn.outvars}
+def _expert_run(eqns: Sequence[Any], rules: Any) -> ExpertRun | None:
+    """Return these equations as a run; None if its rows have several dtypes, or a leaf is read otherwise too."""
+    # Sort the variables that enter the run by their part in it; dicts keep them unique and in order.
+    inner_vars = {v for eqn in eqns for v in eqn.outvars}
     rows, leaves, rest, sizes = {}, {}, {}, {}
     tokens = eqns[-1].invars[0].aval.shape[0]
     for eqn in eqns:
         for i, v in enumerate(eqn.invars):
-            if jx.is_literal(v) or v in inner:
+            if jx.is_literal(v) or v in inner_vars:
                 continue
-            if _plain(eqn):
+            if _is_grouped_matmul(eqn):
                 (rows, leaves, sizes)[i][v] = None
             else:
                 (rows if not repeats(eqn) and v.aval.shape[:1] == (tokens,) else rest)[v] = None

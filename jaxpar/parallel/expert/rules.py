@@ -1,7 +1,7 @@
-"""What the equation of each primitive becomes for one expert rank, where experts or slots are among its inputs.
+"""Rules for one expert rank: how to rewrite an equation of each primitive that has split leaves or slotwise inputs.
 
-Of split leaves alone, the rules are `tensor`'s. A rule returns None where it does not know that each slot is computed
-for itself: then every input is as the model has it.
+Equations of split leaves alone follow the rules of `tensor`. Where an input is slotwise, a rule must know that the
+equation computes each slot independently. If it does not, it returns None, and the equation gets whole inputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,33 +18,35 @@ from ..tensor import RULES as TENSOR
 from ..tensor.localiser import BY_FACTORS, Found, LocalValue, place
 from ..tensor.primitives import follow
 from .localiser import ExpertLocaliser, SlotDims
-from .ops.gather import fewer
+from .ops.gather import gathering_sends_less
 
 Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
 RULES: dict[str, Rule] = {}
 
 
-def _of_leaves(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Split leaves, beside what is equal on all ranks: each rank does the same with its experts."""
-    own = TENSOR[eqn.primitive.name] if eqn.primitive.name in ("reshape", "optimization_barrier") else follow
-    return own(work, eqn, inputs) if all(x.weight for x in inputs) else None
+def _leaf_rule(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Rewrite an equation of split leaves and values that are equal on all ranks: each rank computes its experts."""
+    tensor_rule = TENSOR[eqn.primitive.name] if eqn.primitive.name in ("reshape", "optimization_barrier") else follow
+    return tensor_rule(localiser, eqn, inputs) if all(x.weight for x in inputs) else None
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a function as the rule of some primitives where an input is slotwise; else that of leaves."""
+    """Register the rule of some primitives for slotwise inputs. Without such inputs they follow `_leaf_rule`."""
 
-    def register(fun: Rule) -> Rule:
-        def chosen(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-            return (fun if any(isinstance(x.dim, SlotDims) for x in inputs) else _of_leaves)(work, eqn, inputs)
+    def register(slotwise_rule: Rule) -> Rule:
+        def either_rule(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+            return (slotwise_rule if any(isinstance(x.dim, SlotDims) for x in inputs) else _leaf_rule)(
+                localiser, eqn, inputs
+            )
 
-        RULES.update(dict.fromkeys(names, chosen))
-        return fun
+        RULES.update(dict.fromkeys(names, either_rule))
+        return slotwise_rule
 
     return register
 
 
-def _slots(inputs: Sequence[LocalValue]) -> Any:
-    """The first that is slotwise says where experts and slots are."""
+def _slot_dims(inputs: Sequence[LocalValue]) -> Any:
+    """Return the `SlotDims` of the first slotwise input."""
     return next(x.dim for x in inputs if isinstance(x.dim, SlotDims))
 
 
@@ -52,108 +54,143 @@ rule("optimization_barrier")(TENSOR["optimization_barrier"])
 
 
 @rule(BY_FACTORS)
-def _follow(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Each slot for itself: neither experts nor slots are mixed, and what lacks either is equal on all ranks."""
+def _follow(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Rewrite an equation that mixes neither experts nor slots.
+
+    Both must be free dims of the equation: dims that it neither sums over nor merges with others. Inputs that lack
+    either dim must be equal on all ranks.
+    """
+    # 1. The factors of the equation to which the dims of experts and slots belong.
     i = next(i for i, x in enumerate(inputs) if isinstance(x.dim, SlotDims))
-    at: Any = inputs[i].dim
-    free = {f.ins[i]: f for f in factors.of(eqn) if not f.reduced}
-    experts, slots = free.get(at.dim), free.get(at.slots)
-    if experts is None or slots is None or (experts is slots) != (at.dim == at.slots):
+    slot_dims: Any = inputs[i].dim
+    free_factors = {factor.ins[i]: factor for factor in factors.of(eqn) if not factor.reduced}
+    experts, slots = free_factors.get(slot_dims.dim), free_factors.get(slot_dims.slots)
+    if experts is None or slots is None or (experts is slots) != (slot_dims.dim == slot_dims.slots):
         return None
     if experts.grouped or slots.grouped:
         return None
-    values = [_part(work, x, d, s) for x, d, s in zip(inputs, experts.ins, slots.ins, strict=True)]
+    # 2. This rank's part of each operand.
+    values = [_part(localiser, x, d, s) for x, d, s in zip(inputs, experts.ins, slots.ins, strict=True)]
     outs: list[Any] = [SlotDims(d, s) for d, s in zip(experts.outs, slots.outs, strict=True)]  # type: ignore[arg-type]
     if any(value is None for value in values):
         return None
+    # 3. Parameters with shapes, such as those of a reshape, get the rank's sizes. Each factor changes its own dims.
     changes: dict[str, Any] = {}
-    for f, only in ((experts, lambda d: SlotDims(d, -1)), (slots, lambda d: SlotDims(-1, d))):  # -1 is no dim
-        part = lambda shape, d, only=only: work.local(shape, SlotDims(d, d) if experts is slots else only(d))
-        for name, sizes in (f.params(part) if f.params else {}).items():
-            whole = eqn.params[name]
+    for factor, to_dims in ((experts, lambda d: SlotDims(d, -1)), (slots, lambda d: SlotDims(-1, d))):  # -1 is no dim
+        local_shape = lambda shape, d, to_dims=to_dims: localiser.local(
+            shape, SlotDims(d, d) if experts is slots else to_dims(d)
+        )
+        for name, sizes in (factor.params(local_shape) if factor.params else {}).items():
+            old_sizes = eqn.params[name]
             changes[name] = tuple(
-                n if n != m else k for n, m, k in zip(sizes, whole, changes.get(name, whole), strict=True)
+                n if n != m else k for n, m, k in zip(sizes, old_sizes, changes.get(name, old_sizes), strict=True)
             )
     return list(zip(jx.bind(eqn, values, **changes), outs, strict=True))
 
 
-def _part(work: ExpertLocaliser, x: LocalValue, dim: int | None, slots: int | None) -> Any:
-    """An operand for slots, which may have 1 in the place of experts or slots, or neither; None where it is unknown."""
+def _part(localiser: ExpertLocaliser, x: LocalValue, dim: int | None, slots: int | None) -> Any:
+    """Return the part of an operand for a rank's slots; None if it cannot be made.
+
+    Args:
+      localiser: the rewriting.
+      x: the operand.
+      dim, slots: its dims of experts and of slots. None if it lacks the dim, or has size 1 there.
+    """
     if dim is not None and slots is not None:
-        return work.part(x, SlotDims(dim, slots))
-    if not (x.weight if x.dim is None else x.dim == dim):  # split experts are leaves', whatever they went through
+        return localiser.part(x, SlotDims(dim, slots))
+    # Only what is equal on all ranks, or a split leaf (also after equations of leaves alone), serves the slots of all.
+    if not (x.weight if x.dim is None else x.dim == dim):
         return None
-    value = x.value if x.dim is not None else work.whole(x) if dim is None else work.take(x, dim)
-    return value if slots is None else jnp.concatenate([value] * work.ranks, axis=slots)
+    value = x.value if x.dim is not None else localiser.whole(x) if dim is None else localiser.take(x, dim)
+    return value if slots is None else jnp.concatenate([value] * localiser.ranks, axis=slots)
 
 
-def _dot(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Where split experts meet a rank's own tokens for all of them, slots begin."""
+def _dot(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Rewrite a matmul. Where split leaves meet whole buffers, tokens of this rank for all experts, slots begin."""
     if any(isinstance(x.dim, SlotDims) for x in inputs):
-        return _follow(work, eqn, inputs)
+        return _follow(localiser, eqn, inputs)
     if all(x.weight for x in inputs):
-        return follow(work, eqn, inputs)
-    side = int(isinstance(inputs[0].dim, int))  # that of tokens
-    x, leaf, every = inputs[side], inputs[1 - side], factors.of(eqn)
-    experts = next(f for f in every if f.ins[1 - side] == leaf.dim)
-    free = [d for f in every if f.ins[1 - side] is None and (d := f.ins[side]) is not None]
-    if x.dim is not None or experts.reduced or (dim := experts.ins[side]) is None or not free:
+        return follow(localiser, eqn, inputs)
+    token_side = int(isinstance(inputs[0].dim, int))  # the operand that is no split leaf
+    x, leaf, equation_factors = inputs[token_side], inputs[1 - token_side], factors.of(eqn)
+    # The exchange begins only if experts are a batch dim: each expert's leaf meets the tokens for this expert.
+    experts = next(factor for factor in equation_factors if factor.ins[1 - token_side] == leaf.dim)
+    free = [
+        d
+        for factor in equation_factors
+        if factor.ins[1 - token_side] is None and (d := factor.ins[token_side]) is not None
+    ]
+    if x.dim is not None or experts.reduced or (dim := experts.ins[token_side]) is None or not free:
         return None
-    at: Any = SlotDims(dim, max(free, key=lambda d: x.shape[d]))
-    given = list(inputs)
-    given[side] = replace(x, value=work.part(x, at), dim=at)
-    return _follow(work, eqn, given)
+    # The slots are the largest free dim of the tokens. Any of them would be right.
+    slot_dims: Any = SlotDims(dim, max(free, key=lambda d: x.shape[d]))
+    operands = list(inputs)
+    operands[token_side] = replace(x, value=localiser.part(x, slot_dims), dim=slot_dims)
+    return _follow(localiser, eqn, operands)
 
 
 RULES["dot_general"] = _dot
 
 
-def _loop(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Layers by layers, and what is done again and again. Leaves of experts that become something else are gathered."""
-    first, xs = len(inputs) - len(eqn.outvars), len(inputs)  # where what is carried begins and ends
+def _loop(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Rewrite a scan or while loop by the rule of `tensor`, after gathering operands that cannot stay split in it."""
+    # `while` has no scanned operands, so that its carry is at the end.
+    first, xs = len(inputs) - len(eqn.outvars), len(inputs)  # the carry is inputs[first:xs]
     if eqn.primitive.name == "scan":
         parts = jx.scan_parts(eqn)
         first, xs = len(parts.consts), len(parts.consts) + len(parts.carry)
-    alike, given = all(x.weight for x in inputs), list(inputs)
+    are_equal, operands = all(x.weight for x in inputs), list(inputs)
     for i, x in enumerate(inputs):
-        by_step = i >= xs and (isinstance(x.dim, SlotDims) or x.dim == 0)  # step by step over experts, or slots
-        if by_step or (first <= i < xs and isinstance(x.dim, int) and not alike):
-            work.note(eqn, x)
-            given[i] = replace(x, value=work.whole(x), dim=None)
-    return TENSOR[eqn.primitive.name](work, eqn, given)
+        by_step = i >= xs and (isinstance(x.dim, SlotDims) or x.dim == 0)  # a loop over experts or slots
+        # A carried leaf that meets tokens in the loop may come out as something else than a split leaf.
+        if by_step or (first <= i < xs and isinstance(x.dim, int) and not are_equal):
+            localiser.note(eqn, x)
+            operands[i] = replace(x, value=localiser.whole(x), dim=None)
+    return TENSOR[eqn.primitive.name](localiser, eqn, operands)
 
 
-def _custom(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _custom(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Rewrite a function with its own derivative, by its route (`model/permutations.py`) or the rule of `tensor`."""
     route = permutations.of(eqn)
     if route is not None and route.gather is not None:
-        return _gathered(work, eqn, inputs, route.gather)
+        return _gather_tokens(localiser, eqn, inputs, route.gather)
     if all(x.dim is None for x in inputs):
         return None
+    # `overflow` on split leaves: ranks exchange tokens in rounds. It returns the tokens' results, then the leaves.
     if route is not None and route.spread is not None:
-        values = [work.part(x, 0) if i > 2 else work.whole(x) for i, x in enumerate(inputs)]
-        outs = route.spread(work.ranks)(*values)
-        return [(value, None if i == 0 else 0) for i, value in enumerate(outs)]
+        values = [localiser.part(x, 0) if i > 2 else localiser.whole(x) for i, x in enumerate(inputs)]
+        outputs = route.spread(localiser.ranks)(*values)
+        return [(value, None if i == 0 else 0) for i, value in enumerate(outputs)]
     if route is not None or any(isinstance(x.dim, int) for x in inputs):
-        return None  # its derivative reads all experts
-    return TENSOR[eqn.primitive.name](work, eqn, inputs)
+        return None  # its derivative reads the leaves of all experts
+    return TENSOR[eqn.primitive.name](localiser, eqn, inputs)
 
 
-def _gathered(work: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue], gather: Any) -> Found | None:
-    """Tokens to buffers [E, C, D], or back from there, where all tokens of all ranks are fewer bytes."""
-    entering = len(eqn.invars[0].aval.shape) == len(eqn.outvars[0].aval.shape) - 1
-    buffer = (eqn.outvars[0] if entering else eqn.invars[1]).aval
+def _gather_tokens(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue], gather: Any) -> Found | None:
+    """Rewrite dispatch or combine so that ranks gather all tokens, if these are fewer bytes than the buffers.
+
+    Dispatch takes tokens [T, D] to buffers [E, C, D], which are slotwise; combine is the way back.
+    """
+    is_dispatch = len(eqn.invars[0].aval.shape) == len(eqn.outvars[0].aval.shape) - 1
+    buffer = (eqn.outvars[0] if is_dispatch else eqn.invars[1]).aval
     slotwise: Any = SlotDims(0, 1)
     tokens = eqn.invars[0].aval.shape[0]
-    if not fewer(tokens, buffer.shape, work.ranks) or not (entering or inputs[1].dim == slotwise):
+    if not gathering_sends_less(tokens, buffer.shape, localiser.ranks) or not (
+        is_dispatch or inputs[1].dim == slotwise
+    ):
         return None
-    outs = gather(work.ranks)(*(x.value if x.dim == slotwise else work.whole(x) for x in inputs))
-    if not entering:
-        return [(outs, None)]
-    each = buffer.shape[2] * buffer.dtype.itemsize
-    work.all_tokens[place(eqn)] = work.ranks * tokens * each, buffer.shape[0] * buffer.shape[1] * each
-    rows, *tables = outs
+    outputs = gather(localiser.ranks)(*(x.value if x.dim == slotwise else localiser.whole(x) for x in inputs))
+    if not is_dispatch:
+        return [(outputs, None)]
+    bytes_per_row = buffer.shape[2] * buffer.dtype.itemsize
+    localiser.all_tokens[place(eqn)] = (
+        localiser.ranks * tokens * bytes_per_row,
+        buffer.shape[0] * buffer.shape[1] * bytes_per_row,
+    )
+    rows, *tables = outputs
     return [(rows, slotwise), *((table, None) for table in tables)]
 
 
+# Equations that contain programs (branches, calls, solvers) are rewritten inside, by these rules.
 RULES |= {name: TENSOR[name] for name in having("nested")}
 RULES |= {"scan": _loop, "while": _loop, **dict.fromkeys(jx.CUSTOM, _custom)}

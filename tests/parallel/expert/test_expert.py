@@ -98,14 +98,14 @@ def test_one_token_of_each_rank_in_float64() -> None:
     sizes, optimizer = cells.Sizes(8, 8, 1), optax.sgd(0.1, momentum=0.9)
     with jax.enable_x64(True):
         batch = {key: x.astype("float64") if x.dtype == "float32" else x for key, x in cells.batch_of(sizes).items()}
-        one = OneDevice(model := cells.built("dropless"))
-        _, wanted = one.train(optimizer, batch, 8, 3)
+        reference = OneDevice(model := cells.built("dropless"))
+        _, expected = reference.train(optimizer, batch, 8, 3)
         step = jp.make_train_step(model, optimizer, "expert=8")
-        state = step.init(jax.random.key(0), params=one.first)
+        state = step.init(jax.random.key(0), params=reference.first)
         for _ in range(3):
             state, _ = step(state, batch)
-        found = differences("parameter", model.unwrap(logical(step, state.params)), wanted)
-    assert max(one.error for one in found) < 1e-7, found
+        errors = differences("parameter", model.unwrap(logical(step, state.params)), expected)
+    assert max(leaf.error for leaf in errors) < 1e-7, errors
 
 
 @pytest.mark.parametrize(("remat", "exchanges"), [("none", 4), ("layer", 6)])
@@ -118,7 +118,7 @@ def test_tokens_go_to_their_experts_and_back_forwards_and_backwards(remat: str, 
 
 
 def test_experts_that_drop_nothing_are_exchanged_too() -> None:
-    """What overflows passes their leaves on; these were then no longer taken for leaves, and all experts gathered."""
+    """`overflow` returns leaves; these were once not recognised as leaves, and all experts were gathered."""
     model = named("mixtral-tiny")
     step = jp.make_train_step(model.model, optax.sgd(0.1), "expert=4,fsdp=2")
     assert step.traced(model.example(8, 128)).notes.experts_gathered == {}
@@ -177,14 +177,14 @@ LEAVES = (
 
 
 def test_experts_are_the_leaves_beside_a_router() -> None:
-    found = expert_dims(LEAVES, 4, {}, {}, {})
-    assert found == {f"layers/moe/{name}": 1 for name in ("up", "up_bias", "down", "gates")}
+    dims = expert_dims(LEAVES, 4, {}, {}, {})
+    assert dims == {f"layers/moe/{name}": 1 for name in ("up", "up_bias", "down", "gates")}
 
 
 def test_rules_and_annotations_come_first() -> None:
-    own, rest = apart({"moe/(up|down)": {"expert": -3, "tensor": -1}, "query/kernel": -1})
-    assert rest == {"moe/(up|down)": -1, "query/kernel": -1}
-    assert expert_dims(LEAVES, 4, own, {}, {}) == {"layers/moe/up": 1, "layers/moe/down": 1}
+    expert_rules, tensor_rules = apart({"moe/(up|down)": {"expert": -3, "tensor": -1}, "query/kernel": -1})
+    assert tensor_rules == {"moe/(up|down)": -1, "query/kernel": -1}
+    assert expert_dims(LEAVES, 4, expert_rules, {}, {}) == {"layers/moe/up": 1, "layers/moe/down": 1}
     names = {"layers/moe/down": ("layers", "mine", "mlp", "embed")}
     assert expert_dims(LEAVES, 4, {"mine": "expert"}, {}, names) == {"layers/moe/down": 1}
 
@@ -243,7 +243,7 @@ def test_tokens_sorted_by_expert_are_refused_beside_context(text: str) -> None:
 
 @pytest.mark.parametrize(("text", "dim"), [("pipe=2,expert=2,data=2", 1), ("pipe=2,data=4", None)])
 def test_experts_of_blocks_in_a_loop_are_no_layers(text: str, dim: int | None) -> None:
-    """Those of vmoe, kernels and biases that `nn.vmap` made, were taken for a stack of as many layers, and refused."""
+    """The experts of vmoe, kernels and biases from `nn.vmap`, were once taken for a stack of layers, and refused."""
     kernel = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
     block = {"router": {"kernel": kernel(16, 4)}, "experts": {"kernel": kernel(4, 16, 16), "bias": kernel(4, 16)}}
     init = lambda key: jax.tree.map(lambda x: jax.numpy.zeros(x.shape), {"block_0": block, "block_1": block})
@@ -291,7 +291,7 @@ def test_experts_in_leaves_of_their_own_are_to_be_stacked() -> None:
     ],
 )
 def test_the_rule_that_an_error_names_works(leaves: dict[str, Any], experts: dict[str, int]) -> None:
-    """Of experts [L, E, a, b] of scanned layers, beside a router by another name, the dim of layers was named."""
+    """For experts [L, E, a, b] of scanned layers and an unusual router name, the error once named the dim of layers."""
     with pytest.raises(ValueError, match=r"splits no parameter, .*; (say which dim|if other) .*, or use fsdp") as error:
         expert_dims([*leaves.items()], 2, {}, {}, {})
     rules = ast.literal_eval(str(error.value).partition("rules=")[2].partition(", or use")[0])
@@ -302,12 +302,12 @@ def test_two_axes_do_not_split_one_dim() -> None:
     """It was a TypeError of JAX: a product's operands had other sizes. What the error writes is tried."""
     loss = lambda p, b, key: jnp.einsum("bhi,hio->bo", jnp.tanh(b["x"] @ p["in"]).reshape(-1, 2, 4), p["w"]).mean()
     init = lambda key: {"in": jax.random.normal(key, (4, 8)), "w": jax.random.normal(key, (2, 4, 6))}
-    made = lambda rules: jp.Model(init=init, loss=loss, rules={"in": None} | rules)
+    model_of = lambda rules: jp.Model(init=init, loss=loss, rules={"in": None} | rules)
     with pytest.raises(ValueError, match=r"both to split dim 1 of w \[2, 4, 6\]; name another dim") as error:
-        jp.make_train_step(made({"w": {"tensor": -2, "expert": -2}}), optax.sgd(0.1), "expert=2,tensor=2,data=2")
+        jp.make_train_step(model_of({"w": {"tensor": -2, "expert": -2}}), optax.sgd(0.1), "expert=2,tensor=2,data=2")
     rules = ast.literal_eval(str(error.value).partition("rules=")[2])
     batch = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype("float32")}
-    assert jp.verify(made(rules), "expert=2,tensor=2,data=2", batch).ok
+    assert jp.verify(model_of(rules), "expert=2,tensor=2,data=2", batch).ok
 
 
 def test_a_dense_model_has_no_experts() -> None:
@@ -329,12 +329,12 @@ def test_a_dense_model_has_no_experts() -> None:
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_checkpoint_goes_from_one_layout_to_another(zero: int, tmp_path: Path) -> None:
     make = lambda text: jp.make_train_step(cells.built("capacity"), optax.adam(1e-2), text)
-    one, other = make(f"pipe=2,expert=2,fsdp=2,zero={zero},microbatches=2"), make("fsdp=8")
-    state, _ = one(one.init(jax.random.key(0)), cells.batch_of())
-    one.save(tmp_path / "a", state).wait()
-    there = other.restore(tmp_path / "a")
-    jax.tree.map(np.testing.assert_array_equal, one.params(state), other.params(there))
-    other.save(tmp_path / "b", there).wait()
-    again = one.restore(tmp_path / "b")
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), jax.device_get(again.params))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.optimizer), jax.device_get(again.optimizer))
+    first, second = make(f"pipe=2,expert=2,fsdp=2,zero={zero},microbatches=2"), make("fsdp=8")
+    state, _ = first(first.init(jax.random.key(0)), cells.batch_of())
+    first.save(tmp_path / "a", state).wait()
+    restored = second.restore(tmp_path / "a")
+    jax.tree.map(np.testing.assert_array_equal, first.params(state), second.params(restored))
+    second.save(tmp_path / "b", restored).wait()
+    final = first.restore(tmp_path / "b")
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), jax.device_get(final.params))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.optimizer), jax.device_get(final.optimizer))

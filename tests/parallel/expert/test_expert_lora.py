@@ -52,8 +52,8 @@ def einsum(p: Any, x: jax.Array, logits: jax.Array) -> jax.Array:
     dispatch = chosen[..., None] * slot[:, :, None]
     rows = jnp.einsum("btec,btd->ebcd", dispatch, x)
     apart = lambda rows, name: jnp.einsum("ebcd,edf->ebcf", rows, p[name])
-    both = lambda rows, name: apart(rows, name) + apart(apart(rows, f"{name}_a"), f"{name}_b")
-    out = both(jax.nn.gelu(both(rows, "up")), "down")
+    adapted = lambda rows, name: apart(rows, name) + apart(apart(rows, f"{name}_a"), f"{name}_b")
+    out = adapted(jax.nn.gelu(adapted(rows, "up")), "down")
     return jnp.einsum("btec,ebcd->btd", dispatch * jax.nn.softmax(logits)[..., None], out)
 
 
@@ -104,8 +104,8 @@ def trained(mixture: Any, text: str) -> tuple[Any, Any]:
     ],
 )
 def test_small_experts_beside_frozen_ones(mixture: Any, text: str) -> None:
-    wanted = jax.tree.leaves_with_path(trained(mixture, "single"))
-    for (path, one), ours in zip(wanted, jax.tree.leaves(trained(mixture, text)), strict=True):
+    expected = jax.tree.leaves_with_path(trained(mixture, "single"))
+    for (path, reference), ours in zip(expected, jax.tree.leaves(trained(mixture, text)), strict=True):
         name = jax.tree_util.keystr(path)
-        assert (np.abs(one).max() > 0) == name.endswith(("_a']", "_b']")), name
-        assert np.abs(ours - one).max() <= 1e-5 * np.abs(one).max(), name
+        assert (np.abs(reference).max() > 0) == name.endswith(("_a']", "_b']")), name
+        assert np.abs(ours - reference).max() <= 1e-5 * np.abs(reference).max(), name

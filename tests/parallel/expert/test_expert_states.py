@@ -1,4 +1,4 @@
-"""What else a run has, beside `expert`: evaluation, frozen leaves, bfloat16, dropout in experts, averages, resuming."""
+"""`expert` with the other parts of a run: evaluation, frozen leaves, bfloat16, dropout, averages, resuming."""
 
 from pathlib import Path
 from typing import Any
@@ -13,75 +13,77 @@ import pytest
 import jaxpar as jp
 
 pytestmark = pytest.mark.battery
-HERE = "expert=4,fsdp=2"
+STRATEGY = "expert=4,fsdp=2"
 
 
-def made(name: str, text: str, tx: Any = None, **options: Any) -> Any:
+def build_step(name: str, text: str, tx: Any = None, **options: Any) -> Any:
     devices = 2 if text == "expert=2" else 8
     return jp.make_train_step(
         cells.built(name), tx or optax.sgd(0.1, momentum=0.9), text, mesh=jax.devices()[:devices], **options
     )
 
 
-def alike(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
-    """Each leaf by its own scale."""
-    for a, b in zip(jax.tree.leaves(jax.device_get(got)), jax.tree.leaves(jax.device_get(wanted)), strict=True):
+def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """Compare each leaf in units of its largest value."""
+    for a, b in zip(jax.tree.leaves(jax.device_get(got)), jax.tree.leaves(jax.device_get(expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1e-30))
 
 
 @pytest.mark.parametrize("name", ["dropless", "grouped", "einsum"])
 def test_evaluation_and_gradients_are_those_of_fsdp(name: str) -> None:
     """Eight replicas either way, of which each routes its own rows."""
-    found = []
-    for text in (HERE, "fsdp=8"):
-        step = made(name, text)
+    results = []
+    for text in (STRATEGY, "fsdp=8"):
+        step = build_step(name, text)
         state = step.init(jax.random.key(0))
-        found.append((step.evaluate(state, cells.batch_of())["loss"], *step.value_and_grad(state, cells.batch_of())))
-    alike(*found)
+        results.append((step.evaluate(state, cells.batch_of())["loss"], *step.value_and_grad(state, cells.batch_of())))
+    assert_close(*results)
 
 
 def test_frozen_experts_stay_and_routers_learn() -> None:
-    found = []
-    for text in (HERE, "fsdp=8"):
-        step = made("dropless", text, optax.adam(1e-2), trainable=lambda path: "router" in path or "embed" in path)
+    results = []
+    for text in (STRATEGY, "fsdp=8"):
+        step = build_step(
+            "dropless", text, optax.adam(1e-2), trainable=lambda path: "router" in path or "embed" in path
+        )
         state = step.init(jax.random.key(0))
-        before = jax.device_get(step.params(state))
+        old_params = jax.device_get(step.params(state))
         for _ in range(2):
             state, _ = step(state, cells.batch_of())
-        found.append(jax.device_get(step.params(state)))
-        np.testing.assert_array_equal(found[-1]["layers"]["moe"]["up"], before["layers"]["moe"]["up"])
-        assert np.any(found[-1]["layers"]["moe"]["router"] != before["layers"]["moe"]["router"])
-    alike(*found, tolerance=1e-4)
+        results.append(jax.device_get(step.params(state)))
+        np.testing.assert_array_equal(results[-1]["layers"]["moe"]["up"], old_params["layers"]["moe"]["up"])
+        assert np.any(results[-1]["layers"]["moe"]["router"] != old_params["layers"]["moe"]["router"])
+    assert_close(*results, tolerance=1e-4)
 
 
 def test_averages_of_parameters_and_resuming_elsewhere(tmp_path: Path) -> None:
     """An average in the optimizer's state, from expert=2 over expert=4 to fsdp: as if nothing had happened."""
     tx = optax.chain(optax.sgd(0.1, momentum=0.9), optax.ema(0.9))
-    whole = made("capacity", "fsdp=8", tx)
-    state = whole.init(jax.random.key(0))
+    uninterrupted = build_step("capacity", "fsdp=8", tx)
+    state = uninterrupted.init(jax.random.key(0))
     for _ in range(3):
-        state, _ = whole(state, cells.batch_of())
-    moved: Any = None
-    for number, text in enumerate(("expert=2", HERE, "fsdp=8")):
-        step = made("capacity", text, tx)
-        moved = step.init(jax.random.key(0)) if moved is None else step.restore(tmp_path / str(number - 1))
-        moved, _ = step(moved, cells.batch_of())
-        step.save(tmp_path / str(number), moved).wait()
-    alike(step.params(moved), whole.params(state))
-    alike(moved.optimizer, state.optimizer)
+        state, _ = uninterrupted(state, cells.batch_of())
+    resumed: Any = None
+    for number, text in enumerate(("expert=2", STRATEGY, "fsdp=8")):
+        step = build_step("capacity", text, tx)
+        resumed = step.init(jax.random.key(0)) if resumed is None else step.restore(tmp_path / str(number - 1))
+        resumed, _ = step(resumed, cells.batch_of())
+        step.save(tmp_path / str(number), resumed).wait()
+    assert_close(step.params(resumed), uninterrupted.params(state))
+    assert_close(resumed.optimizer, state.optimizer)
 
 
 def test_bfloat16_is_that_of_fsdp() -> None:
     """Where all experts see all tokens, rounding decides nothing."""
-    found = []
-    for text in (f"{HERE},precision=bf16", "fsdp=8,precision=bf16"):
-        step = made("all_experts", text)
-        found.append(step.value_and_grad(step.init(jax.random.key(0)), cells.batch_of())[1])
-    alike(*found, tolerance=0.05)
+    results = []
+    for text in (f"{STRATEGY},precision=bf16", "fsdp=8,precision=bf16"):
+        step = build_step("all_experts", text)
+        results.append(step.value_and_grad(step.init(jax.random.key(0)), cells.batch_of())[1])
+    assert_close(*results, tolerance=0.05)
 
 
 def test_dropout_in_experts_is_that_of_the_same_rows() -> None:
-    """What is drawn for a slot: the key is that of the rank's rows, before tokens leave."""
+    """A draw for a slot uses the key of the rank's rows, from before tokens are sent."""
 
     def dropping(p: Any, x: jax.Array, key: jax.Array) -> jax.Array:
         hidden = jax.nn.relu(x @ p["up"])
@@ -105,4 +107,4 @@ def test_dropout_in_experts_is_that_of_the_same_rows() -> None:
         "weight": random.uniform(0.5, 2, 8).astype("float32"),
     }
     model = jp.Model(init=init, loss=loss, rows="independent")
-    assert jp.verify(model, HERE, batch).ok
+    assert jp.verify(model, STRATEGY, batch).ok

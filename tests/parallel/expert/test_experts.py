@@ -14,7 +14,7 @@ from jaxpar.model import permutations
 from jaxpar.parallel.expert.ops.dispatch import dispatch
 from jaxpar.parallel.expert.ops.experts import balanced, swiglu
 from jaxpar.parallel.expert.ops.overflow import most_blocks
-from jaxpar.parallel.expert.ops.routing import chosen
+from jaxpar.parallel.expert.ops.routing import choose_experts
 from jaxpar.program import jaxpr as jx
 
 Tree = Any
@@ -27,35 +27,35 @@ def wide() -> Any:
         yield
 
 
-def given(tokens: int, experts: int, rows: int = ROWS, dtype: Any = np.float64) -> tuple[Tree, np.ndarray]:
+def inputs(tokens: int, experts: int, rows: int = ROWS, dtype: Any = np.float64) -> tuple[Tree, np.ndarray]:
     random = np.random.default_rng(experts)
     draw = lambda *shape: jnp.asarray(random.normal(size=shape), dtype)
     weights = {"gate": draw(experts, DIM, FFN), "up": draw(experts, DIM, FFN), "down": draw(experts, FFN, DIM)}
     return (draw(rows, tokens, DIM), draw(rows, tokens, experts), weights), draw(rows, tokens, DIM)
 
 
-def kept(ids: np.ndarray, gates: np.ndarray, experts: int, slots: int, drop: str, within: str) -> np.ndarray:
-    """Which choices have a slot, one by one."""
-    on = np.zeros(ids.shape, bool)
+def slot_mask(ids: np.ndarray, gates: np.ndarray, experts: int, slots: int, drop: str, within: str) -> np.ndarray:
+    """Return which choices have a slot, found one by one: bool [B, T, k]."""
+    has_slot = np.zeros(ids.shape, bool)
     rows, tokens, k = ids.shape
     for group in [[r] for r in range(rows)] if within == "row" else [range(rows)]:
         choices = [(r, t, j) for r in group for t in range(tokens) for j in range(k)]
         if drop == "probability":
-            choices.sort(key=lambda at: -gates[at])
+            choices.sort(key=lambda choice: -gates[choice])
         used = [0] * experts
-        for at in choices:
-            on[at] = used[ids[at]] < slots
-            used[ids[at]] += 1
-    return on
+        for choice in choices:
+            has_slot[choice] = used[ids[choice]] < slots
+            used[ids[choice]] += 1
+    return has_slot
 
 
 def dense(
     x: jax.Array, logits: jax.Array, weights: Tree, k: int, keep: Any = None, scores: str = "softmax", scale: float = 1
 ) -> jax.Array:
-    """All experts on all tokens; `keep` says which choices count."""
-    every = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
-    _, ids = jax.lax.top_k(every, k)
-    gates = jnp.take_along_axis(every, ids, -1)
+    """Compute all experts on all tokens; `keep` is a mask of the choices that count."""
+    probabilities = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
+    _, ids = jax.lax.top_k(probabilities, k)
+    gates = jnp.take_along_axis(probabilities, ids, -1)
     gates = scale * gates / gates.sum(-1, keepdims=True)
     if keep is not None:
         gates = gates * keep
@@ -64,22 +64,22 @@ def dense(
 
 
 def differentiated(f: Any, args: Tree, cotangent: jax.Array) -> Tree:
-    """In one program: eagerly, each operation would be compiled for itself."""
+    """Return the value and the cotangents, from one program: eagerly, JAX would compile each operation separately."""
 
-    def both(*args: Any) -> Tree:
+    def value_and_cotangents(*args: Any) -> Tree:
         out, pull = jax.vjp(f, *args)
         return out, pull(cotangent.astype(out.dtype))
 
-    return jax.jit(both)(*args)
+    return jax.jit(value_and_cotangents)(*args)
 
 
 def run(*args: Any, **options: Any) -> tuple[jax.Array, Any]:
     return jax.jit(lambda *args: jp.experts(*args, **options))(*args)
 
 
-def assert_same(got: Tree, wanted: Tree, tolerance: float) -> None:
-    """Each leaf by its own scale."""
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+def assert_same(got: Tree, expected: Tree, tolerance: float) -> None:
+    """Compare each leaf in units of its largest value."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1e-30))
 
@@ -96,7 +96,7 @@ CASES = {  # tokens of a row, experts, k, and what is added to the logits of exp
 
 @pytest.mark.parametrize(("tokens", "experts", "k", "skew"), CASES.values(), ids=CASES)
 def test_dropless_is_all_experts_on_all_tokens(tokens: int, experts: int, k: int, skew: float) -> None:
-    (x, logits, weights), cotangent = given(tokens, experts)
+    (x, logits, weights), cotangent = inputs(tokens, experts)
     args = x, logits + skew * jnp.arange(experts), weights
     got = differentiated(lambda *a: jp.experts(*a, k=k)[0], args, cotangent)
     assert_same(got, differentiated(lambda *a: dense(*a, k), args, cotangent), 1e-12)
@@ -106,40 +106,40 @@ def test_blocks_are_enough_wherever_tokens_go() -> None:
     """The bound on their number is reached, and never passed."""
     random = np.random.default_rng(0)
     for tokens, k, experts, slots, size in ((50, 2, 6, 10, 4), (31, 1, 3, 5, 5), (20, 3, 4, 6, 2)):
-        most = most_blocks(tokens, k, experts, slots, size)
-        seen = 0
+        bound = most_blocks(tokens, k, experts, slots, size)
+        largest = 0
         for _ in range(300):
             preference = random.normal(size=experts) * random.choice([0, 1, 100])
             ids = np.argsort(preference + random.normal(size=(tokens, experts)), axis=1)[:, -k:]
             load = np.bincount(ids.reshape(-1), minlength=experts)
-            seen = max(seen, sum(-(-max(n - slots, 0) // size) for n in load))
-        assert 0 < seen <= most <= seen + 2
+            largest = max(largest, sum(-(-max(n - slots, 0) // size) for n in load))
+        assert 0 < largest <= bound <= largest + 2
 
 
 @pytest.mark.parametrize("within", ["row", "microbatch"])
 @pytest.mark.parametrize("drop", ["position", "probability"])
 def test_capacity_drops_what_it_says(drop: str, within: str) -> None:
     tokens, experts, k, capacity = 23, 6, 2, 0.7
-    args, cotangent = given(tokens, experts)
+    args, cotangent = inputs(tokens, experts)
     slots = int(np.ceil(capacity * tokens * k / experts * (1 if within == "row" else ROWS)))
     options = {"k": k, "capacity": capacity, "drop": drop, "drop_within": within}
     got = differentiated(lambda *a: jp.experts(*a, **options)[0], args, cotangent)
     _, logits, _ = args
-    every = jax.nn.softmax(logits)
-    _, ids = jax.lax.top_k(every, k)
-    gates = jnp.take_along_axis(every, ids, -1)
+    probabilities = jax.nn.softmax(logits)
+    _, ids = jax.lax.top_k(probabilities, k)
+    gates = jnp.take_along_axis(probabilities, ids, -1)
     gates = gates / gates.sum(-1, keepdims=True)
-    on = kept(np.asarray(ids), np.asarray(gates), experts, slots, drop, within)
-    assert_same(got, differentiated(lambda *a: dense(*a, k, on), args, cotangent), 1e-12)
+    has_slot = slot_mask(np.asarray(ids), np.asarray(gates), experts, slots, drop, within)
+    assert_same(got, differentiated(lambda *a: dense(*a, k, has_slot), args, cotangent), 1e-12)
     routing = run(*args, **options)[1]
-    assert 0 < 1 - on.mean() < 0.6
-    np.testing.assert_allclose(routing.dropped, 1 - on.reshape(ROWS, -1).mean(axis=1), atol=1e-6)
+    assert 0 < 1 - has_slot.mean() < 0.6
+    np.testing.assert_allclose(routing.dropped, 1 - has_slot.reshape(ROWS, -1).mean(axis=1), atol=1e-6)
 
 
 @pytest.mark.slow
 def test_sigmoid_scores_groups_and_bias() -> None:
     """DeepSeek-V3's: a bias moves the choice and not the weight."""
-    args, cotangent = given(11, 8)
+    args, cotangent = inputs(11, 8)
     x, logits, weights = args
     got = differentiated(lambda *a: jp.experts(*a, k=3, scores="sigmoid", scale=2.5)[0], args, cotangent)
     assert_same(got, differentiated(lambda *a: dense(*a, 3, None, "sigmoid", 2.5), args, cotangent), 1e-12)
@@ -159,7 +159,7 @@ def test_nodes_are_limited_as_deepseek_v3_says() -> None:
     """
     random = np.random.default_rng(0)
     logits, bias = random.normal(size=(2, 40, 16)), random.normal(size=16)
-    ids, weights, _ = map(np.asarray, chosen(logits, 3, "sigmoid", True, 2.5, jnp.asarray(bias), 4, 2))
+    ids, weights, _ = map(np.asarray, choose_experts(logits, 3, "sigmoid", True, 2.5, jnp.asarray(bias), 4, 2))
     by_all = 0
     for row, token in np.ndindex(2, 40):
         scores = 1 / (1 + np.exp(-logits[row, token]))
@@ -174,27 +174,29 @@ def test_nodes_are_limited_as_deepseek_v3_says() -> None:
 
 
 def test_shared_experts_and_a_function_of_ones_own() -> None:
-    (x, logits, weights), _ = given(7, 4)
+    (x, logits, weights), _ = inputs(7, 4)
     shared = jax.tree.map(lambda w: w[0] * 0.5, weights)
     y = run(x, logits, weights, k=2)[0]
     np.testing.assert_allclose(run(x, logits, weights, k=2, shared=shared)[0], y + swiglu(shared, x), atol=1e-12)
-    own = lambda w, rows: rows * w["scale"] + w["shift"]
+    scale_and_shift = lambda w, rows: rows * w["scale"] + w["shift"]
     leaves = {"scale": jnp.arange(4.0)[:, None], "shift": jnp.ones((4, 1))}
-    got = run(x, jnp.zeros_like(logits).at[..., 3].set(99.0), leaves, k=1, expert=own)[0]
+    got = run(x, jnp.zeros_like(logits).at[..., 3].set(99.0), leaves, k=1, expert=scale_and_shift)[0]
     np.testing.assert_allclose(got, 3 * x + 1, atol=1e-12)
 
 
 def test_three_balance_losses_and_the_z_loss() -> None:
-    (x, logits, weights), _ = given(9, 4)
-    every, k = np.asarray(jax.nn.softmax(logits)), 2
+    (x, logits, weights), _ = inputs(9, 4)
+    probabilities, k = np.asarray(jax.nn.softmax(logits)), 2
     hot = np.asarray(jax.nn.one_hot(jax.lax.top_k(logits, k)[1], 4)).sum(-2)  # [B, T, E]
     share = lambda axes: 4 / k * hot.mean(axis=axes)
-    wanted = {
-        "sequence": (share(1) * every.mean(1)).sum(-1).mean(),
-        "global": (share((0, 1)) * every.mean((0, 1))).sum(),
-        "microbatch": (share((0, 1)) * every.mean((0, 1))).sum(),  # which one block cannot tell from the global one
+    expected = {
+        "sequence": (share(1) * probabilities.mean(1)).sum(-1).mean(),
+        "global": (share((0, 1)) * probabilities.mean((0, 1))).sum(),
+        "microbatch": (
+            share((0, 1)) * probabilities.mean((0, 1))
+        ).sum(),  # which one block cannot tell from the global one
     }
-    for kind, value in wanted.items():
+    for kind, value in expected.items():
         routing = run(x, logits, weights, k=k, balance=kind)[1]
         np.testing.assert_allclose(routing.balance.mean(), value, rtol=1e-6, err_msg=kind)
     np.testing.assert_allclose(routing.z.mean(), np.square(np.log(np.exp(logits).sum(-1))).mean(), rtol=1e-6)
@@ -205,25 +207,26 @@ def test_three_balance_losses_and_the_z_loss() -> None:
 
 
 def test_numpy_arrays_are_taken() -> None:
-    """Of a module that is called outside of a step they were an AttributeError of jax."""
+    """NumPy arrays, from a module called outside of a step, once raised an AttributeError of JAX."""
     random = np.random.default_rng(0)
     draw = lambda *shape: random.normal(size=shape).astype(np.float32)
     weights = {"gate": draw(4, 8, 16), "up": draw(4, 8, 16), "down": draw(4, 16, 8)}
-    given = draw(2, 5, 8), draw(2, 5, 4), weights
-    np.testing.assert_array_equal(jp.experts(*given, k=2)[0], jp.experts(*jax.tree.map(jnp.asarray, given), k=2)[0])
+    inputs = draw(2, 5, 8), draw(2, 5, 4), weights
+    np.testing.assert_array_equal(jp.experts(*inputs, k=2)[0], jp.experts(*jax.tree.map(jnp.asarray, inputs), k=2)[0])
 
 
 def test_bfloat16_rounds_each_leaf_by_its_own_scale() -> None:
     """All tokens to one expert: what 30 blocks add to its weights is added up in float32."""
-    args, cotangent = given(1000, 8)
+    args, cotangent = inputs(1000, 8)
     args = jax.tree.map(lambda x: x.astype(jnp.bfloat16), args)
     args = args[0], (args[1] + 50 * jnp.arange(8)).astype(jnp.float32), args[2]
     wide = jax.tree.map(lambda x: x.astype(jnp.float64), args)
-    (got, grads), (wanted, exact) = (
-        differentiated(lambda *a: jp.experts(*a, k=1)[0], those, cotangent) for those in (args, wide)
+    (got, grads), (expected, exact) = (
+        differentiated(lambda *a: jp.experts(*a, k=1)[0], inputs_of_dtype, cotangent)
+        for inputs_of_dtype in (args, wide)
     )
     assert got.dtype == jnp.bfloat16
-    assert_same(got, wanted, 0.02)
+    assert_same(got, expected, 0.02)
     assert_same((grads[0], grads[2]), (exact[0], exact[2]), 0.02)
 
 
@@ -290,7 +293,7 @@ def test_what_couples_rows_is_said_by_its_line() -> None:
     ids=str,
 )
 def test_what_does_not_fit_is_named(options: Tree, words: str) -> None:
-    (x, logits, weights), _ = given(5, 4)
+    (x, logits, weights), _ = inputs(5, 4)
     with pytest.raises(ValueError, match=words):
         jp.experts(x, logits, weights, **{"k": 2, **options})
     with pytest.raises(ValueError, match=r"weights has a leaf \[2, 6, 5\] for 4 experts"):
@@ -301,12 +304,12 @@ def test_what_does_not_fit_is_named(options: Tree, words: str) -> None:
 
 def test_dispatches_that_drop_are_gathered_each_by_itself() -> None:
     """Two that drop had one name, and the one with fewer slots was gathered with those of the other."""
-    found = []
+    eqns = []
     for slots in (2, 4):
         x, ids, weights = jnp.ones((6, DIM)), jnp.zeros((6, 1), jnp.int32), jnp.ones((6, 1))
-        fun = lambda *given, c=slots: dispatch(4, c, 1, True, "", True)(*given)
-        found.append(next(eqn for eqn in jax.make_jaxpr(fun)(x, ids, weights).eqns if permutations.of(eqn)))
-    for slots, eqn in zip((2, 4), found, strict=True):
+        fun = lambda *inputs, c=slots: dispatch(4, c, 1, True, "", True)(*inputs)
+        eqns.append(next(eqn for eqn in jax.make_jaxpr(fun)(x, ids, weights).eqns if permutations.of(eqn)))
+    for slots, eqn in zip((2, 4), eqns, strict=True):
         route = permutations.of(eqn)
         assert route is not None
         assert route.gather is not None

@@ -31,14 +31,14 @@ def drawn() -> tuple[Any, jax.Array]:
     return w, draw(TOKENS, DIM)
 
 
-def found(fun: Any) -> tuple[jx.Flat, list[ExpertRun]]:
+def runs_of(fun: Any) -> tuple[jx.Flat, list[ExpertRun]]:
     flat, _ = jx.trace(fun, *drawn(), jnp.zeros(EXPERTS, jnp.int32))
     return flat, list(runs(flat, RULES))
 
 
 def exchanged(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
     """The mixture with its run as the mixture that expert ranks compute."""
-    flat, (run,) = found(mixture)
+    flat, (run,) = runs_of(mixture)
     inside = {id(eqn) for eqn in run.eqns}
     values = jax.tree.leaves((w, x, sizes))
     env = dict(zip([*flat.constvars, *flat.invars], [*flat.consts, *values], strict=True))
@@ -53,25 +53,25 @@ def exchanged(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
 
 def test_a_run_is_the_same_function_with_the_same_gradients() -> None:
     w, x = drawn()
-    given = jax.random.normal(jax.random.key(0), (TOKENS, DIM))
+    cotangent = jax.random.normal(jax.random.key(0), (TOKENS, DIM))
 
     @jax.jit
-    def both(w: Any, x: jax.Array, sizes: jax.Array) -> Any:
-        def by(fun: Any) -> Any:
+    def differentiate_both(w: Any, x: jax.Array, sizes: jax.Array) -> Any:
+        def differentiate(fun: Any) -> Any:
             y, pull = jax.vjp(lambda w, x: fun(w, x, sizes), w, x)
-            return y, pull(given)
+            return y, pull(cotangent)
 
-        return by(mixture), by(exchanged)
+        return differentiate(mixture), differentiate(exchanged)
 
     # Even, none for one, all for one, and rows beyond the last group.
     for sizes in ([10, 10, 10, 10], [14, 0, 25, 1], [0, 0, 40, 0], [3, 4, 5, 6]):
-        one, other = both(w, x, jnp.array(sizes, jnp.int32))
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        expected, actual = differentiate_both(w, x, jnp.array(sizes, jnp.int32))
+        for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(a).max()), err_msg=str(sizes))
 
 
 def test_a_run_reaches_from_the_first_product_to_the_last() -> None:
-    _, (run,) = found(mixture)
+    _, (run,) = runs_of(mixture)
     assert [len(vars_) for vars_ in (run.rows, run.leaves)] == [2, 3]
     assert run.out.aval.shape == (TOKENS, DIM)
     tokens, experts = run.bytes()
@@ -85,8 +85,8 @@ def test_what_is_read_elsewhere_ends_a_run(reads: Any) -> None:
         hidden = jax.lax.ragged_dot(x, w["up"], sizes)
         return jax.lax.ragged_dot(hidden, w["down"], sizes) * reads(hidden)
 
-    _, each = found(fun)
-    assert [len(run.eqns) for run in each] == [1, 1]
+    _, separate_runs = runs_of(fun)
+    assert [len(run.eqns) for run in separate_runs] == [1, 1]
 
 
 def test_what_mixes_rows_ends_a_run() -> None:
@@ -94,8 +94,8 @@ def test_what_mixes_rows_ends_a_run() -> None:
         hidden = jnp.cumsum(jax.lax.ragged_dot(x, w["up"], sizes), axis=0)
         return jax.lax.ragged_dot(hidden, w["down"], sizes)
 
-    _, each = found(fun)
-    assert [len(run.eqns) for run in each] == [1, 1]
+    _, separate_runs = runs_of(fun)
+    assert [len(run.eqns) for run in separate_runs] == [1, 1]
 
 
 @jax.custom_vjp
@@ -104,20 +104,20 @@ def centred(x: jax.Array) -> jax.Array:
     return x
 
 
-centred.defvjp(lambda x: (x, None), lambda _, given: (given - given.mean(axis=0),))
+centred.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent - cotangent.mean(axis=0),))
 
 
 def test_a_derivative_that_mixes_rows_ends_a_run() -> None:
     def fun(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(centred(jax.lax.ragged_dot(x, w["up"], sizes)), w["down"], sizes)
 
-    _, each = found(fun)
-    assert [len(run.eqns) for run in each] == [1, 1]
+    _, separate_runs = runs_of(fun)
+    assert [len(run.eqns) for run in separate_runs] == [1, 1]
 
 
 def test_groups_of_other_sizes_end_a_run() -> None:
     def fun(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(jax.lax.ragged_dot(x, w["up"], sizes), w["down"], sizes[::-1])
 
-    _, each = found(fun)
-    assert [len(run.eqns) for run in each] == [1, 1]
+    _, separate_runs = runs_of(fun)
+    assert [len(run.eqns) for run in separate_runs] == [1, 1]

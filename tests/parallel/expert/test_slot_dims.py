@@ -80,17 +80,17 @@ def _total(name: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("name", [*OF_TOKENS, *OF_LEAVES])
 def test_rule(name: str) -> None:
-    """Of a while loop, a transform, a matrix of each token, tokens were sent back, and experts were gathered."""
+    """For while loops, transforms, or a matrix for each token, tokens were once sent back and experts gathered."""
     random = np.random.default_rng(0)
     leaf, x = (random.normal(size=shape).astype("f") for shape in ((EXPERTS, DIM, DIM), (RANKS * TOKENS, DIM)))
-    own = x[:TOKENS]
-    fun, work = exchange_tokens(jx.trace(_total(name), leaf, own)[0], [0], RANKS, RULES)
-    flat, _ = jx.trace(fun, leaf[: EXPERTS // RANKS], own, axes={AXIS: RANKS})
+    local_x = x[:TOKENS]
+    fun, localiser = exchange_tokens(jx.trace(_total(name), leaf, local_x)[0], [0], RANKS, RULES)
+    flat, _ = jx.trace(fun, leaf[: EXPERTS // RANKS], local_x, axes={AXIS: RANKS})
     sent = str(jx.build(flat.eqns, [*flat.constvars, *flat.invars], flat.outvars)).count("all_to_all[")
     if name == "singular values":  # the largest difference of all, in each step
-        assert {place.partition(" ")[0] for place in work.gathered} == {"reduce_max"}
+        assert {place.partition(" ")[0] for place in localiser.gathered} == {"reduce_max"}
     else:
-        assert not work.gathered
+        assert not localiser.gathered
     assert sent == (4 if name == "loop that rows end" else 2)
 
     mesh = Mesh(np.array(jax.devices()[:RANKS]), (AXIS,), axis_types=(AxisType.Auto,))
@@ -102,8 +102,8 @@ def test_rule(name: str) -> None:
 
     split = PartitionSpec(AXIS)
     specs = {"in_specs": split, "out_specs": (PartitionSpec(), split)}
-    found = jax.jit(jax.shard_map(ranks, mesh=mesh, check_vma=False, **specs))(leaf, x)
+    actual = jax.jit(jax.shard_map(ranks, mesh=mesh, check_vma=False, **specs))(leaf, x)
     blocks = lambda leaf, x: sum(_total(name)(leaf, rows) for rows in jnp.split(x, RANKS))
-    wanted = jax.jit(jax.value_and_grad(blocks, argnums=(0, 1)))(leaf, x)
-    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+    expected = jax.jit(jax.value_and_grad(blocks, argnums=(0, 1)))(leaf, x)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-5 * max(1.0, float(np.abs(a).max())))

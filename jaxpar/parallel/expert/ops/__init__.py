@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing, buffers of experts, what overflows them, losses that keep them in balance."""
+"""Mixtures of experts: routing, buffers of experts, tokens that overflow them, and losses that balance the load."""
 
 from .experts import Routing as Routing
 from .experts import balanced as balanced

@@ -1,4 +1,7 @@
-"""Each token through all the experts that it chose: none is dropped.
+"""A dropless mixture: every token gets the results of all experts that it chose.
+
+The first C choices of each expert are computed at once, in buffers [E, C, D]. The choices beyond them overflow, and are
+computed block by block, as many blocks as there are (`overflow.py`). With a balanced load there are none.
 
 Dims: N tokens, k choices of a token, E experts, C slots of an expert, D features.
 """
@@ -11,33 +14,36 @@ import jax
 from .dispatch import combine, dispatch
 from .overflow import Expert, overflow
 
-FIRST = 1.25  # of an expert's mean load: what a dropless mixture computes at once; see docs/experts.md
-_SLOTS = 8  # they are a multiple of it, so that ranks of `context` divide them
+FIRST = 1.25  # C in units of an expert's mean load; see docs/experts.md
+_SLOTS = 8  # C is a multiple of this, so that the ranks of `context` divide it
 
 
 def slots_of(tokens: int, k: int, experts: int) -> int:
-    """C: the slots of an expert, before anything overflows."""
+    """Return C, the slots of an expert before choices overflow."""
     return min(tokens, -(-math.ceil(FIRST * tokens * k / experts) // _SLOTS) * _SLOTS)
 
 
 def dropless(x: jax.Array, ids: jax.Array, weights: jax.Array, leaves: Any, expert: Expert) -> jax.Array:
-    """The weighted sum of what the experts of each token make of it.
+    """Return the weighted sum of the results of each token's experts.
 
     Args:
       x: [N, D].
-      ids: int32 [N, k], 0 to E - 1, or E for a choice of none.
+      ids: int32 [N, k], 0 to E - 1, or E for a choice of no expert.
       weights: float [N, k].
       leaves: a tree of [E, ...].
-      expert: (one expert's leaves, [n, D]) -> [n, D'], each token for itself.
+      expert: (one expert's leaves, [n, D]) -> [n, D'], each token independently.
 
-    Returns [N, D'] in the dtype of the weights.
+    Returns:
+      [N, D'] in the dtype of the weights.
     """
     tokens, k = ids.shape
-    count = jax.tree.leaves(leaves)[0].shape[0]
-    slots = slots_of(tokens, k, count)
-    rows, slot, choice = dispatch(count, slots, 1, False, "", False)(x, ids, weights)
-    beyond = None
+    num_experts = jax.tree.leaves(leaves)[0].shape[0]
+    slots = slots_of(tokens, k, num_experts)
+    rows, slot, choice = dispatch(num_experts, slots, 1, False, "", False)(x, ids, weights)
+    overflowed = None
+    # An expert with a slot for every token cannot overflow.
     if slots < tokens:
-        beyond, leaves = overflow(expert, x, ids, weights, leaves, slots)
+        # `vmap` below must read the leaves that `overflow` returns: their gradient is accumulated in place.
+        overflowed, leaves = overflow(expert, x, ids, weights, leaves, slots)
     y = combine(slot, jax.vmap(expert)(leaves, rows), weights, choice)
-    return y if beyond is None else y + beyond
+    return y if overflowed is None else y + overflowed

@@ -1,8 +1,11 @@
-"""What finds no slot in an expert's buffer, where nothing may be dropped: block by block, each of one expert.
+"""Compute the choices that find no slot in an expert's buffer, if none may be dropped: in blocks of one expert each.
 
-How many blocks there are is known when the program runs; those that are not needed are skipped. What they cost is what
-they hold, wherever the tokens go: at worst, all of them to one expert, they are all there is. Nothing of a block is
-kept for the backward pass, which computes it again.
+    choices of expert e, sorted:   | first C: in its buffer | block | block | block .. |
+                                   by.start[e]
+
+The number of blocks is known only when the program runs. It loops over as many as there can be, and a condition skips
+those that are not needed, so that the time depends on the number of choices that overflow. Nothing of a block is saved
+for the backward, which computes it again.
 
 Dims: N tokens, k choices of a token, E experts, C slots of an expert, b tokens of a block, D features.
 """
@@ -24,14 +27,24 @@ Expert = Callable[[Any, jax.Array], jax.Array]
 
 
 def block_size(slots: int) -> int:
-    """A quarter of a buffer, as last blocks are half empty; 128 rows or more: a GPU's matmul of less is no faster."""
+    """Return b, a quarter of a buffer: the last block of an expert is half empty on average.
+
+    It is at least 128 rows, since a GPU's matmul of fewer is no faster.
+    """
     return min(slots, max(128, -(-slots // 4)))
 
 
 def most_blocks(tokens: int, k: int, experts: int, slots: int, size: int) -> int:
-    """The most blocks that there can be: m experts have more than C choices, each at most N, all together N k."""
-    each, rest = -(-(tokens - slots) // size), lambda m: tokens * k - slots * m
-    return max((min(m * each, rest(m) // size + m) for m in range(1, experts + 1) if rest(m) > 0), default=0)
+    """Return the largest possible number of blocks.
+
+    If m experts have more than C choices each, their blocks are full except for the last: at most
+    floor((N k - C m) / b) + m. An expert has at most N choices: at most m ceil((N - C) / b).
+    """
+    per_expert, overflow_of = -(-(tokens - slots) // size), lambda m: tokens * k - slots * m
+    return max(
+        (min(m * per_expert, overflow_of(m) // size + m) for m in range(1, experts + 1) if overflow_of(m) > 0),
+        default=0,
+    )
 
 
 def overflow(
@@ -43,10 +56,11 @@ def overflow(
     slots: int,
     size: int | None = None,
 ) -> tuple[jax.Array, Any]:
-    """What experts make of the choices beyond their first C, by position, weighted and added up; and their leaves.
+    """Compute the choices beyond the first C of each expert, by position, and return their weighted sum and the leaves.
 
-    Who computes the first C reads the leaves that are returned: their cotangents come back here, and blocks are added
-    to them in place. Otherwise there would be two gradients of all experts, one of them mostly zero.
+    Whoever computes the first C must read the returned leaves. The backward then gets their cotangents here, and adds
+    the gradient of each block to them in place. Otherwise there would be two gradients of all experts, one of them
+    mostly zero.
 
     Args:
       expert: (one expert's leaves, [b, D]) -> [b, D'].
@@ -56,107 +70,131 @@ def overflow(
       slots: C.
       size: b; `block_size(slots)` if None.
 
-    Returns [N, D'] in the dtype of the weights, and `leaves`.
+    Returns:
+      [N, D'] in the dtype of the weights, and `leaves`.
     """
     flat, tree = jax.tree.flatten(leaves)
-    out, *flat = _overflow(expert, tree, slots, size or block_size(slots))(x, ids, weights, *flat)
-    return out, jax.tree.unflatten(tree, flat)
+    result, *flat = _overflow(expert, tree, slots, size or block_size(slots))(x, ids, weights, *flat)
+    return result, jax.tree.unflatten(tree, flat)
 
 
 @functools.lru_cache(maxsize=256)
 def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[..., Any]:
+    """Return `overflow` of flat leaves as a route; cached, since equal arguments must give the same function."""
+
     def blocks(by: Order, n: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """For each block its expert, where it starts in the sorted choices, and how many of them are its own."""
-        beyond = jnp.maximum(by.load - slots, 0)
-        count = (beyond + size - 1) // size
-        ends = jnp.cumsum(count)
+        """Return for each block its expert, its first position in the sorted choices, and its number of choices."""
+        # Block j of all belongs to the first expert whose blocks end after it. Blocks j >= ends[-1] are not needed.
+        num_overflowing = jnp.maximum(by.load - slots, 0)
+        num_blocks = (num_overflowing + size - 1) // size
+        ends = jnp.cumsum(num_blocks)
         j = jnp.arange(most_blocks(n, k, by.load.size, slots, size), dtype=jnp.int32)
         e = jnp.minimum((j[:, None] >= ends).sum(axis=1, dtype=jnp.int32), by.load.size - 1)
-        done = (j - (ends - count)[e]) * size
-        return e, by.start[e] + slots + done, jnp.where(j < ends[-1], jnp.clip(beyond[e] - done, 0, size), 0)
+        offset = (j - (ends - num_blocks)[e]) * size
+        return (
+            e,
+            by.start[e] + slots + offset,
+            jnp.where(j < ends[-1], jnp.clip(num_overflowing[e] - offset, 0, size), 0),
+        )
 
-    def choices(by: Order, start: jax.Array, mine: jax.Array) -> jax.Array:
-        """The choices of a block; N k beyond its own."""
+    def choices(by: Order, start: jax.Array, count: jax.Array) -> jax.Array:
+        """Return the choices of a block, [b]; N k beyond its `count`."""
         rank = jnp.arange(size, dtype=jnp.int32)
-        at = jnp.minimum(start + rank, by.sorted.size - 1)
-        return jnp.where(rank < mine, by.sorted[at], by.sorted.size)
+        positions = jnp.minimum(start + rank, by.sorted.size - 1)
+        return jnp.where(rank < count, by.sorted[positions], by.sorted.size)
 
-    def of(e: jax.Array, leaves: Any) -> Any:
+    def leaves_of(e: jax.Array, leaves: Any) -> Any:
+        """Return the leaves of expert `e`."""
         return [jax.lax.dynamic_index_in_dim(leaf, e, keepdims=False) for leaf in leaves]
 
-    def applied(weights: jax.Array, rows: jax.Array, leaves: Any) -> jax.Array:
+    def weighted_expert(weights: jax.Array, rows: jax.Array, leaves: Any) -> jax.Array:
+        """Compute rows by one expert, weighted: [b, D] -> [b, D']."""
         return weights[:, None] * expert(jax.tree.unflatten(tree, leaves), rows).astype(weights.dtype)
 
-    def run(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+    # 1. Forward: a scan over the blocks, which adds the results of each to its tokens.
+    def run_blocks(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
         by, k = order(ids, None, leaves[0].shape[0]), ids.shape[1]
 
         def step(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
-            e, start, mine = block
+            e, start, count = block
 
             def compute(total: jax.Array) -> jax.Array:
-                at = choices(by, start, mine)
-                out = applied(rows_of(weights.reshape(-1), at), rows_of(x, at // k), of(e, leaves))
-                return total.at[at // k].add(out, mode="drop")
+                block_choices = choices(by, start, count)
+                result = weighted_expert(
+                    rows_of(weights.reshape(-1), block_choices), rows_of(x, block_choices // k), leaves_of(e, leaves)
+                )
+                return total.at[block_choices // k].add(result, mode="drop")
 
-            return where_needed(mine > 0, compute, total), None
+            return where_needed(count > 0, compute, total), None
 
-        one = lambda x, leaves: applied(weights[:1, 0], x[:1], of(by.load[0], leaves))
-        width = jax.eval_shape(one, x, leaves).shape[-1]
-        start = jnp.zeros((x.shape[0], width), weights.dtype)
-        return jax.lax.scan(step, start, blocks(by, *ids.shape))[0], *leaves
+        # D' is known only by tracing the expert on one row.
+        one_row = lambda x, leaves: weighted_expert(weights[:1, 0], x[:1], leaves_of(by.load[0], leaves))
+        width = jax.eval_shape(one_row, x, leaves).shape[-1]
+        zeros = jnp.zeros((x.shape[0], width), weights.dtype)
+        return jax.lax.scan(step, zeros, blocks(by, *ids.shape))[0], *leaves
 
+    # 2. Backward: the same scan computes each block again, and its cotangents.
     def backward(saved: Any, cotangents: Any) -> Any:
-        (x, ids, weights, leaves), (given, *of_first) = saved, cotangents
+        (x, ids, weights, leaves), (cotangent, *leaf_cotangents) = saved, cotangents
         by, k = order(ids, None, leaves[0].shape[0]), ids.shape[1]
 
         def step(carry: Any, block: Any) -> tuple[Any, None]:
-            e, start, mine = block
+            e, start, count = block
 
             def compute(carry: Any) -> Any:
-                of_x, of_weights, of_expert, of_leaves, last = carry
-                at = choices(by, start, mine)
-                _, pull = jax.vjp(applied, rows_of(weights.reshape(-1), at), rows_of(x, at // k), of(e, leaves))
-                to_weights, to_x, to_expert = pull(rows_of(given, at // k))
-                # Blocks of one expert follow each other: their sum is kept in float32, and written once more with each.
-                of_expert = [
-                    jnp.where(e == last, sum_, first.astype(sum_.dtype)) + new.astype(sum_.dtype)
-                    for sum_, first, new in zip(of_expert, of(e, of_leaves), to_expert, strict=True)
+                grad_x, grad_weights, grad_expert, grad_leaves, previous_expert = carry
+                block_choices = choices(by, start, count)
+                _, pull = jax.vjp(
+                    weighted_expert,
+                    rows_of(weights.reshape(-1), block_choices),
+                    rows_of(x, block_choices // k),
+                    leaves_of(e, leaves),
+                )
+                block_grad_weights, block_grad_x, block_grad_expert = pull(rows_of(cotangent, block_choices // k))
+                # Blocks of one expert follow each other. Their sum stays in float32 in the carry, and every block
+                # rounds it anew into the leaf's gradient, so that rounding errors do not add up.
+                grad_expert = [
+                    jnp.where(e == previous_expert, total, first.astype(total.dtype)) + block_grad.astype(total.dtype)
+                    for total, first, block_grad in zip(
+                        grad_expert, leaves_of(e, grad_leaves), block_grad_expert, strict=True
+                    )
                 ]
-                of_leaves = [
-                    jax.lax.dynamic_update_index_in_dim(leaf, sum_.astype(leaf.dtype), e, 0)
-                    for leaf, sum_ in zip(of_leaves, of_expert, strict=True)
+                grad_leaves = [
+                    jax.lax.dynamic_update_index_in_dim(leaf, total.astype(leaf.dtype), e, 0)
+                    for leaf, total in zip(grad_leaves, grad_expert, strict=True)
                 ]
                 return (
-                    of_x.at[at // k].add(to_x.astype(of_x.dtype), mode="drop"),
-                    of_weights.at[at].set(to_weights, mode="drop"),
-                    of_expert,
-                    of_leaves,
+                    grad_x.at[block_choices // k].add(block_grad_x.astype(grad_x.dtype), mode="drop"),
+                    grad_weights.at[block_choices].set(block_grad_weights, mode="drop"),
+                    grad_expert,
+                    grad_leaves,
                     e,
                 )
 
-            return where_needed(mine > 0, compute, carry), None
+            return where_needed(count > 0, compute, carry), None
 
         start = (
             jnp.zeros(x.shape, wide(x.dtype)),
             jnp.zeros(weights.size, weights.dtype),
             [jnp.zeros(leaf.shape[1:], wide(leaf.dtype)) for leaf in leaves],
-            of_first,
+            leaf_cotangents,
             jnp.int32(-1),
         )
-        (of_x, of_weights, _, of_leaves, _), _ = jax.lax.scan(step, start, blocks(by, *ids.shape))
-        return of_x.astype(x.dtype), None, of_weights.reshape(weights.shape), *of_leaves
+        (grad_x, grad_weights, _, grad_leaves, _), _ = jax.lax.scan(step, start, blocks(by, *ids.shape))
+        return grad_x.astype(x.dtype), None, grad_weights.reshape(weights.shape), *grad_leaves
 
     def forward(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> Any:
-        return run(x, ids, weights, *leaves), (x, ids, weights, leaves)
+        return run_blocks(x, ids, weights, *leaves), (x, ids, weights, leaves)
 
+    # 3. The versions for one rank of `context` and of `expert`.
     def part(ranks: int) -> Callable[..., Any]:
-        """Of each rank's tokens what its own slots do not hold."""
+        """Return the function for one rank's tokens: they overflow its own C / ranks slots."""
         return _overflow(expert, tree, slots // ranks, block_size(slots // ranks))
 
     def spread(ranks: int) -> Callable[..., Any]:
-        """On one of so many ranks, which share the experts: each block is of the tokens of all."""
+        """Return the function for one rank's experts: its blocks have tokens of all ranks, which come in rounds."""
         return rounds(_overflow(expert, tree, 0, block_size(slots * ranks)), slots, ranks)
 
-    # What the route says of ranks holds for this one function.
+    # `part` and `spread` belong to this function alone: each needs a name of its own.
     name = f"overflow_{next(_numbers)}"
-    return route(name, ("rows", "whole"), run, forward, backward, part=part, spread=spread)
+    return route(name, ("rows", "whole"), run_blocks, forward, backward, part=part, spread=spread)

@@ -1,12 +1,16 @@
-"""What finds no slot in an expert's buffer, where experts are split over ranks and nothing may be dropped: in rounds.
+"""Compute the choices that overflow the buffers of experts on other ranks, if none may be dropped: in rounds.
 
-In a round each rank sends at most S choices to each rank, those of its experts that come next, by an all-to-all of
-[e, S, D]; who gets them computes them block by block (`overflow.py`), and sends the results back. All ranks of the axis
-run as many rounds as the one that needs most, which is known when the program runs: with balanced experts none. Nothing
-of a round is kept for the backward pass, which runs it again.
+    this rank's tokens          all-to-all    a rank's experts        all-to-all    this rank's tokens
+    next S choices for rank 0   --------->    blocks (`overflow.py`)  --------->    add the weighted results
+    next S choices for rank 1   [e, S, D]                             [e, S, D']
+    ...
 
-Dims: N tokens of this rank, k choices of a token, E experts, e ranks, C slots of an expert that are filled already, S
-choices that go to one rank in a round, D features.
+All ranks of the axis must run the same number of rounds, or an all-to-all would wait forever. It is the number that the
+busiest rank needs, which is known only when the program runs; with a balanced load it is 0. Nothing of a round is saved
+for the backward, which runs it again.
+
+Dims: N tokens of this rank, k choices of a token, E experts, e ranks, C slots of an expert that are filled already,
+S = C E / e choices for one rank in a round, D features.
 """
 
 import functools
@@ -21,122 +25,152 @@ from ....model.permutations import route
 from ....program import trip_counts
 from .dispatch import combine
 from .gather import AXIS
-from .tables import Order, order, rows_of, summed, wide
+from .tables import Order, order, rows_of, sum_over_choices, wide
 
 
 @functools.partial(jax.custom_vjp)
-def _taken(x: jax.Array, slot: jax.Array, choice: jax.Array) -> jax.Array:
-    """The tokens [N, D] of the choices in slots [e, S]: [e, S, D], zeros in empty ones."""
+def _tokens_of(x: jax.Array, slot: jax.Array, choice: jax.Array) -> jax.Array:
+    """Return the tokens [N, D] of the choices in slots: [e, S, D], zeros in empty slots."""
     return rows_of(x, choice // slot.shape[1])
 
 
-_taken.defvjp(
-    lambda x, slot, choice: (_taken(x, slot, choice), slot),
-    lambda slot, given: (summed(given, slot), None, None),
+_tokens_of.defvjp(
+    lambda x, slot, choice: (_tokens_of(x, slot, choice), slot),
+    lambda slot, cotangent: (sum_over_choices(cotangent, slot), None, None),
 )
 
 
 def most_rounds(tokens: int, k: int, experts: int, ranks: int, slots: int) -> int:
-    """The most rounds of S = C E / e choices that there can be: all choices of a rank's tokens go to one rank's
-    experts, where at least one has filled its slots.
+    """Return the largest possible number of rounds.
+
+    It is reached if all choices of a rank's tokens go to one rank's experts: at most min(k, E/e) of a token, of which
+    at least C have slots.
     """
-    per = experts // ranks
-    return -(-(tokens * min(k, per) - slots) // (slots * per))
+    local_experts = experts // ranks
+    return -(-(tokens * min(k, local_experts) - slots) // (slots * local_experts))
 
 
 @functools.lru_cache(maxsize=256)
 def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[..., Any]:
-    """A function of x [N, D], ids int32 [N, k], weights float [N, k] and one rank's leaves [E / e, ...]: what experts
-    make of the choices beyond their first C of each rank, weighted and added up, [N, D'] in the dtype of the weights;
-    and those leaves, as `overflow` returns them. Communicates over `expert`: int32 [], and in each round 2 [e, S, D]
-    and int32 [e, S]; in a backward 4 [e, S, D] (half of them of D').
+    """Return a function that computes the choices beyond the first C of each rank, in rounds.
+
+    Communicates over `expert`: int32 []; in each round 2 [e, S, D] and int32 [e, S]; in each round of a backward
+    4 [e, S, D] (half of them with D' features).
 
     Args:
-      overflow: (x, ids, weights, *leaves) -> (out, *leaves), block by block, of one rank's experts.
+      overflow: (x, ids, weights, *leaves) -> (out, *leaves), block by block, for one rank's experts.
       slots: C.
       ranks: e.
+
+    Returns:
+      A function of x [N, D], ids int32 [N, k], weights float [N, k] and one rank's leaves [E / e, ...]. It returns the
+      weighted sum of the results, [N, D'] in the dtype of the weights, and those leaves, as `overflow` returns them.
     """
 
-    def places(by: Order, ids: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of a round the slot of each choice, int32 [N, k], e S for none; the choice in each slot, int32 [e, S], N k
-        for none; and which of its rank's experts it is for, E / e for none.
+    # 1. The tables of a round, and how many rounds are needed.
+    def round_tables(by: Order, ids: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the tables of one round.
+
+        Args:
+          by: the choices sorted by expert.
+          ids: the expert of each choice, int32 [N, k].
+          number: the index of the round.
+
+        Returns:
+          slot int32 [N, k], the slot of each choice, e S for none; choice int32 [e, S], the choice in each slot, N k
+          for none; and for each slot the index of its expert on the receiving rank, int32 [e, S], E / e for none.
         """
-        per, choices = by.load.size // ranks, ids.size
-        size = slots * per
-        beyond = jnp.maximum(by.load - slots, 0).reshape(ranks, per)
-        ends = jnp.cumsum(beyond, axis=1)
-        at = number * size + jnp.arange(size, dtype=jnp.int32)  # of those that go to one rank
-        mine = (at[None, :, None] >= ends[:, None, :]).sum(axis=-1, dtype=jnp.int32)  # [e, S]
-        there = at < ends[:, -1:]
-        e = jnp.minimum(mine, per - 1)
-        every = e + per * jnp.arange(ranks, dtype=jnp.int32)[:, None]
-        begins = jnp.take_along_axis(ends - beyond, e, axis=1)
-        sorted_at = jnp.clip(by.start[every] + slots + at - begins, 0, choices - 1)
-        choice = jnp.where(there, by.sorted[sorted_at], choices)
+        # The choices that overflow to one rank are indexed expert after expert. A round takes the next S of them, and
+        # `ends` tells the expert of each.
+        local_experts, choices = by.load.size // ranks, ids.size
+        size = slots * local_experts
+        num_overflowing = jnp.maximum(by.load - slots, 0).reshape(ranks, local_experts)
+        ends = jnp.cumsum(num_overflowing, axis=1)
+        index = number * size + jnp.arange(size, dtype=jnp.int32)  # among all choices that overflow to one rank
+        local_expert = (index[None, :, None] >= ends[:, None, :]).sum(axis=-1, dtype=jnp.int32)  # [e, S]
+        is_filled = index < ends[:, -1:]
+        e = jnp.minimum(local_expert, local_experts - 1)
+        expert = e + local_experts * jnp.arange(ranks, dtype=jnp.int32)[:, None]
+        first_index = jnp.take_along_axis(ends - num_overflowing, e, axis=1)
+        positions = jnp.clip(by.start[expert] + slots + index - first_index, 0, choices - 1)
+        choice = jnp.where(is_filled, by.sorted[positions], choices)
+        # Invert `choice`. Empty slots write to one more element, which is cut off.
         slot = jnp.full(choices + 1, ranks * size, jnp.int32)
         slot = slot.at[choice.reshape(-1)].set(jnp.arange(ranks * size, dtype=jnp.int32))
-        return slot[:choices].reshape(ids.shape), choice, jnp.where(there, e, per)
+        return slot[:choices].reshape(ids.shape), choice, jnp.where(is_filled, e, local_experts)
 
-    def needed(by: Order) -> jax.Array:
-        """The rounds that the rank that needs most needs."""
-        per = by.load.size // ranks
-        most = jnp.maximum(by.load - slots, 0).reshape(ranks, per).sum(axis=1).max()
-        return lax.pmax(-(-most // (slots * per)), AXIS)
+    def num_rounds(by: Order) -> jax.Array:
+        """Return the number of rounds that the busiest rank needs."""
+        local_experts = by.load.size // ranks
+        busiest_load = jnp.maximum(by.load - slots, 0).reshape(ranks, local_experts).sum(axis=1).max()
+        # A rank that ran fewer rounds would leave the others waiting in an all-to-all.
+        return lax.pmax(-(-busiest_load // (slots * local_experts)), AXIS)
 
-    def exchanged(x: jax.Array) -> jax.Array:
+    # 2. One round.
+    def all_to_all(x: jax.Array) -> jax.Array:
+        """Send row r of [e, ...] to rank r."""
         return lax.all_to_all(x, AXIS, 0, 0, tiled=True)
 
-    def one(by: Order, ids: jax.Array, number: jax.Array, x: jax.Array, weights: jax.Array, leaves: Any) -> Any:
-        slot, choice, of = places(by, ids, number)
-        rows, of = exchanged(_taken(x, slot, choice)), exchanged(of)
-        ones = jnp.ones((rows.shape[0] * rows.shape[1], 1), weights.dtype)
-        out, *leaves = overflow(rows.reshape(-1, rows.shape[-1]), of.reshape(-1, 1), ones, *leaves)
-        out = exchanged(out.astype(x.dtype).reshape(*rows.shape[:2], -1))
-        return combine(slot, out, weights, choice), leaves
+    def run_round(by: Order, ids: jax.Array, number: jax.Array, x: jax.Array, weights: jax.Array, leaves: Any) -> Any:
+        """Run one round: send choices, compute them, send the results back, add them up. Also return the leaves."""
+        slot, choice, local_ids = round_tables(by, ids, number)
+        rows, local_ids = all_to_all(_tokens_of(x, slot, choice)), all_to_all(local_ids)
+        # The weights are applied by `combine`, on the rank of the tokens.
+        unit_weights = jnp.ones((rows.shape[0] * rows.shape[1], 1), weights.dtype)
+        results, *leaves = overflow(rows.reshape(-1, rows.shape[-1]), local_ids.reshape(-1, 1), unit_weights, *leaves)
+        results = all_to_all(results.astype(x.dtype).reshape(*rows.shape[:2], -1))
+        return combine(slot, results, weights, choice), leaves
 
-    def numbers(x: jax.Array, ids: jax.Array, experts: int) -> jax.Array:
+    def round_indices(x: jax.Array, ids: jax.Array, experts: int) -> jax.Array:
+        """Return the indices of all rounds that there can be."""
         return jnp.arange(most_rounds(x.shape[0], ids.shape[1], experts, ranks, slots), dtype=jnp.int32)
 
-    def run(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+    # 3. Forward: a scan over all rounds that there can be. The same condition holds on all ranks.
+    def run_rounds(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
         experts = leaves[0].shape[0] * ranks
         by = order(ids, None, experts)
-        count = needed(by)
+        count = num_rounds(by)
 
         def step(total: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
-            compute = lambda total: total + one(by, ids, number, x, weights, leaves)[0]
+            compute = lambda total: total + run_round(by, ids, number, x, weights, leaves)[0]
             return where_needed(number < count, compute, total), None
 
         width = jax.eval_shape(overflow, x, ids, weights, *leaves)[0].shape[-1]
-        start = jnp.zeros((x.shape[0], width), weights.dtype)
-        return lax.scan(step, start, numbers(x, ids, experts))[0], *leaves
+        zeros = jnp.zeros((x.shape[0], width), weights.dtype)
+        return lax.scan(step, zeros, round_indices(x, ids, experts))[0], *leaves
 
+    # 4. Backward: the same scan runs each round again, and its derivative.
     def backward(saved: Any, cotangents: Any) -> Any:
-        (x, ids, weights, leaves), (given, *of_first) = saved, cotangents
+        (x, ids, weights, leaves), (cotangent, *leaf_cotangents) = saved, cotangents
         experts = leaves[0].shape[0] * ranks
         by = order(ids, None, experts)
-        count = needed(by)
+        count = num_rounds(by)
 
         def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
             def compute(carry: Any) -> Any:
-                of_x, of_weights, of_leaves = carry
-                again = lambda x, weights, leaves: one(by, ids, number, x, weights, leaves)
-                _, pull = jax.vjp(again, x, weights, list(leaves))
-                to_x, to_weights, of_leaves = pull((given, of_leaves))
-                return of_x + to_x.astype(of_x.dtype), of_weights + to_weights, of_leaves
+                grad_x, grad_weights, grad_leaves = carry
+                one_round = lambda x, weights, leaves: run_round(by, ids, number, x, weights, leaves)
+                # The leaves pass through a round: their cotangents come out with the round's gradient added.
+                _, pull = jax.vjp(one_round, x, weights, list(leaves))
+                round_grad_x, round_grad_weights, grad_leaves = pull((cotangent, grad_leaves))
+                return grad_x + round_grad_x.astype(grad_x.dtype), grad_weights + round_grad_weights, grad_leaves
 
             return where_needed(number < count, compute, carry), None
 
-        start = jnp.zeros(x.shape, wide(x.dtype)), jnp.zeros_like(weights), list(of_first)
-        (of_x, of_weights, of_leaves), _ = lax.scan(step, start, numbers(x, ids, experts))
-        return of_x.astype(x.dtype), None, of_weights, *of_leaves
+        start = jnp.zeros(x.shape, wide(x.dtype)), jnp.zeros_like(weights), list(leaf_cotangents)
+        (grad_x, grad_weights, grad_leaves), _ = lax.scan(step, start, round_indices(x, ids, experts))
+        return grad_x.astype(x.dtype), None, grad_weights, *grad_leaves
 
     def forward(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> Any:
-        return run(x, ids, weights, *leaves), (x, ids, weights, leaves)
+        return run_rounds(x, ids, weights, *leaves), (x, ids, weights, leaves)
 
-    return route("rounds", ("rows", "whole"), run, forward, backward)
+    return route("rounds", ("rows", "whole"), run_rounds, forward, backward)
 
 
 def where_needed(needed: jax.Array, compute: Callable[[Any], Any], carry: Any) -> Any:
-    """`compute(carry)` where `needed`, bool [], else `carry`; named for readers of programs as overflow of experts."""
+    """Return `compute(carry)` if `needed` (bool []) is true, else `carry`.
+
+    The scope's name tells readers of compiled programs that the condition is an overflow of experts, which is rare.
+    """
     with jax.named_scope(trip_counts.OVERFLOW):
         return jax.lax.cond(needed, compute, lambda carry: carry, carry)
