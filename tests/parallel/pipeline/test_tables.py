@@ -189,9 +189,9 @@ def use(schedule: Schedule) -> Counter[str]:
             else:
                 assert stash[rank][write] == (stage, at)
             if kind == "I":
-                kept[rank][rows.kept[slot, rank]] = (stage, at)
+                kept[rank][rows.residuals[slot, rank]] = (stage, at)
             if kind == "W":
-                assert kept[rank][rows.kept[slot, rank]] == (stage, at)
+                assert kept[rank][rows.residuals[slot, rank]] == (stage, at)
             out[rank] = (kind, stage, at)
         for rank in range(p):
             epilogue = [("I", last + 1, x[2]) for x in out[rank : rank + 1] if x and x[:2] == ("F", last)]
@@ -213,7 +213,7 @@ def _wanted(schedule: Schedule, rank: int, way: str, message: tuple | None) -> b
     """Whether a rank needs what comes this way."""
     if message is None or message[0] == "W":
         return False
-    if way == "epilogue":
+    if way == "from_epilogue":
         return not schedule.forwards_only
     kind, stage, _ = message
     to = stage + (1 if kind == "F" else -1)
@@ -221,7 +221,7 @@ def _wanted(schedule: Schedule, rank: int, way: str, message: tuple | None) -> b
         return False
     own = schedule.place(stage)
     _, step = schedule.neighbour(kind, own.rank, own.chunk)
-    return way == {1: "below", -1: "above", 0: "here"}[step]
+    return way == {1: "from_previous", -1: "from_next", 0: "from_self"}[step]
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
@@ -231,12 +231,12 @@ def test_nothing_is_lost_in_buffers(p: int) -> None:
         sent = use(schedule)
         # Every stage but the last sends activations, every one but the first cotangents; in a V, half of each goes up.
         once, v_turns = 2 * m * (p - 1), 2 * m if v == 2 else 0
-        assert sent["here"] == v_turns
-        assert sent["epilogue"] == m
-        assert sent["below"] + sent["above"] == 2 * m * (p * v - 1) - v_turns
+        assert sent["from_self"] == v_turns
+        assert sent["from_epilogue"] == m
+        assert sent["from_previous"] + sent["from_next"] == 2 * m * (p * v - 1) - v_turns
         if v == 2:
-            assert sent["below"] == sent["above"] == 2 * m * (p - 1)
-        assert sent["below"] + sent["above"] == v * once  # a V sends twice what one chunk a rank does
+            assert sent["from_previous"] == sent["from_next"] == 2 * m * (p - 1)
+        assert sent["from_previous"] + sent["from_next"] == v * once  # a V sends twice what one chunk a rank does
         assert rows.keeps <= rows.stashes == schedule.slots
         use(schedule.forwards)
         assert schedule.forwards.ticks <= schedule.ticks
