@@ -175,14 +175,15 @@ class Schedule:
             if not Path(schedule).exists():
                 raise ValueError(f"schedule={schedule}: there is no such file; write it with `jaxpar timeline --csv`")
             schedule = Schedule.read(Path(schedule))
-        table_counts, strategy_counts = (
+        # A name takes the strategy's numbers; a table has numbers already, which must be the same.
+        counts, strategy_counts = (
             (schedule.ranks, schedule.microbatches, schedule.chunks),
             (ranks, microbatches, chunks),
         )
-        if table_counts != strategy_counts:
+        if counts != strategy_counts:
             texts = [
-                ", ".join(map("{}={}".format, ("pipe", "microbatches", "chunks"), counts))
-                for counts in (table_counts, strategy_counts)
+                ", ".join(map("{}={}".format, ("pipe", "microbatches", "chunks"), numbers))
+                for numbers in (counts, strategy_counts)
             ]
             raise ValueError(
                 f"schedule={schedule.label} has {texts[0]}, and the strategy {texts[1]}; use the table's numbers"
@@ -207,7 +208,7 @@ class Schedule:
 
     @functools.cached_property
     def branches(self) -> bool:
-        """Whether ranks run different kinds of operations in one slot; messages then wait in buffers (`rows`)."""
+        """Return whether ranks run different kinds of operations in one slot, and messages wait in buffers (`rows`)."""
         return not in_lockstep(self.table(), self.placement, self.chunks)
 
     @functools.cached_property
@@ -319,6 +320,7 @@ class Schedule:
           The time of the step, and the longest time of a rank from its first operation to its last. Qi et al. 2023
           (section 5.3) call the second the cost of a schedule.
         """
+        # Unlike `time`, ranks do not wait for each other's operations here: a rank that is free starts its next one.
         rank_spans = spans(orders_of(self.table()), self.placement, self.chunks, times)
         rows = [row for row in rank_spans if row]  # a rank without operations has no span
         return max(row[-1].end for row in rows), max(row[-1].end - row[0].start for row in rows)
@@ -346,14 +348,15 @@ class Schedule:
 
     @property
     def beside(self) -> bool:
-        """Whether a tick's forward and backward do not need each other, so that their layers run side by side."""
+        """Return whether a tick's forward and backward do not need each other, so that their layers run side by side."""
         if self.branches or not self.waiting:
             return False
         return any(phase.forward and phase.backward for _, phases in self.phases() for phase in phases)
 
     @functools.cached_property
     def in_turn(self) -> bool:
-        """Whether all ticks run the same layers in the same order, so that a tick knows which layer runs next."""
+        """Return whether all ticks run the same layers in the same order, so that a tick knows which layer runs next."""
+        # Another chunk has other layers; ticks that alternate run a backward or not, and so differ in what comes next.
         has_other_layers = self.branches or self.chunks > 1 or self.waiting
         return not has_other_layers and all(repeats == 1 for repeats, _ in self.phases())
 
