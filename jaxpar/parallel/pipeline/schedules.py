@@ -176,14 +176,14 @@ class Schedule:
                 raise ValueError(f"schedule={schedule}: there is no such file; write it with `jaxpar timeline --csv`")
             schedule = Schedule.read(Path(schedule))
         # A name takes the strategy's numbers; a table has numbers already, which must be the same.
-        counts, strategy_counts = (
+        counts, requested = (
             (schedule.ranks, schedule.microbatches, schedule.chunks),
             (ranks, microbatches, chunks),
         )
-        if counts != strategy_counts:
+        if counts != requested:
             texts = [
                 ", ".join(map("{}={}".format, ("pipe", "microbatches", "chunks"), numbers))
-                for numbers in (counts, strategy_counts)
+                for numbers in (counts, requested)
             ]
             raise ValueError(
                 f"schedule={schedule.label} has {texts[0]}, and the strategy {texts[1]}; use the table's numbers"
@@ -348,15 +348,15 @@ class Schedule:
 
     @property
     def beside(self) -> bool:
-        """Return whether a tick's forward and backward do not need each other, so that their layers run side by side."""
+        """Return whether a tick's forward and backward are independent, so that their layers run side by side."""
         if self.branches or not self.waiting:
             return False
         return any(phase.forward and phase.backward for _, phases in self.phases() for phase in phases)
 
     @functools.cached_property
     def in_turn(self) -> bool:
-        """Return whether all ticks run the same layers in the same order, so that a tick knows which layer runs next."""
-        # Another chunk has other layers; ticks that alternate run a backward or not, and so differ in what comes next.
+        """Return whether all ticks run the same layers in the same order, so that each knows which layer is next."""
+        # Chunks have different layers; with `waiting`, the loops of a forward and a backward are one.
         has_other_layers = self.branches or self.chunks > 1 or self.waiting
         return not has_other_layers and all(repeats == 1 for repeats, _ in self.phases())
 
