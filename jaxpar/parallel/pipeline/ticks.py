@@ -180,9 +180,7 @@ class Pipeline(Engine):
         The tick before such a phase fetches the first layer for a forward, where the last one is next, or vice versa.
         """
         phases = [phase for _, phases in self.schedule.phases() for phase in phases]
-        return [
-            following.start for phase, following in itertools.pairwise(phases) if phase.forward != following.forward
-        ]
+        return [phase.start for earlier, phase in itertools.pairwise(phases) if earlier.forward != phase.forward]
 
     def _refetch_flight(self, carry: Carry, phase: Phase) -> Carry:
         """Fetch the layer that a phase runs first, in place of the layer that the phase before has fetched."""
