@@ -372,7 +372,7 @@ def test_a_recomputed_stage_keeps_the_message_it_gets() -> None:
     for remat in ("none", "layer"):
         step = made(model, f"pipe=2,microbatches=2,remat={remat},schedule=zb-h1", 2)
         slots.append(slot_bytes(step, batch))
-        messages.append(max(stage.before.bytes for stage in stages(step.traced(batch).program)))
+        messages.append(max(stage.incoming_packing.bytes for stage in stages(step.traced(batch).program)))
     assert slots[1] <= messages[1] < slots[0] / 4
 
 
