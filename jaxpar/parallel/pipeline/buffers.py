@@ -116,11 +116,13 @@ class Walk:
     def rows(self) -> SlotTables:
         """Return the tables that the program looks up."""
         p, shape = self.ranks, (len(self.table), self.ranks)
+        # 0 for idle ranks and unread buffers: a rank that runs nothing reads buffer 0, and drops it.
         tables = {
             name: np.zeros(shape, np.int32) for name in ("kind", "chunk", "microbatch", "stash", "residuals", "read")
         }
         ways = np.zeros((len(WAYS), *shape), np.int32)
         sent = np.zeros((shape[0], len(WAYS)), bool)
+        # One pool for each rank: what a rank stores does not depend on other ranks.
         stash, residuals, messages = ([_Pool() for _ in range(p)] for _ in range(3))
         num_buffers = [0] * p  # with the spare one
         for slot, column in enumerate(self.table):
@@ -129,6 +131,7 @@ class Walk:
 
             # 1. Operations read their message, and allocate or free their slots of both stashes.
             for rank, op in rank_ops:
+                # A rank may hold activations of one microbatch in several chunks.
                 place = op.chunk, op.microbatch
                 tables["kind"][slot, rank] = CODES[op.kind]
                 tables["chunk"][slot, rank], tables["microbatch"][slot, rank] = place
@@ -143,6 +146,7 @@ class Walk:
                     tables["residuals"][slot, rank] = residuals[rank].allocate(place)
                 if op.kind == "W":
                     tables["residuals"][slot, rank] = residuals[rank].release(place)
+                # I and W read the same activations: they are free after W.
                 if op.kind in "BW":
                     stash[rank].release(place)
 
@@ -160,6 +164,7 @@ class Walk:
                 spare, is_unused = messages[rank].spare(), ~receives[:, rank]
                 ways[is_unused, slot, rank] = spare
                 num_buffers[rank] = max(num_buffers[rank], messages[rank].size, spare + 1)
+        # All ranks run one program, so that their buffers have the size that the fullest rank needs.
         largest = lambda pools: max(pool.size for pool in pools)
         tables_by_way = dict(zip(WAYS, ways, strict=True))
         return SlotTables(

@@ -46,7 +46,8 @@ def padded(layers: int, ranks: int, chunks: int) -> str:
 
     if padded_layers(chunks) == layers:
         return ""
-    best = min(range(chunks, 0, -1), key=padded_layers)  # among equal ones, the most chunks: the smallest bubble
+    # Among equal paddings, the most chunks: more chunks have a smaller bubble.
+    best = min(range(chunks, 0, -1), key=padded_layers)
     hint = f"; with chunks={best}, of {padded_layers(best)}" if padded_layers(best) < padded_layers(chunks) else ""
     chunk = f"{ranks} x {chunks} chunks of {padded_layers(chunks) // ranks // chunks}"
     return f"{layers} layers in {chunk} take the time and the memory of {padded_layers(chunks)}{hint}"
@@ -65,6 +66,7 @@ def epilogue_pieces(program: Program) -> tuple[Any, ...]:
 def bypass_variables(program: Program) -> list[Any]:
     """Return the variables with cotangents that the prologue computes and the epilogue reads."""
     pairs = [pair for p in epilogue_pieces(program) for pair in zip(p.inputs, p.unit.linear, strict=True)]
+    # Integers, such as tokens that a loss compares with, have no cotangents.
     linear = {v for v, is_linear in pairs if is_linear and not jx.is_literal(v)}
     return [v for piece in prologue_pieces(program) for v in piece.outputs if v in linear]
 
@@ -88,9 +90,13 @@ def shareable(program: Program, part: Program, keys: Sequence[Any], ranks: int) 
     pairs: list[Any] = list(zip(program.main.outputs, part.main.outputs if part.main else (), strict=False))
     return (
         len(pairs) == len(stack_outputs)
+        # Cotangents of bypass variables would belong to a prologue on a part, whose backward does not run.
         and not bypass_variables(program)
+        # Random numbers for a part would differ from those for all rows.
         and not any(v in random for v in inputs - stack_outputs)
+        # Outputs by layer are [layers, ...]: dim 0 has no rows to divide.
         and not inputs & set(program.main.outputs[program.main.carry :])
+        # The loss of a row would need other ranks' rows.
         and not program.coupled
         # The carry must divide along dim 0, since a reduce-scatter gives each rank its rows.
         and all(
@@ -168,6 +174,7 @@ class Cut:
     def by_layer_positions(self) -> list[int]:
         """Return the positions of the stack's outputs by layer that are read after it, so that messages carry them."""
         read_later = {v for piece in epilogue_pieces(self.program) for v in piece.inputs if not jx.is_literal(v)}
+        # Outputs of the loss itself count too, such as metrics by layer.
         read_later.update(v for v in self.program.outputs if not jx.is_literal(v))
         ys = self.stack.outputs[self.stack.carry :]
         return [j for j, v in enumerate(ys) if v in read_later]
@@ -201,6 +208,7 @@ class Cut:
         atoms, linear = stack.parts(stack.inputs), stack.parts(stack.unit.linear)
         consts, _, xs = (pick(flags, parts) for flags, parts in zip(linear, atoms, strict=True))
         zeros = lambda x, shape: jnp.zeros(shape, x.aval.dtype)
+        # Scanned inputs are [layers of a chunk, ...] in a chunk's backward.
         return (
             [zeros(v, v.aval.shape) for v in consts],
             [zeros(v, (self.layers_per_chunk, *v.aval.shape[1:])) for v in xs],
@@ -234,10 +242,12 @@ class Cut:
 
     def _is_layer(self, op: Any) -> jax.Array | None:
         """Return the mask of the chunk's layers that belong to the model, not to padding; None if all do."""
+        # Padding is at the end of the stack, in the last chunks.
         return self._first_layer(op) + jnp.arange(self.layers_per_chunk) < self.stack.length if self.padding else None
 
     def pad_by_layer(self, message: Message) -> Message:
         """Return a message whose outputs by layer have room for the layers of all chunks, padding included."""
+        # Chunks write their layers in place, and the last ones write padding too.
         widths = lambda x: [(0, self.padding)] + [(0, 0)] * (x.ndim - 1)
         return Message(message.carry, [jnp.pad(x, widths(x)) if self.padding else x for x in message.by_layer])
 

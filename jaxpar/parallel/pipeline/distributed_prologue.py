@@ -89,6 +89,7 @@ class SharedPrologues:
     def compute(self) -> list[jax.Array]:
         """Compute the prologues of this rank's microbatches; return the first carries, [per_rank, ...]."""
 
+        # A scan rather than a batch of all microbatches: the activations of one prologue at a time.
         def prologue(_: None, number: jax.Array) -> tuple[None, list[Any]]:
             env = self._environment(number)
             forward(prologue_pieces(self.program), self.access, self.leaves, env, False)
@@ -103,6 +104,7 @@ class SharedPrologues:
           carries: the first carries of this rank's microbatches, [per_rank, ...].
           microbatch: the microbatch that enters stage 0, the same on all ranks.
         """
+        # An all-reduce of one value and zeros: a broadcast whose root is known only when the tick runs.
         owner_values = [jnp.where(self._owns(microbatch), x[microbatch // self.ranks], 0) for x in carries]
         return {v: collectives.all_reduce(x, [AXIS]) for v, x in zip(self.carry_variables, owner_values, strict=True)}
 
@@ -116,6 +118,7 @@ class SharedPrologues:
           cts: the cotangents by variable; zeros on all ranks but the first.
           microbatch: the microbatch whose cotangents leave stage 0; -1 if none do.
         """
+        # In a tick without such a microbatch (-1), number 0 is written with its own value.
         number = jnp.maximum(microbatch, 0) // self.ranks
         is_stored = (microbatch >= 0) & self._owns(microbatch)
         sums = [collectives.all_reduce(cts[v], [AXIS]) for v in self.carry_variables]
@@ -125,6 +128,7 @@ class SharedPrologues:
         """Add the gradients of this rank's prologues, whose cotangents are `stored`, to `grads`."""
 
         def prologue_backward(grads: list[Any], x: Any) -> tuple[list[Any], None]:
+            # The prologue runs again, so that its residuals do not wait in memory during the ticks.
             number, carry_cts = x
             env = self._environment(number)
             tape = forward(prologue_pieces(self.program), self.access, self.leaves, env, True)

@@ -87,11 +87,13 @@ def stash_slots(table: Table) -> tuple[np.ndarray, np.ndarray]:
     writes, reads = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     for rank in range(shape[1]):
         forwards = sum(op.kind == "F" for column in table for op in column[rank])
-        free = list(range(forwards + 1))  # a heap: the lowest number first; one more than forwards for an idle rank
+        # A heap, so that the lowest number comes first. It has one more than forwards, for an idle rank to write.
+        free = list(range(forwards + 1))
         slots: dict[tuple[int, int], int] = {}  # (chunk, microbatch) -> its slot, from F to B
         for tick, column in enumerate(table):
             if any(op.kind == "F" for ops in column for op in ops):
                 writes[tick, rank] = free[0]
+            # F comes before B in a cell, so that F takes a slot before B frees one: the tick may read and write both.
             for kind, chunk, microbatch in column[rank]:
                 if kind == "F":
                     slots[chunk, microbatch] = heapq.heappop(free)

@@ -56,6 +56,7 @@ def eliminate_dead_code(fun: Callable[..., Any], *args: Any) -> Callable[..., An
 
     In a tick's prologue, for example, this drops the embedding if only the masks are read.
     """
+    # XLA drops dead code as well, but not what a scan computes for outputs that nobody reads.
     flat, results = jx.trace(fun, *args)
     run = jx.run(jx.live(flat.eqns, flat.outvars), [*flat.constvars, *flat.invars], flat.outvars)
     tree = jax.tree.structure(results)
@@ -111,7 +112,8 @@ class Engine(Cut):
         """
         microbatches: dict[str, list[int]] = {"entering": [], "returning": []}
         for column in self.schedule.table():
-            first_stage = [op for op in column[0] if op.chunk == 0]  # stage 0 is chunk 0 of rank 0 in both placements
+            # Stage 0 is chunk 0 of rank 0 in both placements.
+            first_stage = [op for op in column[0] if op.chunk == 0]
             microbatches["entering"].append(next((op.microbatch for op in first_stage if op.kind == "F"), 0))
             microbatches["returning"].append(next((op.microbatch for op in first_stage if op.kind in "BI"), -1))
         return microbatches
@@ -119,6 +121,7 @@ class Engine(Cut):
     def chunk_input(self, env: dict[Any, Any], op: Any, message: Message) -> Message:
         """Return the message that a chunk reads: in the first stage, the carry is the prologue's."""
         _, init, _ = self._stack_inputs(env, op)
+        # Every rank has computed the prologue; a select chooses without a branch.
         is_first = self._stage(op) == 0
         return Message([jnp.where(is_first, a, b) for a, b in zip(init, message.carry, strict=True)], message.by_layer)
 
@@ -151,6 +154,7 @@ class Engine(Cut):
 
         def next_message(result: tuple[Any, ...]) -> tuple[Any, ...]:
             outputs, *rest = result
+            # Each stage fills in its layers of [layers of all chunks, ...] and sends the array on.
             by_layer = []
             for j, buffer in zip(self.by_layer_positions, message.by_layer, strict=True):
                 # The first stage has no stage before it: its message buffer holds another microbatch's values.
@@ -198,6 +202,7 @@ class Engine(Cut):
         env.update(zip(jax.tree.leaves(variables), jax.tree.leaves(message), strict=True))
         tape = forward(epilogue_pieces(program), access, self.leaves, env, bool(self.seeds))
         outputs = [read(env, program.outputs[i]) for i in self.summed]
+        # On ranks before the last, the message is not the end of the stack, and the outputs are meaningless.
         if self.part_program is None:
             outputs = [jnp.where(is_last, x, 0) for x in outputs]
         sums = [total + x for total, x in zip(sums, outputs, strict=True)]
@@ -242,7 +247,9 @@ class Engine(Cut):
         """
         stack_leaves, access = self.stack.unit.leaves, _MaskedAccess(self.access, op["valid"])
         first_layer, is_layer = self.local_layers(op)
-        if flight is not None:  # a gradient is given in another tick, which may be valid where this one is not
+        if flight is not None:
+            # Gradients in flight are given in another tick, which may be valid where this one is not. So mask layers
+            # when their gradients are made, not when they are given.
             is_valid = jnp.full(self.layers_per_chunk, op["valid"])
             access, is_layer = self.access, is_valid if is_layer is None else is_layer & is_valid
 
@@ -291,11 +298,12 @@ class Engine(Cut):
         chunk_cts = list(cts.carry)
         for j, v in enumerate(stack.outputs[k:]):
             if stack.unit.active[k + j]:
+                # The message has the cotangents of all layers. An output that nothing reads after the stack has none.
                 shape = (self.layers_per_chunk, *v.aval.shape[1:])
                 chunk_cts.append(
                     lax.dynamic_slice_in_dim(cts_by_layer[j], self._first_layer(op), self.layers_per_chunk, axis=0)
                     if j in cts_by_layer
-                    else jnp.zeros(shape, v.aval.dtype)  # nothing reads this output after the stack
+                    else jnp.zeros(shape, v.aval.dtype)
                 )
         return chunk_cts
 
@@ -318,13 +326,16 @@ class Engine(Cut):
                 ct = jnp.where(condition, ct, jnp.zeros_like(ct))
                 cts_by_variable[atom] = cts_by_variable[atom] + ct if atom in cts_by_variable else ct
 
+        # An idle rank contributes zeros. A variable that is several inputs of the stack gets the sum.
         atoms = [(i, a) for i, a in enumerate(stack.inputs) if linear[i]]
         for (i, atom), ct in zip(atoms, [*ct_consts, *ct_carry, *ct_xs], strict=True):
             if i < n:
                 add(atom, ct, op["valid"])
-            elif i < n + k:  # the carry's cotangents belong to the prologue in stage 0 alone
+            elif i < n + k:
+                # Only in stage 0 does the carry come from the prologue.
                 add(atom, ct, op["valid"] & is_first)
-            else:  # [layers of the stack, ...], with this chunk's layers filled in
+            else:
+                # [layers of the stack, ...], with this chunk's layers filled in and the padding cut off.
                 all_layers = jnp.zeros((stack.length + self.padding, *ct.shape[1:]), ct.dtype)
                 all_layers = lax.dynamic_update_slice_in_dim(all_layers, ct, self._first_layer(op), axis=0)
                 add(atom, all_layers[: stack.length], op["valid"])
