@@ -93,7 +93,7 @@ def stash_slots(table: Table) -> tuple[np.ndarray, np.ndarray]:
         for tick, column in enumerate(table):
             if any(op.kind == "F" for ops in column for op in ops):
                 writes[tick, rank] = free[0]
-            # F comes before B in a cell, so that F takes a slot before B frees one: the tick may read and write both.
+            # F comes before B in a cell: it takes a slot before B frees one, since the tick writes before B reads.
             for kind, chunk, microbatch in column[rank]:
                 if kind == "F":
                     slots[chunk, microbatch] = heapq.heappop(free)

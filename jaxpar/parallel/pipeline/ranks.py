@@ -56,7 +56,6 @@ def eliminate_dead_code(fun: Callable[..., Any], *args: Any) -> Callable[..., An
 
     In a tick's prologue, for example, this drops the embedding if only the masks are read.
     """
-    # XLA drops dead code as well, but not what a scan computes for outputs that nobody reads.
     flat, results = jx.trace(fun, *args)
     run = jx.run(jx.live(flat.eqns, flat.outvars), [*flat.constvars, *flat.invars], flat.outvars)
     tree = jax.tree.structure(results)

@@ -60,8 +60,8 @@ class UnstagedParams:
         """Return what one use adds to the accumulator, as `Access.give`; whole for an unstaged leaf."""
         if index not in self.which:
             return self.access.give(index, cotangent, sliced)
-        # `fetch` returned this leaf as it was, so its gradient is whole: what `access.give` would send waits for `after`.
-        # Accumulate in the dtype of the strategy's gradients, so that ticks sum in that precision.
+        # The gradient stays whole: `after` gives the sum of all ticks. Only the dtype is the strategy's, so that ticks
+        # accumulate in its precision.
         grad = jax.eval_shape(lambda x: self.access.give(index, x, sliced), cotangent)
         return None if grad is None else cotangent.astype(grad.dtype)
 

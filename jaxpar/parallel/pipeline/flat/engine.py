@@ -106,6 +106,7 @@ class FlatPipeline:
         state, _ = lax.scan(
             lambda state, row: (self.slot(state, row, weights), None), self.initial_state(), self.lookups()
         )
+        # Gradients of leaves that `pipe` shards return to all ranks; the others stay on the ranks that used them.
         grads: list[jax.Array | None] = [None] * len(self.parts)
         if self.seeds is not None:
             grads = self.grad_exchange.collect(state.grads, len(self.parts))
@@ -131,6 +132,7 @@ class FlatPipeline:
         message = {name: x[0] for name, x in state.buffers.items()}
         parts: list[Any] = [(len(self.rows.kind), None, self._receive(message, state.buffers, row))]
         m, number = self.schedule.microbatches, jnp.int32(0)
+        # An operation runs once per microbatch, on its stage's rank.
         for stage, run in zip(self.stages, self.stage_runs, strict=True):
             carry, rank = (message, state.stash, state.sums, state.variables), self.schedule.place(stage.number).rank
             parts.append((m, rank, self._forward(stage, run, row, weights, number, carry)))
@@ -191,6 +193,7 @@ class FlatPipeline:
     @functools.cached_property
     def grad_shapes(self) -> dict[int, jax.ShapeDtypeStruct]:
         """Return the abstract gradients as they accumulate, of the leaves that have one."""
+        # `give` decides: it may reduce-scatter over `fsdp` at every use, or leave the gradient whole.
         shapes = {}
         for i in sorted({i for leaves in self._used() for i in leaves}):
             if self.access.leaves[i].trainable:
@@ -201,6 +204,7 @@ class FlatPipeline:
     @functools.cached_property
     def grad_exchange(self) -> Exchange:
         """Return the exchange of gradients; those of leaves that `pipe` does not shard do not move."""
+        # Frozen leaves have no gradient, so that this exchange may have fewer leaves than the weights'.
         moved: list[Any] = [None] * len(self.parts)
         for i, x in self.grad_shapes.items():
             if self.access.leaves[i].dim is not None:
@@ -224,6 +228,7 @@ class FlatPipeline:
     @functools.cached_property
     def _changing(self) -> list[int]:
         """Return the numbers of the variables that the loss changes."""
+        # The program's inputs are constants, variables, then rows and keys. An unchanged variable is its own output.
         num_consts = len(self.program.consts)
         old_variables = self.program.inputs[num_consts : num_consts + len(self.variables)]
         return [
@@ -242,6 +247,7 @@ class FlatPipeline:
 
     def initial_state(self) -> FlatCarry:
         """Return the state before the first slot: zeros, and the variables' values."""
+        # Stages share a stash: its slots are as wide as the widest stage's residuals.
         stash, residuals = (
             widest(packings)
             for packings in ((run.stash for run in self.stage_runs), (run.weight_residuals for run in self.stage_runs))
@@ -251,6 +257,7 @@ class FlatPipeline:
             i: jnp.zeros(x.shape, x.dtype) for i, x in shapes.items() if self.access.leaves[i].dim is None
         }
         grads = {} if self.forwards else zeros(self.grad_exchange.widths, self.schedule.ranks)
+        # Sums over microbatches are float32 whatever the loss computes in.
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
         return FlatCarry(
             zeros(self.message_widths, self.rows.buffers),
@@ -276,6 +283,7 @@ class FlatPipeline:
         for stage, run in zip(self.stages, self.stage_runs, strict=True):
             forward = functools.partial(self._forward, stage, run, row, weights)
             message, stash, sums, variables = self._loop("F", stage, row, forward, (message, stash, sums, variables))
+        # Backwards in reverse order of stages; the order is of no consequence, as a rank runs one operation in a slot.
         carry = (message, state.residuals, state.grads, state.replicated_grads)
         for kind in self.kinds.replace("F", ""):
             for stage, run in zip(reversed(self.stages), reversed(self.stage_runs), strict=True):
@@ -313,6 +321,7 @@ class FlatPipeline:
         """Run F: the message becomes the stage's output, and the residuals go to the stash."""
         message, stash, sums, variables = carry
         inputs = self.values(row["microbatch"] + number)
+        # The microbatch before may have changed the variables on this rank.
         inputs[: len(variables)] = variables
         outgoing, outputs, residuals = run.forward(
             self._leaves(stage, weights, number), inputs, stage.incoming_packing.unpack(message)
@@ -322,6 +331,7 @@ class FlatPipeline:
             total + results[i].astype(total.dtype) if i in results else total
             for total, i in zip(sums, self.summed, strict=True)
         ]
+        # A variable that another stage changes keeps its old value here, until `_broadcast_variables`.
         updated = list(variables)
         for index in self._changing:
             updated[index] = results.get(self.changed[index], variables[index])
@@ -348,6 +358,7 @@ class FlatPipeline:
         else:
             pairs = zip(stage.outgoing, stage.outgoing_packing.unpack(message), strict=True)
             values = [x for v, x in pairs if is_linear(self.program, v)]
+        # Inputs such as rows are looked up again by microbatch, so that the stash does not hold them.
         residuals = run.stash.read(stash, row["stash"] + number)
         cts, stage_grads, new_residuals = run.backwards[kind](
             self._leaves(stage, weights, number), inputs, residuals, values

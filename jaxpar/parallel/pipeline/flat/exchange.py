@@ -59,6 +59,7 @@ class Exchange:
         Returns:
           Buffers [pipe, width] with all parts of the leaves that this rank uses.
         """
+        # Row r goes to rank r, with its parts in the order of its stages. Rows have one width: the widest rank's.
         widths = self.widths
         rows = [
             packing.pack([parts[i] for i in leaves], widths)
@@ -80,6 +81,7 @@ class Exchange:
         rows, parts = _all_to_all(buffers), list[jax.Array | None]([None] * leaves)
         for rank, (leaf_numbers, packing) in enumerate(zip(self.used, self.packings, strict=True)):
             for i, x in zip(leaf_numbers, packing.unpack({name: row[rank] for name, row in rows.items()}), strict=True):
+                # A leaf that several ranks use, such as a tied embedding, has a gradient from each.
                 parts[i] = x if (total := parts[i]) is None else total + x
         return parts
 
@@ -94,6 +96,7 @@ class Exchange:
         """
         room = self.packings[rank].rooms[self.used[rank].index(leaf)]
         flat = buffers[room.dtype]
+        # A column of all rows: one part from each rank.
         x = lax.dynamic_slice(flat, (jnp.int32(0), room.start + zero), (flat.shape[0], room.size))
         return x.reshape(flat.shape[0], *room.shape)
 
@@ -106,6 +109,7 @@ class Exchange:
 
 
 def _all_to_all(buffers: Buffers) -> Buffers:
+    # Leave out an all-to-all without elements.
     return {name: collectives.all_to_all(x, [AXIS]) for name, x in buffers.items() if x.size}
 
 
@@ -119,6 +123,7 @@ def broadcast(values: Sequence[jax.Array], owners: Sequence[int]) -> list[jax.Ar
         jnp.where(rank == owner, key_data(x), jnp.zeros_like(key_data(x)))
         for x, owner in zip(values, owners, strict=True)
     ]
+    # One buffer per dtype, so that the number of collectives does not grow with the number of values.
     packing = Packing.of_avals(jax.typeof(x) for x in addends)
     summed = {name: collectives.all_reduce(x, [AXIS]) for name, x in packing.pack(addends, packing.widths).items()}
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

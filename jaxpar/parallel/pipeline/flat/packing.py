@@ -84,9 +84,11 @@ class Packing:
 
     def pack(self, values: Sequence[Any], widths: Mapping[str, int]) -> Buffers:
         """Return buffers of `widths` with the arrays, and zeros after them; a value of None packs zeros."""
+        # Every dtype of `widths` has a buffer, also if these arrays have none of that dtype.
         parts: dict[str, list[jax.Array]] = {name: [] for name in widths}
         for room, x in zip(self.rooms, values, strict=True):
             parts[room.dtype].append(jnp.zeros(room.size, room.dtype) if x is None else key_data(x).reshape(-1))
+        # Up to the width of the widest message: ranks send and receive one shape.
         padding = lambda name: jnp.zeros(widths[name] - self.widths.get(name, 0), name)
         return {name: jnp.concatenate([*flats, padding(name)]) for name, flats in parts.items()}
 
@@ -110,6 +112,7 @@ class Packing:
 
     def read(self, buffers: Buffers, index: jax.Array) -> list[jax.Array]:
         """Return the arrays in row `index` of buffers [n, width], as `write` leaves them."""
+        # An empty array needs no read.
         return [
             room.reshape(lax.dynamic_slice(buffers[room.dtype], (index, jnp.int32(room.start)), (1, room.size)))
             if room.size

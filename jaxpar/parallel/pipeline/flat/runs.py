@@ -75,9 +75,11 @@ class _Backward:
         """Compute I."""
         cts, piece = self._output_cotangents(output_cts), self.stage.piece
         unit, ((inputs, saved),) = piece.unit, tape
-        if saved is None:  # nothing has a derivative here
+        # A stage without active outputs has no residuals, and only passes cotangents on.
+        if saved is None:
             return self._incoming_cotangents(cts), [], []
         active = pick(unit.active, piece.outputs)
+        # The unit's outputs are no longer needed below: cotangents of what passes through the stage remain in `cts`.
         active_cts = [cts.pop(v) if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
         halves = unit.halves(inputs, saved[0], active_cts)
         self.halves.append(halves)  # W, which is traced next, is the other half of this program
@@ -95,6 +97,7 @@ class _Backward:
         if saved is None:
             return [], [None] * len(leaves), []
         halves = self.halves[-1]
+        # W reads a part of the forward's residuals, the inputs that are held, and what I left.
         values, held_inputs = pick(halves.saved, saved[0].values), pick(unit.held, inputs)
         cts = halves.weights(
             self._fetch(halves.fetched[1], leaves),
@@ -112,6 +115,7 @@ class _Backward:
 
     def _output_cotangents(self, output_cts: Sequence[Any]) -> dict[Any, Any]:
         """Return the cotangents of the stage's outgoing variables and of its results, by variable."""
+        # An output of the program, such as the loss, has a seed; it may be read by a later stage as well.
         cts = dict(zip([v for v in self.stage.outgoing if is_linear(self.program, v)], output_cts, strict=True))
         for i in self.stage.results:
             if i in self.seeds and not jx.is_literal(v := self.program.outputs[i]):
@@ -154,6 +158,7 @@ class _TracedOperation:
     def select_residuals(self, is_read: Sequence[bool]) -> "_TracedOperation":
         """Return this operation without the weight residuals that W does not read."""
         cts, grads, weight_residuals = self.shape
+        # Residuals are the last outputs, after cotangents and gradients.
         start = len(self.flat.outvars) - len(weight_residuals)
         outvars = (*self.flat.outvars[:start], *pick(is_read, self.flat.outvars[start:]))
         return replace(
@@ -167,6 +172,7 @@ class _TracedOperation:
 
     def function(self) -> Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Any]:
         """Return the operation as a function of the leaves, the values that it reads of the tape, and the operands."""
+        # What the operation does not read of the tape is no argument, so that nothing has to stash it.
         flat, tape = self.flat, pick(self.reads(self.tape), self.tape)
         invars = [*flat.constvars, *self.leaves, *tape, *self.operands]
         fun, tree = jx.run(jx.live(flat.eqns, flat.outvars), invars, flat.outvars), jax.tree.structure(self.shape)
@@ -181,7 +187,8 @@ def _trace_backwards(
         return {"B": _TracedOperation.trace(stage_backward.whole_grads, leaves, tape, output_cts)}
     inputs = _TracedOperation.trace(stage_backward.input_grads, leaves, tape, output_cts)
     weights = _TracedOperation.trace(stage_backward.weight_grads, leaves, tape, inputs.shape[2])
-    is_read = weights.reads(weights.operands)  # a frozen leaf's gradient reads nothing
+    # W is traced on all residuals of I. Those that it does not read, such as a frozen leaf's, are not stored.
+    is_read = weights.reads(weights.operands)
     return {
         "I": inputs.select_residuals(is_read),
         "W": replace(weights, operands=pick(is_read, weights.operands)),
@@ -242,6 +249,7 @@ def trace_stage(
 
     # 4. The functions of arrays.
     outvars = [*flat.outvars[:num_values], *residuals]
+    # `live` drops the parts of the tape that no backward reads.
     forward_fun = jx.run(jx.live(flat.eqns, outvars), [*flat.constvars, *flat.invars], outvars)
 
     def run_forward(leaf_values: Sequence[Any], inputs: Sequence[Any], incoming: Sequence[Any]) -> Any:
@@ -249,6 +257,7 @@ def trace_stage(
         return values[: len(outgoing)], values[len(outgoing) : num_values], values[num_values:]
 
     def run_backward(kind: str) -> Callable[..., Any]:
+        # Values of the tape come from three places: the stash, constants of the trace, inputs that are read again.
         fun = operations[kind].function()
 
         def run(
@@ -270,6 +279,7 @@ def trace_stage(
 
 def _program_leaves(leaves: Sequence[Any], numbers: Sequence[int], num_leaves: int) -> list[Any]:
     """Return all leaves of a program: a stage's leaves at their numbers, and None elsewhere."""
+    # `slicing` addresses leaves by their numbers in the program.
     program_leaves: list[Any] = [None] * num_leaves
     for i, x in zip(numbers, leaves, strict=True):
         program_leaves[i] = x

@@ -53,6 +53,7 @@ class Stage:
 
 def stages(program: Program) -> list[Stage]:
     """Return the stages of a cut program, one for each of its segments."""
+    # A cut program has one segment for each stage, and no stacks.
     pieces = [piece for piece in program.pieces if isinstance(piece, Segment)]
     assert len(pieces) == len(program.pieces)
     source = {v: number for number, piece in enumerate(pieces) for v in piece.outputs}
@@ -89,6 +90,7 @@ class SlotOrder(Protocol):
 
 def used(program: Program, schedule: SlotOrder) -> list[list[int]]:
     """Return the leaves that each rank's stages read, in order."""
+    # Dicts as ordered sets: a leaf that several stages of a rank read is listed once.
     leaves_by_rank: list[dict[int, None]] = [{} for _ in range(schedule.ranks)]
     for number, piece in enumerate(program.pieces):
         leaves_by_rank[schedule.place(number).rank].update(dict.fromkeys(piece.unit.leaves))
@@ -143,6 +145,7 @@ def paces(
 
 def is_linear(program: Program, v: Any) -> bool:
     """Return whether a variable of a message has a cotangent."""
+    # Variables are compared by identity, as the variables of a jaxpr are.
     return any(
         is_active
         for p in program.pieces
