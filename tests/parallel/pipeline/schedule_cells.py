@@ -64,8 +64,8 @@ class Cell(NamedTuple):
 def kinds() -> Iterator[tuple[str, int]]:
     """Schedules, with the chunks that they may have."""
     for name, recipe in SCHEDULES.items():
-        several = dict.fromkeys(LOCKSTEP, (1, 2, 4))
-        yield from ((name, v) for v in several.get(name, (2,) if recipe.placement == "V" else (1,)))
+        chunks = dict.fromkeys(LOCKSTEP, (1, 2, 4))
+        yield from ((name, v) for v in chunks.get(name, (2,) if recipe.placement == "V" else (1,)))
 
 
 def product() -> Iterator[Cell]:
@@ -83,7 +83,7 @@ def product() -> Iterator[Cell]:
             yield cell
 
 
-def wanted(cell: Cell) -> set[Any]:
+def covered_choices(cell: Cell) -> set[Any]:
     """What one cell covers: pairs of choices, where a schedule and its chunks are one; and a schedule with p and m."""
     kind = (cell.schedule, cell.chunks)
     choices = (kind, cell.pipe, cell.microbatches, cell.rows, cell.beside, cell.remat, cell.model)
@@ -93,7 +93,7 @@ def wanted(cell: Cell) -> set[Any]:
 @functools.cache
 def chosen() -> tuple[Cell, ...]:
     """The covering array."""
-    return tuple(sorted(covering(product(), wanted)))
+    return tuple(sorted(covering(product(), covered_choices)))
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def check_cell(cell: Cell) -> None:
     first = one_device(cell.model).first
     check(step, model_of(cell.model), first, batch_of(blocks * rows), STEPS, *reference(cell.model, blocks, rows))
     if cell.model != "experts":  # its balance losses travel along
-        (sent,) = (one for one in expected(step, batch_of(blocks * rows)) if one.kind == "collective-permute")
+        (sent,) = (entry for entry in expected(step, batch_of(blocks * rows)) if entry.kind == "collective-permute")
         assert (sent.count, sent.bytes) == messages(cell, step.schedule, rows)
 
 
@@ -131,15 +131,15 @@ GROUPS = (*(("deep", pipe) for pipe in (2, 4, 8)), *((name, None) for name in MO
 
 def run(model: str, pipe: int | None) -> None:
     """Every chosen cell of a model, or of it on so many stages, on 16 devices: says which of them fail, and why."""
-    mine = [cell for cell in chosen() if cell.model == model and pipe in (None, cell.pipe)]
+    cells = [cell for cell in chosen() if cell.model == model and pipe in (None, cell.pipe)]
     failed = []
-    for number, cell in enumerate(mine, start=1):
+    for number, cell in enumerate(cells, start=1):
         begin = time.process_time()
         try:
             check_cell(cell)
         except Exception as error:
             failed.append(f"{cell}: {type(error).__name__}: {error}")
-        said = failed[-1] if failed and failed[-1].startswith(f"{cell}:") else cell
+        result = failed[-1] if failed and failed[-1].startswith(f"{cell}:") else cell
         spent = time.process_time() - begin
-        print(f"{number} of {len(mine)}, {len(failed)} failed, {spent:.0f} s: {said}", flush=True)
+        print(f"{number} of {len(cells)}, {len(failed)} failed, {spent:.0f} s: {result}", flush=True)
     assert not failed, "\n".join(failed)

@@ -21,11 +21,11 @@ def test_every_schedule(model: str, pipe: int | None) -> None:
     """In a process with 16 devices: 8 stages beside another axis."""
     program = f"import schedule_cells; schedule_cells.run({model!r}, {pipe})"
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=16")
-    here, tests = Path(__file__).parent, Path(__file__).parents[2]
-    places = os.pathsep.join(map(str, (tests.parent, tests, here)))
-    env = {**os.environ, "XLA_FLAGS": flags, "PJRT_NPROC": "64", "PYTHONPATH": places}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=7200)
-    assert done.returncode == 0, done.stderr[-6000:]
+    folder, tests = Path(__file__).parent, Path(__file__).parents[2]
+    python_path = os.pathsep.join(map(str, (tests.parent, tests, folder)))
+    env = {**os.environ, "XLA_FLAGS": flags, "PJRT_NPROC": "64", "PYTHONPATH": python_path}
+    process = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=7200)
+    assert process.returncode == 0, process.stderr[-6000:]
 
 
 def test_closed_form_has_what_one_part_of_a_slot_makes_for_another() -> None:

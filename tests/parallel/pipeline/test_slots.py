@@ -47,7 +47,7 @@ def test_cell(cell: Cell) -> None:
     step, batch = step_of(cell)
     rows = step.replicas * step.strategy.microbatches
     check(step, model_of(cell.model), one_device(cell.model).first, batch, STEPS, *reference(cell.model, rows))
-    (messages,) = (one for one in expected(step, batch) if one.kind == "collective-permute")
+    (messages,) = (entry for entry in expected(step, batch) if entry.kind == "collective-permute")
     parts = 2 if cell.model == "experts" else 1  # its balance losses travel along
     assert messages.count == 2 * parts * step.schedule.ticks  # one each way
 
@@ -76,20 +76,20 @@ def test_beside_tensor(cell: tensor_cells.Cell) -> None:
 @pytest.mark.xdist_group("pipeline experts")
 def test_a_strategy_takes_a_table_by_name_as_value_and_from_a_file(tmp_path: Path) -> None:
     """One table: the first cell above trains by it."""
-    found = Schedule("zb-h1", 4, 5)
-    file, value = tmp_path / "mine.csv", Schedule.from_table(found.table(), found.placement, "mine")
-    file.write_text("\n".join(found.csv()))
-    for given, name in ((found, FIRST[0].schedule), (value, value.label), (str(file), str(file))):
-        strategy = jp.Strategy(pipe=4, microbatches=5, schedule=given)
+    named = Schedule("zb-h1", 4, 5)
+    file, value = tmp_path / "mine.csv", Schedule.from_table(named.table(), named.placement, "mine")
+    file.write_text("\n".join(named.csv()))
+    for argument, name in ((named, FIRST[0].schedule), (value, value.label), (str(file), str(file))):
+        strategy = jp.Strategy(pipe=4, microbatches=5, schedule=argument)
         step = jp.make_train_step(model_of("experts"), SGD, strategy, mesh=jax.devices()[:4])
         assert str(strategy) == f"pipe=4,schedule={name},microbatches=5"
         assert step.schedule is not None
-        assert step.schedule.table() == found.table()
-        if given is not value:
+        assert step.schedule.table() == named.table()
+        if argument is not value:
             assert jp.Strategy.parse(str(strategy)).schedule == name
-    many = dataclasses.replace(strategy, microbatches=8, schedule=value)
+    mismatched = dataclasses.replace(strategy, microbatches=8, schedule=value)
     with pytest.raises(ValueError, match=rf"{value.label} has pipe=4, microbatches=5, .* strategy pipe=4, micro.*=8"):
-        jp.make_train_step(model_of("experts"), SGD, many, mesh=jax.devices()[:4])
+        jp.make_train_step(model_of("experts"), SGD, mismatched, mesh=jax.devices()[:4])
     with pytest.raises(ValueError, match=r"schedule=none\.csv: there is no such file"):
         Schedule.of("none.csv", 4, 5, 1)
 
@@ -119,10 +119,10 @@ def test_evaluation() -> None:
     """In a V, whose order of layers is its own: the loss before an update, twice."""
     step, batch = step_of(Cell("experts", 2, "zb-v", 2, "p", "", "none"))
     state = step.init(jax.random.key(0), params=one_device("experts").first)
-    alone = step.evaluate(state, batch)
+    evaluated = step.evaluate(state, batch)
     _, metrics = step(state, batch)
-    np.testing.assert_allclose(alone["loss"], metrics["loss"], rtol=1e-5)
-    np.testing.assert_allclose(alone["balance"], metrics["balance"], rtol=1e-5)
+    np.testing.assert_allclose(evaluated["loss"], metrics["loss"], rtol=1e-5)
+    np.testing.assert_allclose(evaluated["balance"], metrics["balance"], rtol=1e-5)
 
 
 def test_64_bit_numbers() -> None:

@@ -82,14 +82,14 @@ def irregular() -> tuple[jp.Model, Any]:
     return jp.Model(init=init, loss=loss), batch
 
 
-def best_of(each: np.ndarray, enter: np.ndarray) -> float:
+def best_of(eqn_times: np.ndarray, enter: np.ndarray) -> float:
     """The shortest longest of four stages: each middle cut, with the best cut on either side of it."""
-    sums, n, best = np.concatenate([[0.0], np.cumsum(each)]), len(each), math.inf
+    sums, n, best = np.concatenate([[0.0], np.cumsum(eqn_times)]), len(eqn_times), math.inf
     for middle in range(2, n - 1):
         a, b = np.arange(1, middle), np.arange(middle + 1, n)
-        left = np.maximum(sums[a], sums[middle] - sums[a] + enter[a]).min()
-        right = np.maximum(sums[b] - sums[middle] + enter[middle], sums[n] - sums[b] + enter[b]).min()
-        best = min(best, max(left, right))
+        first_half = np.maximum(sums[a], sums[middle] - sums[a] + enter[a]).min()
+        second_half = np.maximum(sums[b] - sums[middle] + enter[middle], sums[n] - sums[b] + enter[b]).min()
+        best = min(best, max(first_half, second_half))
     return best
 
 
@@ -99,21 +99,25 @@ def compiled(eqns: Sequence[Any], outs: Sequence[Any]) -> float:
     """
     ins = jx.free(eqns, outs)
     fun = jx.run(eqns, ins, outs)
-    floats = lambda some: [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in some]
-    linear, made = floats(ins), floats(outs)
+    floats = lambda variables: [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in variables]
+    linear, is_float = floats(ins), floats(outs)
 
-    def both(xs: Sequence[Any], others: Sequence[Any], cts: Sequence[Any]) -> Any:
-        def ahead(*xs: Any) -> list[Any]:
-            of = {True: iter(xs), False: iter(others)}
-            return list(itertools.compress(fun(*(next(of[on]) for on in linear)), made))
+    def forward_backward(xs: Sequence[Any], nondiff: Sequence[Any], cts: Sequence[Any]) -> Any:
+        def run_forward(*xs: Any) -> list[Any]:
+            values = {True: iter(xs), False: iter(nondiff)}
+            return list(itertools.compress(fun(*(next(values[is_selected]) for is_selected in linear)), is_float))
 
-        out, back = jax.vjp(ahead, *xs)
-        return out, back(cts)
+        outputs, pull = jax.vjp(run_forward, *xs)
+        return outputs, pull(cts)
 
-    abstract = lambda some, which: [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v, on in zip(some, which, strict=True) if on
+    abstract = lambda variables, mask: [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+        for v, is_selected in zip(variables, mask, strict=True)
+        if is_selected
     ]
-    lowered = jax.jit(both).lower(abstract(ins, linear), abstract(ins, [not on for on in linear]), abstract(outs, made))
+    lowered = jax.jit(forward_backward).lower(
+        abstract(ins, linear), abstract(ins, [not is_selected for is_selected in linear]), abstract(outs, is_float)
+    )
     counted: Any = lowered.compile().cost_analysis()
     return max(counted["flops"] / FLOPS, counted["bytes accessed"])
 
@@ -128,18 +132,21 @@ def test_stages_are_within_15_percent_of_the_best(make: Callable[[], tuple[jp.Mo
     program = step.traced(batch).program
     eqns = [eqn for group in program.groups for eqn in group]
     bounds = [0, *itertools.accumulate(map(len, program.groups))]
-    own, enter = times(eqns), 2 * LINK * crossing(eqns)
+    eqn_times, enter = times(eqns), 2 * LINK * crossing(eqns)
     messages = np.array([0.0, *(enter[at] for at in bounds[1:-1])])
-    predicted = np.array([own[a:b].sum() for a, b in itertools.pairwise(bounds)])
-    assert (predicted + messages).max() <= best_of(own, enter) * (1 + 1e-9)
+    predicted = np.array([eqn_times[a:b].sum() for a, b in itertools.pairwise(bounds)])
+    assert (predicted + messages).max() <= best_of(eqn_times, enter) * (1 + 1e-9)
 
     measured = []
     for number, group in enumerate(program.groups):
-        behind = [v for other in program.groups[number + 1 :] for eqn in other for v in eqn.invars]
-        read = {v for v in (*behind, *program.outputs) if not jx.is_literal(v)}
-        measured.append(compiled(group, [v for eqn in group for v in eqn.outvars if v in read]))
+        later_reads = [v for later in program.groups[number + 1 :] for eqn in later for v in eqn.invars]
+        outputs = {v for v in (*later_reads, *program.outputs) if not jx.is_literal(v)}
+        measured.append(compiled(group, [v for eqn in group for v in eqn.outvars if v in outputs]))
     # Equations share what their stage was found to take as the closed form says.
-    shared = np.concatenate(
-        [own[a:b] * (took / own[a:b].sum()) for (a, b), took in zip(itertools.pairwise(bounds), measured, strict=True)]
+    corrected_times = np.concatenate(
+        [
+            eqn_times[a:b] * (stage_time / eqn_times[a:b].sum())
+            for (a, b), stage_time in zip(itertools.pairwise(bounds), measured, strict=True)
+        ]
     )
-    assert (np.array(measured) + messages).max() <= 1.15 * best_of(shared, enter)
+    assert (np.array(measured) + messages).max() <= 1.15 * best_of(corrected_times, enter)

@@ -52,7 +52,7 @@ LISTS: dict[str, tuple[Any, int, str]] = {
 
 
 @functools.cache
-def of(name: str) -> tuple[jp.Model, Any]:
+def model_and_batch(name: str) -> tuple[jp.Model, Any]:
     run, blocks, _ = LISTS[name]
     draw = np.random.default_rng(0)
     random = lambda *shape: draw.normal(size=shape).astype(np.float32)
@@ -69,14 +69,14 @@ def of(name: str) -> tuple[jp.Model, Any]:
     return jp.Model(init=init, loss=loss), {"x": random(ROWS, DIM), "y": random(ROWS, DIM), "w": weights}
 
 
-def made(name: str, text: str) -> Any:
-    return jp.make_train_step(of(name)[0], SGD, text, mesh=jax.devices()[:2])
+def make_step(name: str, text: str) -> Any:
+    return jp.make_train_step(model_and_batch(name)[0], SGD, text, mesh=jax.devices()[:2])
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, refusal) in LISTS.items() if refusal])
 def test_stages_of_layers_name_cut(name: str) -> None:
     with pytest.raises(ValueError, match=f"{LISTS[name][2]}.*stages='cut'"):
-        made(name, "pipe=2,microbatches=2").trace(of(name)[1])
+        make_step(name, "pipe=2,microbatches=2").trace(model_and_batch(name)[1])
 
 
 CELLS = [("backwards", "cut"), ("in_turn", "cut"), ("other_first", "cut"), ("twice", "cut"), ("twice", "layers")]
@@ -86,6 +86,6 @@ CELLS = [("backwards", "cut"), ("in_turn", "cut"), ("other_first", "cut"), ("twi
     ("name", "stages"), [CELLS[0], *(pytest.param(*cell, marks=pytest.mark.battery) for cell in CELLS[1:])]
 )
 def test_cut_trains_them(name: str, stages: str) -> None:
-    (model, batch), one = of(name), OneDevice(of(name)[0])
-    step = made(name, f"pipe=2,microbatches=2,stages={stages}")
-    check(step, model, one.first, batch, 3, *one.train(SGD, batch, 2, 3))
+    (model, batch), device = model_and_batch(name), OneDevice(model_and_batch(name)[0])
+    step = make_step(name, f"pipe=2,microbatches=2,stages={stages}")
+    check(step, model, device.first, batch, 3, *device.train(SGD, batch, 2, 3))

@@ -23,8 +23,8 @@ CONFIG = resnet.Config(blocks=(3, 4, 6, 3), bottleneck=True, width=8, classes=10
 
 def build(rngs: nnx.Rngs) -> nnx.Module:
     module = resnet.ResNet(CONFIG, rngs=rngs)
-    wide = lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    nnx.update(module, jax.tree.map(wide, nnx.state(module)))
+    to_float64 = lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    nnx.update(module, jax.tree.map(to_float64, nnx.state(module)))
     return module
 
 
@@ -54,8 +54,8 @@ def test_training_differs_by_rounding_alone(strategy: str, devices: int) -> None
         batch["weight"] = draw.integers(1, 9, ROWS) / 4
         replicas = 2 if "fsdp" in strategy else 1
         order = np.arange(ROWS).reshape(replicas, BLOCKS, -1).swapaxes(0, 1).reshape(-1)  # block k of all replicas
-        wanted = trained("single", 1, jax.tree.map(lambda x: x[order], batch))
-        found = trained(strategy, devices, batch)
-    assert {x.dtype for x in found} == {np.dtype(np.float64)}
-    for ours, theirs in zip(found, wanted, strict=True):
+        expected = trained("single", 1, jax.tree.map(lambda x: x[order], batch))
+        pipelined = trained(strategy, devices, batch)
+    assert {x.dtype for x in pipelined} == {np.dtype(np.float64)}
+    for ours, theirs in zip(pipelined, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10 * np.abs(theirs).max())
