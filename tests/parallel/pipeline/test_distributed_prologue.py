@@ -14,7 +14,12 @@ import jaxpar as jp
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 
-DIM, WIDE, FIRST, LAYERS = 6, 11, 2, 8  # WIDE: hidden features of the first layers; the others weigh more, and are cut
+DIM, WIDE, FIRST, LAYERS = (
+    6,
+    11,
+    2,
+    8,
+)  # WIDE: hidden features of the first layers. The others are cut: they have more weights
 
 
 def init(key: jax.Array) -> Any:
@@ -42,7 +47,7 @@ def batch(rows: int = 12) -> Any:
 
 
 def products(jaxpr: Any, times: int = 1) -> int:
-    """How often a program multiplies by the first layers' weights, or by what they give."""
+    """Return how often a program multiplies by the first layers' weights, or by their outputs."""
     total = 0
     for eqn in jaxpr.eqns:
         sizes = {n for v in eqn.invars for n in getattr(v.aval, "shape", ())}
@@ -83,8 +88,7 @@ def test_they_train_as_on_one_device_and_run_once_a_microbatch(strategy: str, de
     closed, written = expected(step, batch()), Ledger.from_jaxpr(traced, step.mesh)
     assert written.by("kind", "axes", "dtype", value="count") == closed.by("kind", "axes", "dtype", value="count")
     per_rank = -(-step.strategy.microbatches // step.strategy.pipe)
-    # Two products forwards, twice, the second time for the backward, and four backwards; for each microbatch of a rank
-    # and not for each tick.
+    # For each microbatch of a rank, not for each tick: two products forwards, two for residuals, four backwards.
     assert products(getattr(traced, "jaxpr", traced)) == 8 * FIRST * per_rank
 
 

@@ -1,6 +1,6 @@
-"""Schedules in lockstep keep every dependency and equal their closed forms. What runs when is read from `table()`.
+"""Schedules in lockstep meet every dependency and equal their closed forms. Operations are read from `table()`.
 
-Those whose ranks branch: `test_tables.py`.
+`test_tables.py` tests schedules whose ranks branch.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jaxpar.strategy.schedules import SCHEDULES, Recipe, lockstep
 from jaxpar.strategy.schedules.operations import TIME
 
 PIPES = range(2, 9)
-# Closed forms: the tick of the first backward, and the most that a rank holds.
+# Closed forms: the tick of the first backward, and the most activations that a rank holds.
 LAG = {
     "1f1b": lambda p, m, v: v * p - 1,
     "1f1b-overlap": lambda p, m, v: v * p,
@@ -32,7 +32,7 @@ IN_FLIGHT = {
 
 @functools.cache
 def of_pipe(p: int) -> list[Schedule]:
-    """v chunks, m microbatches up to 4 p: from 1 on, or in groups of p where there are chunks."""
+    """Return schedules with 1 to 4 chunks and up to 4 p microbatches: all m, or multiples of p if there are chunks."""
     return [
         Schedule(kind, p, m, v)
         for kind in ("gpipe", "1f1b", "1f1b-overlap")
@@ -42,9 +42,9 @@ def of_pipe(p: int) -> list[Schedule]:
 
 
 def simulate(schedule: Schedule) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
-    """Runs the table: the tick of each forward and backward by (stage, microbatch). Fails where an input is missing.
+    """Run the table; return the tick of each forward and backward by (stage, microbatch). Fails if an input is missing.
 
-    A rank holds one message of each kind: what its neighbour sent in the tick before.
+    A rank holds one message of each kind: the one that its neighbour sent in the tick before.
     """
     p, stages = schedule.ranks, schedule.ranks * schedule.chunks
     forwards: dict[tuple[int, int], int] = {}
@@ -83,7 +83,7 @@ def test_dependencies(p: int) -> None:
         )
         if schedule.kind == "1f1b":  # the loss's cotangent is used in the tick that makes it
             assert not schedule.waiting
-        if schedule.kind == "1f1b-overlap":  # in the next one, before another is there
+        if schedule.kind == "1f1b-overlap":  # it is used in the next tick, before the next one is made
             assert schedule.waiting == 1
         if schedule.kind == "gpipe":
             assert min(backwards.values()) > max(forwards.values())
@@ -131,7 +131,7 @@ def test_activations_in_flight_are_the_closed_form(p: int) -> None:
 
 @pytest.mark.parametrize("p", PIPES)
 def test_ranks_that_wait_for_nothing_but_messages_take_as_long(p: int) -> None:
-    """Nothing is lost to ticks: each rank in its own order, every operation as soon as its input is there."""
+    """Ticks cost no time: ranks that run each operation as soon as its input arrives take as long."""
     for schedule in of_pipe(p):
         m, v = schedule.microbatches, schedule.chunks
         finished = {("F", -1, microbatch): 0 for microbatch in range(m)}
@@ -175,7 +175,10 @@ def test_slots_never_clash(p: int) -> None:
 
 
 def use_slots(schedule: Schedule) -> None:
-    """Every rank writes in every tick in which one of them runs a forward, and what an idle one writes is garbage."""
+    """Run the lookups of stash slots.
+
+    Every rank writes in a tick with forwards on any rank, and an idle rank writes garbage.
+    """
     arrays, table = schedule.arrays(), schedule.table()
     assert all(a.shape == (schedule.ticks, schedule.ranks) and a.dtype == np.int32 for a in arrays.values())
     assert arrays["write"].max() < schedule.slots
@@ -210,7 +213,7 @@ def test_an_evaluation_runs_the_forwards_alone() -> None:
 
 
 def test_a_schedule_is_a_function_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One with its backwards two ticks later than 1F1B's: all else follows from the table."""
+    """A new schedule, whose backwards run two ticks later than 1F1B's, needs its table alone."""
     later = Recipe("1F1B, two ticks late", lambda p, m, v: lockstep(p, m, v, lag=v * p + 1))
     monkeypatch.setitem(SCHEDULES, "later", later)
     schedule, one_f_one_b = Schedule("later", 4, 8, 2), Schedule("1f1b", 4, 8, 2)
@@ -230,7 +233,7 @@ def test_docs_have_a_row_for_every_schedule() -> None:
 
 # -- what torch reads --------------------------------------------------------------------------------------------------
 
-# As in torch.distributed.pipelining.schedules, `_action_regex`; an empty cell is no action, the row's number the rank.
+# `_action_regex` of torch.distributed.pipelining.schedules. An empty cell is no action; the row's number is the rank.
 ACTION = re.compile(
     r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)",
 )
@@ -238,7 +241,7 @@ ACTION = re.compile(
 
 @pytest.mark.parametrize("schedule", [Schedule("1f1b", 4, 6), Schedule("1f1b", 2, 4, 3), Schedule("gpipe", 3, 5, 1)])
 def test_torch_can_read_the_csv(schedule: Schedule) -> None:
-    """What `_load_csv(format="compute_only")` asks of a file: `_validate_schedule`, and then `_add_send_recv`."""
+    """The file meets what torch's `_load_csv` checks: `_validate_schedule`, and then `_add_send_recv`."""
     p, stages = schedule.ranks, schedule.ranks * schedule.chunks
     rows = [[cell.strip() for cell in line.split(",")] for line in schedule.csv()]
     assert len(rows) == p
@@ -258,7 +261,7 @@ def test_torch_can_read_the_csv(schedule: Schedule) -> None:
             (stage, microbatch) for stage in range(rank, stages, p) for microbatch in range(schedule.microbatches)
         }
         assert ran["F"] == ran["B"] == rank_runs
-    # Ranks wait for messages, and no longer for ticks.
+    # Run each rank's actions in order: ranks wait for messages, but not for ticks.
     finished = {(-1, "F", microbatch) for microbatch in range(schedule.microbatches)}
     finished |= {(stages, "B", microbatch) for microbatch in range(schedule.microbatches)}
     while any(actions):

@@ -1,6 +1,6 @@
-"""Tables whose ranks branch: every dependency, one operation in a slot, memory, messages; the papers' numbers; torch.
+"""Tables whose ranks branch: dependencies, memory and messages; the papers' numbers; torch.
 
-What runs when is read from `table()` alone, by a checker of its own (`simulate`), which the library's is compared with.
+`simulate` is a second checker, which reads operations from `table()` alone. The library's numbers are compared with it.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def fewest_microbatches(kind: str, p: int) -> int:
 
 
 def grid(p: int) -> list[Schedule]:
-    """Every schedule that branches, m from the least on: few, about p and 2 p, and many."""
+    """Return every schedule that branches, with few microbatches, about p and 2 p, and many."""
     return [
         Schedule(kind, p, m, v)
         for kind in SCHEDULES
@@ -41,7 +41,7 @@ def grid(p: int) -> list[Schedule]:
 
 
 def stage_at(schedule: Schedule, rank: int, chunk: int) -> int:
-    """Written out: the first chunks count up; a V's second ones count down."""
+    """Return the stage of a chunk, written out: the first chunks count up; a V's second chunks count down."""
     p = schedule.ranks
     if schedule.placement == "V" and chunk == 1:
         return 2 * p - 1 - rank
@@ -49,7 +49,7 @@ def stage_at(schedule: Schedule, rank: int, chunk: int) -> int:
 
 
 def simulate(schedule: Schedule) -> list[int]:
-    """Runs the table; fails where an input is missing. The most that each rank holds."""
+    """Run the table; return the most activations that each rank holds. Fails if an input is missing."""
     p, m, stages = schedule.ranks, schedule.microbatches, schedule.ranks * schedule.chunks
     slot_of: dict[tuple[str, int, int], int] = {}
     in_flight, peaks = [0] * p, [0] * p
@@ -101,7 +101,7 @@ def test_dependencies_and_memory(p: int) -> None:
 
 @pytest.mark.parametrize("p", PIPES)
 def test_time_is_the_closed_form(p: int) -> None:
-    """In slots: of the step, and of the busiest rank from its first operation to its last, as the papers count."""
+    """The time in slots, of the step and of the busiest rank from its first operation to its last."""
     for schedule in grid(p):
         m, v = schedule.microbatches, schedule.chunks
         busy = 3 * m * v
@@ -122,7 +122,7 @@ def test_time_is_the_closed_form(p: int) -> None:
 
 
 def test_bubbles_of_the_papers() -> None:
-    """p = 8, m = 24, F = I = W = 1: ZB-H1 has a third of 1F1B's; ZB-H2 and ZB-V have none."""
+    """With p = 8, m = 24, F = I = W = 1, ZB-H1 has a third of 1F1B's bubble, and ZB-H2 and ZB-V have none."""
     assert Schedule("1f1b", 8, 24).bubble == pytest.approx(7 / 31)
     assert Schedule("zb-h1", 8, 24).bubble == pytest.approx(7 / 79)  # .0886
     for kind, v in (("zb-h2", 1), ("zb-v", 2)):
@@ -138,7 +138,7 @@ def test_bubbles_of_the_papers() -> None:
 
 
 def test_the_1f1b_of_the_papers_holds_p_activations() -> None:
-    """Ours runs F and B in one tick and holds 2 p - 1. In slots of their own they are a table that trains too."""
+    """With F and B in two slots, 1F1B holds p activations; jaxpar's, with F and B in one tick, 2 p - 1."""
     p, m = 8, 24
     lines = []
     for rank in range(p):
@@ -164,7 +164,7 @@ def test_the_1f1b_of_the_papers_holds_p_activations() -> None:
 
 
 def count_messages(schedule: Schedule) -> Counter[str]:
-    """Runs `rows` as a program would, on buffers that hold names. How many messages went which way."""
+    """Run `rows` as a program would, on buffers that hold names; return how many messages went each way."""
     p, rows, sent = schedule.ranks, schedule.rows, Counter()
     kinds = {code: kind for kind, code in CODES.items()}
     stash, residuals, messages = ([[None] * n for _ in range(p)] for n in (rows.stashes, rows.keeps, rows.buffers))  # type: ignore[var-annotated]
@@ -198,7 +198,7 @@ def count_messages(schedule: Schedule) -> Counter[str]:
         for rank in range(p):
             epilogue = [("I", last + 1, x[2]) for x in results[rank : rank + 1] if x and x[:2] == ("F", last)]
             arriving = (results[rank - 1], results[(rank + 1) % p], results[rank], epilogue[0] if epilogue else None)
-            # What nobody asked for is written where nothing is held, so that the order of writing matters to nobody.
+            # Messages that no rank needs go to free buffers, so that the order of writes does not matter.
             for way, message in zip(WAYS, arriving, strict=True):
                 is_needed = _is_needed(schedule, rank, way, message)
                 if not is_needed:
@@ -212,7 +212,7 @@ def count_messages(schedule: Schedule) -> Counter[str]:
 
 
 def _is_needed(schedule: Schedule, rank: int, way: str, message: tuple | None) -> bool:
-    """Whether a rank needs what comes this way."""
+    """Return whether a rank needs the message that comes one way."""
     if message is None or message[0] == "W":
         return False
     if way == "from_epilogue":
@@ -231,14 +231,16 @@ def test_nothing_is_lost_in_buffers(p: int) -> None:
     for schedule in grid(p) if p < 8 else [s for s in grid(p) if s.microbatches == 2 * p]:
         m, v, rows = schedule.microbatches, schedule.chunks, schedule.rows
         sent = count_messages(schedule)
-        # Every stage but the last sends activations, every one but the first cotangents; in a V, half of each goes up.
+        # All stages but the last send activations, all but the first send cotangents. In a V, half of each goes up.
         per_chunk, v_turns = 2 * m * (p - 1), 2 * m if v == 2 else 0
         assert sent["from_self"] == v_turns
         assert sent["from_epilogue"] == m
         assert sent["from_previous"] + sent["from_next"] == 2 * m * (p * v - 1) - v_turns
         if v == 2:
             assert sent["from_previous"] == sent["from_next"] == 2 * m * (p - 1)
-        assert sent["from_previous"] + sent["from_next"] == v * per_chunk  # a V sends twice what one chunk a rank does
+        assert (
+            sent["from_previous"] + sent["from_next"] == v * per_chunk
+        )  # a V sends twice as many as one chunk per rank
         assert rows.keeps <= rows.stashes == schedule.slots
         count_messages(schedule.forwards)
         assert schedule.forwards.ticks <= schedule.ticks
@@ -322,7 +324,7 @@ def test_bad_tables_of_other_shapes() -> None:
 def test_from_csv() -> None:
     for schedule in grid(4):
         parsed = Schedule.from_csv(schedule.csv(), schedule.kind)
-        placement = schedule.placement if schedule.chunks > 1 else "loop"  # of one chunk they are the same
+        placement = schedule.placement if schedule.chunks > 1 else "loop"  # with one chunk they are the same
         assert (parsed.table(), parsed.placement) == (schedule.table(), placement)
     overlapped = Schedule.from_csv(["0F0,0F1,,(0F2;0B0)OVERLAP_F_B,0B1,0B2", "1F0,1B0,1F1,1B1,1F2,1B2"])
     assert overlapped.microbatches == 3
@@ -334,7 +336,7 @@ def test_from_csv() -> None:
         (["0F0,0B0", "1F0,1I0"], r"stage 1 \(rank 1\) never runs W of microbatch 0"),
         (["0F0,0I0,0W0", "1F0,1W0,1I0"], r"rank 1 cannot go on: 1W0 needs 1I0"),  # rank 0 waits for it
         ([""], "the table is empty"),
-        # Of 5,000 digits "Exceeds the limit (4300 digits)"; the others filled the memory.
+        # 5,000 digits gave "Exceeds the limit (4300 digits)"; the other tables filled the memory.
         ([f"{'9' * 5000}F0"], r"rank 0 has a cell '9{40}'; use stage, .* up to six digits"),
         (["0F999999,0B0", "999999F0"], r"1,000,000 stages and 1,000,000 microbatches; use 4,096 ranks and"),
         ([f"{rank}F0,{rank}B0" for rank in range(5000)], "the table has 5,000 ranks"),
@@ -345,7 +347,7 @@ def test_from_csv() -> None:
 
 
 def test_a_file_that_is_no_table(tmp_path: Path) -> None:
-    """A file that is no UTF-8 was a UnicodeDecodeError, and one of any size was read; by `timeline --table` too."""
+    """A file that is not UTF-8 was once a UnicodeDecodeError, and a file of any size was read."""
     path = tmp_path / "mine.csv"
     path.write_bytes("0F0,0B0".encode("utf-16"))
     for read in (lambda: Schedule.of(str(path), 1, 1, 1), lambda: timeline.main(timeline.TimelineOptions(table=path))):
@@ -362,7 +364,7 @@ def test_a_file_that_is_no_table(tmp_path: Path) -> None:
 
 
 def all_schedules(p: int) -> list[Schedule]:
-    """Every schedule with each of its numbers of chunks, few and many microbatches."""
+    """Return every schedule with each of its numbers of chunks, with few and many microbatches."""
     chunks = dict.fromkeys(LOCKSTEP, (1, 2, 4)) | CHUNKS
     return [
         Schedule(kind, p, m, v)
@@ -376,7 +378,7 @@ def all_schedules(p: int) -> list[Schedule]:
 @pytest.mark.xdist_group("torch")
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_torch_accepts_the_tables(p: int) -> None:
-    """torch's own validator, its lowering to sends and receives, and its simulator of deadlocks."""
+    """torch's validator, its lowering to sends and receives, and its deadlock simulator accept every table."""
     torch = pytest.importorskip("torch.distributed.pipelining.schedules")
     for schedule in all_schedules(p):
         stages = p * schedule.chunks
@@ -397,7 +399,7 @@ def test_torch_accepts_the_tables(p: int) -> None:
 @pytest.mark.xdist_group("torch")
 @pytest.mark.parametrize(("name", "kind"), [("ScheduleZBVZeroBubble", "zb-v"), ("ScheduleDualPipeV", "dualpipe-v")])
 def test_torchs_own_tables_take_as_long(name: str, kind: str) -> None:
-    """Read from torch's class without its processes: `from_csv` of what it computes for each rank."""
+    """Tables that torch's classes compute, without their processes, take as long as jaxpar's."""
     torch = pytest.importorskip("torch.distributed.pipelining.schedules")
     for p, m in ((2, 4), (4, 8), (4, 13), (8, 24)):
         torch_schedule = object.__new__(getattr(torch, name))
@@ -433,7 +435,7 @@ def test_errors(arguments: tuple, message: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind, recipe in SCHEDULES.items() if recipe.chunks > 1])
 def test_a_strategy_has_the_chunks_that_its_schedule_needs(kind: str) -> None:
-    """`schedule=zb-v` alone was refused for want of `chunks=2`."""
+    """`schedule=zb-v` alone was once refused, since it lacked `chunks=2`."""
     strategy = Strategy.parse(f"pipe=2,microbatches=8,schedule={kind}")
     assert strategy.chunks == 2
     assert "chunks" not in str(strategy)

@@ -1,5 +1,6 @@
-"""How even the stages of models of real sizes are, beside the best cut that an independent search finds: of the closed
-form that the cut is made by, and of what each stage takes once it is compiled. Nothing runs.
+"""Compare the stages of models of real sizes with the best cut that an independent search finds. Nothing runs.
+
+The comparison is made by the closed form that the cut minimizes, and by the time of each stage's compiled program.
 """
 
 import itertools
@@ -24,7 +25,7 @@ ROWS, STAGES = 16, 4
 
 
 class T5(nn.Module):
-    """Two stacks of six layers, and one embedding that both read and that is the head."""
+    """Two stacks of six layers, and one embedding that both read and that is also the head."""
 
     @nn.compact
     def __call__(self, source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
@@ -48,7 +49,7 @@ def t5() -> tuple[jp.Model, Any]:
 
 
 def unet() -> tuple[jp.Model, Any]:
-    """FlaxDiff's."""
+    """Return FlaxDiff's U-Net and a batch."""
     Unet = pytest.importorskip("flaxdiff.models.simple_unet").Unet
     heads = ({"heads": 8}, {"heads": 8})
     net = Unet(emb_features=256, feature_depths=(64, 128, 256, 512), attention_configs=(None, None, *heads))
@@ -67,7 +68,7 @@ def resnet50() -> tuple[jp.Model, Any]:
 
 
 def irregular() -> tuple[jp.Model, Any]:
-    """13 dense blocks of widths that differ, each with another function."""
+    """Return 13 dense blocks of different widths and functions, and a batch."""
     widths = [64 * width for width in (12, 20, 8, 36, 16, 24, 10, 28, 14, 18, 40, 22, 6, 9)]
     functions = [jnp.tanh, jax.nn.relu, jnp.sin, jax.nn.gelu, jax.nn.softplus]
 
@@ -83,7 +84,7 @@ def irregular() -> tuple[jp.Model, Any]:
 
 
 def best_of(eqn_times: np.ndarray, enter: np.ndarray) -> float:
-    """The shortest longest of four stages: each middle cut, with the best cut on either side of it."""
+    """Return the time of the longest of four stages, for the best cut on either side of the best middle cut."""
     sums, n, best = np.concatenate([[0.0], np.cumsum(eqn_times)]), len(eqn_times), math.inf
     for middle in range(2, n - 1):
         a, b = np.arange(1, middle), np.arange(middle + 1, n)
@@ -94,8 +95,9 @@ def best_of(eqn_times: np.ndarray, enter: np.ndarray) -> float:
 
 
 def compiled(eqns: Sequence[Any], outs: Sequence[Any]) -> float:
-    """The time of a stage, forwards and backwards, in bytes of memory: its operations or its bytes, whichever take
-    longer, as XLA counts them in its compiled program.
+    """Return a stage's time, forward and backward, in bytes of memory traffic.
+
+    This is the longer of the time of its operations and that of its bytes, as XLA counts them in its compiled program.
     """
     ins = jx.free(eqns, outs)
     fun = jx.run(eqns, ins, outs)
@@ -142,7 +144,7 @@ def test_stages_are_within_15_percent_of_the_best(make: Callable[[], tuple[jp.Mo
         later_reads = [v for later in program.groups[number + 1 :] for eqn in later for v in eqn.invars]
         outputs = {v for v in (*later_reads, *program.outputs) if not jx.is_literal(v)}
         measured.append(compiled(group, [v for eqn in group for v in eqn.outvars if v in outputs]))
-    # Equations share what their stage was found to take as the closed form says.
+    # Distribute a stage's measured time over its equations in proportion to the closed form.
     corrected_times = np.concatenate(
         [
             eqn_times[a:b] * (stage_time / eqn_times[a:b].sum())

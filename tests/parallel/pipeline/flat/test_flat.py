@@ -1,4 +1,4 @@
-"""Pipelines of models without one stack of layers: exact, what ranks hold, what is refused, how even stages are."""
+"""Pipelines of models without one stack: exactness, memory of ranks, refusals, and how even the stages are."""
 
 import functools
 import itertools
@@ -39,7 +39,7 @@ def make_step(model: jp.Model, text: str, devices: int, optimizer: Any = SGD) ->
 
 
 def weighted(losses: jax.Array, batch: Any) -> jp.Mean:
-    """Under random weights of the rows, so that no two replicas or microbatches count alike."""
+    """Return the loss under random weights of the rows, so that all replicas and microbatches count differently."""
     losses = losses.reshape(losses.shape[0], -1).mean(1)
     return jp.Mean((losses * batch["w"]).sum(), batch["w"].sum())
 
@@ -52,7 +52,7 @@ def weights() -> np.ndarray:
 
 
 class Block(nn.Module):
-    """Of a U-Net: GroupNorm, two convolutions, what the time step adds."""
+    """A block of a U-Net: GroupNorm, two convolutions, and an addend from the time step."""
 
     features: int
 
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Skips cross the whole model, and what the time step makes is read by every block."""
+    """A U-Net whose skips cross the whole model; every block reads the embedding of the time step."""
 
     @nn.compact
     def __call__(self, x: jax.Array, t: jax.Array) -> jax.Array:
@@ -94,7 +94,7 @@ def unet() -> tuple[jp.Model, Any]:
 
 
 def flaxdiff() -> tuple[jp.Model, Any]:
-    """FlaxDiff's U-Net as it is: GroupNorm, attention to itself and to a text, skips across the whole model."""
+    """Return FlaxDiff's U-Net, with GroupNorm, self-attention, attention to a text, and skips across the model."""
     Unet = pytest.importorskip("flaxdiff.models.simple_unet").Unet
     heads = {"heads": 2}
     net = Unet(3, 16, feature_depths=(8, 16), attention_configs=(heads, heads), num_res_blocks=1, norm_groups=4)
@@ -126,8 +126,9 @@ class Layer(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """T5's shape: two stacks, each with one table of biases by distance that all of its layers read, and one embedding
-    that both read and that is the head.
+    """A model shaped as T5: an encoder and a decoder.
+
+    All layers of a stack read its table of biases by distance. Both stacks read the embedding, which is also the head.
     """
 
     @nn.compact
@@ -157,7 +158,7 @@ def encoder_decoder() -> tuple[jp.Model, Any]:
 
 
 def irregular() -> tuple[jp.Model, Any]:
-    """13 blocks, no two alike: widths, functions, a gather, a scan, a convolution, dropout, a constant."""
+    """Return 13 blocks that all differ: in widths and functions, with a gather, a scan, dropout and a constant."""
     widths = [12, 20, 8, 36, 16, 24, 10, 28, 14, 18, 40, 22, 6, 9]
     functions = [jnp.tanh, jax.nn.relu, jnp.sin, jax.nn.gelu, jax.nn.softplus]
 
@@ -256,7 +257,7 @@ BATTERY = [
 )
 @pytest.mark.filterwarnings("ignore:pipe=2 with microbatches=1")
 def test_exact(name: str, strategy: str, devices: int) -> None:
-    """Gradients, three steps of SGD with momentum, bytes at rest, the order of collectives, and the closed form."""
+    """Check gradients, three steps of SGD with momentum, stored bytes, the collectives' order, and the closed form."""
     (model, batch), device = model_and_batch(name), one_device(name)
     step = make_step(model, strategy, devices)
     assert step.layout.storage.cut
@@ -286,7 +287,7 @@ EXPERT = [
 @pytest.mark.battery
 @pytest.mark.parametrize(("name", "strategy"), CONTEXT)
 def test_exact_beside_context(name: str, strategy: str) -> None:
-    """All ranks of a group that shares positions are in one stage, and so in one branch."""
+    """Ranks that share positions are in one stage, and so run the same operation."""
     context_cells.check_cell(name, strategy)
 
 
@@ -326,8 +327,9 @@ def normed() -> tuple[jp.Model, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.battery)])
 def test_batch_norm(tensor: int) -> None:
-    """Statistics change microbatch after microbatch, as without a pipeline, and are the same on every rank. Under
-    `tensor`, whose ranks have parts of them, they were refused: the last stage made them whole.
+    """Statistics change by microbatch as without a pipeline, and are the same on every rank.
+
+    Under `tensor`, whose ranks have parts of the statistics, they were once refused: the last stage gathered them.
     """
     model, batch = normed()
     single = make_step(model, "single,microbatches=4", 1)
@@ -359,14 +361,17 @@ def test_a_rank_holds_its_part_of_parameters_and_optimizer() -> None:
     num_params = sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.create, jax.random.key(0))[0]))
     for tree, copies in ((state.params, 1), (state.optimizer[0], 2)):
         rank_sizes = [sum(x.addressable_shards[d].data.size for x in jax.tree.leaves(tree)) for d in range(4)]
-        # Beside its quarter, what no dim of divides, and is small: a bias of 2.
+        # A quarter, and leaves of which no dim divides, which are small: a bias of 2.
         assert max(rank_sizes) <= copies * (num_params / 4 + 200)
     shards = [x.addressable_shards[0].data for x in jax.tree.leaves(state.params)]
     assert step.layout.bytes["params"] == sum(x.nbytes for x in shards)
 
 
 def test_a_recomputed_stage_keeps_the_message_it_gets() -> None:
-    """And with backwards in halves, of which the first recomputes, what the second reads waits from I to W alone."""
+    """If a stage is recomputed, the stash holds its message alone.
+
+    This holds for halves as well: I recomputes, and its residuals for W wait from I to W alone.
+    """
     model, batch = model_and_batch("irregular")
     slot_sizes, message_sizes = [], []
     for remat in ("none", "layer"):
@@ -378,7 +383,7 @@ def test_a_recomputed_stage_keeps_the_message_it_gets() -> None:
 
 @pytest.mark.battery
 def test_checkpoint_into_another_layout(tmp_path: Any) -> None:
-    """Saved by four stages, restored under ZeRO-3: the same parameters, and the step goes on the same way."""
+    """A state saved by four stages and restored under ZeRO-3 has the same parameters and the same loss."""
     model, batch = model_and_batch("irregular")
     cut_step, sharded_step = make_step(model, "pipe=4,microbatches=2", 4), make_step(model, "fsdp=4", 4)
     state, _ = cut_step(cut_step.init(jax.random.key(0)), batch)
@@ -410,7 +415,7 @@ def test_optimizers_see_logical_leaves(name: str) -> None:
 
 
 def equations(name: str) -> list[Any]:
-    """Of a model's loss on two rows."""
+    """Return the equations of a model's loss on two rows."""
     model, batch = model_and_batch(name)
     params, variables = jax.eval_shape(model.create, jax.random.key(0))
     rows = jax.tree.map(lambda x: x[:2], batch)
@@ -419,7 +424,7 @@ def equations(name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["irregular", "unet"])
 def test_the_cut_is_the_best(name: str) -> None:
-    """No other two cuts have a shorter longest stage; 15% is allowed."""
+    """No other two cuts have a shorter longest stage."""
     eqns = equations(name)
     sums, enter = np.concatenate([[0], np.cumsum(times(eqns))]), 2 * LINK * crossing(eqns)
 
@@ -435,7 +440,7 @@ def test_the_cut_is_the_best(name: str) -> None:
 
 @pytest.mark.parametrize("update", ["set", "add", "max"])
 def test_a_scatter_takes_the_time_of_the_array_that_it_writes(update: str) -> None:
-    """It took next to none: that of the function of two scalars by which it updates."""
+    """A scatter once took next to no time: that of its nested program, a function of two scalars."""
     scatter = lambda x, i: jnp.sin(getattr(x.at[i], update)(1.0)) @ x.T
     eqns = jx.trace(scatter, jnp.zeros((64, 32)), jnp.zeros(8, jnp.int32))[0].eqns
     (scatter_time,) = (t for eqn, t in zip(eqns, times(eqns), strict=True) if eqn.primitive.name.startswith("scatter"))
@@ -443,7 +448,7 @@ def test_a_scatter_takes_the_time_of_the_array_that_it_writes(update: str) -> No
 
 
 def test_a_program_grows_with_its_stages_and_not_with_their_ranks() -> None:
-    """Each stage's forward and backward stand in the program once: as many products on two ranks as on four."""
+    """The program has each stage's forward and backward once: as many products on two ranks as on four."""
     model, batch = model_and_batch("irregular")
 
     def products(text: str, devices: int) -> int:
@@ -454,14 +459,14 @@ def test_a_program_grows_with_its_stages_and_not_with_their_ranks() -> None:
 
 
 def test_what_a_device_sends_and_waits_for_is_counted_once() -> None:
-    """Of stages a device runs its own: all of them together were counted, p times what a device sends."""
+    """A device runs its own stages. All stages were once counted for it, p times what a device sends."""
     model, batch = model_and_batch("irregular")
     step = make_step(model, "pipe=4,fsdp=2,microbatches=4", 8)
     jaxpr = step.trace(batch)
     traced_ledger = Ledger.from_jaxpr(jaxpr, step.mesh)
     closed_form = expected(step, batch)
     assert traced_ledger.by("kind", "axes") == closed_form.by("kind", "axes")
-    # Each leaf is gathered in a forward and in a backward of each microbatch, by the ranks that use it, padded by none.
+    # Ranks that use a leaf gather it in the forward and in the backward of each microbatch, without padding.
     traced = step.traced(batch)
     sizes = [step.layout.leaves[i].local for i in range(len(step.layout.leaves))]
     leaf_bytes = lambda leaves: sum(4 * math.prod(sizes[i].stored) for i in leaves if sizes[i].dim is not None)
@@ -469,7 +474,7 @@ def test_what_a_device_sends_and_waits_for_is_counted_once() -> None:
     largest, total = max(rank_bytes), sum(rank_bytes)
     assert largest < traced_ledger.total(kind="all-gather", axes=("fsdp",)) / 4 <= 2 * largest < total
     paces = re.findall(r"runs_4_paces_(\d+)_of_(\d+)_on_(\d)", step.trace(batch).pretty_print(name_stack=True))
-    assert sum(int(n) for n, _, _ in paces) == int(paces[0][1])  # in each slot all wait for one
+    assert sum(int(n) for n, _, _ in paces) == int(paces[0][1])  # one operation determines the length of each slot
     assert {rank for _, _, rank in paces} == set("0123")
 
 
@@ -482,7 +487,7 @@ def test_what_a_device_sends_and_waits_for_is_counted_once() -> None:
     ],
 )
 def test_stages_begin_where_the_user_says(name: str, cuts: Any) -> None:
-    """At the first use of a parameter below each path, and no earlier; with so many blocks of a list each."""
+    """A stage begins at the first use of a parameter below its path, or has the given number of blocks."""
     model, batch = model_and_batch(name)
     strategy = jp.Strategy(pipe=4, microbatches=2, stages=cuts)
     assert jp.Strategy.parse(str(strategy)) == strategy
@@ -541,7 +546,7 @@ def test_refused(strategy: str, devices: int, message: str) -> None:
 
 
 def test_a_variable_of_two_stages_is_refused() -> None:
-    """The stage that reads it runs another microbatch than the one that changes it."""
+    """The stage that reads the variable runs another microbatch than the stage that changes it."""
 
     def loss(params: Any, variables: Any, batch: Any, key: Any) -> Any:
         x = batch["x"] * variables["scale"]

@@ -1,4 +1,4 @@
-"""Lists of blocks that stages of layers cannot run: their refusal names stages='cut', which trains them exactly."""
+"""Lists of blocks that stages of layers refuse: the error names stages='cut', which trains them exactly."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ def block(x: jax.Array, w: Any, act: Callable[[jax.Array], jax.Array] = jnp.tanh
 
 
 def in_turn(x: jax.Array, blocks: Sequence[Any]) -> jax.Array:
-    """Rounds of two, and one block more."""
+    """Run rounds of two different blocks, and one block more."""
     for i, w in enumerate(blocks):
         x = block(x, w, jnp.tanh if i % 2 else jax.nn.silu)
     return x
 
 
 def other_first(x: jax.Array, blocks: Sequence[Any]) -> jax.Array:
-    """The first block has no residual stream to add to."""
+    """Run a first block without a residual connection, and then blocks with one."""
     x = jnp.sin(x @ blocks[0]["up"]) @ blocks[0]["down"]
     return functools.reduce(block, blocks[1:], x)
 
@@ -42,7 +42,7 @@ def twice(x: jax.Array, blocks: Sequence[Any]) -> jax.Array:
     return functools.reduce(block, [*blocks, *blocks], x)
 
 
-# What runs the list, its blocks, and how stages of layers refuse it: "" where they run one of its passes.
+# The function that runs the list, its number of blocks, and the error of stages of layers ("" if they run it).
 LISTS: dict[str, tuple[Any, int, str]] = {
     "in_turn": (in_turn, 5, "differ"),
     "other_first": (other_first, 4, "differ"),

@@ -1,7 +1,7 @@
-"""ResNet-50 with BatchNorm, cut into stages: what differs from one device is rounding.
+"""ResNet-50 with BatchNorm, cut into stages, differs from one device by rounding alone.
 
-Its 53 norms over few rows magnify rounding: in float32 gradients differ by 1e-3 under plain fsdp=2, too, and by as much
-where images move by one unit in the last place. In float64 all of it falls to 1e-12, which no other cause would.
+Its 53 norms over few rows magnify rounding. In float32, gradients differ by 1e-3, also under plain fsdp=2, and if
+images change by one unit in the last place. In float64 the difference is 1e-12, so that rounding is its only cause.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def loss(module: Any, batch: Any) -> jp.Mean:
 
 
 def trained(strategy: str, devices: int, batch: Any) -> list[np.ndarray]:
-    """Gradients, which are the momentum after a first step, and parameters and running statistics after a second."""
+    """Return gradients (the momentum after a first step), and parameters and running statistics after a second step."""
     model, optimizer = jp.from_nnx(build, loss), optax.sgd(0.1, momentum=0.9)
     step = jp.make_train_step(model, optimizer, f"{strategy},microbatches={BLOCKS}", mesh=jax.devices()[:devices])
     state, _ = step(step.init(jax.random.key(0)), batch)
