@@ -74,8 +74,8 @@ def bypass_variables(program: Program) -> list[Any]:
 def shareable(program: Program, part: Program, keys: Sequence[Any], ranks: int) -> bool:
     """Return whether the ranks may share the epilogue, each on its part of a microbatch's rows.
 
-    They may not if the epilogue draws random numbers, reads activations of the prologue or outputs by layer, reads
-    anything but rows from the stack, or if rows are coupled.
+    They may not if the epilogue draws random numbers, or reads activations of the prologue or outputs by layer. Nor if
+    the stack's carry is not an array of rows, or if the loss couples rows.
 
     Args:
       program: the loss on the rows of one microbatch.

@@ -43,7 +43,7 @@ def shares_prologues(program: Program) -> bool:
         and all(carry)
         and not any((*consts, *xs))
         and not bypass_variables(program)
-        # Cotangents are stored by variable: every part of the carry needs a variable of its own.
+        # Cotangents are stored by variable: each part of the carry needs a different variable.
         and not any(jx.is_literal(v) for v in first_carry)
         and len(set(first_carry)) == len(first_carry)
     )
@@ -53,7 +53,7 @@ def shares_prologues(program: Program) -> bool:
 class SharedPrologues:
     """The prologues of one loss on the ranks of `pipe`.
 
-    Rank r computes those of microbatches r, p + r, 2 p + r, ...: microbatch b is number b // p of rank b mod p.
+    Rank r computes microbatches r, p + r, 2 p + r, ...: microbatch b is number b // p of rank b mod p.
 
     Attributes:
       program: the loss on the rows of one microbatch.

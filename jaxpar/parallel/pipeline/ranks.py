@@ -10,7 +10,7 @@ loss of its rows, and the cotangents are gathered.
     last rank         every rank                              every rank
     message [rows]  - reduce-scatter ->  [rows / p] -> loss -> cts [rows / p]  - all-gather ->  cts [rows]
 
-`Engine` has what both engines use. `ticks.py` runs tables in lockstep, `slots.py` tables whose ranks branch.
+`Engine` is the base of both engines. `ticks.py` runs tables in lockstep, `slots.py` tables whose ranks branch.
 """
 
 from collections.abc import Callable, Sequence
@@ -146,7 +146,7 @@ class Engine(Cut):
           same_loop_next: whether the next loop is a forward again, so that the first layer is fetched ahead.
 
         Returns:
-          A loop whose result is as `Stack.forwards`, with the next message in place of the outputs.
+          A loop whose result is that of `Stack.forwards`, except that the next message replaces the outputs.
         """
         k, is_first = self.stack.carry, self._stage(op) == 0
         consts, _, xs = self._stack_inputs(env, op)
@@ -179,8 +179,8 @@ class Engine(Cut):
     ) -> tuple[list[Any], list[jax.Array], Cotangents | None]:
         """Compute the loss of the microbatch that leaves the last layer, and its backward.
 
-        Every rank calls this. If the ranks share the epilogue, each works on its part of the rows, at the cost of a
-        reduce-scatter of the message and an all-gather of its cotangents. If not, only the last rank's results count.
+        Every rank calls this. If the ranks share the epilogue, each works on its part of the rows, and they communicate
+        a reduce-scatter of the message and an all-gather of its cotangents. If not, only the last rank's results count.
 
         Returns:
           Accumulated gradients, sums of outputs, and cotangents of the message (None in an evaluation).
@@ -257,7 +257,7 @@ class Engine(Cut):
             ct_consts, ct_carry, ct_xs = self.split_cotangents(cotangents)
             prologue_cts = self.prologue_cotangents(op, ct_consts, ct_carry, ct_xs)
             flight_after = rest[0] if rest else None
-            # Cotangents of outputs by layer pass through unchanged: each stage reads those of its own layers.
+            # Cotangents of outputs by layer pass through unchanged: each stage reads its layers' part of them.
             return (
                 replace_grads(grads, stack_leaves, totals),
                 Message(ct_carry, cts.by_layer),
@@ -289,7 +289,7 @@ class Engine(Cut):
         return [*consts, *([None] * self.stack.carry), *xs]
 
     def output_cotangents(self, op: Any, cts: Message) -> list[Any]:
-        """Return the cotangents of one chunk's outputs, from those of its outgoing message."""
+        """Return the cotangents of one chunk's outputs, given the cotangents of its outgoing message."""
         stack, k = self.stack, self.stack.carry
         cts_by_layer = dict(
             zip([j for j in self.by_layer_positions if stack.unit.active[k + j]], cts.by_layer, strict=True)
@@ -307,7 +307,7 @@ class Engine(Cut):
         return chunk_cts
 
     def split_cotangents(self, cts: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Split the cotangents of a chunk's linear inputs into those of constants, carry and scanned inputs."""
+        """Split the cotangents of a chunk's linear inputs by input: constants, carry, scanned inputs."""
         consts, carry, _ = (sum(part) for part in self.stack.parts(self.stack.unit.linear))
         return list(cts[:consts]), list(cts[consts : consts + carry]), list(cts[consts + carry :])
 

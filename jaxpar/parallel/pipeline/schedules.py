@@ -4,7 +4,7 @@
     rank 0          F0    F1    .     .     B0    B1
     rank 1          .     F0    F1    B0    B1    .
 
-    time            the sum over ticks of the longest operation in each: F takes 1, B takes 2
+    time            the sum over ticks: 1 if any rank runs F, plus 2 if any rank runs B
     bubble          1 - (time of all operations) / (ranks x time)
     in flight       the activations that a rank stores at once, each from its F to its B
     slots           the room for them on every rank
@@ -12,7 +12,7 @@
 
 All these numbers follow from the table alone, which functions of `strategy/schedules/` write: nothing here depends on a
 schedule's name. A table of p ranks, m microbatches and v chunks per rank cuts the layers into p v stages. The placement
-says which of them each rank holds. A column of the table is a tick, also called a slot if ranks branch.
+says which of them each rank holds. A column of the table is a tick, also called a slot if ranks branch; a slot takes the time of its longest operation.
 """
 
 import dataclasses
@@ -289,7 +289,7 @@ class Schedule:
 
     @property
     def ticks(self) -> int:
-        """The number of ticks."""
+        """Return the number of ticks."""
         return len(self.table())
 
     @property

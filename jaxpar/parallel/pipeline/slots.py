@@ -116,7 +116,7 @@ def _write(tree: Any, values: Any, index: jax.Array) -> Any:
 
 @dataclass(frozen=True)
 class Slots(Engine):
-    """One sliced loss under a schedule whose ranks branch; its fields are those of `Engine`."""
+    """One sliced loss under a schedule whose ranks branch; see `Engine` for its fields."""
 
     def run(self) -> tuple[list[jax.Array | None], list[jax.Array]]:
         """Run a step's slots.

@@ -90,7 +90,7 @@ jax.tree_util.register_dataclass(Carry, [f.name for f in dataclasses.fields(Carr
 
 @dataclass(frozen=True)
 class Pipeline(Engine):
-    """One sliced loss under a schedule in lockstep, to be run inside `shard_map`; its fields are those of `Engine`."""
+    """One sliced loss under a schedule in lockstep, to be run inside `shard_map`; see `Engine` for its fields."""
 
     def run(self) -> tuple[list[jax.Array | None], list[jax.Array]]:
         """Run a step's ticks.
@@ -132,7 +132,7 @@ class Pipeline(Engine):
                 by_round = jax.tree.map(lambda x, n=repeats, k=length: x.reshape(n, k), rows_of_rounds)
                 carry, _ = lax.scan(run_round, carry, by_round)
 
-        # 4. Gradients that are still in flight, and those of prologues that ran before the ticks.
+        # 4. Gradients that are still in flight, and gradients of the prologues that ran before the ticks.
         return self.add_prologue_grads(self._add_flight_grads(carry).grads, carry.prologue_cts), carry.sums
 
     def separated(self) -> list[tuple[int, Any]]:
@@ -170,7 +170,7 @@ class Pipeline(Engine):
     # Layers whose weights and gradients loops send ahead (`prefetch=1`).
 
     def _initial_flight(self) -> InFlight | None:
-        """Return what is in flight before the first tick; None if ticks do not know which layers run next."""
+        """Return the weights in flight before the first tick; None if ticks do not know which layers run next."""
         return self.chunk_stack.in_flight(self.access, self.leaves) if self.schedule.in_turn else None
 
     @functools.cached_property
@@ -183,7 +183,7 @@ class Pipeline(Engine):
         return [phase.start for earlier, phase in itertools.pairwise(phases) if earlier.forward != phase.forward]
 
     def _refetch_flight(self, carry: Carry, phase: Phase) -> Carry:
-        """Fetch the layer that a phase runs first, in place of the layer that the phase before has fetched."""
+        """Fetch the layer that a phase runs first; the phase before has fetched another one."""
         if carry.flight is None:
             return carry
         flight = self.chunk_stack.skipped(self.access, self.leaves, carry.flight, back=not phase.forward)

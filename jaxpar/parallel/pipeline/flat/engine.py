@@ -203,7 +203,7 @@ class FlatPipeline:
 
     @functools.cached_property
     def grad_exchange(self) -> Exchange:
-        """Return the exchange of gradients; those of leaves that `pipe` does not shard do not move."""
+        """Return the exchange of gradients; leaves that `pipe` does not shard have none to move."""
         # Frozen leaves have no gradient, so that this exchange may have fewer leaves than the weights'.
         moved: list[Any] = [None] * len(self.parts)
         for i, x in self.grad_shapes.items():

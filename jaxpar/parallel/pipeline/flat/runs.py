@@ -5,8 +5,8 @@
     I    leaves, inputs, residuals, cotangents from behind      -> cotangents, weight residuals
     W    leaves, inputs, residuals, weight residuals            -> gradients
 
-A schedule has either B, or its halves I and W (`slicing/halves.py`): I is the gradient of inputs, which the stage
-before waits for, and W that of weights, for which nobody waits. The stash holds a residual from F to B or W once,
+A schedule has either B, or its halves I and W (`slicing/halves.py`): I computes the gradient of inputs, which the
+stage before waits for, and W the gradient of weights, for which nobody waits. The stash holds a residual from F to B or W once,
 whichever of them read it. Residuals that are inputs of the program, such as rows of the batch, are read again instead.
 """
 
@@ -109,7 +109,7 @@ class _Backward:
         return [], [None if ct is None else self.access.give(i, ct, False) for i, ct in pairs], []
 
     def _fetch(self, is_read: Sequence[bool], leaves: Sequence[Any]) -> list[jax.Array]:
-        """Return those of the stage's leaves that a half reads, whole."""
+        """Fetch the leaves of the stage that a half reads."""
         numbers = pick(is_read, self.stage.piece.unit.leaves)
         return [self.access.fetch(i, x, False) for i, x in zip(numbers, pick(is_read, leaves), strict=True)]
 
