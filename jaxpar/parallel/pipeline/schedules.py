@@ -12,7 +12,8 @@
 
 All these numbers follow from the table alone, which functions of `strategy/schedules/` write: nothing here depends on a
 schedule's name. A table of p ranks, m microbatches and v chunks per rank cuts the layers into p v stages. The placement
-says which of them each rank holds. A column of the table is a tick, also called a slot if ranks branch; a slot takes the time of its longest operation.
+says which of them each rank holds. A column of the table is a tick. If ranks branch, it is also called a slot, and it
+takes the time of its longest operation.
 """
 
 import dataclasses

@@ -11,7 +11,7 @@
 
     memory per rank    L/p layers, their gradients and optimizer state; a stash of `stashes` slots with the residuals of
                        forwards, one of `keeps` slots with the residuals that I leaves for W, `buffers` messages
-    sends per slot     one message each way: activations or cotangents, or zeros
+    sends per slot     one message each way, also from ranks whose message nobody reads
 
 One scan goes over the slots. Collectives over `pipe` run outside the operations, where all ranks meet:
 
@@ -337,7 +337,7 @@ class Slots(Engine):
                 grads = backward(prologue_pieces(self.program), self.access, self.leaves, tape, bypass_cts, grads)
             return buffers, grads, sums
 
-        # 4. The prologue's backward, or for shared prologues the way of the cotangents to the rank that runs it.
+        # 4. The prologue's backward. Shared prologues run theirs after the last slot: store their cotangents.
         def prologue_backward(number: jax.Array, carry: Any) -> Any:
             grads, prologue_cts = carry
             valid = (row["kind"] == CODES["B"]) | (row["kind"] == CODES["I"])
@@ -362,7 +362,7 @@ class Slots(Engine):
         )
 
     def _receive(self, message: Message, buffers: Message, row: Any) -> Message:
-        """Send the slot's message to both neighbours and over the turn of a V; return the buffers with those received.
+        """Send the message to both neighbours and over the turn of a V; return the buffers with the received messages.
 
         Every rank sends in every slot. A rank that needs no message writes it to a free buffer (`SlotTables`).
         """

@@ -383,7 +383,7 @@ class FlatPipeline:
         return message, weight_residuals, grads, replicated_grads
 
     def _receive(self, message: Buffers, buffers: Buffers, row: Any) -> Buffers:
-        """Send the slot's message to both neighbours and over the turn of a V; return the buffers with those received.
+        """Send the message to both neighbours and over the turn of a V; return the buffers with the received messages.
 
         Every rank sends in every slot. A rank that needs no message writes it to a free buffer (`SlotTables`).
         """

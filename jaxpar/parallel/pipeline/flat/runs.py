@@ -5,9 +5,10 @@
     I    leaves, inputs, residuals, cotangents from behind      -> cotangents, weight residuals
     W    leaves, inputs, residuals, weight residuals            -> gradients
 
-A schedule has either B, or its halves I and W (`slicing/halves.py`): I computes the gradient of inputs, which the
-stage before waits for, and W the gradient of weights, for which nobody waits. The stash holds a residual from F to B or W once,
-whichever of them read it. Residuals that are inputs of the program, such as rows of the batch, are read again instead.
+A schedule has either B, or its halves I and W (`slicing/halves.py`). I computes the gradient of inputs, which the stage
+before waits for, and W the gradient of weights, for which nobody waits. The stash holds each residual once, from F to B
+or W, even if both halves read it. Residuals that are inputs of the program, such as rows of the batch, are not stashed
+but read again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
