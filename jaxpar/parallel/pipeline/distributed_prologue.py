@@ -1,12 +1,10 @@
 """Prologues with layers, such as the first three of DeepSeek-V3: the ranks share the work, microbatch by microbatch.
 
-    p = 2, m = 4           rank 0                          rank 1
-    before the ticks       prologues of 0, 2               prologues of 1, 3
-    tick with F0 in        all-reduce of a value that rank 0 holds and the others add zeros to:
-      stage 0              the first carry of microbatch 0 on every rank
-    tick with B0 in        all-reduce of its cotangents: rank 0 stores them
-      stage 0
-    after the ticks        backwards of 0, 2               backwards of 1, 3
+    p = 2, m = 4               rank 0 (stage 0)                 rank 1
+    before the first tick      prologues of 0, 2                prologues of 1, 3
+    tick with F1 in stage 0    reads the first carry of 1   <-  has it                  an all-reduce
+    tick with B1 in stage 0    has its cotangents           ->  stores them             an all-reduce
+    after the last tick        backwards of 0, 2                backwards of 1, 3
 
 Without this, every rank would compute a prologue in every tick, and drop it on all ranks but the first. That costs the
 time of as many layers per tick. A prologue without layers (an embedding, masks) costs less than these all-reduces, and
