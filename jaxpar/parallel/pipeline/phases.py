@@ -5,10 +5,11 @@
     tick       0     1     2     3     4
     rank 0    F0    F1   F2B0   B1    B2
     rank 1         F0B0  F1B1  F2B2
-    phase    | F  | F, B and epilogue |  B  |      one scan each: its ticks run the same operations
+    phase    | F | F, B and epilogue | B |      one scan each: its ticks run the same operations
 
-    rank 0, writes   0     1     2                 stash slots: a forward writes the lowest free one,
-    rank 0, reads                0     1     2     its backward reads it, and frees it after the tick
+    rank 0's stash
+    writes     0     1     2                    a forward writes the lowest free slot
+    reads                  0     1     2        its backward reads the slot, which is free after the tick
 
 A phase is a loop of the compiled program. If two phases alternate, a loop over both contains theirs (`group_phases`).
 """

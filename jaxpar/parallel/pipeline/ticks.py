@@ -7,7 +7,7 @@ GPipe (Huang et al. 2019) and 1F1B (Narayanan et al. 2021, Megatron-LM) are such
     tick       0     1     2     3     4
     rank 0    F0    F1   F2B0   B1    B2
     rank 1         F0B0  F1B1  F2B2
-    phase     | F | F and B   |  B     |      a scan for each phase
+    phase    | F | F and B           | B |      a scan for each phase
 
     one tick, on every rank
       forward     prologue -> chunk -> epilogue -> message to the next rank
