@@ -123,7 +123,7 @@ DEFECTS = (
            "for i in (self.slot, layer,", "for i in (self.slot * 0, layer,",
            "All microbatches of a pipeline share one slot of the stash."),
     Defect("layers-real", "parallel/pipeline/chunks.py", "parallel/pipeline/test_slots.py",
-           "jnp.arange(self.each) < self.stack.length", "jnp.arange(self.each) <= self.stack.length",
+           "arange(self.layers_per_chunk) < self.stack", "arange(self.layers_per_chunk) <= self.stack",
            "A layer of padding runs as if it were the model's."),
     # -- localise
     Defect("vocab-edge", "parallel/tensor/sums.py", "parallel/tensor/test_localise.py::test_rules",

@@ -1,1 +1,1 @@
-"""Pipelines: their schedules as tables, the chunks of layers, the ticks that run them."""
+"""Pipelines: schedules as tables, chunks of layers, and the two engines that run them."""

@@ -1,12 +1,19 @@
-"""Where things wait in a table whose ranks branch: activations, what I leaves for W, and messages.
+"""Assign the slots of the stash and the message buffers, for tables whose ranks branch.
 
-    1F1B, one operation in a slot, p = 2, m = 2       what rank 1 finds in its buffers
-    slot      0    1    2    3    4    5    6
-    rank 0   F0   F1        B0        B1
-    rank 1        F0   B0   F1   B1                   slot 2: F1's message waits until slot 3
+    1F1B, one operation in a slot, p = 2, m = 2
 
-In a slot, a rank runs one operation or none; then messages move, one each way at most, and lie in their buffers when
-the next slot begins.
+    slot                0    1    2    3    4    5    6
+    rank 0             F0   F1        B0        B1
+    rank 1                  F0   B0   F1   B1
+
+    rank 1, stash           0    0    1    1             microbatch in stash slot 0: F writes it, B reads and frees it
+    rank 1, buffer 0        f0   f1   f1   b1            f: activations from rank 0, b: cotangents from the epilogue
+    rank 1, buffer 1             b0                      in slot 2, f1 waits, since rank 1 runs B0
+
+In a slot, a rank runs one operation or none. At its end the messages move, at most one each way, so that they lie in
+their buffers when the next slot begins. A table with I and W has a second stash: I leaves residuals there for W.
+
+`Walk` goes through a table once and writes these numbers down as arrays, which the compiled program looks up.
 """
 
 import heapq
@@ -22,74 +29,79 @@ CODES = {kind: code for code, kind in enumerate(KINDS, start=1)}  # F 1, B 2, I 
 
 @dataclass(frozen=True)
 class SlotTables:
-    """What a branching program looks up, int32 [slot, rank], and how much room its buffers need.
+    """The tables that a branching program looks up, int32 [slot, rank], and the sizes of its buffers.
+
+    A message has one shape, whether it holds activations or cotangents, so that both share the message buffers.
 
     Attributes:
       kind: 0 idle, 1 F, 2 B, 3 I, 4 W (`CODES`).
-      chunk, microbatch: of the operation; 0 where idle.
-      stash: the stash slot of the operation's activations: F writes it, B, I and W read it. It is free again after B,
-        or after W, whose activations and I's are the same.
-      kept: the second slot: I writes there what it leaves for W, and W reads it. Free again after W.
-      read: the message buffer that holds the operation's input: of F the activations from the stage before, of B and I
-        the cotangents from the stage behind, or of the last stage from the epilogue. The first stage's F and every W
-        have none (0).
-      below, above, here, epilogue: the message buffer in which this rank puts, at the end of the slot, what comes from
-        rank - 1 (around the ring), from rank + 1, from itself (at the turn of a V), and the cotangents that the
-        epilogue makes of the microbatch that has left the last stage in this slot. Where nothing comes, a buffer in
-        which nothing is held: it may be written, and need not. The four are distinct where two of them hold something,
-        and what holds nothing never shares the buffer of what does.
-      sent: bool [slot, 4], in that order: whether any rank gets something that way in the slot.
-      stashes, keeps, buffers: how many there are of each, on every rank. A message is of one shape, forwards or
-        backwards, so that both share the buffers.
+      chunk: the operation's chunk; 0 if idle.
+      microbatch: the operation's microbatch; 0 if idle.
+      stash: the stash slot of the operation's activations. F writes it; B, I and W read it. B or W frees it.
+      residuals: the slot of the second stash. I writes the residuals of its weight gradients there, and W reads and
+        frees them.
+      read: the message buffer that holds the operation's input. For F, the activations from the stage before. For B and
+        I, the cotangents from the stage behind; in the last stage, from the epilogue. 0 for the first stage's F and for
+        W, which read no message.
+      from_previous: the message buffer for the message from rank - 1 (around the ring), written at the end of the slot.
+        Without a message, this is a free buffer, which may be overwritten. The four buffers of a slot differ where two
+        of them receive messages, and a free buffer never equals one that receives a message.
+      from_next: the same for the message from rank + 1.
+      from_self: the same for the message from this rank itself, at the turn of a V.
+      from_epilogue: the same for the cotangents that the epilogue makes of the microbatch that leaves the last stage.
+      sent: bool [slot, 4], in the order of `WAYS`: whether any rank receives a message that way in the slot.
+      stashes: the number of stash slots on every rank.
+      keeps: the number of slots for residuals on every rank.
+      buffers: the number of message buffers on every rank.
     """
 
     kind: np.ndarray
     chunk: np.ndarray
     microbatch: np.ndarray
     stash: np.ndarray
-    kept: np.ndarray
+    residuals: np.ndarray
     read: np.ndarray
-    below: np.ndarray
-    above: np.ndarray
-    here: np.ndarray
-    epilogue: np.ndarray
+    from_previous: np.ndarray
+    from_next: np.ndarray
+    from_self: np.ndarray
+    from_epilogue: np.ndarray
     sent: np.ndarray
     stashes: int
     keeps: int
     buffers: int
 
 
-WAYS = ("below", "above", "here", "epilogue")
+WAYS = ("from_previous", "from_next", "from_self", "from_epilogue")
 
 
 class _Pool:
-    """Numbered room on one rank: the lowest free number first, and the most that was held at once."""
+    """The numbered slots of one rank's buffer: allocates the lowest free number, and counts how many it needs."""
 
     def __init__(self) -> None:
-        self.free: list[int] = []
-        self.held: dict[object, int] = {}
+        self.free: list[int] = []  # a heap
+        self.allocated: dict[object, int] = {}
         self.size = 0
 
-    def take(self, key: object) -> int:
+    def allocate(self, key: object) -> int:
         if not self.free:
             heapq.heappush(self.free, self.size)
             self.size += 1
-        self.held[key] = heapq.heappop(self.free)
-        return self.held[key]
+        self.allocated[key] = heapq.heappop(self.free)
+        return self.allocated[key]
 
-    def give(self, key: object) -> int:
-        number = self.held.pop(key)
+    def release(self, key: object) -> int:
+        number = self.allocated.pop(key)
         heapq.heappush(self.free, number)
         return number
 
     def spare(self) -> int:
-        """A number at which nothing is held; it stays free."""
+        """Return a number that is free, without allocating it."""
         return self.free[0] if self.free else self.size
 
 
 @dataclass(frozen=True)
 class Walk:
-    """One walk through a table whose ranks branch; with `forwards_only` nothing is kept for a backward."""
+    """A walk through a table whose ranks branch; with `forwards_only`, it stashes nothing for backwards."""
 
     table: Table
     placement: Placement
@@ -98,56 +110,79 @@ class Walk:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Return the number of ranks."""
         return len(self.table[0])
 
     def rows(self) -> SlotTables:
-        """What the program looks up."""
+        """Return the tables that the program looks up."""
         p, shape = self.ranks, (len(self.table), self.ranks)
-        out = {name: np.zeros(shape, np.int32) for name in ("kind", "chunk", "microbatch", "stash", "kept", "read")}
+        # 0 for idle ranks and unread buffers: a rank that runs nothing reads buffer 0, and drops it.
+        tables = {
+            name: np.zeros(shape, np.int32) for name in ("kind", "chunk", "microbatch", "stash", "residuals", "read")
+        }
         ways = np.zeros((len(WAYS), *shape), np.int32)
         sent = np.zeros((shape[0], len(WAYS)), bool)
-        stash, kept, messages = ([_Pool() for _ in range(p)] for _ in range(3))
-        rooms = [0] * p  # of messages, spare ones included
+        # One pool for each rank: what a rank stores does not depend on other ranks.
+        stash, residuals, messages = ([_Pool() for _ in range(p)] for _ in range(3))
+        num_buffers = [0] * p  # with the spare one
         for slot, column in enumerate(self.table):
-            ran = [(rank, op) for rank, ops in enumerate(column) for op in ops]
-            assert len(ran) == sum(map(bool, column)), "a rank that branches runs one operation in a slot"
-            for rank, op in ran:
+            rank_ops = [(rank, op) for rank, ops in enumerate(column) for op in ops]
+            assert len(rank_ops) == sum(map(bool, column)), "a rank that branches runs one operation in a slot"
+
+            # 1. Operations read their message, and allocate or free their slots of both stashes.
+            for rank, op in rank_ops:
+                # A rank may hold activations of one microbatch in several chunks.
                 place = op.chunk, op.microbatch
-                out["kind"][slot, rank] = CODES[op.kind]
-                out["chunk"][slot, rank], out["microbatch"][slot, rank] = place
+                tables["kind"][slot, rank] = CODES[op.kind]
+                tables["chunk"][slot, rank], tables["microbatch"][slot, rank] = place
                 if op.kind in "BI" or (op.kind == "F" and self._stage(rank, op) > 0):
-                    out["read"][slot, rank] = messages[rank].give((op.kind == "F", *place))
+                    tables["read"][slot, rank] = messages[rank].release((op.kind == "F", *place))
                 if self.forwards_only:
                     continue
-                out["stash"][slot, rank] = stash[rank].take(place) if op.kind == "F" else stash[rank].held[place]
+                tables["stash"][slot, rank] = (
+                    stash[rank].allocate(place) if op.kind == "F" else stash[rank].allocated[place]
+                )
                 if op.kind == "I":
-                    out["kept"][slot, rank] = kept[rank].take(place)
+                    tables["residuals"][slot, rank] = residuals[rank].allocate(place)
                 if op.kind == "W":
-                    out["kept"][slot, rank] = kept[rank].give(place)
+                    tables["residuals"][slot, rank] = residuals[rank].release(place)
+                # I and W read the same activations: they are free after W.
                 if op.kind in "BW":
-                    stash[rank].give(place)
-            put = np.zeros((len(WAYS), p), bool)
-            for rank, op in ran:
-                for way, to in self._moves(rank, op):
-                    key = (op.kind == "F" and WAYS[way] != "epilogue", to.chunk, op.microbatch)
-                    ways[way, slot, to.rank] = messages[to.rank].take(key)
-                    put[way, to.rank] = sent[slot, way] = True
+                    stash[rank].release(place)
+
+            # 2. Messages arrive. All ranks have read theirs, so that a buffer freed in this slot can be written again.
+            receives = np.zeros((len(WAYS), p), bool)
+            for rank, op in rank_ops:
+                for way, target in self._moves(rank, op):
+                    # The epilogue turns an F into cotangents, which a B or I will read.
+                    key = (op.kind == "F" and WAYS[way] != "from_epilogue", target.chunk, op.microbatch)
+                    ways[way, slot, target.rank] = messages[target.rank].allocate(key)
+                    receives[way, target.rank] = sent[slot, way] = True
+
+            # 3. The program writes a buffer for every way, whether a message came or not: give the others a spare one.
             for rank in range(p):
-                spare, nothing = messages[rank].spare(), ~put[:, rank]
-                ways[nothing, slot, rank] = spare
-                rooms[rank] = max(rooms[rank], messages[rank].size, spare + 1)
-        most = lambda pools: max(pool.size for pool in pools)
-        ways_of = dict(zip(WAYS, ways, strict=True))
-        return SlotTables(**out, **ways_of, sent=sent, stashes=most(stash), keeps=most(kept), buffers=max(rooms))
+                spare, is_unused = messages[rank].spare(), ~receives[:, rank]
+                ways[is_unused, slot, rank] = spare
+                num_buffers[rank] = max(num_buffers[rank], messages[rank].size, spare + 1)
+        # All ranks run one program, so that their buffers have the size that the fullest rank needs.
+        largest = lambda pools: max(pool.size for pool in pools)
+        tables_by_way = dict(zip(WAYS, ways, strict=True))
+        return SlotTables(
+            **tables,
+            **tables_by_way,
+            sent=sent,
+            stashes=largest(stash),
+            keeps=largest(residuals),
+            buffers=max(num_buffers),
+        )
 
     def _stage(self, rank: int, op: Op) -> int:
         return stage_of(self.placement, self.ranks, rank, op.chunk)
 
     def _moves(self, rank: int, op: Op) -> Iterator[tuple[int, StagePlace]]:
-        """The way that an operation's message takes, as its place in `WAYS`, and the place that it is for."""
-        to, way = neighbour(self.placement, self.ranks, self.chunks, op.kind, rank, op.chunk)
-        if to is not None:
-            yield WAYS.index({1: "below", -1: "above", 0: "here"}[way]), to
+        """Yield the way that an operation's message takes, as an index into `WAYS`, and its target."""
+        target, direction = neighbour(self.placement, self.ranks, self.chunks, op.kind, rank, op.chunk)
+        if target is not None:
+            yield WAYS.index({1: "from_previous", -1: "from_next", 0: "from_self"}[direction]), target
         elif op.kind == "F" and not self.forwards_only:
-            yield WAYS.index("epilogue"), StagePlace(rank, op.chunk)
+            yield WAYS.index("from_epilogue"), StagePlace(rank, op.chunk)

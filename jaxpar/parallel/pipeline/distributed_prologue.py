@@ -1,11 +1,14 @@
-"""Layers before the stack that is cut (DeepSeek-V3's first three): the ranks share the prologues of the microbatches.
+"""Prologues with layers, such as the first three of DeepSeek-V3: the ranks share the work, microbatch by microbatch.
 
-    rank r        ahead of the ticks: the prologues of microbatches r, p + r, 2 p + r, ...
-    in a tick     what enters the first stage, from the rank that has it; its cotangents to that rank: all-reduces
-    rank r        behind the ticks: the backwards of its prologues
+    p = 2, m = 4               rank 0 (stage 0)                 rank 1
+    before the first tick      prologues of 0, 2                prologues of 1, 3
+    tick with F1 in stage 0    reads the first carry of 1   <-  has it                  an all-reduce
+    tick with B1 in stage 0    has its cotangents           ->  stores them             an all-reduce
+    after the last tick        backwards of 0, 2                backwards of 1, 3
 
-Computed where they are read, they would take the time of as many layers of every rank, in every tick, and of all but
-the first rank's nothing is read. A prologue without layers (an embedding, masks) costs less than what would be sent.
+Without this, every rank would compute a prologue in every tick, and drop it on all ranks but the first. That costs the
+time of as many layers per tick. A prologue without layers (an embedding, masks) costs less than these all-reduces, and
+is computed in every tick.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,28 +24,44 @@ from ...program import jaxpr as jx
 from ...slicing.access import Access
 from ...slicing.pieces import Stack
 from ...slicing.program import Program, backward, forward, read
-from .chunks import AXIS, before, side
+from .chunks import AXIS, bypass_variables, prologue_pieces
 
 
-def shared(program: Program) -> bool:
-    """Whether ranks share the prologues: they have layers, and gradients through the stack's first carry alone."""
+def shares_prologues(program: Program) -> bool:
+    """Return whether the ranks share the prologues.
+
+    They do if the prologue has layers, and if the stack's first carry is all that has cotangents in it: only the carry
+    is sent to other ranks.
+    """
     stack = program.main
     assert stack is not None
     consts, carry, xs = stack.parts(stack.unit.linear)
-    first = stack.parts(stack.inputs)[1]
+    first_carry = stack.parts(stack.inputs)[1]
     return (
-        any(isinstance(piece, Stack) for piece in before(program))
+        any(isinstance(piece, Stack) for piece in prologue_pieces(program))
         and all(carry)
         and not any((*consts, *xs))
-        and not side(program)
-        and not any(jx.is_literal(v) for v in first)
-        and len(set(first)) == len(first)
+        and not bypass_variables(program)
+        # Cotangents are stored by variable: each part of the carry needs a different variable.
+        and not any(jx.is_literal(v) for v in first_carry)
+        and len(set(first_carry)) == len(first_carry)
     )
 
 
 @dataclass(frozen=True)
 class SharedPrologues:
-    """The prologues of one loss on the ranks of `pipe`; fields as those of `Engine`."""
+    """The prologues of one loss on the ranks of `pipe`.
+
+    Rank r computes microbatches r, p + r, 2 p + r, ...: microbatch b is number b // p of rank b mod p.
+
+    Attributes:
+      program: the loss on the rows of one microbatch.
+      access: how parameters are fetched and gradients given.
+      leaves: this rank's leaves.
+      values: `values(microbatch)` returns the values of the program's inputs.
+      ranks: the number of ranks, p.
+      microbatches: the number of microbatches of a step.
+    """
 
     program: Program
     access: Access
@@ -52,63 +71,88 @@ class SharedPrologues:
     microbatches: int
 
     @property
-    def first(self) -> list[Any]:
-        """The variables of the stack's first carry."""
+    def carry_variables(self) -> list[Any]:
+        """Return the variables of the stack's first carry."""
         assert self.program.main is not None
         return self.program.main.parts(self.program.main.inputs)[1]
 
     @property
-    def each(self) -> int:
-        """Microbatches of a rank."""
+    def per_rank(self) -> int:
+        """Return the number of microbatches of a rank, rounded up."""
         return -(-self.microbatches // self.ranks)
 
     def zeros(self) -> list[jax.Array]:
-        """For what enters, or for its cotangents, [each, ...]."""
-        return [jnp.zeros((self.each, *v.aval.shape), v.aval.dtype) for v in self.first]
+        """Return zeros for the first carries, or for their cotangents, [per_rank, ...]."""
+        return [jnp.zeros((self.per_rank, *v.aval.shape), v.aval.dtype) for v in self.carry_variables]
 
-    def run(self) -> list[jax.Array]:
-        """What this rank's microbatches bring to the first layer, [each, ...]."""
+    def compute(self) -> list[jax.Array]:
+        """Compute the prologues of this rank's microbatches; return the first carries, [per_rank, ...]."""
 
-        def one(_: None, number: jax.Array) -> tuple[None, list[Any]]:
+        # A scan rather than a batch of all microbatches: the activations of one prologue at a time.
+        def prologue(_: None, number: jax.Array) -> tuple[None, list[Any]]:
             env = self._environment(number)
-            forward(before(self.program), self.access, self.leaves, env, False)
-            return None, [read(env, v) for v in self.first]
+            forward(prologue_pieces(self.program), self.access, self.leaves, env, False)
+            return None, [read(env, v) for v in self.carry_variables]
 
-        return lax.scan(one, None, jnp.arange(self.each))[1]
+        return lax.scan(prologue, None, jnp.arange(self.per_rank))[1]
 
-    def entering(self, made: Sequence[jax.Array], microbatch: jax.Array) -> dict[Any, jax.Array]:
-        """The first carry of a microbatch, on all ranks, by variable."""
-        here = [jnp.where(self._mine(microbatch), x[microbatch // self.ranks], 0) for x in made]
-        return {v: collectives.all_reduce(x, [AXIS]) for v, x in zip(self.first, here, strict=True)}
+    def broadcast(self, carries: Sequence[jax.Array], microbatch: jax.Array) -> dict[Any, jax.Array]:
+        """Return the first carry of a microbatch on all ranks, by variable; communicates an all-reduce.
 
-    def kept(self, kept: Sequence[jax.Array], made: dict[Any, jax.Array], microbatch: jax.Array) -> list[jax.Array]:
-        """`kept` with the cotangents of a microbatch, zeros on all ranks but the first; -1 for none."""
-        at = jnp.maximum(microbatch, 0) // self.ranks
-        mine = (microbatch >= 0) & self._mine(microbatch)
-        sums = [collectives.all_reduce(made[v], [AXIS]) for v in self.first]
-        return [x.at[at].set(jnp.where(mine, ct, x[at])) for x, ct in zip(kept, sums, strict=True)]
+        Args:
+          carries: the first carries of this rank's microbatches, [per_rank, ...].
+          microbatch: the microbatch that enters stage 0, the same on all ranks.
+        """
+        # An all-reduce of one value and zeros: a broadcast whose root is known only when the tick runs.
+        owner_values = [jnp.where(self._owns(microbatch), x[microbatch // self.ranks], 0) for x in carries]
+        return {v: collectives.all_reduce(x, [AXIS]) for v, x in zip(self.carry_variables, owner_values, strict=True)}
 
-    def backward(self, kept: Sequence[jax.Array], grads: list[Any]) -> list[Any]:
-        """`grads` with those of the prologues added."""
+    def store_cotangents(
+        self, stored: Sequence[jax.Array], cts: dict[Any, jax.Array], microbatch: jax.Array
+    ) -> list[jax.Array]:
+        """Store the cotangents of a microbatch's first carry on the rank that computed it; communicates an all-reduce.
 
-        def one(grads: list[Any], x: Any) -> tuple[list[Any], None]:
-            number, cts = x
+        Args:
+          stored: the cotangents of this rank's microbatches, [per_rank, ...].
+          cts: the cotangents by variable; zeros on all ranks but the first.
+          microbatch: the microbatch whose cotangents leave stage 0; -1 if none do.
+        """
+        # In a tick without such a microbatch (-1), number 0 is written with its own value.
+        number = jnp.maximum(microbatch, 0) // self.ranks
+        is_stored = (microbatch >= 0) & self._owns(microbatch)
+        sums = [collectives.all_reduce(cts[v], [AXIS]) for v in self.carry_variables]
+        return [x.at[number].set(jnp.where(is_stored, ct, x[number])) for x, ct in zip(stored, sums, strict=True)]
+
+    def backward(self, stored: Sequence[jax.Array], grads: list[Any]) -> list[Any]:
+        """Add the gradients of this rank's prologues, whose cotangents are `stored`, to `grads`."""
+
+        def prologue_backward(grads: list[Any], x: Any) -> tuple[list[Any], None]:
+            # The prologue runs again, so that its residuals do not wait in memory during the ticks.
+            number, carry_cts = x
             env = self._environment(number)
-            tape = forward(before(self.program), self.access, self.leaves, env, True)
-            made = dict(zip(self.first, cts, strict=True))
-            return backward(before(self.program), self.access, self.leaves, tape, made, grads), None
+            tape = forward(prologue_pieces(self.program), self.access, self.leaves, env, True)
+            cts = dict(zip(self.carry_variables, carry_cts, strict=True))
+            return backward(prologue_pieces(self.program), self.access, self.leaves, tape, cts, grads), None
 
-        every = (jnp.arange(self.each), list(kept))
-        due = jax.eval_shape(lambda grads, x: one(grads, x)[0], grads, jax.tree.map(lambda x: x[0], every))
-        start = [
-            jnp.zeros(d.shape, d.dtype) if g is None and d is not None else g for g, d in zip(grads, due, strict=True)
+        # A scan's carry has one structure: leaves whose first gradient comes from a prologue start with zeros.
+        xs = (jnp.arange(self.per_rank), list(stored))
+        shapes = jax.eval_shape(
+            lambda grads, x: prologue_backward(grads, x)[0], grads, jax.tree.map(lambda x: x[0], xs)
+        )
+        init = [
+            jnp.zeros(shape.shape, shape.dtype) if g is None and shape is not None else g
+            for g, shape in zip(grads, shapes, strict=True)
         ]
-        return lax.scan(one, start, every)[0]
+        return lax.scan(prologue_backward, init, xs)[0]
 
     def _environment(self, number: jax.Array) -> dict[Any, Any]:
-        """Of this rank's microbatch of that number; of the last where it has fewer, and nothing is read of that."""
+        """Return the program's input values for a microbatch of this rank, given its number on the rank.
+
+        A rank with fewer microbatches repeats the last one, whose results nobody reads and whose cotangents are zero.
+        """
         microbatch = number * self.ranks + lax.axis_index(AXIS)
         return self.program.environment(self.values(jnp.minimum(microbatch, self.microbatches - 1)))
 
-    def _mine(self, microbatch: jax.Array) -> jax.Array:
+    def _owns(self, microbatch: jax.Array) -> jax.Array:
+        """Return whether this rank computes the microbatch's prologue."""
         return lax.axis_index(AXIS) == microbatch % self.ranks

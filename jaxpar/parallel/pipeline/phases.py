@@ -1,4 +1,18 @@
-"""What ticks are made of; of tables in lockstep the phases, a scan each, and where activations wait for backwards."""
+"""The phases of a table in lockstep, the slots of its stash, and its lookups as arrays.
+
+    1F1B, 2 ranks, 3 microbatches
+
+    tick       0     1     2     3     4
+    rank 0    F0    F1   F2B0   B1    B2
+    rank 1         F0B0  F1B1  F2B2
+    phase    | F | F, B and epilogue | B |      one scan each: its ticks run the same operations
+
+    rank 0's stash
+    writes     0     1     2                    a forward writes the lowest free slot
+    reads                  0     1     2        its backward reads the slot, which is free after the tick
+
+A phase is a loop of the compiled program. If two phases alternate, a loop over both contains theirs (`group_phases`).
+"""
 
 import heapq
 import itertools
@@ -11,7 +25,7 @@ from ...strategy.schedules.operations import Table
 
 
 class Column(NamedTuple):
-    """A part of a tick: which kinds of operations may run in it, and how long it takes, in forwards of a chunk."""
+    """A part of a tick: the kinds of operations that may run in it, and its length in forwards of one chunk."""
 
     tick: int
     kinds: str
@@ -19,9 +33,14 @@ class Column(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Ticks in a row that all run the same operations: forwards, backwards, and the epilogue after the last layer.
+    """Consecutive ticks that all run the same operations: forwards, backwards, and the epilogue after the last layer.
 
-    `start` is the first tick of the first of `repeats` rounds of `inner` phases, or of `length` ticks.
+    Attributes:
+      start: the first tick. If the phase repeats in turn with another, the first tick of its first repetition.
+      length: the number of ticks, in one repetition.
+      forward: whether its ticks run forwards.
+      backward: whether its ticks run backwards.
+      epilogue: whether a microbatch leaves the last stage in each of its ticks.
     """
 
     start: int
@@ -31,73 +50,95 @@ class Phase(NamedTuple):
     epilogue: bool
 
 
-def grouped(flags: Iterable[tuple[bool, bool, bool]]) -> list[tuple[int, list[Phase]]]:
-    """Ticks by what they run (forward, backward, epilogue), as (repeats, phases that alternate), in order."""
-    runs = []
+def group_phases(flags: Iterable[tuple[bool, bool, bool]]) -> list[tuple[int, list[Phase]]]:
+    """Group ticks into phases, in order, and alternating phases into rounds.
+
+    Args:
+      flags: for each tick, whether it has forwards, backwards, an epilogue.
+
+    Returns:
+      Pairs (repeats, phases): one phase that runs once, or two phases that run in turn `repeats` times.
+    """
+    # 1. Consecutive ticks with the same flags are one phase.
+    phases = []
     for (f, b, e), ticks in itertools.groupby(enumerate(flags), key=lambda pair: pair[1]):
         first, *rest = [tick for tick, _ in ticks]
-        runs.append(Phase(first, 1 + len(rest), f, b, e))
-    out: list[tuple[int, list[Phase]]] = []
-    while runs:
+        phases.append(Phase(first, 1 + len(rest), f, b, e))
+
+    # 2. A pair of phases that repeats, lengths included, becomes one entry, so that the program has its body once.
+    rounds: list[tuple[int, list[Phase]]] = []
+    while phases:
         repeats = 1
-        kind = [phase[1:] for phase in runs[:2]]
-        while len(kind) == 2 and [phase[1:] for phase in runs[2 * repeats : 2 * repeats + 2]] == kind:
+        pattern = [phase[1:] for phase in phases[:2]]
+        while len(pattern) == 2 and [phase[1:] for phase in phases[2 * repeats : 2 * repeats + 2]] == pattern:
             repeats += 1
         size = 2 if repeats > 1 else 1
-        out.append((repeats, runs[:size]))
-        runs = runs[size * repeats :]
-    return out
+        rounds.append((repeats, phases[:size]))
+        phases = phases[size * repeats :]
+    return rounds
 
 
 def stash_slots(table: Table) -> tuple[np.ndarray, np.ndarray]:
-    """The slots [tick, rank] that forwards write, and that backwards read.
+    """Return the stash slots [tick, rank] that forwards write, and the slots that backwards read.
 
-    A forward's slot is free again after the tick of its backward. Where a rank has no forward in a tick that others
-    use, it writes all the same, where nothing is held.
+    A forward's slot is free again after the tick of its backward. In a tick with forwards on other ranks, an idle rank
+    writes as well, to a slot that is free.
     """
     shape = len(table), len(table[0])
     writes, reads = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     for rank in range(shape[1]):
         forwards = sum(op.kind == "F" for column in table for op in column[rank])
-        free = list(range(forwards + 1))  # a heap: the lowest first
-        held: dict[tuple[int, int], int] = {}
+        # A heap, so that the lowest number comes first. It has one more than forwards, for an idle rank to write.
+        free = list(range(forwards + 1))
+        slots: dict[tuple[int, int], int] = {}  # (chunk, microbatch) -> its slot, from F to B
         for tick, column in enumerate(table):
             if any(op.kind == "F" for ops in column for op in ops):
                 writes[tick, rank] = free[0]
+            # F comes before B in a cell: it takes a slot before B frees one, since the tick writes before B reads.
             for kind, chunk, microbatch in column[rank]:
                 if kind == "F":
-                    held[chunk, microbatch] = heapq.heappop(free)
+                    slots[chunk, microbatch] = heapq.heappop(free)
                 else:
-                    reads[tick, rank] = slot = held.pop((chunk, microbatch))
+                    reads[tick, rank] = slot = slots.pop((chunk, microbatch))
                     heapq.heappush(free, slot)
     return writes, reads
 
 
-def looked_up(table: Table) -> dict[str, np.ndarray]:
-    """What a rank runs, int32 [tick, rank]: for F and B `valid`, `chunk`, `microbatch`."""
-    shape, out = (len(table), len(table[0])), {}
+def operation_tables(table: Table) -> dict[str, np.ndarray]:
+    """Return the operations of ranks as int32 arrays [tick, rank]: for F and B, `valid`, `chunk` and `microbatch`.
+
+    Names have the kind as prefix, as in `F_valid`.
+    """
+    shape, arrays = (len(table), len(table[0])), {}
     for kind in "FB":
         ops = [next((op for op in table[tick][rank] if op.kind == kind), None) for tick, rank in np.ndindex(shape)]
         for name, values in (
             ("valid", [op is not None for op in ops]),
+            # An idle rank computes chunk 0 of microbatch 0, and the result is dropped.
             ("chunk", [op.chunk if op else 0 for op in ops]),
             ("microbatch", [op.microbatch if op else 0 for op in ops]),
         ):
-            out[f"{kind}_{name}"] = np.array(values, np.int32).reshape(shape)
-    return out
+            arrays[f"{kind}_{name}"] = np.array(values, np.int32).reshape(shape)
+    return arrays
 
 
-def places(made: Mapping[int, int], read: Mapping[int, int]) -> int:
-    """The least n such that microbatch b, made in one tick and read in another, can wait at b mod n."""
+def ring_size(write_ticks: Mapping[int, int], read_ticks: Mapping[int, int]) -> int:
+    """Return the smallest n for which microbatch b can wait at position b mod n from its write to its read.
 
-    def free(n: int) -> bool:
-        until = dict.fromkeys(range(n), 0)
-        for at, tick in sorted(made.items(), key=lambda item: item[1]):
-            if until[at % n] > tick:
+    Args:
+      write_ticks: for each microbatch, the tick in which its value is written.
+      read_ticks: for each microbatch, the tick in which its value is read. A tick reads before it writes.
+    """
+
+    def is_enough(n: int) -> bool:
+        free_from = dict.fromkeys(range(n), 0)
+        for microbatch, tick in sorted(write_ticks.items(), key=lambda item: item[1]):
+            if free_from[microbatch % n] > tick:
                 return False
-            until[at % n] = read[at]
+            free_from[microbatch % n] = read_ticks[microbatch]
         return True
 
-    first = min(read.values())
-    least = sum(tick < first for tick in made.values())
-    return next(n for n in itertools.count(max(1, least)) if free(n))
+    # All values that are written before the first read wait at once, so that n is no smaller than their number.
+    first_read = min(read_ticks.values())
+    lower_bound = sum(tick < first_read for tick in write_ticks.values())
+    return next(n for n in itertools.count(max(1, lower_bound)) if is_enough(n))

@@ -1,4 +1,17 @@
-"""What ranks of a pipeline run, whatever the schedule: one chunk of layers forwards and backwards, and the epilogue."""
+"""The operations of a pipeline rank under any schedule: one chunk of layers forwards and backwards, and the epilogue.
+
+    chunk_forward    message, op -> next message, residuals      the first stage reads the prologue's carry instead
+    epilogue         message     -> sums, gradients, cotangents  the last stage's message becomes a loss
+    chunk_backward   cotangents, residuals, op -> gradients, cotangents for the stage before and for the prologue
+
+All ranks of a microbatch may share its epilogue: the last stage's message is scattered by rows, each rank computes the
+loss of its rows, and the cotangents are gathered.
+
+    last rank         every rank                              every rank
+    message [rows]  - reduce-scatter ->  [rows / p] -> loss -> cts [rows / p]  - all-gather ->  cts [rows]
+
+`Engine` is the base of both engines. `ticks.py` runs tables in lockstep, `slots.py` tables whose ranks branch.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,34 +28,38 @@ from ...slicing.loop import LayerLoop
 from ...slicing.pieces import InFlight
 from ...slicing.program import Program, backward, forward, read
 from ...slicing.stash import Stash
-from .chunks import AXIS, Cotangents, Cut, Message, after, before, side
+from .chunks import AXIS, Cotangents, Cut, Message, bypass_variables, epilogue_pieces, prologue_pieces
 from .distributed_prologue import SharedPrologues
 from .unstaged_params import UnstagedParams
 
 
-class _Masked:
-    """Access whose gradients count only where a condition holds. Never times zero: what is dropped may be NaN."""
+class _MaskedAccess:
+    """Access whose gradients count only if a condition holds."""
 
     def __init__(self, access: Access, condition: jax.Array):
         self.fetch, self._give, self.condition = access.fetch, access.give, condition
 
     def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
+        # Select rather than multiply by zero: a gradient that is dropped may be NaN.
         return self._give(index, jnp.where(self.condition, cotangent, jnp.zeros_like(cotangent)), sliced)
 
 
-def with_totals(grads: Sequence[Any], which: Sequence[int], totals: Sequence[Any]) -> list[Any]:
-    """Gradients, some of them replaced."""
-    out = list(grads)
-    for i, total in zip(which, totals, strict=True):
-        out[i] = total
-    return out
+def replace_grads(grads: Sequence[Any], positions: Sequence[int], totals: Sequence[Any]) -> list[Any]:
+    """Return the gradients with `totals` at some positions."""
+    replaced = list(grads)
+    for i, total in zip(positions, totals, strict=True):
+        replaced[i] = total
+    return replaced
 
 
-def dce(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """A function with dead code eliminated: the embedding where only its masks are needed."""
-    flat, out = jx.trace(fun, *args)
+def eliminate_dead_code(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """Trace a function and drop the equations that its results do not need.
+
+    In a tick's prologue, for example, this drops the embedding if only the masks are read.
+    """
+    flat, results = jx.trace(fun, *args)
     run = jx.run(jx.live(flat.eqns, flat.outvars), [*flat.constvars, *flat.invars], flat.outvars)
-    tree = jax.tree.structure(out)
+    tree = jax.tree.structure(results)
     return lambda *args: jax.tree.unflatten(tree, run(*flat.consts, *jax.tree.leaves(args)))
 
 
@@ -51,15 +68,16 @@ class Engine(Cut):
     """One sliced loss under one schedule, to be run inside `shard_map`.
 
     Attributes:
-      program, schedule: the loss on the rows of one microbatch, and its schedule.
+      program: the loss on the rows of one microbatch.
+      schedule: its schedule.
       access: how parameters are fetched and gradients given (`unstaged_params.py`).
-      leaves: what this rank stores, or of leaves that no stage owns what was fetched; of stages' own its layers, chunk
-        by chunk, on dim 0.
-      values: `values(microbatch)`, those of the program's inputs.
-      summed: positions of the outputs to add up.
+      leaves: this rank's leaves. Leaves of stages are the rank's layers, chunk by chunk, on dim 0. Other leaves are
+        stored as the strategy stores them, or whole if they were fetched before the first tick.
+      values: `values(microbatch)` returns the values of the program's inputs.
+      summed: positions of the outputs that are summed over microbatches.
       seeds: cotangents of outputs, by position; None for a forward pass alone (under `schedule.forwards`).
-      shared: the loss on the rows of one rank's part of a microbatch, if the ranks share the epilogue, and `part`, its
-        values as `values`.
+      part_program: the loss on one rank's part of a microbatch's rows, if the ranks share the epilogue; else None.
+      part_values: the inputs of `part_program`, as `values`.
     """
 
     access: UnstagedParams
@@ -67,35 +85,47 @@ class Engine(Cut):
     values: Callable[[jax.Array], list[Any]]
     summed: Sequence[int]
     seeds: dict[int, jax.Array] | None = None
-    shared: Program | None = None
-    part: Callable[[jax.Array], list[Any]] | None = None
+    part_program: Program | None = None
+    part_values: Callable[[jax.Array], list[Any]] | None = None
 
     @property
     def prologues(self) -> SharedPrologues:
-        """Those that the ranks share, if they do (`distributed_prologue.py`)."""
+        """Return the prologues that the ranks share, if they do (`distributed_prologue.py`)."""
         ranks, m = self.schedule.ranks, self.schedule.microbatches
         return SharedPrologues(self.program, self.access, self.leaves, self.values, ranks, m)
 
-    def with_prologues(self, grads: Sequence[Any], behind: Sequence[jax.Array]) -> list[Any]:
-        """Gradients with those of the prologues that this rank has computed ahead, whose cotangents are `behind`."""
-        return self.prologues.backward(behind, list(grads)) if behind else list(grads)
+    def add_prologue_grads(self, grads: Sequence[Any], prologue_cts: Sequence[jax.Array]) -> list[Any]:
+        """Add the gradients of the prologues that this rank computed before the first tick.
 
-    def entering(self) -> dict[str, list[int]]:
-        """By tick: the microbatch that enters stage 0, or 0, and whose cotangents leave it, or -1."""
-        found: dict[str, list[int]] = {"entered": [], "pulled": []}
+        Args:
+          grads: accumulated gradients, one for each leaf.
+          prologue_cts: cotangents of the prologues' outputs, [microbatches of this rank, ...]; empty if none is shared.
+        """
+        return self.prologues.backward(prologue_cts, list(grads)) if prologue_cts else list(grads)
+
+    def prologue_microbatches(self) -> dict[str, list[int]]:
+        """Return the microbatches of stage 0 by tick.
+
+        Returns:
+          `entering`: the microbatch whose forward runs in stage 0, or 0. `returning`: the microbatch whose cotangents
+          leave stage 0, or -1.
+        """
+        microbatches: dict[str, list[int]] = {"entering": [], "returning": []}
         for column in self.schedule.table():
-            first = [op for op in column[0] if op.chunk == 0]
-            found["entered"].append(next((op.microbatch for op in first if op.kind == "F"), 0))
-            found["pulled"].append(next((op.microbatch for op in first if op.kind in "BI"), -1))
-        return found
+            # Stage 0 is chunk 0 of rank 0 in both placements.
+            first_stage = [op for op in column[0] if op.chunk == 0]
+            microbatches["entering"].append(next((op.microbatch for op in first_stage if op.kind == "F"), 0))
+            microbatches["returning"].append(next((op.microbatch for op in first_stage if op.kind in "BI"), -1))
+        return microbatches
 
-    def entered(self, env: dict[Any, Any], op: Any, message: Message) -> Message:
-        """A message, or in the first stage what the prologue made."""
-        _, init, _ = self._inputs(env, op)
-        first = self._stage(op) == 0
-        return Message([jnp.where(first, a, b) for a, b in zip(init, message.carry, strict=True)], message.by_layer)
+    def chunk_input(self, env: dict[Any, Any], op: Any, message: Message) -> Message:
+        """Return the message that a chunk reads: in the first stage, the carry is the prologue's."""
+        _, init, _ = self._stack_inputs(env, op)
+        # Every rank has computed the prologue; a select chooses without a branch.
+        is_first = self._stage(op) == 0
+        return Message([jnp.where(is_first, a, b) for a, b in zip(init, message.carry, strict=True)], message.by_layer)
 
-    def chunk(
+    def chunk_forward(
         self,
         env: dict[Any, Any],
         op: Any,
@@ -103,59 +133,92 @@ class Engine(Cut):
         grad: bool,
         stash: Stash | None = None,
         flight: InFlight | None = None,
-        again: bool = False,
+        same_loop_next: bool = False,
     ) -> LayerLoop:
-        """One chunk of layers on a message that has `entered`: the next message, and what the backward needs, as
-        `Stack.forwards`; with what is in flight before it, and after.
-        """
-        k, first = self.stack.carry, self._stage(op) == 0
-        consts, _, xs = self._inputs(env, op)
+        """Return the loop over one chunk's layers.
 
-        def sent(made: tuple[Any, ...]) -> tuple[Any, ...]:
-            outs, *rest = made
+        Args:
+          env: values of the program's variables, the prologue's included.
+          op: the operation; see `Cut`.
+          message: the chunk's input (`chunk_input`).
+          grad: whether a backward follows, so that layers save residuals.
+          stash: the slot in which layers save them; None to return them stacked.
+          flight: the weights and gradients that loops send ahead, before this loop.
+          same_loop_next: whether the next loop is a forward again, so that the first layer is fetched ahead.
+
+        Returns:
+          A loop whose result is that of `Stack.forwards`, except that the next message replaces the outputs.
+        """
+        k, is_first = self.stack.carry, self._stage(op) == 0
+        consts, _, xs = self._stack_inputs(env, op)
+
+        def next_message(result: tuple[Any, ...]) -> tuple[Any, ...]:
+            outputs, *rest = result
+            # Each stage fills in its layers of [layers of all chunks, ...] and sends the array on.
             by_layer = []
-            for j, buffer in zip(self.collected, message.by_layer, strict=True):
-                buffer = jnp.where(first, jnp.zeros_like(buffer), buffer)
-                by_layer.append(lax.dynamic_update_slice_in_dim(buffer, outs[k + j], self._start(op), axis=0))
-            return (Message(outs[:k], by_layer), *rest)
+            for j, buffer in zip(self.by_layer_positions, message.by_layer, strict=True):
+                # The first stage has no stage before it: its message buffer holds another microbatch's values.
+                buffer = jnp.where(is_first, jnp.zeros_like(buffer), buffer)
+                by_layer.append(lax.dynamic_update_slice_in_dim(buffer, outputs[k + j], self._first_layer(op), axis=0))
+            return (Message(outputs[:k], by_layer), *rest)
 
         inputs = [*consts, *message.carry, *xs]
-        loop = self.stage.forwards(
-            self.access, self.leaves, inputs, grad, *self.layers(op), stash, flight=flight, again=again
+        loop = self.chunk_stack.forwards(
+            self.access,
+            self.leaves,
+            inputs,
+            grad,
+            *self.local_layers(op),
+            stash,
+            flight=flight,
+            again=same_loop_next,
         )
-        return loop.then(sent)
+        return loop.then(next_message)
 
     def epilogue(
         self, env: dict[Any, Any], message: Message, microbatch: jax.Array, grads: list[Any], sums: list[jax.Array]
     ) -> tuple[list[Any], list[jax.Array], Cotangents | None]:
-        """The loss of the microbatch that leaves the last layer: gradients, sums, cotangents if there are any."""
-        last = self.is_last
-        program, access = self.program, _Masked(self.access, last)
-        message = self.whole(message)
-        if self.shared is not None and self.part is not None:
-            program, access = self.shared, self.access
-            env = program.environment(self.part(microbatch))
-            forward(before(program), access, self.leaves, env, False)
-            mine = jax.tree.map(lambda x: jnp.where(last, x, jnp.zeros_like(x)), message)
-            message = jax.tree.map(lambda x: collectives.reduce_scatter(x, [AXIS], 0), mine)
-        variables = self.message(program)
+        """Compute the loss of the microbatch that leaves the last layer, and its backward.
+
+        Every rank calls this. If the ranks share the epilogue, each works on its part of the rows, and they communicate
+        a reduce-scatter of the message and an all-gather of its cotangents. If not, only the last rank's results count.
+
+        Returns:
+          Accumulated gradients, sums of outputs, and cotangents of the message (None in an evaluation).
+        """
+        # 1. Each rank's rows of the last stage's message. The ranks before the last contribute zeros to the sum.
+        is_last = self.is_last
+        program, access = self.program, _MaskedAccess(self.access, is_last)
+        message = self.trim_by_layer(message)
+        if self.part_program is not None and self.part_values is not None:
+            program, access = self.part_program, self.access
+            env = program.environment(self.part_values(microbatch))
+            forward(prologue_pieces(program), access, self.leaves, env, False)
+            last_message = jax.tree.map(lambda x: jnp.where(is_last, x, jnp.zeros_like(x)), message)
+            message = jax.tree.map(lambda x: collectives.reduce_scatter(x, [AXIS], 0), last_message)
+
+        # 2. The forward, and the outputs that are summed.
+        variables = self.message_variables(program)
         env.update(zip(jax.tree.leaves(variables), jax.tree.leaves(message), strict=True))
-        tape = forward(after(program), access, self.leaves, env, bool(self.seeds))
-        found = [read(env, program.outputs[i]) for i in self.summed]
-        if self.shared is None:
-            found = [jnp.where(last, x, 0) for x in found]
-        sums = [s + x for s, x in zip(sums, found, strict=True)]
+        tape = forward(epilogue_pieces(program), access, self.leaves, env, bool(self.seeds))
+        outputs = [read(env, program.outputs[i]) for i in self.summed]
+        # On ranks before the last, the message is not the end of the stack, and the outputs are meaningless.
+        if self.part_program is None:
+            outputs = [jnp.where(is_last, x, 0) for x in outputs]
+        sums = [total + x for total, x in zip(sums, outputs, strict=True)]
         if not self.seeds:
             return grads, sums, None
-        cts = program.seeded(self.seeds)
-        grads = backward(after(program), access, self.leaves, tape, cts, grads)
-        wanted = Cotangents(variables.where(self.linear), side(self.program))
-        made = jax.tree.map(lambda v: cts.get(v, jnp.zeros(v.aval.shape, v.aval.dtype)), wanted)
-        if self.shared is not None:
-            made = jax.tree.map(lambda x: collectives.all_gather(x, [AXIS], 0), made)
-        return grads, sums, made
 
-    def backward(
+        # 3. The backward. A part of the message that the loss does not depend on has zero cotangents.
+        cts = program.seeded(self.seeds)
+        grads = backward(epilogue_pieces(program), access, self.leaves, tape, cts, grads)
+        ct_variables = Cotangents(variables.select(self.has_cotangent), bypass_variables(self.program))
+        cotangents = jax.tree.map(lambda v: cts.get(v, jnp.zeros(v.aval.shape, v.aval.dtype)), ct_variables)
+        if self.part_program is not None:
+            cotangents = jax.tree.map(lambda x: collectives.all_gather(x, [AXIS], 0), cotangents)
+        return grads, sums, cotangents
+
+    def chunk_backward(
         self,
         env: dict[Any, Any],
         op: Any,
@@ -164,89 +227,116 @@ class Engine(Cut):
         cts: Message,
         grads: list[Any],
         flight: InFlight | None = None,
-        again: bool = False,
+        same_loop_next: bool = False,
     ) -> LayerLoop:
-        """Gradients, cotangents for the rank before, those of what the prologue made, and what is in flight after it.
-        What the forward saved is in the stash; `saved` is its structure.
+        """Return the loop over one chunk's layers backwards.
+
+        Args:
+          env: values of the program's variables, the prologue's included.
+          op: the operation; see `Cut`.
+          saved: the structure of the residuals.
+          stash: the slot in which the forward saved them.
+          cts: cotangents of the chunk's outgoing message.
+          grads: accumulated gradients, one for each leaf.
+          flight: the weights and gradients that loops send ahead, before this loop.
+          same_loop_next: whether the next loop is a backward again, so that the last layer is fetched ahead.
+
+        Returns:
+          A loop with the results: accumulated gradients, cotangents for the stage before, cotangents of the prologue's
+          variables, and `flight` after the loop.
         """
-        own, access = self.stack.unit.leaves, _Masked(self.access, op["valid"])
-        start, real = self.layers(op)
-        if flight is not None:  # a gradient is given in another tick, which may be valid where this one is not
-            here = jnp.full(self.each, op["valid"])
-            access, real = self.access, here if real is None else real & here
+        stack_leaves, access = self.stack.unit.leaves, _MaskedAccess(self.access, op["valid"])
+        first_layer, is_layer = self.local_layers(op)
+        if flight is not None:
+            # Gradients in flight are given in another tick, which may be valid where this one is not. So mask layers
+            # when their gradients are made, not when they are given.
+            is_valid = jnp.full(self.layers_per_chunk, op["valid"])
+            access, is_layer = self.access, is_valid if is_layer is None else is_layer & is_valid
 
-        def sent(made: tuple[Any, ...]) -> tuple[list[Any], Message, dict[Any, Any], InFlight | None]:
-            totals, cotangents, *rest = made
-            ct_consts, ct_carry, ct_xs = self.parts(cotangents)
-            of_prologue = self.of_prologue(op, ct_consts, ct_carry, ct_xs)
-            after = rest[0] if rest else None
-            return with_totals(grads, own, totals), Message(ct_carry, cts.by_layer), of_prologue, after
+        def split_result(result: tuple[Any, ...]) -> tuple[list[Any], Message, dict[Any, Any], InFlight | None]:
+            totals, cotangents, *rest = result
+            ct_consts, ct_carry, ct_xs = self.split_cotangents(cotangents)
+            prologue_cts = self.prologue_cotangents(op, ct_consts, ct_carry, ct_xs)
+            flight_after = rest[0] if rest else None
+            # Cotangents of outputs by layer pass through unchanged: each stage reads its layers' part of them.
+            return (
+                replace_grads(grads, stack_leaves, totals),
+                Message(ct_carry, cts.by_layer),
+                prologue_cts,
+                flight_after,
+            )
 
-        return self.stage.backwards(
+        return self.chunk_stack.backwards(
             access,
             self.leaves,
-            self.known(env, op),
+            self.inputs_without_carry(env, op),
             saved,
-            self.given(op, cts),
-            [grads[i] for i in own],
-            start,
-            real,
+            self.output_cotangents(op, cts),
+            [grads[i] for i in stack_leaves],
+            first_layer,
+            is_layer,
             stash,
             flight,
-            again,
-        ).then(sent)
+            same_loop_next,
+        ).then(split_result)
 
-    def layers(self, op: Any) -> tuple[jax.Array, jax.Array | None]:
-        """The first of a chunk's layers among this rank's, and which of them are the model's; None if all are."""
-        return op["chunk"] * self.each, self._real(op)
+    def local_layers(self, op: Any) -> tuple[jax.Array, jax.Array | None]:
+        """Return a chunk's first layer among this rank's, and the mask of layers that are not padding (None: all)."""
+        return op["chunk"] * self.layers_per_chunk, self._is_layer(op)
 
-    def known(self, env: dict[Any, Any], op: Any) -> list[Any]:
-        """The stack's inputs as a backward has them: without the carry."""
-        consts, _, xs = self._inputs(env, op)
+    def inputs_without_carry(self, env: dict[Any, Any], op: Any) -> list[Any]:
+        """Return the stack's inputs for a backward, with None for the carry: residuals have its values."""
+        consts, _, xs = self._stack_inputs(env, op)
         return [*consts, *([None] * self.stack.carry), *xs]
 
-    def given(self, op: Any, cts: Message) -> list[Any]:
-        """Cotangents of one chunk's outputs."""
+    def output_cotangents(self, op: Any, cts: Message) -> list[Any]:
+        """Return the cotangents of one chunk's outputs, given the cotangents of its outgoing message."""
         stack, k = self.stack, self.stack.carry
-        by_layer = dict(zip([j for j in self.collected if stack.unit.active[k + j]], cts.by_layer, strict=True))
-        given = list(cts.carry)
+        cts_by_layer = dict(
+            zip([j for j in self.by_layer_positions if stack.unit.active[k + j]], cts.by_layer, strict=True)
+        )
+        chunk_cts = list(cts.carry)
         for j, v in enumerate(stack.outputs[k:]):
             if stack.unit.active[k + j]:
-                shape = (self.each, *v.aval.shape[1:])
-                given.append(
-                    lax.dynamic_slice_in_dim(by_layer[j], self._start(op), self.each, axis=0)
-                    if j in by_layer
+                # The message has the cotangents of all layers. An output that nothing reads after the stack has none.
+                shape = (self.layers_per_chunk, *v.aval.shape[1:])
+                chunk_cts.append(
+                    lax.dynamic_slice_in_dim(cts_by_layer[j], self._first_layer(op), self.layers_per_chunk, axis=0)
+                    if j in cts_by_layer
                     else jnp.zeros(shape, v.aval.dtype)
                 )
-        return given
+        return chunk_cts
 
-    def parts(self, cts: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Cotangents of a chunk's linear inputs: constants, carry, and what it scans."""
+    def split_cotangents(self, cts: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Split the cotangents of a chunk's linear inputs by input: constants, carry, scanned inputs."""
         consts, carry, _ = (sum(part) for part in self.stack.parts(self.stack.unit.linear))
         return list(cts[:consts]), list(cts[consts : consts + carry]), list(cts[consts + carry :])
 
-    def of_prologue(
+    def prologue_cotangents(
         self, op: Any, ct_consts: Sequence[Any], ct_carry: Sequence[Any], ct_xs: Sequence[Any]
     ) -> dict[Any, Any]:
-        """The cotangents of what the prologue made, by variable."""
+        """Return one chunk's contribution to the cotangents of the prologue's variables, by variable."""
         stack = self.stack
         n, k, linear = stack.consts, stack.carry, stack.unit.linear
-        first = self._stage(op) == 0
-        made: dict[Any, Any] = {}
+        is_first = self._stage(op) == 0
+        cts_by_variable: dict[Any, Any] = {}
 
         def add(atom: Any, ct: jax.Array, condition: jax.Array) -> None:
             if not jx.is_literal(atom):
                 ct = jnp.where(condition, ct, jnp.zeros_like(ct))
-                made[atom] = made[atom] + ct if atom in made else ct
+                cts_by_variable[atom] = cts_by_variable[atom] + ct if atom in cts_by_variable else ct
 
+        # An idle rank contributes zeros. A variable that is several inputs of the stack gets the sum.
         atoms = [(i, a) for i, a in enumerate(stack.inputs) if linear[i]]
         for (i, atom), ct in zip(atoms, [*ct_consts, *ct_carry, *ct_xs], strict=True):
             if i < n:
                 add(atom, ct, op["valid"])
             elif i < n + k:
-                add(atom, ct, op["valid"] & first)
+                # Only in stage 0 does the carry come from the prologue.
+                add(atom, ct, op["valid"] & is_first)
             else:
-                whole = jnp.zeros((stack.length + self.padding, *ct.shape[1:]), ct.dtype)
-                whole = lax.dynamic_update_slice_in_dim(whole, ct, self._start(op), axis=0)
-                add(atom, whole[: stack.length], op["valid"])
-        return made
+                # [layers of the stack, ...], with this chunk's layers filled in and the padding cut off.
+                all_layers = jnp.zeros((stack.length + self.padding, *ct.shape[1:]), ct.dtype)
+                all_layers = lax.dynamic_update_slice_in_dim(all_layers, ct, self._first_layer(op), axis=0)
+                add(atom, all_layers[: stack.length], op["valid"])
+        return cts_by_variable

@@ -1,19 +1,31 @@
-"""The engine of tables whose ranks differ: in a slot each rank runs its own operation, F, B, I, W or none.
+"""The engine of schedules whose ranks branch: in a slot, each rank runs its own operation, F, B, I, W or none.
 
-    slot       0   1   2   3   4   5   6   7      ZB-H1 (Qi et al. 2023), 2 ranks, the first slots
+    ZB-H1 (Qi et al. 2023), 2 ranks, the first slots
+
+    slot       0   1   2   3   4   5   6   7
     rank 0    F0  F1   .  I0  W0  F2  I1  W1
     rank 1     .  F0  I0  F1  I1  W0  F2  I2
 
-    one slot    look the operation up -> F | B | I | W -> epilogue -> prologue's backward -> messages
+    one slot, on every rank
+      look up the operation -> F, B, I or W -> epilogue -> prologue's backward -> messages to neighbours
 
-One scan goes over the slots. Collectives over `pipe` stand where all ranks come: messages, in every slot; the epilogue,
-in the slots in which a microbatch leaves the last stage; the prologue, in those in which one enters the first, or its
-cotangents leave it. The others stand inside operations: their groups lie within one pipe rank, and take the same way.
+    memory per rank    L/p layers, their gradients and optimizer state; a stash of `stashes` slots with the residuals of
+                       forwards, one of `keeps` slots with the residuals that I leaves for W, `buffers` messages
+    sends per slot     one message each way, also from ranks whose message nobody reads
 
-An operation is a loop of no iteration or one. As a branch of `lax.switch` it would be handed the gradients and what is
-stashed, and hand them back: XLA copies both for a conditional, in every branch and once more behind it (jax 0.10.2, CPU
-and H100: 39.8 and 38.8 MB of temporaries where loops take 3.1 and 6.3), and writes in place in loops. A loop's compiler
-moves out what is the same in all its iterations, so all that an operation looks up depends on the iteration's number.
+One scan goes over the slots. Collectives over `pipe` run outside the operations, where all ranks meet:
+
+- messages: in every slot
+- epilogue: in slots in which a microbatch leaves the last stage
+- shared prologue: in slots in which a microbatch enters the first stage, or its cotangents leave it
+
+Other collectives run inside operations. Their groups lie within one pipe rank, so that all members run the operation.
+
+Each operation is a loop of one iteration, or of none on ranks that do not run it, rather than a branch of `lax.switch`.
+A branch takes gradients and stash as operands and returns them. XLA copies both for a conditional, in every branch and
+once more after it, but updates them in place in a loop. Temporaries with jax 0.10.2: 39.8 MB on CPU and 38.8 MB on H100
+with `lax.switch`, 3.1 and 6.3 MB with loops. XLA moves loop-invariant code out of a loop, where it would run on all
+ranks. So that nothing is invariant, every lookup of an operation adds the iteration's number, which is always 0.
 """
 
 import collections as counts
@@ -35,46 +47,58 @@ from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
 from ...strategy.schedules.orders import orders_of
 from .buffers import CODES
-from .chunks import AXIS, Message, before, side
-from .distributed_prologue import shared
-from .ranks import Engine, dce, with_totals
+from .chunks import AXIS, Message, bypass_variables, prologue_pieces
+from .distributed_prologue import shares_prologues
+from .ranks import Engine, eliminate_dead_code, replace_grads
 
-_LOOKED_UP = ("kind", "chunk", "microbatch", "stash", "kept", "read", "below", "above", "here", "epilogue")
+# The fields of `SlotTables` that a slot looks up.
+_LOOKUPS = (
+    "kind",
+    "chunk",
+    "microbatch",
+    "stash",
+    "residuals",
+    "read",
+    "from_previous",
+    "from_next",
+    "from_self",
+    "from_epilogue",
+)
 
 
-class Once(Protocol):
-    """How a slot runs one of its parts, `fun(number, carry)`, where a condition holds; `number` is 0."""
+class RunIf(Protocol):
+    """Run `fun(number, carry)`, a part of a slot, if a condition holds; `number` is 0."""
 
-    def __call__(self, name: str, here: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
-        """The carry after it."""
+    def __call__(self, name: str, condition: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+        """Return the carry after the part, or as it was."""
         ...
 
 
 def scope(part: str) -> str:
-    """In which a part of a slot stands, in a program's names."""
+    """Return the name of a slot's part in the compiled program."""
     return f"slot_{part}"
 
 
 @dataclass(frozen=True)
 class SlotCarry:
-    """What one slot hands to the next.
+    """The state between two slots.
 
     Attributes:
       buffers: messages and cotangents that wait, [buffers, ...].
-      stash: what backwards need of forwards, [stashes, ...]; no weights.
-      kept: what I left for W, [keeps, ...].
-      ahead: what enters the first layer, of the microbatches whose prologues this rank computes, [microbatches, ...];
-        empty where all compute them when they are read (`distributed_prologue.py`).
-      behind: cotangents of these.
+      stash: residuals of forwards for their backwards, [stashes, ...]; no weights.
+      residuals: residuals of I for W, [keeps, ...].
+      prologue_carries: the first carries of the microbatches whose prologues this rank computes, [microbatches, ...];
+        empty if all ranks compute a prologue when it is read (`distributed_prologue.py`).
+      prologue_cts: the cotangents of `prologue_carries`.
       grads: accumulated gradients, one for each leaf.
-      sums: outputs of the loss, added up over microbatches.
+      sums: outputs of the loss, summed over microbatches.
     """
 
     buffers: Message
     stash: list[jax.Array]
-    kept: list[jax.Array]
-    ahead: list[jax.Array]
-    behind: list[jax.Array]
+    residuals: list[jax.Array]
+    prologue_carries: list[jax.Array]
+    prologue_cts: list[jax.Array]
     grads: list[jax.Array | None]
     sums: list[jax.Array]
 
@@ -82,261 +106,370 @@ class SlotCarry:
 jax.tree_util.register_dataclass(SlotCarry, [f.name for f in dataclasses.fields(SlotCarry)], [])
 
 
-def _at(tree: Any, index: jax.Array) -> Any:
+def _read(tree: Any, index: jax.Array) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def _put(tree: Any, values: Any, index: jax.Array) -> Any:
+def _write(tree: Any, values: Any, index: jax.Array) -> Any:
     return jax.tree.map(lambda x, v: lax.dynamic_update_index_in_dim(x, v, index, axis=0), tree, values)
 
 
 @dataclass(frozen=True)
 class Slots(Engine):
-    """One sliced loss under a schedule whose ranks branch; fields as those of `Engine`."""
+    """One sliced loss under a schedule whose ranks branch; see `Engine` for its fields."""
 
     def run(self) -> tuple[list[jax.Array | None], list[jax.Array]]:
-        """Gradients as accumulated, None where there are none, and this rank's part of the summed outputs."""
-        rows = self.rows()
-        first = _at(rows, jnp.int32(0))
-        state, saved, left = self._first(first)
-        if shared(self.program):
-            state = dataclasses.replace(state, ahead=self.prologues.run())
-        body = dce(lambda state, row: self.slot(state, row, saved, left, self._loop), state, first)
-        state, _ = lax.scan(lambda state, row: (body(state, row), None), state, rows)
-        return self.with_prologues(state.grads, state.behind), state.sums
+        """Run a step's slots.
 
-    def _loop(self, name: str, here: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
-        """As a loop of one iteration, or of none."""
-        body = dce(fun, jnp.int32(0), carry)
-        more = lambda state: state[0] < here.astype(jnp.int32)
-        share = trip_counts.name_of(self.runs[name], self.paces[name], self.schedule.ticks)
-        with jax.named_scope(f"{scope(name)}/{share}"):
-            return lax.while_loop(more, lambda state: (state[0] + 1, body(*state)), (jnp.int32(0), carry))[1]
+        Returns:
+          The accumulated gradient of each leaf (None if it has none), and this rank's part of the summed outputs.
+        """
+        rows = self.rows()
+        first_row = _read(rows, jnp.int32(0))
+        state, saved, weight_residuals = self._initial_state(first_row)
+        if shares_prologues(self.program):
+            state = dataclasses.replace(state, prologue_carries=self.prologues.compute())
+        body = eliminate_dead_code(
+            lambda state, row: self.slot(state, row, saved, weight_residuals, self._loop), state, first_row
+        )
+        state, _ = lax.scan(lambda state, row: (body(state, row), None), state, rows)
+        return self.add_prologue_grads(state.grads, state.prologue_cts), state.sums
+
+    def _loop(self, name: str, condition: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+        """Run a part of a slot as a loop of one iteration if the condition holds, else of none; see the module."""
+        body = eliminate_dead_code(fun, jnp.int32(0), carry)
+        continues = lambda state: state[0] < condition.astype(jnp.int32)
+        # XLA does not know how often the loop runs. Its name tells readers of the compiled program.
+        trips = trip_counts.name_of(self.runs[name], self.paces[name], self.schedule.ticks)
+        with jax.named_scope(f"{scope(name)}/{trips}"):
+            return lax.while_loop(continues, lambda state: (state[0] + 1, body(*state)), (jnp.int32(0), carry))[1]
 
     def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        """What forwards leave for backwards, in all slots and of zeros, and what I leaves for W."""
-        state, _, _ = self._first(_at(self.rows(), jnp.int32(0)))
-        return state.stash, state.kept
+        """Return the stash of forwards' residuals and the stash of I's residuals for W, all zeros."""
+        state, _, _ = self._initial_state(_read(self.rows(), jnp.int32(0)))
+        return state.stash, state.residuals
 
     def separated(self) -> list[tuple[int, Any]]:
-        """How many slots run no part, and how many each, and what one returns that runs it alone: for who counts."""
-        row = _at(self.rows(), jnp.int32(0))
-        state, saved, left = self._first(row)
+        """Return the parts of slots, each run alone, for counting what they fetch and send.
 
-        def look(part: str) -> Any:
-            made = []  # by the part: some of it is for another part alone, as cotangents for the prologue's backward
+        Returns:
+          Pairs: how many slots run a part, and the results of running it alone. The first pair is a slot without parts.
+        """
+        row = _read(self.rows(), jnp.int32(0))
+        state, saved, weight_residuals = self._initial_state(row)
 
-            def once(name: str, here: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+        def run_part(part: str) -> Any:
+            # The part's own results: the slot may drop some of them, such as cotangents for the prologue's backward.
+            results = []
+
+            def run_if(name: str, condition: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
                 if name == part:
-                    made.append(fun(jnp.int32(0), carry))
-                return made[-1] if name == part else carry
+                    results.append(fun(jnp.int32(0), carry))
+                return results[-1] if name == part else carry
 
-            env, _ = self._before(row["microbatch"], False)  # what operations read is there in every slot
-            consts, _, xs = self._inputs(env, row)
-            return self.slot(state, row, saved, left, once), made, consts, xs
+            env, _ = self._prologue(row["microbatch"], False)  # every slot computes the operation's inputs
+            consts, _, xs = self._stack_inputs(env, row)
+            return self.slot(state, row, saved, weight_residuals, run_if), results, consts, xs
 
-        parts = [(n, look(part)) for part, n in self.runs.items() if n]
-        if shared(self.program):
-            parts.append((1, (self.prologues.run(), self.with_prologues(state.grads, state.behind))))
-        return [(self.schedule.ticks - sum(self.runs.values()), look("")), *parts]
+        parts = [(n, run_part(part)) for part, n in self.runs.items() if n]
+        if shares_prologues(self.program):
+            parts.append((1, (self.prologues.compute(), self.add_prologue_grads(state.grads, state.prologue_cts))))
+        return [(self.schedule.ticks - sum(self.runs.values()), run_part("")), *parts]
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # What the table says about slots.
 
     @functools.cached_property
     def runs(self) -> dict[str, int]:
-        """Slots in which a rank runs each part of a slot; of the operations, what the busiest rank runs."""
-        ran = {k: [sum(op.kind == k for op in order) for order in orders_of(self.schedule.table())] for k in self.kinds}
-        return {k: max(of_ranks) for k, of_ranks in ran.items()} | self._uniform
+        """Return, for each part of a slot, the number of slots in which a rank runs it; for F, B, I, W, at most."""
+        rank_counts = {
+            k: [sum(op.kind == k for op in order) for order in orders_of(self.schedule.table())] for k in self.kinds
+        }
+        return {k: max(counts_of_ranks) for k, counts_of_ranks in rank_counts.items()} | self._uniform_runs
 
     @functools.cached_property
     def paces(self) -> dict[str, int]:
-        """For each part, the slots whose length it sets. A slot lasts as long as the longest operation that any rank
-        runs in it; from the longest: B, I (which recomputes, if anything does), F, W.
+        """Return, for each part of a slot, the number of slots whose length it determines.
+
+        A slot lasts as long as the longest operation of any rank.
         """
-        waits = counts.Counter(
-            next(kind for kind in "BIFW" if kind in ran)
+        longest = counts.Counter(
+            next(kind for kind in "BIFW" if kind in slot_kinds)  # from the longest: I includes recomputation, if any
             for column in self.schedule.table()
-            if (ran := "".join(op.kind for ops in column for op in ops))
+            if (slot_kinds := "".join(op.kind for ops in column for op in ops))
         )
-        return {kind: waits[kind] for kind in self.kinds} | self._uniform
+        return {kind: longest[kind] for kind in self.kinds} | self._uniform_runs
 
     @property
-    def _uniform(self) -> dict[str, int]:
-        return {name: sum(on) for name, on in self.marks.items()}
+    def _uniform_runs(self) -> dict[str, int]:
+        """Return the number of slots of the parts that all ranks run together."""
+        return {name: sum(flags) for name, flags in self.marks.items()}
 
     def rows(self) -> dict[str, jax.Array]:
-        """What each slot of this rank looks up: its own, and what is the same on all ranks."""
-        own = {name: jnp.asarray(getattr(self.schedule.rows, name))[:, lax.axis_index(AXIS)] for name in _LOOKED_UP}
-        left = [self.schedule.epilogue(slot) for slot in range(self.schedule.ticks)]
-        uniform = {name: jnp.array(each) for name, each in {**self.marks, **self.entering()}.items()}
-        return own | uniform | {"left": jnp.array([x or 0 for x in left])}
+        """Return the arrays that this rank looks up by slot: its operations, and the marks that all ranks share."""
+        rank_rows = {name: jnp.asarray(getattr(self.schedule.rows, name))[:, lax.axis_index(AXIS)] for name in _LOOKUPS}
+        leaving = [self.schedule.epilogue(slot) for slot in range(self.schedule.ticks)]
+        uniform = {name: jnp.array(by_slot) for name, by_slot in {**self.marks, **self.prologue_microbatches()}.items()}
+        return rank_rows | uniform | {"leaving": jnp.array([microbatch or 0 for microbatch in leaving])}
 
     @functools.cached_property
     def marks(self) -> dict[str, list[bool]]:
-        """For each slot whether a microbatch enters stage 0, leaves the last, and gives the prologue cotangents."""
+        """Return marks by slot, the same on all ranks.
+
+        Returns:
+          `enters`: a microbatch enters the first stage. `leaves`: a microbatch leaves the last stage. `returns`:
+          cotangents of the prologue's variables come out of a stage.
+        """
         schedule, stack = self.schedule, self.stack
         consts, _, xs = stack.parts(stack.unit.linear)
-        everywhere = any((*consts, *xs))
-        out: dict[str, list[bool]] = {"enters": [], "leaves": [], "pulls": []}
+        # The carry's cotangents return from the first stage. Constants and scanned inputs have some from every stage.
+        all_stages_return = any((*consts, *xs))
+        marks: dict[str, list[bool]] = {"enters": [], "leaves": [], "returns": []}
         for slot, column in enumerate(schedule.table()):
-            ran = [(op.kind, schedule.stage(rank, op.chunk)) for rank, ops in enumerate(column) for op in ops]
-            out["enters"].append(("F", 0) in ran)
-            out["leaves"].append(schedule.epilogue(slot) is not None)
-            out["pulls"].append(any(kind in "BI" and (everywhere or stage == 0) for kind, stage in ran))
-        return out
+            slot_ops = [(op.kind, schedule.stage(rank, op.chunk)) for rank, ops in enumerate(column) for op in ops]
+            marks["enters"].append(("F", 0) in slot_ops)
+            marks["leaves"].append(schedule.epilogue(slot) is not None)
+            marks["returns"].append(any(kind in "BI" and (all_stages_return or stage == 0) for kind, stage in slot_ops))
+        return marks
 
     @functools.cached_property
     def kinds(self) -> frozenset[str]:
-        """The kinds of operations that the table has."""
+        """Return the kinds of operations in the table."""
         return frozenset(op.kind for column in self.schedule.table() for ops in column for op in ops)
 
-    def _first(self, row: Any) -> tuple[SlotCarry, Any, WeightGradResiduals | None]:
-        """The first state, all zeros, and the structures of what is stashed and of what I leaves."""
-        rows, variables = self.schedule.rows, self.message(self.program)
-        message = self.padded(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
+    # ------------------------------------------------------------------------------------------------------------------
+    # The state before the first slot.
+
+    def _initial_state(self, row: Any) -> tuple[SlotCarry, Any, WeightGradResiduals | None]:
+        """Return the first state, all zeros, and the structures of the residuals of F, and of I for W."""
+        # 1. Message buffers and sums: all that an evaluation needs.
+        tables, variables = self.schedule.rows, self.message_variables(self.program)
+        message = self.pad_by_layer(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
         zeros = lambda n, tree: jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), tree)
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
-        ahead = self.prologues.zeros() if shared(self.program) else []
-        state = SlotCarry(zeros(rows.buffers, message), [], [], ahead, [], [None] * len(self.leaves), sums)
+        carries = self.prologues.zeros() if shares_prologues(self.program) else []
+        state = SlotCarry(zeros(tables.buffers, message), [], [], carries, [], [None] * len(self.leaves), sums)
         if self.seeds is None:
             return state, None, None
 
-        def one(row: Any) -> Any:
-            env, _ = self._before(row["microbatch"], False)
-            _, saved = self.chunk(env, row, message, True).run()
-            return saved, self.inputs(env, row, saved, message.where(self.linear))[1]
+        # 2. Both stashes: trace one chunk forwards and backwards for the shapes of residuals.
+        def residuals(row: Any) -> Any:
+            env, _ = self._prologue(row["microbatch"], False)
+            _, saved = self.chunk_forward(env, row, message, True).run()
+            return saved, self.input_grads(env, row, saved, message.select(self.has_cotangent))[1]
 
-        saved, left = jax.eval_shape(one, row)
-        kept = left.values if "I" in self.kinds else []
-        state = dataclasses.replace(state, stash=zeros(rows.stashes, saved.values), kept=zeros(rows.keeps, kept))
-        state = dataclasses.replace(state, behind=ahead)
-        once: Once = lambda name, here, fun, carry: fun(jnp.int32(0), carry)
+        saved, weight_residuals = jax.eval_shape(residuals, row)
+        of_weights = weight_residuals.values if "I" in self.kinds else []
+        state = dataclasses.replace(
+            state, stash=zeros(tables.stashes, saved.values), residuals=zeros(tables.keeps, of_weights)
+        )
+        state = dataclasses.replace(state, prologue_cts=carries)
 
-        def last(state: SlotCarry, row: Any) -> list[Any]:
-            state = self.slot(state, row, saved, left, once)
-            return self.with_prologues(state.grads, state.behind)
+        # 3. Gradients: trace one slot that runs every part. A scan's carry has one structure, so that leaves without a
+        # gradient are None, and all others start with zeros.
+        always: RunIf = lambda name, condition, fun, carry: fun(jnp.int32(0), carry)
 
-        grads = jax.eval_shape(last, state, row)
+        def grads_of_step(state: SlotCarry, row: Any) -> list[Any]:
+            state = self.slot(state, row, saved, weight_residuals, always)
+            return self.add_prologue_grads(state.grads, state.prologue_cts)
+
+        grads = jax.eval_shape(grads_of_step, state, row)
         grads = [None if g is None else jnp.zeros(g.shape, g.dtype) for g in grads]
-        return dataclasses.replace(state, grads=grads), saved, left
+        return dataclasses.replace(state, grads=grads), saved, weight_residuals
 
-    def slot(self, state: SlotCarry, row: Any, saved: Any, left: WeightGradResiduals | None, once: Once) -> SlotCarry:
-        """One slot; `saved` and `left` are the structures of what is stashed, and of what I leaves."""
-        stash, kept, behind, buffers = state.stash, state.kept, state.behind, state.buffers
+    # ------------------------------------------------------------------------------------------------------------------
+    # One slot.
+
+    def slot(
+        self, state: SlotCarry, row: Any, saved: Any, weight_residuals: WeightGradResiduals | None, run_if: RunIf
+    ) -> SlotCarry:
+        """Run one slot.
+
+        Args:
+          state: the state after the slot before.
+          row: this rank's row of `rows`.
+          saved: the structure of the residuals of F.
+          weight_residuals: the structure of the residuals of I for W.
+          run_if: runs a part of the slot if its condition holds.
+        """
+        # 1. The operation's input: from its message buffer, or in the first stage from the prologue.
+        stash, residuals, prologue_cts, buffers = state.stash, state.residuals, state.prologue_cts, state.buffers
         grads, sums = list(state.grads), state.sums
-        env, _ = self._before(row["microbatch"], False)
-        message = _at(buffers, row["read"])
+        env, _ = self._prologue(row["microbatch"], False)
+        message = _read(buffers, row["read"])
 
         def enter(number: jax.Array, message: Message) -> Message:
-            env, _ = self._before(row["microbatch"] + number, False)
-            if state.ahead:
-                env |= self.prologues.entering(state.ahead, row["entered"] + number)
-            return self.entered(env, {"chunk": jnp.where(row["kind"] == CODES["F"], row["chunk"], 1)}, message)
+            env, _ = self._prologue(row["microbatch"] + number, False)
+            if state.prologue_carries:
+                env |= self.prologues.broadcast(state.prologue_carries, row["entering"] + number)
+            # On ranks that do not run F, chunk 1 is never the first stage: their message stays.
+            return self.chunk_input(env, {"chunk": jnp.where(row["kind"] == CODES["F"], row["chunk"], 1)}, message)
 
-        message = once("enters", row["enters"], enter, message)
-        run = _Operations(self, env, row, saved, left)
-        of = lambda kind: row["kind"] == CODES[kind]
-        message, stash = once("F", of("F"), run.forward, (message, stash))
-        extras = self.no_extras()
+        message = run_if("enters", row["enters"], enter, message)
+
+        # 2. The operation. Its result replaces the message: activations for the next stage, or cotangents.
+        operations = _Operations(self, env, row, saved, weight_residuals)
+        is_kind = lambda kind: row["kind"] == CODES[kind]
+        message, stash = run_if("F", is_kind("F"), operations.forward, (message, stash))
+        extra_cts = self.zero_extra_cotangents()
         if "B" in self.kinds:
-            back = functools.partial(run.backward, stash)
-            message, extras, grads = once("B", of("B"), back, (message, extras, grads))
+            run_backward = functools.partial(operations.backward, stash)
+            message, extra_cts, grads = run_if("B", is_kind("B"), run_backward, (message, extra_cts, grads))
         if "I" in self.kinds:
-            message, extras, kept = once("I", of("I"), functools.partial(run.inputs, stash), (message, extras, kept))
-            grads = once("W", of("W"), functools.partial(run.weights, stash, kept), grads)
+            message, extra_cts, residuals = run_if(
+                "I", is_kind("I"), functools.partial(operations.input_grads, stash), (message, extra_cts, residuals)
+            )
+            grads = run_if("W", is_kind("W"), functools.partial(operations.weight_grads, stash, residuals), grads)
 
+        # 3. The epilogue of the microbatch that leaves the last stage. Its cotangents wait in a buffer for B or I.
         def epilogue(number: jax.Array, carry: Any) -> Any:
             buffers, grads, sums = carry
-            env, tape = self._before(row["left"] + number, bool(self.seeds))
-            grads, sums, made = self.epilogue(env, message, row["left"] + number, list(grads), sums)
-            if made is not None:
-                full = self.full(self.padded(made.message), _at(buffers, row["epilogue"] + number))
-                buffers = _put(buffers, full, row["epilogue"] + number)
-                pairs = zip(side(self.program), made.side, strict=True)
-                beside = {v: jnp.where(self.is_last, ct, jnp.zeros_like(ct)) for v, ct in pairs}
-                grads = backward(before(self.program), self.access, self.leaves, tape, beside, grads)
+            env, tape = self._prologue(row["leaving"] + number, bool(self.seeds))
+            grads, sums, cts = self.epilogue(env, message, row["leaving"] + number, list(grads), sums)
+            if cts is not None:
+                last_cts = self.merge_cotangents(
+                    self.pad_by_layer(cts.message), _read(buffers, row["from_epilogue"] + number)
+                )
+                buffers = _write(buffers, last_cts, row["from_epilogue"] + number)
+                pairs = zip(bypass_variables(self.program), cts.bypass, strict=True)
+                # Every rank has these cotangents; they count once, on the last rank.
+                bypass_cts = {v: jnp.where(self.is_last, ct, jnp.zeros_like(ct)) for v, ct in pairs}
+                grads = backward(prologue_pieces(self.program), self.access, self.leaves, tape, bypass_cts, grads)
             return buffers, grads, sums
 
-        def pull(number: jax.Array, carry: Any) -> Any:
-            grads, behind = carry
+        # 4. The prologue's backward. Shared prologues run theirs after the last slot: store their cotangents.
+        def prologue_backward(number: jax.Array, carry: Any) -> Any:
+            grads, prologue_cts = carry
             valid = (row["kind"] == CODES["B"]) | (row["kind"] == CODES["I"])
-            consts, xs = extras
-            first = pick(self.linear.carry, message.carry)
-            made = self.of_prologue({"valid": valid, "chunk": row["chunk"]}, consts, first, xs)
-            if behind:
-                return grads, self.prologues.kept(behind, made, row["pulled"] + number)
-            _, tape = self._before(row["microbatch"] + number, True)
-            return backward(before(self.program), self.access, self.leaves, tape, made, grads), behind
+            consts, xs = extra_cts
+            carry_cts = pick(self.has_cotangent.carry, message.carry)
+            cts = self.prologue_cotangents({"valid": valid, "chunk": row["chunk"]}, consts, carry_cts, xs)
+            if prologue_cts:
+                return grads, self.prologues.store_cotangents(prologue_cts, cts, row["returning"] + number)
+            _, tape = self._prologue(row["microbatch"] + number, True)
+            return (
+                backward(prologue_pieces(self.program), self.access, self.leaves, tape, cts, grads),
+                prologue_cts,
+            )
 
-        buffers, grads, sums = once("leaves", row["leaves"], epilogue, (buffers, grads, sums))
+        buffers, grads, sums = run_if("leaves", row["leaves"], epilogue, (buffers, grads, sums))
         if self.seeds is not None:
-            grads, behind = once("pulls", row["pulls"], pull, (grads, behind))
-        return SlotCarry(self._sent(message, buffers, row), stash, kept, state.ahead, behind, grads, sums)
+            grads, prologue_cts = run_if("returns", row["returns"], prologue_backward, (grads, prologue_cts))
 
-    def _sent(self, message: Message, buffers: Message, row: Any) -> Message:
-        """The buffers after the slot's messages: to both neighbours, and over the turn of a V."""
-        below, above, here, _ = map(bool, np.any(self.schedule.rows.sent, axis=0))
-        for used, way, by in ((below, "below", 1), (above, "above", -1)):
-            if used:
-                came = jax.tree.map(lambda x, by=by: collectives.shift(x, AXIS, by), message)
-                buffers = _put(buffers, came, row[way])
-        return _put(buffers, message, row["here"]) if here else buffers
+        # 5. Messages.
+        return SlotCarry(
+            self._receive(message, buffers, row), stash, residuals, state.prologue_carries, prologue_cts, grads, sums
+        )
 
-    def _before(self, microbatch: jax.Array, grad: bool) -> tuple[dict[Any, Any], list[Any]]:
-        """What the prologue makes of a microbatch, and its tape."""
+    def _receive(self, message: Message, buffers: Message, row: Any) -> Message:
+        """Send the message to both neighbours and over the turn of a V; return the buffers with the received messages.
+
+        Every rank sends in every slot. A rank that needs no message writes it to a free buffer (`SlotTables`).
+        """
+        from_previous, from_next, from_self, _ = map(bool, np.any(self.schedule.rows.sent, axis=0))
+        for is_used, way, shift in ((from_previous, "from_previous", 1), (from_next, "from_next", -1)):
+            if is_used:
+                received = jax.tree.map(lambda x, shift=shift: collectives.shift(x, AXIS, shift), message)
+                buffers = _write(buffers, received, row[way])
+        return _write(buffers, message, row["from_self"]) if from_self else buffers
+
+    def _prologue(self, microbatch: jax.Array, grad: bool) -> tuple[dict[Any, Any], list[Any]]:
+        """Return the values of variables after a microbatch's prologue, and its tape."""
         env = self.program.environment(self.values(microbatch))
-        return env, forward(before(self.program), self.access, self.leaves, env, grad)
+        return env, forward(prologue_pieces(self.program), self.access, self.leaves, env, grad)
 
-    def inputs(self, env: Any, op: Any, saved: Any, cts: Message, *stashes: Stash) -> tuple[list[Any], Any]:
-        """Cotangents of a chunk's inputs, and what is left for W; `stashes` as for `Stack.backward_inputs`."""
-        known, given = self.known(env, op), self.given(op, cts)
-        return self.stage.backward_inputs(self.access, self.leaves, known, saved, given, *self.layers(op), *stashes)
+    def input_grads(self, env: Any, op: Any, saved: Any, cts: Message, *stashes: Stash) -> tuple[list[Any], Any]:
+        """Return the cotangents of a chunk's inputs, and residuals for W; `stashes` as for `Stack.backward_inputs`."""
+        inputs, output_cts = self.inputs_without_carry(env, op), self.output_cotangents(op, cts)
+        return self.chunk_stack.backward_inputs(
+            self.access, self.leaves, inputs, saved, output_cts, *self.local_layers(op), *stashes
+        )
 
 
 @dataclass(frozen=True)
 class _Operations:
-    """F, B, I and W of one slot. What they look up depends on `number`, so that no compiler moves it out."""
+    """F, B, I and W of one slot, as bodies of loops.
 
-    of: Slots
+    Attributes:
+      engine: the pipeline.
+      env: values of variables after the prologue of the operation's microbatch.
+      row: this rank's row of the slot.
+      saved: the structure of the residuals of F.
+      weight_residuals: the structure of the residuals of I for W.
+    """
+
+    engine: Slots
     env: dict[Any, Any]
     row: Any
     saved: Any
-    left: WeightGradResiduals | None
+    weight_residuals: WeightGradResiduals | None
 
-    def _op(self, number: jax.Array) -> dict[str, jax.Array]:
-        return {name: self.row[name] + number for name in ("chunk", "microbatch", "stash", "kept")}
+    def _operation(self, number: jax.Array) -> dict[str, jax.Array]:
+        # `number` is 0. Without it XLA would move the lookups out of the loop; see the module.
+        return {name: self.row[name] + number for name in ("chunk", "microbatch", "stash", "residuals")}
 
     def forward(self, number: jax.Array, carry: Any) -> Any:
-        (message, stash), op = carry, self._op(number)
-        grad = self.of.seeds is not None
-        into = Stash(stash, op["stash"]) if grad else None
-        outs, new = self.of.chunk(self.env, op, message, grad, into).run()
-        return outs, new if grad else stash
+        """Run F: the message becomes the chunk's output, and the residuals go to the stash."""
+        (message, stash), op = carry, self._operation(number)
+        grad = self.engine.seeds is not None
+        slot = Stash(stash, op["stash"]) if grad else None
+        outputs, stashed = self.engine.chunk_forward(self.env, op, message, grad, slot).run()
+        return outputs, stashed if grad else stash
 
     def backward(self, stash: list[jax.Array], number: jax.Array, carry: Any) -> Any:
-        (message, _, grads), op, of = carry, self._op(number), self.of
-        saved, own = Stash(stash, op["stash"]), of.stack.unit.leaves
-        given, into = of.given(op, message.where(of.linear)), [grads[i] for i in own]
-        totals, cts = of.stage.backward(
-            of.access, of.leaves, of.known(self.env, op), self.saved, given, into, *of.layers(op), saved
+        """Run B: the message becomes the cotangents of the chunk's inputs, and gradients accumulate."""
+        (message, _, grads), op, engine = carry, self._operation(number), self.engine
+        slot, stack_leaves = Stash(stash, op["stash"]), engine.stack.unit.leaves
+        output_cts, accumulated = (
+            engine.output_cotangents(op, message.select(engine.has_cotangent)),
+            [grads[i] for i in stack_leaves],
         )
-        return *self._back(message, cts), with_totals(grads, own, totals)
+        totals, cts = engine.chunk_stack.backward(
+            engine.access,
+            engine.leaves,
+            engine.inputs_without_carry(self.env, op),
+            self.saved,
+            output_cts,
+            accumulated,
+            *engine.local_layers(op),
+            slot,
+        )
+        return *self._input_message(message, cts), replace_grads(grads, stack_leaves, totals)
 
-    def inputs(self, stash: list[jax.Array], number: jax.Array, carry: Any) -> Any:
-        (message, _, kept), op = carry, self._op(number)
-        stashes = Stash(stash, op["stash"]), Stash(kept, op["kept"])
-        cts, kept = self.of.inputs(self.env, op, self.saved, message.where(self.of.linear), *stashes)
-        return *self._back(message, cts), kept
+    def input_grads(self, stash: list[jax.Array], number: jax.Array, carry: Any) -> Any:
+        """Run I: the message becomes the cotangents of the chunk's inputs, and residuals for W are stored."""
+        (message, _, residuals), op = carry, self._operation(number)
+        stashes = Stash(stash, op["stash"]), Stash(residuals, op["residuals"])
+        cts, residuals = self.engine.input_grads(
+            self.env, op, self.saved, message.select(self.engine.has_cotangent), *stashes
+        )
+        return *self._input_message(message, cts), residuals
 
-    def weights(self, stash: list[jax.Array], kept: list[jax.Array], number: jax.Array, grads: Any) -> Any:
-        op, of = self._op(number), self.of
-        assert self.left is not None
-        own = of.stack.unit.leaves
-        known, into = of.known(self.env, op), [grads[i] for i in own]
-        stashes = Stash(pick(self.left.halves.saved, stash), op["stash"]), Stash(kept, op["kept"])
-        totals = of.stage.backward_weights(of.access, of.leaves, known, [], self.left, into, *of.layers(op), *stashes)
-        return with_totals(grads, own, totals)
+    def weight_grads(self, stash: list[jax.Array], residuals: list[jax.Array], number: jax.Array, grads: Any) -> Any:
+        """Run W: gradients accumulate."""
+        op, engine = self._operation(number), self.engine
+        assert self.weight_residuals is not None
+        stack_leaves = engine.stack.unit.leaves
+        inputs, accumulated = engine.inputs_without_carry(self.env, op), [grads[i] for i in stack_leaves]
+        # W reads a part of F's residuals; the others are in the stash until W frees the slot.
+        stashes = (
+            Stash(pick(self.weight_residuals.halves.saved, stash), op["stash"]),
+            Stash(residuals, op["residuals"]),
+        )
+        totals = engine.chunk_stack.backward_weights(
+            engine.access,
+            engine.leaves,
+            inputs,
+            [],
+            self.weight_residuals,
+            accumulated,
+            *engine.local_layers(op),
+            *stashes,
+        )
+        return replace_grads(grads, stack_leaves, totals)
 
-    def _back(self, message: Message, cts: list[Any]) -> tuple[Message, Any]:
-        """The message for the stage before, and cotangents of what layers read beside it."""
-        consts, carry, xs = self.of.parts(cts)
-        by_layer = message.where(self.of.linear).by_layer
-        return self.of.full(Message(carry, by_layer), message), (consts, xs)
+    def _input_message(self, message: Message, cts: list[Any]) -> tuple[Message, Any]:
+        """Return the message for the stage before, and the cotangents of constants and scanned inputs."""
+        consts, carry, xs = self.engine.split_cotangents(cts)
+        by_layer = message.select(self.engine.has_cotangent).by_layer
+        return self.engine.merge_cotangents(Message(carry, by_layer), message), (consts, xs)

@@ -1,20 +1,32 @@
-"""Pipeline parallelism: the layers of a stack on the ranks of `pipe`, microbatches passing through them (Huang et al.
-2019, GPipe; Narayanan et al. 2021, Megatron-LM).
+"""The engine of schedules in lockstep: all ranks run the same operations in a tick, on different microbatches.
 
-    per rank       L/p layers, their gradients and optimizer state; activations of `schedule.slots` microbatches
-    sent per tick  one activation to the next rank, one cotangent to the one before
+GPipe (Huang et al. 2019) and 1F1B (Narayanan et al. 2021, Megatron-LM) are such schedules.
 
-Every rank runs one program. A tick is a forward and a backward of one chunk of layers, each of a microbatch that the
-schedule's table names; three scans go over the ticks: forwards only, both, backwards only. Nothing branches: where a
-rank has nothing to do it computes all the same, as others do at that moment, and what it computes is dropped.
+    1F1B, 2 ranks, 3 microbatches
 
-What stands before the stack (prologue: embedding, masks, positions) is computed by every rank for the microbatch at
-hand, so that only the residual stream is sent. What stands after it (epilogue: norm, head, loss) follows at once when a
-microbatch leaves the last layer, and its backward with it; where the rows of a microbatch divide among the ranks, each
-takes its part of them, since the head of a large vocabulary on the last rank alone would hold up all. Parameters of
-both belong to no stage: the sum of their gradients over `pipe` is right whatever ranks used them, tied ones included.
+    tick       0     1     2     3     4
+    rank 0    F0    F1   F2B0   B1    B2
+    rank 1         F0B0  F1B1  F2B2
+    phase    | F | F and B           | B |      a scan for each phase
 
-In plain JAX: `experiments/naive/gpipe.py`, `experiments/naive/one_f_one_b.py`.
+    one tick, on every rank
+      forward     prologue -> chunk -> epilogue -> message to the next rank
+      backward    prologue -> chunk backward -> cotangents to the rank before
+
+    memory per rank    L/p layers, their gradients and optimizer state; activations of `schedule.slots` microbatches
+    sends per tick     one activation to the next rank, one cotangent to the rank before
+
+Every rank runs one program without branches. The schedule's table names the chunk and the microbatch of each rank's
+forward and backward in a tick. An idle rank computes as well, in the time that the other ranks need in any case, and
+its results are dropped.
+
+The prologue (embedding, masks, positions) runs on every rank, for the microbatch of its tick, so that messages hold the
+residual stream alone. The epilogue (norm, head, loss) and its backward follow as soon as a microbatch leaves the last
+layer. If a microbatch's rows divide among the ranks, each rank takes its part: the head of a large vocabulary on the
+last rank alone would delay all of them. Parameters of prologue and epilogue belong to no stage. Their gradients are
+summed over `pipe`, which is right whichever ranks used them, tied parameters included.
+
+Plain JAX versions to read first: `experiments/naive/gpipe.py`, `experiments/naive/one_f_one_b.py`.
 """
 
 import dataclasses
@@ -33,41 +45,41 @@ from ...slicing.loop import LayerLoop
 from ...slicing.pieces import InFlight
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
-from .chunks import AXIS, Cotangents, Message, before, side
-from .distributed_prologue import shared
-from .ranks import Engine, dce
+from .chunks import AXIS, Cotangents, Message, bypass_variables, prologue_pieces
+from .distributed_prologue import shares_prologues
+from .ranks import Engine, eliminate_dead_code
 from .schedules import Kind, Phase
 
 
-def _op(kind: Kind, row: Any) -> dict[str, jax.Array]:
-    """What this rank runs at a tick: whether anything, and for which chunk and microbatch."""
+def _operation(kind: Kind, row: Any) -> dict[str, jax.Array]:
+    """Return the forward or backward of this rank in a tick: `valid`, `chunk`, `microbatch`."""
     return {name: row[f"{kind}_{name}"] for name in ("valid", "chunk", "microbatch")}
 
 
 @dataclass(frozen=True)
 class Carry:
-    """What one tick hands to the next.
+    """The state between two ticks.
 
     Attributes:
-      message: from the rank before.
-      cotangents: those of a message, from the rank behind.
-      stash: what backwards need of forwards, [slots, ...]; no weights.
-      late: cotangents of the epilogue for backwards of later ticks [`Schedule.waiting`, ...], or None where there are
-        none.
-      ahead: what enters the first layer, of the microbatches whose prologues this rank computes, [microbatches, ...];
-        empty where all compute them in every tick (`distributed_prologue.py`).
-      behind: cotangents of these.
+      message: the message from the rank before.
+      cotangents: the cotangents of a message, from the next rank.
+      stash: residuals of forwards for their backwards, [slots, ...]; no weights.
+      waiting_cts: cotangents from epilogues, for backwards of later ticks, [`Schedule.waiting`, ...]; None if every
+        backward begins in the tick of its epilogue.
+      prologue_carries: the first carries of the microbatches whose prologues this rank computes, [microbatches, ...];
+        empty if all ranks compute the prologue in every tick (`distributed_prologue.py`).
+      prologue_cts: the cotangents of `prologue_carries`.
       grads: accumulated gradients, one for each leaf.
-      sums: outputs of the loss, added up over microbatches.
-      flight: what ticks send ahead (`Stack`): the weights of the layer that is next, the gradients of the one before.
+      sums: outputs of the loss, summed over microbatches.
+      flight: the weights of the next layer and the gradients of the layer before, which loops send ahead (`Stack`).
     """
 
     message: Message
     cotangents: Message
     stash: list[jax.Array]
-    late: Cotangents | None
-    ahead: list[jax.Array]
-    behind: list[jax.Array]
+    waiting_cts: Cotangents | None
+    prologue_carries: list[jax.Array]
+    prologue_cts: list[jax.Array]
     grads: list[jax.Array | None]
     sums: list[jax.Array]
     flight: InFlight | None = None
@@ -78,52 +90,67 @@ jax.tree_util.register_dataclass(Carry, [f.name for f in dataclasses.fields(Carr
 
 @dataclass(frozen=True)
 class Pipeline(Engine):
-    """One sliced loss under a schedule in lockstep, to be run inside `shard_map`; fields as those of `Engine`."""
+    """One sliced loss under a schedule in lockstep, to be run inside `shard_map`; see `Engine` for its fields."""
 
     def run(self) -> tuple[list[jax.Array | None], list[jax.Array]]:
-        """Gradients as accumulated, None where there are none, and this rank's part of the summed outputs."""
+        """Run a step's ticks.
+
+        Returns:
+          The accumulated gradient of each leaf (None if it has none), and this rank's part of the summed outputs.
+        """
+        # 1. The rows of the schedule's arrays that this rank looks up, [tick] each.
         schedule, rank = self.schedule, lax.axis_index(AXIS)
         rows = {name: jnp.asarray(table)[:, rank] for name, table in schedule.arrays().items()}
         rows["epilogue"] = jnp.array([schedule.epilogue(tick) or 0 for tick in range(schedule.ticks)])
-        rows |= {name: jnp.array(at) for name, at in self.entering().items()}
+        rows |= {name: jnp.array(microbatches) for name, microbatches in self.prologue_microbatches().items()}
+
+        # 2. The state before the first tick.
         row = jax.tree.map(lambda x: x[0], rows)
-        carry, saved = self._start_of(row)
-        if shared(self.program):
-            carry = dataclasses.replace(carry, ahead=self.prologues.run())
-        carry = carry if self.seeds is None else self._with_grads(carry, saved, row)
-        carry = dataclasses.replace(carry, flight=carry.flight and self._flight())
+        carry, saved = self._initial_carry(row)
+        if shares_prologues(self.program):
+            carry = dataclasses.replace(carry, prologue_carries=self.prologues.compute())
+        carry = carry if self.seeds is None else self._with_zero_grads(carry, saved, row)
+        carry = dataclasses.replace(carry, flight=carry.flight and self._initial_flight())
+
+        # 3. A scan for each phase. Two phases that run in turn are one round, and rounds are an outer scan.
         for repeats, phases in schedule.phases():
             first, length = phases[0].start, sum(phase.length for phase in phases)
 
-            def lap(carry: Carry, rows: Any, phases: list[Phase] = phases) -> tuple[Carry, None]:
-                at = 0
+            def run_round(carry: Carry, rows: Any, phases: list[Phase] = phases) -> tuple[Carry, None]:
+                start = 0
                 for phase in phases:
-                    carry = self._turned(carry, phase) if phase.start in self._turns else carry
-                    part = jax.tree.map(lambda x, at=at, n=phase.length: x[at : at + n], rows)
-                    carry, _ = lax.scan(self._tick(phase, saved, carry, part), carry, part)
-                    at += phase.length
+                    carry = self._refetch_flight(carry, phase) if phase.start in self._direction_changes else carry
+                    phase_rows = jax.tree.map(lambda x, start=start, n=phase.length: x[start : start + n], rows)
+                    carry, _ = lax.scan(self._phase_body(phase, saved, carry, phase_rows), carry, phase_rows)
+                    start += phase.length
                 return carry, None
 
-            part = jax.tree.map(lambda x, a=first, n=repeats * length: x[a : a + n], rows)
+            rows_of_rounds = jax.tree.map(lambda x, a=first, n=repeats * length: x[a : a + n], rows)
             if repeats == 1:
-                carry, _ = lap(carry, part)
+                carry, _ = run_round(carry, rows_of_rounds)
             else:
-                laps = jax.tree.map(lambda x, n=repeats, k=length: x.reshape(n, k), part)
-                carry, _ = lax.scan(lap, carry, laps)
-        return self.with_prologues(self._landed(carry).grads, carry.behind), carry.sums
+                by_round = jax.tree.map(lambda x, n=repeats, k=length: x.reshape(n, k), rows_of_rounds)
+                carry, _ = lax.scan(run_round, carry, by_round)
+
+        # 4. Gradients that are still in flight, and gradients of the prologues that ran before the ticks.
+        return self.add_prologue_grads(self._add_flight_grads(carry).grads, carry.prologue_cts), carry.sums
 
     def separated(self) -> list[tuple[int, Any]]:
-        """How often a step runs each of its parts, and what one returns that runs it alone: for who counts."""
+        """Return the parts of a step, each run once, for counting what they fetch and send.
+
+        Returns:
+          Pairs: how often a step runs a part, and the state after the part has run alone.
+        """
         schedule = self.schedule
         forwards, backwards, m = schedule.messages("F"), schedule.messages("B"), schedule.microbatches
-        row = self._row()
-        carry, saved = self._start_of(row)
+        row = self._first_row()
+        carry, saved = self._initial_carry(row)
         parts = []
-        if shared(self.program):
-            grads = self.with_prologues(carry.grads, carry.behind)
-            ahead = dataclasses.replace(carry, ahead=self.prologues.run())
-            parts = [(1, ahead), (1, dataclasses.replace(carry, grads=grads))]
-        # m ticks have an epilogue: a forward and a backward each, and what that adds to them.
+        if shares_prologues(self.program):
+            grads = self.add_prologue_grads(carry.grads, carry.prologue_cts)
+            computed = dataclasses.replace(carry, prologue_carries=self.prologues.compute())
+            parts = [(1, computed), (1, dataclasses.replace(carry, grads=grads))]
+        # m ticks have an epilogue: count them with a forward and a backward each, and the other ticks without it.
         for runs, flags in (
             (forwards - m, (True, False, False)),
             (backwards - m, (False, True, False)),
@@ -131,162 +158,244 @@ class Pipeline(Engine):
         ):
             parts.append((runs, self.tick(Phase(0, 1, *flags), saved, carry, row)))
         if carry.flight is not None:
-            late = dataclasses.replace(carry, grads=jax.tree.map(jnp.zeros_like, parts[-1][1].grads))
-            parts += [(1, dataclasses.replace(carry, flight=self._flight())), (1, self._landed(late))]
-            parts += [(len(self._turns), self._turned(carry, Phase(0, 1, False, True, False)))]
+            with_grads = dataclasses.replace(carry, grads=jax.tree.map(jnp.zeros_like, parts[-1][1].grads))
+            parts += [
+                (1, dataclasses.replace(carry, flight=self._initial_flight())),
+                (1, self._add_flight_grads(with_grads)),
+            ]
+            parts += [(len(self._direction_changes), self._refetch_flight(carry, Phase(0, 1, False, True, False)))]
         return parts
 
-    def _flight(self) -> InFlight | None:
-        """What is in flight before the first tick, where every tick knows which layers the next one runs."""
-        return self.stage.in_flight(self.access, self.leaves) if self.schedule.in_turn else None
+    # ------------------------------------------------------------------------------------------------------------------
+    # Layers whose weights and gradients loops send ahead (`prefetch=1`).
+
+    def _initial_flight(self) -> InFlight | None:
+        """Return the weights in flight before the first tick; None if ticks do not know which layers run next."""
+        return self.chunk_stack.in_flight(self.access, self.leaves) if self.schedule.in_turn else None
 
     @functools.cached_property
-    def _turns(self) -> list[int]:
-        """The ticks before which a forward ran, or none, and that have none, or one: another layer is next."""
-        phases = [phase for _, phases in self.schedule.phases() for phase in phases]
-        return [after.start for before, after in itertools.pairwise(phases) if before.forward != after.forward]
+    def _direction_changes(self) -> list[int]:
+        """Return the first ticks of phases that have forwards where the phase before has none, or vice versa.
 
-    def _turned(self, carry: Carry, phase: Phase) -> Carry:
-        """The carry before a phase whose first layer another phase has not sent ahead."""
+        The tick before such a phase fetches the first layer for a forward, where the last one is next, or vice versa.
+        """
+        phases = [phase for _, phases in self.schedule.phases() for phase in phases]
+        return [phase.start for earlier, phase in itertools.pairwise(phases) if earlier.forward != phase.forward]
+
+    def _refetch_flight(self, carry: Carry, phase: Phase) -> Carry:
+        """Fetch the layer that a phase runs first; the phase before has fetched another one."""
         if carry.flight is None:
             return carry
-        flight = self.stage.skipped(self.access, self.leaves, carry.flight, back=not phase.forward)
+        flight = self.chunk_stack.skipped(self.access, self.leaves, carry.flight, back=not phase.forward)
         return dataclasses.replace(carry, flight=flight)
 
-    def _landed(self, carry: Carry) -> Carry:
-        """The carry behind the last tick, with the gradients that are in flight."""
+    def _add_flight_grads(self, carry: Carry) -> Carry:
+        """Add the gradients that are in flight after the last tick to the accumulated ones."""
         if carry.flight is None:
             return carry
-        grads = self.stage.landed(self.access, carry.flight, carry.grads)
+        grads = self.chunk_stack.landed(self.access, carry.flight, carry.grads)
         return dataclasses.replace(carry, grads=grads, flight=None)
 
-    def _row(self) -> dict[str, jax.Array]:
-        """What this rank looks up in the first tick."""
+    # ------------------------------------------------------------------------------------------------------------------
+    # The state before the first tick.
+
+    def _first_row(self) -> dict[str, jax.Array]:
+        """Return the row that this rank looks up in the first tick."""
         row = {name: jnp.asarray(table)[0, lax.axis_index(AXIS)] for name, table in self.schedule.arrays().items()}
-        return row | {name: jnp.int32(0) for name in ("epilogue", "entered", "pulled")}
+        return row | {name: jnp.int32(0) for name in ("epilogue", "entering", "returning")}
 
     def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        """What forwards leave for backwards, in all slots and of zeros, and what I leaves for W: nothing here."""
-        return self._start_of(self._row())[0].stash, []
+        """Return the stash of forwards' residuals, all zeros, and the stash for W, which is empty in lockstep."""
+        return self._initial_carry(self._first_row())[0].stash, []
 
-    def _tick(self, phase: Phase, saved: Any, carry: Carry, rows: Any) -> Callable[..., Any]:
-        """The body of a phase's scan, without what nobody reads: the embedding in a tick that needs only its masks."""
+    def _phase_body(self, phase: Phase, saved: Any, carry: Carry, rows: Any) -> Callable[..., Any]:
+        """Return the body of a phase's scan, without dead code: most ticks need only the masks of the prologue."""
         row = jax.tree.map(lambda x: x[0], rows)
-        body = dce(lambda carry, row: self.tick(phase, saved, carry, row), carry, row)
+        body = eliminate_dead_code(lambda carry, row: self.tick(phase, saved, carry, row), carry, row)
         return lambda carry, row: (body(carry, row), None)
 
-    def _start_of(self, row: Any) -> tuple[Carry, Any]:
-        """The first carry, all zeros and without gradients, and the structure of what is stashed."""
-        variables = self.message(self.program)
-        padded = self.padded(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
+    def _initial_carry(self, row: Any) -> tuple[Carry, Any]:
+        """Return the first carry, all zeros and without gradients, and the structure of a chunk's residuals."""
+        variables = self.message_variables(self.program)
+        message = self.pad_by_layer(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
-        ahead = self.prologues.zeros() if shared(self.program) else []
+        carries = self.prologues.zeros() if shares_prologues(self.program) else []
         if self.seeds is None:
-            return Carry(padded, Message([], []), [], None, ahead, [], [], sums), None
+            return Carry(message, Message([], []), [], None, carries, [], [], sums), None
 
-        def stashed(row: Any) -> Any:
-            op = _op("F", row)
+        # The stash needs the shapes of residuals: trace one chunk's forward.
+        def residuals(row: Any) -> Any:
+            op = _operation("F", row)
             env = self.program.environment(self.values(op["microbatch"]))
-            forward(before(self.program), self.access, self.leaves, env, False)
-            return self.chunk(env, op, self.entered(env, op, padded), True).run()[1]
+            forward(prologue_pieces(self.program), self.access, self.leaves, env, False)
+            return self.chunk_forward(env, op, self.chunk_input(env, op, message), True).run()[1]
 
-        saved = jax.eval_shape(stashed, row)
+        saved = jax.eval_shape(residuals, row)
         stash = [jnp.zeros((self.schedule.slots, *x.shape), x.dtype) for x in saved.values]
-        late = None
+        waiting_cts = None
         if self.schedule.waiting:
-            made = Cotangents(variables.where(self.linear), side(self.program))
-            count = self.schedule.waiting
-            late = jax.tree.map(lambda v: jnp.zeros((count, *v.aval.shape), v.aval.dtype), made)
-        none: list[jax.Array | None] = [None] * len(self.leaves)
-        flight = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(self._flight))
-        return Carry(padded, padded.where(self.linear), stash, late, ahead, list(ahead), none, sums, flight), saved
+            ct_variables = Cotangents(variables.select(self.has_cotangent), bypass_variables(self.program))
+            n = self.schedule.waiting
+            waiting_cts = jax.tree.map(lambda v: jnp.zeros((n, *v.aval.shape), v.aval.dtype), ct_variables)
+        no_grads: list[jax.Array | None] = [None] * len(self.leaves)
+        flight = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(self._initial_flight))
+        return Carry(
+            message,
+            message.select(self.has_cotangent),
+            stash,
+            waiting_cts,
+            carries,
+            list(carries),
+            no_grads,
+            sums,
+            flight,
+        ), saved
 
-    def _with_grads(self, carry: Carry, saved: Any, row: Any) -> Carry:
-        """The first carry with zeros for the gradients that there will be."""
-        every = Phase(0, 1, True, True, True)
+    def _with_zero_grads(self, carry: Carry, saved: Any, row: Any) -> Carry:
+        """Return the first carry with zeros for all gradients that a step makes: a scan's carry has one structure."""
+        all_operations = Phase(0, 1, True, True, True)
 
-        def last(carry: Carry, row: Any) -> list[Any]:
-            carry = self._landed(self.tick(every, saved, carry, row))
-            return self.with_prologues(carry.grads, carry.behind)
+        def grads_of_step(carry: Carry, row: Any) -> list[Any]:
+            carry = self._add_flight_grads(self.tick(all_operations, saved, carry, row))
+            return self.add_prologue_grads(carry.grads, carry.prologue_cts)
 
-        grads = jax.eval_shape(last, carry, row)
+        grads = jax.eval_shape(grads_of_step, carry, row)
         return dataclasses.replace(carry, grads=[None if g is None else jnp.zeros(g.shape, g.dtype) for g in grads])
 
+    # ------------------------------------------------------------------------------------------------------------------
+    # One tick.
+
     def tick(self, phase: Phase, saved: Any, carry: Carry, row: Any) -> Carry:
-        """One tick. `row` is the schedule's for this rank; `saved` the structure of what is stashed."""
-        grads, stash, late = list(carry.grads), carry.stash, carry.late
+        """Run one tick.
+
+        Args:
+          phase: which operations the tick has.
+          saved: the structure of a chunk's residuals.
+          carry: the state after the tick before.
+          row: this rank's row of the schedule's arrays.
+
+        Communicates each message to the next rank, and each message's cotangents to the rank before.
+        """
+        grads, stash, waiting_cts = list(carry.grads), carry.stash, carry.waiting_cts
         sums, message, cotangents = carry.sums, carry.message, carry.cotangents
-        ahead, behind, given, flight = carry.ahead, carry.behind, dict[Any, Any](), carry.flight
-        made = None if late is None else self._waiting(late, row)
-        # Neither needs what the other makes: layer by layer side by side, one computes while the other waits.
-        beside = phase.forward and phase.backward and late is not None
-        sent = None
+        carries, prologue_cts, chunk_prologue_cts, flight = (
+            carry.prologue_carries,
+            carry.prologue_cts,
+            dict[Any, Any](),
+            carry.flight,
+        )
+        # Read before the epilogue writes: a position may be read and written in one tick.
+        epilogue_cts = None if waiting_cts is None else self._read_waiting(waiting_cts, row)
+        # If cotangents wait, forward and backward do not need each other: their loops over layers run side by side, and
+        # one computes while the other communicates.
+        side_by_side = phase.forward and phase.backward and waiting_cts is not None
+        input_cts = None
+
+        # 1. Forward, epilogue, message to the next rank.
         if phase.forward:
-            op = _op("F", row)
+            op = _operation("F", row)
             env = self.program.environment(self.values(op["microbatch"]))
-            forward(before(self.program), self.access, self.leaves, env, False)
-            if ahead:
-                env |= self.prologues.entering(ahead, row["entered"])
-            into = Stash(stash, row["write"]) if self.seeds else None
-            stashed = None if beside else into
-            entered = self.entered(env, op, message)
-            front = self.chunk(env, op, entered, bool(self.seeds), stashed, flight, again=not phase.backward)
-            if beside and into is not None:
-                back = self._back(saved, stash, row, cotangents, made, grads)
-                (outs, new), (grads, sent, given, _) = front.beside(back)
-                stash = into.put_layers(new.values)
+            forward(prologue_pieces(self.program), self.access, self.leaves, env, False)
+            if carries:
+                env |= self.prologues.broadcast(carries, row["entering"])
+            slot = Stash(stash, row["write"]) if self.seeds else None
+            # Side by side, the backward reads the stash in the same loop: the forward writes all its layers afterwards.
+            loop_slot = None if side_by_side else slot
+            chunk_input = self.chunk_input(env, op, message)
+            forward_loop = self.chunk_forward(
+                env, op, chunk_input, bool(self.seeds), loop_slot, flight, same_loop_next=not phase.backward
+            )
+            if side_by_side and slot is not None:
+                backward_loop = self._backward_loop(saved, stash, row, cotangents, epilogue_cts, grads)
+                (outputs, residuals), (grads, input_cts, chunk_prologue_cts, _) = forward_loop.beside(backward_loop)
+                stash = slot.put_layers(residuals.values)
             else:
-                outs, new, *rest = front.run()
+                outputs, residuals, *rest = forward_loop.run()
                 flight = rest[0] if rest else None
-                stash = new if self.seeds else stash
+                stash = residuals if self.seeds else stash
             if phase.epilogue:
-                grads, sums, made = self.epilogue(env, outs, row["epilogue"], grads, sums)
-                if late is not None:
-                    at = row["epilogue"] % self.schedule.waiting
-                    late = jax.tree.map(lambda a, x: lax.dynamic_update_index_in_dim(a, x, at, axis=0), late, made)
-            message = jax.tree.map(lambda x: collectives.shift(x, AXIS, 1), outs)
+                grads, sums, epilogue_cts = self.epilogue(env, outputs, row["epilogue"], grads, sums)
+                if waiting_cts is not None:
+                    position = row["epilogue"] % self.schedule.waiting
+                    waiting_cts = jax.tree.map(
+                        lambda a, x: lax.dynamic_update_index_in_dim(a, x, position, axis=0), waiting_cts, epilogue_cts
+                    )
+            message = jax.tree.map(lambda x: collectives.shift(x, AXIS, 1), outputs)
+
+        # 2. Backward, cotangents to the rank before.
         if phase.backward:
-            if sent is None:
-                back = self._back(saved, stash, row, cotangents, made, grads, flight, again=not phase.forward)
-                grads, sent, given, flight = back.run()
-            if behind:
-                behind = self.prologues.kept(behind, given, row["pulled"])
-            cotangents = jax.tree.map(lambda x: collectives.shift(x, AXIS, -1), sent)
-        return Carry(message, cotangents, stash, late, ahead, behind, grads, sums, flight)
+            if input_cts is None:
+                backward_loop = self._backward_loop(
+                    saved, stash, row, cotangents, epilogue_cts, grads, flight, same_loop_next=not phase.forward
+                )
+                grads, input_cts, chunk_prologue_cts, flight = backward_loop.run()
+            if prologue_cts:
+                prologue_cts = self.prologues.store_cotangents(prologue_cts, chunk_prologue_cts, row["returning"])
+            cotangents = jax.tree.map(lambda x: collectives.shift(x, AXIS, -1), input_cts)
+        return Carry(message, cotangents, stash, waiting_cts, carries, prologue_cts, grads, sums, flight)
 
-    def _waiting(self, late: Cotangents, row: Any) -> Cotangents:
-        """Of the cotangents that wait those of the microbatch of this tick's backward."""
-        at = _op("B", row)["microbatch"] % self.schedule.waiting
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, keepdims=False), late)
+    def _read_waiting(self, waiting_cts: Cotangents, row: Any) -> Cotangents:
+        """Return the waiting cotangents of the microbatch whose backward runs in this tick."""
+        position = _operation("B", row)["microbatch"] % self.schedule.waiting
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, position, keepdims=False), waiting_cts)
 
-    def _back(
+    def _backward_loop(
         self,
         saved: Any,
         stash: list[jax.Array],
         row: Any,
         cts: Message,
-        made: Cotangents | None,
+        epilogue_cts: Cotangents | None,
         grads: list[Any],
         flight: InFlight | None = None,
-        again: bool = False,
+        same_loop_next: bool = False,
     ) -> LayerLoop:
-        """A tick's backward: gradients, cotangents for the rank before, those of what the prologue made, and what is in
-        flight. `cts` came from the rank behind, `made` from the epilogue.
+        """Return the loop of a tick's backward.
+
+        Args:
+          saved: the structure of a chunk's residuals.
+          stash: the stash, [slots, ...].
+          row: this rank's row of the schedule's arrays.
+          cts: the cotangents from the next rank.
+          epilogue_cts: the cotangents from the epilogue, which the last stage reads instead; None without an epilogue.
+          grads: accumulated gradients, one for each leaf.
+          flight: as for `Engine.chunk_backward`.
+          same_loop_next: as for `Engine.chunk_backward`.
+
+        Returns:
+          A loop with the results: accumulated gradients, cotangents for the rank before, cotangents of the prologue's
+          variables if the ranks share prologues, and `flight` after the loop.
         """
-        op = _op("B", row)
+        op = _operation("B", row)
         env = self.program.environment(self.values(op["microbatch"]))
-        tape = forward(before(self.program), self.access, self.leaves, env, True)
-        ends = self.is_last & (op["chunk"] == self.schedule.chunks - 1)
-        if made is not None:
-            cts = jax.tree.map(lambda a, b: jnp.where(ends, a, b), self.padded(made.message), cts)
+        tape = forward(prologue_pieces(self.program), self.access, self.leaves, env, True)
+        is_last_stage = self.is_last & (op["chunk"] == self.schedule.chunks - 1)
+        if epilogue_cts is not None:
+            cts = jax.tree.map(
+                lambda a, b: jnp.where(is_last_stage, a, b), self.pad_by_layer(epilogue_cts.message), cts
+            )
 
-        def given(found: tuple[Any, ...]) -> tuple[list[Any], Message, dict[Any, Any], InFlight | None]:
-            grads, sent, of_prologue, flight = found
-            if shared(self.program):
-                return grads, sent, of_prologue, flight
-            for v, ct in zip(side(self.program), made.side, strict=True) if made is not None else ():
-                ct = jnp.where(ends & op["valid"], ct, jnp.zeros_like(ct))
-                of_prologue[v] = of_prologue[v] + ct if v in of_prologue else ct
-            return backward(before(self.program), self.access, self.leaves, tape, of_prologue, grads), sent, {}, flight
+        def prologue_backward(
+            result: tuple[Any, ...],
+        ) -> tuple[list[Any], Message, dict[Any, Any], InFlight | None]:
+            grads, input_cts, prologue_cts, flight = result
+            if shares_prologues(self.program):  # their backwards run after the last tick
+                return grads, input_cts, prologue_cts, flight
+            # Cotangents of variables that the epilogue reads count once, on the rank of the last stage.
+            for v, ct in (
+                zip(bypass_variables(self.program), epilogue_cts.bypass, strict=True)
+                if epilogue_cts is not None
+                else ()
+            ):
+                ct = jnp.where(is_last_stage & op["valid"], ct, jnp.zeros_like(ct))
+                prologue_cts[v] = prologue_cts[v] + ct if v in prologue_cts else ct
+            return (
+                backward(prologue_pieces(self.program), self.access, self.leaves, tape, prologue_cts, grads),
+                input_cts,
+                {},
+                flight,
+            )
 
-        return self.backward(env, op, saved, Stash(stash, row["read"]), cts, grads, flight, again).then(given)
+        return self.chunk_backward(env, op, saved, Stash(stash, row["read"]), cts, grads, flight, same_loop_next).then(
+            prologue_backward
+        )

@@ -1,8 +1,13 @@
-"""What no stage owns (embedding, head, final norm) is fetched before the first tick, and its gradient given behind the
-last, once a step; what stages own, in every tick.
+"""Parameters that no stage owns (embedding, head, final norm): fetched once per step, instead of once per microbatch.
 
-    per rank     these leaves whole, in the compute dtype, and their accumulated gradients
-    sent         of each of them what the rule sends for one use, in place of one for every microbatch
+    before the first tick   fetch these leaves               `ahead`
+    in a tick               use the whole leaves; accumulate their whole gradients
+    after the last tick     give the accumulated gradients   `after`
+
+    memory per rank   these leaves whole, in the compute dtype, and their whole accumulated gradients
+    communication     for each of these leaves, one fetch and one gradient per step
+
+Leaves that stages own are fetched and given in every tick.
 """
 
 from collections.abc import Sequence
@@ -16,36 +21,54 @@ from ...slicing.program import Program
 
 
 def unstaged(program: Program) -> frozenset[int]:
-    """The leaves that are used, and in no layer stack."""
+    """Return the leaves that are used, but in no stack of layers."""
     return frozenset(i for i, sliced in enumerate(program.uses) if sliced and not any(sliced))
 
 
 @dataclass(frozen=True)
 class UnstagedParams:
-    """Access of the ticks. `access` is the strategy's, `which` the leaves that its ticks find whole."""
+    """The access to parameters in ticks.
+
+    Attributes:
+      access: the strategy's access.
+      which: the leaves that are whole in all ticks.
+    """
 
     access: Sender
     which: frozenset[int]
 
     def ahead(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        """What ticks have in place of what is stored."""
+        """Fetch the unstaged leaves before the first tick.
+
+        Args:
+          stored: the leaves as this rank stores them.
+
+        Returns:
+          The leaves for all ticks: unstaged leaves whole, the others as stored.
+        """
         return [self.access.fetch(i, x, False) if i in self.which else x for i, x in enumerate(stored)]
 
     def sends(self, index: int) -> tuple[bool, bool]:
-        """As `Sender.sends`."""
+        """Return whether loops send the leaf ahead, as `Sender.sends`."""
         return (False, False) if index in self.which else self.access.sends(index)
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        """As `Access.fetch`."""
+        """Return the whole leaf, as `Access.fetch`."""
         return value if index in self.which else self.access.fetch(index, value, sliced)
 
     def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
-        """As `Access.give`, of which the dtype is here already."""
+        """Return what one use adds to the accumulator, as `Access.give`; whole for an unstaged leaf."""
         if index not in self.which:
             return self.access.give(index, cotangent, sliced)
-        given = jax.eval_shape(lambda x: self.access.give(index, x, sliced), cotangent)
-        return None if given is None else cotangent.astype(given.dtype)
+        # The gradient stays whole: `after` gives the sum of all ticks. Only the dtype is the strategy's, so that ticks
+        # accumulate in its precision.
+        grad = jax.eval_shape(lambda x: self.access.give(index, x, sliced), cotangent)
+        return None if grad is None else cotangent.astype(grad.dtype)
 
     def after(self, grads: Sequence[Any]) -> list[Any]:
-        """The gradients of all ticks, as accumulated by a strategy without a pipeline."""
+        """Give the accumulated gradients of unstaged leaves after the last tick.
+
+        Returns:
+          All gradients as a strategy without a pipeline accumulates them; None for a leaf without a gradient.
+        """
         return [self.access.give(i, x, False) if i in self.which and x is not None else x for i, x in enumerate(grads)]

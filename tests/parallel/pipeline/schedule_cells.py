@@ -1,7 +1,7 @@
-"""Every schedule on every number of stages and microbatches, beside every other axis: the cells of one covering array.
+"""Cells of a covering array: every schedule with every number of stages and microbatches, and with every other axis.
 
-Each schedule with each of its numbers of chunks stands with every p and every m; with every model, mesh, number of rows
-and choice of remat it stands at least once, and so does every pair of these.
+A schedule with a number of chunks appears with every p and every m. It appears with every model, mesh, number of rows
+and choice of remat at least once, and so does every pair of these choices.
 """
 
 import functools
@@ -51,21 +51,21 @@ class Cell(NamedTuple):
     schedule: str
     chunks: int
     microbatches: str  # in terms of p
-    rows: str  # of a microbatch: of p rows, each rank has the head of one
+    rows: str  # of a microbatch; with p rows, each rank computes the head of one
     beside: str
     remat: str
 
     @property
     def devices(self) -> int:
-        """That it takes."""
+        """Return the number of devices."""
         return self.pipe * 2 ** self.beside.count("=2") // (2 if "zero=2" in self.beside else 1)
 
 
 def kinds() -> Iterator[tuple[str, int]]:
-    """Schedules, with the chunks that they may have."""
+    """Yield each schedule with each number of chunks that it may have."""
     for name, recipe in SCHEDULES.items():
-        several = dict.fromkeys(LOCKSTEP, (1, 2, 4))
-        yield from ((name, v) for v in several.get(name, (2,) if recipe.placement == "V" else (1,)))
+        chunks = dict.fromkeys(LOCKSTEP, (1, 2, 4))
+        yield from ((name, v) for v in chunks.get(name, (2,) if recipe.placement == "V" else (1,)))
 
 
 def product() -> Iterator[Cell]:
@@ -74,17 +74,17 @@ def product() -> Iterator[Cell]:
     ):
         cell, m = Cell(model, pipe, name, chunks, count, rows, beside, remat), COUNTS[count](pipe)
         if name == "dualpipe-v" and m < 2 * pipe:
-            continue  # it wants a microbatch for each stage
+            continue  # it needs a microbatch for each stage
         if name in LOCKSTEP and chunks > 1 and m % pipe:
-            continue  # their chunks take groups of p
+            continue  # their chunks take microbatches in groups of p
         if name in LOCKSTEP and remat == "twice":
             continue  # their backwards are whole
         if cell.devices <= 16 and pipe * chunks <= DEPTH[model] and ("tensor" not in beside or model == "deep"):
             yield cell
 
 
-def wanted(cell: Cell) -> set[Any]:
-    """What one cell covers: pairs of choices, where a schedule and its chunks are one; and a schedule with p and m."""
+def covered_choices(cell: Cell) -> set[Any]:
+    """Return what one cell covers: pairs of choices, and the triple of schedule (with its chunks), p and m."""
     kind = (cell.schedule, cell.chunks)
     choices = (kind, cell.pipe, cell.microbatches, cell.rows, cell.beside, cell.remat, cell.model)
     return {*pairs_of(choices), (kind, cell.pipe, cell.microbatches)}
@@ -92,18 +92,18 @@ def wanted(cell: Cell) -> set[Any]:
 
 @functools.cache
 def chosen() -> tuple[Cell, ...]:
-    """The covering array."""
-    return tuple(sorted(covering(product(), wanted)))
+    """Return the covering array."""
+    return tuple(sorted(covering(product(), covered_choices)))
 
 
 @functools.cache
 def reference(name: str, blocks: int, rows: int) -> tuple[Any, Any]:
-    """Gradients and parameters of one device, of blocks of so many rows."""
+    """Return gradients and parameters of one device that trains on `blocks` blocks of `rows` rows."""
     return one_device(name).train(SGD, batch_of(blocks * rows), blocks, STEPS)
 
 
 def check_cell(cell: Cell) -> None:
-    """One compiled step against one device, and its messages against its slots."""
+    """Compare one compiled step with one device, and its messages with the schedule's slots."""
     m = COUNTS[cell.microbatches](cell.pipe)
     text = f"pipe={cell.pipe},schedule={cell.schedule},chunks={cell.chunks},microbatches={m},remat={cell.remat}"
     step = jp.make_train_step(
@@ -112,14 +112,16 @@ def check_cell(cell: Cell) -> None:
     blocks, rows = step.replicas * m, COUNTS[cell.rows](cell.pipe)
     first = one_device(cell.model).first
     check(step, model_of(cell.model), first, batch_of(blocks * rows), STEPS, *reference(cell.model, blocks, rows))
-    if cell.model != "experts":  # its balance losses travel along
-        (sent,) = (one for one in expected(step, batch_of(blocks * rows)) if one.kind == "collective-permute")
+    if cell.model != "experts":  # messages have its balance losses as well
+        (sent,) = (entry for entry in expected(step, batch_of(blocks * rows)) if entry.kind == "collective-permute")
         assert (sent.count, sent.bytes) == messages(cell, step.schedule, rows)
 
 
 def messages(cell: Cell, schedule: Any, rows: int) -> tuple[int, int]:
-    """How many activations a rank sends in a step, and their bytes: in a slot one each way; in lockstep one in each
-    tick with forwards, and one back in each with backwards.
+    """Return how many activations a rank sends in a step, and their bytes.
+
+    If ranks branch, a slot has one each way. In lockstep, a tick with forwards has one, and a tick with backwards one
+    back.
     """
     count = 2 * schedule.ticks if schedule.branches else schedule.messages("F") + schedule.messages("B")
     dim = 16 if cell.model == "deep" else 12
@@ -130,16 +132,16 @@ GROUPS = (*(("deep", pipe) for pipe in (2, 4, 8)), *((name, None) for name in MO
 
 
 def run(model: str, pipe: int | None) -> None:
-    """Every chosen cell of a model, or of it on so many stages, on 16 devices: says which of them fail, and why."""
-    mine = [cell for cell in chosen() if cell.model == model and pipe in (None, cell.pipe)]
+    """Check all chosen cells of a model, or its cells with `pipe` stages, on 16 devices; report which fail, and why."""
+    cells = [cell for cell in chosen() if cell.model == model and pipe in (None, cell.pipe)]
     failed = []
-    for number, cell in enumerate(mine, start=1):
+    for number, cell in enumerate(cells, start=1):
         begin = time.process_time()
         try:
             check_cell(cell)
         except Exception as error:
             failed.append(f"{cell}: {type(error).__name__}: {error}")
-        said = failed[-1] if failed and failed[-1].startswith(f"{cell}:") else cell
+        result = failed[-1] if failed and failed[-1].startswith(f"{cell}:") else cell
         spent = time.process_time() - begin
-        print(f"{number} of {len(mine)}, {len(failed)} failed, {spent:.0f} s: {said}", flush=True)
+        print(f"{number} of {len(cells)}, {len(failed)} failed, {spent:.0f} s: {result}", flush=True)
     assert not failed, "\n".join(failed)

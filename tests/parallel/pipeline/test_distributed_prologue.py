@@ -14,7 +14,12 @@ import jaxpar as jp
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 
-DIM, WIDE, FIRST, LAYERS = 6, 11, 2, 8  # WIDE: hidden features of the first layers; the others weigh more, and are cut
+DIM, WIDE, FIRST, LAYERS = (
+    6,
+    11,
+    2,
+    8,
+)  # WIDE: hidden features of the first layers. The others are cut: they have more weights
 
 
 def init(key: jax.Array) -> Any:
@@ -42,14 +47,16 @@ def batch(rows: int = 12) -> Any:
 
 
 def products(jaxpr: Any, times: int = 1) -> int:
-    """How often a program multiplies by the first layers' weights, or by what they give."""
-    found = 0
+    """Return how often a program multiplies by the first layers' weights, or by their outputs."""
+    total = 0
     for eqn in jaxpr.eqns:
         sizes = {n for v in eqn.invars for n in getattr(v.aval, "shape", ())}
-        found += times * (eqn.primitive.name == "dot_general" and WIDE in sizes)
-        inside = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-        found += sum(products(getattr(inner, "jaxpr", inner), inside) for inner in jec.jaxprs_in_params(eqn.params))
-    return found
+        total += times * (eqn.primitive.name == "dot_general" and WIDE in sizes)
+        nested_times = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        total += sum(
+            products(getattr(inner, "jaxpr", inner), nested_times) for inner in jec.jaxprs_in_params(eqn.params)
+        )
+    return total
 
 
 @pytest.mark.parametrize(
@@ -74,16 +81,15 @@ def products(jaxpr: Any, times: int = 1) -> int:
 @pytest.mark.filterwarnings("ignore:.*one rank works at a time")
 def test_they_train_as_on_one_device_and_run_once_a_microbatch(strategy: str, devices: int) -> None:
     mesh = jax.devices()[:devices]
-    found = jp.verify(MODEL, strategy, batch(), mesh=mesh)
-    assert found.ok, found
+    report = jp.verify(MODEL, strategy, batch(), mesh=mesh)
+    assert report.ok, report
     step = jp.make_train_step(MODEL, optax.sgd(0.1), strategy, mesh=mesh)
     traced = step.trace(batch())
     closed, written = expected(step, batch()), Ledger.from_jaxpr(traced, step.mesh)
     assert written.by("kind", "axes", "dtype", value="count") == closed.by("kind", "axes", "dtype", value="count")
-    each = -(-step.strategy.microbatches // step.strategy.pipe)
-    # Two products forwards, twice, the second time for the backward, and four backwards; for each microbatch of a rank
-    # and not for each tick.
-    assert products(getattr(traced, "jaxpr", traced)) == 8 * FIRST * each
+    per_rank = -(-step.strategy.microbatches // step.strategy.pipe)
+    # For each microbatch of a rank, not for each tick: two products forwards, two for residuals, four backwards.
+    assert products(getattr(traced, "jaxpr", traced)) == 8 * FIRST * per_rank
 
 
 @pytest.mark.battery
@@ -93,5 +99,5 @@ def test_evaluation(schedule: str) -> None:
         MODEL, optax.sgd(0.1), f"pipe=2,microbatches=3,schedule={schedule}", mesh=jax.devices()[:2]
     )
     state = step.init(jax.random.key(0))
-    alone = step.evaluate(state, batch())["loss"]
-    np.testing.assert_allclose(alone, step(state, batch())[1]["loss"], rtol=1e-5)
+    evaluated = step.evaluate(state, batch())["loss"]
+    np.testing.assert_allclose(evaluated, step(state, batch())[1]["loss"], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""The covering array of `schedule_cells.py`: gradients, parameters and collectives of every schedule."""
+"""Check the covering array of `schedule_cells.py`: gradients, parameters and collectives of every schedule."""
 
 import os
 import subprocess
@@ -18,19 +18,21 @@ from jaxpar.inspect.ledger import Ledger
 @pytest.mark.battery
 @pytest.mark.parametrize(("model", "pipe"), GROUPS)
 def test_every_schedule(model: str, pipe: int | None) -> None:
-    """In a process with 16 devices: 8 stages beside another axis."""
+    """Run the cells in a process with 16 devices, for 8 stages and another axis."""
     program = f"import schedule_cells; schedule_cells.run({model!r}, {pipe})"
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=16")
-    here, tests = Path(__file__).parent, Path(__file__).parents[2]
-    places = os.pathsep.join(map(str, (tests.parent, tests, here)))
-    env = {**os.environ, "XLA_FLAGS": flags, "PJRT_NPROC": "64", "PYTHONPATH": places}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=7200)
-    assert done.returncode == 0, done.stderr[-6000:]
+    folder, tests = Path(__file__).parent, Path(__file__).parents[2]
+    python_path = os.pathsep.join(map(str, (tests.parent, tests, folder)))
+    env = {**os.environ, "XLA_FLAGS": flags, "PJRT_NPROC": "64", "PYTHONPATH": python_path}
+    process = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=7200)
+    assert process.returncode == 0, process.stderr[-6000:]
 
 
 def test_closed_form_has_what_one_part_of_a_slot_makes_for_another() -> None:
-    """Gradients of norms' scales are summed over `tensor` in the gradient of inputs, and added in the prologue's
-    backward: each part was counted alone, and nobody read them.
+    """The closed form counts reductions in one part of a slot whose results another part reads.
+
+    I sums gradients of norms' scales over `tensor`, and the prologue's backward adds them. Counted alone, each part
+    lost these reductions, since nothing read their results.
     """
     step = jp.make_train_step(
         deep(layers=4), SGD, "pipe=2,tensor=2,sequence=true,schedule=zb-h1,microbatches=2", mesh=jax.devices()[:4]

@@ -1,8 +1,8 @@
-"""Pipelines: every schedule, alone and beside the data strategies, trains every model as one device does.
+"""Pipelines train every model as one device does, under every schedule, alone and with the data strategies.
 
 A cell compiles one step and checks gradients (the momentum after the first step is the gradient), three steps of SGD
 with momentum, and the collectives: kind, axes, count and bytes. The cells of `make test` are a covering array: every
-pair of choices stands in one of them, as `pairs` has them.
+pair of choices is in one of them (`pairs`).
 """
 
 import functools
@@ -25,7 +25,7 @@ from jaxpar.models import llama
 
 VOCAB, LENGTH = 31, 7
 DEEP = 32  # layers: 8 ranks with 4 chunks
-LAYERS, BLOCKS = 9, 5  # of scanned models and of loops; they divide among no number of stages here
+LAYERS, BLOCKS = 9, 5  # of scanned models and of loops; no number of stages here divides them
 SGD = optax.sgd(0.02, momentum=0.9)
 STEPS = 3
 
@@ -61,12 +61,12 @@ def _config(**choices: Any) -> llama.Config:
 
 
 def scanned() -> jp.Model:
-    """`nnx.scan`, a tied embedding, dropout, a loss that is a `jp.Mean`."""
+    """Return a model with `nnx.scan`, a tied embedding, dropout, and a `jp.Mean` as loss."""
     return jp.from_nnx(lambda rngs: llama.Llama(_config(tied=True, dropout=0.2), rngs=rngs), llama.loss)
 
 
 def loop() -> jp.Model:
-    """An NNX loop, tied, with dropout: every layer has its own stream of random numbers."""
+    """Return an NNX loop with a tied embedding and dropout: every layer has a stream of random numbers of its own."""
     return jp.from_nnx(lambda rngs: Loop(_config(layers=BLOCKS, dropout=0.2), rngs), llama.loss)
 
 
@@ -78,7 +78,7 @@ def linen_loop() -> jp.Model:
 
 
 def experts() -> jp.Model:
-    """Functions: an untied head, and a balance loss of every layer, collected by the scan and added to the loss."""
+    """Return a model of functions: an untied head, and a balance loss of every layer, which the scan collects."""
     dim, count = 12, 3
 
     def init(key: jax.Array) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def experts() -> jp.Model:
 
 
 def deep(layers: int = DEEP) -> jp.Model:
-    """Heads, features and words that two ranks of `tensor` share."""
+    """Return a deep model whose heads, features and vocabulary two ranks of `tensor` can share."""
     config = llama.Config(vocab=VOCAB + 1, dim=16, layers=layers, heads=4, kv_heads=2, ffn=24)
     return jp.from_nnx(lambda rngs: llama.Llama(config, rngs=rngs), llama.loss)
 
@@ -135,13 +135,16 @@ def product() -> Iterator[Cell]:
 
 
 def pairs(cell: Cell) -> set[Any]:
-    """Of the choices that a cell is. Beside a data strategy scanned models are one, and loops, which become scans."""
+    """Return the pairs of choices that a cell covers.
+
+    With a data strategy, the scanned models count as one choice, and loops, which become scans, as another.
+    """
     beside = Cell._fields.index("beside")
     return {(a, b) for a, b in pairs_of(cell) if a[0] or b[0] != beside} | {("loop" in cell.model, cell.beside)}
 
 
-# Left to the battery: 2 p microbatches, between p and 4 p, and all three axes, which the four on 16 devices of
-# `parallel/tensor/test_tensor.py` hold.
+# `make test` leaves out 2 p microbatches, which lie between p and 4 p, and all three axes, which the four cells on 16
+# devices of `parallel/tensor/test_tensor.py` have.
 CHOSEN = covering((c for c in product() if c.microbatches != "2p" and c.beside != "data=2,fsdp=2,zero=3"), pairs)
 
 
@@ -168,7 +171,7 @@ def one_device(name: str) -> OneDevice:
 
 @functools.cache
 def reference(name: str, blocks: int) -> tuple[Any, Any]:
-    """Gradients and parameters of one device."""
+    """Return gradients and parameters of one device."""
     return one_device(name).train(SGD, batch_of(blocks), blocks, STEPS)
 
 

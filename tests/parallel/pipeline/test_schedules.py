@@ -1,6 +1,6 @@
-"""Schedules in lockstep keep every dependency and equal their closed forms. What runs when is read from `table()`.
+"""Schedules in lockstep meet every dependency and equal their closed forms. Operations are read from `table()`.
 
-Those whose ranks branch: `test_tables.py`.
+`test_tables.py` tests schedules whose ranks branch.
 """
 
 import functools
@@ -17,13 +17,13 @@ from jaxpar.strategy.schedules import SCHEDULES, Recipe, lockstep
 from jaxpar.strategy.schedules.operations import TIME
 
 PIPES = range(2, 9)
-# Closed forms: the tick of the first backward, and the most that a rank holds.
+# Closed forms: the tick of the first backward, and the most activations that a rank holds.
 LAG = {
     "1f1b": lambda p, m, v: v * p - 1,
     "1f1b-overlap": lambda p, m, v: v * p,
     "gpipe": lambda p, m, v: m * v + p - 1,
 }
-HELD = {
+IN_FLIGHT = {
     "1f1b": lambda p, m, v, rank: min(m * v, (v + 1) * p - 1 - 2 * rank),
     "1f1b-overlap": lambda p, m, v, rank: min(m * v, (v + 1) * p - 2 * rank),
     "gpipe": lambda p, m, v, rank: m * v,
@@ -32,7 +32,7 @@ HELD = {
 
 @functools.cache
 def of_pipe(p: int) -> list[Schedule]:
-    """v chunks, m microbatches up to 4 p: from 1 on, or in groups of p where there are chunks."""
+    """Return schedules with 1 to 4 chunks and up to 4 p microbatches: all m, or multiples of p if there are chunks."""
     return [
         Schedule(kind, p, m, v)
         for kind in ("gpipe", "1f1b", "1f1b-overlap")
@@ -42,9 +42,9 @@ def of_pipe(p: int) -> list[Schedule]:
 
 
 def simulate(schedule: Schedule) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
-    """Runs the table: the tick of each forward and backward by (stage, microbatch). Fails where an input is missing.
+    """Run the table; return the tick of each forward and backward by (stage, microbatch). Fails if an input is missing.
 
-    A rank holds one message of each kind: what its neighbour sent in the tick before.
+    A rank holds one message of each kind: the one that its neighbour sent in the tick before.
     """
     p, stages = schedule.ranks, schedule.ranks * schedule.chunks
     forwards: dict[tuple[int, int], int] = {}
@@ -54,18 +54,18 @@ def simulate(schedule: Schedule) -> tuple[dict[tuple[int, int], int], dict[tuple
         for rank, ops in enumerate(column):
             assert "".join(op.kind for op in ops) in ("", "F", "B", "FB")
             for op in ops:
-                stage, at = op.chunk * p + rank, op.microbatch
+                stage, microbatch = op.chunk * p + rank, op.microbatch
                 if op.kind == "F":
-                    assert (stage, at) not in forwards
-                    assert stage == 0 or forwards[stage - 1, at] == tick - 1
-                    forwards[stage, at] = tick
+                    assert (stage, microbatch) not in forwards
+                    assert stage == 0 or forwards[stage - 1, microbatch] == tick - 1
+                    forwards[stage, microbatch] = tick
                 else:
-                    assert (stage, at) not in backwards
-                    assert (stage, at) in forwards
-                    assert stage == stages - 1 or backwards[stage + 1, at] == tick - 1
-                    backwards[stage, at] = tick
-    everything = {(stage, at) for stage in range(stages) for at in range(schedule.microbatches)}
-    assert set(forwards) == set(backwards) == everything
+                    assert (stage, microbatch) not in backwards
+                    assert (stage, microbatch) in forwards
+                    assert stage == stages - 1 or backwards[stage + 1, microbatch] == tick - 1
+                    backwards[stage, microbatch] = tick
+    all_runs = {(stage, microbatch) for stage in range(stages) for microbatch in range(schedule.microbatches)}
+    assert set(forwards) == set(backwards) == all_runs
     return forwards, backwards
 
 
@@ -74,12 +74,16 @@ def test_dependencies(p: int) -> None:
     for schedule in of_pipe(p):
         forwards, backwards = simulate(schedule)
         last = p * schedule.chunks - 1
-        ends = {at: forwards[last, at] for at in range(schedule.microbatches)}
-        assert {schedule.epilogue(t): t for t in range(schedule.ticks) if schedule.epilogue(t) is not None} == ends
-        assert bool(schedule.waiting) == ({at: backwards[last, at] for at in ends} != ends)
+        last_forwards = {microbatch: forwards[last, microbatch] for microbatch in range(schedule.microbatches)}
+        assert {
+            schedule.epilogue(t): t for t in range(schedule.ticks) if schedule.epilogue(t) is not None
+        } == last_forwards
+        assert bool(schedule.waiting) == (
+            {microbatch: backwards[last, microbatch] for microbatch in last_forwards} != last_forwards
+        )
         if schedule.kind == "1f1b":  # the loss's cotangent is used in the tick that makes it
             assert not schedule.waiting
-        if schedule.kind == "1f1b-overlap":  # in the next one, before another is there
+        if schedule.kind == "1f1b-overlap":  # it is used in the next tick, before the next one is made
             assert schedule.waiting == 1
         if schedule.kind == "gpipe":
             assert min(backwards.values()) > max(forwards.values())
@@ -95,7 +99,7 @@ def test_time_is_the_closed_form(p: int) -> None:
             kinds = [{op.kind for op in ops} for ops in column]
             cost = {"F": Fraction(1, v), "B": Fraction(2, v)}
             time += sum(cost[kind] for kind in set().union(*kinds))
-            busy = [b + sum(cost[kind] for kind in ran) for b, ran in zip(busy, kinds, strict=True)]
+            busy = [b + sum(cost[kind] for kind in rank_kinds) for b, rank_kinds in zip(busy, kinds, strict=True)]
         assert schedule.time == time
         assert schedule.bubble == 1 - busy[0] / time
         assert set(busy) == {Fraction(3 * m)}
@@ -110,37 +114,37 @@ def test_activations_in_flight_are_the_closed_form(p: int) -> None:
     for schedule in of_pipe(p):
         m, v, table = schedule.microbatches, schedule.chunks, schedule.table()
         for rank in range(p):
-            held = most = 0
+            in_flight = peak = 0
             for column in table:
-                ran = Counter(op.kind for op in column[rank])
-                held += ran["F"]
-                most = max(most, held)
-                held -= ran["B"]
-            assert held == 0
-            assert schedule.in_flight(rank) == most
-            if form := HELD.get(schedule.kind):
-                assert most == form(p, m, v, rank)
-        if schedule.kind in HELD:
-            most = {"gpipe": m * v + 1, "1f1b": (v + 1) * p - 1, "1f1b-overlap": (v + 1) * p}[schedule.kind]
-            assert schedule.slots == min(m * v + 1, most)
+                counts = Counter(op.kind for op in column[rank])
+                in_flight += counts["F"]
+                peak = max(peak, in_flight)
+                in_flight -= counts["B"]
+            assert in_flight == 0
+            assert schedule.in_flight(rank) == peak
+            if form := IN_FLIGHT.get(schedule.kind):
+                assert peak == form(p, m, v, rank)
+        if schedule.kind in IN_FLIGHT:
+            peak = {"gpipe": m * v + 1, "1f1b": (v + 1) * p - 1, "1f1b-overlap": (v + 1) * p}[schedule.kind]
+            assert schedule.slots == min(m * v + 1, peak)
 
 
 @pytest.mark.parametrize("p", PIPES)
 def test_ranks_that_wait_for_nothing_but_messages_take_as_long(p: int) -> None:
-    """Nothing is lost to ticks: each rank in its own order, every operation as soon as its input is there."""
+    """Ticks cost no time: ranks that run each operation as soon as its input arrives take as long."""
     for schedule in of_pipe(p):
         m, v = schedule.microbatches, schedule.chunks
-        done = {("F", -1, at): 0 for at in range(m)}
+        finished = {("F", -1, microbatch): 0 for microbatch in range(m)}
         clock = [0] * p
         for column in schedule.table():
             for kind in "FB":
                 for rank, op in ((rank, op) for rank, ops in enumerate(column) for op in ops if op.kind == kind):
-                    stage, at = op.chunk * p + rank, op.microbatch
-                    here = "F", stage, at
-                    before = here if stage == p * v - 1 else ("B", stage + 1, at)
-                    inputs = [("F", stage - 1, at)] if kind == "F" else [here, before]
-                    clock[rank] = max(clock[rank], *(done[x] for x in inputs)) + TIME[kind]
-                    done[kind, stage, at] = clock[rank]
+                    stage, microbatch = op.chunk * p + rank, op.microbatch
+                    own_forward = "F", stage, microbatch
+                    needed = own_forward if stage == p * v - 1 else ("B", stage + 1, microbatch)
+                    inputs = [("F", stage - 1, microbatch)] if kind == "F" else [own_forward, needed]
+                    clock[rank] = max(clock[rank], *(finished[x] for x in inputs)) + TIME[kind]
+                    finished[kind, stage, microbatch] = clock[rank]
         assert schedule.time == Fraction(max(clock), v)
 
 
@@ -153,12 +157,12 @@ def test_1f1b_is_flat_in_the_number_of_microbatches() -> None:
 @pytest.mark.parametrize("p", PIPES)
 def test_phases_say_what_ticks_run(p: int) -> None:
     for schedule in of_pipe(p):
-        ran = []
+        tick_flags = []
         for repeats, phases in schedule.phases():
-            assert phases[0].start == len(ran)
-            ran += [phase[2:] for phase in phases for _ in range(phase.length)] * repeats
+            assert phases[0].start == len(tick_flags)
+            tick_flags += [phase[2:] for phase in phases for _ in range(phase.length)] * repeats
         kinds = [{op.kind for ops in column for op in ops} for column in schedule.table()]
-        assert ran == [("F" in k, "B" in k, schedule.epilogue(t) is not None) for t, k in enumerate(kinds)]
+        assert tick_flags == [("F" in k, "B" in k, schedule.epilogue(t) is not None) for t, k in enumerate(kinds)]
         assert [(t, kind) for t, k in enumerate(kinds) for kind in "FB" if kind in k] == [
             c[:2] for c in schedule.columns
         ]
@@ -171,7 +175,10 @@ def test_slots_never_clash(p: int) -> None:
 
 
 def use_slots(schedule: Schedule) -> None:
-    """Every rank writes in every tick in which one of them runs a forward, and what an idle one writes is garbage."""
+    """Run the lookups of stash slots.
+
+    Every rank writes in a tick with forwards on any rank, and an idle rank writes garbage.
+    """
     arrays, table = schedule.arrays(), schedule.table()
     assert all(a.shape == (schedule.ticks, schedule.ranks) and a.dtype == np.int32 for a in arrays.values())
     assert arrays["write"].max() < schedule.slots
@@ -179,41 +186,43 @@ def use_slots(schedule: Schedule) -> None:
     for rank in range(schedule.ranks):
         memory: list[tuple[int, int] | None] = [None] * schedule.slots
         for tick, column in enumerate(table):
-            now = {op.kind: (op.chunk, op.microbatch) for op in column[rank]}
+            cell = {op.kind: (op.chunk, op.microbatch) for op in column[rank]}
             if any(op.kind == "F" for ops in column for op in ops):
-                memory[rows["write"][tick][rank]] = now.get("F")
-            if "B" in now:
-                assert memory[rows["read"][tick][rank]] == now["B"]
+                memory[rows["write"][tick][rank]] = cell.get("F")
+            if "B" in cell:
+                assert memory[rows["read"][tick][rank]] == cell["B"]
             for kind in "FB":
-                assert rows[f"{kind}_valid"][tick][rank] == (kind in now)
+                assert rows[f"{kind}_valid"][tick][rank] == (kind in cell)
                 names = "chunk", "microbatch"
-                assert tuple(rows[f"{kind}_{name}"][tick][rank] for name in names) == now.get(kind, (0, 0))
+                assert tuple(rows[f"{kind}_{name}"][tick][rank] for name in names) == cell.get(kind, (0, 0))
 
 
 def test_an_evaluation_runs_the_forwards_alone() -> None:
     for schedule in of_pipe(4):
-        alone, m, v = schedule.forwards, schedule.microbatches, schedule.chunks
-        assert alone.ticks == alone.messages("F") == m * v + 3
-        assert alone.messages("B") == 0
-        assert [alone.epilogue(t) for t in range(alone.ticks)] == [schedule.epilogue(t) for t in range(alone.ticks)]
-        assert not any(phase.backward for _, phases in alone.phases() for phase in phases)
-        assert not alone.waiting
+        forwards, m, v = schedule.forwards, schedule.microbatches, schedule.chunks
+        assert forwards.ticks == forwards.messages("F") == m * v + 3
+        assert forwards.messages("B") == 0
+        assert [forwards.epilogue(t) for t in range(forwards.ticks)] == [
+            schedule.epilogue(t) for t in range(forwards.ticks)
+        ]
+        assert not any(phase.backward for _, phases in forwards.phases() for phase in phases)
+        assert not forwards.waiting
 
 
 # -- the registry ------------------------------------------------------------------------------------------------------
 
 
 def test_a_schedule_is_a_function_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One with its backwards two ticks later than 1F1B's: all else follows from the table."""
+    """A new schedule, whose backwards run two ticks later than 1F1B's, needs its table alone."""
     later = Recipe("1F1B, two ticks late", lambda p, m, v: lockstep(p, m, v, lag=v * p + 1))
     monkeypatch.setitem(SCHEDULES, "later", later)
-    schedule, known = Schedule("later", 4, 8, 2), Schedule("1f1b", 4, 8, 2)
+    schedule, one_f_one_b = Schedule("later", 4, 8, 2), Schedule("1f1b", 4, 8, 2)
     simulate(schedule)
     use_slots(schedule)
-    assert (schedule.waiting, known.waiting) == (2, 0)
-    assert schedule.ticks == known.ticks + 2
-    assert [schedule.in_flight(rank) - known.in_flight(rank) for rank in range(4)] == [2] * 4
-    assert (schedule.time, schedule.messages("B")) == (known.time, known.messages("B"))
+    assert (schedule.waiting, one_f_one_b.waiting) == (2, 0)
+    assert schedule.ticks == one_f_one_b.ticks + 2
+    assert [schedule.in_flight(rank) - one_f_one_b.in_flight(rank) for rank in range(4)] == [2] * 4
+    assert (schedule.time, schedule.messages("B")) == (one_f_one_b.time, one_f_one_b.messages("B"))
     assert schedule.title.startswith("later, 4 ranks")
 
 
@@ -224,7 +233,7 @@ def test_docs_have_a_row_for_every_schedule() -> None:
 
 # -- what torch reads --------------------------------------------------------------------------------------------------
 
-# As in torch.distributed.pipelining.schedules, `_action_regex`; an empty cell is no action, the row's number the rank.
+# `_action_regex` of torch.distributed.pipelining.schedules. An empty cell is no action; the row's number is the rank.
 ACTION = re.compile(
     r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)",
 )
@@ -232,7 +241,7 @@ ACTION = re.compile(
 
 @pytest.mark.parametrize("schedule", [Schedule("1f1b", 4, 6), Schedule("1f1b", 2, 4, 3), Schedule("gpipe", 3, 5, 1)])
 def test_torch_can_read_the_csv(schedule: Schedule) -> None:
-    """What `_load_csv(format="compute_only")` asks of a file: `_validate_schedule`, and then `_add_send_recv`."""
+    """The file meets what torch's `_load_csv` checks: `_validate_schedule`, and then `_add_send_recv`."""
     p, stages = schedule.ranks, schedule.ranks * schedule.chunks
     rows = [[cell.strip() for cell in line.split(",")] for line in schedule.csv()]
     assert len(rows) == p
@@ -243,23 +252,28 @@ def test_torch_can_read_the_csv(schedule: Schedule) -> None:
         actions.append([])
         for match in (ACTION.fullmatch(cell) for cell in row if cell):
             assert match is not None
-            stage, kind, at = int(match[1]), match[2], int(match[3])
+            stage, kind, microbatch = int(match[1]), match[2], int(match[3])
             assert stage % p == rank
-            assert kind == "F" or (stage, at) in ran["F"]
-            ran[kind].add((stage, at))
-            actions[-1].append((stage, kind, at))
-        mine = {(stage, at) for stage in range(rank, stages, p) for at in range(schedule.microbatches)}
-        assert ran["F"] == ran["B"] == mine
-    # Ranks wait for messages, and no longer for ticks.
-    done = {(-1, "F", at) for at in range(schedule.microbatches)}
-    done |= {(stages, "B", at) for at in range(schedule.microbatches)}
+            assert kind == "F" or (stage, microbatch) in ran["F"]
+            ran[kind].add((stage, microbatch))
+            actions[-1].append((stage, kind, microbatch))
+        rank_runs = {
+            (stage, microbatch) for stage in range(rank, stages, p) for microbatch in range(schedule.microbatches)
+        }
+        assert ran["F"] == ran["B"] == rank_runs
+    # Run each rank's actions in order: ranks wait for messages, but not for ticks.
+    finished = {(-1, "F", microbatch) for microbatch in range(schedule.microbatches)}
+    finished |= {(stages, "B", microbatch) for microbatch in range(schedule.microbatches)}
     while any(actions):
-        first = [todo for todo in actions if todo]
+        pending = [actions_left for actions_left in actions if actions_left]
         ready = [
-            todo for todo in first for s, kind, at in todo[:1] if (s + (-1 if kind == "F" else 1), kind, at) in done
+            actions_left
+            for actions_left in pending
+            for s, kind, microbatch in actions_left[:1]
+            if (s + (-1 if kind == "F" else 1), kind, microbatch) in finished
         ]
         assert ready, "no rank can go on"
-        done |= {todo.pop(0) for todo in ready}
+        finished |= {actions_left.pop(0) for actions_left in ready}
 
 
 def test_csv_of_a_small_schedule() -> None:

@@ -1,5 +1,6 @@
-"""Schedules whose ranks run different operations in one slot: two of them train as one device does, beside other axes
-too, and messages are as many as slots. All of them: `test_every_schedule.py`.
+"""Schedules whose ranks branch: two of them train as one device does, also with other axes, with two messages per slot.
+
+`test_every_schedule.py` tests all of them.
 """
 
 import dataclasses
@@ -47,8 +48,8 @@ def test_cell(cell: Cell) -> None:
     step, batch = step_of(cell)
     rows = step.replicas * step.strategy.microbatches
     check(step, model_of(cell.model), one_device(cell.model).first, batch, STEPS, *reference(cell.model, rows))
-    (messages,) = (one for one in expected(step, batch) if one.kind == "collective-permute")
-    parts = 2 if cell.model == "experts" else 1  # its balance losses travel along
+    (messages,) = (entry for entry in expected(step, batch) if entry.kind == "collective-permute")
+    parts = 2 if cell.model == "experts" else 1  # messages have its balance losses as well
     assert messages.count == 2 * parts * step.schedule.ticks  # one each way
 
 
@@ -75,27 +76,27 @@ def test_beside_tensor(cell: tensor_cells.Cell) -> None:
 
 @pytest.mark.xdist_group("pipeline experts")
 def test_a_strategy_takes_a_table_by_name_as_value_and_from_a_file(tmp_path: Path) -> None:
-    """One table: the first cell above trains by it."""
-    found = Schedule("zb-h1", 4, 5)
-    file, value = tmp_path / "mine.csv", Schedule.from_table(found.table(), found.placement, "mine")
-    file.write_text("\n".join(found.csv()))
-    for given, name in ((found, FIRST[0].schedule), (value, value.label), (str(file), str(file))):
-        strategy = jp.Strategy(pipe=4, microbatches=5, schedule=given)
+    """All three give the same table, by which the first cell above trains."""
+    named = Schedule("zb-h1", 4, 5)
+    file, value = tmp_path / "mine.csv", Schedule.from_table(named.table(), named.placement, "mine")
+    file.write_text("\n".join(named.csv()))
+    for argument, name in ((named, FIRST[0].schedule), (value, value.label), (str(file), str(file))):
+        strategy = jp.Strategy(pipe=4, microbatches=5, schedule=argument)
         step = jp.make_train_step(model_of("experts"), SGD, strategy, mesh=jax.devices()[:4])
         assert str(strategy) == f"pipe=4,schedule={name},microbatches=5"
         assert step.schedule is not None
-        assert step.schedule.table() == found.table()
-        if given is not value:
+        assert step.schedule.table() == named.table()
+        if argument is not value:
             assert jp.Strategy.parse(str(strategy)).schedule == name
-    many = dataclasses.replace(strategy, microbatches=8, schedule=value)
+    mismatched = dataclasses.replace(strategy, microbatches=8, schedule=value)
     with pytest.raises(ValueError, match=rf"{value.label} has pipe=4, microbatches=5, .* strategy pipe=4, micro.*=8"):
-        jp.make_train_step(model_of("experts"), SGD, many, mesh=jax.devices()[:4])
+        jp.make_train_step(model_of("experts"), SGD, mismatched, mesh=jax.devices()[:4])
     with pytest.raises(ValueError, match=r"schedule=none\.csv: there is no such file"):
         Schedule.of("none.csv", 4, 5, 1)
 
 
 TABLES = {
-    # Of whole backwards, which ranks run while others run forwards; two chunks of a loop, and no V.
+    # Whole backwards, which ranks run while others run forwards; two chunks in a loop rather than a V.
     "1f1b of the papers": ["0F0,0F1,0B0,0F2,0B1,0B2", "1F0,1B0,1F1,1B1,1F2,1B2"],
     "interleaved": list(Schedule("1f1b", 2, 4, 2).csv()),
     "whole and in halves": ["0F0,0F1,0I0,0F2,0W0,0B1,0B2", "1F0,1B0,1F1,1I1,1F2,1W1,1B2"],
@@ -116,17 +117,17 @@ def test_tables_from_elsewhere_train(name: str) -> None:
 
 @pytest.mark.xdist_group("pipeline experts")
 def test_evaluation() -> None:
-    """In a V, whose order of layers is its own: the loss before an update, twice."""
+    """In a V, with its own order of layers, an evaluation gives the loss that a step reports before its update."""
     step, batch = step_of(Cell("experts", 2, "zb-v", 2, "p", "", "none"))
     state = step.init(jax.random.key(0), params=one_device("experts").first)
-    alone = step.evaluate(state, batch)
+    evaluated = step.evaluate(state, batch)
     _, metrics = step(state, batch)
-    np.testing.assert_allclose(alone["loss"], metrics["loss"], rtol=1e-5)
-    np.testing.assert_allclose(alone["balance"], metrics["balance"], rtol=1e-5)
+    np.testing.assert_allclose(evaluated["loss"], metrics["loss"], rtol=1e-5)
+    np.testing.assert_allclose(evaluated["balance"], metrics["balance"], rtol=1e-5)
 
 
 def test_64_bit_numbers() -> None:
-    """Under `jax_enable_x64` the stash of a schedule with halves was addressed by integers of two types."""
+    """Under `jax_enable_x64`, integers of two dtypes once addressed the stash of a schedule with halves."""
     with jax.enable_x64(True):
         model = named("llama-tiny", vocab=64, dim=16, layers=2, heads=2, kv_heads=2, ffn=16).model
         step = jp.make_train_step(model, SGD, "pipe=2,microbatches=4,schedule=zb-h1", jax.devices()[:2])

@@ -1,5 +1,6 @@
-"""What a pipeline costs, and what it says where it cannot run: memory flat in microbatches, the schedule's messages and
-no others, program size flat in depth; optimizers on leaves that stages keep in another shape.
+"""The cost of pipelines, their errors, and optimizers on leaves that stages store in another shape.
+
+Memory is flat in microbatches, messages are those of the schedule, and the program's size is flat in depth.
 """
 
 import functools
@@ -27,21 +28,21 @@ SGD = optax.sgd(0.02, momentum=0.9)
 TUNERS = {**OPTIMIZERS, "adaptive-clip": lambda: optax.chain(optax.adaptive_grad_clip(0.05), optax.sgd(0.1))}
 
 
-def made(model: jp.Model, text: str, optimizer: Any = SGD, devices: int = 4) -> Any:
+def make_step(model: jp.Model, text: str, optimizer: Any = SGD, devices: int = 4) -> Any:
     return jp.make_train_step(model, optimizer, text, mesh=jax.devices()[:devices])
 
 
 def plain(layers: int, dim: int, hidden: int, loop: bool = False) -> jp.Model:
-    """Layers of two matrices and a scale, scanned or in a Python loop; the embedding is the head."""
+    """Return layers of two matrices and a scale, scanned or in a Python loop; the embedding is the head."""
 
     def init(key: jax.Array) -> Any:
         draw = lambda i, *shape: shape[-2] ** -0.5 * jax.random.normal(jax.random.fold_in(key, i), shape)
 
-        def some(at: int, *stack: int) -> Any:
-            up, down = draw(at, *stack, dim, hidden), draw(at + 1, *stack, hidden, dim)
+        def layer_params(start: int, *stack: int) -> Any:
+            up, down = draw(start, *stack, dim, hidden), draw(start + 1, *stack, hidden, dim)
             return {"up": {"kernel": up}, "down": {"kernel": down}, "scale": jnp.ones((*stack, dim))}
 
-        stack = [some(2 * i + 1) for i in range(layers)] if loop else some(1, layers)
+        stack = [layer_params(2 * i + 1) for i in range(layers)] if loop else layer_params(1, layers)
         return {"embed": draw(0, VOCAB, dim), "layers": stack}
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
@@ -63,53 +64,54 @@ def plain(layers: int, dim: int, hidden: int, loop: bool = False) -> jp.Model:
 
 
 @functools.cache
-def of_kind(kind: str) -> jp.Model:
-    return experts() if kind == "scanned" else plain(4, 16, 20, loop=True)  # of 16 on, Adafactor factors
+def model_of_kind(kind: str) -> jp.Model:
+    return experts() if kind == "scanned" else plain(4, 16, 20, loop=True)  # Adafactor factors dims of 16 or more
 
 
 @functools.cache
 def one_device(kind: str) -> OneDevice:
-    return OneDevice(of_kind(kind))
+    return OneDevice(model_of_kind(kind))
 
 
 @functools.cache
 def tuned(kind: str, optimizer: str) -> Any:
-    """Parameters of one device after three steps."""
+    """Return the parameters of one device after three steps."""
     return one_device(kind).train(TUNERS[optimizer](), batch_of(8), 8, 3)[1]
 
 
-KEPT = [
+STACK_CELLS = [
     ("scanned", "pipe=2,chunks=2,microbatches=2,fsdp=2,zero=1"),  # 9 layers in 4 stages: two dims, and padding
     ("rolled", "zero3"),
     ("rolled", "pipe=2,microbatches=2,fsdp=2,zero=2"),
 ]
 
 
-@pytest.mark.filterwarnings("ignore:the optimizer multiplies")  # what it does is done alike
+@pytest.mark.filterwarnings("ignore:the optimizer multiplies")  # it does the same on one device
 @pytest.mark.xdist_group("stages optimizers")  # they share gradients of one device
 @pytest.mark.parametrize(
     ("kind", "strategy", "optimizer"),
-    [(*KEPT[i % 3], name) for i, name in enumerate(TUNERS)] + [(*KEPT[0], "muon"), (*KEPT[2], "lamb")],
+    [(*STACK_CELLS[i % 3], name) for i, name in enumerate(TUNERS)]
+    + [(*STACK_CELLS[0], "muon"), (*STACK_CELLS[2], "lamb")],
 )
 def test_optimizer(kind: str, strategy: str, optimizer: str) -> None:
-    """Optimizers that look at shapes and norms do to leaves kept as stacks or in stages what they do on one device."""
-    step = made(of_kind(kind), strategy, TUNERS[optimizer](), 4)
-    before, after = one_device(kind).first, tuned(kind, optimizer)
-    state = step.init(jax.random.key(0), params=before)
+    """Optimizers that read shapes and norms treat leaves stored as stacks or in stages as they do on one device."""
+    step = make_step(model_of_kind(kind), strategy, TUNERS[optimizer](), 4)
+    initial, expected = one_device(kind).first, tuned(kind, optimizer)
+    state = step.init(jax.random.key(0), params=initial)
     batch = batch_of(8)
     for _ in range(3):
         state, _ = step(state, batch)
-    moved = lambda tree: [
-        np.asarray(b) - np.asarray(a) for a, b in zip(*map(jax.tree.leaves, (before, tree)), strict=True)
+    changes = lambda tree: [
+        np.asarray(b) - np.asarray(a) for a, b in zip(*map(jax.tree.leaves, (initial, tree)), strict=True)
     ]
-    for ours, theirs in zip(moved(of_kind(kind).unwrap(step.params(state))), moved(after), strict=True):
-        # In the norm: where a gradient is nearly zero, Adam divides rounding by rounding, and single elements differ.
+    for ours, theirs in zip(changes(model_of_kind(kind).unwrap(step.params(state))), changes(expected), strict=True):
+        # Compare norms: where a gradient is nearly zero, Adam divides rounding by rounding, and single elements differ.
         assert np.linalg.norm(ours - theirs) <= 2e-3 * np.linalg.norm(theirs) + 1e-7
 
 
 @pytest.mark.xdist_group("stages optimizers")
 def test_masks_by_path_see_the_models_own_tree() -> None:
-    """A mask that asks for the model's tree gets it, although the layers of its loop are kept as one stack."""
+    """A mask that reads the model's tree gets it, although the layers of its loop are stored as one stack."""
     decayed: list[int] = []
 
     def kernels(params: Any) -> Any:
@@ -118,12 +120,12 @@ def test_masks_by_path_see_the_models_own_tree() -> None:
         decayed.append(sum(mask))
         return jax.tree.unflatten(tree, mask)
 
-    step = made(of_kind("rolled"), "zero3", optax.adamw(1e-2, mask=kernels))
-    one = one_device("rolled")
-    state, _ = step(step.init(jax.random.key(0), params=one.first), batch_of(8))
-    _, wanted = one.train(optax.adamw(1e-2, mask=kernels), batch_of(8), 8, 1)
+    step = make_step(model_of_kind("rolled"), "zero3", optax.adamw(1e-2, mask=kernels))
+    device = one_device("rolled")
+    state, _ = step(step.init(jax.random.key(0), params=device.first), batch_of(8))
+    _, expected = device.train(optax.adamw(1e-2, mask=kernels), batch_of(8), 8, 1)
     for ours, theirs in zip(
-        jax.tree.leaves(of_kind("rolled").unwrap(step.params(state))), jax.tree.leaves(wanted), strict=True
+        jax.tree.leaves(model_of_kind("rolled").unwrap(step.params(state))), jax.tree.leaves(expected), strict=True
     ):
         assert np.allclose(ours, theirs, atol=1e-4)
     assert decayed[-1] == 4 * 2
@@ -134,9 +136,9 @@ def test_masks_by_path_see_the_models_own_tree() -> None:
 
 @functools.cache
 def temporaries(schedule: str, chunks: int, microbatches: int) -> int:
-    """Bytes of the compiled step's temporaries; one row of 64 positions a microbatch."""
+    """Return the bytes of the compiled step's temporaries, with one row of 64 positions per microbatch."""
     model = plain(layers=8, dim=48, hidden=96)
-    step = made(model, f"pipe=4,schedule={schedule},chunks={chunks},microbatches={microbatches}")
+    step = make_step(model, f"pipe=4,schedule={schedule},chunks={chunks},microbatches={microbatches}")
     batch = {"tokens": jax.ShapeDtypeStruct((microbatches, 65), jnp.int32)}
     return step.compile(batch).memory_analysis().temp_size_in_bytes
 
@@ -152,26 +154,26 @@ def test_memory_is_flat_in_microbatches(chunks: int) -> None:
 @pytest.mark.parametrize(("schedule", "chunks"), list(kinds()))
 @pytest.mark.parametrize("devices", ["cpu", pytest.param("4xH100", marks=pytest.mark.cuda_compiler)])
 def test_temporaries_are_what_the_schedule_holds(devices: str, schedule: str, chunks: int) -> None:
-    """What is held from F to B or W, and from I to W, is nearly all of them, and none but GPipe's grow with m."""
-    mesh, found = jax.devices()[:4] if devices == "cpu" else target(devices).devices, []
+    """The stashes, from F to B or W and from I to W, are nearly all temporaries; only GPipe's grow with m."""
+    mesh, sizes = jax.devices()[:4] if devices == "cpu" else target(devices).devices, []
     for m in (16, 48):
         text = f"pipe=4,schedule={schedule},chunks={chunks},microbatches={m}"
         step = jp.make_train_step(plain(layers=16, dim=64, hidden=128), optax.sgd(0.1), text, mesh=mesh)
         batch = {"tokens": jax.ShapeDtypeStruct((m, 257), jnp.int32)}
-        held, used = held_bytes(step, batch), step.compile(batch).memory_analysis().temp_size_in_bytes
-        # Where a chunk is one layer there is no loop around its reads of the stash, and XLA's CPU compiler copies it.
-        one = schedule == "1f1b-overlap" and chunks == 4 and devices == "cpu"
-        assert held <= used <= (2.2 if one else 1.6) * held
-        found.append(used)
-    few, many = found
-    assert many > 2.5 * few if schedule == "gpipe" else many < 1.01 * few
+        stashed, temporary_bytes = held_bytes(step, batch), step.compile(batch).memory_analysis().temp_size_in_bytes
+        # With one layer per chunk, no loop is around the reads of the stash, and XLA's CPU compiler copies it.
+        has_one_layer = schedule == "1f1b-overlap" and chunks == 4 and devices == "cpu"
+        assert stashed <= temporary_bytes <= (2.2 if has_one_layer else 1.6) * stashed
+        sizes.append(temporary_bytes)
+    with_16, with_48 = sizes
+    assert with_48 > 2.5 * with_16 if schedule == "gpipe" else with_48 < 1.01 * with_16
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b", 2), ("gpipe", 1)])
 def test_messages_are_those_of_the_schedule(schedule: str, chunks: int) -> None:
-    """In every tick with forwards one message of the activations goes on, in every one with backwards one back."""
+    """A rank sends one message in every tick with forwards, and one back in every tick with backwards."""
     m, p, rows = 8, 4, 2
-    step = made(plain(LAYERS, 12, 20), f"pipe={p},schedule={schedule},chunks={chunks},microbatches={m}")
+    step = make_step(plain(LAYERS, 12, 20), f"pipe={p},schedule={schedule},chunks={chunks},microbatches={m}")
     batch = batch_of(m * rows)
     ticks = m * chunks + p - 1
     message = rows * (LENGTH - 1) * 12 * 4
@@ -183,24 +185,24 @@ def test_messages_are_those_of_the_schedule(schedule: str, chunks: int) -> None:
         assert ledger.total("count", kind="collective-permute") == 2 * ticks
 
 
-def size(layers: int, strategy: str) -> int:
-    """Equations of the step: the compiler rolls up and unrolls nothing of it."""
+def num_equations(layers: int, strategy: str) -> int:
+    """Return the number of equations of the step, before the compiler unrolls loops."""
     model = jp.from_nnx(lambda rngs: Loop(llama.Config(VOCAB, 12, layers, 3, 1, 20), rngs), llama.loss)
-    step = made(model, strategy, devices=2)
+    step = make_step(model, strategy, devices=2)
     return str(step.trace({"tokens": jax.ShapeDtypeStruct((4, 7), jnp.int32)})).count(" = ")
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "pipe=2,microbatches=2"])
 def test_program_of_a_loop_is_flat_in_depth(strategy: str) -> None:
-    assert size(8, strategy) <= 1.1 * size(4, strategy)
+    assert num_equations(8, strategy) <= 1.1 * num_equations(4, strategy)
 
 
 def test_ranks_share_the_rows_of_the_epilogue() -> None:
-    """Where rows divide among the ranks, no rank computes logits of a whole microbatch."""
+    """If rows divide among the ranks, no rank computes the logits of a whole microbatch."""
     m = 2
     plain = llama.Config(vocab=VOCAB, dim=12, layers=4, heads=3, kv_heads=1, ffn=20)
     model = jp.from_nnx(lambda rngs: llama.Llama(plain, rngs=rngs), llama.loss)
-    step = made(model, f"pipe=4,microbatches={m}")
+    step = make_step(model, f"pipe=4,microbatches={m}")
     text = {rows: str(step.trace(batch_of(m * rows))) for rows in (4, 5)}
     logits = lambda rows: f"f32[{rows},{LENGTH - 1},{VOCAB}]"
     assert logits(1) in text[4]
@@ -212,7 +214,7 @@ def test_ranks_share_the_rows_of_the_epilogue() -> None:
 
 
 class Uneven(nnx.Module):
-    """Blocks of the same shapes that are not the same program."""
+    """Blocks of the same shapes whose programs differ."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, 12, rngs=rngs)
@@ -245,23 +247,23 @@ class Uneven(nnx.Module):
 )
 def test_errors(model: Any, strategy: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r".") as error:
-        made(model(), strategy).trace(batch_of(16))
+        make_step(model(), strategy).trace(batch_of(16))
     assert not [part for part in parts if not re.search(re.escape(part), str(error.value))], error.value
 
 
 def test_unrolled_layers_train_all_the_same() -> None:
-    """Layers that are not alike are kept as a stack and read one by one."""
+    """Layers that differ are stored as a stack and read one by one."""
     report = jp.verify(jp.from_nnx(Uneven, llama.loss), "fsdp=4", batch_of(8), mesh=jax.devices()[:4])
     assert report.ok, report
 
 
 def test_a_loop_is_the_users_own_tree() -> None:
-    step = made(loop(), "pipe=2,fsdp=2,microbatches=2", devices=4)
+    step = make_step(loop(), "pipe=2,fsdp=2,microbatches=2", devices=4)
     state = step.init(jax.random.key(0))
     paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(step.params(state))}
     assert any("'layers'" in path and "4" in path for path in paths), paths
-    again = step.init(jax.random.key(1), params=step.params(state))
-    for a, b in zip(*(jax.tree.leaves(step.params(s)) for s in (state, again)), strict=True):
+    copied = step.init(jax.random.key(1), params=step.params(state))
+    for a, b in zip(*(jax.tree.leaves(step.params(s)) for s in (state, copied)), strict=True):
         assert np.array_equal(a, b)
 
 
@@ -269,8 +271,8 @@ def test_a_loop_is_the_users_own_tree() -> None:
     "strategy", ["pipe=2,fsdp=4,microbatches=2", "pipe=2,tensor=2,fsdp=2,microbatches=2", "fsdp=8"]
 )
 def test_a_loop_is_handed_out_without_gathering_its_stacks(strategy: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """XLA: "Involuntary full rematerialization" of every stack, as layers were split along another dim."""
-    step = made(plain(8, 64, 256, loop=True), strategy, devices=8)
+    """XLA once reported "Involuntary full rematerialization" of every stack: layers were split along another dim."""
+    step = make_step(plain(8, 64, 256, loop=True), strategy, devices=8)
     params = step.params(step.init(jax.random.key(0)))
     assert "nvoluntary" not in capfd.readouterr().err
     at_rest = {x.sharding.shard_shape(x.shape) for x in (layer["up"]["kernel"] for layer in params["layers"])}
@@ -278,7 +280,7 @@ def test_a_loop_is_handed_out_without_gathering_its_stacks(strategy: str, capfd:
 
 
 def blocks(body: Any) -> jp.Model:
-    """Four blocks in a Python loop: `body(number, parameters of the block, x) -> x`."""
+    """Return four blocks in a Python loop: `body(number, parameters of the block, x) -> x`."""
 
     def init(key: jax.Array) -> Any:
         draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
@@ -295,14 +297,14 @@ def blocks(body: Any) -> jp.Model:
 
 
 def scaled(number: int) -> Any:
-    """The identity, with a gradient that is scaled by the number of the block."""
+    """Return the identity with a gradient that is scaled by the number of the block."""
 
     @jax.custom_jvp
-    def same(x: jax.Array) -> jax.Array:
+    def identity(x: jax.Array) -> jax.Array:
         return x
 
-    same.defjvp(lambda primals, tangents: (primals[0], tangents[0] * (number + 1.0)))
-    return same
+    identity.defjvp(lambda primals, tangents: (primals[0], tangents[0] * (number + 1.0)))
+    return identity
 
 
 def test_blocks_of_a_loop_with_a_sum_over_layers_and_over_all_weights() -> None:
@@ -312,7 +314,7 @@ def test_blocks_of_a_loop_with_a_sum_over_layers_and_over_all_weights() -> None:
 
 
 def test_blocks_of_a_loop_that_share_what_comes_from_parameters_alone() -> None:
-    """A table of relative positions, looked up once for all blocks, was once computed twice: KeyError."""
+    """A table of relative positions that all blocks look up was once computed twice: KeyError."""
 
     def init(key: jax.Array) -> Any:
         draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
@@ -330,7 +332,7 @@ def test_blocks_of_a_loop_that_share_what_comes_from_parameters_alone() -> None:
 
 
 def test_blocks_whose_weights_are_scaled_by_a_value_that_all_share() -> None:
-    """The block's own product stood before the `tanh` of the shared leaf that it needs: KeyError."""
+    """A block's product once came before the `tanh` of the shared leaf that it needs: KeyError."""
 
     def init(key: jax.Array) -> Any:
         return {**blocks(None).init(key), "gain": jnp.linspace(0.5, 1.0, 8)}
@@ -346,8 +348,9 @@ def test_blocks_whose_weights_are_scaled_by_a_value_that_all_share() -> None:
 
 
 def test_blocks_that_read_one_leaf_or_another() -> None:
-    """Odd blocks read both leaves, even ones `w` twice: `w` was read from its stack and layer by layer, and the stack's
-    gradient was lost.
+    """Odd blocks read both leaves, even ones read `w` twice.
+
+    `w` was once read from its stack and layer by layer, and the stack's gradient was lost.
     """
 
     def init(key: jax.Array) -> Any:
@@ -362,13 +365,13 @@ def test_blocks_that_read_one_leaf_or_another() -> None:
 
     report = jp.verify(jp.Model(init, loss), "fsdp=2", batch_of(8), mesh=jax.devices()[:2])
     assert report.ok, report
-    step = made(jp.Model(init, loss), "pipe=2,microbatches=2", devices=2)
+    step = make_step(jp.Model(init, loss), "pipe=2,microbatches=2", devices=2)
     step.trace(batch_of(8))
     assert step.layout.loops["layers/*"].endswith("one stack: layers 0 to 3 scanned in 2 rounds of 2")
 
 
 def test_blocks_that_read_the_block_before_the_last() -> None:
-    """Two streams that take turns: two blocks are one round. It was an AttributeError."""
+    """Two streams take turns, so that two blocks are one round. This was once an AttributeError."""
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
         x, y = params["embed"][batch["tokens"]], params["embed"][batch["tokens"] // 2]
@@ -379,13 +382,13 @@ def test_blocks_that_read_the_block_before_the_last() -> None:
     model = jp.Model(blocks(None).init, loss)
     report = jp.verify(model, "fsdp=2", batch_of(8), mesh=jax.devices()[:2])
     assert report.ok, report
-    step = made(model, "pipe=2,microbatches=2", devices=2)
+    step = make_step(model, "pipe=2,microbatches=2", devices=2)
     step.trace(batch_of(8))
     assert step.layout.loops["layers/*"].endswith("one stack: layers 0 to 3 scanned in 2 rounds of 2")
 
 
 def test_a_stack_scanned_twice_with_a_leaf_that_is_whole() -> None:
-    """The bias [4, 41] is sharded by its layers, and both scans read it whole. The second's gradient counted twice."""
+    """The bias [4, 41] is sharded by layers, and two scans read it whole. The second gradient once counted twice."""
 
     def init(key: jax.Array) -> Any:
         draw = lambda i, *shape: 0.1 * jax.random.normal(jax.random.fold_in(key, i), shape)
@@ -404,7 +407,7 @@ def test_a_stack_scanned_twice_with_a_leaf_that_is_whole() -> None:
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_rules_of_differentiation_are_looked_at(remat: bool) -> None:
-    """Blocks that differ in nothing but the rule of a derivative were once taken for the same program."""
+    """Blocks that differ in the rule of a derivative alone were once taken for the same program."""
 
     def body(number: int, layer: Any, x: jax.Array) -> jax.Array:
         block = lambda x, w: scaled(number)(x + jnp.tanh(x @ w))
@@ -413,17 +416,17 @@ def test_rules_of_differentiation_are_looked_at(remat: bool) -> None:
     report = jp.verify(blocks(body), "fsdp=2", batch_of(8), mesh=jax.devices()[:2])
     assert report.ok, report
     with pytest.raises(ValueError, match="that are the same program"):
-        made(blocks(body), "pipe=2,microbatches=2", devices=2).trace(batch_of(8))
+        make_step(blocks(body), "pipe=2,microbatches=2", devices=2).trace(batch_of(8))
 
 
 def test_pp_has_microbatches_enough() -> None:
-    # `pp` ran one microbatch, so that each of 8 ranks idled 87.5% of a step, in silence.
+    # `pp` once ran one microbatch, without a warning: each of 8 ranks idled 87.5% of a step.
     step = jp.make_train_step(scanned(), SGD, "pp")
     assert (str(step.strategy), step.schedule.microbatches) == ("pipe=-1,microbatches=32", 32)
-    assert made(scanned(), "pp,microbatches=2").schedule.microbatches == 2
-    assert made(scanned(), "pp", devices=1).strategy.microbatches == 1
-    assert made(scanned(), "ddp,microbatches=-1").strategy.microbatches == 1
+    assert make_step(scanned(), "pp,microbatches=2").schedule.microbatches == 2
+    assert make_step(scanned(), "pp", devices=1).strategy.microbatches == 1
+    assert make_step(scanned(), "ddp,microbatches=-1").strategy.microbatches == 1
     with pytest.raises(ValueError, match=r"batch has 8 rows; .* 16 microbatches .*: use microbatches=8, or pad"):
-        made(scanned(), "pp").check(batch_of(8))
+        make_step(scanned(), "pp").check(batch_of(8))
     with pytest.warns(match=r"pipe=4 with microbatches=1: .* each idles 75% of a step; use microbatches=16 \(16%\)"):
-        made(scanned(), "pipe=4")
+        make_step(scanned(), "pipe=4")

@@ -1,6 +1,6 @@
-"""Tables whose ranks branch: every dependency, one operation in a slot, memory, messages; the papers' numbers; torch.
+"""Tables whose ranks branch: dependencies, memory and messages; the papers' numbers; torch.
 
-What runs when is read from `table()` alone, by a checker of its own (`simulate`), which the library's is compared with.
+`simulate` is a second checker, which reads operations from `table()` alone. The library's numbers are compared with it.
 """
 
 import dataclasses
@@ -19,29 +19,29 @@ from jaxpar.strategy.schedules.checker import check_table
 from jaxpar.strategy.schedules.operations import Op, place_of, stage_of
 
 PIPES = range(2, 9)
-ONE = dict.fromkeys("FIW", 1)
+UNIT_TIMES = dict.fromkeys("FIW", 1)
 LOCKSTEP = ("gpipe", "1f1b", "1f1b-overlap")
 CHUNKS = {"1f1b-halves": (1,), "zb-h1": (1,), "zb-h2": (1,)}  # the others hold two
 
 
-def least(kind: str, p: int) -> int:
+def fewest_microbatches(kind: str, p: int) -> int:
     return 2 * p if kind == "dualpipe-v" else 1
 
 
 def grid(p: int) -> list[Schedule]:
-    """Every schedule that branches, m from the least on: few, about p and 2 p, and many."""
+    """Return every schedule that branches, with few microbatches, about p and 2 p, and many."""
     return [
         Schedule(kind, p, m, v)
         for kind in SCHEDULES
         if kind not in LOCKSTEP
         for m in sorted({1, 2, 3, p - 1, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p})
-        if m >= least(kind, p)
+        if m >= fewest_microbatches(kind, p)
         for v in CHUNKS.get(kind, (2,))
     ]
 
 
 def stage_at(schedule: Schedule, rank: int, chunk: int) -> int:
-    """Written out: the first chunks count up; a V's second ones count down."""
+    """Return the stage of a chunk, written out: the first chunks count up; a V's second chunks count down."""
     p = schedule.ranks
     if schedule.placement == "V" and chunk == 1:
         return 2 * p - 1 - rank
@@ -49,41 +49,41 @@ def stage_at(schedule: Schedule, rank: int, chunk: int) -> int:
 
 
 def simulate(schedule: Schedule) -> list[int]:
-    """Runs the table; fails where an input is missing. The most that each rank holds."""
+    """Run the table; return the most activations that each rank holds. Fails if an input is missing."""
     p, m, stages = schedule.ranks, schedule.microbatches, schedule.ranks * schedule.chunks
     slot_of: dict[tuple[str, int, int], int] = {}
-    held, most = [0] * p, [0] * p
+    in_flight, peaks = [0] * p, [0] * p
     for slot, column in enumerate(schedule.table()):
         assert len(column) == p
         for rank, ops in enumerate(column):
             assert len(ops) <= 1
-            for kind, chunk, at in ops:
+            for kind, chunk, microbatch in ops:
                 stage = stage_at(schedule, rank, chunk)
-                before = {
+                needs = {
                     "F": [("F", stage - 1)] if stage else [],
                     "I": [("F", stage), *([("I", stage + 1)] if stage < stages - 1 else [])],
                     "W": [("I", stage)],
                 }[kind]
-                assert all(slot_of[needed, of, at] < slot for needed, of in before)
-                assert (kind, stage, at) not in slot_of
-                slot_of[kind, stage, at] = slot
-                held[rank] += {"F": 1, "I": 0, "W": -1}[kind]
-                most[rank] = max(most[rank], held[rank])
+                assert all(slot_of[needed, source, microbatch] < slot for needed, source in needs)
+                assert (kind, stage, microbatch) not in slot_of
+                slot_of[kind, stage, microbatch] = slot
+                in_flight[rank] += {"F": 1, "I": 0, "W": -1}[kind]
+                peaks[rank] = max(peaks[rank], in_flight[rank])
     assert len(slot_of) == 3 * stages * m
-    assert held == [0] * p
-    return most
+    assert in_flight == [0] * p
+    return peaks
 
 
 @pytest.mark.parametrize("p", PIPES)
 def test_dependencies_and_memory(p: int) -> None:
     for schedule in grid(p):
         assert schedule.branches
-        most = simulate(schedule)
+        peaks = simulate(schedule)
         check_table(schedule.table(), schedule.placement, schedule.microbatches, schedule.chunks)
-        assert [schedule.in_flight(rank) for rank in range(p)] == most
-        assert schedule.slots == max(most)
+        assert [schedule.in_flight(rank) for rank in range(p)] == peaks
+        assert schedule.slots == max(peaks)
         m, v = schedule.microbatches, schedule.chunks
-        room = {
+        limits = {
             "1f1b-halves": p,
             "zb-h1": p,
             "zb-h2": 2 * p - 1,
@@ -91,24 +91,24 @@ def test_dependencies_and_memory(p: int) -> None:
             "v-half": (p + 2) // 2,
             "v-min": (p + 4) // 3,
         }
-        if limit := room.get(schedule.kind):
-            assert max(most) <= v * limit
+        if limit := limits.get(schedule.kind):
+            assert max(peaks) <= v * limit
             if m >= 2 * p:  # as Qi et al. 2023 (sections 2.1, 2.2, 6) and 2024 say
-                assert max(most) == v * limit
+                assert max(peaks) == v * limit
         if schedule.kind == "dualpipe-v":
-            assert max(most) == 2 * p + 1
+            assert max(peaks) == 2 * p + 1
 
 
 @pytest.mark.parametrize("p", PIPES)
 def test_time_is_the_closed_form(p: int) -> None:
-    """In slots: of the step, and of the busiest rank from its first operation to its last, as the papers count."""
+    """The time in slots, of the step and of the busiest rank from its first operation to its last."""
     for schedule in grid(p):
         m, v = schedule.microbatches, schedule.chunks
-        work = 3 * m * v
-        step, longest = schedule.timed(ONE)
+        busy = 3 * m * v
+        step, longest = schedule.timed(UNIT_TIMES)
         assert schedule.ticks == len(schedule.table()) == step == schedule.time * v
-        assert float(schedule.bubble) == pytest.approx(1 - work / step)
-        assert work <= longest <= step
+        assert float(schedule.bubble) == pytest.approx(1 - busy / step)
+        assert busy <= longest <= step
         forms = {
             "1f1b-halves": (m >= p, 2 * (p - 1), 2 * (p - 1)),
             "zb-h1": (m >= p, p - 1, p - 1),
@@ -116,41 +116,43 @@ def test_time_is_the_closed_form(p: int) -> None:
             "zb-v": (m >= 2 * p, p - 1, 0),
             "dualpipe-v": (True, p - 1, p - 1),
         }
-        where, idle, of_rank = forms.get(schedule.kind, (False, 0, 0))
-        if where:
-            assert (step, longest) == (work + idle, work + of_rank)
+        holds, idle, idle_of_rank = forms.get(schedule.kind, (False, 0, 0))
+        if holds:
+            assert (step, longest) == (busy + idle, busy + idle_of_rank)
 
 
 def test_bubbles_of_the_papers() -> None:
-    """p = 8, m = 24, F = I = W = 1: ZB-H1 has a third of 1F1B's; ZB-H2 and ZB-V have none."""
+    """With p = 8, m = 24, F = I = W = 1, ZB-H1 has a third of 1F1B's bubble, and ZB-H2 and ZB-V have none."""
     assert Schedule("1f1b", 8, 24).bubble == pytest.approx(7 / 31)
     assert Schedule("zb-h1", 8, 24).bubble == pytest.approx(7 / 79)  # .0886
     for kind, v in (("zb-h2", 1), ("zb-v", 2)):
-        assert Schedule(kind, 8, 24, v).timed(ONE)[1] == 24 * 3 * v
+        assert Schedule(kind, 8, 24, v).timed(UNIT_TIMES)[1] == 24 * 3 * v
     # DualPipe's (p - 2) / (3 m + p - 2) for its p ranks (DeepSeek-V3 2024, table 2) is the bound; the V form has less.
-    assert 1 - 144 / Schedule("dualpipe-v", 8, 24, 2).timed(ONE)[1] == pytest.approx(7 / 151)  # (p - 1) / (6 m + p - 1)
+    assert 1 - 144 / Schedule("dualpipe-v", 8, 24, 2).timed(UNIT_TIMES)[1] == pytest.approx(
+        7 / 151
+    )  # (p - 1) / (6 m + p - 1)
     assert 7 / 151 < 6 / 78
     # Qi et al. 2024, table 1: about p / 2 m and 2 p / 3 m.
-    assert 1 - 144 / Schedule("v-half", 8, 24, 2).timed(ONE)[1] <= 8 / 48
-    assert 1 - 144 / Schedule("v-min", 8, 24, 2).timed(ONE)[1] <= 16 / 72
+    assert 1 - 144 / Schedule("v-half", 8, 24, 2).timed(UNIT_TIMES)[1] <= 8 / 48
+    assert 1 - 144 / Schedule("v-min", 8, 24, 2).timed(UNIT_TIMES)[1] <= 16 / 72
 
 
 def test_the_1f1b_of_the_papers_holds_p_activations() -> None:
-    """Ours runs F and B in one tick and holds 2 p - 1. In slots of their own they are a table that trains too."""
+    """With F and B in two slots, 1F1B holds p activations; jaxpar's, with F and B in one tick, 2 p - 1."""
     p, m = 8, 24
     lines = []
     for rank in range(p):
         ahead = p - 1 - rank
-        pairs = [cell for at in range(m) for cell in (f"{rank}F{at + ahead}" * (at + ahead < m), f"{rank}B{at}")]
-        lines.append(",".join([*(f"{rank}F{at}" for at in range(ahead)), *pairs]))
+        pairs = [cell for i in range(m) for cell in (f"{rank}F{i + ahead}" * (i + ahead < m), f"{rank}B{i}")]
+        lines.append(",".join([*(f"{rank}F{i}" for i in range(ahead)), *pairs]))
     schedule = Schedule.from_csv(lines)
     assert schedule.branches
     assert [schedule.in_flight(rank) for rank in range(p)] == [p - rank for rank in range(p)]
     assert schedule.slots == p
     step, _ = schedule.timed({"F": 1, "B": 2})
     assert 1 - 3 * m / step == pytest.approx(7 / 31)
-    ours = Schedule("1f1b", p, m)
-    assert (ours.time, ours.in_flight(0)) == (step, 2 * p - 1)
+    lockstep = Schedule("1f1b", p, m)
+    assert (lockstep.time, lockstep.in_flight(0)) == (step, 2 * p - 1)
     # A slot lasts as long as its longest operation: a whole backward of some rank, in all but p of them.
     assert schedule.time == 4 * (m + p - 1) - p
     halves = Schedule("1f1b-halves", p, m)
@@ -161,84 +163,86 @@ def test_the_1f1b_of_the_papers_holds_p_activations() -> None:
 # -- what a program looks up -------------------------------------------------------------------------------------------
 
 
-def use(schedule: Schedule) -> Counter[str]:
-    """Runs `rows` as a program would, on buffers that hold names. How many messages went which way."""
+def count_messages(schedule: Schedule) -> Counter[str]:
+    """Run `rows` as a program would, on buffers that hold names; return how many messages went each way."""
     p, rows, sent = schedule.ranks, schedule.rows, Counter()
     kinds = {code: kind for kind, code in CODES.items()}
-    stash, kept, messages = ([[None] * n for _ in range(p)] for n in (rows.stashes, rows.keeps, rows.buffers))  # type: ignore[var-annotated]
+    stash, residuals, messages = ([[None] * n for _ in range(p)] for n in (rows.stashes, rows.keeps, rows.buffers))  # type: ignore[var-annotated]
     last = p * schedule.chunks - 1
     for slot in range(schedule.ticks):
-        out: list = [None] * p
+        results: list = [None] * p
         for rank in range(p):
             kind = kinds.get(int(rows.kind[slot, rank]))
             ops = schedule.table()[slot][rank]
             assert (ops[0].kind if ops else None) == kind
             if kind is None:
                 continue
-            chunk, at = int(rows.chunk[slot, rank]), int(rows.microbatch[slot, rank])
-            assert ops[0] == (kind, chunk, at)
+            chunk, microbatch = int(rows.chunk[slot, rank]), int(rows.microbatch[slot, rank])
+            assert ops[0] == (kind, chunk, microbatch)
             stage, write = stage_at(schedule, rank, chunk), rows.stash[slot, rank]
             if kind == "F":
-                assert stage == 0 or messages[rank][rows.read[slot, rank]] == ("F", stage - 1, at)
+                assert stage == 0 or messages[rank][rows.read[slot, rank]] == ("F", stage - 1, microbatch)
             elif kind == "I":
-                assert messages[rank][rows.read[slot, rank]] == ("I", stage + 1, at)
+                assert messages[rank][rows.read[slot, rank]] == ("I", stage + 1, microbatch)
             if schedule.forwards_only:
                 pass
             elif kind == "F":
-                stash[rank][write] = (stage, at)
+                stash[rank][write] = (stage, microbatch)
             else:
-                assert stash[rank][write] == (stage, at)
+                assert stash[rank][write] == (stage, microbatch)
             if kind == "I":
-                kept[rank][rows.kept[slot, rank]] = (stage, at)
+                residuals[rank][rows.residuals[slot, rank]] = (stage, microbatch)
             if kind == "W":
-                assert kept[rank][rows.kept[slot, rank]] == (stage, at)
-            out[rank] = (kind, stage, at)
+                assert residuals[rank][rows.residuals[slot, rank]] == (stage, microbatch)
+            results[rank] = (kind, stage, microbatch)
         for rank in range(p):
-            epilogue = [("I", last + 1, x[2]) for x in out[rank : rank + 1] if x and x[:2] == ("F", last)]
-            came = (out[rank - 1], out[(rank + 1) % p], out[rank], epilogue[0] if epilogue else None)
-            # What nobody asked for is written where nothing is held, so that the order of writing matters to nobody.
-            for way, message in zip(WAYS, came, strict=True):
-                wanted = _wanted(schedule, rank, way, message)
-                if not wanted:
+            epilogue = [("I", last + 1, x[2]) for x in results[rank : rank + 1] if x and x[:2] == ("F", last)]
+            arriving = (results[rank - 1], results[(rank + 1) % p], results[rank], epilogue[0] if epilogue else None)
+            # Messages that no rank needs go to free buffers, so that the order of writes does not matter.
+            for way, message in zip(WAYS, arriving, strict=True):
+                is_needed = _is_needed(schedule, rank, way, message)
+                if not is_needed:
                     messages[rank][getattr(rows, way)[slot, rank]] = "garbage"
-            for way, message in zip(WAYS, came, strict=True):
-                if _wanted(schedule, rank, way, message):
+            for way, message in zip(WAYS, arriving, strict=True):
+                if _is_needed(schedule, rank, way, message):
                     assert rows.sent[slot, WAYS.index(way)]
                     sent[way] += 1
                     messages[rank][getattr(rows, way)[slot, rank]] = message
     return sent
 
 
-def _wanted(schedule: Schedule, rank: int, way: str, message: tuple | None) -> bool:
-    """Whether a rank needs what comes this way."""
+def _is_needed(schedule: Schedule, rank: int, way: str, message: tuple | None) -> bool:
+    """Return whether a rank needs the message that comes one way."""
     if message is None or message[0] == "W":
         return False
-    if way == "epilogue":
+    if way == "from_epilogue":
         return not schedule.forwards_only
     kind, stage, _ = message
-    to = stage + (1 if kind == "F" else -1)
-    if not 0 <= to < schedule.ranks * schedule.chunks or schedule.place(to).rank != rank:
+    target = stage + (1 if kind == "F" else -1)
+    if not 0 <= target < schedule.ranks * schedule.chunks or schedule.place(target).rank != rank:
         return False
-    own = schedule.place(stage)
-    _, step = schedule.neighbour(kind, own.rank, own.chunk)
-    return way == {1: "below", -1: "above", 0: "here"}[step]
+    place = schedule.place(stage)
+    _, step = schedule.neighbour(kind, place.rank, place.chunk)
+    return way == {1: "from_previous", -1: "from_next", 0: "from_self"}[step]
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 def test_nothing_is_lost_in_buffers(p: int) -> None:
     for schedule in grid(p) if p < 8 else [s for s in grid(p) if s.microbatches == 2 * p]:
         m, v, rows = schedule.microbatches, schedule.chunks, schedule.rows
-        sent = use(schedule)
-        # Every stage but the last sends activations, every one but the first cotangents; in a V, half of each goes up.
-        once, v_turns = 2 * m * (p - 1), 2 * m if v == 2 else 0
-        assert sent["here"] == v_turns
-        assert sent["epilogue"] == m
-        assert sent["below"] + sent["above"] == 2 * m * (p * v - 1) - v_turns
+        sent = count_messages(schedule)
+        # All stages but the last send activations, all but the first send cotangents. In a V, half of each goes up.
+        per_chunk, v_turns = 2 * m * (p - 1), 2 * m if v == 2 else 0
+        assert sent["from_self"] == v_turns
+        assert sent["from_epilogue"] == m
+        assert sent["from_previous"] + sent["from_next"] == 2 * m * (p * v - 1) - v_turns
         if v == 2:
-            assert sent["below"] == sent["above"] == 2 * m * (p - 1)
-        assert sent["below"] + sent["above"] == v * once  # a V sends twice what one chunk a rank does
+            assert sent["from_previous"] == sent["from_next"] == 2 * m * (p - 1)
+        assert (
+            sent["from_previous"] + sent["from_next"] == v * per_chunk
+        )  # a V sends twice as many as one chunk per rank
         assert rows.keeps <= rows.stashes == schedule.slots
-        use(schedule.forwards)
+        count_messages(schedule.forwards)
         assert schedule.forwards.ticks <= schedule.ticks
         assert not any(op.kind != "F" for column in schedule.forwards.table() for ops in column for op in ops)
 
@@ -279,10 +283,10 @@ def test_from_table() -> None:
     assert schedule.title == "mine, 2 ranks, 1 microbatches"
     assert (schedule.ticks, schedule.branches, simulate(schedule)) == (5, True, [1, 1])
     for kind in LOCKSTEP:
-        known = Schedule(kind, 4, 8)
-        given = Schedule.from_table(known.table())
-        assert not given.branches
-        assert (given.phases(), given.slots, given.time) == (known.phases(), known.slots, known.time)
+        named = Schedule(kind, 4, 8)
+        from_table = Schedule.from_table(named.table())
+        assert not from_table.branches
+        assert (from_table.phases(), from_table.slots, from_table.time) == (named.phases(), named.slots, named.time)
 
 
 BAD = (
@@ -297,8 +301,8 @@ BAD = (
 
 
 def test_bad_tables() -> None:
-    for change, message in BAD:
-        cells = {where: op for where, op in (GOOD | change).items() if op}
+    for changes, message in BAD:
+        cells = {cell: op for cell, op in (GOOD | changes).items() if op}
         with pytest.raises(ValueError, match=message):
             Schedule.from_table(table(cells))
 
@@ -308,20 +312,20 @@ def test_bad_tables_of_other_shapes() -> None:
         Schedule.from_table(())
     with pytest.raises(ValueError, match="slot 1 has 1 ranks, slot 0 2"):
         Schedule.from_table((((Op("F", 0, 0),), ()), ((),)))
-    both = ((Op("F", 0, 0), Op("B", 0, 0)),)
-    assert not Schedule.from_table((both,)).branches
+    f_and_b = ((Op("F", 0, 0), Op("B", 0, 0)),)
+    assert not Schedule.from_table((f_and_b,)).branches
     with pytest.raises(ValueError, match="slot 0, rank 0 runs 0F0 and 0I0 at once"):
         Schedule.from_table((((Op("F", 0, 0), Op("I", 0, 0)),),))
-    wait = ((Op("F", 0, 0),), ()), ((), ()), ((), both[0]), ((Op("B", 0, 0),), ())
+    waiting = ((Op("F", 0, 0),), ()), ((), ()), ((), f_and_b[0]), ((Op("B", 0, 0),), ())
     with pytest.raises(ValueError, match="F and B share a slot, and messages wait"):
-        Schedule.from_table(wait)
+        Schedule.from_table(waiting)
 
 
 def test_from_csv() -> None:
     for schedule in grid(4):
-        again = Schedule.from_csv(schedule.csv(), schedule.kind)
-        placement = schedule.placement if schedule.chunks > 1 else "loop"  # of one chunk they are the same
-        assert (again.table(), again.placement) == (schedule.table(), placement)
+        parsed = Schedule.from_csv(schedule.csv(), schedule.kind)
+        placement = schedule.placement if schedule.chunks > 1 else "loop"  # with one chunk they are the same
+        assert (parsed.table(), parsed.placement) == (schedule.table(), placement)
     overlapped = Schedule.from_csv(["0F0,0F1,,(0F2;0B0)OVERLAP_F_B,0B1,0B2", "1F0,1B0,1F1,1B1,1F2,1B2"])
     assert overlapped.microbatches == 3
     for lines, message in (
@@ -332,7 +336,7 @@ def test_from_csv() -> None:
         (["0F0,0B0", "1F0,1I0"], r"stage 1 \(rank 1\) never runs W of microbatch 0"),
         (["0F0,0I0,0W0", "1F0,1W0,1I0"], r"rank 1 cannot go on: 1W0 needs 1I0"),  # rank 0 waits for it
         ([""], "the table is empty"),
-        # Of 5,000 digits "Exceeds the limit (4300 digits)"; the others filled the memory.
+        # 5,000 digits gave "Exceeds the limit (4300 digits)"; the other tables filled the memory.
         ([f"{'9' * 5000}F0"], r"rank 0 has a cell '9{40}'; use stage, .* up to six digits"),
         (["0F999999,0B0", "999999F0"], r"1,000,000 stages and 1,000,000 microbatches; use 4,096 ranks and"),
         ([f"{rank}F0,{rank}B0" for rank in range(5000)], "the table has 5,000 ranks"),
@@ -343,7 +347,7 @@ def test_from_csv() -> None:
 
 
 def test_a_file_that_is_no_table(tmp_path: Path) -> None:
-    """A file that is no UTF-8 was a UnicodeDecodeError, and one of any size was read; by `timeline --table` too."""
+    """A file that is not UTF-8 was once a UnicodeDecodeError, and a file of any size was read."""
     path = tmp_path / "mine.csv"
     path.write_bytes("0F0,0B0".encode("utf-16"))
     for read in (lambda: Schedule.of(str(path), 1, 1, 1), lambda: timeline.main(timeline.TimelineOptions(table=path))):
@@ -359,24 +363,24 @@ def test_a_file_that_is_no_table(tmp_path: Path) -> None:
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
-def every(p: int) -> list[Schedule]:
-    """Every schedule with each of its numbers of chunks, few and many microbatches."""
+def all_schedules(p: int) -> list[Schedule]:
+    """Return every schedule with each of its numbers of chunks, with few and many microbatches."""
     chunks = dict.fromkeys(LOCKSTEP, (1, 2, 4)) | CHUNKS
     return [
         Schedule(kind, p, m, v)
         for kind in SCHEDULES
         for v in chunks.get(kind, (2,))
         for m in (1, p - 1, p, 2 * p, 2 * p + 1, 3 * p)
-        if m >= least(kind, p) and not (kind in LOCKSTEP and v > 1 and m % p)
+        if m >= fewest_microbatches(kind, p) and not (kind in LOCKSTEP and v > 1 and m % p)
     ]
 
 
 @pytest.mark.xdist_group("torch")
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_torch_accepts_the_tables(p: int) -> None:
-    """torch's own validator, its lowering to sends and receives, and its simulator of deadlocks."""
+    """torch's validator, its lowering to sends and receives, and its deadlock simulator accept every table."""
     torch = pytest.importorskip("torch.distributed.pipelining.schedules")
-    for schedule in every(p):
+    for schedule in all_schedules(p):
         stages = p * schedule.chunks
         actions = {
             rank: [torch._Action.from_str(cell) for cell in line.split(",")] for rank, line in enumerate(schedule.csv())
@@ -395,15 +399,20 @@ def test_torch_accepts_the_tables(p: int) -> None:
 @pytest.mark.xdist_group("torch")
 @pytest.mark.parametrize(("name", "kind"), [("ScheduleZBVZeroBubble", "zb-v"), ("ScheduleDualPipeV", "dualpipe-v")])
 def test_torchs_own_tables_take_as_long(name: str, kind: str) -> None:
-    """Read from torch's class without its processes: `from_csv` of what it computes for each rank."""
+    """Tables that torch's classes compute, without their processes, take as long as jaxpar's."""
     torch = pytest.importorskip("torch.distributed.pipelining.schedules")
     for p, m in ((2, 4), (4, 8), (4, 13), (8, 24)):
-        own = object.__new__(getattr(torch, name))
-        own.pp_group_size, own._n_microbatches, own._num_stages, own.num_stages = p, m, 2 * p, 2 * p
-        rows = [own._calculate_single_rank_operations(rank) for rank in range(p)]
+        torch_schedule = object.__new__(getattr(torch, name))
+        (
+            torch_schedule.pp_group_size,
+            torch_schedule._n_microbatches,
+            torch_schedule._num_stages,
+            torch_schedule.num_stages,
+        ) = p, m, 2 * p, 2 * p
+        rows = [torch_schedule._calculate_single_rank_operations(rank) for rank in range(p)]
         lines = [",".join("" if a is None else repr(a) for a in row) for row in rows]
         theirs, ours = Schedule.from_csv(lines), Schedule(kind, p, m, 2)
-        times = {**ONE, "B": 2}
+        times = {**UNIT_TIMES, "B": 2}
         assert theirs.timed(times) == ours.timed(times)
         assert [theirs.in_flight(rank) for rank in range(p)] == [ours.in_flight(rank) for rank in range(p)]
 
@@ -426,7 +435,7 @@ def test_errors(arguments: tuple, message: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind, recipe in SCHEDULES.items() if recipe.chunks > 1])
 def test_a_strategy_has_the_chunks_that_its_schedule_needs(kind: str) -> None:
-    """`schedule=zb-v` alone was refused for want of `chunks=2`."""
+    """`schedule=zb-v` alone was once refused, since it lacked `chunks=2`."""
     strategy = Strategy.parse(f"pipe=2,microbatches=8,schedule={kind}")
     assert strategy.chunks == 2
     assert "chunks" not in str(strategy)

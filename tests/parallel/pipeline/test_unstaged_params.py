@@ -1,4 +1,4 @@
-"""What no stage owns moves once a step; layers that chunks have too much room for are said."""
+"""Parameters that no stage owns move once per step; a warning names layers of padding."""
 
 import numpy as np
 import optax
@@ -13,21 +13,21 @@ MODEL = jp.from_nnx(lambda rngs: llama.Llama(CONFIG, rngs=rngs), llama.loss)
 BATCH = {"tokens": np.zeros((32, 9), "int32")}
 
 
-def sent(strategy: str) -> dict[str, int]:
-    """Bytes by kind of what goes over `pipe` and `fsdp` together: of what no stage owns, all of it."""
+def sent_bytes(strategy: str) -> dict[str, int]:
+    """Return the bytes sent over `pipe` and `fsdp` together, by kind: these move the parameters that no stage owns."""
     step = jp.make_train_step(MODEL, optax.sgd(0.1), strategy)
-    found = Ledger.from_jaxpr(step.trace(BATCH), step.mesh).by("kind", "axes")
-    return {kind: size for (kind, axes), size in found.items() if axes == ("pipe", "fsdp") and kind != "all-reduce"}
+    by_kind = Ledger.from_jaxpr(step.trace(BATCH), step.mesh).by("kind", "axes")
+    return {kind: size for (kind, axes), size in by_kind.items() if axes == ("pipe", "fsdp") and kind != "all-reduce"}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("zero", [2, 3])
 def test_embedding_and_head_move_once_a_step(zero: int, schedule: str) -> None:
-    """Their gradients were scattered for every microbatch: 24 of 51 s of a 405B step on 1,024 devices."""
+    """Their gradients were once scattered for every microbatch: 24 of 51 s of a 405B step on 1,024 devices."""
     text = f"pipe=2,fsdp=4,zero={zero},schedule={schedule}"
-    whole = 4 * (2 * CONFIG.vocab * CONFIG.dim + CONFIG.dim)
-    few, many = (sent(f"{text},microbatches={m}") for m in (2, 8))
-    assert few == many == {"all-gather": whole, "reduce-scatter": whole}
+    unstaged_bytes = 4 * (2 * CONFIG.vocab * CONFIG.dim + CONFIG.dim)
+    with_2, with_8 = (sent_bytes(f"{text},microbatches={m}") for m in (2, 8))
+    assert with_2 == with_8 == {"all-gather": unstaged_bytes, "reduce-scatter": unstaged_bytes}
 
 
 def test_layers_of_padding_are_said() -> None:

@@ -1,1 +1,1 @@
-"""Pipelines of models without one stack of layers: stages are parts of the program of the loss."""
+"""Pipelines of models without one stack of layers: their stages are parts of the loss's program."""

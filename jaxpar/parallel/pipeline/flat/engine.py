@@ -1,11 +1,20 @@
-"""A pipeline whose stages are different programs: in a slot each rank runs one operation of its own stages, or none.
+"""The engine of pipelines whose stages are different programs: in a slot, each rank runs one operation of its stages.
 
-    one slot    F of stage 0 | F of stage 1 | ... | B (or I, W) of stage 0 | B of stage 1 | ... -> messages
+    2 stages, 2 microbatches, 1F1B                  the program of one slot, on every rank
 
-One scan goes over the slots of the table. Each of a stage's operations stands in the program once, in a loop of one
-iteration on the rank whose operation it is, and of none on the others; why loops, and not `lax.switch`, is said in
-`parallel/pipeline/slots.py`. Collectives over `pipe` stand outside of these loops: the all-to-alls of weights and
-gradients at both ends of a step, and messages behind every slot.
+    slot      0    1    2    3    4    5              F of stage 0    on rank 0, if the table names it
+    rank 0   F0   F1        B0        B1              F of stage 1    on rank 1, if the table names it
+    rank 1        F0   B0   F1   B1                   B of stage 1    on rank 1, if the table names it
+                                                      B of stage 0    on rank 0, if the table names it
+                                                      messages to both neighbours, on all ranks
+
+    memory per rank    1/p of each leaf and of its optimizer state; the whole leaves of its stages and their gradients
+    sends per step     an all-to-all of weights before the slots, an all-to-all of gradients after them
+    sends per slot     one message each way: activations or cotangents
+
+One scan goes over the slots of the table. Each operation is a loop: of one iteration on the rank that runs it, of none
+on the others. `parallel/pipeline/slots.py` tells why it is no branch of `lax.switch`, and why its lookups add the
+iteration's number, which is 0. Collectives over `pipe` run outside these loops, where all ranks meet.
 """
 
 import dataclasses
@@ -23,32 +32,34 @@ from .... import collectives
 from ....program import trip_counts
 from ....slicing.program import Program
 from ....strategy.schedules.operations import KINDS
-from .exchange import AXIS, Exchange, everywhere
+from .exchange import AXIS, Exchange, broadcast
 from .packing import Buffers, widest, zeros
-from .runs import Spread, StageRun, run
+from .runs import LeafAccess, StageRun, trace_stage
 from .stages import SlotOrder, Stage, is_linear, paces, stages, used
 
-_LOOKED_UP = ("kind", "chunk", "microbatch", "stash", "kept", "read", "below", "above", "here")
+# The fields of `SlotTables` that a slot looks up. Epilogues are parts of the last stage: none sends cotangents.
+_LOOKUPS = ("kind", "chunk", "microbatch", "stash", "residuals", "read", "from_previous", "from_next", "from_self")
 
 
 @dataclass(frozen=True)
 class FlatCarry:
-    """What one slot hands to the next.
+    """The state between two slots.
 
     Attributes:
       buffers: messages and cotangents that wait, [buffers, width].
-      stash: what backwards need of forwards, [stashes, width].
-      kept: what I leaves for W, [keeps, width].
-      grads: accumulated gradients of the leaves that move, [pipe, width], and `small`, of those that all ranks have.
-      sums: outputs of the loss, added up over microbatches.
-      variables: the model's variables after the microbatches so far, right on the rank that changes them.
+      stash: residuals of forwards for their backwards, [stashes, width].
+      residuals: residuals of I for W, [keeps, width].
+      grads: accumulated gradients of the leaves that `pipe` shards, [pipe, width].
+      replicated_grads: accumulated gradients of the leaves that all ranks store, by number.
+      sums: outputs of the loss, summed over microbatches.
+      variables: the model's variables after the microbatches so far, up to date on the ranks that change them.
     """
 
     buffers: Buffers
     stash: Buffers
-    kept: Buffers
+    residuals: Buffers
     grads: Buffers
-    small: dict[int, jax.Array]
+    replicated_grads: dict[int, jax.Array]
     sums: list[jax.Array]
     variables: list[jax.Array]
 
@@ -61,13 +72,14 @@ class FlatPipeline:
     """One cut loss under one schedule, to be run inside `shard_map`.
 
     Attributes:
-      program, schedule: the loss on the rows of one microbatch, cut into p v segments, and its schedule.
-      rows: what its slots look up (`parallel/pipeline/buffers.SlotTables`), one operation a rank in each.
+      program: the loss on the rows of one microbatch, cut into p v segments.
+      schedule: its schedule.
+      rows: the tables that its slots look up (`parallel/pipeline/buffers.SlotTables`).
       access: how parameters are fetched and gradients given.
-      parts: what this rank stores of every leaf, in the compute dtype.
-      values: `values(microbatch)`, those of the program's inputs; the first are `variables`.
-      variables: their values before the step.
-      summed: positions of the outputs to add up.
+      parts: this rank's part of every leaf, in the compute dtype.
+      values: `values(microbatch)` returns the values of the program's inputs; the first are `variables`.
+      variables: the values of the model's variables before the step.
+      summed: positions of the outputs that are summed over microbatches.
       changed: positions of the outputs that are the variables' new values.
       seeds: cotangents of outputs, by position; None for a forward pass alone (under `schedule.forwards`).
     """
@@ -75,7 +87,7 @@ class FlatPipeline:
     program: Program
     schedule: SlotOrder
     rows: Any
-    access: Spread
+    access: LeafAccess
     parts: Sequence[jax.Array]
     values: Callable[[jax.Array], list[Any]]
     variables: list[jax.Array]
@@ -84,234 +96,315 @@ class FlatPipeline:
     seeds: dict[int, jax.Array] | None = None
 
     def run(self) -> tuple[list[jax.Array | None], list[jax.Array], list[jax.Array]]:
-        """This rank's part of each leaf's gradient, None if none, and of the summed outputs; the new variables."""
-        weights = self.weights.dispatch(self.parts)
-        state, _ = lax.scan(lambda state, row: (self.slot(state, row, weights), None), self.first(), self.lookups())
+        """Run a step: exchange weights, run the slots, exchange gradients.
+
+        Returns:
+          This rank's part of each leaf's gradient (None if it has none), its part of the summed outputs, and the new
+          values of the variables.
+        """
+        weights = self.weight_exchange.dispatch(self.parts)
+        state, _ = lax.scan(
+            lambda state, row: (self.slot(state, row, weights), None), self.initial_state(), self.lookups()
+        )
+        # Gradients of leaves that `pipe` shards return to all ranks; the others stay on the ranks that used them.
         grads: list[jax.Array | None] = [None] * len(self.parts)
         if self.seeds is not None:
-            grads = self.gradients.collect(state.grads, len(self.parts))
-            for i, x in state.small.items():
+            grads = self.grad_exchange.collect(state.grads, len(self.parts))
+            for i, x in state.replicated_grads.items():
                 grads[i] = x
-        return grads, state.sums, self._everywhere(state.variables)
+        return grads, state.sums, self._broadcast_variables(state.variables)
 
     def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        """What forwards leave for backwards, in all slots and of zeros, and what I leaves for W."""
-        first = self.first()
-        return list(first.stash.values()), list(first.kept.values())
+        """Return the stash of forwards' residuals and the stash of I's residuals for W, all zeros."""
+        state = self.initial_state()
+        return list(state.stash.values()), list(state.residuals.values())
 
     def separated(self) -> list[tuple[int, int | None, Any]]:
-        """The step's slots for a reader who counts: how many, on which rank (None for all), and what one returns for
-        zeros. The first has no operation; each of the others runs one of one stage, or stands outside of the slots. No
-        all-to-alls.
+        """Return the parts of a step, each run once on zeros, for counting what they fetch and send.
+
+        Returns:
+          Triples: how often the step runs a part, on which rank (None for all), and the part's results. The first part
+          is the messages of a slot, the last the broadcast of variables, the others are operations. The all-to-alls of
+          weights and gradients are not included.
         """
         row = {name: x[0] for name, x in self.lookups().items()}
-        state, weights = self.first(), zeros(self.weights.widths, self.schedule.ranks)
+        state, weights = self.initial_state(), zeros(self.weight_exchange.widths, self.schedule.ranks)
         message = {name: x[0] for name, x in state.buffers.items()}
-        found: list[Any] = [(len(self.rows.kind), None, self._sent(message, state.buffers, row))]
+        parts: list[Any] = [(len(self.rows.kind), None, self._receive(message, state.buffers, row))]
         m, number = self.schedule.microbatches, jnp.int32(0)
-        for stage, made in zip(self.stages, self.runs, strict=True):
-            ahead, rank = (message, state.stash, state.sums, state.variables), self.schedule.place(stage.number).rank
-            found.append((m, rank, self._forward(stage, made, row, weights, number, ahead)))
-            back = (message, state.kept, state.grads, state.small)
-            for kind in made.backwards:
-                found.append((m, rank, self._backward(kind, stage, made, (row, weights, state.stash), number, back)))
-        return [*found, (1, None, self._everywhere(state.variables))]
+        # An operation runs once per microbatch, on its stage's rank.
+        for stage, run in zip(self.stages, self.stage_runs, strict=True):
+            carry, rank = (message, state.stash, state.sums, state.variables), self.schedule.place(stage.number).rank
+            parts.append((m, rank, self._forward(stage, run, row, weights, number, carry)))
+            backward_carry = (message, state.residuals, state.grads, state.replicated_grads)
+            for kind in run.backwards:
+                parts.append(
+                    (m, rank, self._backward(kind, stage, run, (row, weights, state.stash), number, backward_carry))
+                )
+        return [*parts, (1, None, self._broadcast_variables(state.variables))]
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Stages, and what their operations read.
 
     @functools.cached_property
     def stages(self) -> list[Stage]:
-        """In the order of the program."""
+        """Return the stages, in the order of the program."""
         return stages(self.program)
 
     @property
     def forwards(self) -> bool:
-        """Whether this is an evaluation."""
+        """Return whether this is an evaluation, without backwards."""
         return self.seeds is None
 
     @functools.cached_property
     def kinds(self) -> str:
-        """Of operations in the schedule."""
+        """Return the kinds of operations in the schedule, in the order of `KINDS`."""
         return "".join(kind for code, kind in enumerate(KINDS, start=1) if (self.rows.kind == code).any())
 
     @functools.cached_property
     def paces(self) -> dict[tuple[str, int], int]:
-        """The slots in which all ranks wait for one of a stage's operations."""
+        """Return, for each operation of each stage, the number of slots whose length it determines."""
         numbers = {self.schedule.place(stage.number): stage.number for stage in self.stages}
         return paces(self.program, numbers, self.rows.kind, self.rows.chunk)
 
     def lookups(self) -> dict[str, jax.Array]:
-        """What each slot of this rank looks up."""
+        """Return the arrays that this rank looks up, [slots] each."""
         rank = lax.axis_index(AXIS)
-        return {name: jnp.asarray(getattr(self.rows, name))[:, rank] for name in _LOOKED_UP}
+        return {name: jnp.asarray(getattr(self.rows, name))[:, rank] for name in _LOOKUPS}
 
     def _used(self) -> list[list[int]]:
+        """Return the leaves that each rank's stages read."""
         return used(self.program, self.schedule)
 
     @functools.cached_property
-    def weights(self) -> Exchange:
-        """How weights move."""
+    def weight_exchange(self) -> Exchange:
+        """Return the exchange of weights; leaves that `pipe` does not shard do not move."""
         moved = [
             None if leaf.dim is None else jax.typeof(x) for leaf, x in zip(self.access.leaves, self.parts, strict=True)
         ]
-        return Exchange.of(self._used(), moved)
+        return Exchange.of_parts(self._used(), moved)
 
-    def _stored(self, index: int) -> jax.ShapeDtypeStruct:
-        """A leaf as a stage has it."""
+    def _stage_leaf(self, index: int) -> jax.ShapeDtypeStruct:
+        """Return a leaf as its stage reads it: [pipe, *part] if `pipe` shards it, else as stored."""
         x = self.parts[index]
         lead = () if self.access.leaves[index].dim is None else (self.schedule.ranks,)
         return jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype)
 
     @functools.cached_property
-    def given(self) -> dict[int, jax.ShapeDtypeStruct]:
-        """Gradients as they accumulate, of the leaves that have one."""
-        out = {}
-        for i in sorted({i for some in self._used() for i in some}):
+    def grad_shapes(self) -> dict[int, jax.ShapeDtypeStruct]:
+        """Return the abstract gradients as they accumulate, of the leaves that have one."""
+        # `give` decides: it may reduce-scatter over `fsdp` at every use, or leave the gradient whole.
+        shapes = {}
+        for i in sorted({i for leaves in self._used() for i in leaves}):
             if self.access.leaves[i].trainable:
-                one = lambda x, i=i: self.access.give(i, self.access.fetch(i, x, False), False)
-                out[i] = jax.eval_shape(one, self._stored(i))
-        return out
+                grad = lambda x, i=i: self.access.give(i, self.access.fetch(i, x, False), False)
+                shapes[i] = jax.eval_shape(grad, self._stage_leaf(i))
+        return shapes
 
     @functools.cached_property
-    def gradients(self) -> Exchange:
-        """How gradients move."""
+    def grad_exchange(self) -> Exchange:
+        """Return the exchange of gradients; leaves that `pipe` does not shard have none to move."""
+        # Frozen leaves have no gradient, so that this exchange may have fewer leaves than the weights'.
         moved: list[Any] = [None] * len(self.parts)
-        for i, x in self.given.items():
+        for i, x in self.grad_shapes.items():
             if self.access.leaves[i].dim is not None:
                 moved[i] = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-        return Exchange.of(self._used(), moved)
+        return Exchange.of_parts(self._used(), moved)
 
     @functools.cached_property
-    def runs(self) -> list[StageRun]:
-        """For each stage, in the order of the program, its traced operations."""
+    def stage_runs(self) -> list[StageRun]:
+        """Return the traced operations of each stage, in the order of the program."""
         inputs = jax.eval_shape(self.values, jax.ShapeDtypeStruct((), jnp.int32))
+        # A backward reads its inputs again, but variables may have changed since its forward: those are stashed.
         changing = set(self._changing)
-        fixed = [at not in changing for at in range(len(inputs))]
-        of = lambda stage: [self._stored(i) for i in stage.piece.unit.leaves]
+        is_fixed = [index not in changing for index in range(len(inputs))]
+        leaves_of = lambda stage: [self._stage_leaf(i) for i in stage.piece.unit.leaves]
         seeds, kinds = self.seeds, self.kinds
-        return [run(s, self.program, self.access, of(s), inputs, fixed, seeds, kinds) for s in self.stages]
-
-    @functools.cached_property
-    def _changing(self) -> list[int]:
-        """The variables that the loss changes, by their number."""
-        consts = len(self.program.consts)
-        olds = self.program.inputs[consts : consts + len(self.variables)]
         return [
-            at for at, (old, i) in enumerate(zip(olds, self.changed, strict=True)) if self.program.outputs[i] is not old
+            trace_stage(stage, self.program, self.access, leaves_of(stage), inputs, is_fixed, seeds, kinds)
+            for stage in self.stages
         ]
 
     @functools.cached_property
-    def width(self) -> dict[str, int]:
-        """Of messages, whichever stages they are between."""
-        return widest(stage.before for stage in self.stages)
+    def _changing(self) -> list[int]:
+        """Return the numbers of the variables that the loss changes."""
+        # The program's inputs are constants, variables, then rows and keys. An unchanged variable is its own output.
+        num_consts = len(self.program.consts)
+        old_variables = self.program.inputs[num_consts : num_consts + len(self.variables)]
+        return [
+            index
+            for index, (variable, i) in enumerate(zip(old_variables, self.changed, strict=True))
+            if self.program.outputs[i] is not variable
+        ]
 
-    def first(self) -> FlatCarry:
-        """The state before the first slot."""
-        stash, kept = (widest(made) for made in ((r.stash for r in self.runs), (r.left for r in self.runs)))
-        given = {} if self.forwards else self.given
-        small = {i: jnp.zeros(x.shape, x.dtype) for i, x in given.items() if self.access.leaves[i].dim is None}
-        grads = {} if self.forwards else zeros(self.gradients.widths, self.schedule.ranks)
+    @functools.cached_property
+    def message_widths(self) -> dict[str, int]:
+        """Return the widths of a message, the same between all stages."""
+        return widest(stage.incoming_packing for stage in self.stages)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Slots.
+
+    def initial_state(self) -> FlatCarry:
+        """Return the state before the first slot: zeros, and the variables' values."""
+        # Stages share a stash: its slots are as wide as the widest stage's residuals.
+        stash, residuals = (
+            widest(packings)
+            for packings in ((run.stash for run in self.stage_runs), (run.weight_residuals for run in self.stage_runs))
+        )
+        shapes = {} if self.forwards else self.grad_shapes
+        replicated_grads = {
+            i: jnp.zeros(x.shape, x.dtype) for i, x in shapes.items() if self.access.leaves[i].dim is None
+        }
+        grads = {} if self.forwards else zeros(self.grad_exchange.widths, self.schedule.ranks)
+        # Sums over microbatches are float32 whatever the loss computes in.
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
         return FlatCarry(
-            zeros(self.width, self.rows.buffers),
+            zeros(self.message_widths, self.rows.buffers),
             zeros(stash, self.rows.stashes),
-            zeros(kept, self.rows.keeps),
+            zeros(residuals, self.rows.keeps),
             grads,
-            small,
+            replicated_grads,
             sums,
             list(self.variables),
         )
 
     def slot(self, state: FlatCarry, row: Any, weights: Buffers) -> FlatCarry:
-        """Every stage's operation, if it is this rank's now; then messages."""
+        """Run one slot.
+
+        Args:
+          state: the state after the slot before.
+          row: this rank's row of `lookups`.
+          weights: the leaves of this rank's stages, [pipe, width].
+        """
+        # 1. Operations. At most one of these loops runs an iteration; its result replaces the message.
         message = {name: lax.dynamic_index_in_dim(x, row["read"], keepdims=False) for name, x in state.buffers.items()}
         stash, sums, variables = state.stash, state.sums, state.variables
-        for stage, made in zip(self.stages, self.runs, strict=True):
-            ahead = functools.partial(self._forward, stage, made, row, weights)
-            message, stash, sums, variables = self._once("F", stage, row, ahead, (message, stash, sums, variables))
-        carry = (message, state.kept, state.grads, state.small)
+        for stage, run in zip(self.stages, self.stage_runs, strict=True):
+            forward = functools.partial(self._forward, stage, run, row, weights)
+            message, stash, sums, variables = self._loop("F", stage, row, forward, (message, stash, sums, variables))
+        # Backwards in reverse order of stages; the order is of no consequence, as a rank runs one operation in a slot.
+        carry = (message, state.residuals, state.grads, state.replicated_grads)
         for kind in self.kinds.replace("F", ""):
-            for stage, made in zip(reversed(self.stages), reversed(self.runs), strict=True):
-                back = functools.partial(self._backward, kind, stage, made, (row, weights, stash))
-                carry = self._once(kind, stage, row, back, carry)
-        message, kept, grads, small = carry
-        return FlatCarry(self._sent(message, state.buffers, row), stash, kept, grads, small, sums, variables)
+            for stage, run in zip(reversed(self.stages), reversed(self.stage_runs), strict=True):
+                backward = functools.partial(self._backward, kind, stage, run, (row, weights, stash))
+                carry = self._loop(kind, stage, row, backward, carry)
+        message, residuals, grads, replicated_grads = carry
 
-    def _once(self, kind: str, stage: Stage, row: Any, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
-        """`fun(0, carry)` on the rank whose operation it is, `carry` on the others."""
+        # 2. Messages.
+        return FlatCarry(
+            self._receive(message, state.buffers, row), stash, residuals, grads, replicated_grads, sums, variables
+        )
+
+    def _loop(self, kind: str, stage: Stage, row: Any, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+        """Return `fun(0, carry)` on the rank that runs the operation in this slot, and `carry` on the others."""
         rank, chunk = self.schedule.place(stage.number)
-        here = (row["kind"] == (1 + KINDS.index(kind))) & (row["chunk"] == chunk) & (lax.axis_index(AXIS) == rank)
-        more = lambda state: state[0] < here.astype(jnp.int32)
-        share = trip_counts.name_of(
+        is_run = (row["kind"] == (1 + KINDS.index(kind))) & (row["chunk"] == chunk) & (lax.axis_index(AXIS) == rank)
+        continues = lambda state: state[0] < is_run.astype(jnp.int32)
+        # XLA does not know how often the loop runs. Its name tells readers of the compiled program.
+        trips = trip_counts.name_of(
             self.schedule.microbatches, self.paces[kind, stage.number], len(self.rows.kind), rank
         )
-        with jax.named_scope(share):
-            return lax.while_loop(more, lambda state: (state[0] + 1, fun(*state)), (jnp.int32(0), carry))[1]
+        with jax.named_scope(trips):
+            return lax.while_loop(continues, lambda state: (state[0] + 1, fun(*state)), (jnp.int32(0), carry))[1]
 
-    def _read(self, stage: Stage, weights: Buffers, number: jax.Array) -> list[jax.Array]:
-        """The leaves of a stage."""
+    def _leaves(self, stage: Stage, weights: Buffers, number: jax.Array) -> list[jax.Array]:
+        """Return the leaves of a stage."""
         rank = self.schedule.place(stage.number).rank
-        spread = lambda i: self.access.leaves[i].dim is not None
+        is_exchanged = lambda i: self.access.leaves[i].dim is not None
         return [
-            self.weights.read(weights, rank, i, number) if spread(i) else self.parts[i] for i in stage.piece.unit.leaves
+            self.weight_exchange.read(weights, rank, i, number) if is_exchanged(i) else self.parts[i]
+            for i in stage.piece.unit.leaves
         ]
 
-    def _forward(self, stage: Stage, made: StageRun, row: Any, weights: Buffers, number: jax.Array, carry: Any) -> Any:
+    def _forward(self, stage: Stage, run: StageRun, row: Any, weights: Buffers, number: jax.Array, carry: Any) -> Any:
+        """Run F: the message becomes the stage's output, and the residuals go to the stash."""
         message, stash, sums, variables = carry
         inputs = self.values(row["microbatch"] + number)
+        # The microbatch before may have changed the variables on this rank.
         inputs[: len(variables)] = variables
-        outs, found, stashed = made.forward(self._read(stage, weights, number), inputs, stage.before.unpack(message))
-        results = dict(zip(stage.results, found, strict=True))
-        sums = [s + results[i].astype(s.dtype) if i in results else s for s, i in zip(sums, self.summed, strict=True)]
-        new = list(variables)
-        for at in self._changing:
-            new[at] = results.get(self.changed[at], variables[at])
+        outgoing, outputs, residuals = run.forward(
+            self._leaves(stage, weights, number), inputs, stage.incoming_packing.unpack(message)
+        )
+        results = dict(zip(stage.results, outputs, strict=True))
+        sums = [
+            total + results[i].astype(total.dtype) if i in results else total
+            for total, i in zip(sums, self.summed, strict=True)
+        ]
+        # A variable that another stage changes keeps its old value here, until `_broadcast_variables`.
+        updated = list(variables)
+        for index in self._changing:
+            updated[index] = results.get(self.changed[index], variables[index])
         if not self.forwards:
-            stash = made.stash.put(stash, row["stash"] + number, stashed)
-        return stage.behind.pack(outs, self.width), stash, sums, new
+            stash = run.stash.write(stash, row["stash"] + number, residuals)
+        return stage.outgoing_packing.pack(outgoing, self.message_widths), stash, sums, updated
 
-    def _backward(self, kind: str, stage: Stage, made: StageRun, of: Any, number: jax.Array, carry: Any) -> Any:
-        """B, I or W; `of` are what the slot looks up, weights, and what is stashed."""
-        (row, weights, stash), (message, kept, grads, small) = of, carry
+    def _backward(self, kind: str, stage: Stage, run: StageRun, operands: Any, number: jax.Array, carry: Any) -> Any:
+        """Run B, I or W.
+
+        Args:
+          kind: the kind of operation.
+          stage: its stage.
+          run: the stage's traced operations.
+          operands: the slot's row, the weights, and the stash.
+          number: 0, the iteration's number.
+          carry: the message, residuals for W, and the accumulated gradients of both sorts of leaves.
+        """
+        (row, weights, stash), (message, weight_residuals, grads, replicated_grads) = operands, carry
         inputs, rank = self.values(row["microbatch"] + number), self.schedule.place(stage.number).rank
+        # 1. The operation on cotangents from the stage behind, W on what I left.
         if kind == "W":
-            given = made.left.at(kept, row["kept"] + number)
+            values = run.weight_residuals.read(weight_residuals, row["residuals"] + number)
         else:
-            came = zip(stage.outgoing, stage.behind.unpack(message), strict=True)
-            given = [x for v, x in came if is_linear(self.program, v)]
-        stashed = made.stash.at(stash, row["stash"] + number)
-        cts, found, left = made.backwards[kind](self._read(stage, weights, number), inputs, stashed, given)
+            pairs = zip(stage.outgoing, stage.outgoing_packing.unpack(message), strict=True)
+            values = [x for v, x in pairs if is_linear(self.program, v)]
+        # Inputs such as rows are looked up again by microbatch, so that the stash does not hold them.
+        residuals = run.stash.read(stash, row["stash"] + number)
+        cts, stage_grads, new_residuals = run.backwards[kind](
+            self._leaves(stage, weights, number), inputs, residuals, values
+        )
+
+        # 2. B and W accumulate gradients; I leaves residuals for W.
         if kind == "I":
-            kept = made.left.put(kept, row["kept"] + number, left)
+            weight_residuals = run.weight_residuals.write(weight_residuals, row["residuals"] + number, new_residuals)
         else:
-            small = dict(small)
-            for i, x in zip(stage.piece.unit.leaves, found, strict=True):
-                if x is not None and i in small:
-                    small[i] = small[i] + x
+            replicated_grads = dict(replicated_grads)
+            for i, x in zip(stage.piece.unit.leaves, stage_grads, strict=True):
+                if x is not None and i in replicated_grads:
+                    replicated_grads[i] = replicated_grads[i] + x
                 elif x is not None:
-                    grads = self.gradients.add(grads, rank, i, x, number)
+                    grads = self.grad_exchange.add(grads, rank, i, x, number)
+
+        # 3. B and I send cotangents to the stage before; integers have none.
         if kind != "W":
             cts = iter(cts)
-            outs = [next(cts) if is_linear(self.program, v) else None for v in stage.incoming]
-            message = stage.before.pack(outs, self.width)
-        return message, kept, grads, small
+            incoming_cts = [next(cts) if is_linear(self.program, v) else None for v in stage.incoming]
+            message = stage.incoming_packing.pack(incoming_cts, self.message_widths)
+        return message, weight_residuals, grads, replicated_grads
 
-    def _sent(self, message: Buffers, buffers: Buffers, row: Any) -> Buffers:
-        """The buffers after the slot's messages: to both neighbours, and over the turn of a V."""
-        below, above, here, _ = map(bool, np.any(self.rows.sent, axis=0))
-        out = dict(buffers)
+    def _receive(self, message: Buffers, buffers: Buffers, row: Any) -> Buffers:
+        """Send the message to both neighbours and over the turn of a V; return the buffers with the received messages.
+
+        Every rank sends in every slot. A rank that needs no message writes it to a free buffer (`SlotTables`).
+        """
+        from_previous, from_next, from_self, _ = map(bool, np.any(self.rows.sent, axis=0))
+        received = dict(buffers)
         for name, x in message.items():
-            for on, way, by in ((below, "below", 1), (above, "above", -1)):
-                if on:
-                    moved = collectives.shift(x, AXIS, by)
-                    out[name] = lax.dynamic_update_index_in_dim(out[name], moved, row[way], axis=0)
-            if here:
-                out[name] = lax.dynamic_update_index_in_dim(out[name], x, row["here"], axis=0)
-        return out
+            for is_used, way, shift in ((from_previous, "from_previous", 1), (from_next, "from_next", -1)):
+                if is_used:
+                    moved = collectives.shift(x, AXIS, shift)
+                    received[name] = lax.dynamic_update_index_in_dim(received[name], moved, row[way], axis=0)
+            if from_self:
+                received[name] = lax.dynamic_update_index_in_dim(received[name], x, row["from_self"], axis=0)
+        return received
 
-    def _everywhere(self, variables: list[jax.Array]) -> list[jax.Array]:
-        """The variables on every rank, from the ranks that change them."""
-        homes = {i: self.schedule.place(stage.number).rank for stage in self.stages for i in stage.results}
-        out, changing = list(variables), self._changing
-        news = everywhere([variables[at] for at in changing], [homes[self.changed[at]] for at in changing])
-        for at, x in zip(changing, news, strict=True):
-            out[at] = x
-        return out
+    def _broadcast_variables(self, variables: list[jax.Array]) -> list[jax.Array]:
+        """Return the variables on every rank, from the ranks that change them; communicates an all-reduce per dtype."""
+        owners = {i: self.schedule.place(stage.number).rank for stage in self.stages for i in stage.results}
+        synced, changing = list(variables), self._changing
+        values = broadcast(
+            [variables[index] for index in changing], [owners[self.changed[index]] for index in changing]
+        )
+        for index, x in zip(changing, values, strict=True):
+            synced[index] = x
+        return synced

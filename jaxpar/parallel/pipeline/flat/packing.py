@@ -1,7 +1,10 @@
-"""Arrays of many shapes side by side in flat buffers, one for each dtype, so that stages that differ share them.
+"""Pack arrays of different shapes into one flat buffer per dtype, so that stages with different arrays share buffers.
 
-buffer float32   | x [8, 32]        | skip [8, 64]              | 0 0 0 0 |     message before stage 1
-                 | y [8, 128]                  | skip [8, 64]           |     message before stage 2
+    message before stage 1    float32 | x [8, 32]          | skip [8, 64]             | 0 0 0 0 |
+    message before stage 2    float32 | y [8, 128]                    | skip [8, 64]            |
+
+Every message has the width of the largest, since all ranks send buffers of one shape. A stash and a message buffer have
+a further dim in front: [slots, width]. An array is written and read at its position, without a copy of the others.
 """
 
 import math
@@ -13,17 +16,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Buffers = dict[str, jax.Array]  # by the name of their dtype
+Buffers = dict[str, jax.Array]  # dtype name -> buffer
 
 
-def plain(x: Any) -> Any:
-    """An array of numbers: of keys, their data."""
+def key_data(x: Any) -> Any:
+    """Return the data of random keys, and other arrays unchanged."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 @dataclass(frozen=True)
 class Room:
-    """Where an array lies in the buffer of its dtype: `start` and the shape; of keys, their implementation."""
+    """The position of an array in the buffer of its dtype.
+
+    Attributes:
+      dtype: the name of the dtype; for keys, the dtype of their data.
+      start: the first element.
+      shape: the shape of the array; for keys, of their data.
+      keys: the implementation of random keys; None for other arrays.
+    """
 
     dtype: str
     start: int
@@ -32,29 +42,35 @@ class Room:
 
     @property
     def size(self) -> int:
-        """Its elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
-    def of(self, flat: jax.Array) -> jax.Array:
-        """The array, from its elements."""
+    def reshape(self, flat: jax.Array) -> jax.Array:
+        """Return the array from its elements."""
         x = flat.reshape(self.shape)
         return x if self.keys is None else jax.random.wrap_key_data(x, impl=self.keys)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Rooms of some arrays; `widths` is the length of each dtype's buffer."""
+    """The rooms of arrays in buffers.
+
+    Attributes:
+      rooms: the room of each array.
+      widths: dtype name -> the number of elements of all arrays.
+    """
 
     rooms: tuple[Room, ...]
     widths: Mapping[str, int]
 
     @classmethod
-    def of(cls, avals: Iterable[Any]) -> "Packing":
-        """One after the other."""
+    def of_avals(cls, avals: Iterable[Any]) -> "Packing":
+        """Return the packing of abstract arrays, one after the other in the buffer of their dtype."""
         rooms, widths = [], dict[str, int]()
         for aval in avals:
+            # Random keys have a dtype of their own; their data are integers, which buffers can hold.
             keys = aval.dtype._impl.name if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else None
-            data = aval if keys is None else jax.eval_shape(plain, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+            data = aval if keys is None else jax.eval_shape(key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
             name = jnp.dtype(data.dtype).name
             room = Room(name, widths.get(name, 0), tuple(data.shape), keys)
             widths[name] = room.start + room.size
@@ -63,52 +79,57 @@ class Packing:
 
     @property
     def bytes(self) -> int:
-        """Of all arrays."""
+        """Return the bytes of all arrays."""
         return sum(n * jnp.dtype(name).itemsize for name, n in self.widths.items())
 
     def pack(self, values: Sequence[Any], widths: Mapping[str, int]) -> Buffers:
-        """The arrays in buffers of these widths, zeros after them, and where one is None."""
+        """Return buffers of `widths` with the arrays, and zeros after them; a value of None packs zeros."""
+        # Every dtype of `widths` has a buffer, also if these arrays have none of that dtype.
         parts: dict[str, list[jax.Array]] = {name: [] for name in widths}
         for room, x in zip(self.rooms, values, strict=True):
-            parts[room.dtype].append(jnp.zeros(room.size, room.dtype) if x is None else plain(x).reshape(-1))
-        zeros = lambda name: jnp.zeros(widths[name] - self.widths.get(name, 0), name)
-        return {name: jnp.concatenate([*some, zeros(name)]) for name, some in parts.items()}
+            parts[room.dtype].append(jnp.zeros(room.size, room.dtype) if x is None else key_data(x).reshape(-1))
+        # Up to the width of the widest message: ranks send and receive one shape.
+        padding = lambda name: jnp.zeros(widths[name] - self.widths.get(name, 0), name)
+        return {name: jnp.concatenate([*flats, padding(name)]) for name, flats in parts.items()}
 
     def unpack(self, buffers: Buffers) -> list[jax.Array]:
-        """The reverse of `pack`."""
+        """Return the arrays in buffers [width], as `pack` makes them."""
         return [
-            room.of(lax.slice_in_dim(buffers[room.dtype], room.start, room.start + room.size)) for room in self.rooms
+            room.reshape(lax.slice_in_dim(buffers[room.dtype], room.start, room.start + room.size))
+            for room in self.rooms
         ]
 
-    def put(self, buffers: Buffers, index: jax.Array, values: Sequence[Any]) -> Buffers:
-        """Buffers [n, width] with the arrays at `index`, written where they lie."""
-        out = dict(buffers)
+    def write(self, buffers: Buffers, index: jax.Array, values: Sequence[Any]) -> Buffers:
+        """Return buffers [n, width] with the arrays in row `index`."""
+        written = dict(buffers)
         for room, x in zip(self.rooms, values, strict=True):
             if room.size:
-                out[room.dtype] = lax.dynamic_update_slice(
-                    out[room.dtype], plain(x).reshape(1, -1), (index, jnp.int32(room.start))
+                # One update per array, rather than per row: XLA writes in place, and packs no row first.
+                written[room.dtype] = lax.dynamic_update_slice(
+                    written[room.dtype], key_data(x).reshape(1, -1), (index, jnp.int32(room.start))
                 )
-        return out
+        return written
 
-    def at(self, buffers: Buffers, index: jax.Array) -> list[jax.Array]:
-        """The reverse of `put`."""
+    def read(self, buffers: Buffers, index: jax.Array) -> list[jax.Array]:
+        """Return the arrays in row `index` of buffers [n, width], as `write` leaves them."""
+        # An empty array needs no read.
         return [
-            room.of(lax.dynamic_slice(buffers[room.dtype], (index, jnp.int32(room.start)), (1, room.size)))
+            room.reshape(lax.dynamic_slice(buffers[room.dtype], (index, jnp.int32(room.start)), (1, room.size)))
             if room.size
-            else room.of(jnp.zeros((0,), room.dtype))
+            else room.reshape(jnp.zeros((0,), room.dtype))
             for room in self.rooms
         ]
 
 
 def widest(packings: Iterable[Packing]) -> dict[str, int]:
-    """Widths in which each of some packings has room."""
-    out: dict[str, int] = {}
+    """Return the widths of buffers in which each packing fits."""
+    widths: dict[str, int] = {}
     for packing in packings:
         for name, n in packing.widths.items():
-            out[name] = max(out.get(name, 0), n)
-    return out
+            widths[name] = max(widths.get(name, 0), n)
+    return widths
 
 
 def zeros(widths: Mapping[str, int], *lead: int) -> Buffers:
-    """Empty buffers [*lead, width]."""
+    """Return buffers [*lead, width] of zeros."""
     return {name: jnp.zeros((*lead, n), name) for name, n in widths.items()}

@@ -1,12 +1,14 @@
-"""The operations of a stage, each traced once, as functions of arrays.
+"""Trace the operations of a stage, each once, as functions of arrays.
 
-    F    leaves, inputs, message from before               -> message, results, what is stashed
-    B    leaves, inputs, stashed, cotangents from behind   -> cotangents, gradients
-    I    leaves, inputs, stashed, cotangents from behind   -> cotangents, what is left for W
-    W    leaves, inputs, stashed, what I left              -> gradients
+    F    leaves, inputs, message from the stage before          -> message, results, residuals for the stash
+    B    leaves, inputs, residuals, cotangents from behind      -> cotangents, gradients
+    I    leaves, inputs, residuals, cotangents from behind      -> cotangents, weight residuals
+    W    leaves, inputs, residuals, weight residuals            -> gradients
 
-A schedule has B, or I and W (`slicing/halves.py`). Of what a backward reads, rows and the like are looked up again;
-each other value is stashed once, from F to B or W.
+A schedule has either B, or its halves I and W (`slicing/halves.py`). I computes the gradient of inputs, which the stage
+before waits for, and W the gradient of weights, for which nobody waits. The stash holds each residual once, from F to B
+or W, even if both halves read it. Residuals that are inputs of the program, such as rows of the batch, are not stashed
+but read again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +28,8 @@ from .packing import Packing
 from .stages import Stage, is_linear
 
 
-class Spread(Access, Protocol):
-    """How parameters are fetched and gradients given, and which of the leaves are spread over `pipe`: those whose `dim`
-    is a number (`parallel/data/access.py`).
-    """
+class LeafAccess(Access, Protocol):
+    """Access to parameters, with the layout of each leaf: `pipe` shards it if its `dim` is a number."""
 
     leaves: Sequence[Leaf]
 
@@ -39,187 +39,250 @@ class StageRun:
     """A stage's operations, traced.
 
     Attributes:
-      forward: `forward(leaves, inputs, incoming)`: outgoing, results, what is stashed.
-      backwards: of "B", "I" and "W" those that the schedule has, as `fun(leaves, inputs, stashed, given)`, where
-        `given` are the cotangents of the linear outgoing, or for W what I left. They return cotangents of the linear
-        incoming (W none), gradients of the leaves as they are given (None for frozen ones; I none), and what is left
-        for W. Nothing in an evaluation.
-      stash, left: where what is stashed lies, and what I leaves.
+      forward: `forward(leaves, inputs, incoming)` returns the outgoing values, the results and the residuals.
+      backwards: B, or I and W, as `fun(leaves, inputs, residuals, operands)`; empty in an evaluation. The operands are
+        the cotangents of the outgoing variables, for W the weight residuals of I. It returns cotangents of the incoming
+        variables (W none), gradients of the leaves (None for frozen ones; I none), and weight residuals (I alone).
+      stash: the packing of the residuals.
+      weight_residuals: the packing of the weight residuals; empty without I.
     """
 
     forward: Callable[..., tuple[list[Any], list[Any], list[Any]]]
     backwards: Mapping[str, Callable[..., tuple[list[Any], list[Any], list[Any]]]]
     stash: Packing
-    left: Packing
+    weight_residuals: Packing
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """A stage's backward, whole and in halves, to be traced: functions of leaves, tape and cotangents."""
+    """A stage's backward and its halves, to be traced as functions of leaves, tape and operands.
+
+    Each returns cotangents of the incoming variables, gradients of the leaves, and weight residuals.
+    """
 
     stage: Stage
     program: Program
     access: Access
     seeds: Mapping[int, jax.Array]
-    halves: list[Halves] = field(default_factory=list)  # as the first half made it
+    halves: list[Halves] = field(default_factory=list)  # `input_grads` adds them when it is traced
 
-    def whole(self, mine: Sequence[Any], tape: Any, given: Sequence[Any]) -> Any:
-        cts, piece = self._seeded(given), self.stage.piece
-        leaves = _whole(mine, piece.unit.leaves, len(self.program.leaves))
-        grads = backward([piece], self.access, leaves, tape, cts, [None] * len(leaves))
-        return self._incoming(cts), [grads[i] for i in piece.unit.leaves], []
+    def whole_grads(self, leaves: Sequence[Any], tape: Any, output_cts: Sequence[Any]) -> Any:
+        """Compute B."""
+        cts, piece = self._output_cotangents(output_cts), self.stage.piece
+        program_leaves = _program_leaves(leaves, piece.unit.leaves, len(self.program.leaves))
+        grads = backward([piece], self.access, program_leaves, tape, cts, [None] * len(program_leaves))
+        return self._incoming_cotangents(cts), [grads[i] for i in piece.unit.leaves], []
 
-    def inputs(self, mine: Sequence[Any], tape: Any, given: Sequence[Any]) -> Any:
-        cts, piece = self._seeded(given), self.stage.piece
+    def input_grads(self, leaves: Sequence[Any], tape: Any, output_cts: Sequence[Any]) -> Any:
+        """Compute I."""
+        cts, piece = self._output_cotangents(output_cts), self.stage.piece
         unit, ((inputs, saved),) = piece.unit, tape
-        if saved is None:  # nothing has a derivative here
-            return self._incoming(cts), [], []
+        # A stage without active outputs has no residuals, and only passes cotangents on.
+        if saved is None:
+            return self._incoming_cotangents(cts), [], []
         active = pick(unit.active, piece.outputs)
-        made = [cts.pop(v) if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
-        halves = unit.halves(inputs, saved[0], made)
-        self.halves.append(halves)
-        found, left = halves.inputs(
-            self._fetched(halves.fetched[0], mine), pick(unit.held, inputs), saved[0].values, made
+        # The unit's outputs are no longer needed below: cotangents of what passes through the stage remain in `cts`.
+        active_cts = [cts.pop(v) if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
+        halves = unit.halves(inputs, saved[0], active_cts)
+        self.halves.append(halves)  # W, which is traced next, is the other half of this program
+        input_cts, weight_residuals = halves.inputs(
+            self._fetch(halves.fetched[0], leaves), pick(unit.held, inputs), saved[0].values, active_cts
         )
-        for v, ct in zip(pick(unit.linear, piece.inputs), found, strict=True):
+        # An incoming variable may also pass through the stage: then it has cotangents from behind already.
+        for v, ct in zip(pick(unit.linear, piece.inputs), input_cts, strict=True):
             cts[v] = add(cts.get(v), ct)
-        return self._incoming(cts), [], left.values
+        return self._incoming_cotangents(cts), [], weight_residuals.values
 
-    def weights(self, mine: Sequence[Any], tape: Any, left: Sequence[Any]) -> Any:
+    def weight_grads(self, leaves: Sequence[Any], tape: Any, weight_residuals: Sequence[Any]) -> Any:
+        """Compute W."""
         unit, ((inputs, saved),) = self.stage.piece.unit, tape
         if saved is None:
-            return [], [None] * len(mine), []
+            return [], [None] * len(leaves), []
         halves = self.halves[-1]
-        values, held = pick(halves.saved, saved[0].values), pick(unit.held, inputs)
+        # W reads a part of the forward's residuals, the inputs that are held, and what I left.
+        values, held_inputs = pick(halves.saved, saved[0].values), pick(unit.held, inputs)
         cts = halves.weights(
-            self._fetched(halves.fetched[1], mine), held, values, WeightGradResiduals(list(left), halves)
+            self._fetch(halves.fetched[1], leaves),
+            held_inputs,
+            values,
+            WeightGradResiduals(list(weight_residuals), halves),
         )
         pairs = zip(unit.leaves, cts, strict=True)
         return [], [None if ct is None else self.access.give(i, ct, False) for i, ct in pairs], []
 
-    def _fetched(self, which: Sequence[bool], mine: Sequence[Any]) -> list[jax.Array]:
-        leaves = pick(which, self.stage.piece.unit.leaves)
-        return [self.access.fetch(i, x, False) for i, x in zip(leaves, pick(which, mine), strict=True)]
+    def _fetch(self, is_read: Sequence[bool], leaves: Sequence[Any]) -> list[jax.Array]:
+        """Fetch the leaves of the stage that a half reads."""
+        numbers = pick(is_read, self.stage.piece.unit.leaves)
+        return [self.access.fetch(i, x, False) for i, x in zip(numbers, pick(is_read, leaves), strict=True)]
 
-    def _seeded(self, given: Sequence[Any]) -> dict[Any, Any]:
-        """Cotangents of what the stage hands on, and of its results, by variable."""
-        cts = dict(zip([v for v in self.stage.outgoing if is_linear(self.program, v)], given, strict=True))
+    def _output_cotangents(self, output_cts: Sequence[Any]) -> dict[Any, Any]:
+        """Return the cotangents of the stage's outgoing variables and of its results, by variable."""
+        # An output of the program, such as the loss, has a seed; it may be read by a later stage as well.
+        cts = dict(zip([v for v in self.stage.outgoing if is_linear(self.program, v)], output_cts, strict=True))
         for i in self.stage.results:
             if i in self.seeds and not jx.is_literal(v := self.program.outputs[i]):
                 cts[v] = add(cts.get(v), self.seeds[i])
         return cts
 
-    def _incoming(self, cts: Mapping[Any, Any]) -> list[jax.Array]:
-        wanted = [v for v in self.stage.incoming if is_linear(self.program, v)]
-        return [cts[v] if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in wanted]
+    def _incoming_cotangents(self, cts: Mapping[Any, Any]) -> list[jax.Array]:
+        """Return the cotangents of the stage's linear incoming variables, in order."""
+        variables = [v for v in self.stage.incoming if is_linear(self.program, v)]
+        return [cts[v] if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables]
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A part of a backward, traced: its arguments are leaves, the tape, and what is given."""
+class _TracedOperation:
+    """B, I or W, traced.
+
+    Attributes:
+      flat: the program; its arguments are leaves, tape and operands.
+      leaves: its variables of the leaves.
+      tape: its variables of the tape.
+      operands: its variables of the cotangents from behind, for W of the weight residuals.
+      shape: the abstract results: cotangents, gradients, weight residuals.
+    """
 
     flat: jx.Flat
     leaves: Sequence[Any]
     tape: Sequence[Any]
-    given: Sequence[Any]
+    operands: Sequence[Any]
     shape: tuple[list[Any], list[Any], list[Any]]
 
     @classmethod
-    def of(cls, fun: Callable[..., Any], leaves: Sequence[Any], tape: Any, given: Sequence[Any]) -> "_Part":
-        flat, shape = jx.trace(fun, list(leaves), tape, list(given))
+    def trace(
+        cls, fun: Callable[..., Any], leaves: Sequence[Any], tape: Any, operands: Sequence[Any]
+    ) -> "_TracedOperation":
+        """Trace a function of leaves, tape and operands at abstract arguments."""
+        flat, shape = jx.trace(fun, list(leaves), tape, list(operands))
         n, m = len(leaves), len(jax.tree.leaves(tape))
         return cls(flat, flat.invars[:n], flat.invars[n : n + m], flat.invars[n + m :], shape)
 
-    def leaving(self, which: Sequence[bool]) -> "_Part":
-        """This part with only the marked residuals left for the other half."""
-        cts, grads, left = self.shape
-        made = len(self.flat.outvars) - len(left)
-        outs = (*self.flat.outvars[:made], *pick(which, self.flat.outvars[made:]))
-        return replace(self, flat=replace(self.flat, outvars=outs), shape=(cts, grads, pick(which, left)))
+    def select_residuals(self, is_read: Sequence[bool]) -> "_TracedOperation":
+        """Return this operation without the weight residuals that W does not read."""
+        cts, grads, weight_residuals = self.shape
+        # Residuals are the last outputs, after cotangents and gradients.
+        start = len(self.flat.outvars) - len(weight_residuals)
+        outvars = (*self.flat.outvars[:start], *pick(is_read, self.flat.outvars[start:]))
+        return replace(
+            self, flat=replace(self.flat, outvars=outvars), shape=(cts, grads, pick(is_read, weight_residuals))
+        )
 
     def reads(self, arguments: Sequence[Any]) -> list[bool]:
-        """Which of some arguments it reads."""
-        found = {*jx.free(jx.live(self.flat.eqns, self.flat.outvars), self.flat.outvars)}
-        return [v in found for v in arguments]
+        """Return for each argument whether the operation reads it."""
+        variables = {*jx.free(jx.live(self.flat.eqns, self.flat.outvars), self.flat.outvars)}
+        return [v in variables for v in arguments]
 
     def function(self) -> Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Any]:
-        """Of the leaves, what it reads of the tape, and what is given."""
+        """Return the operation as a function of the leaves, the values that it reads of the tape, and the operands."""
+        # What the operation does not read of the tape is no argument, so that nothing has to stash it.
         flat, tape = self.flat, pick(self.reads(self.tape), self.tape)
-        before = [*flat.constvars, *self.leaves, *tape, *self.given]
-        fun, tree = jx.run(jx.live(flat.eqns, flat.outvars), before, flat.outvars), jax.tree.structure(self.shape)
-        return lambda *args: jax.tree.unflatten(tree, fun(*flat.consts, *(x for some in args for x in some)))
+        invars = [*flat.constvars, *self.leaves, *tape, *self.operands]
+        fun, tree = jx.run(jx.live(flat.eqns, flat.outvars), invars, flat.outvars), jax.tree.structure(self.shape)
+        return lambda *args: jax.tree.unflatten(tree, fun(*flat.consts, *(x for values in args for x in values)))
 
 
-def _parts(back: _Backward, kinds: str, leaves: Sequence[Any], tape: Any, given: Sequence[Any]) -> dict[str, _Part]:
-    """The parts of a backward that a schedule has."""
+def _trace_backwards(
+    stage_backward: _Backward, kinds: str, leaves: Sequence[Any], tape: Any, output_cts: Sequence[Any]
+) -> dict[str, _TracedOperation]:
+    """Trace B, or I and W, as the schedule has them."""
     if "I" not in kinds:
-        return {"B": _Part.of(back.whole, leaves, tape, given)}
-    inputs = _Part.of(back.inputs, leaves, tape, given)
-    weights = _Part.of(back.weights, leaves, tape, inputs.shape[2])
-    read = weights.reads(weights.given)  # a frozen leaf's gradient reads nothing
-    return {"I": inputs.leaving(read), "W": replace(weights, given=pick(read, weights.given))}
+        return {"B": _TracedOperation.trace(stage_backward.whole_grads, leaves, tape, output_cts)}
+    inputs = _TracedOperation.trace(stage_backward.input_grads, leaves, tape, output_cts)
+    weights = _TracedOperation.trace(stage_backward.weight_grads, leaves, tape, inputs.shape[2])
+    # W is traced on all residuals of I. Those that it does not read, such as a frozen leaf's, are not stored.
+    is_read = weights.reads(weights.operands)
+    return {
+        "I": inputs.select_residuals(is_read),
+        "W": replace(weights, operands=pick(is_read, weights.operands)),
+    }
 
 
-def run(
+def trace_stage(
     stage: Stage,
     program: Program,
     access: Access,
     leaves: Sequence[Any],
     inputs: Sequence[Any],
-    fixed: Sequence[bool],
+    is_fixed: Sequence[bool],
     seeds: Mapping[int, jax.Array] | None,
     kinds: str,
 ) -> StageRun:
-    """Trace a stage's operations, of these `kinds`, with abstract `leaves` (of its unit) and `inputs` of the program;
-    `fixed` says which of these a backward finds as they were. `seeds` are cotangents of the program's outputs by
-    position, None for an evaluation.
+    """Trace a stage's operations.
+
+    Args:
+      stage: the stage.
+      program: the cut program.
+      access: how parameters are fetched and gradients given.
+      leaves: the stage's leaves, abstract.
+      inputs: the program's inputs, abstract.
+      is_fixed: for each input, whether a backward finds the value that the forward found.
+      seeds: cotangents of the program's outputs, by position; None for an evaluation.
+      kinds: the kinds of operations in the schedule.
     """
+    # 1. F, with its tape as outputs.
     piece, grad = stage.piece, seeds is not None
     incoming = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in stage.incoming]
 
-    def ahead(mine: Sequence[Any], inputs: Sequence[Any], incoming: Sequence[Any]) -> Any:
+    def stage_forward(leaf_values: Sequence[Any], inputs: Sequence[Any], incoming: Sequence[Any]) -> Any:
         env = program.environment(inputs)
         env.update(zip(stage.incoming, incoming, strict=True))
-        tape = forward([piece], access, _whole(mine, piece.unit.leaves, len(program.leaves)), env, grad)
-        found = [read(env, v) for v in stage.outgoing], [read(env, program.outputs[i]) for i in stage.results]
-        return *found, tape if grad else None
+        tape = forward([piece], access, _program_leaves(leaf_values, piece.unit.leaves, len(program.leaves)), env, grad)
+        values = [read(env, v) for v in stage.outgoing], [read(env, program.outputs[i]) for i in stage.results]
+        return *values, tape if grad else None
 
-    flat, (made, found, tape) = jx.trace(ahead, list(leaves), list(inputs), incoming)
-    before = len(made) + len(found)
-    taped = flat.outvars[before:]
-    parts: dict[str, _Part] = {}
+    flat, (outgoing, results, tape) = jx.trace(stage_forward, list(leaves), list(inputs), incoming)
+    num_values = len(outgoing) + len(results)
+    tape_variables = flat.outvars[num_values:]
+
+    # 2. B, or I and W, as functions of the tape.
+    operations: dict[str, _TracedOperation] = {}
     if seeds is not None:
-        given = [x for x, v in zip(made, stage.outgoing, strict=True) if is_linear(program, v)]
-        parts = _parts(_Backward(stage, program, access, seeds), kinds, leaves, tape, given)
+        output_cts = [x for x, v in zip(outgoing, stage.outgoing, strict=True) if is_linear(program, v)]
+        operations = _trace_backwards(_Backward(stage, program, access, seeds), kinds, leaves, tape, output_cts)
 
-    again = {v: at for at, (v, on) in enumerate(zip(flat.invars[len(leaves) :], fixed, strict=False)) if on}
+    # 3. The residuals: the variables of the tape that a backward reads, apart from constants and fixed inputs.
+    input_index = {
+        v: i for i, (v, fixed) in enumerate(zip(flat.invars[len(leaves) :], is_fixed, strict=False)) if fixed
+    }
     consts = dict(zip(flat.constvars, flat.consts, strict=True))
-    reads = {kind: pick(part.reads(part.tape), taped) for kind, part in parts.items()}
-    stashed = {v: None for some in reads.values() for v in some if not jx.is_literal(v)}
-    kept = [v for v in stashed if v not in again and v not in consts]
-    outs = [*flat.outvars[:before], *kept]
-    ahead_fun = jx.run(jx.live(flat.eqns, outs), [*flat.constvars, *flat.invars], outs)
+    tape_reads = {kind: pick(operation.reads(operation.tape), tape_variables) for kind, operation in operations.items()}
+    read_variables = {v: None for reads in tape_reads.values() for v in reads if not jx.is_literal(v)}
+    residuals = [v for v in read_variables if v not in input_index and v not in consts]
 
-    def run_ahead(mine: Sequence[Any], inputs: Sequence[Any], incoming: Sequence[Any]) -> Any:
-        outs = ahead_fun(*flat.consts, *mine, *inputs, *incoming)
-        return outs[: len(made)], outs[len(made) : before], outs[before:]
+    # 4. The functions of arrays.
+    outvars = [*flat.outvars[:num_values], *residuals]
+    # `live` drops the parts of the tape that no backward reads.
+    forward_fun = jx.run(jx.live(flat.eqns, outvars), [*flat.constvars, *flat.invars], outvars)
 
-    def run_back(kind: str) -> Callable[..., Any]:
-        fun = parts[kind].function()
+    def run_forward(leaf_values: Sequence[Any], inputs: Sequence[Any], incoming: Sequence[Any]) -> Any:
+        values = forward_fun(*flat.consts, *leaf_values, *inputs, *incoming)
+        return values[: len(outgoing)], values[len(outgoing) : num_values], values[num_values:]
 
-        def run(mine: Sequence[Any], inputs: Sequence[Any], stashed: Sequence[Any], given: Sequence[Any]) -> Any:
-            known = dict(zip(kept, stashed, strict=True)) | consts | {v: inputs[at] for v, at in again.items()}
-            return fun(mine, [read(known, v) for v in reads[kind]], given)
+    def run_backward(kind: str) -> Callable[..., Any]:
+        # Values of the tape come from three places: the stash, constants of the trace, inputs that are read again.
+        fun = operations[kind].function()
+
+        def run(
+            leaf_values: Sequence[Any], inputs: Sequence[Any], stashed: Sequence[Any], operands: Sequence[Any]
+        ) -> Any:
+            env = dict(zip(residuals, stashed, strict=True)) | consts | {v: inputs[i] for v, i in input_index.items()}
+            return fun(leaf_values, [read(env, v) for v in tape_reads[kind]], operands)
 
         return run
 
-    left = Packing.of(parts["I"].shape[2] if "I" in parts else ())
-    return StageRun(run_ahead, {kind: run_back(kind) for kind in parts}, Packing.of(v.aval for v in kept), left)
+    weight_residuals = Packing.of_avals(operations["I"].shape[2] if "I" in operations else ())
+    return StageRun(
+        run_forward,
+        {kind: run_backward(kind) for kind in operations},
+        Packing.of_avals(v.aval for v in residuals),
+        weight_residuals,
+    )
 
 
-def _whole(mine: Sequence[Any], which: Sequence[int], leaves: int) -> list[Any]:
-    """All leaves of a program; a stage has some."""
-    out: list[Any] = [None] * leaves
-    for i, x in zip(which, mine, strict=True):
-        out[i] = x
-    return out
+def _program_leaves(leaves: Sequence[Any], numbers: Sequence[int], num_leaves: int) -> list[Any]:
+    """Return all leaves of a program: a stage's leaves at their numbers, and None elsewhere."""
+    # `slicing` addresses leaves by their numbers in the program.
+    program_leaves: list[Any] = [None] * num_leaves
+    for i, x in zip(numbers, leaves, strict=True):
+        program_leaves[i] = x
+    return program_leaves

@@ -1,4 +1,4 @@
-"""Pipelines of models without one stack of layers: exact, what ranks hold, what is refused, how even stages are."""
+"""Pipelines of models without one stack: exactness, memory of ranks, refusals, and how even the stages are."""
 
 import functools
 import itertools
@@ -34,12 +34,12 @@ SGD = optax.sgd(0.05, momentum=0.9)
 ROWS = 16
 
 
-def made(model: jp.Model, text: str, devices: int, optimizer: Any = SGD) -> Any:
+def make_step(model: jp.Model, text: str, devices: int, optimizer: Any = SGD) -> Any:
     return jp.make_train_step(model, optimizer, text, mesh=jax.devices()[:devices])
 
 
 def weighted(losses: jax.Array, batch: Any) -> jp.Mean:
-    """Under random weights of the rows, so that no two replicas or microbatches count alike."""
+    """Return the loss under random weights of the rows, so that all replicas and microbatches count differently."""
     losses = losses.reshape(losses.shape[0], -1).mean(1)
     return jp.Mean((losses * batch["w"]).sum(), batch["w"].sum())
 
@@ -52,7 +52,7 @@ def weights() -> np.ndarray:
 
 
 class Block(nn.Module):
-    """Of a U-Net: GroupNorm, two convolutions, what the time step adds."""
+    """A block of a U-Net: GroupNorm, two convolutions, and an addend from the time step."""
 
     features: int
 
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Skips cross the whole model, and what the time step makes is read by every block."""
+    """A U-Net whose skips cross the whole model; every block reads the embedding of the time step."""
 
     @nn.compact
     def __call__(self, x: jax.Array, t: jax.Array) -> jax.Array:
@@ -94,7 +94,7 @@ def unet() -> tuple[jp.Model, Any]:
 
 
 def flaxdiff() -> tuple[jp.Model, Any]:
-    """FlaxDiff's U-Net as it is: GroupNorm, attention to itself and to a text, skips across the whole model."""
+    """Return FlaxDiff's U-Net, with GroupNorm, self-attention, attention to a text, and skips across the model."""
     Unet = pytest.importorskip("flaxdiff.models.simple_unet").Unet
     heads = {"heads": 2}
     net = Unet(3, 16, feature_depths=(8, 16), attention_configs=(heads, heads), num_res_blocks=1, norm_groups=4)
@@ -118,16 +118,17 @@ class Layer(nn.Module):
     ) -> jax.Array:
         dim, causal = x_BTD.shape[-1], None if memory_BSD is None else nn.make_causal_mask(x_BTD[..., 0])
         biased = functools.partial(nn.dot_product_attention, bias=bias_HTT)
-        own = nn.MultiHeadDotProductAttention(self.heads, attention_fn=biased)
-        x_BTD = x_BTD + own(nn.LayerNorm()(x_BTD), mask=causal)
+        attention = nn.MultiHeadDotProductAttention(self.heads, attention_fn=biased)
+        x_BTD = x_BTD + attention(nn.LayerNorm()(x_BTD), mask=causal)
         if memory_BSD is not None:
             x_BTD = x_BTD + nn.MultiHeadDotProductAttention(self.heads)(nn.LayerNorm()(x_BTD), memory_BSD)
         return x_BTD + nn.Dense(dim)(nn.relu(nn.Dense(3 * dim)(nn.LayerNorm()(x_BTD))))
 
 
 class EncoderDecoder(nn.Module):
-    """T5's shape: two stacks, each with one table of biases by distance that all of its layers read, and one embedding
-    that both read and that is the head.
+    """A model shaped as T5: an encoder and a decoder.
+
+    All layers of a stack read its table of biases by distance. Both stacks read the embedding, which is also the head.
     """
 
     @nn.compact
@@ -157,7 +158,7 @@ def encoder_decoder() -> tuple[jp.Model, Any]:
 
 
 def irregular() -> tuple[jp.Model, Any]:
-    """13 blocks, no two alike: widths, functions, a gather, a scan, a convolution, dropout, a constant."""
+    """Return 13 blocks that all differ: in widths and functions, with a gather, a scan, dropout and a constant."""
     widths = [12, 20, 8, 36, 16, 24, 10, 28, 14, 18, 40, 22, 6, 9]
     functions = [jnp.tanh, jax.nn.relu, jnp.sin, jax.nn.gelu, jax.nn.softplus]
 
@@ -195,13 +196,13 @@ MODELS: dict[str, Callable[[], tuple[jp.Model, Any]]] = {
 
 
 @functools.cache
-def of(name: str) -> tuple[jp.Model, Any]:
+def model_and_batch(name: str) -> tuple[jp.Model, Any]:
     return MODELS[name]()
 
 
 @functools.cache
 def one_device(name: str) -> OneDevice:
-    return OneDevice(of(name)[0])
+    return OneDevice(model_and_batch(name)[0])
 
 
 # -- exact -------------------------------------------------------------------------------------------------------------
@@ -256,15 +257,15 @@ BATTERY = [
 )
 @pytest.mark.filterwarnings("ignore:pipe=2 with microbatches=1")
 def test_exact(name: str, strategy: str, devices: int) -> None:
-    """Gradients, three steps of SGD with momentum, bytes at rest, the order of collectives, and the closed form."""
-    (model, batch), one = of(name), one_device(name)
-    step = made(model, strategy, devices)
+    """Check gradients, three steps of SGD with momentum, stored bytes, the collectives' order, and the closed form."""
+    (model, batch), device = model_and_batch(name), one_device(name)
+    step = make_step(model, strategy, devices)
     assert step.layout.storage.cut
     blocks = step.replicas * step.strategy.microbatches
     rows = ROWS // blocks * blocks
     batch = jax.tree.map(lambda x: x[:rows], batch)
-    grads, params = one.train(SGD, batch, blocks, 3)
-    check(step, model, one.first, batch, 3, grads, params)
+    grads, params = device.train(SGD, batch, blocks, 3)
+    check(step, model, device.first, batch, 3, grads, params)
 
 
 CONTEXT = [
@@ -286,7 +287,7 @@ EXPERT = [
 @pytest.mark.battery
 @pytest.mark.parametrize(("name", "strategy"), CONTEXT)
 def test_exact_beside_context(name: str, strategy: str) -> None:
-    """All ranks of a group that shares positions are in one stage, and so in one branch."""
+    """Ranks that share positions are in one stage, and so run the same operation."""
     context_cells.check_cell(name, strategy)
 
 
@@ -326,69 +327,73 @@ def normed() -> tuple[jp.Model, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.battery)])
 def test_batch_norm(tensor: int) -> None:
-    """Statistics change microbatch after microbatch, as without a pipeline, and are the same on every rank. Under
-    `tensor`, whose ranks have parts of them, they were refused: the last stage made them whole.
+    """Statistics change by microbatch as without a pipeline, and are the same on every rank.
+
+    Under `tensor`, whose ranks have parts of the statistics, they were once refused: the last stage gathered them.
     """
     model, batch = normed()
-    one = made(model, "single,microbatches=4", 1)
+    single = make_step(model, "single,microbatches=4", 1)
     rules = {"(Conv|BatchNorm).*": -1} if tensor > 1 else None
-    two = jp.make_train_step(
+    pipelined = jp.make_train_step(
         model, SGD, f"pipe=2,tensor={tensor},microbatches=4", mesh=jax.devices()[: 2 * tensor], rules=rules
     )
-    assert two.layout.storage.cut
-    states = [step.init(jax.random.key(0)) for step in (one, two)]
+    assert pipelined.layout.storage.cut
+    states = [step.init(jax.random.key(0)) for step in (single, pipelined)]
     for _ in range(2):
-        states = [step(state, batch)[0] for step, state in zip((one, two), states, strict=True)]
-    pairs = list(zip((one, two), states, strict=True))
+        states = [step(state, batch)[0] for step, state in zip((single, pipelined), states, strict=True)]
+    pairs = list(zip((single, pipelined), states, strict=True))
     ours, theirs = (jax.device_get((step.params(s), s.variables)) for step, s in pairs)
     assert len(jax.tree.leaves(ours[1])) == 4
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), ours, theirs)
     copies = [[np.asarray(shard.data) for shard in x.addressable_shards] for x in jax.tree.leaves(states[1].variables)]
-    assert all((some[0] == one).all() for some in copies for one in some)
-    first = [float(step.evaluate(s, batch)["loss"]) for step, s in pairs]
-    assert first[0] == pytest.approx(first[1], rel=1e-5)
+    assert all((shards[0] == shard).all() for shards in copies for shard in shards)
+    losses = [float(step.evaluate(s, batch)["loss"]) for step, s in pairs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 # -- what ranks hold ---------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_holds_its_part_of_parameters_and_optimizer() -> None:
-    model, _ = of("unet")
-    step = made(model, "pipe=4,microbatches=4", 4, optax.adam(1e-3))
+    model, _ = model_and_batch("unet")
+    step = make_step(model, "pipe=4,microbatches=4", 4, optax.adam(1e-3))
     state = step.init(jax.random.key(0))
-    whole = sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.create, jax.random.key(0))[0]))
+    num_params = sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.create, jax.random.key(0))[0]))
     for tree, copies in ((state.params, 1), (state.optimizer[0], 2)):
-        held = [sum(x.addressable_shards[d].data.size for x in jax.tree.leaves(tree)) for d in range(4)]
-        # Beside its quarter, what no dim of divides, and is small: a bias of 2.
-        assert max(held) <= copies * (whole / 4 + 200)
-    first = [x.addressable_shards[0].data for x in jax.tree.leaves(state.params)]
-    assert step.layout.bytes["params"] == sum(x.nbytes for x in first)
+        rank_sizes = [sum(x.addressable_shards[d].data.size for x in jax.tree.leaves(tree)) for d in range(4)]
+        # A quarter, and leaves of which no dim divides, which are small: a bias of 2.
+        assert max(rank_sizes) <= copies * (num_params / 4 + 200)
+    shards = [x.addressable_shards[0].data for x in jax.tree.leaves(state.params)]
+    assert step.layout.bytes["params"] == sum(x.nbytes for x in shards)
 
 
 def test_a_recomputed_stage_keeps_the_message_it_gets() -> None:
-    """And with backwards in halves, of which the first recomputes, what the second reads waits from I to W alone."""
-    model, batch = of("irregular")
-    slots, messages = [], []
+    """If a stage is recomputed, the stash holds its message alone.
+
+    This holds for halves as well: I recomputes, and its residuals for W wait from I to W alone.
+    """
+    model, batch = model_and_batch("irregular")
+    slot_sizes, message_sizes = [], []
     for remat in ("none", "layer"):
-        step = made(model, f"pipe=2,microbatches=2,remat={remat},schedule=zb-h1", 2)
-        slots.append(slot_bytes(step, batch))
-        messages.append(max(stage.before.bytes for stage in stages(step.traced(batch).program)))
-    assert slots[1] <= messages[1] < slots[0] / 4
+        step = make_step(model, f"pipe=2,microbatches=2,remat={remat},schedule=zb-h1", 2)
+        slot_sizes.append(slot_bytes(step, batch))
+        message_sizes.append(max(stage.incoming_packing.bytes for stage in stages(step.traced(batch).program)))
+    assert slot_sizes[1] <= message_sizes[1] < slot_sizes[0] / 4
 
 
 @pytest.mark.battery
 def test_checkpoint_into_another_layout(tmp_path: Any) -> None:
-    """Saved by four stages, restored under ZeRO-3: the same parameters, and the step goes on the same way."""
-    model, batch = of("irregular")
-    cut, sharded = made(model, "pipe=4,microbatches=2", 4), made(model, "fsdp=4", 4)
-    state, _ = cut(cut.init(jax.random.key(0)), batch)
-    with Checkpoints(tmp_path, cut, {"seed": 0}) as saves:
+    """A state saved by four stages and restored under ZeRO-3 has the same parameters and the same loss."""
+    model, batch = model_and_batch("irregular")
+    cut_step, sharded_step = make_step(model, "pipe=4,microbatches=2", 4), make_step(model, "fsdp=4", 4)
+    state, _ = cut_step(cut_step.init(jax.random.key(0)), batch)
+    with Checkpoints(tmp_path, cut_step, {"seed": 0}) as saves:
         saves.save(1, state)
-    with Checkpoints(tmp_path, sharded, {"seed": 0}) as saves:
-        other = saves.restore()
-    ours, theirs = (jax.device_get(step.params(s)) for step, s in ((cut, state), (sharded, other)))
+    with Checkpoints(tmp_path, sharded_step, {"seed": 0}) as saves:
+        restored = saves.restore()
+    ours, theirs = (jax.device_get(step.params(s)) for step, s in ((cut_step, state), (sharded_step, restored)))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-    a, b = (step.evaluate(s, batch)["loss"] for step, s in ((cut, state), (sharded, other)))
+    a, b = (step.evaluate(s, batch)["loss"] for step, s in ((cut_step, state), (sharded_step, restored)))
     assert float(a) == pytest.approx(float(b), rel=1e-5)
 
 
@@ -396,13 +401,13 @@ def test_checkpoint_into_another_layout(tmp_path: Any) -> None:
 @pytest.mark.battery
 @pytest.mark.parametrize("name", ["muon", "lamb", "adafactor"])
 def test_optimizers_see_logical_leaves(name: str) -> None:
-    (model, batch), one = of("irregular"), one_device("irregular")
-    step = made(model, "pipe=2,fsdp=2,microbatches=2", 4, OPTIMIZERS[name]())
-    state = step.init(jax.random.key(0), params=one.first)
-    _, wanted = one.train(OPTIMIZERS[name](), batch, 4, 2)
+    (model, batch), device = model_and_batch("irregular"), one_device("irregular")
+    step = make_step(model, "pipe=2,fsdp=2,microbatches=2", 4, OPTIMIZERS[name]())
+    state = step.init(jax.random.key(0), params=device.first)
+    _, expected_params = device.train(OPTIMIZERS[name](), batch, 4, 2)
     for _ in range(2):
         state, _ = step(state, batch)
-    for ours, theirs in zip(*map(jax.tree.leaves, (step.params(state), wanted)), strict=True):
+    for ours, theirs in zip(*map(jax.tree.leaves, (step.params(state), expected_params)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=2e-5)
 
 
@@ -410,8 +415,8 @@ def test_optimizers_see_logical_leaves(name: str) -> None:
 
 
 def equations(name: str) -> list[Any]:
-    """Of a model's loss on two rows."""
-    model, batch = of(name)
+    """Return the equations of a model's loss on two rows."""
+    model, batch = model_and_batch(name)
     params, variables = jax.eval_shape(model.create, jax.random.key(0))
     rows = jax.tree.map(lambda x: x[:2], batch)
     return list(jx.trace(lambda p, b: model.call(p, variables, b, None)[0]["loss"].total, params, rows)[0].eqns)
@@ -419,7 +424,7 @@ def equations(name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["irregular", "unet"])
 def test_the_cut_is_the_best(name: str) -> None:
-    """No other two cuts have a shorter longest stage; 15% is allowed."""
+    """No other two cuts have a shorter longest stage."""
     eqns = equations(name)
     sums, enter = np.concatenate([[0], np.cumsum(times(eqns))]), 2 * LINK * crossing(eqns)
 
@@ -428,48 +433,48 @@ def test_the_cut_is_the_best(name: str) -> None:
 
     parts = stages_of(eqns, 3)
     assert [eqn for part in parts for eqn in part] == eqns
-    found = longest(len(parts[0]), len(parts[0]) + len(parts[1]))
-    every = range(1, len(eqns))
-    assert found == pytest.approx(min(longest(i, j) for i in every for j in every if i < j))
+    cut_time = longest(len(parts[0]), len(parts[0]) + len(parts[1]))
+    bounds = range(1, len(eqns))
+    assert cut_time == pytest.approx(min(longest(i, j) for i in bounds for j in bounds if i < j))
 
 
 @pytest.mark.parametrize("update", ["set", "add", "max"])
 def test_a_scatter_takes_the_time_of_the_array_that_it_writes(update: str) -> None:
-    """It took next to none: that of the function of two scalars by which it updates."""
+    """A scatter once took next to no time: that of its nested program, a function of two scalars."""
     scatter = lambda x, i: jnp.sin(getattr(x.at[i], update)(1.0)) @ x.T
     eqns = jx.trace(scatter, jnp.zeros((64, 32)), jnp.zeros(8, jnp.int32))[0].eqns
-    (took,) = (t for eqn, t in zip(eqns, times(eqns), strict=True) if eqn.primitive.name.startswith("scatter"))
-    assert took == 3 * 2 * 4 * 64 * 32
+    (scatter_time,) = (t for eqn, t in zip(eqns, times(eqns), strict=True) if eqn.primitive.name.startswith("scatter"))
+    assert scatter_time == 3 * 2 * 4 * 64 * 32
 
 
 def test_a_program_grows_with_its_stages_and_not_with_their_ranks() -> None:
-    """Each stage's forward and backward stand in the program once: as many products on two ranks as on four."""
-    model, batch = of("irregular")
+    """The program has each stage's forward and backward once: as many products on two ranks as on four."""
+    model, batch = model_and_batch("irregular")
 
     def products(text: str, devices: int) -> int:
-        return str(made(model, text, devices).trace(batch)).count("dot_general[")
+        return str(make_step(model, text, devices).trace(batch)).count("dot_general[")
 
-    two, four = products("pipe=2,microbatches=4", 2), products("pipe=4,microbatches=4", 4)
-    assert 13 * 3 - 1 <= two <= four <= 13 * 3 + 2
+    on_2, on_4 = products("pipe=2,microbatches=4", 2), products("pipe=4,microbatches=4", 4)
+    assert 13 * 3 - 1 <= on_2 <= on_4 <= 13 * 3 + 2
 
 
 def test_what_a_device_sends_and_waits_for_is_counted_once() -> None:
-    """Of stages a device runs its own: all of them together were counted, p times what a device sends."""
-    model, batch = of("irregular")
-    step = made(model, "pipe=4,fsdp=2,microbatches=4", 8)
+    """A device runs its own stages. All stages were once counted for it, p times what a device sends."""
+    model, batch = model_and_batch("irregular")
+    step = make_step(model, "pipe=4,fsdp=2,microbatches=4", 8)
     jaxpr = step.trace(batch)
-    found = Ledger.from_jaxpr(jaxpr, step.mesh)
-    closed = expected(step, batch)
-    assert found.by("kind", "axes") == closed.by("kind", "axes")
-    # Each leaf is gathered in a forward and in a backward of each microbatch, by the ranks that use it, padded by none.
+    traced_ledger = Ledger.from_jaxpr(jaxpr, step.mesh)
+    closed_form = expected(step, batch)
+    assert traced_ledger.by("kind", "axes") == closed_form.by("kind", "axes")
+    # Ranks that use a leaf gather it in the forward and in the backward of each microbatch, without padding.
     traced = step.traced(batch)
     sizes = [step.layout.leaves[i].local for i in range(len(step.layout.leaves))]
-    mine = lambda some: sum(4 * math.prod(sizes[i].stored) for i in some if sizes[i].dim is not None)
-    ranks = [mine(some) for some in used(traced.program, traced.schedule)]
-    most, every = max(ranks), sum(ranks)
-    assert most < found.total(kind="all-gather", axes=("fsdp",)) / 4 <= 2 * most < every
+    leaf_bytes = lambda leaves: sum(4 * math.prod(sizes[i].stored) for i in leaves if sizes[i].dim is not None)
+    rank_bytes = [leaf_bytes(leaves) for leaves in used(traced.program, traced.schedule)]
+    largest, total = max(rank_bytes), sum(rank_bytes)
+    assert largest < traced_ledger.total(kind="all-gather", axes=("fsdp",)) / 4 <= 2 * largest < total
     paces = re.findall(r"runs_4_paces_(\d+)_of_(\d+)_on_(\d)", step.trace(batch).pretty_print(name_stack=True))
-    assert sum(int(n) for n, _, _ in paces) == int(paces[0][1])  # in each slot all wait for one
+    assert sum(int(n) for n, _, _ in paces) == int(paces[0][1])  # one operation determines the length of each slot
     assert {rank for _, _, rank in paces} == set("0123")
 
 
@@ -482,24 +487,24 @@ def test_what_a_device_sends_and_waits_for_is_counted_once() -> None:
     ],
 )
 def test_stages_begin_where_the_user_says(name: str, cuts: Any) -> None:
-    """At the first use of a parameter below each path, and no earlier; with so many blocks of a list each."""
-    model, batch = of(name)
+    """A stage begins at the first use of a parameter below its path, or has the given number of blocks."""
+    model, batch = model_and_batch(name)
     strategy = jp.Strategy(pipe=4, microbatches=2, stages=cuts)
     assert jp.Strategy.parse(str(strategy)) == strategy
     step = jp.make_train_step(model, SGD, strategy, mesh=jax.devices()[:4])
     traced = step.traced(batch)
-    names = [[step.layout.leaves[i].path for i in some] for some in used(traced.program, traced.schedule)]
-    at = strategy.cuts if isinstance(cuts, str) or isinstance(cuts[0], str) else ("block2", "block7", "block12")
-    for before, after, path in zip(names, names[1:], at, strict=False):
-        assert any(one.startswith(f"{path}/") for one in after)
-        assert not any(one.startswith(f"{path}/") for one in before)
+    names = [[step.layout.leaves[i].path for i in leaves] for leaves in used(traced.program, traced.schedule)]
+    points = strategy.cuts if isinstance(cuts, str) or isinstance(cuts[0], str) else ("block2", "block7", "block12")
+    for earlier, stage, path in zip(names, names[1:], points, strict=False):
+        assert any(name.startswith(f"{path}/") for name in stage)
+        assert not any(name.startswith(f"{path}/") for name in earlier)
 
 
 @pytest.mark.battery
 def test_stages_at_blocks_of_the_users_are_exact() -> None:
-    (model, batch), one = of("irregular"), one_device("irregular")
-    step = made(model, "pipe=2,microbatches=2,stages=block10", 2)
-    check(step, model, one.first, batch, 3, *one.train(SGD, batch, 2, 3))
+    (model, batch), device = model_and_batch("irregular"), one_device("irregular")
+    step = make_step(model, "pipe=2,microbatches=2,stages=block10", 2)
+    check(step, model, device.first, batch, 3, *device.train(SGD, batch, 2, 3))
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -535,13 +540,13 @@ def test_stages_at_blocks_of_the_users_are_exact() -> None:
     ],
 )
 def test_refused(strategy: str, devices: int, message: str) -> None:
-    model, batch = of("irregular")
+    model, batch = model_and_batch("irregular")
     with pytest.raises(ValueError, match=message):
-        made(model, strategy, devices).trace(batch)
+        make_step(model, strategy, devices).trace(batch)
 
 
 def test_a_variable_of_two_stages_is_refused() -> None:
-    """The stage that reads it runs another microbatch than the one that changes it."""
+    """The stage that reads the variable runs another microbatch than the stage that changes it."""
 
     def loss(params: Any, variables: Any, batch: Any, key: Any) -> Any:
         x = batch["x"] * variables["scale"]
@@ -551,7 +556,7 @@ def test_a_variable_of_two_stages_is_refused() -> None:
 
     init = lambda key: ([jnp.ones((8, 12)), jnp.ones((12, 20)), jnp.ones((20, 8))], {"scale": jnp.ones(())})
     batch = {"x": np.ones((ROWS, 8), np.float32), "w": weights()}
-    step = made(jp.Model(init=init, loss=loss, stateful=True), "pipe=3,microbatches=2", 3)
+    step = make_step(jp.Model(init=init, loss=loss, stateful=True), "pipe=3,microbatches=2", 3)
     with pytest.raises(ValueError, match="variable scale is changed in stage 2 of pipe=3 and read in stage 0"):
         step.trace(batch)
 
@@ -581,10 +586,10 @@ def test_callbacks_come_once_a_microbatch_and_frozen_leaves_stay(strategy: str) 
     mesh = jax.devices()[: 4 if "pipe=4" in strategy else 2]
     step = jp.make_train_step(jp.Model(init=init, loss=loss), SGD, strategy, mesh=mesh, trainable=trainable)
     state = step.init(jax.random.key(0))
-    before = jax.device_get(step.params(state))
+    old_params = jax.device_get(step.params(state))
     calls.clear()
     state, _ = step(state, batch)
-    after = jax.device_get(step.params(state))
+    new_params = jax.device_get(step.params(state))
     jax.effects_barrier()
     assert sorted(calls) == sorted([0, 1, 2, 3] * 4)
-    assert [name for name in before if not (before[name] == after[name]).all()] == ["w0", "w2", "w3"]
+    assert [name for name in old_params if not (old_params[name] == new_params[name]).all()] == ["w0", "w2", "w3"]

@@ -1,4 +1,4 @@
-"""Lists of blocks that stages of layers cannot run: their refusal names stages='cut', which trains them exactly."""
+"""Lists of blocks that stages of layers refuse: the error names stages='cut', which trains them exactly."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ def block(x: jax.Array, w: Any, act: Callable[[jax.Array], jax.Array] = jnp.tanh
 
 
 def in_turn(x: jax.Array, blocks: Sequence[Any]) -> jax.Array:
-    """Rounds of two, and one block more."""
+    """Run rounds of two different blocks, and one block more."""
     for i, w in enumerate(blocks):
         x = block(x, w, jnp.tanh if i % 2 else jax.nn.silu)
     return x
 
 
 def other_first(x: jax.Array, blocks: Sequence[Any]) -> jax.Array:
-    """The first block has no residual stream to add to."""
+    """Run a first block without a residual connection, and then blocks with one."""
     x = jnp.sin(x @ blocks[0]["up"]) @ blocks[0]["down"]
     return functools.reduce(block, blocks[1:], x)
 
@@ -42,7 +42,7 @@ def twice(x: jax.Array, blocks: Sequence[Any]) -> jax.Array:
     return functools.reduce(block, [*blocks, *blocks], x)
 
 
-# What runs the list, its blocks, and how stages of layers refuse it: "" where they run one of its passes.
+# The function that runs the list, its number of blocks, and the error of stages of layers ("" if they run it).
 LISTS: dict[str, tuple[Any, int, str]] = {
     "in_turn": (in_turn, 5, "differ"),
     "other_first": (other_first, 4, "differ"),
@@ -52,7 +52,7 @@ LISTS: dict[str, tuple[Any, int, str]] = {
 
 
 @functools.cache
-def of(name: str) -> tuple[jp.Model, Any]:
+def model_and_batch(name: str) -> tuple[jp.Model, Any]:
     run, blocks, _ = LISTS[name]
     draw = np.random.default_rng(0)
     random = lambda *shape: draw.normal(size=shape).astype(np.float32)
@@ -69,14 +69,14 @@ def of(name: str) -> tuple[jp.Model, Any]:
     return jp.Model(init=init, loss=loss), {"x": random(ROWS, DIM), "y": random(ROWS, DIM), "w": weights}
 
 
-def made(name: str, text: str) -> Any:
-    return jp.make_train_step(of(name)[0], SGD, text, mesh=jax.devices()[:2])
+def make_step(name: str, text: str) -> Any:
+    return jp.make_train_step(model_and_batch(name)[0], SGD, text, mesh=jax.devices()[:2])
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, refusal) in LISTS.items() if refusal])
 def test_stages_of_layers_name_cut(name: str) -> None:
     with pytest.raises(ValueError, match=f"{LISTS[name][2]}.*stages='cut'"):
-        made(name, "pipe=2,microbatches=2").trace(of(name)[1])
+        make_step(name, "pipe=2,microbatches=2").trace(model_and_batch(name)[1])
 
 
 CELLS = [("backwards", "cut"), ("in_turn", "cut"), ("other_first", "cut"), ("twice", "cut"), ("twice", "layers")]
@@ -86,6 +86,6 @@ CELLS = [("backwards", "cut"), ("in_turn", "cut"), ("other_first", "cut"), ("twi
     ("name", "stages"), [CELLS[0], *(pytest.param(*cell, marks=pytest.mark.battery) for cell in CELLS[1:])]
 )
 def test_cut_trains_them(name: str, stages: str) -> None:
-    (model, batch), one = of(name), OneDevice(of(name)[0])
-    step = made(name, f"pipe=2,microbatches=2,stages={stages}")
-    check(step, model, one.first, batch, 3, *one.train(SGD, batch, 2, 3))
+    (model, batch), device = model_and_batch(name), OneDevice(model_and_batch(name)[0])
+    step = make_step(name, f"pipe=2,microbatches=2,stages={stages}")
+    check(step, model, device.first, batch, 3, *device.train(SGD, batch, 2, 3))

@@ -1,7 +1,7 @@
-"""ResNet-50 with BatchNorm, cut into stages: what differs from one device is rounding.
+"""ResNet-50 with BatchNorm, cut into stages, differs from one device by rounding alone.
 
-Its 53 norms over few rows magnify rounding: in float32 gradients differ by 1e-3 under plain fsdp=2, too, and by as much
-where images move by one unit in the last place. In float64 all of it falls to 1e-12, which no other cause would.
+Its 53 norms over few rows magnify rounding. In float32, gradients differ by 1e-3, also under plain fsdp=2, and if
+images change by one unit in the last place. In float64 the difference is 1e-12, so that rounding is its only cause.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ CONFIG = resnet.Config(blocks=(3, 4, 6, 3), bottleneck=True, width=8, classes=10
 
 def build(rngs: nnx.Rngs) -> nnx.Module:
     module = resnet.ResNet(CONFIG, rngs=rngs)
-    wide = lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    nnx.update(module, jax.tree.map(wide, nnx.state(module)))
+    to_float64 = lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    nnx.update(module, jax.tree.map(to_float64, nnx.state(module)))
     return module
 
 
@@ -34,7 +34,7 @@ def loss(module: Any, batch: Any) -> jp.Mean:
 
 
 def trained(strategy: str, devices: int, batch: Any) -> list[np.ndarray]:
-    """Gradients, which are the momentum after a first step, and parameters and running statistics after a second."""
+    """Return gradients (the momentum after a first step), and parameters and running statistics after a second step."""
     model, optimizer = jp.from_nnx(build, loss), optax.sgd(0.1, momentum=0.9)
     step = jp.make_train_step(model, optimizer, f"{strategy},microbatches={BLOCKS}", mesh=jax.devices()[:devices])
     state, _ = step(step.init(jax.random.key(0)), batch)
@@ -54,8 +54,8 @@ def test_training_differs_by_rounding_alone(strategy: str, devices: int) -> None
         batch["weight"] = draw.integers(1, 9, ROWS) / 4
         replicas = 2 if "fsdp" in strategy else 1
         order = np.arange(ROWS).reshape(replicas, BLOCKS, -1).swapaxes(0, 1).reshape(-1)  # block k of all replicas
-        wanted = trained("single", 1, jax.tree.map(lambda x: x[order], batch))
-        found = trained(strategy, devices, batch)
-    assert {x.dtype for x in found} == {np.dtype(np.float64)}
-    for ours, theirs in zip(found, wanted, strict=True):
+        expected = trained("single", 1, jax.tree.map(lambda x: x[order], batch))
+        pipelined = trained(strategy, devices, batch)
+    assert {x.dtype for x in pipelined} == {np.dtype(np.float64)}
+    for ours, theirs in zip(pipelined, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10 * np.abs(theirs).max())
