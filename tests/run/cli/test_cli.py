@@ -139,7 +139,10 @@ def test_images_train_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture) -
         (["train", "--rows", "3"], "use --rows 8, or any multiple of 8"),
         (["train", "--on-nonfinite", "halt"], "--on-nonfinite halt is not one of stop, explain, skip, rollback"),
         (["train", "--strategy", "fsdp,prefetch=x"], "jaxpar: prefetch='x' is unknown"),  # an option of the strategy
-        (["launch", "--least", "3", "--", "x.py"], "--least 3 needs --processes, to start with"),
+        (
+            ["launch", "--least", "3", "--", "x.py"],
+            "--least 3 needs --processes too; give the number of processes to start with",
+        ),
         (["--verson"], "did you mean '--version'?"),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
         (["train", "--processes", "2"], "give all three"),
