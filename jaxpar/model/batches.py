@@ -26,8 +26,8 @@ from .calls import describe
 from .model import Replicated, is_replicated
 from .paths import name_of
 
-GIVEN = ("global", "host")  # whose rows the user passes: the values of a step's `rows=`
-WHOSE = "rows are global, the same on every host, or with rows='host' each host's own"
+GIVEN = ("global", "host")  # the values of a step's `rows=`: whether a host passes all rows, or its own
+WHOSE = "rows are global, the same on every host, or with rows='host' each host's own"  # a hint in errors
 
 
 def batch_specs(batch: Any) -> Any:
@@ -61,9 +61,9 @@ def dealt(batch: Any, order: Any, gather_rows: Callable[[Any], Any] = lambda x: 
     return _by_leaf(batch, lambda x: gather_rows(x)[order])
 
 
-def _by_leaf(batch: Any, rows: Callable[[Any], Any], marked: Callable[[Any], Any] = lambda x: x) -> Any:
-    """Apply `rows` to every leaf that has rows, and `marked` to every array that is marked replicated."""
-    convert = lambda x: jax.tree.map(marked, x) if isinstance(x, Replicated) else rows(x)
+def _by_leaf(batch: Any, convert_rows: Callable[[Any], Any], convert_marked: Callable[[Any], Any] = lambda x: x) -> Any:
+    """Apply `convert_rows` to every leaf that has rows, and `convert_marked` to every array marked as replicated."""
+    convert = lambda x: jax.tree.map(convert_marked, x) if isinstance(x, Replicated) else convert_rows(x)
     return jax.tree.map(convert, batch, is_leaf=is_replicated)
 
 
@@ -146,6 +146,7 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
                          "microbatches)")  # fmt: skip
     if count % blocks:
         drop = f"drop {count % blocks} rows, or " if count > blocks else ""
+        # 0 if no replica's rows lie on one host: then no number of microbatches is proposed.
         rows_per_replica = (
             rows_per_host // (replicas // hosts)
             if replicas % hosts == 0 and rows_per_host % (replicas // hosts) == 0
@@ -224,7 +225,7 @@ def globalise(batch: Any, mesh: Mesh, hosts: int = 1) -> Any:
 
     def placed(x: Any, sharding: NamedSharding) -> jax.Array:
         x = np.asarray(x)
-        # The same array on every host: each copies the index ranges of its devices. Marked leaves are always the same.
+        # Every host has the complete array, as always for marked leaves: it copies the index ranges of its devices.
         if hosts == 1 or sharding.spec == PartitionSpec():
             return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
         return jax.make_array_from_process_local_data(sharding, x, (x.shape[0] * hosts, *x.shape[1:]))
