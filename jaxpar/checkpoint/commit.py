@@ -46,7 +46,8 @@ class Writer:
     """One of the processes that write checkpoints together, one checkpoint after the other."""
 
     def __init__(self, outcomes: Outcomes):
-        # How often each kind of action ran. All processes count alike, so name and count identify an action.
+        # `_counts` has the number of runs of each kind of action. All processes count alike, so that name and count
+        # identify an action.
         self._outcomes, self._counts = outcomes, collections.Counter[str]()
         # One thread, so that saves follow each other in one order on all processes.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxpar-save")

@@ -85,12 +85,13 @@ def _sent_for_leaves(step: Step, traced: Traced, step_uses: StepUses) -> list[Co
 def _stage_exchanges(step: Step, traced: Traced) -> Iterator[Collective]:
     """Yield what the stages of a cut program exchange once a step.
 
-    It is an all-to-all of the weights, and one of the gradients back. Each is p times as large as one rank's share of
-    the largest stage: an all-to-all has equal parts, so smaller stages are padded.
+    It is an all-to-all of the weights, and one of the gradients back. An all-to-all has equal parts, so that smaller
+    stages are padded: each is as large as one rank's share of the largest stage, times the number of ranks.
     """
     layout, schedule = step.layout, traced.schedule
     assert schedule is not None
     ranks, rule = schedule.ranks, rule_of(step.strategy)
+    # Once for the weights, and once for the gradients.
     for is_sharded, dtype_of, trainable_only in (
         ("params" in rule.sharded, step.policy.computed, False),
         (rule.at_once, step.policy.reduced, True),

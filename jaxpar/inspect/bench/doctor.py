@@ -136,7 +136,7 @@ def examine(
         if len(set(host_names)) == len(host_names)
         else [f"process {index} on {name}" for index, name in enumerate(host_names)]
     )
-    # Without collectives first: if the devices hang, these findings have been printed.
+    # The checks without collectives come first: if the devices hang, their findings have been printed.
     yield check_versions(processes.gather("versions", installed_versions()), labels)
     yield check_devices(processes.gather("devices", local_device_info()), labels)
     yield check_cpu_compiler(processes.gather("cpu compiler", failing(os.environ)), labels)
@@ -348,8 +348,7 @@ def check_folder(processes: ProcessGroup, folder: Path, labels: Sequence[str]) -
         and not _lock_error(lambda: FileLock(lock_path).acquire(blocking=False))
     ):
         problem = f"a lock that {labels[0]} holds in {folder} does not keep {labels[processes.index]} out"
-    # All processes have tried once this returns, so the lock may go.
-    # 3. Collect the problems, and clean up.
+    # 3. Collect the problems, and clean up. The lock may go once `gather` returns: then all processes have tried it.
     problems = [p for p in processes.gather("folder", problem) if p]
     lock.release()
     if folder.is_dir():

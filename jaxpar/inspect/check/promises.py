@@ -78,7 +78,7 @@ def shares(step: Step, state: Any) -> list[Holding]:
         if i in owned_states:  # whole matrices, distributed over the ranks
             holdings.append(Holding("optimizer state", name, math.prod(owned_states[i].local) * array.dtype.itemsize))
             continue
-        # The array's parameter: the path of a momentum ends with its parameter's path. Of several, the longest is it.
+        # The path of a momentum ends with its parameter's path. If several paths match, the longest is the parameter's.
         matching_leaves = [
             leaf
             for leaf in optimizer_leaves

@@ -102,7 +102,7 @@ class Move:
 
 
 def moves(step: Step, program: Executable, jaxpr: Any, min_bytes: int) -> list[Move]:
-    """Return the moves of a compiled step, the largest first; of equal ones, those with a known parameter first.
+    """Return the moves of a compiled step, the largest first; among equal sizes, those with a known parameter first.
 
     Args:
       step: the training step.

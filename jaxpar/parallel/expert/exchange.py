@@ -52,6 +52,7 @@ class TokenExchange(ExpertLocaliser):
             return
         if can_exchange:
             self.fewer.update({place(eqn): token_bytes for eqn in run.eqns if eqn.primitive.name == PRIMITIVE})
+        # `through` has rewritten the run's broadcasts already.
         for eqn in run.eqns:
             if not repeats(eqn):
                 env.compute(eqn, self.equation)

@@ -84,7 +84,8 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
 
     def blocks(by: Order, n: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return for each block its expert, its first position in the sorted choices, and its number of choices."""
-        # Block j of all belongs to the first expert whose blocks end after it. Blocks j >= ends[-1] are not needed.
+        # Blocks are numbered expert after expert: block j belongs to the first expert whose blocks end after it. Blocks
+        # j >= ends[-1] are not needed.
         num_overflowing = jnp.maximum(by.load - slots, 0)
         num_blocks = (num_overflowing + size - 1) // size
         ends = jnp.cumsum(num_blocks)
@@ -154,8 +155,9 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
                 # Blocks of one expert follow each other. Their sum stays in float32 in the carry, and every block
                 # rounds it anew into the leaf's gradient, so that rounding errors do not add up.
                 grad_expert = [
-                    jnp.where(e == previous_expert, total, first.astype(total.dtype)) + block_grad.astype(total.dtype)
-                    for total, first, block_grad in zip(
+                    jnp.where(e == previous_expert, total, leaf_grad.astype(total.dtype))
+                    + block_grad.astype(total.dtype)
+                    for total, leaf_grad, block_grad in zip(
                         grad_expert, leaves_of(e, grad_leaves), block_grad_expert, strict=True
                     )
                 ]

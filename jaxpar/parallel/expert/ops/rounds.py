@@ -9,8 +9,8 @@ All ranks of the axis must run the same number of rounds, or an all-to-all would
 busiest rank needs, which is known only when the program runs; with a balanced load it is 0. Nothing of a round is saved
 for the backward, which runs it again.
 
-Dims: N tokens of this rank, k choices of a token, E experts, e ranks, C slots of an expert that are filled already,
-S = C E / e choices for one rank in a round, D features.
+Dims: N tokens of this rank, k choices of a token, E experts, e ranks, C slots of an expert, which are filled already, D
+features. S = C E / e is the number of choices for one rank in a round.
 """
 
 import functools
@@ -43,8 +43,8 @@ _tokens_of.defvjp(
 def most_rounds(tokens: int, k: int, experts: int, ranks: int, slots: int) -> int:
     """Return the largest possible number of rounds.
 
-    It is reached if all choices of a rank's tokens go to one rank's experts: at most min(k, E/e) of a token, of which
-    at least C have slots.
+    It is reached if all choices of a rank's tokens go to one rank's experts: at most min(k, E/e) choices of each token.
+    At least C of all these choices have slots.
     """
     local_experts = experts // ranks
     return -(-(tokens * min(k, local_experts) - slots) // (slots * local_experts))
