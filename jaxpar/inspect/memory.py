@@ -140,14 +140,15 @@ class ForwardCost(NamedTuple):
 def forward(step: Step, batch: Any) -> ForwardCost:
     """Return the cost of a forward on a device, of one microbatch or of concurrent ones. It does not support pipelines.
 
-    Saved arrays are needed by JAX's derivatives, or pass from one piece of the loss to the next. Each
-    counts once; weights and the batch are left out.
+    Saved arrays are needed by JAX's derivatives, or pass from one piece of the loss to the next. Each counts once.
+    Weights and the batch are left out.
     """
     loss = step.traced(batch)
 
     def saved_by_pieces(leaves: list[Any], *inputs: Any) -> Any:
         *_, tape = Loss(loss, WholeAccess(), leaves).forward(*inputs)
-        # A segment's entry is a tuple: what it saved, and for an epilogue its weights.
+        # The tape's entry of a segment is a tuple: the saved arrays, and for an epilogue its weights, which are left
+        # out.
         return [(inputs, saved[0] if isinstance(saved, tuple) else saved) for inputs, saved in tape]
 
     traced, _ = jx.trace(saved_by_pieces, loss.leaves, *loss.inputs, axes=loss.traced_axes)

@@ -46,8 +46,8 @@ def families(leaves: Sequence[tuple[str, Any]], stacked: Callable[[str], bool]) 
     """
     result: list[Family] = []
     grouped_leaves: set[int] = set()
-    # Outer loops first: for `blocks/0/layers/1/w`, try the number of the block before the number of the layer. Paths
-    # with more than 8 numbers are not looked at further.
+    # Outer loops first: for `blocks/0/layers/1/w`, try the number of the block before the number of the layer. Only the
+    # first 8 numbers of a path are tried.
     for depth in range(8):
         # prefix -> block number -> suffix -> position of the leaf
         groups: dict[str, dict[int, dict[str, int]]] = {}

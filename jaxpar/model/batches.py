@@ -146,7 +146,7 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
                          "microbatches)")  # fmt: skip
     if count % blocks:
         drop = f"drop {count % blocks} rows, or " if count > blocks else ""
-        # 0 if no replica's rows lie on one host: then no number of microbatches is proposed.
+        # 0 if the rows do not divide among the replicas: then no number of microbatches is proposed.
         rows_per_replica = (
             rows_per_host // (replicas // hosts)
             if replicas % hosts == 0 and rows_per_host % (replicas // hosts) == 0

@@ -173,8 +173,8 @@ class Clock:
         """Return the seconds of a loop, over all its trips, and the queue after it."""
         trips, total_seconds = loop.trips, 0.0
         if loop.paces is not None:
-            # In an iteration of the outer loop a device runs this loop or another one. All wait for the slowest: the
-            # devices wait for this loop in `paces` of the iterations.
+            # In an iteration of the outer loop, a device runs this loop or another one, and all devices wait for the
+            # slowest. This loop is the slowest, and so counts, in `paces` iterations.
             seconds, queue = self._run_all(loop.body, queue, trip_counts.times(times, trips or 0))
             return float(loop.paces) * seconds, queue
         if trips is None:
@@ -197,8 +197,8 @@ class Clock:
     def _kernel_seconds(self, kernel: Kernel, busy: float, times: int) -> float:
         """Return the seconds of one execution of a kernel, while collectives run for another `busy` seconds.
 
-        While a collective runs, a kernel has the share s of the device. Of its w seconds of work, it does min(w, s
-        busy) beside collectives, and these take 1/s times as long.
+        While a collective runs, a kernel has the share s of the device. It has w seconds of work. It does min(w, s
+        busy) of them beside collectives, where work takes 1/s times as long.
         """
         if kernel.name not in self._parts:
             self._seconds[kernel.name], reason = kernel_seconds(kernel, self.hardware, self.slowest)
