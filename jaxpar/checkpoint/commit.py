@@ -81,7 +81,6 @@ class Writer:
 
         Args:
           name: the kind of action, the same on all hosts.
-          action: the action.
           describe: returns the text of an error for the other hosts.
 
         Returns:
@@ -176,9 +175,9 @@ def _wait_at_exit() -> None:
             except ValueError as error:
                 ending.badly(error)
 
-    # Functions registered here run before those of `atexit`, in the reverse order of registration. It has to be before
-    # those that Orbax's modules have registered: after them no thread can be started, and Orbax and the storage clients
-    # need threads.
+    # Functions registered here run before all `atexit` functions, in the reverse order of registration. `wait_for_all`
+    # is registered after the functions of Orbax's modules, and so runs before them: once they have run, no thread can
+    # be started, and Orbax and the storage clients need threads.
     threading._register_atexit(wait_for_all)  # type: ignore[attr-defined]
 
 

@@ -90,7 +90,6 @@ def saved(step: Step, batch: Any) -> int:
     Nothing is compiled.
 
     Args:
-      step: the training step.
       batch: arrays or `jax.ShapeDtypeStruct`.
     """
     if step.schedule is not None:
@@ -101,14 +100,15 @@ def saved(step: Step, batch: Any) -> int:
 def in_flight(step: Step, batch: Any) -> tuple[int, int]:
     """Return the bytes of weights and of gradients that loops over layers have in flight on a device.
 
-    Loops gather the next layer's weights ahead and reduce the previous layer's gradients behind. These buffers add to
-    those of the running layer. Nothing is compiled.
+    While a layer runs, loops gather the next layer's weights and reduce the previous layer's gradients. These buffers
+    exist in addition to the buffers of the running layer. Nothing is compiled.
     """
     schedule = step.schedule
     if step.strategy.server or step.layout.storage.cut or (schedule is not None and not schedule.in_turn):
         return 0, 0
     loss = step.traced(batch)
     main_stack = loss.program.main
+    # A rank with one layer has no next and no previous layer.
     if schedule is not None and (main_stack is None or main_stack.length <= schedule.ranks):
         return 0, 0
     # Shapes are enough. The access only has to tell which leaves the rule communicates.

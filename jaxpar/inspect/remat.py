@@ -268,7 +268,6 @@ def cheapest(stacks: Sequence[_Stack], device_room: float, host_room: float, let
     """Return the choices with the fewest seconds whose bytes fit; if none fit, the choices closest to fitting.
 
     Args:
-      stacks: the stacks.
       device_room: bytes available on the device.
       host_room: bytes available on the host.
       letters: the choices for each value, of "s", "r" and "h".

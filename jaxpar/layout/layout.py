@@ -55,11 +55,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every leaf of a training state lives.
+    """The layout of a training state: the place and the form of every leaf.
 
     Attributes:
       storage: the parameter leaves.
-      mesh: the mesh.
+      mesh: the devices, by axis.
       sharded: which of "params", "grads", "optimizer" carry `fsdp`.
       policy: the dtypes of parameters and gradients.
       copied: whether a replicated copy in the compute dtype is stored with the sharded float32 master (ZeRO-1 and 2 in

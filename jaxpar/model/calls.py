@@ -219,7 +219,6 @@ def reading(batch: Any, name: str = "the batch") -> Iterator[None]:
     types get the description as a note.
 
     Args:
-      batch: the batch that the function gets.
       name: the name of the batch, for the error.
     """
     try:

@@ -27,7 +27,7 @@ def check_mapped(x: Any) -> None:
     Reading past its end would raise the signal SIGBUS, which ends the process without a message.
     """
     name = getattr(x, "filename", None)
-    # A view has no file name of its own. Follow the bases down to the map.
+    # A view has no file name. Follow the bases down to the map.
     while isinstance(x, np.ndarray):
         x = x.base
         name = name or getattr(x, "filename", None)

@@ -15,7 +15,7 @@ Two sorts of draws are batched:
   was sharded.
 
 Elementwise equations and reshapes that follow (a standard deviation, a cast) are batched too, and keys that are rows of
-one array are read together. Each would be a kernel of its own otherwise.
+one array are read together. Otherwise each would be a separate kernel.
 
 `_kinds` says which equations are equal, `_groups` orders the program so that equal ones are adjacent, and `_evaluate`
 runs it group by group.

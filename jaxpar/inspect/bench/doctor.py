@@ -43,7 +43,7 @@ PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "numpy")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 LIBRARIES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "libtpu")
 SKEW = 1.0  # seconds by which clocks may differ
-SHARE = 0.5  # the lowest good bandwidth, as a share of what the hardware reaches
+SHARE = 0.5  # the lowest good bandwidth, as a share of the hardware's
 PINGS = 5  # tries of each process to measure its clock
 # Constants, so that all hosts run equally many collectives.
 _ALL_REDUCES, _REPEATS = 5, 3  # all-reduces in a timed program, and timed programs
@@ -441,11 +441,9 @@ def _all_reduce(mesh: Mesh, axis: str, num_bytes: int) -> tuple[float, int]:
     """Measure an all-reduce of float32 by all groups along an axis at once.
 
     The bus bandwidth is 2 (n - 1) / n times its bytes over its time (nccl-tests, doc/PERFORMANCE.md). Each timed
-    program has several all-reduces, each of which waits for the one before, so that the time of the launch counts less.
+    program has several all-reduces, one after another, so that the time of the launch counts less.
 
     Args:
-      mesh: the mesh.
-      axis: the axis.
       num_bytes: the bytes on each device.
 
     Returns:

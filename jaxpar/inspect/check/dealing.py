@@ -214,7 +214,8 @@ class _Measurements:
         )
         if dealing.same or not dealing.finite:
             return dealing
-        # Where terms cancel, a gradient is rounding alone. Changing the parameters' last bit shows how large that is.
+        # If its terms cancel, a gradient consists of rounding alone. Changing the parameters' last bit shows how large
+        # rounding is.
         perturbed_values = self.measured(first_order, is_perturbed=True)
         noise_levels = {
             name: _MARGIN * x for name, x in _relative_errors(values, perturbed_values).items() if math.isfinite(x)
@@ -237,7 +238,7 @@ def _permuted_rows(shape: tuple[int, int, int], keep_place: bool) -> np.ndarray:
     """
     identity = np.arange(math.prod(shape)).reshape(shape)
     for seed in itertools.count():
-        # Seeds in turn until blocks differ: deterministic, so that all hosts agree.
+        # Try seeds in turn until blocks differ. This is deterministic, so that all hosts agree.
         rng = np.random.default_rng(seed)
         permuted_sets = rng.permuted(identity.swapaxes(0, 1).reshape(shape[1], -1), axis=1)
         permuted = (

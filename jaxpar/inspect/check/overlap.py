@@ -63,9 +63,7 @@ def hidden(step: Step, batch: Any, program: Executable, hardware: Hardware) -> I
     A finding's amounts are the bytes that a device sends, and the bytes that it sends while kernels run.
 
     Args:
-      step: the training step.
       batch: arrays or `jax.ShapeDtypeStruct`.
-      program: the compiled program.
       hardware: the numbers of its devices.
 
     Raises:
@@ -151,7 +149,6 @@ def _cause_and_hint(step: Step, part: Part, leaf_paths: str, line: str) -> str:
     """Return why a collective is exposed, and what to try.
 
     Args:
-      step: the training step.
       part: the collective.
       leaf_paths: the paths of its leaves, "" if unknown.
       line: its source line, "" if unknown.
@@ -168,7 +165,7 @@ def _cause_and_hint(step: Step, part: Part, leaf_paths: str, line: str) -> str:
     larger_concurrent = strategy.concurrent * next((factor for factor in range(2, turns + 1) if turns % factor == 0), 0)
     if _promised_kind(step, part) == _ACTIVATIONS or has_prefetch:
         hint = f"concurrent={larger_concurrent} fetches a layer once for so many microbatches, "
-        hint *= larger_concurrent > 0
+        hint *= larger_concurrent > 0  # dropped if no larger number is possible
         hint += f"more rows a device give more to hide it behind, fewer ranks of {'+'.join(part.axes)} less to wait for"
     elif step.schedule is None or step.schedule.in_turn:
         hint = "prefetch=1 sends it beside another layer"

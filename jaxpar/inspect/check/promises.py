@@ -57,7 +57,6 @@ def shares(step: Step, state: Any) -> list[Holding]:
     that the layout reports as too small to be sharded is stored whole.
 
     Args:
-      step: the training step.
       state: its state, as arrays or `jax.ShapeDtypeStruct`.
     """
     holds, sizes = rule_of(step.strategy).promise.holds, step.mesh.shape
@@ -140,7 +139,6 @@ def gathered_weights(jaxpr: Any, leaves: int, axis: str = "tensor") -> dict[str,
     Args:
       jaxpr: the step's program.
       leaves: the number of leaves. They are the first inputs of the first `shard_map`, after the token on CPU devices.
-      axis: the mesh axis.
 
     Returns:
       Source line -> bytes of the largest gather on that line, of one execution.
@@ -200,8 +198,6 @@ def bounds(step: Step, kind: str, closed: Sequence[Collective], one_layer: bool 
     """Return the allowed bytes for one kind and axes: the closed form's within 1%, widened by the cases of `ALLOWED`.
 
     Args:
-      step: the training step.
-      kind: the kind of collective.
       closed: the closed form's collectives of this kind and these axes.
       one_layer: whether the program has a loop of one layer. Compilers unroll it and merge what it would send twice.
     """

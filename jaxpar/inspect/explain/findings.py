@@ -43,7 +43,6 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     """Explain a training step for a batch of these shapes; see `Step.explain`. Nothing runs.
 
     Args:
-      step: the training step.
       batch: arrays or `jax.ShapeDtypeStruct`.
       compiled: `step.compile(batch)`, if it exists already.
     """

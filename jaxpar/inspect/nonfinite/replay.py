@@ -37,7 +37,7 @@ from .search import Fault, search
 
 @dataclass(frozen=True)
 class Nonfinite:
-    """Where a step's NaN or infinity begins; print it.
+    """The place where a step's NaN or infinity begins; print it.
 
     Attributes:
       step: the number of the step, from 1.
@@ -86,7 +86,6 @@ class Replay:
     """A step's mathematics, block by block on one device; see `TrainStep.trace_nonfinite`.
 
     Args:
-      step: the training step.
       state: the state before the step.
       batch: the batch of the step.
       device: the device of the replay.

@@ -198,9 +198,7 @@ class _CauseTracker(Evaluation):
         """Return the cause of a non-finite result of an equation, if the programs inside the equation have none.
 
         Args:
-          operands: the operands.
           result_index: the number of the result.
-          result: the result.
         """
         eqn, nonfinite_operands = self.sites[-1], [operand for operand in operands if operand.cause is not None]
         if not nonfinite_operands:

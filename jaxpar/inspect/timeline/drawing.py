@@ -147,6 +147,7 @@ def summary(schedule: Schedule, size: int | None = None) -> dict[str, str]:
         else f"{', '.join(stored_by_rank)} on ranks 0 to {len(stored_by_rank) - 1}"
     )
     room_text = f" = {bytes_of(schedule.slots * size, '.3g')}" if size else ""
+    # A microbatch takes 1 for its forward and 2 for its backward.
     kinds, useful_time = kinds_of(schedule), 3 * schedule.microbatches
     # A bubble of one of these lengths is printed as a formula: k (p - 1) / v for k of 3 and 1.
     bubble_formulas = {

@@ -231,8 +231,6 @@ def of_leaf(rule: Rule, leaf: Leaf, in_fp8: Collection[str]) -> Rule:
     products are gathered unquantised.
 
     Args:
-      rule: the rule of the strategy.
-      leaf: the leaf that needs a rule.
       in_fp8: the paths of the leaves whose products are in FP8.
     """
     if rule.sharded and leaf.dim is None:

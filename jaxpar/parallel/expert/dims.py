@@ -95,7 +95,7 @@ def expert_dims(
     dim_by_path = _rule_dims(rules, shapes, strict=True)
     for path, dim in _rule_dims(model_rules, shapes).items():
         dim_by_path.setdefault(path, dim)
-    # 2. Annotations, by jaxpar's names for experts and those of the rules.
+    # 2. Annotations, by jaxpar's names for experts and the names that the rules give.
     expert_names = {*NAMES, *(key for table in (model_rules, rules) for key, value in table.items() if value == AXIS)}
     for path, entry in names.items():
         matches = [d for d, part in enumerate(entry) if expert_names & {*names_in(part)}]

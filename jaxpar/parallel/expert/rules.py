@@ -75,7 +75,7 @@ def _follow(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) 
     outs: list[Any] = [SlotDims(d, s) for d, s in zip(experts.outs, slots.outs, strict=True)]  # type: ignore[arg-type]
     if any(value is None for value in values):
         return None
-    # 3. Parameters with shapes, such as those of a reshape, get the rank's sizes. Each factor changes its own dims.
+    # 3. Parameters that are shapes, as a reshape has, get the rank's sizes. Each factor changes its own dims.
     changes: dict[str, Any] = {}
     for factor, to_dims in ((experts, lambda d: SlotDims(d, -1)), (slots, lambda d: SlotDims(-1, d))):  # -1 is no dim
         local_shape = lambda shape, d, to_dims=to_dims: localiser.local(
@@ -93,8 +93,6 @@ def _part(localiser: ExpertLocaliser, x: LocalValue, dim: int | None, slots: int
     """Return the part of an operand for a rank's slots; None if it cannot be made.
 
     Args:
-      localiser: the rewriting.
-      x: the operand.
       dim, slots: its dims of experts and of slots. None if it lacks the dim, or has size 1 there.
     """
     if dim is not None and slots is not None:

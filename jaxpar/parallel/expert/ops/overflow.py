@@ -197,6 +197,6 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
         """Return the function for one rank's experts: its blocks have tokens of all ranks, which come in rounds."""
         return rounds(_overflow(expert, tree, 0, block_size(slots * ranks)), slots, ranks)
 
-    # `part` and `spread` belong to this function alone: each needs a name of its own.
+    # `part` and `spread` belong to this function alone, so that its route needs a unique name.
     name = f"overflow_{next(_numbers)}"
     return route(name, ("rows", "whole"), run_blocks, forward, backward, part=part, spread=spread)
