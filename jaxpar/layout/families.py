@@ -59,7 +59,6 @@ def families(leaves: Sequence[tuple[str, Any]], stacked: Callable[[str], bool]) 
             blocks = groups.setdefault(path[: number_match.start()], {})
             blocks.setdefault(int(number_match[0]), {})[path[number_match.end() :]] = position
         for prefix, blocks in groups.items():
-            # Blocks are alike if their signatures are equal.
             signatures = {
                 number: tuple(sorted((suffix, repr(leaves[i][1])) for suffix, i in block.items()))
                 for number, block in blocks.items()
