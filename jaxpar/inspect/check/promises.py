@@ -213,6 +213,7 @@ def bounds(step: Step, kind: str, closed: Sequence[Collective], one_layer: bool 
         lowest_share, names = 0.49, [*names, "one layer"]
     if kind == "all-reduce":
         extra_bytes, names = SCALARS, [*names, "norms"]
+    # Ranks send activations in every tick; without branches, only in the ticks that have forwards.
     ticks = 1 if schedule is None else schedule.ticks if schedule.branches else schedule.messages("F")
     if kind == "collective-permute" and schedule is not None:
         lowest_share, names = 0.99 - 1 / ticks, [*names, "last message"]
