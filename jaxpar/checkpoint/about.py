@@ -1,8 +1,8 @@
 """The item `about` of a checkpoint: a JSON file about its arrays, its run, the position in its data, and its files.
 
 `About` is the content of that file. Anybody may have written it, so `About.read` checks every value before it is used.
-The functions below answer three questions: are the files those that were written (`check_files`), is the checkpoint of
-this run (`check_same_run`), and does it have the arrays that a step needs (`check_fits`)?
+The functions below answer three questions. Are the files as they were written (`check_files`)? Does the checkpoint
+belong to this run (`check_same_run`)? Does it have the arrays that a step needs (`check_fits`)?
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def files_of(folder: Place) -> dict[str, Any]:
 def _checksum(path: Path) -> int:
     """Return the CRC-32 of a file; for a file of arrays, whose chunks have checksums, only of its two ends."""
     size = path.stat().st_size
-    end = _END if path.parent.name == "d" else size
+    end = _END if path.parent.name == "d" else size  # OCDBT keeps the chunks of arrays in folders named "d"
     with path.open("rb") as file:
         crc = zlib.crc32(file.read(end))
         file.seek(max(end, size - end))
@@ -199,7 +199,7 @@ def check_same_run(
       saved: what identifies the run of a checkpoint.
       current: what identifies the current run.
       folder: the checkpoint, for the error.
-      changed: names whose values may differ.
+      changed: the names of values that may differ.
     """
     names = [name for name in {**saved, **current} if name not in changed]
     if differing := [name for name in names if saved.get(name) != current.get(name)]:

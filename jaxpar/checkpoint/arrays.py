@@ -57,7 +57,7 @@ class Array:
 
     Attributes:
       shape, dtype, sharding: of the stored array. For random keys, these describe the data of the keys.
-      inner: shape of the stored array without padding.
+      inner: shape of the stored array without the padding of its sharded dim.
       names: names of the model leaves that the array holds, such as the layers of a stack.
       leaf: layout of the parameter that the array is, or mirrors as an optimizer's moment does; None for other arrays.
       key_impl: implementation of random keys; None for numbers.
@@ -100,15 +100,16 @@ class Array:
 
     @functools.cached_property
     def chunks(self) -> list[tuple[int, ...]]:
-        """Return, for each name, the largest chunk shape such that no chunk crosses the border of a device's box.
+        """For each name, the shape of the largest chunks that cross no border of a device's box.
 
-        Along each dim it is the greatest common divisor of all borders.
+        Along each dim, the size of a chunk is the greatest common divisor of all borders.
         """
         spacing = [[0] * len(self.logical) for _ in self.names]
         for box in self.boxes():
             for part in parts(self.leaf, self.inner, box):
                 for dim, (bounds, size) in enumerate(zip(part.box, self.logical, strict=True)):
-                    cuts = [bound for bound in bounds if bound < size]  # a border at 0 does not change the divisor
+                    # The last chunk may be smaller, so that the end is no border. A border at 0 changes no divisor.
+                    cuts = [bound for bound in bounds if bound < size]
                     spacing[part.member][dim] = math.gcd(spacing[part.member][dim], *cuts)
         return [tuple(step or max(1, n) for step, n in zip(steps, self.logical, strict=True)) for steps in spacing]
 

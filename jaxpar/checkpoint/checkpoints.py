@@ -120,7 +120,7 @@ class Checkpoints:
         data: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write the state after step `number` in the background, as `TrainStep.save` says.
+        """Write the state after step `number` in the background; see `TrainStep.save`.
 
         Under `offload` it waits until all is written: the host's memory has no room for two copies of the state.
 
@@ -134,7 +134,7 @@ class Checkpoints:
           ValueError: if the previous save failed, if the state belongs to another step, or if the folder has a
             checkpoint of that step which this object has neither saved nor restored.
         """
-        from .write import finish, save_items
+        from .write import finish, save_items  # imports Orbax, which takes a second
 
         self.wait()
         # The last step may also be a multiple of the interval between saves. It is saved once.
@@ -172,7 +172,7 @@ class Checkpoints:
             self.wait()
 
     def restore(self, good: bool = False) -> State:
-        """Return the state in the last complete checkpoint, as `TrainStep.restore` does.
+        """Return the state in the last complete checkpoint; see `TrainStep.restore`.
 
         Sets `data` to the position that `save` was called with. Sets `notes` to messages for the user: about damaged
         checkpoints that were skipped, changed values, and a checkpoint that was saved under another strategy.
@@ -271,8 +271,8 @@ def plan_items(
 def held(arrays: Sequence[Array], state: Any, buffers: Buffers) -> _Boxes:
     """Copy from the devices what this host saves, and return it as boxes of the model leaves, by name.
 
-    Of the replicas of a box, only the first is saved. Values that are in the host's memory already (`offload`) are not
-    copied: their boxes are views. Waits for the devices and for the copy.
+    If several devices hold a box, only its first replica is saved. Values that are in the host's memory already
+    (`offload`) are not copied: their boxes are views. Waits for the devices and for the copy.
 
     Args:
       arrays: the arrays of a state, in the order of its leaves.

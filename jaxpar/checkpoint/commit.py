@@ -46,7 +46,8 @@ class Writer:
     """One of the processes that write checkpoints together, one checkpoint after the other."""
 
     def __init__(self, outcomes: Outcomes):
-        # How often each kind of action ran. All processes count alike, so name and count identify an action.
+        # `_counts` has the number of runs of each kind of action. All processes count alike, so that name and count
+        # identify an action.
         self._outcomes, self._counts = outcomes, collections.Counter[str]()
         # One thread, so that saves follow each other in one order on all processes.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxpar-save")
@@ -80,7 +81,6 @@ class Writer:
 
         Args:
           name: the kind of action, the same on all hosts.
-          action: the action.
           describe: returns the text of an error for the other hosts.
 
         Returns:
@@ -175,9 +175,9 @@ def _wait_at_exit() -> None:
             except ValueError as error:
                 ending.badly(error)
 
-    # Functions registered here run before those of `atexit`, in the reverse order of registration. It has to be before
-    # those that Orbax's modules have registered: after them no thread can be started, and Orbax and the storage clients
-    # need threads.
+    # Functions registered here run before all `atexit` functions, in the reverse order of registration. `wait_for_all`
+    # is registered after the functions of Orbax's modules, and so runs before them: once they have run, no thread can
+    # be started, and Orbax and the storage clients need threads.
     threading._register_atexit(wait_for_all)  # type: ignore[attr-defined]
 
 

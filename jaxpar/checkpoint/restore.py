@@ -77,7 +77,6 @@ def weights(step: Step, saved: Checkpoint, key: jax.Array, fresh: Fresh | None) 
 
     Args:
       step: the step that the state is for.
-      saved: the checkpoint.
       key: random key of the new state.
       fresh: `fresh(path)` says whether the parameter with that path gets the model's initial value, whatever the
         checkpoint has.
@@ -147,7 +146,6 @@ def run_on_all_hosts(name: str, action: Callable[[], Value]) -> Value:
 
     Args:
       name: the kind of action, the same on all hosts.
-      action: the action.
     """
     value, error, problem = writer().attempt_on_all_hosts(name, action)
     if error is not None or problem:
@@ -164,8 +162,6 @@ def _read(
     """Return arrays of a state, read from a checkpoint. The host's memory holds about `_READ_AHEAD_BYTES` at a time.
 
     Args:
-      saved: the checkpoint.
-      arrays: the arrays of the state.
       names: the checkpoint's names of the leaves to read, by the step's names. If None, all leaves, by equal names.
       initial_values: arrays with the values of leaves that are not read, by the names of the array. Each is removed
         from the dict when it has been used, to free its memory.

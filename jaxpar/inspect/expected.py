@@ -1,6 +1,6 @@
 """The closed form of a step's collectives: what the strategy's rule promises, summed over the leaves and their uses.
 
-Each rule states beside its functions what it sends for one leaf (`parallel/`: `Promise.sends`), after its paper.
+Each rule states, next to its functions, the collectives that it sends for one leaf (`Promise.sends`), after its paper.
 `uses.py` counts how often one step fetches a leaf and returns its gradients. This file adds what all rules have in
 common: the sums of losses and metrics, the messages between stages, and the model's own collectives.
 
@@ -36,7 +36,6 @@ def expected(step: Step, batch: Any) -> Ledger:
     the same bytes, plus scalar all-reduces for the optimizer's norms.
 
     Args:
-      step: the training step.
       batch: arrays or `jax.ShapeDtypeStruct`; only their shapes matter.
     """
     traced, rule = step.traced(batch), rule_of(step.strategy)
@@ -54,8 +53,8 @@ def expected(step: Step, batch: Any) -> Ledger:
         sent += [_collective(collective, sizes) for collective in step.update.owners.sends]
     row_axes = tuple(traced.summed)
     sum_axes = ("pipe", *row_axes) if traced.schedule else row_axes
-    # The loss and every metric are sent as a sum and a count. The backward divides by the loss's count, so that this
-    # count is also sent ahead of it.
+    # The loss and every metric are sent as a sum and a count; the share of ids outside each limit (`local.ids`) is a
+    # metric too. The backward divides by the loss's count, so that this count is also sent ahead of it.
     if sum_axes and rule.promise.sums:
         sent.append(
             _collective(
@@ -85,12 +84,13 @@ def _sent_for_leaves(step: Step, traced: Traced, step_uses: StepUses) -> list[Co
 def _stage_exchanges(step: Step, traced: Traced) -> Iterator[Collective]:
     """Yield what the stages of a cut program exchange once a step.
 
-    It is an all-to-all of the weights, and one of the gradients back. Each is p times as large as one rank's share of
-    the largest stage: an all-to-all has equal parts, so smaller stages are padded.
+    It is an all-to-all of the weights, and one of the gradients back. An all-to-all has equal parts, so that smaller
+    stages are padded: each is as large as one rank's share of the largest stage, times the number of ranks.
     """
     layout, schedule = step.layout, traced.schedule
     assert schedule is not None
     ranks, rule = schedule.ranks, rule_of(step.strategy)
+    # Once for the weights, and once for the gradients.
     for is_sharded, dtype_of, trainable_only in (
         ("params" in rule.sharded, step.policy.computed, False),
         (rule.at_once, step.policy.reduced, True),

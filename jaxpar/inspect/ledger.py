@@ -4,7 +4,7 @@ A ledger is read from one of two sources, which answer different questions:
 
 - **The jaxpr** (`Ledger.from_jaxpr`) has the collectives that the author wrote inside `shard_map`. Its counts are
   portable. It lacks the collectives that the partitioner adds later (the update at `jit` level, `tensor`). A dim that
-  is automatic over some axis counts with its full size.
+  the partitioner splits over an automatic axis counts with its full size.
 - **The compiled program** (`Ledger.from_hlo`) has the collectives that run. Its bytes are portable. Its counts are not,
   because each compiler combines collectives differently. An all-reduce followed by a slice may replace a
   reduce-scatter; the ledger reports the all-reduce. The CPU backend widens bfloat16 collectives to float32, so dtypes

@@ -90,7 +90,6 @@ def saved(step: Step, batch: Any) -> int:
     Nothing is compiled.
 
     Args:
-      step: the training step.
       batch: arrays or `jax.ShapeDtypeStruct`.
     """
     if step.schedule is not None:
@@ -101,14 +100,15 @@ def saved(step: Step, batch: Any) -> int:
 def in_flight(step: Step, batch: Any) -> tuple[int, int]:
     """Return the bytes of weights and of gradients that loops over layers have in flight on a device.
 
-    Loops gather the next layer's weights ahead and reduce the previous layer's gradients behind. These buffers add to
-    those of the running layer. Nothing is compiled.
+    While a layer runs, loops gather the next layer's weights and reduce the previous layer's gradients. These buffers
+    exist in addition to the buffers of the running layer. Nothing is compiled.
     """
     schedule = step.schedule
     if step.strategy.server or step.layout.storage.cut or (schedule is not None and not schedule.in_turn):
         return 0, 0
     loss = step.traced(batch)
     main_stack = loss.program.main
+    # A rank with one layer has no next and no previous layer.
     if schedule is not None and (main_stack is None or main_stack.length <= schedule.ranks):
         return 0, 0
     # Shapes are enough. The access only has to tell which leaves the rule communicates.
@@ -140,14 +140,15 @@ class ForwardCost(NamedTuple):
 def forward(step: Step, batch: Any) -> ForwardCost:
     """Return the cost of a forward on a device, of one microbatch or of concurrent ones. It does not support pipelines.
 
-    Saved arrays are needed by JAX's derivatives, or pass from one piece of the loss to the next. Each
-    counts once; weights and the batch are left out.
+    Saved arrays are needed by JAX's derivatives, or pass from one piece of the loss to the next. Each counts once.
+    Weights and the batch are left out.
     """
     loss = step.traced(batch)
 
     def saved_by_pieces(leaves: list[Any], *inputs: Any) -> Any:
         *_, tape = Loss(loss, WholeAccess(), leaves).forward(*inputs)
-        # A segment's entry is a tuple: what it saved, and for an epilogue its weights.
+        # The tape's entry of a segment is a tuple: the saved arrays, and for an epilogue its weights, which are left
+        # out.
         return [(inputs, saved[0] if isinstance(saved, tuple) else saved) for inputs, saved in tape]
 
     traced, _ = jx.trace(saved_by_pieces, loss.leaves, *loss.inputs, axes=loss.traced_axes)

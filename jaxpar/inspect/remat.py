@@ -13,8 +13,8 @@ Seconds are estimates (`predict/efficiency.py`). Matrix products run at the shar
 collectives over a host's links. Any other equation takes the time of its bytes, or none if it is part of another
 kernel.
 
-Of the compiled programs that fit, the fastest as predicted is taken. Compilers start copies later than they could, so
-with `offload` choices without the host are compiled too.
+Among the compiled programs that fit, the one with the fewest predicted seconds is taken. Compilers start copies later
+than they could, so that with `offload`, choices without the host are compiled too.
 
 Rematerialisation as a choice under a budget: Chen et al. 2016 (arXiv:1604.06174). With transfers to the host: Beaumont
 et al. 2021 (POFO).
@@ -43,8 +43,8 @@ from .predict.prediction import predict
 from .step_view import RunnableStep as Step
 
 AnyStep = TypeVar("AnyStep", bound=Step)
-_MAX_COMPILATIONS = 5  # without the host, and as many with it
-_CLOSE_ENOUGH = 0.02  # of the budget: a program that leaves less unused is not improved any more
+_MAX_COMPILATIONS = 5  # of choices without the host, and again of choices with it
+_CLOSE_ENOUGH = 0.02  # share of the budget; a program that leaves less unused is not improved any more
 WORDS = {"s": "save", "r": "recompute", "h": "host"}
 
 
@@ -199,7 +199,7 @@ def settle(step: AnyStep, batch: Any) -> AnyStep:
     fitting = [choices for choices, cost in compiled_costs.items() if cost.device <= budget]
     if not fitting:
         raise ValueError(_refusal(step, stacks, compiled_costs, budget))
-    # Of equally fast programs the smaller one.
+    # Among equally fast programs, take the smaller one.
     best_choices = min(fitting, key=lambda choices: (compiled_costs[choices].seconds, compiled_costs[choices].device))
     chosen = tuple(
         value for stack, choice in zip(stacks, best_choices, strict=True) for value in stack.chosen_values(choice)
@@ -268,7 +268,6 @@ def cheapest(stacks: Sequence[_Stack], device_room: float, host_room: float, let
     """Return the choices with the fewest seconds whose bytes fit; if none fit, the choices closest to fitting.
 
     Args:
-      stacks: the stacks.
       device_room: bytes available on the device.
       host_room: bytes available on the host.
       letters: the choices for each value, of "s", "r" and "h".

@@ -1,4 +1,4 @@
-"""What reports may use of a training step: a short list, so that a step can change behind it."""
+"""The attributes of a training step that reports may use: a short list, so that the rest of a step can change."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, Self
@@ -20,7 +20,7 @@ from ..strategy import Strategy
 
 
 class StepView(Protocol):
-    """What a report that runs nothing uses of a step.
+    """The attributes of a step that a report uses if it runs nothing.
 
     Attributes: The layout
       strategy, mesh, layout: how the step is spread, over which devices, and where it stores every leaf.
@@ -34,7 +34,7 @@ class StepView(Protocol):
       local: the loss on the rows of one device.
 
     Attributes: What the strategy promises
-      rule: what each rank stores of a leaf, and what it sends for it.
+      rule: tells what each rank stores and sends for a leaf.
       update: which ranks own whole matrices (`owners`), and whether the optimizer sees layers stacked (`as_stacked`).
       chosen: what remat="auto" chose for each value.
     """
@@ -82,7 +82,7 @@ class StepView(Protocol):
 
 
 class RunnableStep(StepView, Protocol):
-    """What a report that runs or compiles other programs of a step uses besides."""
+    """The attributes of a step that a report uses in addition if it runs or compiles other programs of the step."""
 
     def choosing(self, choices: tuple[str, ...], chosen: tuple[Any, ...] = ()) -> Self:
         """The step with these choices of what its layers save."""

@@ -20,8 +20,8 @@ class Transfer:
       kind: "scatter" or "broadcast" from the server, "gather" to it.
       what: the content, in words.
       arrays: the number of arrays sent.
-      expected: bytes of the closed form, `exchanges`.
-      found: bytes that the other devices receive or send in sum, all of which pass through the server's links.
+      expected: bytes of the closed form; see `exchanges`.
+      found: the bytes that all other devices receive or send together. They all pass through the server's links.
     """
 
     kind: str

@@ -73,7 +73,6 @@ def count(step: Step, traced: Traced) -> list[StepUses]:
     """Count the uses of parameters in one training step.
 
     Args:
-      step: the training step.
       traced: its loss, traced for the shapes of a batch.
 
     Returns:
@@ -95,7 +94,6 @@ def _uses_of_leaf(step: Step, step_uses: StepUses, index: int, is_only_use: bool
     """Return the uses of one unit.
 
     Args:
-      step: the training step.
       step_uses: the uses of all units.
       index: the unit's position in `Storage.units`.
       is_only_use: whether the step uses the unit once.
@@ -296,7 +294,6 @@ def _count_parts(step: Step, parts: list[tuple[int, Any]]) -> tuple[list[UseCoun
     """Add up the uses of each leaf and the model's own collectives over programs.
 
     Args:
-      step: the training step.
       parts: (number of runs, program) of each.
 
     Returns:

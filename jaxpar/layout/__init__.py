@@ -1,1 +1,1 @@
-"""Where every leaf lives: mesh, precision, how parameters are stored, bytes per device."""
+"""The layout of a training state: mesh, precision, the stored form of parameters, bytes per device."""

@@ -27,7 +27,7 @@ class LeafPart(NamedTuple):
     """A part of one of the model's own leaves, in a box of a stored array.
 
     Attributes:
-      member: which of the leaves that the stored array is made of.
+      member: the leaf's position among those that the stored array holds (`Storage.origin`).
       box: where in that leaf the part lies.
       view: maps the box's array [as stored] to this part [in the leaf's dims]; never a copy.
     """
@@ -48,7 +48,7 @@ def slices(box: Box, within: Box) -> tuple[slice, ...]:
 
 
 def slabs(shape: Sequence[int], itemsize: int, size: int = 1 << 26) -> list[Box]:
-    """Return boxes along the first dim, each of about `size` bytes, that make up an array."""
+    """Cut an array along its first dim into boxes of about `size` bytes; return the boxes."""
     inner_dims = tuple((0, n) for n in shape[1:])
     if not math.prod(shape) or not shape:
         return [(*((0, n) for n in shape[:1]), *inner_dims)]
@@ -82,6 +82,7 @@ def parts(leaf: Leaf | None, shape: Sequence[int], box: Box) -> Iterator[LeafPar
                     for k in range(start, stop):
                         yield LeafPart(k, layer_box, _view(inner_index, *chunk_index, position + k - start - first))
                 elif start < stop:
+                    # The model's own leaf has its layers on dim `form.dim`, the stored array has them in front.
                     part = [(start, stop), *layer_box]
                     part[0], part[form.dim] = part[form.dim], part[0]
                     layers = slice(position - first, position + stop - start - first)

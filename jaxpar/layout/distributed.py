@@ -14,12 +14,12 @@ from .mesh import simulate
 
 
 def attach(devices: int | None, default: int = 8) -> None:
-    """Simulate `devices` CPU devices in each process; if None, `default` devices where only one CPU is attached.
+    """Simulate `devices` CPU devices in each process; if None, `default` devices if jax sees one CPU device alone.
 
     Args:
       devices: the number of devices to simulate, from 1. None keeps accelerators, several processes and devices that
         are simulated already.
-      default: the number of devices to simulate if `devices` is None and jax sees one CPU device alone.
+
 
     Raises:
       ValueError: if the number is below 1.
@@ -27,7 +27,7 @@ def attach(devices: int | None, default: int = 8) -> None:
     if devices is None:
         if jax.process_count() > 1 or jax.default_backend() != "cpu" or jax.device_count() > 1:
             return
-        # Counting the devices has started a backend, whose number of devices cannot change any more.
+        # `jax.device_count` started a backend, whose number of devices is fixed; `simulate` needs a new backend.
         clear_backends()
     simulate(default if devices is None else devices)
 
@@ -40,8 +40,8 @@ class Stop:
 
     Attributes:
       signal: the first signal that arrived, None before.
-      last: set by the run from its last step on. After that step the run ends in any case, so that no other process is
-        told: some may have exited, and jax would wait for them to agree.
+      last: set by the run from its last step on. A signal is then not passed on: the run ends after this step anyway,
+        and jax would wait for an agreement with processes that may have exited.
     """
 
     last = False

@@ -41,12 +41,13 @@ def families(leaves: Sequence[tuple[str, Any]], stacked: Callable[[str], bool]) 
     of them counts as one block.
 
     Args:
-      leaves: the path of each leaf, and whatever must be alike (shape, dtype, ...).
+      leaves: the path of each leaf, and the properties that must be equal in alike blocks (shape, dtype, ...).
       stacked: returns whether the layers of a path are stacked already; such paths are in no family.
     """
     result: list[Family] = []
     grouped_leaves: set[int] = set()
-    # Outer loops first: for `blocks/0/layers/1/w`, try the number of the block before the number of the layer.
+    # Outer loops first: for `blocks/0/layers/1/w`, try the number of the block before the number of the layer. Only the
+    # first 8 numbers of a path are tried.
     for depth in range(8):
         # prefix -> block number -> suffix -> position of the leaf
         groups: dict[str, dict[int, dict[str, int]]] = {}
@@ -58,7 +59,6 @@ def families(leaves: Sequence[tuple[str, Any]], stacked: Callable[[str], bool]) 
             blocks = groups.setdefault(path[: number_match.start()], {})
             blocks.setdefault(int(number_match[0]), {})[path[number_match.end() :]] = position
         for prefix, blocks in groups.items():
-            # Blocks are alike if their signatures are equal.
             signatures = {
                 number: tuple(sorted((suffix, repr(leaves[i][1])) for suffix, i in block.items()))
                 for number, block in blocks.items()
@@ -89,6 +89,7 @@ def _longest_run(signatures: dict[int, Any]) -> tuple[int, int, int]:
     for period in range(1, 9):
         for first in signatures:
             repeats = 1
+            # A missing block counts as unlike: its default, the int `first`, equals no signature.
             while all(
                 signatures.get(first + period * repeats + i, first) == signatures.get(first + i) for i in range(period)
             ):
@@ -148,8 +149,9 @@ def own_leaves(flat: Sequence[tuple[str, tuple[int, ...], bool]]) -> frozenset[s
             first_part = path.partition("*")[0] if rolled else path.partition("/")[0] if "/" in path else ""
             groups.setdefault((first_part, rolled, shape[0]), []).append((path, shape))
     groups = {key: [leaf for leaf in group if is_inside(leaf[0])] or group for key, group in groups.items()}
-    # A single matrix is no stack. Stacked vectors alone are none either if the model has stacked matrices. Blocks of a
-    # loop, and leaves below one path, come before a dim shared by chance: 7 in a convolution's [7, 7, in, out].
+    # The criteria, in this order. Blocks of a loop, or leaves below one path, come before a dim shared by chance (7 in
+    # a convolution's [7, 7, in, out]). Stacks with matrices come before stacks of vectors alone. Then the size decides.
+    # A single matrix is no candidate.
     ranking = {
         key: (
             key[1] or any(is_inside(path) for path, _ in group),
@@ -172,7 +174,7 @@ def inside_stack(
 
     Args:
       flat: the model's paths and shapes.
-      others: for some paths, a dim that is known to be none of layers (of experts, for example).
+      others: for some paths, a dim that is known not to be layers (of experts, for example).
     """
     # Matrices may share their first dim by chance. Stacked vectors, biases or scales of norms, show that it is layers.
     stack_paths = {
@@ -187,7 +189,7 @@ def inside_stack(
 
 
 def _shapes_below(flat: Sequence[tuple[str, tuple[int, ...]]], others: Mapping[str, int], dim: int) -> dict[str, Any]:
-    """Return the shapes of the leaves below each path; () for a leaf whose `dim` is known to be none of layers."""
+    """Return the shapes of the leaves below each path; () for a leaf whose `dim` is known not to be layers."""
     shapes_by_path: dict[str, list[tuple[int, ...]]] = {}
     for path, shape in flat:
         keys = path.split("/")
@@ -206,7 +208,7 @@ def on_second_dim(
 
     Args:
       flat: the model's paths and shapes.
-      others: for some paths, a dim that is known to be none of layers, such as the features of S4 that `nn.vmap` maps.
+      others: for some paths, a dim that is known not to be layers, such as the features of S4 that `nn.vmap` maps.
     """
     varies = lambda values: len({*values}) > 1
     stack_paths = {

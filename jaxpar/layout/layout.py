@@ -33,10 +33,8 @@ class Stored:
     """How one array of a state is stored.
 
     Attributes:
-      shape: its shape at rest.
-      dtype: its dtype at rest.
-      spec: its spec.
-      leaf: the parameter that it is, or that it mirrors; None for a counter and the like.
+      shape, dtype, spec: as stored between steps ("at rest").
+      leaf: the parameter that the array is, or that it mirrors; None for a counter and the like.
       host: whether it lives in the host's pinned memory instead of the device's.
     """
 
@@ -57,18 +55,17 @@ class Stored:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every leaf of a training state lives.
+    """The layout of a training state: the place and the form of every leaf.
 
     Attributes:
       storage: the parameter leaves.
-      mesh: the mesh.
+      mesh: the devices, by axis.
       sharded: which of "params", "grads", "optimizer" carry `fsdp`.
       policy: the dtypes of parameters and gradients.
       copied: whether a replicated copy in the compute dtype is stored with the sharded float32 master (ZeRO-1 and 2 in
         low precision).
       optimizer: the arrays of the optimizer state, a pytree of `Stored`.
-      found: the paths of the model's leaves that are on `tensor` though no rule names them
-        (`parallel/tensor/pairs.py`).
+      found: the paths of the model's leaves that `parallel/tensor/pairs.py` splits over `tensor` without a rule.
       whole: the paths of large leaves that every rank of `tensor` holds whole, with the reason.
       host: whether large stacks of layers rest in the host's memory.
       loops: how the layers of each list of blocks, and of each stack, run. A step adds this when it traces a batch.
@@ -87,9 +84,9 @@ class Layout:
 
     @property
     def ruled(self) -> list[str]:
-        """The paths of the units; "" for a unit on `tensor` that no rule names.
+        """The path of each unit (`Storage.units`); "" for a unit that is on `tensor` without a rule.
 
-        If a split does not work out, an error names its rule. A unit that no rule names is gathered instead.
+        If the split of a unit fails, an error names the rule of its path. A unit without a rule is gathered instead.
         """
         storage, unnamed = self.storage, self.found
         unnamed_stacks = {
@@ -135,7 +132,8 @@ class Layout:
             "copy": lambda leaf: policy.computed(leaf.dtype),
             "grads": lambda leaf: policy.reduced(leaf.dtype),
         }[kind]
-        # A step fetches stacks layer by layer. Other leaves would be on the device whole while it runs anyway.
+        # A step fetches stacks layer by layer. Any other leaf is complete on the device while the step runs, so that
+        # the host's memory would save nothing.
         on_host = lambda leaf: self.host and kind == "params" and leaf.by_layer and math.prod(leaf.stored) >= PAD_FROM
         return self.unflatten(
             Stored(self.stored(leaf, kind), dtype(leaf), self.spec(leaf, kind), leaf, on_host(leaf))

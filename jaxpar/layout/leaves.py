@@ -138,7 +138,8 @@ class Leaf:
       ranks: the number of ranks of `tensor`.
       expert: the dim of experts, split over the ranks of `expert`, None if each rank holds all of the leaf.
       experts: the number of ranks of `expert`.
-      spread: whether `dim` is over `pipe` too, whatever ZeRO shards. True in a model whose program is cut into stages.
+      spread: whether `dim` is split over `pipe` too, even for trees that ZeRO does not shard. True in a model whose
+        program is cut into stages.
     """
 
     path: str
@@ -262,7 +263,8 @@ class Leaf:
     def unpad(self, x: jax.Array, dim: int | None = None) -> jax.Array:
         """Remove the padding of the sharded dim; inverse of `pad`, with the same arguments."""
         dim = self.dim if dim is None else dim
-        if self.dim is None or dim is None or x.shape[dim] != self.padded:  # one rank's part of a leaf that is spread
+        # Another size than the padded one has no padding to remove, such as one rank's part of a spread leaf.
+        if self.dim is None or dim is None or x.shape[dim] != self.padded:
             return x
         return jax.lax.slice_in_dim(x, 0, self.shape[self.dim], axis=dim)
 
@@ -350,8 +352,8 @@ def place(
         # All stages use this leaf. ZeRO shards it over their devices too.
         shards, axes = shards * pipe.ranks, ("pipe", *axes)
 
-    # 2. The dims to choose from, dims of layers last. What only looks like a stack may be sharded along dim 0 if no
-    #    other dim serves.
+    # 2. The dims to choose from, dims of layers last. A leaf that may be a stack, but is none that we made, may be
+    #    sharded along dim 0 if no other dim serves.
     stacked = not isinstance(form, Staged) and not second and (isinstance(form, Stacked) or may_stack(shape))
     dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d not in (tensor, expert)]
     dims.sort(key=lambda d: second and d == 1)

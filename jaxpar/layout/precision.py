@@ -45,7 +45,7 @@ class Policy:
         return cls(jnp.dtype(_DTYPES[strategy.precision]), reduce, strategy.precision == "f16")
 
     def computed(self, declared: jnp.dtype) -> jnp.dtype:
-        """Return the dtype in which the loss reads a leaf. A low precision that the model itself declares stays."""
+        """Return the dtype in which the loss reads a leaf."""
         # Only float32 is lowered: float64 and low dtypes are the model's own choice.
         return self.compute if declared == jnp.float32 else declared
 

@@ -23,8 +23,8 @@ class State:
     """Everything that a step changes.
 
     Attributes:
-      step: int32 scalar, the number of steps taken. With `trace_nonfinite=True`, a step that was not finite makes it
-        negative, minus that step's number, until the host has seen it.
+      step: int32 scalar, the number of steps taken. With `trace_nonfinite=True`, a step with a non-finite value sets it
+        to minus that step's number, until the host has read it.
       params: the master parameters as the layout stores them: trained ones in float32, frozen ones in the compute
         dtype. `step.params(state)` returns the model's tree.
       copy: a replicated copy in the compute dtype (ZeRO-1 and 2 in low precision), or None.

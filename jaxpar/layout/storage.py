@@ -47,7 +47,7 @@ class Storage:
     @functools.cached_property
     def units(self) -> tuple[Leaf, ...]:
         """All leaves that a program may read: the stored leaves, then the separate layers of each rolled leaf."""
-        # A layer is like its stack, without the dim of layers and with its own path.
+        # A layer's unit inherits all other properties from its stack.
         layers = [
             replace(
                 leaf,
@@ -96,7 +96,7 @@ class Storage:
     def families(self) -> list[list[tuple[int, list[int]]]]:
         """The rolled leaves, grouped by the Python loop that they come from.
 
-        Each is (its position, the positions of its layers), among the units.
+        For each rolled leaf: its position among the units, and the positions of its layers among the units.
         """
         by_loop: dict[Any, list[tuple[int, list[int]]]] = {}
         next_unit = len(self.leaves)
@@ -187,7 +187,7 @@ def make_leaves(
       sharing: the devices that share the leaves.
       split: by path, the dim that `tensor` splits.
       mixed: by path, the dim of experts, which `expert` splits.
-      others: by path, a dim that is known to be none of layers, such as one that `vmap` made. It looks like a stack.
+      others: by path, a dim that is known not to be layers, such as one that `vmap` made. It looks like a stack.
 
     Raises:
       ValueError: for a parameter that is a key, or if two axes are to split the same dim.
@@ -200,6 +200,7 @@ def make_leaves(
 
     # 2. Place the model's own leaves for the trees that are handed out and for optimizers that need them. A layer is
     #    sharded like its stack, whatever its own shape suggests, because the optimizer's arrays are stored like it.
+    #    A leaf that is stored in the model's own shape needs no second placement.
     unchanged = {row.members[0]: leaf for row, leaf in zip(rows, leaves, strict=True) if leaf.as_modelled}
     models = tuple(unchanged.get(i) or row.placed(sharing, Whole()) for i, row in enumerate(model_rows))
     stacks = [(row, leaf) for row, leaf in zip(rows, leaves, strict=True) if isinstance(leaf.form, Stacked)]
@@ -309,7 +310,7 @@ def _place_rows(
     # Whether the layers are on dim 1 and must move to dim 0 to be split into stages.
     swapped = [not row.rolled and has_second_dim(row.path) and not inside(row.path) for row in rows]
     layers_first = [row.with_layers_first() if swap else row for row, swap in zip(rows, swapped, strict=True)]
-    # Dim 0 of some leaves is known to be none of layers; they cannot be in the largest stack.
+    # Dim 0 of some leaves is known not to be layers; they cannot be in the largest stack.
     candidates = [(row.path, row.shape, row.rolled) for row in layers_first if others.get(row.path) != 0]
     staged_paths = own_leaves(candidates) if pipe.ranks > 1 else frozenset()
     # With a single chunk, a V and a loop store layers in the same order.
@@ -345,7 +346,7 @@ def _lacks_stack(storage: Storage, pipe: Pipe) -> bool:
     convolutions, [k, k, in, out], and matrices that share a dim are no stacks.
     """
     staged = [leaf for leaf in storage.leaves if leaf.layers is not None]
-    # A stack of the model's own, which it scans, or none.
+    # Here the model itself scans the stack, or there is no stack.
     if not staged or not all(leaf.rolled for leaf in staged):
         are_kernels = all(len(leaf.logical) > 3 and leaf.logical[0] == leaf.logical[1] for leaf in staged)
         return are_kernels or all(len(leaf.logical) < 3 for leaf in staged)

@@ -26,8 +26,8 @@ from .calls import describe
 from .model import Replicated, is_replicated
 from .paths import name_of
 
-GIVEN = ("global", "host")  # whose rows the user passes: the values of a step's `rows=`
-WHOSE = "rows are global, the same on every host, or with rows='host' each host's own"
+GIVEN = ("global", "host")  # the values of a step's `rows=`: whether a host passes all rows, or its own
+WHOSE = "rows are global, the same on every host, or with rows='host' each host's own"  # a hint in errors
 
 
 def batch_specs(batch: Any) -> Any:
@@ -37,8 +37,8 @@ def batch_specs(batch: Any) -> Any:
 
 def microbatches(batch: Any, count: int) -> Any:
     """Reshape rows [m r, ...] -> [m, r, ...] for m microbatches, and repeat marked leaves."""
-    rows = lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:])
-    return _by_leaf(batch, rows, lambda x: jnp.broadcast_to(x, (count, *x.shape)))
+    split_rows = lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:])
+    return _by_leaf(batch, split_rows, lambda x: jnp.broadcast_to(x, (count, *x.shape)))
 
 
 def one_block(batch: Any, blocks: int | Fraction) -> Any:
@@ -46,8 +46,8 @@ def one_block(batch: Any, blocks: int | Fraction) -> Any:
 
     `blocks` may be a fraction, for a block that is larger than the batch.
     """
-    rows = lambda x: jax.ShapeDtypeStruct((x.shape[0] // blocks, *x.shape[1:]), x.dtype)
-    return _by_leaf(jax.eval_shape(lambda x: x, batch), rows)
+    block_of_rows = lambda x: jax.ShapeDtypeStruct((x.shape[0] // blocks, *x.shape[1:]), x.dtype)
+    return _by_leaf(jax.eval_shape(lambda x: x, batch), block_of_rows)
 
 
 def dealt(batch: Any, order: Any, gather_rows: Callable[[Any], Any] = lambda x: x) -> Any:
@@ -61,9 +61,9 @@ def dealt(batch: Any, order: Any, gather_rows: Callable[[Any], Any] = lambda x: 
     return _by_leaf(batch, lambda x: gather_rows(x)[order])
 
 
-def _by_leaf(batch: Any, rows: Callable[[Any], Any], marked: Callable[[Any], Any] = lambda x: x) -> Any:
-    """Apply `rows` to every leaf that has rows, and `marked` to every array that is marked replicated."""
-    convert = lambda x: jax.tree.map(marked, x) if isinstance(x, Replicated) else rows(x)
+def _by_leaf(batch: Any, convert_rows: Callable[[Any], Any], convert_marked: Callable[[Any], Any] = lambda x: x) -> Any:
+    """Apply `convert_rows` to every leaf that has rows, and `convert_marked` to every array marked as replicated."""
+    convert = lambda x: jax.tree.map(convert_marked, x) if isinstance(x, Replicated) else convert_rows(x)
     return jax.tree.map(convert, batch, is_leaf=is_replicated)
 
 
@@ -112,7 +112,7 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
       hosts: 1 if rows are global; else the number of hosts whose rows make the batch.
     """
     # 1. Every leaf is an array with rows, or is marked.
-    rows: dict[int, str] = {}  # number of rows -> the first leaf that has so many
+    leaf_by_row_count: dict[int, str] = {}  # number of rows -> the first leaf with this number
     for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_replicated):
         name = name_of(path) or "batch"
         if is_replicated(x):
@@ -126,26 +126,29 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
         if not x.shape:
             raise ValueError(f"batch leaf {name} is a scalar without a row dim; mark it with jp.Replicated(...)")
         _check_kind(name, x)
-        rows.setdefault(x.shape[0], name)
-    if not rows:
+        leaf_by_row_count.setdefault(x.shape[0], name)
+    if not leaf_by_row_count:
         raise ValueError("the batch has no leaf with rows; pass at least one array [rows, ...]")
     # 2. All leaves have the same number of rows.
-    if len(rows) > 1:
-        (a, first), (b, second), *_ = rows.items()
+    if len(leaf_by_row_count) > 1:
+        (a, first), (b, second), *_ = leaf_by_row_count.items()
         raise ValueError(
             f"batch leaves differ in rows: {first} has {a}, {second} has {b}; mark leaves without rows by "
             "jp.Replicated(...)"
         )
     # 3. They divide into blocks. Else propose fewer microbatches that fit, rows to drop, or padding.
-    (rows_per_host,) = rows
+    (rows_per_host,) = leaf_by_row_count
     hosts = 1 if is_global(batch) else hosts
-    count, blocks = rows_per_host * hosts, replicas * microbatches
+    num_rows, num_blocks = rows_per_host * hosts, replicas * microbatches
     per_host = f" ({rows_per_host} from each of {hosts} hosts)" if hosts > 1 else ""
-    if not count:
-        raise ValueError(f"the batch has no rows; give a multiple of {blocks} ({replicas} replicas x {microbatches} "
-                         "microbatches)")  # fmt: skip
-    if count % blocks:
-        drop = f"drop {count % blocks} rows, or " if count > blocks else ""
+    if not num_rows:
+        raise ValueError(
+            f"the batch has no rows; give a multiple of {num_blocks} ({replicas} replicas x {microbatches} "
+            "microbatches)"
+        )
+    if num_rows % num_blocks:
+        drop = f"drop {num_rows % num_blocks} rows, or " if num_rows > num_blocks else ""
+        # 0 if the rows do not divide among the replicas: then no number of microbatches is proposed.
         rows_per_replica = (
             rows_per_host // (replicas // hosts)
             if replicas % hosts == 0 and rows_per_host % (replicas // hosts) == 0
@@ -158,9 +161,9 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
         if hosts > 1 or jax.process_count() > 1:
             drop = f"{WHOSE}; here rows are {'own' if hosts > 1 else 'global'}: {drop}"
         raise ValueError(
-            f"batch has {count} rows{per_host}; {replicas} replicas x {microbatches} microbatches need a multiple of "
-            f"{blocks}: {drop}{fewer}pad with jp.pad_rows(batch, {-(-blocks // hosts)}), whose mask goes into a "
-            "jp.Mean loss"
+            f"batch has {num_rows} rows{per_host}; {replicas} replicas x {microbatches} microbatches need a multiple "
+            f"of {num_blocks}: {drop}{fewer}pad with jp.pad_rows(batch, {-(-num_blocks // hosts)}), whose mask goes "
+            "into a jp.Mean loss"
         )
 
 
@@ -224,7 +227,7 @@ def globalise(batch: Any, mesh: Mesh, hosts: int = 1) -> Any:
 
     def placed(x: Any, sharding: NamedSharding) -> jax.Array:
         x = np.asarray(x)
-        # The same array on every host: each copies the index ranges of its devices. Marked leaves are always the same.
+        # Every host has the complete array, as always for marked leaves: it copies the index ranges of its devices.
         if hosts == 1 or sharding.spec == PartitionSpec():
             return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
         return jax.make_array_from_process_local_data(sharding, x, (x.shape[0] * hosts, *x.shape[1:]))

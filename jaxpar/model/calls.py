@@ -42,7 +42,7 @@ def check_call(fun: Callable[..., Any], source: str, *names: str, note: str = ""
     """
     try:
         # A decorator may fill in arguments: read the wrapper's signature and not the wrapped function's. For a class,
-        # read that of its __init__, because a metaclass such as NNX's shows another one.
+        # read the signature of its __init__, because a metaclass such as NNX's shows another one.
         signature = inspect.signature(fun.__init__ if isinstance(fun, type) else fun, follow_wrapped=False)
         if isinstance(fun, type):
             signature = signature.replace(parameters=[*signature.parameters.values()][1:])
@@ -214,12 +214,11 @@ def asked_at(error: BaseException) -> tuple[str, int] | None:
 def reading(batch: Any, name: str = "the batch") -> Iterator[None]:
     """Explain the errors of a user's function that is called with a batch within this context.
 
-    If the function asks for a leaf or an item that the batch does not have, or needs integers where the batch has
-    floating-point numbers, the error becomes a ValueError that describes the batch. Other errors of these types get the
-    description as a note.
+    The error becomes a ValueError that describes the batch in two cases: the function asks for a leaf or an item that
+    the batch does not have, or it needs integers where the batch has floating-point numbers. Other errors of these
+    types get the description as a note.
 
     Args:
-      batch: the batch that the function gets.
       name: the name of the batch, for the error.
     """
     try:

@@ -27,7 +27,7 @@ def check_mapped(x: Any) -> None:
     Reading past its end would raise the signal SIGBUS, which ends the process without a message.
     """
     name = getattr(x, "filename", None)
-    # A view has no file name of its own. Follow the bases down to the map.
+    # A view has no file name. Follow the bases down to the map.
     while isinstance(x, np.ndarray):
         x = x.base
         name = name or getattr(x, "filename", None)
@@ -48,7 +48,7 @@ def chunks(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 def add_array(digest: Any, x: np.ndarray) -> None:
     """Add the dtype, shape and values of an array to a digest of hashlib."""
-    # `str` has the byte order. Of dtypes that NumPy does not know, such as bfloat16, it would only be "V2".
+    # `dtype.str` has the byte order. For a dtype that NumPy does not know, such as bfloat16, it would only be "V2".
     digest.update(f"{x.dtype.str if x.dtype.kind != 'V' else x.dtype}{x.shape}".encode())
     for _, chunk in chunks(x):
         digest.update(np.ascontiguousarray(chunk).view(np.uint8).data)
@@ -137,6 +137,6 @@ def parts(x: Any) -> Iterator[tuple[int, np.ndarray]]:
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         yield 0, np.asarray(x)
         return
-    # Devices that hold the same rows yield them again: readers look for a first wrong value, or any.
+    # Rows that several devices hold are yielded several times, which is harmless: readers look for wrong values.
     for shard in x.addressable_shards:
         yield shard.index[0].indices(x.shape[0])[0] if x.ndim else 0, np.asarray(shard.data)

@@ -15,7 +15,7 @@ Two sorts of draws are batched:
   was sharded.
 
 Elementwise equations and reshapes that follow (a standard deviation, a cast) are batched too, and keys that are rows of
-one array are read together. Each would be a kernel of its own otherwise.
+one array are read together. Otherwise each would be a separate kernel.
 
 `_kinds` says which equations are equal, `_groups` orders the program so that equal ones are adjacent, and `_evaluate`
 runs it group by group.
@@ -94,7 +94,7 @@ class _Kind(NamedTuple):
 
 def _evaluate(flat: jx.Flat, args: Sequence[Any]) -> list[Any]:
     """Run a program with equal draws in batches. A result in a batch stays a `_Row` until it is needed alone."""
-    # A literal keeps its dtype where it is stacked with others.
+    # A literal becomes an array of its dtype: stacked with others as a Python number, it would lose the dtype.
     env = jx.Environment[Any].of(flat, args, lambda atom: np.asarray(atom.val, atom.aval.dtype))
     producers = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
     for group in _groups(flat):
@@ -116,7 +116,7 @@ def _evaluate(flat: jx.Flat, args: Sequence[Any]) -> list[Any]:
 
 
 def _is_late(eqn: Any) -> bool:
-    """Whether an equation calls a function jitted with `inline=True`, which newer JAX inlines when it lowers it."""
+    """Whether an equation calls a function jitted with `inline=True`, which newer JAX inlines only at lowering."""
     return getattr(eqn.params.get("inline"), "name", "") == "JAX_LATE"
 
 
@@ -232,7 +232,7 @@ def _kinds(eqns: Sequence[Any]) -> list[tuple[_Kind | None, int]]:
     layers, drawn = _layers(eqns), set[Any]()
     kinds: list[tuple[_Kind | None, int]] = []
     for eqn in eqns:
-        # A large draw has a kind only if all its results become the same layer of stacks: see the module.
+        # A large draw has a kind only if all its results become the same layer of stacks: see the module's docstring.
         kind, number = None, 0
         if (signature := _signature(eqn, drawn)) is not None:
             drawn.update(eqn.outvars)

@@ -67,7 +67,7 @@ def from_equinox(
     check_call(make, "from_equinox(make=)", "key")
 
     # 1. Trace `make` once for shapes and the static part.
-    numbers: list[Any] = []  # the values of the static arrays, which replace their tracers
+    numbers: list[Any] = []  # the values of the static arrays, which replace their tracers; empty in the first trace
     static_parts: list[tuple[Any, list[str]]] = []  # of each trace: the static part, and the names of its arrays
 
     def parts(key: jax.Array) -> tuple[Any, Any, Any, Any]:

@@ -191,7 +191,7 @@ def _interceptor(train: bool) -> Callable[..., Any]:
             object.__setattr__(module, "axis_name", averaged_axes(module.axis_name))
         if not train and isinstance(module, nn.BatchNorm | nn.Dropout | nn.MultiHeadDotProductAttention):
             object.__setattr__(module, switch, None)
-            # The switch may be passed by position, after the inputs. Passed twice, it would be an error.
+            # The loss may pass the switch by position, after the inputs. Drop it there: given twice, it is an error.
             args = args[:1] if isinstance(module, nn.BatchNorm | nn.Dropout) else args
             kwargs = {**kwargs, switch: True}
         return next_fun(*args, **kwargs)

@@ -278,7 +278,7 @@ class _StateTree:
 
     def pure(self, state: Any) -> dict[Any, Any]:
         """Return the nested dicts of a State. Variables without an array are left out."""
-        # Leaves are raw arrays, while reading `.value` may run hooks.
+        # Read the raw arrays by `jax.tree.leaves`: `.value` may run hooks.
         leaves_by_path = {
             path: leaves for path, variable in nnx.to_flat_state(state) if (leaves := jax.tree.leaves(variable))
         }

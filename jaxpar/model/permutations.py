@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jax
 
 Kind = Literal["rows", "routed", "whole"]
-_PREFIX = "jaxpar_route_"  # of the names in traces, which no function of a user begins with
+_PREFIX = "jaxpar_route_"  # begins the name of every route in a trace, and of no user's function
 _routes: "dict[str, Route]" = {}
 
 
@@ -66,7 +66,7 @@ def route(
     def named(*arrays: Any) -> Any:
         return fun(*arrays)
 
-    # The trace takes its name of the call from here.
+    # A trace records this name for the call.
     named.__name__ = named.__qualname__ = call_name
     declared = Route(outs, couples, **attributes)
     # A second function of the same name may replace the first only if it brings no version for one rank.

@@ -43,7 +43,7 @@ PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "numpy")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 LIBRARIES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "libtpu")
 SKEW = 1.0  # seconds by which clocks may differ
-SHARE = 0.5  # the lowest good bandwidth, as a share of what the hardware reaches
+SHARE = 0.5  # the lowest good bandwidth, as a share of the hardware's
 PINGS = 5  # tries of each process to measure its clock
 # Constants, so that all hosts run equally many collectives.
 _ALL_REDUCES, _REPEATS = 5, 3  # all-reduces in a timed program, and timed programs
@@ -136,7 +136,7 @@ def examine(
         if len(set(host_names)) == len(host_names)
         else [f"process {index} on {name}" for index, name in enumerate(host_names)]
     )
-    # Without collectives first: if the devices hang, these findings have been printed.
+    # The checks without collectives come first: if the devices hang, their findings have been printed.
     yield check_versions(processes.gather("versions", installed_versions()), labels)
     yield check_devices(processes.gather("devices", local_device_info()), labels)
     yield check_cpu_compiler(processes.gather("cpu compiler", failing(os.environ)), labels)
@@ -348,8 +348,7 @@ def check_folder(processes: ProcessGroup, folder: Path, labels: Sequence[str]) -
         and not _lock_error(lambda: FileLock(lock_path).acquire(blocking=False))
     ):
         problem = f"a lock that {labels[0]} holds in {folder} does not keep {labels[processes.index]} out"
-    # All processes have tried once this returns, so the lock may go.
-    # 3. Collect the problems, and clean up.
+    # 3. Collect the problems, and clean up. The lock may go once `gather` returns: then all processes have tried it.
     problems = [p for p in processes.gather("folder", problem) if p]
     lock.release()
     if folder.is_dir():
@@ -442,11 +441,9 @@ def _all_reduce(mesh: Mesh, axis: str, num_bytes: int) -> tuple[float, int]:
     """Measure an all-reduce of float32 by all groups along an axis at once.
 
     The bus bandwidth is 2 (n - 1) / n times its bytes over its time (nccl-tests, doc/PERFORMANCE.md). Each timed
-    program has several all-reduces, each of which waits for the one before, so that the time of the launch counts less.
+    program has several all-reduces, one after another, so that the time of the launch counts less.
 
     Args:
-      mesh: the mesh.
-      axis: the axis.
       num_bytes: the bytes on each device.
 
     Returns:

@@ -30,8 +30,11 @@ Values = Mapping[str, np.ndarray]  # from `Step.measured`: the loss; of each gra
 # The tolerance. On the models of the tests, whose rows are independent, errors were at most 9e-7 in float32 (a
 # bottleneck ResNet), 4e-3 in bfloat16 and 1e-4 in float16: a half and a tenth of an epsilon.
 _MIN_TOLERANCE, _EPSILONS = 1e-5, 4
-_NORM_FLOOR = 1e-2  # of the norm of all gradients; a gradient that should be zero consists of rounding alone
-_MARGIN = 16  # over the change from the parameters' last bit, which is one sample of rounding; as in `verify`
+# The error of a gradient is relative to at least this share of the norm of all gradients: a gradient that should be
+# zero consists of rounding alone.
+_NORM_FLOOR = 1e-2
+# Changing the parameters' last bit gives one sample of rounding. An error may be this many times as large.
+_MARGIN = 16
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Dealing:
     """The values that a step computes from the same rows, distributed in two ways.
 
     Attributes:
-      what: how the two distributions differ.
+      what: the difference between the two distributions, as text.
       before, after: the loss by name, and for each leaf's gradient its norm and its projection onto a fixed direction.
       allowed: the largest error of each that counts as rounding, in the unit of `errors`.
     """
@@ -162,7 +165,7 @@ def check_rows(step: Step, state: State, batch: Any) -> RowCheck:
     # 2. Give each block half of its rows, each twice, which shows a loss that uses the number of rows.
     permuted_order, dealing = tried_groups[group]
     dealings, unjudged, row_count = [dealing], list[str](), "the number of rows in a block"
-    # Of the permuted order, so that both comparisons have the groups found above.
+    # Half of each block of the permuted order, so that both comparisons have the groups found above.
     half_order = permuted_order[:, : rows_per_block // 2]
     if not dealing.finite:
         dealings, unjudged = [], ["anything, as the loss or its gradients are not finite"]
@@ -196,7 +199,6 @@ class _Measurements:
         """Return the values for rows in this order; or for parameters perturbed in their last bit."""
         order = np.ascontiguousarray(order, np.int32).reshape(-1)
         if (cache_key := (order.tobytes(), is_perturbed)) not in self.values:
-            # Measured only where a difference has to be judged.
             state = _perturbed(self.state, self.epsilon) if is_perturbed else self.state
             self.values[cache_key] = jax.tree.map(np.asarray, self.step.measured(state, self.batch, order))
         return self.values[cache_key]
@@ -212,7 +214,8 @@ class _Measurements:
         )
         if dealing.same or not dealing.finite:
             return dealing
-        # Where terms cancel, a gradient is rounding alone. Changing the parameters' last bit shows how large that is.
+        # If its terms cancel, a gradient consists of rounding alone. Changing the parameters' last bit shows how large
+        # rounding is.
         perturbed_values = self.measured(first_order, is_perturbed=True)
         noise_levels = {
             name: _MARGIN * x for name, x in _relative_errors(values, perturbed_values).items() if math.isfinite(x)
@@ -235,7 +238,7 @@ def _permuted_rows(shape: tuple[int, int, int], keep_place: bool) -> np.ndarray:
     """
     identity = np.arange(math.prod(shape)).reshape(shape)
     for seed in itertools.count():
-        # Seeds in turn until blocks differ: deterministic, so that all hosts agree.
+        # Try seeds in turn until blocks differ. This is deterministic, so that all hosts agree.
         rng = np.random.default_rng(seed)
         permuted_sets = rng.permuted(identity.swapaxes(0, 1).reshape(shape[1], -1), axis=1)
         permuted = (

@@ -132,7 +132,6 @@ def _array_finding(step: Step, holding: Holding, side: str, local_bytes: int) ->
     """Return the finding of one array of the state.
 
     Args:
-      step: the training step.
       holding: the bytes that a device should store.
       side: "enters" or "leaves": the end of the step at which `local_bytes` are stored.
       local_bytes: the bytes that a device stores.
@@ -252,6 +251,7 @@ def _compiled_findings(step: Step, closed: Ledger, programs: Sequence[Executable
             )
         if verdict == "ok" and not note:
             # The program is within the bounds. Name the allowances that it needed.
+            # "norms" allows more bytes, "widened" changes the promise itself, and all others allow fewer bytes.
             is_less, is_more = sent < 0.99 * limits.promised, sent > 1.01 * limits.promised
             applies_to_name = {"widened": True, "norms": is_more}
             applied_names = [name for name in limits.names if applies_to_name.get(name, is_less)]

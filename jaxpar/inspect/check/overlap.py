@@ -4,8 +4,9 @@ The promise covers collectives that layers repeat:
 
 - ZeRO gathers and reduces one layer while another is computed (Zhao et al. 2023, arXiv:2304.11277, section 3.3.1).
 - DDP reduces during its backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3).
-- Where microbatches run concurrently (`concurrent`, `1f1b-overlap`), half of the seconds in which `tensor`, `context`
-  and `expert` send activations. At the beginning and end of an iteration the other microbatch has nothing to compute.
+- If microbatches run concurrently (`concurrent`, `1f1b-overlap`), `tensor`, `context` and `expert` send activations of
+  one while the other computes. Only half of these seconds is promised: at the beginning and end of an iteration the
+  other microbatch has nothing to compute.
 
 A collective that runs once in a microbatch, such as the first gather or the head's, is not promised to overlap.
 """
@@ -23,10 +24,10 @@ from ..predict import Part, predict
 from ..step_view import StepView as Step
 from .proof import Finding
 
-# Exposed seconds that keep the promise.
-WAITS = 0.1  # of one collective of parameters or gradients, as a share of its seconds
-OF_ACTIVATIONS = 0.5  # of all collectives of activations over an axis together, as a share of their seconds
-SMALL = 0.01  # of all collectives of a kind over an axis together, as a share of the step's seconds
+# The largest exposed seconds that keep the promise.
+WAITS = 0.1  # one collective of parameters or gradients: this share of its seconds
+OF_ACTIVATIONS = 0.5  # all collectives of activations over an axis together: this share of their seconds
+SMALL = 0.01  # all collectives of a kind over an axis together: this share of the step's seconds
 _ACTIVATIONS = "activations"
 _PARAMETERS = ("all-gather", "reduce-scatter", "all-reduce")
 
@@ -62,9 +63,7 @@ def hidden(step: Step, batch: Any, program: Executable, hardware: Hardware) -> I
     A finding's amounts are the bytes that a device sends, and the bytes that it sends while kernels run.
 
     Args:
-      step: the training step.
       batch: arrays or `jax.ShapeDtypeStruct`.
-      program: the compiled program.
       hardware: the numbers of its devices.
 
     Raises:
@@ -150,7 +149,6 @@ def _cause_and_hint(step: Step, part: Part, leaf_paths: str, line: str) -> str:
     """Return why a collective is exposed, and what to try.
 
     Args:
-      step: the training step.
       part: the collective.
       leaf_paths: the paths of its leaves, "" if unknown.
       line: its source line, "" if unknown.
@@ -167,7 +165,7 @@ def _cause_and_hint(step: Step, part: Part, leaf_paths: str, line: str) -> str:
     larger_concurrent = strategy.concurrent * next((factor for factor in range(2, turns + 1) if turns % factor == 0), 0)
     if _promised_kind(step, part) == _ACTIVATIONS or has_prefetch:
         hint = f"concurrent={larger_concurrent} fetches a layer once for so many microbatches, "
-        hint *= larger_concurrent > 0
+        hint *= larger_concurrent > 0  # dropped if no larger number is possible
         hint += f"more rows a device give more to hide it behind, fewer ranks of {'+'.join(part.axes)} less to wait for"
     elif step.schedule is None or step.schedule.in_turn:
         hint = "prefetch=1 sends it beside another layer"

@@ -57,7 +57,6 @@ def shares(step: Step, state: Any) -> list[Holding]:
     that the layout reports as too small to be sharded is stored whole.
 
     Args:
-      step: the training step.
       state: its state, as arrays or `jax.ShapeDtypeStruct`.
     """
     holds, sizes = rule_of(step.strategy).promise.holds, step.mesh.shape
@@ -78,7 +77,7 @@ def shares(step: Step, state: Any) -> list[Holding]:
         if i in owned_states:  # whole matrices, distributed over the ranks
             holdings.append(Holding("optimizer state", name, math.prod(owned_states[i].local) * array.dtype.itemsize))
             continue
-        # The array's parameter: the path of a momentum ends with its parameter's path. Of several, the longest is it.
+        # The path of a momentum ends with its parameter's path. If several paths match, the longest is the parameter's.
         matching_leaves = [
             leaf
             for leaf in optimizer_leaves
@@ -140,7 +139,6 @@ def gathered_weights(jaxpr: Any, leaves: int, axis: str = "tensor") -> dict[str,
     Args:
       jaxpr: the step's program.
       leaves: the number of leaves. They are the first inputs of the first `shard_map`, after the token on CPU devices.
-      axis: the mesh axis.
 
     Returns:
       Source line -> bytes of the largest gather on that line, of one execution.
@@ -200,8 +198,6 @@ def bounds(step: Step, kind: str, closed: Sequence[Collective], one_layer: bool 
     """Return the allowed bytes for one kind and axes: the closed form's within 1%, widened by the cases of `ALLOWED`.
 
     Args:
-      step: the training step.
-      kind: the kind of collective.
       closed: the closed form's collectives of this kind and these axes.
       one_layer: whether the program has a loop of one layer. Compilers unroll it and merge what it would send twice.
     """
@@ -217,6 +213,7 @@ def bounds(step: Step, kind: str, closed: Sequence[Collective], one_layer: bool 
         lowest_share, names = 0.49, [*names, "one layer"]
     if kind == "all-reduce":
         extra_bytes, names = SCALARS, [*names, "norms"]
+    # Ranks send activations in every tick; without branches, only in the ticks that have forwards.
     ticks = 1 if schedule is None else schedule.ticks if schedule.branches else schedule.messages("F")
     if kind == "collective-permute" and schedule is not None:
         lowest_share, names = 0.99 - 1 / ticks, [*names, "last message"]

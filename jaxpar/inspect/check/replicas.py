@@ -109,7 +109,7 @@ def checksum(x: jax.Array) -> jax.Array:
 
 
 def _checksum(x: jax.Array, first_word: jax.Array) -> jax.Array:
-    """Return the checksum of words whose numbering begins at `first`."""
+    """Return the checksum of an array whose words are numbered from `first_word` on."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     itemsize = jnp.dtype(x.dtype).itemsize

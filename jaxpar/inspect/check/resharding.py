@@ -102,11 +102,9 @@ class Move:
 
 
 def moves(step: Step, program: Executable, jaxpr: Any, min_bytes: int) -> list[Move]:
-    """Return the moves of a compiled step, the largest first; of equal ones, those with a known parameter first.
+    """Return the moves of a compiled step, the largest first; among equal sizes, those with a known parameter first.
 
     Args:
-      step: the training step.
-      program: the compiled program.
       jaxpr: `step.trace(batch)`, where constraints of the optimizer are found.
       min_bytes: moves that send fewer bytes in one execution are left out.
     """
@@ -134,8 +132,8 @@ def moves(step: Step, program: Executable, jaxpr: Any, min_bytes: int) -> list[M
             shape = max((dims for _, dims in arrays(instruction.shape)), key=math.prod, default=())
             # 2. The parameter: from the operands, or else from the shape.
             path, leaf = _source_leaf(instructions, instruction, paths)
-            # A leaf that does not fit the shape is not what is sent, for example in a sum over all leaves. Then the
-            # shape itself may tell the leaf.
+            # A leaf whose size is no multiple of the shape's is not the array that is sent (in a sum over all leaves,
+            # for example). Then the shape itself may tell the leaf.
             if not leaf or math.prod(leaves[leaf].stored) % math.prod(shape):
                 path, leaf = ("", shape_leaves) if (shape_leaves := _leaves_of_shape(step, shape)) else (path, leaf)
             move = Move(

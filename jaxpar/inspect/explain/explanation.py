@@ -35,8 +35,8 @@ class Check:
     """The collectives of one kind over some axes, expected and found, per device and step.
 
     Attributes:
-      strategy: what they serve: "ZeRO-3", "tensor", "pipeline", "data parallel", "scalars" (losses, metrics, norms), or
-        "beside the closed form".
+      strategy: the purpose of these collectives: "ZeRO-3", "tensor", "pipeline", "data parallel", "scalars" (losses,
+        metrics, norms), or "beside the closed form" if the closed form lacks them.
       kind, axes: as in `Collective`.
       expected: bytes of the closed form's buffers.
       expected_count: executions in the closed form.
@@ -82,10 +82,10 @@ class Explanation:
       notes: leaf -> why it is not sharded, or padded.
       gathered: what ranks of `tensor` gather for lack of a rule: line -> bytes.
       loops: lists of blocks and stacks of layers: path -> how many layers, and whether they are one stack or why not.
-      moves: what the compiler's partitioner sends for the update, from 1 kB on, with parameter, axis, line and the spec
-        that would avoid it.
+      moves: the arrays of 1 kB or more that the compiler's partitioner sends for the update, each with parameter, axis,
+        line and the spec that would avoid the move.
       values: with remat="auto", the choice for each value that layers leave for their backwards.
-      remarks: what a reader of the numbers should know.
+      remarks: sentences that help to read the numbers.
     """
 
     strategy: str
@@ -273,7 +273,6 @@ def ledger_table(ledger: Ledger, across: frozenset[tuple[str, ...]] | None) -> s
     """Return the collectives of a program as a table.
 
     Args:
-      ledger: the collectives.
       across: the axes whose collectives leave a host; None if this is unknown.
     """
     rows = [["collective", "axes", "dtype", "count", "buffers", "sent", "hosts", "hidden"]]

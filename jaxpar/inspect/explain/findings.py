@@ -43,7 +43,6 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     """Explain a training step for a batch of these shapes; see `Step.explain`. Nothing runs.
 
     Args:
-      step: the training step.
       batch: arrays or `jax.ShapeDtypeStruct`.
       compiled: `step.compile(batch)`, if it exists already.
     """
@@ -134,22 +133,22 @@ def _axes_across_hosts(
 ) -> frozenset[tuple[str, ...]]:
     """Return the axes whose collectives leave a host.
 
-    For compiled collectives their groups tell: a part of an axis may stay within a host although the axis does not.
+    For a compiled collective, its groups decide: a part of an axis may stay within a host although the axis does not.
     """
     hosts = hosts_of(mesh.devices).ravel()
     # 1. Compiled collectives, by their own groups.
-    leaves_by_axes: dict[tuple[str, ...], bool] = {}
+    is_across_by_axes: dict[tuple[str, ...], bool] = {}
     for start in starts(operation for program in programs for operation in program.operations):
         # Some group that spans hosts is enough.
-        leaves = leaves_by_axes.get(start.axes, False) or any(
+        is_across = is_across_by_axes.get(start.axes, False) or any(
             len({hosts[place] for place in group}) > 1 for group in start.groups
         )
-        leaves_by_axes[start.axes] = leaves
+        is_across_by_axes[start.axes] = is_across
     # 2. Axes that only the closed form has, by the mesh.
     return frozenset(
         axes
-        for axes in {*leaves_by_axes, *(collective.axes for collective in closed)}
-        if (leaves_by_axes[axes] if axes in leaves_by_axes else leaves_host(mesh, axes))
+        for axes in {*is_across_by_axes, *(collective.axes for collective in closed)}
+        if (is_across_by_axes[axes] if axes in is_across_by_axes else leaves_host(mesh, axes))
     )
 
 

@@ -1,4 +1,4 @@
-"""Where NaN and infinity begin: the equation, and for a step also the microbatch, the rank and the rows."""
+"""Find where NaN and infinity begin: the equation, and for a step also the microbatch, the rank and the rows."""
 
 from .replay import Nonfinite as Nonfinite
 from .replay import NonfiniteError as NonfiniteError

@@ -37,7 +37,7 @@ from .search import Fault, search
 
 @dataclass(frozen=True)
 class Nonfinite:
-    """Where a step's NaN or infinity begins; print it.
+    """The place where a step's NaN or infinity begins; print it.
 
     Attributes:
       step: the number of the step, from 1.
@@ -86,7 +86,6 @@ class Replay:
     """A step's mathematics, block by block on one device; see `TrainStep.trace_nonfinite`.
 
     Args:
-      step: the training step.
       state: the state before the step.
       batch: the batch of the step.
       device: the device of the replay.
@@ -166,13 +165,13 @@ class Replay:
         # 1. Forwards.
         bad_blocks, total_sum, count_sum, variables = list[tuple[int, int]](), np.float32(0), 0.0, self.variables
         for microbatch, replica in blocks:
-            # Replays the step's own order: a microbatch reads the variables that the one before has left.
+            # As in the step, a microbatch reads the variables that the previous one has left.
             self.variables_read[microbatch, replica] = variables
             total, count, new_variables = self._jitted_total(*self.block_inputs(microbatch, replica))
             total_sum, count_sum = total_sum + np.float32(total), count_sum + float(count)
             bad_blocks += [(microbatch, replica)] * (not np.isfinite(float(total)))
             if (microbatch, replica + 1) not in blocks:
-                variables = new_variables  # all blocks of a microbatch read the same; the next reads the new ones
+                variables = new_variables  # only after a microbatch's last block: all its blocks read the same
         if bad_blocks:
             total_of, run_block = lambda *args: self.total(*args)[0], lambda args: self._jitted_total(*args)[0]
             return self.explain("forward", total_of, run_block, bad_blocks, len(blocks))
@@ -192,7 +191,7 @@ class Replay:
         grad_sums: list[Any] = [0.0] * len(self.trainable_indices)
         run_block = lambda args: self._jitted_gradients(seed, *args)
         for block in blocks:
-            # Summed in the dtype in which the step reduces, since an overflow may come from there.
+            # Sum in the dtype in which the step reduces, since an overflow may come from there.
             grads = run_block(self.block_inputs(*block))
             bad_blocks += [block] * (not all_finite(grads))
             dtypes = [self.step.policy.reduced(self.params[i].dtype) for i in self.trainable_indices]

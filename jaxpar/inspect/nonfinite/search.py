@@ -181,7 +181,10 @@ class _CauseTracker(Evaluation):
     def made(
         self, x: Any, at: int | None, ins: Sequence[TracedValue], within: Sequence[TracedValue] = ()
     ) -> TracedValue:
-        """Return the traced value of result `at` of the current equation; see `Evaluation.made`."""
+        """Return the traced value of result `at` of the current equation, which has operands `ins`.
+
+        For a loop that was entered, `within` has what its iterations made of the result; see `Evaluation.made`.
+        """
         if at is None:  # one iteration's slice of an operand
             return TracedValue(x, None if _is_finite(x) else ins[0].cause, ins[0].maker)
         cause = (
@@ -195,9 +198,7 @@ class _CauseTracker(Evaluation):
         """Return the cause of a non-finite result of an equation, if the programs inside the equation have none.
 
         Args:
-          operands: the operands.
           result_index: the number of the result.
-          result: the result.
         """
         eqn, nonfinite_operands = self.sites[-1], [operand for operand in operands if operand.cause is not None]
         if not nonfinite_operands:

@@ -1,6 +1,6 @@
 """The clock of a prediction: it walks a program in the order of its schedule; see `predict`.
 
-Kernels run one after another. Collectives, and copies to and from the host, run beside them, each on its own stream:
+Kernels run one after another. Collectives, and copies to and from the host, run concurrently, each on its own stream:
 
     kernels      k1 | k2 (slowed)      | wait | k3
     collective        start ------------ done
@@ -30,14 +30,14 @@ class Part:
       reason: why one execution takes as long as it does.
       executions: the number of executions per step.
       seconds: the seconds in which it runs, `slowed` included.
-      slowed: the seconds that a kernel loses to collectives beside it.
+      slowed: the seconds that a kernel loses to concurrent collectives.
       exposed: for a collective or copy, the seconds in which it runs while kernels wait, for it or for one behind it.
         If several streams run at once, its share of these seconds.
       flops: FLOPs computed.
       bytes: bytes read and written; for a collective, bytes sent by the device.
       axes: the mesh axes of a collective.
       way: for a collective, "link" or "network"; for a copy, "host"; for a kernel, "".
-      asynchronous: for a collective, whether kernels may run beside it.
+      asynchronous: for a collective, whether kernels may run at the same time.
     """
 
     name: str
@@ -173,8 +173,8 @@ class Clock:
         """Return the seconds of a loop, over all its trips, and the queue after it."""
         trips, total_seconds = loop.trips, 0.0
         if loop.paces is not None:
-            # In an iteration of the outer loop a device runs this loop or another one. All wait for the slowest: the
-            # devices wait for this loop in `paces` of the iterations.
+            # In an iteration of the outer loop, a device runs this loop or another one, and all devices wait for the
+            # slowest. This loop is the slowest, and so counts, in `paces` iterations.
             seconds, queue = self._run_all(loop.body, queue, trip_counts.times(times, trips or 0))
             return float(loop.paces) * seconds, queue
         if trips is None:
@@ -197,8 +197,8 @@ class Clock:
     def _kernel_seconds(self, kernel: Kernel, busy: float, times: int) -> float:
         """Return the seconds of one execution of a kernel, while collectives run for another `busy` seconds.
 
-        While a collective runs, a kernel has the share s of the device. Of its w seconds of work, it does min(w, s
-        busy) beside collectives, and these take 1/s times as long.
+        While a collective runs, a kernel has the share s of the device. It has w seconds of work. It does min(w, s
+        busy) of them while collectives run, where work takes 1/s times as long.
         """
         if kernel.name not in self._parts:
             self._seconds[kernel.name], reason = kernel_seconds(kernel, self.hardware, self.slowest)

@@ -77,8 +77,8 @@ _MEMORY_SHARE = 0.86  # stream
 _LAUNCH_SECONDS = 1e-6  # model
 CHANNELS = 24  # nccl
 
-# A step takes as long as its slowest device: the time of its matrix products, relative to those of the device that was
-# measured, as expected, and at both ends of the interval (sinha).
+# A step takes as long as its slowest device. These are the times of that device's matrix products, relative to the
+# device that was measured: as expected, and at both ends of the interval (sinha).
 EXPECTED_PACE, FASTEST_PACE, SLOWEST_PACE = 1.08, 1.0, 1.22
 
 _PEAK_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "tf32", "int8": "fp8", "uint8": "fp8"}
@@ -89,7 +89,6 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware, slowest: float = 1.0) -> 
     """Return the seconds of one execution of a kernel, alone on the device, and the reason: the share of a peak.
 
     Args:
-      kernel: the kernel.
       hardware: the device's numbers.
       slowest: the time of matrix products relative to those of the device that was measured.
 

@@ -4,7 +4,7 @@ The model in full: the program is walked in the order of its schedule. There is 
 collectives, and one for each direction of copies between a device and its host (`offload`).
 
 - A kernel takes the time that `efficiency` gives, a collective the time that `links` gives. A copy takes its bytes over
-  the `host_bandwidth`, and does not slow the kernels beside it.
+  the `host_bandwidth`, and does not slow kernels.
 - An asynchronous collective or copy runs from its start, after those before it in its stream; its done waits for it. A
   synchronous one stops the kernels.
 - While a collective runs, kernels have a smaller part of the device (`efficiency.busy_share`).
@@ -63,7 +63,7 @@ class Prediction:
       compute: seconds in which kernels run.
       exposed: seconds in which kernels wait for a collective, or for a copy to or from the host.
       hidden: seconds of collectives and copies that overlap with kernels.
-      slowed: the part of `compute` that kernels lose to collectives beside them.
+      slowed: the part of `compute` that kernels lose to concurrent collectives.
       flops: FLOPs of a device's matrix products, as the program computes them, recomputation included.
       model_flops: FLOPs of a device as the caller counts them, without recomputation; None if not given.
       peak: FLOP/s of a device in the dtype of most of its FLOPs; 0 if it has none.

@@ -37,10 +37,10 @@ def draw(schedule: Schedule, width: int = 80, color: bool = False) -> Iterator[T
     """
     num_ranks, num_microbatches, num_chunks = schedule.ranks, schedule.microbatches, schedule.chunks
     cell_width = 1 + len(str(num_microbatches - 1)) + (0 if color or num_chunks == 1 else 1 + len(str(num_chunks - 1)))
-    total_time, columns_available = _total_time(schedule.columns), width - _LABEL_WIDTH
+    total_time, characters_available = _total_time(schedule.columns), width - _LABEL_WIDTH
     # Cells are wide enough for their text, and up to two characters wider if the schedule fits into one band.
-    columns_per_unit = max(cell_width, min(cell_width + 2, columns_available // total_time))
-    bands = _split_into_bands(schedule, columns_available // columns_per_unit)
+    characters_per_unit = max(cell_width, min(cell_width + 2, characters_available // total_time))
+    bands = _split_into_bands(schedule, characters_available // characters_per_unit)
     num_shown = _MAX_BANDS // 2 if len(bands) > _MAX_BANDS else len(bands)
     for band_index, band in enumerate(bands):
         # A long schedule repeats itself in the middle.
@@ -52,23 +52,23 @@ def draw(schedule: Schedule, width: int = 80, color: bool = False) -> Iterator[T
                     style="dim",
                 )
             continue
-        yield Text(f"{'tick':<{_LABEL_WIDTH}}{_tick_ruler(band, columns_per_unit)}", style="dim")
+        yield Text(f"{'tick':<{_LABEL_WIDTH}}{_tick_ruler(band, characters_per_unit)}", style="dim")
         for rank in range(num_ranks):
             line = Text(f"{f'rank {rank}':<{_LABEL_WIDTH}}")
             for column in band:
-                op, cell_columns = schedule.op(column.kinds, rank, column.tick), columns_per_unit * column.length
+                op, cell_characters = schedule.op(column.kinds, rank, column.tick), characters_per_unit * column.length
                 if op is None:
-                    line.append("." * cell_columns, style="dim")
+                    line.append("." * cell_characters, style="dim")
                     continue
-                op_columns = columns_per_unit * TIME[op.kind]
+                op_characters = characters_per_unit * TIME[op.kind]
                 if color:
                     line.append(
-                        f"{op.microbatch:<{op_columns}}", style=f"{INK} on {tint(op.kind, op.chunk, num_chunks)}"
+                        f"{op.microbatch:<{op_characters}}", style=f"{INK} on {tint(op.kind, op.chunk, num_chunks)}"
                     )
                 else:
                     name = f"{op.kind}{op.microbatch}" + (f".{op.chunk}" if num_chunks > 1 else "")
-                    line.append(f"{name:{'-' if op.kind == 'B' else ' '}<{op_columns}}")
-                line.append("." * (cell_columns - op_columns), style="dim")
+                    line.append(f"{name:{'-' if op.kind == 'B' else ' '}<{op_characters}}")
+                line.append("." * (cell_characters - op_characters), style="dim")
             yield line
         yield Text()
     yield from _legend(kinds_of(schedule), num_chunks, color)
@@ -122,13 +122,13 @@ def _split_into_bands(schedule: Schedule, max_time: int) -> list[Columns]:
     return next(bands for limit in itertools.count(1) if len(bands := bands_up_to(limit)) <= num_bands)
 
 
-def _tick_ruler(band: Columns, columns_per_unit: int) -> str:
+def _tick_ruler(band: Columns, characters_per_unit: int) -> str:
     """Return a line with the numbers of ticks where they begin, as many as fit."""
     line, position, previous_tick = "", 0, -1
     for tick, _, length in band:
         if tick != previous_tick and len(line) <= max(0, position - 1):
             line = f"{line:<{position}}{tick}"
-        position, previous_tick = position + columns_per_unit * length, tick
+        position, previous_tick = position + characters_per_unit * length, tick
     return line[:position]
 
 
@@ -147,6 +147,7 @@ def summary(schedule: Schedule, size: int | None = None) -> dict[str, str]:
         else f"{', '.join(stored_by_rank)} on ranks 0 to {len(stored_by_rank) - 1}"
     )
     room_text = f" = {bytes_of(schedule.slots * size, '.3g')}" if size else ""
+    # A microbatch takes 1 for its forward and 2 for its backward.
     kinds, useful_time = kinds_of(schedule), 3 * schedule.microbatches
     # A bubble of one of these lengths is printed as a formula: k (p - 1) / v for k of 3 and 1.
     bubble_formulas = {

@@ -38,7 +38,6 @@ def svg(schedule: Schedule, held: list[str]) -> str:
     """Return the picture as SVG text.
 
     Args:
-      schedule: the schedule.
       held: for each rank, the text to the right of its lane: the activations that it stores.
     """
     num_ranks, num_chunks, columns = schedule.ranks, schedule.chunks, schedule.columns

@@ -25,13 +25,7 @@ _RULES: dict[str, Rule] = {}  # the rules that users registered, by name
 def register(rule: Rule) -> Rule:
     """Register a rule, so that `Strategy(data=8, rule="its name")` or the text "data=8,rule=..." chooses it.
 
-    A second rule of the same name replaces the first, in steps that are made afterwards.
-
-    Args:
-      rule: the rule. Its name is an identifier.
-
-    Returns:
-      The same rule.
+    A second rule of the same name replaces the first, in steps that are made afterwards. Returns the same rule.
 
     Raises:
       ValueError: if `rule` is no `Rule`, or its name, `sharded` or `promise` is invalid.
@@ -54,11 +48,9 @@ def register(rule: Rule) -> Rule:
 def rule_of(strategy: Strategy) -> Rule:
     """Return the rule of a strategy: the user's rule that it names, else ZeRO if `fsdp` has devices, else ddp.
 
-    Args:
-      strategy: the strategy.
-
     Raises:
-      ValueError: if the name is not registered, or the rule shards and `fsdp` is 1, or the reverse.
+      ValueError: if the name is not registered; if the rule shards and `fsdp` is 1; or if it does not and `fsdp` is
+        larger.
     """
     if strategy.server:
         return SERVER

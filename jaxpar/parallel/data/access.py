@@ -29,10 +29,9 @@ class RuleAccess:
     The local value of a leaf that the stages of a pipeline own has this rank's layers, chunk by chunk, on dim 0.
 
     Args:
-      layout: the layout.
-      rule: the strategy's rule.
-      program: it tells how often each unit is used, and which stacks it slices.
-      strategy: it tells the number of microbatches and whether to prefetch.
+      layout, rule: the layout, and the strategy's rule.
+      program: gives the number of uses of each unit, and the stacks that it slices.
+      strategy: gives the number of microbatches, and whether to prefetch.
       in_fp8: the paths of the leaves whose products are in FP8.
     """
 
@@ -43,13 +42,13 @@ class RuleAccess:
         self.rules = [of_leaf(rule, leaf, in_fp8) for leaf in self.leaves]
         self.pipe = layout.mesh.shape["pipe"]
         self.layer_dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
-        # A gradient is complete after a use if it is the leaf's only one, in a stack, and runs once per step.
+        # A use completes the leaf's gradient if it is the only use, lies in a stack, and runs once per step.
         runs_once = strategy.turns == 1 and self.pipe == 1
         self.last = [runs_once and uses == (True,) for uses in program.uses]
         self.prefetch = strategy.prefetches(layout.mesh)
 
     def _use(self, index: int, sliced: bool) -> Use:
-        """Describe a use of a unit, of the whole leaf or of one layer, to its rule."""
+        """Return the `Use` that describes to the unit's rule a read of the whole leaf, or of one layer if `sliced`."""
         leaf = self.leaves[index]
         is_sharded = leaf.dim is not None and self.rules[index].sharded
         shard_axes = leaf.shard if is_sharded else ()
@@ -79,6 +78,7 @@ class RuleAccess:
         leaf, use = self.leaves[index], self._use(index, sliced)
         # The cast comes before the gather, so that low precision halves the traffic.
         value = self.rules[index].fetch(on_device(value).astype(self.policy.computed(leaf.dtype)), use)
+        # Leaves that are stored whole have no padding.
         value = value if self.whole_at_rest else leaf.unpad(value, use.dim)
         return self._gather_stages(leaf.form, value) if isinstance(leaf.form, Staged) and not sliced else value
 
@@ -125,7 +125,7 @@ class SpreadAccess:
         self.rules = [of_leaf(rule, leaf, in_fp8) for leaf in self.leaves]
 
     def _use(self, index: int, num_leading_dims: int) -> Use:
-        """Describe a use of a leaf to its rule; the array has `num_leading_dims` dims in front of the leaf's own."""
+        """Return the `Use` of an array that has `num_leading_dims` dims in front of the leaf's own."""
         leaf = self.leaves[index]
         shard = leaf.shard if leaf.dim is not None and self.rules[index].sharded else ()
         replica_axes = tuple(a for a in summed_over(self.split[index]) if a not in shard)

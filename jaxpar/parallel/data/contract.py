@@ -25,7 +25,8 @@ class Use:
     Attributes:
       dim: the sharded dim of the array that is used (one layer of a stack has a dim less than the stack).
       shard: the mesh axes over which it is sharded: `fsdp`, and also `pipe` for a leaf that all stages share.
-      rest: the other axes along which devices use the same values. Gradients are summed over them too.
+      rest: the replica axes, all other axes along which devices use the same values. Gradients are summed over them
+        too.
       last: whether this is the leaf's only use in the step (one use, in a stack, one microbatch). Its gradient is then
         complete, and is reduced inside the backward loop instead of at the end of the step.
       dtype: the dtype in which gradients are reduced and accumulated.
@@ -142,8 +143,8 @@ class Promise:
     """The memory and the communication that a rule promises: the closed form of its paper.
 
     Attributes:
-      holds: which of "params" and "optimizer" a device stores one shard of at rest; it stores the remaining ones whole.
-        If a copy in low precision is stored with float32 masters, the masters count as part of the optimizer.
+      holds: which of "params" and "optimizer" are sharded at rest; a device stores the remaining ones whole. If a copy
+        in low precision is stored with float32 masters, the masters count as part of the optimizer.
       sends: maps the uses of one leaf to the collectives of one step. If the rule shards, it is called for sharded
         leaves alone; leaves that are not sharded follow ddp.
       sums: whether the replicas' programs sum losses and metrics over the replicas.
@@ -160,7 +161,8 @@ class Rule:
 
     Attributes:
       name: the name that reports show: "ddp", "ZeRO-2".
-      sharded: which of "params", "grads", "optimizer" are sharded over `fsdp` at rest.
+      sharded: which of "params", "grads", "optimizer" are sharded over `fsdp` between steps; "grads" are the gradients
+        that the update receives, whether or not they accumulate whole.
       fetch: maps the stored parameter to the whole leaf, or one layer of it. Runs at every use, forward and backward.
       give: maps the local gradient of one use to the gradient that accumulates, in the reduce dtype.
       finish: maps the accumulated gradient to the gradient of the update. Runs once per step.

@@ -136,6 +136,7 @@ def _give_grad(rule: Rule, grad: jax.Array, use: Use) -> jax.Array:
     """Return what one use adds to the accumulator, as `rule` does, but with quantised reductions."""
     if not (rule.at_once or use.last):
         return grad.astype(use.dtype)
+    # Under ddp `use.shard` is empty, and the reduce-scatter only casts.
     grad_shard = _reduce_scatter(grad, use)
     return _reduce_over_replicas(grad_shard, use) if use.last else grad_shard
 
@@ -210,11 +211,13 @@ def _with_quantised_gradients(rule: Rule) -> Rule:
     )
 
 
+# (rule, name of the rounding) -> the rule that also gathers weights in 8 bits.
 ROUNDED = {
     (rule, rounding.__name__): _with_quantised_weights(rule, rounding)
     for rule in (ZERO3, ZERO3_ONCE)
     for rounding in (int8, fp8)
 }
+# rule -> the rule that also reduces gradients in int8.
 REDUCED = {rule: _with_quantised_gradients(rule) for rule in (DDP, ZERO1, ZERO2, ZERO3, ZERO3_ONCE, *ROUNDED.values())}
 # From each rule that gathers weights in FP8 to the same rule without.
 _WITHOUT_FP8 = {rounded: rule for (rule, rounding), rounded in ROUNDED.items() if rounding == "fp8"}
@@ -228,8 +231,6 @@ def of_leaf(rule: Rule, leaf: Leaf, in_fp8: Collection[str]) -> Rule:
     products are gathered unquantised.
 
     Args:
-      rule: the rule of the strategy.
-      leaf: the leaf.
       in_fp8: the paths of the leaves whose products are in FP8.
     """
     if rule.sharded and leaf.dim is None:

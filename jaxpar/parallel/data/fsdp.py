@@ -49,7 +49,8 @@ def secondary(layout: Layout, stored: Sequence[jax.Array]) -> list[jax.Array]:
     devices along `fsdp` share.
     """
     # `publish` gathers stored leaves over their shard axes. With padded=-1 no dim has the padded size, so that it
-    # removes no padding: the second shards are padded like the stored leaves.
+    # removes no padding: the second shards are padded like the stored leaves. With trainable=True it gathers frozen
+    # leaves too.
     leaves = [replace(leaf, shard=("data",), padded=-1, trainable=True) for leaf in layout.leaves]
     shape = lambda leaf, x: [n * count(["data"]) if d == leaf.dim else n for d, n in enumerate(x.shape)]
     zeros = lambda leaf, x: jnp.zeros(shape(leaf, x), layout.policy.computed(leaf.dtype))

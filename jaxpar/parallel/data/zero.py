@@ -159,7 +159,7 @@ def reductions(leaf: Uses, grads: Sequence[Times]) -> Iterator[Sent]:
 
 
 def publications(leaf: Uses) -> Iterator[Sent]:
-    """Yield the all-gathers of `publish`."""
+    """Yield the all-gathers that rebuild one leaf after its update (`publish`)."""
     for param in leaf.updated:
         yield Sent("all-gather", leaf.shard, leaf.stored, param.count, param.total)
 
@@ -176,6 +176,7 @@ def zero2_sends(leaf: Uses) -> Iterator[Sent]:
     yield from publications(leaf)
 
 
+# Both shard the gradient that the update receives. ZeRO-1 accumulates it whole before that.
 ZERO1 = Rule(
     name="ZeRO-1",
     sharded=frozenset({"optimizer", "grads"}),

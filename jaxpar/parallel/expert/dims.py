@@ -95,7 +95,7 @@ def expert_dims(
     dim_by_path = _rule_dims(rules, shapes, strict=True)
     for path, dim in _rule_dims(model_rules, shapes).items():
         dim_by_path.setdefault(path, dim)
-    # 2. Annotations, by jaxpar's names for experts and those of the rules.
+    # 2. Annotations, by jaxpar's names for experts and the names that the rules give.
     expert_names = {*NAMES, *(key for table in (model_rules, rules) for key, value in table.items() if value == AXIS)}
     for path, entry in names.items():
         matches = [d for d, part in enumerate(entry) if expert_names & {*names_in(part)}]
@@ -192,8 +192,8 @@ def _rule_dims(
 def _expert_leaves(leaves: Leaves, strict: bool = False, named: bool = True) -> Iterator[tuple[str, int]]:
     """Yield the leaves that look like experts, with their dim of experts.
 
-    These are leaves [.., E, a, b] near a router [.., a, E], in the innermost module that has both; and in this module
-    leaves of more dims and biases with the same E.
+    These are the leaves [.., E, a, b] near a router [.., a, E], in the innermost module that has both. In this module,
+    leaves of more dims and biases count too if they have the same E.
 
     Args:
       leaves: path and shape of each leaf.
@@ -205,7 +205,7 @@ def _expert_leaves(leaves: Leaves, strict: bool = False, named: bool = True) -> 
     for router, shape in leaves:
         if len(shape) < 2 or not (not named or _ROUTER.fullmatch(router) or _EXPERTS.fullmatch(router)):
             continue
-        if strict and shape[-1] == shape[-2]:  # as many layers as experts: nothing tells them apart
+        if strict and shape[-1] == shape[-2]:  # nothing tells a square router [n, n] from n stacked vectors [n]
             continue
         # The modules around the router, from the innermost outwards.
         parts = router.split("/")

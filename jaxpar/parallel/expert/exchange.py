@@ -52,6 +52,7 @@ class TokenExchange(ExpertLocaliser):
             return
         if can_exchange:
             self.fewer.update({place(eqn): token_bytes for eqn in run.eqns if eqn.primitive.name == PRIMITIVE})
+        # `through` has rewritten the run's broadcasts already.
         for eqn in run.eqns:
             if not repeats(eqn):
                 env.compute(eqn, self.equation)
@@ -69,11 +70,14 @@ def exchange_tokens(
       rules: primitive name -> rule (`rules.RULES`).
 
     Returns:
-      The program, a function of this rank's parameters (the first inputs) and of the other inputs, whose results are
-      those of this rank's rows; and the `TokenExchange`. When the program is traced, it notes where experts are
-      `gathered` (place -> bytes of all of them), where this is because their tokens are more (`fewer`: place -> bytes
-      of the tokens), and where `all_tokens` are gathered. No program is refused: an equation without a rule gets whole
-      inputs.
+      The program and the `TokenExchange`. The program is a function of this rank's parameters (the first inputs) and of
+      the other inputs; its results are for this rank's rows. No program is refused: an equation without a rule gets
+      whole inputs.
+
+      Tracing the program fills three notes of the `TokenExchange`:
+        gathered: places where experts are gathered -> bytes of all experts.
+        fewer: the places among them where the tokens would be more bytes -> bytes of the tokens.
+        all_tokens: places where all tokens are gathered -> bytes.
     """
     localiser = TokenExchange(ranks, False, rules)
 

@@ -2,7 +2,7 @@
 
 A value of this program is in one of three layouts (E experts, e ranks, C slots of an expert for one rank's tokens):
 
-    whole        of a parameter, all of it; of an activation, that of this rank's rows: buffers [E, C, D]
+    whole        a complete parameter, or an activation of this rank's rows, such as buffers [E, C, D]
     split        a leaf of experts, [E/e, ..], or a value computed from leaves alone. `dim` is its dim of experts
     slotwise     the slots of all ranks for this rank's experts, [E/e, e C, D]. `dim` is a `SlotDims`
 
@@ -71,7 +71,7 @@ class ExpertLocaliser(Localiser):
     """
 
     all_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
-    always = jx.CUSTOM  # dispatch may gather tokens, and no leaf of experts has met them yet
+    always = jx.CUSTOM  # dispatch may gather tokens, and it comes before tokens meet any split leaf
 
     def whole(self, x: LocalValue) -> jax.Array:
         """Return a value in the layout of the model: all experts, and the slots of this rank's rows."""
@@ -84,14 +84,17 @@ class ExpertLocaliser(Localiser):
         return x.once("whole", lambda: self._gather(x, dim))
 
     def _gather(self, x: LocalValue, dim: int) -> jax.Array:
-        """All-gather a split leaf. Of a broadcast gather only the value that was broadcast."""
+        """All-gather a split leaf. For a broadcast, gather only the value that was broadcast."""
         if x.broadcast is not None:
             operand, dims = x.broadcast
             return lax.broadcast_in_dim(self.whole(operand), x.shape, dims)
         return lax.all_gather(x.value, AXIS, axis=dim, tiled=True)
 
     def entered(self, x: LocalValue) -> jax.Array:
-        """Return the whole value. No edge is needed, since each rank's loss is its part of the sum over rows."""
+        """Return the whole value.
+
+        Unlike on `tensor`, nothing is all-reduced in the backward: each rank's loss is its part of the sum over rows.
+        """
         return self.whole(x)
 
     def part(self, x: LocalValue, dim: Any) -> jax.Array:

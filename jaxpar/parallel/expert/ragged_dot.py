@@ -230,7 +230,8 @@ def _computes_rows(eqn: Any, sizes_of: dict[Any, Any], producers: dict[Any, Any]
     is_custom = eqn.primitive.name in jx.CUSTOM
     are_floats = all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars)
     if is_custom and (permutations.of(eqn) is not None or {*kinds} != {"rows"} or not are_floats):
-        return False  # its derivative with respect to a value that all rows read would sum over rows
+        # The derivative of a custom function with respect to a value that all rows read would sum over rows.
+        return False
     if not is_custom and jx.programs(eqn):
         return False
     # Try it: rewrite the equation abstractly. A function with its own derivative must be row by row backwards too.
@@ -280,7 +281,7 @@ def _run_of(last: Any, producers: dict[Any, Any], sizes_of: dict[Any, Any]) -> l
     sizes, eqn_by_id, stack = sizes_of[last.outvars[0]], {id(last): last}, [last]
     while stack:
         eqn = stack.pop()
-        # Of a grouped matmul follow the rows alone. Leaves and sizes come from outside of the run.
+        # For a grouped matmul, follow the rows alone. Leaves and sizes come from outside of the run.
         for v in eqn.invars[: 1 if _is_grouped_matmul(eqn) else None]:
             if jx.is_literal(v) or v not in producers or id(producers[v]) in eqn_by_id:
                 continue
@@ -295,7 +296,7 @@ def _run_of(last: Any, producers: dict[Any, Any], sizes_of: dict[Any, Any]) -> l
 
 
 def _expert_run(eqns: Sequence[Any], rules: Any) -> ExpertRun | None:
-    """Return these equations as a run; None if its rows have several dtypes, or a leaf is read otherwise too."""
+    """Return these equations as a run; None if its rows have several dtypes, or a leaf is also rows or rest."""
     # Sort the variables that enter the run by their part in it; dicts keep them unique and in order.
     inner_vars = {v for eqn in eqns for v in eqn.outvars}
     rows, leaves, rest, sizes = {}, {}, {}, {}
@@ -305,6 +306,7 @@ def _expert_run(eqns: Sequence[Any], rules: Any) -> ExpertRun | None:
             if jx.is_literal(v) or v in inner_vars:
                 continue
             if _is_grouped_matmul(eqn):
+                # Its operands are rows, leaves and sizes, in this order.
                 (rows, leaves, sizes)[i][v] = None
             else:
                 (rows if not repeats(eqn) and v.aval.shape[:1] == (tokens,) else rest)[v] = None

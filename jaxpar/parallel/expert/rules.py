@@ -65,6 +65,7 @@ def _follow(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) 
     slot_dims: Any = inputs[i].dim
     free_factors = {factor.ins[i]: factor for factor in factors.of(eqn) if not factor.reduced}
     experts, slots = free_factors.get(slot_dims.dim), free_factors.get(slot_dims.slots)
+    # `ragged_dot.BY_ROWS` has one dim as both. Two different dims must not be merged into one factor.
     if experts is None or slots is None or (experts is slots) != (slot_dims.dim == slot_dims.slots):
         return None
     if experts.grouped or slots.grouped:
@@ -74,7 +75,7 @@ def _follow(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) 
     outs: list[Any] = [SlotDims(d, s) for d, s in zip(experts.outs, slots.outs, strict=True)]  # type: ignore[arg-type]
     if any(value is None for value in values):
         return None
-    # 3. Parameters with shapes, such as those of a reshape, get the rank's sizes. Each factor changes its own dims.
+    # 3. Parameters that are shapes, as a reshape has, get the rank's sizes. Each factor changes its own dims.
     changes: dict[str, Any] = {}
     for factor, to_dims in ((experts, lambda d: SlotDims(d, -1)), (slots, lambda d: SlotDims(-1, d))):  # -1 is no dim
         local_shape = lambda shape, d, to_dims=to_dims: localiser.local(
@@ -92,13 +93,12 @@ def _part(localiser: ExpertLocaliser, x: LocalValue, dim: int | None, slots: int
     """Return the part of an operand for a rank's slots; None if it cannot be made.
 
     Args:
-      localiser: the rewriting.
-      x: the operand.
       dim, slots: its dims of experts and of slots. None if it lacks the dim, or has size 1 there.
     """
     if dim is not None and slots is not None:
         return localiser.part(x, SlotDims(dim, slots))
-    # Only what is equal on all ranks, or a split leaf (also after equations of leaves alone), serves the slots of all.
+    # An operand without slots serves the slots of all ranks. It must be equal on all ranks, or a split leaf (or a value
+    # computed from leaves alone).
     if not (x.weight if x.dim is None else x.dim == dim):
         return None
     value = x.value if x.dim is not None else localiser.whole(x) if dim is None else localiser.take(x, dim)
@@ -106,7 +106,7 @@ def _part(localiser: ExpertLocaliser, x: LocalValue, dim: int | None, slots: int
 
 
 def _dot(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Rewrite a matmul. Where split leaves meet whole buffers, tokens of this rank for all experts, slots begin."""
+    """Rewrite a matmul. If it multiplies split leaves by whole buffers, the buffers become slotwise (the exchange)."""
     if any(isinstance(x.dim, SlotDims) for x in inputs):
         return _follow(localiser, eqn, inputs)
     if all(x.weight for x in inputs):

@@ -68,8 +68,8 @@ def _local_slots(slot: jax.Array, experts: int, slots: int, ranks: int) -> jax.A
     Returns:
       [e, T, k], numbers in this rank's buffers [E/e, e C]; E C for slots of other ranks' experts.
     """
-    # Slot c of expert i has number i C + c on the rank of its token, and (i' e + rank) C + c here, where i' is the
-    # index of the expert among this rank's.
+    # Slot c of expert i has number i C + c on the rank of its token. Here it has number (i' e + rank) C + c, where i'
+    # is the index of the expert among this rank's.
     local_experts, local_slots = experts // ranks, slots * ranks
     local_expert = slot // slots - lax.axis_index(AXIS) * local_experts
     rank = jnp.arange(ranks, dtype=slot.dtype)[:, None, None]

@@ -1,7 +1,7 @@
 """Compute the choices that find no slot in an expert's buffer, if none may be dropped: in blocks of one expert each.
 
     choices of expert e, sorted:   | first C: in its buffer | block | block | block .. |
-                                   by.start[e]
+                                   by_expert.start[e]
 
 The number of blocks is known only when the program runs. It loops over as many as there can be, and a condition skips
 those that are not needed, so that the time depends on the number of choices that overflow. Nothing of a block is saved
@@ -82,26 +82,27 @@ def overflow(
 def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[..., Any]:
     """Return `overflow` of flat leaves as a route; cached, since equal arguments must give the same function."""
 
-    def blocks(by: Order, n: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def blocks(by_expert: Order, n: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return for each block its expert, its first position in the sorted choices, and its number of choices."""
-        # Block j of all belongs to the first expert whose blocks end after it. Blocks j >= ends[-1] are not needed.
-        num_overflowing = jnp.maximum(by.load - slots, 0)
+        # Blocks are numbered expert after expert: block j belongs to the first expert whose blocks end after it. Blocks
+        # j >= ends[-1] are not needed.
+        num_overflowing = jnp.maximum(by_expert.load - slots, 0)
         num_blocks = (num_overflowing + size - 1) // size
         ends = jnp.cumsum(num_blocks)
-        j = jnp.arange(most_blocks(n, k, by.load.size, slots, size), dtype=jnp.int32)
-        e = jnp.minimum((j[:, None] >= ends).sum(axis=1, dtype=jnp.int32), by.load.size - 1)
+        j = jnp.arange(most_blocks(n, k, by_expert.load.size, slots, size), dtype=jnp.int32)
+        e = jnp.minimum((j[:, None] >= ends).sum(axis=1, dtype=jnp.int32), by_expert.load.size - 1)
         offset = (j - (ends - num_blocks)[e]) * size
         return (
             e,
-            by.start[e] + slots + offset,
+            by_expert.start[e] + slots + offset,
             jnp.where(j < ends[-1], jnp.clip(num_overflowing[e] - offset, 0, size), 0),
         )
 
-    def choices(by: Order, start: jax.Array, count: jax.Array) -> jax.Array:
+    def choices(by_expert: Order, start: jax.Array, count: jax.Array) -> jax.Array:
         """Return the choices of a block, [b]; N k beyond its `count`."""
         rank = jnp.arange(size, dtype=jnp.int32)
-        positions = jnp.minimum(start + rank, by.sorted.size - 1)
-        return jnp.where(rank < count, by.sorted[positions], by.sorted.size)
+        positions = jnp.minimum(start + rank, by_expert.sorted.size - 1)
+        return jnp.where(rank < count, by_expert.sorted[positions], by_expert.sorted.size)
 
     def leaves_of(e: jax.Array, leaves: Any) -> Any:
         """Return the leaves of expert `e`."""
@@ -113,13 +114,13 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
 
     # 1. Forward: a scan over the blocks, which adds the results of each to its tokens.
     def run_blocks(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-        by, k = order(ids, None, leaves[0].shape[0]), ids.shape[1]
+        by_expert, k = order(ids, None, leaves[0].shape[0]), ids.shape[1]
 
         def step(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
             e, start, count = block
 
             def compute(total: jax.Array) -> jax.Array:
-                block_choices = choices(by, start, count)
+                block_choices = choices(by_expert, start, count)
                 result = weighted_expert(
                     rows_of(weights.reshape(-1), block_choices), rows_of(x, block_choices // k), leaves_of(e, leaves)
                 )
@@ -128,22 +129,22 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
             return where_needed(count > 0, compute, total), None
 
         # D' is known only by tracing the expert on one row.
-        one_row = lambda x, leaves: weighted_expert(weights[:1, 0], x[:1], leaves_of(by.load[0], leaves))
+        one_row = lambda x, leaves: weighted_expert(weights[:1, 0], x[:1], leaves_of(by_expert.load[0], leaves))
         width = jax.eval_shape(one_row, x, leaves).shape[-1]
         zeros = jnp.zeros((x.shape[0], width), weights.dtype)
-        return jax.lax.scan(step, zeros, blocks(by, *ids.shape))[0], *leaves
+        return jax.lax.scan(step, zeros, blocks(by_expert, *ids.shape))[0], *leaves
 
     # 2. Backward: the same scan computes each block again, and its cotangents.
     def backward(saved: Any, cotangents: Any) -> Any:
         (x, ids, weights, leaves), (cotangent, *leaf_cotangents) = saved, cotangents
-        by, k = order(ids, None, leaves[0].shape[0]), ids.shape[1]
+        by_expert, k = order(ids, None, leaves[0].shape[0]), ids.shape[1]
 
         def step(carry: Any, block: Any) -> tuple[Any, None]:
             e, start, count = block
 
             def compute(carry: Any) -> Any:
                 grad_x, grad_weights, grad_expert, grad_leaves, previous_expert = carry
-                block_choices = choices(by, start, count)
+                block_choices = choices(by_expert, start, count)
                 _, pull = jax.vjp(
                     weighted_expert,
                     rows_of(weights.reshape(-1), block_choices),
@@ -154,8 +155,9 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
                 # Blocks of one expert follow each other. Their sum stays in float32 in the carry, and every block
                 # rounds it anew into the leaf's gradient, so that rounding errors do not add up.
                 grad_expert = [
-                    jnp.where(e == previous_expert, total, first.astype(total.dtype)) + block_grad.astype(total.dtype)
-                    for total, first, block_grad in zip(
+                    jnp.where(e == previous_expert, total, leaf_grad.astype(total.dtype))
+                    + block_grad.astype(total.dtype)
+                    for total, leaf_grad, block_grad in zip(
                         grad_expert, leaves_of(e, grad_leaves), block_grad_expert, strict=True
                     )
                 ]
@@ -180,7 +182,7 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
             leaf_cotangents,
             jnp.int32(-1),
         )
-        (grad_x, grad_weights, _, grad_leaves, _), _ = jax.lax.scan(step, start, blocks(by, *ids.shape))
+        (grad_x, grad_weights, _, grad_leaves, _), _ = jax.lax.scan(step, start, blocks(by_expert, *ids.shape))
         return grad_x.astype(x.dtype), None, grad_weights.reshape(weights.shape), *grad_leaves
 
     def forward(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> Any:
@@ -195,6 +197,6 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
         """Return the function for one rank's experts: its blocks have tokens of all ranks, which come in rounds."""
         return rounds(_overflow(expert, tree, 0, block_size(slots * ranks)), slots, ranks)
 
-    # `part` and `spread` belong to this function alone: each needs a name of its own.
+    # `part` and `spread` belong to this function alone, so that its route needs a unique name.
     name = f"overflow_{next(_numbers)}"
     return route(name, ("rows", "whole"), run_blocks, forward, backward, part=part, spread=spread)

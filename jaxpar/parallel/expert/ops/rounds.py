@@ -9,8 +9,8 @@ All ranks of the axis must run the same number of rounds, or an all-to-all would
 busiest rank needs, which is known only when the program runs; with a balanced load it is 0. Nothing of a round is saved
 for the backward, which runs it again.
 
-Dims: N tokens of this rank, k choices of a token, E experts, e ranks, C slots of an expert that are filled already,
-S = C E / e choices for one rank in a round, D features.
+Dims: N tokens of this rank, k choices of a token, E experts, e ranks, C slots of an expert, which are filled already, D
+features. S = C E / e is the number of choices for one rank in a round.
 """
 
 import functools
@@ -43,8 +43,8 @@ _tokens_of.defvjp(
 def most_rounds(tokens: int, k: int, experts: int, ranks: int, slots: int) -> int:
     """Return the largest possible number of rounds.
 
-    It is reached if all choices of a rank's tokens go to one rank's experts: at most min(k, E/e) of a token, of which
-    at least C have slots.
+    It is reached if all choices of a rank's tokens go to one rank's experts: at most min(k, E/e) choices of each token.
+    At least C of all these choices have slots.
     """
     local_experts = experts // ranks
     return -(-(tokens * min(k, local_experts) - slots) // (slots * local_experts))
@@ -68,11 +68,11 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
     """
 
     # 1. The tables of a round, and how many rounds are needed.
-    def round_tables(by: Order, ids: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def round_tables(by_expert: Order, ids: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the tables of one round.
 
         Args:
-          by: the choices sorted by expert.
+          by_expert: the choices sorted by expert.
           ids: the expert of each choice, int32 [N, k].
           number: the index of the round.
 
@@ -82,9 +82,9 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
         """
         # The choices that overflow to one rank are indexed expert after expert. A round takes the next S of them, and
         # `ends` tells the expert of each.
-        local_experts, choices = by.load.size // ranks, ids.size
+        local_experts, choices = by_expert.load.size // ranks, ids.size
         size = slots * local_experts
-        num_overflowing = jnp.maximum(by.load - slots, 0).reshape(ranks, local_experts)
+        num_overflowing = jnp.maximum(by_expert.load - slots, 0).reshape(ranks, local_experts)
         ends = jnp.cumsum(num_overflowing, axis=1)
         index = number * size + jnp.arange(size, dtype=jnp.int32)  # among all choices that overflow to one rank
         local_expert = (index[None, :, None] >= ends[:, None, :]).sum(axis=-1, dtype=jnp.int32)  # [e, S]
@@ -92,17 +92,17 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
         e = jnp.minimum(local_expert, local_experts - 1)
         expert = e + local_experts * jnp.arange(ranks, dtype=jnp.int32)[:, None]
         first_index = jnp.take_along_axis(ends - num_overflowing, e, axis=1)
-        positions = jnp.clip(by.start[expert] + slots + index - first_index, 0, choices - 1)
-        choice = jnp.where(is_filled, by.sorted[positions], choices)
+        positions = jnp.clip(by_expert.start[expert] + slots + index - first_index, 0, choices - 1)
+        choice = jnp.where(is_filled, by_expert.sorted[positions], choices)
         # Invert `choice`. Empty slots write to one more element, which is cut off.
         slot = jnp.full(choices + 1, ranks * size, jnp.int32)
         slot = slot.at[choice.reshape(-1)].set(jnp.arange(ranks * size, dtype=jnp.int32))
         return slot[:choices].reshape(ids.shape), choice, jnp.where(is_filled, e, local_experts)
 
-    def num_rounds(by: Order) -> jax.Array:
+    def num_rounds(by_expert: Order) -> jax.Array:
         """Return the number of rounds that the busiest rank needs."""
-        local_experts = by.load.size // ranks
-        busiest_load = jnp.maximum(by.load - slots, 0).reshape(ranks, local_experts).sum(axis=1).max()
+        local_experts = by_expert.load.size // ranks
+        busiest_load = jnp.maximum(by_expert.load - slots, 0).reshape(ranks, local_experts).sum(axis=1).max()
         # A rank that ran fewer rounds would leave the others waiting in an all-to-all.
         return lax.pmax(-(-busiest_load // (slots * local_experts)), AXIS)
 
@@ -111,9 +111,11 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
         """Send row r of [e, ...] to rank r."""
         return lax.all_to_all(x, AXIS, 0, 0, tiled=True)
 
-    def run_round(by: Order, ids: jax.Array, number: jax.Array, x: jax.Array, weights: jax.Array, leaves: Any) -> Any:
+    def run_round(
+        by_expert: Order, ids: jax.Array, number: jax.Array, x: jax.Array, weights: jax.Array, leaves: Any
+    ) -> Any:
         """Run one round: send choices, compute them, send the results back, add them up. Also return the leaves."""
-        slot, choice, local_ids = round_tables(by, ids, number)
+        slot, choice, local_ids = round_tables(by_expert, ids, number)
         rows, local_ids = all_to_all(_tokens_of(x, slot, choice)), all_to_all(local_ids)
         # The weights are applied by `combine`, on the rank of the tokens.
         unit_weights = jnp.ones((rows.shape[0] * rows.shape[1], 1), weights.dtype)
@@ -128,11 +130,11 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
     # 3. Forward: a scan over all rounds that there can be. The same condition holds on all ranks.
     def run_rounds(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
         experts = leaves[0].shape[0] * ranks
-        by = order(ids, None, experts)
-        count = num_rounds(by)
+        by_expert = order(ids, None, experts)
+        count = num_rounds(by_expert)
 
         def step(total: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
-            compute = lambda total: total + run_round(by, ids, number, x, weights, leaves)[0]
+            compute = lambda total: total + run_round(by_expert, ids, number, x, weights, leaves)[0]
             return where_needed(number < count, compute, total), None
 
         width = jax.eval_shape(overflow, x, ids, weights, *leaves)[0].shape[-1]
@@ -143,13 +145,13 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
     def backward(saved: Any, cotangents: Any) -> Any:
         (x, ids, weights, leaves), (cotangent, *leaf_cotangents) = saved, cotangents
         experts = leaves[0].shape[0] * ranks
-        by = order(ids, None, experts)
-        count = num_rounds(by)
+        by_expert = order(ids, None, experts)
+        count = num_rounds(by_expert)
 
         def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
             def compute(carry: Any) -> Any:
                 grad_x, grad_weights, grad_leaves = carry
-                one_round = lambda x, weights, leaves: run_round(by, ids, number, x, weights, leaves)
+                one_round = lambda x, weights, leaves: run_round(by_expert, ids, number, x, weights, leaves)
                 # The leaves pass through a round: their cotangents come out with the round's gradient added.
                 _, pull = jax.vjp(one_round, x, weights, list(leaves))
                 round_grad_x, round_grad_weights, grad_leaves = pull((cotangent, grad_leaves))

@@ -58,7 +58,6 @@ def choose_experts(
 def _limit_groups(ranked: jax.Array, groups: int, group_limit: int) -> jax.Array:
     """Set scores to -inf outside of the `group_limit` groups whose two best experts have the largest sum."""
     group_size = ranked.shape[-1] // groups
-    # Groups are ranked by the sum of their two best scores.
     by_group = ranked.reshape(*ranked.shape[:-1], groups, group_size)
     best_scores, _ = jax.lax.top_k(by_group, min(2, group_size))
     _, group_ids = jax.lax.top_k(best_scores.sum(axis=-1), group_limit)

@@ -86,7 +86,7 @@ def places(
         ids.reshape(groups, tokens_per_group, k), weights.reshape(groups, tokens_per_group, k)
     )
     g = jnp.arange(groups, dtype=jnp.int32)
-    # From the numbers within a group to those of all: an expert's slots of group g follow those of group g - 1.
+    # Convert numbers within a group to numbers among all: an expert's slots of group g follow its slots of group g - 1.
     slot = jnp.where(
         slot < experts * slots_per_group,
         slot // slots_per_group * slots + g[:, None] * slots_per_group + slot % slots_per_group,
