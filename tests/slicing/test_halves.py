@@ -131,7 +131,7 @@ def test_what_both_halves_make_of_constants() -> None:
 
     args = [jax.random.normal(jax.random.key(i), (8, 8)) for i in range(3)]
     flat, _ = trace(backward, *args)
-    halves = Halves.of(flat, flat.eqns, (True,), 0, 1, 1)
+    halves = Halves.split(flat, flat.eqns, (True,), 0, 1, 1)
     w, x, ct = args
     (ct_x,), left = halves.inputs(pick(halves.fetched[0], [w]), [], [x], [ct])
     (ct_w,) = halves.weights(pick(halves.fetched[1], [w]), [], pick(halves.saved, [x]), left)
