@@ -85,7 +85,7 @@ DEFECTS = (
            "Devices lie on the mesh as they are given, and not host by host."),
     # -- slicing
     Defect("loops-turned", "slicing/loop.py", "slicing/test_loop.py",
-           "its = other.length - 1 - number if turned else number", "its = number",
+           "other_iteration = other.length - 1 - iteration if is_opposite else iteration", "other_iteration = iteration",
            "Of two loops that run as one, the one that goes backwards goes forwards."),
     Defect("shared-layer", "slicing/pieces.py", "slicing/test_layers.py",
            "grad = grad if overwrite else grad + s.read(total, layer)", "grad = grad",
