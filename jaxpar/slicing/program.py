@@ -54,7 +54,7 @@ class Program:
     @property
     def unrolled(self) -> tuple[tuple[int, str], ...]:
         """Loops with layers that run one by one: the first leaf of each, and the first difference between layers."""
-        return tuple((loop.leaf, loop.why) for loop in self.loops if loop.why is not None)
+        return tuple((loop.leaf, loop.difference) for loop in self.loops if loop.difference is not None)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:

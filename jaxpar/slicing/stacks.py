@@ -39,17 +39,17 @@ def described(program: Program, storage: Storage) -> dict[str, str]:
 
 def _loop_text(loop: RolledLoop) -> str:
     """Return how the blocks of one Python loop run."""
-    if loop.why is None and {(s.start, s.period) for s in loop.spans} == {(0, 1)}:
+    if loop.difference is None and {(s.start, s.period) for s in loop.spans} == {(0, 1)}:
         num_passes = len(loop.spans)
         return "one stack" if num_passes == 1 else f"run {num_passes} times: one stack"
     if not loop.spans:
-        return f"kept as one stack and run one by one: {loop.why}"
+        return f"kept as one stack and run one by one: {loop.difference}"
     parts = [_span_text(span) for span in dict.fromkeys(loop.spans)]
     parts += [f"one by one {', '.join(map(str, loop.unrolled))}"] if loop.unrolled else []
     return (
-        ("kept as one stack: " if loop.why else "one stack: ")
+        ("kept as one stack: " if loop.difference else "one stack: ")
         + "; ".join(parts)
-        + (f": {loop.why}" if loop.why else "")
+        + (f": {loop.difference}" if loop.difference else "")
     )
 
 
