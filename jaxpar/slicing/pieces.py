@@ -206,6 +206,7 @@ class Stack:
 
         None stays where no backward ran.
         """
+        # The pending gradients are those of the layer that ran last backwards.
         pending = [None if grads[s.leaf] is None else x for s, x in zip(self.slices, flight.gradients, strict=True)]
         return self._accumulate(access, grads, pending, self._first_layer, [False] * len(pending))
 

@@ -141,6 +141,7 @@ class Program:
 
     def only(self, position: int) -> Callable[[Sequence[Any]], jax.Array]:
         """Return one output, which may not depend on parameters, as a function of the inputs (constants aside)."""
+        # `needed` drops equations with effects too: this runs in addition to the program.
         output = [self.outputs[position]]
         fun = jx.run(jx.live(jx.needed(self.eqns, output), output), self.inputs, output)
         return lambda values: fun(*self.consts, *values)[0]
@@ -168,13 +169,15 @@ def forward(
     leaves_read: set[int] = set()
     for i, piece in enumerate(pieces):
         inputs = [read(env, v) for v in piece.inputs]
-        # Tied weights: a leaf that an earlier piece has read is fetched again.
+        # 1. Tied weights: a leaf that an earlier piece has read is fetched again.
         tied = leaves_read & set(piece.unit.leaves)
         ordered_leaves = _delay_leaves(leaves, tied, inputs, piece.unit.linear)
+        # 2. Run the piece. Its state in `flights` becomes the one after this loop.
         if isinstance(piece, Stack) and i in flights:
             outputs, saved, flights[i] = piece.forward(access, ordered_leaves, inputs, grad, flight=flights[i])
         else:
             outputs, saved = piece.forward(access, ordered_leaves, inputs, grad)
+        # 3. Store what it computed and what its backward needs.
         leaves_read.update(piece.unit.leaves)
         env.update(zip(piece.outputs, outputs, strict=True))
         tape.append((inputs, saved))
@@ -209,6 +212,7 @@ def backward(
         # 1. Skip a piece on which the seeded outputs do not depend.
         active = [v for v, is_active in zip(piece.outputs, piece.unit.active, strict=True) if is_active]
         if not any(v in cts for v in active):
+            # The next loop of a skipped stack is a forward again: its first layer is fetched.
             if isinstance(piece, Stack) and i in flights:
                 flights[i] = piece.skipped(access, leaves, flights[i])
             continue
@@ -238,6 +242,7 @@ def _delay_leaves(leaves: Sequence[Any], delayed: set[int], inputs: list[Any], l
     its last.
     """
     linear_inputs = [x for x, is_linear in zip(inputs, linear, strict=True) if is_linear]
+    # Without linear inputs, there is no value to wait for.
     if not delayed or not linear_inputs:
         return leaves
     ordered_leaves = list(leaves)

@@ -59,6 +59,7 @@ def side_by_side(flat: jx.Flat, shared: int, sums: int, groups: int, axes: Mappi
                 f"concurrent={groups} runs {groups} microbatches at once, and the loss passes variables, such as "
                 "BatchNorm's running statistics, from one to the next; leave concurrent out"
             )
+        # An output that does not depend on the group counts once for each group, as it would in each microbatch.
         add = lambda x: sum(x[1:], x[0]) if isinstance(x, _PerGroup) else x * groups
         return [add(x) for x in outputs[:sums]] + outputs[sums:]
 
@@ -80,10 +81,12 @@ def _run(program: Any, values: Sequence[Any], groups: int, is_layer: bool = Fals
         if not any(isinstance(x, _PerGroup) for x in env.read(eqn.invars)):
             env.compute(eqn)
         elif eqn.primitive.name == "scan":
+            # The scan needs the values of its operands now.
             _compute_groups(pending, env, groups, is_layer)
             pending.clear()
             env.compute(eqn, lambda eqn, inputs: _scan(eqn, inputs, groups))
         else:
+            # The mark tells later equations that their operand differs between groups.
             pending.append(eqn)
             env.update((v, _PerGroup()) for v in eqn.outvars)
     _compute_groups(pending, env, groups, is_layer)
@@ -109,12 +112,16 @@ def _compute_groups(eqns: Sequence[Any], env: jx.Environment[Any], groups: int, 
     computes, arrived, previous = list[Any](), list[Any](), envs[-1]
     for sends, following in _phases(eqns) if is_layer else [([], eqns)]:
         for group_env in envs:
+            # 1. Delay what the previous group computes until this group's collective can start.
             if sends:
                 hold(previous, filter(_is_float, arrived), group_env, filter(_is_float, sends[0].invars))
+            # 2. Send for this group, and compute for the previous one.
             _compute(sends, group_env)
             _compute(computes, previous)
+            # 3. This group is the previous one of the next turn.
             arrived = [v for eqn in sends if PRIMITIVES.get(eqn.primitive.name) in _COMBINED for v in eqn.outvars]
             computes, previous = following, group_env
+    # The last group's computation has no collective to overlap with.
     _compute(computes, previous)
     env.update((v, _PerGroup(group_env[v] for group_env in envs)) for eqn in eqns for v in eqn.outvars)
 

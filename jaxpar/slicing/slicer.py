@@ -87,6 +87,7 @@ def slice_program(flat: jx.Flat, how: Slicing) -> Program:
     eqns = jx.live(flat.eqns, flat.outvars)
     leaves = flat.invars[: len(how.params)]
     index = {v: i for i, v in enumerate(leaves)}
+    # Floating equations are in no group: each piece that reads their results gets a copy of them.
     variables = _Variables(index, jx.active(eqns, leaves), _floating(eqns, leaves), set(flat.constvars))
     ordered = [e for e in eqns if not any(v in variables.floating for v in e.outvars)]
     reads_by_scan, main_scan = _find_stacks([e for e in ordered if e.primitive.name == "scan"], variables, how)
@@ -164,6 +165,7 @@ def cut_program(flat: jx.Flat, how: Slicing, groups: Groups) -> Program:
             leaves_of.update((v, leaves_read) for v in eqn.outvars)
         else:
             ordered.append((eqn, leaves_read))
+    # The caller chooses the stages by the equations, and by the parameters that they read.
     parts = groups([eqn for eqn, _ in ordered], [leaves_read for _, leaves_read in ordered])
 
     # 3. Build the segments from the last to the first.
@@ -172,12 +174,14 @@ def cut_program(flat: jx.Flat, how: Slicing, groups: Groups) -> Program:
     for number in reversed(range(len(parts))):
         defined = {v for e in parts[number] for v in e.outvars}
         is_last = number == len(parts) - 1
+        # An output of the program that is a parameter, or follows from parameters alone, belongs to the last stage.
         outputs = [v for v in needed if v in defined or (is_last and (v in index or v in floating))]
         piece = _segment(parts[number], outputs, variables, False, how)
         assert piece is not None
         needed = {v: None for v in needed if v not in set(piece.outputs)}
         needed.update((v, None) for v in piece.inputs)
         pieces.insert(0, piece)
+    # No stage slices a leaf: each one fetches it whole.
     uses = tuple(tuple(False for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
     program_inputs = (*flat.constvars, *flat.invars[len(leaves) :])
     eqns_by_piece = tuple(map(tuple, parts))
@@ -283,6 +287,7 @@ def _segment(
     # 1. Drop dead equations, and add the floating ones that it reads.
     eqns = list(jx.live(eqns, [v for v in outputs if v not in floating])) if eqns else []
     eqns = [*closure([*jx.free(eqns), *outputs], floating), *eqns]
+    # What it then reads is either a leaf, which it fetches, or a value of an earlier piece.
     free = jx.free(eqns, outputs)
     leaves = [v for v in free if v in index]
     inputs = [v for v in free if v not in index]
@@ -332,7 +337,8 @@ def _stack(eqn: Any, reads: Reads, variables: _Variables, how: Slicing, number: 
     ]
     linear, active_outputs = _propagate_linear(flat, linear, len(leaves), slice(n, n + k))
 
-    # Split off the computation of the weights.
+    # Split off the computation of the weights. It may read the loop's constants that carry no derivative: the backward
+    # has these too.
     fixed = {v for v, is_linear in zip(input_vars[:n], linear, strict=False) if not is_linear} | set(flat.constvars)
     weights_of, compute, active_weights = split(
         flat.eqns, weight_vars, [*flat.constvars, *input_vars], flat.outvars, fixed
@@ -440,6 +446,7 @@ _POLICIES = {"none": None, "auto": None, "layer": _nothing, "twice": _nothing, "
 
 def _without_remats(flat: jx.Flat) -> jx.Flat:
     """Return a program without the model's own rematerialisation."""
+    # Constants become inputs for the time of the flattening, so that they stay in order.
     closed = jx.build(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)
     inlined, n = jx.flatten(closed, remats=True), len(flat.constvars)
     return jx.Flat(inlined.invars[:n], flat.consts, inlined.invars[n:], inlined.outvars, inlined.eqns)

@@ -75,6 +75,7 @@ def sliced(eqn: Any, floating: dict[Any, Any], index: dict[Any, int]) -> dict[in
         while not jx.is_literal(var) and var in floating:
             step = floating[var]
             atoms = [v for v in step.invars if not jx.is_literal(v)]
+            # Only functions of one array, and of scalar literals, can be followed.
             if len(atoms) != 1 or any(v.aval.shape for v in step.invars if jx.is_literal(v)):
                 break
             if primitives.of(step).elementwise:  # commutes with taking a layer

@@ -25,10 +25,12 @@ def described(program: Program, storage: Storage) -> dict[str, str]:
         # A stack that was rolled from a loop has its description already.
         if any(list_name(units[s.leaf]) in descriptions for s in stack.slices):
             continue
+        # Name the stack by the common path of its leaves, up to the place of the layer's number.
         path = posixpath.commonpath([units[s.leaf].path for s in stack.slices])
         path = path.partition("*")[0] + "*" if "*" in path else path
         path = path or units[stack.slices[0].leaf].path
         descriptions[path] = f"{stack.length} layers, scanned by the model: one stack"
+    # A list whose blocks are only partly alike may be a stack in part.
     for path, reason in uneven(storage).items():
         if path in descriptions:
             descriptions[path] = f"{descriptions[path]}; other blocks are not alike: {reason}"
@@ -44,6 +46,7 @@ def _loop_text(loop: RolledLoop) -> str:
         return "one stack" if num_passes == 1 else f"run {num_passes} times: one stack"
     if not loop.spans:
         return f"kept as one stack and run one by one: {loop.difference}"
+    # Passes with the same spans are described once.
     parts = [_span_text(span) for span in dict.fromkeys(loop.spans)]
     parts += [f"one by one {', '.join(map(str, loop.unrolled))}"] if loop.unrolled else []
     return (

@@ -90,6 +90,7 @@ class Unit:
                 return pick(self.active, outputs), outputs
 
             _, pull, outputs = jax.vjp(fun, pick(self.active_weights, weights), pick(self.linear, inputs), has_aux=True)
+            # The vjp function is a pytree: its leaves are the residuals, its structure the backward.
             leaves, tree = jax.tree.flatten(pull)
             trees.append((tree, len(outputs)))
             return outputs, leaves
@@ -146,6 +147,7 @@ class Unit:
         leaf_vars, operand_vars = flat.invars[: len(self.shapes)], flat.invars[len(self.shapes) :]
 
         def pull_back(full: Sequence[Any], after: jax.Array | None = None) -> tuple[list[Any], list[Any]]:
+            # Large constants, such as the zeros of a scatter, get a dependency on `after`.
             anchored, anchors = (eqns, {}) if after is None else anchor(eqns, after)
             fun = jx.run(anchored, [*flat.constvars, *anchors, *pick(reads, leaf_vars), *operand_vars], flat.outvars)
             if self.policy:
@@ -189,6 +191,7 @@ class Unit:
             return merge(floats, ct_full, [None] * len(full)), ct_inputs
 
         flat, results = jx.trace(pull, list(self.shapes), held_inputs, values, cotangents, remats=remats)
+        # `pull` takes all leaves, but most backwards read only the matrices: only these are fetched again.
         eqns = jx.live(oriented(flat.eqns, flat.outvars), flat.outvars)
         read_vars = set(jx.free(eqns, flat.outvars))
         reads = tuple(v in read_vars for v in flat.invars[: len(self.shapes)])
@@ -271,6 +274,7 @@ def oriented(eqns: Sequence[Any], outvars: Iterable[Any] = ()) -> list[Any]:
     """
     num_reads = collections.Counter(v for eqn in eqns for v in eqn.invars if not jx.is_literal(v))
     num_reads.update(v for v in outvars if not jx.is_literal(v))
+    # A product with a second reader would be computed twice, in both orientations.
     products = {eqn.outvars[0]: eqn for eqn in eqns if eqn.primitive.name == "dot_general"}
 
     def orient(eqn: Any) -> Any:
@@ -290,8 +294,9 @@ def oriented(eqns: Sequence[Any], outvars: Iterable[Any] = ()) -> list[Any]:
             *range(num_batch, num_batch + a_dims),
         ):
             return eqn
+        # Swapping the operands swaps their dimension numbers and their precisions.
         params = {**product.params, "dimension_numbers": ((b_sums, a_sums), (b_batch, a_batch))}
-        if isinstance(precision := params["precision"], tuple):  # one for each operand
+        if isinstance(precision := params["precision"], tuple):
             params["precision"] = precision[::-1]
         return product.replace(invars=product.invars[::-1], outvars=list(eqn.outvars), params=params)
 

@@ -34,6 +34,7 @@ def sliced(flat: jx.Flat, trace: Callable[[Callable[..., list[Any]], jx.Flat], j
     loops = {id(eqn): loop for eqn in flat.eqns if eqn.primitive.name == "scan" and (loop := _sliced(eqn, defined_by))}
     if not loops:
         return flat
+    # Trace the program again, with these scans replaced.
     compute = lambda eqn, operands: loops[id(eqn)](operands) if id(eqn) in loops else jx.bind(eqn, operands)
     return trace(lambda *values: jx.evaluate(flat, values, compute), flat)
 
@@ -86,6 +87,7 @@ def _is_scalar(atom: Any, value: int) -> bool:
 
 def _is_arange(x: Any, length: int, defined_by: Mapping[Any, Any]) -> bool:
     """Whether a scanned value is 0, 1, 2, ..."""
+    # A constant is an array that the trace closed over; `jnp.arange` in the loss is an `iota`.
     source = None if jx.is_literal(x) else defined_by.get(x)
     if isinstance(source, np.ndarray):
         return source.dtype.kind in "iu" and np.array_equal(source, np.arange(length))
@@ -112,14 +114,17 @@ def _read_by_number(program: Any, arrays: Mapping[Any, int], numbers: set[Any]) 
         if inside is not None:
             return inside
         results: list[Any] = [None] * len(eqn.outvars)
+        # The number passes through casts, and through JAX's handling of negative indices: select(i < 0, i, i + n).
         if name == "convert_element_type" and eqn.outvars[0].aval.dtype.name in _WIDE_INTEGERS and marks == ["number"]:
             results = marks
         elif name == "lt" and marks[0] == "number" and _is_scalar(eqn.invars[1], 0):
             results = ["negative"]
         elif name == "select_n" and marks[:2] == ["negative", "number"]:
-            results = ["number"]  # the case of a number that is not negative
+            results = ["number"]
         elif name == "dynamic_slice" and eqn.params["slice_sizes"] == (1, *eqn.invars[0].aval.shape[1:]):
-            marks = marks[1:] if marks[1] == "number" else marks  # takes a row: the array is not read whole
+            # This takes a row: the array, the first operand, is not read whole.
+            marks = marks[1:] if marks[1] == "number" else marks
+        # Marks of numbers end up here too; only those of arrays are looked up below.
         read_whole.update(marks)
         return results
 
@@ -134,7 +139,7 @@ def _compute_on_rows(eqn: Any, operands: Sequence[Any]) -> list[Any]:
         return jx.bind(eqn, operands)
     if eqn.primitive.name == "dynamic_slice":
         return [operands[0]]  # the row itself
-    # A call: its own equations get the rows.
+    # Only a call may have other operands of a wrong shape. Its own equations get the rows.
     run = lambda *values: jx.evaluate(called(eqn), values, _compute_on_rows)
     if eqn.primitive.name in jx.REMATS:
         run = jax.checkpoint(run, **{name: eqn.params[name] for name in ("policy", "prevent_cse")})

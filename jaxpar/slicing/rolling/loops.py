@@ -160,6 +160,8 @@ def _merge_lists(flat: jx.Flat, params: int, all_lists: Sequence[_Lists]) -> lis
     merged: list[_Lists] = []
     for lists in all_lists:
         last_block = _readings(flat, params, lists)[0].last_block
+        # A loop over `zip(a, b)` reads a0 b0 a1 b1 ...: merged, the lists have the same passes. Two consecutive loops
+        # read a0 a1 ... b0 b1 ...: merged, they would have more.
         for i, earlier in enumerate(merged):
             union = _Lists(lists.depth, earlier.families + lists.families, earlier.stacked + lists.stacked)
             passes = _pass_bounds(flat, params, earlier)
@@ -185,6 +187,7 @@ def _readings(flat: jx.Flat, params: int, lists: _Lists) -> tuple[Readings, tupl
     block_of = {v: row.index for v, row in members.items()}
     param_vars = set(flat.invars[:params])
     readings = Readings.find(eqns, param_vars, block_of)
+    # A loop over `reversed(layers)` has no pass in ascending order.
     if not readings.passes:
         backwards = Readings.find(eqns, param_vars, block_of, lists.depth - 1)
         readings = backwards if backwards.passes else readings
@@ -232,6 +235,7 @@ def _find_spans(
       if there are such blocks or several spans.
     """
     ways = _ways(flat, lists, params, pass_index)
+    # A pass covers the same blocks in all ways.
     loop_pass, last_block = ways[0][1].passes[pass_index], ways[0][1].last_block
     chosen: list[tuple[Span, Any]] = []
     single_blocks: list[int] = []
@@ -240,6 +244,7 @@ def _find_spans(
     while block < loop_pass.stop:
         longest: tuple[Span, Any] | None = None
         for period in _PERIODS:
+            # Try as many rounds as there are, and fewer if they differ, but no span shorter than the longest so far.
             span = Span(block, period, (loop_pass.stop - block) // period, last_block)
             while span.count > 1 and (longest is None or span.stop > longest[0].stop):
                 try:
@@ -250,6 +255,7 @@ def _find_spans(
                     # period.
                     count = min(error.block, span.count - 1) if error.block > 1 else 0
                     span = Span(block, period, count, last_block)
+            # No larger period can do better than to reach the end.
             if longest is not None and longest[0].stop == loop_pass.stop:
                 break
         if longest is None:
@@ -348,6 +354,7 @@ def join(flat: jx.Flat, families: Sequence[StackMembers]) -> tuple[jx.Flat, list
         replaced[eqn.outvars[0]] = stack
     if not replaced:
         return flat, list(families)
+    # A family may be read in both ways. One that is read in neither stays, so that it is reported.
     flat = dataclasses.replace(flat, eqns=tuple(eqns), outvars=tuple(replaced.read(flat.outvars)))
     read = set(jx.free(jx.live(flat.eqns, flat.outvars), flat.outvars))
     reads_layers = lambda family: any(flat.invars[i] in read for _, members in family for i in members)
@@ -366,6 +373,7 @@ def _joined(eqn: Any, defined_by: Mapping[Any, Any], layer_of: Mapping[Any, tupl
     name, params = eqn.primitive.name, eqn.params
     if name not in ("concatenate", "stack") or params.get("dimension", params.get("axis")) != 0:
         return None, []
+    # The operands must be all layers of one stack, in order, with the same casts.
     layers = [_find_layer(v, defined_by, layer_of, name == "stack") for v in eqn.invars]
     first = layers[0]
     if first is None or first[0].aval.shape != eqn.outvars[0].aval.shape:
@@ -389,6 +397,7 @@ def _find_layer(
       has_leading_dim: True if the dim in front is not needed, as for `stack`.
     """
     casts: list[Any] = []
+    # Walk back from the operand to a layer, through casts and at most one reshape that adds the dim in front.
     while not jx.is_literal(var) and var not in layer_of and var in defined_by:
         eqn = defined_by[var]
         if eqn.primitive.name == "convert_element_type":

@@ -63,12 +63,14 @@ class Pass:
 def static_rows(eqn: Any) -> dict[Any, Row]:
     """Return the results of an equation that takes single rows of an array by static number, such as `mask[i]`."""
     name, params = eqn.primitive.name, eqn.params
+    # `x[i:i + 1]`, or `x[i]` before its dim is dropped.
     if name == "slice":
         shape, strides = eqn.invars[0].aval.shape, params["strides"] or (1,) * eqn.invars[0].aval.ndim
         cut = list(zip(params["start_indices"], params["limit_indices"], strides, strict=True))
         dims = [d for d, n in enumerate(shape) if cut[d] != (0, n, 1)]  # dims that are not taken completely
         if len(dims) == 1 and cut[dims[0]][1] - cut[dims[0]][0] == 1:
             return {eqn.outvars[0]: Row(eqn.invars[0], cut[dims[0]][0], dims[0], keeps_dim=True)}
+    # The same, traced as a dynamic slice at literal indices.
     if name == "dynamic_slice" and all(map(jx.is_literal, eqn.invars[1:])):
         shape, sizes = eqn.invars[0].aval.shape, params["slice_sizes"]
         dims = [d for d, n in enumerate(shape) if sizes[d] != n]
@@ -77,6 +79,7 @@ def static_rows(eqn: Any) -> dict[Any, Row]:
             # `dynamic_slice` counts negative indices from the end, and clamps.
             index = min(max(index + shape[dims[0]] if index < 0 else index, 0), shape[dims[0]] - 1)
             return {eqn.outvars[0]: Row(eqn.invars[0], index, dims[0], keeps_dim=True)}
+    # `jnp.split` into parts of size 1: each result is a row.
     if name == "split" and set(params["sizes"]) == {1}:
         return {v: Row(eqn.invars[0], k, params["axis"], keeps_dim=True) for k, v in enumerate(eqn.outvars)}
     return {}
@@ -123,13 +126,17 @@ class Readings:
             atoms = [v for v in eqn.invars if not jx.is_literal(v)]
             blocks = {readings.block_of[v] for v in atoms if v in readings.block_of}
             if all(v in pure for v in atoms) and not eqn.effects:
+                # A pure equation of one block extends that block's parameters: its results are read like these.
                 pure.update(eqn.outvars)
                 if len(blocks) == 1:
                     readings.block_of.update((v, next(iter(blocks))) for v in eqn.outvars)
                     readings.block_eqns.update((v, eqn) for v in eqn.outvars)
                 readings.pure_eqns.update((v, eqn) for v in eqn.outvars)
-                if any(v in members for v in eqn.outvars):  # the loop's own `stack[i]`
+                # The scan slices the stack itself, so that the loop's own `stack[i]` is no equation of a block.
+                if any(v in members for v in eqn.outvars):
                     continue
+                # Equations of blocks are added where they are read (`with_pure_eqns`). A pure equation of no block,
+                # such as the cast of a shared parameter, stays in the sequence.
                 if blocks or any(v in of_several_blocks for v in atoms):
                     of_several_blocks.update(eqn.outvars)
                     continue
@@ -148,9 +155,10 @@ class Readings:
         for position, eqn in enumerate(self.sequence):
             atoms = [v for v in eqn.invars if not jx.is_literal(v)]
             for k in sorted({self.block_of[v] for v in atoms if v in self.block_of}):
-                if runs and k == runs[-1][-1][0]:  # the current block again
+                # Another read of the current block, the first read of the next block, or the beginning of a run.
+                if runs and k == runs[-1][-1][0]:
                     runs[-1][-1] = (k, runs[-1][-1][1], position)
-                elif runs and k == runs[-1][-1][0] + 1 and position > runs[-1][-1][2]:  # the next block
+                elif runs and k == runs[-1][-1][0] + 1 and position > runs[-1][-1][2]:
                     runs[-1].append((k, position, position))
                 else:
                     runs.append([(k, position, position)])
@@ -202,6 +210,7 @@ class Readings:
         last_read = {v: i for i, e in enumerate(self.sequence) for v in e.invars if not jx.is_literal(v)}
         last_read.update((v, num_eqns) for v in outvars if not jx.is_literal(v))
         change = np.zeros(num_eqns + 2, np.int64)  # of the live bytes, at each position
+        # A variable is live from the equation after the one that defines it up to its last reader.
         for v, i in defined_at.items():
             if last_read.get(v, -1) > i:
                 size = v.aval.size * getattr(v.aval.dtype, "itemsize", 8)
@@ -216,6 +225,7 @@ def key_derivations(eqns: Sequence[Any], inputs: Iterable[Any]) -> set[int]:
     for eqn in eqns:
         atoms = {v for v in eqn.invars if not jx.is_literal(v)}
         name = eqn.primitive.name
+        # Slices and reshapes count if they move keys that are derived already, not other inputs.
         derives = name in _DERIVE_KEYS and atoms <= inputs | derived
         if atoms and (derives or (name in _MOVE_KEYS and atoms <= derived)):
             derived.update(eqn.outvars)

@@ -195,6 +195,7 @@ def roll(
     slot_vars = [v for v, _ in inputs.consts] + [v for v, _, _ in inputs.carry] + [x.var for x in inputs.xs]
     body = jx.run(template.eqns, slot_vars, [*results, *ys])
 
+    # 4. Run the program: what lies before the scan, the scan, what lies behind it.
     def rolled(*values: Any) -> list[Any]:
         env = jx.Environment[Any].of(flat, values, jx.array_of)
         _run_in(env, early)
@@ -211,6 +212,7 @@ def roll(
         consts = env.read(a for _, a in inputs.consts)
         init = env.read(a for _, a, _ in inputs.carry)
         final, stacked = lax.scan(step, init, scanned, length=span.count, reverse=not inputs.is_forward)
+        # Later equations read the values of single rounds by the variables of the original program.
         for v, y in zip(ys, stacked, strict=True):
             env.update((var_map[v], y[k]) for k, var_map in enumerate(template.var_maps[order]) if var_map[v] in used)
         env.update((template.var_maps[-1][v], x) for v, x in zip(results, final, strict=True))
@@ -247,7 +249,7 @@ def _align(flat: jx.Flat, readings: Readings, loop_pass: Pass, span: Span) -> tu
             return bounds, rounds, _match(rounds, span, is_within)
         except NotAlike as error:
             first_error = first_error or error
-            if error.everywhere:
+            if error.everywhere:  # no other cut helps
                 raise
     assert first_error is not None
     raise first_error
@@ -309,6 +311,7 @@ def _difference(e: Any, f: Any) -> str:
     """Describe in what two equations of one primitive differ; "" for different primitives."""
     if e.primitive is not f.primitive:
         return ""
+    # A difference of shapes tells more than the parameters that follow from it.
     shapes = [(a.aval.str_short(), b.aval.str_short()) for a, b in zip(e.invars, f.invars, strict=False)]
     name = next((k for k in e.params if str(e.params[k]) != str(f.params.get(k))), None)
     different = next(((a, b) for a, b in shapes if a != b), None)
@@ -339,6 +342,7 @@ def _match(rounds: Sequence[_Round], span: Span, is_within: Callable[[Any], bool
         for i, (e, f) in enumerate(zip(model.eqns, current.eqns, strict=False)):
             _check_operation(e, f, span, k, is_within)
             for j, (a, b) in enumerate(zip(e.invars, f.invars, strict=True)):
+                # Literals may differ in value: then the scan gets one for each round (the layer's number, say).
                 if jx.is_literal(a) and jx.is_literal(b) and _same_type(a, b):
                     if not np.array_equal(a.val, b.val):
                         varying_literals.add((i, j))
@@ -349,6 +353,7 @@ def _match(rounds: Sequence[_Round], span: Span, is_within: Callable[[Any], bool
                         k,
                     )
             var_map.update(zip(e.outvars, f.outvars, strict=True))
+        # `zip` stops at the shorter round.
         if len(current.eqns) != len(model.eqns):
             raise NotAlike(
                 f"{span.round_name(k)} has {len(current.eqns)} equations, {span.round_name(1)} {len(model.eqns)}", k
@@ -413,7 +418,9 @@ def _stands_for(
     if a in model.defined:
         return _same_type(a, b) and var_map[a] is b
     atoms = outside.setdefault(a, [])
-    fits = jx.is_literal(b) or b not in current.defined  # a literal may: the zero with which a sum over blocks begins
+    # A literal may stand for a variable: the zero with which a sum over blocks begins.
+    fits = jx.is_literal(b) or b not in current.defined
+    # If the model reads the variable in several places, round k must read one atom in all of them.
     fits = fits and _same_type(a, b) and (len(atoms) == k or same_atom(atoms[k], b))
     atoms[k:] = [b]
     return fits
@@ -456,6 +463,7 @@ def _sort_slots(
             raise NotAlike(f"the blocks read {var.aval.str_short()} from parameters that are no layers in a row")
         else:
             xs.append(_Scanned(var, None, 0, atoms[order]))
+    # Without a carry, nothing runs through the blocks: they are no layers.
     if not carry:
         raise NotAlike("no value passes from one block to the next")
     return _ScanInputs(consts, carry, xs, is_forward)
@@ -501,6 +509,7 @@ def _scanned_array(
         return array, lambda v: jnp.expand_dims(v, dim) if row.keeps_dim else v
     assert x.atoms is not None
     distinct = list({id(a): a for a in x.atoms}.values())
+    # Every round has a value of its own, or they are scalars: stack them.
     if len(distinct) == num_rounds or not x.var.aval.shape:
         return jnp.stack([value_of(a) for a in x.atoms]), lambda v: v
     # Rounds share values (the masks of local and of global attention): stack each value once, and scan which it is.
