@@ -32,7 +32,7 @@ from .units import Unit
 
 @dataclass(frozen=True)
 class Slicing:
-    """What the slicer needs to know about a program's parameters, which are its first inputs, and about residuals.
+    """The slicer's options: a description of the parameters, which are the first inputs, and what to save.
 
     Attributes:
       params: shapes of the whole parameter leaves, abstract.

@@ -1,4 +1,4 @@
-"""Which layers of stacked parameters a `scan` reads, found by following its inputs back to the parameters.
+"""Find which layers of stacked parameters a `scan` reads, by following its inputs back to the parameters.
 
 A scan may read a parameter itself, or a value that is computed from it layer by layer: a cast, a part of the layers
 (`stack[2:8:2]`), or layers along another dim than the first (`nn.scan(variable_axes={"params": 1})`). A `Slice` is the

@@ -33,7 +33,7 @@ _ADD_LEADING_DIM = ("broadcast_in_dim", "reshape")  # primitives that may put a 
 
 @dataclass(frozen=True)
 class RolledLoop:
-    """What became of one loop.
+    """The outcome for one loop: which blocks became scans.
 
     Attributes:
       leaf: the first leaf of the loop.

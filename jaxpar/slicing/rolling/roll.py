@@ -174,8 +174,8 @@ def roll(
     inputs = _sort_slots(template, rounds, rows, readings)
     order = slice(None) if inputs.is_forward else slice(None, None, -1)  # of the rounds, along the scanned arrays
 
-    # 2. Collect the equations that must run before the scan: what lies before the loop, what lay in its blocks but
-    # needs none of them, and pure equations that the scan or the rest of the program reads.
+    # 2. Collect the equations that run before the scan: those before the loop, those that were moved out of its blocks
+    # (keys, rows), and pure ones that the scan or the rest of the program reads.
     outside = closure([*jx.free([*eqns_before, *eqns_after], flat.outvars), *inputs.atoms], readings.pure_eqns)
     late_ids = {id(e) for e in readings.sequence[bounds[0] :]}
     early_ids = {id(e) for e in (*outside, *eqns_before)}
