@@ -94,16 +94,12 @@ class Halves:
         first, second = _move_sums(first, second)
         crossing = jx.free(second, ct_leaves)
 
-        # 2. Choose the residuals. A value that follows from weights alone is none: the second half computes it from
-        # weights that it reads in any case, or from vectors, which cost little to fetch again. With `twice`, neither is
-        # a value that the forward has computed.
+        # 2. Choose the residuals. With `twice`, no value that the forward has computed is one.
         data = jx.depends(eqns, cts if twice else [*held_vars, *saved_vars, *cts])
         weight_eqns = [eqn for eqn in eqns if not any(v in data for v in eqn.outvars)]
         weight_vars = {*leaves, *(v for eqn in weight_eqns for v in eqn.outvars)}
-        is_vector = lambda v: v.aval.size == max(v.aval.shape, default=1)
-        readable = {v for v in weight_vars if v in {*crossing} or is_vector(v)}
-        available = {*flat.constvars, *held_vars, *saved_vars, *readable}
-        residuals, recomputed = residuals_to_save(first, crossing, available, weight_vars, _is_cheap)
+        available = {*flat.constvars, *held_vars, *saved_vars}
+        residuals, recomputed = _choose_residuals(first, crossing, available, weight_vars)
 
         # 3. Assemble the halves. An equation of `weight_eqns` may also be among the recomputed ones; it must run once.
         second = [*recomputed, *second]
@@ -142,6 +138,28 @@ class Halves:
 
         halves = cls((fetched[0], fetched[1]), saved_reads, inputs, weights)
         return halves
+
+
+def _choose_residuals(
+    first: Sequence[Any], crossing: Sequence[Any], available: set[Any], weight_vars: set[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Choose what the first half saves for the second.
+
+    A value that follows from weights alone is not saved: the second half computes it from weights that it reads in any
+    case, or from vectors, which cost little to fetch again.
+
+    Args:
+      first: the equations of the first half.
+      crossing: the variables that the second half reads and does not define.
+      available: the variables that the second half has without residuals, weights aside.
+      weight_vars: the variables that follow from weights alone.
+
+    Returns:
+      The residuals, and the equations that the second half repeats to recompute `crossing` from them.
+    """
+    is_vector = lambda v: v.aval.size == max(v.aval.shape, default=1)
+    readable = {v for v in weight_vars if v in {*crossing} or is_vector(v)}
+    return residuals_to_save(first, crossing, available | readable, weight_vars, _is_cheap)
 
 
 def _move_sums(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -342,9 +342,8 @@ class Stack:
             device_copies = self._copy_from_host(leaves, iteration - self._layer_step)
             # 3. A layer of padding is the identity: no gradient, and the carry's cotangents pass through.
             if is_real_layer is not None:
-                identity = [*([0] * n_const), *ct_carry, *([0] * (len(ct_in) - n_const - n_carry))]
                 ct_full = _select(is_real_layer, ct_full, [0] * len(ct_full))
-                ct_in = _select(is_real_layer, ct_in, identity)
+                ct_in = _select(is_real_layer, ct_in, _identity_cotangents(ct_carry, n_const, len(ct_in)))
             ct_consts = [total + ct for total, ct in zip(ct_consts, ct_in[:n_const], strict=True)]
             # 4. Give the previous layer's pending gradients, prefetch the next layer, and keep this layer's pending.
             if flight is not None:
@@ -426,8 +425,7 @@ class Stack:
             held_inputs = pick(self.unit.held, layer_inputs)
             ct_in, residuals = halves.inputs(full, held_inputs, layer_saved.values, layer_cts)
             if is_real_layer is not None:  # a layer of padding is the identity
-                identity = [*([0] * n_const), *ct_carry, *([0] * (len(ct_in) - n_const - n_carry))]
-                ct_in = _select(is_real_layer, ct_in, identity)
+                ct_in = _select(is_real_layer, ct_in, _identity_cotangents(ct_carry, n_const, len(ct_in)))
             ct_consts = [total + ct for total, ct in zip(ct_consts, ct_in[:n_const], strict=True)]
             if residual_stash is not None:
                 buffers, residuals = residual_stash.put(buffers, iteration, residuals.values), None
@@ -624,6 +622,11 @@ class Stack:
 def add(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     """Return the sum of two gradients, where None is zero."""
     return b if a is None else a if b is None else a + b
+
+
+def _identity_cotangents(ct_carry: Sequence[Any], num_consts: int, num_inputs: int) -> list[Any]:
+    """Return the cotangents of an identity layer's inputs: those of the carry pass through, the others are zero."""
+    return [*([0] * num_consts), *ct_carry, *([0] * (num_inputs - num_consts - len(ct_carry)))]
 
 
 def _select(condition: jax.Array, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:

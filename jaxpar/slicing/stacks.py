@@ -12,8 +12,8 @@ from ..layout.leaves import Leaf
 from ..layout.storage import Storage, list_name, uneven
 from .pieces import Segment, Stack
 from .program import Program
+from .rolling.align import Span
 from .rolling.loops import RolledLoop
-from .rolling.roll import Span
 
 
 def described(program: Program, storage: Storage) -> dict[str, str]:

@@ -9,7 +9,7 @@ in one loss, over a part of a list, or from its end (`reversed(layers)`). Blocks
 Blocks that fill no round stay as they are written, or become a scan of their own.
 
 `roll_loops` goes over the loops. For each pass over a loop it tries spans of blocks (`_find_spans`), in several ways of
-reading the program (`_ways`); `roll.py` makes one scan of one span, or says why the blocks differ.
+reading the program (`_ways`); `roll.py` makes one scan of one span, and `align.py` says why blocks differ.
 """
 
 import dataclasses
@@ -21,9 +21,10 @@ import jax
 import jax.extend.core as jec
 
 from ...program import jaxpr as jx
+from .align import NotAlike, Span
 from .indexing import sliced
 from .readings import Pass, Readings, Row, find_rows, key_derivations
-from .roll import NotAlike, Span, roll
+from .roll import roll
 
 # A family: for each stack, its position among the program's inputs, and the positions of its layers.
 StackMembers = Sequence[tuple[int, Sequence[int]]]
