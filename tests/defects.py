@@ -87,7 +87,7 @@ DEFECTS = (
     Defect("loops-turned", "slicing/loop.py", "slicing/test_loop.py",
            "other_iteration = other.length - 1 - iteration if is_opposite else iteration", "other_iteration = iteration",
            "Of two loops that run as one, the one that goes backwards goes forwards."),
-    Defect("shared-layer", "slicing/pieces.py", "slicing/test_layers.py",
+    Defect("shared-layer", "slicing/layer_access.py", "slicing/test_layers.py",
            "grad = grad if overwrite else grad + s.read(total, layer)", "grad = grad",
            "Of a layer that is used twice only one use's gradient counts."),
     Defect("prefetch-behind", "slicing/pieces.py", "slicing/test_prefetch.py::test_gradients_of_two_microbatches",

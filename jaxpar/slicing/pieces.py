@@ -12,7 +12,6 @@ strategy is a choice of those two functions:
     backward    ... | fetch layer 1, recompute or read what it saved, pull back, give | fetch layer 0, ..., give
 
 So sharded parameters are whole for one layer at a time, and gradients are reduced inside the backward loop.
-
 A strategy may have its loops communicate for other iterations (`InFlight`), so that no computation waits. An iteration
 then fetches the weights of the next layer and gives the gradient of the previous layer. For L layers:
 
@@ -33,9 +32,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..program.buffers import is_on_host, on_device, zeros_after
 from .access import Access, Sender
 from .halves import WeightGradResiduals, pick
+from .layer_access import LayerAccess, identity_cotangents, select
 from .loop import LayerLoop
 from .slices import Slice
 from .stash import Stash
@@ -171,18 +170,16 @@ class Stack:
         """Run the loop that `backwards` returns for these arguments."""
         return self.backwards(*args, **options).run()
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # The state of loops that communicate for other iterations, between microbatches.
-
     def in_flight(self, access: Sender, leaves: Sequence[Any]) -> InFlight | None:
         """Return the state before the first microbatch; None if the loops send nothing for other iterations."""
         sends = [access.sends(s.leaf) for s in self.slices]
         if self.length == 1 or not any(map(any, sends)):
             return None
-        # 1. The first layer's weights are fetched before the first loop begins.
-        to_fetch = [() if early else None for early, _ in sends]  # an entry that is not None will be fetched
-        weights = self._prefetch(access, leaves, to_fetch, self._first_layer)
-        # 2. No gradient is pending yet: the first iteration gives zeros.
+        # The first layer's weights are fetched before the first loop begins (each entry that is not None).
+        weights = self._layers(access, leaves).prefetch(
+            [() if early else None for early, _ in sends], self._first_layer
+        )
+        # No gradient is pending yet: the first iteration gives zeros.
         pairs = zip(self.unit.shapes, sends, strict=True)
         return InFlight(weights, [jnp.zeros(x.shape, x.dtype) if late else None for x, (_, late) in pairs])
 
@@ -199,7 +196,7 @@ class Stack:
         layer = self.length - 1 - self._first_layer if back else self._first_layer
         # Without the barrier XLA would merge this fetch with the initial one, and hold the weights in between.
         leaves, flight = lax.optimization_barrier((leaves, flight))
-        return dataclasses.replace(flight, weights=self._prefetch(access, leaves, flight.weights, layer))
+        return dataclasses.replace(flight, weights=self._layers(access, leaves).prefetch(flight.weights, layer))
 
     def landed(self, access: Access, flight: InFlight, grads: list[Any]) -> list[Any]:
         """Return gradients, one for each leaf of the program, with the pending ones of the last microbatch added.
@@ -208,10 +205,7 @@ class Stack:
         """
         # The pending gradients are those of the layer that ran last backwards.
         pending = [None if grads[s.leaf] is None else x for s, x in zip(self.slices, flight.gradients, strict=True)]
-        return self._accumulate(access, grads, pending, self._first_layer, [False] * len(pending))
-
-    # ------------------------------------------------------------------------------------------------------------------
-    # The loops over layers.
+        return self._layers(access, ()).accumulate(grads, pending, self._first_layer)
 
     def forwards(
         self,
@@ -242,15 +236,16 @@ class Stack:
           A loop whose result is the outputs; what `backwards` needs (stacked by layer, or the buffers of the stash, or
           None without `grad`); and, with `flight`, the state after the loop.
         """
+        layers = self._layers(access, leaves)
         consts, init, xs = self.parts(inputs)
 
         def forward_layer(state: Any, iteration: Any, scanned: Any) -> tuple[Any, Any]:
             (carry, buffers, prefetched, device_copies), (xs, is_real_layer) = state, scanned
             inputs = [*consts, *carry, *xs]
             # 1. Fetch this layer, unless the previous iteration did, and start on the next layer's weights.
-            full = self._fetch_layer(access, leaves, self.slices, start + iteration, prefetched, device_copies)
-            device_copies = self._copy_from_host(leaves, iteration + self._layer_step)
-            prefetched = prefetched and self._prefetch(access, leaves, prefetched, iteration + self._layer_step, again)
+            full = layers.fetch(start + iteration, None, prefetched, device_copies)
+            device_copies = layers.copy_from_host(iteration + self._layer_step)
+            prefetched = prefetched and layers.prefetch(prefetched, iteration + self._layer_step, again)
             # 2. Compute.
             if grad:
                 outputs, saved = self.unit.forward(full, inputs)
@@ -259,7 +254,7 @@ class Stack:
             # 3. A layer of padding passes its carry on.
             new_carry = outputs[: self.carry]
             if is_real_layer is not None:
-                new_carry = _select(is_real_layer, new_carry, carry)
+                new_carry = select(is_real_layer, new_carry, carry)
             # 4. Save for the backward.
             if stash is not None and saved is not None:
                 buffers, saved = stash.put(buffers, iteration, saved.values), None
@@ -268,7 +263,7 @@ class Stack:
             return (new_carry, buffers, prefetched, device_copies), (outputs[self.carry :], saved)
 
         scanned = (xs, is_real)
-        device_copies = self._copy_from_host(leaves, self._first_layer)
+        device_copies = layers.copy_from_host(self._first_layer)
         state = (init, stash.buffers if stash else [], flight.weights if flight else None, device_copies)
 
         def result(state: Any, stacked: Any) -> Any:
@@ -293,17 +288,12 @@ class Stack:
         flight: InFlight | None = None,
         again: bool = False,
     ) -> LayerLoop:
-        """Return the loop that runs the layers backwards.
+        """Return the loop that runs the layers backwards. Arguments that are not listed are as in `forwards`.
 
         Args:
-          access: how leaves are fetched and gradients given.
-          leaves: the stored value of every parameter leaf.
-          inputs: the values of `inputs`.
           saved: what the forward saved, stacked by layer; with a `stash`, its structure alone.
           cotangents: one for each active output.
           into: the accumulated gradient of each leaf of the unit, stacked as the leaf; None for zero.
-          start: as in `forwards`.
-          is_real: as in `forwards`.
           stash: where the forward put what it saved.
           flight: the state before the loop, if it communicates for other iterations.
           again: whether the next loop is another backward, which begins with the last layer, and not a forward.
@@ -312,11 +302,12 @@ class Stack:
           A loop whose result is `into` with this use's gradients added; the cotangents of the linear inputs; and, with
           `flight`, the state after the loop.
         """
+        layers = self._layers(access, leaves)
         consts, _, xs = self.parts(inputs)
         linear_consts, linear_carry, _ = self.parts(self.unit.linear)
         n_const, n_carry = sum(linear_consts), sum(linear_carry)
 
-        totals, accumulate = self._accumulators(access, leaves, cotangents[0], into)
+        totals, accumulate = layers.accumulators(dict(zip(self.unit.leaves, into, strict=True)), cotangents[0])
         from_host = lambda i: None if stash else saved.copied_from_host(jnp.clip(i, 0, self.length - 1))
         traced_reads: list[Sequence[bool]] = []  # which leaves the backward reads: known once it is traced
 
@@ -334,23 +325,20 @@ class Stack:
             # 2. Fetch the weights that the backward reads, and pull the cotangents back.
             reads, pull_back = self.unit.backward(layer_inputs, layer_saved, [*ct_carry, *ct_ys])
             traced_reads[:] = [reads]
-            prefetched = flight and pick(reads, flight.weights)
-            copied = pick(reads, device_copies)
-            read_slices = pick(reads, self.slices)
-            full = self._fetch_layer(access, leaves, read_slices, start + iteration, prefetched, copied)
+            full = layers.fetch(start + iteration, reads, flight and flight.weights, device_copies)
             ct_full, ct_in = pull_back(full)
-            device_copies = self._copy_from_host(leaves, iteration - self._layer_step)
+            device_copies = layers.copy_from_host(iteration - self._layer_step)
             # 3. A layer of padding is the identity: no gradient, and the carry's cotangents pass through.
             if is_real_layer is not None:
-                ct_full = _select(is_real_layer, ct_full, [0] * len(ct_full))
-                ct_in = _select(is_real_layer, ct_in, _identity_cotangents(ct_carry, n_const, len(ct_in)))
+                ct_full = select(is_real_layer, ct_full, [0] * len(ct_full))
+                ct_in = select(is_real_layer, ct_in, identity_cotangents(ct_carry, n_const, len(ct_in)))
             ct_consts = [total + ct for total, ct in zip(ct_consts, ct_in[:n_const], strict=True)]
             # 4. Give the previous layer's pending gradients, prefetch the next layer, and keep this layer's pending.
             if flight is not None:
                 is_late = [x is not None for x in flight.gradients]
                 # The first iteration gives the gradient of the previous microbatch: `mod` names its layer.
                 totals = accumulate(totals, flight.gradients, jnp.mod(iteration + self._layer_step, self.length))
-                prefetched = self._prefetch(access, leaves, flight.weights, iteration - self._layer_step, again, reads)
+                prefetched = layers.prefetch(flight.weights, iteration - self._layer_step, again, reads)
                 pending = [ct if late else None for late, ct in zip(is_late, ct_full, strict=True)]
                 flight = InFlight(prefetched, pending)
                 ct_full = [None if late else ct for late, ct in zip(is_late, ct_full, strict=True)]
@@ -370,11 +358,11 @@ class Stack:
             # No backward reads biases, so that this loop did not fetch them: their prefetched value is still from the
             # layer that ran last forwards.
             unread = [not is_read for is_read in traced_reads[0]]
-            prefetched = self._prefetch(access, leaves, flight.weights, self._first_layer, mask=unread)
+            prefetched = layers.prefetch(flight.weights, self._first_layer, mask=unread)
             return (*results, dataclasses.replace(flight, weights=prefetched))
 
         last_layer = self.length - 1 - self._first_layer
-        device_copies = self._copy_from_host(leaves, last_layer)
+        device_copies = layers.copy_from_host(last_layer)
         state = (cotangents[:n_carry], zeros, totals, flight, from_host(last_layer), device_copies)
         copies = any(x is not None for x in device_copies)
         return LayerLoop(
@@ -395,21 +383,16 @@ class Stack:
     ) -> tuple[list[Any], Any]:
         """Run the first half of `backward` (`halves.py`): the cotangents of the inputs.
 
+        Arguments that are not listed are as in `backwards`.
+
         Args:
-          access: how leaves are fetched.
-          leaves: the stored value of every parameter leaf.
-          inputs: the values of `inputs`.
-          saved: as in `backwards`.
-          cotangents: one for each active output.
-          start: as in `forwards`.
-          is_real: as in `forwards`.
-          stash: where the forward put what it saved.
           residual_stash: where to put the residuals for the second half; without it they are stacked by layer.
 
         Returns:
           The cotangents of the linear inputs, and the residuals for `backward_weights`: a `WeightGradResiduals`, or
           the buffers of `residual_stash`.
         """
+        layers = self._layers(access, leaves)
         consts, _, xs = self.parts(inputs)
         linear_consts, linear_carry, _ = self.parts(self.unit.linear)
         n_const, n_carry = sum(linear_consts), sum(linear_carry)
@@ -421,11 +404,11 @@ class Stack:
                 layer_saved = dataclasses.replace(saved, values=stash.at(iteration))
             layer_inputs, layer_cts = [*consts, *([None] * self.carry), *xs], [*ct_carry, *ct_ys]
             halves = self.unit.halves(layer_inputs, layer_saved, layer_cts)
-            full = self._fetch_layer(access, leaves, pick(halves.fetched[0], self.slices), start + iteration)
+            full = layers.fetch(start + iteration, halves.fetched[0])
             held_inputs = pick(self.unit.held, layer_inputs)
             ct_in, residuals = halves.inputs(full, held_inputs, layer_saved.values, layer_cts)
             if is_real_layer is not None:  # a layer of padding is the identity
-                ct_in = _select(is_real_layer, ct_in, _identity_cotangents(ct_carry, n_const, len(ct_in)))
+                ct_in = select(is_real_layer, ct_in, identity_cotangents(ct_carry, n_const, len(ct_in)))
             ct_consts = [total + ct for total, ct in zip(ct_consts, ct_in[:n_const], strict=True)]
             if residual_stash is not None:
                 buffers, residuals = residual_stash.put(buffers, iteration, residuals.values), None
@@ -456,28 +439,26 @@ class Stack:
     ) -> list[Any]:
         """Run the second half of `backward` (`halves.py`): the gradients of the weights.
 
+        Arguments that are not listed are as in `backwards`.
+
         Args:
-          access: how leaves are fetched and gradients given.
-          leaves: the stored value of every parameter leaf.
-          inputs: the values of `inputs`.
           saved: the forward's saved values that this half reads (`Halves.saved`), stacked; unused with a `stash`.
           residuals: the second result of `backward_inputs`; with `residual_stash`, its structure alone.
           into: the accumulated gradient of each leaf of the unit; None for zero.
-          start: as in `forwards`.
-          is_real: as in `forwards`.
           stash: where the saved values are.
           residual_stash: where the residuals are.
 
         Returns:
           `into` with this use's gradients added.
         """
+        layers = self._layers(access, leaves)
         consts, _, xs = self.parts(inputs)
         # The accumulators must not exist before the operands of this half. Without gradients there are no residuals;
         # any leaf will do then.
         operands = [stash.buffers if stash else saved, residual_stash.buffers if residual_stash else residuals.values]
         floating = (x for values in operands for x in values if jnp.issubdtype(x.dtype, jnp.floating))
         first_operand = next(floating, leaves[self.slices[0].leaf])
-        totals, accumulate = self._accumulators(access, leaves, first_operand, into)
+        totals, accumulate = layers.accumulators(dict(zip(self.unit.leaves, into, strict=True)), first_operand)
 
         def weight_grads(totals: Any, scanned: Any) -> tuple[Any, None]:
             iteration, layer_saved, layer_residuals, xs, is_real_layer = scanned
@@ -486,17 +467,20 @@ class Stack:
             if residual_stash is not None:
                 layer_residuals = dataclasses.replace(residuals, values=residual_stash.at(iteration))
             held_inputs = pick(self.unit.held, [*consts, *([None] * self.carry), *xs])
-            read_slices = pick(residuals.halves.fetched[1], self.slices)
-            full = self._fetch_layer(access, leaves, read_slices, start + iteration)
+            full = layers.fetch(start + iteration, residuals.halves.fetched[1])
             ct_full = residuals.halves.weights(full, held_inputs, layer_saved, layer_residuals)
             if is_real_layer is not None:  # a layer of padding has no gradient
-                ct_full = _select(is_real_layer, ct_full, [0] * len(ct_full))
+                ct_full = select(is_real_layer, ct_full, [0] * len(ct_full))
             return accumulate(totals, ct_full, start + iteration), None
 
         stacked = (saved if stash is None else None, residuals if residual_stash is None else None)
         scanned = (jnp.arange(self.length), *stacked, xs, is_real)
         totals, _ = lax.scan(weight_grads, totals, scanned, length=self.length, reverse=not self.reverse)
         return [totals[i] for i in self.unit.leaves]
+
+    def _layers(self, access: Access, leaves: Sequence[Any]) -> LayerAccess:
+        """Return access to the weights of the stack, layer by layer."""
+        return LayerAccess(access, leaves, self.slices, self.length)
 
     @property
     def _first_layer(self) -> int:
@@ -508,127 +492,7 @@ class Stack:
         """The difference between a layer's number and the next one's, forwards."""
         return -1 if self.reverse else 1
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Fetches of one layer.
-
-    def _prefetch(
-        self,
-        access: Access,
-        leaves: Sequence[Any],
-        prefetched: Sequence[Any],
-        layer: Any,
-        again: bool = False,
-        mask: Sequence[bool] | None = None,
-    ) -> list[Any]:
-        """Return `prefetched` with the weights of another layer.
-
-        Args:
-          access: how leaves are fetched.
-          leaves: the stored value of every parameter leaf.
-          prefetched: one entry for each slice; None for a leaf that is not fetched early.
-          layer: the layer to fetch. Beyond an end it is the layer at that end or, `again`, at the other end.
-          again: whether the same loop runs next, from its beginning.
-          mask: which entries to fetch; None for all.
-        """
-        is_fetched = [x is not None and (mask is None or mask[i]) for i, x in enumerate(prefetched)]
-        layer = jnp.mod(layer, self.length) if again else jnp.clip(layer, 0, self.length - 1)
-        fetched = iter(self._fetch_layer(access, leaves, pick(is_fetched, self.slices), layer))
-        return [next(fetched) if is_new else x for is_new, x in zip(is_fetched, prefetched, strict=True)]
-
-    def _copy_from_host(self, leaves: Sequence[Any], layer: Any) -> list[Any]:
-        """Copy this device's shard of a layer to the device, for leaves on the host; None for other leaves.
-
-        Beyond an end, the layer is the one at that end.
-        """
-        layer = jnp.clip(layer, 0, self.length - 1)
-        copy = lambda s, x: on_device(s.read(x, layer)) if is_on_host(x) else None
-        return [copy(s, leaves[s.leaf]) for s in self.slices]
-
-    @staticmethod
-    def _fetch_layer(
-        access: Access,
-        leaves: Sequence[Any],
-        slices: Sequence[Slice],
-        layer: Any,
-        prefetched: Sequence[Any] | None = None,
-        device_copies: Sequence[Any] | None = None,
-    ) -> list[jax.Array]:
-        """Return one layer's whole weights, one for each slice.
-
-        A weight in `prefetched` is returned as it is. Another is fetched, from `device_copies` if it rests on the host.
-        """
-        prefetched, device_copies = prefetched or [None] * len(slices), device_copies or [None] * len(slices)
-        fetch = lambda s, x: access.fetch(s.leaf, s.read(leaves[s.leaf], layer) if x is None else x, True)
-        triples = zip(slices, prefetched, device_copies, strict=True)
-        return [fetch(s, copy) if weight is None else weight for s, weight, copy in triples]
-
-    # ------------------------------------------------------------------------------------------------------------------
-    # Accumulated gradients.
-
-    def _accumulators(
-        self, access: Access, leaves: Sequence[Any], after: jax.Array, into: list[Any]
-    ) -> tuple[Any, Any]:
-        """Return the stacked gradients by leaf (`into`, or zeros), and `accumulate(stacks, cotangents, layer)`.
-
-        The loop carries the stacks and writes them layer by layer. As results of the scan, their reductions would be
-        pipelined across its end, with a layer's whole gradients between iterations.
-        """
-        into_by_leaf = dict(zip(self.unit.leaves, into, strict=True))
-        totals = {
-            s.leaf: self._zero_grads(access, s, leaves[s.leaf], after)
-            if into_by_leaf[s.leaf] is None
-            else into_by_leaf[s.leaf]
-            for s in self.slices
-        }
-        # A gradient may overwrite the zeros if no other slice of the leaf writes the layer: that saves a read.
-        overwrites = [
-            into_by_leaf[s.leaf] is None
-            and not any(s.overlaps(o, self.length) for o in self.slices if o is not s and o.leaf == s.leaf)
-            for s in self.slices
-        ]
-
-        return totals, lambda totals, cotangents, layer: self._accumulate(access, totals, cotangents, layer, overwrites)
-
-    def _accumulate(
-        self, access: Access, totals: Any, cotangents: Sequence[Any], layer: Any, overwrites: Sequence[bool]
-    ) -> Any:
-        """Give one layer's gradients and add them to the stacks, or write them where `overwrites` says so."""
-        totals = totals.copy()
-        for s, ct, overwrite in zip(self.slices, cotangents, overwrites, strict=True):
-            grad = None if ct is None else access.give(s.leaf, ct, True)
-            if grad is not None:
-                total = totals[s.leaf]
-                grad = grad if overwrite else grad + s.read(total, layer)
-                totals[s.leaf] = s.write(total, grad, layer)
-        return totals
-
-    @staticmethod
-    def _zero_grads(access: Access, layer_slice: Slice, shard: jax.Array, after: jax.Array) -> jax.Array | None:
-        """Return zeros for the gradients that the layers will give, not before `after`; None if they give none."""
-
-        def grad_of_layer(shard: jax.Array) -> jax.Array | None:
-            full = access.fetch(layer_slice.leaf, shard, True)
-            return access.give(layer_slice.leaf, full, True) if jnp.issubdtype(full.dtype, jnp.inexact) else None
-
-        # Only the strategy knows the shape and dtype of a given gradient: trace fetch and give for one layer.
-        layer_shape = [n for d, n in enumerate(shard.shape) if d != layer_slice.dim]
-        grad = jax.eval_shape(grad_of_layer, jax.ShapeDtypeStruct(tuple(layer_shape), shard.dtype))
-        if grad is None:
-            return None
-        stacked = (*grad.shape[: layer_slice.dim], shard.shape[layer_slice.dim], *grad.shape[layer_slice.dim :])
-        return zeros_after(after, stacked, grad.dtype)
-
 
 def add(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     """Return the sum of two gradients, where None is zero."""
     return b if a is None else a if b is None else a + b
-
-
-def _identity_cotangents(ct_carry: Sequence[Any], num_consts: int, num_inputs: int) -> list[Any]:
-    """Return the cotangents of an identity layer's inputs: those of the carry pass through, the others are zero."""
-    return [*([0] * num_consts), *ct_carry, *([0] * (num_inputs - num_consts - len(ct_carry)))]
-
-
-def _select(condition: jax.Array, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
-    """Select `a` or `b` element by element of two lists; None in `a` stays None."""
-    return [None if x is None else jnp.where(condition, x, y) for x, y in zip(a, b, strict=True)]
