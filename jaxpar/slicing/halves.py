@@ -87,7 +87,7 @@ class Halves:
         assert len(cts) == num_cotangents
         ct_leaves, ct_inputs = flat.outvars[:num_floats], flat.outvars[num_floats:]
 
-        # 1. Cut: the first half has what the inputs' cotangents need, the second what the leaves' need besides.
+        # 1. Cut: the first half has what the inputs' cotangents need, the second what only the leaves' need.
         first = jx.needed(eqns, ct_inputs)
         first_ids = set(map(id, first))
         second = [eqn for eqn in jx.needed(eqns, ct_leaves) if id(eqn) not in first_ids]

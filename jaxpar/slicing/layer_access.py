@@ -157,7 +157,7 @@ class LayerAccess:
 
 
 def identity_cotangents(ct_carry: Sequence[Any], num_consts: int, num_inputs: int) -> list[Any]:
-    """Return the cotangents of an identity layer's inputs: those of the carry pass through, the others are zero."""
+    """Return the cotangents of an identity layer's inputs: the carry's pass through, the others are zero."""
     return [*([0] * num_consts), *ct_carry, *([0] * (num_inputs - num_consts - len(ct_carry)))]
 
 

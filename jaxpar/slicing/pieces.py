@@ -203,7 +203,7 @@ class Stack:
 
         None stays where no backward ran.
         """
-        # The pending gradients are those of the layer that ran last backwards.
+        # The pending gradients belong to the layer that ran last backwards.
         pending = [None if grads[s.leaf] is None else x for s, x in zip(self.slices, flight.gradients, strict=True)]
         return self._layers(access, ()).accumulate(grads, pending, self._first_layer)
 

@@ -200,7 +200,7 @@ def backward(
       access: how leaves are fetched and gradients given.
       leaves: the stored value of every parameter leaf.
       tape: the result of `forward`.
-      cts: the cotangents of variables that the pieces compute; those of the variables that they read are added.
+      cts: the cotangents of variables that the pieces compute. Cotangents of the variables that they read are added.
       into: one accumulated gradient for each leaf; None for zero.
       flights: `InFlight` by the number of the piece, updated in place.
 

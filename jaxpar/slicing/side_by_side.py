@@ -69,7 +69,7 @@ def side_by_side(flat: jx.Flat, shared: int, sums: int, groups: int, axes: Mappi
 
 
 def _run(program: Any, values: Sequence[Any], groups: int, is_layer: bool = False) -> list[Any]:
-    """Run a program on values of which some are `_PerGroup`.
+    """Run a program on values, where some are `_PerGroup`.
 
     Equations without such values run once. The others are collected until the next scan, and then run for all groups,
     so that `_compute_groups` can choose their order.
@@ -148,7 +148,7 @@ def _phases(eqns: Sequence[Any]) -> list[tuple[list[Any], list[Any]]]:
 
 
 def _scan(eqn: Any, inputs: Sequence[Any], groups: int) -> list[Any]:
-    """Run a scan of which some inputs are `_PerGroup`, with all groups in its body."""
+    """Run a scan on inputs, where some are `_PerGroup`, with all groups in its body."""
     parts = jx.scan_parts(eqn)
     n, k = len(parts.consts), len(parts.carry)
     varies = _varies(eqn, [isinstance(x, _PerGroup) for x in inputs])

@@ -81,16 +81,16 @@ class _Variables:
 Reads = dict[int, tuple[Slice, Chain]]  # what a scan reads of leaves, by the position among its scanned inputs
 
 
-def slice_program(flat: jx.Flat, how: Slicing) -> Program:
+def slice_program(flat: jx.Flat, slicing: Slicing) -> Program:
     """Cut a program into segments and layer stacks."""
     # 1. Sort the variables, and find what each scan reads.
     eqns = jx.live(flat.eqns, flat.outvars)
-    leaves = flat.invars[: len(how.params)]
+    leaves = flat.invars[: len(slicing.params)]
     index = {v: i for i, v in enumerate(leaves)}
     # Floating equations are in no group: each piece that reads their results gets a copy of them.
     variables = _Variables(index, jx.active(eqns, leaves), _floating(eqns, leaves), set(flat.constvars))
     ordered = [e for e in eqns if not any(v in variables.floating for v in e.outvars)]
-    reads_by_scan, main_scan = _find_stacks([e for e in ordered if e.primitive.name == "scan"], variables, how)
+    reads_by_scan, main_scan = _find_stacks([e for e in ordered if e.primitive.name == "scan"], variables, slicing)
 
     # 2. Group the equations: segments have even numbers, stacks odd ones.
     groups: list[list[Any]] = [[]]
@@ -108,7 +108,7 @@ def slice_program(flat: jx.Flat, how: Slicing) -> Program:
         piece: Segment | Stack | None
         if number % 2:
             eqn = groups[number][0]
-            piece = _stack(eqn, reads_by_scan[id(eqn)], variables, how, number // 2)
+            piece = _stack(eqn, reads_by_scan[id(eqn)], variables, slicing, number // 2)
             main = piece if eqn is main_scan else main
         else:
             defined = {v for e in groups[number] for v in e.outvars}
@@ -135,7 +135,7 @@ def _program(
 Groups = Callable[[Sequence[Any], Sequence[frozenset[int]]], list[list[Any]]]
 
 
-def cut_program(flat: jx.Flat, how: Slicing, groups: Groups) -> Program:
+def cut_program(flat: jx.Flat, slicing: Slicing, groups: Groups) -> Program:
     """Cut a program into one segment for each group of its equations.
 
     A value that follows from parameters alone, or cheaply from the program's other inputs alone, is computed in each
@@ -143,13 +143,13 @@ def cut_program(flat: jx.Flat, how: Slicing, groups: Groups) -> Program:
 
     Args:
       flat: the program.
-      how: its parameters; `how.remat` applies to each segment as a whole.
+      slicing: its parameters; `slicing.remat` applies to each segment as a whole.
       groups: `groups(equations, leaves that each reads)` returns the other equations in groups, in order.
     """
     # 1. Sort the variables. The model's own rematerialisation is removed where each segment has another one.
-    flat = flat if how.remat == "none" else _without_remats(flat)
+    flat = flat if slicing.remat == "none" else _without_remats(flat)
     eqns = jx.live(flat.eqns, flat.outvars)
-    leaves = flat.invars[: len(how.params)]
+    leaves = flat.invars[: len(slicing.params)]
     index = {v: i for i, v in enumerate(leaves)}
     inputs = [*flat.constvars, *flat.invars[len(leaves) :]]
     is_cheap = lambda eqn: eqn.primitive.name not in _EXPENSIVE
@@ -176,7 +176,7 @@ def cut_program(flat: jx.Flat, how: Slicing, groups: Groups) -> Program:
         is_last = number == len(parts) - 1
         # An output of the program that is a parameter, or follows from parameters alone, belongs to the last stage.
         outputs = [v for v in needed if v in defined or (is_last and (v in index or v in floating))]
-        piece = _segment(parts[number], outputs, variables, False, how)
+        piece = _segment(parts[number], outputs, variables, False, slicing)
         assert piece is not None
         needed = {v: None for v in needed if v not in set(piece.outputs)}
         needed.update((v, None) for v in piece.inputs)
@@ -213,16 +213,16 @@ def _replicate_early(eqns: Sequence[Any]) -> list[Any]:
     return [eqns[i] for i in sorted(range(len(eqns)), key=place)]
 
 
-def _find_stacks(scans: Sequence[Any], variables: _Variables, how: Slicing) -> tuple[dict[int, Reads], Any]:
+def _find_stacks(scans: Sequence[Any], variables: _Variables, slicing: Slicing) -> tuple[dict[int, Reads], Any]:
     """Return what each scan, by the id of its equation, reads of leaves; and the scan that a pipeline cuts."""
-    staged = how.staged or [False] * len(how.params)
+    staged = slicing.staged or [False] * len(slicing.params)
     reads_by_scan = {id(e): sliced(e, variables.floating, variables.leaves) for e in scans}
 
     # 1. A leaf is sliced along one dim by all stacks: the first that is possible.
     slice_dims: dict[int, int] = {}
     for layer_slice, _ in (read for e in scans for read in reads_by_scan[id(e)].values()):
         leaf, dim = layer_slice.leaf, layer_slice.dim
-        if dim != how.sharded[leaf] and (dim == 0 or not staged[leaf]):
+        if dim != slicing.sharded[leaf] and (dim == 0 or not staged[leaf]):
             slice_dims.setdefault(leaf, dim)
     reads_by_scan = {
         scan: {p: read for p, read in reads.items() if slice_dims.get(read[0].leaf) == read[0].dim}
@@ -235,7 +235,7 @@ def _find_stacks(scans: Sequence[Any], variables: _Variables, how: Slicing) -> t
     elements = {}
     for e in scans:
         slices = {layer_slice for layer_slice, _ in reads_by_scan[id(e)].values()}
-        elements[id(e)] = _staged_elements(slices, e.params["length"], how.params, staged)
+        elements[id(e)] = _staged_elements(slices, e.params["length"], slicing.params, staged)
     main = max(scans, key=lambda e: elements[id(e)], default=None) if any(elements.values()) else None
 
     # 3. The stages own layers of one stack, which slices no other leaves.
@@ -312,21 +312,21 @@ def _segment(
     return Segment(unit, tuple(inputs), tuple(outputs), keep)
 
 
-def _stack(eqn: Any, reads: Reads, variables: _Variables, how: Slicing, number: int) -> Stack:
+def _stack(eqn: Any, reads: Reads, variables: _Variables, slicing: Slicing, number: int) -> Stack:
     """Return the stack of a scan.
 
     Args:
       eqn: the scan.
       reads: what it reads of leaves.
       variables: the roles of the program's variables.
-      how: the parameters, and what to do with residuals.
+      slicing: the parameters, and what to do with residuals.
       number: the number of the stack in the program.
     """
     parts = jx.scan_parts(eqn)
     n, k = len(parts.consts), len(parts.carry)
     slices = tuple(dict.fromkeys(layer_slice for layer_slice, _ in reads.values()))  # one layer may be scanned twice
     leaves = tuple(layer_slice.leaf for layer_slice in slices)
-    flat, shapes = _trace_layer(parts, reads, slices, variables, how)
+    flat, shapes = _trace_layer(parts, reads, slices, variables, slicing)
 
     # Find which inputs and outputs carry derivatives.
     inputs = (*parts.consts, *parts.carry, *(v for p, v in enumerate(parts.xs) if p not in reads))
@@ -353,9 +353,9 @@ def _stack(eqn: Any, reads: Reads, variables: _Variables, how: Slicing, number: 
         tuple(linear),
         tuple(active_outputs),
         tuple(not n <= i < n + k for i in range(len(input_vars))),  # the carry is not held: the backward reads `saved`
-        how.remat == "twice",
-        how.choices[number] if how.choices else how.default_choice,
-        how.policy,
+        slicing.remat == "twice",
+        slicing.choices[number] if slicing.choices else slicing.default_choice,
+        slicing.policy,
         True,
     )
     outputs = (*parts.carry_out, *parts.ys)
@@ -363,7 +363,7 @@ def _stack(eqn: Any, reads: Reads, variables: _Variables, how: Slicing, number: 
 
 
 def _trace_layer(
-    parts: Any, reads: Reads, slices: Sequence[Slice], variables: _Variables, how: Slicing
+    parts: Any, reads: Reads, slices: Sequence[Slice], variables: _Variables, slicing: Slicing
 ) -> tuple[jx.Flat, list[jax.ShapeDtypeStruct]]:
     """Trace one layer of a scan.
 
@@ -372,7 +372,7 @@ def _trace_layer(
       reads: what it reads of leaves.
       slices: the slices in `reads`, each once.
       variables: the roles of the program's variables.
-      how: mesh axes, and rematerialisation.
+      slicing: mesh axes, and rematerialisation.
 
     Returns:
       The layer as a program of its slices of the leaves, and of consts + carry + the other scanned values; and the
@@ -398,7 +398,7 @@ def _trace_layer(
     stacked = [(leaf_vars[layer_slice.leaf].aval, layer_slice.dim) for layer_slice in slices]
     shapes = [jax.ShapeDtypeStruct((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype) for x, dim in stacked]
     input_shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in input_avals]
-    flat, _ = jx.trace(layer, shapes, input_shapes, axes=dict(how.axes), remats=how.remat != "none")
+    flat, _ = jx.trace(layer, shapes, input_shapes, axes=dict(slicing.axes), remats=slicing.remat != "none")
     return flat, shapes
 
 

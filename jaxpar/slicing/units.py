@@ -208,7 +208,7 @@ class Forward:
       run: `run(*consts, *weights, *inputs)` returns the outputs, and then the saved values.
       pull: `pull(saved, weights, held inputs)` returns the vjp function: from cotangents of the active outputs to
         cotangents of the active weights and of the linear inputs.
-      residuals: what is saved, and what could be.
+      residuals: the saved values, and those that could be saved.
       host: which saved values wait on the host.
       backwards: the traced backwards, whole and in halves, by the kind of their operands.
     """
@@ -225,7 +225,7 @@ class Forward:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["forward"])
 @dataclass(frozen=True)
 class Saved:
-    """The values that one run of a forward saved for its backward, or those of all layers, stacked."""
+    """The values that one run of a forward saved for its backward, or the runs of all layers, stacked."""
 
     values: list[Any]
     forward: Forward

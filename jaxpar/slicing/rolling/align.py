@@ -30,8 +30,8 @@ class NotAlike(Exception):
       everywhere: whether it differs wherever the blocks are cut apart.
     """
 
-    def __init__(self, why: str, block: int = 0, everywhere: bool = False):
-        super().__init__(why)
+    def __init__(self, message: str, block: int = 0, everywhere: bool = False):
+        super().__init__(message)
         self.block, self.everywhere = block, everywhere
 
 
@@ -102,7 +102,7 @@ def align(flat: jx.Flat, readings: Readings, loop_pass: Pass, span: Span) -> tup
       template.
 
     Raises:
-      NotAlike: there is no such cut. The error is that of the best cut.
+      NotAlike: there is no such cut. The error is the one of the best cut.
     """
     first_error: NotAlike | None = None
     is_within = lambda e: readings.is_within(e, loop_pass, span.start, span.stop)
@@ -186,7 +186,7 @@ def _difference(e: Any, f: Any) -> str:
 def _match(rounds: Sequence[Round], span: Span, is_within: Callable[[Any], bool]) -> Template:
     """Return one program for all rounds.
 
-    Its equations are those of the second round: in the first one, two of the values that enter may be one variable.
+    The second round gives its equations. In the first round, two of the values that enter may be one variable.
 
     Args:
       rounds: the equations of each round.

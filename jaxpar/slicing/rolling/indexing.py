@@ -1,8 +1,8 @@
 """Turn loops that look up their layers by number, `x = f(w[i], x)` for i from 0, into scans that slice the layers.
 
 A `fori_loop` is written like this, a `scan` over `arange`, and the layer stack of AlphaFold: the loop reads the stacked
-weights whole, and every iteration takes its row. If a loop takes nothing of an array except the row of its own number,
-the scan can slice the array itself, and a strategy fetches each layer when its turn comes:
+weights whole, and every iteration takes its row. If each iteration reads only its row of an array, the scan can slice
+the array itself, and a strategy fetches each layer when its turn comes:
 
     scan(i in 0..n)   reads w whole, takes w[i]        becomes        scan((i, w_i) in zip(0..n, w))
 """
@@ -97,7 +97,7 @@ def _is_arange(x: Any, length: int, defined_by: Mapping[Any, Any]) -> bool:
 def _read_by_number(program: Any, arrays: Mapping[Any, int], numbers: set[Any]) -> list[int]:
     """Return the arrays from which a program takes only the row of the iteration's number.
 
-    The program is interpreted with marks in place of values: the number of an array; "number" for the iteration's
+    The program is interpreted on marks instead of values: the number of an array; "number" for the iteration's
     number; "negative" for whether that is negative, and would count from the end (`w[i]` checks this); None for any
     other value. An array that an equation reads in another way is read whole.
 
@@ -124,7 +124,7 @@ def _read_by_number(program: Any, arrays: Mapping[Any, int], numbers: set[Any]) 
         elif name == "dynamic_slice" and eqn.params["slice_sizes"] == (1, *eqn.invars[0].aval.shape[1:]):
             # This takes a row: the array, the first operand, is not read whole.
             marks = marks[1:] if marks[1] == "number" else marks
-        # Marks of numbers end up here too; only those of arrays are looked up below.
+        # Marks of numbers end up here too; only marks of arrays are looked up below.
         read_whole.update(marks)
         return results
 
@@ -134,7 +134,7 @@ def _read_by_number(program: Any, arrays: Mapping[Any, int], numbers: set[Any]) 
 
 
 def _compute_on_rows(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Compute an equation on operands of which some are single rows [1, ...] of the arrays that it expects."""
+    """Compute an equation on operands, where some are single rows [1, ...] of the arrays that it expects."""
     if all(x.shape == v.aval.shape for x, v in zip(operands, eqn.invars, strict=True)):
         return jx.bind(eqn, operands)
     if eqn.primitive.name == "dynamic_slice":

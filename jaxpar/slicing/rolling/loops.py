@@ -1,8 +1,8 @@
 """Find the loops over alike blocks in a traced program, and roll them into scans.
 
-A loop may run over several lists at once (`zip(layers, ffs)`), over rows of one stacked parameter (`weights[i]`), twice
-in one loss, over a part of a list, or from its end (`reversed(layers)`). Blocks may alternate with a period of at most
-8. Then one round of the scan is one period of blocks:
+A loop may run over several lists at once (`zip(layers, ffs)`), or over rows of one stacked parameter (`weights[i]`). It
+may run twice in one loss, over a part of a list, or from its end (`reversed(layers)`). Blocks may alternate with a
+period of at most 8. Then one round of the scan is one period of blocks:
 
     period 1    b0 | b1 | b2 | b3 | b4 | b5               period 2    a0 b1 | a2 b3 | a4 b5
 
@@ -143,7 +143,7 @@ def _family_lists(families: Sequence[StackMembers]) -> list[_Lists]:
 
 
 def _stacked_lists(flat: jx.Flat, params: int) -> list[_Lists]:
-    """Return the leaves of which a program reads every row of a dim by its number."""
+    """Return the leaves that a program reads row by row, every row of a dim by its number."""
     index = {v: i for i, v in enumerate(flat.invars[:params])}
     rows_read: dict[tuple[int, int], set[int]] = {}
     for row in find_rows(flat.eqns, lambda v: v in index).values():
@@ -290,10 +290,10 @@ def _ways(flat: jx.Flat, lists: _Lists, params: int, pass_index: int) -> _Ways:
 
 
 def _roll_span(flat: jx.Flat, ways: _Ways, pass_index: int, span: Span) -> Any:
-    """Return the program with a scan in place of some blocks of a pass, read in the first way that fits.
+    """Return the program with a scan instead of some blocks of a pass, read in the first way that fits.
 
     Raises:
-      NotAlike: the blocks differ in every way; the error is that of the first.
+      NotAlike: the blocks differ in every way; the error is the one of the first way.
     """
     first_error: NotAlike | None = None
     for eqns, readings, rows in ways:

@@ -193,7 +193,7 @@ class Readings:
         return [(e.primitive.name, avals(e.invars), avals(e.outvars), params(e)) for e in self.sequence]
 
     def with_pure_eqns(self, part: Sequence[Any]) -> list[Any]:
-        """Return the equations of one block: first the pure ones of its own that `part` needs, then the others."""
+        """Return the equations of one block: first its pure ones that `part` needs, then the others."""
         defined = {v for e in part for v in e.outvars}
         own_eqns = {v: e for v, e in self.pure_eqns.items() if v in self.block_eqns or v in defined}
         pure = closure(jx.free(part), own_eqns)

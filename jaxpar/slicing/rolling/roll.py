@@ -1,7 +1,7 @@
 """Roll layers that a model writes as a Python loop into one `scan` over stacked parameters.
 
 This takes two steps, since a layout is made before any batch is seen. `layout/families.py` finds, by paths and shapes
-alone, parameters that look like those of alike blocks in a row: they are stored as one stack. `loops.py` then looks at
+alone, parameters that seem to belong to alike blocks in a row: they are stored as one stack. `loops.py` then looks at
 the traced loss. Where the equations of consecutive blocks are the same program, `roll` makes them a scan. So a strategy
 fetches and reduces layer by layer, and the size of a program does not grow with depth.
 
@@ -79,7 +79,7 @@ class _ScanInputs:
 def roll(
     flat: jx.Flat, eqns: Sequence[Any], readings: Readings, rows: Mapping[Any, Row], loop_pass: Pass, span: Span
 ) -> Callable[..., list[Any]]:
-    """Return a program as a function of the same inputs, with one scan in place of some blocks of one loop.
+    """Return a program as a function of the same inputs, with one scan instead of some blocks of one loop.
 
     Args:
       flat: the program.
@@ -234,7 +234,7 @@ def _scanned_array(
         return array, lambda v: jnp.expand_dims(v, dim) if row.keeps_dim else v
     assert x.atoms is not None
     distinct = list({id(a): a for a in x.atoms}.values())
-    # Every round has a value of its own, or they are scalars: stack them.
+    # Every round has another value, or they are scalars: stack them.
     if len(distinct) == num_rounds or not x.var.aval.shape:
         return jnp.stack([value_of(a) for a in x.atoms]), lambda v: v
     # Rounds share values (the masks of local and of global attention): stack each value once, and scan which it is.
