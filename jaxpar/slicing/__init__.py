@@ -1,1 +1,1 @@
-"""A traced loss as prologue, layer stacks and epilogue."""
+"""A traced loss as prologue, layer stacks and epilogue, where every piece fetches its own parameters."""

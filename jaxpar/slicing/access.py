@@ -1,4 +1,9 @@
-"""The contract by which pieces of a loss fetch parameters and give gradients, and the access that only records them."""
+"""The contract by which pieces of a loss fetch parameters and give gradients, and an access that only records them.
+
+    stored shard   --fetch-->   whole parameter or layer   --compute-->   whole cotangent   --give-->   stored gradient
+
+`parallel/data/access.py` implements the contract for every strategy.
+"""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -7,19 +12,19 @@ import jax
 
 
 class Access(Protocol):
-    """How a strategy moves one parameter leaf: `index` is the leaf, `sliced` whether it is one layer of a stack."""
+    """How a strategy moves one parameter leaf. `index` is the leaf; `sliced` says that the value is a layer of it."""
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        """The whole leaf in the compute dtype, from what this device stores of it."""
+        """Return the whole leaf in the compute dtype, from the shard that this device stores."""
         ...
 
     def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
-        """What this device keeps of the gradient of one use of the leaf; None if nothing."""
+        """Return the part of one use's gradient that this device accumulates; None if it accumulates nothing."""
         ...
 
 
 class Sender(Access, Protocol):
-    """An `Access` that says what loops may send ahead."""
+    """An `Access` that tells loops which leaves to communicate for other iterations."""
 
     def sends(self, index: int, /) -> tuple[bool, bool]:
         """Whether loops fetch a layer of the leaf an iteration early, and give its gradient an iteration late."""
@@ -27,10 +32,10 @@ class Sender(Access, Protocol):
 
 
 class WholeAccess:
-    """An `Access` to leaves that are whole already: it moves nothing, and may record each use.
+    """An `Access` to leaves that are stored whole: it moves nothing, and may record each use.
 
     Args:
-      sends: as `Sender.sends`; nothing is sent ahead if it is left out.
+      sends: as `Sender.sends`; by default nothing is sent for other iterations.
       record: `record(value, what=, index=, sliced=)` is called at each use of a leaf, where `what` is "fetched" or
         "given", and returns the value.
     """
@@ -43,9 +48,9 @@ class WholeAccess:
         self.sends, self.record = sends, record
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
-        """The leaf."""
+        """Return the leaf, after recording the fetch."""
         return self.record(value, what="fetched", index=index, sliced=sliced)
 
     def give(self, index: int, cotangent: jax.Array, sliced: bool) -> jax.Array | None:
-        """Its gradient."""
+        """Return the gradient, after recording it."""
         return self.record(cotangent, what="given", index=index, sliced=sliced)

@@ -1,16 +1,18 @@
-"""A unit's backward as two programs: cotangents of its inputs first, those of its weights later (Qi et al. 2023, Zero
-Bubble Pipeline Parallelism, section 2).
+"""A unit's backward as two programs: first the cotangents of its inputs, later the gradients of its weights (Qi et al.
+2023, Zero Bubble Pipeline Parallelism, section 2).
 
-    whole      leaves, saved, cotangents -> cotangents of the leaves, and of the inputs
-    inputs     leaves, saved, cotangents -> cotangents of the inputs, and what is left for the other half
-    weights    leaves, saved, left       -> cotangents of the leaves
+    whole      leaves, saved, cotangents  -> cotangents of the leaves, and of the inputs
+    inputs     leaves, saved, cotangents  -> cotangents of the inputs, and residuals
+    weights    leaves, saved, residuals   -> cotangents of the leaves
 
-Both are cut from the equations of the whole. What both need, the first half computes and leaves behind; only what
-follows element by element from the rest is computed again, as in `program/residuals.py`. Gradients that are sums
-without a product, of scales and biases, come with the first half. A layer that is recomputed in its backward (`remat`)
-is so in the first half alone, and then all that the second reads of it is left: of a decoder's layer about ten times
-its input (Llama-3-8B on two tensor ranks: 319 MB of a layer and 4,096 tokens, its input 34 MB). With `remat="twice"`
-the second recomputes it again, and only what follows from cotangents is left.
+Both halves are cut from the equations of the whole backward. The first half computes what both need, and saves it as
+residuals. The second half repeats only what follows element by element from the residuals, as in
+`program/residuals.py`. Gradients that are sums without a product, of scales and biases, move to the first half.
+
+A layer with `remat` is recomputed in the first half alone. The residuals then hold everything that the second half
+reads: for a decoder's layer about ten times its input (Llama-3-8B on two tensor ranks, 4,096 tokens: 319 MB for an
+input of 34 MB). With `remat="twice"` the second half recomputes the layer too, and the residuals follow from cotangents
+alone.
 """
 
 import functools
@@ -25,21 +27,25 @@ from ..program import jaxpr as jx
 from ..program.residuals import cheap, residuals_to_save
 
 
-def _cheap(eqn: Any) -> bool:
-    """An edge that is its operand too: what it sends it sends in its own backward."""
+def _is_cheap(eqn: Any) -> bool:
+    """Whether an equation may run in both halves.
+
+    A `tensor_enter` may: forwards it returns its operand, and communicates in its own backward alone.
+    """
     return cheap(eqn) or eqn.primitive.name == "tensor_enter"
 
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """A backward's two halves.
+    """The two halves of a backward.
 
     Attributes:
-      fetched: which leaves the first half reads, and which the second.
-      saved: which of the forward's saved values the second half reads as well; the others are free after the first.
-      inputs: `inputs(fetched leaves, held inputs, saved, cotangents)`: cotangents of the linear inputs, what is left.
-      weights: `weights(fetched leaves, held inputs, saved that it reads, left)`: cotangents of the leaves, None for
-        integers.
+      fetched: which leaves the first half reads, and which the second half reads.
+      saved: which of the forward's saved values the second half reads; the others are free after the first half.
+      inputs: `inputs(fetched leaves, held inputs, saved, cotangents)` returns the cotangents of the linear inputs, and
+        the residuals for the second half.
+      weights: `weights(fetched leaves, held inputs, saved values that it reads, residuals)` returns the cotangents of
+        the leaves, None for integers.
     """
 
     fetched: tuple[tuple[bool, ...], tuple[bool, ...]]
@@ -48,108 +54,148 @@ class Halves:
     weights: Callable[..., list[Any]] = field(repr=False)
 
     @classmethod
-    def of(
+    def split(
         cls,
         flat: jx.Flat,
         eqns: Sequence[Any],
         floats: Sequence[bool],
-        held: int,
-        saved: int,
-        cotangents: int,
+        num_held: int,
+        num_saved: int,
+        num_cotangents: int,
         twice: bool = False,
     ) -> Self:
-        """The halves of a whole backward.
+        """Split a whole backward into its halves.
 
-        Its inputs are the leaves, and then so many `held` inputs, `saved` values and `cotangents`; its outputs are
-        cotangents of those leaves that are `floats`, and then those of the linear inputs. `twice`: nothing that follows
-        without cotangents is left, so that the second half computes it again.
+        Args:
+          flat: the backward. Its inputs are the leaves, the held inputs, the saved values and the cotangents. Its
+            outputs are the cotangents of the leaves that are `floats`, and then of the linear inputs.
+          eqns: its live equations.
+          floats: which leaves are floating-point.
+          num_held: the number of held inputs.
+          num_saved: the number of saved values.
+          num_cotangents: the number of cotangents.
+          twice: whether the second half recomputes everything that follows without cotangents.
         """
         assert not any(isinstance(x, Tracer) for x in flat.consts)
-        n, w = len(floats), sum(floats)
-        leaves, others = flat.invars[:n], flat.invars[n:]
-        helds, values, cts = others[:held], others[held : held + saved], others[held + saved :]
-        assert len(cts) == cotangents
-        of_leaves, of_inputs = flat.outvars[:w], flat.outvars[w:]
+        num_leaves, num_floats = len(floats), sum(floats)
+        leaves, operands = flat.invars[:num_leaves], flat.invars[num_leaves:]
+        held_vars, saved_vars, cts = (
+            operands[:num_held],
+            operands[num_held : num_held + num_saved],
+            operands[num_held + num_saved :],
+        )
+        assert len(cts) == num_cotangents
+        ct_leaves, ct_inputs = flat.outvars[:num_floats], flat.outvars[num_floats:]
 
-        first = jx.needed(eqns, of_inputs)
-        done = set(map(id, first))
-        second = [eqn for eqn in jx.needed(eqns, of_leaves) if id(eqn) not in done]
-        first, second = _moved(first, second)
-        crossing = jx.free(second, of_leaves)
-        # What follows from weights alone is no part of what is left: the second half makes it of weights that it reads
-        # in any case, and of vectors, which cost little to fetch again. Nor is, if `twice`, what the forward has made.
-        data = jx.depends(eqns, cts if twice else [*helds, *values, *cts])
-        early = [eqn for eqn in eqns if not any(v in data for v in eqn.outvars)]
-        alone = {*leaves, *(v for eqn in early for v in eqn.outvars)}
-        there = {v for v in alone if v in {*crossing} or v.aval.size == max(v.aval.shape, default=1)}
-        known = {*flat.constvars, *helds, *values, *there}
-        keep, again = residuals_to_save(first, crossing, known, alone, _cheap)
-        second = [*again, *second]
-        early = jx.needed(early, jx.free(second, of_leaves))
-        both = set(map(id, early))  # what both halves make
-        second = [*early, *(eqn for eqn in second if id(eqn) not in both)]
+        # 1. Cut: the first half has what the inputs' cotangents need, the second what only the leaves' need.
+        first = jx.needed(eqns, ct_inputs)
+        first_ids = set(map(id, first))
+        second = [eqn for eqn in jx.needed(eqns, ct_leaves) if id(eqn) not in first_ids]
+        first, second = _move_sums(first, second)
+        crossing = jx.free(second, ct_leaves)
 
-        first = jx.live(first, [*of_inputs, *keep])
-        reads = {*jx.free(second, of_leaves)}
-        part = tuple(v in reads for v in values)
-        used = ({*jx.free(first, [*of_inputs, *keep])}, reads)
-        fetched = tuple(tuple(v in some for v in leaves) for some in used)
+        # 2. Choose the residuals. With `twice`, no value that the forward has computed is one.
+        data = jx.depends(eqns, cts if twice else [*held_vars, *saved_vars, *cts])
+        weight_eqns = [eqn for eqn in eqns if not any(v in data for v in eqn.outvars)]
+        weight_vars = {*leaves, *(v for eqn in weight_eqns for v in eqn.outvars)}
+        available = {*flat.constvars, *held_vars, *saved_vars}
+        residuals, recomputed = _choose_residuals(first, crossing, available, weight_vars)
+
+        # 3. Assemble the halves. An equation of `weight_eqns` may also be among the recomputed ones; it must run once.
+        second = [*recomputed, *second]
+        weight_eqns = jx.needed(weight_eqns, jx.free(second, ct_leaves))
+        weight_ids = set(map(id, weight_eqns))
+        second = [*weight_eqns, *(eqn for eqn in second if id(eqn) not in weight_ids)]
+        first = jx.live(first, [*ct_inputs, *residuals])
+
+        # 4. Find which leaves and saved values each half reads.
+        second_reads = {*jx.free(second, ct_leaves)}
+        saved_reads = tuple(v in second_reads for v in saved_vars)
+        reads = ({*jx.free(first, [*ct_inputs, *residuals])}, second_reads)
+        fetched = tuple(tuple(v in half_reads for v in leaves) for half_reads in reads)
         run_first = jx.run(
-            first, [*flat.constvars, *pick(fetched[0], leaves), *helds, *values, *cts], [*of_inputs, *keep]
+            first,
+            [*flat.constvars, *pick(fetched[0], leaves), *held_vars, *saved_vars, *cts],
+            [*ct_inputs, *residuals],
         )
         run_second = jx.run(
-            second, [*flat.constvars, *pick(fetched[1], leaves), *helds, *pick(part, values), *keep], of_leaves
+            second,
+            [*flat.constvars, *pick(fetched[1], leaves), *held_vars, *pick(saved_reads, saved_vars), *residuals],
+            ct_leaves,
         )
 
-        def inputs(full: Sequence[Any], held: Sequence[Any], saved: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-            outs = run_first(*flat.consts, *full, *held, *saved, *cotangents)
-            return outs[: len(of_inputs)], WeightGradResiduals(outs[len(of_inputs) :], halves)
+        def inputs(
+            full: Sequence[Any], held_inputs: Sequence[Any], saved: Sequence[Any], cotangents: Sequence[Any]
+        ) -> Any:
+            outputs = run_first(*flat.consts, *full, *held_inputs, *saved, *cotangents)
+            return outputs[: len(ct_inputs)], WeightGradResiduals(outputs[len(ct_inputs) :], halves)
 
         def weights(
-            full: Sequence[Any], held: Sequence[Any], saved: Sequence[Any], left: WeightGradResiduals
+            full: Sequence[Any], held_inputs: Sequence[Any], saved: Sequence[Any], residuals: WeightGradResiduals
         ) -> list[Any]:
-            outs = run_second(*flat.consts, *full, *held, *saved, *left.values)
-            return merge(floats, outs, [None] * n)
+            grads = run_second(*flat.consts, *full, *held_inputs, *saved, *residuals.values)
+            return merge(floats, grads, [None] * num_leaves)
 
-        halves = cls((fetched[0], fetched[1]), part, inputs, weights)
+        halves = cls((fetched[0], fetched[1]), saved_reads, inputs, weights)
         return halves
 
 
-def _moved(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Both halves, after equations of the second that need none of its results have moved to the first: sums, and
-    what is computed element by element.
+def _choose_residuals(
+    first: Sequence[Any], crossing: Sequence[Any], available: set[Any], weight_vars: set[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Choose what the first half saves for the second.
 
-    The first half can then leave their results where these are smaller than their operands. Without it, a layer that
-    is recomputed would leave two factors in place of their product, and the gradient of a norm's scale would be left
-    for every row, not as one sum.
+    A value that follows from weights alone is not saved: the second half computes it from weights that it reads in any
+    case, or from vectors, which cost little to fetch again.
+
+    Args:
+      first: the equations of the first half.
+      crossing: the variables that the second half reads and does not define.
+      available: the variables that the second half has without residuals, weights aside.
+      weight_vars: the variables that follow from weights alone.
+
+    Returns:
+      The residuals, and the equations that the second half repeats to recompute `crossing` from them.
     """
-    moved, stay = list(first), []
-    later: set[Any] = set()
+    is_vector = lambda v: v.aval.size == max(v.aval.shape, default=1)
+    readable = {v for v in weight_vars if v in {*crossing} or is_vector(v)}
+    return residuals_to_save(first, crossing, available | readable, weight_vars, _is_cheap)
+
+
+def _move_sums(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Move sums and elementwise equations to the first half if they need no other result of the second half.
+
+    The residuals can then be these results, where they are smaller than their operands. Otherwise a recomputed layer
+    would save two factors and not their product, and the gradient of a norm's scale would be saved for every row and
+    not as one sum.
+    """
+    moved, remaining = list(first), []
+    second_vars: set[Any] = set()  # defined by the remaining equations
     for eqn in second:
-        there = not any(v in later for v in eqn.invars if not jx.is_literal(v))
-        if there and not eqn.effects and (_cheap(eqn) or eqn.primitive.name == "reduce_sum"):
+        is_ready = not any(v in second_vars for v in eqn.invars if not jx.is_literal(v))
+        if is_ready and not eqn.effects and (_is_cheap(eqn) or eqn.primitive.name == "reduce_sum"):
             moved.append(eqn)
         else:
-            stay.append(eqn)
-            later.update(eqn.outvars)
-    return moved, stay
+            remaining.append(eqn)
+            second_vars.update(eqn.outvars)
+    return moved, remaining
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["halves"])
 @dataclass(frozen=True)
 class WeightGradResiduals:
-    """What one run of a first half left for the second."""
+    """The residuals that one run of a first half saved for the second half."""
 
     values: list[Any]
     halves: Halves
 
 
 def pick(mask: Sequence[bool], values: Sequence[Any]) -> list[Any]:
-    """The values where the mask is true."""
-    return [v for v, take in zip(values, mask, strict=True) if take]
+    """Return the values where the mask is true."""
+    return [v for v, is_picked in zip(values, mask, strict=True) if is_picked]
 
 
-def merge(mask: Sequence[bool], picked: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """The picked values where the mask is true, elsewhere those of `others`."""
-    it = iter(picked)
-    return [next(it) if take else other for take, other in zip(mask, others, strict=True)]
+def merge(mask: Sequence[bool], picked: Sequence[Any], defaults: Sequence[Any]) -> list[Any]:
+    """Return the picked values where the mask is true, and `defaults` elsewhere; inverse of `pick`."""
+    remaining = iter(picked)
+    return [next(remaining) if is_picked else default for is_picked, default in zip(mask, defaults, strict=True)]

@@ -1,21 +1,23 @@
-"""A scan over layers that has not run yet, so that another may run beside it, layer by layer.
+"""A scan over layers that has not run yet, so that it can run side by side with another, or reorder its collectives.
 
-Compilers schedule the body of one loop at a time: only what stands in one body is computed while a collective of the
-other loop is under way. XLA's estimates do not know what an all-to-all or a kernel takes (jax 0.10.2), and two equal
-layers side by side would both compute and then both wait. So they take turns:
+Compilers schedule the body of one loop at a time: a collective overlaps only with compute in the same body. XLA does
+not estimate how long an all-to-all or a kernel takes (jax 0.10.2). With two equal layers in one body, it would compute
+both and then wait for both. `LayerLoop.beside` therefore makes the two loops take turns:
 
-    other     C0          C1            C2           C0: what needs no all-to-all, C1: what needs the results of the
-    one             C0            C1           C2    first ones, C2: what needs those that need these
-    sent         other's   one's    other's  one's   each while the next computes
+    other     C0         C1       C2                   C0 needs no all-to-all, C1 needs the first all-to-alls,
+    first           C0       C1       C2               C2 those that send results of C1
+    sends       other  first    other    first         each overlaps with the computation that follows it
 
-Of one loop that gathers and reduces for other iterations (`InFlight`), each of these stands between two of its own
-collectives, where most is multiplied: XLA starts them where its last collective ends, with nothing left to hide them.
+A loop may also gather and reduce for other iterations (`InFlight`). `LayerLoop.run` puts each of these collectives into
+a *window* between two of the loop's own collectives, where most is multiplied. XLA would start them where its own last
+collective ends, with no compute left to overlap with:
 
-    a mixture    C0  tokens to experts  C1  tokens back  C2          forwards, whose experts are C1
-    sent                                gather                       its experts' weights of the next layer
+    experts   C0   tokens to experts   C1   tokens back   C2        forwards; the experts are C1
+    sends                              gather                       the experts' weights of the next layer
 
-Of copies from the host XLA has two under way at most and takes them for short: it starts all at once, and kernels wait.
-So those for the next layer start one beside each product, the largest beside the largest.
+Copies from the host are a third case. XLA has at most two under way, and estimates them as short: it starts all at
+once, and kernels wait. So the copies for the next layer start one by one, each alongside a product, the largest copy
+alongside the largest product.
 """
 
 import collections
@@ -35,280 +37,343 @@ from ..program.collectives import KINDS, PRIMITIVES, axes_of
 from ..program.primitives import PRODUCTS
 
 _EXCHANGES = KINDS["all-to-all"]
-_AHEAD = ("reduce-scatter", "all-gather", "all-reduce")
+_AHEAD_KINDS = ("reduce-scatter", "all-gather", "all-reduce")  # kinds of collectives for other iterations
+
+Body = Callable[[Any, Any, Any], tuple[Any, Any]]  # `body(carry, iteration, x)` returns the carry and a y
 
 
 @dataclass(frozen=True)
 class LayerLoop:
-    """The arguments of a `lax.scan`, whose `body(carry, number, x)` is told the iteration's number besides, and
-    `result(carry, ys)`: what its caller wants of what it returns. `ahead`: it gathers or reduces for other iterations;
-    `copies`: it brings weights from the host for them.
+    """The arguments of a `lax.scan` over layers.
+
+    Attributes:
+      body: `body(carry, iteration, x)`, as a scan's body that is also told the number of the iteration.
+      init: the carry before the first iteration.
+      xs: the scanned values.
+      length: the number of iterations.
+      reverse: whether iterations run from the last to the first.
+      result: `result(carry, ys)` returns the value that `run` returns.
+      sends_ahead: whether the body gathers or reduces for other iterations.
+      copies_ahead: whether the body copies weights from the host for other iterations.
     """
 
-    body: Callable[[Any, Any, Any], tuple[Any, Any]]
+    body: Body
     init: Any
     xs: Any
     length: int
     reverse: bool
     result: Callable[[Any, Any], Any]
-    ahead: bool = False
-    copies: bool = False
+    sends_ahead: bool = False
+    copies_ahead: bool = False
 
     def then(self, fun: Callable[[Any], Any]) -> "LayerLoop":
-        """This loop with `fun` applied to its result."""
+        """Return this loop with `fun` applied to its result."""
         return dataclasses.replace(self, result=lambda carry, ys: fun(self.result(carry, ys)))
 
     def run(self) -> Any:
-        """The result."""
-        body = _in_windows(self.body) if self.ahead else _spread(self.body) if self.copies else self.body
-        return self.result(*_numbered(body, self.init, self.xs, self.length, self.reverse))
+        """Run the loop, and return its result."""
+        body = _in_windows(self.body) if self.sends_ahead else _spread(self.body) if self.copies_ahead else self.body
+        return self.result(*_scan(body, self.init, self.xs, self.length, self.reverse))
 
     def beside(self, other: "LayerLoop") -> tuple[Any, Any]:
-        """The results of two independent loops, run as one; the other's all-to-alls come first."""
+        """Run two independent loops as one, and return both results. The other's all-to-alls come first."""
         assert self.length == other.length
-        turned = self.reverse != other.reverse
-        # Where they are: a reversed copy of what is scanned would be as large as all its layers.
-        at = lambda xs, number: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), xs)
+        is_opposite = self.reverse != other.reverse
+        # The other's values are read where they are: a reversed copy would be as large as all its layers.
+        row = lambda xs, i: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), xs)
 
-        def body(carry: Any, number: Any, mine: Any) -> Any:
-            its = other.length - 1 - number if turned else number
-            (first, out), (second, others) = _in_turn(
-                _Iteration(self.body, carry[0], number, mine), _Iteration(other.body, carry[1], its, at(other.xs, its))
+        def body(carry: Any, iteration: Any, x: Any) -> Any:
+            other_iteration = other.length - 1 - iteration if is_opposite else iteration
+            other_x = row(other.xs, other_iteration)
+            (self_carry, y), (other_carry, other_y) = _take_turns(
+                _Iteration(self.body, carry[0], iteration, x),
+                _Iteration(other.body, carry[1], other_iteration, other_x),
             )
-            return (first, second), (out, others)
+            return (self_carry, other_carry), (y, other_y)
 
         init = self.init, other.init
-        (first, second), (out, others) = _numbered(body, init, self.xs, self.length, self.reverse)
-        others = jax.tree.map(lambda y: jnp.flip(y, 0), others) if turned else others
-        return self.result(first, out), other.result(second, others)
+        (self_carry, other_carry), (ys, other_ys) = _scan(body, init, self.xs, self.length, self.reverse)
+        other_ys = jax.tree.map(lambda y: jnp.flip(y, 0), other_ys) if is_opposite else other_ys
+        return self.result(self_carry, ys), other.result(other_carry, other_ys)
 
 
-def _numbered(body: Callable[[Any, Any, Any], Any], init: Any, xs: Any, length: int, reverse: bool) -> tuple[Any, Any]:
-    """`lax.scan` of `body(carry, number, x)`. The number is read from an array: if it were counted, XLA's collective
-    pipeliner would see that iterations write layer after layer, and move what is meant for this one to the next.
+def _scan(body: Body, init: Any, xs: Any, length: int, reverse: bool) -> tuple[Any, Any]:
+    """Run `lax.scan` of `body(carry, iteration, x)`.
+
+    The iteration's number is read from an array. If it were counted, XLA's collective pipeliner would see that
+    iterations write layer after layer, and move collectives that are meant for this iteration to the next one.
     """
     return lax.scan(lambda carry, x: body(carry, *x), init, (jnp.arange(length), xs), length=length, reverse=reverse)
 
 
 class _Iteration:
-    """One iteration of a loop, which computes what it can before it needs the result of the next all-to-all."""
+    """One iteration of a loop as equations, run in the order that its caller chooses.
 
-    def __init__(self, body: Callable[[Any, Any, Any], Any], state: Any, number: Any, x: Any, remats: Any = False):
-        flat, out = jx.trace(body, state, number, x, remats=remats)
-        self._outs, self._tree = flat.outvars, jax.tree.structure(out)
+    `compute` runs everything that does not wait for an exchange, and `send` runs the exchanges that can start. An
+    exchange is an all-to-all or, after `windows`, any collective of this iteration.
+
+    Attributes:
+      env: the values of the variables that are computed.
+      arrived: the variables that the last exchanges, or the previous iteration, returned.
+    """
+
+    def __init__(self, body: Body, carry: Any, iteration: Any, x: Any, remats: Any = False):
+        flat, results = jx.trace(body, carry, iteration, x, remats=remats)
+        self._outvars, self._tree = flat.outvars, jax.tree.structure(results)
         self._todo = jx.live(flat.eqns, flat.outvars)
-        self.env = jx.Environment.of(flat, jax.tree.leaves((state, number, x)))
-        self.arrived = list(flat.invars[: len(jax.tree.leaves(state))])
-        self._sends: list[Any] = []
-        self._exchanges: Callable[[Any], bool] = lambda eqn: eqn.primitive.name in _EXCHANGES
+        self.env = jx.Environment.of(flat, jax.tree.leaves((carry, iteration, x)))
+        self.arrived = list(flat.invars[: len(jax.tree.leaves(carry))])
+        self._ready_exchanges: list[Any] = []
+        self._is_exchange: Callable[[Any], bool] = lambda eqn: eqn.primitive.name in _EXCHANGES
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Collectives for other iterations.
 
     def windows(self) -> list[list[list[Any]]]:
-        """Takes out the collectives that serve other iterations: those of one kind and axes together, for each window
-        before, between and behind all its other collectives, by which it then computes.
+        """Remove the collectives for other iterations, and return them by the window in which they should run.
 
-        The largest are in the window in which most is multiplied, and no two in one as long as another has products:
-        XLA's scheduler has one collective under way at a time (jax 0.10.2), of two the second would wait. All-reduces
-        come last: they sum what was scattered. Where the body sends nothing else and has all three kinds, each gets a
-        third of the multiply-adds to itself; left to XLA, all but the last would wait.
+        A window lies before, between or after the iteration's own collectives (exchanges), at which `compute` now
+        stops. Collectives of one kind and axes stay together.
+
+        XLA's scheduler has one collective under way at a time (jax 0.10.2); the second of two in one window would wait.
+        So the largest collectives get the window with most products, and a window gets a second one only if no other
+        has products. All-reduces come last, since they sum what was scattered. A body with all three kinds and no
+        exchanges is cut into three windows of equal multiply-adds; left to XLA, all but the last kind would wait.
         """
+        # 1. Find the windows.
         level, exchanges, ahead = self._levels()
-        if cut := not exchanges and len({kind for _, kind, _ in ahead}) == len(_AHEAD):
-            level, exchanges, ahead = self._levels(self._cuts(len(_AHEAD)))
-        taken = {id(eqn) for eqns in ahead.values() for eqn in eqns}
-        self._todo, self.arrived = [eqn for eqn in self._todo if id(eqn) not in taken], []
-        self._exchanges = lambda eqn: id(eqn) in exchanges
+        if is_cut := not exchanges and len({kind for _, kind, _ in ahead}) == len(_AHEAD_KINDS):
+            level, exchanges, ahead = self._levels(self._cuts(len(_AHEAD_KINDS)))
+        ahead_ids = {id(eqn) for eqns in ahead.values() for eqn in eqns}
+        self._todo, self.arrived = [eqn for eqn in self._todo if id(eqn) not in ahead_ids], []
+        self._is_exchange = lambda eqn: id(eqn) in exchanges
         windows: list[list[list[Any]]] = [[] for _ in range(max(level.values(), default=0) + 1)]
-        products = _products([e for e in self._todo if not level.keys().isdisjoint(e.outvars)], level, exchanges)
+
+        # 2. Place the collectives, largest first, those that come last behind the others.
+        flops = _flops_by_window([e for e in self._todo if not level.keys().isdisjoint(e.outvars)], level, exchanges)
         size = lambda eqns: sum(jx.nbytes(v) for e in eqns for v in (*e.invars, *e.outvars))
-        rank = lambda at: (products[at] > 0 and not windows[at], products[at], at)
-        for (last, kind, _), eqns in sorted(ahead.items(), key=lambda one: (one[0][0], -size(one[1]))):
-            first = max((at for at, those in enumerate(windows) if those), default=0) if last else 0
-            at = max(range(first, len(windows)), key=rank)
-            windows[min(_AHEAD.index(kind), len(windows) - 1) if cut else at].append(eqns)
+        rank = lambda i: (flops[i] > 0 and not windows[i], flops[i], i)
+        for (is_last, kind, _), eqns in sorted(ahead.items(), key=lambda item: (item[0][0], -size(item[1]))):
+            first = max((i for i, window in enumerate(windows) if window), default=0) if is_last else 0
+            best = max(range(first, len(windows)), key=rank)
+            windows[min(_AHEAD_KINDS.index(kind), len(windows) - 1) if is_cut else best].append(eqns)
         return windows
 
     def _levels(self, cuts: Container[int] = ()) -> tuple[dict[Any, int], dict[int, int], dict[Any, list[Any]]]:
-        """Three tables: how many collectives of this iteration (or equations of `cuts`) each of its values is behind;
-        how many each of these is behind itself; the collectives for other iterations, by whether they come last, kind
-        and axes.
+        """Sort the equations by the exchanges that they wait for.
+
+        Args:
+          cuts: equations, by id, that count as exchanges too.
+
+        Returns:
+          The level of each value of this iteration: the number of exchanges that it is behind. The level at which each
+          exchange, by id, starts. And the collectives for other iterations, by whether they come last, kind and axes.
         """
         inputs = lambda eqn: [v for v in eqn.invars if not jx.is_literal(v)]
-        needed = self._needed()
+        needed = self._needed_for_products()
         level: dict[Any, int] = {}
-        sent: set[Any] = set()  # by what is for other iterations, and what follows from it
+        sent_vars: set[Any] = set()  # results of collectives for other iterations, and what follows from them
         ahead: dict[Any, list[Any]] = {}
         exchanges: dict[int, int] = {}
         for eqn in self._todo:
-            at = max((level.get(v, 0) for v in inputs(eqn)), default=0)
-            kind, follows = PRIMITIVES.get(eqn.primitive.name), not sent.isdisjoint(inputs(eqn))
-            if (follows and kind in _AHEAD) or (not at and kind in _AHEAD and needed.isdisjoint(eqn.outvars)):
-                ahead.setdefault((follows or kind == _AHEAD[-1], kind, axes_of(eqn)), []).append(eqn)
-                sent.update(eqn.outvars)
+            eqn_level = max((level.get(v, 0) for v in inputs(eqn)), default=0)
+            kind, follows = PRIMITIVES.get(eqn.primitive.name), not sent_vars.isdisjoint(inputs(eqn))
+            # A collective serves another iteration if it waits for no exchange and no product here needs it.
+            is_unneeded = not eqn_level and kind in _AHEAD_KINDS and needed.isdisjoint(eqn.outvars)
+            if (follows and kind in _AHEAD_KINDS) or is_unneeded:
+                ahead.setdefault((follows or kind == _AHEAD_KINDS[-1], kind, axes_of(eqn)), []).append(eqn)
+                sent_vars.update(eqn.outvars)
             elif follows:
-                sent.update(eqn.outvars)
+                sent_vars.update(eqn.outvars)
             else:
                 if id(eqn) in cuts or jx.communicates([eqn], PRIMITIVES):
-                    exchanges[id(eqn)] = at
-                    at += 1
-                level.update(dict.fromkeys(eqn.outvars, at))
+                    exchanges[id(eqn)] = eqn_level
+                    eqn_level += 1
+                level.update(dict.fromkeys(eqn.outvars, eqn_level))
         return level, exchanges, ahead
 
-    def _needed(self) -> set[Any]:
-        """What is needed for a product."""
+    def _needed_for_products(self) -> set[Any]:
+        """Return the variables on which a product depends."""
         needed: set[Any] = set()
         for eqn in reversed(self._todo):
             if eqn.primitive.name in PRODUCTS or not needed.isdisjoint(eqn.outvars):
                 needed.update(v for v in eqn.invars if not jx.is_literal(v))
         return needed
 
-    def _cuts(self, windows: int) -> set[int]:
-        """Where so many windows of about as many multiply-adds begin: at the equations that read the last product of
-        the window before, if later products are made of it.
+    def _cuts(self, num_windows: int) -> set[int]:
+        """Return, by id, the equations at which windows of about equal multiply-adds begin.
+
+        A window ends with a product on which later products depend; the next one begins where its result is read.
         """
         flops = [sum(count for count, _ in jx.matmuls([eqn]).values()) for eqn in self._todo]
-        done = list(itertools.accumulate(flops))
-        after, cuts = self._needed(), set[int]()
-        for k in range(1, windows):
-            ends = [at for at, eqn in enumerate(self._todo) if flops[at] and not after.isdisjoint(eqn.outvars)]
+        flops_so_far = list(itertools.accumulate(flops))
+        candidates, cuts = self._needed_for_products(), set[int]()
+        for k in range(1, num_windows):
+            ends = [i for i, eqn in enumerate(self._todo) if flops[i] and not candidates.isdisjoint(eqn.outvars)]
             if ends:
-                best = min(ends, key=lambda at, part=k / windows: abs(done[at] - part * done[-1]))
-                made, rest = self._todo[best].outvars, self._todo[best + 1 :]
-                cuts.update(id(eqn) for eqn in rest if any(v in made for v in eqn.invars))
-                after &= jx.depends(rest, made)
+                share = k / num_windows
+                best = min(ends, key=lambda i, share=share: abs(flops_so_far[i] - share * flops_so_far[-1]))
+                results, remaining = self._todo[best].outvars, self._todo[best + 1 :]
+                cuts.update(id(eqn) for eqn in remaining if any(v in results for v in eqn.invars))
+                candidates &= jx.depends(remaining, results)  # the next cut must lie behind this one
         return cuts
 
+    # ------------------------------------------------------------------------------------------------------------------
+    # Running.
+
     @property
-    def unfinished(self) -> bool:
-        """Whether there is something left to compute or to send."""
-        return bool(self._todo or self._sends)
+    def is_unfinished(self) -> bool:
+        """Whether anything remains to be computed or sent."""
+        return bool(self._todo or self._ready_exchanges)
 
     @property
     def leaving(self) -> list[Any]:
-        """The operands of the all-to-alls that can start."""
-        return [v for eqn in self._sends for v in eqn.invars if not jx.is_literal(v)]
+        """The operands of the exchanges that can start."""
+        return [v for eqn in self._ready_exchanges for v in eqn.invars if not jx.is_literal(v)]
 
     def compute(self) -> None:
-        """All that needs no all-to-all but those that have arrived."""
-        later = []
+        """Run the equations that need no exchange except those that have arrived."""
+        blocked = []
         for eqn in self._todo:
             if not all(jx.is_literal(v) or v in self.env for v in eqn.invars):
-                later.append(eqn)
-            elif self._exchanges(eqn):
-                self._sends.append(eqn)
+                blocked.append(eqn)
+            elif self._is_exchange(eqn):
+                self._ready_exchanges.append(eqn)
             else:
                 self.env.compute(eqn)
-        self._todo = later
+        self._todo = blocked
 
     def send_ahead(self, eqns: Sequence[Any]) -> None:
-        """Runs some collectives, after the exchanges that have arrived and before those that can start."""
+        """Run collectives for other iterations, after the exchanges that arrived and before those that can start."""
         hold(self.env, [v for eqn in eqns for v in eqn.invars], self.env, self.arrived)
         for eqn in eqns:
             self.env.compute(eqn)
         hold(self.env, self.leaving, self.env, [v for eqn in eqns for v in eqn.outvars])
 
     def send(self) -> None:
-        """Runs the all-to-alls that can start."""
-        for eqn in self._sends:
+        """Run the exchanges that can start."""
+        for eqn in self._ready_exchanges:
             self.env.compute(eqn)
-        self.arrived = [v for eqn in self._sends for v in eqn.outvars]
-        self._sends = []
+        self.arrived = [v for eqn in self._ready_exchanges for v in eqn.outvars]
+        self._ready_exchanges = []
 
     def compute_beside_copies(self) -> None:
-        """All of it, copies from the host that nothing here reads spread over its products."""
-        copying = [
-            eqn for eqn in self._todo if any(v.aval.memory_space == HOST for v in eqn.invars if not jx.is_literal(v))
-        ]
+        """Run everything, with the copies from the host for other iterations spread over the products."""
+        # 1. Find the copies whose results nothing in this iteration reads, largest first. A chain is one copy with the
+        # equations that select its operand.
+        on_host = lambda v: v.aval.memory_space == HOST
+        copying = [eqn for eqn in self._todo if any(on_host(v) for v in eqn.invars if not jx.is_literal(v))]
         read = {v for eqn in self._todo if eqn not in copying for v in eqn.invars if not jx.is_literal(v)}
-        ends = [v for eqn in copying for v in eqn.outvars if v.aval.memory_space != HOST and v not in read]
+        ends = [v for eqn in copying for v in eqn.outvars if not on_host(v) and v not in read]
         ends = sorted(ends, key=jx.nbytes, reverse=True)
         chains = [(jx.needed(copying, [v]), jx.nbytes(v)) for v in ends]
-        scalars = lambda eqns: [v for one in eqns for v in one.invars if not jx.is_literal(v) and not v.aval.shape]
-        numbers = jx.needed(self._todo, [v for eqns, _ in chains for v in scalars(eqns)])
-        for eqn in numbers:
+
+        # 2. Compute the layer numbers by which the chains index.
+        scalars = lambda eqns: [v for eqn in eqns for v in eqn.invars if not jx.is_literal(v) and not v.aval.shape]
+        index_eqns = jx.needed(self._todo, [v for eqns, _ in chains for v in scalars(eqns)])
+        for eqn in index_eqns:
             self.env.compute(eqn)
-        taken = {id(eqn) for eqns in (numbers, *(eqns for eqns, _ in chains)) for eqn in eqns}
-        rest = [eqn for eqn in self._todo if id(eqn) not in taken]
-        flops = [sum(count for count, _ in jx.matmuls([eqn]).values()) for eqn in rest]
-        left, total = sum(flops), sum(map(jx.nbytes, ends))
+
+        # 3. Run the other equations. Each product makes room for bytes in proportion to its multiply-adds, and the
+        # largest copy that fits starts when the product's operands exist.
+        early_ids = {id(eqn) for eqns in (index_eqns, *(eqns for eqns, _ in chains)) for eqn in eqns}
+        compute_eqns = [eqn for eqn in self._todo if id(eqn) not in early_ids]
+        flops = [sum(count for count, _ in jx.matmuls([eqn]).values()) for eqn in compute_eqns]
+        remaining_flops, total_bytes = sum(flops), sum(map(jx.nbytes, ends))
         room = 0.0
-        for eqn, count in zip(rest, flops, strict=True):
-            left -= count
-            room += 1.5 * total * count / max(1, sum(flops))  # a half more, so that none is left for the last product
-            fitting = [chain for chain in chains if chain[1] <= room][:1] if left else chains
+        for eqn, count in zip(compute_eqns, flops, strict=True):
+            remaining_flops -= count
+            room += 1.5 * total_bytes * count / max(1, sum(flops))  # half more, so that none waits for the last product
+            fitting = [chain for chain in chains if chain[1] <= room][:1] if remaining_flops else chains
             for chain in fitting if count else ():
                 hold(self.env, scalars(chain[0]), self.env, [v for v in eqn.invars if not jx.is_literal(v)])
-                for one in chain[0]:
-                    self.env.compute(one)
+                for copy_eqn in chain[0]:
+                    self.env.compute(copy_eqn)
                 chains.remove(chain)
                 room -= chain[1]
             self.env.compute(eqn)
-        for one in (one for eqns, _ in chains for one in eqns):
-            self.env.compute(one)
+
+        # 4. Without products, copies remain.
+        for copy_eqn in (eqn for eqns, _ in chains for eqn in eqns):
+            self.env.compute(copy_eqn)
 
     def result(self) -> Any:
-        """What the body returns."""
-        return jax.tree.unflatten(self._tree, self.env.read(self._outs))
+        """Return the carry and the y of the body."""
+        return jax.tree.unflatten(self._tree, self.env.read(self._outvars))
 
 
-def _products(eqns: Sequence[Any], level: Mapping[Any, int], exchanges: Mapping[int, int]) -> collections.Counter[int]:
-    """Multiply-adds by window: of a product in each from its operands' to that at whose end it is sent on."""
-    products: collections.Counter[int] = collections.Counter()
-    last: dict[Any, int] = {}
+def _flops_by_window(
+    eqns: Sequence[Any], level: Mapping[Any, int], exchanges: Mapping[int, int]
+) -> collections.Counter[int]:
+    """Count the multiply-adds that can run in each window.
+
+    A product counts in every window from the one in which its operands arrive to the one that ends when its result is
+    sent.
+    """
+    flops: collections.Counter[int] = collections.Counter()
+    last_window: dict[Any, int] = {}  # the window at whose end an exchange needs the variable
     for eqn in reversed(eqns):
-        at = exchanges.get(id(eqn), min((last[v] for v in eqn.outvars if v in last), default=None))
-        if at is not None:
-            last.update((v, min(at, last.get(v, at))) for v in eqn.invars if not jx.is_literal(v))
-        if (size := sum(count for count, _ in jx.matmuls([eqn]).values())) and id(eqn) not in exchanges:
+        last = exchanges.get(id(eqn), min((last_window[v] for v in eqn.outvars if v in last_window), default=None))
+        if last is not None:
+            operands = (v for v in eqn.invars if not jx.is_literal(v))
+            last_window.update((v, min(last, last_window.get(v, last))) for v in operands)
+        if (count := sum(count for count, _ in jx.matmuls([eqn]).values())) and id(eqn) not in exchanges:
             first = max(level[v] for v in eqn.outvars)
-            products.update(dict.fromkeys(range(first, max(first, at or 0) + 1), size))
-    return products
+            flops.update(dict.fromkeys(range(first, max(first, last or 0) + 1), count))
+    return flops
 
 
-def _in_windows(body: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """A body whose collectives for other iterations run each between two of its own."""
+def _in_windows(body: Body) -> Body:
+    """Return the body with its collectives for other iterations in windows between its own collectives."""
 
-    def run(state: Any, number: Any, x: Any) -> Any:
-        # What is computed again in a backward's own loop is not what its forward has computed: XLA cannot merge them.
-        one = _Iteration(body, state, number, x, remats=lambda eqn: not eqn.params["prevent_cse"])
-        for window in one.windows():
-            one.compute()
+    def ordered_body(carry: Any, iteration: Any, x: Any) -> Any:
+        # A remat in a backward's own loop needs no protection from CSE: the forward's values are in another loop. Those
+        # calls are opened, so that windows may lie inside.
+        steps = _Iteration(body, carry, iteration, x, remats=lambda eqn: not eqn.params["prevent_cse"])
+        for window in steps.windows():
+            steps.compute()
             for eqns in window:
-                one.send_ahead(eqns)
-                one.compute()  # what is between a reduce-scatter and an all-reduce of its results
-            one.send()
-        one.compute()
-        return one.result()
+                steps.send_ahead(eqns)
+                steps.compute()  # what lies between a reduce-scatter and an all-reduce of its result
+            steps.send()
+        steps.compute()
+        return steps.result()
 
-    return run
-
-
-def _spread(body: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """A body whose copies from the host, for other iterations, start one after the other."""
-
-    def run(state: Any, number: Any, x: Any) -> Any:
-        one = _Iteration(body, state, number, x)
-        one.compute_beside_copies()
-        return one.result()
-
-    return run
+    return ordered_body
 
 
-def _in_turn(one: _Iteration, other: _Iteration) -> tuple[Any, Any]:
-    """What both return. Of what has arrived nothing is computed before the other's all-to-alls can start."""
-    computing, waiting = one, other
+def _spread(body: Body) -> Body:
+    """Return the body with its copies from the host for other iterations started one after another."""
+
+    def ordered_body(carry: Any, iteration: Any, x: Any) -> Any:
+        steps = _Iteration(body, carry, iteration, x)
+        steps.compute_beside_copies()
+        return steps.result()
+
+    return ordered_body
+
+
+def _take_turns(first: _Iteration, second: _Iteration) -> tuple[Any, Any]:
+    """Run two iterations in turns, and return both results. The second one's exchanges start first.
+
+    What has arrived for one iteration is not used before the other's exchanges can start, so that these overlap with
+    that computation.
+    """
+    computing, waiting = first, second
     waiting.compute()
-    while one.unfinished or other.unfinished:
+    while first.is_unfinished or second.is_unfinished:
         hold(computing.env, computing.arrived, waiting.env, waiting.leaving)
         waiting.send()
         computing.compute()
         computing, waiting = waiting, computing
-    return one.result(), other.result()
+    return first.result(), second.result()
 
 
-def hold(one: dict[Any, Any], held: Iterable[Any], other: dict[Any, Any], until: Iterable[Any]) -> None:
-    """Holds variables of one environment until those of another are there."""
-    held, until = list(held), list(until)
-    if held and until:
-        here, there = lax.optimization_barrier(([one[v] for v in held], [other[v] for v in until]))
-        one.update(zip(held, here, strict=True))
-        other.update(zip(until, there, strict=True))
+def hold(env: dict[Any, Any], delayed: Iterable[Any], until_env: dict[Any, Any], until: Iterable[Any]) -> None:
+    """Delay the variables `delayed` of one environment until the variables `until` of another are computed."""
+    delayed, until = list(delayed), list(until)
+    if delayed and until:
+        # One barrier returns both: XLA cannot use any of its results before all of its operands exist.
+        held_values, until_values = lax.optimization_barrier(([env[v] for v in delayed], [until_env[v] for v in until]))
+        env.update(zip(delayed, held_values, strict=True))
+        until_env.update(zip(until, until_values, strict=True))

@@ -1,4 +1,11 @@
-"""A sliced loss as one program: its pieces run in order forwards, and in reverse backwards."""
+"""A sliced loss as one program: its pieces run in order forwards, and in reverse backwards.
+
+    values of inputs  -> piece 0 -> piece 1 -> ... ->  outputs        forward: fills an environment, writes a tape
+    cotangents        <- piece 0 <- piece 1 <- ... <-  seeds          backward: reads the tape, accumulates gradients
+
+An *environment* has a value for each variable of the whole program. The *tape* has, for each piece, the values of its
+inputs and what its forward saved.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,11 +23,20 @@ from .rolling.loops import RolledLoop
 
 @dataclass(frozen=True)
 class Program:
-    """A loss as pieces. `inputs` are the variables of the constants and of all that is not a parameter.
+    """A loss as pieces.
 
-    `uses` has for each parameter leaf one entry a use: whether a stack slices it there. `main` is the stack that a
-    pipeline cuts; `loops` what became of Python loops over layers; `coupled` says whether the loss of a row depends on
-    other rows; `groups` has, of a program that was cut, the equations of each piece.
+    Attributes:
+      pieces: segments and stacks, in order.
+      eqns: the equations of the whole loss, before it was cut.
+      consts: the arrays that it closes over.
+      leaves: the variables of the parameter leaves.
+      inputs: the variables of the constants, and of all inputs that are not parameters.
+      outputs: its results, variables or literals.
+      uses: for each parameter leaf one bool for each use: whether a stack slices it there.
+      main: the stack that a pipeline cuts into stages.
+      loops: what became of Python loops over layers.
+      coupled: whether the loss of a row depends on other rows.
+      groups: the equations of each piece, for a program of `cut_program`.
     """
 
     pieces: tuple[Segment | Stack, ...]
@@ -37,8 +53,8 @@ class Program:
 
     @property
     def unrolled(self) -> tuple[tuple[int, str], ...]:
-        """Loops whose layers run one by one, all or some: their first leaf, and the first difference."""
-        return tuple((loop.leaf, loop.why) for loop in self.loops if loop.why is not None)
+        """Loops with layers that run one by one: the first leaf of each, and the first difference between layers."""
+        return tuple((loop.leaf, loop.difference) for loop in self.loops if loop.difference is not None)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -46,14 +62,17 @@ class Program:
         return tuple(p for p in self.pieces if isinstance(p, Stack))
 
     def in_flight(self, access: Sender, leaves: Sequence[Any]) -> Flights:
-        """What is in flight before the first microbatch, by the number of the piece; empty where nothing ever is."""
-        flights = {at: p.in_flight(access, leaves) for at, p in enumerate(self.pieces) if isinstance(p, Stack)}
-        return {at: flight for at, flight in flights.items() if flight is not None}
+        """Return the `InFlight` of each stack before the first microbatch, by the number of the piece.
+
+        A stack whose loops send nothing for other iterations has no entry.
+        """
+        flights = {i: p.in_flight(access, leaves) for i, p in enumerate(self.pieces) if isinstance(p, Stack)}
+        return {i: flight for i, flight in flights.items() if flight is not None}
 
     def landed(self, access: Access, flights: Flights, grads: list[Any]) -> list[Any]:
-        """Gradients with those added that are in flight after the last microbatch."""
-        for at, flight in flights.items():
-            stack = self.pieces[at]
+        """Return the gradients with those added that are pending after the last microbatch."""
+        for i, flight in flights.items():
+            stack = self.pieces[i]
             assert isinstance(stack, Stack)
             grads = stack.landed(access, flight, grads)
         return grads
@@ -66,9 +85,17 @@ class Program:
         grad: bool = False,
         flights: Flights | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Outputs for the values of `inputs` (constants aside), and the tape that `backward` reads.
+        """Run the loss on one microbatch.
 
-        `flights` have what is in flight before and, when this returns, after: with `grad` alone.
+        Args:
+          access: how leaves are fetched.
+          leaves: the stored value of every parameter leaf.
+          values: the values of `inputs`, constants aside.
+          grad: whether a backward follows.
+          flights: the state of stacks that communicate for other iterations, updated in place; with `grad` alone.
+
+        Returns:
+          The outputs, and the tape that `backward` reads.
         """
         env = self.environment(values)
         tape = forward(self.pieces, access, leaves, env, grad, flights)
@@ -83,19 +110,28 @@ class Program:
         into: Sequence[jax.Array | None],
         flights: Flights | None = None,
     ) -> list[jax.Array | None]:
-        """`into` with the gradient of each leaf added, as given; None stays where the loss does not depend on it.
+        """Accumulate the gradients of one microbatch.
 
-        `seeds` holds the cotangents of some outputs, by position; `into` one accumulator a leaf, or None for the first;
-        `flights` are as `forward` left them, and then what is in flight after this.
+        Args:
+          access: how leaves are fetched and gradients given.
+          leaves: the stored value of every parameter leaf.
+          tape: the second result of `forward`.
+          seeds: cotangents of outputs, by position.
+          into: one accumulated gradient for each leaf; None for zero.
+          flights: as `forward` left them; updated in place.
+
+        Returns:
+          `into` with this microbatch's gradients added, in the form in which they are given. None stays where the loss
+          does not depend on the leaf.
         """
         return backward(self.pieces, access, leaves, tape, self.seeded(seeds), into, flights)
 
     def environment(self, values: Sequence[Any]) -> dict[Any, Any]:
-        """The values of the variables that are there before any piece has run."""
+        """Return the values of the variables that exist before any piece runs."""
         return dict(zip(self.inputs, [*self.consts, *values], strict=True))
 
     def seeded(self, seeds: dict[int, jax.Array]) -> dict[Any, Any]:
-        """Cotangents by variable from cotangents by position of the output."""
+        """Return cotangents by variable, from cotangents by position of the output."""
         return {self.outputs[i]: seed for i, seed in seeds.items() if not jx.is_literal(self.outputs[i])}
 
     def depends(self, sources: Sequence[Any], position: int, stop: frozenset[str] = frozenset()) -> bool:
@@ -104,9 +140,10 @@ class Program:
         return not jx.is_literal(atom) and atom in jx.depends(self.eqns, sources, jx.reduces(stop))
 
     def only(self, position: int) -> Callable[[Sequence[Any]], jax.Array]:
-        """One output, which does not depend on the parameters, as a function of the inputs (constants aside)."""
-        out = [self.outputs[position]]
-        fun = jx.run(jx.live(jx.needed(self.eqns, out), out), self.inputs, out)
+        """Return one output, which may not depend on parameters, as a function of the inputs (constants aside)."""
+        # `needed` drops equations with effects too: this runs in addition to the program.
+        output = [self.outputs[position]]
+        fun = jx.run(jx.live(jx.needed(self.eqns, output), output), self.inputs, output)
         return lambda values: fun(*self.consts, *values)[0]
 
 
@@ -118,22 +155,31 @@ def forward(
     grad: bool,
     flights: Flights | None = None,
 ) -> list[Any]:
-    """Runs some pieces, and returns the tape that `backward` reads.
+    """Run some pieces, and return the tape that `backward` reads.
 
-    `env` has the value of each variable that the pieces read; the values that they compute are added to it. `flights`,
-    by the number of the piece, become those after.
+    Args:
+      pieces: the pieces, in order.
+      access: how leaves are fetched.
+      leaves: the stored value of every parameter leaf.
+      env: the value of each variable that the pieces read; the values that they compute are added.
+      grad: whether a backward follows.
+      flights: `InFlight` by the number of the piece, updated in place.
     """
     tape, flights = [], {} if flights is None else flights
-    seen: set[int] = set()
-    for at, piece in enumerate(pieces):
+    leaves_read: set[int] = set()
+    for i, piece in enumerate(pieces):
         inputs = [read(env, v) for v in piece.inputs]
-        mine = _again(leaves, seen & set(piece.unit.leaves), inputs, piece.unit.linear)
-        if isinstance(piece, Stack) and at in flights:
-            outs, saved, flights[at] = piece.forward(access, mine, inputs, grad, flight=flights[at])
+        # 1. Tied weights: a leaf that an earlier piece has read is fetched again.
+        tied = leaves_read & set(piece.unit.leaves)
+        ordered_leaves = _delay_leaves(leaves, tied, inputs, piece.unit.linear)
+        # 2. Run the piece. Its state in `flights` becomes the one after this loop.
+        if isinstance(piece, Stack) and i in flights:
+            outputs, saved, flights[i] = piece.forward(access, ordered_leaves, inputs, grad, flight=flights[i])
         else:
-            outs, saved = piece.forward(access, mine, inputs, grad)
-        seen.update(piece.unit.leaves)
-        env.update(zip(piece.outputs, outs, strict=True))
+            outputs, saved = piece.forward(access, ordered_leaves, inputs, grad)
+        # 3. Store what it computed and what its backward needs.
+        leaves_read.update(piece.unit.leaves)
+        env.update(zip(piece.outputs, outputs, strict=True))
         tape.append((inputs, saved))
     return tape
 
@@ -147,49 +193,65 @@ def backward(
     into: Sequence[jax.Array | None],
     flights: Flights | None = None,
 ) -> list[jax.Array | None]:
-    """`into`, one accumulator for each leaf, with the gradients of some pieces added.
+    """Run the backwards of some pieces, last piece first.
 
-    `cts` has the cotangent of each variable that the pieces compute; those of the variables that they read are added to
-    it. `flights` are as in `forward`.
+    Args:
+      pieces: the pieces, in the order of the forward.
+      access: how leaves are fetched and gradients given.
+      leaves: the stored value of every parameter leaf.
+      tape: the result of `forward`.
+      cts: the cotangents of variables that the pieces compute. Cotangents of the variables that they read are added.
+      into: one accumulated gradient for each leaf; None for zero.
+      flights: `InFlight` by the number of the piece, updated in place.
+
+    Returns:
+      `into` with the pieces' gradients added.
     """
     grads, flights = list(into), {} if flights is None else flights
-    for at, (piece, (inputs, saved)) in reversed([*enumerate(zip(pieces, tape, strict=True))]):
-        active = [v for v, on in zip(piece.outputs, piece.unit.active, strict=True) if on]
+    for i, (piece, (inputs, saved)) in reversed([*enumerate(zip(pieces, tape, strict=True))]):
+        # 1. Skip a piece on which the seeded outputs do not depend.
+        active = [v for v, is_active in zip(piece.outputs, piece.unit.active, strict=True) if is_active]
         if not any(v in cts for v in active):
-            if isinstance(piece, Stack) and at in flights:
-                flights[at] = piece.skipped(access, leaves, flights[at])
+            # The next loop of a skipped stack is a forward again: its first layer is fetched.
+            if isinstance(piece, Stack) and i in flights:
+                flights[i] = piece.skipped(access, leaves, flights[i])
             continue
-        # pop: a value that two pieces write (what two stacks read whole) has a cotangent for each, to be used once.
-        given = [cts.pop(v) if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
-        args = (access, leaves, inputs, saved, given, [grads[i] for i in piece.unit.leaves])
-        if isinstance(piece, Stack) and at in flights:
-            totals, ct_inputs, flights[at] = piece.backward(*args, flight=flights[at])
+        # 2. Collect the cotangents of its outputs. They are popped: two pieces may write one variable (a value that two
+        # stacks read whole), and each of them takes its own cotangent.
+        ct_outputs = [cts.pop(v) if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
+        # 3. Run its backward.
+        args = (access, leaves, inputs, saved, ct_outputs, [grads[leaf] for leaf in piece.unit.leaves])
+        if isinstance(piece, Stack) and i in flights:
+            totals, ct_inputs, flights[i] = piece.backward(*args, flight=flights[i])
         else:
             totals, ct_inputs = piece.backward(*args)
-        for i, total in zip(piece.unit.leaves, totals, strict=True):
-            grads[i] = total
-        linear = [v for v, on in zip(piece.inputs, piece.unit.linear, strict=True) if on]
+        # 4. Store the gradients, and add up the cotangents of its inputs.
+        for leaf, total in zip(piece.unit.leaves, totals, strict=True):
+            grads[leaf] = total
+        linear = [v for v, is_linear in zip(piece.inputs, piece.unit.linear, strict=True) if is_linear]
         for var, ct in zip(linear, ct_inputs, strict=True):
             if not jx.is_literal(var):
                 cts[var] = add(cts.get(var), ct)
     return grads
 
 
-def _again(leaves: Sequence[Any], which: set[int], inputs: list[Any], linear: Sequence[bool]) -> Sequence[Any]:
-    """The leaves, where those in `which`, which an earlier piece has read too (tied weights), wait for the `inputs`.
+def _delay_leaves(leaves: Sequence[Any], delayed: set[int], inputs: list[Any], linear: Sequence[bool]) -> Sequence[Any]:
+    """Return the leaves, where the `delayed` ones wait for a piece's linear inputs.
 
-    If they did not, the compiler would fetch them once and hold them whole from their first use to their last.
+    Without the barrier, the compiler would merge the fetches of a tied weight, and hold it whole from its first use to
+    its last.
     """
-    after = [x for x, on in zip(inputs, linear, strict=True) if on]
-    if not which or not after:
+    linear_inputs = [x for x, is_linear in zip(inputs, linear, strict=True) if is_linear]
+    # Without linear inputs, there is no value to wait for.
+    if not delayed or not linear_inputs:
         return leaves
-    out = list(leaves)
-    held, _ = lax.optimization_barrier(([leaves[i] for i in sorted(which)], after))
-    for i, leaf in zip(sorted(which), held, strict=True):
-        out[i] = leaf
-    return out
+    ordered_leaves = list(leaves)
+    barred, _ = lax.optimization_barrier(([leaves[i] for i in sorted(delayed)], linear_inputs))
+    for i, leaf in zip(sorted(delayed), barred, strict=True):
+        ordered_leaves[i] = leaf
+    return ordered_leaves
 
 
 def read(env: dict[Any, Any], atom: Any) -> Any:
-    """The value of a variable or literal."""
+    """Return the value of a variable or literal."""
     return jx.array_of(atom) if jx.is_literal(atom) else env[atom]

@@ -1,14 +1,14 @@
-"""The loss of several groups of rows as one program, layer by layer side by side.
+"""The loss of several groups of rows as one program, whose layers run side by side.
 
-A rank that waits for a collective of one group of rows has another group to compute: their equations stand beside each
-other, and take turns to send (Wang et al. 2024, "Domino: eliminating communication in LLM training via generic tensor
-slicing and overlapping", section 3.2, on rows):
+While a rank waits for a collective of one group of rows, it can compute another group. So the equations of the groups
+stand next to each other in the program, and the groups take turns to send (Wang et al. 2024, "Domino: eliminating
+communication in LLM training via generic tensor slicing and overlapping", section 3.2, on rows):
 
     group 1    compute | gather  | compute | scatter | compute
     group 2              compute | gather  | compute | scatter | compute
 
-What depends on parameters alone is there once, so that a layer is fetched once for all of them, and its gradients are
-added up before they are given. Mathematically the groups are microbatches.
+A value that depends on parameters alone is computed once. So a layer is fetched once for all groups, and its gradients
+are added up before they are given. Mathematically the groups are microbatches.
 """
 
 from __future__ import annotations
@@ -26,92 +26,113 @@ from ..program.primitives import PRODUCTS
 from ..program.walk import propagate
 from .loop import hold
 
-_COMBINED = ("all-gather", "all-reduce", "reduce-scatter")  # XLA makes one of several
+_COMBINED = ("all-gather", "all-reduce", "reduce-scatter")  # XLA may combine several of one kind into one
 
 
-class _Each(tuple[Any, ...]):
-    """A value of each group."""
+class _PerGroup(tuple[Any, ...]):
+    """The values of one variable in all groups; empty for a variable whose equation has not run yet."""
 
 
-jax.tree_util.register_pytree_node(_Each, lambda x: (tuple(x), None), lambda _, items: _Each(items))
+jax.tree_util.register_pytree_node(_PerGroup, lambda x: (tuple(x), None), lambda _, items: _PerGroup(items))
 
 
 def side_by_side(flat: jx.Flat, shared: int, sums: int, groups: int, axes: Mapping[str, int]) -> jx.Flat:
-    """The program of several groups of rows.
+    """Return the program of several groups of rows.
 
     Args:
       flat: the program of one group.
-      shared: so many of its inputs, the first, are the same for all; each other one becomes those of all groups.
-      sums: so many of its outputs, the first, are added up. Raises ValueError where others depend on a group.
-      groups: their number.
-      axes: mesh axes that the program may name.
+      shared: the number of inputs, the first ones, that are the same for all groups. Each later input becomes one input
+        for each group.
+      sums: the number of outputs, the first ones, that are added up over the groups.
+      groups: the number of groups.
+      axes: mesh axes that the program may name, name -> size.
+
+    Raises:
+      ValueError: another output depends on the group.
     """
 
-    def run(*values: Any) -> list[Any]:
-        each = [_Each(values[i : i + groups]) for i in range(shared, len(values), groups)]
-        outs = _run(flat, [*values[:shared], *each], groups)
-        if any(isinstance(x, _Each) for x in outs[sums:]):
+    def combined(*values: Any) -> list[Any]:
+        grouped = [_PerGroup(values[i : i + groups]) for i in range(shared, len(values), groups)]
+        outputs = _run(flat, [*values[:shared], *grouped], groups)
+        if any(isinstance(x, _PerGroup) for x in outputs[sums:]):
             raise ValueError(
-                f"concurrent={groups} runs {groups} microbatches at once, and the loss gives variables, as BatchNorm's "
-                "running statistics, from one to the next; leave concurrent out"
+                f"concurrent={groups} runs {groups} microbatches at once, and the loss passes variables, such as "
+                "BatchNorm's running statistics, from one to the next; leave concurrent out"
             )
-        add = lambda x: sum(x[1:], x[0]) if isinstance(x, _Each) else x * groups
-        return [add(x) for x in outs[:sums]] + outs[sums:]
+        # An output that does not depend on the group counts once for each group, as it would in each microbatch.
+        add = lambda x: sum(x[1:], x[0]) if isinstance(x, _PerGroup) else x * groups
+        return [add(x) for x in outputs[:sums]] + outputs[sums:]
 
     abstract = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
-    return jx.trace(run, *abstract[:shared], *(x for x in abstract[shared:] for _ in range(groups)), axes=dict(axes))[0]
+    grouped_args = (x for x in abstract[shared:] for _ in range(groups))
+    return jx.trace(combined, *abstract[:shared], *grouped_args, axes=dict(axes))[0]
 
 
-def _run(program: Any, values: Sequence[Any], groups: int, layer: bool = False) -> list[Any]:
+def _run(program: Any, values: Sequence[Any], groups: int, is_layer: bool = False) -> list[Any]:
+    """Run a program on values, where some are `_PerGroup`.
+
+    Equations without such values run once. The others are collected until the next scan, and then run for all groups,
+    so that `_compute_groups` can choose their order.
+    """
     env = jx.Environment.of(program, values)
     jaxpr, _ = jx.opened(program)
-    todo: list[Any] = []  # equations of each group
+    pending: list[Any] = []  # equations that run for each group
     for eqn in jaxpr.eqns:
-        if not any(isinstance(x, _Each) for x in env.read(eqn.invars)):
+        if not any(isinstance(x, _PerGroup) for x in env.read(eqn.invars)):
             env.compute(eqn)
         elif eqn.primitive.name == "scan":
-            _compute_each(todo, env, groups, layer)
-            todo.clear()
-            env.compute(eqn, lambda eqn, ins: _scan(eqn, ins, groups))
+            # The scan needs the values of its operands now.
+            _compute_groups(pending, env, groups, is_layer)
+            pending.clear()
+            env.compute(eqn, lambda eqn, inputs: _scan(eqn, inputs, groups))
         else:
-            todo.append(eqn)
-            env.update((v, _Each()) for v in eqn.outvars)
-    _compute_each(todo, env, groups, layer)
+            # The mark tells later equations that their operand differs between groups.
+            pending.append(eqn)
+            env.update((v, _PerGroup()) for v in eqn.outvars)
+    _compute_groups(pending, env, groups, is_layer)
     return env.read(jaxpr.outvars)
 
 
 def _compute(eqns: Sequence[Any], env: jx.Environment[Any]) -> None:
+    """Run equations in an environment."""
     for eqn in eqns:
         env.compute(eqn)
 
 
-def _compute_each(eqns: Sequence[Any], env: jx.Environment[Any], groups: int, layer: bool) -> None:
-    """Equations of each group: of a `layer` those of one until it has sent, then those of the next.
+def _compute_groups(eqns: Sequence[Any], env: jx.Environment[Any], groups: int, is_layer: bool) -> None:
+    """Run equations for each group; in a layer, the groups take turns at each collective.
 
-    Of what a group has received nothing is computed before what the next one sends can start. Else XLA makes one
-    collective of what several send, beside which none of them computes (jax 0.10.2). All-to-alls it leaves apart.
+    In turn, a group sends and then the previous group computes. What a group has received is held back until the next
+    group's collective can start. Otherwise XLA combines the collectives of several groups into one, and no group
+    computes meanwhile (jax 0.10.2). It does not combine all-to-alls.
     """
-    own = lambda x, group: x[group] if isinstance(x, _Each) and x else x
-    envs = [jx.Environment({v: own(x, group) for v, x in env.items()}) for group in range(groups)]
-    computes, arrived, last = list[Any](), list[Any](), envs[-1]
-    for sends, following in _phases(eqns) if layer else [([], eqns)]:
-        for one in envs:
+    value_of = lambda x, group: x[group] if isinstance(x, _PerGroup) and x else x
+    envs = [jx.Environment({v: value_of(x, group) for v, x in env.items()}) for group in range(groups)]
+    # What the previous group in the turn has received, and what it computes from that.
+    computes, arrived, previous = list[Any](), list[Any](), envs[-1]
+    for sends, following in _phases(eqns) if is_layer else [([], eqns)]:
+        for group_env in envs:
+            # 1. Delay what the previous group computes until this group's collective can start.
             if sends:
-                hold(last, filter(_floats, arrived), one, filter(_floats, sends[0].invars))
-            _compute(sends, one)
-            _compute(computes, last)
+                hold(previous, filter(_is_float, arrived), group_env, filter(_is_float, sends[0].invars))
+            # 2. Send for this group, and compute for the previous one.
+            _compute(sends, group_env)
+            _compute(computes, previous)
+            # 3. This group is the previous one of the next turn.
             arrived = [v for eqn in sends if PRIMITIVES.get(eqn.primitive.name) in _COMBINED for v in eqn.outvars]
-            computes, last = following, one
-    _compute(computes, last)
-    env.update((v, _Each(one[v] for one in envs)) for eqn in eqns for v in eqn.outvars)
+            computes, previous = following, group_env
+    # The last group's computation has no collective to overlap with.
+    _compute(computes, previous)
+    env.update((v, _PerGroup(group_env[v] for group_env in envs)) for eqn in eqns for v in eqn.outvars)
 
 
-def _floats(v: Any) -> bool:
+def _is_float(v: Any) -> bool:
+    """Whether an atom is a floating-point or complex variable."""
     return not jx.is_literal(v) and jnp.issubdtype(v.aval.dtype, jnp.inexact)
 
 
 def _phases(eqns: Sequence[Any]) -> list[tuple[list[Any], list[Any]]]:
-    """What is sent, and what is then computed before there is more to send that follows from a product."""
+    """Split equations into phases: what a group sends, and what it computes until it sends a product's result."""
     phases: list[tuple[list[Any], list[Any]]] = [([], [])]
     for eqn in eqns:
         sends, computes = phases[-1]
@@ -120,26 +141,32 @@ def _phases(eqns: Sequence[Any]) -> list[tuple[list[Any], list[Any]]]:
         elif not sends or jx.communicates(computes, PRODUCTS):
             phases.append(([eqn], []))
         else:
+            # Without a product since the last collective, there is nothing to overlap with: both are one phase.
             sends += [*computes, eqn]
             computes.clear()
     return phases
 
 
-def _scan(eqn: Any, ins: Sequence[Any], groups: int) -> list[Any]:
+def _scan(eqn: Any, inputs: Sequence[Any], groups: int) -> list[Any]:
+    """Run a scan on inputs, where some are `_PerGroup`, with all groups in its body."""
     parts = jx.scan_parts(eqn)
     n, k = len(parts.consts), len(parts.carry)
-    apart = _apart(eqn, [isinstance(x, _Each) for x in ins])
-    spread = lambda x, on: x if isinstance(x, _Each) or not on else _Each([x] * groups)
+    varies = _varies(eqn, [isinstance(x, _PerGroup) for x in inputs])
+    # A carry that differs between groups after a layer is one value for each group from the beginning.
+    spread = lambda x, varies: x if isinstance(x, _PerGroup) or not varies else _PerGroup([x] * groups)
 
     def layer(program: Any, values: Sequence[Any], state: Any) -> tuple[Any, list[Any]]:
-        outs = _run(program, values, groups, layer=True)
-        return state, list(map(spread, outs, apart))
+        outputs = _run(program, values, groups, is_layer=True)
+        return state, list(map(spread, outputs, varies))
 
-    return jx.rerun(eqn, [*ins[:n], *map(spread, ins[n : n + k], apart), *ins[n + k :]], layer)[1]
+    return jx.rerun(eqn, [*inputs[:n], *map(spread, inputs[n : n + k], varies), *inputs[n + k :]], layer)[1]
 
 
-def _apart(eqn: Any, ins: list[bool]) -> list[bool]:
-    """Which results of an equation differ from group to group: of a call or a branch all, of a loop those that do."""
-    run = lambda program, ins, _: through(program, ins, _apart, False)
-    looped = propagate(eqn, ins, run, bool.__or__) if eqn.primitive.name == "scan" else None
-    return looped or [any(ins)] * len(eqn.outvars)
+def _varies(eqn: Any, inputs: list[bool]) -> list[bool]:
+    """Return which results of an equation differ between groups, given which inputs do.
+
+    For a call or a branch: all results, if any input differs. For a loop: the results that depend on such an input.
+    """
+    inside = lambda program, inputs, _: through(program, inputs, _varies, False)
+    looped = propagate(eqn, inputs, inside, bool.__or__) if eqn.primitive.name == "scan" else None
+    return looped or [any(inputs)] * len(eqn.outvars)

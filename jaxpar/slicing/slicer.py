@@ -1,12 +1,15 @@
-"""Find the layer stacks of a traced loss, and cut it into pieces.
+"""Find the layer stacks of a traced loss, and cut the loss into pieces.
 
-The loss is that of the rows of one microbatch of one replica. Its `scan`s whose scanned inputs are parameters
-(`nnx.scan`, `nn.scan`, `lax.scan` give them) are the layer stacks; between two stacks lies a segment:
+The loss is computed for the rows of one microbatch on one replica. Its layer stacks are the `scan`s whose scanned
+inputs are parameters (`nnx.scan`, `nn.scan`, `lax.scan`). Between two stacks lies a segment:
 
     segment | stack | segment | stack | ... | segment        (prologue | layers | epilogue for one stack)
 
-What depends on parameters alone is computed not where the model wrote it but where it is used, so that no whole weight
-is kept from one piece to another.
+A value that depends on parameters alone is computed where it is used, not where the model wrote it. So no whole weight
+is kept from one piece to another. Such values are called *floating*.
+
+`slice_program` cuts at the stacks. `cut_program` cuts into groups of equations that its caller chooses: the stages of a
+pipeline over a flat program.
 """
 
 import math
@@ -29,37 +32,44 @@ from .units import Unit
 
 @dataclass(frozen=True)
 class Slicing:
-    """What the slicer is told of a program's parameters, which are its first inputs, and of what to keep.
+    """The slicer's options: a description of the parameters, which are the first inputs, and what to save.
 
     Attributes:
       params: shapes of the whole parameter leaves, abstract.
       sharded: for each leaf, the dim that is sharded at rest, along which no stack can slice it; None for no dim.
-      own: for each leaf, whether the stages of a pipeline own its layers; empty without a pipeline. The stack with most
-        of them is cut into stages, and slices no others; no other stack slices them.
+      staged: for each leaf, whether the stages of a pipeline divide its layers; empty without a pipeline. The stack
+        that reads most elements of these leaves is cut into stages. It slices no other leaves, and no other stack
+        slices these.
       axes: mesh axes that the program may name, name -> size.
       remat: "none" (the model's own), "layer", "twice", "dots" or a `jax.checkpoint` policy, for each layer of a stack;
-        or "auto", what `choices` say.
-      choices: of each stack what becomes of what its layers save (`Residuals.kept`); `otherwise` where there are none.
+        or "auto": `choices` decide.
+      choices: for each stack, what becomes of the values that its layers save (`Residuals.kept`).
+      default_choice: the same for all stacks, if `choices` is empty.
     """
 
     params: Sequence[Any]
     sharded: Sequence[int | None]
-    own: Sequence[bool] = ()
+    staged: Sequence[bool] = ()
     axes: Mapping[str, int] = field(default_factory=dict)
     remat: Any = "none"
     choices: tuple[str, ...] = ()
-    otherwise: str = "s"
+    default_choice: str = "s"
 
     @property
     def policy(self) -> Any:
-        """See `Unit`."""
+        """The `jax.checkpoint` policy of `remat`, as in `Unit`."""
         return self.remat if callable(self.remat) else _POLICIES[self.remat]
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What is known of a program's variables: the numbers of the leaves, which others depend on them, the equations of
-    those that depend on nothing else, and which are constants.
+class _Variables:
+    """The roles of a program's variables.
+
+    Attributes:
+      leaves: the number of each parameter leaf.
+      active: the variables that have a derivative by a leaf.
+      floating: the equations that depend on leaves alone, by the variables that they define.
+      constants: the variables of arrays that the program closed over.
     """
 
     leaves: dict[Any, int]
@@ -68,236 +78,366 @@ class _Known:
     constants: set[Any]
 
 
-Reads = dict[int, tuple[Slice, Chain]]  # of a scan: what it reads of leaves, by the position among what it scans
+Reads = dict[int, tuple[Slice, Chain]]  # what a scan reads of leaves, by the position among its scanned inputs
 
 
-def slice_program(flat: jx.Flat, how: Slicing) -> Program:
+def slice_program(flat: jx.Flat, slicing: Slicing) -> Program:
     """Cut a program into segments and layer stacks."""
+    # 1. Sort the variables, and find what each scan reads.
     eqns = jx.live(flat.eqns, flat.outvars)
-    leaves = flat.invars[: len(how.params)]
+    leaves = flat.invars[: len(slicing.params)]
     index = {v: i for i, v in enumerate(leaves)}
-    known = _Known(index, jx.active(eqns, leaves), _floating(eqns, leaves), set(flat.constvars))
-    ordered = [e for e in eqns if not any(v in known.floating for v in e.outvars)]
-    found, main = _scanned([e for e in ordered if e.primitive.name == "scan"], known, how)
+    # Floating equations are in no group: each piece that reads their results gets a copy of them.
+    variables = _Variables(index, jx.active(eqns, leaves), _floating(eqns, leaves), set(flat.constvars))
+    ordered = [e for e in eqns if not any(v in variables.floating for v in e.outvars)]
+    reads_by_scan, main_scan = _find_stacks([e for e in ordered if e.primitive.name == "scan"], variables, slicing)
 
+    # 2. Group the equations: segments have even numbers, stacks odd ones.
     groups: list[list[Any]] = [[]]
     for eqn in ordered:
-        if found.get(id(eqn)):
+        if reads_by_scan.get(id(eqn)):
             groups += [[eqn], []]
         else:
             groups[-1].append(eqn)
 
+    # 3. Build the pieces from the last to the first, since a piece returns what later pieces read.
     pieces: list[Segment | Stack] = []
-    cut: Stack | None = None
-    wanted = dict.fromkeys(v for v in flat.outvars if not jx.is_literal(v))
+    main: Stack | None = None
+    needed = dict.fromkeys(v for v in flat.outvars if not jx.is_literal(v))
     for number in reversed(range(len(groups))):
         piece: Segment | Stack | None
         if number % 2:
             eqn = groups[number][0]
-            piece = _stack(eqn, found[id(eqn)], known, how, number // 2)
-            cut = piece if eqn is main else cut
+            piece = _stack(eqn, reads_by_scan[id(eqn)], variables, slicing, number // 2)
+            main = piece if eqn is main_scan else main
         else:
             defined = {v for e in groups[number] for v in e.outvars}
-            # What comes from parameters alone and a stack reads whole is computed by the segment before that stack.
-            outputs = [v for v in wanted if v in defined or v in index or v in known.floating]
-            epilogue = number > 0 and number == len(groups) - 1
-            piece = _segment(groups[number], outputs, known, epilogue)
+            # A floating value that a stack reads whole is computed by the segment before that stack.
+            outputs = [v for v in needed if v in defined or v in index or v in variables.floating]
+            is_epilogue = number > 0 and number == len(groups) - 1
+            piece = _segment(groups[number], outputs, variables, is_epilogue)
         if piece is not None:
-            wanted = {v: None for v in wanted if v not in set(piece.outputs)}
-            wanted.update((v, None) for v in piece.inputs if not jx.is_literal(v))
+            needed = {v: None for v in needed if v not in set(piece.outputs)}
+            needed.update((v, None) for v in piece.inputs if not jx.is_literal(v))
             pieces.insert(0, piece)
-    return _program(flat, eqns, leaves, pieces, cut)
+    return _program(flat, eqns, leaves, pieces, main)
 
 
 def _program(
-    flat: jx.Flat, eqns: Sequence[Any], leaves: Sequence[Any], pieces: Sequence[Segment | Stack], *cut: Any
+    flat: jx.Flat, eqns: Sequence[Any], leaves: Sequence[Any], pieces: Sequence[Segment | Stack], *main: Any
 ) -> Program:
+    """Assemble the program of some pieces."""
     uses = tuple(tuple(isinstance(p, Stack) for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
     inputs = (*flat.constvars, *flat.invars[len(leaves) :])
-    return Program(tuple(pieces), tuple(eqns), flat.consts, tuple(leaves), inputs, tuple(flat.outvars), uses, *cut)
+    return Program(tuple(pieces), tuple(eqns), flat.consts, tuple(leaves), inputs, tuple(flat.outvars), uses, *main)
 
 
 Groups = Callable[[Sequence[Any], Sequence[frozenset[int]]], list[list[Any]]]
 
 
-def cut_program(flat: jx.Flat, how: Slicing, groups: Groups) -> Program:
-    """Cut a program into one segment for each of the groups into which `groups` divides its equations, in order.
+def cut_program(flat: jx.Flat, slicing: Slicing, groups: Groups) -> Program:
+    """Cut a program into one segment for each group of its equations.
 
-    What follows from parameters alone, or cheaply from the program's other inputs alone, is computed in each segment
-    that reads it; `groups` gets the other equations, and the numbers of the parameters that each reads. A segment of
-    which nobody reads anything has no outputs. `how.remat` is that of each segment as a whole.
+    A value that follows from parameters alone, or cheaply from the program's other inputs alone, is computed in each
+    segment that reads it. A segment whose results nobody reads has no outputs.
+
+    Args:
+      flat: the program.
+      slicing: its parameters; `slicing.remat` applies to each segment as a whole.
+      groups: `groups(equations, leaves that each reads)` returns the other equations in groups, in order.
     """
-    flat = flat if how.remat == "none" else _without_remats(flat)
+    # 1. Sort the variables. The model's own rematerialisation is removed where each segment has another one.
+    flat = flat if slicing.remat == "none" else _without_remats(flat)
     eqns = jx.live(flat.eqns, flat.outvars)
-    leaves = flat.invars[: len(how.params)]
+    leaves = flat.invars[: len(slicing.params)]
     index = {v: i for i, v in enumerate(leaves)}
-    given = [*flat.constvars, *flat.invars[len(leaves) :]]
-    floating = _floating(eqns, given, lambda eqn: eqn.primitive.name not in _DEAR) | _floating(eqns, leaves)
-    known = _Known(index, jx.active(eqns, leaves), floating, set(flat.constvars))
-    through: dict[Any, frozenset[int]] = {v: frozenset([i]) for v, i in index.items()}
+    inputs = [*flat.constvars, *flat.invars[len(leaves) :]]
+    is_cheap = lambda eqn: eqn.primitive.name not in _EXPENSIVE
+    floating = _floating(eqns, inputs, is_cheap) | _floating(eqns, leaves)
+    variables = _Variables(index, jx.active(eqns, leaves), floating, set(flat.constvars))
+
+    # 2. Find the leaves that each equation reads, directly or through floating values, and group the equations.
+    leaves_of: dict[Any, frozenset[int]] = {v: frozenset([i]) for v, i in index.items()}
     ordered: list[tuple[Any, frozenset[int]]] = []
-    for eqn in _made_whole_early(eqns):
-        read = frozenset[int]().union(*(through.get(v, ()) for v in eqn.invars if not jx.is_literal(v)))
+    for eqn in _replicate_early(eqns):
+        leaves_read = frozenset[int]().union(*(leaves_of.get(v, ()) for v in eqn.invars if not jx.is_literal(v)))
         if any(v in floating for v in eqn.outvars):
-            through.update((v, read) for v in eqn.outvars)
+            leaves_of.update((v, leaves_read) for v in eqn.outvars)
         else:
-            ordered.append((eqn, read))
-    parts = groups([eqn for eqn, _ in ordered], [read for _, read in ordered])
+            ordered.append((eqn, leaves_read))
+    # The caller chooses the stages by the equations, and by the parameters that they read.
+    parts = groups([eqn for eqn, _ in ordered], [leaves_read for _, leaves_read in ordered])
+
+    # 3. Build the segments from the last to the first.
     pieces: list[Segment | Stack] = []
-    wanted = dict.fromkeys(v for v in flat.outvars if not jx.is_literal(v))
+    needed = dict.fromkeys(v for v in flat.outvars if not jx.is_literal(v))
     for number in reversed(range(len(parts))):
         defined = {v for e in parts[number] for v in e.outvars}
-        last = number == len(parts) - 1
-        outputs = [v for v in wanted if v in defined or (last and (v in index or v in floating))]
-        piece = _segment(parts[number], outputs, known, False, how)
+        is_last = number == len(parts) - 1
+        # An output of the program that is a parameter, or follows from parameters alone, belongs to the last stage.
+        outputs = [v for v in needed if v in defined or (is_last and (v in index or v in floating))]
+        piece = _segment(parts[number], outputs, variables, False, slicing)
         assert piece is not None
-        wanted = {v: None for v in wanted if v not in set(piece.outputs)}
-        wanted.update((v, None) for v in piece.inputs)
+        needed = {v: None for v in needed if v not in set(piece.outputs)}
+        needed.update((v, None) for v in piece.inputs)
         pieces.insert(0, piece)
+    # No stage slices a leaf: each one fetches it whole.
     uses = tuple(tuple(False for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
-    inputs = (*flat.constvars, *flat.invars[len(leaves) :])
-    cut = tuple(map(tuple, parts))
-    return Program(tuple(pieces), tuple(eqns), flat.consts, leaves, inputs, tuple(flat.outvars), uses, groups=cut)
+    program_inputs = (*flat.constvars, *flat.invars[len(leaves) :])
+    eqns_by_piece = tuple(map(tuple, parts))
+    return Program(
+        tuple(pieces),
+        tuple(eqns),
+        flat.consts,
+        leaves,
+        program_inputs,
+        tuple(flat.outvars),
+        uses,
+        groups=eqns_by_piece,
+    )
 
 
-def _made_whole_early(eqns: Sequence[Any]) -> list[Any]:
-    """What makes a result whole on each tensor rank stands behind what made its parts: at the end of the program, new
-    statistics of BatchNorm would be changed in the last stage, and not in their own.
+def _replicate_early(eqns: Sequence[Any]) -> list[Any]:
+    """Move each equation that replicates a result over tensor ranks directly behind the equation that computed it.
+
+    At the end of the program, the last stage of a pipeline would update the statistics of another stage's BatchNorm.
     """
     read = {v for eqn in eqns for v in eqn.invars if not jx.is_literal(v)}
-    made = {v: at for at, eqn in enumerate(eqns) for v in eqn.outvars}
+    defined_by = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
 
-    def place(at: int) -> float:
-        eqn = eqns[at]
-        last = eqn.primitive.name == "tensor_all_gather_replicated" and not read.intersection(eqn.outvars)
-        return made.get(eqn.invars[0], -1) + 0.5 if last else at
+    def place(i: int) -> float:
+        eqn = eqns[i]
+        is_result = eqn.primitive.name == "tensor_all_gather_replicated" and not read.intersection(eqn.outvars)
+        return defined_by.get(eqn.invars[0], -1) + 0.5 if is_result else i
 
-    return [eqns[at] for at in sorted(range(len(eqns)), key=place)]
-
-
-def _scanned(scans: Sequence[Any], known: _Known, how: Slicing) -> tuple[dict[int, Reads], Any]:
-    """What each scan, by the id of its equation, reads of leaves; and the scan whose layers are a pipeline's."""
-    own = how.own or [False] * len(how.params)
-    found = {id(e): sliced(e, known.floating, known.leaves) for e in scans}
-    dims: dict[int, int] = {}  # the dim along which all stacks slice a leaf
-    for one, _ in (x for e in scans for x in found[id(e)].values()):
-        if one.dim != how.sharded[one.leaf] and (one.dim == 0 or not own[one.leaf]):
-            dims.setdefault(one.leaf, one.dim)
-    found = {key: {p: x for p, x in xs.items() if dims.get(x[0].leaf) == x[0].dim} for key, xs in found.items()}
-    if not any(own):
-        return found, None
-    weight = {id(e): _weight({s for s, _ in found[id(e)].values()}, e.params["length"], how.params, own) for e in scans}
-    main = max(scans, key=lambda e: weight[id(e)], default=None) if any(weight.values()) else None
-    # The stages own layers of one stack, which slices no others.
-    return {id(e): {p: x for p, x in found[id(e)].items() if own[x[0].leaf] == (e is main)} for e in scans}, main
+    return [eqns[i] for i in sorted(range(len(eqns)), key=place)]
 
 
-def _weight(slices: set[Slice], length: int, params: Sequence[Any], own: Sequence[bool]) -> int:
-    """Elements that a stack reads of the leaves that the stages of a pipeline own."""
-    return sum(math.prod(params[s.leaf].shape) // params[s.leaf].shape[s.dim] * length for s in slices if own[s.leaf])
+def _find_stacks(scans: Sequence[Any], variables: _Variables, slicing: Slicing) -> tuple[dict[int, Reads], Any]:
+    """Return what each scan, by the id of its equation, reads of leaves; and the scan that a pipeline cuts."""
+    staged = slicing.staged or [False] * len(slicing.params)
+    reads_by_scan = {id(e): sliced(e, variables.floating, variables.leaves) for e in scans}
+
+    # 1. A leaf is sliced along one dim by all stacks: the first that is possible.
+    slice_dims: dict[int, int] = {}
+    for layer_slice, _ in (read for e in scans for read in reads_by_scan[id(e)].values()):
+        leaf, dim = layer_slice.leaf, layer_slice.dim
+        if dim != slicing.sharded[leaf] and (dim == 0 or not staged[leaf]):
+            slice_dims.setdefault(leaf, dim)
+    reads_by_scan = {
+        scan: {p: read for p, read in reads.items() if slice_dims.get(read[0].leaf) == read[0].dim}
+        for scan, reads in reads_by_scan.items()
+    }
+    if not any(staged):
+        return reads_by_scan, None
+
+    # 2. The pipeline cuts the scan that reads most of the staged leaves.
+    elements = {}
+    for e in scans:
+        slices = {layer_slice for layer_slice, _ in reads_by_scan[id(e)].values()}
+        elements[id(e)] = _staged_elements(slices, e.params["length"], slicing.params, staged)
+    main = max(scans, key=lambda e: elements[id(e)], default=None) if any(elements.values()) else None
+
+    # 3. The stages own layers of one stack, which slices no other leaves.
+    reads_by_scan = {
+        id(e): {p: read for p, read in reads_by_scan[id(e)].items() if staged[read[0].leaf] == (e is main)}
+        for e in scans
+    }
+    return reads_by_scan, main
 
 
-_DEAR = (*primitives.PRODUCTS, *primitives.having("nested"), "sort", "pure_callback")
+def _staged_elements(slices: set[Slice], length: int, params: Sequence[Any], staged: Sequence[bool]) -> int:
+    """Return how many elements a stack reads of the leaves whose layers a pipeline's stages divide."""
+    return sum(
+        math.prod(params[s.leaf].shape) // params[s.leaf].shape[s.dim] * length for s in slices if staged[s.leaf]
+    )
 
 
-def _floating(eqns: Sequence[Any], leaves: Sequence[Any], may: Callable[[Any], bool] = lambda eqn: True) -> Any:
-    """The equations that `may` and need parameters (and literals) alone, by the variables that they define."""
-    known = set(leaves)
+# What must not run again in every segment that reads it.
+_EXPENSIVE = (*primitives.PRODUCTS, *primitives.having("nested"), "sort", "pure_callback")
+
+
+def _floating(eqns: Sequence[Any], inputs: Sequence[Any], is_allowed: Callable[[Any], bool] = lambda eqn: True) -> Any:
+    """Return the allowed equations that depend on some inputs (and literals) alone, by the variables they define."""
+    variables = set(inputs)
     floating = {}
     for eqn in eqns:
-        if all(v in known for v in eqn.invars if not jx.is_literal(v)) and not eqn.effects and may(eqn):
-            known.update(eqn.outvars)
+        atoms = [v for v in eqn.invars if not jx.is_literal(v)]
+        if all(v in variables for v in atoms) and not eqn.effects and is_allowed(eqn):
+            variables.update(eqn.outvars)
             floating.update((v, eqn) for v in eqn.outvars)
     return floating
 
 
 def _segment(
-    eqns: list[Any], outputs: list[Any], known: _Known, keep: bool, stage: Slicing | None = None
+    eqns: list[Any], outputs: list[Any], variables: _Variables, keep: bool, stage: Slicing | None = None
 ) -> Segment | None:
-    """None where nobody reads anything of it, unless it is a `stage`, which keeps what that says."""
-    index, active, floating = known.leaves, known.active, known.floating
+    """Return the segment of some equations; None if nobody reads a result of it.
+
+    Args:
+      eqns: its equations, without floating ones.
+      outputs: its variables that later pieces read.
+      variables: the roles of the program's variables.
+      keep: whether the backward reuses the fetched parameters, as in `Segment`.
+      stage: for a stage of `cut_program`, which exists even without outputs, its rematerialisation.
+    """
+    index, active, floating = variables.leaves, variables.active, variables.floating
     if not outputs and stage is None:
         return None
+    # 1. Drop dead equations, and add the floating ones that it reads.
     eqns = list(jx.live(eqns, [v for v in outputs if v not in floating])) if eqns else []
     eqns = [*closure([*jx.free(eqns), *outputs], floating), *eqns]
+    # What it then reads is either a leaf, which it fetches, or a value of an earlier piece.
     free = jx.free(eqns, outputs)
     leaves = [v for v in free if v in index]
     inputs = [v for v in free if v not in index]
-    pre, rest, moving = split(eqns, leaves, inputs, outputs, known.constants)
-    linear = tuple(v in active and _inexact(v) for v in inputs)
+    # 2. Split off the computation of the weights.
+    weights_of, compute, active_weights = split(eqns, leaves, inputs, outputs, variables.constants)
+    linear = tuple(v in active and _is_inexact(v) for v in inputs)
     shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in leaves)
-    given = tuple(v in active and _inexact(v) for v in outputs)
-    keeps = {} if stage is None else {"twice": stage.remat == "twice", "policy": stage.policy, "gathers_again": True}
-    held = (True,) * len(inputs)
-    unit = Unit(tuple(index[v] for v in leaves), shapes, pre, rest, moving, linear, given, held, **keeps)
+    active_outputs = tuple(v in active and _is_inexact(v) for v in outputs)
+    options = {} if stage is None else {"twice": stage.remat == "twice", "policy": stage.policy, "gathers_again": True}
+    held = (True,) * len(inputs)  # the tape has them all
+    unit = Unit(
+        tuple(index[v] for v in leaves),
+        shapes,
+        weights_of,
+        compute,
+        active_weights,
+        linear,
+        active_outputs,
+        held,
+        **options,
+    )
     return Segment(unit, tuple(inputs), tuple(outputs), keep)
 
 
-def _stack(eqn: Any, found: Reads, known: _Known, how: Slicing, number: int) -> Stack:
-    active = known.active
+def _stack(eqn: Any, reads: Reads, variables: _Variables, slicing: Slicing, number: int) -> Stack:
+    """Return the stack of a scan.
+
+    Args:
+      eqn: the scan.
+      reads: what it reads of leaves.
+      variables: the roles of the program's variables.
+      slicing: the parameters, and what to do with residuals.
+      number: the number of the stack in the program.
+    """
     parts = jx.scan_parts(eqn)
     n, k = len(parts.consts), len(parts.carry)
-    read = tuple(dict.fromkeys(one for one, _ in found.values()))  # one layer may be scanned twice
-    leaves = tuple(one.leaf for one in read)
-    variables = list(known.leaves)
+    slices = tuple(dict.fromkeys(layer_slice for layer_slice, _ in reads.values()))  # one layer may be scanned twice
+    leaves = tuple(layer_slice.leaf for layer_slice in slices)
+    flat, shapes = _trace_layer(parts, reads, slices, variables, slicing)
+
+    # Find which inputs and outputs carry derivatives.
+    inputs = (*parts.consts, *parts.carry, *(v for p, v in enumerate(parts.xs) if p not in reads))
+    weight_vars, input_vars = flat.invars[: len(leaves)], flat.invars[len(leaves) :]
+    linear = [
+        not jx.is_literal(v) and v in variables.active and _is_inexact(w)
+        for v, w in zip(inputs, input_vars, strict=True)
+    ]
+    linear, active_outputs = _propagate_linear(flat, linear, len(leaves), slice(n, n + k))
+
+    # Split off the computation of the weights. It may read the loop's constants that carry no derivative: the backward
+    # has these too.
+    fixed = {v for v, is_linear in zip(input_vars[:n], linear, strict=False) if not is_linear} | set(flat.constvars)
+    weights_of, compute, active_weights = split(
+        flat.eqns, weight_vars, [*flat.constvars, *input_vars], flat.outvars, fixed
+    )
+    consts = list(flat.consts)
+    unit = Unit(
+        leaves,
+        tuple(shapes),
+        lambda full, values: weights_of(full, [*consts, *values]),
+        lambda weights, values: compute(weights, [*consts, *values]),
+        active_weights,
+        tuple(linear),
+        tuple(active_outputs),
+        tuple(not n <= i < n + k for i in range(len(input_vars))),  # the carry is not held: the backward reads `saved`
+        slicing.remat == "twice",
+        slicing.choices[number] if slicing.choices else slicing.default_choice,
+        slicing.policy,
+        True,
+    )
+    outputs = (*parts.carry_out, *parts.ys)
+    return Stack(unit, slices, inputs, outputs, n, k, parts.length, parts.reverse)
+
+
+def _trace_layer(
+    parts: Any, reads: Reads, slices: Sequence[Slice], variables: _Variables, slicing: Slicing
+) -> tuple[jx.Flat, list[jax.ShapeDtypeStruct]]:
+    """Trace one layer of a scan.
+
+    Args:
+      parts: the parts of the scan.
+      reads: what it reads of leaves.
+      slices: the slices in `reads`, each once.
+      variables: the roles of the program's variables.
+      slicing: mesh axes, and rematerialisation.
+
+    Returns:
+      The layer as a program of its slices of the leaves, and of consts + carry + the other scanned values; and the
+      shapes of the slices.
+    """
+    n, k = len(parts.consts), len(parts.carry)
+    leaf_vars = list(variables.leaves)
     body = jec.jaxpr_as_fun(parts.body)
 
-    def layer(slices: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        mine, others = dict(zip(read, slices, strict=True)), iter(values[n + k :])
+    def layer(layer_values: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        value_of, other_xs = dict(zip(slices, layer_values, strict=True)), iter(values[n + k :])
         xs = []
         for position in range(len(parts.xs)):
-            one, chain = found.get(position, (None, ()))
-            value = next(others) if one is None else mine[one]
-            for step in chain:
+            layer_slice, chain = reads.get(position, (None, ()))
+            value = next(other_xs) if layer_slice is None else value_of[layer_slice]
+            for step in chain:  # the cast or transpose between leaf and scan
                 value = step(value)
             xs.append(value)
         return body(*values[: n + k], *xs)
 
-    inner = [v.aval for v in jx.opened(parts.body)[0].invars]
-    values = [*inner[: n + k], *(a for p, a in enumerate(inner[n + k :]) if p not in found)]
-    whole = [(variables[one.leaf].aval, one.dim) for one in read]
-    slices = [jax.ShapeDtypeStruct((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype) for x, dim in whole]
-    values = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in values]
-    flat, _ = jx.trace(layer, slices, values, axes=dict(how.axes), remats=how.remat != "none")
+    body_avals = [v.aval for v in jx.opened(parts.body)[0].invars]
+    input_avals = [*body_avals[: n + k], *(a for p, a in enumerate(body_avals[n + k :]) if p not in reads)]
+    stacked = [(leaf_vars[layer_slice.leaf].aval, layer_slice.dim) for layer_slice in slices]
+    shapes = [jax.ShapeDtypeStruct((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype) for x, dim in stacked]
+    input_shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in input_avals]
+    flat, _ = jx.trace(layer, shapes, input_shapes, axes=dict(slicing.axes), remats=slicing.remat != "none")
+    return flat, shapes
 
-    outer = (*parts.consts, *parts.carry, *(v for p, v in enumerate(parts.xs) if p not in found))
-    mine, ours = flat.invars[: len(leaves)], flat.invars[len(leaves) :]
-    linear = [not jx.is_literal(v) and v in active and _inexact(w) for v, w in zip(outer, ours, strict=True)]
-    while True:  # a carry may come to depend on parameters only after a layer
-        marked = jx.active(flat.eqns, [*mine, *(v for v, on in zip(ours, linear, strict=True) if on)])
-        outs = [not jx.is_literal(v) and v in marked and _inexact(v) for v in flat.outvars]
-        if not any(new and not old for new, old in zip(outs[:k], linear[n : n + k], strict=True)):
-            break
-        linear[n : n + k] = [a or b for a, b in zip(linear[n : n + k], outs[:k], strict=True)]
-    outs[:k] = linear[n : n + k]
 
-    fixed = {v for v, on in zip(ours[:n], linear, strict=False) if not on} | set(flat.constvars)
-    pre, rest, moving = split(flat.eqns, mine, [*flat.constvars, *ours], flat.outvars, fixed)
-    consts = list(flat.consts)
-    unit = Unit(
-        leaves,
-        tuple(slices),
-        lambda full, values: pre(full, [*consts, *values]),
-        lambda weights, values: rest(weights, [*consts, *values]),
-        moving,
-        tuple(linear),
-        tuple(outs),
-        tuple(not n <= i < n + k for i in range(len(ours))),  # of the carry the backward has what is saved
-        how.remat == "twice",
-        how.choices[number] if how.choices else how.otherwise,
-        how.policy,
-        True,
-    )
-    outputs = (*parts.carry_out, *parts.ys)
-    return Stack(unit, read, outer, outputs, n, k, parts.length, parts.reverse)
+def _propagate_linear(
+    flat: jx.Flat, linear: list[bool], num_weights: int, carry: slice
+) -> tuple[list[bool], list[bool]]:
+    """Find which inputs and outputs of a layer carry derivatives.
+
+    A carry may come to depend on parameters only after a layer, so that this repeats until nothing changes.
+
+    Args:
+      flat: the layer; its first inputs are `num_weights` weights, its first outputs the carry.
+      linear: which other inputs carry derivatives in the first layer.
+      num_weights: the number of weights.
+      carry: the positions of the carry in `linear`.
+
+    Returns:
+      For each input except the weights, and for each output, whether it carries derivatives in any layer.
+    """
+    linear, num_carry = list(linear), carry.stop - carry.start
+    weight_vars, input_vars = flat.invars[:num_weights], flat.invars[num_weights:]
+    while True:
+        linear_vars = [v for v, is_linear in zip(input_vars, linear, strict=True) if is_linear]
+        marked = jx.active(flat.eqns, [*weight_vars, *linear_vars])
+        active_outputs = [not jx.is_literal(v) and v in marked and _is_inexact(v) for v in flat.outvars]
+        union = [a or b for a, b in zip(linear[carry], active_outputs[:num_carry], strict=True)]
+        if union == linear[carry]:
+            return linear, [*union, *active_outputs[num_carry:]]
+        linear[carry] = union
 
 
 def _saves_products(primitive: Any, *args: Any, **params: Any) -> Any:
-    """A policy of rematerialisation: of a row-parallel product its sum over ranks in place of the partial sum, so that
-    the backward does not repeat the collective; with a sequence that is split it is smaller by the number of ranks.
+    """Save products, as a `jax.checkpoint` policy; for a row-parallel product save the sum over ranks.
+
+    Saving the partial product would repeat the collective in the backward. With a split sequence, the sum is also
+    smaller by the number of ranks.
     """
-    of_ranks = primitive.name in ("tensor_leave", "tensor_scatter")
-    return of_ranks or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
+    is_sum_over_ranks = primitive.name in ("tensor_leave", "tensor_scatter")
+    return is_sum_over_ranks or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
 
 
 _nothing = jax.checkpoint_policies.nothing_saveable
@@ -305,11 +445,13 @@ _POLICIES = {"none": None, "auto": None, "layer": _nothing, "twice": _nothing, "
 
 
 def _without_remats(flat: jx.Flat) -> jx.Flat:
-    """A program without the model's own rematerialisation."""
+    """Return a program without the model's own rematerialisation."""
+    # Constants become inputs for the time of the flattening, so that they stay in order.
     closed = jx.build(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)
-    found, n = jx.flatten(closed, remats=True), len(flat.constvars)
-    return jx.Flat(found.invars[:n], flat.consts, found.invars[n:], found.outvars, found.eqns)
+    inlined, n = jx.flatten(closed, remats=True), len(flat.constvars)
+    return jx.Flat(inlined.invars[:n], flat.consts, inlined.invars[n:], inlined.outvars, inlined.eqns)
 
 
-def _inexact(var: Any) -> bool:
+def _is_inexact(var: Any) -> bool:
+    """Whether a variable is floating-point or complex."""
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)

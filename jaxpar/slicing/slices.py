@@ -1,7 +1,10 @@
-"""Which layers of stacked parameters a `scan` reads: found by following its inputs back to them.
+"""Find which layers of stacked parameters a `scan` reads, by following its inputs back to the parameters.
 
-A scan may read a leaf as it is, or what is computed from it layer by layer: a cast, a part of the layers
-(`stack[2:8:2]`), layers that are on another dim than the first (`nn.scan(variable_axes={"params": 1})`).
+A scan may read a parameter itself, or a value that is computed from it layer by layer: a cast, a part of the layers
+(`stack[2:8:2]`), or layers along another dim than the first (`nn.scan(variable_axes={"params": 1})`). A `Slice` is the
+layer that an iteration reads; a `Chain` is the remaining computation, which is applied to that one layer:
+
+    leaf  --transpose-->  --slice 2:8:2-->  --cast-->  scan        becomes        leaf  --Slice-->  layer  --cast-->
 """
 
 import functools
@@ -20,10 +23,10 @@ from ..program import primitives
 
 @dataclass(frozen=True)
 class Slice:
-    """Which layer of a stacked leaf an iteration reads: number `start + stride * iteration`, on dim `dim`.
+    """The layer of a stacked leaf that an iteration reads: number `start + stride * iteration` along `dim`.
 
-    A loop over blocks that alternate reads several layers of one leaf in an iteration; one that begins in the middle of
-    a list starts there.
+    A loop over blocks that alternate reads several layers of a leaf in one iteration, so that its stride is larger
+    than 1. A loop that begins in the middle of a list has a start.
     """
 
     leaf: int
@@ -31,70 +34,78 @@ class Slice:
     stride: int = 1
     dim: int = 0
 
-    def of(self, leaf: jax.Array, number: Any) -> jax.Array:
-        """The layer that iteration `number` reads."""
-        number = self.start + self.stride * number
-        return lax.dynamic_index_in_dim(leaf, number, self.dim, keepdims=False, allow_negative_indices=False)
+    def read(self, leaf: jax.Array, iteration: Any) -> jax.Array:
+        """Return the layer that an iteration reads."""
+        layer_index = self.start + self.stride * iteration
+        return lax.dynamic_index_in_dim(leaf, layer_index, self.dim, keepdims=False, allow_negative_indices=False)
 
-    def into(self, leaf: jax.Array, layer: jax.Array, number: Any) -> jax.Array:
-        """The leaf with that layer replaced."""
-        # A number that may count from the end is a choice between two, and XLA's GPU compiler then does not see that it
-        # goes through the layers: it moved no gradient's reduce-scatter over the iterations, and each of them waited.
-        number = self.start + self.stride * number
-        return lax.dynamic_update_index_in_dim(leaf, layer, number, self.dim, allow_negative_indices=False)
+    def write(self, leaf: jax.Array, layer: jax.Array, iteration: Any) -> jax.Array:
+        """Return the leaf with that layer replaced."""
+        # An index that may be negative becomes a `select`. XLA's GPU compiler then does not recognise that the loop
+        # goes through the layers, and does not pipeline the gradients' reduce-scatters: each iteration waits for them.
+        layer_index = self.start + self.stride * iteration
+        return lax.dynamic_update_index_in_dim(leaf, layer, layer_index, self.dim, allow_negative_indices=False)
 
-    def meets(self, other: "Slice", length: int) -> bool:
-        """Whether two slices of one leaf share a layer."""
-        mine, theirs = (range(s.start, s.start + s.stride * length, s.stride) for s in (self, other))
-        return bool({*mine} & {*theirs})
+    def overlaps(self, other: "Slice", length: int) -> bool:
+        """Whether two slices of one leaf share a layer in a loop of `length` iterations."""
+        layers, other_layers = (range(s.start, s.start + s.stride * length, s.stride) for s in (self, other))
+        return bool({*layers} & {*other_layers})
 
 
 Chain = tuple[Callable[[jax.Array], jax.Array], ...]
 
 
 def sliced(eqn: Any, floating: dict[Any, Any], index: dict[Any, int]) -> dict[int, tuple[Slice, Chain]]:
-    """The scanned inputs of a `scan` that are layers of parameters: position among xs -> (slice, what becomes of it).
+    """Return the scanned inputs of a `scan` that are layers of parameters.
 
     Args:
-      floating: the equations that need parameters alone, by the variables that they define.
-      index: the parameters, by variable.
+      eqn: the `scan`.
+      floating: the equations that depend on parameters alone, by the variables that they define.
+      index: the number of each parameter, by variable.
+
+    Returns:
+      By position among the scanned inputs: the slice, and the functions to apply to the layer.
     """
-    found = {}
+    slices_by_position = {}
     parts = jx.scan_parts(eqn)
-    for position, at in enumerate(parts.xs):
+    for position, var in enumerate(parts.xs):
         chain: list[Any] = []
-        start, stride, dim = 0, 1, 0  # iteration n reads number `start + stride n` of `at`, on dim `dim`
-        while not jx.is_literal(at) and at in floating:
-            step = floating[at]
+        start, stride, dim = 0, 1, 0  # iteration n reads number `start + stride n` of `var`, along `dim`
+        # Walk from the scan back to the parameter. Each step either moves the slice to the operand, or joins the chain.
+        while not jx.is_literal(var) and var in floating:
+            step = floating[var]
             atoms = [v for v in step.invars if not jx.is_literal(v)]
+            # Only functions of one array, and of scalar literals, can be followed.
             if len(atoms) != 1 or any(v.aval.shape for v in step.invars if jx.is_literal(v)):
                 break
-            if primitives.of(step).elementwise:  # a layer of the result is the result on a layer
+            if primitives.of(step).elementwise:  # commutes with taking a layer
                 chain.insert(0, _elementwise(step))
-            elif step.primitive.name == "slice" and _only(step, dim):
-                every = (step.params["strides"] or (1,) * at.aval.ndim)[dim]
-                start, stride = step.params["start_indices"][dim] + every * start, every * stride
+            elif step.primitive.name == "slice" and _slices_only(step, dim):
+                step_stride = (step.params["strides"] or (1,) * var.aval.ndim)[dim]
+                start, stride = step.params["start_indices"][dim] + step_stride * start, step_stride * stride
             elif step.primitive.name == "transpose":
                 order = step.params["permutation"]
-                rest = [d for d in order if d != order[dim]]
+                layer_dims = [d for d in order if d != order[dim]]
                 dim = order[dim]
-                if rest != sorted(rest):
-                    order = tuple(int(d) for d in np.argsort(np.argsort(rest)))
+                if layer_dims != sorted(layer_dims):  # the layer's own dims are permuted too
+                    order = tuple(int(d) for d in np.argsort(np.argsort(layer_dims)))
                     chain.insert(0, functools.partial(lax.transpose, permutation=order))
             else:
                 break
-            at = atoms[0]
-        if not jx.is_literal(at) and at in index and (dim == 0 or parts.length <= LAYERS):
-            found[position] = (Slice(index[at], start, stride, dim), tuple(chain))
-    return found
+            var = atoms[0]
+        # A stack along a later dim must be short enough to be one of layers (`LAYERS`).
+        if not jx.is_literal(var) and var in index and (dim == 0 or parts.length <= LAYERS):
+            slices_by_position[position] = (Slice(index[var], start, stride, dim), tuple(chain))
+    return slices_by_position
 
 
 def _elementwise(step: Any) -> Callable[[jax.Array], jax.Array]:
+    """Return an elementwise equation with one array operand as a function of that operand."""
     return lambda x: step.primitive.bind(*(a.val if jx.is_literal(a) else x for a in step.invars), **step.params)
 
 
-def _only(step: Any, dim: int) -> bool:
-    """Whether a `slice` takes the whole of every other dim."""
+def _slices_only(step: Any, dim: int) -> bool:
+    """Whether a `slice` takes every other dim completely."""
     (x,) = step.invars
     size, params = x.aval.shape, step.params
     strides = params["strides"] or (1,) * len(size)

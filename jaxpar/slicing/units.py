@@ -1,7 +1,12 @@
 """One differentiable program of a sliced loss: traced forwards and backwards once, however often it runs.
 
+    leaves  --weights_of-->  weights  --compute(inputs)-->  outputs        and what the backward needs (`Saved`)
+
 Equations that depend on parameters alone (casts, transposes, 1 + scale, weight norm) run right after the fetch, outside
-the differentiated function: otherwise each would leave a copy of the weights among the saved activations.
+the differentiated function. Inside it, each would save a copy of the weights with the activations.
+
+A `Unit` caches its traces: a `Forward` for each kind of inputs, and in it a backward for each kind of cotangents. The
+saved values are chosen by `program/residuals.py`.
 """
 
 import collections
@@ -24,20 +29,29 @@ from .halves import Halves, merge, pick
 
 @dataclass(frozen=True)
 class Unit:
-    """One differentiable program: leaves -> weights (`pre`), then weights and inputs -> outputs (`rest`).
+    """One differentiable program: leaves -> weights, then weights and inputs -> outputs.
 
-    `shapes` are those of the whole leaves; `moving`, `linear` and `active` say which weights, inputs and outputs carry
-    derivatives; `held` which inputs the backward gets too, so that the forward need not save them; `twice` whether each
-    half of a backward recomputes what the forward has not saved; `choice` what becomes of each value that it would save
-    (`Residuals.kept`); `policy`, as of `jax.checkpoint`, what it may save, None for all that the backward reads;
-    `gathers_again` whether what is gathered along a sequence for a matmul is gathered again for its backward, not kept.
+    Attributes:
+      leaves: the numbers of the parameter leaves that it reads.
+      shapes: shapes and dtypes of the whole leaves, or of one layer of them.
+      weights_of: `weights_of(whole leaves, inputs)` returns the weights.
+      compute: `compute(weights, inputs)` returns the outputs.
+      active_weights: which weights carry derivatives.
+      linear: which inputs carry derivatives.
+      active: which outputs carry derivatives.
+      held: which inputs the backward gets too, so that the forward need not save them.
+      twice: whether each half of a backward recomputes what the forward has not saved.
+      choice: a letter for each value that the forward would save: keep, offload or recompute it (`Residuals.kept`).
+      policy: a `jax.checkpoint` policy for what it may save; None for everything that the backward reads.
+      gathers_again: whether an operand that was gathered along the sequence for a matmul is gathered again in the
+        backward, and not saved.
     """
 
     leaves: tuple[int, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
-    pre: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-    rest: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-    moving: tuple[bool, ...]
+    weights_of: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    compute: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    active_weights: tuple[bool, ...]
     linear: tuple[bool, ...]
     active: tuple[bool, ...]
     held: tuple[bool, ...]
@@ -48,115 +62,140 @@ class Unit:
     _forwards: "dict[Any, Forward]" = field(default_factory=dict, compare=False, repr=False)
 
     def value(self, full: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """The outputs, without derivatives."""
-        return self.rest(self.pre(full, inputs), inputs)
+        """Return the outputs, without derivatives."""
+        return self.compute(self.weights_of(full, inputs), inputs)
 
     def forward(self, full: Sequence[Any], inputs: Sequence[Any]) -> "tuple[list[Any], Saved]":
-        """Outputs, and what the backward needs besides the weights and the inputs that are held."""
-        weights = self.pre(full, inputs)
-        kind = _kind(weights, inputs)
-        if (made := self._forwards.get(kind)) is None:
-            made = self._traced(weights, inputs)
-            if not any(isinstance(x, Tracer) for x in made.consts):
-                self._forwards[kind] = made
-        outs = made.run(*made.consts, *weights, *inputs)
-        return outs[: made.outs], Saved(outs[made.outs :], made)
+        """Return the outputs, and the saved values; weights and held inputs are not among them."""
+        weights = self.weights_of(full, inputs)
+        kind = _trace_key(weights, inputs)
+        if (forward := self._forwards.get(kind)) is None:
+            forward = self._trace_forward(weights, inputs)
+            # A trace that closed over tracers is valid inside the current trace alone.
+            if not any(isinstance(x, Tracer) for x in forward.consts):
+                self._forwards[kind] = forward
+        results = forward.run(*forward.consts, *weights, *inputs)
+        return results[: forward.num_outputs], Saved(results[forward.num_outputs :], forward)
 
-    def _traced(self, weights: Sequence[Any], inputs: Sequence[Any]) -> "Forward":
+    def _trace_forward(self, weights: Sequence[Any], inputs: Sequence[Any]) -> "Forward":
+        """Trace the forward and its vjp, and choose what it saves."""
         trees = []
 
+        # 1. Trace outputs and JAX's residuals (the leaves of the vjp function) as one program.
         def program(weights: Any, inputs: Any) -> Any:
-            def fun(moving: Any, linear: Any) -> tuple[Any, Any]:
-                outs = self.rest(merge(self.moving, moving, weights), merge(self.linear, linear, inputs))
-                return pick(self.active, outs), outs
+            def fun(active_weights: Any, linear: Any) -> tuple[Any, Any]:
+                outputs = self.compute(
+                    merge(self.active_weights, active_weights, weights), merge(self.linear, linear, inputs)
+                )
+                return pick(self.active, outputs), outputs
 
-            _, pull, outs = jax.vjp(fun, pick(self.moving, weights), pick(self.linear, inputs), has_aux=True)
+            _, pull, outputs = jax.vjp(fun, pick(self.active_weights, weights), pick(self.linear, inputs), has_aux=True)
+            # The vjp function is a pytree: its leaves are the residuals, its structure the backward.
             leaves, tree = jax.tree.flatten(pull)
-            trees.append((tree, len(outs)))
-            return outs, leaves
+            trees.append((tree, len(outputs)))
+            return outputs, leaves
 
         flat, _ = jx.trace(program, list(weights), list(inputs))
-        ((tree, n),) = trees
-        residuals = flat.outvars[n:]
-        mine, given = flat.invars[: len(weights)], flat.invars[len(weights) :]
+        ((tree, num_outputs),) = trees
+        residuals = flat.outvars[num_outputs:]
+        weight_vars, input_vars = flat.invars[: len(weights)], flat.invars[len(weights) :]
         fixed = [v for v, x in zip(flat.constvars, flat.consts, strict=True) if not isinstance(x, Tracer)]
-        read = {v for v in residuals if not jx.is_literal(v)}
-        # Of the weights those that the backward reads in any case: no other is fetched for what is cheap.
-        known = {*fixed, *pick(self.held, given), *(mine if self.policy else read & {*mine})}
-        wanted = allowed(flat.eqns, residuals, known, self.policy) if self.policy else residuals
+
+        # 2. Choose smaller values from which the backward can recompute its residuals cheaply. It fetches the weights
+        # that it reads in any case; without a policy, no other weight is fetched to recompute a cheap value.
+        read_vars = {v for v in residuals if not jx.is_literal(v)}
+        readable_weights = weight_vars if self.policy else read_vars & {*weight_vars}
+        available = {*fixed, *pick(self.held, input_vars), *readable_weights}
+        required = allowed(flat.eqns, residuals, available, self.policy) if self.policy else residuals
         may_rerun = lambda eqn: cheap(eqn) or (self.gathers_again and eqn.primitive.name == "tensor_gather")
-        keep, _ = residuals_to_save(flat.eqns, wanted, known, mine, may_rerun)
-        found = Residuals(flat.eqns, flat.invars, residuals, known, mine, keep)
-        saved, host, again = found.kept(self.choice)
-        before = [*flat.constvars, *flat.invars]
-        run = jx.run(jx.live(flat.eqns, [*flat.outvars[:n], *saved]), before, [*flat.outvars[:n], *saved])
-        there = [*fixed, *mine, *pick(self.held, given)]
-        recompute = jx.run(again, [*there, *saved], residuals)
+        to_save, _ = residuals_to_save(flat.eqns, required, available, weight_vars, may_rerun)
+        choices = Residuals(flat.eqns, flat.invars, residuals, available, weight_vars, to_save)
+        saved, is_on_host, recomputed = choices.kept(self.choice)
+
+        # 3. Build the forward, which returns outputs and saved values, and the vjp function from the saved values.
+        results = [*flat.outvars[:num_outputs], *saved]
+        run = jx.run(jx.live(flat.eqns, results), [*flat.constvars, *flat.invars], results)
+        operands = [*fixed, *weight_vars, *pick(self.held, input_vars)]
+        recompute = jx.run(recomputed, [*operands, *saved], residuals)
         consts = [x for x in flat.consts if not isinstance(x, Tracer)]
-        pull = lambda values, weights, held: jax.tree.unflatten(tree, recompute(*consts, *weights, *held, *values))
-        return Forward(n, flat.consts, run, pull, found, tuple(host))
+        pull = lambda values, weights, held_inputs: jax.tree.unflatten(
+            tree, recompute(*consts, *weights, *held_inputs, *values)
+        )
+        return Forward(num_outputs, flat.consts, run, pull, choices, tuple(is_on_host))
 
     def backward(
         self, inputs: Sequence[Any], saved: "Saved", cotangents: Sequence[Any]
     ) -> tuple[tuple[bool, ...], Callable[..., tuple[list[Any], list[Any]]]]:
-        """Which leaves the backward reads, and the backward as `run(those leaves, after)`.
+        """Return which leaves the backward reads, and the backward as a function of them.
 
-        `run` returns the cotangents of all leaves (None for integers) and of the linear inputs, from those of the
-        active outputs; its large constants cannot exist before `after`. `inputs` may lack (be None) what is not held.
+        Args:
+          inputs: the inputs of the forward; those that are not held may be None.
+          saved: the saved values of the forward.
+          cotangents: one for each active output.
+
+        Returns:
+          A bool for each leaf, and `pull_back(whole leaves that it reads, after)`. This function returns the cotangents
+          of all leaves (None for integers) and of the linear inputs. Its large constants cannot exist before `after`.
         """
-        rest = (pick(self.held, inputs), saved.values, list(cotangents))
-        kind = _kind(*rest)
-        if (made := saved.forward.backwards.get(kind)) is None:
-            made = self._pulled(saved.forward, *rest)
-            if not any(isinstance(x, Tracer) for x in made[0].consts):
-                saved.forward.backwards[kind] = made
-        flat, eqns, reads, tree = made
-        leaves, others = flat.invars[: len(self.shapes)], flat.invars[len(self.shapes) :]
+        operands = (pick(self.held, inputs), saved.values, list(cotangents))
+        kind = _trace_key(*operands)
+        if (backward := saved.forward.backwards.get(kind)) is None:
+            backward = self._trace_backward(saved.forward, *operands)
+            if not any(isinstance(x, Tracer) for x in backward[0].consts):
+                saved.forward.backwards[kind] = backward
+        flat, eqns, reads, tree = backward
+        leaf_vars, operand_vars = flat.invars[: len(self.shapes)], flat.invars[len(self.shapes) :]
 
-        def run(full: Sequence[Any], after: jax.Array | None = None) -> tuple[list[Any], list[Any]]:
-            hinted, extra = (eqns, {}) if after is None else anchor(eqns, after)
-            fun = jx.run(hinted, [*flat.constvars, *extra, *pick(reads, leaves), *others], flat.outvars)
-            if self.policy:  # one equation, which `1f1b-overlap` runs as a whole: opened, DeepSeek-V3 takes 12% longer
+        def pull_back(full: Sequence[Any], after: jax.Array | None = None) -> tuple[list[Any], list[Any]]:
+            # Large constants, such as the zeros of a scatter, get a dependency on `after`.
+            anchored, anchors = (eqns, {}) if after is None else anchor(eqns, after)
+            fun = jx.run(anchored, [*flat.constvars, *anchors, *pick(reads, leaf_vars), *operand_vars], flat.outvars)
+            if self.policy:
+                # The checkpoint keeps the backward one equation, which `1f1b-overlap` runs as a whole. Without it,
+                # DeepSeek-V3 takes 12% longer.
                 fun = jax.checkpoint(fun, prevent_cse=False)
-            outs = fun(*flat.consts, *extra.values(), *full, *jax.tree.leaves(rest))
-            return jax.tree.unflatten(tree, outs)
+            results = fun(*flat.consts, *anchors.values(), *full, *jax.tree.leaves(operands))
+            return jax.tree.unflatten(tree, results)
 
-        return reads, run
+        return reads, pull_back
 
     def halves(self, inputs: Sequence[Any], saved: "Saved", cotangents: Sequence[Any]) -> Halves:
-        """The backward in two programs; the arguments are those of `backward`, and may be abstract."""
-        rest = (pick(self.held, inputs), saved.values, list(cotangents))
-        kind = ("halves", _kind(*rest))
-        if (made := saved.forward.backwards.get(kind)) is None:
-            flat, eqns, _, _ = self._pulled(saved.forward, *rest, remats=True)
+        """Return the backward as two programs. The arguments are as in `backward`, and may be abstract."""
+        operands = (pick(self.held, inputs), saved.values, list(cotangents))
+        kind = ("halves", _trace_key(*operands))
+        if (halves := saved.forward.backwards.get(kind)) is None:
+            # Rematerialised calls are inlined, so that the cut may go through them.
+            flat, eqns, _, _ = self._trace_backward(saved.forward, *operands, remats=True)
             floats = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in self.shapes)
-            made = Halves.of(flat, eqns, floats, *map(len, rest), twice=self.twice)
-            saved.forward.backwards[kind] = made
-        return made
+            halves = Halves.split(flat, eqns, floats, *map(len, operands), twice=self.twice)
+            saved.forward.backwards[kind] = halves
+        return halves
 
-    def _pulled(
-        self, forward: "Forward", held: Any, values: Any, cotangents: Any, remats: bool = False
+    def _trace_backward(
+        self, forward: "Forward", held_inputs: Any, values: Any, cotangents: Any, remats: bool = False
     ) -> tuple[Any, ...]:
-        """The backward's program, its equations, which leaves they read, and the tree of its results."""
+        """Return the backward's program, its equations, which leaves they read, and the tree of its results."""
         floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in self.shapes]
 
-        def pull(full: Any, held: Any, values: Any, cotangents: Any) -> Any:
-            inputs = merge(self.held, held, [None] * len(self.held))
+        def pull(full: Any, held_inputs: Any, values: Any, cotangents: Any) -> Any:
+            inputs = merge(self.held, held_inputs, [None] * len(self.held))
 
-            def moving(diff: Any) -> tuple[Any, Any]:
-                weights = self.pre(merge(floats, diff, full), inputs)
-                return pick(self.moving, weights), weights
+            def active_weights(float_leaves: Any) -> tuple[Any, Any]:
+                weights = self.weights_of(merge(floats, float_leaves, full), inputs)
+                return pick(self.active_weights, weights), weights
 
-            _, pull_pre, weights = jax.vjp(moving, pick(floats, full), has_aux=True)
-            ct_weights, ct_inputs = forward.pull(values, weights, held)(cotangents)
-            (ct_full,) = pull_pre(ct_weights)
+            # outputs -> weights and inputs (recomputed from the saved values), then weights -> leaves
+            _, pull_weights, weights = jax.vjp(active_weights, pick(floats, full), has_aux=True)
+            ct_weights, ct_inputs = forward.pull(values, weights, held_inputs)(cotangents)
+            (ct_full,) = pull_weights(ct_weights)
             return merge(floats, ct_full, [None] * len(full)), ct_inputs
 
-        flat, out = jx.trace(pull, list(self.shapes), held, values, cotangents, remats=remats)
+        flat, results = jx.trace(pull, list(self.shapes), held_inputs, values, cotangents, remats=remats)
+        # `pull` takes all leaves, but most backwards read only the matrices: only these are fetched again.
         eqns = jx.live(oriented(flat.eqns, flat.outvars), flat.outvars)
-        read = set(jx.free(eqns, flat.outvars))
-        reads = tuple(v in read for v in flat.invars[: len(self.shapes)])
-        return flat, eqns, reads, jax.tree.structure(out)
+        read_vars = set(jx.free(eqns, flat.outvars))
+        reads = tuple(v in read_vars for v in flat.invars[: len(self.shapes)])
+        return flat, eqns, reads, jax.tree.structure(results)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,17 +203,17 @@ class Forward:
     """A unit's forward for inputs of one kind.
 
     Attributes:
-      outs: how many outputs it has.
+      num_outputs: the number of the unit's outputs.
       consts: the arrays that it closes over.
-      run: `run(*consts, *weights, *inputs)`, outputs and then what is saved.
-      pull: `pull(saved, weights, held inputs)`, the vjp function from cotangents of the active outputs to those of the
-        weights and of the linear inputs.
-      residuals: what is saved, and what could be.
-      host: which of what is saved waits on the host.
-      backwards: the backwards of it that were traced, whole ones and those in halves.
+      run: `run(*consts, *weights, *inputs)` returns the outputs, and then the saved values.
+      pull: `pull(saved, weights, held inputs)` returns the vjp function: from cotangents of the active outputs to
+        cotangents of the active weights and of the linear inputs.
+      residuals: the saved values, and those that could be saved.
+      host: which saved values wait on the host.
+      backwards: the traced backwards, whole and in halves, by the kind of their operands.
     """
 
-    outs: int
+    num_outputs: int
     consts: tuple[Any, ...]
     run: Callable[..., list[Any]]
     pull: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Callable[..., Any]]
@@ -186,73 +225,79 @@ class Forward:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["forward"])
 @dataclass(frozen=True)
 class Saved:
-    """What one run of a forward left for its backward."""
+    """The values that one run of a forward saved for its backward, or the runs of all layers, stacked."""
 
     values: list[Any]
     forward: Forward
 
-    def sent(self) -> "Saved":
-        """The same with what waits on the host there; scalars and keys stay. On CPUs, which have one memory, it is an
-        identity: a `device_put` of the trace, and nothing in the program.
+    def offloaded(self) -> "Saved":
+        """Move the values that wait on the host there; scalars and random keys stay on the device.
+
+        CPUs have one memory. There it is a `device_put` in the trace, and nothing in the compiled program.
         """
-        moves = lambda x: x.ndim > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        is_movable = lambda x: x.ndim > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         pairs = zip(self.values, self.forward.host, strict=True)
-        values = [jax.device_put(x, jax.memory.Space.Host) if host and moves(x) else x for x, host in pairs]
+        values = [jax.device_put(x, jax.memory.Space.Host) if host and is_movable(x) else x for x, host in pairs]
         return dataclasses.replace(self, values=values)
 
     @property
-    def here(self) -> "Saved":
-        """The same without what waits on the host: None in its place."""
+    def without_host_values(self) -> "Saved":
+        """The saved values on the device, with None for each value that waits on the host."""
         pairs = zip(self.values, self.forward.host, strict=True)
         return dataclasses.replace(self, values=[None if host else x for x, host in pairs])
 
-    def fetched(self, number: jax.Array) -> list[Any]:
-        """Of what all layers left on the host, that of one, on the device; None in the place of the rest."""
-        fetch = lambda x: jax.device_put(lax.dynamic_index_in_dim(x, number, keepdims=False), jax.memory.Space.Device)
-        return [fetch(x) if host else None for x, host in zip(self.values, self.forward.host, strict=True)]
+    def copied_from_host(self, layer: jax.Array) -> list[Any]:
+        """Copy one layer's values from the host to the device; None for each value that is on the device."""
+        copy = lambda x: jax.device_put(lax.dynamic_index_in_dim(x, layer, keepdims=False), jax.memory.Space.Device)
+        return [copy(x) if host else None for x, host in zip(self.values, self.forward.host, strict=True)]
 
-    def beside(self, fetched: list[Any]) -> "Saved":
-        """What is `here` and what was `fetched`."""
-        pairs = zip(self.values, fetched, strict=True)
-        return dataclasses.replace(self, values=[x if y is None else y for x, y in pairs])
+    def with_host_values(self, host_values: list[Any]) -> "Saved":
+        """Fill in the values that `copied_from_host` returned; inverse of `without_host_values`."""
+        pairs = zip(self.values, host_values, strict=True)
+        return dataclasses.replace(self, values=[x if copied is None else copied for x, copied in pairs])
 
 
-def _kind(*arrays: Sequence[Any]) -> Any:
-    """What a trace depends on: abstract arrays, and the mesh whose axes it may name."""
+def _trace_key(*arrays: Sequence[Any]) -> Any:
+    """Return what a trace depends on: abstract arrays, and the mesh whose axes it may name."""
     leaves = ((jnp.shape(x), x.dtype, getattr(x, "weak_type", False)) for xs in arrays for x in xs)
     return (jax.sharding.get_abstract_mesh(), *map(len, arrays), *leaves)
 
 
 def oriented(eqns: Sequence[Any], outvars: Iterable[Any] = ()) -> list[Any]:
-    """The equations with every `transpose(dot_general(a, b))` that swaps the operands' dims as `dot_general(b, a)`.
+    """Write every `transpose(dot_general(a, b))` that swaps the operands' dims as `dot_general(b, a)`.
 
-    JAX computes the gradient of `x @ w` as the transpose of `g^T x`; `x^T g` is the same sums without a transposed
-    copy, which XLA's CPU backend keeps, and which makes the product itself slow there.
+    JAX computes the gradient of `x @ w` as the transpose of `g^T x`. The product `x^T g` has the same sums without a
+    transposed copy. XLA's CPU backend keeps that copy, and it slows the product itself down there.
 
-    Products that something else reads as well, or that are among `outvars`, stay. Those that nobody reads any more are
-    left for `jx.live` to drop.
+    A product stays if another equation reads it too, or if it is among `outvars`. Products without a reader remain for
+    `jx.live` to drop.
     """
-    reads = collections.Counter(v for eqn in eqns for v in eqn.invars if not jx.is_literal(v))
-    reads.update(v for v in outvars if not jx.is_literal(v))
+    num_reads = collections.Counter(v for eqn in eqns for v in eqn.invars if not jx.is_literal(v))
+    num_reads.update(v for v in outvars if not jx.is_literal(v))
+    # A product with a second reader would be computed twice, in both orientations.
     products = {eqn.outvars[0]: eqn for eqn in eqns if eqn.primitive.name == "dot_general"}
 
-    def one(eqn: Any) -> Any:
-        given = eqn.invars[0] if eqn.primitive.name == "transpose" else None
-        if given is None or jx.is_literal(given) or given not in products or reads[given] > 1:
+    def orient(eqn: Any) -> Any:
+        operand = eqn.invars[0] if eqn.primitive.name == "transpose" else None
+        if operand is None or jx.is_literal(operand) or operand not in products or num_reads[operand] > 1:
             return eqn
-        product = products[given]
+        product = products[operand]
         (a_sums, b_sums), (a_batch, b_batch) = product.params["dimension_numbers"]
-        batch = len(a_batch)
-        a, b = (v.aval.ndim - len(sums) - batch for v, sums in zip(product.invars, (a_sums, b_sums), strict=True))
+        num_batch = len(a_batch)
+        # A product's dims are [batch, free dims of a, free dims of b]: the transpose must swap the last two groups.
+        a_dims, b_dims = (
+            v.aval.ndim - len(sums) - num_batch for v, sums in zip(product.invars, (a_sums, b_sums), strict=True)
+        )
         if tuple(eqn.params["permutation"]) != (
-            *range(batch),
-            *range(batch + a, batch + a + b),
-            *range(batch, batch + a),
+            *range(num_batch),
+            *range(num_batch + a_dims, num_batch + a_dims + b_dims),
+            *range(num_batch, num_batch + a_dims),
         ):
             return eqn
+        # Swapping the operands swaps their dimension numbers and their precisions.
         params = {**product.params, "dimension_numbers": ((b_sums, a_sums), (b_batch, a_batch))}
-        if isinstance(precision := params["precision"], tuple):  # one for each operand
+        if isinstance(precision := params["precision"], tuple):
             params["precision"] = precision[::-1]
         return product.replace(invars=product.invars[::-1], outvars=list(eqn.outvars), params=params)
 
-    return [one(eqn) for eqn in eqns]
+    return [orient(eqn) for eqn in eqns]

@@ -112,7 +112,7 @@ def test_what_is_no_strategy(text: str, said: str) -> None:
 def test_statistics_that_go_from_one_to_the_next() -> None:
     entry = ZOO["resnet"]()
     step = jp.make_train_step(entry.model, optax.sgd(0.1), "ddp,microbatches=2,concurrent=2")
-    with pytest.raises(ValueError, match=r"concurrent=2 runs 2 microbatches at once, and the loss gives variables"):
+    with pytest.raises(ValueError, match=r"concurrent=2 runs 2 microbatches at once, and the loss passes variables"):
         step.trace(entry.batch)
 
 

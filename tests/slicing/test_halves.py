@@ -1,4 +1,4 @@
-"""A layer stack's backward in two halves: that of the whole, bitwise, and no product of matrices twice."""
+"""A layer stack's backward in two halves equals the whole backward, bitwise, and computes no matrix product twice."""
 
 from typing import Any
 
@@ -52,8 +52,8 @@ def stack_of(remat: str) -> Stack:
     return stack
 
 
-def given(stack: Stack) -> tuple[list[Any], list[Any], list[Any]]:
-    """Leaves, inputs of the stack, cotangents of its outputs."""
+def example_of(stack: Stack) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return leaves, inputs of the stack, and cotangents of its active outputs."""
     leaves, _ = values()
     draw = lambda v, i: jax.random.normal(jax.random.key(i), v.aval.shape)
     inputs = [
@@ -62,21 +62,21 @@ def given(stack: Stack) -> tuple[list[Any], list[Any], list[Any]]:
     return leaves, inputs, [draw(v, 9 + i) for i, v in enumerate(stack.outputs) if stack.unit.active[i]]
 
 
-def whole(stack: Stack, leaves: Any, inputs: Any, cotangents: Any) -> Any:
+def whole_backward(stack: Stack, leaves: Any, inputs: Any, cotangents: Any) -> Any:
     _, saved = stack.forward(WholeAccess(), leaves, inputs, True)
     return stack.backward(WholeAccess(), leaves, inputs, saved, cotangents, [None] * len(stack.unit.leaves))
 
 
-def halves(stack: Stack, leaves: Any, inputs: Any, cotangents: Any) -> Any:
+def split_backward(stack: Stack, leaves: Any, inputs: Any, cotangents: Any) -> Any:
     _, saved = stack.forward(WholeAccess(), leaves, inputs, True)
-    cts, left = stack.backward_inputs(WholeAccess(), leaves, inputs, saved, cotangents)
-    again = [x for x, on in zip(saved.values, left.halves.saved, strict=True) if on]
+    cts, residuals = stack.backward_inputs(WholeAccess(), leaves, inputs, saved, cotangents)
+    saved_values = [x for x, on in zip(saved.values, residuals.halves.saved, strict=True) if on]
     into = [None] * len(stack.unit.leaves)
-    return stack.backward_weights(WholeAccess(), leaves, inputs, again, left, into), cts
+    return stack.backward_weights(WholeAccess(), leaves, inputs, saved_values, residuals, into), cts
 
 
 def products(jaxpr: Any) -> int:
-    """Products of matrices in a program, each loop's once."""
+    """Count the matrix products in a program; those of a loop's body count once."""
     eqns = opened(jaxpr)[0].eqns
     inner = [j for eqn in eqns for j in jax.extend.core.jaxprs_in_params(eqn.params)]
     return sum(eqn.primitive.name == "dot_general" for eqn in eqns) + sum(map(products, inner))
@@ -85,43 +85,48 @@ def products(jaxpr: Any) -> int:
 @pytest.mark.parametrize("remat", ["none", "layer", "dots", "twice"])
 def test_halves_are_the_whole(remat: str) -> None:
     stack = stack_of(remat)
-    args = given(stack)
+    args = example_of(stack)
     with jax.disable_jit():  # operation by operation, so that no compiler joins them in another way
-        expected, found = whole(stack, *args), halves(stack, *args)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        expected, actual = whole_backward(stack, *args), split_backward(stack, *args)
+    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         if remat == "none":
             np.testing.assert_array_equal(ours, theirs)
         else:  # in the whole, what is recomputed is one call, which is compiled
             np.testing.assert_allclose(ours, theirs, atol=1e-6 * float(jnp.abs(theirs).max()))
-    counts = [products(jax.make_jaxpr(lambda *args, f=f: f(stack, *args))(*args)) for f in (whole, halves)]
-    # A layer that is recomputed is so once; with "twice" again for W, but for its last product.
+    counts = [
+        products(jax.make_jaxpr(lambda *args, f=f: f(stack, *args))(*args)) for f in (whole_backward, split_backward)
+    ]
+    # A layer with remat is recomputed once. With "twice", W recomputes it again, except for its last product.
     assert counts[1] - counts[0] == (5 if remat == "twice" else 0)
 
 
-def left_of(remat: str) -> Any:
+def residuals_of(remat: str) -> Any:
     stack = stack_of(remat)
 
-    def left(leaves: Any, inputs: Any, cotangents: Any) -> Any:
+    def residuals(leaves: Any, inputs: Any, cotangents: Any) -> Any:
         _, saved = stack.forward(WholeAccess(), leaves, inputs, True)
         return stack.backward_inputs(WholeAccess(), leaves, inputs, saved, cotangents)[1]
 
-    return jax.eval_shape(left, *given(stack))
+    return jax.eval_shape(residuals, *example_of(stack))
 
 
 def test_what_is_left() -> None:
-    """Of every weight's product the cotangent, no weight."""
-    left = left_of("none")
-    assert not any(left.halves.fetched[1][1:])  # a vector at most is fetched again; its gradient is there already
+    """The residuals are the cotangent of each weight's product, and no weight."""
+    residuals = residuals_of("none")
+    # At most vectors are fetched again. The first half computes their gradients.
+    assert not any(residuals.halves.fetched[1][1:])
     rows = (LAYERS, ROWS, LENGTH)
-    assert {x.shape for x in left.values} <= {(*rows, n) for n in (DIM, FFN, 2 * FFN, 3 * DIM)} | {(LAYERS, DIM)}
-    assert sum(x.size for x in left.values) <= LAYERS * ROWS * LENGTH * (3 * DIM + DIM + 2 * FFN + DIM)
-    once, twice = (sum(x.size for x in left_of(remat).values) for remat in ("layer", "twice"))
+    assert {x.shape for x in residuals.values} <= {(*rows, n) for n in (DIM, FFN, 2 * FFN, 3 * DIM)} | {(LAYERS, DIM)}
+    assert sum(x.size for x in residuals.values) <= LAYERS * ROWS * LENGTH * (3 * DIM + DIM + 2 * FFN + DIM)
+    once, twice = (sum(x.size for x in residuals_of(remat).values) for remat in ("layer", "twice"))
     assert twice < 0.75 * once  # no operands of products, which the second half computes again
 
 
 def test_what_both_halves_make_of_constants() -> None:
-    """T5's distances between positions: an equation that the second half made anew, and had already, stood in it twice,
-    and its operands were gone the second time (KeyError).
+    """T5's distances between positions raised a KeyError.
+
+    The second half recomputed an equation that it had already. So the equation was in it twice, and its operands were
+    gone the second time.
     """
 
     def backward(w: jax.Array, x: jax.Array, ct: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -131,9 +136,9 @@ def test_what_both_halves_make_of_constants() -> None:
 
     args = [jax.random.normal(jax.random.key(i), (8, 8)) for i in range(3)]
     flat, _ = trace(backward, *args)
-    halves = Halves.of(flat, flat.eqns, (True,), 0, 1, 1)
+    halves = Halves.split(flat, flat.eqns, (True,), 0, 1, 1)
     w, x, ct = args
-    (ct_x,), left = halves.inputs(pick(halves.fetched[0], [w]), [], [x], [ct])
-    (ct_w,) = halves.weights(pick(halves.fetched[1], [w]), [], pick(halves.saved, [x]), left)
+    (ct_x,), residuals = halves.inputs(pick(halves.fetched[0], [w]), [], [x], [ct])
+    (ct_w,) = halves.weights(pick(halves.fetched[1], [w]), [], pick(halves.saved, [x]), residuals)
     for ours, theirs in zip((ct_w, ct_x), backward(*args), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

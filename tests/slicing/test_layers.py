@@ -1,4 +1,4 @@
-"""Slicing: where a loss is cut, what each piece saves, and that no weight is among it."""
+"""Slicing: where a loss is cut, and what each piece saves: activations, and no weights."""
 
 from typing import Any
 
@@ -48,23 +48,24 @@ def loss(leaves: list[jax.Array], rest: Any) -> list[jax.Array]:
     return [jnp.mean((g @ embed.T) ** 2) + 1e-2 * balance.sum() + 1e-3 * jnp.sum(w2**2), count]
 
 
-def sliced(remat: Any = "none", whole: tuple[int, ...] = ()) -> Program:
+def sliced(remat: Any = "none", sharded_layers: tuple[int, ...] = ()) -> Program:
+    """Slice the loss. `sharded_layers` are leaves that are sharded along their layers, so that no stack slices them."""
     flat, _ = trace(loss, params(), rest())
-    return slice_program(flat, Slicing(params(), [0 if i in whole else None for i in range(6)], remat=remat))
+    return slice_program(flat, Slicing(params(), [0 if i in sharded_layers else None for i in range(6)], remat=remat))
 
 
 def run(program: Program) -> tuple[list[jax.Array], list[Any], list[Any]]:
     shapes: list[Any] = []
 
-    def both(leaves: list[jax.Array]) -> Any:
-        outs, tape = program.forward(WholeAccess(), leaves, jax.tree.leaves(rest()), grad=True)
+    def value_and_grads(leaves: list[jax.Array]) -> Any:
+        outputs, tape = program.forward(WholeAccess(), leaves, jax.tree.leaves(rest()), grad=True)
         for piece, (_, saved) in zip(program.pieces, tape, strict=True):
-            kept = saved[0] if isinstance(piece, Segment) else saved
-            shapes.append([x.shape for x in kept.values])
-        return outs, program.backward(WholeAccess(), leaves, tape, {0: jnp.ones(())}, [None] * len(leaves))
+            piece_saved = saved[0] if isinstance(piece, Segment) else saved
+            shapes.append([x.shape for x in piece_saved.values])
+        return outputs, program.backward(WholeAccess(), leaves, tape, {0: jnp.ones(())}, [None] * len(leaves))
 
-    outs, grads = jax.jit(both)(params())
-    return outs, grads, shapes
+    outputs, grads = jax.jit(value_and_grads)(params())
+    return outputs, grads, shapes
 
 
 NAMED = jax.checkpoint_policies.save_only_these_names("shared")
@@ -72,10 +73,10 @@ POLICIES = {"named": NAMED, "everything": jax.checkpoint_policies.everything_sav
 
 
 @pytest.mark.parametrize("remat", ["none", "layer", "dots", *(pytest.param(v, id=k) for k, v in POLICIES.items())])
-@pytest.mark.parametrize("whole", [(), (1,), (1, 2, 3, 5)])
-def test_gradients_are_those_of_the_whole_loss(remat: Any, whole: tuple[int, ...]) -> None:
-    with jax.enable_x64(True):  # in float32 one device itself is 7e-5 of a leaf's scale off
-        outs, grads, _ = run(sliced(remat, whole))
+@pytest.mark.parametrize("sharded_layers", [(), (1,), (1, 2, 3, 5)])
+def test_gradients_are_those_of_the_whole_loss(remat: Any, sharded_layers: tuple[int, ...]) -> None:
+    with jax.enable_x64(True):  # in float32 the reference itself is off by 7e-5 of a leaf's scale
+        outs, grads, _ = run(sliced(remat, sharded_layers))
         value, expected = jax.value_and_grad(lambda leaves: loss(leaves, rest())[0])(params())
         np.testing.assert_allclose(outs[0], value, rtol=1e-14)
         assert outs[1] == LAYERS
@@ -107,7 +108,7 @@ def test_stash_holds_activations_and_no_weights(remat: str, activations: int) ->
 
 def test_a_policy_says_what_is_kept() -> None:
     _, _, shapes = run(sliced(NAMED))
-    assert sorted(shapes[1]) == [(LAYERS, ROWS, DIM)] * 2  # a layer's input, and what has the name
+    assert sorted(shapes[1]) == [(LAYERS, ROWS, DIM)] * 2  # a layer's input, and the named value
     offloads = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=["shared"], offload_src="device",
         offload_dst="pinned_host",
@@ -137,8 +138,9 @@ def test_a_leaf_scanned_twice_by_one_scan() -> None:
 
 
 def test_what_has_no_derivative() -> None:
-    """Counts and `stop_gradient` have none, and a pipeline sends no cotangents of them; a function with a derivative of
-    its own has that, whatever it computes: there a count is rounding with a straight-through gradient.
+    """Counts and `stop_gradient` have no derivative, and a pipeline sends no cotangents of them.
+
+    A function with a custom derivative has one, whatever it computes: rounding with a straight-through gradient.
     """
 
     @jax.custom_vjp
@@ -153,7 +155,7 @@ def test_what_has_no_derivative() -> None:
             return h, (rounded(h).sum(), (h > 0).astype(h.dtype).sum(), lax.stop_gradient(h).sum(), h.sum())
 
         h, counts = lax.scan(layer, x, leaves[0])
-        return [h.sum() + counts[0].sum(), *(one.mean() for one in counts[1:])]
+        return [h.sum() + counts[0].sum(), *(count.mean() for count in counts[1:])]
 
     leaves = [jnp.ones((LAYERS, DIM, DIM))]
     flat, _ = trace(loss, leaves, jnp.ones((ROWS, DIM)))

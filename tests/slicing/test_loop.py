@@ -1,4 +1,4 @@
-"""Two loops over layers as one: the results of each, and whose all-to-alls wait for what."""
+"""Two loops over layers that run as one: both results are right, and the loops take turns at their all-to-alls."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ LENGTH = 3
 
 
 def layers(weights: Any, x: Any, reverse: bool, exchanges: int) -> LayerLoop:
-    """x -> x + y, where y passes through so many products and all-to-alls; and the sum of each layer's y."""
+    """Return x -> x + y, where y passes through products and all-to-alls, and the sum of each layer's y."""
 
     def body(x: jax.Array, number: jax.Array, w: jax.Array) -> Any:
         y = x
@@ -33,42 +33,50 @@ def test_side_by_side_they_give_what_each_gives(exchanges: tuple[int, int]) -> N
     x, y = (rng.normal(size=(2, 4, 4)).astype("float32") for _ in range(2))
 
     def run(x: Any, y: Any, beside: bool) -> Any:
-        one = layers(a, x, False, exchanges[0]).then(lambda found: found[::-1])
-        other = layers(b, y, True, exchanges[1])
-        return one.beside(other) if beside else (one.run(), other.run())
+        first = layers(a, x, False, exchanges[0]).then(lambda results: results[::-1])
+        second = layers(b, y, True, exchanges[1])
+        return first.beside(second) if beside else (first.run(), second.run())
 
     spread = lambda beside: jax.vmap(lambda x, y: run(x, y, beside), axis_name="expert")(x, y)
     jax.tree.map(lambda got, due: np.testing.assert_allclose(got, due, rtol=1e-5), spread(True), spread(False))
 
 
 def test_each_computes_while_the_others_tokens_are_under_way() -> None:
-    """What has arrived is held until the other's all-to-all can start, from the other's first on."""
+    """The values that have arrived for one loop are held until the other loop's all-to-all can start."""
     x, y = jnp.ones((4, 4)), jnp.ones((4, 6))
     a, b = jnp.ones((LENGTH, 4, 4)), jnp.ones((LENGTH, 6, 6))
-    both = lambda x, y: layers(a, x, False, 2).beside(layers(b, y, True, 2))
-    (scan,) = (eqn for eqn in jax.make_jaxpr(both, axis_env=[("expert", 2)])(x, y).eqns if eqn.primitive.name == "scan")
+    run_both = lambda x, y: layers(a, x, False, 2).beside(layers(b, y, True, 2))
+    (scan,) = (
+        eqn for eqn in jax.make_jaxpr(run_both, axis_env=[("expert", 2)])(x, y).eqns if eqn.primitive.name == "scan"
+    )
     (body,) = jec.jaxprs_in_params(scan.params)
-    of = {"dot_general": "compute", "all_to_all": "send"}
-    order = [(of[e.primitive.name], e.outvars[0].aval.shape[-1]) for e in body.eqns if e.primitive.name in of]
+    operations = {"dot_general": "compute", "all_to_all": "send"}
+    order = [
+        (operations[e.primitive.name], e.outvars[0].aval.shape[-1]) for e in body.eqns if e.primitive.name in operations
+    ]
     assert order == [
         *(("compute", 6), ("send", 6), ("compute", 4), ("send", 4)),
         *(("compute", 6), ("send", 6), ("compute", 4), ("send", 4)),
     ]
-    held = [[v.aval.shape[-1] for v in e.invars] for e in body.eqns if e.primitive.name == "optimization_barrier"]
-    assert held == [[4, 6], [6, 4], [4, 6], [6, 4]]
+    barriers = [[v.aval.shape[-1] for v in e.invars] for e in body.eqns if e.primitive.name == "optimization_barrier"]
+    assert barriers == [[4, 6], [6, 4], [4, 6], [6, 4]]
 
 
 def test_what_is_sent_for_the_next_layer_runs_beside_the_largest_products() -> None:
-    """It stood behind the last all-to-all, with nothing beside it: a mixture on 64 devices waited 43% of a step."""
+    """The gather ran behind the last all-to-all without compute to overlap with.
+
+    A mixture of experts on 64 devices waited 43% of a step.
+    """
 
     def body(carry: Any, number: Any, w: jax.Array) -> Any:
-        x, whole, late = carry
-        gathered = lax.all_gather(w, "fsdp", axis=0, tiled=True)  # the next layer's
-        reduced = lax.psum_scatter(late, "fsdp", scatter_dimension=0, tiled=True)  # the gradient of the one before
-        y = lax.all_to_all(x @ whole, "expert", 0, 0, tiled=True)
-        z = jnp.tanh(jnp.tanh(y @ whole) @ whole)
+        x, weights, pending_grad = carry
+        gathered = lax.all_gather(w, "fsdp", axis=0, tiled=True)  # the next layer's weights
+        # the previous layer's gradient
+        reduced = lax.psum_scatter(pending_grad, "fsdp", scatter_dimension=0, tiled=True)
+        y = lax.all_to_all(x @ weights, "expert", 0, 0, tiled=True)
+        z = jnp.tanh(jnp.tanh(y @ weights) @ weights)
         x = x + lax.all_to_all(z, "expert", 0, 0, tiled=True)
-        return (x, gathered, late), (x @ whole).sum() + reduced.sum()
+        return (x, gathered, pending_grad), (x @ weights).sum() + reduced.sum()
 
     def run(ahead: bool, x: jax.Array, w: jax.Array) -> Any:
         loop = LayerLoop(body, (x, w[0], w[1]), w[:, :4], LENGTH, False, lambda carry, ys: (carry, ys), ahead)
@@ -79,12 +87,12 @@ def test_what_is_sent_for_the_next_layer_runs_beside_the_largest_products() -> N
     spread = lambda ahead: axes(lambda x, w: run(ahead, x, w))(x, w)
     jax.tree.map(lambda got, due: np.testing.assert_allclose(got, due, rtol=1e-5), spread(True), spread(False))
 
-    made = jax.make_jaxpr(lambda x, w: run(True, x, w), axis_env=[("expert", 2), ("fsdp", 2)])(x[0, 0], w[0, 0])
-    (scan,) = (eqn for eqn in made.eqns if eqn.primitive.name == "scan")
+    traced = jax.make_jaxpr(lambda x, w: run(True, x, w), axis_env=[("expert", 2), ("fsdp", 2)])(x[0, 0], w[0, 0])
+    (scan,) = (eqn for eqn in traced.eqns if eqn.primitive.name == "scan")
     (inside,) = jec.jaxprs_in_params(scan.params)
     names = [eqn.primitive.name for eqn in inside.eqns]
     sent = [name for name in names if name in ("all_to_all", "all_gather", "reduce_scatter")]
     assert sent == ["all_to_all", "all_gather", "all_to_all", "reduce_scatter"]
-    held = [name for name in names if name in ("optimization_barrier", "all_gather", "dot_general")]
+    products_and_gathers = [name for name in names if name in ("optimization_barrier", "all_gather", "dot_general")]
     product, barrier = "dot_general", "optimization_barrier"
-    assert held == [product, product, product, barrier, "all_gather", barrier, product, barrier]
+    assert products_and_gathers == [product, product, product, barrier, "all_gather", barrier, product, barrier]

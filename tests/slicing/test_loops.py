@@ -124,33 +124,33 @@ def loss(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
 
 
 def parity(model: jp.Model, strategy: str, devices: int = 2) -> Any:
-    """A step whose gradients are those of one device."""
+    """Return a step, after checking that its gradients are those of one device."""
     step = jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=jax.devices()[:devices])
     state = step.init(jax.random.key(0))
     params = jax.tree.map(np.asarray, step.params(state))
     _, grads = step.value_and_grad(state, BATCH)
-    wanted = jax.jit(jax.grad(lambda p: model.loss(p, BATCH, None)))(params)
-    worst = max(differences("gradient", grads, wanted), key=lambda d: d.error)
+    expected_grads = jax.jit(jax.grad(lambda p: model.loss(p, BATCH, None)))(params)
+    worst = max(differences("gradient", grads, expected_grads), key=lambda d: d.error)
     assert worst.error <= TOLERANCE["f32"], worst
     counted(step)
     return step
 
 
 def counted(step: Any) -> None:
-    """The collectives of a step's jaxpr are those of the closed form."""
+    """Check that the collectives of a step's jaxpr are those of the closed form."""
     closed, written = expected(step, BATCH), Ledger.from_jaxpr(step.trace(BATCH), step.mesh)
     for value in ("count", "bytes"):
         assert written.by("kind", "axes", "dtype", value=value) == closed.by("kind", "axes", "dtype", value=value)
 
 
 def lengths(step: Any) -> list[int]:
-    """Rounds of the stacks of a step's program."""
+    """Return the number of rounds of each stack of a step's program."""
     return [stack.length for stack in step.traced(BATCH).program.stacks]
 
 
 @pytest.mark.slow
 def test_loops_that_run_layer_by_layer() -> None:
-    """All were one flat segment: the whole model was gathered at once, and `pipe` refused it."""
+    """All loops were one flat segment: the whole model was gathered at once, and `pipe` refused it."""
     step = parity(jp.Model(init, loss), "fsdp=2")
     assert sorted(lengths(step)) == sorted([3, 3, L, 2, 2, L, L, L, L - 2, L])
     loops = step.layout.loops
@@ -162,7 +162,7 @@ def test_loops_that_run_layer_by_layer() -> None:
 
 
 def chained(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
-    """One list in rounds of two, with rows of a mask and of a parameter, and all hidden states mixed."""
+    """Run one list in rounds of two, with rows of a mask and of a parameter, and mix all hidden states."""
     x, outs = batch["x"], []
     for number, block in enumerate(params["layers"]):
         x = layer((jnp.cumsum(x, 1) if number % 2 else x) * MASK[number % 4] * params["gates"][number], block)
@@ -191,17 +191,19 @@ def test_a_pipeline_spreads_rounds_of_blocks_that_alternate() -> None:
 
 @pytest.mark.slow
 def test_layers_that_split_one_key_after_another() -> None:
-    """`key, mine = split(key)` before each layer, as Equinox's BERT has it: the last has no use for the first half, so
-    that the last two layers differed, no such loop was a scan, and `pipe` refused it. A layer's mask is made anew.
+    """Equinox's BERT splits its key before each layer: `key, layer_key = split(key)`.
+
+    The last layer does not use the first half, so that it differed. No such loop was a scan, and `pipe` refused it.
+    Each layer computes its own mask.
     """
 
     def dropped(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         x, keys = batch["x"], jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(batch["x"])))
         for block in params["layers"]:
-            keys, mine = jnp.unstack(jax.vmap(jax.random.split)(keys), axis=1)
+            keys, layer_keys = jnp.unstack(jax.vmap(jax.random.split)(keys), axis=1)
             mask = jnp.tril(jnp.ones((T, T)))
-            kept = jax.vmap(lambda k: jax.random.bernoulli(jax.random.split(k)[1], 0.7, (T, D)))(mine)
-            x = layer(mask @ x, block) * kept / 0.7
+            dropout_mask = jax.vmap(lambda k: jax.random.bernoulli(jax.random.split(k)[1], 0.7, (T, D)))(layer_keys)
+            x = layer(mask @ x, block) * dropout_mask / 0.7
         return (x**2).mean()
 
     model = jp.Model(lambda key: draw(key, "layers", n=4), dropped)
@@ -215,34 +217,35 @@ def test_layers_that_split_one_key_after_another() -> None:
 
 
 def test_a_pipeline_spreads_layers_that_the_loss_stacks() -> None:
-    """A pipeline refused blocks that a loss stacks before it scans them, and a list that runs from its end for the
-    wrong reason.
+    """A pipeline refused blocks that a loss stacks before it scans them.
+
+    It also gave the wrong reason for a list that runs from its end.
     """
-    of = lambda run, name="stacked": jp.Model(
+    model_of = lambda run, name="stacked": jp.Model(
         lambda key: {**draw(key, name, n=4), "mix": jnp.ones(4)},
         lambda params, batch, key: (run(params, batch["x"]) ** 2).mean(),
     )
     cast = lambda p, x: stacked({"stacked": jax.tree.map(lambda w: w.astype("bfloat16"), p["stacked"])}, x)
     strategy, devices = "pipe=2,microbatches=2", jax.devices()[:2]
-    step = parity(of(stacked), strategy)
+    step = parity(model_of(stacked), strategy)
     assert lengths(step) == [4]
     assert step.layout.loops["stacked/*"] == "4 layers, scanned by the model: one stack"
-    step = jp.make_train_step(of(cast), optax.sgd(0.1), strategy, mesh=devices)
+    step = jp.make_train_step(model_of(cast), optax.sgd(0.1), strategy, mesh=devices)
     step.trace(BATCH)
     assert lengths(step) == [4]
     with pytest.raises(ValueError, match="run from its last layer to its first; run it forwards"):
-        jp.make_train_step(of(backwards, "backwards"), optax.sgd(0.1), strategy, mesh=devices).trace(BATCH)
+        jp.make_train_step(model_of(backwards, "backwards"), optax.sgd(0.1), strategy, mesh=devices).trace(BATCH)
 
 
 def test_what_is_said_of_a_loop_from_the_end() -> None:
-    """It named no block and no line, only that none is read after another."""
+    """The message named no block and no line, only that no block is read after another."""
 
-    def other(p: Any, x: jax.Array) -> jax.Array:
+    def run_backwards(p: Any, x: jax.Array) -> jax.Array:
         for number, block in reversed([*enumerate(p["layers"])]):
             x = jnp.sin(layer(x, block)) if number == 3 else layer(x, block)  # here
         return x
 
-    model = jp.Model(lambda key: draw(key, "layers"), lambda p, batch, key: (other(p, batch["x"]) ** 2).mean())
+    model = jp.Model(lambda key: draw(key, "layers"), lambda p, batch, key: (run_backwards(p, batch["x"]) ** 2).mean())
     step = jp.make_train_step(model, optax.sgd(0.1), "fsdp=2", mesh=jax.devices()[:2])
     step.trace(BATCH)
     lines, first = inspect.getsourcelines(test_what_is_said_of_a_loop_from_the_end)
@@ -252,7 +255,7 @@ def test_what_is_said_of_a_loop_from_the_end() -> None:
 
 
 def test_a_pipeline_names_blocks_of_unequal_width() -> None:
-    """It spoke of a stack of 2 layers where 4 were written."""
+    """The error spoke of a stack of 2 layers, though the model has 4."""
 
     def uneven(key: jax.Array) -> Any:
         shapes = [(D, 8), (D, 8), (D, 16), (D, 12)]
@@ -291,7 +294,7 @@ class Axis1(nn.Module):
 
 
 def test_layers_on_another_dim_than_the_first() -> None:
-    """They were no stack, and gathered at once; where they divided, they were sharded along their layers."""
+    """Such layers were no stack, and gathered at once. If their number divided, they were sharded along the layers."""
     model = jp.from_linen(Axis1(), lambda apply, batch: (apply(batch["x"]) ** 2).mean(), example=BATCH)
     step = jp.make_train_step(model, optax.sgd(0.1), "fsdp=2", mesh=jax.devices()[:2])
     counted(step)
@@ -305,16 +308,16 @@ def test_layers_on_another_dim_than_the_first() -> None:
 
 @pytest.mark.slow
 def test_layers_on_another_dim_are_stages() -> None:
-    """`pipe` refused them. The step keeps them in front, and hands them out as the model has them."""
+    """`pipe` refused such layers. The step stores them along the first dim, and returns them as the model has them."""
     model = jp.from_linen(Axis1(), lambda apply, batch: (apply(batch["x"]) ** 2).mean(), example=BATCH)
     strategy = "pipe=2,fsdp=2,data=2,microbatches=2"
     assert jp.verify(model, strategy, BATCH).ok
     step = jp.make_train_step(model, optax.sgd(0.1), strategy)
     counted(step)
     assert lengths(step) == [4]
-    own = jax.eval_shape(model.create, jax.random.key(0))[0]
+    expected_params = jax.eval_shape(model.create, jax.random.key(0))[0]
     params = model.unwrap(step.params(step.init(jax.random.key(0))))
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, own)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, expected_params)
 
 
 def test_leaves_with_as_many_heads_as_there_are_layers() -> None:
@@ -327,7 +330,7 @@ def test_leaves_with_as_many_heads_as_there_are_layers() -> None:
 
 
 def test_more_than_half_of_the_parameters_at_once_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that differ are read as they are written; who asked for FSDP has the memory of DDP, and was not told."""
+    """Blocks that differ run one by one, and FSDP then needs the memory of DDP. There was no warning."""
 
     def run(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
         x = batch["x"]
@@ -356,7 +359,7 @@ def test_layers_that_a_loop_looks_up_by_number() -> None:
     The loop read the whole stack, which ZeRO-3 gathered at once, and `pipe` said to scan the layers.
     """
 
-    def at(p: Any, i: jax.Array) -> Any:
+    def layer_at(p: Any, i: jax.Array) -> Any:
         return jax.tree.map(lambda w: w[i], p)
 
     def scanned(p: Any, x: jax.Array) -> jax.Array:
@@ -366,20 +369,20 @@ def test_layers_that_a_loop_looks_up_by_number() -> None:
         return jax.lax.scan(lambda c, i: ((step(c[0], i), 1.0), None), (x, 0.0), jnp.arange(4))[0][0]
 
     def counted_up(p: Any, x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, 4, lambda i, x: layer(x, at(p, i)), x)
+        return jax.lax.fori_loop(0, 4, lambda i, x: layer(x, layer_at(p, i)), x)
 
     def backwards(p: Any, x: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda x, i: (layer(x, at(p, i)), None), x, np.arange(4), reverse=True)[0]
+        return jax.lax.scan(lambda x, i: (layer(x, layer_at(p, i)), None), x, np.arange(4), reverse=True)[0]
 
     def neighbours(p: Any, x: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda x, i: (layer(x, at(p, (i + 1) % 4)), None), x, jnp.arange(4))[0]
+        return jax.lax.scan(lambda x, i: (layer(x, layer_at(p, (i + 1) % 4)), None), x, jnp.arange(4))[0]
 
-    def of(run: Any) -> jp.Model:
+    def model_of(run: Any) -> jp.Model:
         start = lambda key: {"w": 0.4 * jax.random.normal(key, (4, D, D)), "b": jnp.arange(4.0 * D).reshape(4, D) / 9}
         return jp.Model(start, lambda params, batch, key: (jax.nn.relu(run(params, batch["x"])) ** 2).mean())
 
     for run, pipes in ((scanned, True), (counted_up, True), (backwards, False)):
-        assert lengths(parity(of(run), "fsdp=2")) == [4]
+        assert lengths(parity(model_of(run), "fsdp=2")) == [4]
         if pipes:
-            parity(of(run), "pipe=2,microbatches=2")
-    assert lengths(parity(of(neighbours), "fsdp=2")) == []  # another layer's row is none to slice
+            parity(model_of(run), "pipe=2,microbatches=2")
+    assert lengths(parity(model_of(neighbours), "fsdp=2")) == []  # the row of another layer is not sliced

@@ -1,5 +1,7 @@
-"""What layers leave for their backwards on the host: gradients as on one device; what is moved and when, as traced, and
-as compiled for H100s, where the copies run beside kernels.
+"""Values that layers save on the host for their backwards.
+
+Gradients are as on one device. The number and size of the moves is tested in the trace, and for programs compiled for
+H100s, where the copies overlap with kernels.
 """
 
 import functools
@@ -33,8 +35,8 @@ def step_of(strategy: str) -> Any:
 
 @functools.cache
 def one_device() -> Any:
-    one, key = Reference(MODEL, jp.Strategy(single=True), 8), jax.random.key(0)
-    return one.value_and_grad(key, BATCH)[1], one.train(SGD, key, BATCH, 2)
+    reference, key = Reference(MODEL, jp.Strategy(single=True), 8), jax.random.key(0)
+    return reference.value_and_grad(key, BATCH)[1], reference.train(SGD, key, BATCH, 2)
 
 
 CELLS = (
@@ -50,21 +52,24 @@ def test_parity_with_one_device(strategy: str) -> None:
 
 
 def moves(strategy: str) -> dict[Any, tuple[int, int]]:
-    """By the memory to which a device of the step moves arrays: how many, and bytes."""
-    found: dict[Any, tuple[int, int]] = {}
+    """Return how many arrays a step moves to each memory, and their bytes, on one device."""
+    moved: dict[Any, tuple[int, int]] = {}
     for eqn, runs in visit(step_of(strategy).trace(BATCH).eqns):
-        if eqn.primitive.name == "device_put" and isinstance(to := eqn.params["devices"][0], jax.memory.Space):
-            count, size = found.get(to, (0, 0))
+        if eqn.primitive.name == "device_put" and isinstance(memory := eqn.params["devices"][0], jax.memory.Space):
+            count, size = moved.get(memory, (0, 0))
             aval = eqn.outvars[0].aval
-            found[to] = count + runs, size + runs * aval.size * aval.dtype.itemsize
-    return found
+            moved[memory] = count + runs, size + runs * aval.size * aval.dtype.itemsize
+    return moved
 
 
 @pytest.mark.parametrize(
     ("strategy", "rows", "positions"), [(CELLS[1], 1, LENGTH // 2), ("fsdp=8,remat=layer", 1, LENGTH)]
 )
 def test_of_recomputed_layers_the_inputs_alone_are_moved(strategy: str, rows: int, positions: int) -> None:
-    """To the host each layer's once a microbatch; back, one iteration early, one more than there are layers."""
+    """Each layer's input goes to the host once per microbatch.
+
+    Copies back run one iteration early, so that there is one more than layers.
+    """
     step = step_of(strategy)
     array, m = rows * positions * DIM * 4, step.strategy.microbatches
     host, device = jax.memory.Space.Host, jax.memory.Space.Device
@@ -89,40 +94,45 @@ def test_refusals() -> None:
 
 
 def beside(operations: tuple[Operation, ...]) -> list[tuple[HostCopy, bool]]:
-    """Every copy of these operations, and whether a kernel that computes runs while it is under way."""
-    found = []
-    for at, one in enumerate(operations):
-        if isinstance(one, HostCopy):
-            end = next(n for n, other in enumerate(operations) if isinstance(other, Done) and other.name == one.name)
-            found.append((one, any(isinstance(x, Kernel) and x.computes for x in operations[at:end])))
-    return found
+    """Return every copy of these operations, and whether a computing kernel runs while it is under way."""
+    copies = []
+    for start, operation in enumerate(operations):
+        if isinstance(operation, HostCopy):
+            end = next(
+                n for n, later in enumerate(operations) if isinstance(later, Done) and later.name == operation.name
+            )
+            copies.append((operation, any(isinstance(x, Kernel) and x.computes for x in operations[start:end])))
+    return copies
 
 
 @pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_compiled_for_gpus() -> None:
-    """Temporaries fall by what the host holds, but for two layers' worth; every copy is asynchronous, and in a loop it
-    runs beside kernels. A device with little room to spare computes nothing again for what the host holds.
+    """Temporaries fall by the values on the host, except for those of two layers.
+
+    Every copy is asynchronous, and in a loop it overlaps with kernels. On a device with little memory, XLA recomputes
+    nothing for the values on the host.
     """
     layers, rows, devices = 8, 2, target("2xH100")
-    it = named("llama3-8b", layers=layers, dim=1024, heads=8, kv_heads=4, ffn=2048, vocab=2048)
-    batch, left = it.example(rows, 4096), 4096 * 1024 * 2
-    made = lambda text, on: Compiled.of(
-        jp.make_train_step(it.model, optax.sgd(0.1), f"fsdp=2,precision=bf16,{text}", on.devices), batch
+    llama = named("llama3-8b", layers=layers, dim=1024, heads=8, kv_heads=4, ffn=2048, vocab=2048)
+    batch, layer_bytes = llama.example(rows, 4096), 4096 * 1024 * 2
+    compiled = lambda text, on: Compiled.of(
+        jp.make_train_step(llama.model, optax.sgd(0.1), f"fsdp=2,precision=bf16,{text}", on.devices), batch
     )
-    here, small = made("remat=layer", devices), target("2xH100", memory_bytes=7e8)
-    there = made("remat=layer,offload=activations", small)
-    assert ".remat" not in there.text
-    assert there.memory.host_temp_size_in_bytes == layers * left
-    assert there.memory.temp_size_in_bytes <= here.memory.temp_size_in_bytes - (layers - 2) * left
+    on_device, small = compiled("remat=layer", devices), target("2xH100", memory_bytes=7e8)
+    offloaded = compiled("remat=layer,offload=activations", small)
+    assert ".remat" not in offloaded.text
+    assert offloaded.memory.host_temp_size_in_bytes == layers * layer_bytes
+    assert offloaded.memory.temp_size_in_bytes <= on_device.memory.temp_size_in_bytes - (layers - 2) * layer_bytes
 
-    program = Executable(there.text, there.step.mesh)
-    loops = [one for one in program.operations if isinstance(one, While) and beside(one.body)]
-    found = [(copy, hidden, loop.trips) for loop in loops for copy, hidden in beside(loop.body)]
-    assert sorted((copy.to_host, copy.bytes, copy.waits, hidden, trips) for copy, hidden, trips in found) == [
-        (False, left, False, True, layers),
-        (True, left, False, True, layers),
+    program = Executable(offloaded.text, offloaded.step.mesh)
+    loops = [operation for operation in program.operations if isinstance(operation, While) and beside(operation.body)]
+    copies_in_loops = [(copy, hidden, loop.trips) for loop in loops for copy, hidden in beside(loop.body)]
+    assert sorted((copy.to_host, copy.bytes, copy.waits, hidden, trips) for copy, hidden, trips in copies_in_loops) == [
+        (False, layer_bytes, False, True, layers),
+        (True, layer_bytes, False, True, layers),
     ]
-    copies = predict(program, there.step, batch, devices.hardware).copies
-    assert sum(part.bytes for part in copies) == (2 * layers + 1) * left  # the last layer comes back before the loop
+    copies = predict(program, offloaded.step, batch, devices.hardware).copies
+    # The last layer comes back before the loop.
+    assert sum(part.bytes for part in copies) == (2 * layers + 1) * layer_bytes
     assert sum(part.exposed for part in copies) < 0.2 * sum(part.seconds for part in copies)

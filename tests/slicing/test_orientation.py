@@ -1,4 +1,4 @@
-"""Gradients of weights are one product: the transposed copies of JAX's own made a step on CPUs half as slow again."""
+"""Gradients of weights are one product. JAX also transposes them: the copies made a step on CPUs half as slow again."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def names(eqns: Any) -> list[str]:
 
 
 def test_products() -> None:
-    """With batch dims, several summed dims and a precision for each operand; values stay."""
+    """A product with batch dims, several summed dims and a precision for each operand has the same values."""
     x, w, g = (np.random.default_rng(i).normal(size=s).astype(np.float32) for i, s in
                enumerate([(2, 3, 5, 4), (2, 4, 6), (2, 3, 5, 6)]))  # fmt: skip
     precision = (lax.Precision.HIGH, lax.Precision.DEFAULT)
@@ -39,47 +39,47 @@ def test_products() -> None:
 
 
 def test_what_stays() -> None:
-    """A product that is read twice, or is itself a result, and a transpose that does more than swap the operands."""
+    """A product stays if it is read twice or is itself a result, and so does a transpose that permutes more dims."""
     a, b = np.ones((3, 4), np.float32), np.ones((4, 5), np.float32)
-    kept = {
+    unchanged = {
         "read twice": lambda a, b: ((a @ b).T, jnp.sin(a @ b)),
         "result": lambda a, b: (lambda y: (y, y.T))(a @ b),
         "heads": lambda a, b: (jnp.einsum("ijk,kl->ijl", a[None], b).transpose(2, 0, 1),),
     }
-    for name, fun in kept.items():
+    for name, fun in unchanged.items():
         flat, _ = jx.trace(fun, a, b)
         eqns = oriented(flat.eqns, flat.outvars)
         assert len(eqns) == len(flat.eqns)
         values = jx.run(eqns, flat.invars, flat.outvars)(a, b)
-        for new, old in zip(values, jax.tree.leaves(fun(a, b)), strict=True):
-            np.testing.assert_array_equal(new, old, err_msg=name)
-    flat, _ = jx.trace(kept["result"], a, b)
+        for actual, expected in zip(values, jax.tree.leaves(fun(a, b)), strict=True):
+            np.testing.assert_array_equal(actual, expected, err_msg=name)
+    flat, _ = jx.trace(unchanged["result"], a, b)
     assert names(oriented(flat.eqns, flat.outvars)) == names(flat.eqns)
 
 
 def test_of_a_step() -> None:
-    """No weight's gradient is transposed, in no loop."""
+    """No weight's gradient is transposed in any loop of a step."""
     model = named("llama-tiny", layers=2, dim=16, heads=2, kv_heads=1, ffn=24)
     step = jp.make_train_step(model.model, optax.sgd(0.1), "fsdp")
-    found: list[str] = []
+    transposed_products: list[str] = []
 
     def walk(jaxpr: Any) -> None:
         eqns = jx.opened(jaxpr)[0].eqns
-        made = {v: eqn for eqn in eqns for v in eqn.outvars}
+        defined_by = {v: eqn for eqn in eqns for v in eqn.outvars}
         for eqn in eqns:
-            given = eqn.invars[0] if names([eqn]) == ["transpose"] else None
-            product = None if given is None or jx.is_literal(given) else made.get(given)
+            operand = eqn.invars[0] if names([eqn]) == ["transpose"] else None
+            product = None if operand is None or jx.is_literal(operand) else defined_by.get(operand)
             if product is not None and product.primitive.name == "dot_general" and eqn.params["permutation"] == (1, 0):
-                found.append(str(eqn))
+                transposed_products.append(str(eqn))
             for inner in jec.jaxprs_in_params(eqn.params):
                 walk(inner)
 
     walk(step.trace(model.example(8, 8)))
-    assert not found
+    assert not transposed_products
 
 
 def test_init_is_traced_once() -> None:
-    """Shapes, layout and first state of two steps: 24 layers in a Python loop took 1.3 s for each of these."""
+    """Shapes, layout and first state of two steps share one trace. Each took 1.3 s for 24 layers in a Python loop."""
     traced = []
 
     def init(key: jax.Array) -> dict[str, jax.Array]:

@@ -1,5 +1,7 @@
-"""Loops over layers that fetch a layer ahead and give a gradient behind (`InFlight`): the same gradients, microbatch
-after microbatch; in the step, collectives that no product of their iteration waits for, as many as the closed form has.
+"""Loops over layers that fetch the next layer and give the previous layer's gradient (`InFlight`).
+
+Gradients are the same, microbatch after microbatch. In a step, no product waits for a collective of its iteration, and
+there are as many collectives as in the closed form.
 """
 
 import functools
@@ -33,7 +35,7 @@ SGD = optax.sgd(0.05, momentum=0.9)
 
 
 class Ahead(WholeAccess):
-    """Access to whole parameters, of which `frozen` have no gradient and `at_once` give it in their iteration."""
+    """Access to whole parameters; `frozen` has no gradient, and `at_once` gives it in its own iteration."""
 
     def __init__(self, frozen: int, at_once: int) -> None:
         super().__init__(sends=lambda index: (index != at_once, index not in (frozen, at_once)))
@@ -44,10 +46,10 @@ class Ahead(WholeAccess):
 
 
 def loss(leaves: list[jax.Array], x: jax.Array) -> jax.Array:
-    """A stack with biases, which no backward reads; one in reverse; one that reads every layer twice but two."""
-    w, bias, gain, back, pairs = leaves
+    """Three stacks: with biases, which no backward reads; in reverse; and with pairs of neighbouring layers."""
+    w, bias, gain, reverse_w, pairs = leaves
     y, _ = lax.scan(lambda c, p: (jnp.tanh(c @ p[0] + p[1]) * p[2], None), x, (w, bias, gain))
-    y, _ = lax.scan(lambda c, p: (jnp.sin(c @ p), None), y, back, reverse=True)
+    y, _ = lax.scan(lambda c, p: (jnp.sin(c @ p), None), y, reverse_w, reverse=True)
     y, _ = lax.scan(lambda c, p: (jnp.tanh(c @ p[0]) @ p[1], None), y, (pairs[:-1], pairs[1:]))
     return jnp.sum(y**2)
 
@@ -81,7 +83,7 @@ def test_gradients_of_two_microbatches(remat: str, frozen: int, at_once: int) ->
 
 
 def test_a_stack_that_the_loss_does_not_differentiate_begins_again() -> None:
-    """It had the last layer's weights for the first of the next microbatch."""
+    """The first layer of the next microbatch got the last layer's weights."""
 
     def beside(leaves: list[jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
         y, _ = lax.scan(lambda c, w: (jnp.sin(c @ w), None), x, leaves[0])
@@ -98,20 +100,22 @@ def test_a_stack_that_the_loss_does_not_differentiate_begins_again() -> None:
         assert program.landed(access, flights, grads)[0] is None
 
 
-IT: Entry = gpt()
+TINY_GPT: Entry = gpt()
 
 
 @functools.cache
 def step_of(strategy: str) -> Any:
-    return jp.make_train_step(IT.model, SGD, strategy)
+    return jp.make_train_step(TINY_GPT.model, SGD, strategy)
 
 
 @pytest.mark.slow
 def test_one_microbatch_is_as_on_one_device() -> None:
-    """Several are in `tests/parallel/test_transparency.py`."""
-    one, key = Reference(IT.model, jp.Strategy(single=True), 8), jax.random.key(0)
-    grads, params = one.value_and_grad(key, IT.batch)[1], one.train(SGD, key, IT.batch, 2)
-    check(step_of("data=2,fsdp=4,prefetch=1"), IT.model, initial(IT.model), IT.batch, 2, grads, params)
+    """`tests/parallel/test_transparency.py` has several microbatches."""
+    reference, key = Reference(TINY_GPT.model, jp.Strategy(single=True), 8), jax.random.key(0)
+    grads, params = reference.value_and_grad(key, TINY_GPT.batch)[1], reference.train(SGD, key, TINY_GPT.batch, 2)
+    check(
+        step_of("data=2,fsdp=4,prefetch=1"), TINY_GPT.model, initial(TINY_GPT.model), TINY_GPT.batch, 2, grads, params
+    )
 
 
 @pytest.mark.slow
@@ -124,32 +128,38 @@ def test_one_microbatch_is_as_on_one_device() -> None:
 )
 @pytest.mark.filterwarnings("ignore:.*layers in 2 x 1 chunks")
 def test_ticks_of_a_pipeline_are_as_on_one_device(strategy: str) -> None:
-    """Three layers on two ranks, so that one is padding; idle ticks, whose gradients another tick gives, count nothing.
-    From tick to tick a step gathers two layers more, where forwards begin and where they end, and reduces one.
+    """Three layers on two ranks, so that one is padding, and idle ticks, whose gradients count nothing.
+
+    A step gathers two more layers than without prefetch, where forwards begin and where they end. It reduces one more.
     """
-    ahead, here = (step_of(f"{strategy},prefetch={n}") for n in (1, 0))
-    blocks = ahead.strategy.microbatches * ahead.replicas
-    one, key = Reference(IT.model, jp.Strategy(single=True), blocks), jax.random.key(0)
-    grads, params = one.value_and_grad(key, IT.batch)[1], one.train(SGD, key, IT.batch, 2)
-    check(ahead, IT.model, initial(IT.model), IT.batch, 2, grads, params)
-    counts = [Ledger.from_jaxpr(step.trace(IT.batch), step.mesh).by("kind", value="count") for step in (ahead, here)]
-    sharded = len([leaf for leaf in ahead.layout.leaves if leaf.path.startswith("layers") and leaf.dim is not None])
+    prefetching, plain = (step_of(f"{strategy},prefetch={n}") for n in (1, 0))
+    blocks = prefetching.strategy.microbatches * prefetching.replicas
+    reference, key = Reference(TINY_GPT.model, jp.Strategy(single=True), blocks), jax.random.key(0)
+    grads, params = reference.value_and_grad(key, TINY_GPT.batch)[1], reference.train(SGD, key, TINY_GPT.batch, 2)
+    check(prefetching, TINY_GPT.model, initial(TINY_GPT.model), TINY_GPT.batch, 2, grads, params)
+    counts = [
+        Ledger.from_jaxpr(step.trace(TINY_GPT.batch), step.mesh).by("kind", value="count")
+        for step in (prefetching, plain)
+    ]
+    sharded = len(
+        [leaf for leaf in prefetching.layout.leaves if leaf.path.startswith("layers") and leaf.dim is not None]
+    )
     more = {kind: counts[0][kind] - counts[1][kind] for kind in ("all-gather", "reduce-scatter", "collective-permute")}
-    gathered = 2 * sharded * (ahead.strategy.zero == 3)
+    gathered = 2 * sharded * (prefetching.strategy.zero == 3)
     assert more == {"all-gather": gathered, "reduce-scatter": sharded, "collective-permute": 0}
 
 
 @pytest.mark.filterwarnings("ignore:.*layers in 2 x 1 chunks")
 def test_what_a_phase_of_ticks_needs_is_gathered_behind_the_one_before() -> None:
-    """XLA gathered it with what the first phase needs, and held it through all ticks: 0.7 GB of a 13B's layer."""
+    """XLA gathered it with the first phase's weights, and held it through all ticks: 0.7 GB of a 13B model's layer."""
     step = step_of("pipe=2,fsdp=4,microbatches=4,prefetch=1")
-    eqns = [eqn for eqn, _ in visit(step.trace(IT.batch).eqns) if "mesh" in eqn.params]
+    eqns = [eqn for eqn, _ in visit(step.trace(TINY_GPT.batch).eqns) if "mesh" in eqn.params]
     mapped = jx.opened(eqns[0].params["jaxpr"])[0]
     phase = next(eqn for eqn in mapped.eqns if eqn.primitive.name == "scan")
-    after = jx.depends(mapped.eqns, phase.outvars)
+    after_phase = jx.depends(mapped.eqns, phase.outvars)
     gathers = [eqn for eqn in mapped.eqns if PRIMITIVES.get(eqn.primitive.name) == "all-gather"]
     layer = [leaf for leaf in step.layout.leaves if leaf.path.startswith("layers") and leaf.dim is not None]
-    assert sum(all(v in after for v in eqn.invars) for eqn in gathers) == len(layer) == 7
+    assert sum(all(v in after_phase for v in eqn.invars) for eqn in gathers) == len(layer) == 7
 
 
 def test_pipelines_whose_ticks_run_other_layers_are_refused() -> None:
@@ -160,8 +170,8 @@ def test_pipelines_whose_ticks_run_other_layers_are_refused() -> None:
 
 def sent(strategy: str, kind: str) -> int:
     step = step_of(strategy)
-    written = Ledger.from_jaxpr(step.trace(IT.batch), step.mesh).by("kind", "axes", "dtype", value="count")
-    assert written == expected(step, IT.batch).by("kind", "axes", "dtype", value="count")
+    written = Ledger.from_jaxpr(step.trace(TINY_GPT.batch), step.mesh).by("kind", "axes", "dtype", value="count")
+    assert written == expected(step, TINY_GPT.batch).by("kind", "axes", "dtype", value="count")
     return sum(n for key, n in written.items() if key[0] == kind)
 
 
@@ -176,12 +186,12 @@ def sent(strategy: str, kind: str) -> int:
     ],
 )
 def test_a_step_sends_one_layer_more(strategy: str, gathers: int, scatters: int) -> None:
-    """The first of a microbatch that does not come, and the zeros before the first gradient; as the closed form has."""
+    """It gathers the first layer of a microbatch that does not come, and reduces zeros before the first gradient."""
     sharded = [leaf for leaf in step_of(strategy).layout.leaves if leaf.path.startswith("layers") and leaf.dim]
     assert len(sharded) == 5
     for kind, layers in ("all-gather", gathers), ("reduce-scatter", scatters):
-        ahead, here = (sent(f"{strategy},prefetch={n}", kind) for n in (1, 0))
-        assert ahead - here == layers * len(sharded)
+        prefetching, plain = (sent(f"{strategy},prefetch={n}", kind) for n in (1, 0))
+        assert prefetching - plain == layers * len(sharded)
 
 
 def kinds(eqns: Any) -> set[str]:
@@ -189,7 +199,7 @@ def kinds(eqns: Any) -> set[str]:
 
 
 def reached(body: Any, first: str, then: str) -> bool:
-    """Whether what is called `then` reads, in a loop's body, what follows from what is called `first`."""
+    """Whether, in a loop's body, an equation of kind `then` depends on one of kind `first`."""
     sources = [v for eqn in body.eqns if first in kinds([eqn]) for v in eqn.outvars]
     marked = jx.depends(body.eqns, sources)
     reads = [v for eqn in body.eqns if then in kinds([eqn]) for v in eqn.invars if not jx.is_literal(v)]
@@ -198,20 +208,23 @@ def reached(body: Any, first: str, then: str) -> bool:
 
 @pytest.mark.parametrize(("prefetch", "waits"), [(0, True), (1, False)])
 def test_no_product_waits_for_the_weights_of_its_iteration(prefetch: int, waits: bool) -> None:
-    """Nor does a reduce-scatter for a product of its own: compilers find room for both in one iteration."""
-    trace = step_of(f"fsdp=8,microbatches=2,prefetch={prefetch}").trace(IT.batch)
+    """A reduce-scatter waits for no product of its iteration either: compilers can overlap both."""
+    trace = step_of(f"fsdp=8,microbatches=2,prefetch={prefetch}").trace(TINY_GPT.batch)
     scans = [jx.opened(eqn.params["jaxpr"])[0] for eqn, _ in visit(trace.eqns) if eqn.primitive.name == "scan"]
-    forward, backward = (body for body in scans if "all-gather" in (made := kinds(body.eqns)) and "scan" not in made)
+    forward, backward = (
+        body for body in scans if "all-gather" in (body_kinds := kinds(body.eqns)) and "scan" not in body_kinds
+    )
     assert reached(forward, "all-gather", "dot_general") == waits
     assert reached(backward, "all-gather", "dot_general") == waits
     assert reached(backward, "dot_general", "reduce-scatter") == waits
 
 
 def test_what_replicas_sum_is_sent_between_other_products() -> None:
-    """Of one iteration's reduce-scatter, gather and all-reduce XLA had the first two wait, and the last run beside more
-    than it needs: a step of 8 layers of 13B took 0.292 s for 0.254.
+    """XLA let an iteration's reduce-scatter and gather wait, and overlapped the all-reduce with more than it needs.
+
+    A step of 8 layers of a 13B model took 0.292 s, and takes 0.254 s in this order.
     """
-    trace = step_of("data=2,fsdp=4,prefetch=1").trace(IT.batch)
+    trace = step_of("data=2,fsdp=4,prefetch=1").trace(TINY_GPT.batch)
     scans = [jx.opened(eqn.params["jaxpr"])[0] for eqn, _ in visit(trace.eqns) if eqn.primitive.name == "scan"]
     backward = next(body for body in scans if {"all-reduce", "reduce-scatter"} <= kinds(body.eqns))
     one_by_one = ("reduce-scatter", "dot_general", "all-gather", "dot_general", "all-reduce")
@@ -238,10 +251,12 @@ def test_by_itself_it_is_on_where_what_loops_send_leaves_the_host(monkeypatch: p
 
 
 def test_explain_says_what_is_held_besides() -> None:
-    explanation = step_of("fsdp=8,microbatches=2,prefetch=1").explain(IT.batch)
+    explanation = step_of("fsdp=8,microbatches=2,prefetch=1").explain(TINY_GPT.batch)
     layer = size(4 * (2 * GPT.dim**2 + 3 * GPT.dim * GPT.ffn))  # key, value and norms are too small to be sharded
-    said = f"the weights of the next are gathered, {layer} and the gradients of the one before are reduced, {layer};"
-    assert any(f"prefetch=1: while a layer runs, {said}" in remark for remark in explanation.remarks)
+    sentence = (
+        f"the weights of the next are gathered, {layer} and the gradients of the one before are reduced, {layer};"
+    )
+    assert any(f"prefetch=1: while a layer runs, {sentence}" in remark for remark in explanation.remarks)
 
 
 @pytest.mark.parametrize(

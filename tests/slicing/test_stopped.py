@@ -77,21 +77,21 @@ def _agrees(loss: Callable[..., jax.Array], strategy: str) -> None:
     batch = {"x": np.tile(rows["x"], (blocks, 1))}
     model = jp.Model(init=lambda key: jax.tree.map(jnp.asarray, PARAMS), loss=lambda p, b, key: loss(p, b))
     step = jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=jax.devices()[:2])
-    found = step.value_and_grad(step.init(jax.random.key(0)), batch)
-    wanted = jax.jit(jax.value_and_grad(loss))(PARAMS, rows)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    actual = step.value_and_grad(step.init(jax.random.key(0)), batch)
+    expected = jax.jit(jax.value_and_grad(loss))(PARAMS, rows)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
 def test_layers_whose_weights_have_no_gradient_take_a_split_backward() -> None:
-    """Nothing is left for the half that gives gradients of weights: it was a StopIteration."""
+    """The half that gives gradients of weights has no residuals then: it raised StopIteration."""
     scan = lambda p, x: jax.lax.scan(lambda h, w: (h @ jnp.sign(w), None), x, p["layers"])[0]
     loss = lambda p, b: jnp.mean(scan(p, b["x"] @ p["first"]) ** 2)
     _agrees(loss, "pipe=2,microbatches=2,schedule=zb-h1")
 
 
 def test_layers_that_keep_complex_numbers() -> None:
-    """Complex numbers are saved, and computed again, as others are (`jax.checkpoint` would round what it saves)."""
+    """Complex numbers are saved and recomputed like others; `jax.checkpoint` would round its saved values."""
 
     def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         turned = jax.lax.complex(x[:, ::2], x[:, 1::2]) @ (w[:4, :4] + 1j * w[4:, :4])

@@ -1,1 +1,1 @@
-"""Layers that a model writes as a Python loop, as one scan."""
+"""Roll layers that a model writes as a Python loop into one scan."""

@@ -1,8 +1,10 @@
-"""Loops that look up their layers by number, `x = f(w[i], x)` for i from 0, as scans that slice them.
+"""Turn loops that look up their layers by number, `x = f(w[i], x)` for i from 0, into scans that slice the layers.
 
-So `fori_loop` is written, a `scan` over `arange`, and the layer stack of AlphaFold: the loop reads the stacked weights
-whole, and every iteration takes its row. Where all that it takes of an array is the row of its own number, the scan may
-slice the array itself, so that a strategy fetches a layer when its turn comes.
+A `fori_loop` is written like this, a `scan` over `arange`, and the layer stack of AlphaFold: the loop reads the stacked
+weights whole, and every iteration takes its row. If each iteration reads only its row of an array, the scan can slice
+the array itself, and a strategy fetches each layer when its turn comes:
+
+    scan(i in 0..n)   reads w whole, takes w[i]        becomes        scan((i, w_i) in zip(0..n, w))
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,100 +18,129 @@ from ...program import jaxpr as jx
 from ...program.environment import through
 from ...program.walk import called, propagate
 
-_WIDE = ("int32", "uint32", "int64", "uint64")  # the 200th is no int8
+_WIDE_INTEGERS = ("int32", "uint32", "int64", "uint64")  # an int8 cannot hold every layer's number
 
 
 def sliced(flat: jx.Flat, trace: Callable[[Callable[..., list[Any]], jx.Flat], jx.Flat]) -> jx.Flat:
-    """A program whose scans slice the arrays of which they took the rows of their iterations.
+    """Return a program whose scans slice the arrays from which they took the rows of their iterations.
 
-    `trace` makes a program of a function of another's inputs.
+    Args:
+      flat: the program.
+      trace: `trace(fun, flat)` makes a program of a function of another program's inputs.
     """
-    made = {v: eqn for eqn in flat.eqns for v in eqn.outvars} | dict(zip(flat.constvars, flat.consts, strict=True))
-    loops = {id(eqn): loop for eqn in flat.eqns if eqn.primitive.name == "scan" and (loop := _sliced(eqn, made))}
+    defined_by = {v: eqn for eqn in flat.eqns for v in eqn.outvars} | dict(
+        zip(flat.constvars, flat.consts, strict=True)
+    )
+    loops = {id(eqn): loop for eqn in flat.eqns if eqn.primitive.name == "scan" and (loop := _sliced(eqn, defined_by))}
     if not loops:
         return flat
-    of = lambda eqn, ins: loops[id(eqn)](ins) if id(eqn) in loops else jx.bind(eqn, ins)
-    return trace(lambda *values: jx.evaluate(flat, values, of), flat)
+    # Trace the program again, with these scans replaced.
+    compute = lambda eqn, operands: loops[id(eqn)](operands) if id(eqn) in loops else jx.bind(eqn, operands)
+    return trace(lambda *values: jx.evaluate(flat, values, compute), flat)
 
 
-def _sliced(eqn: Any, made: Mapping[Any, Any]) -> Callable[[Sequence[Any]], list[Any]] | None:
-    """A scan as a function of its operands that slices arrays instead; None where it takes no rows by its number."""
+def _sliced(eqn: Any, defined_by: Mapping[Any, Any]) -> Callable[[Sequence[Any]], list[Any]] | None:
+    """Return a scan as a function of its operands that slices arrays; None if it takes no rows by its number.
+
+    Args:
+      eqn: the scan.
+      defined_by: for each variable of the program, the equation or the constant array that defines it.
+    """
     parts = jx.scan_parts(eqn)
     body = jx.flatten(parts.body)
     n, k = len(parts.consts), len(parts.consts) + len(parts.carry)
-    numbers = {v for v, x in zip(body.invars[k:], parts.xs, strict=True) if _counts(x, parts.length, made)}
+
+    # 1. Find the variables of the body that are the iteration's number: a scanned `arange`, or a carry that counts.
+    numbers = {v for v, x in zip(body.invars[k:], parts.xs, strict=True) if _is_arange(x, parts.length, defined_by)}
     if not parts.reverse:
-        adds = {e.outvars[0]: e.invars for e in body.eqns if e.primitive.name == "add"}
-        for v, first, out in zip(body.invars[n:k], parts.carry, body.outvars, strict=False):
-            terms = () if jx.is_literal(out) else adds.get(out, ())
-            if _is(first, 0) and any(a is v for a in terms) and any(_is(a, 1) for a in terms):
+        additions = {e.outvars[0]: e.invars for e in body.eqns if e.primitive.name == "add"}
+        for v, init, result in zip(body.invars[n:k], parts.carry, body.outvars, strict=False):
+            terms = () if jx.is_literal(result) else additions.get(result, ())
+            if _is_scalar(init, 0) and any(a is v for a in terms) and any(_is_scalar(a, 1) for a in terms):
                 numbers.add(v)
+
+    # 2. Find the constants from which it takes nothing but the row of that number.
     arrays = {v: i for i, v in enumerate(body.invars[:n]) if numbers and v.aval.shape[:1] == (parts.length,)}
-    rows = _by_number(body, arrays, numbers)
-    if not rows:
+    row_consts = _read_by_number(body, arrays, numbers)
+    if not row_consts:
         return None
 
-    def loop(ins: Sequence[Any]) -> list[Any]:
+    # 3. Scan them. In the body, such a constant has the shape [1, ...], and `_compute_on_rows` takes its only row.
+    def loop(operands: Sequence[Any]) -> list[Any]:
         def step(carry: list[Any], x: tuple[list[Any], dict[int, Any]]) -> tuple[list[Any], list[Any]]:
-            consts = [x[1][i][None] if i in rows else value for i, value in enumerate(ins[:n])]
-            outs = jx.evaluate(body, [*consts, *carry, *x[0]], _of_rows)
-            return outs[: k - n], outs[k - n :]
+            xs, rows = x
+            consts = [rows[i][None] if i in row_consts else value for i, value in enumerate(operands[:n])]
+            results = jx.evaluate(body, [*consts, *carry, *xs], _compute_on_rows)
+            return results[: k - n], results[k - n :]
 
-        xs, unroll = (list(ins[k:]), {i: ins[i] for i in rows}), eqn.params["unroll"]
-        carry, ys = lax.scan(step, list(ins[n:k]), xs, length=parts.length, reverse=parts.reverse, unroll=unroll)
+        xs, unroll = (list(operands[k:]), {i: operands[i] for i in row_consts}), eqn.params["unroll"]
+        carry, ys = lax.scan(step, list(operands[n:k]), xs, length=parts.length, reverse=parts.reverse, unroll=unroll)
         return [*carry, *ys]
 
     return loop
 
 
-def _is(atom: Any, value: int) -> bool:
+def _is_scalar(atom: Any, value: int) -> bool:
+    """Whether an atom is this literal."""
     return jx.is_literal(atom) and np.ndim(atom.val) == 0 and atom.val == value
 
 
-def _counts(x: Any, length: int, made: Mapping[Any, Any]) -> bool:
-    """Whether what a scan slices is 0, 1, 2, ..."""
-    maker = None if jx.is_literal(x) else made.get(x)
-    if isinstance(maker, np.ndarray):
-        return maker.dtype.kind in "iu" and np.array_equal(maker, np.arange(length))
-    return getattr(maker, "primitive", None) is lax.iota_p and x.aval.shape == (length,)
+def _is_arange(x: Any, length: int, defined_by: Mapping[Any, Any]) -> bool:
+    """Whether a scanned value is 0, 1, 2, ..."""
+    # A constant is an array that the trace closed over; `jnp.arange` in the loss is an `iota`.
+    source = None if jx.is_literal(x) else defined_by.get(x)
+    if isinstance(source, np.ndarray):
+        return source.dtype.kind in "iu" and np.array_equal(source, np.arange(length))
+    return getattr(source, "primitive", None) is lax.iota_p and x.aval.shape == (length,)
 
 
-def _by_number(program: Any, arrays: Mapping[Any, int], numbers: set[Any]) -> list[int]:
-    """Those arrays, inputs with their number, of which all that a program takes is the row of the iteration's number.
+def _read_by_number(program: Any, arrays: Mapping[Any, int], numbers: set[Any]) -> list[int]:
+    """Return the arrays from which a program takes only the row of the iteration's number.
 
-    A value is known as an array, as the number, or as whether that is negative, which would count from the end.
+    The program is interpreted on marks instead of values: the number of an array; "number" for the iteration's
+    number; "negative" for whether that is negative, and would count from the end (`w[i]` checks this); None for any
+    other value. An array that an equation reads in another way is read whole.
+
+    Args:
+      program: the body of a scan.
+      arrays: inputs that have a row for each iteration, with the positions that are returned.
+      numbers: inputs that are the iteration's number.
     """
-    whole = set[Any]()
+    read_whole = set[Any]()
 
-    def of(eqn: Any, ins: list[Any]) -> list[Any]:
+    def marks_of_results(eqn: Any, marks: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        inside = propagate(eqn, ins, run, lambda a, b: a) if name in (*jx.CALLS, *jx.REMATS) else None
+        inside = propagate(eqn, marks, run, lambda a, b: a) if name in (*jx.CALLS, *jx.REMATS) else None
         if inside is not None:
             return inside
-        outs: list[Any] = [None] * len(eqn.outvars)
-        if name == "convert_element_type" and eqn.outvars[0].aval.dtype.name in _WIDE and ins == ["number"]:
-            outs = ins
-        elif name == "lt" and ins[0] == "number" and _is(eqn.invars[1], 0):
-            outs = ["negative"]
-        elif name == "select_n" and ins[:2] == ["negative", "number"]:
-            outs = ["number"]
+        results: list[Any] = [None] * len(eqn.outvars)
+        # The number passes through casts, and through JAX's handling of negative indices: select(i < 0, i, i + n).
+        if name == "convert_element_type" and eqn.outvars[0].aval.dtype.name in _WIDE_INTEGERS and marks == ["number"]:
+            results = marks
+        elif name == "lt" and marks[0] == "number" and _is_scalar(eqn.invars[1], 0):
+            results = ["negative"]
+        elif name == "select_n" and marks[:2] == ["negative", "number"]:
+            results = ["number"]
         elif name == "dynamic_slice" and eqn.params["slice_sizes"] == (1, *eqn.invars[0].aval.shape[1:]):
-            ins = ins[1:] if ins[1] == "number" else ins
-        whole.update(ins)
-        return outs
+            # This takes a row: the array, the first operand, is not read whole.
+            marks = marks[1:] if marks[1] == "number" else marks
+        # Marks of numbers end up here too; only marks of arrays are looked up below.
+        read_whole.update(marks)
+        return results
 
-    run = lambda program, ins, _=None: through(program, ins, of, None)
-    whole.update(run(program, ["number" if v in numbers else arrays.get(v) for v in program.invars]))
-    return [i for i in arrays.values() if i not in whole]
+    run = lambda program, marks, _=None: through(program, marks, marks_of_results, None)
+    read_whole.update(run(program, ["number" if v in numbers else arrays.get(v) for v in program.invars]))
+    return [i for i in arrays.values() if i not in read_whole]
 
 
-def _of_rows(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """What an equation makes of operands of which some are single rows [1, ...] of arrays."""
-    if all(x.shape == v.aval.shape for x, v in zip(ins, eqn.invars, strict=True)):
-        return jx.bind(eqn, ins)
+def _compute_on_rows(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Compute an equation on operands, where some are single rows [1, ...] of the arrays that it expects."""
+    if all(x.shape == v.aval.shape for x, v in zip(operands, eqn.invars, strict=True)):
+        return jx.bind(eqn, operands)
     if eqn.primitive.name == "dynamic_slice":
-        return [ins[0]]
-    run = lambda *values: jx.evaluate(called(eqn), values, _of_rows)
+        return [operands[0]]  # the row itself
+    # Only a call may have other operands of a wrong shape. Its own equations get the rows.
+    run = lambda *values: jx.evaluate(called(eqn), values, _compute_on_rows)
     if eqn.primitive.name in jx.REMATS:
         run = jax.checkpoint(run, **{name: eqn.params[name] for name in ("policy", "prevent_cse")})
-    return run(*ins)
+    return run(*operands)

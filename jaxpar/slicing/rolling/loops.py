@@ -1,9 +1,15 @@
 """Find the loops over alike blocks in a traced program, and roll them into scans.
 
-A loop may run over several lists at once (`zip(layers, ffs)`), over rows of one stacked parameter (`weights[i]`), twice
-in one loss, over a part of a list, from its end (`reversed(layers)`), or over blocks that alternate with a period of at
-most 8: then so many blocks are one round of the scan. Blocks that fill no round stay as they are written, or are a scan
-of their own.
+A loop may run over several lists at once (`zip(layers, ffs)`), or over rows of one stacked parameter (`weights[i]`). It
+may run twice in one loss, over a part of a list, or from its end (`reversed(layers)`). Blocks may alternate with a
+period of at most 8. Then one round of the scan is one period of blocks:
+
+    period 1    b0 | b1 | b2 | b3 | b4 | b5               period 2    a0 b1 | a2 b3 | a4 b5
+
+Blocks that fill no round stay as they are written, or become a scan of their own.
+
+`roll_loops` goes over the loops. For each pass over a loop it tries spans of blocks (`_find_spans`), in several ways of
+reading the program (`_ways`); `roll.py` makes one scan of one span, and `align.py` says why blocks differ.
 """
 
 import dataclasses
@@ -15,307 +21,397 @@ import jax
 import jax.extend.core as jec
 
 from ...program import jaxpr as jx
+from .align import NotAlike, Span
 from .indexing import sliced
-from .readings import Pass, Readings, Row, keys, rows
-from .roll import NotAlike, Span, roll
+from .readings import Pass, Readings, Row, find_rows, key_derivations
+from .roll import roll
 
+# A family: for each stack, its position among the program's inputs, and the positions of its layers.
 StackMembers = Sequence[tuple[int, Sequence[int]]]
 _PERIODS = range(1, 9)
-_LEADING = ("broadcast_in_dim", "reshape")  # what may put a dim of size 1 in front
+_ADD_LEADING_DIM = ("broadcast_in_dim", "reshape")  # primitives that may put a dim of size 1 in front
 
 
 @dataclass(frozen=True)
 class RolledLoop:
-    """What became of one loop: `leaf` is its first, of `depth` blocks; `spans` the scans, of each pass in order; `why`
-    the first difference where blocks are left that run one by one, which are `left`.
+    """The outcome for one loop: which blocks became scans.
+
+    Attributes:
+      leaf: the first leaf of the loop.
+      depth: the number of its blocks.
+      spans: the scans, of each pass in order.
+      unrolled: the blocks that run one by one.
+      difference: if there are such blocks, the first difference between blocks.
     """
 
     leaf: int
     depth: int
     spans: tuple[Span, ...]
-    left: tuple[int, ...] = ()
-    why: str | None = None
+    unrolled: tuple[int, ...] = ()
+    difference: str | None = None
 
 
 @dataclass(frozen=True)
 class _Lists:
-    """Lists that one loop runs over: families of leaves, and leaves whose rows it reads (with their dim)."""
+    """The lists that one loop runs over.
+
+    Attributes:
+      depth: the number of blocks.
+      families: lists of leaves, one for each block.
+      stacked: leaves whose rows are the blocks, with the dim.
+    """
 
     depth: int
     families: tuple[StackMembers, ...] = ()
     stacked: tuple[tuple[int, int], ...] = ()
 
     def rows(self, flat: jx.Flat) -> dict[Any, Row]:
-        """The variables of a program that are one block's."""
-        found = {
+        """Return the variables of a program that are the parameters of one block, as rows of their stack."""
+        family_rows = {
             flat.invars[i]: Row(flat.invars[stack], k)
             for family in self.families
             for stack, members in family
             for k, i in enumerate(members)
         }
         sources = {flat.invars[i]: dim for i, dim in self.stacked}
-        taken = rows(flat.eqns, lambda v: v in sources)
-        return found | {v: row for v, row in taken.items() if sources[row.source] == row.dim}
+        taken_rows = find_rows(flat.eqns, lambda v: v in sources)
+        return family_rows | {v: row for v, row in taken_rows.items() if sources[row.source] == row.dim}
 
 
 def roll_loops(
     flat: jx.Flat, families: Sequence[StackMembers], params: int, axes: dict[str, int], own: Sequence[bool] = ()
 ) -> tuple[jx.Flat, list[RolledLoop]]:
-    """A program with its loops as scans, and what became of each.
+    """Roll the loops of a program into scans.
 
     Args:
-      flat: the program, of whose inputs the first `params` are parameters.
+      flat: the program. Its first inputs are the parameters.
       families: the leaves of each list of blocks: the stack, which the program does not read, and its layers, which it
         reads.
+      params: the number of parameters.
       axes: mesh axes that the program may name, name -> size.
-      own: for each leaf, whether the stages of a pipeline own its layers. Those that no scan reads are read from the
-        stack.
+      own: for each leaf, whether the stages of a pipeline divide its layers. If no scan reads a layer of these, it is
+        read from the stack.
+
+    Returns:
+      The program with scans, and what became of each loop.
     """
-    found = []
-    flat, single = join(sliced(flat, lambda fun, flat: _traced(fun, flat, axes)), families)
-    for lists in _together(flat, params, [*_listed(single), *_stacked(flat, params)]):
-        flat, loop = _rolled(flat, lists, params, axes)
+    # 1. Prepare: loops that index their layers slice them, and stacks that the loss makes itself are the stored ones.
+    flat = sliced(flat, lambda fun, flat: _traced(fun, flat, axes))
+    flat, remaining_families = join(flat, families)
+
+    # 2. Roll each loop.
+    loops = []
+    for lists in _merge_lists(flat, params, [*_family_lists(remaining_families), *_stacked_lists(flat, params)]):
+        flat, loop = _roll_lists(flat, lists, params, axes)
         if loop is not None:
-            found.append(loop)
-    stage = {
+            loops.append(loop)
+
+    # 3. In a pipeline, a rank has no separate layers: read those that are not in a scan from their stack.
+    stack_of = {
         flat.invars[i]: (flat.invars[stack], k)
         for family in families
         for stack, members in family
         if own and own[stack]
         for k, i in enumerate(members)
     }
-    if any(v in stage for v in jx.free(jx.live(flat.eqns, flat.outvars), flat.outvars)):
+    if any(v in stack_of for v in jx.free(jx.live(flat.eqns, flat.outvars), flat.outvars)):
         program, inputs = flat, flat.invars
 
         def fun(*values: Any) -> list[Any]:
             env = dict(zip(inputs, values, strict=True))
-            given = [env[stage[v][0]][stage[v][1]] if v in stage else env[v] for v in inputs]
+            input_values = [env[stack_of[v][0]][stack_of[v][1]] if v in stack_of else env[v] for v in inputs]
             run = jx.run(program.eqns, [*program.constvars, *program.invars], program.outvars)
-            return run(*program.consts, *given)
+            return run(*program.consts, *input_values)
 
         flat = _traced(fun, flat, axes)
-    return flat, found
+    return flat, loops
 
 
 def _traced(fun: Any, flat: jx.Flat, axes: dict[str, int]) -> jx.Flat:
-    """A function of a program's inputs, as a program."""
+    """Trace a function of a program's inputs."""
     inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.invars]
     return jx.trace(fun, *inputs, axes=axes)[0]
 
 
-def _listed(families: Sequence[StackMembers]) -> list[_Lists]:
+# ----------------------------------------------------------------------------------------------------------------------
+# The lists that loops run over.
+
+
+def _family_lists(families: Sequence[StackMembers]) -> list[_Lists]:
+    """Return each family as the lists of one loop."""
     return [_Lists(len(family[0][1]), (family,)) for family in families]
 
 
-def _stacked(flat: jx.Flat, params: int) -> list[_Lists]:
-    """Leaves that a program reads row by row, every row of a dim by its number."""
+def _stacked_lists(flat: jx.Flat, params: int) -> list[_Lists]:
+    """Return the leaves that a program reads row by row, every row of a dim by its number."""
     index = {v: i for i, v in enumerate(flat.invars[:params])}
-    read: dict[tuple[int, int], set[int]] = {}
-    for row in rows(flat.eqns, lambda v: v in index).values():
-        read.setdefault((index[row.source], row.dim), set()).add(row.at)
-    whole = {at: len(numbers) for at, numbers in read.items() if len(numbers) == flat.invars[at[0]].aval.shape[at[1]]}
-    return [_Lists(depth, (), (at,)) for at, depth in whole.items() if depth > 1]
+    rows_read: dict[tuple[int, int], set[int]] = {}
+    for row in find_rows(flat.eqns, lambda v: v in index).values():
+        rows_read.setdefault((index[row.source], row.dim), set()).add(row.index)
+    depths = {
+        (leaf, dim): len(rows)
+        for (leaf, dim), rows in rows_read.items()
+        if len(rows) == flat.invars[leaf].aval.shape[dim]
+    }
+    return [_Lists(depth, (), (leaf_dim,)) for leaf_dim, depth in depths.items() if depth > 1]
 
 
-def _together(flat: jx.Flat, params: int, lists: Sequence[_Lists]) -> list[_Lists]:
-    """The lists that one loop runs over as one: those of one length that together are still read in order."""
+def _merge_lists(flat: jx.Flat, params: int, all_lists: Sequence[_Lists]) -> list[_Lists]:
+    """Merge the lists that one loop runs over: lists of one length that are still read in order when merged."""
     merged: list[_Lists] = []
-    for one in lists:
-        alone = _readings(flat, params, one)[0].last
-        for at, other in enumerate(merged):
-            both = _Lists(one.depth, other.families + one.families, other.stacked + one.stacked)
-            passes = _passes(flat, params, other)
-            if one.depth == other.depth and _passes(flat, params, both) == passes and passes[0] == alone:
-                merged[at] = both
+    for lists in all_lists:
+        last_block = _readings(flat, params, lists)[0].last_block
+        # A loop over `zip(a, b)` reads a0 b0 a1 b1 ...: merged, the lists have the same passes. Two consecutive loops
+        # read a0 a1 ... b0 b1 ...: merged, they would have more.
+        for i, earlier in enumerate(merged):
+            union = _Lists(lists.depth, earlier.families + lists.families, earlier.stacked + lists.stacked)
+            passes = _pass_bounds(flat, params, earlier)
+            same_passes = lists.depth == earlier.depth and _pass_bounds(flat, params, union) == passes
+            if same_passes and passes[0] == last_block:
+                merged[i] = union
                 break
         else:
-            merged.append(one)
+            merged.append(lists)
     return merged
 
 
-def _passes(flat: jx.Flat, params: int, lists: _Lists) -> tuple[int | None, list[tuple[int, int]]]:
-    """Whether they are read from the end, and the passes."""
+def _pass_bounds(flat: jx.Flat, params: int, lists: _Lists) -> tuple[int | None, list[tuple[int, int]]]:
+    """Return `Readings.last_block`, and the first and the last block (exclusive) of each pass."""
     readings = _readings(flat, params, lists)[0]
-    return readings.last, [(run.start, run.stop) for run in readings.passes]
+    return readings.last_block, [(loop_pass.start, loop_pass.stop) for loop_pass in readings.passes]
 
 
 def _readings(flat: jx.Flat, params: int, lists: _Lists) -> tuple[Readings, tuple[Any, ...], dict[Any, Row]]:
+    """Return the readings of some lists, forwards or from their end, the live equations, and the blocks' parameters."""
     eqns = jx.live(flat.eqns, flat.outvars)
     members = lists.rows(flat)
-    at = {v: row.at for v, row in members.items()}
-    readings = Readings.of(eqns, set(flat.invars[:params]), at)
-    if not readings.passes and (backwards := Readings.of(eqns, set(flat.invars[:params]), at, lists.depth - 1)).passes:
-        readings = backwards
+    block_of = {v: row.index for v, row in members.items()}
+    param_vars = set(flat.invars[:params])
+    readings = Readings.find(eqns, param_vars, block_of)
+    # A loop over `reversed(layers)` has no pass in ascending order.
+    if not readings.passes:
+        backwards = Readings.find(eqns, param_vars, block_of, lists.depth - 1)
+        readings = backwards if backwards.passes else readings
     return readings, eqns, members
 
 
-def _rolled(flat: jx.Flat, lists: _Lists, params: int, axes: dict[str, int]) -> tuple[jx.Flat, RolledLoop | None]:
-    """A program with every pass over some lists as scans, from the last pass to the first, and what became of it."""
-    number = len(_passes(flat, params, lists)[1]) - 1
+# ----------------------------------------------------------------------------------------------------------------------
+# The scans of one loop.
+
+
+def _roll_lists(flat: jx.Flat, lists: _Lists, params: int, axes: dict[str, int]) -> tuple[jx.Flat, RolledLoop | None]:
+    """Return a program with every pass over some lists as scans, and what became of the loop."""
+    pass_index = len(_pass_bounds(flat, params, lists)[1]) - 1
     leaf = lists.families[0][0][0] if lists.families else lists.stacked[0][0]
     spans: list[Span] = []
-    left: list[int] = []
-    why: str | None = None
-    if number < 0:
-        return flat, RolledLoop(leaf, lists.depth, (), (), "no block is read after another") if lists.families else None
-    while number >= 0:
-        chosen, alone, first = _spans(flat, lists, params, number)
-        for at in reversed(range(len(chosen))):
-            span, fun = chosen[at]
-            if at < len(chosen) - 1:  # the program has changed behind it
-                fun = _attempt(flat, _ways(flat, lists, params, number), number, span)
+    unrolled: list[int] = []
+    difference: str | None = None
+    if pass_index < 0:
+        if not lists.families:
+            return flat, None
+        return flat, RolledLoop(leaf, lists.depth, (), (), "no block is read after another")
+    # From the last pass to the first, and in a pass from the last span: positions in front of a scan stay valid.
+    while pass_index >= 0:
+        chosen, single_blocks, first_difference = _find_spans(flat, lists, params, pass_index)
+        for i in reversed(range(len(chosen))):
+            span, fun = chosen[i]
+            if i < len(chosen) - 1:  # the program behind this span has changed: roll it again
+                fun = _roll_span(flat, _ways(flat, lists, params, pass_index), pass_index, span)
             flat = _traced(fun, flat, axes)
         spans = [span for span, _ in chosen] + spans
-        left, why, number = alone + left, first or why, number - 1
+        unrolled = single_blocks + unrolled
+        difference, pass_index = first_difference or difference, pass_index - 1
     if not lists.families and not spans:  # rows of a parameter that happen to be read one after another
         return flat, None
-    return flat, RolledLoop(leaf, lists.depth, tuple(spans), tuple(sorted({*left})), why)
+    return flat, RolledLoop(leaf, lists.depth, tuple(spans), tuple(sorted({*unrolled})), difference)
 
 
-def _spans(
-    flat: jx.Flat, lists: _Lists, params: int, number: int
+def _find_spans(
+    flat: jx.Flat, lists: _Lists, params: int, pass_index: int
 ) -> tuple[list[tuple[Span, Any]], list[int], str | None]:
-    """The scans in a pass, the program with each, the blocks left over, and the first difference between blocks."""
-    ways = _ways(flat, lists, params, number)
-    run, last = ways[0][1].passes[number], ways[0][1].last
+    """Choose the scans of one pass, greedily from its first block: at each block, the longest span of any period.
+
+    Returns:
+      Each span with the program that has it as a scan; the blocks in no span; and the first difference between blocks,
+      if there are such blocks or several spans.
+    """
+    ways = _ways(flat, lists, params, pass_index)
+    # A pass covers the same blocks in all ways.
+    loop_pass, last_block = ways[0][1].passes[pass_index], ways[0][1].last_block
     chosen: list[tuple[Span, Any]] = []
-    left: list[int] = []
-    why: str | None = None
-    at = run.start
-    while at < run.stop:
-        best: tuple[Span, Any] | None = None
+    single_blocks: list[int] = []
+    difference: str | None = None
+    block = loop_pass.start
+    while block < loop_pass.stop:
+        longest: tuple[Span, Any] | None = None
         for period in _PERIODS:
-            span = Span(at, period, (run.stop - at) // period, last)
-            while span.count > 1 and (best is None or span.stop > best[0].stop):
+            # Try as many rounds as there are, and fewer if they differ, but no span shorter than the longest so far.
+            span = Span(block, period, (loop_pass.stop - block) // period, last_block)
+            while span.count > 1 and (longest is None or span.stop > longest[0].stop):
                 try:
-                    best = span, _attempt(flat, ways, number, span)
-                except NotAlike as no:
-                    why = why or str(no)
-                    span = Span(at, period, min(no.block, span.count - 1) if no.block > 1 else 0, last)
-            if best is not None and best[0].stop == run.stop:
+                    longest = span, _roll_span(flat, ways, pass_index, span)
+                except NotAlike as error:
+                    difference = difference or str(error)
+                    # Try again with the rounds before the one that differs. If the second differs, no span has this
+                    # period.
+                    count = min(error.block, span.count - 1) if error.block > 1 else 0
+                    span = Span(block, period, count, last_block)
+            # No larger period can do better than to reach the end.
+            if longest is not None and longest[0].stop == loop_pass.stop:
                 break
-        if best is None:
-            left.append(at if last is None else last - at)
+        if longest is None:
+            single_blocks.append(block if last_block is None else last_block - block)
         else:
-            chosen.append(best)
-        at = at + 1 if best is None else best[0].stop
-    return chosen, left, why if left or len(chosen) > 1 else None
+            chosen.append(longest)
+        block = block + 1 if longest is None else longest[0].stop
+    return chosen, single_blocks, difference if single_blocks or len(chosen) > 1 else None
 
 
-# Equations of a program, sorted out by the blocks of a loop, and the rows that a scan of it may slice.
+# Ways to read a program: its equations, sorted by the blocks of a loop, and the rows that a scan may slice.
 _Ways = list[tuple[tuple[Any, ...], Readings, Mapping[Any, Row]]]
 
 
-def _ways(flat: jx.Flat, lists: _Lists, params: int, number: int) -> _Ways:
-    """How a pass may be read. Rows that are taken of one array, block by block (`mask[i]`), are what the scan slices;
-    where that does not fit, they are equations like others. Where no block differs but in how it comes by its random
-    key (the last of `key, mine = split(key)` has no use for the first half), all keys are derived before the loop.
+def _ways(flat: jx.Flat, lists: _Lists, params: int, pass_index: int) -> _Ways:
+    """Return the ways in which a pass may be read, best first.
+
+    1. Rows that blocks take of another array (`mask[i]`): the scan slices the array, or they are equations like others.
+    2. Random keys: blocks are compared with their derivations, or all keys are derived before the loop. Blocks may
+       differ in these alone: the last of `key, block_key = split(key)` does not use the first half.
     """
     readings, eqns, members = _readings(flat, params, lists)
-    aside = _aside(readings, eqns, readings.passes[number])
+    other_rows = _rows_of_other_arrays(readings, eqns, readings.passes[pass_index])
     ways: _Ways = [(eqns, readings, members)]
-    if aside:
-        moved = readings.without({id(e) for e in eqns if any(v in aside for v in e.outvars)})
-        ways = [(eqns, moved, {**members, **aside}), *ways]
-    if derived := keys(readings.others, (*flat.invars, *flat.constvars)):
-        ways += [(eqns, way.without(derived), taken) for _, way, taken in ways]
+    if other_rows:
+        without_rows = readings.without({id(e) for e in eqns if any(v in other_rows for v in e.outvars)})
+        ways = [(eqns, without_rows, {**members, **other_rows}), *ways]
+    if derivations := key_derivations(readings.sequence, (*flat.invars, *flat.constvars)):
+        ways += [(eqns, way.without(derivations), rows) for _, way, rows in ways]
     return ways
 
 
-def _attempt(flat: jx.Flat, ways: _Ways, number: int, span: Span) -> Any:
-    """The program with a scan in place of some blocks of a pass. Raises NotAlike."""
-    first: NotAlike | None = None
-    for eqns, readings, taken in ways:
+def _roll_span(flat: jx.Flat, ways: _Ways, pass_index: int, span: Span) -> Any:
+    """Return the program with a scan instead of some blocks of a pass, read in the first way that fits.
+
+    Raises:
+      NotAlike: the blocks differ in every way; the error is the one of the first way.
+    """
+    first_error: NotAlike | None = None
+    for eqns, readings, rows in ways:
         try:
-            return roll(flat, eqns, readings, taken, readings.passes[number], span)
-        except NotAlike as why:
-            first = first or why
-    assert first is not None
-    raise first
+            return roll(flat, eqns, readings, rows, readings.passes[pass_index], span)
+        except NotAlike as error:
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
 
 
-def _aside(readings: Readings, eqns: Sequence[Any], run: Pass) -> Mapping[Any, Row]:
-    """Rows that a pass takes of arrays which are there before it begins, several of each."""
-    born = {v: at for at, e in enumerate(readings.others) for v in e.outvars}
-    taken = rows(eqns, lambda v: born.get(v, -1) < run.first[0])
-    numbers: dict[Any, set[int]] = {}
-    for row in taken.values():
-        numbers.setdefault((row.source, row.dim), set()).add(row.at)
-    return {v: row for v, row in taken.items() if len(numbers[row.source, row.dim]) > 1}
+def _rows_of_other_arrays(readings: Readings, eqns: Sequence[Any], loop_pass: Pass) -> Mapping[Any, Row]:
+    """Return the rows that are taken of arrays which exist before a pass begins, if several rows of an array are."""
+    defined_at = {v: i for i, e in enumerate(readings.sequence) for v in e.outvars}
+    rows = find_rows(eqns, lambda v: defined_at.get(v, -1) < loop_pass.first_reads[0])
+    indices: dict[Any, set[int]] = {}
+    for row in rows.values():
+        indices.setdefault((row.source, row.dim), set()).add(row.index)
+    return {v: row for v, row in rows.items() if len(indices[row.source, row.dim]) > 1}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Stacks that a loss makes itself.
 
 
 def join(flat: jx.Flat, families: Sequence[StackMembers]) -> tuple[jx.Flat, list[StackMembers]]:
-    """The program with a stack itself in place of each equation that stacked all its layers in order; and the families
-    whose layers it still reads one by one. Layers that a loss stacks itself before it scans them, by `jnp.stack`, are
-    kept as one stack already: it reads this, or it would fetch all.
+    """Replace each equation that stacks all layers of a family in order by the stored stack.
+
+    Some losses stack their layers with `jnp.stack` before they scan them. These layers are stored as one stack already.
+    Without this step, the loss would fetch all layers to stack them again.
 
     Args:
       flat: the program.
       families: for each list of alike layers its leaves: the stack, and its layers, as positions of inputs.
+
+    Returns:
+      The program, and the families whose layers it still reads one by one.
     """
-    places = {
+    layer_of = {
         flat.invars[i]: (flat.invars[stack], k)
         for family in families
         for stack, members in family
         for k, i in enumerate(members)
     }
-    made = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
-    same = jx.Environment[Any]({}, jx.itself)  # a stack that the program makes, and the one that is there
+    defined_by = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
+    replaced = jx.Environment[Any]({}, jx.itself)  # a stack that the program makes -> the stored one
     eqns: list[Any] = []
     for eqn in flat.eqns:
         stack: Any
-        stack, casts = _joined(eqn, made, places)
+        stack, casts = _joined(eqn, defined_by, layer_of)
         if stack is None:
-            eqns.append(eqn.replace(invars=same.read(eqn.invars)))
+            eqns.append(eqn.replace(invars=replaced.read(eqn.invars)))
             continue
+        # The casts of the layers become casts of the stack.
         for cast in casts:
-            out: Any = jec.Var(cast.outvars[0].aval.update(shape=stack.aval.shape))
-            eqns.append(cast.replace(invars=[stack], outvars=[out]))
-            stack = out
-        same[eqn.outvars[0]] = stack
-    if not same:
+            cast_stack: Any = jec.Var(cast.outvars[0].aval.update(shape=stack.aval.shape))
+            eqns.append(cast.replace(invars=[stack], outvars=[cast_stack]))
+            stack = cast_stack
+        replaced[eqn.outvars[0]] = stack
+    if not replaced:
         return flat, list(families)
-    flat = dataclasses.replace(flat, eqns=tuple(eqns), outvars=tuple(same.read(flat.outvars)))
+    # A family may be read in both ways. One that is read in neither stays, so that it is reported.
+    flat = dataclasses.replace(flat, eqns=tuple(eqns), outvars=tuple(replaced.read(flat.outvars)))
     read = set(jx.free(jx.live(flat.eqns, flat.outvars), flat.outvars))
-    single = lambda family: any(flat.invars[i] in read for _, members in family for i in members)
-    whole = lambda family: any(flat.invars[stack] in read for stack, _ in family)
-    return flat, [family for family in families if single(family) or not whole(family)]
+    reads_layers = lambda family: any(flat.invars[i] in read for _, members in family for i in members)
+    reads_stack = lambda family: any(flat.invars[stack] in read for stack, _ in family)
+    return flat, [family for family in families if reads_layers(family) or not reads_stack(family)]
 
 
-def _joined(eqn: Any, made: Mapping[Any, Any], places: Mapping[Any, tuple[Any, int]]) -> tuple[Any, list[Any]]:
-    """The stack whose layers an equation stacks, and the casts of each; None if it does no such thing."""
+def _joined(eqn: Any, defined_by: Mapping[Any, Any], layer_of: Mapping[Any, tuple[Any, int]]) -> tuple[Any, list[Any]]:
+    """Return the stack whose layers an equation stacks, and the casts of each layer; (None, []) for other equations.
+
+    Args:
+      eqn: the equation.
+      defined_by: the equation that defines each variable.
+      layer_of: for each variable that is a layer, its stack and its number.
+    """
     name, params = eqn.primitive.name, eqn.params
     if name not in ("concatenate", "stack") or params.get("dimension", params.get("axis")) != 0:
         return None, []
-    rows = [_layer(v, made, places, name == "stack") for v in eqn.invars]
-    first = rows[0]
+    # The operands must be all layers of one stack, in order, with the same casts.
+    layers = [_find_layer(v, defined_by, layer_of, name == "stack") for v in eqn.invars]
+    first = layers[0]
     if first is None or first[0].aval.shape != eqn.outvars[0].aval.shape:
         return None, []
-    types = lambda casts: [(e.params["new_dtype"], e.params["weak_type"]) for e in casts]
-    for k, row in enumerate(rows):
-        if row is None or row[0] is not first[0] or row[1] != k or types(row[2]) != types(first[2]):
+    dtypes = lambda casts: [(e.params["new_dtype"], e.params["weak_type"]) for e in casts]
+    for k, layer in enumerate(layers):
+        if layer is None or layer[0] is not first[0] or layer[1] != k or dtypes(layer[2]) != dtypes(first[2]):
             return None, []
     return first[0], first[2]
 
 
-def _layer(
-    at: Any, made: Mapping[Any, Any], places: Mapping[Any, tuple[Any, int]], leading: bool
+def _find_layer(
+    var: Any, defined_by: Mapping[Any, Any], layer_of: Mapping[Any, tuple[Any, int]], has_leading_dim: bool
 ) -> tuple[Any, int, list[Any]] | None:
-    """Which layer of which stack a variable is, with a dim of size 1 in front (`leading`: without), and its casts."""
+    """Return the stack, the number of the layer and its casts, if a variable is a layer, cast and maybe reshaped.
+
+    Args:
+      var: the variable: an operand of `stack`, or one of `concatenate`, which needs a dim of size 1 in front.
+      defined_by: as in `_joined`.
+      layer_of: as in `_joined`.
+      has_leading_dim: True if the dim in front is not needed, as for `stack`.
+    """
     casts: list[Any] = []
-    while not jx.is_literal(at) and at not in places and at in made:
-        eqn = made[at]
+    # Walk back from the operand to a layer, through casts and at most one reshape that adds the dim in front.
+    while not jx.is_literal(var) and var not in layer_of and var in defined_by:
+        eqn = defined_by[var]
         if eqn.primitive.name == "convert_element_type":
             casts.insert(0, eqn)
-        elif not leading and eqn.primitive.name in _LEADING and len(eqn.invars) == 1:
+        elif not has_leading_dim and eqn.primitive.name in _ADD_LEADING_DIM and len(eqn.invars) == 1:
             shape = eqn.invars[0].aval.shape
-            behind = tuple(range(1, len(shape) + 1))
-            if at.aval.shape != (1, *shape) or eqn.params.get("broadcast_dimensions", behind) != behind:
+            inner_dims = tuple(range(1, len(shape) + 1))
+            if var.aval.shape != (1, *shape) or eqn.params.get("broadcast_dimensions", inner_dims) != inner_dims:
                 return None
-            leading = True
+            has_leading_dim = True
         else:
             return None
-        at = eqn.invars[0]
-    if jx.is_literal(at) or at not in places or not leading:
+        var = eqn.invars[0]
+    if jx.is_literal(var) or var not in layer_of or not has_leading_dim:
         return None
-    return (*places[at], casts)
+    return (*layer_of[var], casts)

@@ -1,17 +1,23 @@
 """Roll layers that a model writes as a Python loop into one `scan` over stacked parameters.
 
-Two steps, since a layout is made before any batch is seen. `layout/families.py` finds, by paths and shapes alone,
-parameters that look like those of alike blocks in a row: they are stored as one stack. `loops.py` then looks at the
-traced loss: where the equations of one block after another are the same program, `roll` makes them a scan, so that a
-strategy fetches and reduces layer by layer, and a program's size does not grow with depth. Blocks that alternate with a
-period are rolled by so many blocks at once.
+This takes two steps, since a layout is made before any batch is seen. `layout/families.py` finds, by paths and shapes
+alone, parameters that seem to belong to alike blocks in a row: they are stored as one stack. `loops.py` then looks at
+the traced loss. Where the equations of consecutive blocks are the same program, `roll` makes them a scan. So a strategy
+fetches and reduces layer by layer, and the size of a program does not grow with depth.
 
-The trace of a loop stands in program order, one block after another. Between the last equation that reads block k's
-parameters and the first that reads block k+1's, the cut is where the fewest bytes are alive: on the residual stream.
+    trace      before | block 0 | block 1 | block 2 | after
+
+    template   the equations of block 1, for all blocks
+    slots      what they read from outside:  a constant of all blocks      -> a const of the scan
+                                             a result of the block before  -> the carry
+                                             a value for each block        -> a scanned value (a row of a stack)
+
+    rolled     before | scan(template, consts, carry, xs) | after
+
+`align.py` cuts the blocks apart and finds the template. Blocks that alternate with a period are rolled one period (a
+*round*) at a time.
 """
 
-import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,325 +25,227 @@ from typing import Any
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ...program import jaxpr as jx
-from ...program.equal import differing, same_atom, short
 from ...program.hoist import closure
+from .align import NotAlike, Round, Span, Template, align
 from .readings import Pass, Readings, Row
 
 
-class NotAlike(Exception):
-    """Why the blocks of a loop do not make a scan; `block` is the number, among those tried, of the one that differs,
-    and `everywhere` whether it differs wherever the blocks are cut apart.
+@dataclass(frozen=True)
+class _Scanned:
+    """A slot that becomes a scanned value: either rows of an array, or one atom for each round.
+
+    Attributes:
+      var: the template's variable.
+      row: the first row; None for atoms.
+      stride: the distance from each row to the next.
+      atoms: one for each round, in the order of the array that is scanned; None for rows.
     """
 
-    def __init__(self, why: str, block: int = 0, everywhere: bool = False):
-        super().__init__(why)
-        self.block, self.everywhere = block, everywhere
+    var: Any
+    row: Row | None
+    stride: int
+    atoms: list[Any] | None
 
 
 @dataclass(frozen=True)
-class Span:
-    """Blocks `start`, `start + 1`, ... of a loop as `count` rounds of `period` blocks each; `last` as of `Readings`."""
+class _ScanInputs:
+    """The slots of a template, sorted by how the scan gets them.
 
-    start: int
-    period: int
-    count: int
-    last: int | None = None
+    Attributes:
+      consts: the template's variable, and the atom that all rounds read.
+      carry: the template's variable, the atom that the first round reads, and the template's variable whose result the
+        next round reads.
+      xs: the scanned values.
+      is_forward: whether the scan runs from the first row to the last, or in reverse.
+    """
+
+    consts: list[tuple[Any, Any]]
+    carry: list[tuple[Any, Any, Any]]
+    xs: list[_Scanned]
+    is_forward: bool
 
     @property
-    def stop(self) -> int:
-        """The block after the last."""
-        return self.start + self.period * self.count
-
-    def number(self, at: int) -> int:
-        """The number in its list of the loop's block `at`."""
-        return at if self.last is None else self.last - at
-
-    def round(self, number: int) -> str:
-        """What to call a round: a block by its number in the list, or several."""
-        at = self.start + self.period * number
-        first, last = self.number(at), self.number(at + self.period - 1)
-        return f"block {first}" if self.period == 1 else f"blocks {first} to {last}"
-
-
-@dataclass(frozen=True)
-class _Block:
-    """One round of a loop: what is computed from its parameters alone, and then its part of the program."""
-
-    eqns: list[Any]
-
-    @functools.cached_property
-    def defined(self) -> set[Any]:
-        return {v for e in self.eqns for v in e.outvars}
+    def atoms(self) -> list[Any]:
+        """The variables of the program that the scan reads."""
+        sources = [x.row.source for x in self.xs if x.row is not None]
+        atoms = [a for _, a in self.consts] + [a for _, a, _ in self.carry] + sources
+        atoms += [a for x in self.xs for a in x.atoms or ()]
+        return [a for a in atoms if not jx.is_literal(a)]
 
 
 def roll(
-    flat: jx.Flat, eqns: Sequence[Any], readings: Readings, rows: Mapping[Any, Row], run: Pass, span: Span
+    flat: jx.Flat, eqns: Sequence[Any], readings: Readings, rows: Mapping[Any, Row], loop_pass: Pass, span: Span
 ) -> Callable[..., list[Any]]:
-    """A program as a function of the same inputs, with one scan in place of some blocks of one loop.
+    """Return a program as a function of the same inputs, with one scan instead of some blocks of one loop.
 
     Args:
-      flat: the program, and `eqns` what it needs of its equations.
-      readings: its equations, sorted out by the blocks of the loop.
-      rows: what is known to be a row of an array: the scan slices the array instead.
-      run: a run over the loop, and `span` which of its blocks.
+      flat: the program.
+      eqns: its live equations.
+      readings: its equations, sorted by the blocks of the loop.
+      rows: variables that are rows of an array: the scan slices the array instead.
+      loop_pass: a run over the loop.
+      span: which of its blocks to roll.
 
-    Raises NotAlike, naming the first difference, where the blocks are not the same program.
+    Raises:
+      NotAlike: the blocks are not the same program; the error names the first difference.
     """
-    order, depth = readings.others, span.count
-    first: NotAlike | None = None
-    for bounds in _bounds(readings, flat, run, span):
-        blocks = [_Block(readings.ordered(order[a:b])) for a, b in itertools.pairwise(bounds)]
-        try:
-            template, maps, slots = _match(blocks, span, lambda e: readings.within(e, run, span.start, span.stop))
-            break
-        except NotAlike as why:
-            first = first or why
-            if why.everywhere:
-                raise
-    else:
-        assert first is not None
-        raise first
-    before, after = order[: bounds[0]], order[bounds[-1] :]
-    inside = set().union(*(block.defined for block in blocks))
-    consts, carry, xs = [], [], []
-    homes = [[None if jx.is_literal(a) else rows.get(a) for a in atoms] for _, atoms in slots]
-    size = lambda rows: sum(row[0].source.aval.size for row in map(_regular, rows) if row is not None)
-    forwards = size(homes) >= size([home[::-1] for home in homes])
-    turned = slice(None) if forwards else slice(None, None, -1)  # a scan in reverse slices from the end
-    for (inner, atoms), home in zip(slots, homes, strict=True):
-        out = _carried(atoms, maps)
-        if (row := _regular(home[turned])) is not None:
-            xs.append((inner, *row, None))
-        elif out is not None and (jx.is_literal(atoms[0]) or atoms[0] not in inside):
-            carry.append((inner, atoms[0], out))
-        elif any(not jx.is_literal(a) and a in inside for a in atoms):
-            raise NotAlike(f"a block reads {inner.aval.str_short()} from another block than the one before it")
-        elif all(a is atoms[0] for a in atoms):
-            consts.append((inner, atoms[0]))
-        elif any(not jx.is_literal(a) and a in readings.reads for a in atoms):
-            raise NotAlike(f"a block reads {inner.aval.str_short()} from another parameter than the one beside it")
-        else:
-            xs.append((inner, None, 0, atoms[turned]))
-    if not carry:
-        raise NotAlike("no value goes from block to block")
-    sources = [row.source for _, row, *_ in xs if row is not None]
-    entering = [a for _, a, *_ in (*consts, *carry)] + sources + [a for *_, atoms in xs for a in atoms or ()]
-    entering = [a for a in entering if not jx.is_literal(a)]
-    extra = closure([*jx.free([*before, *after], flat.outvars), *entering], readings.pure)
-    late = {id(e) for e in order[bounds[0] :]}
-    early = {id(e) for e in (*extra, *before)} | ({*readings.ahead, *map(id, rows_of(eqns, rows))} - late)
-    early = [e for e in eqns if id(e) in early]
-    given = {*flat.invars, *flat.constvars, *(v for e in early for v in e.outvars)}
-    if any(v not in given for v in (*jx.free(early), *entering)):
-        raise NotAlike("a block reads what is made beside the loop")
-    used = {*entering, *jx.free([*early, *after], flat.outvars)}
-    results = [out for _, _, out in carry]
-    made = dict.fromkeys(v for e in template for v in e.outvars)
-    ys = [v for v in made if any(m[v] in used for m in (maps[:-1] if v in results else maps))]
-    body = jx.run(template, [inner for inner, *_ in (*consts, *carry, *xs)], [*results, *ys])
+    # 1. Cut the blocks apart, and find one template for all of them.
+    bounds, rounds, template = align(flat, readings, loop_pass, span)
+    eqns_before, eqns_after = readings.sequence[: bounds[0]], readings.sequence[bounds[-1] :]
+    inputs = _sort_slots(template, rounds, rows, readings)
+    order = slice(None) if inputs.is_forward else slice(None, None, -1)  # of the rounds, along the scanned arrays
 
-    def fun(*values: Any) -> list[Any]:
+    # 2. Collect the equations that run before the scan: those before the loop, those that were moved out of its blocks
+    # (keys, rows), and pure ones that the scan or the rest of the program reads.
+    outside = closure([*jx.free([*eqns_before, *eqns_after], flat.outvars), *inputs.atoms], readings.pure_eqns)
+    late_ids = {id(e) for e in readings.sequence[bounds[0] :]}
+    early_ids = {id(e) for e in (*outside, *eqns_before)}
+    early_ids |= {*readings.ahead, *map(id, row_eqns(eqns, rows))} - late_ids
+    early = [e for e in eqns if id(e) in early_ids]
+    available = {*flat.invars, *flat.constvars, *(v for e in early for v in e.outvars)}
+    if any(v not in available for v in (*jx.free(early), *inputs.atoms)):
+        raise NotAlike("a block reads a value that is not computed before the loop")
+
+    # 3. Build the body. Besides the carry, it returns each value of a round that is read after the loop.
+    used = {*inputs.atoms, *jx.free([*early, *eqns_after], flat.outvars)}
+    results = [result for _, _, result in inputs.carry]
+    defined = dict.fromkeys(v for e in template.eqns for v in e.outvars)
+    # The last round's value of a carry is the final carry, and need not be stacked.
+    maps_to_stack = lambda v: template.var_maps[:-1] if v in results else template.var_maps
+    ys = [v for v in defined if any(var_map[v] in used for var_map in maps_to_stack(v))]
+    slot_vars = [v for v, _ in inputs.consts] + [v for v, _, _ in inputs.carry] + [x.var for x in inputs.xs]
+    body = jx.run(template.eqns, slot_vars, [*results, *ys])
+
+    # 4. Run the program: what lies before the scan, the scan, what lies behind it.
+    def rolled(*values: Any) -> list[Any]:
         env = jx.Environment[Any].of(flat, values, jx.array_of)
         _run_in(env, early)
         scanned, readers = [], []
-        for inner, row, stride, atoms in xs:
-            array, reader = _per_round(inner, row, stride, atoms, env.__getitem__, depth)
+        for x in inputs.xs:
+            array, reader = _scanned_array(x, env.__getitem__, span.count)
             scanned.append(array)
             readers.append(reader)
 
-        def step(carried: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            outs = body(*fixed, *carried, *(reader(v) for reader, v in zip(readers, x, strict=True)))
-            return outs[: len(carry)], outs[len(carry) :]
+        def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            outputs = body(*consts, *carry, *(reader(x) for reader, x in zip(readers, slices, strict=True)))
+            return outputs[: len(carry)], outputs[len(carry) :]
 
-        fixed = env.read(a for _, a in consts)
-        init = env.read(a for _, a, _ in carry)
-        final, stacked = lax.scan(step, init, scanned, length=depth, reverse=not forwards)
-        for v, x in zip(ys, stacked, strict=True):
-            env.update((m[v], x[k]) for k, m in enumerate(maps[turned]) if m[v] in used)
-        env.update((maps[-1][v], x) for v, x in zip(results, final, strict=True))
-        _run_in(env, after)
+        consts = env.read(a for _, a in inputs.consts)
+        init = env.read(a for _, a, _ in inputs.carry)
+        final, stacked = lax.scan(step, init, scanned, length=span.count, reverse=not inputs.is_forward)
+        # Later equations read the values of single rounds by the variables of the original program.
+        for v, y in zip(ys, stacked, strict=True):
+            env.update((var_map[v], y[k]) for k, var_map in enumerate(template.var_maps[order]) if var_map[v] in used)
+        env.update((template.var_maps[-1][v], x) for v, x in zip(results, final, strict=True))
+        _run_in(env, eqns_after)
         return env.read(flat.outvars)
 
-    return fun
+    return rolled
 
 
-def rows_of(eqns: Sequence[Any], rows: Mapping[Any, Row]) -> list[Any]:
-    """The equations that take rows."""
+def row_eqns(eqns: Sequence[Any], rows: Mapping[Any, Row]) -> list[Any]:
+    """Return the equations that take rows."""
     return [e for e in eqns if any(v in rows for v in e.outvars)]
 
 
-def _regular(homes: Sequence[Row | None]) -> tuple[Row, int] | None:
-    """The first of some rows and the distance from each to the next, if they are of one array, evenly apart."""
-    first, second = homes[:2]
+# ----------------------------------------------------------------------------------------------------------------------
+# The scan's inputs.
+
+
+def _sort_slots(
+    template: Template, rounds: Sequence[Round], rows: Mapping[Any, Row], readings: Readings
+) -> _ScanInputs:
+    """Sort the slots of a template into constants, carry and scanned values.
+
+    Raises:
+      NotAlike: a slot is none of them, or there is no carry.
+    """
+    inside = set().union(*(current.defined for current in rounds))
+    slot_rows = [[None if jx.is_literal(a) else rows.get(a) for a in atoms] for _, atoms in template.slots]
+
+    # Rows may be taken in descending order; a scan in reverse then slices the array. Choose the direction in which the
+    # larger arrays are sliced.
+    size = lambda all_rows: sum(row[0].source.aval.size for row in map(_evenly_spaced, all_rows) if row is not None)
+    is_forward = size(slot_rows) >= size([round_rows[::-1] for round_rows in slot_rows])
+    order = slice(None) if is_forward else slice(None, None, -1)
+
+    consts, carry, xs = [], [], []
+    for (var, atoms), round_rows in zip(template.slots, slot_rows, strict=True):
+        result = _carried(atoms, template.var_maps)
+        if (row := _evenly_spaced(round_rows[order])) is not None:
+            xs.append(_Scanned(var, *row, None))
+        elif result is not None and (jx.is_literal(atoms[0]) or atoms[0] not in inside):
+            carry.append((var, atoms[0], result))
+        elif any(not jx.is_literal(a) and a in inside for a in atoms):
+            raise NotAlike(f"a block reads {var.aval.str_short()} from another block than the one before it")
+        elif all(a is atoms[0] for a in atoms):
+            consts.append((var, atoms[0]))
+        elif any(not jx.is_literal(a) and a in readings.block_of for a in atoms):
+            # The scan would stack these parameters, and fetch them all at once.
+            raise NotAlike(f"the blocks read {var.aval.str_short()} from parameters that are no layers in a row")
+        else:
+            xs.append(_Scanned(var, None, 0, atoms[order]))
+    # Without a carry, nothing runs through the blocks: they are no layers.
+    if not carry:
+        raise NotAlike("no value passes from one block to the next")
+    return _ScanInputs(consts, carry, xs, is_forward)
+
+
+def _evenly_spaced(rows: Sequence[Row | None]) -> tuple[Row, int] | None:
+    """Return the first of some rows and the distance to the next, if all are rows of one array, evenly spaced."""
+    first, second = rows[:2]
     if first is None or second is None:
         return None
-    stride = second.at - first.at
-    wanted = [Row(first.source, first.at + stride * k, first.dim, first.kept) for k in range(len(homes))]
-    return (first, stride) if stride > 0 and list(homes) == wanted else None
+    stride = second.index - first.index
+    expected = [Row(first.source, first.index + stride * k, first.dim, first.keeps_dim) for k in range(len(rows))]
+    return (first, stride) if stride > 0 and list(rows) == expected else None
 
 
-def _per_round(
-    inner: Any, row: Row | None, stride: int, atoms: Sequence[Any] | None, get: Callable[[Any], Any], depth: int
-) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """What a scan slices, and what a round makes of its slice: a row of an array, or one of several values."""
-    if row is not None:
-        x, dim = get(row.source), row.dim
-        if (row.at, stride, depth) != (0, 1, x.shape[dim]):
-            x = lax.slice_in_dim(x, row.at, row.at + stride * (depth - 1) + 1, stride, dim)
-        return jnp.moveaxis(x, dim, 0) if dim else x, lambda v: jnp.expand_dims(v, dim) if row.kept else v
-    assert atoms is not None
-    several = list({id(a): a for a in atoms}.values())
-    if len(several) == depth or not inner.aval.shape:
-        return jnp.stack([get(a) for a in atoms]), lambda v: v
-    # As many as there are (the masks of local and of global attention), and which of them.
-    table = jnp.stack([get(a) for a in several])
-    which = [next(i for i, b in enumerate(several) if a is b) for a in atoms]
-    return jnp.array(which, jnp.int32), lambda i: lax.dynamic_index_in_dim(table, i, keepdims=False)
-
-
-def _bounds(readings: Readings, flat: jx.Flat, run: Pass, span: Span) -> list[list[int]]:
-    """Where each round begins, and where the last one ends: as far before its first reading in every round. All ways to
-    cut, those with the fewest bytes on the cuts first.
-    """
-    order, at = readings.others, span.start - run.start
-    first = list(run.first[at : at + span.period * span.count : span.period])
-    last = list(run.last[at + span.period - 1 : at + span.period * span.count : span.period])
-    size = first[1] - first[0]
-    for k in range(1, span.count):  # the last round is as long as the others
-        for i in range(size):
-            a, b = first[0] + i, first[k] + i
-            if b < len(order) and (k + 1 < span.count or b <= last[k]) and readings.tokens[a] != readings.tokens[b]:
-                raise NotAlike(
-                    f"{span.round(0)} has {order[a].primitive} ({jx.where(order[a])}) where {span.round(k)} has "
-                    f"{order[b].primitive} ({jx.where(order[b])}){_parameter(order[a], order[b])}",
-                    k,
-                    True,
-                )
-        if k + 1 < span.count and (longer := first[k + 1] - first[k] - size):
-            eqn = order[first[k] + min(size, size + longer)]
-            raise NotAlike(
-                f"{span.round(k)} has {abs(longer)} operations {'more' if longer > 0 else 'less'} than "
-                f"{span.round(0)}, at {eqn.primitive} ({jx.where(eqn)})",
-                k + 1,
-                True,
-            )
-    alive = readings.alive(flat.invars, flat.outvars)
-    gap = min([first[k] - last[k - 1] - 1 for k in range(1, span.count)])
-    # The last round ends as far before the first reading of a round that would follow it.
-    ways = [d for d in range(gap + 1) if first[0] >= d and last[-1] < first[-1] - d + size <= len(order)]
-    if not ways:
-        raise NotAlike("the first or the last block has fewer operations than the others", span.count - 1)
-    ways.sort(key=lambda back: (sum(alive[at - back] for at in first[1:]), back))
-    return [[at - back for at in [*first, first[-1] + size]] for back in ways]
-
-
-def _parameter(e: Any, f: Any) -> str:
-    """In what two equations differ, if they have one primitive."""
-    if e.primitive is not f.primitive:
-        return ""
-    pairs = [(a.aval.str_short(), b.aval.str_short()) for a, b in zip(e.invars, f.invars, strict=False)]
-    name = next((k for k in e.params if str(e.params[k]) != str(f.params.get(k))), None)
-    shapes = next(((a, b) for a, b in pairs if a != b), None)
-    if shapes is not None:
-        return f": an operand is {shapes[0]}, and {shapes[1]}"
-    return "" if name is None else f": {name}={short(e.params[name])}, and {short(f.params[name])}"
-
-
-def _match(
-    blocks: Sequence[_Block], span: Span, within: Callable[[Any], bool]
-) -> tuple[list[Any], list[dict[Any, Any]], list[tuple[Any, list[Any]]]]:
-    """One program for all blocks.
-
-    Returns its equations; for each block, the variable of its own that stands for each that they define; and what they
-    read from outside: a variable, and for each block the atom that stands for it.
-
-    The equations are the second block's: what enters the first may be one value in two roles. Equations that are
-    `within` the loop stand in it wherever the blocks are cut apart.
-    """
-    model = blocks[1]
-    maps: list[dict[Any, Any]] = []
-    outside: dict[Any, list[Any]] = {}
-    numbers: set[tuple[int, int]] = set()  # of equation and operand, where blocks have different literals
-    for k, block in enumerate(blocks):
-        same: dict[Any, Any] = {}
-        for at, (e, f) in enumerate(zip(model.eqns, block.eqns, strict=False)):
-            _same_operation(e, f, span, k, within)
-            for j, (a, b) in enumerate(zip(e.invars, f.invars, strict=True)):
-                if jx.is_literal(a) and jx.is_literal(b) and _alike(a, b):
-                    if not np.array_equal(a.val, b.val):
-                        numbers.add((at, j))
-                elif not _stands_for(a, b, k, (model, block), same, outside):
-                    raise NotAlike(
-                        f"operand {j} of {e.primitive} ({jx.where(f)}) differs between {span.round(1)} and "
-                        f"{span.round(k)}",
-                        k,
-                    )
-            same.update(zip(e.outvars, f.outvars, strict=True))
-        if len(block.eqns) != len(model.eqns):
-            raise NotAlike(f"{span.round(k)} has {len(block.eqns)} equations, {span.round(1)} {len(model.eqns)}", k)
-        maps.append(same)
-    eqns, slots = list(model.eqns), list(outside.items())
-    for at, j in sorted(numbers):
-        var = jec.Var(eqns[at].invars[j].aval)
-        slots.append((var, [block.eqns[at].invars[j] for block in blocks]))
-        eqns[at] = eqns[at].replace(invars=[var if i == j else a for i, a in enumerate(eqns[at].invars)])
-    return eqns, maps, slots
-
-
-def _same_operation(e: Any, f: Any, span: Span, k: int, within: Callable[[Any], bool]) -> None:
-    """Raise NotAlike unless equation `f` of block k does what `e` does in the second block."""
-    if e.primitive is not f.primitive or len(e.invars) != len(f.invars):
-        raise NotAlike(
-            f"{span.round(1)} has {e.primitive} ({jx.where(e)}) where {span.round(k)} has {f.primitive} "
-            f"({jx.where(f)})",
-            k,
-        )
-    if (name := differing(e, f)) is not None:
-        raise NotAlike(
-            f"{e.primitive} ({jx.where(f)}) has {name}={short(e.params[name])} in {span.round(1)} and "
-            f"{short(f.params[name])} in {span.round(k)}",
-            k,
-            within(e) and within(f),
-        )
-
-
-def _alike(a: Any, b: Any) -> bool:
-    return a.aval.shape == b.aval.shape and a.aval.dtype == b.aval.dtype
-
-
-def _stands_for(
-    a: Any, b: Any, k: int, blocks: tuple[_Block, _Block], same: Mapping[Any, Any], outside: dict[Any, list[Any]]
-) -> bool:
-    """Whether operand `b` of block k, the second of `blocks`, stands for `a` of the first: their blocks make both, by
-    equations that stand for one another (`same`), or both come from outside, which is written down.
-    """
-    model, block = blocks
-    if jx.is_literal(a):
-        return False
-    if a in model.defined:
-        return _alike(a, b) and same[a] is b
-    atoms = outside.setdefault(a, [])
-    fits = jx.is_literal(b) or b not in block.defined  # a literal may: the zero that a sum over blocks begins with
-    fits = fits and _alike(a, b) and (len(atoms) == k or same_atom(atoms[k], b))
-    atoms[k:] = [b]
-    return fits
-
-
-def _carried(atoms: Sequence[Any], maps: Sequence[dict[Any, Any]]) -> Any:
-    """The variable of a block that the next block reads here, if every block does."""
+def _carried(atoms: Sequence[Any], var_maps: Sequence[dict[Any, Any]]) -> Any:
+    """Return the template's variable whose result the next round reads in this slot, if that holds in every round."""
     if jx.is_literal(atoms[1]):
         return None
-    out = next((v for v, here in maps[0].items() if here is atoms[1]), None)
-    return out if out is not None and all(m[out] is a for m, a in zip(maps, atoms[1:], strict=False)) else None
+    result = next((v for v, round_var in var_maps[0].items() if round_var is atoms[1]), None)
+    is_carried = result is not None and all(m[result] is a for m, a in zip(var_maps, atoms[1:], strict=False))
+    return result if is_carried else None
+
+
+def _scanned_array(
+    x: _Scanned, value_of: Callable[[Any], Any], num_rounds: int
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Return the array that a scan slices, [rounds, ...], and a function from its slice to the slot's value.
+
+    Args:
+      x: the slot.
+      value_of: returns the value of an atom.
+      num_rounds: the number of rounds.
+    """
+    row = x.row
+    if row is not None:
+        array, dim = value_of(row.source), row.dim
+        # Slice only if the rounds do not read the complete array: else the scan reads the stack itself.
+        if (row.index, x.stride, num_rounds) != (0, 1, array.shape[dim]):
+            stop = row.index + x.stride * (num_rounds - 1) + 1
+            array = lax.slice_in_dim(array, row.index, stop, x.stride, dim)
+        array = jnp.moveaxis(array, dim, 0) if dim else array
+        return array, lambda v: jnp.expand_dims(v, dim) if row.keeps_dim else v
+    assert x.atoms is not None
+    distinct = list({id(a): a for a in x.atoms}.values())
+    # Every round has another value, or they are scalars: stack them.
+    if len(distinct) == num_rounds or not x.var.aval.shape:
+        return jnp.stack([value_of(a) for a in x.atoms]), lambda v: v
+    # Rounds share values (the masks of local and of global attention): stack each value once, and scan which it is.
+    table = jnp.stack([value_of(a) for a in distinct])
+    choices = [next(i for i, b in enumerate(distinct) if a is b) for a in x.atoms]
+    return jnp.array(choices, jnp.int32), lambda i: lax.dynamic_index_in_dim(table, i, keepdims=False)
 
 
 def _run_in(env: dict[Any, Any], eqns: Iterable[Any]) -> None:
-    """Run equations, each once, with values by variable in `env`, which gets theirs."""
+    """Run equations on the values of an environment, and add their results to it."""
     eqns = list(eqns)
-    given = jx.free(eqns)
-    outs = [v for e in eqns for v in e.outvars if not isinstance(v, jec.DropVar)]
-    env.update(zip(outs, jx.run(eqns, given, outs)(*(env[v] for v in given)), strict=True))
+    free = jx.free(eqns)
+    results = [v for e in eqns for v in e.outvars if not isinstance(v, jec.DropVar)]
+    env.update(zip(results, jx.run(eqns, free, results)(*(env[v] for v in free)), strict=True))
