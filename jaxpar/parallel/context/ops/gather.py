@@ -40,7 +40,7 @@ def gather_attention(
     scale: float | None = None,
     order: Order = "plain",
 ) -> jax.Array:
-    """Compute `jp.attention` of a sequence that is split over `axis`, inside `shard_map`, from gathered keys and values.
+    """Compute `jp.attention` of a sequence that is split over `axis`, inside `shard_map`, from gathered keys.
 
     Sends, with e bytes an element: forward an all-gather of (c-1)/c 2 b s hkv d e; backward the reduce-scatter of its
     gradient, in float32. Holds all keys and values of a layer, 2 b s hkv d e.

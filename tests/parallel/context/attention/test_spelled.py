@@ -26,7 +26,7 @@ import jaxpar as jp
 from jaxpar.parallel.context import AttentionMode, calls, choose
 from jaxpar.parallel.context.attention import spelled
 from jaxpar.parallel.context.attention_mode import options_of
-from jaxpar.parallel.context.ops import from_zigzag, score_function, to_zigzag
+from jaxpar.parallel.context.ops import from_zigzag, score_program, to_zigzag
 from jaxpar.parallel.context.rules import attend_scored
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.walk import visit
@@ -612,12 +612,12 @@ def test_a_block_draws_the_bits_of_its_own_elements() -> None:
     """Beyond 2**32 of them, which no test can draw whole, they are those of 64-bit numbers."""
     key, small, large = jax.random.key(3), (3, 5, 7), (7, 131_072, 131_072)
     every = [jnp.arange(n) for n in small]
-    np.testing.assert_array_equal(score_function._bits(key, small, every), jax.random.bits(key, small))
+    np.testing.assert_array_equal(score_program._random_bits(key, small, every), jax.random.bits(key, small))
     places = [np.array([0, 6]), np.array([0, 77_777]), np.array([1, 131_071])]
     numbers = np.ravel_multi_index(np.ix_(*places), large).astype(np.uint64)
     counts = [jnp.asarray(x.astype(np.uint32)) for x in (numbers >> np.uint64(32), numbers & np.uint64(2**32 - 1))]
     high, low = threefry_2x32(jax.random.key_data(key), jnp.stack(counts))
-    np.testing.assert_array_equal(score_function._bits(key, large, [jnp.asarray(x) for x in places]), high ^ low)
+    np.testing.assert_array_equal(score_program._random_bits(key, large, [jnp.asarray(x) for x in places]), high ^ low)
 
 
 def test_two_layers_of_a_loop_are_one_function_of_scores() -> None:
