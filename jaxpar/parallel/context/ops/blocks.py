@@ -32,7 +32,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..attention.flash import HIDDEN, AttentionOptions, cudnn_backward, cudnn_forward, in_rows, refusal, visible
+from ..attention.flash import (
+    HIDDEN,
+    AttentionOptions,
+    cudnn_backward,
+    cudnn_forward,
+    refusal,
+    visible_keys,
+    vmap_as_rows,
+)
 
 UNMASKED = AttentionOptions(False, None, None, None, 0, False)
 QUERY_CHUNK = 1024  # the number of queries whose scores the plain kernel holds at once
@@ -172,7 +180,7 @@ def _rectangle_forward(options: AttentionOptions, q: jax.Array, k: jax.Array, v:
         out, lse = cudnn_forward(options, *arrays)
         return out.astype(jnp.float32), lse
 
-    return in_rows(cudnn, plain)(q, k, v, *mask)
+    return vmap_as_rows(cudnn, plain)(q, k, v, *mask)
 
 
 def _rectangle_backward(options: AttentionOptions, *arrays: jax.Array) -> list[jax.Array]:
@@ -181,7 +189,7 @@ def _rectangle_backward(options: AttentionOptions, *arrays: jax.Array) -> list[j
     if _is_refused(*arrays[3:5]):
         return list(plain(*arrays))
     cudnn = lambda *arrays: tuple(x.astype(jnp.float32) for x in cudnn_backward(options, *arrays))
-    return list(in_rows(cudnn, plain)(*arrays))
+    return list(vmap_as_rows(cudnn, plain)(*arrays))
 
 
 def _is_refused(q: jax.Array, k: jax.Array) -> bool:
@@ -235,7 +243,7 @@ def _scores(
     scores = jnp.einsum("btkgh,bskh->bkgts", queries, k.astype(accumulation_dtype(q))) * _scale(options, q)
     if not (options.causal or mask):
         return scores, queries
-    is_seen = visible(options, t, s, *mask)
+    is_seen = visible_keys(options, t, s, *mask)
     is_seen = jnp.tril(is_seen) if options.causal else is_seen
     return jnp.where(chunk(is_seen, 2)[:, :, None], scores, HIDDEN), queries
 
