@@ -80,13 +80,14 @@ def _jax_attention(
     *arrays: jax.Array,
 ) -> jax.Array:
     """Translate the options to the arguments of `jax.nn.dot_product_attention`, and call it."""
+    # JAX's own window and lengths let cuDNN skip hidden blocks. With other arrays they become part of the mask.
     mask, window, lengths, bias = None, None, None, None
     if options.biased:
         (bias,) = arrays
     elif arrays:
         mask = visible_keys(options, query.shape[1], key.shape[1], *arrays)
     elif options.window is not None:
-        window = (options.window - 1, 0)
+        window = (options.window - 1, 0)  # keys before a query, and after it
     elif options.num_keys is not None:
         lengths = jnp.full(key.shape[0], options.num_keys, jnp.int32)
     return jax.nn.dot_product_attention(
@@ -163,7 +164,7 @@ def _flash(options: AttentionOptions) -> Callable[..., jax.Array]:
     # cuDNN sums the gradient of a bias over rows, since all rows share the bias. Mapped biases must not be summed.
     by_platform = vmap_in_turns if options.biased else vmap_as_rows
     forward = by_platform(functools.partial(cudnn_forward, options), xla_forward)
-    xla_backward = lambda out, statistics, cotangent, *arrays: _vjp("xla", options, arrays)[1](cotangent)
+    xla_backward = lambda output, statistics, cotangent, *arrays: _vjp("xla", options, arrays)[1](cotangent)
     backward = by_platform(functools.partial(cudnn_backward, options), xla_backward)
 
     @jax.custom_vjp
@@ -171,12 +172,12 @@ def _flash(options: AttentionOptions) -> Callable[..., jax.Array]:
         return forward(*arrays)[0]
 
     def flash_forward(*arrays: jax.Array) -> tuple[jax.Array, Any]:
-        out, statistics = forward(*arrays)
-        return out, (out, statistics, arrays)
+        output, statistics = forward(*arrays)
+        return output, (output, statistics, arrays)
 
     def flash_backward(residuals: Any, cotangent: jax.Array) -> Any:
-        out, statistics, arrays = residuals
-        gradients = backward(out, statistics, cotangent, *arrays)
+        output, statistics, arrays = residuals
+        gradients = backward(output, statistics, cotangent, *arrays)
         # Ids and masks have no gradients.
         return (*gradients, *(None for _ in arrays[len(gradients) :]))
 
@@ -192,16 +193,16 @@ def _vjp(name: Implementation, options: AttentionOptions, arrays: Sequence[jax.A
 
 def cudnn_forward(options: AttentionOptions, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the result, and the logarithm of the softmax's denominator, float32 [B, H, T]; lengths must be even."""
-    out, vjp = _vjp("cudnn", options, arrays)
+    output, vjp = _vjp("cudnn", options, arrays)
     # JAX returns the statistics in bfloat16 only, but its derivative has them: the float32 leaf of their shape.
     (statistics,) = (
         x for x in jax.tree.leaves(vjp) if (x.shape, x.dtype) == (_statistics_shape(arrays[0]), jnp.float32)
     )
-    return out, statistics
+    return output, statistics
 
 
 def cudnn_backward(
-    options: AttentionOptions, out: jax.Array, statistics: jax.Array, cotangent: jax.Array, *arrays: jax.Array
+    options: AttentionOptions, output: jax.Array, statistics: jax.Array, cotangent: jax.Array, *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Return the gradients of query, key, value and a bias, from a result and its statistics.
 
@@ -209,10 +210,10 @@ def cudnn_backward(
     """
     # JAX has no function for the backward pass alone. In the derivative of a second forward pass, the results of the
     # first take the place of its own, and the compiler drops the second pass, whose results nobody reads.
-    second_out, vjp = _vjp("cudnn", options, arrays)
+    second_output, vjp = _vjp("cudnn", options, arrays)
     leaves, tree = jax.tree.flatten(vjp)
     substitute = lambda x: (
-        out if x is second_out else statistics if (x.shape, x.dtype) == (statistics.shape, jnp.float32) else x
+        output if x is second_output else statistics if (x.shape, x.dtype) == (statistics.shape, jnp.float32) else x
     )
     return jax.tree.unflatten(tree, map(substitute, leaves))(cotangent)
 
@@ -240,6 +241,7 @@ def vmap_as_rows(cuda: Callable[..., Any], default: Callable[..., Any]) -> Calla
 
     @mapped.def_vmap
     def vmap_rule(size: int, batched: list[bool], *arrays: jax.Array) -> Any:
+        # Masks may have one row: the number of rows is the largest.
         b = max(x.shape[1 if is_batched else 0] for x, is_batched in zip(arrays, batched, strict=True))
 
         def merge_rows(x: jax.Array, is_batched: bool) -> jax.Array:

@@ -126,15 +126,15 @@ def _attention(
             "head_dim, or implementation='xla'"
         )
     if options.implementation == "xla" or reason:
-        out = jax.checkpoint(functools.partial(jax_attention, "xla", options))(query, key, value, *arrays)
+        output = jax.checkpoint(functools.partial(jax_attention, "xla", options))(query, key, value, *arrays)
     else:
-        out = flash_attention(options, query, key, value, *arrays)
+        output = flash_attention(options, query, key, value, *arrays)
     # With ids shared by queries and keys, or causality alone, each query sees itself.
     if options.masked or options.segments == 2:
         is_seen = visible_keys(options, query.shape[1], key.shape[1], *arrays)
         sees_any = (jnp.tril(is_seen) if options.causal else is_seen).any(-1)  # [B or 1, H or 1, T]
-        out = jnp.where(jnp.swapaxes(sees_any, 1, 2)[..., None], out, 0)
-    return out
+        output = jnp.where(jnp.swapaxes(sees_any, 1, 2)[..., None], output, 0)
+    return output
 
 
 def check_inputs(

@@ -1,4 +1,4 @@
-"""Which keys a mask lets a query see, read from the program that makes it: by positions and ids, never by trial.
+"""The keys that a mask lets a query see, read from the program that makes it: by positions and ids, never by trial.
 
 Each value of the mask's program is described by symbols: a number, a position, an id, or a table over the distances
 i - j of query i and key j, once for pairs of equal ids and once for the others. The values of an equation on tables are
@@ -183,6 +183,7 @@ def _may_be_ids(atom: Any, labels: Labels) -> bool:
 
 def _describe_array(array: np.ndarray, labels: Labels, reader: Any) -> Value:
     """Describe an array whose values are known: a number, positions, or a table by distance."""
+    # Comparisons of values, so that a mask which the program closes over is understood in whatever way it was made.
     if array.size and (array == array.flat[0]).all():
         return Constant(array.flat[0])
     squeezed, wide_labels = array.reshape(ones_dropped(array.shape)), [x for x in labels if x is not None]
@@ -214,6 +215,7 @@ def _describe_result(eqn: Any, labels: Labels, scope: Scope) -> Value:
     describe_operand = lambda atom, labels: describe(atom, labels, scope, eqn)
     # An operand of an elementwise equation has the dims of the result, or is a scalar.
     describe_elementwise = lambda atom: describe_operand(atom, labels if jx.is_literal(atom) or atom.aval.shape else ())
+    # A branch that does not return falls through to the error at the end.
     if name == "iota":
         side = labels[params["dimension"]]
         if side in ("t", "s"):
@@ -235,6 +237,7 @@ def _describe_result(eqn: Any, labels: Labels, scope: Scope) -> Value:
             wide_labels = iter([x for x, n in zip(labels, eqn.outvars[0].aval.shape, strict=True) if n != 1])
             return describe_operand(operands[0], tuple(next(wide_labels) if n != 1 else None for n in shape))
     elif name in ("slice", "dynamic_slice"):
+        # A dynamic slice has its starts as operands; they must be constants here.
         starts = params.get("start_indices") or [number_of(describe_operand(x, ()), eqn) for x in operands[1:]]
         if name == "dynamic_slice" or not params["strides"] or set(params["strides"]) == {1}:
             sizes = dict(zip(labels, operands[0].aval.shape, strict=True))

@@ -59,6 +59,7 @@ def name_dims(product: Any, key_index: int) -> tuple[Names, Names]:
         raise Hindered(
             product, f"has queries {list(query)} and keys {list(key)}, whose positions and heads do not show"
         )
+    # Shared dims keep the order that they have in queries: [rows, heads].
     order = sorted(range(len(shared[0])), key=lambda n: shared[query_index][n])
     name: list[dict[int, Any]] = [{}, {}]
     for i, positions in (
@@ -102,11 +103,12 @@ class Layout(NamedTuple):
 
     def arrange(self, x: jax.Array, names: Names, *order: Sequence[Any]) -> jax.Array:
         """Transpose and reshape an array with these names to four dims, each of which merges the names in `order`."""
+        # Dims without a name have one element, so that they can go anywhere: to the front, where the reshape drops them.
         dim_of_name = {dims[0].name: d for d, dims in enumerate(names) if dims}
         flat = [dim_of_name[name] for dims in order for name in dims]
-        ones = [d for d in range(x.ndim) if d not in flat]
+        unnamed_dims = [d for d in range(x.ndim) if d not in flat]
         shape = [math.prod(self.sizes[name] for name in dims) for dims in order]
-        return jnp.transpose(x, (*ones, *flat)).reshape(shape)
+        return jnp.transpose(x, (*unnamed_dims, *flat)).reshape(shape)
 
     def computation(self, attend: Callable[..., jax.Array], result: Any) -> Callable[..., jax.Array]:
         """Return a function of the program's arrays that computes the result of its product with values.
@@ -120,11 +122,12 @@ class Layout(NamedTuple):
             v = self.arrange(value, self.value, self.rows, ["s"], self.heads, ["h"])
             q = self.arrange(query, self.query, self.rows, ["t"], self.heads + self.groups, ["h"]).astype(v.dtype)
             k = self.arrange(key, self.key, self.rows, ["s"], self.heads, ["h"]).astype(v.dtype)
-            out = attend(q, k, v, *operands)
-            out_names = [*self.rows, "t", *self.heads, *self.groups, "h"]
-            out = out.reshape([self.sizes[name] for name in out_names])
-            out = jnp.transpose(out, [out_names.index(dim.name) for dim in self.result])
-            return out.reshape(result.shape).astype(result.dtype)
+            output = attend(q, k, v, *operands)
+            # The kernel's dims merge names in a fixed order. Split them, and restore the program's order.
+            output_names = [*self.rows, "t", *self.heads, *self.groups, "h"]
+            output = output.reshape([self.sizes[name] for name in output_names])
+            output = jnp.transpose(output, [output_names.index(dim.name) for dim in self.result])
+            return output.reshape(result.shape).astype(result.dtype)
 
         return compute
 

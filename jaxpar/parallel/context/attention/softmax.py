@@ -42,14 +42,14 @@ class Weights:
       dim: the dim of the scores that it sums.
       result: the variable of its result.
       sinks: scores without a key, which only its sum contains.
-      after: the equations from its result to a product, each with the index of the operand that leads back to it.
+      following: the equations from its result to a product, each with the index of the operand that leads back to it.
     """
 
     scores: Any
     dim: int
     result: Any
     sinks: tuple[Any, ...] = ()
-    after: tuple[tuple[Any, int], ...] = ()
+    following: tuple[tuple[Any, int], ...] = ()
 
 
 def weights_of(atom: Any, scope: Scope) -> Weights | None:
@@ -66,7 +66,7 @@ def weights_of(atom: Any, scope: Scope) -> Weights | None:
         weights = weights_of(x, scope) if moves(eqn) or same_size else None
         # A factor may be another softmax, such as a gate. That of attention has scores that come from a product.
         if weights is not None and (moves(eqn) or chain_to(weights.scores, scope)):
-            return replace(weights, after=(*weights.after, (eqn, i)))
+            return replace(weights, following=(*weights.following, (eqn, i)))
     return None
 
 

@@ -203,7 +203,7 @@ def _find_here(scope: Scope, result: Spelled) -> list[SpelledAttention]:
     return attentions
 
 
-def _attention(last: Any, side: int, weights: Weights, scope: Scope, found: Spelled) -> SpelledAttention:
+def _attention(last: Any, side: int, weights: Weights, scope: Scope, result: Spelled) -> SpelledAttention:
     """Recognise the attention that ends in a product of weights and values.
 
     Args:
@@ -211,7 +211,7 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, found: Spel
       side: which of its operands is the weights.
       weights: their softmax.
       scope: the program.
-      found: tells whether functions of scores and biases may be replaced.
+      result: tells whether functions of scores and biases may be replaced.
 
     Raises:
       Hindered: it is no attention, or none that can be replaced.
@@ -239,8 +239,8 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, found: Spel
         attend = _attend_with_options(t, causal, window, scores.scale)
         texts = [*["causal"] * causal, *[f"window={window}"] * bool(window), *["segments"] * bool(read)]
     except Hindered:
-        is_biased = found.biases and scores.obstacle and scores.is_affine and not obstacles and t == s
-        if not (found.replay or is_biased):
+        is_biased = result.biases and scores.obstacle and scores.is_affine and not obstacles and t == s
+        if not (result.replay or is_biased):
             raise
         order = {name: layout.sizes[name] for name in (*layout.rows, *layout.heads, *layout.groups, "t", "s")}
         score_ends = (product.outvars[0], product_names), (weights.scores, scores.names)
@@ -270,8 +270,8 @@ def _follow_weights(last: Any, weights: Weights, scores: Scores) -> tuple[Names,
       Hindered: an equation is not linear in the weights.
     """
     names, obstacles = scores.names, list[Hindered]()
-    dependents = jx.depends(scores.scope.eqns, [weights.result]) if weights.after else set()
-    for eqn, operand in weights.after:
+    dependents = jx.depends(scores.scope.eqns, [weights.result]) if weights.following else set()
+    for eqn, operand in weights.following:
         if moves(eqn):
             names = moved(eqn, names)
             continue

@@ -2,18 +2,18 @@
 
 Let L be the logarithm of the softmax's denominator over some keys. The results over two sets of keys merge into
 
-    L = log(exp(L1) + exp(L2)),    out = exp(L1 - L) out1 + exp(L2 - L) out2
+    L = log(exp(L1) + exp(L2)),   O = exp(L1 - L) O1 + exp(L2 - L) O2
 
-Backward, the gradients of one block depend on the other blocks only through the final `out` and L:
+Backward, the gradients of one block depend on the other blocks only through the final output O and L:
 
-    P = exp(scale Q K^T - L),   D = rowsum(d_out * out),   dS = P * (d_out V^T - D)
-    dQ = scale dS K,            dK = scale dS^T Q,         dV = P^T d_out
+    P = exp(scale Q K^T - L),   D = rowsum(dO * O),    dS = P * (dO V^T - D)
+    dQ = scale dS K,            dK = scale dS^T Q,     dV = P^T dO
 
 (Dao et al. 2022, FlashAttention, arXiv:2205.14135, sections 3.1 and B.4; Liu et al. 2023, Ring Attention,
 arXiv:2310.01889). The forward and the backward of the kernels are therefore called separately. JAX's derivative of
 cuDNN's attention takes no cotangent of L, and returns L to its callers in bfloat16 (jax 0.10 to 0.12).
 
-    attend             forward of some rectangles, merged with the state (out, L)
+    attend             forward of some rectangles, merged with the state (O, L)
     finish             the state -> the result and L for the backward
     initial_gradients  zeros for dQ
     backward           gradients of some rectangles; dQ is accumulated
@@ -93,7 +93,7 @@ def attend(
       rectangles: the visible rectangles of this block.
       q: [B, T, H, h], this rank's queries.
       kv: [2, B, S, K, h], the keys and values of the block.
-      state: out float32 [B, T, H, h] and L float32 [B, H, T]; None for the first block.
+      state: O float32 [B, T, H, h] and L float32 [B, H, T]; None for the first block.
 
     Returns:
       The new state.
@@ -103,20 +103,22 @@ def attend(
         wide = accumulation_dtype(q)
         # HIDDEN, not -inf: the difference of two infinities would be NaN where no block has a visible key.
         state = jnp.zeros((b, t, heads, h), wide), jnp.full((b, heads, t), HIDDEN, wide)
-    out, lse = state
+    output, lse = state
     for rectangle in rectangles:
         k, v = rectangle.slice_keys(kv, 2)
-        block_out, block_lse = _rectangle_forward(rectangle.options, rectangle.slice_queries(q), k, v, *rectangle.masks)
+        block_output, block_lse = _rectangle_forward(
+            rectangle.options, rectangle.slice_queries(q), k, v, *rectangle.masks
+        )
         if rectangle.is_visible is not None:
             block_lse = jnp.where(rectangle.is_visible, block_lse, HIDDEN)
         old_lse = rectangle.slice_queries(lse, 2)
         merged_lse = jnp.logaddexp(old_lse, block_lse)
         # exp(L1 - L), from [B, H, T] to [B, T, H, 1]
         share = lambda part_lse, merged_lse=merged_lse: jnp.swapaxes(jnp.exp(part_lse - merged_lse), 1, 2)[..., None]
-        merged = rectangle.slice_queries(out) * share(old_lse) + block_out * share(block_lse)
-        out = lax.dynamic_update_slice_in_dim(out, merged, rectangle.first_query, 1)
+        merged = rectangle.slice_queries(output) * share(old_lse) + block_output * share(block_lse)
+        output = lax.dynamic_update_slice_in_dim(output, merged, rectangle.first_query, 1)
         lse = lax.dynamic_update_slice_in_dim(lse, merged_lse, rectangle.first_query, 2)
-    return out, lse
+    return output, lse
 
 
 def backward(
@@ -134,12 +136,12 @@ def backward(
     Returns:
       `sums` with the gradient of queries added, and the gradient of this block's keys and values [2, B, S, K, h].
     """
-    (out, lse, cotangent), (dq,) = final, sums
+    (output, lse, cotangent), (dq,) = final, sums
     dkv = jnp.zeros(kv.shape, dq.dtype)
     for rectangle in rectangles:
         k, v = rectangle.slice_keys(kv, 2)
         query_arrays = (
-            rectangle.slice_queries(out),
+            rectangle.slice_queries(output),
             rectangle.slice_queries(lse, 2),
             rectangle.slice_queries(cotangent),
             rectangle.slice_queries(q),
@@ -159,32 +161,33 @@ def initial_gradients(q: jax.Array, *_: Any) -> tuple[jax.Array]:
     return (jnp.zeros(q.shape, accumulation_dtype(q)),)
 
 
-def finish(q: jax.Array, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+def finish(q: jax.Array, output: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the result in the dtype of q, and L for the backward.
 
     A query that saw no key gets zeros, and passes no gradient on.
     """
     sees_nothing = lse < HIDDEN / 2
-    out = jnp.where(jnp.swapaxes(sees_nothing, 1, 2)[..., None], 0, out)
+    output = jnp.where(jnp.swapaxes(sees_nothing, 1, 2)[..., None], 0, output)
     # With L = 0 the backward's weights exp(HIDDEN - L) are 0; with L = HIDDEN they would be 1.
-    return out.astype(q.dtype), jnp.where(sees_nothing, 0, lse)
+    return output.astype(q.dtype), jnp.where(sees_nothing, 0, lse)
 
 
 def _rectangle_forward(options: AttentionOptions, q: jax.Array, k: jax.Array, v: jax.Array, *mask: jax.Array) -> tuple:
-    """Return out and L of one rectangle in float32, by cuDNN on GPUs if it can, else by the plain kernel."""
+    """Return O and L of one rectangle in float32, by cuDNN on GPUs if it can, else by the plain kernel."""
     plain = functools.partial(_plain_forward, options)
     if _is_refused(q, k):
         return plain(q, k, v, *mask)
 
     def cudnn(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out, lse = cudnn_forward(options, *arrays)
-        return out.astype(jnp.float32), lse
+        # Both branches of `vmap_as_rows` must have the same dtypes; results are merged in float32.
+        output, lse = cudnn_forward(options, *arrays)
+        return output.astype(jnp.float32), lse
 
     return vmap_as_rows(cudnn, plain)(q, k, v, *mask)
 
 
 def _rectangle_backward(options: AttentionOptions, *arrays: jax.Array) -> list[jax.Array]:
-    """Return the gradients of q, k and v; `arrays` are out, L, cotangent, q, k, v and perhaps a mask."""
+    """Return the gradients of q, k and v; `arrays` are O, L, cotangent, q, k, v and perhaps a mask."""
     plain = functools.partial(_plain_backward, options)
     if _is_refused(*arrays[3:5]):
         return list(plain(*arrays))
@@ -198,35 +201,35 @@ def _is_refused(q: jax.Array, k: jax.Array) -> bool:
 
 
 def _plain_forward(options: AttentionOptions, q: jax.Array, k: jax.Array, v: jax.Array, *mask: jax.Array) -> tuple:
-    """Return out [B, T, H, h] and L [B, H, T] of one rectangle, a chunk of queries at a time."""
+    """Return O [B, T, H, h] and L [B, H, T] of one rectangle, a chunk of queries at a time."""
 
     def attend_chunk(first: jax.Array | int, n: int) -> tuple[jax.Array, jax.Array]:
         scores, _ = _scores(options, q, k, mask, first, n)
         lse = jax.nn.logsumexp(scores, -1)
         weights = jnp.exp(scores - lse[..., None])
-        out = jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(accumulation_dtype(q)))
-        return out.reshape(q.shape[0], n, *q.shape[2:]), lse.reshape(q.shape[0], q.shape[2], n)
+        output = jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(accumulation_dtype(q)))
+        return output.reshape(q.shape[0], n, *q.shape[2:]), lse.reshape(q.shape[0], q.shape[2], n)
 
-    out_chunks, lse_chunks = scan_queries(q.shape[1], lambda _, first, n: (None, attend_chunk(first, n)), None)[1]
-    return join_chunks(out_chunks, 1), join_chunks(lse_chunks, 2)
+    output_chunks, lse_chunks = scan_queries(q.shape[1], lambda _, first, n: (None, attend_chunk(first, n)), None)[1]
+    return join_chunks(output_chunks, 1), join_chunks(lse_chunks, 2)
 
 
 def _plain_backward(options: AttentionOptions, *arrays: jax.Array) -> tuple:
     """Return dQ, dK and dV by the equations above; `arrays` are those of `_rectangle_backward`."""
-    out, lse, cotangent, q, k, v, *mask = arrays
+    output, lse, cotangent, q, k, v, *mask = arrays
     wide, by_key_head = accumulation_dtype(q), (q.shape[0], -1, k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
 
     def backward_chunk(sums: tuple, first: jax.Array | int, n: int) -> tuple:
         chunk = lambda x, dim=1: lax.dynamic_slice_in_dim(x, first, n, dim)
         scores, queries = _scores(options, q, k, (*mask,), first, n)
         weights = jnp.exp(scores - chunk(lse, 2).reshape(*scores.shape[:-1], 1))
-        d_out, result = (chunk(x).astype(wide).reshape(by_key_head) for x in (cotangent, out))
-        row_sums = jnp.einsum("btkgh,btkgh->bkgt", d_out, result)[..., None]  # D of the equations
-        d_scores = weights * (jnp.einsum("btkgh,bskh->bkgts", d_out, v.astype(wide)) - row_sums) * _scale(options, q)
+        d_output, result = (chunk(x).astype(wide).reshape(by_key_head) for x in (cotangent, output))
+        row_sums = jnp.einsum("btkgh,btkgh->bkgt", d_output, result)[..., None]  # D of the equations
+        d_scores = weights * (jnp.einsum("btkgh,bskh->bkgts", d_output, v.astype(wide)) - row_sums) * _scale(options, q)
         dq = jnp.einsum("bkgts,bskh->btkgh", d_scores, k.astype(wide)).reshape(q.shape[0], n, *q.shape[2:])
         # The einsums sum over the query heads g that share a key head.
         dk = sums[0] + jnp.einsum("bkgts,btkgh->bskh", d_scores, queries)
-        dv = sums[1] + jnp.einsum("bkgts,btkgh->bskh", weights, d_out)
+        dv = sums[1] + jnp.einsum("bkgts,btkgh->bskh", weights, d_output)
         return (dk, dv), dq
 
     sums, dq_chunks = scan_queries(q.shape[1], backward_chunk, (jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)))
@@ -259,6 +262,7 @@ def scan_queries(t: int, chunk_function: Callable, carry: tuple | None) -> tuple
     Returns:
       The final carry, and the results of all chunks, stacked on dim 0.
     """
+    # A number of queries that chunks do not divide is a single chunk.
     size = QUERY_CHUNK if t > QUERY_CHUNK and t % QUERY_CHUNK == 0 else t
     return lax.scan(lambda carry, first: chunk_function(carry, first, size), carry, jnp.arange(0, t, size))
 

@@ -131,18 +131,18 @@ def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax
     attend_round = lambda step, state: rounds.block_ops.attend(
         rounds.rectangles(step, ids), q, kv[rounds.key_rank(step)], state
     )
-    out, stats = rounds.block_ops.finish(q, *lax.fori_loop(1, rounds.hops + 1, attend_round, state))
-    return out, (q, kv, ids, out, stats)
+    output, stats = rounds.block_ops.finish(q, *lax.fori_loop(1, rounds.hops + 1, attend_round, state))
+    return output, (q, kv, ids, output, stats)
 
 
 def _backward(rounds: Rounds, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
     """Return the cotangents of `by_blocks`. Gradients of all keys add up here, and go home in one reduce-scatter."""
-    q, kv, ids, out, stats = residuals
+    q, kv, ids, output, stats = residuals
 
     def backward_round(step: jax.Array | int, sums: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         key_rank = rounds.key_rank(step)
         query_sums, block_dkv = rounds.block_ops.backward(
-            rounds.rectangles(step, ids), q, kv[key_rank], (out, stats, cotangent), sums[0]
+            rounds.rectangles(step, ids), q, kv[key_rank], (output, stats, cotangent), sums[0]
         )
         return query_sums, lax.dynamic_update_index_in_dim(sums[1], block_dkv, key_rank, 0)
 
@@ -150,7 +150,7 @@ def _backward(rounds: Rounds, residuals: Any, cotangent: jax.Array) -> tuple[jax
     first_sums = backward_round(
         0,
         (
-            rounds.block_ops.initial_gradients(q, rounds, ids, (out, stats, cotangent)),
+            rounds.block_ops.initial_gradients(q, rounds, ids, (output, stats, cotangent)),
             jnp.zeros(kv.shape, accumulation_dtype(q)),
         ),
     )

@@ -72,6 +72,7 @@ def with_neighbours(
     ]
     all_ends = jnp.stack(from_chunks(jnp.stack(ends), axis, order))
     extended_chunks = []
+    # Which chunk is in a slot depends on the rank: the ends are picked by a traced index.
     for slot, chunk in enumerate(chunks):
         chunk_id = chunk_ids[index(axis), slot]
         halo_before = cut(all_ends[(chunk_id - 1) % chunk_ids.size], 0, num_before)

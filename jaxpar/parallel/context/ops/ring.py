@@ -119,8 +119,10 @@ def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax
 
         (kv, state), _ = lax.scan(attend_round, (next_kv, state), jnp.arange(1, rounds.hops))
     # The last round is outside the loop, since it passes nothing on.
-    out, stats = rounds.block_ops.finish(q, *rounds.block_ops.attend(rounds.rectangles(rounds.hops, ids), q, kv, state))
-    return out, (q, k, v, ids, out, stats)
+    output, stats = rounds.block_ops.finish(
+        q, *rounds.block_ops.attend(rounds.rectangles(rounds.hops, ids), q, kv, state)
+    )
+    return output, (q, k, v, ids, output, stats)
 
 
 def _backward(rounds: Rounds, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
@@ -129,8 +131,8 @@ def _backward(rounds: Rounds, residuals: Any, cotangent: jax.Array) -> tuple[jax
     Keys take the same hops as in the forward. The gradient of a block is one hop behind its keys: a rank receives it
     from the rank before it, and adds its own part.
     """
-    q, k, v, ids, out, stats = residuals
-    kv, final = jnp.stack([k, v]), (out, stats, cotangent)
+    q, k, v, ids, output, stats = residuals
+    kv, final = jnp.stack([k, v]), (output, stats, cotangent)
     sums = rounds.block_ops.initial_gradients(q, rounds, ids, final)
     if not rounds.hops:
         sums, dkv = rounds.block_ops.backward(rounds.rectangles(0, ids), q, kv, final, sums)

@@ -134,11 +134,13 @@ class Rounds:
             kernel_window = self.window if causal and self.order == "plain" else None
             options = AttentionOptions(causal, kernel_window, self.scale, None, 0, False)
             rectangle = Rectangle(first_query, first_key, *size, options, None, is_visible)
+            # Positions in the whole sequence, of this rank's queries and of the visiting keys.
             positions = {
                 "t": rectangle.slice_queries(rank_positions(self.num_queries, rank), 0),
                 "s": rectangle.slice_keys(rank_positions(self.num_keys, key_rank), 0),
             }
             if self.function is not None:
+                # Surplus positions are those of the last real one, so that tables by position need no more entries.
                 is_real_key = None
                 if self.lengths is not None:
                     is_real_key = positions["s"] < self.lengths[1]
@@ -162,6 +164,7 @@ class Rounds:
                 return rectangle
             return replace(rectangle, options=replace(options, masked=True), mask=mask[:, None])
 
+        # A traced step is never 0: the first round is outside the loops of callers.
         is_own, block_size, half = (
             isinstance(step, int) and step == 0,
             (self.num_queries, self.num_keys),

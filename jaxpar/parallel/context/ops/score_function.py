@@ -8,11 +8,11 @@ positions of queries and keys, of heads, and of operands such as slopes, ids and
 Forward, with the state (acc, m, l), the largest score m and the sum l of exp(score - m), a block of keys adds
 
     S = f(Q K^T),   m' = max(m, max S),   P = exp(S - m')
-    acc' = exp(m - m') acc + w(P) V,      l' = exp(m - m') l + sum P,         out = acc / l at the end
+    acc' = exp(m - m') acc + w(P) V,      l' = exp(m - m') l + sum P,         O = acc / l at the end
 
 where w is the function of the weights. Backward, from the final m and l:
 
-    P = exp(S - m) / l,   D = rowsum(d_out * out),   dS = P * (w^T(d_out V^T) - D),   dV = w(P)^T d_out
+    P = exp(S - m) / l,   D = rowsum(dO * O),   dS = P * (w^T(dO V^T) - D),   dV = w(P)^T dO
     dQ, dK and the gradients of operands: the derivative of f(Q K^T), applied to dS
 
 (Milakov & Gimelshein 2018, Online normalizer calculation for softmax, arXiv:1805.02867; Dao et al. 2022,
@@ -65,7 +65,7 @@ class ScoreFunction:
 
     @property
     def counted_heads(self) -> list[str]:
-        """Which of "k" and "g" the programs count, so that a rank must know the numbers of its heads."""
+        """The sides among "k" and "g" whose numbers the programs read; a rank must then know which heads it has."""
         sides = self.scores.counted_sides | (self.weights.counted_sides if self.weights else set())
         return [side for side in HEADS if side in sides]
 
@@ -119,6 +119,7 @@ class ScoreBlock:
           shape: the shape of the scores.
           floats: the operands that are floats, which are arguments of their own so that they can be differentiated.
         """
+        # Operands along queries have all queries of this rank, and those along keys the keys of all ranks.
         remaining = iter(floats)
         operands = [next(remaining) if _is_float(x) else x for x in self.operands]
         for side, start, size in (
@@ -144,6 +145,7 @@ class ScoreBlock:
         )
         positions, operands = self._slice_operands(rectangle, first, products.shape, floats)
         scores = self.function.scores(products, positions, operands[: len(self.function.scores.operands)])
+        # Surplus keys repeat the last one (`Rounds.lengths`), and must have no weight.
         return scores if self.is_real_key is None else jnp.where(self.is_real_key, scores, -jnp.inf)
 
     def weights(
@@ -185,6 +187,7 @@ def attend(
         query_state = [rectangle.slice_queries(x, d) for x, d in zip(state, _QUERY_DIMS, strict=True)]
         merged = _merge_rectangle(rectangle, rectangle.slice_queries(q), k, v, query_state)
         if rectangle.is_visible is not None:
+            # An invisible block leaves the state as it was. Its scores may be anything, NaN included.
             merged = [jnp.where(rectangle.is_visible, x, y) for x, y in zip(merged, query_state, strict=True)]
         state = tuple(
             lax.dynamic_update_slice_in_dim(x, update, rectangle.first_query, d)
@@ -246,8 +249,8 @@ def initial_gradients(q: jax.Array, rounds: Any, operands: Sequence[jax.Array], 
     if not rounds.function.sink:
         return sums
     # The sink is in no block. Its value is zero, so that its gradient is -P D.
-    out, (row_max, row_sum), cotangent = final
-    row_dots = (cotangent.astype(row_max.dtype) * out.astype(row_max.dtype)).sum(-1)
+    output, (row_max, row_sum), cotangent = final
+    row_dots = (cotangent.astype(row_max.dtype) * output.astype(row_max.dtype)).sum(-1)
     sink = operands[-1].reshape(row_max.shape)
     return *sums[:-1], (-jnp.exp(sink - row_max) / row_sum * jnp.swapaxes(row_dots, 1, 2)).reshape(operands[-1].shape)
 
@@ -272,12 +275,12 @@ def backward(
     Returns:
       `sums` with the gradients added, and the gradient of this block's keys and values [2, b, s, k, h].
     """
-    (out, (row_max, row_sum), cotangent), (dq, *operand_sums) = final, sums
+    (output, (row_max, row_sum), cotangent), (dq, *operand_sums) = final, sums
     dkv = jnp.zeros(kv.shape, accumulation_dtype(q))
     for rectangle in rectangles:
         k, v = rectangle.slice_keys(kv, 2)
         query_arrays = [
-            rectangle.slice_queries(x, d) for x, d in ((q, 1), (out, 1), (cotangent, 1), (row_max, 2), (row_sum, 2))
+            rectangle.slice_queries(x, d) for x, d in ((q, 1), (output, 1), (cotangent, 1), (row_max, 2), (row_sum, 2))
         ]
         (dk, dv, *d_operands), d_queries = _rectangle_backward(
             rectangle, query_arrays, k, v, _zeros(k, v, *rectangle.score_block.operands)
@@ -299,11 +302,11 @@ def _rectangle_backward(
 ) -> tuple[Any, jax.Array]:
     """Return `sums` with the gradients of keys, values and operands added, and the gradient of the queries.
 
-    `query_arrays` are q, out, its cotangent, m and l of the rectangle's queries.
+    `query_arrays` are q, the output, its cotangent, m and l of the rectangle's queries.
     """
 
     def backward_chunk(sums: Any, first: jax.Array, n: int) -> tuple[Any, jax.Array]:
-        q, out, cotangent, row_max, row_sum = (
+        q, output, cotangent, row_max, row_sum = (
             slice_chunk(x, first, n, d) for x, d in zip(query_arrays, (1, 1, 1, 2, 2), strict=True)
         )
         arrays = [x.astype(accumulation_dtype(x)) for x in (q, k)]
@@ -312,16 +315,16 @@ def _rectangle_backward(
         scores, scores_vjp = jax.vjp(lambda *x: rectangle.score_block.scores(rectangle, first, *x), *arrays, *floats)
         per_score_row = lambda x: x.reshape(*scores.shape[:-1], 1)
         weights = jnp.exp(scores - per_score_row(row_max)) / per_score_row(row_sum)
-        d_out, result = (_by_key_head(x, k).astype(scores.dtype) for x in (cotangent, out))
-        row_dots = jnp.einsum("btkgh,btkgh->bkgt", d_out, result)[..., None]  # D of the equations
+        d_output, result = (_by_key_head(x, k).astype(scores.dtype) for x in (cotangent, output))
+        row_dots = jnp.einsum("btkgh,btkgh->bkgt", d_output, result)[..., None]  # D of the equations
         # 2. Through the program of the weights.
         value_weights, weights_vjp = jax.vjp(
             lambda *x: rectangle.score_block.weights(rectangle, first, *x), weights, *floats
         )
-        d_weights, *d_weight_operands = weights_vjp(jnp.einsum("btkgh,bskh->bkgts", d_out, v.astype(scores.dtype)))
+        d_weights, *d_weight_operands = weights_vjp(jnp.einsum("btkgh,bskh->bkgts", d_output, v.astype(scores.dtype)))
         # 3. Through the softmax and the program of the scores.
         dq, dk, *d_operands = scores_vjp(weights * (d_weights - row_dots))
-        dv = jnp.einsum("bkgts,btkgh->bskh", value_weights, d_out)
+        dv = jnp.einsum("bkgts,btkgh->bskh", value_weights, d_output)
         d_operands = [x + y for x, y in zip(d_operands, d_weight_operands, strict=True)]
         return tuple(x + y for x, y in zip(sums, (dk, dv, *d_operands), strict=True)), dq
 
@@ -350,6 +353,7 @@ def scored_attention(options: AttentionOptions, q: jax.Array, k: jax.Array, v: j
         floats = [*filter(_is_float, operands)]
         scores = block.scores(rectangle, 0, q, k, *floats)
         sinks = [] if block.sink is None else [block.sink.reshape(*scores.shape[:-1], 1)]
+        # The sink takes weight from the keys, and has no value.
         weights = jax.nn.softmax(jnp.concatenate([scores, *sinks], -1))[..., : scores.shape[-1]]
         weights = block.weights(rectangle, 0, weights, *floats)
         return jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(weights.dtype)).reshape(q.shape).astype(q.dtype)

@@ -205,9 +205,10 @@ def operand_labels(eqn: Any, labels: Labels) -> list[Labels] | None:
         return [()] if threefry and not eqn.invars[0].aval.shape and eqn.params["bit_width"] == 32 else None
     if name == "slice":
         if {*(eqn.params["strides"] or [1])} != {1}:
-            return None
+            return None  # a block would not be consecutive entries of the operand
         starts = eqn.params["start_indices"]
         return [tuple(x and DimLabel(x.side, x.start + int(n)) for x, n in zip(labels, starts, strict=True))]
+    # A dim of an operand without a label is read as a whole by every block.
     result: list[list[DimLabel | None]] = [[None] * len(shape) for shape in shapes]
     eqn_factors = factors.of(eqn) if len(eqn.outvars) == 1 else []
     for d, label in enumerate(labels):

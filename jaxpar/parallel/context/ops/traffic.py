@@ -39,6 +39,7 @@ def usp_bytes(
       t: the number of queries, if it is not s.
       hops: the number of hops; c / u - 1 if None.
     """
+    # An all-to-all among u ranks keeps 1/u of a rank's 1/c of the positions.
     exchange_bytes = (2 * hq * (t or s) + 2 * hkv * s) * b * d * e * (u - 1) // (u * c)
     forward, backward = ring_bytes(b, s, hkv // u, d, c // u, e, hops)
     return exchange_bytes + forward, exchange_bytes + backward
@@ -54,5 +55,6 @@ def ring_bytes(b: int, s: int, hkv: int, d: int, c: int, e: int, hops: int | Non
       hops: the number of hops; c - 1 if None. With a window, pass `ring_hops`.
     """
     hops = c - 1 if hops is None else hops
+    # Without hops nothing travels, gradients included.
     block = 2 * b * (s // c) * hkv * d
     return hops * block * e, hops * block * e + (hops + 1) * block * WIDE * (hops > 0)

@@ -63,6 +63,7 @@ def ulysses_attention(
     """
     check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
     check_order(order, q, k)
+    # Key heads that c does not divide are repeated, but repeated query heads would be computed several times.
     c, heads = count(axis), q.shape[2]
     if heads % c:
         raise ValueError(
@@ -178,8 +179,8 @@ def exchanged(
     # In zigzag order the first chunks of a group's ranks follow each other in the sequence. So do their second chunks,
     # from the group's last rank to its first: `from_zigzag` makes both stretches contiguous.
     q, kv = (from_zigzag(x, group) for x in (q, kv)) if order == "zigzag" else (q, kv)
-    out = attend(q, *jnp.split(kv, 2, axis=-1))
-    return _group_all_to_all(to_zigzag(out, group) if order == "zigzag" else out, axis, group, 1, 2)
+    output = attend(q, *jnp.split(kv, 2, axis=-1))
+    return _group_all_to_all(to_zigzag(output, group) if order == "zigzag" else output, axis, group, 1, 2)
 
 
 def _group_all_to_all(x: jax.Array, axis: Axes, group: int, split_dim: int, concat_dim: int) -> jax.Array:
