@@ -103,7 +103,7 @@ class Layout(NamedTuple):
 
     def arrange(self, x: jax.Array, names: Names, *order: Sequence[Any]) -> jax.Array:
         """Transpose and reshape an array with these names to four dims, each of which merges the names in `order`."""
-        # Dims without a name have one element, so that they can go anywhere: to the front, where the reshape drops them.
+        # Dims without a name have one element. They go to the front, where the reshape drops them.
         dim_of_name = {dims[0].name: d for d, dims in enumerate(names) if dims}
         flat = [dim_of_name[name] for dims in order for name in dims]
         unnamed_dims = [d for d in range(x.ndim) if d not in flat]
