@@ -60,6 +60,7 @@ class Scores:
         except Hindered as obstacle:
             if not primitives.of(eqn).elementwise:
                 raise
+            # The first obstacle is the one to report.
             self.obstacle = self.obstacle or obstacle
             arrays = [x for i, x in enumerate(eqn.invars) if i != operand and not jx.is_literal(x) and x.aval.shape]
             self.may_hide_more = self.may_hide_more or bool(arrays)
@@ -93,6 +94,7 @@ class Scores:
             raise Hindered(eqn, f"hides keys by {max(self.hiding_numbers):g}, which is above {HIDING:g}")
         if self.hidden is None:
             return False, None, ()
+        # Pairs of unequal ids must all be hidden, as segments do; pairs of equal ids tell the causality and the window.
         (unequal_ids, equal_ids), ids = self.hidden.values, self.hidden.ids
         if not self.hidden.is_known.all() or (ids and not unequal_ids.all()):
             raise Hindered(eqn, "hides keys by what is no function of positions and no ids of queries and keys")
@@ -127,6 +129,7 @@ class Scores:
         name, argument = eqn.primitive.name, eqn.invars[1 - operand] if len(eqn.invars) == 2 else None
         if name in ("mul", "div"):
             factor = number_of(self._describe(argument, eqn), eqn)
+            # A negative factor would turn hidden keys into visible ones.
             factor = factor if name == "mul" else 1 / factor
             if factor <= 0:
                 raise Hindered(eqn, f"scales scores by {factor:g}")

@@ -62,6 +62,7 @@ def weights_of(atom: Any, scope: Scope) -> Weights | None:
     if weights is not None or not (moves(eqn) or scales):
         return weights
     for i, x in enumerate(eqn.invars):
+        # A smaller operand, such as a factor for each head, is not the weights.
         same_size = math.prod(x.aval.shape) == math.prod(atom.aval.shape)
         weights = weights_of(x, scope) if moves(eqn) or same_size else None
         # A factor may be another softmax, such as a gate. That of attention has scores that come from a product.
@@ -122,9 +123,11 @@ def _softmax(eqn: Any, scope: Scope) -> Weights | None:
     (dim, *more_dims), shift_eqn = sum_eqn.params["axes"], scope.producer(exp_eqn.invars[0])
     if more_dims or shift_eqn is None or shift_eqn.primitive.name != "sub":
         return None
+    # The softmax is that of the unshifted scores.
     scores, shift = shift_eqn.invars
     if _varies_along(shift, dim, scope) or jx.is_literal(scores) or scores.aval.shape != eqn.outvars[0].aval.shape:
         return None
+    # The sum must be over the same exponentials.
     summed_eqn = _producer_behind(sum_eqn.invars[0], scope)
     return (
         Weights(scores, int(dim), eqn.outvars[0])
@@ -167,6 +170,7 @@ def _softmax_by_logarithm(eqn: Any, scope: Scope) -> Weights | None:
     exp_eqn = sum_eqn and producer_if(sum_eqn.invars[0], "exp")
     if sub_eqn is None or sum_eqn is None or exp_eqn is None or len(sum_eqn.params["axes"]) > 1:
         return None
+    # Either the scores are the unshifted ones, with the shift added to the logarithm, or both contain the shift.
     (dim,), scores, shift_eqn = (
         map(int, sum_eqn.params["axes"]),
         sub_eqn.invars[0],
@@ -241,6 +245,7 @@ def _varies_along(atom: Any, dim: int, scope: Scope) -> bool:
         if eqn is None or not (_casts(eqn) or eqn.primitive.name in ("stop_gradient", "broadcast_in_dim")):
             return True
         if eqn.primitive.name == "broadcast_in_dim":
+            # It varies only if the dim comes from a dim of the operand with more than one element.
             dims, shape = [int(d) for d in eqn.params["broadcast_dimensions"]], eqn.invars[0].aval.shape
             return dim in dims and shape[dims.index(dim)] != 1
         atom = eqn.invars[0]

@@ -115,17 +115,17 @@ def _find(scope: Scope, result: Spelled) -> bool:
       Whether there is something to replace.
     """
     for spelled_attention in _find_here(scope, result):
+        # Its arrays may be values of a parent, such as a mask from outside a loop.
         for atom in spelled_attention.arrays:
             scope.make_available(atom)
         scope.replacements[id(spelled_attention.last)] = spelled_attention
-        result.taken[line := jx.where(spelled_attention.last)], result.scores[line] = (
-            spelled_attention.description,
-            spelled_attention.scores_type,
-        )
+        line = jx.where(spelled_attention.last)
+        result.taken[line], result.scores[line] = spelled_attention.description, spelled_attention.scores_type
     for eqn in scope.eqns:
         if (inner_program := _inner_program(eqn)) is not None:
             body, num_unchanged = inner_program
             flat = jx.flatten(body if hasattr(body, "consts") else jec.ClosedJaxpr(body, ()))
+            # A scan's carry and slices change from step to step, and cannot be followed outside.
             outer = dict(zip(flat.invars[:num_unchanged], eqn.invars, strict=False))
             inner = Scope(flat, _constants(flat), scope, outer)
             if _find(inner, result):
@@ -139,6 +139,7 @@ def _inner_program(eqn: Any) -> tuple[Any, int] | None:
     Returns:
       The program, and the number of its first inputs that are operands of the equation unchanged; or None.
     """
+    # Calls are inlined already. A function with a derivative of its own must stay in one piece.
     if eqn.primitive.name in (*CALLS, *CUSTOM) or (body := called(eqn)) is None:
         return None
     return body, len(jx.scan_parts(eqn).consts if eqn.primitive.name == "scan" else eqn.invars)
@@ -189,6 +190,7 @@ def _find_here(scope: Scope, result: Spelled) -> list[SpelledAttention]:
     """Return every attention of a program, without those of programs that it holds; note why others are none."""
     attentions = []
     for eqn in scope.eqns:
+        # Attention ends in a product that sums over keys.
         if eqn.primitive.name != "dot_general" or scaled_by_dims(eqn):
             continue
         # Either operand of a product may be the weights.
@@ -275,12 +277,14 @@ def _follow_weights(last: Any, weights: Weights, scores: Scores) -> tuple[Names,
         if moves(eqn):
             names = moved(eqn, names)
             continue
+        # Not linear: a product of two values that both depend on the softmax, or weights as divisor or condition.
         arguments = [x for i, x in enumerate(eqn.invars) if i != operand and not jx.is_literal(x)]
         if dependents.intersection(arguments) or (eqn.primitive.name, operand) in (("div", 1), ("select_n", 0)):
             raise Hindered(eqn, f"computes {eqn.primitive.name} of weights, which is not linear")
         if eqn.primitive.name == "select_n" and replace(scores, names=names).replacing_number(eqn, operand) != 0:
             raise Hindered(eqn, "takes other numbers than 0 for some weights")
         if scaled_by_dims(eqn):
+            # `dot_general` puts the shared dims first in its result.
             _, shared = product_dims(eqn)
             free = [dims for d, dims in enumerate(names) if d not in shared[operand]]
             names = (*(names[d] for d in shared[operand]), *free)
