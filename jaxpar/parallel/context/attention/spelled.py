@@ -8,12 +8,12 @@ and ids (`hidden.py`: causal, a window, segments), `jp.attention` replaces it, a
 a fused kernel. Any other function of scores is replayed for each block of them (`replayed.py`) if the sequence is
 split, or becomes a bias of a fused kernel. If neither is possible, the reason is noted with the line.
 
-    spelled          finds and replaces all attention of a program
-      _find          goes through the program and those that it holds, such as the body of a scan
-        _attention   recognises one attention, from its last product backwards
-          Scores     follows the scores from their product to the softmax (`scores.py`)
-          layout_of  names the dims of all arrays (`layout.py`)
-      _rewritten     the program with the replacements
+    spelled                 finds and replaces all attention of a program
+      _find                 goes through the program and those that it holds, such as the body of a scan
+        _attention          recognises one attention, from its last product backwards
+          Scores            follows the scores from their product to the softmax (`scores.py`)
+          attention_dims    names the dims of all arrays (`dims.py`)
+      _rewritten            returns the program with the replacements
 
 Dims: B rows, T query positions, S key positions, K key heads, G query heads of each, h head_dim.
 """
@@ -29,9 +29,9 @@ import jax.numpy as jnp
 
 from ....program import jaxpr as jx
 from ....program.walk import CALLS, CUSTOM, called
+from .dims import attention_dims, name_dims, names_of_product, product_dims
 from .fused import attention, biased_attention
 from .hidden import Hindered, Scope, describe, number_of
-from .layout import layout_of, name_dims, names_of_product, product_dims
 from .replayed import read_bias, replayed_attention
 from .scores import Scores
 from .softmax import Dim, Names, Weights, chain_to, moved, moves, scaled_by_dims, weighs_by_exp, weights_of
@@ -139,7 +139,7 @@ def _inner_program(eqn: Any) -> tuple[Any, int] | None:
     Returns:
       The program, and the number of its first inputs that are operands of the equation unchanged; or None.
     """
-    # Calls are inlined already. A function with a derivative of its own must stay in one piece.
+    # `flatten` has inlined calls, except for kernels. A function with a derivative of its own must stay in one piece.
     if eqn.primitive.name in (*CALLS, *CUSTOM) or (body := called(eqn)) is None:
         return None
     return body, len(jx.scan_parts(eqn).consts if eqn.primitive.name == "scan" else eqn.invars)
@@ -233,8 +233,8 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, result: Spe
     if weights.sinks:
         obstacles = [Hindered(last, "has a softmax of more than its keys"), *obstacles]
     # 3. Name the dims of values and of the result.
-    layout = layout_of(last, side, scores.names[weights.dim], query_names, key_names, weight_names)
-    t, s = layout.sizes["t"], layout.sizes["s"]
+    dims = attention_dims(last, side, scores.names[weights.dim], query_names, key_names, weight_names)
+    t, s = dims.sizes["t"], dims.sizes["s"]
     # 4. Replace it by `jp.attention` if its options suffice, else by a bias or a function of scores.
     try:
         causal, window, read = scores.options(t, s, last, *obstacles)
@@ -244,7 +244,7 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, result: Spe
         is_biased = result.biases and scores.obstacle and scores.is_affine and not obstacles and t == s
         if not (result.replay or is_biased):
             raise
-        order = {name: layout.sizes[name] for name in (*layout.rows, *layout.heads, *layout.groups, "t", "s")}
+        order = {name: dims.sizes[name] for name in (*dims.rows, *dims.heads, *dims.groups, "t", "s")}
         score_ends = (product.outvars[0], product_names), (weights.scores, scores.names)
         causal = scores.causal(t, s)
         if is_biased:
@@ -258,7 +258,7 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, result: Spe
             read, attend, text = replayed_attention(score_ends, weight_ends, weights.sinks, order, scope, last, causal)
         texts = [*["causal"] * causal, text]
     arrays = (product.invars[1 - key_index], product.invars[key_index], last.invars[1 - side], *read)
-    compute = layout.computation(attend, last.outvars[0].aval)
+    compute = dims.computation(attend, last.outvars[0].aval)
     return SpelledAttention(last, arrays, compute, ", ".join(texts) or "all keys", weights.scores.aval)
 
 

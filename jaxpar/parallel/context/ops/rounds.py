@@ -165,11 +165,8 @@ class Rounds:
             return replace(rectangle, options=replace(options, masked=True), mask=mask[:, None])
 
         # A traced step is never 0: the first round is outside the loops of callers.
-        is_own, block_size, half = (
-            isinstance(step, int) and step == 0,
-            (self.num_queries, self.num_keys),
-            self.num_queries // 2,
-        )
+        is_own, half = isinstance(step, int) and step == 0, self.num_queries // 2
+        block_size = (self.num_queries, self.num_keys)
         if is_own or not self.causal:
             return [make_rectangle(0, 0, block_size, self.causal)]
         is_earlier = jnp.asarray(self.rank >= step)  # the keys are of an earlier rank, not wrapped around the ring

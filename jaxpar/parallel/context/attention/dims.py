@@ -5,7 +5,7 @@ A program may have these dims in any order, and merged. Their names follow from 
     queries  keys               both share rows and heads, and sum "h"; each has positions of its own, "t" and "s"
     weights  values             both share rows and heads, and sum "s"
 
-`Layout.computation` transposes the arrays to [B, positions, heads, h] for a kernel, and its result back.
+`AttentionDims.computation` transposes the arrays to [B, positions, heads, h] for a kernel, and its result back.
 """
 
 import itertools
@@ -78,7 +78,7 @@ def names_of_product(eqn: Any, operands: Sequence[Names]) -> Names:
     return (*(operands[0][d] for d in shared[0]), *free(0), *free(1))
 
 
-class Layout(NamedTuple):
+class AttentionDims(NamedTuple):
     """The named dims of one attention's arrays in the program.
 
     Attributes:
@@ -132,14 +132,14 @@ class Layout(NamedTuple):
         return compute
 
 
-def layout_of(
+def attention_dims(
     last: Any,
     side: int,
     softmax_dims: tuple[Dim, ...],
     query_names: Names,
     key_names: Names,
     weight_names: Names,
-) -> Layout:
+) -> AttentionDims:
     """Name the dims of values and of the result, and check that they fit queries and keys.
 
     Args:
@@ -171,4 +171,4 @@ def layout_of(
     sizes = {dim.name: dim.size for dim in (*query_dims, *itertools.chain(*key_names))}
     rows, heads = ([name for name in sizes if name == ("b", n)] for n in range(2))
     groups = [name for name in sizes if name[0] == "g"]
-    return Layout(query_names, key_names, value_names, result, sizes, rows, heads, groups)
+    return AttentionDims(query_names, key_names, value_names, result, sizes, rows, heads, groups)
