@@ -1,8 +1,11 @@
 """Flash attention by cuDNN, with residuals and a `vmap` that do not depend on where the program will run.
 
-`jax.nn.dot_product_attention` has cuDNN's kernels, and for this library's programs three gaps: which kernel computes is
-fixed when the program is traced; under `vmap` a mask that all heads share fails, and so do arrays of which only some
-are mapped (jax 0.10 to 0.12, https://github.com/jax-ml/jax/pull/36702); and backward refuses odd lengths.
+`jax.nn.dot_product_attention` has cuDNN's kernels, but three gaps for the programs of this library:
+
+- It fixes the kernel when the program is traced. `_flash` chooses it when the program is compiled.
+- Under `vmap` a mask that all heads share fails, and so does a call in which only some arrays are mapped (jax 0.10 to
+  0.12, https://github.com/jax-ml/jax/pull/36702). `vmap_as_rows` makes the mapped dim part of the rows.
+- Its backward refuses odd lengths. `flash_attention` pads them.
 
 Dims: B rows, T query positions, S key positions, H heads, K key/value heads, h head_dim.
 """
@@ -17,50 +20,76 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Name = Literal["cudnn", "xla"]
-# What hidden scores are: cuDNN's number in bfloat16, so that sums over hidden blocks are alike on all platforms.
+Implementation = Literal["cudnn", "xla"]
+# The score of a hidden key: cuDNN's number in bfloat16, so that sums over hidden blocks are equal on all platforms.
 HIDDEN = -(2.0**41)
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What is static in a call, and which arrays follow query, key and value."""
+    """The static options of a call, which also tell the arrays that follow query, key and value.
+
+    Attributes:
+      causal: query i sees keys 0 to i.
+      window: query i sees keys i - window + 1 to i only; None for all.
+      scale: the factor of scores; None for 1 / sqrt(h).
+      implementation: as for `jp.attention`.
+      segments: the number of arrays of ids that follow: 0, 1 (for queries and keys alike) or 2.
+      masked: whether a mask follows.
+      num_keys: the number of keys that count, the first ones; None for all.
+      function: a `ScoreFunction` (`ops/score_function.py`), whose operands follow instead of ids and masks.
+      biased: whether a bias of scores [1, H, T, S] follows instead of ids and masks.
+    """
 
     causal: bool
     window: int | None
     scale: float | None
     implementation: str | None
-    segments: int  # arrays of ids: 0, 1 (for queries and keys alike) or 2
+    segments: int
     masked: bool
-    keys: int | None = None  # how many of the keys count; None: all
-    function: Any = None  # of scores, whose operands follow in place of ids and masks (`context/score_function.py`)
-    biased: bool = False  # what is added to scores [1, H, T, S] follows in place of ids and masks
+    num_keys: int | None = None
+    function: Any = None
+    biased: bool = False
 
 
-def dot(
-    name: Name, options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array
+def jax_attention(
+    name: Implementation,
+    options: AttentionOptions,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *arrays: jax.Array,
 ) -> jax.Array:
-    """JAX's attention, by one of its implementations. A query that sees no key gets the mean of some values."""
+    """Call JAX's attention, in one of its implementations. A query that sees no key gets the mean of some values."""
     if name == "xla" and query.dtype == jnp.float16:
-        # JAX asks for products of float16 that are summed in float32, which XLA has for GPUs alone.
-        narrow = functools.partial(_dot, name, options)
-        wide = lambda *qkv: _dot(name, options, *(x.astype(jnp.float32) for x in qkv[:3]), *qkv[3:]).astype(jnp.float16)
-        return lax.platform_dependent(query, key, value, *more, cuda=narrow, rocm=narrow, default=wide)
-    return _dot(name, options, query, key, value, *more)
+        # JAX asks for float16 products with float32 sums, which XLA has on GPUs only.
+        narrow = functools.partial(_jax_attention, name, options)
+        wide = lambda *qkv: _jax_attention(name, options, *(x.astype(jnp.float32) for x in qkv[:3]), *qkv[3:]).astype(
+            jnp.float16
+        )
+        return lax.platform_dependent(query, key, value, *arrays, cuda=narrow, rocm=narrow, default=wide)
+    return _jax_attention(name, options, query, key, value, *arrays)
 
 
-def _dot(
-    name: Name, options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array
+def _jax_attention(
+    name: Implementation,
+    options: AttentionOptions,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *arrays: jax.Array,
 ) -> jax.Array:
+    """Translate the options to the arguments of `jax.nn.dot_product_attention`, and call it."""
+    # JAX's own window and lengths let cuDNN skip hidden blocks. With other arrays they become part of the mask.
     mask, window, lengths, bias = None, None, None, None
     if options.biased:
-        (bias,) = more
-    elif more:
-        mask = visible(options, query.shape[1], key.shape[1], *more)
+        (bias,) = arrays
+    elif arrays:
+        mask = visible_keys(options, query.shape[1], key.shape[1], *arrays)
     elif options.window is not None:
-        window = (options.window - 1, 0)
-    elif options.keys is not None:
-        lengths = jnp.full(key.shape[0], options.keys, jnp.int32)
+        window = (options.window - 1, 0)  # keys before a query, and after it
+    elif options.num_keys is not None:
+        lengths = jnp.full(key.shape[0], options.num_keys, jnp.int32)
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -75,122 +104,151 @@ def _dot(
     )
 
 
-def visible(options: AttentionOptions, t: int, s: int, *more: jax.Array) -> jax.Array:
-    """The keys that each query may see but for causality, bool [B or 1, H or 1, T, S]."""
+def visible_keys(options: AttentionOptions, t: int, s: int, *arrays: jax.Array) -> jax.Array:
+    """Return the keys that each query may see, causality aside: bool [B or 1, H or 1, T, S].
+
+    Args:
+      options: which of the arrays are ids and masks.
+      t: the number of queries.
+      s: the number of keys.
+      arrays: the arrays that follow query, key and value.
+    """
     i, j = jnp.arange(t)[:, None], jnp.arange(s)
-    visible = jnp.full((1, 1, t, s), True)
+    is_visible = jnp.full((1, 1, t, s), True)
     if options.segments:
-        visible &= more[0][:, None, :, None] == more[options.segments - 1][:, None, None, :]
+        is_visible &= arrays[0][:, None, :, None] == arrays[options.segments - 1][:, None, None, :]
     if options.masked:
-        visible &= more[-1]
+        is_visible &= arrays[-1]
     if options.window is not None:
-        visible &= j > i - options.window
-    if options.keys is not None:
-        visible &= j < options.keys
-    return visible
+        is_visible &= j > i - options.window
+    if options.num_keys is not None:
+        is_visible &= j < options.num_keys
+    return is_visible
 
 
-def even(options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> jax.Array:
-    """Flash attention of even lengths, which cuDNN's backward demands: a query is added and dropped, a key hidden."""
+def flash_attention(
+    options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array, *arrays: jax.Array
+) -> jax.Array:
+    """Attend by cuDNN where the program runs on CUDA, for any lengths.
+
+    cuDNN's backward needs even lengths. A query is added, and dropped from the result; a key is added and hidden.
+    """
     t, s = query.shape[1], key.shape[1]
     if t % 2 or s % 2:
         query, key, value = (_pad(x, 1, x.shape[1] % 2) for x in (query, key, value))
         if options.biased:
             hidden = functools.partial(jnp.pad, constant_values=HIDDEN)
-            more = tuple(hidden(x, ((0, 0), (0, 0), (0, t % 2), (0, s % 2))) for x in more)
-            return _flash(options)(query, key, value, *more)[:, :t]
-        ids, masks = more[: options.segments], more[options.segments :]
+            arrays = tuple(hidden(x, ((0, 0), (0, 0), (0, t % 2), (0, s % 2))) for x in arrays)
+            return _flash(options)(query, key, value, *arrays)[:, :t]
+        ids, masks = arrays[: options.segments], arrays[options.segments :]
         ids = (*(_pad(x, 1, x.shape[1] % 2) for x in ids),)
-        # A dim of size 1 is for all queries or keys, or is the one that `keys` leaves.
+        # A dim of size 1 broadcasts, also over the key that is added: `num_keys` hides that one.
         masks = (*(_pad(_pad(m, 2, t % 2 and m.shape[2] > 1), 3, s % 2 and m.shape[3] > 1) for m in masks),)
-        more = (*ids, *masks)
-        # Causality hides the key as well, and cuDNN skips what it hides.
-        options = options if options.causal else dataclasses.replace(options, keys=s)
-    return _flash(options)(query, key, value, *more)[:, :t]
+        arrays = (*ids, *masks)
+        # Causality hides the added key too, and cuDNN skips what causality hides.
+        options = options if options.causal else dataclasses.replace(options, num_keys=s)
+    return _flash(options)(query, key, value, *arrays)[:, :t]
 
 
 @functools.cache
 def _flash(options: AttentionOptions) -> Callable[..., jax.Array]:
-    """cuDNN's attention where the program is compiled for CUDA, XLA's elsewhere, with one set of residuals for both.
+    """Return cuDNN's attention if the program is compiled for CUDA, else XLA's, with the same residuals for both.
 
-    What XLA saw, it computes again in the backward pass: all that a cuDNN program would have to hold of XLA's side are
-    arrays that it holds anyway.
+    The residuals are the result, the statistics and the inputs. XLA's backward recomputes its forward from the inputs,
+    so that a program that runs on cuDNN holds nothing for XLA's sake.
     """
-    xla = lambda *arrays: (dot("xla", options, *arrays), jnp.zeros(_statistics(arrays[0]), jnp.float32))
-    # The gradient of a bias is its rows' sum, which cuDNN has for one bias of all: what `vmap` adds take turns.
-    by_platform = _in_turns if options.biased else in_rows
-    forward = by_platform(functools.partial(cudnn_forward, options), xla)
-    again = lambda out, statistics, given, *arrays: _pull("xla", options, arrays)[1](given)
-    backward = by_platform(functools.partial(cudnn_backward, options), again)
+    xla_forward = lambda *arrays: (
+        jax_attention("xla", options, *arrays),
+        jnp.zeros(_statistics_shape(arrays[0]), jnp.float32),
+    )
+    # cuDNN sums the gradient of a bias over rows, since all rows share the bias. Mapped biases must not be summed.
+    by_platform = vmap_in_turns if options.biased else vmap_as_rows
+    forward = by_platform(functools.partial(cudnn_forward, options), xla_forward)
+    xla_backward = lambda output, statistics, cotangent, *arrays: _vjp("xla", options, arrays)[1](cotangent)
+    backward = by_platform(functools.partial(cudnn_backward, options), xla_backward)
 
     @jax.custom_vjp
     def flash(*arrays: jax.Array) -> jax.Array:
         return forward(*arrays)[0]
 
-    def kept(*arrays: jax.Array) -> tuple[jax.Array, Any]:
-        out, statistics = forward(*arrays)
-        return out, (out, statistics, arrays)
+    def flash_forward(*arrays: jax.Array) -> tuple[jax.Array, Any]:
+        output, statistics = forward(*arrays)
+        return output, (output, statistics, arrays)
 
-    def pulled(residuals: Any, given: jax.Array) -> Any:
-        out, statistics, arrays = residuals
-        found = backward(out, statistics, given, *arrays)
-        return (*found, *(None for _ in arrays[len(found) :]))
+    def flash_backward(residuals: Any, cotangent: jax.Array) -> Any:
+        output, statistics, arrays = residuals
+        gradients = backward(output, statistics, cotangent, *arrays)
+        # Ids and masks have no gradients.
+        return (*gradients, *(None for _ in arrays[len(gradients) :]))
 
-    flash.defvjp(kept, pulled)
+    flash.defvjp(flash_forward, flash_backward)
     return flash
 
 
-def _pull(name: Name, options: AttentionOptions, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Any]:
+def _vjp(name: Implementation, options: AttentionOptions, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Any]:
+    """Return the result of an implementation, and its derivative by query, key, value and bias."""
     n = 3 + options.biased
-    return jax.vjp(lambda *some: dot(name, options, *some, *arrays[n:]), *arrays[:n])
+    return jax.vjp(lambda *inputs: jax_attention(name, options, *inputs, *arrays[n:]), *arrays[:n])
 
 
 def cudnn_forward(options: AttentionOptions, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The result, and the logarithm of the softmax's denominator, float32 [B, H, T]. Of even lengths."""
-    out, pull = _pull("cudnn", options, arrays)
-    (statistics,) = (x for x in jax.tree.leaves(pull) if (x.shape, x.dtype) == (_statistics(arrays[0]), jnp.float32))
-    return out, statistics
+    """Return the result, and the logarithm of the softmax's denominator, float32 [B, H, T]; lengths must be even."""
+    output, vjp = _vjp("cudnn", options, arrays)
+    # JAX returns the statistics in bfloat16 only, but its derivative has them: the float32 leaf of their shape.
+    (statistics,) = (
+        x for x in jax.tree.leaves(vjp) if (x.shape, x.dtype) == (_statistics_shape(arrays[0]), jnp.float32)
+    )
+    return output, statistics
 
 
 def cudnn_backward(
-    options: AttentionOptions, out: jax.Array, statistics: jax.Array, given: jax.Array, *arrays: jax.Array
+    options: AttentionOptions, output: jax.Array, statistics: jax.Array, cotangent: jax.Array, *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The gradients of query, key, value and a bias, by a result and its statistics: also those of more keys than are
-    given.
+    """Return the gradients of query, key, value and a bias, from a result and its statistics.
+
+    The result and its statistics may be those over more keys than `arrays` have, as on a ring.
     """
     # JAX has no function for the backward pass alone. In the derivative of a second forward pass, the results of the
-    # first take the place of its own, and the compiler drops what nobody reads.
-    again, pull = _pull("cudnn", options, arrays)
-    leaves, tree = jax.tree.flatten(pull)
-    first = lambda x: out if x is again else statistics if (x.shape, x.dtype) == (statistics.shape, jnp.float32) else x
-    return jax.tree.unflatten(tree, map(first, leaves))(given)
+    # first take the place of its own, and the compiler drops the second pass, whose results nobody reads.
+    second_output, vjp = _vjp("cudnn", options, arrays)
+    leaves, tree = jax.tree.flatten(vjp)
+    substitute = lambda x: (
+        output if x is second_output else statistics if (x.shape, x.dtype) == (statistics.shape, jnp.float32) else x
+    )
+    return jax.tree.unflatten(tree, map(substitute, leaves))(cotangent)
 
 
-def _statistics(query: jax.Array) -> tuple[int, ...]:
+def _statistics_shape(query: jax.Array) -> tuple[int, ...]:
+    """Return the shape of the softmax statistics, [B, H, T]."""
     b, t, h, _ = query.shape
     return b, h, t
 
 
-def _in_turns(cuda: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
+def vmap_in_turns(cuda: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is `cuda` on CUDA and `default` elsewhere, and that `vmap` runs once per mapped entry."""
     by_platform = functools.partial(lax.platform_dependent, cuda=cuda, default=default)
     return jax.custom_batching.sequential_vmap(lambda *arrays: by_platform(*arrays))
 
 
-def in_rows(cuda: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays [B, ...] (masks: or 1) by platform. What `vmap` adds become rows, as cuDNN needs them."""
+def vmap_as_rows(cuda: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is `cuda` on CUDA and `default` elsewhere, and whose mapped dim `vmap` merges with rows.
+
+    Its arrays are [B, ...], and masks may be [1, ...]. cuDNN takes four dims only.
+    """
     mapped = jax.custom_batching.custom_vmap(
         lambda *arrays: lax.platform_dependent(*arrays, cuda=cuda, default=default)
     )
 
     @mapped.def_vmap
-    def rule(size: int, batched: list[bool], *arrays: jax.Array) -> Any:
-        b = max(x.shape[1 if on else 0] for x, on in zip(arrays, batched, strict=True))
+    def vmap_rule(size: int, batched: list[bool], *arrays: jax.Array) -> Any:
+        # Masks may have one row: the number of rows is the largest.
+        b = max(x.shape[1 if is_batched else 0] for x, is_batched in zip(arrays, batched, strict=True))
 
-        def rows(x: jax.Array, on: bool) -> jax.Array:
-            x = x if on else x[None]
+        def merge_rows(x: jax.Array, is_batched: bool) -> jax.Array:
+            x = x if is_batched else x[None]
             return jnp.broadcast_to(x, (size, b, *x.shape[2:])).reshape(size * b, *x.shape[2:])
 
-        outs = mapped(*map(rows, arrays, batched))
+        outs = mapped(*map(merge_rows, arrays, batched))
         return jax.tree.map(lambda y: y.reshape(size, b, *y.shape[1:]), outs), jax.tree.map(lambda _: True, outs)
 
     return mapped
@@ -198,15 +256,16 @@ def in_rows(cuda: Callable[..., Any], default: Callable[..., Any]) -> Callable[.
 
 @functools.cache
 def refusal(query: tuple[int, ...], key: tuple[int, ...], dtype: str) -> str:
-    """Why JAX would not let cuDNN compute this, in its own words; "" where it would."""
-    even = lambda shape: jax.ShapeDtypeStruct((shape[0], shape[1] + shape[1] % 2, *shape[2:]), dtype)
-    plain = AttentionOptions(False, None, None, None, 0, False)
+    """Return why JAX would not let cuDNN compute these shapes in this dtype, in JAX's words; "" if it would."""
+    even_shape = lambda shape: jax.ShapeDtypeStruct((shape[0], shape[1] + shape[1] % 2, *shape[2:]), dtype)
+    unmasked = AttentionOptions(False, None, None, None, 0, False)
     try:
-        jax.eval_shape(functools.partial(cudnn_forward, plain), even(query), even(key), even(key))
-    except RuntimeError as error:  # how JAX's checks say what cuDNN does not take; there is nothing else to ask
+        jax.eval_shape(functools.partial(cudnn_forward, unmasked), even_shape(query), even_shape(key), even_shape(key))
+    except RuntimeError as error:  # JAX has no function that answers this: its checks raise what cuDNN does not take
         return str(error).rstrip(".")
     return ""
 
 
-def _pad(x: jax.Array, dim: int, by: int) -> jax.Array:
-    return jnp.pad(x, [(0, by if i == dim else 0) for i in range(x.ndim)]) if by else x
+def _pad(x: jax.Array, dim: int, amount: int) -> jax.Array:
+    """Append zeros along a dim."""
+    return jnp.pad(x, [(0, amount if i == dim else 0) for i in range(x.ndim)]) if amount else x

@@ -1,4 +1,7 @@
-"""Attention that never keeps its scores: cuDNN's flash attention on GPUs, XLA elsewhere, on a rank's own heads.
+"""`jp.attention`: attention whose scores are no residuals, by cuDNN on GPUs and by XLA elsewhere.
+
+`attention` checks its inputs, describes them in `AttentionOptions`, and calls one kernel (`flash.py`) on the heads of
+each tensor rank. `biased_attention` is the same with a bias of scores, for `spelled.py`.
 
 Dims: B rows, T query positions, S key positions, H heads, K key/value heads, h head_dim.
 """
@@ -10,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ....program.kernels import local_kernel
-from .flash import HIDDEN, AttentionOptions, dot, even, refusal, visible
+from .flash import HIDDEN, AttentionOptions, flash_attention, jax_attention, refusal, visible_keys
 
 IMPLEMENTATIONS = (None, "cudnn", "xla")
 
@@ -28,25 +31,25 @@ def attention(
     scale: float | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """softmax(scale query key^T) value for every head (Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1).
+    """Compute softmax(scale query key^T) value for every head (Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1).
 
     On GPUs this is cuDNN's flash attention (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691), chosen when
     the program is compiled, not when it is traced. Under tensor parallelism each rank computes its own heads, and
     nothing is communicated.
 
-    Memory: between forward and backward only query, key, value, the result and, on GPUs, float32 [B, H, T] are kept.
-    cuDNN never holds the scores [B, H, T, S]; XLA holds those of one call, in float32, and computes them again in the
-    backward pass (Rabe & Staats 2021, arXiv:2112.05682; Korthikanti et al. 2022, arXiv:2205.05198, section 5).
-    `segment_ids` and `mask` cost cuDNN a bias [B, 1 or H, T, S] in the dtype of the query.
+    Memory: the residuals are query, key, value, the result and, on GPUs, float32 [B, H, T]. cuDNN never holds the
+    scores [B, H, T, S]. XLA holds those of one call, in float32, and computes them again in the backward pass (Rabe &
+    Staats 2021, arXiv:2112.05682; Korthikanti et al. 2022, arXiv:2205.05198, section 5). `segment_ids` and `mask` cost
+    cuDNN a bias [B, 1 or H, T, S] in the dtype of the query.
 
-    XLA computes on GPUs as well:
+    XLA also computes on GPUs in these cases:
 
     - float32 and float64: cuDNN takes bfloat16 and float16;
-    - a head_dim that is no multiple of 8, or over 128; over 256 where the program is traced beside a GPU of compute
-      capability 9.0 or more;
-    - where JAX has no cuDNN: `pip install "jax[cuda12]"` brings it.
+    - a head_dim that is no multiple of 8, or over 128; over 256 if the program is traced on a machine with a GPU of
+      compute capability 9.0 or more;
+    - JAX without cuDNN: `pip install "jax[cuda12]"` installs it.
 
-    cuDNN needs compute capability 8.0: on older GPUs ask for "xla". It has no forward-mode derivatives.
+    cuDNN needs compute capability 8.0: on older GPUs use "xla". It has no forward-mode derivatives.
 
     Args:
       query: float [B, T, H, h].
@@ -55,19 +58,19 @@ def attention(
       value: as `key`.
       causal: query i sees keys 0 to i; T = S.
       window: query i sees keys i - window + 1 to i only (Beltagy et al. 2020, arXiv:2004.05150); needs `causal`.
-      segment_ids: int [B, T]; a query sees keys of its own id only, as where several documents share a row (Krell et
-        al. 2021, arXiv:2107.02027). Padding is a segment like any other: give it an id of its own, and no loss.
-      kv_segment_ids: int [B, S], of the keys; `segment_ids` if None.
-      mask: bool [B or 1, H or 1, T or 1, S or 1], True where a query may see a key, beside all of the above.
+      segment_ids: int [B, T]; a query sees the keys of its segment only, for rows with several documents (Krell et al.
+        2021, arXiv:2107.02027). Padding is a segment too: give it a separate id, and no loss.
+      kv_segment_ids: int [B, S], the segments of keys; `segment_ids` if None.
+      mask: bool [B or 1, H or 1, T or 1, S or 1], True where a query may see a key, in addition to all of the above.
       scale: a number; 1 / sqrt(h) if None.
-      implementation: None chooses as above; "xla" is XLA everywhere; "cudnn" chooses as None does, and raises where
-        that would be XLA on a GPU.
+      implementation: None chooses as above; "xla" is XLA everywhere; "cudnn" chooses as None does, and raises an error
+        if that would be XLA on a GPU.
 
     Returns:
       [B, T, H, h] in the dtype of the query; zeros for a query that sees no key. The softmax is float32.
 
     Raises:
-      ValueError: shapes or dtypes do not fit, or "cudnn" cannot; says which.
+      ValueError: shapes or dtypes do not fit, or "cudnn" cannot compute them.
 
     >>> x = jnp.ones((1, 5, 2, 8))
     >>> attention(x, x, x).shape
@@ -78,44 +81,60 @@ def attention(
         raise ValueError(f"implementation={implementation!r}; use one of {IMPLEMENTATIONS}")
     if mask is not None:
         _check_mask(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
-    given = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids, "mask": mask}
-    more = {name: x for name, x in given.items() if x is not None}
+    optional = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids, "mask": mask}
+    arrays = {name: x for name, x in optional.items() if x is not None}
+    # A Python float: options are static, and part of the key of compiled programs.
     scale = None if scale is None else float(scale)
-    options = AttentionOptions(causal, window, scale, implementation, len(more) - ("mask" in more), "mask" in more)
-    split = {"mask": 1 if mask is not None and mask.shape[1] != 1 else None}
-    in_dims = (2, 2, 2, *(split.get(name) for name in more))
-    return local_kernel(functools.partial(_attention, options), in_dims, 2)(query, key, value, *more.values())
+    options = AttentionOptions(
+        causal, window, scale, implementation, len(arrays) - ("mask" in arrays), "mask" in arrays
+    )
+    head_dims = {"mask": 1 if mask is not None and mask.shape[1] != 1 else None}
+    in_dims = (2, 2, 2, *(head_dims.get(name) for name in arrays))
+    return local_kernel(functools.partial(_attention, options), in_dims, 2)(query, key, value, *arrays.values())
 
 
 def biased_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, *, causal: bool, scale: float
 ) -> jax.Array:
-    """`attention` with a bias [1, H, T, S] that is added to the scaled scores of all rows, and has its gradient. cuDNN
-    takes it in the dtype of the query.
+    """Compute `attention` with a bias, which is added to the scaled scores of all rows.
+
+    Args:
+      query: float [B, T, H, h].
+      key: same dtype, [B, S, K, h].
+      value: as `key`.
+      bias: float [1, H, T, S]. It has a gradient. cuDNN takes it in the dtype of the query.
+      causal: query i sees keys 0 to i; T = S.
+      scale: the factor of scores.
+
+    Returns:
+      [B, T, H, h] in the dtype of the query.
     """
     options = AttentionOptions(causal, None, scale, None, 0, False, biased=True)
+    # A finite number hides a key as well; the softmax of a row of -inf would be NaN.
     bias = jnp.maximum(bias, HIDDEN).astype(query.dtype)
     return local_kernel(functools.partial(_attention, options), (2, 2, 2, 1), 2)(query, key, value, bias)
 
 
 def _attention(
-    options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array
+    options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array, *arrays: jax.Array
 ) -> jax.Array:
-    refused = "" if options.implementation == "xla" else refusal(query.shape, key.shape, query.dtype.name)
-    if refused and options.implementation == "cudnn":
+    """Compute attention of the heads at hand; a query that sees no key gets zeros."""
+    reason = "" if options.implementation == "xla" else refusal(query.shape, key.shape, query.dtype.name)
+    if reason and options.implementation == "cudnn":
         raise ValueError(
-            f"implementation='cudnn' for query {query.dtype} {list(query.shape)}: {refused}; use bfloat16 and another "
+            f"implementation='cudnn' for query {query.dtype} {list(query.shape)}: {reason}; use bfloat16 and another "
             "head_dim, or implementation='xla'"
         )
-    if options.implementation == "xla" or refused:
-        out = jax.checkpoint(functools.partial(dot, "xla", options))(query, key, value, *more)
+    if options.implementation == "xla" or reason:
+        output = jax.checkpoint(functools.partial(jax_attention, "xla", options))(query, key, value, *arrays)
     else:
-        out = even(options, query, key, value, *more)
+        output = flash_attention(options, query, key, value, *arrays)
+    # With ids shared by queries and keys, or causality alone, each query sees itself.
     if options.masked or options.segments == 2:
-        seen = visible(options, query.shape[1], key.shape[1], *more)
-        seen = (jnp.tril(seen) if options.causal else seen).any(-1)  # [B or 1, H or 1, T]
-        out = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], out, 0)
-    return out
+        is_seen = visible_keys(options, query.shape[1], key.shape[1], *arrays)
+        sees_any = (jnp.tril(is_seen) if options.causal else is_seen).any(-1)  # [B or 1, H or 1, T]
+        output = jnp.where(jnp.swapaxes(sees_any, 1, 2)[..., None], output, 0)
+    return output
 
 
 def check_inputs(
@@ -128,7 +147,10 @@ def check_inputs(
     kv_segment_ids: jax.Array | None,
     scale: float | None,
 ) -> None:
-    """Raise ValueError where they do not fit each other: whole sequences, or what one rank has of them."""
+    """Raise ValueError if inputs do not fit each other.
+
+    The inputs are those of `attention`: whole sequences, or the positions that one rank holds.
+    """
     for name, x in {"query": query, "key": key, "value": value}.items():
         if x.ndim != 4:
             raise ValueError(f"{name} {list(x.shape)} has {x.ndim} dims; give [rows, positions, heads, head_dim]")
@@ -136,14 +158,14 @@ def check_inputs(
             raise ValueError(
                 f"{name} is {x.dtype}, query {query.dtype}; give all three in one of bfloat16, float16, float32"
             )
-    (b, t, heads, h), (_, s, groups, _) = query.shape, key.shape
+    (b, t, heads, h), (_, s, key_heads, _) = query.shape, key.shape
     if key.shape != value.shape or (key.shape[0], key.shape[3]) != (b, h):
         raise ValueError(
             f"key {list(key.shape)} and value {list(value.shape)} must be equal, with the rows and head_dim of query "
             f"{list(query.shape)}: [{b}, S, K, {h}]"
         )
-    if heads % groups:
-        raise ValueError(f"{groups} key heads do not divide {heads} query heads; use a divisor of {heads}")
+    if heads % key_heads:
+        raise ValueError(f"{key_heads} key heads do not divide {heads} query heads; use a divisor of {heads}")
     if causal and t != s:
         raise ValueError(f"causal=True for {t} queries and {s} keys: which is whose? Use causal=False and a mask")
     if window is not None and (not causal or window < 1):
@@ -160,7 +182,8 @@ def check_inputs(
 
 
 def _check_mask(mask: jax.Array, sizes: tuple[int, int, int, int]) -> None:
-    wrong = mask.dtype != bool or mask.ndim != 4
-    if wrong or any(n not in (1, m) for n, m in zip(mask.shape, sizes, strict=True)):
+    """Raise ValueError if a mask is not bool [B or 1, H or 1, T or 1, S or 1]; `sizes` are B, H, T and S."""
+    is_wrong = mask.dtype != bool or mask.ndim != 4
+    if is_wrong or any(n not in (1, m) for n, m in zip(mask.shape, sizes, strict=True)):
         needed = ", ".join(f"{m} or 1" for m in sizes)
         raise ValueError(f"mask is {mask.dtype} {list(mask.shape)}; give bool [{needed}]")

@@ -1,8 +1,16 @@
-"""Which keys a mask lets a query see, read from the program that makes it: by positions and ids, never by trial.
+"""The keys that a mask lets a query see, read from the program that makes it: by positions and ids, never by trial.
 
-A value of the mask's program is a number, a position, an id, or a table: what it is for each distance i - j of a query
-and a key, where their ids are equal and where they are not. What an equation makes of tables is computed for all
-distances. So a mask of [T, S] is known by 2 (T + S) numbers, whatever its program does with them.
+Each value of the mask's program is described by symbols: a number, a position, an id, or a table over the distances
+i - j of query i and key j, once for pairs of equal ids and once for the others. The values of an equation on tables are
+computed for all distances. So 2 (T + S) numbers describe a mask of [T, S], whatever its program does with them:
+
+    iota of queries           TokenPosition("t", 0)
+    iota of keys              TokenPosition("s", 0)
+    queries >= keys           Table     i - j     -3 -2 -1  0  1  2  3
+                                        values     F  F  F  T  T  T  T      a causal mask of T = S = 4
+    segments == segments.T    Table     values     F for pairs of different ids, T for pairs of equal ids
+
+`describe` follows a value back to its sources and returns its description, or raises `Hindered` with the reason.
 """
 
 import functools
@@ -17,11 +25,12 @@ import numpy as np
 from ....program import jaxpr as jx
 from ....program import primitives
 
-Labels = tuple[Any, ...]  # of each dim: "t" of queries, "s" of keys, "b" another, None of one element
+# One label for each dim: "t" of queries, "s" of keys, "b" of anything else, None of one element.
+Labels = tuple[Any, ...]
 
 
 class Hindered(Exception):
-    """What is no part of an attention that could be taken, and why."""
+    """Raised where a program cannot be replaced by an attention: the equation's line, and why."""
 
     def __init__(self, eqn: Any, why: str):
         super().__init__(f"{why} ({jx.where(eqn)})")
@@ -29,49 +38,55 @@ class Hindered(Exception):
 
 @dataclass(frozen=True)
 class Scope:
-    """A program, and the one around it as far as its inputs are values of that.
+    """A program, and the program around it if its inputs are values of that one.
 
     Attributes:
       flat: the program.
-      consts: the arrays that it closed over, by variable.
-      around: the program that holds it, None of a whole one.
-      outer: of its inputs, those that are values of that program as they are.
-      found: by `id` of an equation the attention that ends there, or the program that it holds, where that has some.
-      extra: variables of the programs around that are to be inputs as well, before the others.
+      consts: the arrays that it closes over, by variable.
+      parent: the program that holds it, None for the outermost.
+      outer: for inputs that are values of the parent unchanged, the parent's variable.
+      replacements: by `id` of an equation, the attention that ends there, or the scope of the program that it holds,
+        if that contains some.
+      extra_inputs: variables of the parents that become further inputs, in front of the others.
     """
 
     flat: jx.Flat
     consts: Mapping[Any, Any]
-    around: "Scope | None" = None
+    parent: "Scope | None" = None
     outer: Mapping[Any, Any] = field(default_factory=dict)
-    found: dict[int, Any] = field(default_factory=dict)
-    extra: dict[Any, None] = field(default_factory=dict)
+    replacements: dict[int, Any] = field(default_factory=dict)
+    extra_inputs: dict[Any, None] = field(default_factory=dict)
 
     @property
     def eqns(self) -> tuple[Any, ...]:
-        """Its equations."""
+        """The program's equations."""
         return self.flat.eqns
 
     @functools.cached_property
-    def _made(self) -> dict[Any, Any]:
+    def _producers(self) -> dict[Any, Any]:
+        """The equation that computes each variable."""
         return {v: eqn for eqn in self.eqns for v in eqn.outvars}
 
-    def made(self, atom: Any) -> Any:
-        """The equation of a value; None of literals and inputs."""
-        return None if jx.is_literal(atom) else self._made.get(atom)
+    def producer(self, atom: Any) -> Any:
+        """Return the equation that computes a value; None for literals and inputs."""
+        return None if jx.is_literal(atom) else self._producers.get(atom)
 
-    def bring(self, atom: Any) -> None:
-        """Has a variable of this program, or of one around it, be there."""
-        if atom not in self._made and atom not in self.consts and atom not in self.flat.invars:
-            assert self.around is not None
-            self.around.bring(atom)
-            self.extra[atom] = None
+    def make_available(self, atom: Any) -> None:
+        """Pass a variable of a parent into this program as an extra input, if the program does not have it yet."""
+        if atom not in self._producers and atom not in self.consts and atom not in self.flat.invars:
+            assert self.parent is not None
+            self.parent.make_available(atom)
+            self.extra_inputs[atom] = None
 
 
 @dataclass(frozen=True)
 class Ids:
-    """Integers, one for each query ("t") or key ("s") of every row: `atom` of a program, which is `root` of the
-    outermost one that has it.
+    """Integers, one for each query ("t") or key ("s") of every row, such as segment ids.
+
+    Attributes:
+      root: the variable in the outermost program that has them. Two `Ids` are the same ids if their roots are equal.
+      atom: the variable in the program at hand.
+      side: "t" or "s".
     """
 
     root: Any
@@ -81,31 +96,31 @@ class Ids:
 
 @dataclass(frozen=True)
 class Constant:
-    """The same everywhere."""
+    """A value that is the same for all queries and keys."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class TokenPosition:
-    """The position of a query ("t") or a key ("s"), and a number."""
+    """The position of a query ("t") or a key ("s"), plus a number."""
 
     side: str
-    plus: float
+    offset: float
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """By distance, [2, T + S - 1]: where ids are not equal and where they are; i - j from 1 - S on.
+    """A value by distance i - j, from 1 - S to T - 1: [2, T + S - 1], row 0 for unequal ids and row 1 for equal ones.
 
     Attributes:
-      values: what it is.
-      known: where that is known.
-      ids: those that are compared; none where both rows are one.
+      values: the value at each distance.
+      is_known: bool of the same shape, whether the value there is known.
+      ids: the ids that are compared; empty if both rows are equal.
     """
 
     values: np.ndarray
-    known: np.ndarray
+    is_known: np.ndarray
     ids: frozenset[Ids] = frozenset()
 
 
@@ -113,80 +128,94 @@ Value = Constant | TokenPosition | Table | Ids
 
 
 def ones_dropped(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape without dims of one element."""
+    """Return a shape without dims of one element."""
     return tuple(n for n in shape if n != 1)
 
 
 def number_of(value: Value, eqn: Any) -> float:
-    """Raises Hindered where it is no number."""
+    """Return the number that a description is; raise Hindered if it is none."""
     if isinstance(value, Constant):
         return value.value
     raise Hindered(eqn, "takes what is no number")
 
 
 def describe(atom: Any, labels: Labels, scope: Scope, reader: Any) -> Value:
-    """What a value of a mask's program is, whose dims are those of scores; `reader` is an equation that takes it.
+    """Describe a value of a mask's program.
 
-    Raises Hindered where that does not show.
+    Args:
+      atom: a literal or variable.
+      labels: the labels of its dims, which align with those of the scores.
+      scope: the program.
+      reader: the equation that takes it, for error texts.
+
+    Raises:
+      Hindered: the value is no function of positions and ids that this module understands.
     """
     if jx.is_literal(atom):
-        return _of_array(np.asarray(atom.val), labels, reader)
+        return _describe_array(np.asarray(atom.val), labels, reader)
     labels = tuple(None if n == 1 else x for x, n in zip(labels, atom.aval.shape, strict=True))
-    if (eqn := scope.made(atom)) is not None:
+    if (eqn := scope.producer(atom)) is not None:
         try:
-            value = _of_equation(eqn, labels, scope)
-            if isinstance(value, TokenPosition) and atom.aval.dtype.name not in _COUNTS:
+            value = _describe_result(eqn, labels, scope)
+            if isinstance(value, TokenPosition) and atom.aval.dtype.name not in _POSITION_DTYPES:
                 raise Hindered(eqn, f"counts positions in {atom.aval.dtype}, which wraps or rounds")
             return value
         except Hindered:
-            if not _is_ids(atom, labels):
+            # Integers that a program computes in some other way may still be ids: any integers are, if compared.
+            if not _may_be_ids(atom, labels):
                 raise
     elif atom in scope.consts:
-        return _of_array(np.asarray(scope.consts[atom]), labels, reader)
-    elif atom in scope.outer and scope.around is not None:
-        found = describe(scope.outer[atom], labels, scope.around, reader)
-        return replace(found, atom=atom) if isinstance(found, Ids) else found
-    if not _is_ids(atom, labels):
-        what = f"{atom.aval.str_short()}"
-        raise Hindered(reader, f"takes {what}, which is no function of positions and no ids of queries and keys")
+        return _describe_array(np.asarray(scope.consts[atom]), labels, reader)
+    elif atom in scope.outer and scope.parent is not None:
+        value = describe(scope.outer[atom], labels, scope.parent, reader)
+        return replace(value, atom=atom) if isinstance(value, Ids) else value
+    if not _may_be_ids(atom, labels):
+        type_text = f"{atom.aval.str_short()}"
+        raise Hindered(reader, f"takes {type_text}, which is no function of positions and no ids of queries and keys")
     return Ids(atom, atom, next(x for x in labels if x in ("t", "s")))
 
 
-def _is_ids(atom: Any, labels: Labels) -> bool:
-    wide = [x for x in labels if x is not None]
-    return jnp.issubdtype(atom.aval.dtype, jnp.integer) and wide in (["b", "t"], ["b", "s"], ["t"], ["s"])
+def _may_be_ids(atom: Any, labels: Labels) -> bool:
+    """Whether a value is integers along rows and queries, or rows and keys."""
+    wide_labels = [x for x in labels if x is not None]
+    return jnp.issubdtype(atom.aval.dtype, jnp.integer) and wide_labels in (["b", "t"], ["b", "s"], ["t"], ["s"])
 
 
-def _of_array(array: np.ndarray, labels: Labels, reader: Any) -> Value:
-    """Of an array that is there: a number, positions, or a table by distance."""
+def _describe_array(array: np.ndarray, labels: Labels, reader: Any) -> Value:
+    """Describe an array whose values are known: a number, positions, or a table by distance."""
+    # Comparisons of values, so that a mask which the program closes over is understood in whatever way it was made.
     if array.size and (array == array.flat[0]).all():
         return Constant(array.flat[0])
-    square, wide = array.reshape(ones_dropped(array.shape)), [x for x in labels if x is not None]
-    if wide in (["t"], ["s"]) and (square == square[0] + np.arange(len(square))).all():
-        return TokenPosition(wide[0], square[0].item())
-    if wide == ["t", "s"] and (square[1:, 1:] == square[:-1, :-1]).all():
-        return _table(np.concatenate([square[0, :0:-1], square[:, 0]]))
+    squeezed, wide_labels = array.reshape(ones_dropped(array.shape)), [x for x in labels if x is not None]
+    if wide_labels in (["t"], ["s"]) and (squeezed == squeezed[0] + np.arange(len(squeezed))).all():
+        return TokenPosition(wide_labels[0], squeezed[0].item())
+    if wide_labels == ["t", "s"] and (squeezed[1:, 1:] == squeezed[:-1, :-1]).all():
+        # All diagonals are constant: the first row has the distances up to 0, backwards, and the first column the rest.
+        return _table(np.concatenate([squeezed[0, :0:-1], squeezed[:, 0]]))
     raise Hindered(reader, f"takes an array {list(array.shape)} that is no band of positions")
 
 
 def _table(values: np.ndarray, ids: frozenset[Ids] = frozenset()) -> Table:
-    both = np.broadcast_to(values, (2, values.shape[-1]))
-    return Table(both, np.ones(both.shape, bool), ids)
+    """Return a table of known values: [2, n], or [n] if they do not depend on ids."""
+    rows = np.broadcast_to(values, (2, values.shape[-1]))
+    return Table(rows, np.ones(rows.shape, bool), ids)
 
 
 def _distances(eqn: Any, labels: Labels) -> np.ndarray:
-    """Of the result of an equation along queries and keys."""
+    """Return the distances i - j of the queries and keys along which an equation's result runs: 1 - S to T - 1."""
     size = {x: n for x, n in zip(labels, eqn.outvars[0].aval.shape, strict=True) if x in ("t", "s")}
     if len(size) != 2:
         raise Hindered(eqn, f"computes {eqn.primitive.name} of positions or ids")
     return np.arange(1 - size["s"], size["t"])
 
 
-def _of_equation(eqn: Any, labels: Labels, scope: Scope) -> Value:
-    """What the result of an equation is, from its operands. Raises Hindered."""
-    name, ins, params, known = eqn.primitive.name, eqn.invars, eqn.params, primitives.of(eqn)
-    of = lambda atom, labels: describe(atom, labels, scope, eqn)
-    same = lambda atom: of(atom, labels if jx.is_literal(atom) or atom.aval.shape else ())
+def _describe_result(eqn: Any, labels: Labels, scope: Scope) -> Value:
+    """Describe the result of an equation from its operands; raise Hindered if that is impossible."""
+    name, operands, params, primitive = eqn.primitive.name, eqn.invars, eqn.params, primitives.of(eqn)
+    describe_operand = lambda atom, labels: describe(atom, labels, scope, eqn)
+    # An operand of an elementwise equation has the dims of the result, or is a scalar.
+    describe_elementwise = lambda atom: describe_operand(atom, labels if jx.is_literal(atom) or atom.aval.shape else ())
+    # A branch that does not return falls through to the error at the end.
     if name == "iota":
         side = labels[params["dimension"]]
         if side in ("t", "s"):
@@ -194,91 +223,116 @@ def _of_equation(eqn: Any, labels: Labels, scope: Scope) -> Value:
         if side is None:
             return Constant(0)
     elif name == "broadcast_in_dim":
-        dims, shape = params["broadcast_dimensions"], ins[0].aval.shape
-        return of(ins[0], tuple(labels[int(d)] if n != 1 else None for d, n in zip(dims, shape, strict=True)))
+        dims, shape = params["broadcast_dimensions"], operands[0].aval.shape
+        return describe_operand(
+            operands[0], tuple(labels[int(d)] if n != 1 else None for d, n in zip(dims, shape, strict=True))
+        )
     elif name == "transpose":
-        back = dict(zip(map(int, params["permutation"]), labels, strict=True))
-        return of(ins[0], tuple(back[d] for d in range(len(back))))
-    elif known.moves and known.view:
-        shape = ins[0].aval.shape
+        label_of_dim = dict(zip(map(int, params["permutation"]), labels, strict=True))
+        return describe_operand(operands[0], tuple(label_of_dim[d] for d in range(len(label_of_dim))))
+    elif primitive.moves and primitive.view:
+        # Only dims of one element appear or disappear: the others keep their order and labels.
+        shape = operands[0].aval.shape
         if ones_dropped(shape) == ones_dropped(eqn.outvars[0].aval.shape):
-            wide = iter([x for x, n in zip(labels, eqn.outvars[0].aval.shape, strict=True) if n != 1])
-            return of(ins[0], tuple(next(wide) if n != 1 else None for n in shape))
+            wide_labels = iter([x for x, n in zip(labels, eqn.outvars[0].aval.shape, strict=True) if n != 1])
+            return describe_operand(operands[0], tuple(next(wide_labels) if n != 1 else None for n in shape))
     elif name in ("slice", "dynamic_slice"):
-        starts = params.get("start_indices") or [number_of(of(x, ()), eqn) for x in ins[1:]]
+        # A dynamic slice has its starts as operands; they must be constants here.
+        starts = params.get("start_indices") or [number_of(describe_operand(x, ()), eqn) for x in operands[1:]]
         if name == "dynamic_slice" or not params["strides"] or set(params["strides"]) == {1}:
-            whole = dict(zip(labels, ins[0].aval.shape, strict=True))
-            first = {x: int(n) for x, n in zip(labels, starts, strict=True) if x is not None}
-            return _sliced(of(ins[0], labels), first, whole, eqn, labels)
-    elif name == "name" or (known.elementwise and known.view and name != "convert_element_type"):
-        return of(ins[0], labels)
+            sizes = dict(zip(labels, operands[0].aval.shape, strict=True))
+            start_of = {x: int(n) for x, n in zip(labels, starts, strict=True) if x is not None}
+            return _slice(describe_operand(operands[0], labels), start_of, sizes, eqn, labels)
+    elif name == "name" or (primitive.elementwise and primitive.view and name != "convert_element_type"):
+        return describe_operand(operands[0], labels)
     elif name in _FUNCTIONS:
-        return _elementwise(eqn, [lambda x=x: same(x) for x in ins], labels)
+        return _describe_elementwise(eqn, [lambda x=x: describe_elementwise(x) for x in operands], labels)
     raise Hindered(eqn, f"computes {name} of positions or ids")
 
 
-def _sliced(value: Value, first: Mapping[Any, int], whole: Mapping[Any, int], eqn: Any, labels: Labels) -> Value:
+def _slice(value: Value, start_of: Mapping[Any, int], sizes: Mapping[Any, int], eqn: Any, labels: Labels) -> Value:
+    """Describe a slice of a described value, from the starts of the slice and the sizes of the value by label."""
     match value:
         case Constant():
             return value
-        case TokenPosition(side, plus):
-            return TokenPosition(side, plus + first.get(side, 0))
-        case Table(values, known, ids) if not ids:
-            at = _distances(eqn, labels) + first["t"] - first["s"] + whole["s"] - 1
-            return Table(values[:, at], known[:, at])
+        case TokenPosition(side, offset):
+            return TokenPosition(side, offset + start_of.get(side, 0))
+        case Table(values, is_known, ids) if not ids:
+            # Query i and key j of the slice are query i + start and key j + start; column 0 is distance 1 - S.
+            columns = _distances(eqn, labels) + start_of["t"] - start_of["s"] + sizes["s"] - 1
+            return Table(values[:, columns], is_known[:, columns])
     raise Hindered(eqn, "cuts ids")
 
 
-def _elementwise(eqn: Any, operands: Sequence[Callable[[], Value]], labels: Labels) -> Value:
-    """Of an elementwise equation, one of whose operands need not show where the others decide."""
+def _describe_elementwise(eqn: Any, operands: Sequence[Callable[[], Value]], labels: Labels) -> Value:
+    """Describe the result of an elementwise equation.
+
+    Args:
+      eqn: the equation.
+      operands: for each operand a function that describes it. One that raises Hindered is no obstacle where another
+        operand decides: False in "and", True in "or".
+      labels: the labels of the result's dims.
+    """
     name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
-    found: list[Value] = []
-    hindered: list[Hindered] = []
-    for of in operands:
+    descriptions: list[Value] = []
+    failures: list[Hindered] = []
+    for describe_operand in operands:
         try:
-            found.append(of())
-        except Hindered as why:
-            hindered.append(why)
-    if hindered:  # keys that a mask hides stay hidden
-        decides = {"and": False, "or": True}.get(name) if dtype.name == "bool" else None
-        match found:
-            case [Table(values, known, ids)] if decides is not None:
-                return Table(values, known & (values == decides), ids)
-        raise hindered[0]
+            descriptions.append(describe_operand())
+        except Hindered as failure:
+            failures.append(failure)
+    if failures:  # keys that a mask hides stay hidden, whatever the unknown operand is
+        deciding_value = {"and": False, "or": True}.get(name) if dtype.name == "bool" else None
+        match descriptions:
+            case [Table(values, is_known, ids)] if deciding_value is not None:
+                return Table(values, is_known & (values == deciding_value), ids)
+        raise failures[0]
+    # Distances that a mask excludes may overflow or divide by zero on the way, as on the device.
     compute = np.errstate(all="ignore")(lambda *values: np.asarray(_FUNCTIONS[name](*values)).astype(dtype))
-    match found:
-        case [TokenPosition() as place] if name == "convert_element_type" and jnp.issubdtype(dtype, jnp.number):
-            return place
+    match descriptions:
+        # Positions, cast, plus or minus a number, or times 1.
+        case [TokenPosition() as position] if name == "convert_element_type" and jnp.issubdtype(dtype, jnp.number):
+            return position
         case [TokenPosition(side, x), Constant(y)] if name in ("add", "sub"):
             return TokenPosition(side, x + y if name == "add" else x - y)
-        case [Constant(1), TokenPosition() as place] | [TokenPosition() as place, Constant(1)] if name == "mul":
-            return place
+        case [Constant(1), TokenPosition() as position] | [TokenPosition() as position, Constant(1)] if name == "mul":
+            return position
         case [Constant(x), TokenPosition(side, y)] if name == "add":
             return TokenPosition(side, x + y)
-        case [TokenPosition(side, x), TokenPosition(other, y)] if {side, other} == {"t", "s"} and (
-            name == "sub" or name in _COMPARED
+        # A position of a query against one of a key: their distance.
+        case [TokenPosition(side, x), TokenPosition(second_side, y)] if {side, second_side} == {"t", "s"} and (
+            name == "sub" or name in _COMPARISONS
         ):
-            away = _distances(eqn, labels)
-            return _table(compute((away if side == "t" else -away) + (x - y), 0))
-        case [Ids(root, _, side) as a, Ids(other, _, far) as b] if root == other and {side, far} == {"t", "s"}:
+            distances = _distances(eqn, labels)
+            return _table(compute((distances if side == "t" else -distances) + (x - y), 0))
+        # Ids of queries against the same ids of keys.
+        case [Ids(root, _, side) as first_ids, Ids(second_root, _, second_side) as second_ids] if (
+            root == second_root and {side, second_side} == {"t", "s"}
+        ):
             if name in ("eq", "ne"):
                 rows = np.array([[name == "ne"], [name == "eq"]])
-                return _table(rows.repeat(len(_distances(eqn, labels)), 1), frozenset([a if side == "t" else b]))
-        case _ if (numbers := [x for x in found if isinstance(x, Constant | Table)]) == found:
+                return _table(
+                    rows.repeat(len(_distances(eqn, labels)), 1),
+                    frozenset([first_ids if side == "t" else second_ids]),
+                )
+        # Numbers and tables: compute at all distances.
+        case _ if (numbers := [x for x in descriptions if isinstance(x, Constant | Table)]) == descriptions:
             tables = [x for x in numbers if isinstance(x, Table)]
             ids = frozenset[Ids]().union(*(x.ids for x in tables))
             if len(ids) > 1:
                 raise Hindered(eqn, "compares two kinds of ids")
             values = compute(*(x.values if isinstance(x, Table) else x.value for x in numbers))
-            return Table(values, np.all([x.known for x in tables], 0), ids) if tables else Constant(values[()])
+            return Table(values, np.all([x.is_known for x in tables], 0), ids) if tables else Constant(values[()])
     raise Hindered(eqn, f"computes {name} of what is no position, or of ids that are not the same")
 
 
-_COUNTS = ("int32", "int64", "float32", "float64")  # that have every position, and every distance
-HIDING = -1e4  # what is added to a score so that its weight is nothing: exp underflows, whatever other scores are
-_COMPARED = {name: getattr(operator, name) for name in ("ge", "gt", "le", "lt", "eq", "ne")}
+# Dtypes that represent every position and every distance exactly.
+_POSITION_DTYPES = ("int32", "int64", "float32", "float64")
+# The largest number that hides a key when it is added to a score: exp underflows, whatever the other scores are.
+HIDING = -1e4
+_COMPARISONS = {name: getattr(operator, name) for name in ("ge", "gt", "le", "lt", "eq", "ne")}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **_COMPARED,
+    **_COMPARISONS,
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,

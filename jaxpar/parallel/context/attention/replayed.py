@@ -1,8 +1,12 @@
-"""What becomes of scores between their product and their softmax, read from a program as a function of a block of them.
+"""Functions of scores, read from a program: everything between the product of queries and keys and their softmax.
 
-What runs along queries and keys at once is replayed for each block: from positions, from what has an entry for each
-query, key or head (ids, slopes, a padding mask), and from tables. All these are operands, which are computed where they
-stand in the program, and whole along at most one of the two; an input of the program that runs along both is one too.
+Values that run along queries and keys at once are replayed for each block (`ops/score_program.py`). They are computed
+from operands: positions, values with an entry for each query, key or head (ids, slopes, a padding mask), and tables.
+The program computes the operands as before, on whole arrays, since they are small: each runs along queries or keys, not
+both. An input of the program that runs along both is an operand, too.
+
+    replayed_attention   the attention whose scores go through such a function, to be computed block by block
+    read_bias            the bias, if the function only adds one, for a kernel that takes it as an array
 """
 
 import functools
@@ -17,26 +21,17 @@ from jax import lax
 
 from ....program import jaxpr as jx
 from ....program.kernels import local_kernel
-from ..ops.blocks import dtype_of_sums
-from ..ops.score_function import (
-    Along,
-    Labels,
-    ScoreFunction,
-    ScoreLayout,
-    ScoreProgram,
-    ScoreStep,
-    Value,
-    operands_of,
-    scored_attention,
-)
+from ..ops.blocks import accumulation_dtype
+from ..ops.score_function import ScoreFunction, scored_attention
+from ..ops.score_program import DimLabel, Labels, ScoreLayout, ScoreProgram, ScoreStep, Value, operand_labels
 from .flash import AttentionOptions
 from .hidden import Hindered, Scope
 
-Names = Sequence[Sequence[Any]]  # of each dim those that it merges, which have a name
-Named = tuple[Any, Names]
+Names = Sequence[Sequence[Any]]  # for each dim of a value, the named dims that it merges
+Named = tuple[Any, Names]  # a variable, and the names of its dims
 
 
-def replayed(
+def replayed_attention(
     scores: tuple[Named, Named],
     weights: tuple[Named, Named] | None,
     sinks: Sequence[Any],
@@ -45,137 +40,204 @@ def replayed(
     last: Any,
     causal: bool,
 ) -> tuple[tuple[Any, ...], Callable[..., jax.Array], str]:
-    """An attention whose scores become others: what it reads; the function of queries, keys, values [B, T, H, h] and of
-    what it reads; what it does with scores, for people. Raises Hindered.
+    """Read an attention whose scores go through a function before their softmax.
 
-    `scores` are the product of queries and keys and what the softmax is of, beside `sinks`, each with the names of its
-    dims; `weights` the softmax and what values are multiplied by, None where that is it; `sizes` are those of rows,
-    heads, groups, "t" and "s", in this order; `causal`, whether no later key than a query's own counts.
+    Args:
+      scores: the product of queries and keys, and the operand of the softmax, without `sinks`.
+      weights: the softmax, and the weights of values; None if these are the same.
+      sinks: scores without a key, which are terms of the softmax.
+      sizes: the sizes of rows, heads, groups, "t" and "s", in this order.
+      scope: the program.
+      last: the equation of the product with values, for error texts.
+      causal: whether no key after a query's own position has any weight.
+
+    Returns:
+      The variables that the function reads; the attention, from queries, keys, values [B, T, H, h] and the values of
+      these variables; a description for people.
+
+    Raises:
+      Hindered: the function cannot be replayed on a block.
     """
     ends = [x for x in (scores, weights) if x is not None]
     try:
-        programs, by_heads = [_program(*x, sizes, scope, last, "kgts") for x in ends], True
+        # If the programs do not mix heads, some heads can be computed without the others.
+        programs, by_heads = [_read_program(*x, sizes, scope, last, "kgts") for x in ends], True
     except Hindered:
-        programs, by_heads = [_program(*x, sizes, scope, last, "ts") for x in ends], False
+        programs, by_heads = [_read_program(*x, sizes, scope, last, "ts") for x in ends], False
     function = ScoreFunction(programs[0], programs[1] if weights else None, bool(sinks), by_heads)
-    kept = functools.partial(scored_attention, AttentionOptions(causal, None, None, None, 0, False, None, function))
-    dim = [[part.name for part in dims] for dims in scores[1][1]].index(["s"])
-    every = [value for program in programs for value in program.operands]
+    kernel = functools.partial(scored_attention, AttentionOptions(causal, None, None, None, 0, False, None, function))
+    key_dim = [[part.name for part in dims] for dims in scores[1][1]].index(["s"])
+    operand_values = [value for program in programs for value in program.operands]
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *read: jax.Array) -> jax.Array:
-        b, groups, each = len(q), k.shape[2], q.shape[2] // k.shape[2]
-        along = {"t": sizes["t"], "s": sizes["s"], "k": groups, "g": each}
-        operands = [jnp.arange(along[side], dtype=jnp.int32) for side in function.numbered]
-        operands += [_counting(value, x, along) for value, x in zip(every, read, strict=False)]
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *operand_arrays: jax.Array) -> jax.Array:
+        b, key_heads, group_size = len(q), k.shape[2], q.shape[2] // k.shape[2]
+        side_sizes = {"t": sizes["t"], "s": sizes["s"], "k": key_heads, "g": group_size}
+        # Operands in the order of `ScoreFunction.operands`: numbers of heads, those of the programs, the sink.
+        operands = [jnp.arange(side_sizes[side], dtype=jnp.int32) for side in function.counted_heads]
+        operands += [
+            _slice_labelled(value, x, side_sizes) for value, x in zip(operand_values, operand_arrays, strict=False)
+        ]
         if sinks:
-            more = jnp.concatenate(read[len(every) :], dim).astype(dtype_of_sums(q))
-            more = jax.nn.logsumexp(more, dim, keepdims=True)
-            operands.append(programs[0].back.back(more, (b, groups, each, sizes["t"], 1))[..., 0])
-        return local_kernel(kept, *function.heads())(q, k, v, *operands)
+            # Several sinks act as one, whose score is their log-sum-exp.
+            sink = jnp.concatenate(operand_arrays[len(operand_values) :], key_dim).astype(accumulation_dtype(q))
+            sink = jax.nn.logsumexp(sink, key_dim, keepdims=True)
+            operands.append(
+                programs[0].output_layout.from_program(sink, (b, key_heads, group_size, sizes["t"], 1))[..., 0]
+            )
+        return local_kernel(kernel, *function.heads())(q, k, v, *operands)
 
-    read = (*(x for x, _ in every), *sinks)
-    takes = ", ".join(dict.fromkeys(x.aval.str_short() for x in read if x.aval.shape))
-    return read, attend, "by a function of scores and positions" + f" that reads {takes}" * bool(takes)
+    read = (*(x for x, _ in operand_values), *sinks)
+    types = ", ".join(dict.fromkeys(x.aval.str_short() for x in read if x.aval.shape))
+    return read, attend, "by a function of scores and positions" + f" that reads {types}" * bool(types)
 
 
-def bias_of(
+def read_bias(
     scores: tuple[Named, Named], sizes: Mapping[Any, int], scope: Scope, last: Any
 ) -> tuple[tuple[Any, ...], Callable[..., jax.Array]]:
-    """What is added to scores, hidden keys included: what it reads; of queries, keys and that [1, H, T, S]. Raises
-    Hindered where rows have others. Arguments are as of `replayed`.
+    """Read the bias that a program adds to scores, hidden keys included.
+
+    Args:
+      scores, sizes, scope, last: as for `replayed_attention`.
+
+    Returns:
+      The variables that the bias reads; the bias [1, H, T, S], from queries, keys and the values of these variables.
+
+    Raises:
+      Hindered: rows have different biases, or the program cannot be replayed.
     """
-    program = _program(*scores, sizes, scope, last, "bkgts")
+    program = _read_program(*scores, sizes, scope, last, "bkgts")
     if any(x and x.side == "b" for _, labels in program.operands for x in labels):
         raise Hindered(last, "adds a bias to scores that is not the same for all rows")
 
-    def bias(q: jax.Array, k: jax.Array, *read: jax.Array) -> jax.Array:
-        along = {"b": 1, "k": k.shape[2], "g": q.shape[2] // k.shape[2], "t": sizes["t"], "s": sizes["s"]}
-        operands = [_counting(value, x, along) for value, x in zip(program.operands, read, strict=True)]
-        places = {side: jnp.arange(n, dtype=jnp.int32) for side, n in along.items()}
-        added = program(jnp.zeros([*along.values()], dtype_of_sums(q)), places, operands)
-        return added.reshape(1, q.shape[2], sizes["t"], sizes["s"])
+    def bias(q: jax.Array, k: jax.Array, *operand_arrays: jax.Array) -> jax.Array:
+        # With one row, and scores of zero, the program's result is the bias alone.
+        side_sizes = {"b": 1, "k": k.shape[2], "g": q.shape[2] // k.shape[2], "t": sizes["t"], "s": sizes["s"]}
+        operands = [
+            _slice_labelled(value, x, side_sizes) for value, x in zip(program.operands, operand_arrays, strict=True)
+        ]
+        positions = {side: jnp.arange(n, dtype=jnp.int32) for side, n in side_sizes.items()}
+        result = program(jnp.zeros([*side_sizes.values()], accumulation_dtype(q)), positions, operands)
+        return result.reshape(1, q.shape[2], sizes["t"], sizes["s"])
 
     return tuple(x for x, _ in program.operands), bias
 
 
-def _program(start: Named, end: Named, sizes: Mapping[Any, int], scope: Scope, last: Any, sides: str) -> ScoreProgram:
-    """From scores to scores, or from weights to weights, for some of these `sides` without the others."""
-    begin = (start[0], _sides(start[1], last, sides))
-    reader = ScoreReader(begin, sizes, math.prod([*sizes.values()][:-2]))
-    value = reader.value(end[0], _sides(end[1], last, sides), scope, last)
-    into, back = (
-        ScoreLayout(tuple(tuple(_DIMS[_side(x)] for x in dims) for dims in names)) for _, names in (start, end)
+def _read_program(
+    start: Named, end: Named, sizes: Mapping[Any, int], scope: Scope, last: Any, sides: str
+) -> ScoreProgram:
+    """Read the program from scores to scores, or from weights to weights, so that it replays on parts of `sides`.
+
+    Raises:
+      Hindered: some of its elements depend on elements outside their part.
+    """
+    input_value = (start[0], _label_dims(start[1], last, sides))
+    reader = ScoreReader(input_value, sizes, math.prod([*sizes.values()][:-2]))
+    output_value = reader.read(end[0], _label_dims(end[1], last, sides), scope, last)
+    input_layout, output_layout = (
+        ScoreLayout(tuple(tuple(_SCORE_DIMS[_side_of(x)] for x in dims) for dims in names)) for _, names in (start, end)
     )
-    return ScoreProgram("\n".join(reader.text), into, back, (*reader.steps,), begin, value, (*reader.operands,))
+    return ScoreProgram(
+        "\n".join(reader.text),
+        input_layout,
+        output_layout,
+        (*reader.steps,),
+        input_value,
+        output_value,
+        (*reader.operands,),
+    )
 
 
-def _counting(value: Value, x: jax.Array, sizes: Mapping[str, int]) -> jax.Array:
-    """Of an operand what counts, where it has more."""
-    for d, along in enumerate(value[1]):
-        if along is not None:
-            x = lax.slice_in_dim(x, along.start, along.start + sizes[along.side], axis=d)
+def _slice_labelled(value: Value, x: jax.Array, sizes: Mapping[str, int]) -> jax.Array:
+    """Cut the entries that a program reads out of an operand: along each labelled dim, those from its start on."""
+    for d, label in enumerate(value[1]):
+        if label is not None:
+            x = lax.slice_in_dim(x, label.start, label.start + sizes[label.side], axis=d)
     return x
 
 
-_DIMS = {"b": 0, "k": 1, "g": 2, "t": 3, "s": 4}
+_SCORE_DIMS = {"b": 0, "k": 1, "g": 2, "t": 3, "s": 4}  # side -> dim of [b, k, g, t, s]
 
 
-def _side(dim: Any) -> str:
-    """Of rows, key heads, the query heads of each, queries or keys."""
+def _side_of(dim: Any) -> str:
+    """Return the side of a named dim: "b" rows, "k" key heads, "g" query heads of each, "t" queries or "s" keys."""
     return dim.name if dim.name in ("t", "s") else "k" if dim.name == ("b", 1) else dim.name[0]
 
 
-def _sides(names: Names, eqn: Any, known: str) -> Labels:
-    """Which dims run along the sides that are to be known. Raises Hindered."""
-    of = [[side for dim in dims if (side := _side(dim)) in known] for dims in names]
-    if any(some and len(dims) > 1 for some, dims in zip(of, names, strict=True)):
+def _label_dims(names: Names, eqn: Any, sides: str) -> Labels:
+    """Return the labels of a value's dims, for those that run along one of `sides`.
+
+    Raises:
+      Hindered: a dim merges one of these sides with something else.
+    """
+    sides_by_dim = [[side for dim in dims if (side := _side_of(dim)) in sides] for dims in names]
+    if any(dim_sides and len(dims) > 1 for dim_sides, dims in zip(sides_by_dim, names, strict=True)):
         raise Hindered(eqn, "merges positions or heads of scores with other dims")
-    return tuple(Along(some[0]) if some else None for some in of)
+    return tuple(DimLabel(dim_sides[0]) if dim_sides else None for dim_sides in sides_by_dim)
 
 
 @dataclass
 class ScoreReader:
-    """One reading: of what is made of `start`, where "t" and "s" have these `sizes`, with `numbers` of each position at
-    most.
+    """Reads backwards, from a result to `start`, which equations a program must replay.
 
     Attributes:
-      steps: the equations to be replayed, in order.
-      operands: what they read beside the start.
-      named: a name for each value that has been read, so that equal programs have equal texts.
+      start: the value at which reading ends: the product of queries and keys, or the softmax.
+      sizes: the sizes of "t" and "s", among others.
+      max_entries: the most numbers that an operand may have for each position: one for each row and head.
+      steps: the equations to replay, in order.
+      operands: the other values that they read.
+      value_names: a name for each value that has been read, by which equal programs have equal texts.
+      text: a line for each value that has been read.
     """
 
     start: Value
     sizes: Mapping[Any, int]
-    numbers: int
+    max_entries: int
     steps: list[ScoreStep] = field(default_factory=list)
     operands: list[Value] = field(default_factory=list)
-    named: dict[Value, str] = field(default_factory=dict)
+    value_names: dict[Value, str] = field(default_factory=dict)
     text: list[str] = field(default_factory=list)
 
-    def value(self, atom: Any, labels: Labels, scope: Scope, reader: Any) -> Any:
-        """A literal, or a value that is there once the steps have run. Raises Hindered."""
+    def read(self, atom: Any, labels: Labels, scope: Scope, reader: Any) -> Any:
+        """Add the steps that compute an atom of a program to `steps`, or the atom to `operands`.
+
+        Args:
+          atom: a literal or variable.
+          labels: the labels of its dims.
+          scope: the program.
+          reader: the equation that takes it, for error texts.
+
+        Returns:
+          The literal, or the value, which is known once the steps have run.
+
+        Raises:
+          Hindered: it cannot be replayed on a block, and is too large for an operand.
+        """
         if jx.is_literal(atom):
             return atom
         labels = tuple(None if n == 1 else x for x, n in zip(labels, atom.aval.shape, strict=True))
-        value, sides, eqn = (atom, labels), {x.side for x in labels if x} & {"t", "s"}, scope.made(atom)
-        if value in self.named or value == self.start:
+        value, sides, eqn = (atom, labels), {x.side for x in labels if x} & {"t", "s"}, scope.producer(atom)
+        if value in self.value_names or value == self.start:
             return value
-        if len(sides) == 2 and eqn is None and atom in scope.outer and scope.around is not None:
-            return self.value(scope.outer[atom], labels, scope.around, reader)
+        # An input of a loop's body or the like is read in the program around it.
+        if len(sides) == 2 and eqn is None and atom in scope.outer and scope.parent is not None:
+            return self.read(scope.outer[atom], labels, scope.parent, reader)
         if len(sides) == 2 and eqn is not None:
-            if (known := operands_of(eqn, labels)) is None or atom is self.start[0]:
+            if (labels_of_operands := operand_labels(eqn, labels)) is None or atom is self.start[0]:
                 raise Hindered(eqn, f"computes {eqn.primitive.name} along queries or keys")
-            ins = [self.value(x, own, scope, eqn) for x, own in zip(eqn.invars, known, strict=True)]
-            self.steps.append(ScoreStep(eqn, tuple(ins), value))
-            of = [str(x) if jx.is_literal(x) else self.named.get(x, "start") for x in ins]
-            self._name(value, f"{eqn.primitive.name} {sorted(map(str, eqn.params.items()))} {of}")
+            operands = [
+                self.read(x, x_labels, scope, eqn) for x, x_labels in zip(eqn.invars, labels_of_operands, strict=True)
+            ]
+            self.steps.append(ScoreStep(eqn, tuple(operands), value))
+            operand_names = [str(x) if jx.is_literal(x) else self.value_names.get(x, "start") for x in operands]
+            self._name(value, f"{eqn.primitive.name} {sorted(map(str, eqn.params.items()))} {operand_names}")
         else:
-            if len(sides) == 1 and math.prod(atom.aval.shape) > self.numbers * self.sizes[min(sides)]:
+            if len(sides) == 1 and math.prod(atom.aval.shape) > self.max_entries * self.sizes[min(sides)]:
                 raise Hindered(reader, f"takes {atom.aval.str_short()}, more than a number for each head of a position")
             self.operands.append(value)
             self._name(value, "operand")
         return value
 
     def _name(self, value: Value, text: str) -> None:
-        self.named[value] = f"v{len(self.named)}"
-        self.text.append(f"{self.named[value]} = {text} {value[0].aval.str_short()} {value[1]}")
+        """Name a value by its number, and add its line to the text."""
+        self.value_names[value] = f"v{len(self.value_names)}"
+        self.text.append(f"{self.value_names[value]} = {text} {value[0].aval.str_short()} {value[1]}")

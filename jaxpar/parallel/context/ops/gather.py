@@ -1,5 +1,12 @@
-"""Attention of this rank's queries over the gathered keys and values of all ranks (Llama 3's way: Grattafiori et al.
-2024, arXiv:2407.21783, section 3.3.2).
+"""Attention of this rank's queries to the gathered keys and values of all ranks.
+
+This is Llama 3's context parallelism (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2):
+
+    k, v [b, s/c, hkv, d]  --all-gather-->      K, V [b, s, hkv, d]   --attend-->  out [b, t/c, hq, d]
+    dk, dv of this rank    <--reduce-scatter--  dK, dV of all keys    <--------    cotangent of out
+
+Causal attention and attention within segments take the gathered keys rank by rank (`by_blocks`), with the rectangles of
+`rounds.py`. Any other attention is one kernel over all keys: without either, with a mask, or with separate ids of keys.
 
 Dims: b rows, t query positions, s key positions, c ranks, hq heads, hkv key/value heads, d head_dim.
 """
@@ -14,7 +21,7 @@ from jax import lax
 from ....collectives.nccl import all_gather, reduce_scatter
 from ....collectives.ranks import Axes, count
 from ..attention.fused import attention, check_inputs
-from .blocks import dtype_of_sums
+from .blocks import accumulation_dtype
 from .order import Order, check_order, from_zigzag, positions
 from .rounds import Rounds
 
@@ -33,7 +40,7 @@ def gather_attention(
     scale: float | None = None,
     order: Order = "plain",
 ) -> jax.Array:
-    """`jp.attention` where the sequence is split over `axis`, inside `shard_map`: queries stay, keys and values come.
+    """Compute `jp.attention` of a sequence that is split over `axis`, inside `shard_map`, from gathered keys.
 
     Sends, with e bytes an element: forward an all-gather of (c-1)/c 2 b s hkv d e; backward the reduce-scatter of its
     gradient, in float32. Holds all keys and values of a layer, 2 b s hkv d e.
@@ -45,12 +52,12 @@ def gather_attention(
       axis: the mesh axis of c ranks.
       causal: position i sees keys 0 to i; t = s.
       window: position i sees keys i - window + 1 to i only; needs `causal`.
-      mask: bool [b or 1, hq or 1, t/c or 1, s or 1], True where a query may see a key: this rank's queries, in the
-        order in which it holds them, and all keys in the user's order, whatever `order` is.
-      segment_ids: int [b, t/c]; a query sees keys of its own id only.
-      kv_segment_ids: int [b, s/c], of the keys; `segment_ids` if None.
+      mask: bool [b or 1, hq or 1, t/c or 1, s or 1], True where a query may see a key. Its rows are this rank's
+        queries, in the order in which it holds them. Its columns are all keys, in the user's order, whatever `order`.
+      segment_ids: int [b, t/c]; a query sees the keys of its segment only.
+      kv_segment_ids: int [b, s/c], the segments of keys; `segment_ids` if None.
       scale: a number; 1 / sqrt(d) if None.
-      order: which positions ranks hold, of queries and keys alike: see `positions`.
+      order: the positions that ranks hold, of queries and keys alike: see `positions`.
 
     Returns:
       [b, t/c, hq, d], in the dtype of q; zeros for a query that sees no key. The softmax is float32.
@@ -61,63 +68,93 @@ def gather_attention(
     check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
     check_order(order, q, k)
     if (causal or segment_ids is not None) and q.shape[1] == k.shape[1] and kv_segment_ids is mask is None:
-        ids = () if segment_ids is None else (all_gather(segment_ids[None], axis),)  # [c, b, t/c]
+        # Ids of all ranks, [c, b, t/c]. Block by block, keys that causality or a window hides are not computed.
+        ids = () if segment_ids is None else (all_gather(segment_ids[None], axis),)
         return by_blocks(Rounds.of(q, k, axis, causal, window, scale, order), q, k, v, *ids)
+    # Any other attention is one kernel over all keys, in the user's order.
     c = count(axis)
-    whole: jax.Array = gathered(jnp.stack([k, v]), axis)
-    keys, values = from_zigzag(whole, c, 2) if order == "zigzag" else whole
+    kv: jax.Array = gather_kv(jnp.stack([k, v]), axis)
+    keys, values = from_zigzag(kv, c, 2) if order == "zigzag" else kv
     if segment_ids is not None:
         ids = all_gather(segment_ids if kv_segment_ids is None else kv_segment_ids, axis, 1)
         kv_segment_ids = from_zigzag(ids, c) if order == "zigzag" else ids
     if causal:
         i, j = positions(q.shape[1], axis, order)[:, None], jnp.arange(keys.shape[1])
-        seen = (j <= i) if window is None else (j <= i) & (j > i - window)
-        mask = seen[None, None] if mask is None else mask & seen
-    among = functools.partial(attention, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
-    return among(q, keys, values, causal=False, mask=mask, scale=scale)
+        is_seen = (j <= i) if window is None else (j <= i) & (j > i - window)
+        mask = is_seen[None, None] if mask is None else mask & is_seen
+    attend = functools.partial(attention, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
+    # Causality is in the mask: the kernel's own would count this rank's queries from position 0.
+    return attend(q, keys, values, causal=False, mask=mask, scale=scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def gathered(kv: jax.Array, axis: Axes) -> jax.Array:
-    """Keys and values [2, b, s/c, hkv, d] of all ranks, one rank after the other. Their gradients add up in float32."""
+def gather_kv(kv: jax.Array, axis: Axes) -> jax.Array:
+    """All-gather keys and values [2, b, s/c, hkv, d] of all ranks along dim 2, in the order of the ranks.
+
+    The backward reduce-scatters their gradients in float32, so that the sum over ranks does not round.
+    """
     return all_gather(kv, axis, 2)
 
 
-def _back(axis: Axes, _: None, given: jax.Array) -> tuple[jax.Array]:
-    return (reduce_scatter(given.astype(jnp.float32), axis, 2).astype(given.dtype),)
+def _gather_kv_backward(axis: Axes, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (reduce_scatter(cotangent.astype(jnp.float32), axis, 2).astype(cotangent.dtype),)
 
 
-gathered.defvjp(lambda kv, axis: (gathered(kv, axis), None), _back)
+gather_kv.defvjp(lambda kv, axis: (gather_kv(kv, axis), None), _gather_kv_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def by_blocks(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
-    """Rank by rank: whole kernels for what is wholly seen, and none for what is hidden; in zigzag order no masks. `ids`
-    are as of `by_rounds`.
+    """Attend to gathered keys and values, the block of one rank at a time.
+
+    Visible rectangles take unmasked kernels, and hidden ones are skipped. In zigzag order this needs no causal mask
+    besides the one on a rank's own block.
+
+    Args:
+      rounds: the rectangles of each round.
+      q: [b, t/c, hq, d], this rank's queries.
+      k: [b, s/c, hkv, d], this rank's keys.
+      v: as `k`.
+      ids: as for `by_rounds`.
+
+    Returns:
+      [b, t/c, hq, d], in the dtype of q.
     """
     return _forward(rounds, q, k, v, *ids)[0]
 
 
 def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> tuple[jax.Array, Any]:
-    whole = all_gather(jnp.stack([k, v])[None], rounds.axis)  # [c, 2, b, t/c, hkv, d]
-    so_far = rounds.blocks.attend(rounds.parts(0, ids), q, whole[rounds.whose(0)], None)
-    turn = lambda step, so_far: rounds.blocks.attend(rounds.parts(step, ids), q, whole[rounds.whose(step)], so_far)
-    out, total = rounds.blocks.finish(q, *lax.fori_loop(1, rounds.hops + 1, turn, so_far))
-    return out, (q, whole, ids, out, total)
-
-
-def _backward(rounds: Rounds, kept: Any, given: jax.Array) -> tuple[jax.Array | None, ...]:
-    q, whole, ids, out, total = kept
-
-    def turn(step: jax.Array | int, sums: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-        whose = rounds.whose(step)
-        mine, own = rounds.blocks.pull(rounds.parts(step, ids), q, whole[whose], (out, total, given), sums[0])
-        return mine, lax.dynamic_update_index_in_dim(sums[1], own, whose, 0)
-
-    first = turn(
-        0, (rounds.blocks.nothing(q, rounds, ids, (out, total, given)), jnp.zeros(whole.shape, dtype_of_sums(q)))
+    """Return the result, and the residuals of the backward: the gathered keys and values are not gathered again."""
+    kv = all_gather(jnp.stack([k, v])[None], rounds.axis)  # [c, 2, b, s/c, hkv, d]
+    # Round 0 is outside the loop: its step is a Python int, which selects the causal rectangle of a rank's own keys.
+    state = rounds.block_ops.attend(rounds.rectangles(0, ids), q, kv[rounds.key_rank(0)], None)
+    attend_round = lambda step, state: rounds.block_ops.attend(
+        rounds.rectangles(step, ids), q, kv[rounds.key_rank(step)], state
     )
-    sums, dkv = lax.fori_loop(1, rounds.hops + 1, turn, first)
+    output, stats = rounds.block_ops.finish(q, *lax.fori_loop(1, rounds.hops + 1, attend_round, state))
+    return output, (q, kv, ids, output, stats)
+
+
+def _backward(rounds: Rounds, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+    """Return the cotangents of `by_blocks`. Gradients of all keys add up here, and go home in one reduce-scatter."""
+    q, kv, ids, output, stats = residuals
+
+    def backward_round(step: jax.Array | int, sums: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        key_rank = rounds.key_rank(step)
+        query_sums, block_dkv = rounds.block_ops.backward(
+            rounds.rectangles(step, ids), q, kv[key_rank], (output, stats, cotangent), sums[0]
+        )
+        return query_sums, lax.dynamic_update_index_in_dim(sums[1], block_dkv, key_rank, 0)
+
+    # dkv [c, 2, b, s/c, hkv, d] stays zero for the blocks that no round visits, with a window.
+    first_sums = backward_round(
+        0,
+        (
+            rounds.block_ops.initial_gradients(q, rounds, ids, (output, stats, cotangent)),
+            jnp.zeros(kv.shape, accumulation_dtype(q)),
+        ),
+    )
+    sums, dkv = lax.fori_loop(1, rounds.hops + 1, backward_round, first_sums)
     return rounds.cotangents(q, sums, reduce_scatter(dkv, rounds.axis)[0], ids)
 
 

@@ -1,6 +1,12 @@
-"""What is next to a rank's positions: the last of the chunk before, the first of the chunk after.
+"""Halos: the last positions of the chunk before each of a rank's chunks, and the first positions of the chunk after.
 
-Dims: c ranks, k positions that are asked for on either side.
+    chunks                        a b c d | e f g h | i j k l
+    middle chunk with its halo        c d | e f g h | i              2 positions before, 1 after
+
+Convolutions and shifts of a split sequence need these positions. Ranks gather the ends of all chunks, and each rank
+picks the ends of its neighbours.
+
+Dims: c ranks, p chunks of each (2 in zigzag order, else 1), m positions of a chunk, k halo positions of a chunk.
 """
 
 import jax
@@ -12,56 +18,84 @@ from .order import Order, order_of
 
 
 def from_chunks(x: jax.Array, axis: Axes, order: Order) -> list[jax.Array]:
-    """Of every chunk of a sequence, in the user's order: [p, ...] of this rank's p chunks, in the order in which it has
-    them -> c p arrays [...]. Sends (c - 1) times the bytes of x; its gradient is sent as often, by a reduce-scatter.
+    """Gather a value of every chunk of the sequence, in the user's order of chunks.
+
+    Sends (c - 1) times the bytes of x. Its gradient takes the same traffic, in a reduce-scatter.
+
+    Args:
+      x: [p, ...], the value for each of this rank's p chunks, in the order in which the rank holds them.
+      axis: the mesh axis of c ranks; inside `shard_map`.
+      order: the order of the chunks: see `order.py`.
+
+    Returns:
+      c p arrays [...], one for each chunk.
     """
-    every = all_gather(x, axis)
-    held = order_of(count(axis), order)
-    return [every[held.index(chunk)] for chunk in range(len(held))]
+    gathered = all_gather(x, axis)
+    chunk_order = order_of(count(axis), order)
+    return [gathered[chunk_order.index(chunk)] for chunk in range(len(chunk_order))]
 
 
 def with_neighbours(
-    x: jax.Array, before: int, after: int, axis: Axes, order: Order = "plain", dim: int = 1
+    x: jax.Array, num_before: int, num_after: int, axis: Axes, order: Order = "plain", dim: int = 1
 ) -> list[jax.Array]:
-    """Each chunk of this rank with positions of its neighbours: [.., p m, ..] -> p arrays [.., before + m + after, ..].
+    """Return each chunk of this rank with some positions of the chunks before and after it.
 
-    Before the first chunk and after the last is what is at the other end of the sequence.
+    Positions wrap around: the first chunk has the end of the sequence before it, and the last chunk has the start after
+    it. Callers that need padding replace these positions.
 
-    Ranks send each other the ends of their chunks in one all-gather, and in the backward their gradients in one
-    reduce-scatter: with k = before + after, p chunks a rank (2 in zigzag order, else 1), r elements a position and e
-    bytes each, (c - 1) p k r e. That is more than neighbours would send each other, but k is a few positions; and in
-    XLA's collective-permute all devices must meet, which those of some pipelines do not.
+    Ranks send each other the ends of their chunks in one all-gather, and the gradients of these ends in one
+    reduce-scatter. With k = num_before + num_after, r elements a position and e bytes an element, each sends
+    (c - 1) p k r e bytes. Messages between neighbours alone would be smaller, but k is a few positions. XLA's
+    collective-permute also needs all devices at once, which some pipelines cannot provide.
 
     Args:
-      x: this rank's positions along `dim`, inside `shard_map`.
-      before: how many of the chunk before, at most m.
-      after: how many of the chunk after, at most m.
+      x: [.., p m, ..], this rank's positions along `dim`, inside `shard_map`.
+      num_before: the number of positions from the chunk before, at most m.
+      num_after: the number of positions from the chunk after, at most m.
       axis: the mesh axis of c ranks.
-      order: which chunks ranks have: see `positions`.
+      order: the chunks that each rank holds: see `positions`.
       dim: the dim of the positions.
+
+    Returns:
+      p arrays [.., num_before + m + num_after, ..].
     """
-    held = jnp.asarray(order_of(count(axis), order), jnp.int32).reshape(count(axis), -1)
-    chunks = jnp.split(x, held.shape[1], dim)
-    if not before + after:
+    chunk_ids = jnp.asarray(order_of(count(axis), order), jnp.int32).reshape(count(axis), -1)  # [c, p]
+    chunks = jnp.split(x, chunk_ids.shape[1], dim)
+    if not num_before + num_after:
         return chunks
     length = chunks[0].shape[dim]
     cut = lambda chunk, first, n: jax.lax.slice_in_dim(chunk, first, first + n, axis=dim)
-    ends = [jnp.concatenate([cut(y, length - before, before), cut(y, 0, after)], dim) for y in chunks]
-    every = jnp.stack(from_chunks(jnp.stack(ends), axis, order))
-    found = []
+    # The end of each chunk is the halo of the chunk after it, its start the halo of the chunk before: one all-gather.
+    ends = [
+        jnp.concatenate([cut(chunk, length - num_before, num_before), cut(chunk, 0, num_after)], dim)
+        for chunk in chunks
+    ]
+    all_ends = jnp.stack(from_chunks(jnp.stack(ends), axis, order))
+    extended_chunks = []
+    # Which chunk is in a slot depends on the rank: the ends are picked by a traced index.
     for slot, chunk in enumerate(chunks):
-        at = held[index(axis), slot]
-        left = cut(every[(at - 1) % held.size], 0, before)
-        right = cut(every[(at + 1) % held.size], before, after)
-        found.append(jnp.concatenate([left, chunk, right], dim))
-    return found
+        chunk_id = chunk_ids[index(axis), slot]
+        halo_before = cut(all_ends[(chunk_id - 1) % chunk_ids.size], 0, num_before)
+        halo_after = cut(all_ends[(chunk_id + 1) % chunk_ids.size], num_before, num_after)
+        extended_chunks.append(jnp.concatenate([halo_before, chunk, halo_after], dim))
+    return extended_chunks
 
 
-def halo_bytes(elements: int, before: int, after: int, c: int, e: int, order: Order = "plain") -> tuple[int, int]:
-    """(forward, backward) of `with_neighbours`, where a position has so many elements: what each rank sends.
+def halo_bytes(
+    elements: int, num_before: int, num_after: int, c: int, e: int, order: Order = "plain"
+) -> tuple[int, int]:
+    """Return the bytes that each rank sends in `with_neighbours`, as (forward, backward).
 
-    >>> halo_bytes(2 * 4096, before=3, after=0, c=8, e=2)
+    Args:
+      elements: the elements of one position.
+      num_before: as for `with_neighbours`.
+      num_after: as for `with_neighbours`.
+      c: the number of ranks.
+      e: the bytes of an element.
+      order: as for `with_neighbours`.
+
+    >>> halo_bytes(2 * 4096, num_before=3, num_after=0, c=8, e=2)
     (344064, 344064)
     """
-    sent = (c - 1) * (2 if order == "zigzag" else 1) * (before + after) * elements * e
+    sent = (c - 1) * (2 if order == "zigzag" else 1) * (num_before + num_after) * elements * e
     return sent, sent

@@ -1,7 +1,7 @@
-"""Which positions of a sequence a rank holds.
+"""The order of positions: which chunks of a sequence each rank holds.
 
     plain     rank i of c holds chunk i of c
-    zigzag    rank i of c holds chunks i and 2c - 1 - i of 2c, so that causal attention is the same work everywhere
+    zigzag    rank i of c holds chunks i and 2c - 1 - i of 2c, so that causal attention is the same work on every rank
               (Llama 3: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2)
 
 Four ranks:   plain  01|23|45|67    zigzag  07|16|25|34
@@ -19,7 +19,7 @@ ORDERS = ("plain", "zigzag")
 
 
 def order_of(ranks: int, order: Order) -> tuple[int, ...]:
-    """The chunks of a sequence as ranks hold them, one rank after the other: c chunks if plain, 2c if zigzag.
+    """Return the chunks of a sequence in the order in which ranks hold them: c chunks if plain, 2c if zigzag.
 
     >>> order_of(3, "zigzag")
     (0, 5, 1, 4, 2, 3)
@@ -32,7 +32,7 @@ def order_of(ranks: int, order: Order) -> tuple[int, ...]:
 
 
 def check_order(order: str, q: jax.Array, k: jax.Array) -> None:
-    """Raise ValueError where a rank cannot hold its queries [b, t/c, ..] and keys in this order, or it is none."""
+    """Raise ValueError if the order is unknown, or a rank cannot hold its queries [b, t/c, ..] and keys in it."""
     if order not in ORDERS:
         raise ValueError(f"order={order!r}; use one of {ORDERS}")
     if order == "zigzag" and (q.shape[1] % 2 or k.shape[1] % 2):
@@ -43,7 +43,15 @@ def check_order(order: str, q: jax.Array, k: jax.Array) -> None:
 
 
 def to_zigzag(x: jax.Array, ranks: int, dim: int = 1) -> jax.Array:
-    """A whole array, from the user's order of positions along `dim` to that in which ranks hold them: same shape.
+    """Reorder a whole array along `dim` from the user's order of positions to the order in which ranks hold them.
+
+    Args:
+      x: the array.
+      ranks: c, the number of ranks.
+      dim: the dim of the positions.
+
+    Returns:
+      An array of the same shape.
 
     Raises:
       ValueError: twice the number of ranks does not divide the dim.
@@ -51,44 +59,47 @@ def to_zigzag(x: jax.Array, ranks: int, dim: int = 1) -> jax.Array:
     >>> to_zigzag(jnp.arange(8), ranks=2, dim=0)
     Array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
     """
-    return _chunks(x, order_of(ranks, "zigzag"), dim)
+    return _permute_chunks(x, order_of(ranks, "zigzag"), dim)
 
 
 def from_zigzag(x: jax.Array, ranks: int, dim: int = 1) -> jax.Array:
-    """The reverse of `to_zigzag`."""
-    held = order_of(ranks, "zigzag")
-    return _chunks(x, [held.index(i) for i in range(2 * ranks)], dim)
+    """Reorder a whole array back to the user's order: the inverse of `to_zigzag`, with the same arguments."""
+    chunk_order = order_of(ranks, "zigzag")
+    return _permute_chunks(x, [chunk_order.index(i) for i in range(2 * ranks)], dim)
 
 
 def positions(length: int, axis: Axes, order: Order = "plain") -> jax.Array:
-    """The positions that this rank holds, in its order: int32 [t/c].
+    """Return the positions that this rank holds, in the order in which it holds them: int32 [t/c].
 
     Args:
-      length: t/c, how many it holds.
+      length: t/c, the number of positions that it holds.
       axis: the mesh axis over which the sequence is split; inside `shard_map`.
       order: "plain" or "zigzag".
     """
-    return positions_of(length, count(axis), order, index(axis))
+    return positions_of_rank(length, count(axis), order, index(axis))
 
 
-def positions_of(length: int, ranks: int, order: Order, rank: jax.Array | int) -> jax.Array:
-    """Those of one of so many ranks."""
-    held = order_of(ranks, order)
-    per_rank = len(held) // ranks
-    size = _part(length, per_rank, "this rank's positions")
-    own = jnp.asarray(held, jnp.int32).reshape(ranks, per_rank)[rank]
-    return (own[:, None] * size + jnp.arange(size, dtype=jnp.int32)).reshape(length)
+def positions_of_rank(length: int, ranks: int, order: Order, rank: jax.Array | int) -> jax.Array:
+    """Return the positions that a given one of `ranks` ranks holds: int32 [length]."""
+    chunk_order = order_of(ranks, order)
+    chunks_per_rank = len(chunk_order) // ranks
+    size = _chunk_size(length, chunks_per_rank, "this rank's positions")
+    rank_chunks = jnp.asarray(chunk_order, jnp.int32).reshape(ranks, chunks_per_rank)[rank]
+    return (rank_chunks[:, None] * size + jnp.arange(size, dtype=jnp.int32)).reshape(length)
 
 
-def _chunks(x: jax.Array, order: tuple[int, ...] | list[int], dim: int) -> jax.Array:
-    size = _part(x.shape[dim], len(order), f"dim {dim} of {list(x.shape)}")
+def _permute_chunks(x: jax.Array, order: tuple[int, ...] | list[int], dim: int) -> jax.Array:
+    """Cut an array into `len(order)` chunks along `dim`, and concatenate them in this order."""
+    size = _chunk_size(x.shape[dim], len(order), f"dim {dim} of {list(x.shape)}")
+    # Static slices: whole chunks move, and no array of indices is needed.
     return jnp.concatenate([jax.lax.slice_in_dim(x, i * size, (i + 1) * size, axis=dim) for i in order], dim)
 
 
-def _part(length: int, parts: int, what: str) -> int:
-    if length % parts:
+def _chunk_size(length: int, num_chunks: int, subject: str) -> int:
+    """Return the length of a chunk; raise ValueError, which names `subject`, if the chunks do not divide it."""
+    if length % num_chunks:
         raise ValueError(
-            f"{what}: {length} positions do not divide into {parts} chunks; use {length + -length % parts}, or "
-            "the plain order"
+            f"{subject}: {length} positions do not divide into {num_chunks} chunks; use "
+            f"{length + -length % num_chunks}, or the plain order"
         )
-    return length // parts
+    return length // num_chunks

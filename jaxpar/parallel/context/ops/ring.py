@@ -1,19 +1,21 @@
-r"""Ring attention: keys and values move from rank to rank, each block being computed while the next is under way
-(Liu et al. 2023, arXiv:2310.01889).
+r"""Ring attention: keys and values move from rank to rank, and each block is computed while the next one is under way.
 
-    step 0        own keys; causal
-    step r        keys of rank i - r, which came by r hops, while those of step r + 1 come
-    backward      the same hops, and behind each block of keys its gradient, which goes home at the end
+(Liu et al. 2023, arXiv:2310.01889.) On rank i of c:
 
-What a step computes under causality, of two chunks of queries (rows) on rank 1 of 4, whose chunks are 1 and 6:
+    step 0        attend to the rank's own keys; causal
+    step r        attend to the keys of rank i - r, which came by r hops, while the keys of step r + 1 arrive
+    backward      the same hops; the gradient of each block of keys follows its keys, and goes home at the end
+
+The rectangles that a step computes under causality, for the two chunks of queries (rows) on rank 1 of 4, which holds
+chunks 1 and 6 in zigzag order:
 
     keys of rank       1           0           3           2
     zigzag            1 6         0 7         3 4         2 5
                  1    \ .         x .         . .         . .
                  6    x \         x .         x x         x x
 
-Two of the four squares in every step and on every rank. In plain order a step is all or nothing, and every rank
-computes what the last one needs: of c blocks in all, (c + 1) / 2 on average are of use.
+Two of the four squares are visible, in every step and on every rank. In plain order all or none of a step is visible,
+and every rank computes as many blocks as the last rank needs: of c blocks, (c + 1) / 2 on average are useful.
 
 Dims: b rows, t query positions, s key positions, c ranks, hq heads, hkv key/value heads, d head_dim.
 """
@@ -46,97 +48,129 @@ def ring_attention(
     scale: float | None = None,
     order: Order = "plain",
 ) -> jax.Array:
-    """`jp.attention` where the sequence is split over `axis`, inside `shard_map`: keys and values go round the ranks.
+    """Compute `jp.attention` of a sequence that is split over `axis`, inside `shard_map`, on a ring of its ranks.
 
     Sends, with e bytes an element, permutes of keys and values: forward 2 (c-1) b (s/c) hkv d e, backward the same and
-    for their gradients, in float32, 2 c b (s/c) hkv d 4. A window in plain order needs `ring_hops` in place of c - 1.
-    Holds two blocks of keys and values, b (s/c) hkv d each, and backward two of their gradients; kept for the backward
-    are q, k, v, the result, and float32 [b, hq, t/c]. Segments, and a window past a rank's own block, cost cuDNN a
-    bias [b or 1, 1, t/c, s/c] (zigzag: of half the positions) in the dtype of q.
+    for their gradients, in float32, 2 c b (s/c) hkv d 4. With a window in plain order there are `ring_hops` hops
+    instead of c - 1.
+
+    Holds two blocks of keys and values, b (s/c) hkv d each, and backward two of their gradients. The residuals are q,
+    k, v, the result, and float32 [b, hq, t/c]. Segments, and a window past a rank's own block, cost cuDNN a bias
+    [b or 1, 1, t/c, s/c] (in zigzag order for half the positions) in the dtype of q.
 
     Args:
-      q, k, v, axis, causal, scale: as of `gather_attention`.
-      window: likewise; hops are saved in plain order alone.
-      segment_ids, kv_segment_ids: likewise; all ranks' ids are gathered.
-      order: likewise; causal work is balanced in zigzag order.
+      q, k, v, axis, causal, scale: as for `gather_attention`.
+      window: as for `gather_attention`; it saves hops in plain order only.
+      segment_ids, kv_segment_ids: as for `gather_attention`; the ids of all ranks are gathered.
+      order: as for `gather_attention`; zigzag order balances causal work.
 
     Returns:
-      As `gather_attention`.
+      [b, t/c, hq, d], as from `gather_attention`.
 
     Raises:
       ValueError: shapes, dtypes or options do not fit.
     """
     check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
     check_order(order, q, k)
-    ids = ids_of_all(axis, segment_ids, kv_segment_ids)
+    ids = gather_ids(axis, segment_ids, kv_segment_ids)
     return by_rounds(Rounds.of(q, k, axis, causal, window, scale, order), q, k, v, *ids)
 
 
-def ids_of_all(axis: Axes, *ids: jax.Array | None) -> list[jax.Array]:
-    """[ranks, b, t/c] of each that is there [b, t/c]; gathered at once, since two gathers would meet in no order."""
-    there = [x for x in ids if x is not None]
-    ends = [*itertools.accumulate(x.shape[1] for x in there)]
-    return jnp.split(all_gather(jnp.concatenate(there, 1)[None], axis), ends[:-1], 2) if there else []
+def gather_ids(axis: Axes, *ids: jax.Array | None) -> list[jax.Array]:
+    """All-gather each [b, t/c] that is not None to [ranks, b, t/c].
+
+    One all-gather moves all of them. Nothing would order two, and ranks that start them in different orders deadlock.
+    """
+    arrays = [x for x in ids if x is not None]
+    ends = [*itertools.accumulate(x.shape[1] for x in arrays)]
+    return jnp.split(all_gather(jnp.concatenate(arrays, 1)[None], axis), ends[:-1], 2) if arrays else []
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def by_rounds(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
-    """The hops around the rounds. `ids` are those of all ranks on the ring, int [ranks, b, t/c], and those of keys
-    that have others, [ranks, b, s/c]; or the operands of the rounds' function of scores.
+    """Attend to the keys and values of all ranks on a ring, one hop a round.
+
+    Args:
+      rounds: the hops, and the rectangles of each round.
+      q: [b, t/c, hq, d], this rank's queries.
+      k: [b, s/c, hkv, d], this rank's keys.
+      v: as `k`.
+      ids: the segments of all ranks on the ring, int [ranks, b, t/c], and those of keys, [ranks, b, s/c], if they
+        differ. With a function of scores, its operands.
+
+    Returns:
+      [b, t/c, hq, d], in the dtype of q.
     """
     return _forward(rounds, q, k, v, *ids)[0]
 
 
 def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> tuple[jax.Array, Any]:
-    kv, so_far = jnp.stack([k, v]), None
+    """Return the result, and the residuals of the backward: this rank's own keys and values alone, not those passed."""
+    kv, state = jnp.stack([k, v]), None
     if rounds.hops:
-        ahead = rounds.passed(kv)
-        so_far = rounds.blocks.attend(rounds.parts(0, ids), q, kv, None)
+        # In each round the permute is issued before the compute that it overlaps with.
+        next_kv = rounds.shift(kv)
+        state = rounds.block_ops.attend(rounds.rectangles(0, ids), q, kv, None)
 
-        def turn(carry: Any, step: jax.Array) -> tuple[Any, None]:
-            kv, so_far = carry
-            ahead = rounds.passed(kv)
-            return (ahead, rounds.blocks.attend(rounds.parts(step, ids), q, kv, so_far)), None
+        def attend_round(carry: Any, step: jax.Array) -> tuple[Any, None]:
+            kv, state = carry
+            next_kv = rounds.shift(kv)
+            return (next_kv, rounds.block_ops.attend(rounds.rectangles(step, ids), q, kv, state)), None
 
-        (kv, so_far), _ = lax.scan(turn, (ahead, so_far), jnp.arange(1, rounds.hops))
-    out, total = rounds.blocks.finish(q, *rounds.blocks.attend(rounds.parts(rounds.hops, ids), q, kv, so_far))
-    return out, (q, k, v, ids, out, total)
+        (kv, state), _ = lax.scan(attend_round, (next_kv, state), jnp.arange(1, rounds.hops))
+    # The last round is outside the loop, since it passes nothing on.
+    output, stats = rounds.block_ops.finish(
+        q, *rounds.block_ops.attend(rounds.rectangles(rounds.hops, ids), q, kv, state)
+    )
+    return output, (q, k, v, ids, output, stats)
 
 
-def _backward(rounds: Rounds, kept: Any, given: jax.Array) -> tuple[jax.Array | None, ...]:
-    q, k, v, ids, out, total = kept
-    kv, final = jnp.stack([k, v]), (out, total, given)
-    sums = rounds.blocks.nothing(q, rounds, ids, final)
+def _backward(rounds: Rounds, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+    """Return the cotangents of `by_rounds`.
+
+    Keys take the same hops as in the forward. The gradient of a block is one hop behind its keys: a rank receives it
+    from the rank before it, and adds its own part.
+    """
+    q, k, v, ids, output, stats = residuals
+    kv, final = jnp.stack([k, v]), (output, stats, cotangent)
+    sums = rounds.block_ops.initial_gradients(q, rounds, ids, final)
     if not rounds.hops:
-        sums, dkv = rounds.blocks.pull(rounds.parts(0, ids), q, kv, final, sums)
+        sums, dkv = rounds.block_ops.backward(rounds.rectangles(0, ids), q, kv, final, sums)
     else:
-        ahead = rounds.passed(kv)
-        sums, dkv = rounds.blocks.pull(rounds.parts(0, ids), q, kv, final, sums)
+        # 1. Own keys. Their gradient stays until the next round's permute.
+        next_kv = rounds.shift(kv)
+        sums, dkv = rounds.block_ops.backward(rounds.rectangles(0, ids), q, kv, final, sums)
 
-        def turn(carry: Any, step: jax.Array) -> tuple[Any, None]:
+        # 2. Keys of other ranks.
+        def backward_round(carry: Any, step: jax.Array) -> tuple[Any, None]:
             kv, sums, dkv = carry
-            # What other ranks have found of these keys' gradients comes while this rank's part is computed.
-            ahead, arriving = _passed_together(rounds, kv, dkv)
-            sums, own = rounds.blocks.pull(rounds.parts(step, ids), q, kv, final, sums)
-            return (ahead, sums, arriving + own), None
+            # The part that earlier ranks added to these keys' gradient arrives while this rank computes its own part.
+            next_kv, arriving_dkv = _shift_together(rounds, kv, dkv)
+            sums, block_dkv = rounds.block_ops.backward(rounds.rectangles(step, ids), q, kv, final, sums)
+            return (next_kv, sums, arriving_dkv + block_dkv), None
 
-        (kv, sums, dkv), _ = lax.scan(turn, (ahead, sums, dkv), jnp.arange(1, rounds.hops))
-        arriving = rounds.passed(dkv)
-        sums, own = rounds.blocks.pull(rounds.parts(rounds.hops, ids), q, kv, final, sums)
-        dkv = rounds.passed(arriving + own, -rounds.hops)
+        (kv, sums, dkv), _ = lax.scan(backward_round, (next_kv, sums, dkv), jnp.arange(1, rounds.hops))
+        # 3. The last keys are passed on no more; their gradient is, and then takes all hops back to its rank.
+        arriving_dkv = rounds.shift(dkv)
+        sums, block_dkv = rounds.block_ops.backward(rounds.rectangles(rounds.hops, ids), q, kv, final, sums)
+        dkv = rounds.shift(arriving_dkv + block_dkv, -rounds.hops)
     return rounds.cotangents(q, sums, dkv, ids)
 
 
-def _passed_together(rounds: Rounds, kv: jax.Array, dkv: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both one rank on in one permute: XLA's GPU scheduler overlaps one of two, and exposed the other."""
+def _shift_together(rounds: Rounds, kv: jax.Array, dkv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Pass keys and gradients on by one rank, in one permute.
+
+    XLA's GPU scheduler overlapped only one of two separate permutes with compute.
+    """
     if kv.dtype == dkv.dtype:
-        moved = rounds.passed(jnp.stack([kv, dkv]))
-        return moved[0], moved[1]
-    # As bits: on CPUs XLA moves bfloat16 as float32, which need not keep what is no number.
+        shifted = rounds.shift(jnp.stack([kv, dkv]))
+        return shifted[0], shifted[1]
+    # Send bit patterns as integers: on CPUs XLA moves bfloat16 as float32, which need not keep bits that are a NaN.
     bits = jnp.dtype(f"uint{8 * kv.dtype.itemsize}")
-    narrow, wide = (lax.bitcast_convert_type(x, bits) for x in (kv, dkv))
-    moved = rounds.passed(jnp.concatenate([narrow[..., None], wide], -1))
-    return lax.bitcast_convert_type(moved[..., 0], kv.dtype), lax.bitcast_convert_type(moved[..., 1:], dkv.dtype)
+    kv_bits, dkv_bits = (lax.bitcast_convert_type(x, bits) for x in (kv, dkv))
+    # A float32 gradient has a last dim of 2 halves here: [..., 1 + 2].
+    shifted = rounds.shift(jnp.concatenate([kv_bits[..., None], dkv_bits], -1))
+    return lax.bitcast_convert_type(shifted[..., 0], kv.dtype), lax.bitcast_convert_type(shifted[..., 1:], dkv.dtype)
 
 
 by_rounds.defvjp(_forward, _backward)

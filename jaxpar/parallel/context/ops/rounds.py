@@ -1,4 +1,13 @@
-"""Which rectangle of the keys of another rank a rank's queries see, round after round.
+"""Rounds of attention over split keys: which rectangle of another rank's keys this rank's queries see in each round.
+
+In round r, rank i attends to the keys of rank i - r. Of a causal mask, that block holds
+
+    round 0                  the causal triangle of the rank's own keys
+    plain order, later r     all keys if rank i - r is earlier, else none
+    zigzag order, later r    two of the four squares of its two chunks: see the picture in `ring.py`
+
+The ring (`ring.py`) passes keys on between rounds. `gather.py` has the keys of all ranks from the start, and takes the
+same rounds.
 
 Dims: b rows, t query positions, s key positions, c ranks.
 """
@@ -14,12 +23,17 @@ from ....collectives.ranks import Axes, count, index
 from ..attention.flash import AttentionOptions
 from . import blocks, score_function
 from .blocks import Rectangle
-from .order import Order, positions_of
+from .order import Order, positions_of_rank
 from .score_function import ScoreFunction
 
 
 def ring_hops(block: int, ranks: int, window: int | None = None) -> int:
-    """How often keys are passed on in plain order: until the window of a rank's first query is behind.
+    """Return the number of hops in plain order: keys are passed on until they lie before every window of a block.
+
+    Args:
+      block: the number of positions of a rank.
+      ranks: the number of ranks on the ring.
+      window: as for `ring_attention`.
 
     >>> ring_hops(4096, 8), ring_hops(4096, 8, window=4097), ring_hops(4096, 8, window=4098)
     (7, 1, 2)
@@ -29,22 +43,35 @@ def ring_hops(block: int, ranks: int, window: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What is static in a call: the hops, and which rectangle of each block counts. Neighbours on the ring are `apart`
-    ranks of the axis from each other: more than one where that many share the heads of a block. With a
-    `function` of scores, `causal` only says which blocks can be left out: those of keys later than all queries. Of
-    queries and keys there are `lengths`, where ranks have more: the last one again.
+    """The static description of one attention over split keys: its hops, and the visible rectangles of each round.
+
+    Attributes:
+      axis: the mesh axis over which the sequence is split.
+      ranks: the number of ranks on a ring.
+      num_queries: the queries of a rank.
+      num_keys: the keys of a rank.
+      hops: the number of rounds after round 0.
+      causal: whether a query sees no later keys. With a `function` it only tells that rectangles whose keys are all
+        later than all queries can be skipped.
+      window: query i sees keys i - window + 1 to i only; None if it is as long as the sequence.
+      scale: the factor of scores.
+      order: the chunks that a rank holds.
+      stride: the distance along the axis between neighbours on a ring; above 1 if that many ranks share the heads of
+        a block.
+      function: what the program does to scores before their softmax, or None.
+      lengths: the numbers of queries and keys of the user, if ranks hold more. The surplus repeats the last position.
     """
 
     axis: Axes
     ranks: int
-    queries: int  # of a block
-    keys: int  # of a block
+    num_queries: int
+    num_keys: int
     hops: int
     causal: bool
     window: int | None
     scale: float | None
     order: Order
-    apart: int = 1
+    stride: int = 1
     function: ScoreFunction | None = None
     lengths: tuple[int, int] | None = None
 
@@ -58,82 +85,111 @@ class Rounds:
         window: int | None,
         scale: float | None,
         order: Order,
-        apart: int = 1,
+        stride: int = 1,
         function: ScoreFunction | None = None,
         lengths: tuple[int, int] | None = None,
     ) -> Self:
-        """Those of one call, for queries [b, t/c, ..] and keys [b, s/c, ..] of each of the c ranks on a ring."""
-        c, (t, s) = count(axis) // apart, (x.shape[1] for x in (q, k))
+        """Return the rounds of one call, for queries [b, t/c, ..] and keys [b, s/c, ..] of each of the c ranks."""
+        c, (t, s) = count(axis) // stride, (x.shape[1] for x in (q, k))
         window = None if window is None or window >= c * t else window
+        # In zigzag order the chunk before a rank's second chunk is on the next rank, whose keys come by the last hop.
         hops = ring_hops(t, c, window) if order == "plain" else c - 1
         scale = None if scale is None else float(scale)
         lengths = None if lengths == (c * t, c * s) else lengths
-        return cls(axis, c, t, s, hops, causal, window, scale, order, apart, function, lengths)
+        return cls(axis, c, t, s, hops, causal, window, scale, order, stride, function, lengths)
 
     @property
-    def blocks(self) -> Any:
-        """What attends to a block, and pulls its gradients back."""
+    def block_ops(self) -> Any:
+        """The module with `attend`, `finish`, `initial_gradients` and `backward` for blocks of this attention."""
         return blocks if self.function is None else score_function
 
     @property
     def rank(self) -> jax.Array | int:
-        """This device's place on its ring."""
-        return index(self.axis) // self.apart
+        """This device's rank on its ring."""
+        return index(self.axis) // self.stride
 
-    def passed(self, x: jax.Array, by: int = 1) -> jax.Array:
-        """The value of the rank `by` places before on the ring."""
-        return shift(x, self.axis, by * self.apart)
+    def shift(self, x: jax.Array, hops: int = 1) -> jax.Array:
+        """Pass a value on along the ring: return the value of the rank `hops` places before this one."""
+        return shift(x, self.axis, hops * self.stride)
 
-    def whose(self, step: jax.Array | int) -> jax.Array | int:
-        """The rank whose keys these are."""
+    def key_rank(self, step: jax.Array | int) -> jax.Array | int:
+        """Return the rank on the ring whose keys round `step` attends to."""
         return (self.rank - step) % self.ranks
 
-    def parts(self, step: jax.Array | int, ids: tuple[jax.Array, ...]) -> list[Rectangle]:
-        """What this rank's queries see of the keys that came by `step` hops; 0, a Python int, for its own. In the place
-        of ids a function of scores has its operands, with the keys of all ranks one after the other.
-        """
-        rank, whose = self.rank, self.whose(step)
-        places = lambda n, rank: positions_of(n, self.ranks, self.order, rank)
+    def rectangles(self, step: jax.Array | int, ids: tuple[jax.Array, ...]) -> list[Rectangle]:
+        """Return the rectangles of round `step` that this rank's queries may see.
 
-        def part(query: Any, key: Any, size: tuple[int, int], causal: bool, there: Any = None) -> Rectangle:
-            in_kernel = self.window if causal and self.order == "plain" else None
-            options = AttentionOptions(causal, in_kernel, self.scale, None, 0, False)
-            rectangle = Rectangle(query, key, *size, options, None, there)
-            at = {
-                "t": rectangle.of_queries(places(self.queries, rank), 0),
-                "s": rectangle.of_keys(places(self.keys, whose), 0),
+        Args:
+          step: the number of hops that the keys have taken; the Python int 0 for a rank's own keys.
+          ids: int [ranks, b, t/c] segments of queries and, if they differ, [ranks, b, s/c] of keys; or the operands
+            of the function of scores, with the keys of all ranks one after the other.
+        """
+        rank, key_rank = self.rank, self.key_rank(step)
+        rank_positions = lambda n, rank: positions_of_rank(n, self.ranks, self.order, rank)
+
+        def make_rectangle(
+            first_query: Any, first_key: Any, size: tuple[int, int], causal: bool, is_visible: Any = None
+        ) -> Rectangle:
+            # A kernel's window assumes consecutive positions that start alike: a rank's own block in plain order.
+            kernel_window = self.window if causal and self.order == "plain" else None
+            options = AttentionOptions(causal, kernel_window, self.scale, None, 0, False)
+            rectangle = Rectangle(first_query, first_key, *size, options, None, is_visible)
+            # Positions in the whole sequence, of this rank's queries and of the visiting keys.
+            positions = {
+                "t": rectangle.slice_queries(rank_positions(self.num_queries, rank), 0),
+                "s": rectangle.slice_keys(rank_positions(self.num_keys, key_rank), 0),
             }
             if self.function is not None:
-                there = None
+                # Surplus positions are those of the last real one, so that tables by position need no more entries.
+                is_real_key = None
                 if self.lengths is not None:
-                    there = at["s"] < self.lengths[1]
-                    at = {side: jnp.minimum(x, n - 1) for (side, x), n in zip(at.items(), self.lengths, strict=True)}
-                block = score_function.ScoreBlock(self.function, at, ids, whose * self.keys + key, there)
-                return replace(rectangle, replay=block)
-            seen = None
-            if self.window is not None and in_kernel is None:
-                seen = (at["t"][:, None] - at["s"] < self.window)[None]
+                    is_real_key = positions["s"] < self.lengths[1]
+                    positions = {
+                        side: jnp.minimum(x, n - 1)
+                        for (side, x), n in zip(positions.items(), self.lengths, strict=True)
+                    }
+                block = score_function.ScoreBlock(
+                    self.function, positions, ids, key_rank * self.num_keys + first_key, is_real_key
+                )
+                return replace(rectangle, score_block=block)
+            # Otherwise the mask has what the kernel cannot be told: a window off the diagonal, and segments.
+            mask = None
+            if self.window is not None and kernel_window is None:
+                mask = (positions["t"][:, None] - positions["s"] < self.window)[None]
             if ids:
-                queries, keys = ids[0][rank], ids[-1][whose]
-                alike = rectangle.of_queries(queries)[:, :, None] == rectangle.of_keys(keys)[:, None]
-                seen = alike if seen is None else alike & seen
-            if seen is None:
+                query_ids, key_ids = ids[0][rank], ids[-1][key_rank]
+                same_segment = rectangle.slice_queries(query_ids)[:, :, None] == rectangle.slice_keys(key_ids)[:, None]
+                mask = same_segment if mask is None else same_segment & mask
+            if mask is None:
                 return rectangle
-            return replace(rectangle, options=replace(options, masked=True), mask=seen[:, None])
+            return replace(rectangle, options=replace(options, masked=True), mask=mask[:, None])
 
-        own, whole, half = isinstance(step, int) and step == 0, (self.queries, self.keys), self.queries // 2
-        if own or not self.causal:
-            return [part(0, 0, whole, self.causal)]
-        earlier = jnp.asarray(self.rank >= step)  # keys of an earlier rank
+        # A traced step is never 0: the first round is outside the loops of callers.
+        is_own, half = isinstance(step, int) and step == 0, self.num_queries // 2
+        block_size = (self.num_queries, self.num_keys)
+        if is_own or not self.causal:
+            return [make_rectangle(0, 0, block_size, self.causal)]
+        is_earlier = jnp.asarray(self.rank >= step)  # the keys are of an earlier rank, not wrapped around the ring
         if self.order == "plain":
-            return [part(0, 0, whole, False, earlier)]
-        # The second chunk sees every first one; then the first the first, or the second the second.
-        either = jnp.where(earlier, 0, half)
-        return [part(half, 0, (half, half), False), part(either, either, (half, half), False)]
+            return [make_rectangle(0, 0, block_size, False, is_earlier)]
+        # In zigzag order the second chunk of queries sees every rank's first chunk of keys. Then the first chunk sees
+        # the first if the keys are of an earlier rank; otherwise the second sees the second.
+        first_seen = jnp.where(is_earlier, 0, half)
+        return [
+            make_rectangle(half, 0, (half, half), False),
+            make_rectangle(first_seen, first_seen, (half, half), False),
+        ]
 
     def cotangents(self, q: jax.Array, sums: tuple[jax.Array, ...], dkv: Any, ids: tuple[jax.Array, ...]) -> Any:
-        """What a backward returns: of queries, keys, values, and those of `ids` that are floats."""
-        dq, *more = sums
-        given = iter(more)
-        floats = (next(given).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in ids)
-        return (*(x.astype(q.dtype) for x in (dq, *dkv)), *floats)
+        """Return the result of a backward: the cotangents of queries, keys, values and `ids` (None for integers).
+
+        Args:
+          q: the queries; their dtype is that of the cotangents.
+          sums: the gradients of queries, and of `ids` that are floats.
+          dkv: the gradients of keys and values.
+          ids: as for `rectangles`.
+        """
+        dq, *operand_gradients = sums
+        remaining = iter(operand_gradients)
+        id_cotangents = (next(remaining).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in ids)
+        return (*(x.astype(q.dtype) for x in (dq, *dkv)), *id_cotangents)

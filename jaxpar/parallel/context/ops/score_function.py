@@ -1,127 +1,50 @@
-"""Attention whose scores a program makes into others before their softmax, a block of queries and keys at a time.
+"""Attention whose scores a program transforms before their softmax, a block of queries and keys at a time.
 
-What stands between the product of queries and keys and the softmax (a bias by distance, a soft cap, a mask of any kind)
-is a function of the scores, of the positions of queries and keys, of heads, and of operands that have an entry for each
-of one of these, or none. A rank replays its equations for what is at hand, so that no [T, T] is ever whole. Softmax
-and gradients are those of `blocks.py`, but for the largest score m and the sum l of exp(score - m), which are kept
-apart: in log(l) + m the sum is lost where all keys of a query are hidden by a large number, and a softmax is then their
-mean.
+Between the product of queries and keys and the softmax, a program may add a bias by distance, cap scores, or mask them
+in any way; it may also transform the weights linearly, as dropout does. It is a function f of the scores, of the
+positions of queries and keys, of heads, and of operands such as slopes, ids and tables. A rank replays its equations
+(`score_program.py`) on the block at hand, so that no [T, T] array ever exists.
+
+Forward, with the state (acc, m, l), the largest score m and the sum l of exp(score - m), a block of keys adds
+
+    S = f(Q K^T),   m' = max(m, max S),   P = exp(S - m')
+    acc' = exp(m - m') acc + w(P) V,      l' = exp(m - m') l + sum P,         O = acc / l at the end
+
+where w is the function of the weights. Backward, from the final m and l:
+
+    P = exp(S - m) / l,   D = rowsum(dO * O),   dS = P * (w^T(dO V^T) - D),   dV = w(P)^T dO
+    dQ, dK and the gradients of operands: the derivative of f(Q K^T), applied to dS
+
+(Milakov & Gimelshein 2018, Online normalizer calculation for softmax, arXiv:1805.02867; Dao et al. 2022,
+arXiv:2205.14135.) m and l are separate, unlike the L = m + log(l) of `blocks.py`. If a large negative number hides all
+keys of a query, log(l) is lost in m + log(l), and the softmax must be the mean over these keys.
 
 Dims: b rows, t query positions, s key positions, H heads, k key heads, g query heads of each, h head_dim.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.random import threefry_2x32
 
-from ....program import factors
-from ....program import jaxpr as jx
 from ..attention.flash import AttentionOptions
-from .blocks import Rectangle, by_queries, dtype_of_sums, joined
-
-
-class Along(NamedTuple):
-    """What a dim runs along: queries ("t"), keys ("s"), key heads ("k") or the query heads of each ("g"), of which it
-    has those from `start` on.
-    """
-
-    side: str
-    start: int = 0
-
-
-Labels = tuple[Along | None, ...]  # of each dim
-Value = tuple[Any, Labels]  # a variable of a program, and along what its dims run
-
-
-# What has no variable: the numbers of heads, and what is in a softmax beside the scores and has no value.
-HEADS: dict[str, Value] = {side: (None, (Along(side),)) for side in "kg"}
-SINK: Value = (None, (None, Along("k"), Along("g"), Along("t")))
-
-
-class ScoreStep(NamedTuple):
-    """An equation, its operands (values or literals) and its result."""
-
-    eqn: Any
-    operands: tuple[Any, ...]
-    result: Value
-
-
-class ScoreLayout(NamedTuple):
-    """How a program has scores: which of the dims [b, k, g, t, s] each of its dims merges; none where it has one
-    element.
-    """
-
-    merged: tuple[tuple[int, ...], ...]
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The five dims as the program has them, before those of one element."""
-        flat = tuple(d for dims in self.merged for d in dims)
-        return (*flat, *(d for d in range(5) if d not in flat))
-
-    def put(self, x: jax.Array) -> jax.Array:
-        """[b, k, g, t, s] as the program has it."""
-        shape = [math.prod(x.shape[d] for d in dims) for dims in self.merged]
-        return jnp.transpose(x, self.order).reshape(shape)
-
-    def back(self, x: jax.Array, shape: Sequence[int]) -> jax.Array:
-        """`x`, as the program has it, as [b, k, g, t, s] of this shape."""
-        return jnp.transpose(x.reshape([shape[d] for d in self.order]), [self.order.index(d) for d in range(5)])
-
-
-@dataclass(frozen=True)
-class ScoreProgram:
-    """What a program makes of scores or weights, to be replayed for some queries and keys.
-
-    Attributes:
-      text: the program as text: those of equal texts and layouts are equal.
-      into: the layout of what it starts with.
-      back: that of its result.
-      steps: its equations, in order.
-      start: what it starts with.
-      end: its result.
-      operands: what it reads beside.
-    """
-
-    text: str
-    into: ScoreLayout
-    back: ScoreLayout
-    steps: tuple[ScoreStep, ...] = field(compare=False, repr=False)
-    start: Value = field(compare=False, repr=False)
-    end: Value = field(compare=False, repr=False)
-    operands: tuple[Value, ...] = field(compare=False, repr=False)
-
-    @property
-    def numbered(self) -> set[str]:
-        """The sides whose places are read, and not only how many there are."""
-        made = [step for step in self.steps if step.eqn.primitive.name in ("iota", "random_bits")]
-        return {x.side for step in made for x in step.result[1] if x}
-
-    def __call__(self, x: jax.Array, places: Mapping[str, jax.Array], operands: Sequence[jax.Array]) -> jax.Array:
-        """Of [b, k, g, t, s] the same, where queries, keys and heads are at these places of all."""
-        env = dict(zip(self.operands, operands, strict=True))
-        env[self.start] = self.into.put(x).astype(self.start[0].aval.dtype)
-        for step in self.steps:
-            values = [y.val if jx.is_literal(y) else env[y] for y in step.operands]
-            env[step.result] = _replayed(step, values, places)
-        return self.back.back(env[self.end].astype(x.dtype), x.shape)
+from .blocks import Rectangle, accumulation_dtype, join_chunks, scan_queries
+from .score_program import HEADS, SINK, ScoreProgram, Value
 
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """What becomes of the products of queries and keys until they are multiplied by values.
+    """The programs of one attention, from the products of queries and keys to the weights of values.
 
     Attributes:
-      scores: of the products those that a softmax is taken of.
-      weights: of a softmax what values are multiplied by, linear in it, as dropout is; None: the softmax.
-      sink: whether the softmax has more than the scores; its operand `SINK` is then the last.
-      by_heads: whether some of the heads are computed without the others. Those of `HEADS` that count come first.
+      scores: from the products to the scores of the softmax.
+      weights: from the softmax to the weights of values, and linear in it, as dropout is; None for the softmax itself.
+      sink: whether the softmax has a term besides the scores; its operand `SINK` is then the last.
+      by_heads: whether some heads can be computed without the others. The numbers of heads that the programs read
+        (`HEADS`) are then the first operands.
     """
 
     scores: ScoreProgram
@@ -131,308 +54,332 @@ class ScoreFunction:
 
     @property
     def operands(self) -> tuple[Value, ...]:
-        """Of both programs, those of no variable among them."""
-        more = () if self.weights is None else self.weights.operands
-        return (*(HEADS[side] for side in self.numbered), *self.scores.operands, *more, *[SINK] * self.sink)
+        """All operands: numbers of heads, those of the score program, those of the weight program, the sink."""
+        weight_operands = () if self.weights is None else self.weights.operands
+        return (
+            *(HEADS[side] for side in self.counted_heads),
+            *self.scores.operands,
+            *weight_operands,
+            *[SINK] * self.sink,
+        )
 
     @property
-    def numbered(self) -> list[str]:
-        """Which of "k" and "g" are read as numbers."""
-        read = self.scores.numbered | (self.weights.numbered if self.weights else set())
-        return [side for side in HEADS if side in read]
+    def counted_heads(self) -> list[str]:
+        """The sides among "k" and "g" whose numbers the programs read; a rank must then know which heads it has."""
+        sides = self.scores.counted_sides | (self.weights.counted_sides if self.weights else set())
+        return [side for side in HEADS if side in sides]
 
     def dims(self, side: str) -> list[int | None]:
-        """The dim of each operand that runs along a side."""
-        along = [[x and x.side for x in labels] for _, labels in self.operands]
-        return [sides.index(side) if side in sides else None for sides in along]
+        """Return the dim of each operand that runs along a side, or None."""
+        operand_sides = [[x and x.side for x in labels] for _, labels in self.operands]
+        return [sides.index(side) if side in sides else None for sides in operand_sides]
 
     def heads(self) -> tuple[tuple[int | None, ...], int | None]:
-        """Which dims of queries, keys, values and operands, and of the result, have a part of the key heads each."""
+        """Return the dims of heads of the inputs (queries, keys, values, operands) and of the result.
+
+        `local_kernel` splits them over tensor ranks. All are None if heads must stay together.
+        """
         return ((2, 2, 2, *self.dims("k")), 2) if self.by_heads else ((None,) * (3 + len(self.operands)), None)
-
-
-def _replayed(step: ScoreStep, values: Sequence[jax.Array], places: Mapping[str, jax.Array]) -> jax.Array:
-    eqn, labels, params = step.eqn, step.result[1], step.eqn.params
-    along = lambda shape: tuple(len(places[x.side]) if x else n for x, n in zip(labels, shape, strict=True))
-    changes: dict[str, Any] = {}
-    if eqn.primitive.name == "iota":
-        d = params["dimension"]
-        at = jnp.arange(params["shape"][d]) if (x := labels[d]) is None else places[x.side] + x.start
-        return lax.broadcast_in_dim(at.astype(params["dtype"]), along(params["shape"]), (d,))
-    if eqn.primitive.name == "random_bits":
-        every = zip(labels, params["shape"], strict=True)
-        return _bits(values[0], params["shape"], [places[x.side] + x.start if x else jnp.arange(n) for x, n in every])
-    if eqn.primitive.name == "slice":
-        starts = tuple(0 if x else n for x, n in zip(labels, params["start_indices"], strict=True))
-        changes = {"start_indices": starts, "limit_indices": along(params["limit_indices"])}
-    else:
-        for factor in factors.of(eqn):
-            label = None if factor.outs[0] is None else labels[factor.outs[0]]
-            if factor.params is not None and label is not None:
-                n = len(places[label.side])
-                local = lambda shape, d, n=n: (*shape[:d], n, *shape[d + 1 :])
-                for name, sizes in factor.params(local).items():  # what other factors have changed stays so
-                    both = zip(sizes, params[name], changes.get(name, sizes), strict=True)
-                    changes[name] = tuple(before if size == whole else size for size, whole, before in both)
-    return jx.bind(eqn, values, **changes)[0]
-
-
-def _bits(key: jax.Array, shape: Sequence[int], places: Sequence[jax.Array]) -> jax.Array:
-    """Of `jax.random.bits(key, shape)` in uint32 those at these places of each dim: threefry of their numbers."""
-    high = low = jnp.zeros([len(at) for at in places], jnp.uint32)
-    for d, at in enumerate(places):
-        stride = math.prod(shape[d + 1 :])
-        at = jnp.expand_dims(at.astype(jnp.uint32), [i for i in range(len(shape)) if i != d])
-        more = at * jnp.uint32(stride % 2**32)
-        carry = _high(at, stride % 2**32) + at * jnp.uint32(stride >> 32)
-        high, low = high + carry + (low + more < more), low + more
-    both = threefry_2x32(jax.random.key_data(key), jnp.stack([high, low]))
-    return both[0] ^ both[1]
-
-
-def _high(a: jax.Array, b: int) -> jax.Array:
-    """The upper 32 bits of a product of uint32."""
-    low, high = a & 0xFFFF, a >> 16
-    middle = high * jnp.uint32(b & 0xFFFF) + (low * jnp.uint32(b & 0xFFFF) >> 16)
-    return high * jnp.uint32(b >> 16) + (middle >> 16) + ((low * jnp.uint32(b >> 16) + (middle & 0xFFFF)) >> 16)
-
-
-def operands_of(eqn: Any, labels: Labels) -> list[Labels] | None:
-    """Along what the dims of an equation's operands run, where those of its result run along `labels`; None where it
-    cannot be replayed for some of their elements.
-    """
-    name, shapes = eqn.primitive.name, factors.shapes(eqn)[0]
-    if name == "iota":
-        return []
-    if name == "random_bits":  # which each element has by its number, in this way of drawing alone
-        threefry = str(eqn.invars[0].aval.dtype) == "key<fry>" and jax.config.values["jax_threefry_partitionable"]
-        return [()] if threefry and not eqn.invars[0].aval.shape and eqn.params["bit_width"] == 32 else None
-    if name == "slice":
-        if {*(eqn.params["strides"] or [1])} != {1}:
-            return None
-        starts = eqn.params["start_indices"]
-        return [tuple(x and Along(x.side, x.start + int(n)) for x, n in zip(labels, starts, strict=True))]
-    found: list[list[Along | None]] = [[None] * len(shape) for shape in shapes]
-    every = factors.of(eqn) if len(eqn.outvars) == 1 else []
-    for d, label in enumerate(labels):
-        if label is None:
-            continue
-        factor = next((f for f in every if f.outs[0] == d), None)
-        n = eqn.outvars[0].aval.shape[d]
-        if factor is None or any(at is not None and shapes[i][at] != n for i, at in enumerate(factor.ins)):
-            return None
-        for i, at in enumerate(factor.ins):
-            if at is not None:
-                found[i][at] = label
-    return [tuple(x) for x in found]
 
 
 @dataclass(frozen=True)
 class ScoreBlock:
-    """A score function and what it needs in a rectangle: the places of its queries and keys, all operands, whose heads
-    are a rank's and whose keys are those of all ranks, which of these keys is the rectangle's first, and which of its
-    keys are keys at all; None: all.
+    """A score function on one rectangle of queries and keys.
+
+    Attributes:
+      function: the score function.
+      positions: the positions of the rectangle's queries ("t") and keys ("s") in the sequence.
+      operands: all operands, with the heads of this rank and the keys of all ranks.
+      first_key: which of all keys is the rectangle's first.
+      is_real_key: bool, which of the rectangle's keys exist in the user's sequence; None means all.
     """
 
     function: ScoreFunction
-    places: Mapping[str, jax.Array]
+    positions: Mapping[str, jax.Array]
     operands: tuple[jax.Array, ...]
-    first: jax.Array | int
-    keys: jax.Array | None = None
+    first_key: jax.Array | int
+    is_real_key: jax.Array | None = None
 
     @property
     def sink(self) -> jax.Array | None:
-        """What is in the softmax of each query beside the scores."""
+        """The score [b, H, t] of the softmax's term besides the keys, or None."""
         if not self.function.sink:
             return None
         b, k, g, t = self.operands[-1].shape
         return self.operands[-1].reshape(b, k * g, t)
 
-    def _cut(
-        self, r: Rectangle, first: jax.Array | int, shape: Sequence[int], floats: Sequence[jax.Array]
+    def _slice_operands(
+        self, rectangle: Rectangle, first: jax.Array | int, shape: Sequence[int], floats: Sequence[jax.Array]
     ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
-        """The places and operands of scores [b, k, g, n, s], whose queries are from the rectangle's `first` on."""
-        given = iter(floats)
-        operands = [next(given) if _is_float(x) else x for x in self.operands]
-        for side, at, size in (("t", r.query + first, shape[3]), ("s", self.first, r.keys)):
+        """Return the positions and the operands of scores [b, k, g, n, s], for n queries from `first` on.
+
+        Args:
+          rectangle: the rectangle.
+          first: the first query, from the rectangle's first on.
+          shape: the shape of the scores.
+          floats: the operands that are floats, which are arguments of their own so that they can be differentiated.
+        """
+        # Operands along queries have all queries of this rank, and those along keys the keys of all ranks.
+        remaining = iter(floats)
+        operands = [next(remaining) if _is_float(x) else x for x in self.operands]
+        for side, start, size in (
+            ("t", rectangle.first_query + first, shape[3]),
+            ("s", self.first_key, rectangle.num_keys),
+        ):
             dims = self.function.dims(side)
-            operands = [x if d is None else cut(x, at, size, d) for x, d in zip(operands, dims, strict=True)]
-        numbered = self.function.numbered
-        places = {"t": cut(self.places["t"], first, shape[3], 0), "s": self.places["s"]}
-        places |= dict(zip("kg", map(jnp.arange, shape[1:3]), strict=True)) | dict(
-            zip(numbered, operands, strict=False)
+            operands = [x if d is None else slice_chunk(x, start, size, d) for x, d in zip(operands, dims, strict=True)]
+        counted_heads = self.function.counted_heads
+        positions = {"t": slice_chunk(self.positions["t"], first, shape[3], 0), "s": self.positions["s"]}
+        # Heads are numbered from 0, unless a program counts them: then the first operands have this rank's numbers.
+        positions |= dict(zip("kg", map(jnp.arange, shape[1:3]), strict=True)) | dict(
+            zip(counted_heads, operands, strict=False)
         )
-        return places, operands[len(numbered) :]
+        return positions, operands[len(counted_heads) :]
 
-    def scores(self, r: Rectangle, first: jax.Array | int, q: jax.Array, k: jax.Array, *floats: jax.Array) -> jax.Array:
-        """[b, k, g, n, s] of n queries [b, n, H, h] from the rectangle's `first` on, by operands that are `floats`."""
-        dots = jnp.einsum("btkgh,bskh->bkgts", _grouped(q, k).astype(dtype_of_sums(q)), k.astype(dtype_of_sums(q)))
-        places, operands = self._cut(r, first, dots.shape, floats)
-        scores = self.function.scores(dots, places, operands[: len(self.function.scores.operands)])
-        return scores if self.keys is None else jnp.where(self.keys, scores, -jnp.inf)
+    def scores(
+        self, rectangle: Rectangle, first: jax.Array | int, q: jax.Array, k: jax.Array, *floats: jax.Array
+    ) -> jax.Array:
+        """Return the scores [b, k, g, n, s] of n queries [b, n, H, h] from `first` on; see `_slice_operands`."""
+        products = jnp.einsum(
+            "btkgh,bskh->bkgts", _by_key_head(q, k).astype(accumulation_dtype(q)), k.astype(accumulation_dtype(q))
+        )
+        positions, operands = self._slice_operands(rectangle, first, products.shape, floats)
+        scores = self.function.scores(products, positions, operands[: len(self.function.scores.operands)])
+        # Surplus keys repeat the last one (`Rounds.lengths`), and must have no weight.
+        return scores if self.is_real_key is None else jnp.where(self.is_real_key, scores, -jnp.inf)
 
-    def weights(self, r: Rectangle, first: jax.Array | int, weights: jax.Array, *floats: jax.Array) -> jax.Array:
-        """What values are multiplied by, of a softmax, or of what it is a multiple of."""
+    def weights(
+        self, rectangle: Rectangle, first: jax.Array | int, weights: jax.Array, *floats: jax.Array
+    ) -> jax.Array:
+        """Return the weights of values, from a softmax or, since the program is linear, from a multiple of it."""
         if (program := self.function.weights) is None:
             return weights
-        places, operands = self._cut(r, first, weights.shape, floats)
-        begin = len(self.function.scores.operands)
-        return program(weights, places, operands[begin : begin + len(program.operands)])
+        positions, operands = self._slice_operands(rectangle, first, weights.shape, floats)
+        num_score_operands = len(self.function.scores.operands)
+        return program(weights, positions, operands[num_score_operands : num_score_operands + len(program.operands)])
 
 
-def start(q: jax.Array, block: ScoreBlock) -> tuple[jax.Array, ...]:
-    """What is merged with the first block: sums of weighed values [b, t, H, h]; m and l [b, H, t]; in float32."""
+def initial_state(q: jax.Array, block: ScoreBlock) -> tuple[jax.Array, ...]:
+    """Return the state before the first block: acc [b, t, H, h], m and l [b, H, t], in float32."""
     b, t, heads, _ = q.shape
-    most, sums = jnp.full((b, heads, t), -jnp.inf, dtype_of_sums(q)), jnp.zeros(q.shape, dtype_of_sums(q))
-    return (sums, most, jnp.zeros_like(most)) if block.sink is None else (sums, block.sink, jnp.ones_like(most))
+    row_max, acc = jnp.full((b, heads, t), -jnp.inf, accumulation_dtype(q)), jnp.zeros(q.shape, accumulation_dtype(q))
+    # A sink is a key whose value is zero: m is its score, and l is exp(0).
+    return (acc, row_max, jnp.zeros_like(row_max)) if block.sink is None else (acc, block.sink, jnp.ones_like(row_max))
 
 
 def attend(
-    parts: list[Rectangle], q: jax.Array, kv: jax.Array, so_far: tuple[jax.Array, ...] | None
+    rectangles: list[Rectangle], q: jax.Array, kv: jax.Array, state: tuple[jax.Array, ...] | None
 ) -> tuple[jax.Array, ...]:
-    """Some parts merged with what is so far, as `start` has it."""
-    so_far = so_far or start(q, parts[0].replay)
-    for r in parts:
-        k, v = r.of_keys(kv, 2)
-        before = [r.of_queries(x, d) for x, d in zip(so_far, _QUERIES, strict=True)]
-        merged = _merged(r, r.of_queries(q), k, v, before)
-        if r.there is not None:
-            merged = [jnp.where(r.there, new, old) for new, old in zip(merged, before, strict=True)]
-        so_far = tuple(
-            lax.dynamic_update_slice_in_dim(x, new, r.query, d)
-            for x, new, d in zip(so_far, merged, _QUERIES, strict=True)
+    """Attend to some rectangles of a block of keys, and merge them with the state of earlier blocks.
+
+    Args:
+      rectangles: the visible rectangles of this block.
+      q: [b, t, H, h], this rank's queries.
+      kv: [2, b, s, k, h], the keys and values of the block.
+      state: acc, m and l, as from `initial_state`; None for the first block.
+
+    Returns:
+      The new state.
+    """
+    state = state or initial_state(q, rectangles[0].score_block)
+    for rectangle in rectangles:
+        k, v = rectangle.slice_keys(kv, 2)
+        query_state = [rectangle.slice_queries(x, d) for x, d in zip(state, _QUERY_DIMS, strict=True)]
+        merged = _merge_rectangle(rectangle, rectangle.slice_queries(q), k, v, query_state)
+        if rectangle.is_visible is not None:
+            # An invisible block leaves the state as it was. Its scores may be anything, NaN included.
+            merged = [jnp.where(rectangle.is_visible, x, y) for x, y in zip(merged, query_state, strict=True)]
+        state = tuple(
+            lax.dynamic_update_slice_in_dim(x, update, rectangle.first_query, d)
+            for x, update, d in zip(state, merged, _QUERY_DIMS, strict=True)
         )
-    return so_far
+    return state
 
 
-def _merged(r: Rectangle, q: jax.Array, k: jax.Array, v: jax.Array, before: Sequence[jax.Array]) -> list[jax.Array]:
-    def some(_: Any, first: jax.Array, n: int) -> tuple[None, tuple[jax.Array, ...]]:
-        sums, most, total = (cut(x, first, n, d) for x, d in zip(before, _QUERIES, strict=True))
-        floats = [*filter(_is_float, r.replay.operands)]
-        scores = r.replay.scores(r, first, cut(q, first, n), k, *floats)
-        b, groups, each, *_ = scores.shape
-        now = jnp.maximum(most, scores.max(-1).reshape(most.shape))
-        weights = jnp.exp(scores - _finite(now).reshape(b, groups, each, n, 1))
-        kept = jnp.exp(most - _finite(now))
-        # A softmax of no key is NaN, which a program may turn into 0; once a key is seen, nothing is left of either.
-        none, seen = (now == -jnp.inf).reshape(b, groups, each, n, 1), (most == -jnp.inf) & (now > -jnp.inf)
-        multiplied = r.replay.weights(r, first, jnp.where(none, jnp.nan, weights), *floats)
-        new = jnp.einsum("bkgts,bskh->btkgh", multiplied, v.astype(weights.dtype)).reshape(sums.shape)
-        kept_sums, seen = (jnp.swapaxes(x, 1, 2)[..., None] for x in (kept, seen))
-        sums = jnp.where(seen, 0, sums * kept_sums) + new
-        return None, (sums, now, total * kept + weights.sum(-1).reshape(most.shape))
+def _merge_rectangle(
+    rectangle: Rectangle, q: jax.Array, k: jax.Array, v: jax.Array, query_state: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Merge the keys of one rectangle with the state of its queries, a chunk of queries at a time."""
 
-    outs = by_queries(r.queries, some, None)[1]
-    return [joined(x, d) for x, d in zip(outs, _QUERIES, strict=True)]
+    def merge_chunk(_: Any, first: jax.Array, n: int) -> tuple[None, tuple[jax.Array, ...]]:
+        acc, row_max, row_sum = (slice_chunk(x, first, n, d) for x, d in zip(query_state, _QUERY_DIMS, strict=True))
+        floats = [*filter(_is_float, rectangle.score_block.operands)]
+        scores = rectangle.score_block.scores(rectangle, first, slice_chunk(q, first, n), k, *floats)
+        b, key_heads, group_size, *_ = scores.shape
+        new_max = jnp.maximum(row_max, scores.max(-1).reshape(row_max.shape))
+        weights = jnp.exp(scores - _finite(new_max).reshape(b, key_heads, group_size, n, 1))
+        decay = jnp.exp(row_max - _finite(new_max))
+        # A softmax over no key is NaN, and the program of the weights may turn that into 0, so that it must see NaN.
+        # Once a query has seen a key, the NaN of earlier blocks must not reach its result.
+        sees_nothing, sees_first_key = (
+            (new_max == -jnp.inf).reshape(b, key_heads, group_size, n, 1),
+            (row_max == -jnp.inf) & (new_max > -jnp.inf),
+        )
+        value_weights = rectangle.score_block.weights(
+            rectangle, first, jnp.where(sees_nothing, jnp.nan, weights), *floats
+        )
+        block_acc = jnp.einsum("bkgts,bskh->btkgh", value_weights, v.astype(weights.dtype)).reshape(acc.shape)
+        acc_decay, sees_first_key = (jnp.swapaxes(x, 1, 2)[..., None] for x in (decay, sees_first_key))
+        acc = jnp.where(sees_first_key, 0, acc * acc_decay) + block_acc
+        return None, (acc, new_max, row_sum * decay + weights.sum(-1).reshape(row_max.shape))
+
+    chunks = scan_queries(rectangle.num_queries, merge_chunk, None)[1]
+    return [join_chunks(x, d) for x, d in zip(chunks, _QUERY_DIMS, strict=True)]
 
 
-def finish(q: jax.Array, sums: jax.Array, most: jax.Array, total: jax.Array) -> tuple[jax.Array, Any]:
-    """The result in the dtype of q, and m and l as backward needs them. As a softmax: NaN where no key is seen."""
-    total = jnp.where(total == 0, 1, total)  # `sums` are NaN there already, or what the program makes of it
-    return (sums / jnp.swapaxes(total, 1, 2)[..., None]).astype(q.dtype), (_finite(most), total)
+def finish(q: jax.Array, acc: jax.Array, row_max: jax.Array, row_sum: jax.Array) -> tuple[jax.Array, Any]:
+    """Return the result in the dtype of q, and m and l for the backward.
+
+    A query that saw no key gets NaN, as from a softmax, or whatever the program makes of NaN.
+    """
+    row_sum = jnp.where(row_sum == 0, 1, row_sum)  # `acc` is NaN there already, or what the program makes of it
+    return (acc / jnp.swapaxes(row_sum, 1, 2)[..., None]).astype(q.dtype), (_finite(row_max), row_sum)
 
 
-def nothing(q: jax.Array, rounds: Any, operands: Sequence[jax.Array], final: Any) -> tuple[jax.Array, ...]:
-    """What the gradients of queries and of operands that are floats are added to; `final` is as of `pull`."""
+def initial_gradients(q: jax.Array, rounds: Any, operands: Sequence[jax.Array], final: Any) -> tuple[jax.Array, ...]:
+    """Return the gradients of queries and of float operands to which `backward` adds: zeros, but for the sink.
+
+    Args:
+      q: this rank's queries.
+      rounds: the `Rounds` of this attention.
+      operands: the operands of its score function.
+      final: as for `backward`.
+    """
     sums = _zeros(q, *operands)
     if not rounds.function.sink:
         return sums
-    out, (most, total), given = final  # no block has a sink, whose value is nought
-    along = (given.astype(most.dtype) * out.astype(most.dtype)).sum(-1)
-    sink = operands[-1].reshape(most.shape)
-    return *sums[:-1], (-jnp.exp(sink - most) / total * jnp.swapaxes(along, 1, 2)).reshape(operands[-1].shape)
+    # The sink is in no block. Its value is zero, so that its gradient is -P D.
+    output, (row_max, row_sum), cotangent = final
+    row_dots = (cotangent.astype(row_max.dtype) * output.astype(row_max.dtype)).sum(-1)
+    sink = operands[-1].reshape(row_max.shape)
+    return *sums[:-1], (-jnp.exp(sink - row_max) / row_sum * jnp.swapaxes(row_dots, 1, 2)).reshape(operands[-1].shape)
 
 
 def _zeros(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(jnp.zeros(x.shape, dtype_of_sums(x)) for x in arrays if _is_float(x))
+    """Return zeros for the gradient of each array of floats, in the dtype of sums."""
+    return tuple(jnp.zeros(x.shape, accumulation_dtype(x)) for x in arrays if _is_float(x))
 
 
-def pull(
-    parts: list[Rectangle], q: jax.Array, kv: jax.Array, final: tuple[jax.Array, Any, jax.Array], sums: Any
+def backward(
+    rectangles: list[Rectangle], q: jax.Array, kv: jax.Array, final: tuple[jax.Array, Any, jax.Array], sums: Any
 ) -> tuple[Any, jax.Array]:
-    """The gradients of some parts: of queries and operands, added to `sums`; of keys and values [2, b, s, k, h].
+    """Compute the gradients of some rectangles.
 
-    `final` are the result over all keys, its m and l, and the result's cotangent.
+    Args:
+      rectangles: as for `attend`.
+      q: as for `attend`.
+      kv: as for `attend`.
+      final: the result over all keys, its (m, l), and the cotangent of the result.
+      sums: the gradients of queries and of float operands so far.
+
+    Returns:
+      `sums` with the gradients added, and the gradient of this block's keys and values [2, b, s, k, h].
     """
-    (out, (most, total), given), (dq, *rest) = final, sums
-    dkv = jnp.zeros(kv.shape, dtype_of_sums(q))
-    for r in parts:
-        k, v = r.of_keys(kv, 2)
-        mine = [r.of_queries(x, d) for x, d in ((q, 1), (out, 1), (given, 1), (most, 2), (total, 2))]
-        (dk, dv, *more), own = _pulled(r, mine, k, v, _zeros(k, v, *r.replay.operands))
-        if r.there is not None:  # what is not there may be infinite
-            dk, dv, own, *more = (jnp.where(r.there, x, 0) for x in (dk, dv, own, *more))
-        dq = lax.dynamic_update_slice_in_dim(dq, r.of_queries(dq) + own, r.query, 1)
-        dkv = lax.dynamic_update_slice_in_dim(dkv, r.of_keys(dkv, 2) + jnp.stack([dk, dv]), r.key, 2)
-        rest = [x + y for x, y in zip(rest, more, strict=True)]
-    return (dq, *rest), dkv
+    (output, (row_max, row_sum), cotangent), (dq, *operand_sums) = final, sums
+    dkv = jnp.zeros(kv.shape, accumulation_dtype(q))
+    for rectangle in rectangles:
+        k, v = rectangle.slice_keys(kv, 2)
+        query_arrays = [
+            rectangle.slice_queries(x, d) for x, d in ((q, 1), (output, 1), (cotangent, 1), (row_max, 2), (row_sum, 2))
+        ]
+        (dk, dv, *d_operands), d_queries = _rectangle_backward(
+            rectangle, query_arrays, k, v, _zeros(k, v, *rectangle.score_block.operands)
+        )
+        if rectangle.is_visible is not None:  # `where`, not a product: gradients of hidden keys may be infinite
+            dk, dv, d_queries, *d_operands = (
+                jnp.where(rectangle.is_visible, x, 0) for x in (dk, dv, d_queries, *d_operands)
+            )
+        dq = lax.dynamic_update_slice_in_dim(dq, rectangle.slice_queries(dq) + d_queries, rectangle.first_query, 1)
+        dkv = lax.dynamic_update_slice_in_dim(
+            dkv, rectangle.slice_keys(dkv, 2) + jnp.stack([dk, dv]), rectangle.first_key, 2
+        )
+        operand_sums = [x + y for x, y in zip(operand_sums, d_operands, strict=True)]
+    return (dq, *operand_sums), dkv
 
 
-def _pulled(r: Rectangle, mine: Sequence[jax.Array], k: jax.Array, v: jax.Array, sums: Any) -> tuple[Any, jax.Array]:
-    def some(sums: Any, first: jax.Array, n: int) -> tuple[Any, jax.Array]:
-        q, out, given, most, total = (cut(x, first, n, d) for x, d in zip(mine, (1, 1, 1, 2, 2), strict=True))
-        arrays = [x.astype(dtype_of_sums(x)) for x in (q, k)]
-        floats = [x for x in r.replay.operands if _is_float(x)]
-        scores, back = jax.vjp(lambda *x: r.replay.scores(r, first, *x), *arrays, *floats)
-        each = lambda x: x.reshape(*scores.shape[:-1], 1)
-        weights = jnp.exp(scores - each(most)) / each(total)
-        d_out, result = (_grouped(x, k).astype(scores.dtype) for x in (given, out))
-        along = jnp.einsum("btkgh,btkgh->bkgt", d_out, result)[..., None]
-        multiplied, linear = jax.vjp(lambda *x: r.replay.weights(r, first, *x), weights, *floats)
-        d_weights, *others = linear(jnp.einsum("btkgh,bskh->bkgts", d_out, v.astype(scores.dtype)))
-        dq, dk, *more = back(weights * (d_weights - along))
-        dv = jnp.einsum("bkgts,btkgh->bskh", multiplied, d_out)
-        more = [x + y for x, y in zip(more, others, strict=True)]
-        return tuple(x + y for x, y in zip(sums, (dk, dv, *more), strict=True)), dq
+def _rectangle_backward(
+    rectangle: Rectangle, query_arrays: Sequence[jax.Array], k: jax.Array, v: jax.Array, sums: Any
+) -> tuple[Any, jax.Array]:
+    """Return `sums` with the gradients of keys, values and operands added, and the gradient of the queries.
 
-    sums, dqs = by_queries(r.queries, some, sums)
-    return sums, joined(dqs, 1)
+    `query_arrays` are q, the output, its cotangent, m and l of the rectangle's queries.
+    """
+
+    def backward_chunk(sums: Any, first: jax.Array, n: int) -> tuple[Any, jax.Array]:
+        q, output, cotangent, row_max, row_sum = (
+            slice_chunk(x, first, n, d) for x, d in zip(query_arrays, (1, 1, 1, 2, 2), strict=True)
+        )
+        arrays = [x.astype(accumulation_dtype(x)) for x in (q, k)]
+        floats = [x for x in rectangle.score_block.operands if _is_float(x)]
+        # 1. Recompute the weights from m and l.
+        scores, scores_vjp = jax.vjp(lambda *x: rectangle.score_block.scores(rectangle, first, *x), *arrays, *floats)
+        per_score_row = lambda x: x.reshape(*scores.shape[:-1], 1)
+        weights = jnp.exp(scores - per_score_row(row_max)) / per_score_row(row_sum)
+        d_output, result = (_by_key_head(x, k).astype(scores.dtype) for x in (cotangent, output))
+        row_dots = jnp.einsum("btkgh,btkgh->bkgt", d_output, result)[..., None]  # D of the equations
+        # 2. Through the program of the weights.
+        value_weights, weights_vjp = jax.vjp(
+            lambda *x: rectangle.score_block.weights(rectangle, first, *x), weights, *floats
+        )
+        d_weights, *d_weight_operands = weights_vjp(jnp.einsum("btkgh,bskh->bkgts", d_output, v.astype(scores.dtype)))
+        # 3. Through the softmax and the program of the scores.
+        dq, dk, *d_operands = scores_vjp(weights * (d_weights - row_dots))
+        dv = jnp.einsum("bkgts,btkgh->bskh", value_weights, d_output)
+        d_operands = [x + y for x, y in zip(d_operands, d_weight_operands, strict=True)]
+        return tuple(x + y for x, y in zip(sums, (dk, dv, *d_operands), strict=True)), dq
+
+    sums, dq_chunks = scan_queries(rectangle.num_queries, backward_chunk, sums)
+    return sums, join_chunks(dq_chunks, 1)
 
 
 def scored_attention(options: AttentionOptions, q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array) -> Any:
-    """softmax(function(q k^T)) v of whole sequences on one device.
+    """Compute softmax(f(q k^T)) v for whole sequences on one device, with all scores at once.
 
     Args:
       options: with the function of scores.
       q: float [b, t, H, h].
-      k: same dtype, [b, t, k, h]; k divides H.
+      k: same dtype, [b, s, k, h]; k divides H.
       v: as `k`.
-      operands: those of the function, whole, the numbers of heads first.
+      operands: the function's operands, whole, the numbers of heads first.
 
     Returns:
       [b, t, H, h] in the dtype of q.
     """
-    places = {side: jnp.arange(x.shape[1], dtype=jnp.int32) for side, x in (("t", q), ("s", k))}
-    r = Rectangle(0, 0, q.shape[1], k.shape[1])
+    positions = {side: jnp.arange(x.shape[1], dtype=jnp.int32) for side, x in (("t", q), ("s", k))}
+    rectangle = Rectangle(0, 0, q.shape[1], k.shape[1])
 
-    def whole(q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array) -> jax.Array:
-        block = ScoreBlock(options.function, places, operands, 0)
+    def attend_whole(q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array) -> jax.Array:
+        block = ScoreBlock(options.function, positions, operands, 0)
         floats = [*filter(_is_float, operands)]
-        scores = block.scores(r, 0, q, k, *floats)
-        more = [] if block.sink is None else [block.sink.reshape(*scores.shape[:-1], 1)]
-        weights = jax.nn.softmax(jnp.concatenate([scores, *more], -1))[..., : scores.shape[-1]]
-        weights = block.weights(r, 0, weights, *floats)
+        scores = block.scores(rectangle, 0, q, k, *floats)
+        sinks = [] if block.sink is None else [block.sink.reshape(*scores.shape[:-1], 1)]
+        # The sink takes weight from the keys, and has no value.
+        weights = jax.nn.softmax(jnp.concatenate([scores, *sinks], -1))[..., : scores.shape[-1]]
+        weights = block.weights(rectangle, 0, weights, *floats)
         return jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(weights.dtype)).reshape(q.shape).astype(q.dtype)
 
-    return jax.checkpoint(whole)(q, k, v, *operands)
+    # Scores are recomputed in the backward, so that none are residuals.
+    return jax.checkpoint(attend_whole)(q, k, v, *operands)
 
 
-_QUERIES = (1, 2, 2)  # the dim of queries in each part of what `start` gives
+_QUERY_DIMS = (1, 2, 2)  # the dim of queries in each array of the state: acc, m, l
 
 
-def cut(x: jax.Array, first: jax.Array | int, n: int, dim: int = 1) -> jax.Array:
-    """Some of an array's entries along a dim."""
+def slice_chunk(x: jax.Array, first: jax.Array | int, n: int, dim: int = 1) -> jax.Array:
+    """Return n entries of an array from `first` on, along a dim."""
     return lax.dynamic_slice_in_dim(x, first, n, dim)
 
 
-def _grouped(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Queries [b, t, H, h] by key head, [b, t, k, g, h]."""
+def _by_key_head(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Reshape queries [b, t, H, h] to [b, t, k, g, h]."""
     return q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
 
 
 def _finite(x: jax.Array) -> jax.Array:
+    """Replace infinities and NaN by 0: a maximum of -inf, over no key, is subtracted from scores as 0."""
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def _is_float(x: jax.Array) -> bool:
+    """Whether an operand has a gradient."""
     return jnp.issubdtype(x.dtype, jnp.inexact)

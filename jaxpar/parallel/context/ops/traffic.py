@@ -1,8 +1,10 @@
 """Bytes that one attention sends over a context axis, per device: closed forms, as the ledger counts `sent`.
 
+They follow from the papers and are never derived from the code, so that a test can compare the two.
+
 Dims: b rows, s positions of queries and keys, c ranks, hq heads, hkv key/value heads, d head_dim, e bytes an element.
-Each function returns (forward, backward). Gradients of keys and values travel in float32. Ids of packed documents
-come on top, once forward: an all-gather of (c-1)/c 4 b s.
+Each function returns (forward, backward). Gradients of keys and values travel in float32. Segment ids of packed
+documents add one all-gather in the forward, of (c-1)/c 4 b s.
 """
 
 import math
@@ -11,13 +13,17 @@ WIDE = 4  # bytes of float32
 
 
 def gather_bytes(b: int, s: int, hkv: int, d: int, c: int, e: int) -> tuple[int, int]:
-    """One all-gather of keys and values, one reduce-scatter of their gradients."""
-    whole = 2 * b * s * hkv * d * (c - 1) // c
-    return whole * e, whole * WIDE
+    """Return the traffic of `gather_attention`: all-gather keys and values; reduce-scatter their gradients."""
+    elements = 2 * b * s * hkv * d * (c - 1) // c
+    return elements * e, elements * WIDE
 
 
 def ulysses_bytes(b: int, s: int, hq: int, hkv: int, d: int, c: int, e: int) -> tuple[int, int]:
-    """Three all-to-alls: queries, keys with values, the result; backward the same."""
+    """Return the traffic of `ulysses_attention`: all-to-alls of queries, of keys with values, and of the result.
+
+    The backward sends the same.
+    """
+    # Key heads are repeated until c divides them.
     sent = (2 * hq + 2 * math.lcm(hkv, c)) * b * s * d * e * (c - 1) // c**2
     return sent, sent
 
@@ -25,16 +31,30 @@ def ulysses_bytes(b: int, s: int, hq: int, hkv: int, d: int, c: int, e: int) -> 
 def usp_bytes(
     b: int, s: int, hq: int, hkv: int, d: int, c: int, u: int, e: int, t: int | None = None, hops: int | None = None
 ) -> tuple[int, int]:
-    """The all-to-alls of groups of u ranks, which u of both kinds of heads divides, and the ring of c / u groups, of so
-    many `hops`; of t queries to s keys.
+    """Return the traffic of `usp_attention`: all-to-alls in groups of u ranks, and a ring of the c / u groups.
+
+    Args:
+      b, s, hq, hkv, d, c, e: see the top of the file.
+      u: the number of ranks in a group; it divides hq and hkv.
+      t: the number of queries, if it is not s.
+      hops: the number of hops; c / u - 1 if None.
     """
-    exchanged = (2 * hq * (t or s) + 2 * hkv * s) * b * d * e * (u - 1) // (u * c)
+    # An all-to-all among u ranks keeps 1/u of a rank's 1/c of the positions.
+    exchange_bytes = (2 * hq * (t or s) + 2 * hkv * s) * b * d * e * (u - 1) // (u * c)
     forward, backward = ring_bytes(b, s, hkv // u, d, c // u, e, hops)
-    return exchanged + forward, exchanged + backward
+    return exchange_bytes + forward, exchange_bytes + backward
 
 
 def ring_bytes(b: int, s: int, hkv: int, d: int, c: int, e: int, hops: int | None = None) -> tuple[int, int]:
-    """`hops` permutes of keys and values (c - 1; `ring_hops` with a window), twice, and of gradients, one more."""
+    """Return the traffic of `ring_attention`: permutes of keys and values, and backward of their gradients too.
+
+    The gradients take one hop more, which brings them home.
+
+    Args:
+      b, s, hkv, d, c, e: see the top of the file.
+      hops: the number of hops; c - 1 if None. With a window, pass `ring_hops`.
+    """
     hops = c - 1 if hops is None else hops
+    # Without hops nothing travels, gradients included.
     block = 2 * b * (s // c) * hkv * d
     return hops * block * e, hops * block * e + (hops + 1) * block * WIDE * (hops > 0)

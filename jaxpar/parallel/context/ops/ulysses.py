@@ -1,8 +1,17 @@
-"""Attention by heads: an all-to-all gives each rank whole sequences of some heads (Jacobs et al. 2023, DeepSpeed
-Ulysses, arXiv:2309.14509); and where heads are few, longer parts of sequences, which then go round a ring (Fang and
-Zhao 2024, A Unified Sequence Parallelism Approach for Long Context Generative AI, arXiv:2405.07719).
+"""Attention by heads: all-to-alls give each rank more positions of fewer heads, and return the result.
 
-Dims: b rows, t query positions, s key positions, c ranks, u of them in a group, hq heads, hkv key/value heads, d
+`ulysses_attention` gives each rank whole sequences of hq/c heads (Jacobs et al. 2023, DeepSpeed Ulysses,
+arXiv:2309.14509):
+
+    q, k, v [b, t/c, h, d]   --all-to-all-->   [b, t, h/c, d]
+                                                     | any kernel
+    out     [b, t/c, hq, d]  <--all-to-all--   [b, t, hq/c, d]
+
+If heads are fewer than ranks, `usp_attention` exchanges them in groups of u ranks. Each rank then has u chunks of the
+sequence, and the groups form a ring (Fang and Zhao 2024, A Unified Sequence Parallelism Approach for Long Context
+Generative AI, arXiv:2405.07719).
+
+Dims: b rows, t query positions, s key positions, c ranks, u ranks in a group, hq heads, hkv key/value heads, d
 head_dim.
 """
 
@@ -18,7 +27,7 @@ from ....collectives.nccl import all_to_all
 from ....collectives.ranks import Axes, count, spanned
 from ..attention.fused import attention, check_inputs
 from .order import Order, check_order, from_zigzag, to_zigzag
-from .ring import by_rounds, ids_of_all
+from .ring import by_rounds, gather_ids
 from .rounds import Rounds
 
 
@@ -35,38 +44,44 @@ def ulysses_attention(
     scale: float | None = None,
     order: Order = "plain",
 ) -> jax.Array:
-    """`jp.attention` where the sequence is split over `axis`, inside `shard_map`: heads are split instead.
+    """Compute `jp.attention` of a sequence that is split over `axis`, inside `shard_map`, by splitting heads instead.
 
     Sends, with e bytes an element: all-to-alls of q, of k and v together, and of the result, (c-1)/c (2 hq t + 2 hkv s)
-    b d e / c in all, backward the same. Where c does not divide hkv, key heads are repeated until it does: lcm(c, hkv)
-    stands for hkv.
+    b d e / c in all, backward the same. If c does not divide hkv, key heads are repeated until it does: read lcm(c,
+    hkv) for hkv.
 
     Args:
       q: float [b, t/c, hq, d], this rank's queries; c divides hq.
-      k, v, axis, causal, window, scale, order: as of `gather_attention`.
-      segment_ids, kv_segment_ids: likewise; all ranks' ids are gathered.
+      k, v, axis, causal, window, scale, order: as for `gather_attention`.
+      segment_ids, kv_segment_ids: as for `gather_attention`; the ids of all ranks are gathered.
 
     Returns:
-      As `gather_attention`.
+      [b, t/c, hq, d], as from `gather_attention`.
 
     Raises:
       ValueError: shapes, dtypes or options do not fit; or c does not divide hq.
     """
     check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
     check_order(order, q, k)
+    # Key heads that c does not divide are repeated, but repeated query heads would be computed several times.
     c, heads = count(axis), q.shape[2]
     if heads % c:
         raise ValueError(
             f"{c} ranks do not divide {heads} query heads; use ring_attention or gather_attention, or fewer ranks"
         )
-    restored = lambda x: from_zigzag(x, c) if order == "zigzag" else x
-    whole = lambda x: restored(jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1))
+    in_user_order = lambda x: from_zigzag(x, c) if order == "zigzag" else x
+    # Ids of all ranks, [c, b, t/c] -> [b, t].
+    merge_ranks = lambda x: in_user_order(jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1))
     ids = dict(
-        zip(("segment_ids", "kv_segment_ids"), map(whole, ids_of_all(axis, segment_ids, kv_segment_ids)), strict=False)
+        zip(
+            ("segment_ids", "kv_segment_ids"),
+            map(merge_ranks, gather_ids(axis, segment_ids, kv_segment_ids)),
+            strict=False,
+        )
     )
-    among = functools.partial(attention, **ids)
-    among = functools.partial(among, causal=causal, window=window, scale=scale)
-    return exchanged(among, q, k, v, axis=axis, group=c, order=order)
+    attend = functools.partial(attention, **ids)
+    attend = functools.partial(attend, causal=causal, window=window, scale=scale)
+    return exchanged(attend, q, k, v, axis=axis, group=c, order=order)
 
 
 def usp_attention(
@@ -83,8 +98,10 @@ def usp_attention(
     scale: float | None = None,
     order: Order = "plain",
 ) -> jax.Array:
-    """`jp.attention` where the sequence is split over `axis`, inside `shard_map`: `group` ranks next to each other
-    exchange positions for heads, and keys and values go round the c / group groups.
+    """Compute `jp.attention` of a sequence that is split over `axis`, inside `shard_map`, by a ring of groups.
+
+    `group` ranks next to each other exchange positions for heads. Keys and values go round the ring of the c / group
+    groups.
 
     ```
     6 ranks, groups of 2, 2 heads, plain order       exchanged: all positions of the group, of one head
@@ -93,16 +110,17 @@ def usp_attention(
     ```
 
     Sends, with e bytes an element: all-to-alls in groups of u, (u-1)/u (2 hq t + 2 hkv s) b d e / c in all, backward
-    the same; and what `ring_attention` of c/u ranks sends, s/c positions of hkv heads a hop: 2 (c/u - 1) b (s/c) hkv d
-    e forward. Holds what the ring holds.
+    the same. It also sends as much as `ring_attention` on c/u ranks with s/c positions of hkv heads a hop: forward
+    2 (c/u - 1) b (s/c) hkv d e. Holds the same arrays as the ring.
 
     Args:
-      q, k, v, axis, causal, window, segment_ids, kv_segment_ids, scale: as of `ring_attention`.
-      group: u, how many ranks share heads; it divides c, hq and hkv.
-      order: likewise. In zigzag order a group has the two chunks that a rank of a ring of c / u has, in parts.
+      q, k, v, axis, causal, window, segment_ids, kv_segment_ids, scale: as for `ring_attention`.
+      group: u, the number of ranks that share heads; it divides c, hq and hkv.
+      order: as for `ring_attention`. In zigzag order a group has the two chunks that a rank of a ring of c / u has, in
+        parts.
 
     Returns:
-      As `gather_attention`.
+      [b, t/c, hq, d], as from `gather_attention`.
 
     Raises:
       ValueError: shapes, dtypes or options do not fit; or `group` does not divide ranks and heads.
@@ -116,37 +134,60 @@ def usp_attention(
             "heads, or ring_attention"
         )
 
-    def by_groups(ids: jax.Array) -> jax.Array:
-        every = ids.reshape(c // group, group, *ids.shape[1:])
-        every = jnp.moveaxis(every, 1, 2).reshape(c // group, ids.shape[1], -1)
-        return jax.vmap(lambda x: from_zigzag(x, group))(every) if order == "zigzag" else every
+    def merge_groups(ids: jax.Array) -> jax.Array:
+        """Reorder the ids of all ranks, [c, b, t/c], to those of the ring's groups: [c/u, b, u t/c]."""
+        group_ids = ids.reshape(c // group, group, *ids.shape[1:])
+        group_ids = jnp.moveaxis(group_ids, 1, 2).reshape(c // group, ids.shape[1], -1)
+        return jax.vmap(lambda x: from_zigzag(x, group))(group_ids) if order == "zigzag" else group_ids
 
-    ids = map(by_groups, ids_of_all(axis, segment_ids, kv_segment_ids))
+    ids = map(merge_groups, gather_ids(axis, segment_ids, kv_segment_ids))
 
-    def among(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return by_rounds(Rounds.of(q, k, axis, causal, window, scale, order, group), q, k, v, *ids)
 
-    return exchanged(among, q, k, v, axis=axis, group=group, order=order)
+    return exchanged(attend, q, k, v, axis=axis, group=group, order=order)
 
 
 def exchanged(
-    among: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, *, axis: Axes, group: int, order: Order
+    attend: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    axis: Axes,
+    group: int,
+    order: Order,
 ) -> jax.Array:
-    """`among` of the positions of `group` ranks next to each other and some of the heads, in place of a rank's own
-    positions and all heads, and back. Key heads are repeated until the group divides them.
+    """Exchange positions for heads among `group` neighbouring ranks, attend, and exchange the result back.
+
+    Args:
+      attend: from q [b, u t/c, hq/u, d] and k, v [b, u s/c, hkv/u, d] to the result of q's shape. Key heads are
+        repeated until the group divides them.
+      q: [b, t/c, hq, d], this rank's queries.
+      k: [b, s/c, hkv, d], this rank's keys.
+      v: as `k`.
+      axis: the mesh axis of c ranks.
+      group: u, the number of ranks that exchange.
+      order: the chunks that ranks hold. `attend` receives the positions of a ring of c / u ranks in this order.
+
+    Returns:
+      [b, t/c, hq, d].
     """
-    # In zigzag order a group's first chunks follow each other, and so do its second ones, from its last rank to its
-    # first.
+    # Keys and values share an all-to-all, concatenated along d.
     kv = jnp.repeat(jnp.concatenate([k, v], -1), group // math.gcd(group, k.shape[2]), axis=2)
-    q, kv = (_among(x, axis, group, 2, 1) for x in (q, kv))
+    q, kv = (_group_all_to_all(x, axis, group, 2, 1) for x in (q, kv))
+    # In zigzag order the first chunks of a group's ranks follow each other in the sequence. So do their second chunks,
+    # from the group's last rank to its first: `from_zigzag` makes both stretches contiguous.
     q, kv = (from_zigzag(x, group) for x in (q, kv)) if order == "zigzag" else (q, kv)
-    out = among(q, *jnp.split(kv, 2, axis=-1))
-    return _among(to_zigzag(out, group) if order == "zigzag" else out, axis, group, 1, 2)
+    output = attend(q, *jnp.split(kv, 2, axis=-1))
+    return _group_all_to_all(to_zigzag(output, group) if order == "zigzag" else output, axis, group, 1, 2)
 
 
-def _among(x: jax.Array, axis: Axes, group: int, dim: int, into: int) -> jax.Array:
-    """An all-to-all among `group` ranks that are next to each other."""
+def _group_all_to_all(x: jax.Array, axis: Axes, group: int, split_dim: int, concat_dim: int) -> jax.Array:
+    """All-to-all among `group` neighbouring ranks: split `split_dim` over them, and concatenate along `concat_dim`."""
     if group == count(axis):
-        return all_to_all(x, axis, dim, into=into)
+        return all_to_all(x, axis, split_dim, into=concat_dim)
     ranks = [[*range(first, first + group)] for first in range(0, count(axis), group)]
-    return lax.all_to_all(x, spanned(axis), dim, into, axis_index_groups=ranks, tiled=True) if group > 1 else x
+    return (
+        lax.all_to_all(x, spanned(axis), split_dim, concat_dim, axis_index_groups=ranks, tiled=True) if group > 1 else x
+    )

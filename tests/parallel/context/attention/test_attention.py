@@ -1,4 +1,4 @@
-"""Attention against softmax in NumPy's float64: values, gradients, masks, transformations, and its parts by heads."""
+"""`jp.attention` against a softmax in NumPy's float64: values, gradients, masks, transformations, heads."""
 
 import functools
 import json
@@ -62,30 +62,30 @@ def reference(
     mask: np.ndarray | None = None,
     scale: float | None = None,
 ) -> tuple[np.ndarray, Callable[[np.ndarray], Arrays]]:
-    """The result, and the gradients of query, key and value from that of the result, by the formulas of a softmax."""
+    """Return attention in float64, and a function from its cotangent to the gradients of query, key and value."""
     query, key, value = (x.astype(np.float64) for x in (query, key, value))
     group = query.shape[2] // key.shape[2]
     k, v = (np.repeat(x, group, axis=2) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = scale * np.einsum("bthd,bshd->bhts", query, k)
-    seen = np.ones(scores.shape, bool)
+    is_seen = np.ones(scores.shape, bool)
     i, j = np.ogrid[: scores.shape[2], : scores.shape[3]]
     if causal:
-        seen &= j <= i
+        is_seen &= j <= i
     if window is not None:
-        seen &= i - j < window
+        is_seen &= i - j < window
     if segment_ids is not None:
         ids = segment_ids if kv_segment_ids is None else kv_segment_ids
-        seen &= (segment_ids[:, :, None] == ids[:, None, :])[:, None]
+        is_seen &= (segment_ids[:, :, None] == ids[:, None, :])[:, None]
     if mask is not None:
-        seen &= mask
-    weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+        is_seen &= mask
+    weights = np.where(is_seen, np.exp(scores - scores.max(-1, keepdims=True)), 0)
     weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
 
-    def pull(given: np.ndarray) -> Arrays:
-        d_weights = np.einsum("bthd,bshd->bhts", given, v)
+    def pull(cotangent: np.ndarray) -> Arrays:
+        d_weights = np.einsum("bthd,bshd->bhts", cotangent, v)
         d_scores = scale * weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
-        d_key, d_value = np.einsum("bhts,bthd->bshd", d_scores, query), np.einsum("bhts,bthd->bshd", weights, given)
+        d_key, d_value = np.einsum("bhts,bthd->bshd", d_scores, query), np.einsum("bhts,bthd->bshd", weights, cotangent)
         d_key, d_value = (x.reshape(*key.shape[:3], group, h).sum(3) for x in (d_key, d_value))
         return np.einsum("bhts,bshd->bthd", d_scores, k), d_key, d_value
 
@@ -93,17 +93,17 @@ def reference(
 
 
 def assert_right(attention: Callable[..., jax.Array], qkv: Arrays, tolerance: float, **options: Any) -> None:
-    given = np.random.default_rng(2).normal(size=qkv[0].shape)
+    cotangent = np.random.default_rng(2).normal(size=qkv[0].shape)
 
     @jax.jit
-    def both(*qkv: jax.Array) -> tuple[jax.Array, ...]:
-        out, pull = jax.vjp(functools.partial(attention, **options), *qkv)
-        return out, *pull(jnp.asarray(given, out.dtype))
+    def output_and_grads(*qkv: jax.Array) -> tuple[jax.Array, ...]:
+        output, pull = jax.vjp(functools.partial(attention, **options), *qkv)
+        return output, *pull(jnp.asarray(cotangent, output.dtype))
 
-    wanted, pull = reference(*qkv, **options)
-    for found, right in zip(both(*qkv), (wanted, *pull(given)), strict=True):
-        assert found.dtype == qkv[0].dtype
-        np.testing.assert_allclose(np.asarray(found, np.float64), right, rtol=tolerance, atol=tolerance)
+    expected_output, pull = reference(*qkv, **options)
+    for actual, expected in zip(output_and_grads(*qkv), (expected_output, *pull(cotangent)), strict=True):
+        assert actual.dtype == qkv[0].dtype
+        np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -121,60 +121,62 @@ def test_equals_a_softmax(case: str, dtype: Any, tolerance: float, implementatio
 def stand_in(
     query: jax.Array, key: jax.Array, value: jax.Array, *, mask: Any, scale: Any, is_causal: bool, **options: Any
 ) -> jax.Array:
-    """What cuDNN's attention demands and keeps, in plain JAX: even lengths; its backward pass takes the result and the
-    logarithm of the softmax's denominator from its forward pass.
+    """Stand in for cuDNN's attention in plain JAX, with its demands and residuals.
+
+    Lengths must be even. The backward pass takes the result, and the logarithm of the softmax's denominator, from the
+    forward pass.
     """
     (t, s), group = (query.shape[1], key.shape[1]), query.shape[2] // key.shape[2]
     assert t % 2 == s % 2 == 0
     scale = h**-0.5 if scale is None else scale
-    seen = jnp.full((1, 1, t, s), True) if mask is None else mask
+    is_seen = jnp.full((1, 1, t, s), True) if mask is None else mask
     i, j = jnp.ogrid[:t, :s]
     if is_causal:
-        seen &= j <= i
+        is_seen &= j <= i
     if window := options["local_window_size"]:
-        seen &= i - j <= window[0]
+        is_seen &= i - j <= window[0]
     if (lengths := options["key_value_seq_lengths"]) is not None:
-        seen &= j < lengths[:, None, None, None]
+        is_seen &= j < lengths[:, None, None, None]
 
     def weights(q: jax.Array, k: jax.Array, statistics: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        scores = jnp.where(seen, scale * jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, group, 2)), -(2.0**41))
+        scores = jnp.where(is_seen, scale * jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, group, 2)), -(2.0**41))
         statistics = jax.nn.logsumexp(scores, -1) if statistics is None else statistics
         return jnp.exp(scores - statistics[..., None]), statistics
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         probabilities, statistics = weights(q, k)
-        out = jnp.einsum("bhts,bshd->bthd", probabilities, jnp.repeat(v, group, 2))
-        return out, (q, k, v, statistics, out)
+        output = jnp.einsum("bhts,bshd->bthd", probabilities, jnp.repeat(v, group, 2))
+        return output, (q, k, v, statistics, output)
 
-    def backward(residuals: Any, given: jax.Array) -> Any:
-        q, k, v, statistics, out = residuals
+    def backward(residuals: Any, cotangent: jax.Array) -> Any:
+        q, k, v, statistics, output = residuals
         p, _ = weights(q, k, statistics)
-        along = jnp.einsum("bthd,bthd->bht", given, out)[..., None]
-        d_scores = scale * p * (jnp.einsum("bthd,bshd->bhts", given, jnp.repeat(v, group, 2)) - along)
+        row_sums = jnp.einsum("bthd,bthd->bht", cotangent, output)[..., None]
+        d_scores = scale * p * (jnp.einsum("bthd,bshd->bhts", cotangent, jnp.repeat(v, group, 2)) - row_sums)
         by_group = lambda x: x.reshape(*k.shape[:3], group, h).sum(3)
         return (
             jnp.einsum("bhts,bshd->bthd", d_scores, jnp.repeat(k, group, 2)),
             by_group(jnp.einsum("bhts,bthd->bshd", d_scores, q)),
-            by_group(jnp.einsum("bhts,bthd->bshd", p, given)),
+            by_group(jnp.einsum("bhts,bthd->bshd", p, cotangent)),
         )
 
-    run = jax.custom_vjp(lambda *qkv: forward(*qkv)[0])
-    run.defvjp(forward, backward)
-    return run(query, key, value)
+    attend = jax.custom_vjp(lambda *qkv: forward(*qkv)[0])
+    attend.defvjp(forward, backward)
+    return attend(query, key, value)
 
 
-@pytest.fixture(scope="class")  # what it clears must be compiled again, in tests that follow as well
+@pytest.fixture(scope="class")  # per class, not per test: the caches that it clears must be compiled again
 def on_cuda() -> Any:
-    """Takes the branch of GPUs, with a stand-in for cuDNN."""
-    theirs = jax.nn.dot_product_attention
-    either = lambda *qkv, implementation, **options: (
+    """Take the branch of GPUs, with a stand-in for cuDNN."""
+    jax_attention = jax.nn.dot_product_attention
+    attention = lambda *qkv, implementation, **options: (
         stand_in(*qkv, **options)
         if implementation == "cudnn"
-        else theirs(*qkv, implementation=implementation, **options)
+        else jax_attention(*qkv, implementation=implementation, **options)
     )
     clear = lambda: [f() for f in (jax.clear_caches, flash._flash.cache_clear, flash.refusal.cache_clear)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.nn, "dot_product_attention", either)
+        patch.setattr(jax.nn, "dot_product_attention", attention)
         patch.setattr(jax.lax, "platform_dependent", lambda *arrays, cuda, default: cuda(*arrays))
         clear()
         yield
@@ -182,17 +184,17 @@ def on_cuda() -> Any:
 
 
 def assert_vmaps(implementation: str | None) -> None:
-    """Only the query is mapped, as jax's own rule for cuDNN refuses."""
+    """Check attention under vmap with only the query mapped, which JAX's own rule for cuDNN refuses."""
     query, key, value = arrays()
     queries = np.stack([query, -query, 2 * query])
     mask = ~HIDDEN[:1, :1, :, :1] | np.eye(T, dtype=bool)
     attention = lambda q, k, v: jp.attention(q, k, v, mask=mask, segment_ids=IDS, implementation=implementation)
     loss = lambda q: jnp.square(attention(q, key, value)).sum()
-    found = jax.vmap(jax.value_and_grad(loss))(queries)
+    losses_and_grads = jax.vmap(jax.value_and_grad(loss))(queries)
     for i, q in enumerate(queries):
-        out, pull = reference(q, key, value, mask=mask, segment_ids=IDS)
-        np.testing.assert_allclose(found[0][i], np.square(out).sum(), rtol=1e-4)
-        np.testing.assert_allclose(found[1][i], pull(2 * out)[0], rtol=1e-4, atol=1e-4)
+        output, pull = reference(q, key, value, mask=mask, segment_ids=IDS)
+        np.testing.assert_allclose(losses_and_grads[0][i], np.square(output).sum(), rtol=1e-4)
+        np.testing.assert_allclose(losses_and_grads[1][i], pull(2 * output)[0], rtol=1e-4, atol=1e-4)
 
 
 def test_vmap_xla() -> None:
@@ -214,7 +216,7 @@ class TestOnCuda:
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_transformed(dtype: Any) -> None:
-    """Four layers under jit, scan and remat, differentiated, are those of a Python loop in float64."""
+    """Gradients of four layers under jit, scan and remat equal those of a Python loop in float64."""
     x = arrays(dtype=dtype)[0]
 
     def loss(x: jax.Array) -> jax.Array:
@@ -226,11 +228,11 @@ def test_transformed(dtype: Any) -> None:
     for _ in range(4):
         y, pull = reference(y, y[:, :, :K], y[:, :, K : 2 * K], segment_ids=IDS)
         pulls.append(pull)
-    given = 2 * y
+    cotangent = 2 * y
     for pull in reversed(pulls):
-        d_query, d_key, d_value = pull(given)
-        given = d_query + np.concatenate([d_key, d_value, np.zeros((B, T, H - 2 * K, h))], 2)
-    error = np.abs(np.asarray(grad, np.float64) - given).max() / np.abs(given).max()
+        d_query, d_key, d_value = pull(cotangent)
+        cotangent = d_query + np.concatenate([d_key, d_value, np.zeros((B, T, H - 2 * K, h))], 2)
+    error = np.abs(np.asarray(grad, np.float64) - cotangent).max() / np.abs(cotangent).max()
     assert error < (1e-5 if dtype == np.float32 else 0.04)
 
 
@@ -238,32 +240,32 @@ def test_transformed(dtype: Any) -> None:
 def test_a_query_that_sees_no_key_gets_zeros(implementation: str | None) -> None:
     query, key, value = arrays(S)
     options = {"causal": False, "segment_ids": IDS, "kv_segment_ids": LONE, "implementation": implementation}
-    out, pull = jax.vjp(lambda *qkv: jp.attention(*qkv, **options), query, key, value)
-    blind = ~(IDS[:, :, None] == LONE[:, None, :]).any(-1)
-    assert 0 < blind.sum() < blind.size
-    grads = pull(jnp.full_like(out, jnp.inf).at[~blind].set(1.0))  # what a loss of garbage would send back
-    assert not np.any(out[blind])
-    assert not np.any(grads[0][blind])
+    output, pull = jax.vjp(lambda *qkv: jp.attention(*qkv, **options), query, key, value)
+    sees_nothing = ~(IDS[:, :, None] == LONE[:, None, :]).any(-1)
+    assert 0 < sees_nothing.sum() < sees_nothing.size
+    grads = pull(jnp.full_like(output, jnp.inf).at[~sees_nothing].set(1.0))  # the cotangents of a loss over garbage
+    assert not np.any(output[sees_nothing])
+    assert not np.any(grads[0][sees_nothing])
     assert all(np.all(np.isfinite(g)) for g in grads)
 
 
 @pytest.mark.parametrize("case", ["causal", "segments cross", "mask", "mask of keys", "all"])
 def test_heads_apart_are_heads_together(case: str) -> None:
-    """The kernel in the trace, on each of two ranks' heads, gives these heads."""
+    """The kernel in the trace, on the heads of each of two ranks, gives the results for these heads."""
     options = dict(CASES[case])
     names = [name for name in ("segment_ids", "kv_segment_ids", "mask") if name in options]
     static = {name: value for name, value in options.items() if name not in (*names, "keys")}
-    call = lambda q, k, v, *more: jp.attention(q, k, v, **dict(zip(names, more, strict=True)), **static)
-    given = (*arrays(options.pop("keys", T)), *(options[name] for name in names))
-    (eqn,) = [e for e in jax.make_jaxpr(call)(*given).eqns if kernels.of(e)]
+    call = lambda q, k, v, *optional: jp.attention(q, k, v, **dict(zip(names, optional, strict=True)), **static)
+    inputs = (*arrays(options.pop("keys", T)), *(options[name] for name in names))
+    (eqn,) = [e for e in jax.make_jaxpr(call)(*inputs).eqns if kernels.of(e)]
     kernel = kernels.of(eqn)
     assert kernel is not None
     parts = [
-        [x if d is None else np.split(x, 2, d)[i] for x, d in zip(given, kernel.in_dims, strict=True)] for i in (0, 1)
+        [x if d is None else np.split(x, 2, d)[i] for x, d in zip(inputs, kernel.in_dims, strict=True)] for i in (0, 1)
     ]
     assert parts[0][0].shape[2] == H // 2
     together = np.concatenate([kernel.fun(*part) for part in parts], kernel.out_dims[0])
-    np.testing.assert_allclose(together, call(*given), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(together, call(*inputs), rtol=1e-5, atol=1e-5)
 
 
 def test_layers_of_a_loop_are_alike() -> None:
@@ -317,22 +319,22 @@ def test_trains() -> None:
     ],
 )
 def test_errors_say_what_to_do(change: dict[str, Any], parts: tuple[str, ...]) -> None:
-    given: dict[str, Any] = dict(zip(("query", "key", "value"), arrays(), strict=True)) | change
+    inputs: dict[str, Any] = dict(zip(("query", "key", "value"), arrays(), strict=True)) | change
     with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, parts))):
-        jp.attention(**given)
+        jp.attention(**inputs)
 
 
 def compiled(loss: Callable[..., jax.Array], *shapes: tuple[int, ...], dtype: Any = jnp.bfloat16, **ids: Any) -> Any:
-    """The gradient of a loss, compiled for one H100."""
-    one = jax.sharding.SingleDeviceSharding(gpu_topology("1xH100")[0])
-    given = [jax.ShapeDtypeStruct(shape, dtype, sharding=one) for shape in shapes]
-    ids = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=one) for name, shape in ids.items()}
+    """Compile the gradient of a loss for one H100."""
+    placement = jax.sharding.SingleDeviceSharding(gpu_topology("1xH100")[0])
+    inputs = [jax.ShapeDtypeStruct(shape, dtype, sharding=placement) for shape in shapes]
+    ids = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement) for name, shape in ids.items()}
     grad = jax.grad(lambda qkv, ids: loss(*qkv, **ids).astype(jnp.float32).sum())
-    return jax.jit(grad).trace(given, ids).lower(lowering_platforms=("cuda",)).compile()
+    return jax.jit(grad).trace(inputs, ids).lower(lowering_platforms=("cuda",)).compile()
 
 
 def cudnn_calls(program: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Names and configurations of cuDNN's kernels."""
+    """Return the names and configurations of cuDNN's kernels."""
     lines = [line for line in program.as_text().splitlines() if 'custom_call_target="__cudnn$' in line]
     name = lambda line: re.findall(r'custom_call_target="__cudnn\$(\w+)"', line)[0]
     config = lambda line: json.loads(re.findall(r"backend_config=(\{.*\})", line)[0])["cudnn_fmha_backend_config"]
@@ -356,7 +358,7 @@ PLAIN, BIASED = "fmhaSoftmax", "fmhaScaleBiasSoftmax"
     ],
 )
 def test_cudnn_on_gpus(kernel: str, mask: str, t: int, options: dict[str, Any], ids: dict[str, Any]) -> None:
-    """Compiled for H100s: one forward kernel, one backward kernel, which work out for themselves what they can."""
+    """Compiled for H100s: one forward and one backward kernel, which mask by themselves where they can."""
     qkv = (2, t, 4, 64), (2, t, 2, 64), (2, t, 2, 64)
     program = compiled(functools.partial(jp.attention, **options), *qkv, **ids)
     calls = cudnn_calls(program)
@@ -376,17 +378,17 @@ def test_xla_on_gpus() -> None:
 
 @pytest.mark.cuda_compiler
 def test_vmap_on_gpus() -> None:
-    """Mapped dims become rows; jax's own rule leaves a bias that is not mapped with too few of them."""
+    """Mapped dims become rows. JAX's own rule gives a bias that is not mapped too few rows."""
     ids = jnp.zeros((2, 64), jnp.int32)
-    both = lambda q, k, v: jax.vmap(lambda q: jp.attention(q, k, v, segment_ids=ids))(q)
-    calls = cudnn_calls(compiled(both, (3, 2, 64, 4, 64), (2, 64, 2, 64), (2, 64, 2, 64)))
+    attention = lambda q, k, v: jax.vmap(lambda q: jp.attention(q, k, v, segment_ids=ids))(q)
+    calls = cudnn_calls(compiled(attention, (3, 2, 64, 4, 64), (2, 64, 2, 64), (2, 64, 2, 64)))
     assert [c["intermediate_tensor_shape"]["dimensions"][0] for _, c in calls] == ["6", "6"]
 
 
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_no_scores_are_kept(implementation: str | None) -> None:
-    """Of four scanned layers, what lies between forward and backward is query, key, value, result; no scores."""
+    """The residuals of four scanned layers are query, key, value and result; no scores."""
     b, t, heads, d = 1, 2048, 16, 64
 
     def layers(x: jax.Array) -> jax.Array:
@@ -394,25 +396,27 @@ def test_no_scores_are_kept(implementation: str | None) -> None:
         return jax.lax.scan(step, x, None, length=4)[0]
 
     program = compiled(layers, (b, t, heads, d))
-    scores = 2 * b * heads * t * t  # of one layer, in bfloat16
-    kept = 4 * 4 * (2 * b * t * heads * d)
+    score_bytes = 2 * b * heads * t * t  # of one layer, in bfloat16
+    residual_bytes = 4 * 4 * (2 * b * t * heads * d)
     # XLA holds one layer's scores and their gradient in float32, and copies in bfloat16.
-    assert program.memory_analysis().temp_size_in_bytes < 2 * kept + (6 * scores if implementation else 0)
-    # In two loops, so that the compiler cannot make one of two: forward is not computed again.
-    wanted = [] if implementation else [PLAIN, f"{PLAIN}Backward"]
-    assert sorted(name for name, _ in cudnn_calls(program)) == wanted
+    assert program.memory_analysis().temp_size_in_bytes < 2 * residual_bytes + (
+        6 * score_bytes if implementation else 0
+    )
+    # Forward and backward are two loops, whose kernels the compiler cannot merge: the forward runs once.
+    expected = [] if implementation else [PLAIN, f"{PLAIN}Backward"]
+    assert sorted(name for name, _ in cudnn_calls(program)) == expected
 
 
 @pytest.mark.cuda_compiler
 def test_heads_over_gpus() -> None:
-    """In a fully manual region, as under tensor parallelism: cuDNN on a rank's own heads, nothing communicated."""
+    """In a fully manual region, as under tensor parallelism, cuDNN computes a rank's heads; nothing is communicated."""
     mesh = Mesh(np.array(gpu_topology("8xH100")).reshape(2, 4), ("data", "tensor"))
     spec = P("data", None, "tensor")
     local = jax.shard_map(jp.attention, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
     sharded = jax.sharding.NamedSharding(mesh, spec)
-    given = [jax.ShapeDtypeStruct((4, 128, heads, 64), jnp.bfloat16, sharding=sharded) for heads in (8, 4, 4)]
+    inputs = [jax.ShapeDtypeStruct((4, 128, heads, 64), jnp.bfloat16, sharding=sharded) for heads in (8, 4, 4)]
     grad = jax.grad(lambda qkv: local(*qkv).astype(jnp.float32).sum())
-    program = jax.jit(grad).trace(given).lower(lowering_platforms=("cuda",)).compile()
+    program = jax.jit(grad).trace(inputs).lower(lowering_platforms=("cuda",)).compile()
     calls = cudnn_calls(program)
     assert [c["intermediate_tensor_shape"]["dimensions"] for _, c in calls] == [["2", "2", "128", "128"]] * 2
     assert not re.search(r"all-gather|all-reduce|all-to-all|permute", program.as_text())

@@ -1,5 +1,7 @@
-"""Attention that a loss spells out, in the spellings of many models, is taken as `jp.attention`: the same mathematics,
-and no scores of all positions. What cannot be taken is named with its line.
+"""Attention that a loss spells out, in the spellings of many models, is replaced by `jp.attention`.
+
+The mathematics is the same, and no array has the scores of all positions. Attention that cannot be replaced is named
+with its line.
 """
 
 import functools
@@ -26,7 +28,7 @@ import jaxpar as jp
 from jaxpar.parallel.context import AttentionMode, calls, choose
 from jaxpar.parallel.context.attention import spelled
 from jaxpar.parallel.context.attention_mode import options_of
-from jaxpar.parallel.context.ops import from_zigzag, score_function, to_zigzag
+from jaxpar.parallel.context.ops import from_zigzag, score_program, to_zigzag
 from jaxpar.parallel.context.rules import attend_scored
 from jaxpar.program import jaxpr as jx
 from jaxpar.program.walk import visit
@@ -34,7 +36,7 @@ from jaxpar.program.walk import visit
 pytestmark = SHARED_BATCH
 
 B, T, H, K, D = 2, 14, 4, 2, 8  # rows, positions, heads, key heads, features of a head
-LEAST = -1e9
+HIDDEN_SCORE = -1e9
 soft = functools.partial(jax.nn.softmax, axis=-1)
 Spelling = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -57,7 +59,7 @@ def where_minus_inf(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def added_by_a_mask_of_ones(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return weighed(soft(scores(q, k) + (1 - jnp.tril(jnp.ones((T, T)))) * LEAST), v)
+    return weighed(soft(scores(q, k) + (1 - jnp.tril(jnp.ones((T, T)))) * HIDDEN_SCORE), v)
 
 
 def added_upper_triangle(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -75,18 +77,18 @@ def heads_first_and_own_softmax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax
 
 def rows_and_heads_in_one_dim(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     q, k, v = (x.transpose(0, 2, 1, 3).reshape(B * H, T, D) for x in (q, k, v))
-    s = jnp.where(jnp.tril(jnp.ones((T, T))) == 0, LEAST, lax.batch_matmul(q, k.swapaxes(1, 2)) * D**-0.5)
+    s = jnp.where(jnp.tril(jnp.ones((T, T))) == 0, HIDDEN_SCORE, lax.batch_matmul(q, k.swapaxes(1, 2)) * D**-0.5)
     return lax.batch_matmul(soft(s), v).reshape(B, H, T, D).transpose(0, 2, 1, 3)
 
 
 def window(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     i, j = jnp.ogrid[:T, :T]
-    return weighed(soft(jnp.where((j <= i) & (i - j < 5), scores(q, k), LEAST)), v)
+    return weighed(soft(jnp.where((j <= i) & (i - j < 5), scores(q, k), HIDDEN_SCORE)), v)
 
 
 def window_by_what_it_hides(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     i, j = jnp.ogrid[:T, :T]
-    return weighed(soft(jnp.where((j > i) | (i - j >= 3), LEAST, scores(q, k))), v)
+    return weighed(soft(jnp.where((j > i) | (i - j >= 3), HIDDEN_SCORE, scores(q, k))), v)
 
 
 def grouped_by_reshape(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -103,7 +105,7 @@ def grouped_by_repeat(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def one_key_head(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     s = jnp.einsum("bthd,bsd->bhts", q, k[:, :, 0]) * D**-0.5
-    return jnp.einsum("bhts,bsd->bthd", soft(jnp.where(triangle(), s, LEAST)), v[:, :, 0])
+    return jnp.einsum("bhts,bsd->bthd", soft(jnp.where(triangle(), s, HIDDEN_SCORE)), v[:, :, 0])
 
 
 def jax_causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -128,26 +130,26 @@ def flax_with_a_mask(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def keys_on_the_left(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     s, i = jnp.einsum("bshd,bthd->bhst", k, q) * D**-0.5, jnp.arange(T)
-    p = jax.nn.softmax(jnp.where(i[:, None] <= i, s, LEAST), axis=-2)
+    p = jax.nn.softmax(jnp.where(i[:, None] <= i, s, HIDDEN_SCORE), axis=-2)
     return jnp.einsum("bhst,bshd->bthd", p, v)
 
 
 def mapped(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    one = lambda q, k, v: soft(jnp.where(triangle(), q @ k.T * D**-0.5, LEAST)) @ v
-    return jax.vmap(jax.vmap(one, 1, 1))(q, k, v)
+    attend = lambda q, k, v: soft(jnp.where(triangle(), q @ k.T * D**-0.5, HIDDEN_SCORE)) @ v
+    return jax.vmap(jax.vmap(attend, 1, 1))(q, k, v)
 
 
 def mapped_with_a_row_of_one(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    one = lambda q, k, v: jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-    return jax.vmap(one)(q, k[:, :, :K], v[:, :, :K])
+    attend = lambda q, k, v: jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    return jax.vmap(attend)(q, k[:, :, :K], v[:, :, :K])
 
 
 def mask_of_numpy(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return weighed(soft(jnp.where(np.tril(np.ones((T, T), bool)), scores(q, k), LEAST)), v)
+    return weighed(soft(jnp.where(np.tril(np.ones((T, T), bool)), scores(q, k), HIDDEN_SCORE)), v)
 
 
 def slice_of_a_longer_mask(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """As transformers writes GPT-2."""
+    """The way transformers writes GPT-2."""
     m = lax.dynamic_slice(jnp.tril(jnp.ones((1, 1, 32, 32), bool)), (0, 0, 0, 0), (1, 1, T, T))
     s = scores(q, k)
     bias = lax.select(jnp.broadcast_to(m, s.shape) > 0, jnp.full(s.shape, 0.0), jnp.full(s.shape, -1e4))
@@ -161,18 +163,18 @@ def rematerialised(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 def in_a_loop(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """The mask comes from outside of the loop."""
     mask = triangle()
-    layer = lambda x, _: (x + weighed(soft(jnp.where(mask, scores(x, k), LEAST)), v), None)
+    layer = lambda x, _: (x + weighed(soft(jnp.where(mask, scores(x, k), HIDDEN_SCORE)), v), None)
     return lax.scan(layer, q, length=2)[0]
 
 
 def segments(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     ids = jnp.cumsum(q[:, :, 0, 0] > 0.5, axis=1)  # integers that are no function of positions
-    seen = (ids[:, None, :, None] == ids[:, None, None, :]) & triangle()
-    return weighed(soft(jnp.where(seen, scores(q, k), LEAST)), v)
+    is_seen = (ids[:, None, :, None] == ids[:, None, None, :]) & triangle()
+    return weighed(soft(jnp.where(is_seen, scores(q, k), HIDDEN_SCORE)), v)
 
 
 def a_mask_of_heads_that_nobody_gave(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """As transformers writes BERT: this product was taken for that with values."""
+    """The way transformers writes BERT. Regression: this product was mistaken for the one with values."""
     weights = jnp.einsum("...hqk,h->...hqk", soft(scores(q, k)), jnp.ones((2, H))[1])
     return weighed(weights, v)
 
@@ -182,22 +184,22 @@ def all_keys(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def by_logsumexp(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    s = jnp.where(triangle(), scores(q, k), LEAST)
+    s = jnp.where(triangle(), scores(q, k), HIDDEN_SCORE)
     return weighed(jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)), v)
 
 
 def by_log_softmax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return weighed(jnp.exp(jax.nn.log_softmax(jnp.where(triangle(), scores(q, k), LEAST))), v)
+    return weighed(jnp.exp(jax.nn.log_softmax(jnp.where(triangle(), scores(q, k), HIDDEN_SCORE))), v)
 
 
 def in_float32(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Of a model whose values are in bfloat16."""
+    """Scores in float32, in a model whose other values are in bfloat16."""
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
-    s = jnp.where(triangle(), scores(q, k).astype(jnp.float32), LEAST)
+    s = jnp.where(triangle(), scores(q, k).astype(jnp.float32), HIDDEN_SCORE)
     return weighed(soft(s).astype(jnp.bfloat16), v).astype(jnp.float32)
 
 
-TAKEN: dict[Spelling, str] = {
+DESCRIPTIONS: dict[Spelling, str] = {
     by_logsumexp: "causal",
     by_log_softmax: "causal",
     where_minus_inf: "causal",
@@ -234,22 +236,22 @@ def arrays() -> list[jax.Array]:
 
 
 def ids_from_outside_of_a_loop(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Compared once for all layers, which are rematerialised."""
+    """Ids are compared once for all layers, which are rematerialised."""
     ids = jnp.cumsum(q[:, :, 0, 0] > 0.5, axis=1)
     mask = (ids[:, None, :, None] == ids[:, None, None, :]) & triangle()
-    layer = jax.checkpoint(lambda x, _: (x + weighed(soft(jnp.where(mask, scores(x, k), LEAST)), v), None))
+    layer = jax.checkpoint(lambda x, _: (x + weighed(soft(jnp.where(mask, scores(x, k), HIDDEN_SCORE)), v), None))
     return lax.scan(layer, q, length=2)[0]
 
 
-TAKEN[ids_from_outside_of_a_loop] = "causal, segments"
+DESCRIPTIONS[ids_from_outside_of_a_loop] = "causal, segments"
 
 
 def of_fewer_keys(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """As a decoder attends to what an encoder made."""
+    """Cross-attention of a decoder to an encoder."""
     return all_keys(q, k[:, : 2 * T // 3], v[:, : 2 * T // 3])
 
 
-TAKEN[of_fewer_keys] = "all keys"
+DESCRIPTIONS[of_fewer_keys] = "all keys"
 
 
 def named(fun: Any) -> str:
@@ -258,31 +260,33 @@ def named(fun: Any) -> str:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, tuple[Any, Any]]:
-    """Of every spelling: values and gradients as it is, and as it is taken. One program, since each compiles."""
-    *given, cotangent = arrays()
+    """Return the values and gradients of every spelling, as written and as replaced; one program compiles once."""
+    *inputs, cotangent = arrays()
 
-    def taken(fun: Spelling) -> Spelling:
-        flat = spelled(jx.trace(fun, *given)[0], {}).flat
+    def replaced(fun: Spelling) -> Spelling:
+        flat = spelled(jx.trace(fun, *inputs)[0], {}).flat
         return lambda *x: jx.run(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)(*flat.consts, *x)[0]
 
-    def pulled(fun: Spelling) -> Any:
-        out, pull = jax.vjp(fun, *given)
-        return out, *pull(cotangent)
+    def output_and_grads(fun: Spelling) -> Any:
+        output, pull = jax.vjp(fun, *inputs)
+        return output, *pull(cotangent)
 
-    return jax.jit(lambda: {fun.__name__: (pulled(fun), pulled(taken(fun))) for fun in TAKEN})()
+    return jax.jit(
+        lambda: {fun.__name__: (output_and_grads(fun), output_and_grads(replaced(fun))) for fun in DESCRIPTIONS}
+    )()
 
 
 @pytest.mark.xdist_group("spelled")
-@pytest.mark.parametrize("fun", TAKEN, ids=named)
+@pytest.mark.parametrize("fun", DESCRIPTIONS, ids=named)
 def test_it_is_taken(fun: Spelling, results: dict[str, tuple[Any, Any]]) -> None:
-    found = spelled(jx.trace(fun, *arrays()[:3])[0], {})
-    assert list(found.taken.values()) == [TAKEN[fun]]
-    assert not found.not_taken
-    assert len(list(calls(found.flat.eqns))) == 1
-    left = [eqn for eqn, _ in visit(found.flat.eqns, lambda eqn: eqn.primitive.name not in ("jit", "pjit"))]
-    assert "exp" not in {eqn.primitive.name for eqn in left}
-    for wanted, got in zip(*results[fun.__name__], strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6 * float(jnp.abs(wanted).max()))
+    result = spelled(jx.trace(fun, *arrays()[:3])[0], {})
+    assert list(result.taken.values()) == [DESCRIPTIONS[fun]]
+    assert not result.not_taken
+    assert len(list(calls(result.flat.eqns))) == 1
+    remaining_eqns = [eqn for eqn, _ in visit(result.flat.eqns, lambda eqn: eqn.primitive.name not in ("jit", "pjit"))]
+    assert "exp" not in {eqn.primitive.name for eqn in remaining_eqns}
+    for expected, actual in zip(*results[fun.__name__], strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * float(jnp.abs(expected).max()))
 
 
 def test_scores_in_float32_of_a_model_in_bfloat16_are_taken() -> None:
@@ -290,29 +294,29 @@ def test_scores_in_float32_of_a_model_in_bfloat16_are_taken() -> None:
     gradients = []
     for text, ranks in (("context=4,attention=ring", 4), ("single", 1)):
         step = jp.make_train_step(model_of(in_float32), cells.SGD, f"{text},precision=bf16", jax.devices()[:ranks])
-        _, found = step.value_and_grad(step.init(jax.random.key(0)), cells.batch_of(B))
-        gradients.append(jax.device_get(found))
-    for name, wanted in gradients[1].items():
-        np.testing.assert_allclose(gradients[0][name], wanted, rtol=0, atol=0.03 * float(jnp.abs(wanted).max()))
+        _, grads = step.value_and_grad(step.init(jax.random.key(0)), cells.batch_of(B))
+        gradients.append(jax.device_get(grads))
+    for name, expected in gradients[1].items():
+        np.testing.assert_allclose(gradients[0][name], expected, rtol=0, atol=0.03 * float(jnp.abs(expected).max()))
 
 
 def alibi(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     i, j = jnp.ogrid[:T, :T]
-    return weighed(soft(jnp.where(j <= i, scores(q, k) - (i - j) * 0.1, LEAST)), v)
+    return weighed(soft(jnp.where(j <= i, scores(q, k) - (i - j) * 0.1, HIDDEN_SCORE)), v)
 
 
 def soft_cap(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return weighed(soft(jnp.where(triangle(), jnp.tanh(scores(q, k)) * 5, LEAST)), v)
+    return weighed(soft(jnp.where(triangle(), jnp.tanh(scores(q, k)) * 5, HIDDEN_SCORE)), v)
 
 
 def both_sides(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     i, j = jnp.ogrid[:T, :T]
-    return weighed(soft(jnp.where((i - j < 4) & (j - i < 4), scores(q, k), LEAST)), v)
+    return weighed(soft(jnp.where((i - j < 4) & (j - i < 4), scores(q, k), HIDDEN_SCORE)), v)
 
 
 def padding(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """A query of which all keys are hidden sees their mean here, and nothing by `jp.attention`."""
-    return weighed(soft(jnp.where((k[:, :, 0, 0] > 0)[:, None, None], scores(q, k), LEAST)), v)
+    """A query whose keys are all hidden gets their mean here, and zeros from `jp.attention`."""
+    return weighed(soft(jnp.where((k[:, :, 0, 0] > 0)[:, None, None], scores(q, k), HIDDEN_SCORE)), v)
 
 
 def hidden_a_little(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -325,7 +329,7 @@ def hidden_less_by_a_scale(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Arra
 
 def future(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Hides what it should show; the last query sees no key."""
-    return weighed(soft(jnp.where(triangle(), LEAST, scores(q, k))), v)
+    return weighed(soft(jnp.where(triangle(), HIDDEN_SCORE, scores(q, k))), v)
 
 
 def dropped(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -338,36 +342,38 @@ def of_queries(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def two_kinds_of_ids(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    one, other = (jnp.cumsum(x[:, :, 0, 0] > 0.5, axis=1) for x in (q, k))
-    return weighed(soft(jnp.where(one[:, None, :, None] == other[:, None, None, :], scores(q, k), LEAST)), v)
+    query_ids, key_ids = (jnp.cumsum(x[:, :, 0, 0] > 0.5, axis=1) for x in (q, k))
+    return weighed(
+        soft(jnp.where(query_ids[:, None, :, None] == key_ids[:, None, None, :], scores(q, k), HIDDEN_SCORE)), v
+    )
 
 
 def wrapping(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Of unsigned numbers a later key is far behind: this mask is a window of 4, causal, and does not look so."""
+    """Unsigned differences wrap, so that a later key is far away: this mask is a causal window of 4 in disguise."""
     i, j = jnp.arange(T, dtype="uint32")[:, None], jnp.arange(T, dtype="uint32")
-    return weighed(soft(jnp.where(i - j < 4, scores(q, k), LEAST)), v)
+    return weighed(soft(jnp.where(i - j < 4, scores(q, k), HIDDEN_SCORE)), v)
 
 
 def rounding(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """bfloat16 has no 257: from there on a query would see the next key."""
-    places = jnp.arange(T).astype(jnp.bfloat16)
-    return weighed(soft(jnp.where(places[:, None] >= places, scores(q, k), LEAST)), v)
+    positions = jnp.arange(T).astype(jnp.bfloat16)
+    return weighed(soft(jnp.where(positions[:, None] >= positions, scores(q, k), HIDDEN_SCORE)), v)
 
 
 def of_fewer_keys_by_distance_and_padded(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """A table of T5's, and a source's padding."""
-    k, v, seen = (x[:, : 2 * T // 3] for x in (k, v, k[:, :, 0, 0] > -1))
-    away = jnp.arange(k.shape[1]) - jnp.arange(T)[:, None]
-    bias = q[0, 0, :, :4][:, jnp.clip(away, -1, 2) + 1]
-    return weighed(soft(scores(q, k) + bias + jnp.where(seen, 0, LEAST)[:, None, None]), v)
+    """T5's table by distance, and the padding of a source."""
+    k, v, is_seen = (x[:, : 2 * T // 3] for x in (k, v, k[:, :, 0, 0] > -1))
+    distance = jnp.arange(k.shape[1]) - jnp.arange(T)[:, None]
+    bias = q[0, 0, :, :4][:, jnp.clip(distance, -1, 2) + 1]
+    return weighed(soft(scores(q, k) + bias + jnp.where(is_seen, 0, HIDDEN_SCORE)[:, None, None]), v)
 
 
 def of_fewer_keys_and_causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     k, v = (x[:, : 2 * T // 3] for x in (k, v))
-    return weighed(soft(jnp.where(triangle()[:, : k.shape[1]], scores(q, k), LEAST)), v)
+    return weighed(soft(jnp.where(triangle()[:, : k.shape[1]], scores(q, k), HIDDEN_SCORE)), v)
 
 
-NOT_TAKEN: dict[Spelling, str] = {
+REASONS: dict[Spelling, str] = {
     of_fewer_keys_by_distance_and_padded: "computes gather of positions",
     of_fewer_keys_and_causal: "hides keys of 14 queries and 9 keys",
     alibi: "adds a bias to scores",
@@ -386,34 +392,34 @@ NOT_TAKEN: dict[Spelling, str] = {
 
 
 def with_a_sink(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """As gpt-oss: a share of the softmax that no key gets."""
+    """A share of the softmax that no key gets, as in gpt-oss."""
     sink = jnp.broadcast_to(q[:, :1, :, 0, None].transpose(0, 2, 1, 3), (B, H, T, 1))
-    s = jnp.where(triangle(), scores(q, k), LEAST)
+    s = jnp.where(triangle(), scores(q, k), HIDDEN_SCORE)
     return weighed(soft(jnp.concatenate([s, sink], -1))[..., :-1], v)
 
 
 def where_of_softmax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """No weight where a query sees no key."""
-    seen = triangle() & (jnp.arange(T) > 2)
-    return weighed(jax.nn.softmax(scores(q, k), where=seen), v)
+    is_seen = triangle() & (jnp.arange(T) > 2)
+    return weighed(jax.nn.softmax(scores(q, k), where=is_seen), v)
 
 
 def dropped_by_flax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """The same for all rows and heads."""
+    """Dropout with one mask for all rows and heads."""
     options = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(1), "deterministic": False}
     return nnx.dot_product_attention(q, k, v, mask=nnx.make_causal_mask(jnp.ones((B, T))), **options)
 
 
 def t5_scaled_at_the_end(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """A table by distance, which has a gradient, and a mask that is added."""
-    places = jnp.arange(T)
-    bias = q[0, 0, :, :4][:, jnp.clip(places - places[:, None], -1, 2) + 1]
+    positions = jnp.arange(T)
+    bias = q[0, 0, :, :4][:, jnp.clip(positions - positions[:, None], -1, 2) + 1]
     return weighed(soft((scores(q, k) + bias + jnp.where(triangle(), 0, -1e9)) * 0.5), v)
 
 
 def alibi_by_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    places, slopes = jnp.arange(T), 0.1 * jnp.arange(1.0, H + 1)[:, None, None]
-    return weighed(soft(jnp.where(triangle(), scores(q, k) - slopes * (places[:, None] - places), -jnp.inf)), v)
+    positions, slopes = jnp.arange(T), 0.1 * jnp.arange(1.0, H + 1)[:, None, None]
+    return weighed(soft(jnp.where(triangle(), scores(q, k) - slopes * (positions[:, None] - positions), -jnp.inf)), v)
 
 
 def biased_by_scores(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -430,16 +436,18 @@ BIASED = {t5_scaled_at_the_end: "with a bias", alibi_by_heads: "causal, with a b
 
 @pytest.mark.parametrize("fun", BIASED, ids=named)
 def test_a_bias_of_all_rows_is_the_kernels(fun: Spelling) -> None:
-    *given, cotangent = arrays()
-    found = spelled(jx.trace(fun, *given)[0], {}, biases=True)
-    assert [*found.taken.values()] == [BIASED[fun]]
-    flat = found.flat
+    *inputs, cotangent = arrays()
+    result = spelled(jx.trace(fun, *inputs)[0], {}, biases=True)
+    assert [*result.taken.values()] == [BIASED[fun]]
+    flat = result.flat
     biased = lambda *x: jx.run(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)(*flat.consts, *x)[0]
-    pulled = lambda fun: (lambda out, pull: (out, *pull(cotangent)))(*jax.vjp(fun, *given))
-    # As rows of an outer dim as well, of which each has a bias of its own.
-    rows = lambda fun: jax.vmap(lambda scale: pulled(lambda *x: fun(*(scale * y for y in x))))(jnp.array([1.0, 0.5]))
-    for wanted, got in zip(*jax.jit(lambda: (rows(fun), rows(biased)))(), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-6 * float(jnp.abs(wanted).max()))
+    output_and_grads = lambda fun: (lambda output, pull: (output, *pull(cotangent)))(*jax.vjp(fun, *inputs))
+    # Under vmap each entry has a different bias.
+    mapped_rows = lambda fun: jax.vmap(lambda scale: output_and_grads(lambda *x: fun(*(scale * y for y in x))))(
+        jnp.array([1.0, 0.5])
+    )
+    for expected, actual in zip(*jax.jit(lambda: (mapped_rows(fun), mapped_rows(biased)))(), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-6 * float(jnp.abs(expected).max()))
 
 
 @pytest.mark.parametrize("fun", [biased_by_scores, biased_by_rows, padding, hidden_a_little, future], ids=named)
@@ -457,30 +465,30 @@ def others_for_weights(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def one_more_in_the_sum(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    over = jnp.exp(scores(q, k))
-    return weighed(over / (1 + over.sum(-1, keepdims=True)), v)
+    exponentials = jnp.exp(scores(q, k))
+    return weighed(exponentials / (1 + exponentials.sum(-1, keepdims=True)), v)
 
 
 def divided_at_the_end(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    over = jnp.exp(scores(q, k))
-    return weighed(over, v) / over.sum(-1).swapaxes(1, 2)[..., None]
+    exponentials = jnp.exp(scores(q, k))
+    return weighed(exponentials, v) / exponentials.sum(-1).swapaxes(1, 2)[..., None]
 
 
 def shaw(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """A vector for each distance (Shaw et al. 2018), whose products with queries are added."""
-    places = jnp.arange(T)
-    vectors = q[0, :5, 0][jnp.clip(places - places[:, None], -2, 2) + 2]
+    positions = jnp.arange(T)
+    vectors = q[0, :5, 0][jnp.clip(positions - positions[:, None], -2, 2) + 2]
     return weighed(soft(scores(q, k) + jnp.einsum("bthd,tsd->bhts", q, vectors)), v)
 
 
 def transformer_xl(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Products of queries with vectors of all distances, moved row by row to their own (Dai et al. 2019)."""
-    far = jnp.einsum("bthd,shd->bhts", q, jnp.sin(k[0]))
-    far = jnp.pad(far, ((0, 0), (0, 0), (0, 0), (1, 0))).reshape(B, H, T + 1, T)[:, :, 1:]
-    return weighed(soft(jnp.where(triangle(), scores(q, k) + far, LEAST)), v)
+    position_scores = jnp.einsum("bthd,shd->bhts", q, jnp.sin(k[0]))
+    position_scores = jnp.pad(position_scores, ((0, 0), (0, 0), (0, 0), (1, 0))).reshape(B, H, T + 1, T)[:, :, 1:]
+    return weighed(soft(jnp.where(triangle(), scores(q, k) + position_scores, HIDDEN_SCORE)), v)
 
 
-NOT_TAKEN |= {
+REASONS |= {
     shaw: r"test_spelled.py:\d+:\d+ \(shaw\)",
     transformer_xl: "computes reshape (of|along)",
     with_a_sink: "has a softmax of more than its keys",
@@ -493,14 +501,14 @@ NOT_TAKEN |= {
 }
 
 
-@pytest.mark.parametrize("fun", NOT_TAKEN, ids=named)
+@pytest.mark.parametrize("fun", REASONS, ids=named)
 def test_it_stays_as_it_is_and_says_why(fun: Spelling) -> None:
     flat = jx.trace(fun, *arrays()[:3])[0]
-    found = spelled(flat, {})
-    assert found.flat is flat
-    assert not found.taken
-    ((line, why),) = found.not_taken.items()
-    assert re.search(NOT_TAKEN[fun], why)
+    result = spelled(flat, {})
+    assert result.flat is flat
+    assert not result.taken
+    ((line, reason),) = result.not_taken.items()
+    assert re.search(REASONS[fun], reason)
     assert "test_spelled.py" in line
 
 
@@ -524,20 +532,20 @@ REPLAYED = {
 }
 
 
-@pytest.mark.parametrize("fun", NOT_TAKEN, ids=named)
+@pytest.mark.parametrize("fun", REASONS, ids=named)
 def test_functions_of_scores_are_replayed_where_a_sequence_is_split(fun: Spelling) -> None:
-    *given, cotangent = arrays()
-    found = spelled(jx.trace(fun, *given)[0], {}, replay=True)
+    *inputs, cotangent = arrays()
+    result = spelled(jx.trace(fun, *inputs)[0], {}, replay=True)
     if fun not in REPLAYED:
-        assert re.search(NOT_TAKEN[fun], *found.not_taken.values())
+        assert re.search(REASONS[fun], *result.not_taken.values())
         return
-    (what,) = found.taken.values()
-    assert what.startswith(REPLAYED[fun])
-    flat = found.flat
+    (description,) = result.taken.values()
+    assert description.startswith(REPLAYED[fun])
+    flat = result.flat
     replayed = lambda *x: jx.run(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)(*flat.consts, *x)[0]
-    pulled = lambda fun: (lambda out, pull: (out, *pull(cotangent)))(*jax.vjp(fun, *given))
-    for wanted, got in zip(*jax.jit(lambda: (pulled(fun), pulled(replayed)))(), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-6 * float(jnp.abs(wanted).max()))
+    output_and_grads = lambda fun: (lambda output, pull: (output, *pull(cotangent)))(*jax.vjp(fun, *inputs))
+    for expected, actual in zip(*jax.jit(lambda: (output_and_grads(fun), output_and_grads(replayed)))(), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-6 * float(jnp.abs(expected).max()))
 
 
 MODES = (
@@ -549,11 +557,11 @@ MODES = (
 )
 
 
-def split_over(mode: AttentionMode, ranks: int, fun: Spelling, given: list[jax.Array]) -> Spelling:
-    """What a spelling is taken as, by ranks that share the positions."""
-    flat = spelled(jx.trace(fun, *given)[0], {}, replay=True).flat
+def split_over(mode: AttentionMode, ranks: int, fun: Spelling, inputs: list[jax.Array]) -> Spelling:
+    """Return the replacement of a spelling, computed by ranks that each hold some of the positions."""
+    flat = spelled(jx.trace(fun, *inputs)[0], {}, replay=True).flat
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("context",))
-    ordered = lambda how, x, d: x if d is None or mode.order == "plain" else how(x, ranks, d)
+    ordered = lambda reorder, x, d: x if d is None or mode.order == "plain" else reorder(x, ranks, d)
 
     def attended(options: Any, *values: jax.Array) -> jax.Array:
         queries = options.function.dims("t")
@@ -561,8 +569,8 @@ def split_over(mode: AttentionMode, ranks: int, fun: Spelling, given: list[jax.A
         specs = tuple(P() if d is None else P(*[None] * d, "context") for d in dims)
         values = [ordered(to_zigzag, x, d) for x, d in zip(values, dims, strict=True)]
         local = functools.partial(attend_scored, options, mode, (values[0].shape[1], values[1].shape[1]))
-        every = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(None, "context"), check_vma=False)
-        return ordered(from_zigzag, every(*values), 1)
+        on_all_ranks = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(None, "context"), check_vma=False)
+        return ordered(from_zigzag, on_all_ranks(*values), 1)
 
     def run(*x: jax.Array) -> jax.Array:
         env = dict(zip((*flat.constvars, *flat.invars), (*flat.consts, *x), strict=True))
@@ -576,10 +584,10 @@ def split_over(mode: AttentionMode, ranks: int, fun: Spelling, given: list[jax.A
 
 
 def alibi_of_grouped_queries(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Slopes of key heads and of the query heads of each."""
-    slopes, places = 0.1 * jnp.arange(1.0, H + 1).reshape(K, H // K, 1, 1), jnp.arange(T)
+    """ALiBi with a slope for each key head and each of its query heads."""
+    slopes, positions = 0.1 * jnp.arange(1.0, H + 1).reshape(K, H // K, 1, 1), jnp.arange(T)
     s = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, T, K, H // K, D), k[:, :, :K])
-    p = soft(s - slopes * jnp.abs(places[:, None] - places))
+    p = soft(s - slopes * jnp.abs(positions[:, None] - positions))
     return jnp.einsum("bkgts,bskd->btkgd", p, v[:, :, :K]).reshape(B, T, H, D)
 
 
@@ -594,43 +602,47 @@ def alibi_of_grouped_queries(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Ar
 def test_ranks_that_share_positions_or_heads_compute_the_same(
     fun: Spelling, modes: tuple[AttentionMode, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of three positions; of one key head four ranks have one query head each."""
+    """Chunks have three positions. Four ranks share one key head, with one query head each."""
     monkeypatch.setattr(sys.modules[__name__], "T", 24)
-    *given, cotangent = arrays()
+    *inputs, cotangent = arrays()
 
-    def pulled(fun: Spelling) -> Any:
-        out, pull = jax.vjp(fun, *given)
-        return out, *pull(cotangent)
+    def output_and_grads(fun: Spelling) -> Any:
+        output, pull = jax.vjp(fun, *inputs)
+        return output, *pull(cotangent)
 
-    wanted, *every = jax.jit(lambda: [pulled(fun), *(pulled(split_over(mode, 4, fun, given)) for mode in modes)])()
-    for found in every:
-        for x, y in zip(wanted, found, strict=True):
-            np.testing.assert_allclose(y, x, rtol=0, atol=5e-6 * float(jnp.abs(x).max()))
+    expected, *results = jax.jit(
+        lambda: [output_and_grads(fun), *(output_and_grads(split_over(mode, 4, fun, inputs)) for mode in modes)]
+    )()
+    for result in results:
+        for desired, actual in zip(expected, result, strict=True):
+            np.testing.assert_allclose(actual, desired, rtol=0, atol=5e-6 * float(jnp.abs(desired).max()))
 
 
 def test_a_block_draws_the_bits_of_its_own_elements() -> None:
-    """Beyond 2**32 of them, which no test can draw whole, they are those of 64-bit numbers."""
+    """An element's bits depend on its flat index, which has 64 bits in arrays too large for a test to draw whole."""
     key, small, large = jax.random.key(3), (3, 5, 7), (7, 131_072, 131_072)
-    every = [jnp.arange(n) for n in small]
-    np.testing.assert_array_equal(score_function._bits(key, small, every), jax.random.bits(key, small))
-    places = [np.array([0, 6]), np.array([0, 77_777]), np.array([1, 131_071])]
-    numbers = np.ravel_multi_index(np.ix_(*places), large).astype(np.uint64)
-    counts = [jnp.asarray(x.astype(np.uint32)) for x in (numbers >> np.uint64(32), numbers & np.uint64(2**32 - 1))]
+    all_positions = [jnp.arange(n) for n in small]
+    np.testing.assert_array_equal(score_program._random_bits(key, small, all_positions), jax.random.bits(key, small))
+    positions = [np.array([0, 6]), np.array([0, 77_777]), np.array([1, 131_071])]
+    indices = np.ravel_multi_index(np.ix_(*positions), large).astype(np.uint64)
+    counts = [jnp.asarray(x.astype(np.uint32)) for x in (indices >> np.uint64(32), indices & np.uint64(2**32 - 1))]
     high, low = threefry_2x32(jax.random.key_data(key), jnp.stack(counts))
-    np.testing.assert_array_equal(score_function._bits(key, large, [jnp.asarray(x) for x in places]), high ^ low)
+    np.testing.assert_array_equal(
+        score_program._random_bits(key, large, [jnp.asarray(x) for x in positions]), high ^ low
+    )
 
 
 def test_two_layers_of_a_loop_are_one_function_of_scores() -> None:
-    """Else blocks that a Python loop wrote out would be no scan over layers."""
+    """Otherwise the layers of a Python loop would not be alike, and not become a scan."""
     twice = lambda q, k, v: alibi(alibi(q, k, v), k, v)
     flat = spelled(jx.trace(twice, *arrays()[:3])[0], {}, replay=True).flat
-    one, other = (call.options for call in calls(flat.eqns))
-    assert one.function is other.function
+    first, second = (call.options for call in calls(flat.eqns))
+    assert first.function is second.function
 
 
 @functools.cache
 def model_of(fun: Spelling) -> jp.Model:
-    """One layer that attends by a spelling, over `T` of a batch's positions."""
+    """Return a model of one layer that attends by a spelling, to the first `T` positions of a batch."""
 
     def init(key: jax.Array) -> dict[str, jax.Array]:
         draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape) * shape[0] ** -0.5
@@ -649,14 +661,14 @@ def model_of(fun: Spelling) -> jp.Model:
 
 @functools.cache
 def on_one_device(fun: Spelling) -> tuple[Any, Any, Any]:
-    """Of its model the first gradients, and what training makes of it."""
-    one = OneDevice(model_of(fun))
-    return one.first, *one.train(cells.SGD, cells.batch_of(B), 1, cells.STEPS)
+    """Return the first gradients of a spelling's model, and the results of its training."""
+    reference = OneDevice(model_of(fun))
+    return reference.first, *reference.train(cells.SGD, cells.batch_of(B), 1, cells.STEPS)
 
 
-SPELLINGS = tuple(dict.fromkeys((*TAKEN, *REPLAYED)))
+SPELLINGS = tuple(dict.fromkeys((*DESCRIPTIONS, *REPLAYED)))
 WAYS = ("ring", "ulysses", "usp", "gather")
-# Heads that four ranks cannot share: rows and heads are one dim, or there is one head of keys.
+# Four ranks cannot share their heads: rows and heads are one dim, or there is one key head.
 REFUSED = {rows_and_heads_in_one_dim: ("ulysses", "usp"), one_key_head: ("usp",)}
 
 
@@ -671,8 +683,9 @@ REFUSED = {rows_and_heads_in_one_dim: ("ulysses", "usp"), one_key_head: ("usp",)
 def test_every_spelling_by_every_way_at_an_odd_length(
     fun: Spelling, ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """13 positions on four ranks: gradients and what is trained, and in a ring's compiled program no scores of all
-    positions nor all keys; or it is refused, with what to use.
+    """13 positions on four ranks: gradients and trained parameters are right, or an error says what to use.
+
+    The compiled program of a ring has no scores of all positions, and no array of all keys.
     """
     monkeypatch.setattr(sys.modules[__name__], "T", 13)
     batch = cells.batch_of(B)
@@ -713,17 +726,19 @@ def explained(fun: Spelling, text: str) -> str:
     ],
 )
 def test_attention_is_explained_with_its_line_and_mask(text: str, goes: str) -> None:
-    said = explained(where_minus_inf, text)
-    found = rf"test_spelled.py:\d+:\d+ \(weighed\): attention that is spelled out, causal, {goes}"
-    assert re.search(found.format(r"float32\[\d,4,14,14\], [\d.]+ kB"), said)
-    assert ("attention by ring in zigzag order, since it was asked for" in said) == ("ring" in text)
+    explanation = explained(where_minus_inf, text)
+    pattern = rf"test_spelled.py:\d+:\d+ \(weighed\): attention that is spelled out, causal, {goes}"
+    assert re.search(pattern.format(r"float32\[\d,4,14,14\], [\d.]+ kB"), explanation)
+    assert ("attention by ring in zigzag order, since it was asked for" in explanation) == ("ring" in text)
 
 
 def test_what_is_not_taken_is_explained_with_its_line() -> None:
-    """Under `auto` its keys are gathered, and nothing said why."""
-    said = explained(divided_at_the_end, "context=4")
-    why = "attention that is spelled out stays so, since it weighs values by an exponential of scores in no known form"
-    assert re.search(rf"test_spelled.py:\d+:\d+ \(weighed\): {why}", said)
+    """Regression: under `auto` its keys are gathered, and no remark told why."""
+    explanation = explained(divided_at_the_end, "context=4")
+    reason = (
+        "attention that is spelled out stays so, since it weighs values by an exponential of scores in no known form"
+    )
+    assert re.search(rf"test_spelled.py:\d+:\d+ \(weighed\): {reason}", explanation)
 
 
 SCORED = ("alibi", "padded", "t5")
@@ -770,15 +785,17 @@ def test_no_rank_of_a_ring_holds_scores_of_all_positions_nor_all_keys(name: str)
     local = cells.LENGTH // 4
     assert (4, local, cells.HEADS, cells.DIM // cells.HEADS) in shapes  # a rank's own queries
     assert not [shape for shape in shapes if shape.count(cells.LENGTH) > 1]
-    whole = [(n, cells.HEADS, cells.DIM // cells.HEADS) for n in (cells.LENGTH, 2 * cells.LENGTH)]  # the source's too
-    assert not [shape for shape in shapes if shape[-3:] in whole and math.prod(shape[:-3]) >= 4]
-    said = " ".join(str(step.explain(cells.batch_of(4))).split())
-    assert "goes by blocks" in said
-    assert "none of its scores, float32[4,4,16,16], 16.38 kB, is kept" in said
+    all_keys_shapes = [
+        (n, cells.HEADS, cells.DIM // cells.HEADS) for n in (cells.LENGTH, 2 * cells.LENGTH)
+    ]  # the source's too
+    assert not [shape for shape in shapes if shape[-3:] in all_keys_shapes and math.prod(shape[:-3]) >= 4]
+    explanation = " ".join(str(step.explain(cells.batch_of(4))).split())
+    assert "goes by blocks" in explanation
+    assert "none of its scores, float32[4,4,16,16], 16.38 kB, is kept" in explanation
 
 
 def test_a_table_of_distances_is_read_for_a_ranks_queries_where_keys_are_gathered() -> None:
-    """Every rank made the bias of all queries and keys, and cut it."""
+    """Regression: every rank computed the bias of all queries and keys, and cut it."""
     step = jp.make_train_step(cells.built("t5"), cells.SGD, "context=4,attention=gather", jax.devices()[:4])
     shapes = {v.aval.shape for eqn, _ in visit(step.trace(cells.batch_of(4)).jaxpr.eqns) for v in eqn.outvars}
     assert (4, cells.LENGTH // 4, cells.HEADS, cells.DIM // cells.HEADS) in shapes
@@ -793,10 +810,10 @@ def test_a_table_of_distances_is_read_for_a_ranks_queries_where_keys_are_gathere
     ],
 )
 def test_what_is_not_taken_is_refused_with_its_line(name: str, text: str, message: str, advised: str) -> None:
-    made = lambda text: jp.make_train_step(cells.built(name), cells.SGD, text, jax.devices()[:4])
+    make_step = lambda text: jp.make_train_step(cells.built(name), cells.SGD, text, jax.devices()[:4])
     with pytest.raises(ValueError, match=message):
-        made(text).trace(cells.batch_of(4))
-    made(advised).trace(cells.batch_of(4))
+        make_step(text).trace(cells.batch_of(4))
+    make_step(advised).trace(cells.batch_of(4))
 
 
 def beside_other_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -805,17 +822,17 @@ def beside_other_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def test_the_mode_goes_by_what_a_function_of_scores_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(fun: Spelling, asked: str, ranks: int = 4) -> str:
+    def chosen(fun: Spelling, attention: str, ranks: int = 4) -> str:
         flat = spelled(jx.trace(fun, *arrays()[:3])[0], {}, replay=True).flat
-        return choose(asked, flat.eqns, ranks, 1).name
+        return choose(attention, flat.eqns, ranks, 1).name
 
     monkeypatch.setattr(sys.modules[__name__], "T", 24)
     assert chosen(alibi, "auto") == "ulysses"
     assert chosen(soft_cap, "auto") == "ring"  # which leaves out blocks of hidden keys
     assert chosen(beside_other_heads, "auto") == chosen(beside_other_heads, "ring") == "ring"
-    for asked in ("ulysses", "usp"):
+    for attention in ("ulysses", "usp"):
         with pytest.raises(ValueError, match=r"test_spelled.py:\d+.* mixes heads, .*; use attention='ring'"):
-            chosen(beside_other_heads, asked, 2)
+            chosen(beside_other_heads, attention, 2)
     monkeypatch.setattr(sys.modules[__name__], "H", 12)
     monkeypatch.setattr(sys.modules[__name__], "K", 6)
     assert (
