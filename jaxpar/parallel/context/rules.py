@@ -98,7 +98,7 @@ def _reduce(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> F
     if x.dim not in eqn.params["axes"]:
         return follow(work, eqn, inputs)
     if name == "reduce_sum":
-        return [(jx.bind(eqn, [work.kept(x)])[0], PARTIAL)]
+        return [(jx.bind(eqn, [work.masked_part(x)])[0], PARTIAL)]
     return None if name.startswith("arg") else TENSOR[name](work, eqn, inputs)
 
 
@@ -121,7 +121,7 @@ def _dot(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Foun
     ]
     (out,) = factor.outs
     if out is None:  # summed: of what has them, without what other ranks have as well
-        values[keep] = work.kept(inputs[keep])
+        values[keep] = work.masked_part(inputs[keep])
         return [(jx.bind(eqn, values)[0], PARTIAL)]
     return [(jx.bind(eqn, values)[0], Split(out, *how))]
 

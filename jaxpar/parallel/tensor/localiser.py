@@ -130,16 +130,16 @@ class Localiser:
         assert value.shape[dim] % self.ranks == 0, (value.shape, dim)
         return edges.take(value, dim, self.ranks)
 
-    def kept(self, x: LocalValue, nothing: Any = 0) -> jax.Array:
-        """Return the part of a split value, with `nothing` at elements that another rank holds as well."""
+    def masked_part(self, x: LocalValue, fill: Any = 0) -> jax.Array:
+        """Return the part of a split value, with `fill` at elements that another rank holds as well."""
         return x.value
 
     def total(self, value: jax.Array) -> jax.Array:
         """Return the sum of the ranks' values."""
         return edges.leave(value, self.ranks)
 
-    def of_all(self, value: jax.Array) -> jax.Array:
-        """Return the values of all ranks, [ranks, ...]."""
+    def gather_values(self, value: jax.Array) -> jax.Array:
+        """All-gather the ranks' values, [ranks, ...]."""
         return edges.all_gather_replicated(value[None], 0, self.ranks)
 
     def alike(self, x: LocalValue) -> bool:
