@@ -71,9 +71,11 @@ def _follow_or_sum(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue])
     if factor is None or factor.reduced not in ("", "sum"):
         return None
     local_outputs = on_parts(localiser, eqn, inputs, factor)
-    if local_outputs and factor.reduced:
-        return [(localiser.total(value), None) for value, _ in local_outputs]
-    return local_outputs
+    return (
+        [(localiser.total(value), None) for value, _ in local_outputs]
+        if local_outputs and factor.reduced
+        else local_outputs
+    )
 
 
 def on_parts(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue], factor: Factor) -> Found | None:

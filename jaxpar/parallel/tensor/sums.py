@@ -1,9 +1,11 @@
 """Rules of primitives that reduce over a split dim: reductions, matmuls, lookups.
 
-reduction      reduce the part, then reduce over ranks       sums: all-reduce; others: all-gather of one value a rank
-dot_general    column-parallel: the free dim is split        no communication: the output is split
-               row-parallel: the contracted dim is split     all-reduce, or reduce-scatter with `sequence`
-gather         vocabulary-parallel: table [V/n, D] a rank    look up own rows, zeros elsewhere, then as row-parallel
+They communicate over `tensor`:
+
+    reduction      reduce the part, then over ranks              a sum: all-reduce; others: all-gather of the results
+    dot_general    column-parallel: a free dim is split          no communication: the output is split
+                   row-parallel: a contracted dim is split       all-reduce, or reduce-scatter with `sequence`
+    gather         vocabulary-parallel: table [V/n, D]           zeros for other ranks' rows, then as row-parallel
 """
 
 from collections.abc import Sequence
@@ -143,6 +145,7 @@ def _gather(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
     value, dim = localiser.summed(features, shape, table.weight, eqn)
     if fills:
         filled, fill = LocalValue(spread(is_out_of_bounds), None, shape), eqn.params["fill_value"]
-        is_filled = filled.value if dim is None else localiser.part(filled, dim)
-        value = jnp.where(is_filled, jnp.nan if fill is None else fill, value)
+        value = jnp.where(
+            filled.value if dim is None else localiser.part(filled, dim), jnp.nan if fill is None else fill, value
+        )
     return [(value, dim)]
