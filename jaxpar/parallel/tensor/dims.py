@@ -144,10 +144,10 @@ def tensor_dims(
         chosen = _presets(shapes) | chosen
 
     # 3. Leave vocabularies whole that the ranks do not divide; any other such dim is an error.
-    for path, dim in chosen.items():
-        if dim is not None and shapes[path][dim] % size and path not in chosen_by_user:
-            is_vocabulary = "vocab" in names_in(axes.get(path, ())[dim : dim + 1]) or _is_end(path)
-            chosen[path] = None if is_vocabulary else dim
+    for path, rule_dim in chosen.items():
+        if rule_dim is not None and shapes[path][rule_dim] % size and path not in chosen_by_user:
+            is_vocabulary = "vocab" in names_in(axes.get(path, ())[rule_dim : rule_dim + 1]) or _is_end(path)
+            chosen[path] = None if is_vocabulary else rule_dim
     _check_division(chosen, shapes, size)
 
     # 4. Add biases, and pairs of products in models that no preset knows.

@@ -138,7 +138,7 @@ class Localiser:
         """Return the sum of the ranks' values."""
         return edges.leave(value, self.ranks)
 
-    def gather_values(self, value: jax.Array) -> jax.Array:
+    def of_all(self, value: jax.Array) -> jax.Array:
         """All-gather the ranks' values, [ranks, ...]."""
         return edges.all_gather_replicated(value[None], 0, self.ranks)
 

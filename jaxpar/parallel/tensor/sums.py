@@ -34,7 +34,7 @@ def _reduce(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
         return [(localiser.total(jx.bind(eqn, [part])[0]), None)]
 
     def reduce_over_ranks(part: jax.Array) -> jax.Array:
-        return jx.bind(eqn, [localiser.gather_values(jx.bind(eqn, [part])[0])], axes=(0,))[0]
+        return jx.bind(eqn, [localiser.of_all(jx.bind(eqn, [part])[0])], axes=(0,))[0]
 
     if not (x.active and name in ("reduce_max", "reduce_min")):
         return [(reduce_over_ranks(part), None)]
