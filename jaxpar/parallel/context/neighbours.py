@@ -225,10 +225,8 @@ def _concatenate(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalVa
     # 1. Move the longest split value to its place.
     longest = max(splits, key=lambda i: lengths[i])
     x, dim = inputs[longest], splits[longest]
-    offsets, other_lengths = (
-        [sum(lengths[:i]) for i in range(len(inputs))],
-        [lengths[i] for i in splits if i != longest],
-    )
+    offsets = [sum(lengths[:i]) for i in range(len(inputs))]
+    other_lengths = [lengths[i] for i in splits if i != longest]
     are_short = dim.rows == 1 and all(n <= localiser.chunk(lengths[longest], dim.overlap) for n in other_lengths)
     if (
         not are_short
@@ -271,11 +269,8 @@ _SCATTER_JOINS = {"": lambda _, y: y, "-add": jnp.add, "-mul": jnp.multiply, "-m
 def _scatter(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Write at known positions, each once, as `x.at[:, 1:].add(y)` does."""
     (x, indices, y), numbers, name = inputs, eqn.params["dimension_numbers"], eqn.primitive.name
-    scattered, inserted, starts = (
-        numbers.scatter_dims_to_operand_dims,
-        numbers.inserted_window_dims,
-        constant(indices),
-    )
+    scattered, inserted = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
+    starts = constant(indices)
     window_dims = [d for d in range(len(x.shape)) if d not in (*inserted, *numbers.operand_batching_dims)]
     x_dim_of = dict(zip(numbers.update_window_dims, window_dims, strict=True))  # dim of y -> dim of x
     # Where the indices do not select positions, each rank writes into its own.
@@ -328,11 +323,8 @@ def _convolution(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalVa
 
     # 2. Windows side by side, as in patches: each chunk must hold whole windows.
     window_dim = numbers.lhs_spec.index(x.dim) - 2
-    out_dim, stride, local_length = (
-        numbers.out_spec[2 + window_dim],
-        params["window_strides"][window_dim],
-        x.value.shape[x.dim],
-    )
+    out_dim, stride = numbers.out_spec[2 + window_dim], params["window_strides"][window_dim]
+    local_length = x.value.shape[x.dim]
     if stride > 1 and side_by_side(eqn, [x.dim]) and localiser.rows == 1:
         multiple, n = stride * localiser.mode.parts(localiser.ranks), x.shape[x.dim]
         if n % multiple and math.prod(x.shape) > localiser.cheap:
@@ -381,11 +373,8 @@ def _cumulative(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalVal
     dim, n = localiser.split(x.dim), x.shape[x.dim]
     if x.dim != eqn.params["axis"]:
         return follow(localiser, eqn, inputs)
-    chunk, num_following, is_reverse = (
-        localiser.chunk(n, dim.overlap),
-        max(dim.overlap, 0),
-        eqn.params["reverse"],
-    )
+    chunk, num_following = localiser.chunk(n, dim.overlap), max(dim.overlap, 0)
+    is_reverse = eqn.params["reverse"]
     if dim.rows > 1 or (is_reverse and num_following):
         return None
     join = _CUMULATIVE_JOINS[eqn.primitive.name]
