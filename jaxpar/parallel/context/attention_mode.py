@@ -115,7 +115,7 @@ class _Heads:
 
     @property
     def uneven(self) -> list[tuple[int, int]]:
-        """The head counts whose key heads a function of scores cannot repeat evenly over the ranks."""
+        """The head counts, with a function of scores, where neither key heads nor ranks divide the other."""
         return [(q, k) for q, k in self.counts if self.scored and k % self.ranks and self.ranks % k]
 
     @property
@@ -189,7 +189,7 @@ def choose(
     ulysses = AttentionMode("ulysses", ring.why)
     if asked == "usp" and heads.group < ranks:
         return replace(usp, why=f"{usp.why}, in groups of {heads.group} ranks")
-    # If all ranks can share the heads, usp is ring attention over a single group.
+    # A single group of all ranks would make usp the same as Ulysses, so that usp is chosen like auto then.
     if asked in ("ulysses", "ring"):
         return ulysses if asked == "ulysses" else ring
     return _choose_cheapest(free_calls, heads, schedule, (ulysses, usp, ring))
@@ -266,7 +266,7 @@ def _choose_cheapest(
 
 
 def _is_triangular(call: Call, ranks: int) -> bool:
-    """Return whether the last rank's queries see keys of all ranks, and earlier ranks' queries fewer."""
+    """Return whether a call is causal, and the queries of the last rank see the keys of all ranks."""
     return call.options.causal and _hops(call, ranks, 1) == ranks - 1
 
 

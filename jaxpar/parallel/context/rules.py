@@ -328,8 +328,8 @@ def attend_scored(
       query: [B, T/c, H, h].
       key: [B, S/c, K, h].
       value: [B, S/c, K, h].
-      score_operands: the function's operands. They have all keys and heads in the user's order, and this rank's queries,
-        or all queries where ranks share heads.
+      score_operands: the function's operands. They have all keys and heads in the user's order, and this rank's
+        queries, or all queries where ranks share heads.
     """
     function, ranks = options.function, lax.axis_size(AXIS)
     group, (query_heads, key_heads) = mode.sharing(ranks), (x.shape[2] for x in (query, key))
