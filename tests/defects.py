@@ -127,10 +127,11 @@ DEFECTS = (
            "A layer of padding runs as if it were the model's."),
     # -- localise
     Defect("vocab-edge", "parallel/tensor/sums.py", "parallel/tensor/test_localise.py::test_rules",
-           "mine = (own >= 0) & (own < each)", "mine = (own >= 0) & (own <= each)",
+           "is_local = (local_rows >= 0) & (local_rows < local_size)",
+           "is_local = (local_rows >= 0) & (local_rows <= local_size)",
            "Two tensor ranks give the embedding of a token at the edge of their parts."),
     Defect("max-ties", "parallel/tensor/sums.py", "parallel/tensor/test_localise.py::test_rules",
-           "return best, total(hit * tangent) / total(hit)", "return best, total(hit * tangent)",
+           "return best, total(is_best * tangent) / total(is_best)", "return best, total(is_best * tangent)",
            "Elements that tie for a maximum over ranks each get the whole gradient."),
     # -- ops
     Defect("zigzag-order", "parallel/context/ops/order.py", "parallel/context/attention/test_attention_ways.py::test_orders",

@@ -85,7 +85,7 @@ def test_a_rule_for_tensor_of_a_leaf_whose_path_ends_others() -> None:
     """The suggested rule matched a second leaf, which the ranks do not divide. It named the largest leaf even so."""
     leaves = [("w", (6, 6)), ("x/w", (3, 3)), ("large", (9, 9))]
     with pytest.raises(ValueError, match="splits no parameter") as error:
-        tensor_dims(leaves, 2, own={})
+        tensor_dims(leaves, 2, model_rules={})
     assert tensor_dims(leaves, 2, suggested(error.value)) == {"w": 1}
 
 

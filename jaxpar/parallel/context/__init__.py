@@ -1,4 +1,4 @@
-"""The program of one context rank, which has some of the positions of every sequence."""
+"""Context parallelism: rewrite a loss into the program of one rank, which holds some positions of every sequence."""
 
 from . import neighbours as neighbours
 from .attention_mode import AttentionMode as AttentionMode

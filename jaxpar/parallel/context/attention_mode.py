@@ -1,9 +1,13 @@
-"""How the queries of one context rank reach the keys of all ranks, and which mode is chosen.
+"""Choose how the queries of one context rank reach the keys of all ranks.
 
-gather     keys and values are gathered, queries stay        any mask; sends 2 Hkv a position, c times over
-ulysses    ranks exchange positions for heads, and back      sends (2 Hq + 2 Hkv) a position; c divides the heads
-ring       keys and values move from rank to rank            sends as gather; holds two blocks of keys at a time
-usp        ulysses in groups of ranks, a ring of the groups  where a divisor of c divides the heads
+The modes, for c ranks, with Hq query heads and Hkv key heads:
+
+    gather     keys and values are gathered, queries stay        any mask; sends 2 Hkv a position, c times over
+    ulysses    ranks exchange positions for heads, and back      sends (2 Hq + 2 Hkv) a position; c divides the heads
+    ring       keys and values move from rank to rank            sends as gather; holds two blocks of keys at a time
+    usp        ulysses in groups of ranks, a ring of the groups  where a divisor of c divides the heads
+
+`choose` takes the mode that the user asked for, or with "auto" the one that sends the fewest bytes.
 """
 
 import itertools
@@ -21,24 +25,31 @@ from .ops import ring_hops, ulysses_bytes, usp_bytes
 from .ops.order import Order
 
 AXIS = "context"
-RINGS = ("ring", "usp")  # whose hops all devices of a program must meet in
+RINGS = ("ring", "usp")  # modes with hops, which all devices of a program must take at the same time
 
 
 @dataclass(frozen=True)
 class AttentionMode:
-    """How attention over a split sequence is computed, and why so."""
+    """A way to compute attention over a split sequence.
+
+    Attributes:
+      name: the mode.
+      why: the reason for it, for reports.
+      group: for usp, the number of neighbouring ranks that share the heads.
+      order: the order in which ranks hold chunks; zigzag balances causal work on a ring.
+    """
 
     name: Literal["gather", "ulysses", "ring", "usp"]
     why: str
-    group: int = 1  # of usp: how many ranks next to each other share the heads
-    order: Order = "plain"  # zigzag balances causal work on a ring
+    group: int = 1
+    order: Order = "plain"
 
     def sharing(self, ranks: int) -> int:
-        """How many of so many ranks share the heads of a position."""
+        """Return how many of `ranks` ranks share the heads of a position."""
         return ranks if self.name == "ulysses" else self.group
 
     def parts(self, ranks: int) -> int:
-        """The number of chunks that so many ranks have of a sequence."""
+        """Return the number of chunks that `ranks` ranks hold of a sequence."""
         return ranks * (2 if self.order == "zigzag" else 1)
 
 
@@ -47,29 +58,86 @@ GATHER = AttentionMode("gather", "it was asked for")
 
 @dataclass(frozen=True)
 class Call:
-    """One `jp.attention` of a program: its options, the shapes of query and key, and its line."""
+    """A call of `jp.attention` in a program.
+
+    Attributes:
+      options: its options.
+      query: the shape of its queries [B, T, Hq, D].
+      key: the shape of its keys [B, S, Hkv, D].
+      line: its place in the user's code.
+      itemsize: the bytes of one element.
+    """
 
     options: AttentionOptions
     query: tuple[int, ...]
     key: tuple[int, ...]
     line: str
-    itemsize: int  # bytes an element
+    itemsize: int
 
     @property
-    def hinders(self) -> str:
-        """Why it is by gather whatever was asked for; empty where it need not be."""
+    def needs_gather(self) -> str:
+        """Why the call must be by gather, whatever the user asked for; "" if any mode can compute it."""
         return "has a mask" if self.options.masked else ""
 
 
+@dataclass(frozen=True)
+class _Heads:
+    """How the heads of a program's calls fit `ranks` context ranks.
+
+    Attributes:
+      ranks: the number of context ranks.
+      tensor: the number of tensor ranks that share the heads; 1 if each of them computes all heads.
+      counts: for each call, the query and key heads of a tensor rank.
+      scored: the calls with a function of scores.
+      mixed: the line of a function of scores that mixes heads; "" if none does.
+    """
+
+    ranks: int
+    tensor: int
+    counts: list[tuple[int, int]]
+    scored: list[Call]
+    mixed: str
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], ranks: int, tensor: int) -> "_Heads":
+        """Count the heads of some calls. If `tensor` does not divide them, each tensor rank computes all heads."""
+        is_divided = all(n % tensor == 0 for call in calls for n in (call.query[2], call.key[2]))
+        tensor = tensor if is_divided else 1
+        counts = [(call.query[2] // tensor, call.key[2] // tensor) for call in calls]
+        scored = [call for call in calls if call.options.function is not None]
+        mixed = next((call.line for call in scored if not call.options.function.by_heads), "")
+        return cls(ranks, tensor, counts, scored, mixed)
+
+    @property
+    def undivided(self) -> list[tuple[int, int]]:
+        """The head counts whose query heads the ranks do not divide."""
+        return [pair for pair in self.counts if pair[0] % self.ranks]
+
+    @property
+    def uneven(self) -> list[tuple[int, int]]:
+        """The head counts, with a function of scores, where neither key heads nor ranks divide the other."""
+        return [(q, k) for q, k in self.counts if self.scored and k % self.ranks and self.ranks % k]
+
+    @property
+    def group(self) -> int:
+        """The largest number of ranks that can share the heads of all calls."""
+        return math.gcd(self.ranks, *itertools.chain(*self.counts))
+
+    @property
+    def owner(self) -> str:
+        """A text that names the tensor rank that has the heads; "" without tensor ranks."""
+        return f" of a tensor rank (tensor={self.tensor})" if self.tensor > 1 else ""
+
+
 def options_of(eqn: Any) -> AttentionOptions | None:
-    """Those of an equation that is a `jp.attention`."""
+    """Return the options of an equation that is a `jp.attention`; None for any other equation."""
     kernel = kernels.of(eqn)
-    found = getattr(kernel.fun, "args", ()) if kernel is not None else ()
-    return found[0] if found and isinstance(found[0], AttentionOptions) else None
+    bound_args = getattr(kernel.fun, "args", ()) if kernel is not None else ()
+    return bound_args[0] if bound_args and isinstance(bound_args[0], AttentionOptions) else None
 
 
 def calls(eqns: Sequence[Any]) -> Iterator[Call]:
-    """Every `jp.attention` of a program."""
+    """Yield every `jp.attention` of a program."""
     for eqn, _ in visit(eqns, lambda eqn: options_of(eqn) is None):
         if (options := options_of(eqn)) is not None:
             query, key = (v.aval.shape for v in eqn.invars[:2])
@@ -84,109 +152,135 @@ def choose(
     schedule: str = "",
     not_taken: Mapping[str, str] = MappingProxyType({}),
 ) -> AttentionMode:
-    """The attention mode of a program on `ranks` context ranks, where `tensor` ranks share the heads.
+    """Choose the attention mode of a program.
 
-    `not_taken` has, by line, attention that the program spells out in a way that `attention/` does not take, and why.
+    Args:
+      asked: the mode that the user asked for, or "auto".
+      eqns: the program.
+      ranks: the number of context ranks.
+      tensor: the number of tensor ranks that share the heads.
+      schedule: the schedule of a pipeline whose ranks run different operations at the same time, "" for any other. It
+        rules out a ring, since XLA makes all devices of a program meet in a collective-permute.
+      not_taken: by line, why `attention/` cannot use attention that the program spells out.
 
-    `schedule` is that of a pipeline whose ranks run different operations at one time: no ring there, since XLA lets all
-    devices of a program meet in a collective-permute, whichever of them exchange something.
-
-    Raises ValueError where the mode that was asked for cannot be.
+    Raises:
+      ValueError: if the mode that the user asked for is impossible.
     """
-    found = list(calls(eqns))
-    free = [call for call in found if not call.hinders]
+    all_calls = list(calls(eqns))
+    free_calls = [call for call in all_calls if not call.needs_gather]
     if asked == "gather":
         return GATHER
-    if not free:
+    if not free_calls:
         why = "the loss calls no jp.attention and spells none out"
-        if others := {call.line: call.hinders for call in found} | dict(not_taken):
-            line = next(iter(others))
-            why = f"that of {line} {others[line]}"
+        if obstacles := {call.line: call.needs_gather for call in all_calls} | dict(not_taken):
+            line = next(iter(obstacles))
+            why = f"that of {line} {obstacles[line]}"
         if asked != "auto":
             raise ValueError(
                 f"attention={asked!r} is for attention by a softmax of scores, and {why}; use causal=, window= and "
                 "segment_ids= of jp.attention, or attention='gather'"
             )
         return AttentionMode("gather", why)
-    divided = all(n % tensor == 0 for call in free for n in (call.query[2], call.key[2]))
-    tensor = tensor if divided else 1  # else each tensor rank computes all heads
-    heads = [(call.query[2] // tensor, call.key[2] // tensor) for call in free]
-    odd = [pair for pair in heads if pair[0] % ranks]
-    shared = f" of a tensor rank (tensor={tensor})" if tensor > 1 else ""
-    scored = [call for call in free if call.options.function is not None]
-    mixed = next((call.line for call in scored if not call.options.function.by_heads), "")
-    if asked in ("ulysses", "usp") and mixed:
+    heads = _Heads.of(free_calls, ranks, tensor)
+    _check(asked, heads, schedule)
+    order = "zigzag" if any(_is_triangular(call, ranks) for call in free_calls) else "plain"
+    ring = AttentionMode("ring", "it was asked for", 1, order)
+    usp = replace(ring, name="usp", group=heads.group)
+    ulysses = AttentionMode("ulysses", ring.why)
+    if asked == "usp" and heads.group < ranks:
+        return replace(usp, why=f"{usp.why}, in groups of {heads.group} ranks")
+    # A single group of all ranks would make usp the same as Ulysses, so that usp is chosen like auto then.
+    if asked in ("ulysses", "ring"):
+        return ulysses if asked == "ulysses" else ring
+    return _choose_cheapest(free_calls, heads, schedule, (ulysses, usp, ring))
+
+
+def _check(asked: str, heads: _Heads, schedule: str) -> None:
+    """Raise ValueError if the mode that the user asked for is impossible with these heads and this schedule."""
+    ranks = heads.ranks
+    if asked in ("ulysses", "usp") and heads.mixed:
         raise ValueError(
-            f"attention={asked!r} has some of the heads on each rank, and what {mixed} makes of scores mixes heads, or "
-            "merges them with other dims; use attention='ring'"
+            f"attention={asked!r} has some of the heads on each rank, and what {heads.mixed} makes of scores mixes "
+            "heads, or merges them with other dims; use attention='ring'"
         )
-    if asked == "ulysses" and odd:
+    if asked == "ulysses" and heads.undivided:
         raise ValueError(
-            f"attention='ulysses' gives each of context={ranks} ranks whole heads, and does not divide {odd[0][0]} "
-            f"query heads{shared}; use attention='ring', or a context= that divides them"
+            f"attention='ulysses' gives each of context={ranks} ranks whole heads, and does not divide "
+            f"{heads.undivided[0][0]} query heads{heads.owner}; use attention='ring', or a context= that divides them"
         )
-    uneven = [(q, k) for q, k in heads if scored and k % ranks and ranks % k]
-    if asked == "ulysses" and uneven:
+    if asked == "ulysses" and heads.uneven:
         raise ValueError(
-            f"attention='ulysses' of scores that {scored[0].line} makes others of: {uneven[0][1]} key "
-            f"heads{shared} must divide context={ranks}, or be divided by it; use attention='ring'"
+            f"attention='ulysses' of scores that {heads.scored[0].line} makes others of: {heads.uneven[0][1]} key "
+            f"heads{heads.owner} must divide context={ranks}, or be divided by it; use attention='ring'"
         )
     if asked in RINGS and schedule:
         raise ValueError(
             f"attention={asked!r} with schedule={schedule!r}, whose ranks are not in one layer at one time: a hop of "
             "the ring needs all devices; use attention='gather' or 'ulysses', or schedule='1f1b'"
         )
-    group = math.gcd(ranks, *itertools.chain(*heads))
-    if asked == "usp" and group == 1:
+    if asked == "usp" and heads.group == 1:
         raise ValueError(
             f"attention='usp' shares heads among some of context={ranks} ranks, and no divisor of it divides "
-            f"{heads[0][0]} query and {heads[0][1]} key heads{shared}; use attention='ring'"
+            f"{heads.counts[0][0]} query and {heads.counts[0][1]} key heads{heads.owner}; use attention='ring'"
         )
-    order = "zigzag" if any(_triangular(call, ranks) for call in free) else "plain"
-    ring = AttentionMode("ring", "it was asked for", 1, order)
-    usp = replace(ring, name="usp", group=group)
-    ulysses = AttentionMode("ulysses", ring.why)
-    if asked == "usp" and group < ranks:
-        return replace(usp, why=f"{usp.why}, in groups of {group} ranks")
-    if asked in ("ulysses", "ring"):
-        return ulysses if asked == "ulysses" else ring
-    # A rank that has all keys computes hidden ones as well, where their scores are others.
-    halved = next((call.line for call in scored if call.options.causal), "")
-    by_heads = not (odd or uneven or mixed)
-    q, k = (odd or uneven or heads)[0]
-    divides = f"divides {q} query heads" if by_heads else f"does not divide {q} query and {k} key heads"
-    divides = f"context={ranks} {divides}{shared}"
+
+
+def _choose_cheapest(
+    calls: Sequence[Call], heads: _Heads, schedule: str, modes: tuple[AttentionMode, AttentionMode, AttentionMode]
+) -> AttentionMode:
+    """Choose the mode that sends the fewest bytes among those that are possible.
+
+    Args:
+      calls: the calls that need no gather.
+      heads: their heads.
+      schedule: the schedule that rules out a ring, or "".
+      modes: ulysses, usp and ring.
+    """
+    ulysses, usp, ring = modes
+    ranks = heads.ranks
+    divides_heads = not (heads.undivided or heads.uneven or heads.mixed)
+    q, k = (heads.undivided or heads.uneven or heads.counts)[0]
+    divides = f"divides {q} query heads" if divides_heads else f"does not divide {q} query and {k} key heads"
+    divides = f"context={ranks} {divides}{heads.owner}"
+
+    # 1. Cases that leave no choice.
     if schedule:
         why = f"ranks of schedule={schedule} are not in one layer at one time, as a ring needs"
-        return replace(ulysses, why=divides) if by_heads else AttentionMode("gather", why)
-    if mixed:
-        return replace(ring, why=f"what {mixed} makes of scores is of all heads")
-    if halved:
+        return replace(ulysses, why=divides) if divides_heads else AttentionMode("gather", why)
+    if heads.mixed:
+        return replace(ring, why=f"what {heads.mixed} makes of scores is of all heads")
+    # With a function of scores, a rank that has all keys would compute hidden ones as well.
+    if causal_line := next((call.line for call in heads.scored if call.options.causal), ""):
         return replace(
-            ring, why=f"of the causal scores that {halved} makes others of, it leaves out those of hidden keys"
+            ring, why=f"of the causal scores that {causal_line} makes others of, it leaves out those of hidden keys"
         )
-    can = [ulysses] * by_heads + [usp] * (1 < group < ranks) + [ring]
-    sent = {mode: sum(_sent(call, mode, ranks, tensor) for call in free) for mode in can}
-    least, *others = sorted(can, key=lambda mode: sent[mode])
-    more = ", ".join(f"{mode.name} {sent[mode] / sent[least]:.2f} times as much" for mode in others if sent[least])
-    return replace(least, why=f"{divides}{f', and it sends least ({more})' if more else ''}")
+
+    # 2. Compare what the possible modes send.
+    candidates = [ulysses] * divides_heads + [usp] * (1 < heads.group < ranks) + [ring]
+    sent = {mode: sum(_bytes_sent(call, mode, ranks, heads.tensor) for call in calls) for mode in candidates}
+    cheapest, *dearer = sorted(candidates, key=lambda mode: sent[mode])
+    ratios = ", ".join(
+        f"{mode.name} {sent[mode] / sent[cheapest]:.2f} times as much" for mode in dearer if sent[cheapest]
+    )
+    return replace(cheapest, why=f"{divides}{f', and it sends least ({ratios})' if ratios else ''}")
 
 
-def _triangular(call: Call, ranks: int) -> bool:
-    """Whether later positions see more keys than earlier ones, those of every rank before them."""
+def _is_triangular(call: Call, ranks: int) -> bool:
+    """Return whether a call is causal, and the queries of the last rank see the keys of all ranks."""
     return call.options.causal and _hops(call, ranks, 1) == ranks - 1
 
 
-def _sent(call: Call, mode: AttentionMode, ranks: int, tensor: int) -> int:
-    """Bytes that a call sends, forwards and backwards."""
-    (b, t, hq, d), (_, s, hkv, _), e = call.query, call.key, call.itemsize
+def _bytes_sent(call: Call, mode: AttentionMode, ranks: int, tensor: int) -> int:
+    """Return the bytes that a call sends, forwards and backwards."""
+    (b, t, hq, d), (_, s, hkv, _), itemsize = call.query, call.key, call.itemsize
     hq, hkv = hq // tensor, hkv // tensor
     if mode.name == "ulysses":
-        return sum(ulysses_bytes(b, s, hq, hkv, d, ranks, e))
+        return sum(ulysses_bytes(b, s, hq, hkv, d, ranks, itemsize))
+    # In zigzag order each rank has late queries, so that keys must pass all ranks whatever the window.
     hops = _hops(call, ranks, mode.group) if mode.order == "plain" else None
-    return sum(usp_bytes(b, s, hq, hkv, d, ranks, mode.group, e, t, hops))
+    return sum(usp_bytes(b, s, hq, hkv, d, ranks, mode.group, itemsize, t, hops))
 
 
 def _hops(call: Call, ranks: int, group: int) -> int:
-    """Of its keys, in plain order, round a ring of groups."""
+    """Return how often a call's keys are passed on, in plain order, round a ring of groups."""
     return ring_hops(-(-call.query[1] * group // ranks), ranks // group, call.options.window)

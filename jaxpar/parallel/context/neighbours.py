@@ -1,8 +1,14 @@
-"""Rules of equations that mix positions with those next to them, or with all before them: slices and paddings that move
-positions along, convolutions, cumulative sums, and scans of a diagonal linear recurrence.
+"""Rules of equations that mix positions with their neighbours, or with all positions before them.
 
-A rank gets what is next to its chunks from their neighbours (`ops/halo.py`), or of every chunk what it adds to those
-behind it.
+    slices, paddings, joins   positions move along; the chunks keep their borders and overlap
+    convolutions              a chunk needs the ends of its neighbours (`ops/halo.py`)
+    cumulative sums           a chunk needs the total of each chunk before it
+    linear recurrences        a chunk needs the state in which the chunk before it ends
+
+    x[:, 1:] on 2 ranks       a b c d | e f g h   -->   b c d e | f g h .
+                                      one position moves to the previous chunk
+
+A rank exchanges the ends of its chunks with its neighbours, or gathers one summary of every chunk.
 """
 
 import math
@@ -30,255 +36,323 @@ from .rules import rule
 from .split import PARTIAL, Split
 
 
-def overlap(work: ContextLocaliser, n: int, chunk: int) -> int | None:
-    """That of n positions in chunks of a given length; None where it would be more than a chunk."""
-    parts = work.mode.parts(work.ranks)
+def overlap_of(localiser: ContextLocaliser, n: int, chunk: int) -> int | None:
+    """Return the overlap of n positions in chunks of a given length; None if it is more than a chunk."""
+    parts = localiser.mode.parts(localiser.ranks)
     if -(-n // parts) == chunk:
         return 0
     return n - chunk * parts if abs(n - chunk * parts) <= chunk else None
 
 
-def refuse(work: ContextLocaliser, eqn: Any, x: LocalValue, by: int) -> None:
-    """Raises ValueError where more than the next chunk would be asked for, unless all of it may be gathered."""
+def refuse_reach(localiser: ContextLocaliser, eqn: Any, x: LocalValue, reach: int) -> None:
+    """Raise ValueError for an equation that reaches beyond the next chunk, unless its input is small enough to gather.
+
+    Args:
+      localiser: the rewriting.
+      eqn: the equation.
+      x: its input.
+      reach: the number of neighbouring positions that it needs.
+    """
     assert x.dim is not None
-    if math.prod(x.shape) > work.cheap:
-        dim = work.split(x.dim)
+    if math.prod(x.shape) > localiser.cheap:
+        dim = localiser.split(x.dim)
         n = x.shape[dim] // dim.rows
-        all_of_it = "data, fsdp, tensor or pipe in place of context, as that is all of the sequence, however long it is"
+        other_axes = "data, fsdp, tensor or pipe instead of context, since it reaches over the whole sequence"
         raise ValueError(
-            f"context={work.ranks} splits dim {int(dim)} of {list(x.shape)} into chunks of "
-            f"{work.chunk(n, dim.overlap)} positions, and {place(eqn)} reaches {by} further; use "
-            f"{'a smaller context=, or longer sequences' if by < n - 1 else all_of_it}"
+            f"context={localiser.ranks} splits dim {int(dim)} of {list(x.shape)} into chunks of "
+            f"{localiser.chunk(n, dim.overlap)} positions, and {place(eqn)} reaches {reach} further; use "
+            f"{'a smaller context=, or longer sequences' if reach < n - 1 else other_axes}"
         )
 
 
 def windows(
-    work: ContextLocaliser, x: LocalValue, start: int, width: int, fill: jax.Array | None = None
+    localiser: ContextLocaliser, x: LocalValue, start: int, width: int, fill: jax.Array | None = None
 ) -> list[jax.Array] | None:
-    """Of each of this rank's chunks, which begin at some position t, the positions from t + start on, `width` of them;
-    `fill` in the place of those that are not there. None where they are not all next to it.
+    """Return a window for each of this rank's chunks.
+
+    Args:
+      localiser: the rewriting.
+      x: a split value.
+      start: the first position of the window, relative to the first position of its chunk.
+      width: the number of positions in a window.
+      fill: the value of positions before the first and after the last; if None, they hold any values.
+
+    Returns:
+      The windows; None if they reach beyond the next chunk.
     """
     assert x.dim is not None
-    dim = work.split(x.dim)
-    if dim.rows > 1:
+    split = localiser.split(x.dim)
+    if split.rows > 1:
         return None
-    n, at = x.shape[dim], int(dim)
-    chunk = work.chunk(n, dim.overlap)
-    before, after = max(-start, 0), max(start + width - chunk, 0)
-    if dim.overlap > 0 and start >= 0 and start + width <= chunk + dim.overlap:
-        found = [lax.slice_in_dim(y, start, start + width, axis=at) for y in jnp.split(x.value, work.mode.parts(1), at)]
-    elif dim.overlap > 0 or max(before, after) > chunk:
+    n, dim = x.shape[split], int(split)
+    chunk = localiser.chunk(n, split.overlap)
+    num_before, num_after = max(-start, 0), max(start + width - chunk, 0)
+    if split.overlap > 0 and start >= 0 and start + width <= chunk + split.overlap:
+        # The overlap holds all positions that the windows need.
+        chunk_windows = [
+            lax.slice_in_dim(y, start, start + width, axis=dim)
+            for y in jnp.split(x.value, localiser.mode.parts(1), dim)
+        ]
+    elif split.overlap > 0 or max(num_before, num_after) > chunk:
         return None
     else:
-        each = with_neighbours(x.value, before, after, AXIS, work.mode.order, at)
-        found = [lax.slice_in_dim(y, start + before, start + before + width, axis=at) for y in each]
+        extended = with_neighbours(x.value, num_before, num_after, AXIS, localiser.mode.order, dim)
+        first = start + num_before
+        chunk_windows = [lax.slice_in_dim(y, first, first + width, axis=dim) for y in extended]
     if fill is None:
-        return found
-    out = []
-    for first, y in zip(work.chunks(), found, strict=True):
-        place = first * chunk + start + jnp.arange(width)
-        there = jnp.expand_dims((place >= 0) & (place < n), [d for d in range(y.ndim) if d != at])
-        out.append(jnp.where(there, y, fill))
-    return out
+        return chunk_windows
+    filled_windows = []
+    for chunk_index, y in zip(localiser.chunks(), chunk_windows, strict=True):
+        positions = chunk_index * chunk + start + jnp.arange(width)
+        is_inside = jnp.expand_dims((positions >= 0) & (positions < n), [d for d in range(y.ndim) if d != dim])
+        filled_windows.append(jnp.where(is_inside, y, fill))
+    return filled_windows
 
 
 def moved(
-    work: ContextLocaliser, x: LocalValue, start: int, length: int, fill: jax.Array | None = None
+    localiser: ContextLocaliser, x: LocalValue, start: int, length: int, fill: jax.Array | None = None
 ) -> Found | None:
-    """x[start : start + length] along its split dim, in the chunks of x; `fill` where there is nothing."""
+    """Return x[start : start + length] along its split dim, in the chunks of x, with `fill` outside of x."""
     assert x.dim is not None
-    dim = work.split(x.dim)
-    chunk = work.chunk(x.shape[dim] // dim.rows, dim.overlap)
-    more = overlap(work, length, chunk)
-    if start == 0 == more and dim.overlap <= 0 and fill is None:
+    dim = localiser.split(x.dim)
+    chunk = localiser.chunk(x.shape[dim] // dim.rows, dim.overlap)
+    overlap = overlap_of(localiser, length, chunk)
+    if start == 0 == overlap and dim.overlap <= 0 and fill is None:
         return [(x.value, Split(int(dim), dim.rows))] if dim.rows == 1 else None
-    if more is None or (found := windows(work, x, start, chunk + max(more, 0), fill)) is None:
+    if overlap is None or (chunk_windows := windows(localiser, x, start, chunk + max(overlap, 0), fill)) is None:
         return None
-    return [(jnp.concatenate(found, int(dim)), Split(int(dim), 1, more))]
+    return [(jnp.concatenate(chunk_windows, int(dim)), Split(int(dim), 1, overlap))]
 
 
 @rule("slice")
-def _slice(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """All positions, all but some of the first and last, or no more than a rank has: these are whole on every rank."""
+def _slice(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Slice a split dim in one of four ways, the cheapest that fits.
+
+    All positions stay as they are. If a slice drops some of the first and last positions, the others move along. A
+    slice of at most a chunk becomes a partial sum. Any other slice exchanges positions (`placed`).
+    """
     (x,) = inputs
     assert x.dim is not None
-    dim = work.split(x.dim)
+    dim = localiser.split(x.dim)
+    # 1. Slice the other dims.
     starts, limits = [*eqn.params["start_indices"]], [*eqn.params["limit_indices"]]
     strides = [*(eqn.params["strides"] or [1] * len(starts))]
     start, limit, step, n = starts[dim], limits[dim], strides[dim], x.shape[dim] // dim.rows
     starts[dim], limits[dim], strides[dim] = 0, x.value.shape[dim], 1
-    every = {"start_indices": tuple(starts), "limit_indices": tuple(limits), "strides": tuple(strides)}
-    (value,) = jx.bind(eqn, [x.value], **every)
+    local_params = {"start_indices": tuple(starts), "limit_indices": tuple(limits), "strides": tuple(strides)}
+    (value,) = jx.bind(eqn, [x.value], **local_params)
+
+    # 2. Slice the split dim.
     if limit - start == x.shape[dim] and step == 1:
         return [(value, dim)]
-    if start == limit:  # `associative_scan` takes none of the last positions
+    if start == limit:  # `associative_scan` takes an empty slice of the last positions
         return [(lax.slice_in_dim(value, 0, 0, axis=int(dim)), None)]
     shape = tuple(m if d == dim else k for d, (m, k) in enumerate(zip(x.shape, shape_of(eqn), strict=True)))
-    rest = LocalValue(value, dim, shape)
-    found = moved(work, rest, start, limit - start) if limit - start > 1 == step else None
-    if found is None and limit - start <= work.chunk(n, dim.overlap) and step == 1:
-        return [(picked(work, rest, start, limit), PARTIAL)]
-    return found or placed(work, eqn, [rest], int(dim), np.arange(start, limit, step))
+    sliced = LocalValue(value, dim, shape)
+    local_outputs = moved(localiser, sliced, start, limit - start) if limit - start > 1 == step else None
+    if local_outputs is None and limit - start <= localiser.chunk(n, dim.overlap) and step == 1:
+        return [(picked(localiser, sliced, start, limit), PARTIAL)]
+    return local_outputs or placed(localiser, eqn, [sliced], int(dim), np.arange(start, limit, step))
 
 
-def picked(work: ContextLocaliser, x: LocalValue, start: int, limit: int) -> jax.Array:
-    """x[start : limit] along its split dim as a partial sum: what a rank has of it, and zeros."""
+def picked(localiser: ContextLocaliser, x: LocalValue, start: int, limit: int) -> jax.Array:
+    """Return x[start : limit] along its split dim as a partial sum: zeros except for positions that the rank owns."""
     assert x.dim is not None
-    dim, held = work.split(x.dim), order_of(work.ranks, work.mode.order)
+    dim, chunk_order = localiser.split(x.dim), order_of(localiser.ranks, localiser.mode.order)
     n = x.shape[dim] // dim.rows
-    chunk = work.chunk(n, dim.overlap)
-    found = []
+    chunk = localiser.chunk(n, dim.overlap)
+    pieces = []
+    # Each iteration takes the positions up to the end of the current chunk.
     while start < limit:
-        row, place = divmod(start, n)
-        number = min(place // chunk, len(held) - 1)  # the last chunk has what follows it as well
-        owner, slot = divmod(held.index(number), work.mode.parts(1))
-        end = n if number == len(held) - 1 else (number + 1) * chunk
-        length = min(limit - start, end - place)
-        at = row * work.size(n, dim.overlap) + slot * (chunk + max(dim.overlap, 0)) + place - number * chunk
-        some = lax.slice_in_dim(x.value, at, at + length, axis=int(dim))
-        found.append(jnp.where(lax.axis_index(AXIS) == owner, some, jnp.zeros_like(some)))
+        row, position = divmod(start, n)
+        chunk_index = min(position // chunk, len(chunk_order) - 1)  # the last chunk also holds the overlap after it
+        owner, slot = divmod(chunk_order.index(chunk_index), localiser.mode.parts(1))
+        end = n if chunk_index == len(chunk_order) - 1 else (chunk_index + 1) * chunk
+        length = min(limit - start, end - position)
+        local_start = (
+            row * localiser.local_length(n, dim.overlap)
+            + slot * (chunk + max(dim.overlap, 0))
+            + position
+            - chunk_index * chunk
+        )
+        piece = lax.slice_in_dim(x.value, local_start, local_start + length, axis=int(dim))
+        pieces.append(jnp.where(lax.axis_index(AXIS) == owner, piece, jnp.zeros_like(piece)))
         start += length
-    return jnp.concatenate(found, int(dim))
+    return jnp.concatenate(pieces, int(dim))
 
 
 @rule("pad")
-def _pad(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _pad(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Pad a split dim: positions move along if the padding is short, else they are placed anew."""
     x, fill = inputs
     if x.dim is None:
         return None
-    if (found := follow(work, eqn, inputs)) is not None:
-        return found
+    if (local_outputs := follow(localiser, eqn, inputs)) is not None:
+        return local_outputs
+    # Pad the other dims first.
     config = list(eqn.params["padding_config"])
-    low, high, between = config[x.dim]
+    low, high, interior = config[x.dim]
     config[x.dim] = (0, 0, 0)
     (value,) = jx.bind(eqn, [x.value, fill.value], padding_config=tuple(config))
     n, shape = x.shape[x.dim], tuple(x.shape[d] if d == x.dim else k for d, k in enumerate(shape_of(eqn)))
-    rest = LocalValue(value, x.dim, shape)
-    if not between and (found := moved(work, rest, -low, n + low + high, fill.value)) is not None:
-        return found
-    at = np.arange(-low, shape_of(eqn)[x.dim] - low)
-    at = np.where((at >= 0) & (at % (between + 1) == 0) & (at // (between + 1) < n), at // (between + 1), -1)
-    return placed(work, eqn, [rest], int(x.dim), at, fill.value)
+    padded = LocalValue(value, x.dim, shape)
+    if not interior and (local_outputs := moved(localiser, padded, -low, n + low + high, fill.value)) is not None:
+        return local_outputs
+    # Interior padding puts position i at low + i (interior + 1).
+    offsets = np.arange(-low, shape_of(eqn)[x.dim] - low)
+    sources = np.where(
+        (offsets >= 0) & (offsets % (interior + 1) == 0) & (offsets // (interior + 1) < n),
+        offsets // (interior + 1),
+        -1,
+    )
+    return placed(localiser, eqn, [padded], int(x.dim), sources, fill.value)
 
 
 @rule("concatenate")
-def _concatenate(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Whole values, such as zeros, before and after a split one: its positions move along. Several split ones, as two
-    streams of tokens, are dealt out anew; where ranks cannot meet, all but the longest are made whole, if a rank has as
-    much.
+def _concatenate(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Concatenate along a split dim.
+
+    Short whole values, such as zeros, may come before and after a split one: its positions move along. Several split
+    values, such as two streams of tokens, are placed anew. Ranks that are not in lockstep cannot do that: they gather
+    all values but the longest, if each is at most a chunk.
     """
-    at, lengths = eqn.params["dimension"], [y.shape[eqn.params["dimension"]] for y in inputs]
-    split = {i: work.split(x.dim) for i, x in enumerate(inputs) if x.dim is not None}
-    if any(dim != at for dim in split.values()):
-        alike = len({dim.how[1:] for dim in split.values()}) == 1
-        return follow(work, eqn, inputs) if alike else None
-    most = max(split, key=lambda i: lengths[i])
-    x, dim = inputs[most], split[most]
-    firsts, others = [sum(lengths[:i]) for i in range(len(inputs))], [lengths[i] for i in split if i != most]
-    short = dim.rows == 1 and all(n <= work.chunk(lengths[most], dim.overlap) for n in others)
-    if not short or (others and work.together) or (found := moved(work, x, -firsts[most], sum(lengths))) is None:
-        return placed(work, eqn, inputs, at, np.arange(sum(lengths)))
-    ((value, dim),) = found
+    axis, lengths = eqn.params["dimension"], [y.shape[eqn.params["dimension"]] for y in inputs]
+    splits = {i: localiser.split(x.dim) for i, x in enumerate(inputs) if x.dim is not None}
+    if any(dim != axis for dim in splits.values()):
+        has_one_layout = len({dim.as_tuple[1:] for dim in splits.values()}) == 1
+        return follow(localiser, eqn, inputs) if has_one_layout else None
+
+    # 1. Move the longest split value to its place.
+    longest = max(splits, key=lambda i: lengths[i])
+    x, dim = inputs[longest], splits[longest]
+    offsets = [sum(lengths[:i]) for i in range(len(inputs))]
+    other_lengths = [lengths[i] for i in splits if i != longest]
+    are_short = dim.rows == 1 and all(n <= localiser.chunk(lengths[longest], dim.overlap) for n in other_lengths)
+    if (
+        not are_short
+        or (other_lengths and localiser.in_lockstep)
+        or (local_outputs := moved(localiser, x, -offsets[longest], sum(lengths))) is None
+    ):
+        return placed(localiser, eqn, inputs, axis, np.arange(sum(lengths)))
+
+    # 2. Write the other values, whole, at this rank's positions.
+    ((value, dim),) = local_outputs
     assert isinstance(dim, Split)
-    places = work.positions(sum(lengths), dim)
-    over = lambda mask: jnp.expand_dims(mask, [d for d in range(value.ndim) if d != at])
-    for i, (y, first, n) in enumerate(zip(inputs, firsts, lengths, strict=True)):
-        if i != most and n:
-            own = jnp.take(work.whole(y), jnp.clip(places - first, 0, n - 1), axis=at)
-            value = jnp.where(over((places >= first) & (places < first + n)), own, value)
+    positions = localiser.positions(sum(lengths), dim)
+    along_axis = lambda mask: jnp.expand_dims(mask, [d for d in range(value.ndim) if d != axis])
+    for i, (y, offset, n) in enumerate(zip(inputs, offsets, lengths, strict=True)):
+        if i != longest and n:
+            local_y = jnp.take(localiser.whole(y), jnp.clip(positions - offset, 0, n - 1), axis=axis)
+            value = jnp.where(along_axis((positions >= offset) & (positions < offset + n)), local_y, value)
     return [(value, dim)]
 
 
 @rule("rev")
-def _reverse(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """The last position first."""
+def _reverse(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Reverse dims; the positions of a split one are placed anew."""
     (x,) = inputs
     assert x.dim is not None
     dims = {int(d) for d in eqn.params["dimensions"]}
     (value,) = jx.bind(eqn, [x.value], dimensions=tuple(dims - {int(x.dim)}))
-    turned = LocalValue(value, x.dim, x.shape)
+    reversed_elsewhere = LocalValue(value, x.dim, x.shape)
     return (
-        placed(work, eqn, [turned], int(x.dim), np.arange(x.shape[x.dim])[::-1]) if x.dim in dims else [(value, x.dim)]
+        placed(localiser, eqn, [reversed_elsewhere], int(x.dim), np.arange(x.shape[x.dim])[::-1])
+        if x.dim in dims
+        else [(value, x.dim)]
     )
 
 
-_JOINS = {"": lambda _, y: y, "-add": jnp.add, "-mul": jnp.multiply, "-min": jnp.minimum, "-max": jnp.maximum}
+_SCATTER_JOINS = {"": lambda _, y: y, "-add": jnp.add, "-mul": jnp.multiply, "-min": jnp.minimum, "-max": jnp.maximum}
 
 
-@rule(*(f"scatter{name}" for name in _JOINS))
-def _scatter(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """`x.at[:, 1:].add(y)`: at positions that are known, each once."""
+@rule(*(f"scatter{name}" for name in _SCATTER_JOINS))
+def _scatter(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Write at known positions, each once, as `x.at[:, 1:].add(y)` does."""
     (x, indices, y), numbers, name = inputs, eqn.params["dimension_numbers"], eqn.primitive.name
-    into, inserted, places = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims, constant(indices)
-    of_window = [d for d in range(len(x.shape)) if d not in (*inserted, *numbers.operand_batching_dims)]
-    by_window = dict(zip(numbers.update_window_dims, of_window, strict=True))  # dims of y -> of x
-    if {x.dim, by_window.get(y.dim)}.isdisjoint(into) and (x.dim is not None or y.dim in by_window):
-        return follow(work, eqn, inputs)
-    if len(into) != 1 or inserted not in ((), into) or numbers.operand_batching_dims or places is None:
+    scattered, inserted = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
+    starts = constant(indices)
+    window_dims = [d for d in range(len(x.shape)) if d not in (*inserted, *numbers.operand_batching_dims)]
+    x_dim_of = dict(zip(numbers.update_window_dims, window_dims, strict=True))  # dim of y -> dim of x
+    # Where the indices do not select positions, each rank writes into its own.
+    if {x.dim, x_dim_of.get(y.dim)}.isdisjoint(scattered) and (x.dim is not None or y.dim in x_dim_of):
+        return follow(localiser, eqn, inputs)
+    if len(scattered) != 1 or inserted not in ((), scattered) or numbers.operand_batching_dims or starts is None:
         return None
-    (dim,) = into
-    if inserted:  # y has its positions where it has no window, if it has more than one
-        y, at = _with_dim(work, y, dim, numbers.update_window_dims), places.reshape(-1)
-    else:
-        at = places.reshape(-1) + np.arange(y.shape[dim])
-    others = [d for d in range(len(x.shape)) if d != dim]
-    known = len(np.unique(at)) == len(at) == y.shape[dim] and at.min() >= 0 and at.max() < x.shape[dim]
-    if not known or any(x.shape[d] != y.shape[d] for d in others):
+    (dim,) = scattered
+    # `targets` are the positions of x that the positions of y are written to.
+    if inserted:  # single positions: the dim of y that lacks a window, if it has several
+        y, targets = _with_dim(localiser, y, dim, numbers.update_window_dims), starts.reshape(-1)
+    else:  # one window of consecutive positions
+        targets = starts.reshape(-1) + np.arange(y.shape[dim])
+    other_dims = [d for d in range(len(x.shape)) if d != dim]
+    are_unique = (
+        len(np.unique(targets)) == len(targets) == y.shape[dim] and targets.min() >= 0 and targets.max() < x.shape[dim]
+    )
+    if not are_unique or any(x.shape[d] != y.shape[d] for d in other_dims):
         return None
-    of = np.full(x.shape[dim], -1)
-    of[at] = np.arange(len(at))
-    return written(work, eqn, x, y, dim, of, _JOINS[name.removeprefix("scatter")])
+    sources = np.full(x.shape[dim], -1)
+    sources[targets] = np.arange(len(targets))
+    return written(localiser, eqn, x, y, dim, sources, _SCATTER_JOINS[name.removeprefix("scatter")])
 
 
-def _with_dim(work: ContextLocaliser, y: LocalValue, dim: int, window: Sequence[int]) -> LocalValue:
-    """What is written at single positions, which become this dim of it; other dims stay in their order."""
-    (at,) = [d for d in range(len(y.shape)) if d not in window] or [len(y.shape)]  # of one position there is no dim
-    value, shape = (y.value, y.shape) if at < len(y.shape) else (y.value[..., None], (*y.shape, 1))
-    order = [d for d in range(len(shape)) if d != at]
-    order.insert(dim, at)
-    to = None if y.dim is None else Split(order.index(int(y.dim)), *work.split(y.dim).how[1:])
-    return LocalValue(jnp.transpose(value, order), to, tuple(shape[d] for d in order))
+def _with_dim(localiser: ContextLocaliser, y: LocalValue, dim: int, window: Sequence[int]) -> LocalValue:
+    """Move the dim of y that is no window dim to `dim`, or insert one of size 1; other dims stay in order."""
+    (y_dim,) = [d for d in range(len(y.shape)) if d not in window] or [len(y.shape)]  # a single position has no dim
+    value, shape = (y.value, y.shape) if y_dim < len(y.shape) else (y.value[..., None], (*y.shape, 1))
+    order = [d for d in range(len(shape)) if d != y_dim]
+    order.insert(dim, y_dim)
+    new_split = None if y.dim is None else Split(order.index(int(y.dim)), *localiser.split(y.dim).as_tuple[1:])
+    return LocalValue(jnp.transpose(value, order), new_split, tuple(shape[d] for d in order))
 
 
 @rule("conv_general_dilated")
-def _convolution(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Along positions by those of the neighbours that the kernel reaches; along anything else each by itself."""
+def _convolution(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Convolve this rank's chunks, extended by the neighbouring positions that the kernel reaches.
+
+    A convolution whose windows do not overlap needs no neighbours, and neither does one along other dims.
+    """
     x, kernel = inputs
     numbers, params = eqn.params["dimension_numbers"], eqn.params
     if x.dim is None or kernel.dim is not None:
         return None
+    # 1. Positions as the batch dim: each is convolved separately.
     if x.dim == numbers.lhs_spec[0] and params["batch_group_count"] == 1:
         return [(jx.bind(eqn, [x.value, kernel.value])[0], numbers.out_spec[0])]
     if x.dim not in numbers.lhs_spec[2:]:
         return None
-    along = numbers.lhs_spec.index(x.dim) - 2
-    out, step, size = numbers.out_spec[2 + along], params["window_strides"][along], x.value.shape[x.dim]
-    if step > 1 and side_by_side(eqn, [x.dim]) and work.rows == 1:
-        multiple, n = step * work.mode.parts(work.ranks), x.shape[x.dim]
-        if n % multiple and math.prod(x.shape) > work.cheap:
+
+    # 2. Windows side by side, as in patches: each chunk must hold whole windows.
+    window_dim = numbers.lhs_spec.index(x.dim) - 2
+    out_dim, stride = numbers.out_spec[2 + window_dim], params["window_strides"][window_dim]
+    local_length = x.value.shape[x.dim]
+    if stride > 1 and side_by_side(eqn, [x.dim]) and localiser.rows == 1:
+        multiple, n = stride * localiser.mode.parts(localiser.ranks), x.shape[x.dim]
+        if n % multiple and math.prod(x.shape) > localiser.cheap:
             raise ValueError(
-                f"context={work.ranks} splits the {n} positions of {place(eqn)}, whose windows of {step} want a "
+                f"context={localiser.ranks} splits the {n} positions of {place(eqn)}, whose windows of {stride} want a "
                 f"multiple of {multiple}; use {n + -n % multiple} positions, or tensor, fsdp or pipe for context"
             )
-        cut = work.overlap or n % multiple or size * work.ranks != n
-        return None if cut else [(jx.bind(eqn, [x.value, kernel.value])[0], Split(out))]
-    if work.rows > 1 or params["window_strides"][along] != 1 or params["lhs_dilation"][along] != 1:
+        cuts_windows = localiser.overlap or n % multiple or local_length * localiser.ranks != n
+        return None if cuts_windows else [(jx.bind(eqn, [x.value, kernel.value])[0], Split(out_dim))]
+    if localiser.rows > 1 or params["window_strides"][window_dim] != 1 or params["lhs_dilation"][window_dim] != 1:
         return None
-    dim = work.split(x.dim)
-    low, high = params["padding"][along]
-    reach = (kernel.shape[numbers.rhs_spec[2 + along]] - 1) * params["rhs_dilation"][along]
-    chunk, length = work.chunk(x.shape[dim] // dim.rows, dim.overlap), x.shape[dim] + low + high - reach
-    if (more := overlap(work, length, chunk)) is None:
-        return refuse(work, eqn, x, reach)
+
+    # 3. Stride 1: extend each chunk by the kernel's reach. `windows` has padded it then.
+    dim = localiser.split(x.dim)
+    low, high = params["padding"][window_dim]
+    reach = (kernel.shape[numbers.rhs_spec[2 + window_dim]] - 1) * params["rhs_dilation"][window_dim]
+    chunk, length = localiser.chunk(x.shape[dim] // dim.rows, dim.overlap), x.shape[dim] + low + high - reach
+    if (overlap := overlap_of(localiser, length, chunk)) is None:
+        return refuse_reach(localiser, eqn, x, reach)
     zero = jnp.zeros((), x.value.dtype)
-    if (parts := windows(work, x, -low, chunk + max(more, 0) + reach, zero)) is None:
-        return refuse(work, eqn, x, reach)
-    padding = tuple((0, 0) if d == along else pair for d, pair in enumerate(params["padding"]))
-    done = [jx.bind(eqn, [part, kernel.value], padding=padding)[0] for part in parts]
-    return [(jnp.concatenate(done, out), Split(out, 1, more))]
+    if (parts := windows(localiser, x, -low, chunk + max(overlap, 0) + reach, zero)) is None:
+        return refuse_reach(localiser, eqn, x, reach)
+    padding = tuple((0, 0) if d == window_dim else pair for d, pair in enumerate(params["padding"]))
+    outputs = [jx.bind(eqn, [part, kernel.value], padding=padding)[0] for part in parts]
+    return [(jnp.concatenate(outputs, out_dim), Split(out_dim, 1, overlap))]
 
 
-_JOINED = {
+_CUMULATIVE_JOINS = {
     "cumsum": jnp.add,
     "cumprod": jnp.multiply,
     "cummax": jnp.maximum,
@@ -287,153 +361,199 @@ _JOINED = {
 }
 
 
-@rule(*_JOINED)
-def _cumulative(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Each chunk by itself, and what the chunks before it come to: of each a number for every row and feature, which
-    are gathered, (c - 1) p of them sent, p being the chunks of a rank.
+@rule(*_CUMULATIVE_JOINS)
+def _cumulative(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Accumulate each chunk, and join it with the totals of the chunks before it.
+
+    The totals are one number for each chunk, row and feature. They are all-gathered: each rank sends (c - 1) p of them,
+    for its p chunks.
     """
     (x,) = inputs
     assert x.dim is not None
-    dim, n = work.split(x.dim), x.shape[x.dim]
+    dim, n = localiser.split(x.dim), x.shape[x.dim]
     if x.dim != eqn.params["axis"]:
-        return follow(work, eqn, inputs)
-    chunk, after, back = work.chunk(n, dim.overlap), max(dim.overlap, 0), eqn.params["reverse"]
-    if dim.rows > 1 or (back and after):
+        return follow(localiser, eqn, inputs)
+    chunk, num_following = localiser.chunk(n, dim.overlap), max(dim.overlap, 0)
+    is_reverse = eqn.params["reverse"]
+    if dim.rows > 1 or (is_reverse and num_following):
         return None
-    join = _JOINED[eqn.primitive.name]
-    nothing = jnp.asarray(identity(eqn), x.value.dtype)
+    join = _CUMULATIVE_JOINS[eqn.primitive.name]
+    neutral = jnp.asarray(identity(eqn), x.value.dtype)
+
+    # 1. Accumulate each chunk, without places beyond the end.
     value = x.value
-    if chunk * work.mode.parts(work.ranks) + after != n:
-        held = jnp.concatenate([at * chunk + jnp.arange(chunk + after) for at in work.chunks()])
-        there = jnp.expand_dims(held < n, [d for d in range(len(x.shape)) if d != dim])
-        value = jnp.where(there, value, nothing)
-    each = [jx.bind(eqn, [part])[0] for part in jnp.split(value, work.mode.parts(1), dim)]
-    end = 0 if back else chunk - 1
+    if chunk * localiser.mode.parts(localiser.ranks) + num_following != n:
+        positions = jnp.concatenate([i * chunk + jnp.arange(chunk + num_following) for i in localiser.chunks()])
+        is_inside = jnp.expand_dims(positions < n, [d for d in range(len(x.shape)) if d != dim])
+        value = jnp.where(is_inside, value, neutral)
+    accumulated = [jx.bind(eqn, [part])[0] for part in jnp.split(value, localiser.mode.parts(1), dim)]
+
+    # 2. Gather the totals of all chunks.
+    end = 0 if is_reverse else chunk - 1
     totals = from_chunks(
-        jnp.stack([lax.slice_in_dim(y, end, end + 1, axis=int(dim)) for y in each]), AXIS, work.mode.order
+        jnp.stack([lax.slice_in_dim(y, end, end + 1, axis=int(dim)) for y in accumulated]), AXIS, localiser.mode.order
     )
-    before = [jnp.full_like(totals[0], nothing)]
-    for total in (totals[::-1] if back else totals)[:-1]:
-        before.append(join(before[-1], total))
-    known = jnp.stack(before[::-1] if back else before)
-    return [(jnp.concatenate([join(known[at], y) for at, y in zip(work.chunks(), each, strict=True)], int(dim)), dim)]
+
+    # 3. Join each chunk with the total of those before it (after it, in reverse).
+    prefixes = [jnp.full_like(totals[0], neutral)]
+    for total in (totals[::-1] if is_reverse else totals)[:-1]:
+        prefixes.append(join(prefixes[-1], total))
+    prefix_of_chunk = jnp.stack(prefixes[::-1] if is_reverse else prefixes)
+    joined = [join(prefix_of_chunk[i], y) for i, y in zip(localiser.chunks(), accumulated, strict=True)]
+    return [(jnp.concatenate(joined, int(dim)), dim)]
 
 
 @rule("scan")
-def _scan(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Layer by layer, each with its positions; or position by position, where a state decays and grows by itself."""
+def _scan(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Run a scan over layers on this rank's positions; run a scan over positions as a linear recurrence.
+
+    Returns:
+      The local outputs; None if the scan over positions is no diagonal linear recurrence.
+    """
     parts = jx.scan_parts(eqn)
     steps = inputs[len(parts.consts) + len(parts.carry) :]
-    if (found := _picking(work, eqn, inputs)) is not None:
-        return found
-    if not any(x.dim == 0 and math.prod(x.shape) > work.cheap for x in steps):
-        return TENSOR["scan"](work, eqn, inputs)
-    return _recurrence(work, eqn, inputs) if diagonal(parts) else None
+    if (local_outputs := _picking_scan(localiser, eqn, inputs)) is not None:
+        return local_outputs
+    # Small values of the steps, such as masks, are gathered.
+    if not any(x.dim == 0 and math.prod(x.shape) > localiser.cheap for x in steps):
+        return TENSOR["scan"](localiser, eqn, inputs)
+    return _recurrence(localiser, eqn, inputs) if diagonal(parts) else None
 
 
-def _picking(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """A scan over step numbers, whose body picks a position by them, `a[:, i]`, as a scan over these positions; None
-    where that is not all that becomes of what is split.
+def _picking_scan(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Rewrite a scan whose body picks the position of its step, `a[:, i]`, as a scan over these positions.
+
+    Returns:
+      The local outputs; None if the body uses a split value in any other way.
     """
+    # 1. Find the step numbers 0, 1, 2, ..., and the equations that read split values.
     parts, flat = jx.scan_parts(eqn), jx.flatten(jx.scan_parts(eqn).body)
-    n, k, every = len(parts.consts), len(parts.carry), np.arange(parts.length)
-    known = zip(flat.invars[n + k :], map(constant, inputs[n + k :]), strict=True)
-    numbers = [v for v, at in known if at is not None and np.array_equal(every, at)]
+    n, k, step_range = len(parts.consts), len(parts.carry), np.arange(parts.length)
+    step_constants = zip(flat.invars[n + k :], map(constant, inputs[n + k :]), strict=True)
+    numbers = [v for v, value in step_constants if value is not None and np.array_equal(step_range, value)]
     split = {v: (i, x.dim) for i, (v, x) in enumerate(zip(flat.invars, inputs, strict=True)) if x.dim is not None}
-    picks = [one for one in flat.eqns if any(not jx.is_literal(v) and v in split for v in one.invars)]
+    picks = [inner for inner in flat.eqns if any(not jx.is_literal(v) and v in split for v in inner.invars)]
 
-    def by_number(one: Any) -> bool:
-        if one.primitive.name != "dynamic_slice" or one.invars[0] not in split:
+    def picks_step(inner: Any) -> bool:
+        # A `dynamic_slice` of one position, whose start is the step number, if computed in another way.
+        if inner.primitive.name != "dynamic_slice" or inner.invars[0] not in split:
             return False
-        dim, sizes = split[one.invars[0]][1], one.params["slice_sizes"]
-        cut = [d for d, m in enumerate(one.invars[0].aval.shape) if sizes[d] != m]
-        made = jx.needed(flat.eqns, [at := one.invars[1 + dim]])
-        if cut != [dim] or sizes[dim] != 1 or jx.free(made, [at]) != numbers[:1]:
+        dim, sizes = split[inner.invars[0]][1], inner.params["slice_sizes"]
+        sliced_dims = [d for d, m in enumerate(inner.invars[0].aval.shape) if sizes[d] != m]
+        start_eqns = jx.needed(flat.eqns, [start := inner.invars[1 + dim]])
+        if sliced_dims != [dim] or sizes[dim] != 1 or jx.free(start_eqns, [start]) != numbers[:1]:
             return False
         with jax.ensure_compile_time_eval():
-            return np.array_equal(every, jax.vmap(jx.run(made, numbers[:1], [at]))(jnp.asarray(every))[0])
+            start_of_step = jx.run(start_eqns, numbers[:1], [start])
+            return np.array_equal(step_range, jax.vmap(start_of_step)(jnp.asarray(step_range))[0])
 
-    if not numbers or not picks or not all(map(by_number, picks)):
+    if not numbers or not picks or not all(map(picks_step, picks)):
         return None
-    rest = [one for one in flat.eqns if one not in picks]
-    body = jx.run(rest, (*flat.invars, *(one.outvars[0] for one in picks)), flat.outvars)
 
-    def anew(*values: jax.Array) -> list[jax.Array]:
+    # 2. Scan over the picked values, and give them to the body as inputs.
+    other_eqns = [inner for inner in flat.eqns if inner not in picks]
+    body = jx.run(other_eqns, (*flat.invars, *(inner.outvars[0] for inner in picks)), flat.outvars)
+
+    def scan_over_positions(*values: jax.Array) -> list[jax.Array]:
         def step(carry: Any, xs: Any) -> Any:
-            steps, picked = xs
-            outs = body(*values[:n], *carry, *steps, *picked)
+            steps, picked_values = xs
+            outs = body(*values[:n], *carry, *steps, *picked_values)
             return outs[:k], outs[k:]
 
-        along = [split[one.invars[0]] for one in picks]
-        picked = [jnp.expand_dims(jnp.moveaxis(values[i], dim, 0), dim + 1) for i, dim in along]
+        sources = [split[inner.invars[0]] for inner in picks]
+        # [.., T, ..] -> [T, .., 1, ..]: the body expects the dim of size 1 that its slice had.
+        positions_first = [jnp.expand_dims(jnp.moveaxis(values[i], dim, 0), dim + 1) for i, dim in sources]
         options = {name: eqn.params[name] for name in ("reverse", "unroll")}
-        last, ys = lax.scan(step, list(values[n : n + k]), (list(values[n + k :]), picked), **options)
+        last, ys = lax.scan(step, list(values[n : n + k]), (list(values[n + k :]), positions_first), **options)
         return [*last, *ys]
 
-    return [(x.value, x.dim) for x in work.run(jx.trace(anew, *map(jx.type_of, eqn.invars))[0], inputs)]
+    new_flat, _ = jx.trace(scan_over_positions, *map(jx.type_of, eqn.invars))
+    return [(x.value, x.dim) for x in localiser.run(new_flat, inputs)]
 
 
-def _recurrence(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """h <- a h + b, element by element, in chunks (Blelloch 1990, Prefix Sums and Their Applications, section 1.4).
+def _recurrence(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Run a diagonal linear recurrence h <- a h + b in chunks.
 
-    Over a chunk, h becomes A h + B. Each rank finds A and B of its chunks, all gather them, and each runs its chunks
-    again from the h with which they begin. Of chunks a rank has p; for each it sends A and B, 2 (c - 1) times an h.
+        over a chunk       h -> A h + B       B: the chunk run from h = 0;  A: its derivative by h
+        chunk 1, 2, ...    h_i+1 = A_i h_i + B_i
+        on every rank      its chunks again, each from its h_i
+
+    Each rank computes A and B of its p chunks, and all ranks gather them: 2 (c - 1) p states are sent.
+
+    Source: Blelloch 1990, Prefix Sums and Their Applications, section 1.4.
     """
     parts = jx.scan_parts(eqn)
     n, k = len(parts.consts), len(parts.carry)
     consts, init, steps = inputs[:n], inputs[n : n + k], inputs[n + k :]
     if any(x.dim is not None for x in (*consts, *init)) or any(x.dim not in (None, 0) for x in steps):
         return None
-    if work.overlap or work.rows > 1 or not all(jnp.issubdtype(x.value.dtype, jnp.inexact) for x in init):
+    if localiser.overlap or localiser.rows > 1 or not all(jnp.issubdtype(x.value.dtype, jnp.inexact) for x in init):
         return None
-    if (fits := work.size(parts.length) * work.ranks) != parts.length:
+    # Places beyond the end would change the last state.
+    if (padded_length := localiser.local_length(parts.length) * localiser.ranks) != parts.length:
         raise ValueError(
-            f"context={work.ranks} splits the {parts.length} positions of {place(eqn)}, whose states want a multiple "
-            f"of {work.mode.parts(work.ranks)}; use {fits} positions, or tensor, fsdp or pipe for context"
+            f"context={localiser.ranks} splits the {parts.length} positions of {place(eqn)}, whose states want a "
+            f"multiple of {localiser.mode.parts(localiser.ranks)}; use {padded_length} positions, or tensor, fsdp or "
+            "pipe for context"
         )
     body = jec.jaxpr_as_fun(jec.ClosedJaxpr(*jx.opened(parts.body)))
     options = {name: eqn.params[name] for name in ("reverse", "unroll") if name in eqn.params}
 
-    def run(carry: list[jax.Array], xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    def run_chunk(carry: list[jax.Array], xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         def step(carry: list[jax.Array], xs: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-            out = body(*(x.value for x in consts), *carry, *xs)
-            return out[:k], out[k:]
+            outs = body(*(x.value for x in consts), *carry, *xs)
+            return outs[:k], outs[k:]
 
-        return lax.scan(step, carry, xs, length=work.chunk(parts.length), **options)
+        return lax.scan(step, carry, xs, length=localiser.chunk(parts.length), **options)
 
-    slots = work.mode.parts(1)
-    each = [[jnp.split(work.part(x, 0), slots)[slot] for x in steps] for slot in range(slots)]
+    # 1. Compute A and B of this rank's chunks: the recurrence is diagonal, so its JVP of ones is A.
+    num_slots = localiser.mode.parts(1)
+    xs_of_slots = [[jnp.split(localiser.part(x, 0), num_slots)[slot] for x in steps] for slot in range(num_slots)]
     start = [x.value for x in init]
     ones, zeros = (jax.tree.map(fill, start) for fill in (jnp.ones_like, jnp.zeros_like))
-    found = [jax.jvp(lambda carry, xs=xs: run(carry, xs)[0], (zeros,), (ones,)) for xs in each]
+    chunk_maps = [jax.jvp(lambda carry, xs=xs: run_chunk(carry, xs)[0], (zeros,), (ones,)) for xs in xs_of_slots]
+
+    # 2. Gather (B, A) of all chunks, for each carry, and compute the state at the start of each chunk.
     gathered = [
-        [from_chunks(jnp.stack([one[side][i] for one in found]), AXIS, work.mode.order) for side in (0, 1)]
+        [
+            from_chunks(jnp.stack([chunk_map[side][i] for chunk_map in chunk_maps]), AXIS, localiser.mode.order)
+            for side in (0, 1)
+        ]
         for i in range(k)
     ]
-    chunks = range(work.mode.parts(work.ranks))
-    begins: list[list[jax.Array]] = [start]
+    chunks = range(localiser.mode.parts(localiser.ranks))
+    states: list[list[jax.Array]] = [start]
     for chunk in reversed(chunks) if parts.reverse else chunks:
-        begins.append([grown[chunk] + decay[chunk] * h for (grown, decay), h in zip(gathered, begins[-1], strict=True)])
-    *begins, last = begins
-    known = [jnp.stack(hs) for hs in zip(*(begins[::-1] if parts.reverse else begins), strict=True)]
-    done = [run([h[at] for h in known], xs)[1] for at, xs in zip(work.chunks(), each, strict=True)]
-    return [*((h, None) for h in last), *((jnp.concatenate(ys), Split(0)) for ys in zip(*done, strict=True))]
+        states.append([b[chunk] + a[chunk] * h for (b, a), h in zip(gathered, states[-1], strict=True)])
+    *states, last = states
+    start_states = [jnp.stack(hs) for hs in zip(*(states[::-1] if parts.reverse else states), strict=True)]
+
+    # 3. Run this rank's chunks from their states.
+    outputs = [
+        run_chunk([h[i] for h in start_states], xs)[1] for i, xs in zip(localiser.chunks(), xs_of_slots, strict=True)
+    ]
+    return [*((h, None) for h in last), *((jnp.concatenate(ys), Split(0)) for ys in zip(*outputs, strict=True))]
 
 
 def diagonal(parts: jx.Scan) -> bool:
-    """Whether every carry becomes a h + b, element by element, where a and b depend on no carry."""
+    """Return whether every carry h becomes a h + b, elementwise, where a and b depend on no carry."""
     flat = jx.flatten(parts.body)
     n, k = len(parts.consts), len(parts.carry)
-    of: dict[Any, int | None] = {v: i for i, v in enumerate(flat.invars[n : n + k])}  # None: of carries in another way
-    carried = lambda atom: not jx.is_literal(atom) and atom in of
+    # variable -> the only carry in which it is affine; None if it depends on carries in any other way
+    carry_of: dict[Any, int | None] = {v: i for i, v in enumerate(flat.invars[n : n + k])}
+    is_carried = lambda atom: not jx.is_literal(atom) and atom in carry_of
     for eqn in flat.eqns:
-        mine = [v for v in eqn.invars if carried(v)]
-        if not mine:
+        carried_vars = [v for v in eqn.invars if is_carried(v)]
+        if not carried_vars:
             continue
-        from_ = {of[v] for v in mine}
-        among = [carried(v) for v in eqn.invars]
-        linear = primitives.of(eqn).elementwise and primitives.linear(eqn, among, affine=True)
-        same = all(v.aval.shape == eqn.outvars[0].aval.shape and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-                   for v in (*mine, *eqn.outvars))  # fmt: skip
-        of.update((v, from_.pop() if linear and same and len(from_) == 1 else None) for v in eqn.outvars)
-    return all(not carried(v) or of[v] == i for i, v in enumerate(flat.outvars[:k]))
+        carries = {carry_of[v] for v in carried_vars}
+        carried_mask = [is_carried(v) for v in eqn.invars]
+        is_affine = primitives.of(eqn).elementwise and primitives.linear(eqn, carried_mask, affine=True)
+        is_elementwise = all(
+            v.aval.shape == eqn.outvars[0].aval.shape and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+            for v in (*carried_vars, *eqn.outvars)
+        )
+        carry_of.update(
+            (v, carries.pop() if is_affine and is_elementwise and len(carries) == 1 else None) for v in eqn.outvars
+        )
+    return all(not is_carried(v) or carry_of[v] == i for i, v in enumerate(flat.outvars[:k]))

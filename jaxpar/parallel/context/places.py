@@ -1,5 +1,10 @@
-"""Positions that go to other places, which are known before the program runs: whatever slices, joins, pads, reverses,
-picks or writes them.
+"""Move positions to other places that are known before the program runs: slices, joins, reversals, picks, writes.
+
+    x[::-1] of 8 positions on 2 ranks    rank 0: 0 1 2 3 -> 7 6 5 4      a source for each place of each rank:
+                                         rank 1: 4 5 6 7 -> 3 2 1 0      local, or a slot of another rank
+
+`placed` computes this table of sources as NumPy arrays, while the program is traced. `ops.rearranged` then exchanges
+the positions that a rank lacks, in a fixed sequence of permutes.
 """
 
 import math
@@ -21,87 +26,122 @@ from .split import Split
 
 
 def placed(
-    work: ContextLocaliser,
+    localiser: ContextLocaliser,
     eqn: Any,
     inputs: Sequence[LocalValue],
     dim: int,
-    at: np.ndarray,
+    sources: np.ndarray,
     fill: jax.Array | None = None,
-    out: Split | None = None,
+    new_split: Split | None = None,
 ) -> Found | None:
-    """The positions `at` of values one after the other along a dim, split as `out` says, or in chunks of their own; -1:
-    `fill`, or zeros. None where a value is split along another dim.
+    """Return chosen positions of the concatenation of some values along a dim.
 
-    Raises ValueError where ranks that are not in one layer at one time would have to meet, unless all may be gathered.
+    Args:
+      localiser: the rewriting.
+      eqn: the equation, for errors.
+      inputs: the values, whole or split along `dim`.
+      dim: the dim of positions.
+      sources: for each position of the result, its position in the concatenation; -1 for `fill`.
+      fill: the value for -1, zeros if None.
+      new_split: the layout of the result; if None, the dim in its own chunks.
+
+    Returns:
+      The result; None if a value is split along another dim, or if the schedule forbids the exchange and the values are
+      small enough to be gathered.
+
+    Raises:
+      ValueError: if the exchange needs ranks in lockstep, the schedule does not have them so, and the values are large.
     """
     if any(x.dim not in (None, dim) for x in inputs):
         return None
-    out, first, held = out or Split(dim), 0, []
+    # 1. Number the slots of all ranks, and note which position of the concatenation each slot holds (-1: none).
+    new_split, offset, positions_of_inputs = new_split or Split(dim), 0, []
     for x in inputs:
         n = x.shape[dim]
-        here = np.tile(np.arange(n), (work.ranks, 1)) if x.dim is None else work.held(n, work.split(x.dim))
-        held.append(np.where(here < 0, -1, here + first))
-        first += n
-    every, wanted = np.concatenate(held, 1), at[work.held(len(at), out, beyond=len(at) - 1)]
-    slots, there = np.arange(every.size).reshape(every.shape), every >= 0
-    known = np.zeros(first, int)
-    known[every[there]] = slots[there]
-    source = np.empty_like(wanted)
-    for rank, own in enumerate(there):
-        nearest = known.copy()
-        nearest[every[rank][own]] = slots[rank][own]  # what a rank has itself is not sent
-        source[rank] = np.where(wanted[rank] < 0, -1, nearest[wanted[rank]])
-    if not work.together and any(rounds_of(source, every.shape[1])):
-        if all(math.prod(x.shape) <= work.cheap for x in inputs):
+        positions = (
+            np.tile(np.arange(n), (localiser.ranks, 1))
+            if x.dim is None
+            else localiser.positions_of_ranks(n, localiser.split(x.dim))
+        )
+        positions_of_inputs.append(np.where(positions < 0, -1, positions + offset))
+        offset += n
+    slot_positions = np.concatenate(positions_of_inputs, 1)
+    wanted = sources[localiser.positions_of_ranks(len(sources), new_split, beyond=len(sources) - 1)]
+    slots, is_filled = np.arange(slot_positions.size).reshape(slot_positions.shape), slot_positions >= 0
+
+    # 2. Choose a slot for each wanted position: the rank's own if it has one, so that nothing is sent.
+    slot_of_position = np.zeros(offset, int)
+    slot_of_position[slot_positions[is_filled]] = slots[is_filled]
+    source_slots = np.empty_like(wanted)
+    for rank, is_local in enumerate(is_filled):
+        nearest_slot = slot_of_position.copy()
+        nearest_slot[slot_positions[rank][is_local]] = slots[rank][is_local]
+        source_slots[rank] = np.where(wanted[rank] < 0, -1, nearest_slot[wanted[rank]])
+
+    # 3. Exchange.
+    if not localiser.in_lockstep and any(rounds_of(source_slots, slot_positions.shape[1])):
+        if all(math.prod(x.shape) <= localiser.cheap for x in inputs):
             return None
         raise ValueError(
-            f"context={work.ranks} has positions go to other ranks at {place(eqn)}, and under this schedule ranks are "
-            "not in one layer at one time, as that needs; use schedule='1f1b', or data, fsdp or tensor for context"
+            f"context={localiser.ranks} has positions go to other ranks at {place(eqn)}, and under this schedule ranks "
+            "are not in one layer at one time, as that needs; use schedule='1f1b', or data, fsdp or tensor for context"
         )
-    value = rearranged(jnp.concatenate([x.value for x in inputs], dim), source, AXIS, dim)
-    return [(value if fill is None else jnp.where(mine(value, wanted >= 0, dim), value, fill), out)]
+    value = rearranged(jnp.concatenate([x.value for x in inputs], dim), source_slots, AXIS, dim)
+    return [(value if fill is None else jnp.where(local_mask(value, wanted >= 0, dim), value, fill), new_split)]
 
 
-def laid(work: ContextLocaliser, eqn: Any, x: LocalValue, dim: Split) -> LocalValue:
-    """The same, split in this way."""
-    if x.dim is not None and work.split(x.dim).how == dim.how:
+def with_split(localiser: ContextLocaliser, eqn: Any, x: LocalValue, dim: Split) -> LocalValue:
+    """Return the value split along `dim`, with its rows and overlap."""
+    if x.dim is not None and localiser.split(x.dim).as_tuple == dim.as_tuple:
         return x
-    found = placed(work, eqn, [x], int(dim), np.arange(x.shape[dim]), out=dim) if x.dim is not None else None
-    return LocalValue(*found[0], x.shape) if found else LocalValue(work.part(x, dim), dim, x.shape)
+    moved = placed(localiser, eqn, [x], int(dim), np.arange(x.shape[dim]), new_split=dim) if x.dim is not None else None
+    return LocalValue(*moved[0], x.shape) if moved else LocalValue(localiser.part(x, dim), dim, x.shape)
 
 
-def mine(value: jax.Array, mask: np.ndarray, dim: int) -> jax.Array:
-    """This rank's row of a mask of positions, to be used beside a value that has them along a dim."""
+def local_mask(value: jax.Array, mask: np.ndarray, dim: int) -> jax.Array:
+    """Return this rank's row of a mask [ranks, positions], to broadcast against a value with positions along `dim`."""
     return jnp.expand_dims(jnp.asarray(mask)[lax.axis_index(AXIS)], [d for d in range(value.ndim) if d != dim])
 
 
 def written(
-    work: ContextLocaliser,
+    localiser: ContextLocaliser,
     eqn: Any,
     x: LocalValue,
     y: LocalValue,
     dim: int,
-    at: np.ndarray,
+    sources: np.ndarray,
     join: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Found | None:
-    """`join` of x and of the position of y that `at` has for each of its own; x as it is where that is -1."""
-    value = laid(work, eqn, x, Split(dim)).value
-    if (found := placed(work, eqn, [y], dim, at)) is None:
+    """Write positions of y into x: `join(x, y)` at each position of x that has a source in y.
+
+    Args:
+      localiser: the rewriting.
+      eqn: the equation, for errors.
+      x: the value to write into.
+      y: the value to write.
+      dim: the dim of positions in both.
+      sources: for each position of x, the position of y that is written there; -1 where x stays unchanged.
+      join: combines the two, such as addition.
+    """
+    value = with_split(localiser, eqn, x, Split(dim)).value
+    if (moved := placed(localiser, eqn, [y], dim, sources)) is None:
         return None
-    ((more, out),) = found
-    here = mine(value, at[work.held(len(at), Split(dim), beyond=len(at) - 1)] >= 0, dim)
-    return [(jnp.where(here, join(value, more), value), out)]
+    ((update, split),) = moved
+    is_written = local_mask(
+        value, sources[localiser.positions_of_ranks(len(sources), Split(dim), beyond=len(sources) - 1)] >= 0, dim
+    )
+    return [(jnp.where(is_written, join(value, update), value), split)]
 
 
 def constant(x: LocalValue) -> np.ndarray | None:
-    """A value that the program makes of numbers and counts alone; None where it is another."""
+    """Return a value that the program computes from literals and iotas alone; None for any other value."""
     if not isinstance(x.value, Tracer):
         return np.asarray(x.value)
     if x.made is None or len(x.made[0].outvars) != 1:
         return None
     eqn, inputs = x.made
-    known = [constant(y) for y in inputs]
-    if any(y is None for y in known):
+    input_constants = [constant(y) for y in inputs]
+    if any(y is None for y in input_constants):
         return None
     with jax.ensure_compile_time_eval():
-        return np.asarray(jx.bind(eqn, [jnp.asarray(y) for y in known])[0])
+        return np.asarray(jx.bind(eqn, [jnp.asarray(y) for y in input_constants])[0])

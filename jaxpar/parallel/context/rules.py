@@ -1,6 +1,11 @@
 """Rules of equations that add positions up, pick some of them, or look something up for each; and of `jp.attention`.
 
-Equations that leave positions apart, as their factors say, have the rules of `tensor`.
+The table starts from the rules of `tensor`, and replaces those that mix positions:
+
+    reshape, gather, reductions, dot_general    in this file
+    jp.attention                                in this file, by the run's mode (`attention_mode.py`)
+    slice, pad, convolution, scan, ...          `neighbours.py`
+    any other primitive with factors            `follow`: on the parts, if it treats positions separately
 """
 
 import dataclasses
@@ -36,8 +41,8 @@ from .ops import (
     ulysses_attention,
     usp_attention,
 )
-from .places import constant, laid, placed
-from .split import PARTIAL, Split, counts, reshaped
+from .places import constant, placed, with_split
+from .split import PARTIAL, Split, counting_dim, reshape_split
 
 Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
 RULES: dict[str, Rule] = {**TENSOR, BY_FACTORS: follow}
@@ -45,193 +50,236 @@ rule = registering(RULES)
 
 
 @rule("reshape")
-def _reshape(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Positions stay a dim of their own, are merged with rows or with what is in a position, or become several dims."""
+def _reshape(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Keep positions as a separate dim, merge them with rows or with inner dims, or divide them into several dims."""
     x, *_ = inputs
     assert x.dim is not None
     if eqn.params["dimensions"] is not None:
         return None
-    parts, shape = work.mode.parts(work.ranks), shape_of(eqn)
-    dim = reshaped(x.shape, work.split(x.dim), shape, parts)
+    parts, shape = localiser.mode.parts(localiser.ranks), shape_of(eqn)
+    dim = reshape_split(x.shape, localiser.split(x.dim), shape, parts)
     if dim is not None:
-        return [(jx.bind(eqn, [x.value], new_sizes=work.local(shape, dim))[0], dim)]
-    if math.prod(x.shape) <= work.cheap:
+        return [(jx.bind(eqn, [x.value], new_sizes=localiser.local(shape, dim))[0], dim)]
+    if math.prod(x.shape) <= localiser.cheap:
         return None
     raise ValueError(
-        f"context={work.ranks} splits dim {x.dim} of {list(x.shape)} into {parts} parts, and {place(eqn)} to "
+        f"context={localiser.ranks} splits dim {x.dim} of {list(x.shape)} into {parts} parts, and {place(eqn)} to "
         f"{list(shape)} cuts through them; keep rows and positions as dims of their own, or let the outermost of the "
-        f"dims that positions become be a multiple of {parts}: in jp.cross_entropy by a chunk= {work.ranks} times as "
-        "large"
+        f"dims that positions become be a multiple of {parts}: in jp.cross_entropy by a chunk= {localiser.ranks} times "
+        "as large"
     )
 
 
 @rule(*jx.CUSTOM)
-def _custom(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """A route (`model/permutations.py`) takes each rank's own tokens, in slots of its own."""
+def _custom(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Route each rank's own tokens to slots of that rank (`model/permutations.py`); others as on `tensor`."""
     route = permutations.of(eqn)
     if route is None:
-        return TENSOR[eqn.primitive.name](work, eqn, inputs)
-    where, parts = jx.where(eqn), work.mode.parts(work.ranks)
+        return TENSOR[eqn.primitive.name](localiser, eqn, inputs)
+    line, parts = jx.where(eqn), localiser.mode.parts(localiser.ranks)
+    # With a capacity, a token's slot depends on all tokens before it, on other ranks too.
     if route.part is None:
         raise ValueError(
-            f"context={work.ranks} splits the tokens of a row, and {where} gives them slots in their order: a capacity "
-            "drops what finds none; use capacity=None, which drops nothing, or data, fsdp or tensor for context"
+            f"context={localiser.ranks} splits the tokens of a row, and {line} gives them slots in their order: a "
+            "capacity drops what finds none; use capacity=None, which drops nothing, or data, fsdp or tensor for "
+            "context"
         )
     slots = [v.aval.shape[1] for v, kind in zip(eqn.outvars, route.outs, strict=True) if kind == "routed"]
     if any(n % parts for n in slots):
         raise ValueError(
-            f"context={work.ranks} splits the {slots[0]} slots of an expert at {where} into {parts} parts, which do "
-            "not divide them; use another number of positions, or data, fsdp or tensor for context"
+            f"context={localiser.ranks} splits the {slots[0]} slots of an expert at {line} into {parts} parts, which "
+            "do not divide them; use another number of positions, or data, fsdp or tensor for context"
         )
     tokens = next((x.dim for x in inputs if x.dim == 0), None)
-    if tokens is None or work.overlap:
+    if tokens is None or localiser.overlap:
         return None
     dims = {"rows": tokens, "routed": Split(1), "whole": None}
-    values = route.part(work.ranks)(*(x.value for x in inputs))
+    values = route.part(localiser.ranks)(*(x.value for x in inputs))
     return list(zip(jax.tree.leaves(values), (dims[kind] for kind in route.outs), strict=True))
 
 
 @rule(*having("reduces"))
-def _reduce(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """A sum stays a partial one, the place of an extreme needs all positions, and others are `tensor`'s."""
+def _reduce(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Sum the part into a partial sum; gather for an argmax; reduce others as on `tensor`."""
     (x,), name = inputs, eqn.primitive.name
     if x.dim not in eqn.params["axes"]:
-        return follow(work, eqn, inputs)
+        return follow(localiser, eqn, inputs)
     if name == "reduce_sum":
-        return [(jx.bind(eqn, [work.kept(x)])[0], PARTIAL)]
-    return None if name.startswith("arg") else TENSOR[name](work, eqn, inputs)
+        return [(jx.bind(eqn, [localiser.masked_part(x)])[0], PARTIAL)]
+    return None if name.startswith("arg") else TENSOR[name](localiser, eqn, inputs)
 
 
 @rule("dot_general")
-def _dot(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
-    """Each position by itself where they are free or batched; a partial sum where they are contracted.
+def _dot(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
+    """Multiply each position separately if positions are free or batched; sum into a partial sum if contracted.
 
-    Of two operands whose positions meet, keys (`keys_of`) are gathered and queries stay.
+    In a product of queries and keys, where positions of both operands are free, keys (`keys_of`) are gathered and
+    queries stay split.
     """
-    split = [side for side in (0, 1) if inputs[side].dim is not None]
-    every = factors.of(eqn)
-    of: dict[int, Any] = {side: next(f for f in every if f.ins[side] == inputs[side].dim) for side in split}
-    free = [side for side in split if None in of[side].ins]
-    keep = (free or split)[0]
-    if len(free) == 2 and keys_of(work.eqns, eqn, [d for side in free if (d := of[side].outs[0]) is not None]) == 0:
-        keep = 1
-    factor, how = of[keep], work.split(inputs[keep].dim).how[1:]  # type: ignore[arg-type]
+    # 1. Choose the operand that stays split: one with free positions, and queries before keys.
+    split_sides = [side for side in (0, 1) if inputs[side].dim is not None]
+    all_factors = factors.of(eqn)
+    factor_of: dict[int, Any] = {
+        side: next(f for f in all_factors if f.ins[side] == inputs[side].dim) for side in split_sides
+    }
+    free_sides = [side for side in split_sides if None in factor_of[side].ins]
+    split_side = (free_sides or split_sides)[0]
+    if (
+        len(free_sides) == 2
+        and keys_of(localiser.eqns, eqn, [d for side in free_sides if (d := factor_of[side].outs[0]) is not None]) == 0
+    ):
+        split_side = 1
+    factor, layout = factor_of[split_side], localiser.split(inputs[split_side].dim).as_tuple[1:]  # type: ignore[arg-type]
+
+    # 2. Multiply.
     values = [
-        work.whole(x) if d is None else work.part(x, Split(d, *how)) for x, d in zip(inputs, factor.ins, strict=True)
+        localiser.whole(x) if d is None else localiser.part(x, Split(d, *layout))
+        for x, d in zip(inputs, factor.ins, strict=True)
     ]
-    (out,) = factor.outs
-    if out is None:  # summed: of what has them, without what other ranks have as well
-        values[keep] = work.kept(inputs[keep])
+    (out_dim,) = factor.outs
+    if out_dim is None:  # contracted: each position must be summed once
+        values[split_side] = localiser.masked_part(inputs[split_side])
         return [(jx.bind(eqn, values)[0], PARTIAL)]
-    return [(jx.bind(eqn, values)[0], Split(out, *how))]
+    return [(jx.bind(eqn, values)[0], Split(out_dim, *layout))]
 
 
 @rule("gather")
-def _gather(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """`x[:, places]` of known places; `logits[jnp.arange(n), labels]`: something of each position, at its own place,
-    also where what is looked up beside the place is a rank's own, such as a token's best experts.
+def _gather(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Look up known positions, `x[:, places]`, or one element of each position, `logits[jnp.arange(n), labels]`.
+
+    The second works for any indices in the other dims, also for indices that each rank computes, such as the best
+    experts of its tokens.
     """
     (table, indices), numbers = inputs, eqn.params["dimension_numbers"]
     if table.dim is None or table.dim not in numbers.start_index_map:
-        return TENSOR["gather"](work, eqn, inputs)
-    at, whole = constant(indices), numbers.offset_dims == tuple(d for d in range(len(table.shape)) if d != table.dim)
-    if at is not None and whole and len(at.shape) == 2 and (at >= 0).all() and (at < table.shape[table.dim]).all():
-        return placed(work, eqn, [table], int(table.dim), at[:, 0])
+        return TENSOR["gather"](localiser, eqn, inputs)
+
+    # 1. Known positions.
+    places = constant(indices)
+    takes_rows = numbers.offset_dims == tuple(d for d in range(len(table.shape)) if d != table.dim)
+    is_in_bounds = places is not None and (places >= 0).all() and (places < table.shape[table.dim]).all()
+    if places is not None and is_in_bounds and takes_rows and len(places.shape) == 2:
+        return placed(localiser, eqn, [table], int(table.dim), places[:, 0])
+
+    # 2. The index of the position counts 0, 1, 2, ... along the positions of the indices.
     column = list(numbers.start_index_map).index(table.dim)
     if table.dim not in numbers.collapsed_slice_dims or indices.made is None:
         return None
-    joined, columns = indices.made
-    if joined.primitive.name != "concatenate" or len(columns) != indices.shape[-1]:
+    concatenation, columns = indices.made
+    if concatenation.primitive.name != "concatenate" or len(columns) != indices.shape[-1]:
         return None
-    at = counts(columns[column])
-    if at is None or indices.shape[at] != table.shape[table.dim] or indices.dim not in (None, at):
-        return None  # other places
-    held = work.part(indices, at)
-    places = jnp.expand_dims(jnp.arange(held.shape[at], dtype=held.dtype), [*range(1, len(held.shape) - 1 - at)])
-    held = held.at[..., column].set(jnp.broadcast_to(places, held.shape[:-1]))
-    (value,) = jx.bind(eqn, [table.value, held], indices_are_sorted=False, unique_indices=False)
-    batch = [d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims]
-    return [(value, batch[at])]
+    dim = counting_dim(columns[column])
+    if dim is None or indices.shape[dim] != table.shape[table.dim] or indices.dim not in (None, dim):
+        return None  # it looks up other positions
+    # Locally, a rank's positions are numbered from 0.
+    local_indices = localiser.part(indices, dim)
+    local_positions = jnp.expand_dims(
+        jnp.arange(local_indices.shape[dim], dtype=local_indices.dtype), [*range(1, len(local_indices.shape) - 1 - dim)]
+    )
+    local_indices = local_indices.at[..., column].set(jnp.broadcast_to(local_positions, local_indices.shape[:-1]))
+    (value,) = jx.bind(eqn, [table.value, local_indices], indices_are_sorted=False, unique_indices=False)
+    batch_dims = [d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims]
+    return [(value, batch_dims[dim])]
 
 
 @rule("jit", "pjit")
-def _kernel(work: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
-    """`jp.attention` as a kernel, where its positions, rows or heads are what is split. Any other kernel is what it
-    computes, equation by equation, so that one that mixes positions without a rule is refused by its name and line.
+def _kernel(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
+    """Run `jp.attention` as a kernel if its positions, rows or heads are split; rewrite any other kernel's equations.
+
+    So a kernel that mixes positions without a rule is refused with the name and line of its equation.
     """
     options, kernel = options_of(eqn), kernels.of(eqn)
     if options is not None and kernel is not None:
         query, key, value = (x.dim for x in inputs[:3])
-        if query == 1 and not {key, value} - {None, 1} and work.rows == 1:
-            return _attention(work, eqn, inputs, options, kernel)
+        if query == 1 and not {key, value} - {None, 1} and localiser.rows == 1:
+            return _attention(localiser, eqn, inputs, options, kernel)
         if query is not None and query == key == value and options.function is None:
-            dims = _separate(work, inputs, work.split(query), options, kernel)
+            dims = _separate_dims(localiser, inputs, localiser.split(query), options, kernel)
             if dims is not None:
-                values = [work.whole(x) if d is None else work.part(x, d) for x, d in zip(inputs, dims, strict=True)]
-                return [(_for_tensor(work, kernel.fun, (2, 2, 2, *kernel.in_dims[3:]), 2)(*values), dims[0])]
-    return [(x.value, x.dim) for x in work.run(jx.flatten(called(eqn)), inputs)]
+                values = [
+                    localiser.whole(x) if d is None else localiser.part(x, d) for x, d in zip(inputs, dims, strict=True)
+                ]
+                return [(_for_tensor(localiser, kernel.fun, (2, 2, 2, *kernel.in_dims[3:]), 2)(*values), dims[0])]
+    return [(x.value, x.dim) for x in localiser.run(jx.flatten(called(eqn)), inputs)]
 
 
-def _for_tensor(work: ContextLocaliser, fun: Callable[..., Any], *dims: Any) -> Callable[..., Any]:
-    """Attention as it is; for tensor ranks one kernel, which they run on their heads. As one it must not be
-    differentiated.
+def _for_tensor(localiser: ContextLocaliser, fun: Callable[..., Any], *dims: Any) -> Callable[..., Any]:
+    """Wrap attention as a kernel if tensor ranks share its heads, so that each runs it on its heads.
+
+    Without tensor ranks it stays a plain function, because a kernel must not be differentiated.
     """
-    return kernels.local_kernel(fun, *dims) if work.tensor > 1 else fun
+    return kernels.local_kernel(fun, *dims) if localiser.tensor > 1 else fun
 
 
-def _separate(
-    work: ContextLocaliser,
+def _separate_dims(
+    localiser: ContextLocaliser,
     inputs: Sequence[LocalValue],
     dim: Split,
     options: AttentionOptions,
     kernel: kernels.LocalKernel,
 ) -> list[Split | None] | None:
-    """The dims of the inputs of attention where it is separate along a dim of its queries: along rows, as where
-    positions are attended to block by block, or along whole heads; else None.
+    """Return the dims of attention's inputs along which it can run part by part, without communication.
+
+    Attention is separate along rows (block-wise attention reshapes blocks of positions to rows), and along whole heads.
+
+    Returns:
+      A dim for each input, None for a whole one; None instead of the list if attention is not separate along `dim`.
     """
     if dim == 0:
-        ids = [True] * (3 + options.segments)
-        rows = [*ids, *(x.shape[0] > 1 for x in inputs[len(ids) :])]
-        return [Split(0, *dim.how[1:]) if by_row else None for by_row in rows]
+        has_rows = [True] * (3 + options.segments)
+        mask_rows = [*has_rows, *(x.shape[0] > 1 for x in inputs[len(has_rows) :])]
+        return [Split(0, *dim.as_tuple[1:]) if by_row else None for by_row in mask_rows]
     heads = [x.shape[2] for x in inputs[:3]]
-    if dim.how != (2, 1, 0) or any(n % work.mode.parts(work.ranks) for n in heads):
+    if dim.as_tuple != (2, 1, 0) or any(n % localiser.mode.parts(localiser.ranks) for n in heads):
         return None
     return [None if d is None else Split(d) for d in kernel.in_dims]
 
 
 def _attention(
-    work: ContextLocaliser,
+    localiser: ContextLocaliser,
     eqn: Any,
     inputs: Sequence[LocalValue],
     options: AttentionOptions,
     kernel: kernels.LocalKernel,
 ) -> Found:
-    """`jp.attention` of queries whose positions are split, by the run's mode."""
-    local = functools.partial(_for_tensor, work)
-    plain = not (options.causal or options.segments or options.masked or options.function)
-    if plain and all(x.dim is None for x in inputs[1:3]):  # as of frames, which every rank encodes: nothing is sent
-        return [(local(kernel.fun, (2, 2, 2), 2)(inputs[0].value, *map(work.whole, inputs[1:3])), inputs[0].dim)]
-    (query, key), of = inputs[:2], Split(1)
+    """Run `jp.attention` of queries whose positions are split, by the run's mode."""
+    for_tensor = functools.partial(_for_tensor, localiser)
+    is_plain = not (options.causal or options.segments or options.masked or options.function)
+    # Cross-attention to whole keys, such as frames that every rank encodes, sends nothing.
+    if is_plain and all(x.dim is None for x in inputs[1:3]):
+        value = for_tensor(kernel.fun, (2, 2, 2), 2)(inputs[0].value, *map(localiser.whole, inputs[1:3]))
+        return [(value, inputs[0].dim)]
+
+    # 1. Split query, key and value in chunks of their own.
+    (query, key), positions = inputs[:2], Split(1)
     t, s = query.shape[1], key.shape[1]
-    values = [laid(work, eqn, x, of).value for x in inputs[:3]]
+    values = [with_split(localiser, eqn, x, positions).value for x in inputs[:3]]
     if options.function is not None:
-        function, group = options.function, work.mode.sharing(work.ranks)
+        # 2a. A function of scores: its operands with queries are split, unless ranks share heads and swap queries.
+        function, group = options.function, localiser.mode.sharing(localiser.ranks)
         operands = zip(inputs[3:], function.dims("t"), strict=True)
-        values += [work.whole(x) if d is None or group > 1 else work.part(x, Split(d)) for x, d in operands]
-        fun, dims = functools.partial(attend_scored, options, work.mode, (t, s)), function.heads()
+        values += [localiser.whole(x) if d is None or group > 1 else localiser.part(x, Split(d)) for x, d in operands]
+        fun, dims = functools.partial(attend_scored, options, localiser.mode, (t, s)), function.heads()
     else:
-        ids, masks = [work.part(x, of) for x in inputs[3 : 3 + options.segments]], inputs[3 + options.segments :]
-        if (there := work.there(s, of)) is not None and not options.causal:  # which hides what is beyond the end
-            own = [x.astype(jnp.int32) for x in ids] or [jnp.zeros(x.shape[:2], jnp.int32) for x in values[:2]]
-            ids = [own[0], jnp.where(there, own[-1], jnp.iinfo(jnp.int32).min)]
+        # 2b. Ids of segments and masks. Places beyond the end of the keys need an id that no query has; a causal mask
+        # hides them already.
+        ids = [localiser.part(x, positions) for x in inputs[3 : 3 + options.segments]]
+        masks = inputs[3 + options.segments :]
+        if (is_owned := localiser.owned_mask(s, positions)) is not None and not options.causal:
+            known_ids = [x.astype(jnp.int32) for x in ids] or [jnp.zeros(x.shape[:2], jnp.int32) for x in values[:2]]
+            ids = [known_ids[0], jnp.where(is_owned, known_ids[-1], jnp.iinfo(jnp.int32).min)]
             options = dataclasses.replace(options, segments=2)
-        masks = [work.part(x, Split(2)) if x.shape[2] > 1 else work.whole(x) for x in masks]
-        values += [*ids, *(beyond(x, 3, work.size(s) * work.ranks) if x.shape[3] > 1 else x for x in masks)]
-        fun = functools.partial(attend, options, work.mode)
+        masks = [localiser.part(x, Split(2)) if x.shape[2] > 1 else localiser.whole(x) for x in masks]
+        padded_keys = localiser.local_length(s) * localiser.ranks
+        values += [*ids, *(pad_positions(x, 3, padded_keys) if x.shape[3] > 1 else x for x in masks)]
+        fun = functools.partial(attend, options, localiser.mode)
         dims = (2, 2, 2, *([None] * options.segments), *(1 if x.shape[1] > 1 else None for x in masks)), 2
+
+    # 3. Run it, and return the result in the layout of the queries.
     assert query.dim is not None
-    out = laid(work, eqn, LocalValue(local(fun, *dims)(*values), of, query.shape), work.split(query.dim))
-    return [(out.value, out.dim)]
+    result = LocalValue(for_tensor(fun, *dims)(*values), positions, query.shape)
+    result = with_split(localiser, eqn, result, localiser.split(query.dim))
+    return [(result.value, result.dim)]
 
 
 def attend(
@@ -240,20 +288,26 @@ def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    *more: jax.Array,
+    *ids_and_masks: jax.Array,
 ) -> jax.Array:
-    """Attention of this rank's queries [B, T/c, H, h] to the keys and values of all ranks, each of which has
-    [B, S/c, K, h]. `more` are ids of these queries, of these keys, and a mask of these queries and all keys, with
-    which it is by gather.
+    """Attend from this rank's queries to the keys and values of all ranks.
+
+    Args:
+      options: the static options of the call.
+      mode: how keys reach the queries. Attention with a mask is by gather.
+      query: [B, T/c, H, h].
+      key: this rank's keys [B, S/c, K, h].
+      value: [B, S/c, K, h].
+      ids_and_masks: ids of these queries, of these keys, and a mask of these queries and all keys, as `options` say.
     """
-    ids, masks = more[: options.segments], more[options.segments :]
-    given: dict[str, Any] = {"axis": AXIS, "causal": options.causal, "scale": options.scale, "order": mode.order}
-    given |= {"window": options.window} | dict(zip(("segment_ids", "kv_segment_ids"), ids, strict=False))
+    ids, masks = ids_and_masks[: options.segments], ids_and_masks[options.segments :]
+    arguments: dict[str, Any] = {"axis": AXIS, "causal": options.causal, "scale": options.scale, "order": mode.order}
+    arguments |= {"window": options.window} | dict(zip(("segment_ids", "kv_segment_ids"), ids, strict=False))
     if masks or mode.name == "gather":
-        return gather_attention(query, key, value, mask=masks[0] if masks else None, **given)
+        return gather_attention(query, key, value, mask=masks[0] if masks else None, **arguments)
     if mode.name == "usp":
-        return usp_attention(query, key, value, group=mode.group, **given)
-    return (ring_attention if mode.name == "ring" else ulysses_attention)(query, key, value, **given)
+        return usp_attention(query, key, value, group=mode.group, **arguments)
+    return (ring_attention if mode.name == "ring" else ulysses_attention)(query, key, value, **arguments)
 
 
 def attend_scored(
@@ -263,80 +317,101 @@ def attend_scored(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    *read: Any,
+    *score_operands: Any,
 ) -> jax.Array:
-    """The same by a function of scores. Its operands have all keys and heads, in the user's order, and this rank's
-    queries, or all where ranks share heads. Of queries and keys there are no more than `lengths`.
+    """Attend from this rank's queries to all keys, with a function of scores.
+
+    Args:
+      options: the static options of the call, with the function.
+      mode: how keys reach the queries.
+      lengths: the number of queries and of keys, without places beyond the end.
+      query: [B, T/c, H, h].
+      key: [B, S/c, K, h].
+      value: [B, S/c, K, h].
+      score_operands: the function's operands. They have all keys and heads in the user's order, and this rank's
+        queries, or all queries where ranks share heads.
     """
     function, ranks = options.function, lax.axis_size(AXIS)
-    group, (heads, groups) = mode.sharing(ranks), (x.shape[2] for x in (query, key))
-    ring, (at, place), operands = ranks // group, divmod(lax.axis_index(AXIS), group), list(read)
+    group, (query_heads, key_heads) = mode.sharing(ranks), (x.shape[2] for x in (query, key))
+    # On the ring, the axis consists of groups of ranks that share the heads.
+    ring, (ring_index, head_index), operands = ranks // group, divmod(lax.axis_index(AXIS), group), list(score_operands)
 
-    def changed(side: str, change: Callable[[jax.Array, int], jax.Array]) -> list[jax.Array]:
+    def map_dim(side: str, change: Callable[[jax.Array, int], jax.Array]) -> list[jax.Array]:
         return [x if d is None else change(x, d) for x, d in zip(operands, function.dims(side), strict=True)]
 
-    ordered = lambda x, d: to_zigzag(x, ring, d) if mode.order == "zigzag" else x
-    operands = changed("s", lambda x, d: ordered(beyond(x, d, ranks * key.shape[1]), d))
+    # 1. Pad and order the operands' positions as the ranks hold them.
+    in_order = lambda x, d: to_zigzag(x, ring, d) if mode.order == "zigzag" else x
+    operands = map_dim("s", lambda x, d: in_order(pad_positions(x, d, ranks * key.shape[1]), d))
     if group > 1:
-        operands = changed("t", lambda x, d: ordered(beyond(x, d, ranks * query.shape[1]), d))
-        mine = max(groups // group, 1)  # of the key heads; and of each the query heads that are this rank's
-        each, length = heads // group // mine, group * query.shape[1]
-        parts = {
-            "t": (at * length, length),
-            "k": (place * groups // group, mine),
-            "g": (place * heads // group % (heads // groups), each),
+        operands = map_dim("t", lambda x, d: in_order(pad_positions(x, d, ranks * query.shape[1]), d))
+        # 2. Slice this rank's queries and heads: key heads, and for each of them its query heads.
+        local_key_heads = max(key_heads // group, 1)
+        heads_per_key, length = query_heads // group // local_key_heads, group * query.shape[1]
+        slices = {
+            "t": (ring_index * length, length),
+            "k": (head_index * key_heads // group, local_key_heads),
+            "g": (head_index * query_heads // group % (query_heads // key_heads), heads_per_key),
         }
-        for side, (first, n) in parts.items():
-            operands = changed(side, lambda x, d, i=first, n=n: lax.dynamic_slice_in_dim(x, i, n, d))
+        for side, (start, n) in slices.items():
+            operands = map_dim(side, lambda x, d, start=start, n=n: lax.dynamic_slice_in_dim(x, start, n, d))
 
-    def among(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    # 3. Attend, between the exchanges of positions for heads.
+    def attend_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         rounds = Rounds.of(q, k, AXIS, options.causal, None, None, mode.order, group, function, lengths)
         return (by_blocks if mode.name == "gather" else by_rounds)(rounds, q, k, v, *operands)
 
-    return exchanged(among, query, key, value, axis=AXIS, group=group, order=mode.order)
+    return exchanged(attend_heads, query, key, value, axis=AXIS, group=group, order=mode.order)
 
 
-def beyond(x: jax.Array, dim: int, length: int) -> jax.Array:
-    """What has so many positions along a dim, the last of them repeated."""
+def pad_positions(x: jax.Array, dim: int, length: int) -> jax.Array:
+    """Pad a dim of positions to a length, by repeating the last one."""
     return jnp.pad(x, [(0, length - n if d == dim else 0) for d, n in enumerate(x.shape)], "edge")
 
 
-Sides = dict[int, int]  # dim -> which operand's positions it has
+Sides = dict[int, int]  # dim -> the operand whose positions it has
 
 
 def keys_of(eqns: Sequence[Any], product: Any, dims: Sequence[int]) -> int | None:
-    """The operand that has the keys, of a product among `eqns` with the positions of either operand at these dims: that
-    whose positions are added up, or sorted, first.
+    """Return which operand of a product has the keys: 0 or 1, None if the program does not tell.
+
+    A softmax sums over keys, and so do the products with values. So the operand has the keys whose positions are first
+    summed or sorted after the product.
+
+    Args:
+      eqns: the program.
+      product: an equation of it, in which positions of both operands are free.
+      dims: the dims of the product's result that have the positions of operand 0 and of operand 1.
     """
-    found: list[int] = []
+    key_sides: list[int] = []
 
-    def of(eqn: Any, sides: Sequence[Sides]) -> list[Sides]:
-        if found or not any(sides):
+    def follow_sides(eqn: Any, sides: Sequence[Sides]) -> list[Sides]:
+        if key_sides or not any(sides):
             return [{}] * len(eqn.outvars)
-        if (hit := _summed(eqn, sides)) is not None:
-            found.append(hit)
-        # A scan's body has other dims.
-        outs = None if eqn.primitive.name == "scan" else propagate(eqn, sides, run, lambda a, b: {**b, **a})
-        return [_moved(eqn, v, sides) for v in eqn.outvars] if outs is None else outs
+        if (side := _summed_side(eqn, sides)) is not None:
+            key_sides.append(side)
+        # The body of a scan has other dims.
+        outs = None if eqn.primitive.name == "scan" else propagate(eqn, sides, follow_program, lambda a, b: {**b, **a})
+        return [_moved_sides(eqn, v, sides) for v in eqn.outvars] if outs is None else outs
 
-    run = lambda program, ins, decides: through(program, ins, of, {})
-    at = next(i for i, eqn in enumerate(eqns) if eqn is product)
-    run(jx.build(eqns[at + 1 :], product.outvars, ()), [{dims[0]: 0, dims[1]: 1}], None)
-    return next(iter(found), None)
+    follow_program = lambda program, ins, decides: through(program, ins, follow_sides, {})
+    product_index = next(i for i, eqn in enumerate(eqns) if eqn is product)
+    follow_program(jx.build(eqns[product_index + 1 :], product.outvars, ()), [{dims[0]: 0, dims[1]: 1}], None)
+    return next(iter(key_sides), None)
 
 
-def _summed(eqn: Any, sides: Sequence[Sides]) -> int | None:
+def _summed_side(eqn: Any, sides: Sequence[Sides]) -> int | None:
+    """Return the operand of the product whose positions an equation sums, accumulates or sorts; None if neither."""
     mixed = [(i, d) for f in factors.of(eqn) if f.reduced for i, d in enumerate(f.ins) if d is not None]
     mixed += [
-        (0, eqn.params[k])
-        for k in ("axis", "dimension")
-        if eqn.primitive.name.startswith(("cum", "sort")) and k in eqn.params
+        (0, eqn.params[name])
+        for name in ("axis", "dimension")
+        if eqn.primitive.name.startswith(("cum", "sort")) and name in eqn.params
     ]
     return next((sides[i][d] for i, d in mixed if d in sides[i]), None)
 
 
-def _moved(eqn: Any, out: Any, sides: Sequence[Sides]) -> Sides:
-    """Where the positions are in an output of an equation that leaves them apart."""
-    at = list(eqn.outvars).index(out)
-    pairs = [(d, f.outs[at], i) for f in factors.of(eqn) for i, d in enumerate(f.ins)]
-    return {to: sides[i][d] for d, to, i in pairs if d in sides[i] and to is not None}
+def _moved_sides(eqn: Any, out: Any, sides: Sequence[Sides]) -> Sides:
+    """Return the dims of positions in an output of an equation that keeps positions apart."""
+    out_index = list(eqn.outvars).index(out)
+    moves = [(d, f.outs[out_index], i) for f in factors.of(eqn) for i, d in enumerate(f.ins)]
+    return {out_dim: sides[i][d] for d, out_dim, i in moves if d in sides[i] and out_dim is not None}

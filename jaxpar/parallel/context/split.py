@@ -1,7 +1,7 @@
-"""How a rank has a value: split along a dim, rows that are merged with positions included, or as a partial sum.
+"""Layouts of a value on a context rank: split along a dim, along merged rows and positions, or a partial sum.
 
-`logits.reshape(-1, V)` merges rows and positions into one dim [rows * positions]. It stays split as it was: a rank has
-its positions of each row, one row after the other, which is not one stretch of the merged dim.
+`logits.reshape(-1, V)` merges rows and positions into one dim [rows * positions]. It stays split as before: a rank has
+its positions of each row, one row after the other. These are several stretches of the merged dim.
 
 ```
 [2 rows, 4 positions]      a b c d        merged   a b c d e f g h
@@ -9,8 +9,8 @@ its positions of each row, one row after the other, which is not one stretch of 
                                           rank 1       c d     g h
 ```
 
-A value that is longer or shorter than what its ranks share, by what a padding adds or a slice leaves out, stays in the
-chunks of what it was made of: each chunk has the positions that follow it as well, or the last ones are nothing.
+A slice or a padding makes a value shorter or longer than the chunks of its operand. It stays in these chunks. Each
+chunk then holds the positions that follow it as well (a positive overlap), or the last positions are unused (negative).
 
 ```
 8 positions of 2 ranks     a b c d | e f g h
@@ -32,20 +32,25 @@ from ...program import factors, primitives
 from ...program import jaxpr as jx
 from ..tensor.localiser import Found, Localiser, LocalValue
 
-PARTIAL = -1  # in the place of the dim along which a value is split: it is a partial sum
+PARTIAL = -1  # the dim that a rule returns for a partial sum
 
 
 class Split(int):
-    """A dim of `rows` equal stretches (1 unless merged), each split by itself, `overlap` beyond its chunks."""
+    """A split dim, which consists of one or more merged rows, each split separately.
+
+    Attributes:
+      rows: the number of rows that are merged in the dim, 1 if none are.
+      overlap: the number of positions that each chunk holds beyond its own; negative: unused positions at the end.
+    """
 
     rows: int
     overlap: int
 
     def __new__(cls, dim: int, rows: int = 1, overlap: int = 0) -> "Split":
-        """The dim of this number."""
-        made = super().__new__(cls, dim)
-        made.rows, made.overlap = rows, overlap
-        return made
+        """Return the dim with this number."""
+        split = super().__new__(cls, dim)
+        split.rows, split.overlap = rows, overlap
+        return split
 
     def __add__(self, n: int) -> "Split":
         return Split(int(self) + n, self.rows, self.overlap)
@@ -54,120 +59,149 @@ class Split(int):
         return Split(int(self) - n, self.rows, self.overlap)
 
     @property
-    def how(self) -> tuple[int, int, int]:
-        """All of it: two splits of one dim are one number."""
+    def as_tuple(self) -> tuple[int, int, int]:
+        """(dim, rows, overlap), for comparison: as ints, two different splits of one dim are equal."""
         return int(self), self.rows, self.overlap
 
 
-def by_row(fun: Callable[[jax.Array, int], jax.Array], value: jax.Array, dim: Split) -> jax.Array:
-    """`fun(value, dim)` of every stretch of a dim."""
+def map_rows(fun: Callable[[jax.Array, int], jax.Array], value: jax.Array, dim: Split) -> jax.Array:
+    """Apply `fun(value, dim)` to every row of a dim."""
     if dim.rows == 1:
         return fun(value, int(dim))
-    before, after = value.shape[:dim], value.shape[dim + 1 :]
-    out = fun(value.reshape(*before, dim.rows, value.shape[dim] // dim.rows, *after), dim + 1)
-    return out.reshape(*before, -1, *after)
+    # Unmerge the rows: [.., rows * n, ..] -> [.., rows, n, ..].
+    outer, inner = value.shape[:dim], value.shape[dim + 1 :]
+    mapped = fun(value.reshape(*outer, dim.rows, value.shape[dim] // dim.rows, *inner), dim + 1)
+    return mapped.reshape(*outer, -1, *inner)
 
 
-def reshaped(before: Sequence[int], dim: Split, after: Sequence[int], parts: int) -> Split | None:
-    """Where a reshape from the shape `before`, split along a dim, to `after` puts the split; None where it goes through
-    a dim of `after` in a way that no `Split` says, or where it is not in whole chunks (there are `parts`).
+def reshape_split(shape: Sequence[int], dim: Split, new_shape: Sequence[int], parts: int) -> Split | None:
+    """Return the split dim after a reshape.
 
-    >>> at = reshaped((3, 8, 5), Split(1), (24, 5), parts=2)
-    >>> at, at.rows
+    Args:
+      shape: the shape before the reshape.
+      dim: the split dim before.
+      new_shape: the shape after.
+      parts: the number of chunks.
+
+    Returns:
+      The split dim after; None if no `Split` describes it, or if the reshape cuts through chunks.
+
+    >>> merged = reshape_split((3, 8, 5), Split(1), (24, 5), parts=2)
+    >>> merged, merged.rows
     (0, 3)
-    >>> reshaped((24, 5), at, (3, 8, 5), parts=2).rows
+    >>> reshape_split((24, 5), merged, (3, 8, 5), parts=2).rows
     1
-    >>> reshaped((24, 5), at, (4, 6, 5), parts=2) is None
+    >>> reshape_split((24, 5), merged, (4, 6, 5), parts=2) is None
     True
 
-    What overlaps stays a dim of its own:
+    A dim that overlaps remains a separate dim:
 
-    >>> reshaped((3, 9, 5, 1), Split(1, 1, 1), (3, 9, 5), parts=2).overlap
+    >>> reshape_split((3, 9, 5, 1), Split(1, 1, 1), (3, 9, 5), parts=2).overlap
     1
-    >>> reshaped((3, 9, 5), Split(1, 1, 1), (27, 5), parts=2) is None
+    >>> reshape_split((3, 9, 5), Split(1, 1, 1), (27, 5), parts=2) is None
     True
     """
-    outside, length = math.prod(before[:dim]) * dim.rows, before[dim] // dim.rows
-    for d, n in enumerate(after):
-        first = math.prod(after[:d])
-        if not first <= outside < first * n:
+    # The split is the same if the same number of elements lies outside it: rows of earlier dims and merged rows.
+    num_rows, length = math.prod(shape[:dim]) * dim.rows, shape[dim] // dim.rows
+    for d, n in enumerate(new_shape):
+        num_outer = math.prod(new_shape[:d])
+        if not num_outer <= num_rows < num_outer * n:
             continue
-        rows, rest = divmod(outside, first)
-        if rest or n % rows:
+        rows, remainder = divmod(num_rows, num_outer)
+        if remainder or n % rows:
             return None
         if dim.overlap:
             return Split(d, 1, dim.overlap) if rows == 1 and n == length else None
-        chunked = n // rows == length or not (n // rows % parts or length % parts)
-        return Split(d, rows) if chunked else None
+        keeps_chunks = n // rows == length or not (n // rows % parts or length % parts)
+        return Split(d, rows) if keeps_chunks else None
     return None
 
 
-def linear(eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """An equation, some of whose inputs are partial sums, where its output is one: a loss's total, say, divided by the
-    number of tokens. None where it is not linear in them.
+def linear_in_partial_sums(eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Run an equation on partial sums without adding them up, if it is linear in them; else return None.
+
+    An example is the total of a loss that is divided by the number of tokens.
     """
-    known, partial = primitives.of(eqn), [x.partial for x in inputs]
-    whole = all(x.dim is None for x in inputs)
-    if whole and (known.elementwise or known.linear == "all") and primitives.linear(eqn, partial):
+    properties, is_partial = primitives.of(eqn), [x.partial for x in inputs]
+    is_unsplit = all(x.dim is None for x in inputs)
+    if is_unsplit and (properties.elementwise or properties.linear == "all") and primitives.linear(eqn, is_partial):
         return [(value, PARTIAL) for value in jx.bind(eqn, [x.value for x in inputs])]
     return None
 
 
-def pushed(
-    work: Localiser, positions: Callable[[int, Split], jax.Array], x: LocalValue, dim: Split
+def part_from_inputs(
+    localiser: Localiser, positions: Callable[[int, Split], jax.Array], x: LocalValue, dim: Split
 ) -> jax.Array | None:
-    """The part of `x` along `dim`; None to cut it out of the whole. `positions(n, dim)` are this rank's of n."""
+    """Compute this rank's part of a whole value from parts of the inputs of its equation.
+
+    A rank computes its part of a mask from its positions, instead of slicing it out of the whole mask [T, S].
+
+    Args:
+      localiser: the rewriting.
+      positions: maps (n, dim) to this rank's positions among the n of a dim.
+      x: the whole value, whose equation is known.
+      dim: the dim along which the part is wanted.
+
+    Returns:
+      The part; None if it must be sliced out of the whole.
+    """
     assert x.made is not None
     eqn, inputs = x.made
     name = eqn.primitive.name
     if primitives.of(eqn).elementwise:
-        return jx.bind(eqn, [y.value if alike(y, dim) else work.part(y, dim) for y in inputs])[0]
+        return jx.bind(eqn, [y.value if is_constant_along(y, dim) else localiser.part(y, dim) for y in inputs])[0]
     if name == "broadcast_in_dim" and len(inputs) == 1:
-        dims, shape = eqn.params["broadcast_dimensions"], work.local(x.shape, dim)
+        dims, shape = eqn.params["broadcast_dimensions"], localiser.local(x.shape, dim)
         (y,) = inputs
-        at = dims.index(dim) if dim in dims else -1
-        small = y.value if at < 0 or y.shape[at] == 1 else work.part(y, Split(at, dim.rows, dim.overlap))
-        return jax.lax.broadcast_in_dim(small, shape, dims)
+        input_dim = dims.index(dim) if dim in dims else -1
+        operand = (
+            y.value
+            if input_dim < 0 or y.shape[input_dim] == 1
+            else localiser.part(y, Split(input_dim, dim.rows, dim.overlap))
+        )
+        return jax.lax.broadcast_in_dim(operand, shape, dims)
     if name == "iota" and not inputs:
-        value = jax.lax.broadcasted_iota(eqn.params["dtype"], work.local(x.shape, dim), eqn.params["dimension"])
+        value = jax.lax.broadcasted_iota(eqn.params["dtype"], localiser.local(x.shape, dim), eqn.params["dimension"])
         if dim != eqn.params["dimension"]:
             return value
-        places = positions(x.shape[dim], dim).astype(value.dtype)
-        return jnp.broadcast_to(jnp.expand_dims(places, [d for d in range(len(x.shape)) if d != dim]), value.shape)
-    if name in ("gather", "transpose") or primitives.of(eqn).view:  # a table's numbers for each distance, at other dims
+        # Here an iota counts positions: return the numbers of this rank's.
+        numbers = positions(x.shape[dim], dim).astype(value.dtype)
+        return jnp.broadcast_to(jnp.expand_dims(numbers, [d for d in range(len(x.shape)) if d != dim]), value.shape)
+    # A gather looks up a table's entry for each distance, for instance, and leaves the positions in another dim.
+    if name in ("gather", "transpose") or primitives.of(eqn).view:
         *table, y = inputs
-        alone = (None,) * len(table)
-        at = next((f.ins[-1] for f in factors.of(eqn) if f.outs[0] == dim and f.ins[:-1] == alone), None)
-        if at is not None and y.shape[at] == x.shape[dim]:
-            part = work.part(y, Split(at, dim.rows, dim.overlap))
+        without_table = (None,) * len(table)
+        input_dim = next((f.ins[-1] for f in factors.of(eqn) if f.outs[0] == dim and f.ins[:-1] == without_table), None)
+        if input_dim is not None and y.shape[input_dim] == x.shape[dim]:
+            part = localiser.part(y, Split(input_dim, dim.rows, dim.overlap))
             if name == "reshape":
-                return part.reshape(work.local(x.shape, dim))
-            return jx.bind(eqn, [*map(work.whole, table), part])[0]
+                return part.reshape(localiser.local(x.shape, dim))
+            return jx.bind(eqn, [*map(localiser.whole, table), part])[0]
     return None
 
 
-def alike(x: LocalValue, dim: int) -> bool:
-    """Whether a whole value is the same for all positions along a dim, where it meets others by broadcasting."""
+def is_constant_along(x: LocalValue, dim: int) -> bool:
+    """Return whether a whole value is the same for all positions along a dim, and is broadcast along it."""
     return not x.shape or x.shape[dim] == 1
 
 
-def counts(x: LocalValue) -> int | None:
-    """The dim along which a whole value is 0, 1, 2, ..., whatever else it has; None where it is not known to be."""
+def counting_dim(x: LocalValue) -> int | None:
+    """Return the dim along which a whole value is 0, 1, 2, ..., constant in all other dims; None if none is known."""
     if x.made is None:
         return None
     eqn, inputs = x.made
     name = eqn.primitive.name
     if name == "iota":
         return eqn.params["dimension"]
-    if name == "select_n" and len(inputs) == 3 and (sign := inputs[0].made) is not None:
-        # An index below 0 counts from the end: none is.
-        less, sides = sign
+    if name == "select_n" and len(inputs) == 3 and (predicate := inputs[0].made) is not None:
+        # NumPy indexing: select(i < 0, i, i + n), for indices that count from the end. No count is below 0.
+        comparison, sides = predicate
         bound = sides[-1].value
-        zero = not isinstance(bound, Tracer) and bool(np.all(bound == 0))
-        never = less.primitive.name == "lt" and counts(sides[0]) is not None and zero
-        return counts(inputs[1]) if never else None
-    dim = counts(inputs[0]) if primitives.of(eqn).view else None
+        is_zero = not isinstance(bound, Tracer) and bool(np.all(bound == 0))
+        is_never_true = comparison.primitive.name == "lt" and counting_dim(sides[0]) is not None and is_zero
+        return counting_dim(inputs[1]) if is_never_true else None
+    dim = counting_dim(inputs[0]) if primitives.of(eqn).view else None
     if dim is None or inputs[0].shape[dim] == 1:
         return None
-    to = next((f.outs[0] for f in factors.of(eqn) if f.ins[0] == dim), None)
-    return to if to is not None and x.shape[to] == inputs[0].shape[dim] else None
+    output_dim = next((f.outs[0] for f in factors.of(eqn) if f.ins[0] == dim), None)
+    return output_dim if output_dim is not None and x.shape[output_dim] == inputs[0].shape[dim] else None

@@ -1,4 +1,4 @@
-"""The program of one tensor rank, from a loss on whole arrays."""
+"""Tensor parallelism: rewrite a loss on whole arrays into the program of one tensor rank."""
 
 from . import calls as calls
 from . import sums as sums

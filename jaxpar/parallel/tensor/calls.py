@@ -1,4 +1,9 @@
-"""Rules of equations that hold programs: scans, rematerialised calls, rules of differentiation, kernels."""
+"""Rules of equations that hold programs: loops, branches, rematerialised calls, functions with derivatives, kernels.
+
+Each rule rewrites the inner program with the same `Localiser`, and builds the equation anew around it. A value inside
+the inner program is a different tracer from the value outside, so it becomes a new `LocalValue` (`_with_value`) whose
+edges are separate. Loops need the layout of their carry before they are built, which `_loop_layouts` finds.
+"""
 
 import functools
 import itertools
@@ -17,67 +22,84 @@ from .localiser import Found, Localiser, LocalValue
 from .primitives import rule
 
 
-def _again(x: LocalValue, value: Any) -> LocalValue:
-    """Another value in the place of this one, in another program."""
+def _with_value(x: LocalValue, value: Any) -> LocalValue:
+    """Return a value in the layout of `x`, for another program. Edges that `x` has crossed are not shared."""
     return LocalValue(value, x.dim, x.shape, x.active, x.weight, x.origin)
 
 
-def _as(work: Localiser, x: LocalValue, dim: int | None) -> jax.Array:
-    return work.whole(x) if dim is None else work.part(x, dim)
+def _in_layout(localiser: Localiser, x: LocalValue, dim: int | None) -> jax.Array:
+    """Return a value split along `dim`, or whole if None."""
+    return localiser.whole(x) if dim is None else localiser.part(x, dim)
 
 
 @rule("scan")
-def _scan(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
+def _scan(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
+    """Rewrite the body; the carry keeps one layout over all iterations."""
     parts, flat = jx.scan_parts(eqn), jx.flatten(eqn.params["jaxpr"])
     n, k = len(parts.consts), len(parts.carry)
     consts, init, xs = inputs[:n], inputs[n : n + k], inputs[n + k :]
 
-    def slices(x: LocalValue, value: Any) -> LocalValue:
-        dim = None if not x.dim else x.dim - 1  # split over the steps: gathered
+    def slice_of(x: LocalValue, value: Any) -> LocalValue:
+        # A slice of one step lacks dim 0. An input that is split over the steps is gathered before the loop.
+        dim = None if not x.dim else x.dim - 1
         return LocalValue(value, dim, x.shape[1:], x.active, x.weight, x.origin)
 
-    def body(carry: Sequence[LocalValue], values: Sequence[Any]) -> list[LocalValue]:
-        fixed = [_again(x, x.value) for x in consts]  # edges of its own
-        return work.run(flat, [*fixed, *carry, *map(slices, xs, values)])
+    def body(carry: Sequence[LocalValue], slices: Sequence[Any]) -> list[LocalValue]:
+        body_consts = [_with_value(x, x.value) for x in consts]
+        return localiser.run(flat, [*body_consts, *carry, *map(slice_of, xs, slices)])
 
-    each = [jax.ShapeDtypeStruct(x.value.shape[1:], x.value.dtype) for x in xs]
-    carried, found = _settled(work, init, parts.carry, body, each)
+    # 1. Find the layout of the carry.
+    slice_avals = [jax.ShapeDtypeStruct(x.value.shape[1:], x.value.dtype) for x in xs]
+    carried, body_outputs = _loop_layouts(localiser, init, parts.carry, body, slice_avals)
 
-    def run(values: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = body(list(map(_again, carried, values)), sliced)
-        kept = [_as(work, out, x.dim) for x, out in zip(carried, outs[:k], strict=True)]
-        return kept, [out.value for out in outs[k:]]
+    # 2. Run the loop on the parts.
+    def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = body(list(map(_with_value, carried, carry)), slices)
+        next_carry = [_in_layout(localiser, out, x.dim) for x, out in zip(carried, outs[:k], strict=True)]
+        return next_carry, [out.value for out in outs[k:]]
 
-    scanned = [work.whole(x) if x.dim == 0 else x.value for x in xs]
-    start = [_as(work, x, into.dim) for x, into in zip(init, carried, strict=True)]
+    scanned = [localiser.whole(x) if x.dim == 0 else x.value for x in xs]
+    start = [_in_layout(localiser, x, carry.dim) for x, carry in zip(init, carried, strict=True)]
     options = {name: eqn.params[name] for name in ("reverse", "unroll", "_split_transpose") if name in eqn.params}
-    carry, ys = jax.lax.scan(run, start, scanned, length=parts.length, **options)
-    dims = [x.dim for x in carried] + [None if out.dim is None else out.dim + 1 for out in found[k:]]
+    carry, ys = jax.lax.scan(step, start, scanned, length=parts.length, **options)
+    dims = [x.dim for x in carried] + [None if out.dim is None else out.dim + 1 for out in body_outputs[k:]]
     return list(zip([*carry, *ys], dims, strict=True))
 
 
-def _settled(
-    work: Localiser, init: Sequence[LocalValue], atoms: Sequence[Any], body: Callable[..., list[LocalValue]], *more: Any
+def _loop_layouts(
+    localiser: Localiser,
+    init: Sequence[LocalValue],
+    atoms: Sequence[Any],
+    body: Callable[..., list[LocalValue]],
+    *step_inputs: Any,
 ) -> tuple[list[LocalValue], list[LocalValue]]:
-    """What a loop carries, as it is in every iteration, and what `body(carry, *more)` makes of it.
+    """Find the layout of a loop's carry that holds in every iteration.
 
-    A value may only become split, active, or different on each rank (monotone), so that the fixpoint ends. `more` is
-    abstract.
+    Args:
+      localiser: the rewriting.
+      init: the carry before the first iteration.
+      atoms: the carry's variables in the loop's equation, for dtypes.
+      body: maps the carry and `step_inputs` to the body's outputs, the next carry first.
+      step_inputs: further inputs of the body, as abstract values.
+
+    Returns:
+      The carry in the layout of every iteration, and the outputs of the body for it.
     """
-    carried = [_again(x, x.value) for x in init]
-    found: list[LocalValue] = []
+    carried = [_with_value(x, x.value) for x in init]
+    body_outputs: list[LocalValue] = []
 
-    def step(values: Any, *more: Any) -> list[Any]:
-        found[:] = body(list(map(_again, carried, values)), *more)
-        return [x.value for x in found]
+    def trace_step(carry: Any, *step_inputs: Any) -> list[Any]:
+        body_outputs[:] = body(list(map(_with_value, carried, carry)), *step_inputs)
+        return [x.value for x in body_outputs]
 
     while True:
-        shapes = [work.local(x.shape, x.dim) for x in carried]
-        noted = dict(work.gathered)
+        shapes = [localiser.local(x.shape, x.dim) for x in carried]
+        recorded = dict(localiser.gathered)
         values = [jax.ShapeDtypeStruct(shape, v.aval.dtype) for shape, v in zip(shapes, atoms, strict=True)]
-        jax.eval_shape(step, values, *more)
+        jax.eval_shape(trace_step, values, *step_inputs)
+        # A value may only become split, become active, or stop being a weight. Each can happen once, so the loop ends.
         changed = False
-        for x, out in zip(carried, found, strict=False):
+        for x, out in zip(carried, body_outputs, strict=False):
             if x.dim is None and out.dim is not None:
                 x.dim, x.origin, changed = out.dim, out.origin, True
             if out.active and not x.active:
@@ -85,207 +107,263 @@ def _settled(
             if x.weight and not out.weight:
                 x.weight, changed = False, True
         if not changed:
-            return carried, found
-        work.gathered.clear()
-        work.gathered.update(noted)
+            return carried, body_outputs
+        # Forget the gathers of a trace in a layout that did not hold.
+        localiser.gathered.clear()
+        localiser.gathered.update(recorded)
 
 
 @rule("while")
-def _while(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Carried as by a scan; the condition reads all. None where ranks may end apart, inside its collectives."""
+def _while(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Rewrite condition and body, with the carry as in a scan; the condition is whole on every rank.
+
+    Returns:
+      The local outputs; None if the condition may differ between ranks. Some ranks would then leave the loop, while
+      others wait for them in a collective.
+    """
     cond, body = (jx.flatten(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
     if cond.outvars[0].aval.shape:
+        # `vmap` has made one condition per row. Rewrite the loop as JAX would lower it.
         values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-        flat, _ = jx.trace(functools.partial(_by_row, eqn), *values)
-        return [(x.value, x.dim) for x in work.run(flat, inputs)]
+        flat, _ = jx.trace(functools.partial(_batched_while, eqn), *values)
+        return [(x.value, x.dim) for x in localiser.run(flat, inputs)]
     n, k = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     init = inputs[k:]
-    goes_on = lambda carry: work.run(cond, [*(_again(x, x.value) for x in inputs[:n]), *carry])
-    step = lambda carry: work.run(body, [*(_again(x, x.value) for x in inputs[n:k]), *carry])
-    carried, found = _settled(work, init, eqn.invars[k:], lambda carry: [*step(carry), *goes_on(carry)])
-    if not work.alike(found[-1]):
-        return None
-    of = lambda values: list(map(_again, carried, values))
-    out = jax.lax.while_loop(
-        lambda values: work.whole(*goes_on(of(values))),
-        lambda values: [_as(work, y, x.dim) for x, y in zip(carried, step(of(values)), strict=True)],
-        [_as(work, x, into.dim) for x, into in zip(init, carried, strict=True)],
+    condition = lambda carry: localiser.run(cond, [*(_with_value(x, x.value) for x in inputs[:n]), *carry])
+    step = lambda carry: localiser.run(body, [*(_with_value(x, x.value) for x in inputs[n:k]), *carry])
+    # The condition is traced as a last output of the body, so that the carry's layout serves both.
+    carried, body_outputs = _loop_layouts(
+        localiser, init, eqn.invars[k:], lambda carry: [*step(carry), *condition(carry)]
     )
-    return list(zip(out, (x.dim for x in carried), strict=True))
+    if not localiser.alike(body_outputs[-1]):
+        return None
+    as_carry = lambda values: list(map(_with_value, carried, values))
+    final_carry = jax.lax.while_loop(
+        lambda values: localiser.whole(*condition(as_carry(values))),
+        lambda values: [_in_layout(localiser, y, x.dim) for x, y in zip(carried, step(as_carry(values)), strict=True)],
+        [_in_layout(localiser, x, carry.dim) for x, carry in zip(init, carried, strict=True)],
+    )
+    return list(zip(final_carry, (x.dim for x in carried), strict=True))
 
 
-def _by_row(eqn: Any, *values: jax.Array) -> list[jax.Array]:
-    """A loop whose condition `vmap` has made one of each row, as JAX lowers it: until no row goes on, those that do."""
+def _batched_while(eqn: Any, *values: jax.Array) -> list[jax.Array]:
+    """Run a loop with one condition per row: loop until all rows have ended, and update only rows that go on."""
     n, k = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     closed = lambda name: jec.ClosedJaxpr(*jx.opened(eqn.params[name]))
     cond, body = (jec.jaxpr_as_fun(closed(name)) for name in ("cond_jaxpr", "body_jaxpr"))
 
     def step(carry: list[jax.Array]) -> list[jax.Array]:
-        (goes,) = cond(*values[:n], *carry)
-        rows = lambda x: goes.reshape(*goes.shape, *[1] * (x.ndim - goes.ndim))
-        return [jnp.where(rows(x), y, x) for x, y in zip(carry, body(*values[n:k], *carry), strict=True)]
+        (goes_on,) = cond(*values[:n], *carry)
+        row_mask = lambda x: goes_on.reshape(*goes_on.shape, *[1] * (x.ndim - goes_on.ndim))
+        return [jnp.where(row_mask(x), y, x) for x, y in zip(carry, body(*values[n:k], *carry), strict=True)]
 
     return jax.lax.while_loop(lambda carry: cond(*values[:n], *carry)[0].any(), step, list(values[k:]))
 
 
 @rule("custom_linear_solve")
-def _linear_solve(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
-    """Right-hand sides and solutions are split alike, as the solver leaves them; its four programs are rewritten."""
+def _linear_solve(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
+    """Rewrite the four programs of a linear solve (matvec, its transpose, solve, its transpose).
+
+    Right-hand sides and solutions have the same layout: the one in which the solver returns its solutions.
+    """
     lengths, programs = eqn.params["const_lengths"], eqn.params["jaxprs"]
-    at = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    right, sides = inputs[at[-1] :], [_again(x, x.value) for x in inputs[at[-1] :]]
+    offsets = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    right, sides = inputs[offsets[-1] :], [_with_value(x, x.value) for x in inputs[offsets[-1] :]]
 
-    def run(program: Any, consts: Sequence[LocalValue], values: Sequence[Any]) -> list[LocalValue]:
-        return work.run(jx.flatten(program), [*map(_again, consts, values), *map(_again, sides, values[len(consts) :])])
+    def run_program(program: Any, consts: Sequence[LocalValue], values: Sequence[Any]) -> list[LocalValue]:
+        return localiser.run(
+            jx.flatten(program), [*map(_with_value, consts, values), *map(_with_value, sides, values[len(consts) :])]
+        )
 
-    def solution(*values: Any) -> list[Any]:
-        for x, out in zip(sides, run(programs.solve, solver, values), strict=True):
+    # 1. Find the layout of the solutions, and give it to the right-hand sides.
+    def solve(*values: Any) -> list[Any]:
+        for x, out in zip(sides, run_program(programs.solve, solver_consts, values), strict=True):
             x.dim, x.active = out.dim if x.dim is None else x.dim, True
         return []
 
-    solver = inputs[at[2] : at[3]]
-    jax.eval_shape(solution, *_values([*solver, *right]))
-    start = [_as(work, x, side.dim) for x, side in zip(right, sides, strict=True)]
+    solver_consts = inputs[offsets[2] : offsets[3]]
+    jax.eval_shape(solve, *_values([*solver_consts, *right]))
+    start = [_in_layout(localiser, x, side.dim) for x, side in zip(right, sides, strict=True)]
 
+    # 2. Rewrite each program in this layout.
     def rewritten(program: Any, consts: Sequence[LocalValue]) -> Any:
-        fun = lambda *values: [_as(work, x, y.dim) for x, y in zip(run(program, consts, values), sides, strict=True)]
+        fun = lambda *values: [
+            _in_layout(localiser, x, y.dim) for x, y in zip(run_program(program, consts, values), sides, strict=True)
+        ]
         return jax.make_jaxpr(fun)(*_values(consts), *start)
 
-    each = zip(programs, itertools.pairwise(at), strict=True)
-    new = [None if program is None else rewritten(program, inputs[i:j]) for program, (i, j) in each]
-    out = jx.bind(eqn, [*_values(inputs[: at[-1]]), *start], jaxprs=type(programs)(*new))
-    return list(zip(out, (x.dim for x in sides), strict=True))
+    program_ranges = zip(programs, itertools.pairwise(offsets), strict=True)
+    local_programs = [
+        None if program is None else rewritten(program, inputs[i:j]) for program, (i, j) in program_ranges
+    ]
+    solutions = jx.bind(eqn, [*_values(inputs[: offsets[-1]]), *start], jaxprs=type(programs)(*local_programs))
+    return list(zip(solutions, (x.dim for x in sides), strict=True))
 
 
 @rule(*jx.REMATS)
-def _remat(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
+def _remat(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
+    """Rewrite a rematerialised call, under the same policy."""
     jaxpr, consts = jx.opened(eqn.params["jaxpr"])
     flat = jx.flatten(jec.ClosedJaxpr(jaxpr, consts))
     outs: list[LocalValue] = []
 
-    def fun(*values: Any) -> list[Any]:
-        outs[:] = work.run(flat, [_again(x, v) for x, v in zip(inputs, values, strict=True)])
+    def local_fun(*values: Any) -> list[Any]:
+        # The trace of `checkpoint` fills `outs`, whose layouts are read below.
+        outs[:] = localiser.run(flat, [_with_value(x, v) for x, v in zip(inputs, values, strict=True)])
         return [x.value for x in outs]
 
     options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
-    values = jax.checkpoint(fun, **options)(*(x.value for x in inputs))
+    values = jax.checkpoint(local_fun, **options)(*(x.value for x in inputs))
     return [(value, out.dim) for value, out in zip(values, outs, strict=True)]
 
 
 @rule(*jx.CUSTOM)
-def _custom(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
-    """A function with its own derivative: forward and backward, traced at whole shapes, are each rewritten."""
+def _custom(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
+    """Rewrite a function with its own derivative as a `custom_vjp` of local programs.
+
+    The model's forward and backward are traced at whole shapes, and each is rewritten for one rank. The residuals keep
+    the layout in which the rewritten forward computes them.
+    """
     avals = [jax.ShapeDtypeStruct(x.shape, jnp.result_type(x.value)) for x in inputs]
-    at = [i for i, x in enumerate(inputs) if x.active]
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
-    floats = [jnp.issubdtype(s.dtype, jnp.inexact) for s in shapes]
+    active_indices = [i for i, x in enumerate(inputs) if x.active]
+    out_avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+    is_float = [jnp.issubdtype(s.dtype, jnp.inexact) for s in out_avals]
     call = lambda *values: jx.bind(eqn, values)
 
+    # 1. Trace the forward with its residuals. Without active inputs, the primal function is enough.
     def forward(*values: Any) -> Any:
-        def of_active(*active: Any) -> list[Any]:
-            mine = dict(zip(at, active, strict=True))
-            return call(*(mine.get(i, v) for i, v in enumerate(values)))
+        def call_of_active(*active_values: Any) -> list[Any]:
+            active = dict(zip(active_indices, active_values, strict=True))
+            return call(*(active.get(i, v) for i, v in enumerate(values)))
 
-        return jax.vjp(of_active, *(values[i] for i in at))
+        return jax.vjp(call_of_active, *(values[i] for i in active_indices))
 
     primal = jx.flatten(called(eqn))
-    if not at:
-        return [(x.value, x.dim) for x in work.run(primal, inputs)]
-    pair, (_, pull) = jx.trace(forward, *avals)
-    outs, saved = [], []
+    if not active_indices:
+        return [(x.value, x.dim) for x in localiser.run(primal, inputs)]
+    primal_with_residuals, (_, vjp_fun) = jx.trace(forward, *avals)
+    outs, residuals = [], []
 
-    def placed(values: Sequence[Any]) -> list[LocalValue]:
-        return [_again(x, v) for x, v in zip(inputs, values, strict=True)]
+    def as_inputs(values: Sequence[Any]) -> list[LocalValue]:
+        return [_with_value(x, v) for x, v in zip(inputs, values, strict=True)]
 
-    def only(*values: Any) -> list[Any]:
-        outs[:] = work.run(primal, placed(values))
+    # 2. Rewrite primal, forward and backward.
+    def local_primal(*values: Any) -> list[Any]:
+        outs[:] = localiser.run(primal, as_inputs(values))
         return [x.value for x in outs]
 
-    def fwd(*values: Any) -> Any:
-        found = work.run(pair, placed(values))
+    def local_forward(*values: Any) -> Any:
+        results = localiser.run(primal_with_residuals, as_inputs(values))
         n = len(eqn.outvars)
-        saved[:] = found[n:]
-        return [_as(work, x, out.dim) for x, out in zip(found[:n], outs, strict=True)], [x.value for x in saved]
+        residuals[:] = results[n:]
+        # `custom_vjp` wants the same outputs of the forward as of the primal function.
+        return [_in_layout(localiser, x, out.dim) for x, out in zip(results[:n], outs, strict=True)], [
+            x.value for x in residuals
+        ]
 
-    def bwd(values: Any, cotangents: Any) -> Any:
-        leaves, tree = jax.tree.flatten(pull)
+    def local_backward(residual_values: Any, cotangents: Any) -> Any:
+        leaves, tree = jax.tree.flatten(vjp_fun)
 
-        def pulled(leaves: Any, given: Any) -> Any:
-            it = iter(given)
-            none = lambda s: np.zeros(s.shape, jax.dtypes.float0)
+        def backward(leaves: Any, float_cotangents: Any) -> Any:
+            cotangent_iterator = iter(float_cotangents)
+            float0_zeros = lambda s: np.zeros(s.shape, jax.dtypes.float0)  # the cotangent type of integers
             return jax.tree.unflatten(tree, leaves)(
-                [next(it) if on else none(s) for s, on in zip(shapes, floats, strict=True)]
+                [next(cotangent_iterator) if on else float0_zeros(s) for s, on in zip(out_avals, is_float, strict=True)]
             )
 
-        flat, _ = jx.trace(pulled, leaves, [s for s, on in zip(shapes, floats, strict=True) if on])
-        known = [_again(x, v) for x, v in zip(saved, values, strict=True)]
-        every = zip(cotangents, outs, shapes, floats, strict=True)
-        cts = [work.cotangent(ct, out, s.shape) for ct, out, s, on in every if on]
-        found = work.run(flat, [*known, *cts], linear=True)
-        given = dict(zip(at, found, strict=True))
-        return tuple(work.input_cotangent(given[i], x.dim) if i in given else None for i, x in enumerate(inputs))
+        flat, _ = jx.trace(backward, leaves, [s for s, on in zip(out_avals, is_float, strict=True) if on])
+        local_residuals = [_with_value(x, v) for x, v in zip(residuals, residual_values, strict=True)]
+        outputs = zip(cotangents, outs, out_avals, is_float, strict=True)
+        cts = [localiser.cotangent(ct, out, s.shape) for ct, out, s, on in outputs if on]
+        input_cts = localiser.run(flat, [*local_residuals, *cts], linear=True)
+        active_cts = dict(zip(active_indices, input_cts, strict=True))
+        return tuple(
+            localiser.input_cotangent(active_cts[i], x.dim) if i in active_cts else None for i, x in enumerate(inputs)
+        )
 
-    function = jax.custom_vjp(only)
+    # 3. Bind them. The layout of the outputs must be known before JAX asks for any derivative.
+    local_fun = jax.custom_vjp(local_primal)
     values = [x.value for x in inputs]
-    jax.eval_shape(only, *values)  # where the results are, before any derivative is asked for
-    function.defvjp(fwd, bwd)
-    return [(value, out.dim) for value, out in zip(function(*values), outs, strict=True)]
+    jax.eval_shape(local_primal, *values)
+    local_fun.defvjp(local_forward, local_backward)
+    return [(value, out.dim) for value, out in zip(local_fun(*values), outs, strict=True)]
 
 
 @rule("jit", "pjit")
-def _kernel(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """A fused kernel, on this rank's heads."""
+def _kernel(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Run a fused kernel on this rank's parts, such as its heads.
+
+    Returns:
+      The local outputs; None for an ordinary `jit`, if no input is split along a dim that the kernel names, or if the
+      ranks do not divide such a dim, for instance with fewer key heads than ranks.
+    """
     kernel = kernels.of(eqn)
     if kernel is None or not any(x.dim is not None and x.dim == d for x, d in zip(inputs, kernel.in_dims, strict=True)):
         return None
-    placed = [*zip(eqn.invars, kernel.in_dims, strict=True), *zip(eqn.outvars, kernel.out_dims, strict=True)]
-    if any(d is not None and v.aval.shape[d] % work.ranks for v, d in placed):
-        return None  # fewer heads of keys than ranks, say
-    values = [work.entered(x) if d is None else work.part(x, d) for x, d in zip(inputs, kernel.in_dims, strict=True)]
+    atoms_and_dims = [*zip(eqn.invars, kernel.in_dims, strict=True), *zip(eqn.outvars, kernel.out_dims, strict=True)]
+    if any(d is not None and v.aval.shape[d] % localiser.ranks for v, d in atoms_and_dims):
+        return None
+    values = [
+        localiser.entered(x) if d is None else localiser.part(x, d) for x, d in zip(inputs, kernel.in_dims, strict=True)
+    ]
     outs = jax.tree.leaves(kernel.fun(*values))
-    # Each rank has all of a whole result, and so all of its cotangent; `entered` adds up what ranks make of it.
+    # Every rank computes all of a whole result and receives all of its cotangent. `entered` sums the ranks' input
+    # cotangents, so each rank must use only its share.
     return [
-        (_shared(value, work.ranks) if d is None else value, d) for value, d in zip(outs, kernel.out_dims, strict=True)
+        (_share_cotangent(value, localiser.ranks) if d is None else value, d)
+        for value, d in zip(outs, kernel.out_dims, strict=True)
     ]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _shared(x: jax.Array, ranks: int) -> jax.Array:
-    """`x`, with a rank's share of its cotangent."""
+def _share_cotangent(x: jax.Array, ranks: int) -> jax.Array:
+    """Return `x` unchanged; its derivative divides the cotangent by the number of ranks."""
     return x
 
 
-@_shared.defjvp
-def _shared_jvp(ranks: int, primals: Any, tangents: Any) -> Any:
+@_share_cotangent.defjvp
+def _share_cotangent_jvp(ranks: int, primals: Any, tangents: Any) -> Any:
     return primals[0], (tangents[0] / ranks if jnp.issubdtype(primals[0].dtype, jnp.inexact) else tangents[0])
 
 
 @rule("cond")
-def _cond(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Each branch is rewritten. An output that some have whole, and others split along one dim, is split: of what is
-    whole each rank takes its part. Whole outputs where branches disagree about the dim. None where ranks may take
-    several branches, and would wait for each other in their collectives.
+def _cond(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Rewrite each branch, and bring their outputs into one layout.
+
+    An output is split if all branches that split it agree on the dim: branches that return it whole then take their
+    part. It is whole if branches disagree about the dim.
+
+    Returns:
+      The local outputs; None if ranks may take different branches, and so wait for each other in their collectives.
     """
     index, *operands = inputs
-    if not work.alike(index):
+    if not localiser.alike(index):
         return None
     branches = [jx.flatten(branch) for branch in eqn.params["branches"]]
-    found: list[list[LocalValue]] = []
+    branch_outputs: list[list[LocalValue]] = []
 
-    def placed(values: Sequence[Any]) -> list[LocalValue]:
-        return [_again(x, v) for x, v in zip(operands, values, strict=True)]
+    def as_operands(values: Sequence[Any]) -> list[LocalValue]:
+        return [_with_value(x, v) for x, v in zip(operands, values, strict=True)]
 
+    # 1. Find the layout of each branch's outputs, and choose a common one.
     for flat in branches:
-        jax.eval_shape(lambda *values, flat=flat: found.append(work.run(flat, placed(values))), *_values(operands))
-    split = [{x.dim for x in outs} - {None} for outs in zip(*found, strict=True)]
-    dims = [next(iter(some)) if len(some) == 1 else None for some in split]
+        jax.eval_shape(
+            lambda *values, flat=flat: branch_outputs.append(localiser.run(flat, as_operands(values))),
+            *_values(operands),
+        )
+    split_dims = [{x.dim for x in outs} - {None} for outs in zip(*branch_outputs, strict=True)]
+    dims = [next(iter(candidates)) if len(candidates) == 1 else None for candidates in split_dims]
 
-    def branch(flat: jx.Flat) -> Callable[..., list[Any]]:
-        return lambda *values: [_as(work, x, d) for x, d in zip(work.run(flat, placed(values)), dims, strict=True)]
+    # 2. Run the branches in this layout.
+    def local_branch(flat: jx.Flat) -> Callable[..., list[Any]]:
+        return lambda *values: [
+            _in_layout(localiser, x, d) for x, d in zip(localiser.run(flat, as_operands(values)), dims, strict=True)
+        ]
 
-    values = jax.lax.switch(work.whole(index), [branch(flat) for flat in branches], *_values(operands))
+    values = jax.lax.switch(localiser.whole(index), [local_branch(flat) for flat in branches], *_values(operands))
     return list(zip(values, dims, strict=True))
 
 
 def _values(inputs: Sequence[LocalValue]) -> list[Any]:
+    """Return the rank's arrays."""
     return [x.value for x in inputs]

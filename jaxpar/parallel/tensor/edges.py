@@ -1,8 +1,9 @@
-"""Where values that are whole on every tensor rank meet values that are split over the ranks.
+"""Conversions between values that are whole on every tensor rank and values that are split over the ranks.
 
-In the program of one rank a value is whole (each rank holds all of it), split along a dim, or a partial sum: the sum
-over ranks is meant. The cotangent of a whole value is whole, that of a split one split alike, and that of a partial sum
-whole. Three pairs of linear functions change one into another, and each is the other's transpose:
+In the program of one rank, a value has one of three layouts: whole (each rank holds all of it), split along a dim, or a
+partial sum (its value is the sum over ranks). The cotangent of a whole value is whole, the cotangent of a split value
+is split along the same dim, and the cotangent of a partial sum is whole. Three pairs of linear functions convert one
+layout into another. The functions of a pair are each other's transpose:
 
     enter     whole -> whole, read by split computation, which gives partial cotangents          sends nothing
     leave     partial sum -> whole                                                                all-reduce
@@ -14,9 +15,9 @@ whole. Three pairs of linear functions change one into another, and each is the 
               split -> whole, read by computation that every rank repeats                         all-gather
     take      whole -> split                                                                      sends nothing
 
-`enter` and `leave` are f and g of Megatron-LM (Shoeybi et al. 2019, section 3), `gather` and `scatter` those of its
-sequence parallelism (Korthikanti et al. 2022, section 4.2.2). They are primitives, and not `jax.custom_vjp`, because
-rules of differentiation that a model brings along may put them among tangents, which must be transposed.
+`enter` and `leave` are f and g of Megatron-LM (Shoeybi et al. 2019, section 3). `gather` and `scatter` are the
+conversions of its sequence parallelism (Korthikanti et al. 2022, section 4.2.2). They are primitives instead of
+`jax.custom_vjp`, because a model's own rules of differentiation may put them among tangents, which JAX must transpose.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,40 +32,42 @@ AXIS = "tensor"
 
 
 def enter(x: jax.Array, ranks: int) -> jax.Array:
-    """Whole -> whole, for split computation."""
+    """Pass a whole value to split computation; the transpose all-reduces the ranks' partial cotangents."""
     return _bind("enter", x, 0, ranks)
 
 
 def leave(x: jax.Array, ranks: int) -> jax.Array:
-    """Partial sum -> whole."""
+    """All-reduce a partial sum into a whole value."""
     return _bind("leave", x, 0, ranks)
 
 
 def gather(x: jax.Array, dim: int, ranks: int) -> jax.Array:
-    """Split along `dim` -> whole, for split computation."""
+    """All-gather a value split along `dim` for split computation; the transpose reduce-scatters the cotangent."""
     return _bind("gather", x, dim, ranks)
 
 
 def scatter(x: jax.Array, dim: int, ranks: int) -> jax.Array:
-    """Partial sum -> split along `dim`."""
+    """Reduce-scatter a partial sum into a value split along `dim`."""
     return _bind("scatter", x, dim, ranks)
 
 
 def all_gather_replicated(x: jax.Array, dim: int, ranks: int) -> jax.Array:
-    """Split along `dim` -> whole, for computation that is repeated on every rank."""
+    """All-gather a value split along `dim` for computation that every rank repeats; its cotangent is whole already."""
     return _bind("all_gather_replicated", x, dim, ranks)
 
 
 def take(x: jax.Array, dim: int, ranks: int) -> jax.Array:
-    """Whole -> split along `dim`."""
+    """Slice this rank's part along `dim` out of a whole value."""
     return _bind("take", x, dim, ranks)
 
 
 def _bind(name: str, x: jax.Array, dim: int, ranks: int) -> jax.Array:
+    """Apply the primitive of an edge."""
     return _PRIMITIVES[name].bind(x, axis_name=AXIS, dim=dim, ranks=ranks)
 
 
-def _own(x: jax.Array, dim: int, ranks: int) -> jax.Array:
+def _local_slice(x: jax.Array, dim: int, ranks: int) -> jax.Array:
+    """Return this rank's slice of a whole array along `dim`."""
     size = x.shape[dim] // ranks
     return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * size, size, dim)
 
@@ -75,7 +78,7 @@ _RUN: dict[str, Callable[..., jax.Array]] = {
     "gather": lambda x, dim, ranks: lax.all_gather(x, AXIS, axis=dim, tiled=True),
     "scatter": lambda x, dim, ranks: lax.psum_scatter(x, AXIS, scatter_dimension=dim, tiled=True),
     "all_gather_replicated": lambda x, dim, ranks: lax.all_gather(x, AXIS, axis=dim, tiled=True),
-    "take": _own,
+    "take": _local_slice,
 }
 _TRANSPOSE = {"enter": "leave", "gather": "scatter", "all_gather_replicated": "take"}
 _TRANSPOSE |= {b: a for a, b in _TRANSPOSE.items()}
@@ -84,22 +87,26 @@ EDGES = tuple(primitive.name for primitive in _PRIMITIVES.values())  # as equati
 
 
 def _define(name: str, primitive: Any) -> None:
-    def shape(x: Any, axis_name: str, dim: int, ranks: int) -> Any:
+    """Register the shape, lowering, transpose and batching rules of an edge."""
+
+    def abstract_eval(x: Any, axis_name: str, dim: int, ranks: int) -> Any:
         size = {"gather": lambda n: n * ranks, "scatter": lambda n: n // ranks}
         size |= {"all_gather_replicated": size["gather"], "take": size["scatter"]}
-        change = size.get(name, lambda n: n)
-        return x.update(shape=tuple(change(n) if d == dim else n for d, n in enumerate(x.shape)))
+        resize = size.get(name, lambda n: n)
+        return x.update(shape=tuple(resize(n) if d == dim else n for d, n in enumerate(x.shape)))
 
-    primitive.def_abstract_eval(shape)
-    run = lambda x, axis_name, dim, ranks: _RUN[name](x, dim, ranks)
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
+    primitive.def_abstract_eval(abstract_eval)
+    implementation = lambda x, axis_name, dim, ranks: _RUN[name](x, dim, ranks)
+    mlir.register_lowering(primitive, mlir.lower_fun(implementation, multiple_results=False))
+    # Every edge is linear, so its transpose alone defines both the JVP and the VJP.
     ad.deflinear2(primitive, lambda ct, x, axis_name, dim, ranks: (_bind(_TRANSPOSE[name], ct, dim, ranks),))
 
-    def batched(args: Sequence[Any], dims: Sequence[int], axis_name: str, dim: int, ranks: int) -> tuple[Any, int]:
-        ((x,), (at,)) = args, dims
-        return _bind(name, x, dim + (at <= dim), ranks), at
+    def batch_rule(args: Sequence[Any], dims: Sequence[int], axis_name: str, dim: int, ranks: int) -> tuple[Any, int]:
+        ((x,), (batch_dim,)) = args, dims
+        # A batch dim at or before the edge's dim shifts that dim by one.
+        return _bind(name, x, dim + (batch_dim <= dim), ranks), batch_dim
 
-    batching.primitive_batchers[primitive] = batched
+    batching.primitive_batchers[primitive] = batch_rule
 
 
 for _name, _primitive in _PRIMITIVES.items():

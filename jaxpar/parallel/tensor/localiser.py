@@ -1,16 +1,25 @@
-"""Rewrite a traced loss into the program of one tensor rank.
+"""Rewrite a traced loss into the program of one tensor rank, with the collectives of Megatron-LM.
 
-Of a loss on whole arrays, and the dim along which each parameter is split over the ranks of `tensor`, comes the loss
-that each rank runs on its parts, with Megatron-LM's collectives in it (Shoeybi et al. 2019, section 3). Every value is
-whole on each rank or split along one dim; a rule for each primitive (`primitives.py`, `sums.py`,
-`calls.py`) says what its equation becomes. Whole values that split computation reads pass an edge
-(`edges.py`) whose transpose is an all-reduce, once for all readers: the query, key and value of attention
-share it. A sum over a split dim is followed by an all-reduce; with `sequence`, that of a matmul with a parameter by a
-reduce-scatter along dim 1 instead, so that what follows up to the next matmul is split along the sequence (Korthikanti
-et al. 2022, section 4.2.2). An equation without a rule gets whole values: the mathematics stays, at the price of
-gathering them, which is noted.
+The inputs are a loss on whole arrays, and the dim along which each parameter is split over the ranks of `tensor`. The
+result is the loss that each rank runs on its parts (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3):
 
-All of it is linear in what it moves, so that the rewritten loss is differentiated like any other.
+                  rank 0   A[:, :F/2]  -->  h [B, F/2]  --gelu-->  B[:F/2, :]  -->  partial y
+    x  --enter-->                                                                              --leave-->  y [B, D]
+                  rank 1   A[:, F/2:]  -->  h [B, F/2]  --gelu-->  B[F/2:, :]  -->  partial y
+          (f)              column-parallel                         row-parallel                   (g)
+
+    y = gelu(x A) B = sum over ranks of gelu(x A[:, part]) B[part]
+    forward:  f is the identity, g an all-reduce    backward:  f is an all-reduce, g the identity
+
+Every value is whole on each rank or split along one dim. For each primitive, a rule (`primitives.py`, `sums.py`,
+`calls.py`) returns what its equation becomes. Whole values that split computation reads pass an edge (`edges.py`) whose
+transpose is an all-reduce. All readers share one edge: the query, key and value of attention need a single all-reduce.
+An all-reduce follows a sum over a split dim. With `sequence`, a matmul with a parameter is followed by a reduce-scatter
+along dim 1 instead. The computation up to the next matmul is then split along the sequence (Korthikanti et al. 2022,
+section 4.2.2). An equation without a rule receives whole values. The result is the same, at the price of gathering its
+inputs, which `note` records.
+
+All these conversions are linear, so the rewritten loss is differentiated like any other function.
 """
 
 import math
@@ -29,19 +38,19 @@ from . import edges
 
 @dataclass
 class LocalValue:
-    """A value as one tensor rank has it.
+    """A value of the program, in the layout that one tensor rank holds.
 
     Attributes:
       value: the rank's array.
       dim: the dim along which it is split; None if whole.
-      shape: the shape of the whole.
+      shape: the shape of the whole value.
       active: whether it has a cotangent.
-      weight: whether it comes from parameters alone; where two splits conflict, weights keep theirs.
-      origin: the parameter, or the step, that it is split because of; empty if nobody asked for it.
-      broadcast: where it is a broadcast of a whole value, that value and the dims that it has in this one.
-      partial: whether the sum over ranks is meant; for context ranks, those of tensor sum at once.
-      made: the equation and the inputs that a whole value was made of, where its parts can be made of theirs; of one
-        that is split, what was joined to it.
+      weight: whether it comes from parameters alone. Where two splits conflict, weights keep theirs.
+      origin: the parameter, or the step, that caused the split; empty if no rule asked for it.
+      broadcast: for a broadcast of a whole value, that value and the dims that it has in this one; else None.
+      partial: whether the value is a partial sum over ranks. Context ranks have these; tensor ranks sum immediately.
+      made: for a whole value whose parts can be computed from parts of the inputs, its equation and these inputs. For a
+        split value, the value that was joined to it.
     """
 
     value: Any
@@ -53,134 +62,165 @@ class LocalValue:
     broadcast: "tuple[LocalValue, tuple[int, ...]] | None" = None
     partial: bool = False
     made: "tuple[Any, Sequence[LocalValue]] | None" = field(default=None, repr=False)
-    _made: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _conversions: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def once(self, what: Any, make: Callable[[], Any]) -> Any:
-        """What `make` returned the first time: an edge is crossed once for all readers."""
-        if what not in self._made:
-            self._made[what] = make()
-        return self._made[what]
+    def once(self, key: Any, convert: Callable[[], Any]) -> Any:
+        """Return the cached conversion of this value under `key`, so that all its readers share one edge."""
+        if key not in self._conversions:
+            self._conversions[key] = convert()
+        return self._conversions[key]
 
 
-Found = list[tuple[Any, int | None]]  # of each output: the rank's value, and the dim along which it is split
-BY_FACTORS = ""  # in a table of rules, the name of all primitives that have factors and no rule of their own
+Found = list[tuple[Any, int | None]]  # for each output: the rank's value, and the dim along which it is split
+BY_FACTORS = ""  # in a table of rules, the key of all primitives that have factors and no separate rule
 PrimitiveRule = Callable[["Localiser", Any, Sequence[LocalValue]], Found | None]
 
 
 @dataclass
 class Localiser:
-    """One rewriting for `ranks` ranks; `gathered` notes what had no rule: where, and bytes of the whole."""
+    """The rewriting of one program for `ranks` ranks.
+
+    Attributes:
+      ranks: the number of ranks.
+      sequence: whether the residual stream is split along the sequence between matmuls.
+      rules: the rule of each primitive.
+      gathered: the equations without a rule that needed gathered inputs, and the bytes of the largest whole input.
+      always: primitives whose rule applies whether or not an input is split.
+    """
 
     ranks: int
     sequence: bool
     rules: Mapping[str, PrimitiveRule | None]
     gathered: dict[str, int] = field(default_factory=dict)
-    always = ()  # primitives whose rule is asked whether or not an input is split
+    always = ()
 
     def whole(self, x: LocalValue) -> jax.Array:
-        """For computation that every rank repeats."""
+        """Return the whole value, for computation that every rank repeats."""
         if (dim := x.dim) is None:
             return x.value
         return x.once("whole", lambda: edges.all_gather_replicated(x.value, dim, self.ranks))
 
     def entered(self, x: LocalValue) -> jax.Array:
-        """All of it, for split computation."""
+        """Return the whole value, for split computation."""
         if (dim := x.dim) is not None:
             return x.once("entered", lambda: edges.gather(x.value, dim, self.ranks))
+        # A value without a cotangent needs no edge: there is nothing to all-reduce in the backward.
         if not x.active:
             return x.value
         return x.once("entered", lambda: edges.enter(x.value, self.ranks))
 
     def part(self, x: LocalValue, dim: int) -> jax.Array:
-        """This rank's part along a dim."""
+        """Return this rank's part along a dim."""
         if x.dim == dim:
             return x.value
         return x.once(("part", dim), lambda: self._part(x, dim))
 
     def _part(self, x: LocalValue, dim: int) -> jax.Array:
+        """Broadcast the operand's part where possible, since it is smaller; else slice the whole value."""
         if x.broadcast is not None:
-            inner, dims = x.broadcast
-            at = dims.index(dim) if dim in dims else -1
-            alike = at < 0 or inner.shape[at] == 1
-            small = self.entered(inner) if alike else self.part(inner, at)
-            return jax.lax.broadcast_in_dim(small, self.local(x.shape, dim), dims)
+            operand, dims = x.broadcast
+            operand_dim = dims.index(dim) if dim in dims else -1
+            is_constant_along = operand_dim < 0 or operand.shape[operand_dim] == 1
+            operand_value = self.entered(operand) if is_constant_along else self.part(operand, operand_dim)
+            return jax.lax.broadcast_in_dim(operand_value, self.local(x.shape, dim), dims)
         return self.take(self.whole(x), dim)
 
     def take(self, value: jax.Array, dim: int) -> jax.Array:
-        """This rank's part of a value that it has whole."""
+        """Slice this rank's part out of a whole value."""
         assert value.shape[dim] % self.ranks == 0, (value.shape, dim)
         return edges.take(value, dim, self.ranks)
 
-    def kept(self, x: LocalValue, nothing: Any = 0) -> jax.Array:
-        """The part of a split value, with `nothing` in the place of what other ranks have as well."""
+    def masked_part(self, x: LocalValue, fill: Any = 0) -> jax.Array:
+        """Return the part of a split value, with `fill` at elements that another rank holds as well."""
         return x.value
 
     def total(self, value: jax.Array) -> jax.Array:
-        """The sum of what ranks have."""
+        """Return the sum of the ranks' values."""
         return edges.leave(value, self.ranks)
 
     def of_all(self, value: jax.Array) -> jax.Array:
-        """What every rank has, [ranks, ...]."""
+        """All-gather the ranks' values, [ranks, ...]."""
         return edges.all_gather_replicated(value[None], 0, self.ranks)
 
     def alike(self, x: LocalValue) -> bool:
-        """Whether the whole of a value is the same on all ranks."""
+        """Return whether the whole value is the same on all ranks."""
         return True
 
     def cotangent(self, value: Any, out: LocalValue, shape: tuple[int, ...]) -> LocalValue:
-        """What a function's own derivative is given for one of its outputs."""
+        """Describe the cotangent that a function's own derivative receives for one of its outputs."""
         return LocalValue(value, out.dim, shape)
 
     def input_cotangent(self, x: LocalValue, dim: int | None) -> jax.Array:
-        """What a function's own derivative returns for one of its inputs, which is split along `dim`, or whole."""
+        """Return the cotangent of an input that is split along `dim`, or whole, from a function's own derivative."""
         return self.whole(x) if dim is None else self.part(x, dim)
 
     def local(self, shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
-        """The shape of a rank's part."""
+        """Return the shape of a rank's part."""
         return tuple(n // self.ranks if d == dim else n for d, n in enumerate(shape))
 
     def summed(self, value: jax.Array, shape: Sequence[int], residual: bool, eqn: Any) -> tuple[jax.Array, int | None]:
-        """A partial sum made whole or, where it joins a residual stream [rows, sequence, ...], split along dim 1."""
+        """Sum a partial sum over ranks.
+
+        Args:
+          value: the partial sum.
+          shape: its shape.
+          residual: whether it joins a residual stream [rows, sequence, ...].
+          eqn: the equation that computed it, for messages.
+
+        Returns:
+          The sum, and its dim: whole and None after an all-reduce; with `sequence`, for a residual stream, split along
+          dim 1 after a reduce-scatter.
+
+        Raises:
+          ValueError: if `ranks` does not divide the positions of an embedding.
+        """
         if not (self.sequence and residual and len(shape) > 2 and shape[1] > 1):
             return edges.leave(value, self.ranks), None
         if shape[1] % self.ranks:
-            near = -(-shape[1] // self.ranks) * self.ranks
-            if eqn.primitive.name == "gather":  # the embedding: all that follows would stay whole
+            padded_length = -(-shape[1] // self.ranks) * self.ranks
+            if eqn.primitive.name == "gather":  # the embedding: all computation after it would stay whole
                 raise ValueError(
                     f"sequence=True splits the {shape[1]} positions of {list(shape)} ({jx.where(eqn)}) over tensor="
-                    f"{self.ranks}, which does not divide them; use {near} positions, or sequence=False"
+                    f"{self.ranks}, which does not divide them; use {padded_length} positions, or sequence=False"
                 )
             warnings.warn(
                 f"sequence=True: {list(shape)} at {jx.where(eqn)} stays whole on each rank, since tensor={self.ranks} "
-                f"does not divide its dim 1; make it {near}",
+                f"does not divide its dim 1; make it {padded_length}",
                 stacklevel=2,
             )
             return edges.leave(value, self.ranks), None
         return edges.scatter(value, 1, self.ranks), 1
 
     def run(self, flat: jx.Flat, args: Sequence[LocalValue], linear: bool = False) -> list[LocalValue]:
-        """The outputs of a flat program; `linear` where it is that of cotangents."""
+        """Return the outputs of a flat program; `linear` tells that it maps cotangents to cotangents."""
         env = jx.Environment.of(flat, args, self.literal, self.constant)
         self.through(flat, env)
         return env.read(flat.outvars)
 
     def through(self, flat: jx.Flat, env: jx.Environment[LocalValue]) -> None:
-        """All equations of a flat program, in the values `env` of its variables."""
+        """Compute all equations of a flat program, and store their results in the environment `env`."""
         for eqn in flat.eqns:
             env.compute(eqn, self.equation)
 
     def literal(self, atom: Any) -> LocalValue:
-        """The value of a literal."""
+        """Return the value of a literal."""
         return self.constant(atom.val)
 
     def constant(self, value: Any) -> LocalValue:
-        """A literal, or an array that the program closes over: whole."""
+        """Return a literal, or an array that the program closes over, as a whole value."""
         return LocalValue(value, None, jnp.shape(value))
 
     def arguments(
         self, flat: jx.Flat, values: Sequence[Any], dims: Sequence[int | None], names: Sequence[str] = ()
     ) -> list[LocalValue]:
-        """The inputs of a flat program: parameters first, split along `dims` because of rules for `names`."""
+        """Return the inputs of a flat program.
+
+        Args:
+          flat: the program.
+          values: the rank's arrays, parameters first.
+          dims: the split dim of each parameter.
+          names: the path of each parameter whose split a rule asked for; empty strings for the other parameters.
+        """
         args = [LocalValue(x, None, v.aval.shape) for v, x in zip(flat.invars, values, strict=True)]
         for x, dim, name in zip(args, dims, names or [""] * len(dims), strict=False):
             x.dim, x.origin, x.weight = dim, name, True
@@ -188,37 +228,39 @@ class Localiser:
         return args
 
     def note(self, eqn: Any, x: LocalValue) -> None:
-        """An operand that is gathered, if it is split: where, and bytes of the whole."""
+        """Record an operand that is gathered, if it is split: the equation's place, and the bytes of the whole."""
         if x.dim is not None:
-            inner = x if x.broadcast is None else x.broadcast[0]
-            size = math.prod(inner.shape) * jnp.result_type(x.value).itemsize
+            operand = x if x.broadcast is None else x.broadcast[0]
+            size = math.prod(operand.shape) * jnp.result_type(x.value).itemsize
+            # The same line may run several times, in a loop or for each layer; its largest operand counts.
             self.gathered[place(eqn)] = max(size, self.gathered.get(place(eqn), 0))
 
     def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
-        """What becomes of one equation: what its rule says, or else the default rule."""
-        asked = eqn.primitive.name in self.always or any(x.dim is not None for x in inputs)
-        rule = self.rule_of(eqn) if asked else None
-        found = rule(self, eqn, inputs) if rule else None
-        return self.results(eqn, inputs, self.on_whole(eqn, inputs) if found is None else found)
+        """Compute one equation by its rule, or by the default rule if there is none or it returns None."""
+        is_affected = eqn.primitive.name in self.always or any(x.dim is not None for x in inputs)
+        rule = self.rule_of(eqn) if is_affected else None
+        local_outputs = rule(self, eqn, inputs) if rule else None
+        return self.results(eqn, inputs, self.on_whole(eqn, inputs) if local_outputs is None else local_outputs)
 
     def rule_of(self, eqn: Any) -> PrimitiveRule | None:
-        """The rule of an equation's primitive: one for this name, or else `BY_FACTORS` if its factors are known."""
+        """Return the rule for the primitive's name, or else the rule `BY_FACTORS` if its factors are known."""
         return self.rules.get(eqn.primitive.name, self.rules.get(BY_FACTORS) if primitives.of(eqn).factors else None)
 
     def on_whole(self, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
-        """The default rule: every rank computes the equation on whole values. `note` hears of each operand."""
+        """Compute the equation on whole values on every rank (the default rule); `note` records each operand."""
         for x in inputs:
             self.note(eqn, x)
         return [(value, None) for value in jx.bind(eqn, [self.whole(x) for x in inputs])]
 
-    def results(self, eqn: Any, inputs: Sequence[LocalValue], found: Found) -> list[LocalValue]:
-        """The results of an equation, with what is known of them from its inputs."""
-        atoms = [x for v, x in zip(eqn.invars, inputs, strict=True) if not jx.is_literal(v)]
-        active, weight = any(x.active for x in atoms), bool(atoms) and all(x.weight for x in atoms)
+    def results(self, eqn: Any, inputs: Sequence[LocalValue], local_outputs: Found) -> list[LocalValue]:
+        """Describe the results of an equation, with the properties that follow from its inputs."""
+        variables = [x for v, x in zip(eqn.invars, inputs, strict=True) if not jx.is_literal(v)]
+        # A result depends on parameters alone only if there is a variable at all: literals are no weights.
+        active, weight = any(x.active for x in variables), bool(variables) and all(x.weight for x in variables)
         origin = next((x.origin for x in inputs if x.dim is not None), "")
         outs = [
             LocalValue(value, dim, v.aval.shape, active and jnp.issubdtype(v.aval.dtype, jnp.inexact), weight, origin)
-            for v, (value, dim) in zip(eqn.outvars, found, strict=True)
+            for v, (value, dim) in zip(eqn.outvars, local_outputs, strict=True)
         ]
         if eqn.primitive.name == "broadcast_in_dim" and outs[0].dim is None:
             outs[0].broadcast = inputs[0], eqn.params["broadcast_dimensions"]
@@ -226,7 +268,7 @@ class Localiser:
 
 
 def place(eqn: Any) -> str:
-    """An equation and its line, for people."""
+    """Describe an equation and its line in the user's code, for messages."""
     return f"{eqn.primitive.name} at {jx.where(eqn) or 'a function of JAX'}"
 
 
@@ -238,19 +280,28 @@ def localise(
     sequence: bool,
     rules: Mapping[str, PrimitiveRule],
 ) -> tuple[Callable[..., list[Any]], dict[str, int]]:
-    """The program of one rank, a function of its parts of the parameters (the first inputs) and of the other inputs.
+    """Build the program of one rank, a function of its parts of the parameters and of the other inputs.
 
     Args:
-      dims: for each parameter, the dim that is split.
-      names: their paths, for errors; empty where a split that does not work out is to be gathered instead.
+      flat: the program on whole arrays. Its first inputs are the parameters.
+      dims: for each parameter, the split dim, or None.
+      names: the parameters' paths, for errors. With an empty path, a split that does not divide is gathered instead.
+      ranks: the number of ranks on `tensor`.
+      sequence: whether the residual stream is split along the sequence (`Localiser.summed`).
+      rules: the rule of each primitive.
 
-    Returns the function, whose results are whole, and what it gathers for want of a rule (place -> bytes), which is
-    filled when the function is traced. Raises ValueError where a split dim is reshaped to one that does not divide.
+    Returns:
+      The function, whose results are whole, and the inputs that it gathers for lack of a rule (place -> bytes). The
+      second is filled when the function is traced.
+
+    Raises:
+      ValueError: if a split dim is reshaped to one that `ranks` does not divide.
     """
-    work = Localiser(ranks, sequence, rules)
+    localiser = Localiser(ranks, sequence, rules)
 
-    def fun(*values: Any) -> list[Any]:
-        work.gathered.clear()
-        return [work.whole(x) for x in work.run(flat, work.arguments(flat, values, dims, names))]
+    def local_program(*values: Any) -> list[Any]:
+        # JAX may trace the function several times; each trace reports anew.
+        localiser.gathered.clear()
+        return [localiser.whole(x) for x in localiser.run(flat, localiser.arguments(flat, values, dims, names))]
 
-    return fun, work.gathered
+    return local_program, localiser.gathered

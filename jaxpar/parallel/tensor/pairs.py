@@ -1,28 +1,32 @@
-"""Which dims of a model's leaves `tensor` splits where no rule names them: products that follow one another.
+"""Find which dims `tensor` splits in a model that no rule names, from products that follow one another.
 
-The layout is made before any batch is seen, so that there is no loss to look at. What there is, for every model, is
-the program that creates its leaves. A module creates its leaves in the order in which it uses them (Linen's compact
-modules by construction, others by habit), so that order, shapes and paths tell which products follow one another:
+The layout is made before any batch is seen, so no loss can be traced yet. The program that creates the leaves can. A
+module creates its leaves in the order in which it uses them: Linen's compact modules by construction, others by habit.
+So order, shapes and paths tell which products follow one another:
 
     [a, b], then [b, c], in one module    column-parallel, then row-parallel (Shoeybi et al. 2019, section 3): one
                                           all-reduce of c features forwards, one of a backwards, none between them
-    several [a, b] in a row, a != b       gate and up, or mean and variance: as one
-    [k, k, 1, b] or [k, k, b / g, b]      between the two: depthwise and grouped convolutions, by whole groups
-    [b], [.., b]                          between the two: biases, scales of norms
+    several [a, b] in a row, a != b       one product: gate and up, or mean and variance
+    [k, k, 1, b] or [k, k, b / g, b]      between a pair: depthwise and grouped convolutions, by whole groups
+    [b], [.., b]                          between a pair: biases, scales of norms
     [a, b] alone, called kernel or w      row-parallel, if it is worth it: an all-reduce of b features forwards and an
                                           all-gather of a backwards
     tables, by their names                by rows, or by features if the rows do not divide
 
-A convolution's kernel [k, k, in, out] is like any other, and its window is part of what it multiplies. What is called
-weight may be [out, in, k, k], as Equinox has it: of both readings that counts in which pairs multiply more. Inner
-modules go first; what one without pairs holds stands in the module around it. Of the pairs that a chain allows, those
-are taken that multiply most. The price is counted for each position of the output, in elements that are sent against
-products that are saved. A pair saves b (a + c) and sends in proportion to a + c, so that it is worth it from the width
-of b on: the hidden features must be as many as those on its narrower side, or it would rather be computed twice. A
-product alone sends 2 b + a for its a b and is split if it is large, and multiplies 64 times for each element.
+Convolutions. A kernel [k, k, in, out] is treated like any other; its window counts as part of the product's size. A
+leaf called weight may be [out, in, k, k], as in Equinox. The search runs with both readings, and keeps the one whose
+pairs multiply more.
 
-A guess can be wrong (a module that creates its leaves in another order). Then more is sent; the result is the same,
-because `localise` follows the loss itself.
+Modules. Inner modules are searched first. The products of a module without pairs become part of the module around it.
+Of the pairs that a chain of products allows, the search takes those that multiply most.
+
+Cost. For each position of the output, the elements that are sent are weighed against the products that are saved. A
+pair saves b (a + c) products and sends in proportion to a + c, so it is worth it from some width b on. The hidden
+features must be as many as the features on the pair's narrower side; otherwise it is cheaper to compute them twice. A
+single product sends 2 b + a for its a b products. It is split if it is large and multiplies 64 times for each element.
+
+The search may be wrong, for a module that creates its leaves in another order. The ranks then send more, but the result
+is the same, because `localise` follows the loss.
 """
 
 import itertools
@@ -39,11 +43,11 @@ from ...program.environment import through
 from ...program.walk import propagate
 
 Leaves = Sequence[tuple[str, tuple[int, ...]]]
-_WORTH = 64  # products for each element that is sent
+_MIN_PRODUCTS_PER_ELEMENT = 64  # products of a single kernel for each element that is sent
 _KERNEL = re.compile("(.*/)?(kernel|w|weight)")
 _TABLE = re.compile("(.*/)?[^/]*(embed|table|vocab|wte)[^/]*(/[^/]*)?", re.IGNORECASE)
-# What is added or multiplied, and no product: positions, class tokens, scales. Cells of recurrent networks of Flax: in
-# a loop over positions a collective at each costs more than the cell.
+# Leaves that are added or multiplied elementwise: positions, class tokens, scales. Also the cells of Flax's recurrent
+# networks: a collective at each position of their loop would cost more than the cell.
 _NO_PRODUCT = re.compile(
     "(.*/)?([^/]*(pos|token|cls|type|bias|scale|gamma|beta|mean|var|norm|mask|lora)[^/]*"
     "|(i[ifgorzn]|h[fgorzni]|in|dense_[ih])/kernel)",
@@ -52,220 +56,287 @@ _NO_PRODUCT = re.compile(
 
 
 def creation_order(create: Callable[[jax.Array], Any]) -> list[str]:
-    """The paths of the leaves of `create(key)[0]` in the order in which it makes them."""
+    """Return the paths of the leaves of `create(key)[0]`, in the order in which the function computes them."""
     closed, out = jax.make_jaxpr(create, return_shape=True)(jax.random.key(0))
     paths = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(out[0])]
     places = dict(zip(paths, _places(closed, [()]), strict=False))  # variables may follow the parameters
+    # Leaves of one equation, such as the slices of a stack, follow the numbers in their paths.
     natural = lambda path: [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", path)]
     return sorted(paths, key=lambda path: (places[path], natural(path)))
 
 
-def _places(program: Any, ins: Sequence[tuple[int, ...]], within: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
-    """Where outputs are made: the equation's number, then that within its loop or call, ...; () for constants."""
+def _places(program: Any, ins: Sequence[tuple[int, ...]], outer: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    """Return the place that computes each output: the equation's number, then its number inside a loop or call, ...
+
+    Args:
+      program: the program.
+      ins: the places of its inputs.
+      outer: the place of the equation that holds the program.
+
+    Returns:
+      For each output its place, () for constants.
+    """
     number = itertools.count()
 
-    def made(eqn: Any, ins: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        at = (*within, next(number))
-        inside = propagate(eqn, ins, lambda inner, ins, _: _places(inner, ins, at), max)
-        return [at] * len(eqn.outvars) if inside is None else inside
+    def output_places(eqn: Any, ins: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        place = (*outer, next(number))
+        inner_places = propagate(eqn, ins, lambda program, ins, _: _places(program, ins, place), max)
+        return [place] * len(eqn.outvars) if inner_places is None else inner_places
 
-    return through(program, ins, made, ())
+    return through(program, ins, output_places, ())
 
 
 class _Product(NamedTuple):
-    """Kernels that multiply the same: their positions among the leaves, features in and out, elements."""
+    """One or more kernels that multiply the same input, treated as one product.
 
-    at: tuple[int, ...]
+    Attributes:
+      leaf_indices: the positions of the kernels among the leaves.
+      into: the number of input features.
+      out_of: the number of output features.
+      size: the number of elements.
+    """
+
+    leaf_indices: tuple[int, ...]
     into: int
     out_of: int
     size: int
 
-    def pairs(self, after: "_Product", ranks: int) -> bool:
-        """Whether another can be the row-parallel one to this."""
+    def pairs(self, successor: "_Product", ranks: int) -> bool:
+        """Return whether `successor` can be row-parallel to this product as the column-parallel one."""
         hidden = self.out_of
-        return after.into == hidden >= min(self.into, after.out_of) and hidden % ranks == 0
+        return successor.into == hidden >= min(self.into, successor.out_of) and hidden % ranks == 0
 
 
-def found(leaves: Leaves, ranks: int, chosen: Mapping[str, int | None], expanding: bool = False) -> dict[str, int]:
-    """Path -> dim of what is split beyond what is `chosen`.
+def pair_dims(
+    leaves: Leaves, ranks: int, chosen: Mapping[str, int | None], feed_forward_only: bool = False
+) -> dict[str, int]:
+    """Return, by path, the dims that are split in addition to the chosen ones.
 
     Args:
       leaves: paths and shapes, in the order of creation.
       ranks: the number of devices on `tensor`.
-      chosen: what rules say, with None for leaves that stay whole; nothing is paired across these.
-      expanding: only pairs of convolutions, and pairs [a, b], [b, a] with b > a: feed-forwards of a model whose
-        attention is known.
+      chosen: the dims that rules choose, None for leaves that stay whole. No pair reaches across these leaves.
+      feed_forward_only: whether to pair only convolutions, and [a, b] with [b, a] where b > a: the feed-forwards of a
+        model whose attention is known.
     """
-    searches = [_Search(leaves, ranks, chosen, expanding, turned) for turned in (True, False)]
+    # Read leaves called weight as [out, in, ...] in the first search, as [in, out] in the second.
+    searches = [_Search(leaves, ranks, chosen, feed_forward_only, out_first) for out_first in (True, False)]
     for search in searches:
         search.module("", range(len(leaves)))
-    return max(searches, key=lambda search: search.paired).dims
+    return max(searches, key=lambda search: search.paired_size).dims
 
 
 class _Search:
-    """One search: `dims` is what it found, `paired` how many elements are in pairs; `turned`: whether leaves called
-    weight are [out, in, ...].
+    """A search for pairs, under one reading of leaves called weight.
+
+    Attributes:
+      dims: the dims found, by path.
+      paired_size: the number of elements in pairs.
+      out_first: whether leaves called weight are [out, in, ...].
+      stack_shapes: (outermost module, number of layers, output features) of leaves that may be stacks of kernels.
+      has_product: whether a product has been seen.
+      elementwise: the indices of grouped convolutions and stacked vectors, which are split like the pair around them.
     """
 
     def __init__(
-        self, leaves: Leaves, ranks: int, chosen: Mapping[str, int | None], expanding: bool, turned: bool
+        self,
+        leaves: Leaves,
+        ranks: int,
+        chosen: Mapping[str, int | None],
+        feed_forward_only: bool,
+        out_first: bool,
     ) -> None:
-        self.leaves, self.ranks, self.chosen, self.expanding, self.turned = leaves, ranks, chosen, expanding, turned
+        self.leaves, self.ranks, self.chosen = leaves, ranks, chosen
+        self.feed_forward_only, self.out_first = feed_forward_only, out_first
         self.dims: dict[str, int] = {}
-        self.paired = 0
-        # Modules, layers and features out of what may be stacks of kernels.
+        self.paired_size = 0
         stacks = ((p, s, self._features(p, s)[1]) for p, s in leaves if len(s) > 2)
-        self.stacks = {(_module(path), shape[0], shape[dim]) for path, shape, dim in stacks if dim}
-        self.seen = False  # whether there was a product
-        self.beside: set[int] = set()  # grouped convolutions, stacked vectors
-        if not expanding:
+        self.stack_shapes = {(_outer_module(path), shape[0], shape[dim]) for path, shape, dim in stacks if dim}
+        self.has_product = False
+        self.elementwise: set[int] = set()
+        if not feed_forward_only:
             for path, shape in leaves:
                 if path not in chosen and len(shape) == 2 and _is_table(path):
+                    # Rows come last, so that they win if both dims divide.
                     self.dims.update((path, d) for d in (1, 0) if shape[d] % ranks == 0)
 
     def _features(self, path: str, shape: tuple[int, ...]) -> tuple[int, int]:
-        """The dims of a kernel's features in and out: the last two; if turned [out, in, *window], of stacks [L, out,
-        in]. Of a bias or a scale the second is its features.
+        """Return the dims of a kernel's input and output features.
+
+        They are the last two dims, or with `out_first` those of [out, in, *window] or of a stack [L, out, in]. For a
+        bias or a scale, the second is the dim of its features.
         """
         if len(shape) > 2 and {*shape[1:]} == {1}:
             return 1, 0  # a bias of Equinox's convolutions
-        if self.turned and len(shape) > 1 and path.endswith("weight"):
-            first = int(len(shape) == 3 and shape[0] < shape[2])  # windows are narrower than a stack's features
-            return first + 1, first
+        if self.out_first and len(shape) > 1 and path.endswith("weight"):
+            # [L, out, in] or [out, in, window]: windows are narrower than the features of a stack.
+            out_dim = int(len(shape) == 3 and shape[0] < shape[2])
+            return out_dim + 1, out_dim
         return len(shape) - 2, len(shape) - 1
 
-    def module(self, prefix: str, at: Sequence[int]) -> list[_Product | None]:
-        """Pairs within the module below `prefix`, whose leaves stand `at`. Returns what is left, None at each break."""
-        parts: dict[str, list[int]] = {}
-        for i in at:
-            parts.setdefault(self.leaves[i][0][len(prefix) :].partition("/")[0], []).append(i)
-        left: list[_Product | None] = []
-        for name, inner in parts.items():
-            path, shape = self.leaves[inner[0]]
-            if path == f"{prefix}{name}":
-                left += self._product(inner[0], path, shape)
-            else:
-                left += self.module(f"{prefix}{name}/", inner)
-        out: list[_Product | None] = []
-        before = len(self.dims)
-        for chain in _chains(_alike(self._ungrouped(left), lambda i: self.leaves[i][1])):
-            out += self._pairs(chain) if chain else [None]
-        if prefix and len(self.dims) == before:
-            return out
-        if not self.expanding:
-            for product in out:
-                self._alone(product)
-        return [None]  # what a module with pairs has beside them is a branch, not a part of a chain around it
+    def module(self, prefix: str, leaf_indices: Sequence[int]) -> list[_Product | None]:
+        """Find the pairs in the module below `prefix`.
 
-    def _product(self, at: int, path: str, shape: tuple[int, ...]) -> Iterator[_Product | None]:
-        """The product that a leaf is; nothing for what stands beside products."""
+        Returns:
+          The remaining products in order, with None at each break of the chain.
+        """
+        # 1. Collect the products of this module and of its inner modules.
+        parts: dict[str, list[int]] = {}
+        for i in leaf_indices:
+            parts.setdefault(self.leaves[i][0][len(prefix) :].partition("/")[0], []).append(i)
+        products: list[_Product | None] = []
+        for name, inner_indices in parts.items():
+            path, shape = self.leaves[inner_indices[0]]
+            if path == f"{prefix}{name}":
+                products += self._product(inner_indices[0], path, shape)
+            else:
+                products += self.module(f"{prefix}{name}/", inner_indices)
+
+        # 2. Pair them.
+        unpaired: list[_Product | None] = []
+        num_dims_before = len(self.dims)
+        for chain in _chains(_merge_alike(self._without_grouped(products), lambda i: self.leaves[i][1])):
+            unpaired += self._pairs(chain) if chain else [None]
+        if prefix and len(self.dims) == num_dims_before:
+            return unpaired
+
+        # 3. The remaining products of a module with pairs are branches, and no part of a chain around the module.
+        if not self.feed_forward_only:
+            for product in unpaired:
+                self._split_alone(product)
+        return [None]
+
+    def _product(self, leaf_index: int, path: str, shape: tuple[int, ...]) -> Iterator[_Product | None]:
+        """Yield the product of a leaf; None for a kernel that is split or whole already; nothing for other leaves."""
         if path in self.chosen or path in self.dims:
             if len(shape) > 1:
                 yield None
         elif len(shape) > 1 and not _NO_PRODUCT.fullmatch(path):
             into, out_of = self._features(path, shape)
-            depthwise = len(shape) > 2 and shape[into] == 1 and self.seen  # or of an image of one channel
-            self.seen = True
-            if depthwise or self._stacked(path, shape):
-                self.beside.add(at)
+            # A first kernel with one input feature reads an image of one channel, and is not depthwise.
+            is_depthwise = len(shape) > 2 and shape[into] == 1 and self.has_product
+            self.has_product = True
+            if is_depthwise or self._is_stacked_vector(path, shape):
+                self.elementwise.add(leaf_index)
             else:
-                yield _Product((at,), shape[into], shape[out_of], math.prod(shape))
+                yield _Product((leaf_index,), shape[into], shape[out_of], math.prod(shape))
 
-    def _stacked(self, path: str, shape: tuple[int, ...]) -> bool:
-        """Whether it is a vector for each layer of a stack, [L, b] beside [L, a, b]."""
-        return len(shape) == 2 and (_module(path), *shape) in self.stacks
+    def _is_stacked_vector(self, path: str, shape: tuple[int, ...]) -> bool:
+        """Return whether a leaf is a vector for each layer of a stack: [L, b] in a module with [L, a, b]."""
+        return len(shape) == 2 and (_outer_module(path), *shape) in self.stack_shapes
 
-    def _ungrouped(self, products: Sequence[_Product | None]) -> list[_Product | None]:
-        """Without the grouped convolutions that stand between two that might be a pair."""
-        out = list(products)
-        for one, two, three in zip(products, products[1:], products[2:], strict=False):
-            if one and two and three and one.out_of == two.out_of == three.into != two.into != one.into:
-                groups, rest = divmod(two.out_of, two.into)
-                if not rest and groups % self.ranks == 0 and len(self.leaves[two.at[0]][1]) > 2:
-                    self.beside.update(two.at)
-                    out.remove(two)
-        return out
+    def _without_grouped(self, products: Sequence[_Product | None]) -> list[_Product | None]:
+        """Remove the grouped convolutions between two products that may be a pair."""
+        remaining = list(products)
+        for left, middle, right in zip(products, products[1:], products[2:], strict=False):
+            if left and middle and right and left.out_of == middle.out_of == right.into != middle.into != left.into:
+                groups, remainder = divmod(middle.out_of, middle.into)
+                if not remainder and groups % self.ranks == 0 and len(self.leaves[middle.leaf_indices[0]][1]) > 2:
+                    self.elementwise.update(middle.leaf_indices)
+                    remaining.remove(middle)
+        return remaining
 
     def _pairs(self, chain: Sequence[_Product]) -> list[_Product | None]:
-        """The pairs of a chain that multiply most; of equal ones the first. Returns what is in none."""
-        best: list[tuple[int, tuple[int, ...]]] = [(0, ()), (0, ())]  # of the first n: products, where pairs begin
+        """Split the pairs of a chain that multiply most, the first ones if several choices are equal.
+
+        Returns:
+          The chain, with None instead of each paired product.
+        """
+        # Dynamic programming over prefixes. best[n], for the first n products: (paired elements, where pairs begin).
+        best: list[tuple[int, tuple[int, ...]]] = [(0, ()), (0, ())]
         for n in range(2, len(chain) + 1):
-            one, two = chain[n - 2], chain[n - 1]
+            column, row = chain[n - 2], chain[n - 1]
             options = [best[n - 1]]
-            apart = one.into == two.out_of < two.into or all(
+            is_feed_forward = column.into == row.out_of < row.into or all(
                 len(self.leaves[i][1]) > 3
-                for i in (*one.at, *two.at)  # convolutions over two dims or more
+                for i in (*column.leaf_indices, *row.leaf_indices)  # convolutions over two dims or more
             )
-            if one.pairs(two, self.ranks) and (apart or not self.expanding):
+            if column.pairs(row, self.ranks) and (is_feed_forward or not self.feed_forward_only):
                 size, begins = best[n - 2]
-                options.append((size + one.size + two.size, (*begins, n - 2)))
+                options.append((size + column.size + row.size, (*begins, n - 2)))
             best.append(max(options, key=lambda option: option[0]))
         size, begins = best[len(chain)]
-        self.paired += size
+        self.paired_size += size
         for n in begins:
             self._split(chain[n], chain[n + 1])
         paired = {i for n in begins for i in (n, n + 1)}
         return [None if i in paired else product for i, product in enumerate(chain)]
 
-    def _split(self, one: _Product, two: _Product) -> None:
-        """Columns, what stands between, rows."""
-        self.dims.update((self.leaves[i][0], self._features(*self.leaves[i])[1]) for i in one.at)
-        self.dims.update((self.leaves[i][0], self._features(*self.leaves[i])[0]) for i in two.at)
-        for at in range(one.at[0], two.at[0]):
-            path, shape = self.leaves[at]
+    def _split(self, column: _Product, row: _Product) -> None:
+        """Split a pair: output features, vectors between the two, input features."""
+        self.dims.update((self.leaves[i][0], self._features(*self.leaves[i])[1]) for i in column.leaf_indices)
+        self.dims.update((self.leaves[i][0], self._features(*self.leaves[i])[0]) for i in row.leaf_indices)
+        for leaf_index in range(column.leaf_indices[0], row.leaf_indices[0]):
+            path, shape = self.leaves[leaf_index]
             if not shape:  # a scalar, such as a temperature or a gate, has no features
                 continue
             dim = self._features(path, shape)[1]
-            vector = len(shape) == 2 or math.prod(shape) == shape[dim]  # of each layer, or one
-            beside = at in self.beside or len(shape) == 1 or (vector and _NO_PRODUCT.fullmatch(path))
-            if beside and shape[dim] == one.out_of and path not in self.chosen:
+            is_vector = len(shape) == 2 or math.prod(shape) == shape[dim]  # one vector per layer, or a single one
+            is_elementwise = (
+                leaf_index in self.elementwise or len(shape) == 1 or (is_vector and _NO_PRODUCT.fullmatch(path))
+            )
+            if is_elementwise and shape[dim] == column.out_of and path not in self.chosen:
                 self.dims.setdefault(path, dim)
 
-    def _alone(self, product: _Product | None) -> None:
-        for at in product.at if product else ():
-            path, shape = self.leaves[at]
+    def _split_alone(self, product: _Product | None) -> None:
+        """Split the kernels of a product without partner by their input features, if that is worth it."""
+        for leaf_index in product.leaf_indices if product else ():
+            path, shape = self.leaves[leaf_index]
             (into, out_of), size = self._features(path, shape), math.prod(shape)
-            worth = size >= max(PAD_FROM, _WORTH * (2 * shape[out_of] + shape[into]))
-            if _KERNEL.fullmatch(path) and shape[into] % self.ranks == 0 and worth:
+            # An all-reduce moves each output feature twice, an all-gather each input feature once.
+            is_worth_it = size >= max(PAD_FROM, _MIN_PRODUCTS_PER_ELEMENT * (2 * shape[out_of] + shape[into]))
+            if _KERNEL.fullmatch(path) and shape[into] % self.ranks == 0 and is_worth_it:
                 self.dims[path] = into
 
 
-def _module(path: str) -> str:
-    """The outermost module of a leaf."""
+def _outer_module(path: str) -> str:
+    """Return the outermost module of a leaf, "" if it has none."""
     return path.partition("/")[0] if "/" in path else ""
 
 
 def _is_table(path: str) -> bool:
+    """Return whether a leaf's name is the name of a table, such as an embedding."""
     return bool(_TABLE.fullmatch(path)) and not _KERNEL.fullmatch(path) and not _NO_PRODUCT.fullmatch(path)
 
 
-def _alike(products: Sequence[_Product | None], shape: Callable[[int], tuple[int, ...]]) -> list[_Product | None]:
-    """Those that read one input and write as many features: no one of them can follow another. Of one shape they are
-    one; of a convolution and its shortcut the larger counts.
+def _merge_alike(products: Sequence[_Product | None], shape: Callable[[int], tuple[int, ...]]) -> list[_Product | None]:
+    """Merge consecutive products with the same features in and out: none of them can follow another.
+
+    Kernels of one shape become one product. Of a convolution and its shortcut, only the larger one remains.
     """
-    out: list[_Product | None] = []
+    merged: list[_Product | None] = []
     for product in products:
-        last = out[-1] if out else None
-        if product and last and (product.into, product.out_of) == (last.into, last.out_of) and last.into != last.out_of:
-            if shape(last.at[0]) == shape(product.at[0]):
-                out[-1] = _Product((*last.at, *product.at), last.into, last.out_of, last.size + product.size)
-            elif last.size < product.size:
-                out[-1] = product
+        previous = merged[-1] if merged else None
+        if (
+            product
+            and previous
+            and (product.into, product.out_of) == (previous.into, previous.out_of)
+            and previous.into != previous.out_of
+        ):
+            if shape(previous.leaf_indices[0]) == shape(product.leaf_indices[0]):
+                merged[-1] = _Product(
+                    (*previous.leaf_indices, *product.leaf_indices),
+                    previous.into,
+                    previous.out_of,
+                    previous.size + product.size,
+                )
+            elif previous.size < product.size:
+                merged[-1] = product
         else:
-            out.append(product)
-    return out
+            merged.append(product)
+    return merged
 
 
 def _chains(products: Sequence[_Product | None]) -> Iterator[list[_Product]]:
-    """The runs between breaks, and an empty one for each break."""
-    run: list[_Product] = []
+    """Yield the runs of products between breaks, and an empty run for each break."""
+    chain: list[_Product] = []
     for product in products:
         if product is None:
-            if run:
-                yield run
+            if chain:
+                yield chain
             yield []
-            run = []
+            chain = []
         else:
-            run.append(product)
-    if run:
-        yield run
+            chain.append(product)
+    if chain:
+        yield chain

@@ -1,7 +1,7 @@
-"""Keys of rules as patterns: regular expressions for whole components at the end of a leaf's path.
+"""Compile the keys of rules: regular expressions for whole components at the end of a leaf's path.
 
-Python's `re` goes back and tries again, and where one repetition stands in another, `(a+)+$`, the ways to split a path
-among them double with each character. Such a pattern is refused before it is tried.
+Python's `re` backtracks. Where one repetition stands inside another, as in `(a+)+$`, the number of ways to divide a
+path among them doubles with each character. `pattern` refuses such a key before it is matched.
 """
 
 import functools
@@ -18,67 +18,80 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-_FEW = 4  # repetitions that cost little: {1,3}, and as many unbounded ones with nothing between them
+# Repetitions that cost little: counts up to {1,4}, and as many unbounded repetitions with nothing between them.
+_CHEAP_REPEATS = 4
 
 
-def pattern(what: str, key: str) -> re.Pattern[str]:
-    """A key of a table of rules, compiled. `what` is whose the table is.
+def pattern(table: str, key: str) -> re.Pattern[str]:
+    """Compile a key of a table of rules.
 
-    Raises ValueError where it is no regular expression, or one that may take for ever.
+    Args:
+      table: the table's name, for errors.
+      key: a regular expression for the last components of a path.
+
+    Raises:
+      ValueError: if the key is not a regular expression, or may take exponential time to match.
 
     >>> pattern("rules", "ffn/(up|gate)/kernel").fullmatch("layers/0/ffn/up/kernel") is not None
     True
     """
     try:
-        found = re.compile(f"(?:.*/)?(?:{key})")
+        compiled = re.compile(f"(?:.*/)?(?:{key})")
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(
-            f"{what}: {key[:100]!r} is no regular expression ({error}); escape what stands for itself: "
+            f"{table}: {key[:100]!r} is no regular expression ({error}); escape what stands for itself: "
             f"{re.escape(key[:100])!r}"
         ) from None
-    if part := _nested(key):
+    if part := _ambiguous_repetition(key):
         raise ValueError(
-            f"{what}: {key[:100]!r} repeats {part[:100]!r}, which repeats or chooses within, and may take for ever to "
+            f"{table}: {key[:100]!r} repeats {part[:100]!r}, which repeats or chooses within, and may take for ever to "
             "match; write it without the outer or the inner repetition, such as 'layers/.*/kernel'"
         )
-    return found
+    return compiled
 
 
 @functools.lru_cache(maxsize=1024)
-def _nested(key: str) -> str:
-    """The first group that is repeated and can be split in several ways; or all of it, with too many in a row."""
-    starts, free = [], [False]  # by open group: where it began; whether its content can be split in several ways
-    last = ("", False)  # the group that has just ended, and whether it can
-    row, atom = 0, False  # repetitions with nothing between them; whether the last token is not repeated so far
+def _ambiguous_repetition(key: str) -> str:
+    """Return the first repeated group that can match one text in several ways; "" if there is none.
+
+    With too many repetitions in a row, return the whole key.
+    """
+    # For each open group, the outermost (no group) first: its start and opening, and whether its content is ambiguous,
+    # that is, can match one text in several ways.
+    starts, is_ambiguous = [], [False]
+    last_group = ("", False)  # the group that ended with the previous token, and whether it is ambiguous
+    adjacent_repeats, is_atom = 0, False  # repetitions with nothing between them; whether the last token is an atom
     for token in _TOKEN.finditer(key):
         kind, text = token.lastgroup, token[0]
-        row = 0 if atom and kind != "repeat" else row
-        atom = kind in ("single", "other")
+        # An atom that the current token does not repeat stands between two repetitions.
+        adjacent_repeats = 0 if is_atom and kind != "repeat" else adjacent_repeats
+        is_atom = kind in ("single", "other")
         if kind == "open":
             starts.append((token.start(), text))
-            free.append(False)
+            is_ambiguous.append(False)
         elif kind == "close" and starts:
-            begin, opened = starts.pop()
-            inside = free.pop() and opened != "(?>"  # an atomic group is not gone back into
-            free[-1] |= inside
-            last = (key[begin : token.end()], inside)
+            begin, opening = starts.pop()
+            is_group_ambiguous = is_ambiguous.pop() and opening != "(?>"  # `re` does not backtrack into atomic groups
+            is_ambiguous[-1] |= is_group_ambiguous
+            last_group = (key[begin : token.end()], is_group_ambiguous)
             continue
         elif kind == "either" and starts:
-            free[-1] = True
-        elif kind == "repeat" and _many(text):
-            row += 1
-            if last[1] and not text.endswith("+", 1):
-                return last[0] + text
-            if row > _FEW:
+            is_ambiguous[-1] = True
+        elif kind == "repeat" and _repeats_often(text):
+            adjacent_repeats += 1
+            # A second `+` makes a repetition possessive: it does not backtrack.
+            if last_group[1] and not text.endswith("+", 1):
+                return last_group[0] + text
+            if adjacent_repeats > _CHEAP_REPEATS:
                 return key
-            free[-1] |= not text.endswith("+", 1)
-        last = ("", False)
+            is_ambiguous[-1] |= not text.endswith("+", 1)
+        last_group = ("", False)
     return ""
 
 
-def _many(repeat: str) -> bool:
-    """Whether a quantifier allows for more than a few."""
-    if repeat[0] != "{":
-        return repeat[0] != "?"
-    *_, most = repeat.rstrip("+?")[1:-1].split(",")
-    return most == "" or int(most) > _FEW
+def _repeats_often(quantifier: str) -> bool:
+    """Return whether a quantifier allows more than `_CHEAP_REPEATS` repetitions."""
+    if quantifier[0] != "{":
+        return quantifier[0] != "?"
+    *_, upper = quantifier.rstrip("+?")[1:-1].split(",")
+    return upper == "" or int(upper) > _CHEAP_REPEATS

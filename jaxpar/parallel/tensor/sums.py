@@ -1,4 +1,12 @@
-"""Rules of what adds up over a split dim: reductions, matmuls, lookups."""
+"""Rules of primitives that reduce over a split dim: reductions, matmuls, lookups.
+
+They communicate over `tensor`:
+
+    reduction      reduce the part, then over ranks              a sum: all-reduce; others: all-gather of the results
+    dot_general    column-parallel: a free dim is split          no communication: the output is split
+                   row-parallel: a contracted dim is split       all-reduce, or reduce-scatter with `sequence`
+    gather         vocabulary-parallel: table [V/n, D]           zeros for other ranks' rows, then as row-parallel
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,34 +24,37 @@ from .primitives import follow, on_parts, rule, shape_of, split_factor
 
 
 @rule(*having("reduces"))
-def _reduce(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _reduce(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Reduce the part, then reduce the ranks' results in the same way."""
     (x,) = inputs
     if x.dim not in eqn.params["axes"]:
-        return follow(work, eqn, inputs)
-    name, part = eqn.primitive.name, work.kept(x, identity(eqn))
+        return follow(localiser, eqn, inputs)
+    name, part = eqn.primitive.name, localiser.masked_part(x, identity(eqn))
     if name == "reduce_sum":
-        return [(work.total(jx.bind(eqn, [part])[0]), None)]
+        return [(localiser.total(jx.bind(eqn, [part])[0]), None)]
 
-    def over_ranks(part: jax.Array) -> jax.Array:  # the same reduction over the ranks' results
-        return jx.bind(eqn, [work.of_all(jx.bind(eqn, [part])[0])], axes=(0,))[0]
+    def reduce_over_ranks(part: jax.Array) -> jax.Array:
+        return jx.bind(eqn, [localiser.of_all(jx.bind(eqn, [part])[0])], axes=(0,))[0]
 
     if not (x.active and name in ("reduce_max", "reduce_min")):
-        return [(over_ranks(part), None)]
-    extreme = jax.custom_jvp(over_ranks)
+        return [(reduce_over_ranks(part), None)]
+    extreme = jax.custom_jvp(reduce_over_ranks)
 
     @extreme.defjvp
-    def shared(primals: Any, tangents: Any) -> Any:  # elements that tie share it, on whatever ranks they are
+    def extreme_jvp(primals: Any, tangents: Any) -> Any:
+        # Elements that tie share the gradient equally, whichever ranks they are on. JAX's own derivative would share it
+        # first among ranks, then among each rank's elements.
         (part,), (tangent,) = primals, tangents
         best = extreme(part)
-        hit = (part == jnp.expand_dims(best, eqn.params["axes"])).astype(part.dtype)
-        total = lambda y: work.total(y.sum(eqn.params["axes"]))
-        return best, total(hit * tangent) / total(hit)
+        is_best = (part == jnp.expand_dims(best, eqn.params["axes"])).astype(part.dtype)
+        total = lambda y: localiser.total(y.sum(eqn.params["axes"]))
+        return best, total(is_best * tangent) / total(is_best)
 
     return [(extreme(part), None)]
 
 
 def identity(eqn: Any) -> Any:
-    """The identity element of a reduction or a cumulative one, in the dtype of what it reduces."""
+    """Return the identity element of a (cumulative) reduction, in the dtype of its operand."""
     name, dtype = eqn.primitive.name.removeprefix("reduce_").removeprefix("cum"), eqn.invars[0].aval.dtype
     if name in ("max", "min", "logsumexp"):
         lowest, highest = (-jnp.inf, jnp.inf) if jnp.issubdtype(dtype, jnp.inexact) else (False, True)
@@ -56,66 +67,85 @@ def identity(eqn: Any) -> Any:
 
 
 @rule("argmax", "argmin")
-def _arg(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _arg(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Find the best index of each rank's part, then the rank whose value is best."""
     (x,) = inputs
     (axis,) = eqn.params["axes"]
     if x.dim != axis:
-        return follow(work, eqn, inputs)
-    (at,) = jx.bind(eqn, [x.value])
-    best = jnp.take_along_axis(x.value, jnp.expand_dims(at, axis), axis).squeeze(axis)
-    at = at + (lax.axis_index(edges.AXIS) * (x.shape[axis] // work.ranks)).astype(at.dtype)
-    every, places = (edges.all_gather_replicated(y[None], 0, work.ranks) for y in (best, at))
-    (rank,) = jx.bind(eqn, [every], axes=(0,))
-    return [(jnp.take_along_axis(places, rank[None].astype(jnp.int32), 0)[0], None)]
+        return follow(localiser, eqn, inputs)
+    (index,) = jx.bind(eqn, [x.value])
+    best = jnp.take_along_axis(x.value, jnp.expand_dims(index, axis), axis).squeeze(axis)
+    # Turn the index in the part into an index in the whole array.
+    index = index + (lax.axis_index(edges.AXIS) * (x.shape[axis] // localiser.ranks)).astype(index.dtype)
+    values, indices = (edges.all_gather_replicated(y[None], 0, localiser.ranks) for y in (best, index))
+    # Of equal values the first rank's wins, so that the index is the first one, as in the whole array.
+    (rank,) = jx.bind(eqn, [values], axes=(0,))
+    return [(jnp.take_along_axis(indices, rank[None].astype(jnp.int32), 0)[0], None)]
 
 
 @rule("dot_general", "conv_general_dilated")
-def _product(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Column-parallel where a free dim is split, row-parallel where a contracted one is. Where both operands are split
-    and not alike, a parameter keeps its split, and else what is larger.
+def _product(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Multiply the parts: column-parallel if a free dim is split, row-parallel if a contracted one is.
+
+    Where both operands are split, along different factors, a parameter keeps its split; of two operands of one kind,
+    the larger does.
     """
     factor = split_factor(eqn, inputs, weights=True)
     if factor is None:
         return None
-    found = on_parts(work, eqn, inputs, factor)
-    if found is None or not factor.reduced:
-        return found
-    ((value, _),) = found
+    local_outputs = on_parts(localiser, eqn, inputs, factor)
+    if local_outputs is None or not factor.reduced:
+        return local_outputs
+    ((value, _),) = local_outputs
     left, right = inputs
-    residual = eqn.primitive.name == "dot_general" and left.weight != right.weight
-    return [work.summed(value, shape_of(eqn), residual, eqn)]
+    # Only a product with a parameter ends a block, and joins the residual stream. Scores of attention do not.
+    is_residual = eqn.primitive.name == "dot_general" and left.weight != right.weight
+    return [localiser.summed(value, shape_of(eqn), is_residual, eqn)]
 
 
 @rule("gather")
-def _gather(work: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Rows of a table that is split along the dim that is looked up: each rank gives those that it has, zeros for the
-    others (vocabulary-parallel embedding, Shoeybi et al. 2019, section 3).
+def _gather(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Look up rows of a table that is split along the looked-up dim (vocabulary-parallel embedding).
+
+    Each rank returns the rows that it stores, and zeros for the others; the sum over ranks is the result.
+
+    Source: Shoeybi et al. 2019, section 3.
     """
     table, indices = inputs
     numbers = eqn.params["dimension_numbers"]
     if table.dim is None or table.dim not in numbers.collapsed_slice_dims:
-        return follow(work, eqn, inputs)
+        return follow(localiser, eqn, inputs)
     mode, modes = eqn.params["mode"], lax.GatherScatterMode
-    fills = mode == modes.FILL_OR_DROP  # as jnp.take does with indices that are out of bounds
+    fills = mode == modes.FILL_OR_DROP  # `jnp.take` does so with indices that are out of bounds
     if indices.dim is not None or (fills and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)):
         return None
     shape = shape_of(eqn)
-    batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
+    batch_dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
     column = numbers.start_index_map.index(table.dim)
-    size, each = table.shape[table.dim], table.shape[table.dim] // work.ranks
-    places = indices.value.astype(jnp.promote_types(indices.value.dtype, jnp.int32))  # offsets overflow uint8 ids
-    wanted = places[..., column]
-    missing = (wanted < 0) | (wanted >= size)
-    own = jnp.clip(wanted, 0, size - 1) - (lax.axis_index(edges.AXIS) * each).astype(wanted.dtype)
-    mine = (own >= 0) & (own < each) & (~missing if fills else True)
-    changed = places.at[..., column].set(jnp.where(mine, own, 0))
-    (found,) = jx.bind(eqn, [table.value, changed], indices_are_sorted=False, unique_indices=False)
-    spread = lambda x: jnp.broadcast_to(jnp.expand_dims(x, [d for d in range(len(shape)) if d not in batch]), shape)
-    found = jnp.where(spread(mine), found, jnp.zeros_like(found))
-    if mode == modes.PROMISE_IN_BOUNDS:  # reads are clamped, and gradients of what is out of bounds dropped
-        found = jnp.where(spread(missing), lax.stop_gradient(found), found)
-    value, dim = work.summed(found, shape, table.weight, eqn)
+    size, local_size = table.shape[table.dim], table.shape[table.dim] // localiser.ranks
+
+    # 1. Shift the indices to this rank's rows, and mask those of other ranks.
+    start_indices = indices.value.astype(jnp.promote_types(indices.value.dtype, jnp.int32))  # offsets overflow uint8
+    rows = start_indices[..., column]
+    is_out_of_bounds = (rows < 0) | (rows >= size)
+    local_rows = jnp.clip(rows, 0, size - 1) - (lax.axis_index(edges.AXIS) * local_size).astype(rows.dtype)
+    is_local = (local_rows >= 0) & (local_rows < local_size) & (~is_out_of_bounds if fills else True)
+
+    # 2. Look up: rows of other ranks read row 0, and are zeroed.
+    local_indices = start_indices.at[..., column].set(jnp.where(is_local, local_rows, 0))
+    (features,) = jx.bind(eqn, [table.value, local_indices], indices_are_sorted=False, unique_indices=False)
+    spread = lambda x: jnp.broadcast_to(
+        jnp.expand_dims(x, [d for d in range(len(shape)) if d not in batch_dims]), shape
+    )
+    features = jnp.where(spread(is_local), features, jnp.zeros_like(features))
+    if mode == modes.PROMISE_IN_BOUNDS:  # reads are clamped, and gradients of rows out of bounds dropped
+        features = jnp.where(spread(is_out_of_bounds), lax.stop_gradient(features), features)
+
+    # 3. Sum over ranks, then fill in, since a fill value must not be summed.
+    value, dim = localiser.summed(features, shape, table.weight, eqn)
     if fills:
-        gone, fill = LocalValue(spread(missing), None, shape), eqn.params["fill_value"]
-        value = jnp.where(gone.value if dim is None else work.part(gone, dim), jnp.nan if fill is None else fill, value)
+        filled, fill = LocalValue(spread(is_out_of_bounds), None, shape), eqn.params["fill_value"]
+        value = jnp.where(
+            filled.value if dim is None else localiser.part(filled, dim), jnp.nan if fill is None else fill, value
+        )
     return [(value, dim)]

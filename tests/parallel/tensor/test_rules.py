@@ -158,7 +158,7 @@ RESNET = leaves_of(named("resnet-tiny").model)
         (
             [("attn/c_attn/kernel", (24, 72))],
             2,
-            {"own": {}},
+            {"model_rules": {}},
             (
                 "tensor=2 splits no parameter",
                 "attn/c_attn/kernel: it holds several projections side by side",
@@ -193,12 +193,12 @@ RESNET = leaves_of(named("resnet-tiny").model)
             {"names": {"up": ("layers", "embed", "mlp")}},
             ("up [4, 6] is annotated with ('layers', 'embed', 'mlp'); give as many names as it has dims",),
         ),
-        ([("up", (4, 6))], 2, {"own": [1]}, ("the model's rules: [1] is a list; use a dict",)),
-        ([("up", (4, 6))], 2, {"own": {"up": 2}}, ("the model's rules: 'up': 2 is no dim of up [4, 6]",)),
+        ([("up", (4, 6))], 2, {"model_rules": [1]}, ("the model's rules: [1] is a list; use a dict",)),
+        ([("up", (4, 6))], 2, {"model_rules": {"up": 2}}, ("the model's rules: 'up': 2 is no dim of up [4, 6]",)),
         (
             leaves_of(named("resnet-tiny").model),
             2,
-            {"own": {}},
+            {"model_rules": {}},
             ("tensor=2 splits no parameter", "branch/1/conv/kernel"),
         ),
     ],
@@ -218,7 +218,7 @@ def test_what_an_error_suggests_is_accepted() -> None:
     assert tensor_dims(leaves, 2, eval(suggested[1])) == {"layers/0/w[0]/down/kernel": 0}
     conv: Leaves = [("conv/weight", (32, 16, 3, 3))]  # of Equinox, [out, in, window]: -1 was said, which is the window
     with pytest.raises(ValueError, match="splits no parameter") as error:
-        tensor_dims(conv, 2, own={})
+        tensor_dims(conv, 2, model_rules={})
     suggested = re.search(r"rules=({.*})", str(error.value))
     assert suggested is not None
     assert tensor_dims(conv, 2, eval(suggested[1])) == {"conv/weight": 0}

@@ -385,7 +385,7 @@ def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
     layers: Leaves = [("up/kernel", (8, 64)), ("down/kernel", (64, 8))]
     leaves: Leaves = [("embedding", (2049, 8)), ("head/kernel", (8, 2049)), ("head/bias", (2049,)), *layers]
     split = {"up/kernel": 1, "down/kernel": 0}
-    assert tensor_dims(leaves, 2) == tensor_dims(leaves, 2, own={"embedding": 0, **split}) == split
+    assert tensor_dims(leaves, 2) == tensor_dims(leaves, 2, model_rules={"embedding": 0, **split}) == split
     named: Leaves = [("table", (2049, 8)), ("up", (8, 64))]
     assert tensor_dims(named, 2, names={"table": ("vocab", "embed"), "up": ("embed", "mlp")}) == {"up": 1}
     notes = undivided_leaves(leaves, split, 2)
