@@ -124,7 +124,8 @@ class Writer:
             sync(folder, deep=False)
             # Old checkpoints go only now that the new one is safe.
             older = [step for step in numbers(folder) if step < number]
-            for step in older[: len(older) + 1 - keep] if keep else []:
+            surplus = len(older) + 1 - keep if keep else 0
+            for step in older[: max(surplus, 0)]:
                 _discard(folder / str(step))
 
         on_process_0 = lambda action: action if self._outcomes.process == 0 else lambda: None

@@ -111,6 +111,16 @@ def test_all_write_and_the_last_are_kept(count: int, tmp_path: Path) -> None:
     assert sorted(x.name for x in (tmp_path / "13").iterdir()) == [*map(str, range(count)), "commit_success.txt"]
 
 
+@pytest.mark.parametrize("keep", [None, *range(1, 7)])
+def test_as_many_as_asked_are_kept(keep: int | None, tmp_path: Path) -> None:
+    """With 4 or more to keep, the first ones were removed before there were as many: of 12 with keep=4, 2 stayed."""
+    writers = hosts(1)
+    for number in range(1, 9):
+        assert save(writers, tmp_path, number, keep) == [""]
+        newest = range(max(1, number + 1 - (keep or number)), number + 1)
+        assert {path.name for path in tmp_path.iterdir()} == set(map(str, newest))
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_host_that_cannot_write_is_named_and_the_next_save_is_another_one(count: int, tmp_path: Path) -> None:
     """Once a host had failed, Orbax's threads waited for each other for ever, and the run waited for them."""
