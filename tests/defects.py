@@ -163,7 +163,7 @@ DEFECTS = (
            "collectives.index(tuple(self.tracing.axes)) * num_microbatches", "collectives.index(tuple(self.tracing.axes))",
            "The second microbatch of a replica draws what the first of the next one draws."),
     Defect("unscaled", "step/core.py", "layout/test_state.py::test_skipped_steps",
-           "[g / state.scale.scale for g in whole]", "whole",
+           "[grad / state.scale.scale for grad in unpadded]", "unpadded",
            "float16's gradients keep the loss scale."),
     Defect("skip-optimizer", "step/update.py", "layout/test_state.py::test_a_step_that_is_not_finite_is_not_applied",
            "opt_state = where_applied(applied, self.layout.to_stored(logical_state, \"optimizer\"), state.optimizer)",

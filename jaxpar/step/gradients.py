@@ -58,8 +58,10 @@ def gradient_figures(grads: Any, sums: Sums) -> dict[str, jax.Array]:
         return jnp.stack([jnp.sqrt(jnp.square(jnp.abs(grad)).sum()), terms.sum()])
 
     leaves = jax.tree_util.tree_leaves_with_path(grads)
-    figures = {f"gradient {name_of(path)}": norm_and_projection(grad) for path, grad in leaves}
-    return {"loss": metrics_of(sums)["loss"][None], **figures}
+    return {
+        "loss": metrics_of(sums)["loss"][None],
+        **{f"gradient {name_of(path)}": norm_and_projection(grad) for path, grad in leaves},
+    }
 
 
 def block_key(key: jax.Array, step: jax.Array | int, block: jax.Array | int) -> jax.Array:
@@ -130,12 +132,12 @@ class Local:
         layout, strategy = self.tracing.layout, self.tracing.strategy
         rows = microbatches(batch, strategy.microbatches)
         traced, rule = self.tracing(variables, take_first(rows), key), rule_of(strategy)
-        cut, in_fp8 = layout.storage.cut, traced.notes.in_fp8
+        cut = layout.storage.cut
+        in_fp8 = traced.notes.in_fp8
         # The stages of a cut program run on different devices, which share each leaf in another way.
-        if cut:
-            access = SpreadAccess(layout, rule, in_fp8)
-        else:
-            access = RuleAccess(layout, rule, traced.program, strategy, in_fp8)
+        access = (
+            SpreadAccess(layout, rule, in_fp8) if cut else RuleAccess(layout, rule, traced.program, strategy, in_fp8)
+        )
         # hpZ gathers over `data` once per step, here; every use then gathers over `fsdp` alone.
         stored = secondary(layout, stored) if strategy.hpz else stored
         return Loss(traced, access, layout.storage.unit_values(stored)), rows
@@ -159,8 +161,7 @@ class Local:
         """
         axes = tuple(self.tracing.axes)
         rows_per_replica = order.shape[0] // math.prod(self.tracing.axes.values())
-        start = collectives.index(axes) * rows_per_replica
-        local_order = lax.dynamic_slice_in_dim(order, start, rows_per_replica)
+        local_order = lax.dynamic_slice_in_dim(order, collectives.index(axes) * rows_per_replica, rows_per_replica)
         return dealt(batch, local_order, lambda x: collectives.all_gather(x, axes))
 
     def evaluate(self, stored: Sequence[Any], variables: Any, batch: Any) -> Sums:

@@ -87,14 +87,17 @@ class Piped:
 
         # 2. The parameters that ticks read. They are cast once here instead of in every tick.
         stored = [x.astype(leaf.dtype) for x, leaf in zip(self.loss.stored, traced.leaves, strict=True)]
-        access = UnstagedParams(self.loss.access, unstaged(traced.program))
         summed = range(len(jax.tree.leaves(traced.outputs[0])))
+
         # 3. The engine that runs the schedule.
         schedule = schedule if seeds is not None else schedule.forwards
         engine = Slots if schedule.branches else Pipeline
+        # Leaves that no stage owns (embedding, head) are fetched once per step, before the first tick.
+        access = UnstagedParams(self.loss.access, unstaged(traced.program))
         leaves = access.ahead(stored)
-        args = (traced.program, schedule, access, leaves, self._values, summed)
-        return engine(*args, seeds, shared_program, part_values)
+        return engine(
+            traced.program, schedule, access, leaves, self._values, summed, seeds, shared_program, part_values
+        )
 
     def run(self, seed: jax.Array | None) -> tuple[list[Any], list[jax.Array], Any]:
         """Run all microbatches of a step, or of an evaluation.
@@ -145,8 +148,7 @@ class Piped:
                 if isinstance(x, Replicated):
                     return jax.tree.map(lambda v: v[microbatch], x)
                 rows_per_rank = x.shape[1] // ranks
-                start = lax.axis_index("pipe") * rows_per_rank
-                return lax.dynamic_slice_in_dim(x[microbatch], start, rows_per_rank)
+                return lax.dynamic_slice_in_dim(x[microbatch], lax.axis_index("pipe") * rows_per_rank, rows_per_rank)
 
             rows = jax.tree.map(take_part, self.rows, is_leaf=lambda x: isinstance(x, Replicated))
             return self.variables, rows, None if self.keys is None else self.keys[microbatch]
