@@ -399,7 +399,7 @@ def check_independent_of_replicas(program: Program, outputs: Any, inputs: int, a
             )
 
 
-def of_whole_batches(
+def whole_batch_error(
     error: Exception, variables: Any, rows: int, blocks: tuple[int, int], takes: Callable[[int], bool]
 ) -> str:
     """What to say where a loss takes the rows of the batch, and not those of one block.
@@ -427,7 +427,7 @@ def of_whole_batches(
     )
 
 
-def heard(call: Callable[[], object]) -> list[warnings.WarningMessage]:
+def recorded_warnings(call: Callable[[], object]) -> list[warnings.WarningMessage]:
     """Return the warnings that a call gives, which are given all the same."""
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
