@@ -324,8 +324,8 @@ def warn_gathered(program: Program, layout: Layout) -> None:
         )
         warnings.warn(
             f"zero=3 gathers {num_gathered / num_params:.0%} of the parameters at once ({size:,} bytes; "
-            f"{leaves[0].path}, {leaves[1].path}, ...), outside of any stack of layers ({reasons}); make the layers alike, or scan them "
-            "(nnx.scan, nn.scan, jax.lax.scan)",
+            f"{leaves[0].path}, {leaves[1].path}, ...), outside of any stack of layers ({reasons}); make the layers "
+            "alike, or scan them (nnx.scan, nn.scan, jax.lax.scan)",
             stacklevel=2,
         )
 
