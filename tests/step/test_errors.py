@@ -539,7 +539,7 @@ class Recurrent(nnx.Module):
 
 
 def test_a_variable_with_a_value_for_each_row() -> None:
-    """The error took the carry of a stateful RNN for a group of rows, with advice that did not help. This advice does."""
+    """The error took the carry of a stateful RNN for a group of rows, and its advice did not help."""
     x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 
     def loss_of_stateful(net: Recurrent, batch: Any) -> jax.Array:
@@ -596,8 +596,8 @@ def test_optimizers_that_a_trace_cannot_run() -> None:
 def test_masks_that_are_built_from_a_module() -> None:
     """Masks and labels may be trees of a module, which optax accepts for parameters in that module.
 
-    They raised JAX's "pytree structure error: different types", and a function that reads an attribute of the parameters
-    raised AttributeError.
+    They raised JAX's "pytree structure error: different types", and a function that reads an attribute of the
+    parameters raised AttributeError.
     """
     model = jp.from_nnx(lambda rngs: Recurrent(False, rngs), lambda net, batch: net.inner(batch["x"]).mean())
     make = lambda mask: jp.make_train_step(model, optax.adamw(0.1, mask=mask), "ddp", mesh=jax.devices()[:2])

@@ -228,34 +228,37 @@ def test_compiled_for_gpus(params: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     state takes a block, or a stack of parameters.
     """
     layers, rows, devices = 4, 2, target("2xH100")
-    it = named("llama3-8b", layers=layers, dim=1024, heads=8, kv_heads=4, ffn=2048, vocab=2048)
+    entry = named("llama3-8b", layers=layers, dim=1024, heads=8, kv_heads=4, ffn=2048, vocab=2048)
     monkeypatch.setattr("jaxpar.step.offload.BLOCK", block := 1024 * 2048 * 4 // 2)  # a device's part of the largest
-    made = lambda text: jp.make_train_step(it.model, CLIPPED, f"fsdp=2,precision=bf16{text}", devices.devices)
+    make_step = lambda text: jp.make_train_step(entry.model, CLIPPED, f"fsdp=2,precision=bf16{text}", devices.devices)
     offload = ",offload=optimizer" + params * "+params"
-    there, here = (Compiled.of(made(text), it.example(rows, 4096)) for text in (offload, ""))
-    size = sum(there.step.layout.host_bytes.values())
-    assert here.memory.argument_size_in_bytes - there.memory.argument_size_in_bytes == size
-    assert there.memory.host_argument_size_in_bytes == there.memory.host_alias_size_in_bytes == size
-    assert there.memory.host_temp_size_in_bytes == 0
-    layer = there.step.layout.host_bytes["params"] // layers
-    assert there.memory.temp_size_in_bytes <= here.memory.temp_size_in_bytes + 6 * block + 2 * layer
+    offloaded, resident = (Compiled.of(make_step(text), entry.example(rows, 4096)) for text in (offload, ""))
+    size = sum(offloaded.step.layout.host_bytes.values())
+    assert resident.memory.argument_size_in_bytes - offloaded.memory.argument_size_in_bytes == size
+    assert offloaded.memory.host_argument_size_in_bytes == offloaded.memory.host_alias_size_in_bytes == size
+    assert offloaded.memory.host_temp_size_in_bytes == 0
+    layer = offloaded.step.layout.host_bytes["params"] // layers
+    assert offloaded.memory.temp_size_in_bytes <= resident.memory.temp_size_in_bytes + 6 * block + 2 * layer
 
-    program = Executable(there.text, there.step.mesh)
-    loops = [(one.body, one.trips) for one in program.operations if isinstance(one, While)]
-    every = [(one, trips) for body, trips in [(program.operations, 1), *loops] for one in body]
-    copies = [(one, trips) for one, trips in every if isinstance(one, HostCopy)]
-    to_host, to_device = (sum(one.bytes * n for one, n in copies if one.to_host == way) for way in (True, False))
+    program = Executable(offloaded.text, offloaded.step.mesh)
+    loops = [(operation.body, operation.trips) for operation in program.operations if isinstance(operation, While)]
+    operations = [(operation, trips) for body, trips in [(program.operations, 1), *loops] for operation in body]
+    copies = [(operation, trips) for operation, trips in operations if isinstance(operation, HostCopy)]
+    to_host, to_device = (
+        sum(operation.bytes * n for operation, n in copies if operation.to_host == direction)
+        for direction in (True, False)
+    )
     assert to_host == size
     assert 0 <= size + 2 * (layers + 1) * layer - to_device <= layer  # the last copy of a loop is one too many
-    assert not any(one.waits for one, _ in copies)
-    looped = {one.name for body, _ in loops for one in body if isinstance(one, HostCopy)}
-    parts = predict(program, there.step, it.example(rows, 4096), devices.hardware).copies
+    assert not any(operation.waits for operation, _ in copies)
+    looped = {operation.name for body, _ in loops for operation in body if isinstance(operation, HostCopy)}
+    parts = predict(program, offloaded.step, entry.example(rows, 4096), devices.hardware).copies
     parts = [part for part in parts if part.name in looped]
     if not params:  # whose layers wait, of a model that computes so little
         assert len(parts) == 3 * 4  # three large matrices' moments, there and back
         assert sum(part.exposed for part in parts) < 0.55 * sum(part.seconds for part in parts)
 
-    first = there.step._creating.trace(jax.eval_shape(lambda: KEY)).lower(lowering_platforms=("cuda",)).compile()
+    first = offloaded.step._creating.trace(jax.eval_shape(lambda: KEY)).lower(lowering_platforms=("cuda",)).compile()
     first = first.memory_analysis()
     assert first.host_output_size_in_bytes == size
     assert first.temp_size_in_bytes < 3 * block + params * size // 3
