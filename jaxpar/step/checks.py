@@ -131,6 +131,7 @@ def misfit(state: Any, expected: Any) -> str:
     present, needed = (
         {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)} for tree in (state, expected)
     )
+    # 1. Arrays that only one of the two has.
     for name in (*needed, *present):
         if (name in present) != (name in needed):
             relation = "lacks" if name in needed else "has, and the step has not,"
@@ -138,6 +139,7 @@ def misfit(state: Any, expected: Any) -> str:
                 f"the state {relation} {name}: it is of another model, optimizer or precision; take its weights alone, "
                 "step.init(key, params=other.params(state))"
             )
+    # 2. Arrays of another shape, or on other devices.
     for name, x in needed.items():
         array = present[name]
         if tuple(np.shape(array)) != tuple(x.shape):

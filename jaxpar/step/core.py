@@ -180,6 +180,7 @@ class Step(FirstState, Intake):
           A `Stored` for each array; the owners of whole matrices, or None; and a function that finds leaves which the
           optimizer should not multiply (`Tracing.astray`), or None.
         """
+        # 1. The abstract state. An array that mirrors a parameter is stored like the parameter's shard.
         leaves_seen, params_seen = storage.seen(as_stacked)
         with transforming("optimizer.init", params_seen):
             state = jax.eval_shape(naming(self.optimizer.init, shapes), params_seen)
@@ -187,6 +188,7 @@ class Step(FirstState, Intake):
         program = update_program(self.optimizer, tree, tuple(masters))
         is_sharded, on_host = "optimizer" in self.rule.sharded, "optimizer" in self.strategy.offloads
         places = place_optimizer(state, params_seen, leaves_seen, is_sharded, on_host)
+        # 2. An optimizer that multiplies matrices needs each of them whole on some rank, its owner.
         if program is None:  # an optimizer that works element by element, such as AdamW
             return places, None, None
         owners = Dealer(leaves_seen, axes_at_rest(storage, is_sharded, self.mesh.shape), self.mesh)(program)
@@ -204,6 +206,7 @@ class Step(FirstState, Intake):
           choices: for each stack, what happens to the values that its layers save (`Residuals.kept`).
           chosen: what a report shows of the choices.
         """
+        # A shallow copy shares layout and update, but needs its own programs.
         step = copy.copy(self)
         step.chosen = chosen
         step.tracing = replace(self.tracing, choices=choices)
@@ -239,6 +242,7 @@ class Step(FirstState, Intake):
           order: int32 [rows], numbers of rows of the global batch: a multiple of replicas x microbatches. One program
             serves all orders of the same length.
         """
+        # Marked as replicated, the order joins the batch of the program: it is an argument, and no constant.
         everywhere = NamedSharding(self.mesh, _REPLICATED)
         placed = jax.make_array_from_callback(order.shape, everywhere, lambda index: order[index])
         return self._run_program("measured", state, (batch, Replicated(placed)))
@@ -266,6 +270,7 @@ class Step(FirstState, Intake):
         if self.model_def.bind is None:
             raise ValueError("this model is a pair of functions and has no module; use step.params(state)")
         check_state(state)
+        # The variables are copied: the module would otherwise share arrays that the next step donates.
         return self.model_def.bind(self._params(state), jax.tree.map(jnp.copy, state.variables))
 
     def compile(self, batch: Any) -> jax.stages.Compiled:

@@ -51,6 +51,7 @@ class FirstState:
     def init(self, key: jax.Array, params: Any = None, fresh: Callable[[str], bool] | None = None) -> State:
         """Create a state, sharded from the start; see `TrainStep.init`."""
         _check_key(key)
+        # Within a caller's program nothing runs yet, so that compile-only devices are no error.
         if not isinstance(key, Tracer):
             check_here(self.layout)
         if params is None:
@@ -93,6 +94,7 @@ class FirstState:
         """A function of a key, masters as they are stored, and variables that returns the first state; jitted."""
 
         def begin_state(key: jax.Array, params: Any, variables: Any) -> State:
+            # Masters may rest on the host; the conversion runs on the device.
             params = jax.tree.map(on_device, params)
             return self._first_state(key, self.layout.to_logical(params, "params", as_stacked=True), variables)
 
@@ -199,6 +201,7 @@ class FirstState:
     @functools.cached_property
     def _shardings(self) -> Any:
         """The sharding of every array, in the tree of a state."""
+        # Only the tree is needed of variables and loss scale, which are replicated.
         shapes = jax.eval_shape(self._create, jax.random.key(0))
         layout, replicated = self.layout, self.layout.sharding(PartitionSpec())
         return State(
@@ -238,6 +241,7 @@ def _check_names(names: Sequence[str], paths: Sequence[str], fresh: Callable[[st
     # A single leaf without a path is no tree: probably a whole module or an array.
     if unknown == [""]:
         raise ValueError(f"params= is a {type(params).__name__}; pass a tree like step.params(state)")
+    # Linen's variables hold the parameters in a collection of this name.
     is_linen = any(name.removeprefix("params/") in model_paths for name in unknown)
     tree = "variables['params']" if is_linen else "a tree like step.params(state)"
     lacks = f"lacks {few(missing)}"

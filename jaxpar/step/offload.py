@@ -135,8 +135,10 @@ class Streams:
     def init(self, params: Any) -> Any:
         """Return the first state as it is stored, from the unpadded parameters that the optimizer sees."""
         values, places = jax.tree.leaves(params), self._places
+        # 1. The arrays of the state that stay on the device, such as counters.
         global_results, scalars = self.init_program.run_global(values)
         arrays = {k: places[k].pad(x) for k, x in global_results.items()}
+        # 2. The arrays on the host, one leaf after the other.
         previous: Any = ()
         for i, leaf in self.init_program.leaves.items():
             members = self.moments[i]
@@ -189,6 +191,7 @@ class Streams:
         previous: Any = ()
         for i, members in self.moments.items():
             leaf = program.leaves[i]
+            # The variables of the gradient, the parameter and its moments, in the order of the blocks.
             inputs = [program.flat.invars[j] for j in (n + i, i, *(2 * n + k for k in members))]
 
             def update_block(
@@ -198,6 +201,7 @@ class Streams:
                 change, *moments = leaf(dict(zip(inputs, blocks, strict=True)), scalars, shape)
                 return where_applied(applied, [optax.apply_updates(old[0], change), *moments], old)
 
+            # A leaf waits for the leaf before, as in `init`.
             moments, previous = lax.optimization_barrier(([arrays[k] for k in members], previous))
             args = [scalars[v] for v in leaf.scalars], applied
             place = places[members[0]] if members else self.params[i]
@@ -255,6 +259,7 @@ def _over_blocks(
       carried: the arrays that are updated.
       reads: whether `fun` reads `carried`; if not, they are empty so far.
     """
+    # All arrays have the same blocks, sized for the widest dtype.
     blocks = Blocks.of(constant.shape, max(x.dtype.itemsize for x in (constant, *carried)))
     fetch = lambda x, number: blocks.take(x, number) if reads and is_on_host(x) else None
 

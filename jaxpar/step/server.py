@@ -102,6 +102,7 @@ class ServerStep(Step):
     def _run_program(self, name: str, state: State, batch: Any) -> Any:
         """Run a step; raises ValueError within a caller's program, since arrays move between the programs."""
         check_state(state)
+        # `device_put` between the programs moves real arrays, which a trace does not have.
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((state, batch))):
             raise ValueError(
                 "server=True is four programs, with arrays moved between them, and cannot be traced by jit, grad, "
@@ -121,6 +122,7 @@ class ServerStep(Step):
         Returns:
           The results of the program of this name.
         """
+        # `home` is the server, the only device of the layout's mesh; the other two span all devices.
         programs, home = self._programs(batch), self.layout.sharding(_REPLICATED)
         everywhere, stacked = NamedSharding(self.mesh, _REPLICATED), NamedSharding(self.mesh, _STACKED)
 
@@ -155,6 +157,7 @@ class ServerStep(Step):
             self.check(batch)
             alike = functools.partial(self._forward, alike=True)
             programs = {"evaluate": self._losses, "forward": self._forward, "alike": alike, "backward": self._backward}
+            # Only `compile` and `trace` look at this one; a step runs the two programs separately.
             programs |= {"both": self._forward_and_backward}
             options = cpu_options(self.mesh.devices.flat[0].platform)
             self._jitted[cache_key] = {name: jax.jit(fun, compiler_options=options) for name, fun in programs.items()}
@@ -180,6 +183,7 @@ class ServerStep(Step):
         def local(stored: Any, variables: Any, batch: Any, key: jax.Array, step: jax.Array) -> Any:
             loss, rows = self.local.bound(stored, variables, batch, key)
 
+            # The tapes of all microbatches are outputs, so that the backward can be another program.
             def micro(variables: Any, block: Any) -> Any:
                 key, rows = block
                 sums, variables, tape = loss.forward(variables, rows, key)
@@ -211,6 +215,7 @@ class ServerStep(Step):
             def micro(grads: Any, tape: Tapes) -> Any:
                 return loss.backward(tape.with_stored(loss.stored), seeds[0], grads), None
 
+            # A leaf that the loss does not read stays None in the accumulators.
             shapes = jax.eval_shape(lambda: micro([None] * len(loss.stored), take_first(tapes))[0])
             grads, _ = lax.scan(micro, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), tapes)
             return _add_replica_dim(self.local.finish_grads(loss, grads))
@@ -240,17 +245,20 @@ class ServerStep(Step):
                 "report": lambda sums: metrics_of(sum_leading_dim(sums)),
             }[name]
             options = cpu_options(self.mesh.devices.flat[0].platform)
+            # The update writes the new state into the memory of the old one.
             donate = (0,) if name == "train" else ()
             self._jitted[name] = jax.jit(fun, donate_argnums=donate, compiler_options=options)
         return self._jitted[name]
 
     def _seeds(self, sums: Sums, scale: LossScale | None) -> jax.Array:
         """Return the gradient of the scaled loss with respect to each replica's sum: scale / all rows, [replicas]."""
+        # loss = scale sum_r total_r / sum_r count_r, and its derivative by total_r is the same for all replicas r.
         counts = sums["loss"].count
         return jnp.full(counts.shape, (1 if scale is None else scale.scale) / counts.sum(), jnp.float32)
 
     def _summed(self, state: State, gathered: Any) -> Any:
         """Return (gradients, variables, sums) over all replicas, from each replica's; gradients are unscaled."""
+        # The variables are equal on all replicas, and come without a dim of replicas.
         grads, variables, sums = gathered
         return self._unscaled(sum_leading_dim(grads), state), variables, sum_leading_dim(sums)
 
@@ -279,6 +287,7 @@ class Tapes:
 
 def _without_stored(tape: Any, stored: Sequence[Any]) -> Tapes:
     """Remove the stored parameters from a tape; inverse of `Tapes.with_stored`."""
+    # By identity: the forward puts a stored parameter into its tape as the same traced value.
     leaves, tree = jax.tree.flatten(tape)
     positions = tuple(next((i for i, param in enumerate(stored) if param is x), None) for x in leaves)
     return Tapes([x for x, i in zip(leaves, positions, strict=True) if i is None], tree, positions)

@@ -198,6 +198,7 @@ class Tracing(Setting):
 
     def __call__(self, variables: Any, rows: Any, key: jax.Array | None) -> Traced:
         """Return the traced loss for one microbatch, of arrays or shapes; each kind of inputs is traced once."""
+        # With a key the loss is traced for training, without one (None, part of the tree) for evaluation.
         leaves, tree = jax.tree.flatten((variables, rows, key))
         kind = (tree, self.choices, *((jnp.shape(x), x.dtype) for x in leaves))
         if kind not in self._traced:
@@ -220,14 +221,17 @@ class Tracing(Setting):
         slice       slicing/    segments and layer stacks: each fetches its parameters where it runs
         check       refusals.py, rows/    raise an error, or warn, if the result would differ from one device's
         """
+        # 1. Trace the model, on the parameters of all ranks.
         inputs, notes = (variables, rows, key), Notes()
         with couplings() as noted:
             unsplit, out = self._trace_block(inputs, notes)
+        # 2. Rewrite it for one device, and slice it.
         num_sums = len(jax.tree.leaves(out[0]))
         loss = rewrite(self, PlacedLoss(unsplit, self.layout.storage.units, inputs, num_sums, unsplit), notes)
         program = replace(
             self._sliced(loss), loops=tuple(notes.loops), coupled=bool(noted) or jx.communicates(unsplit.eqns)
         )
+        # 3. Check it. Outputs are known by position from here on.
         tree = jax.tree.structure(out)
         outputs = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
         self._check(unsplit, program, outputs, inputs, noted, notes)
@@ -280,10 +284,12 @@ class Tracing(Setting):
         """
         assert self.schedule is not None
         ranks, chunks = self.schedule.ranks, self.schedule.chunks
+        # 1. At the modules that the user names.
         if self.strategy.cuts:
             paths = [leaf.path for leaf in self.layout.leaves]
             cuts = points(self.strategy.cuts, ranks * chunks, paths)
             return stages_at(eqns, reads, [(cut, frozenset(below(cut, paths))) for cut in cuts])
+        # 2. Else where the stages come out balanced.
         if len(eqns) < ranks * chunks:
             raise ValueError(
                 f"pipe={ranks} x chunks={chunks} makes {ranks * chunks} stages of a loss that has {len(eqns)} "

@@ -48,6 +48,7 @@ class Writes:
 
     def __call__(self, layout: Layout, stored: Any, variables: Any) -> Any:
         """Return the stored parameters as the forward pass leaves them; leaves without a write stay as they are."""
+        # The program reads the model's own leaves, in the masters' dtype.
         values, tree = jax.tree.flatten(layout.to_logical(jax.tree.map(on_device, stored)))
         flat = self.program
         run = jx.run(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)
@@ -148,6 +149,7 @@ def _same_source(a: Any, b: Any) -> Any:
 
 def _line(flat: jx.Flat, out: Any) -> str:
     """Return where a write is computed, such as " at model.py:12 (forward), `self.w[...] = ...`"; "" if unknown."""
+    # An assignment is no equation; the place is that of the equation that computes the value.
     maker = None if jx.is_literal(out) else next((eqn for eqn in flat.eqns if out in eqn.outvars), None)
     if maker is None or not (line := jx.where(maker)):
         return ""

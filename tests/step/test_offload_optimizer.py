@@ -223,9 +223,10 @@ def test_refusals() -> None:
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize("params", [False, True])
 def test_compiled_for_gpus(params: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state is no argument on the device; the host's buffers are updated in place, by copies that are asynchronous,
-    of a layer each, in loops both ways at once; temporaries do not grow but by two layers of parameters, and the first
-    state takes a block, or a stack of parameters.
+    """No array on the host is an argument on the device, and the host's buffers are updated in place.
+
+    Copies are asynchronous, of one layer each, in loops and in both directions at once. Temporaries grow by two layers
+    of parameters at most. Making the first state takes a block, or a stack of parameters.
     """
     layers, rows, devices = 4, 2, target("2xH100")
     entry = named("llama3-8b", layers=layers, dim=1024, heads=8, kv_heads=4, ffn=2048, vocab=2048)
