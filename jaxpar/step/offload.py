@@ -392,8 +392,8 @@ def streams(
 
 def _split(
     flat: jx.Flat,
-    input_leaf: Sequence[int | None],
-    result_leaf: Sequence[int | None],
+    input_leaf: Sequence[Any],
+    result_leaf: Sequence[Any],
     on_host: set[Any],
     paths: Sequence[str],
 ) -> _Program:
