@@ -1,9 +1,7 @@
 """`make_train_step` and the step that it returns.
 
-    TrainStep   what users call: documented methods, comparisons between processes, checks, checkpoints, reports
-      Step      what it runs: the compiled programs (`step/core.py`)
-
-Every method of `TrainStep` adds to a method of `Step`, or loads the module of a report when it is first called.
+`TrainStep` has the methods that users call. It adds comparisons between processes, checks, checkpoints and reports to
+the compiled programs of `Step` (`step/core.py`).
 """
 
 import collections
@@ -34,7 +32,7 @@ from .step.agreement import Agreement, kind_of
 from .step.checks import check_made_of, check_state
 from .step.core import Step
 from .step.gradients import Metrics
-from .step.refusals import warn_idle
+from .step.loss_warnings import warn_idle
 from .step.server import ServerStep
 from .strategy import Strategy, as_strategy
 
@@ -97,9 +95,7 @@ def make_train_step(
     pipeline with one microbatch, in which one rank works at a time, and of an optimizer that multiplies layers of a
     stack with one another.
     """
-    # A step with trace_nonfinite=True that nobody has waited for may have stopped.
-    unseen.check_all()
-
+    unseen.check_all()  # a step with trace_nonfinite=True that nobody has waited for may have stopped
     # 1. Check the arguments, and place the strategy on a mesh.
     strategy = as_strategy(strategy)
     check_made_of(model, optimizer, trainable, rows, ids, check)
@@ -135,18 +131,11 @@ _PUBLIC_NAMES = (
 
 
 class TrainStep(Step):
-    """A compiled training step; see `make_train_step`.
+    """A compiled training step; see `make_train_step`. `layout`, `mesh` and `strategy` may be read."""
 
-    Attributes:
-      layout, mesh, strategy: where the state lives, the devices, and the strategy.
-      proves: whether a program is checked before it runs, and "overlap" if its overlap is checked too.
-      updates: whether the step has an optimizer.
-      traces: whether each call checks that earlier steps were finite, and raises an error if one was not.
-    """
-
-    proves: bool | str = False
-    updates = True
-    traces = False
+    proves: bool | str = False  # whether a program is checked before it runs, "overlap" if its overlap is too
+    updates = True  # whether the step has an optimizer
+    traces = False  # whether each call checks that earlier steps were finite
 
     def __init__(self, *args: Any) -> None:
         initialize.check_joined()
@@ -186,8 +175,8 @@ class TrainStep(Step):
         """Return the state with other parameters: an average, merged adapters, or the result of your own update.
 
         Args:
-          state: as for the step; it is neither changed nor donated. It shares everything except parameters with the
-            returned state, so that only one of the two may go into the next step.
+          state: as for the step; it is neither changed nor donated. It shares everything else with the returned state,
+            so that only one of the two may go into the next step.
           params: a tree like `step.params(state)`, also within a `jit` of your own; it is not changed.
 
         Raises ValueError if a path is missing or unknown, or a leaf's shape is not the model's.
@@ -206,10 +195,9 @@ class TrainStep(Step):
           batch: a pytree of arrays [rows, ...]; `jp.Replicated` marks leaves without rows. With several hosts it is
             the same on all of them, or with `rows="host"` each host's own rows.
 
-        Returns:
-          The next state, and metrics as scalars, all float32 except `finite` and `skipped`: `loss` (of all rows, before
-          the update), `grad_norm`, `finite` (whether both are), `skipped` (steps skipped so far under float16),
-          `outside/<leaf>` for each of `ids`, and the loss's own metrics.
+        Returns the next state, and metrics as scalars, all float32 except `finite` and `skipped`: `loss` (of all rows,
+        before the update), `grad_norm`, `finite` (whether both are), `skipped` (steps skipped so far under float16),
+        `outside/<leaf>` for each of `ids`, and the loss's own metrics.
         """
         # 1. Checks before anything runs.
         if not self.updates:
@@ -248,8 +236,7 @@ class TrainStep(Step):
     def wait(self, state: State) -> State:
         """Wait until a state is computed, and return it.
 
-        Raises NonfiniteError if, with `trace_nonfinite=True`, one of the last steps was not finite: after the last call
-        of a loop nothing else checks them.
+        Raises NonfiniteError if, with `trace_nonfinite=True`, one of the last steps was not finite.
         """
         self._look()
         return jax.block_until_ready(state)
@@ -258,8 +245,8 @@ class TrainStep(Step):
         """Raise NonfiniteError if the step of a call was not finite. No later step was applied either.
 
         Args:
-          wait: check all calls. If False, check only those that are done. Several processes must check the same calls,
-            since the search for the equation communicates: then all calls except the last are checked.
+          wait: check all calls, else only those that are done. Several processes must check the same calls, since the
+            search for the equation communicates: then all calls except the last are checked.
         """
         calls, several_processes = self._calls, jax.process_count() > 1
         while calls and (wait or (len(calls) > 1 if several_processes else calls[0].stopped.is_ready())):
@@ -279,23 +266,20 @@ class TrainStep(Step):
     def trace_nonfinite(self, state: State, batch: Any, device: jax.Device | None = None) -> "Nonfinite":
         """Find where the NaN or infinity of a step begins.
 
-        The step is computed again by the loss's own program, block by block: first all forwards and, if these are
-        finite, all gradients. Of the first block that is not finite, the rows are run one by one, and then the
-        equations one by one, each compiled separately. Communicates an all-gather of parameters, batch and variables;
-        with several hosts, all must call it.
+        The loss is computed again, block by block: first all forwards and, if these are finite, all gradients. Of the
+        first block that is not finite, the rows are run one by one, and then the equations, each compiled separately.
+        Communicates an all-gather of parameters, batch and variables; with several hosts, all must call it.
 
         Args:
           state: the state before the step, with the step's number, from which random keys are derived. With
-            `skip_nonfinite=True` this is the returned state with its number before the step:
-            dataclasses.replace(state, step=state.step - 1).
+            `skip_nonfinite=True`: dataclasses.replace(returned, step=returned.step - 1).
           batch: as for the step.
-          device: the device that computes it; this host's first in the mesh if None. It needs the memory of all
-            parameters in the compute dtype, their gradients, and one block's activations (a microbatch of one replica).
-            `jax.devices("cpu")[0]` uses the host's memory.
+          device: the device that computes it; this host's first in the mesh if None. It needs memory for all
+            parameters in the compute dtype, their gradients, and one block's activations: `jax.devices("cpu")[0]` has
+            the host's.
 
-        Returns:
-          The equation with its line, module, layer and operands; the microbatch, rank and rows; and whether the batch
-          or the parameters bring the value. Print it.
+        Returns the equation with its line, module, layer and operands; the microbatch, rank and rows; and whether the
+        batch or the parameters bring the value. Print it.
         """
         from .inspect.nonfinite import Replay
 
@@ -332,10 +316,8 @@ class TrainStep(Step):
     def compare(self, batch: Any) -> None:
         """Raise ValueError in every process if any is about to run another program on a batch of these shapes.
 
-        The error names what differs and where. A step does this itself for the first batch of each kind.
-
-        Args:
-          batch: as for the step. All processes must call this, each with its batch.
+        The error names what differs and where. All processes must call this, each with its batch. A step does so itself
+        for the first batch of each kind.
         """
         self._agreement.on_program(batch)
 
@@ -347,10 +329,9 @@ class TrainStep(Step):
         return compiled
 
     def _settle(self, batch: Any) -> "TrainStep":
-        """Return this step with the choices of remat="auto" for a batch of these `jax.ShapeDtypeStruct`.
+        """Return this step with the choices of remat="auto" for these shapes (`inspect/remat.py`, which compiles some).
 
-        `inspect/remat.py` chooses, and compiles some programs for it. Raises ValueError if none of them fits the memory
-        budget; it names what fills the memory, and the nearest budget that would do.
+        Raises ValueError if none fits the memory budget: what fills the memory, and the nearest budget that would do.
         """
         if (kind := kind_of(batch)) not in self._settled:
             from .inspect.remat import settle
@@ -362,14 +343,10 @@ class TrainStep(Step):
         return self._settled[kind]
 
     def explain(self, batch: Any) -> "Explanation":
-        """Report what the training step stores and sends per device. Nothing runs.
+        """Report what the training step stores and sends per device, for a batch as for `compile`. Nothing runs.
 
-        Args:
-          batch: as for `compile`.
-
-        Returns:
-          Memory, matrix products and collectives of the compiled program; the closed form of the collectives; what is
-          not sharded and why; and what the update moves. Print it, or take `.json()`.
+        Returns memory, matrix products and collectives of the compiled program; the closed form of the collectives;
+        what is not sharded and why; and what the update moves. Print it, or take `.json()`.
         """
         from .inspect.explain import explain
 
@@ -379,9 +356,8 @@ class TrainStep(Step):
     def check_replicas(self, state: State) -> None:
         """Raise ValueError if devices that should hold equal parts of an array do not, to the bit.
 
-        The error names the first such array of the state, and the devices that differ from the majority with their
-        processes; of two replicas it names both. Reads the state once on every device; with several hosts, all must
-        call it. A server's state (`dp`) has no replicas.
+        The error names the first such array, and the devices that differ from the majority (of two replicas, both).
+        Reads the state once on every device; with several hosts, all must call it. A server's state has no replicas.
         """
         from .inspect.check import replicas
 
@@ -399,24 +375,20 @@ class TrainStep(Step):
 
         If it does not, two equations hold: rows that are dealt differently over replicas and microbatches have the same
         loss and gradients, and half of each block's rows have the loss and gradients of that half given twice. Compared
-        are the loss, and the norm and a projection of every leaf's gradient, up to rounding.
-
-        Rows that the loss may tell apart are not dealt differently. If the loss takes all rows (`jp.all_rows`,
-        BatchNorm), they stay in their microbatch; if it draws random numbers (dropout), they stay in their place, with
-        one key for all blocks.
+        are the loss, and the norm and a projection of every leaf's gradient, up to rounding. Rows of a loss that takes
+        all rows (`jp.all_rows`, BatchNorm) stay in their microbatch. If the loss draws random numbers (dropout), they
+        stay in their place, with one key for all blocks.
 
         It costs four evaluations of the gradients in about a step's memory, and at the first call the compilation of
-        two programs, each like the step without its update. If something differs, it costs a few evaluations more, one
-        of them with another copy of the parameters. Communicates what a step does, and an all-gather of the batch. With
-        several hosts, all must call it.
+        two programs. If something differs, it costs a few evaluations more, one with another copy of the parameters.
+        Communicates what a step does, and an all-gather of the batch. With several hosts, all must call it.
 
         Args:
           state: as for the step; it is neither changed nor donated.
           batch: as for the step, of rows that differ: equal rows prove nothing.
 
-        Returns:
-          A report to print, with `ok` and `coupled`; `require()` raises ValueError if rows are coupled. What cannot be
-          judged is in `unjudged`, and is neither `ok` nor `coupled`.
+        Returns a report to print, with `ok` and `coupled`; `require()` raises ValueError if rows are coupled. What
+        cannot be judged is in `unjudged`, and is neither `ok` nor `coupled`.
         """
         from .inspect.check import check_rows
 
@@ -436,17 +408,15 @@ class TrainStep(Step):
         several hosts, all must call it, with a folder that all of them see.
 
         Args:
-          folder: the folder of all checkpoints of the run, created if necessary; or an address, "s3://bucket/run" or
-            "gs://...".
+          folder: the folder of the run's checkpoints, created if necessary; or "s3://bucket/run", "gs://...".
           state: as a step returned it.
           data: the run's position in the data, as JSON; `jp.Checkpoint(folder).data` returns it.
           keep: the number of checkpoints to keep, the last ones; all if None.
           extra: trees of arrays outside the state, by name, such as an average of the parameters or the parameters of a
             second model; `restore_extra` returns them.
 
-        Returns:
-          The folder's `Checkpoints`. Its `wait()` returns when everything is on disk; the end of the program waits too.
-          Raises ValueError if the save before could not be written.
+        Returns the folder's `Checkpoints`, whose `wait()` waits until all is on disk, as the end of the program does.
+        Raises ValueError if the save before could not be written.
         """
         # A state with parameters that stopped changing is not worth saving.
         self._look()
@@ -519,16 +489,10 @@ def _is_traced(state: Any, batch: Any) -> bool:
 
 
 class _Call(NamedTuple):
-    """A call of a step that has not been checked for NaN and infinity.
-
-    Attributes:
-      state: the state that it returned.
-      stopped: bool scalar, whether this or an earlier step was not finite.
-      batch: its batch.
-    """
+    """A call of a step that has not been checked for NaN and infinity: the state that it returned, and its batch."""
 
     state: State
-    stopped: Any
+    stopped: Any  # bool scalar, whether this or an earlier step was not finite
     batch: Any
 
 

@@ -10,8 +10,8 @@
        v
     (state, metrics)
 
-`evaluate`, `value_and_grad` and `measured` take the same way with other functions than `_train`. How a loss becomes the
-program of one device is in `tracing.py`; how the first state is made, in `init.py`.
+`evaluate`, `value_and_grad` and `measured` have other functions than `_train`. `tracing.py` makes the program of one
+device, and `init.py` the first state.
 """
 
 import copy
@@ -32,11 +32,10 @@ from ..collectives.compiling import compiler_options
 from ..collectives.order import Token
 from ..hardware.devices import has_memories, mark_on_host
 from ..layout.layout import Layout, is_stored, place_optimizer
-from ..layout.leaves import Pipe, Sharing
 from ..layout.mesh import check_context
 from ..layout.precision import Policy
 from ..layout.state import State
-from ..layout.storage import Storage, check_trains, make_leaves
+from ..layout.storage import Storage, check_trains
 from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model, Replicated
 from ..model.paths import name_of
@@ -45,10 +44,8 @@ from ..numerics.matrices.numbers import astray
 from ..numerics.matrices.owners import Dealer, Owners
 from ..numerics.matrices.whole_matrices import axes_at_rest, update_program
 from ..parallel.data import rule_of
-from ..parallel.expert.dims import apart, expert_dims, looks_stacked
 from ..parallel.pipeline.schedules import Schedule
-from ..parallel.tensor.dims import Dims, Rules, tensor_dims, undivided_leaves
-from ..parallel.tensor.pairs import creation_order
+from ..parallel.tensor.dims import Rules, undivided_leaves
 from ..program.buffers import HOST, on_device
 from ..program.filter_primitives import without_filter_primitives
 from ..strategy import Strategy
@@ -57,7 +54,7 @@ from .checks import Intake, Named, check_reached, check_state, misfit, naming, s
 from .gradients import Local, Metrics, gradient_figures, metrics_of
 from .init import FirstState
 from .offload import streams
-from .refusals import check_cut, check_prefetch
+from .placement import ParamPlacement
 from .tracing import Sums, Traced, Tracing
 from .update import Update, taking_value, transforming
 
@@ -96,14 +93,15 @@ class Step(FirstState, Intake):
 
         # 1. How each parameter is stored: its sharded dims, stages and padding.
         shapes = [(name_of(path), tuple(x.shape)) for path, x in jax.tree_util.tree_leaves_with_path(params)]
-        storage, tensor_split = self._make_storage(params, shapes, trainable, rules)
+        placement = ParamPlacement(model, strategy, mesh, self.schedule)
+        storage, tensor_split = placement.make_storage(params, shapes, trainable, rules)
 
         # 2. How each array of the optimizer is stored, and who multiplies whole matrices.
         as_stacked = sees_stacked(self.optimizer, storage)
         places, owners, find_astray = self._place_optimizer(storage, shapes, as_stacked)
 
         # 3. The layout: all of this on a mesh, in the dtypes of the strategy.
-        has_copy = self.rule.published and self._num_shards > 1 and self.policy.compute != jnp.float32
+        has_copy = self.rule.published and placement.num_shards > 1 and self.policy.compute != jnp.float32
         undivided = undivided_leaves(shapes, tensor_split, tensor_ranks) if tensor_ranks > 1 else {}
         choices = self.rule.sharded, has_copy, places, tensor_split.found, undivided
         self.layout = Layout(storage, self._home(), self.policy, *choices, host="params" in strategy.offloads)
@@ -117,56 +115,6 @@ class Step(FirstState, Intake):
         self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, on_nonfinite, owners, streamed)
         self.local = Local(self.tracing, dict(ids or {}))
         self._jitted: dict[Any, Any] = {}
-
-    @property
-    def _shard_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which ZeRO shards: `fsdp`, other axes with several devices, and with hpZ `data`."""
-        axes = tuple(axis for axis in SHARDS if axis == "fsdp" or self.mesh.shape[axis] > 1)
-        return axes + ("data",) * self.strategy.hpz
-
-    @property
-    def _num_shards(self) -> int:
-        """The number of devices over which ZeRO shards a leaf; 1 if the strategy has no `fsdp`."""
-        return math.prod(self.mesh.shape[axis] for axis in self._shard_axes) if self.strategy.fsdp != 1 else 1
-
-    def _make_storage(self, params: Any, shapes: Named, trainable: Any, rules: Rules | None) -> tuple[Storage, Dims]:
-        """Choose how the parameters are stored.
-
-        Args:
-          params: the abstract parameters, the model's own tree.
-          shapes: the path and shape of each of them.
-          trainable, rules: as for `make_train_step`.
-
-        Returns:
-          The leaves, and the dim of each leaf that `tensor` splits. Raises ValueError if the strategy does not fit the
-          model.
-        """
-        model, strategy, sizes, schedule = self.model_def, self.strategy, self.mesh.shape, self.schedule
-        # 1. The dims that `tensor` and `expert` split, by the user's rules before the model's.
-        user_expert_rules, user_rules = apart(rules)
-        model_expert_rules, model_rules = apart(model.rules)
-        tensor_ranks, experts = sizes["tensor"], sizes["expert"]
-        split, expert_split = Dims(), dict[str, int]()
-        if tensor_ranks > 1:
-            creation = functools.partial(creation_order, model.create)
-            split = tensor_dims(shapes, tensor_ranks, user_rules, model_rules, model.names(), creation)
-        if experts > 1:
-            expert_split = expert_dims(shapes, experts, user_expert_rules, model_expert_rules, model.names())
-
-        # 2. The devices that share a leaf.
-        is_v = schedule is not None and schedule.placement == "V"
-        stages = "cut" if strategy.cuts else str(strategy.stages)
-        pipe = Pipe(sizes["pipe"], strategy.chunks, is_v, self._shard_axes, stages)
-        sharing = Sharing(self._num_shards, pipe, tensor_ranks, experts)
-
-        # 3. The leaves. A dim of experts, or one that tensor ranks share without a rule, may look like a dim of layers.
-        no_layers = looks_stacked(shapes) | expert_split | {path: split[path] for path in split.found}
-        storage = make_leaves(params, trainable, sharing, split, expert_split, no_layers)
-        if schedule is not None:
-            check_prefetch(schedule, strategy, storage.cut)
-        if schedule is not None and storage.cut:
-            check_cut(schedule, strategy, [path for path, _ in shapes])
-        return storage, split
 
     def _place_optimizer(self, storage: Storage, shapes: Named, as_stacked: bool) -> tuple[Any, Owners | None, Any]:
         """Choose how the optimizer's arrays are stored.
@@ -352,13 +300,7 @@ class Step(FirstState, Intake):
         return bool(self.traced(batch).notes.doubts)
 
     def _run_program(self, name: str, state: State, batch: Any) -> Any:
-        """Run the program of this name ("train", "evaluate", "gradients", "measured") on a batch.
-
-        Args:
-          name: the program; a key of the table in `_function`.
-          state: the state; "train" donates it.
-          batch: the batch as the user gave it.
-        """
+        """Run the program of this name, a key of the table in `_function`, on a batch as the user gave it."""
         check_state(state)
         leaves, tree = jax.tree.flatten(batch)
         # 1. A batch of a kind that needed no placement before goes straight to jit: on a tiny model, looking at every
@@ -484,8 +426,7 @@ class Step(FirstState, Intake):
           batch: the batch, or its shapes.
 
         Returns:
-          A function of the state that returns gradients (float32, as `_unscaled` returns them), new variables, and the
-          sums of each metric over all rows.
+          state -> (gradients as `_unscaled` returns them, new variables, the sums of each metric over all rows).
         """
         run = self.mapped(gradients, batch, (self.layout.specs("grads"), _REPLICATED, _REPLICATED))
 
@@ -538,10 +479,9 @@ class Step(FirstState, Intake):
 
         Args:
           grads: the gradient of each leaf as the rule reduced it, None if it is frozen.
-          state: the state, for the loss scale.
+          state: it has the loss scale.
 
-        Returns:
-          The gradients in the dtype of the masters, unpadded, in the tree of the leaves, None if frozen.
+        Returns: unpadded gradients in the dtype of the masters, in the tree of the leaves, None if frozen.
         """
         trainable = [leaf for leaf in self.layout.leaves if leaf.trainable]
         unpadded, tree = jax.tree.flatten(

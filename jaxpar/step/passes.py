@@ -30,7 +30,7 @@ from ..program import jaxpr as jx
 from ..slicing.rolling.loops import RolledLoop, roll_loops
 from ..slicing.side_by_side import side_by_side
 from ..strategy import Strategy
-from .refusals import warn_no_rule
+from .loss_warnings import warn_no_rule
 from .writes import Writes
 
 

@@ -32,15 +32,8 @@ from ..slicing.pieces import Flights
 from ..slicing.program import Program
 from ..slicing.slicer import Slicing, cut_program, slice_program
 from ..slicing.stacks import described
-from .passes import Notes, PlacedLoss, Setting, rewrite
-from .refusals import (
-    check_breakpoints,
-    check_independent_of_replicas,
-    check_ordered,
-    check_pipe,
-    check_remat,
+from .loss_warnings import (
     recorded_warnings,
-    succeeds,
     unread_leaves,
     warn_gathered,
     warn_padded,
@@ -48,6 +41,15 @@ from .refusals import (
     warn_rows_of_a_microbatch,
     warn_unread,
     warn_untrained,
+)
+from .passes import Notes, PlacedLoss, Setting, rewrite
+from .refusals import (
+    check_breakpoints,
+    check_independent_of_replicas,
+    check_ordered,
+    check_pipe,
+    check_remat,
+    succeeds,
     whole_batch_error,
 )
 from .rows import check_coupling
@@ -219,7 +221,7 @@ class Tracing(Setting):
         trace       program/    the model's code runs once and leaves its equations
         rewrite     passes.py   `PASSES`, in order: the equations of one device
         slice       slicing/    segments and layer stacks: each fetches its parameters where it runs
-        check       refusals.py, rows/    raise an error, or warn, if the result would differ from one device's
+        check       refusals.py, loss_warnings.py, rows/    raise an error, or warn, if a step would differ
         """
         # 1. Trace the model, on the parameters of all ranks.
         inputs, notes = (variables, rows, key), Notes()
