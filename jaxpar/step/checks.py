@@ -1,10 +1,12 @@
 """Checks of everything that enters a step: arguments, states and batches. Errors name the array that does not fit.
 
-make_train_step(...)    check_made_of, check_trainable
-state                   check_state; misfit, once jit has raised an error
-batch                   Intake: check, place, send
-errors of jax           naming: a dim that a sharding does not divide, with the name of its array
-compiled program        check_reached
+The checks, by what they look at:
+
+    make_train_step(...)    check_made_of, check_trainable
+    compiled program        check_reached
+    state                   check_state; misfit, once jit has raised an error
+    batch                   Intake: check, place, send
+    errors of jax           naming: a dim that a sharding does not divide, with the name of its array
 """
 
 import ast

@@ -1,10 +1,12 @@
 """Warnings about a traced loss that runs, but costs more than its strategy suggests or learns less than its user means.
 
-warn_padded, warn_idle                         ranks of a pipeline that wait
-warn_gathered, warn_no_rule                    memory that ZeRO-3 or tensor ranks were to save
-warn_precision                                 matmuls that a low precision does not reach
-warn_untrained, warn_unread                    parameters or leaves of the batch without effect
-warn_rows_of_a_microbatch                      `jp.all_rows` with several microbatches
+`Tracing._check` calls most of them, once for each traced loss.
+
+    warn_padded, warn_idle             ranks of a pipeline that wait
+    warn_gathered, warn_no_rule        memory that ZeRO-3 or tensor ranks were to save
+    warn_precision                     matmuls that a low precision does not reach
+    warn_untrained, warn_unread        parameters or leaves of the batch without effect
+    warn_rows_of_a_microbatch          `jp.all_rows` with several microbatches
 """
 
 import math

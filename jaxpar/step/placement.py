@@ -1,7 +1,9 @@
 """How the parameters of a model are stored under a strategy on a mesh.
 
-rules, tables, annotations  -->  dims on `tensor` and `expert`  --+
-mesh, schedule              -->  shards and stages  --------------+-->  make_leaves (layout/storage.py)  -->  Storage
+`ParamPlacement.make_storage` collects the choices that `make_leaves` (`layout/storage.py`) needs:
+
+    rules, tables, annotations  -->  dims on `tensor` and `expert`  --+-->  make_leaves  -->  Storage
+    mesh, schedule              -->  shards and stages  --------------+
 """
 
 import functools
