@@ -1,7 +1,7 @@
 """The update: the optimizer's step on global arrays, outside `shard_map`.
 
     stored params  --to_logical-->  logical params  --+
-    local grads    --to_logical-->  logical grads   --+--  optimizer.update  -->  new params  --to_stored, publish-->
+    reduced grads  --to_logical-->  logical grads   --+--  optimizer.update  -->  new params  --to_stored, publish-->
     stored state   --to_logical-->  logical state   --+                           new state   --to_stored-->
 
 Under every layout, an optax transformation sees whole, logical leaves, as on one device; XLA's partitioner divides the
