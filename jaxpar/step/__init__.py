@@ -1,1 +1,1 @@
-"""Where model, strategy and layout meet: local gradients, the update, the first state, the step."""
+"""A training step, where model, optimizer, strategy and layout meet; README.md has the order in which to read it."""

@@ -1,6 +1,12 @@
-"""How states and batches enter a step: what does not fit is refused by a sentence that names the array.
+"""Checks of everything that enters a step: arguments, states and batches. Errors name the array that does not fit.
 
-jax's own errors on dims that do not divide name no array; they are raised again with its name.
+The checks, by what they look at:
+
+    make_train_step(...)    check_made_of, check_trainable
+    compiled program        check_reached
+    state                   check_state; misfit, once jit has raised an error
+    batch                   Intake: check, place, send
+    errors of jax           naming: a dim that a sharding does not divide, with the name of its array
 """
 
 import ast
@@ -35,21 +41,22 @@ from ..model.model import MAKERS, Model
 from ..model.paths import name_of
 from ..strategy import Strategy
 
-Named = Sequence[tuple[str, tuple[int, ...]]]  # arrays by name, and their shapes
+Named = Sequence[tuple[str, tuple[int, ...]]]  # the name and shape of each array
 
 
 def check_made_of(
     model: Any, optimizer: Any, trainable: Any, rows: str, ids: Mapping[str, int] | None, check: Any
 ) -> None:
-    """Raise ValueError unless a step can be made of these arguments of `make_train_step`."""
+    """Raise ValueError unless these arguments of `make_train_step` have the right types and values."""
     if not isinstance(model, Model):
         raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}")
     if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        name, made = getattr(optimizer, "__name__", ""), hasattr(optimizer, "tx")  # flax's, of a transformation
-        what = f"a {type(optimizer).__name__}{f', {name}, that was not called' * bool(name)}"
-        hint = "optimizer.tx" if made else "optax.adamw(3e-4)"
+        # A function has a name, such as `optax.adamw` without its call; an optimizer of Flax has a transformation `tx`.
+        name, is_flax = getattr(optimizer, "__name__", ""), hasattr(optimizer, "tx")
+        description = f"a {type(optimizer).__name__}{f', {name}, that was not called' * bool(name)}"
+        hint = "optimizer.tx" if is_flax else "optax.adamw(3e-4)"
         raise ValueError(
-            f"optimizer is {what}; pass an optax transformation such as {hint}, or None for gradients alone"
+            f"optimizer is {description}; pass an optax transformation such as {hint}, or None for gradients alone"
         )
     check_trainable(trainable)
     if rows not in GIVEN:
@@ -62,38 +69,40 @@ def check_made_of(
 
 
 def check_trainable(trainable: Any) -> None:
-    """Raise ValueError unless it is a function, or None."""
+    """Raise ValueError unless `trainable` is a function, or None."""
     if trainable is not None and not callable(trainable):
         raise ValueError(
             f"trainable={trainable!r} is not a function of a path; try trainable=lambda path: 'lora' in path"
         )
 
 
-def _kind(x: Any) -> str:
-    return "flax.nnx.State" if isinstance(x, nnx.State) else type(x).__name__  # not to be taken for ours
+def _type_name(x: Any) -> str:
+    """Return the name of a value's type; `flax.nnx.State` in full, so that nobody takes it for jaxpar's `State`."""
+    return "flax.nnx.State" if isinstance(x, nnx.State) else type(x).__name__
 
 
 def check_state(state: Any) -> None:
-    """Raise ValueError unless this is a state whose arrays are still there.
+    """Raise ValueError unless this is a state whose arrays still exist.
 
-    Every array is looked at: where jit gets one that was donated, jax 0.10 may end the process (segmentation fault).
+    Every array is checked: if jit receives one that was donated, jax 0.10 may end the process (segmentation fault).
     """
     if not isinstance(state, State):
         raise ValueError(
-            f"state is a {_kind(state)}; pass what step.init or the last step returned, and then the batch"
+            f"state is a {_type_name(state)}; pass what step.init or the last step returned, and then the batch"
         )
     leaves = jax.tree.leaves(state)
     try:
-        # Of 180 leaves this takes 10 us, of a step's 400; to ask for the type of each as well took 70.
-        gone = [getattr(x, "is_deleted", bool)() for x in leaves]
-    except jax.errors.ConcretizationTypeError:  # some are traced, and do not answer
-        gone = [is_array(x) and x.is_deleted() for x in leaves]
-    if gone[0]:
+        # This takes 10 us for 180 leaves, of a step's 400; asking for the type of each as well took 70.
+        is_deleted = [getattr(x, "is_deleted", bool)() for x in leaves]
+    except jax.errors.ConcretizationTypeError:  # for arrays that are traced
+        is_deleted = [is_array(x) and x.is_deleted() for x in leaves]
+    # The first leaf is the step's number: without it the state as a whole was donated.
+    if is_deleted[0]:
         raise ValueError(
             "this state was donated to an earlier step; keep the new one: state, metrics = step(state, batch)"
         )
-    if any(gone):
-        path, _ = jax.tree_util.tree_leaves_with_path(state)[gone.index(True)]
+    if any(is_deleted):
+        path, _ = jax.tree_util.tree_leaves_with_path(state)[is_deleted.index(True)]
         raise ValueError(
             f"the state has {name_of(path)} of an earlier state, which was donated to a step; copy what is to be used "
             "again before that step: kept = jax.tree.map(jnp.copy, state.params)"
@@ -101,49 +110,57 @@ def check_state(state: Any) -> None:
 
 
 def check_reached(program: Any) -> None:
-    """Raise ValueError for a program in which some ranks would wait in a collective for others that never come.
-
-    Ranks of `tensor` have the same rows, and branch on values that are whole on each (`parallel/tensor/calls.py`);
-    between cut stages these share buffers with values that are not.
-    """
-    if found := not_reached(program, but=("tensor",)):
+    """Raise ValueError for a program in which some ranks would wait in a collective for ranks that never reach it."""
+    # Ranks of `tensor` have the same rows, and branch on values that are equal on all of them
+    # (`parallel/tensor/calls.py`). Between cut stages such values share buffers with others, so that the analysis would
+    # take them for different.
+    if unreached := not_reached(program, but=("tensor",)):
         raise ValueError(
             "the step would hang, as some ranks of a collective may never come to it:\n"
-            + "".join(f"- {one}\n" for one in found)
+            + "".join(f"- {collective}\n" for collective in unreached)
             + "a condition or a loop's end there differs from rank to rank; make it the same on all, from "
             "jp.all_rows(x), say, or take what needs all rows out of the branch or the loop"
         )
 
 
-def misfit(state: Any, wanted: Any) -> str:
-    """What is wrong with a state, "" if nothing is; `wanted` is `step.abstract_state()`, with shardings."""
-    given, needed = (
-        {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)} for tree in (state, wanted)
+def misfit(state: Any, expected: Any) -> str:
+    """Return what is wrong with a state, as the text of an error; "" if nothing is.
+
+    Args:
+      state: the state.
+      expected: `step.abstract_state()`, with shardings.
+    """
+    present, needed = (
+        {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)} for tree in (state, expected)
     )
-    for name in (*needed, *given):
-        if (name in given) != (name in needed):
-            which = "lacks" if name in needed else "has, and the step has not,"
+    # 1. Arrays that only one of the two has.
+    for name in (*needed, *present):
+        if (name in present) != (name in needed):
+            relation = "lacks" if name in needed else "has, and the step has not,"
             return (
-                f"the state {which} {name}: it is of another model, optimizer or precision; take its weights alone, "
+                f"the state {relation} {name}: it is of another model, optimizer or precision; take its weights alone, "
                 "step.init(key, params=other.params(state))"
             )
+    # 2. Arrays of another shape, or on other devices.
     for name, x in needed.items():
-        have = given[name]
-        if tuple(np.shape(have)) != tuple(x.shape):
+        array = present[name]
+        if tuple(np.shape(array)) != tuple(x.shape):
             return (
-                f"the state has {name} of shape {list(np.shape(have))}, the step keeps {list(x.shape)}: it is of "
+                f"the state has {name} of shape {list(np.shape(array))}, the step keeps {list(x.shape)}: it is of "
                 "another model or strategy; take its weights alone, step.init(key, params=other.params(state))"
             )
-        if is_array(have) and have.committed and not have.sharding.is_equivalent_to(x.sharding, x.ndim):
+        # jit moves an array that is not committed to its sharding by itself.
+        if is_array(array) and array.committed and not array.sharding.is_equivalent_to(x.sharding, x.ndim):
             return (
-                f"the state has {name} {list(x.shape)} as {_described(have.sharding)}, the step keeps it as "
-                f"{_described(x.sharding)}: it is of another strategy; move it, "
+                f"the state has {name} {list(x.shape)} as {_describe(array.sharding)}, the step keeps it as "
+                f"{_describe(x.sharding)}: it is of another strategy; move it, "
                 "jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.abstract_state()))"
             )
     return ""
 
 
-def _described(sharding: Sharding) -> str:
+def _describe(sharding: Sharding) -> str:
+    """Return a sharding in words: its spec, and the axes that have several devices."""
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
     axes = ",".join(f"{axis}={n}" for axis, n in sharding.mesh.shape.items() if n > 1)
@@ -151,83 +168,107 @@ def _described(sharding: Sharding) -> str:
 
 
 def shapes_of(layout: Layout, batch: Any) -> Named:
-    """The arrays that a model or an optimizer may see, in all their shapes: of the model, at rest, of a tensor rank."""
+    """Return the arrays that a step may see, in all their shapes: the model's own, at rest, on a tensor rank."""
     storage = layout.storage
-    found = [(leaf.path, leaf.shape) for leaf in (*storage.models, *storage.leaves)]
-    found += [(leaf.path, shape) for leaf in storage.leaves for shape in (leaf.stored, leaf.local.shape)]
+    arrays = [(leaf.path, leaf.shape) for leaf in (*storage.models, *storage.leaves)]
+    arrays += [(leaf.path, shape) for leaf in storage.leaves for shape in (leaf.stored, leaf.local.shape)]
     rows = jax.tree_util.tree_leaves_with_path(batch)
-    return [*found, *((f"batch {name_of(path)}".rstrip(), tuple(np.shape(x))) for path, x in rows)]
+    return [*arrays, *((f"batch {name_of(path)}".rstrip(), tuple(np.shape(x))) for path, x in rows)]
 
 
 def naming(fun: Callable[..., Any], arrays: Named) -> Callable[..., Any]:
-    """`fun`, such that where jax finds that a sharding does not divide an array in it, ValueError names the array."""
+    """Wrap a function that jax traces: if a sharding does not divide an array in it, ValueError names the array.
+
+    Args:
+      fun: the function.
+      arrays: the arrays that it may see; the error names those of the shape in jax's error.
+    """
 
     @functools.wraps(fun)
-    def called(*args: Any) -> Any:
+    def wrapped(*args: Any) -> Any:
         try:
             return fun(*args)
         except ValueError as error:
-            if said := indivisible(error, arrays):
-                raise ValueError(said) from error
+            if text := indivisible(error, arrays):
+                raise ValueError(text) from error
             raise
 
-    return called
+    return wrapped
 
 
 def indivisible(error: ValueError, arrays: Named) -> str:
-    """jax's words on a dim that does not divide, with the array's name, the axis, the line that asks for it and what
-    would divide; "" if it is another error.
+    """Return a better text for jax's error about a dim that does not divide; "" for any other error.
 
-    `device_put`, `jit` and `shard_map` say so in four ways; none names a parameter.
+    It names the array, the axis, the line that asks for the sharding, and a sharding or a size that would divide.
+    `device_put`, `jit` and `shard_map` have four texts for this error, and none of them names a parameter.
+
+    Args:
+      error: the error of jax.
+      arrays: the arrays that the traced function may see.
     """
+    # 1. Read dim, number of parts, shape and spec from jax's text.
     text = str(error)
-    dim = re.search(r"(?:array axis|its dimension) (\d+)", text)
-    times = re.search(r"partitioned (\d+) times|divisible by (\d+)|but (\d+) does not evenly divide", text)
-    given = re.search(r"(?:full shape: |Got shape: |of shape \w+)[\[(]([\d, ]+)[\])]", text)
+    dim_match = re.search(r"(?:array axis|its dimension) (\d+)", text)
+    parts_match = re.search(r"partitioned (\d+) times|divisible by (\d+)|but (\d+) does not evenly divide", text)
+    shape_match = re.search(r"(?:full shape: |Got shape: |of shape \w+)[\[(]([\d, ]+)[\])]", text)
     spec = _spec_in(text)
-    if not (dim and times and given):
+    if not (dim_match and parts_match and shape_match):
         return ""
-    at, parts = int(dim[1]), int(next(n for n in times.groups() if n))
-    shape = tuple(int(n) for n in given[1].split(",") if n.strip())
-    if at >= len(shape) or shape[at] % parts == 0:
+    dim, parts = int(dim_match[1]), int(next(n for n in parts_match.groups() if n))
+    shape = tuple(int(n) for n in shape_match[1].split(",") if n.strip())
+    if dim >= len(shape) or shape[dim] % parts == 0:
         return ""
-    same = [name for name, whole in arrays if whole == shape]
-    if not same:  # inside the step's shard_map an array of the batch has this device's rows
-        rows = [(name, whole) for name, whole in arrays if name.startswith("batch") and len(whole) == len(shape)]
-        same = [name for name, whole in rows if whole[1:] == shape[1:]]
-    entry = spec[at] if at < len(spec) else None
+
+    # 2. Find the arrays of this shape.
+    names = [name for name, full_shape in arrays if full_shape == shape]
+    if not names:
+        # Inside the step's `shard_map` an array of the batch has this device's rows.
+        rows = [(name, x) for name, x in arrays if name.startswith("batch") and len(x) == len(shape)]
+        names = [name for name, full_shape in rows if full_shape[1:] == shape[1:]]
+
+    # 3. Propose to shard another dim that divides, and is not sharded yet; else to shard none.
+    entry = spec[dim] if dim < len(spec) else None
     axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-    free = [d for d, n in enumerate(shape) if n % parts == 0 and (d >= len(spec) or spec[d] is None)]
-    other: list[Any] = [None if d == at else x for d, x in enumerate((*spec, *[None] * (len(shape) - len(spec))))]
-    if free:
-        other[free[0]] = entry
-    while other and other[-1] is None:
-        other.pop()
-    name = " or ".join(dict.fromkeys(same)) or "an array"
-    over = f"{'+'.join(axes) or 'the mesh'}={parts}"
+    free_dims = [d for d, n in enumerate(shape) if n % parts == 0 and (d >= len(spec) or spec[d] is None)]
+    padded_spec = (*spec, *[None] * (len(shape) - len(spec)))
+    proposal: list[Any] = [None if d == dim else x for d, x in enumerate(padded_spec)]
+    if free_dims:
+        proposal[free_dims[0]] = entry
+    while proposal and proposal[-1] is None:
+        proposal.pop()
+    name = " or ".join(dict.fromkeys(names)) or "an array"
+    axis_size = f"{'+'.join(axes) or 'the mesh'}={parts}"
     return (
-        f"{name} {list(shape)} has {shape[at]} on dim {at}, which {over} does not divide{_asked(error)}; shard it as "
-        f"P({', '.join(map(repr, other))}), or pad dim {at} to {math.ceil(shape[at] / parts) * parts}"
+        f"{name} {list(shape)} has {shape[dim]} on dim {dim}, which {axis_size} does not divide{_asking_line(error)}; "
+        f"shard it as P({', '.join(map(repr, proposal))}), or pad dim {dim} to {math.ceil(shape[dim] / parts) * parts}"
     )
 
 
 def _spec_in(text: str) -> tuple[Any, ...]:
-    """The entries of the spec that an error of jax has: "spec=P('fsdp', None)", "in_specs of value P(('a', 'b'),)"."""
-    found = re.search(r"(?:spec=|of value )(?:P|PartitionSpec)(\((?:[^()]|\([^()]*\))*\))", text)
-    if not found:
+    """Return the entries of the spec in an error of jax: "spec=P('fsdp', None)", "in_specs of value P(('a', 'b'),)"."""
+    match = re.search(r"(?:spec=|of value )(?:P|PartitionSpec)(\((?:[^()]|\([^()]*\))*\))", text)
+    if not match:
         return ()
-    inside = ast.literal_eval(found[1])
-    return inside if found[1].endswith(",)") or "," in found[1] or not found[1][1:-1] else (inside,)
+    entries = ast.literal_eval(match[1])
+    # A spec of one entry may be printed without the comma that makes it a tuple.
+    return entries if match[1].endswith(",)") or "," in match[1] or not match[1][1:-1] else (entries,)
 
 
-def _asked(error: BaseException) -> str:
-    """The user's line that asks for a sharding."""
-    at = asked_at(error)
-    return f", as {Path(*Path(at[0]).parts[-3:])}:{at[1]} asks for" if at else ""
+def _asking_line(error: BaseException) -> str:
+    """Return the user's line that asks for a sharding, as a clause of an error; "" if it is unknown."""
+    place = asked_at(error)
+    return f", as {Path(*Path(place[0]).parts[-3:])}:{place[1]} asks for" if place else ""
 
 
 class Intake:
-    """The part of a step that takes batches, for a strategy on a mesh."""
+    """The part of a step that takes batches.
+
+    Attributes:
+      strategy, mesh: the step's.
+      replicas: the number of devices, or groups of devices, among which rows are divided.
+      rows: whose rows a batch holds with several hosts: "global" or "host".
+      traced: returns the traced loss for a batch (`Step.traced`).
+    """
 
     strategy: Strategy
     mesh: Mesh
@@ -241,20 +282,21 @@ class Intake:
         check_rows(batch, self.replicas, self.strategy.microbatches, self._hosts)
 
     def shapes(self, batch: Any) -> Any:
-        """The shapes of the global batch of which `batch` is given. Raises ValueError unless its rows fit."""
+        """Return the shapes of the global batch; raises ValueError unless the batch's rows fit the strategy."""
         batch = jax.tree.map(as_array, batch)
         self.check(batch)
         return global_shapes(batch, self._hosts)
 
     def place(self, batch: Any) -> Any:
-        """A batch as the step's programs take it: with several hosts global arrays, to which each has brought its rows.
+        """Return a batch as the step's programs take it: with several hosts, as global arrays.
 
-        The step does this with what it is given. Nothing is sent to other hosts. Raises ValueError where the rows do
-        not fit the strategy.
+        Each host contributes its rows, and nothing is sent to other hosts. The step calls this itself. Raises
+        ValueError if the rows do not fit the strategy.
         """
         return self._take_in(batch)
 
     def _take_in(self, batch: Any) -> Any:
+        """Check a batch, once for each kind, and place it."""
         batch = jax.tree.map(as_array, batch)
         leaves, tree = jax.tree.flatten(batch)
         kind = ("fits", tree, *((type(x), np.shape(x), getattr(x, "dtype", None)) for x in leaves))
@@ -264,19 +306,21 @@ class Intake:
         return globalise(narrowed(batch), self.mesh, self._hosts)
 
     def send(self, batch: Any) -> Any:
-        """A batch on its devices: for a thread that reads ahead.
+        """Put a batch on its devices ahead of its step, for a thread that reads ahead.
 
-        Under `server`, which sends its rows itself, the batch as it is. Raises ValueError where rows do not fit.
+        Under `dp`, whose server sends its rows itself, the batch is returned unchanged. Raises ValueError if the rows
+        do not fit the strategy.
         """
         batch = jax.tree.map(as_array, batch)
         self.check(batch)
         if self.strategy.server:
             return batch
         placed = globalise(narrowed(batch), self.mesh, self._hosts)
+        # With several hosts, global arrays lie on their devices already.
         return placed if jax.process_count() > 1 else jax.device_put(placed, batch_shardings(placed, self.mesh))
 
     def check_weighs(self, batch: Any) -> None:
-        """Raise ValueError where the loss does not depend on the batch's "mask", so that rows without weight count."""
+        """Raise ValueError if the loss does not depend on the batch's "mask", so that rows of padding would count."""
         if not self.traced(batch).reads("mask"):
             raise ValueError(
                 "a short batch is filled up with rows whose mask is 0, and the loss does not depend on batch['mask']: "
@@ -286,15 +330,15 @@ class Intake:
 
     @functools.cached_property
     def part(self) -> tuple[int, int]:
-        """Which part of every batch this host gives, and of how many: (index, count); (0, 1) where rows are global."""
+        """The part of every batch that this host gives, as (index, number of parts); (0, 1) if rows are global."""
         return part_of_rows(self.mesh) if self.rows == "host" else (0, 1)
 
     @property
     def blocks(self) -> int:
-        """What the number of rows of a batch, as a host gives it, must be a multiple of."""
+        """The number of blocks of rows in a batch as one host gives it; its number of rows must be a multiple."""
         return self.replicas * self.strategy.microbatches // self._hosts
 
     @property
     def _hosts(self) -> int:
-        """How many hosts' rows make a batch as it is given."""
+        """The number of hosts whose rows make up a batch."""
         return self.part[1]

@@ -1,4 +1,13 @@
-"""The passes that rewrite a traced loss into the program of one device, in order, and what they note for reports."""
+"""The passes that rewrite a traced loss into the program of one device.
+
+    equations on all ranks  --take attention, roll-->  the same on all ranks
+                            --split, exchange, localise-->  one rank of `context`, `expert`, `tensor`
+                            --chunk, double, quantise-->  less memory, more overlap, float8 products
+
+`PASSES` lists them in order. A pass takes a `PlacedLoss` and returns another with the same values on all devices
+together. A `PlacedLoss` knows which part of each parameter its equations read, so that a later pass finds the dims that
+are still to be split. What reports show of a pass goes into `Notes`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,18 +30,18 @@ from ..program import jaxpr as jx
 from ..slicing.rolling.loops import RolledLoop, roll_loops
 from ..slicing.side_by_side import side_by_side
 from ..strategy import Strategy
-from .refusals import warn_no_rule
+from .loss_warnings import warn_no_rule
 from .writes import Writes
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The strategy under which a loss is rewritten, and what it became on a mesh.
+    """The circumstances under which a loss is rewritten.
 
     Attributes:
-      layout, strategy: of the step.
+      layout, strategy: the step's.
       axes: the mesh axes over which rows are spread and that have several devices, name -> size.
-      schedule: the pipeline's; None without one.
+      schedule: the schedule of the pipeline, or None.
     """
 
     layout: Layout
@@ -53,13 +62,13 @@ class Setting:
 
     @property
     def summed(self) -> dict[str, int]:
-        """The mesh axes over which totals and counts are summed: of rows, and of positions."""
+        """The mesh axes over which totals and counts are summed: the axes of rows and of positions."""
         context = self.layout.mesh.shape["context"]
         return self.axes | ({"context": context} if context > 1 else {})
 
     @property
     def traced_axes(self) -> dict[str, int]:
-        """The mesh axes that a program may name: what it is on one rank of `context` and `tensor`."""
+        """The mesh axes that a rewritten program may name: `summed`, and `tensor`."""
         return self.summed | ({"tensor": self.ranks} if self.ranks > 1 else {})
 
     @property
@@ -73,21 +82,27 @@ class PlacedLoss:
     """A traced loss between two passes, with the placements of its parameters.
 
     Attributes:
-      flat: its equations. The inputs are the parameters, then the leaves of `rest`.
+      flat: its equations. Their inputs are the parameters, then the leaves of `inputs`.
       placements: for each parameter, the part that `flat` reads: of all ranks, until a pass takes one rank's.
-      rest: abstract variables, rows of one microbatch and key.
-      sums: the number of its first outputs that are totals and counts.
-      whole: its equations on all parameters, before a pass split them over ranks.
+      inputs: abstract variables, rows of one microbatch and key.
+      num_sums: the number of its first outputs that are totals and counts.
+      unsplit: its equations on all parameters, before a pass split them over ranks.
     """
 
     flat: jx.Flat
     placements: Sequence[Leaf]
-    rest: tuple[Any, Any, Any]
-    sums: int
-    whole: jx.Flat
+    inputs: tuple[Any, Any, Any]
+    num_sums: int
+    unsplit: jx.Flat
 
     def of_rank(self, fun: Callable[..., Any], placements: Sequence[Leaf], axes: Mapping[str, int]) -> "PlacedLoss":
-        """The loss that a function computes from other parts of the parameters, and from the same other inputs."""
+        """Trace a function that computes this loss from smaller parts of the parameters.
+
+        Args:
+          fun: a function of the parts, then of the other inputs of `flat`.
+          placements: for each parameter, the part that it reads.
+          axes: the mesh axes that it may name, with their sizes.
+        """
         inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.flat.invars]
         parts = [jax.ShapeDtypeStruct(leaf.logical, x.dtype) for leaf, x in zip(placements, inputs, strict=False)]
         flat, _ = jx.trace(fun, *parts, *inputs[len(parts) :], axes=dict(axes))
@@ -96,22 +111,23 @@ class PlacedLoss:
 
 @dataclass
 class Notes:
-    """What the passes and the checks of one traced loss found, for reports.
+    """Notes of the passes and checks on one traced loss, for reports.
 
     Attributes:
       attention_mode: how context ranks attend; None without them.
       attention_spelled: attention that the loss spells out, by its line: which keys count, and the type of its scores.
-      attention_not_taken: other attention that it spells out, by its line: why.
+      attention_not_taken: other attention that it spells out, by its line: why no pass took it.
       loops: the Python loops over layers that became scans, and why others did not.
-      experts_gathered: where expert ranks gather experts and do not exchange tokens, and bytes of all experts.
-      experts_fewer: where they do because the tokens would be more, and bytes of those.
-      tokens_gathered: where they gather the tokens of all ranks, and bytes of those and of what would be sent.
-      gathered: what tensor ranks gather for want of a rule: where, and bytes.
+      experts_gathered: by line, where expert ranks gather experts instead of exchanging tokens, and bytes of all
+        experts.
+      experts_fewer: by line, where they gather experts because tokens would be more, and bytes of the experts.
+      tokens_gathered: by line, where they gather the tokens of all ranks: bytes of these, and bytes of an exchange.
+      gathered: by line, bytes that tensor ranks gather because an operation has no rule.
       logits: which logits of a cross-entropy are made in chunks.
-      fp8: under precision="fp8" why the products of each leaf are not in FP8, "" where they are.
+      fp8: under precision="fp8", by path of a leaf, why its products are not in FP8; "" if they are.
       doubts: how the loss may couple rows.
       unread: paths of the batch's leaves that the loss does not read, in a step or without a key in evaluate.
-      touched: positions of the model's own leaves that the loss hands back as other values.
+      touched: positions of the model's own leaves that the loss returns as other values.
       writes: what it writes to them.
     """
 
@@ -133,72 +149,91 @@ class Notes:
     @property
     def in_fp8(self) -> list[str]:
         """The paths of leaves whose products are all in FP8."""
-        return [path for path, why in self.fp8.items() if not why]
+        return [path for path, reason in self.fp8.items() if not reason]
 
 
-def _take_attention(how: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    fused, shared = how.strategy.kernels == "fused", how.layout.mesh.shape["context"] > 1
-    take = how.takes_attention
-    replay = not take or (shared and how.strategy.attention != "gather")
-    found = spelled(loss.flat, how.traced_axes, replay, biases=fused and not shared, take=take)
-    notes.attention_spelled = {line: (what, found.scores[line]) for line, what in found.taken.items()}
-    notes.attention_not_taken = dict(found.not_taken)
-    if fused and not found.taken and not any(calls(loss.flat.eqns)):
-        why = "; ".join(f"that of {line} {why}" for line, why in found.not_taken.items()) or "it spells none out"
+def _take_attention(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
+    """Replace attention that the loss spells out by `jp.attention`; raises ValueError if kernels find none to run."""
+    fused, shared = setting.strategy.kernels == "fused", setting.layout.mesh.shape["context"] > 1
+    take = setting.takes_attention
+    replay = not take or (shared and setting.strategy.attention != "gather")
+    # Only the kernel on whole sequences takes biases.
+    attention = spelled(loss.flat, setting.traced_axes, replay, biases=fused and not shared, take=take)
+    notes.attention_spelled = {line: (keys, attention.scores[line]) for line, keys in attention.taken.items()}
+    notes.attention_not_taken = dict(attention.not_taken)
+    if fused and not attention.taken and not any(calls(loss.flat.eqns)):
+        reasons = "; ".join(f"that of {line} {reason}" for line, reason in attention.not_taken.items())
         raise ValueError(
-            f"kernels='fused' is for attention, and the loss has none that a kernel takes: {why}; leave kernels out"
+            f"kernels='fused' is for attention, and the loss has none that a kernel takes: "
+            f"{reasons or 'it spells none out'}; leave kernels out"
         )
-    return replace(loss, flat=found.flat)
+    return replace(loss, flat=attention.flat)
 
 
-def _roll(how: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    families = how.layout.storage.families
-    flat, notes.loops = roll_loops(loss.flat, families, len(loss.placements), how.traced_axes, how.staged)
-    return replace(loss, flat=flat, whole=flat)
+def _roll(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
+    """Turn Python loops over layers into scans over stacked parameters."""
+    families = setting.layout.storage.families
+    flat, notes.loops = roll_loops(loss.flat, families, len(loss.placements), setting.traced_axes, setting.staged)
+    return replace(loss, flat=flat, unsplit=flat)
 
 
-def _split(how: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    leaves, (variables, rows, _), ranks = len(loss.placements), loss.rest, how.layout.mesh.shape["context"]
-    before = leaves + len(jax.tree.leaves(variables))
-    batch = range(before, before + len(jax.tree.leaves(rows)))
-    apart = how.layout.storage.cut or (how.schedule is not None and how.schedule.branches)
-    branching = how.schedule.kind if apart and how.schedule else ""  # ranks are not in one layer at one time
-    mode = choose(how.strategy.attention, loss.flat.eqns, ranks, how.ranks, branching, notes.attention_not_taken)
+def _split(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
+    """Take the equations of one context rank, on its positions of the sequence."""
+    leaves, (variables, rows, _), ranks = len(loss.placements), loss.inputs, setting.layout.mesh.shape["context"]
+    first_row = leaves + len(jax.tree.leaves(variables))
+    batch = range(first_row, first_row + len(jax.tree.leaves(rows)))
+    # The ranks of such a pipeline are not in the same layer at the same time, so that a hop around all ranks of a ring
+    # is impossible.
+    out_of_step = setting.layout.storage.cut or (setting.schedule is not None and setting.schedule.branches)
+    branching = setting.schedule.kind if out_of_step and setting.schedule else ""
+    mode = choose(
+        setting.strategy.attention, loss.flat.eqns, ranks, setting.ranks, branching, notes.attention_not_taken
+    )
     notes.attention_mode = mode
-    fun = split_sequence(loss.flat, leaves, batch, loss.sums, ranks, mode, CONTEXT_RULES, how.ranks, not branching)
-    return loss.of_rank(fun, loss.placements, how.traced_axes)
+    fun = split_sequence(
+        loss.flat, leaves, batch, loss.num_sums, ranks, mode, CONTEXT_RULES, setting.ranks, not branching
+    )
+    return loss.of_rank(fun, loss.placements, setting.traced_axes)
 
 
-def _exchange(how: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
+def _exchange(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
+    """Take the equations of one expert rank, on its experts and the tokens of all ranks."""
     dims = [None if leaf.expert is None else leaf.expert - leaf.stage for leaf in loss.placements]
-    fun, found = exchange_tokens(loss.flat, dims, how.layout.mesh.shape["expert"], EXPERT_RULES)
-    loss = loss.of_rank(fun, [leaf.of_experts for leaf in loss.placements], how.traced_axes)
-    notes.experts_gathered, notes.experts_fewer, notes.tokens_gathered = found.gathered, found.fewer, found.all_tokens
+    fun, exchanges = exchange_tokens(loss.flat, dims, setting.layout.mesh.shape["expert"], EXPERT_RULES)
+    loss = loss.of_rank(fun, [leaf.of_experts for leaf in loss.placements], setting.traced_axes)
+    notes.experts_gathered, notes.experts_fewer = exchanges.gathered, exchanges.fewer
+    notes.tokens_gathered = exchanges.all_tokens
     return loss
 
 
-def _localise(how: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
+def _localise(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
+    """Take the equations of one tensor rank, on its parts of the weights."""
     dims = [None if leaf.tensor is None else leaf.tensor - leaf.stage for leaf in loss.placements]
-    fun, notes.gathered = localise(loss.flat, dims, how.layout.ruled, how.ranks, how.strategy.sequence, RULES)
-    loss = loss.of_rank(fun, [leaf.local for leaf in loss.placements], how.traced_axes)
-    warn_no_rule(notes.gathered, how.ranks)
+    layout, ranks = setting.layout, setting.ranks
+    fun, notes.gathered = localise(loss.flat, dims, layout.ruled, ranks, setting.strategy.sequence, RULES)
+    loss = loss.of_rank(fun, [leaf.local for leaf in loss.placements], setting.traced_axes)
+    warn_no_rule(notes.gathered, ranks)
     return loss
 
 
-def _chunk(how: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    flat, notes.logits = chunked(loss.flat, len(loss.placements), how.strategy.logits, how.traced_axes)
+def _chunk(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
+    """Compute large logits for a chunk of the tokens at a time."""
+    flat, notes.logits = chunked(loss.flat, len(loss.placements), setting.strategy.logits, setting.traced_axes)
     return replace(loss, flat=flat)
 
 
-def _double(how: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    shared = len(loss.placements) + len(jax.tree.leaves(loss.rest[0]))
-    return replace(loss, flat=side_by_side(loss.flat, shared, loss.sums, how.strategy.concurrent, how.traced_axes))
+def _double(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
+    """Put the equations of concurrent microbatches side by side; they share parameters and variables."""
+    num_shared, concurrent = len(loss.placements) + len(jax.tree.leaves(loss.inputs[0])), setting.strategy.concurrent
+    return replace(loss, flat=side_by_side(loss.flat, num_shared, loss.num_sums, concurrent, setting.traced_axes))
 
 
-def _quantise(how: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    alike = of_blocks([(leaf.path, leaf.shape) for leaf in how.layout.storage.models])
-    leaves = [(leaf.path, leaf.rolled or leaf.path in alike) for leaf in how.layout.storage.units]
-    flat, notes.fp8 = in_fp8(loss.whole, loss.flat, leaves, how.strategy, how.layout.policy.compute)
+def _quantise(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
+    """Compute the products of layers' weights in float8."""
+    # A leaf belongs to layers if it stacks the layers of a Python loop, or lies in one of several alike blocks.
+    layer_paths = of_blocks([(leaf.path, leaf.shape) for leaf in setting.layout.storage.models])
+    leaves = [(leaf.path, leaf.rolled or leaf.path in layer_paths) for leaf in setting.layout.storage.units]
+    flat, notes.fp8 = in_fp8(loss.unsplit, loss.flat, leaves, setting.strategy, setting.layout.policy.compute)
     return replace(loss, flat=flat)
 
 
@@ -209,8 +244,8 @@ class LossPass:
     Attributes:
       name: what it does, a verb.
       applies: whether a setting asks for it.
-      rewrite: from a loss to a loss with the same values on all devices together; it writes what reports need into the
-        notes.
+      rewrite: a function of the setting, the loss and the notes, to which it adds. The loss that it returns has the
+        same values on all devices together.
     """
 
     name: str
@@ -218,7 +253,8 @@ class LossPass:
     rewrite: Callable[[Setting, PlacedLoss, Notes], PlacedLoss]
 
 
-def _always(how: Setting) -> bool:
+def _always(setting: Setting) -> bool:
+    """Return True: the pass itself finds out whether there is anything to rewrite."""
     return True
 
 
@@ -228,23 +264,23 @@ PASSES = (
     # Blocks that a Python loop wrote out become a scan over layers (slicing/rolling/).
     LossPass("roll", _always, _roll),
     # The equations of one context rank, on its positions of the sequence (parallel/context/).
-    LossPass("split", lambda how: how.layout.mesh.shape["context"] > 1, _split),
+    LossPass("split", lambda setting: setting.layout.mesh.shape["context"] > 1, _split),
     # The equations of one expert rank, on its experts and the tokens of all ranks (parallel/expert/).
-    LossPass("exchange", lambda how: how.layout.mesh.shape["expert"] > 1, _exchange),
+    LossPass("exchange", lambda setting: setting.layout.mesh.shape["expert"] > 1, _exchange),
     # The equations of one tensor rank, on its parts of the weights (parallel/tensor/).
-    LossPass("localise", lambda how: how.ranks > 1, _localise),
+    LossPass("localise", lambda setting: setting.ranks > 1, _localise),
     # Large logits are made a chunk of the tokens at a time, in a loop (numerics/logits/).
     LossPass("chunk", _always, _chunk),
     # The equations of each concurrent microbatch stand beside those of the others (slicing/side_by_side.py).
-    LossPass("double", lambda how: how.strategy.concurrent > 1, _double),
+    LossPass("double", lambda setting: setting.strategy.concurrent > 1, _double),
     # Products of layers' weights in float8 (numerics/fp8/).
-    LossPass("quantise", lambda how: how.strategy.precision == "fp8", _quantise),
+    LossPass("quantise", lambda setting: setting.strategy.precision == "fp8", _quantise),
 )
 
 
-def rewrite(how: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """The loss as one device runs it. Raises ValueError where the strategy cannot run it so."""
-    for each in PASSES:
-        if each.applies(how):
-            loss = each.rewrite(how, loss, notes)
+def rewrite(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
+    """Return the loss as one device runs it; raises ValueError if the strategy cannot run it so."""
+    for loss_pass in PASSES:
+        if loss_pass.applies(setting):
+            loss = loss_pass.rewrite(setting, loss, notes)
     return loss

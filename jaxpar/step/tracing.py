@@ -1,7 +1,13 @@
-"""A model's loss as one device runs it: traced, rewritten by passes, sliced, and checked against its strategy.
+"""A model's loss as the program of one device: traced, rewritten, sliced, and checked against its strategy.
 
-The loss is that of one microbatch of one replica (a block of rows). It is traced once for batches of one shape, before
-anything runs, and every part of a step works on the program that comes out.
+    model.forward  --trace-->  jx.Flat  --passes-->  PlacedLoss.flat  --slice-->  Program (segments and layer stacks)
+                               all ranks             one rank                     fetches parameters where it runs
+
+The loss is the loss of one microbatch of one replica (a block of rows). It is traced once for batches of one shape,
+before anything runs. Two records hold it:
+
+    Traced   abstract: the program, the shapes that it reads, the positions of its outputs; reports read it
+    Loss     on arrays: the program with a device's stored parameters, `forward` and `backward` of one microbatch
 """
 
 import math
@@ -26,16 +32,8 @@ from ..slicing.pieces import Flights
 from ..slicing.program import Program
 from ..slicing.slicer import Slicing, cut_program, slice_program
 from ..slicing.stacks import described
-from .passes import Notes, PlacedLoss, Setting, rewrite
-from .refusals import (
-    check_breakpoints,
-    check_independent_of_replicas,
-    check_ordered,
-    check_pipe,
-    check_remat,
-    heard,
-    of_whole_batches,
-    succeeds,
+from .loss_warnings import (
+    recorded_warnings,
     unread_leaves,
     warn_gathered,
     warn_padded,
@@ -44,10 +42,20 @@ from .refusals import (
     warn_unread,
     warn_untrained,
 )
+from .passes import Notes, PlacedLoss, Setting, rewrite
+from .refusals import (
+    check_breakpoints,
+    check_independent_of_replicas,
+    check_ordered,
+    check_pipe,
+    check_remat,
+    succeeds,
+    whole_batch_error,
+)
 from .rows import check_coupling
 from .writes import Writes, find_writes
 
-Sums = dict[str, Mean]  # of each metric, over some rows
+Sums = dict[str, Mean]  # metric -> its total and count over some rows
 
 
 @dataclass(frozen=True)
@@ -56,17 +64,18 @@ class Traced:
 
     Attributes:
       program: the loss in pieces, segments and layer stacks (`slicing/program.py`).
-      outputs: `({metric: Mean}, variables)`, with each output's position among the program's in its place.
+      outputs: `({metric: Mean}, variables)`, with the position of each output among the program's instead of its value.
       leaves: what the program reads of each parameter, as `jax.ShapeDtypeStruct`: in the compute dtype, a tensor rank's
-        part, and of layers that pipeline stages own one rank's.
-      variables, rows, key: of its other inputs: the model's variables, rows of one microbatch of one replica
-        [rows, ...], and the key of dropout.
-      concurrent: how many microbatches the program runs.
+        part, and of layers that pipeline stages own the layers of one rank.
+      variables: the model's variables.
+      rows: the rows of one microbatch of one replica, [rows, ...].
+      key: the key of dropout.
+      concurrent: how many microbatches the program runs side by side.
       axes: the mesh axes over which rows are spread and that have several devices, name -> size.
-      summed: those over which totals and counts are summed: these, and `context` where it has several devices.
-      traced_axes: the mesh axes that the program may name: these, and `tensor`.
-      schedule: the pipeline's; None without one.
-      lookups: leaves of integers of the batch that the loss looks up in something as they are, by their path.
+      summed: the axes over which totals and counts are summed: `axes`, and `context` if it has several devices.
+      traced_axes: the axes that the program may name: `summed`, and `tensor` if it has several devices.
+      schedule: the schedule of the pipeline; None without one.
+      lookups: by path, integer leaves of the batch that the loss uses unchanged as indices into another array.
       notes: what its passes and checks found (`passes.py`).
     """
 
@@ -86,21 +95,22 @@ class Traced:
 
     @property
     def inputs(self) -> tuple[Any, Any, Any]:
-        """The program's inputs but for parameters: variables, rows and key, these of each concurrent microbatch."""
-        each = lambda x: (x,) * self.concurrent if self.concurrent > 1 else x
-        return self.variables, *jax.tree.map(each, (self.rows, self.key))
+        """The program's inputs except parameters: variables, and the rows and key of each concurrent microbatch."""
+        repeat = lambda x: (x,) * self.concurrent if self.concurrent > 1 else x
+        return self.variables, *jax.tree.map(repeat, (self.rows, self.key))
 
     def reads(self, name: str) -> bool:
-        """Whether the loss depends on the leaf of the batch with this path; False where there is none."""
-        rest, first = jax.tree_util.tree_leaves_with_path(self.inputs), "/0" * (self.concurrent > 1)
-        inputs = zip(rest, self.program.inputs[len(self.program.consts) :], strict=True)
-        named = [v for (path, _), v in inputs if name_of(path) == f"1/{name}{first}"]
-        loss: Any = self.outputs[0]["loss"].total  # the position of an output, in the place of an array
-        return bool(named) and self.program.depends(named, loss)
+        """Return whether the loss depends on the leaf of the batch with this path; False if there is no such leaf."""
+        # Paths begin with the position in `inputs`: 1 is the rows. All concurrent microbatches read the same leaves.
+        leaves, first_microbatch = jax.tree_util.tree_leaves_with_path(self.inputs), "/0" * (self.concurrent > 1)
+        inputs = zip(leaves, self.program.inputs[len(self.program.consts) :], strict=True)
+        variables = [v for (path, _), v in inputs if name_of(path) == f"1/{name}{first_microbatch}"]
+        total: Any = self.outputs[0]["loss"].total  # the position of the output, where a step has its value
+        return bool(variables) and self.program.depends(variables, total)
 
     @property
     def draws(self) -> bool:
-        """Whether the loss depends on its key: noise, dropout."""
+        """Whether the loss depends on its key, as dropout does."""
         return self.key is not None and self.program.depends(self.program.inputs[-1:], self.total)
 
     @property
@@ -110,20 +120,24 @@ class Traced:
 
     @property
     def count(self) -> int:
-        """The position of what that sum is divided by, once it is over all rows."""
+        """The position of the output that `total` is divided by, once both are summed over all rows."""
         return self.outputs[0]["loss"].count  # type: ignore[return-value]
 
     @property
     def counts(self) -> bool:
-        """Whether the loss counts rows or tokens of the batch: a plain mean counts one a microbatch."""
+        """Whether the count depends on the batch (rows, tokens); the count of a plain mean is 1 per microbatch."""
         return self.program.depends(self.program.inputs, self.count)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A traced loss beside what this device stores: the forward and the backward of one microbatch.
+    """A traced loss on the parameters of one device: the forward and the backward of one microbatch.
 
-    `access` applies a rule to the leaves (`parallel/data/access.py`), or takes its place, with `fetch` and `give`.
+    Attributes:
+      traced: the loss.
+      access: how parameters are fetched and gradients returned (`fetch` and `give`): a rule on the leaves
+        (`parallel/data/access.py`), or a substitute for it.
+      stored: what this device stores of each parameter.
     """
 
     traced: Traced
@@ -133,112 +147,151 @@ class Loss:
     def forward(
         self, variables: Any, rows: Any, key: Any, grad: bool = True, flights: Flights | None = None
     ) -> tuple[Sums, Any, list[Any]]:
-        """The sums of each metric, new variables, and the tape that `backward` reads; `flights` as in `Program`."""
+        """Run the forward of one microbatch.
+
+        Args:
+          variables, rows, key: as in `Traced`.
+          grad: whether a backward follows.
+          flights: the prefetched layers before this microbatch (`Program.in_flight`), which it updates.
+
+        Returns:
+          The sums of each metric, the new variables, and the tape that `backward` reads.
+        """
         values = jax.tree.leaves((variables, rows, key))
         outs, tape = self.traced.program.forward(self.access, self.stored, values, grad, flights)
         return *jax.tree.unflatten(jax.tree.structure(self.traced.outputs), outs), tape
 
     def backward(self, tape: Any, seed: jax.Array, into: Sequence[Any], flights: Flights | None = None) -> list[Any]:
-        """`into` with one microbatch's gradients added; `seed` is that of the step's loss with respect to its sum."""
+        """Add the gradients of one microbatch to the accumulators.
+
+        Args:
+          tape: from `forward`.
+          seed: the cotangent of the microbatch's total.
+          into: the accumulated gradient of each parameter; None before its first.
+          flights: as `forward` left them.
+
+        Returns:
+          The new accumulators; None stays where the loss does not depend on a parameter.
+        """
         return self.traced.program.backward(self.access, self.stored, tape, {self.traced.total: seed}, into, flights)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracing(Setting):
-    """Traces the loss of one model under one strategy.
+    """Traces the loss of one model under one strategy; the attributes of `Setting` come first.
 
     Attributes:
-      astray: what to warn of in the optimizer, from a loss and its leaves.
-      choices: once there are some, what becomes of what each stack's layers save (`Residuals.kept`).
+      model: the model.
+      astray: a function of a loss and its leaves that returns a warning about an optimizer of matrices, or None.
+      choices: for each stack, what happens to the values that its layers save (`Residuals.kept`); empty until
+        remat="auto" has chosen.
     """
 
     model: Model
     astray: Callable[[jx.Flat, Sequence[tuple[str, tuple[int, ...]]]], str | None] | None = None
     choices: tuple[str, ...] = ()
-    # Shared by the tracings of other choices, so that a warning is not repeated for each of them.
+    # Tracings with other choices share this dict, so that a warning is not repeated for each of them.
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def writes(self) -> Writes | None:
-        """What the loss writes to its parameters, once a step's program is traced; None if it writes nothing."""
+        """The loss's writes to its parameters; None if it writes nothing, or before a step is traced."""
         return next((x.notes.writes for x in reversed(self._traced.values()) if x.notes.writes), None)
 
     def __call__(self, variables: Any, rows: Any, key: jax.Array | None) -> Traced:
-        """The loss for one microbatch (abstract or not). Traced once."""
+        """Return the traced loss for one microbatch, of arrays or shapes; each kind of inputs is traced once."""
+        # With a key the loss is traced for training, without one (None, part of the tree) for evaluation.
         leaves, tree = jax.tree.flatten((variables, rows, key))
         kind = (tree, self.choices, *((jnp.shape(x), x.dtype) for x in leaves))
         if kind not in self._traced:
             abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-            self._traced[kind] = self._made(*jax.tree.map(abstract, (variables, rows, key)))
+            self._traced[kind] = self._make(*jax.tree.map(abstract, (variables, rows, key)))
         return self._traced[kind]
 
     def takes_all_rows(self, traced: Traced) -> bool:
-        """Whether the loss reads other replicas' rows where there are some: `jp.all_rows`, BatchNorm."""
+        """Return whether the loss would read rows of other replicas, as with `jp.all_rows` or BatchNorm."""
+        # Traced for two replicas, since with one there are no other rows to read.
         with couplings() as noted:
-            whole, _ = self._trace((traced.variables, traced.rows, traced.key), {"data": 2})
-        return bool(noted) or jx.communicates(whole.eqns)
+            flat, _ = self._trace((traced.variables, traced.rows, traced.key), {"data": 2})
+        return bool(noted) or jx.communicates(flat.eqns)
 
-    def _made(self, variables: Any, rows: Any, key: Any) -> Traced:
-        """The program of a loss of these abstract values; `Step._train` goes on from here.
+    def _make(self, variables: Any, rows: Any, key: Any) -> Traced:
+        """Make the program of a loss of these abstract values; `Step._train` continues from here.
 
         trace       program/    the model's code runs once and leaves its equations
         rewrite     passes.py   `PASSES`, in order: the equations of one device
         slice       slicing/    segments and layer stacks: each fetches its parameters where it runs
-        check       refusals.py, rows/    what this strategy cannot run as on one device is refused, or warned of
+        check       refusals.py, loss_warnings.py, rows/    raise an error, or warn, if a step would differ
         """
-        rest, notes = (variables, rows, key), Notes()
+        # 1. Trace the model, on the parameters of all ranks.
+        inputs, notes = (variables, rows, key), Notes()
         with couplings() as noted:
-            whole, out = self._trace_block(rest, notes)
-        sums = len(jax.tree.leaves(out[0]))
-        loss = rewrite(self, PlacedLoss(whole, self.layout.storage.units, rest, sums, whole), notes)
+            unsplit, out = self._trace_block(inputs, notes)
+        # 2. Rewrite it for one device, and slice it.
+        num_sums = len(jax.tree.leaves(out[0]))
+        loss = rewrite(self, PlacedLoss(unsplit, self.layout.storage.units, inputs, num_sums, unsplit), notes)
         program = replace(
-            self._sliced(loss), loops=tuple(notes.loops), coupled=bool(noted) or jx.communicates(whole.eqns)
+            self._sliced(loss), loops=tuple(notes.loops), coupled=bool(noted) or jx.communicates(unsplit.eqns)
         )
+        # 3. Check it. Outputs are known by position from here on.
         tree = jax.tree.structure(out)
         outputs = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
-        self._check(whole, program, outputs, rest, noted, notes)
-        found = self._lookups(whole, variables, rows)
-        inputs = (self._leaves(loss.placements), variables, rows, key, self.strategy.concurrent)
+        self._check(unsplit, program, outputs, inputs, noted, notes)
+        lookups_by_path = self._lookups(unsplit, variables, rows)
+        abstract = (self._leaves(loss.placements), variables, rows, key, self.strategy.concurrent)
         axes = (self.axes, self.summed, self.traced_axes)
-        return Traced(program, outputs, *inputs, *axes, self.schedule, found, notes)
+        return Traced(program, outputs, *abstract, *axes, self.schedule, lookups_by_path, notes)
 
     def _sliced(self, loss: PlacedLoss) -> Program:
-        """A loss in pieces."""
+        """Cut a loss into segments and layer stacks, or into the stages of a pipeline."""
         units = self.layout.storage.units
+        # The sharded dim of a layer is counted without the dim of chunks.
         sharded = [None if leaf.dim is None else leaf.dim - leaf.stage for leaf in units]
-        every = "h" if "activations" in self.strategy.offloads else "s"
-        how = Slicing(self._params, sharded, self.staged, self.traced_axes, self.strategy.remat, self.choices, every)
-        return cut_program(loss.flat, how, self._cut) if self.layout.storage.cut else slice_program(loss.flat, how)
+        # "h": saved values go to the host; "s": they stay on the device (`Residuals.kept`).
+        default_choice = "h" if "activations" in self.strategy.offloads else "s"
+        remat = self.strategy.remat
+        options = Slicing(self._params, sharded, self.staged, self.traced_axes, remat, self.choices, default_choice)
+        if self.layout.storage.cut:
+            return cut_program(loss.flat, options, self._cut)
+        return slice_program(loss.flat, options)
 
     def _lookups(self, flat: jx.Flat, variables: Any, rows: Any) -> dict[str, Lookup]:
-        before = len(self._params) + len(jax.tree.leaves(variables))
-        leaves = enumerate(jax.tree_util.tree_leaves_with_path(rows), before)
+        """Return the integer leaves of the batch that the loss uses as indices, by path."""
+        first_row = len(self._params) + len(jax.tree.leaves(variables))
+        leaves = enumerate(jax.tree_util.tree_leaves_with_path(rows), first_row)
         names = {i: name_of(path) for i, (path, x) in leaves if jnp.issubdtype(x.dtype, jnp.integer)}
         return {names[i]: lookup for i, lookup in lookups(flat, list(names)).items()}
 
-    def _unread(self, whole: jx.Flat, rest: Any) -> list[str]:
-        """The paths of the batch's leaves with rows that the loss reads neither in a step nor in evaluate, which gives
-        it no key.
-        """
-        (variables, rows, key), params = rest, len(self._params)
-        if not (names := unread_leaves(whole, rest, params)):
+    def _unread(self, unsplit: jx.Flat, inputs: Any) -> list[str]:
+        """Return the paths of leaves with rows that the loss reads neither in a step nor, without key, in evaluate."""
+        (variables, rows, key), num_params = inputs, len(self._params)
+        if not (names := unread_leaves(unsplit, inputs, num_params)):
             return []
-        other = variables, rows, None if key is not None else jax.eval_shape(lambda: jax.random.key(0))
+        # A loss may read a leaf in one of the two modes alone, so that the other one is traced too.
+        other_inputs = variables, rows, None if key is not None else jax.eval_shape(lambda: jax.random.key(0))
         try:
-            flat, _ = self._trace(other, self.axes)
-        except Exception:  # the user's code: a loss that needs its key runs in a step alone, and has been read there
+            flat, _ = self._trace(other_inputs, self.axes)
+        except Exception:
+            # The user's code may raise anything. A loss that needs its key runs in a step alone, as traced above.
             return names
-        also = unread_leaves(flat, other, params)
-        return [name for name in names if name in also]
+        unread_in_both = unread_leaves(flat, other_inputs, num_params)
+        return [name for name in names if name in unread_in_both]
 
     def _cut(self, eqns: Sequence[Any], reads: Sequence[frozenset[int]]) -> list[list[Any]]:
-        """Equations, and the numbers of the parameters that each reads, as the stages of a pipeline."""
+        """Divide equations into the stages of a pipeline.
+
+        Args:
+          eqns: the equations of the loss.
+          reads: for each of them, the positions of the parameters that it reads.
+        """
         assert self.schedule is not None
         ranks, chunks = self.schedule.ranks, self.schedule.chunks
+        # 1. At the modules that the user names.
         if self.strategy.cuts:
             paths = [leaf.path for leaf in self.layout.leaves]
-            at = points(self.strategy.cuts, ranks * chunks, paths)
-            return stages_at(eqns, reads, [(one, frozenset(below(one, paths))) for one in at])
+            cuts = points(self.strategy.cuts, ranks * chunks, paths)
+            return stages_at(eqns, reads, [(cut, frozenset(below(cut, paths))) for cut in cuts])
+        # 2. Else where the stages come out balanced.
         if len(eqns) < ranks * chunks:
             raise ValueError(
                 f"pipe={ranks} x chunks={chunks} makes {ranks * chunks} stages of a loss that has {len(eqns)} "
@@ -248,48 +301,59 @@ class Tracing(Setting):
 
     @property
     def _params(self) -> list[jax.ShapeDtypeStruct]:
-        """What a loss sees of each parameter: the whole of it, in the compute dtype."""
+        """The parameters as a loss sees them: undivided, in the compute dtype."""
         computed = self.layout.policy.computed
         return [jax.ShapeDtypeStruct(leaf.logical, computed(leaf.dtype)) for leaf in self.layout.storage.units]
 
     def _leaves(self, placements: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
-        """What the program of one device reads of each parameter: one rank's part, and of a stage's layers its own."""
+        """Return the parameters as the program of one device reads them: one rank's part, one stage's layers."""
         stages = self.layout.mesh.shape["pipe"]
 
         def shape(leaf: Leaf) -> tuple[int, ...]:
             if leaf.layers is None:
                 return leaf.logical
+            # All chunks of a rank, padding included, lie on dim 0.
             return (math.prod(leaf.shape[: leaf.stage + 1]) // stages, *leaf.logical[1:])
 
         params = zip(placements, self._params, strict=True)
         return [jax.ShapeDtypeStruct(shape(leaf), param.dtype) for leaf, param in params]
 
-    def _trace_block(self, rest: Any, notes: Notes) -> tuple[jx.Flat, Any]:
-        """`_trace` of a block, with notes. Raises ValueError for a loss of whole batches: blocks cut groups of rows."""
+    def _trace_block(self, inputs: Any, notes: Notes) -> tuple[jx.Flat, Any]:
+        """Trace the loss of one block, with notes.
+
+        Raises ValueError for a loss that takes the rows of a whole batch, but not of a block, such as groups of rows.
+        """
         try:
-            return self._trace(rest, self.axes, notes)
+            return self._trace(inputs, self.axes, notes)
         except (TypeError, ValueError) as error:
-            (variables, rows, key), replicas = rest, math.prod(self.axes.values())
-            have, loss, blocks = rows_of(rows), self._trace, (replicas, self.strategy.microbatches)
-            takes = lambda many: succeeds(loss, (variables, one_block(rows, Fraction(have, many)), key), self.axes)
-            if math.prod(blocks) == 1 or not takes(have * math.prod(blocks)):
+            (variables, rows, key), replicas = inputs, math.prod(self.axes.values())
+            num_rows, loss, blocks = rows_of(rows), self._trace, (replicas, self.strategy.microbatches)
+            # Whether the loss takes another number of rows; then it is the cut into blocks that does not fit.
+            takes = lambda n: succeeds(loss, (variables, one_block(rows, Fraction(num_rows, n)), key), self.axes)
+            if math.prod(blocks) == 1 or not takes(num_rows * math.prod(blocks)):
                 raise
-            raise ValueError(of_whole_batches(error, variables, have, blocks, takes)) from error
+            raise ValueError(whole_batch_error(error, variables, num_rows, blocks, takes)) from error
 
-    def _trace(self, rest: Any, axes: Mapping[str, int], notes: Notes | None = None) -> tuple[jx.Flat, Any]:
-        """The equations of the model's loss, whose rows are spread over `axes`, and the abstract tree of its results.
+    def _trace(self, inputs: Any, axes: Mapping[str, int], notes: Notes | None = None) -> tuple[jx.Flat, Any]:
+        """Trace the model's loss.
 
-        Its first inputs are the parameters as a layout keeps them, of which the model gets its own. The notes tell
-        which of these it hands back as other values.
+        Args:
+          inputs: abstract variables, rows and key.
+          axes: the mesh axes over which rows are spread.
+          notes: if given, they record which parameters the loss returns as other values.
+
+        Returns:
+          The equations, whose first inputs are the parameters as the layout stores them (`Storage.units`); and the
+          abstract tree of the results.
         """
         storage = self.layout.storage
 
-        def loss(leaves: Sequence[Any], rest: Any) -> Any:
-            variables, rows, key = rest
+        def loss(leaves: Sequence[Any], inputs: Any) -> Any:
+            variables, rows, key = inputs
             try:
                 params = storage.of_units(leaves)
-                sums, new, after = self.model.forward(params, variables, rows, key, tuple(axes))
-            except TypeError as error:  # of a scan's carry, say
+                sums, new_variables, new_params = self.model.forward(params, variables, rows, key, tuple(axes))
+            except TypeError as error:  # such as a scan whose carry changes its dtype
                 if (precision := self.strategy.precision) != "f32":
                     error.add_note(
                         f"precision={precision!r} gives the loss its parameters in {self.layout.policy.compute}; where "
@@ -297,43 +361,59 @@ class Tracing(Setting):
                         "give it the same (dtype=), or cast what it returns"
                     )
                 raise
-            if notes is not None and key is not None:  # what evaluation writes does not last
-                pairs = enumerate(zip(jax.tree.leaves(params), jax.tree.leaves(after), strict=True))
-                notes.touched = tuple(number for number, (one, other) in pairs if one is not other)
-            return sums, new
+            # Without a key the loss is evaluated, and no write of an evaluation lasts.
+            if notes is not None and key is not None:
+                pairs = enumerate(zip(jax.tree.leaves(params), jax.tree.leaves(new_params), strict=True))
+                notes.touched = tuple(i for i, (param, new_param) in pairs if param is not new_param)
+            return sums, new_variables
 
-        return jx.trace(loss, self._params, rest, axes={**self.traced_axes, **axes})
+        return jx.trace(loss, self._params, inputs, axes={**self.traced_axes, **axes})
 
     def _check(
-        self, whole: jx.Flat, program: Program, outputs: Any, rest: Any, noted: Sequence[str], notes: Notes
+        self, unsplit: jx.Flat, program: Program, outputs: Any, inputs: Any, noted: Sequence[str], notes: Notes
     ) -> None:
-        """Refuse, or warn of, what would not be as on one device; and tell the layout how its layers run."""
-        check_ordered(whole, self.layout.mesh.size)
-        check_breakpoints(whole, self.layout.mesh.size)
+        """Raise an error, or warn, if a step would differ from one device's; tell the layout how its layers run.
+
+        Args:
+          unsplit: the equations of the loss before any pass split them.
+          program: the sliced loss.
+          outputs: the positions of its results, as in `Traced`.
+          inputs: abstract variables, rows and key.
+          noted: the calls that read rows of other replicas (`model.couplings`).
+          notes: the notes of the passes, to which the checks add.
+        """
+        # 1. Errors: programs that cannot run on several devices, in a pipeline, or with this remat.
+        check_ordered(unsplit, self.layout.mesh.size)
+        check_breakpoints(unsplit, self.layout.mesh.size)
         self.layout.loops.update(described(program, self.layout.storage))
         if self.schedule is not None:
             check_pipe(program, outputs[1], self.layout, self.strategy)
             if program.main is not None:
                 warn_padded(program.main.length, self.schedule.ranks, self.schedule.chunks)
         if notes.touched:
-            notes.writes = find_writes(self.model, self.layout, self.strategy, notes.touched, rest)
+            notes.writes = find_writes(self.model, self.layout, self.strategy, notes.touched, inputs)
         warn_gathered(program, self.layout)
         check_remat(program, self.layout, self.strategy, self.schedule)
-        check_independent_of_replicas(program, outputs, len(jax.tree.leaves(rest)), frozenset(self.axes))
-        warn_precision(whole, self.layout.policy.compute, self.strategy.precision)
-        warn_untrained(whole, outputs, self.layout.storage.units)
-        notes.unread = self._unread(whole, rest)
+        check_independent_of_replicas(program, outputs, len(jax.tree.leaves(inputs)), frozenset(self.axes))
+
+        # 2. Warnings. Leaves that an earlier trace warned of are not named again.
+        warn_precision(unsplit, self.layout.policy.compute, self.strategy.precision)
+        warn_untrained(unsplit, outputs, self.layout.storage.units)
+        notes.unread = self._unread(unsplit, inputs)
         warned = {path for earlier in self._traced.values() for path in earlier.notes.unread}
         warn_unread([path for path in notes.unread if path not in warned])
         leaves = [(leaf.path, leaf.logical) for leaf in self.layout.storage.units]
-        if self.astray and (said := self.astray(whole, leaves)):
-            warnings.warn(said, stacklevel=2)
+        if self.astray and (warning := self.astray(unsplit, leaves)):
+            warnings.warn(warning, stacklevel=2)
+
+        # 3. Rows that the loss couples. With another number of rows, or other choices, it couples the same.
         replicas, m, trace = math.prod(self.axes.values()), self.strategy.microbatches, lambda *a: self._trace(*a)[0]
-        # With another number of rows, or other choices, the loss couples what it coupled before.
-        known = next((old for kind, old in self._traced.items() if kind[0] == jax.tree.structure(rest)), None)
-        if known is not None:
-            notes.doubts = known.notes.doubts
+        earlier = next((x for kind, x in self._traced.items() if kind[0] == jax.tree.structure(inputs)), None)
+        if earlier is not None:
+            notes.doubts = earlier.notes.doubts
         elif self.model.rows is None and replicas * m > 1:
-            warn_rows_of_a_microbatch(noted, rows_of(rest[1]) * replicas, m)
-            told = heard(lambda: check_coupling(whole, outputs, rest, trace, self.axes, self.strategy))
-            notes.doubts = [said for said in (str(w.message) for w in told) if said.startswith("the loss ")]
+            warn_rows_of_a_microbatch(noted, rows_of(inputs[1]) * replicas, m)
+            caught = recorded_warnings(
+                lambda: check_coupling(unsplit, outputs, inputs, trace, self.axes, self.strategy)
+            )
+            notes.doubts = [text for text in (str(w.message) for w in caught) if text.startswith("the loss ")]

@@ -13,23 +13,24 @@ from ..hosts import ending
 _checks: dict[Callable[[], None], None] = {}
 
 
-def expect(look: Callable[[], None]) -> None:
-    """Keep a function that raises NonfiniteError if a call of its step was not finite, until `forget`."""
+def expect(check: Callable[[], None]) -> None:
+    """Register the check of a step until `forget`: it raises NonfiniteError if a call was not finite."""
     if not _checks:
         # Exit handlers run in reverse order. This one is registered after that of `jp.initialize`, which waits for the
         # other processes, so that all processes still run while they check.
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
-    _checks[look] = None
+    _checks[check] = None
 
 
-def forget(look: Callable[[], None]) -> None:
-    """Drop a step's function: all its calls have been checked."""
-    _checks.pop(look, None)
+def forget(check: Callable[[], None]) -> None:
+    """Remove the check of a step, all calls of which have been checked."""
+    _checks.pop(check, None)
 
 
-def look() -> None:
-    """Check the calls of all such steps. Raises NonfiniteError."""
+def check_all() -> None:
+    """Check the calls of all registered steps. Raises NonfiniteError."""
+    # A check that passes removes itself from the dict.
     for check in [*_checks]:
         check()
 
@@ -39,6 +40,6 @@ def _at_exit() -> None:
     # After a failure the other processes do not check, and this one would wait for them.
     while _checks and not ending.has_failed():
         try:
-            look()
+            check_all()
         except FloatingPointError as error:
             ending.badly(error)

@@ -6,9 +6,9 @@ values after it. With w for what the forward pass leaves in place of the paramet
     loss, grads = value_and_grad(loss)(p)
     p           = w(p) + update(grads, w(p))
 
-A step computes w apart from the loss, on whole leaves of the state, outside `shard_map`. Every layout therefore gets
-the same values, and a low precision of the loss does not round them. This requires that w depends on parameters and
-variables alone: replicas have different rows, and microbatches would write one after another.
+A step computes w separately from the loss, on whole leaves of the state, outside `shard_map`. Every layout therefore
+gets the same values, and a low precision of the loss does not round them. This requires that w depends on parameters
+and variables alone: replicas have different rows, and microbatches would write one after another.
 """
 
 from __future__ import annotations
@@ -39,107 +39,120 @@ class Writes:
     """The parameters that a loss writes to, and the program of what it writes.
 
     Attributes:
-      numbers: the positions of the written leaves among the model's own leaves.
+      indices: the positions of the written leaves among the model's own leaves.
       program: its inputs are the model's own leaves, then the leaves of the variables; its outputs are the new values.
     """
 
-    numbers: tuple[int, ...]
+    indices: tuple[int, ...]
     program: jx.Flat
 
     def __call__(self, layout: Layout, stored: Any, variables: Any) -> Any:
         """Return the stored parameters as the forward pass leaves them; leaves without a write stay as they are."""
+        # The program reads the model's own leaves, in the masters' dtype.
         values, tree = jax.tree.flatten(layout.to_logical(jax.tree.map(on_device, stored)))
         flat = self.program
         run = jx.run(flat.eqns, (*flat.constvars, *flat.invars), flat.outvars)
         outs = run(*flat.consts, *values, *jax.tree.leaves(variables))
-        for number, out in zip(self.numbers, outs, strict=True):
-            values[number] = out
-        new = layout.to_stored(jax.tree.unflatten(tree, values))
+        for i, out in zip(self.indices, outs, strict=True):
+            values[i] = out
+        written = layout.to_stored(jax.tree.unflatten(tree, values))
+        # A stored leaf that holds no written one stays the same array, which XLA need not copy.
         leaves = zip(
-            layout.storage.origin, layout.storage.tree.flatten_up_to(stored), jax.tree.leaves(new), strict=True
+            layout.storage.origin, layout.storage.tree.flatten_up_to(stored), jax.tree.leaves(written), strict=True
         )
-        return layout.unflatten(after if {*at} & {*self.numbers} else before for at, before, after in leaves)
+        return layout.unflatten(
+            new_value if {*members} & {*self.indices} else old_value for members, old_value, new_value in leaves
+        )
 
 
 def find_writes(
-    model: Model, layout: Layout, strategy: Strategy, candidates: Sequence[int], rest: tuple[Any, Any, Any]
+    model: Model, layout: Layout, strategy: Strategy, candidates: Sequence[int], inputs: tuple[Any, Any, Any]
 ) -> Writes | None:
     """Return the writes of a loss to its parameters, or None if it has none.
 
     Args:
-      model, layout, strategy: of the step.
+      model, layout, strategy: the step's.
       candidates: positions of the model's own leaves that the loss may write to.
-      rest: abstract variables, rows and key of one microbatch.
+      inputs: abstract variables, rows and key of one microbatch.
 
-    Raises ValueError where a step cannot carry the writes out.
+    Raises ValueError if a step cannot carry the writes out.
     """
     leaves = layout.storage.models
     stored = [jax.ShapeDtypeStruct(x.shape, layout.policy.stored(x.dtype, x.trainable)) for x in leaves]
 
-    def after(params: list[Any], rest: Any) -> list[Any]:
-        _, _, written = model.forward(jax.tree.unflatten(layout.storage.model_tree, params), *rest)
-        return [jax.tree.leaves(written)[number] for number in candidates]
+    # 1. Trace the parameters that the forward pass returns, and keep those that it changes.
+    def new_params(params: list[Any], inputs: Any) -> list[Any]:
+        _, _, params_after = model.forward(jax.tree.unflatten(layout.storage.model_tree, params), *inputs)
+        return [jax.tree.leaves(params_after)[i] for i in candidates]
 
-    flat, _ = jx.trace(after, stored, rest, remats=True)
+    flat, _ = jx.trace(new_params, stored, inputs, remats=True)
     sources = _sources(flat)
-    pairs = zip(candidates, flat.outvars, sources, strict=True)
-    written = {number: out for number, out, source in pairs if source is not flat.invars[number]}
+    candidates_with_source = zip(candidates, flat.outvars, sources, strict=True)
+    written = {i: out for i, out, source in candidates_with_source if source is not flat.invars[i]}
     if not written:
         return None
-    lines = {number: _line(flat, out) for number, out in written.items()}
-    before = len(leaves) + len(jax.tree.leaves(rest[0]))
-    programs = {number: jx.needed(jx.live(flat.eqns, [out]), [out]) for number, out in written.items()}
-    for number, out in written.items():
-        if {*jx.free(programs[number], [] if jx.is_literal(out) else [out])} & {*flat.invars[before:]}:
+
+    # 2. Refuse writes that depend on rows or key: blocks of rows would write different values.
+    lines = {i: _line(flat, out) for i, out in written.items()}
+    first_row = len(leaves) + len(jax.tree.leaves(inputs[0]))
+    programs = {i: jx.needed(jx.live(flat.eqns, [out]), [out]) for i, out in written.items()}
+    for i, out in written.items():
+        if {*jx.free(programs[i], [] if jx.is_literal(out) else [out])} & {*flat.invars[first_row:]}:
             raise ValueError(
-                f"the loss writes to the parameter {leaves[number].path}{lines[number]} from the rows or the random "
+                f"the loss writes to the parameter {leaves[i].path}{lines[i]} from the rows or the random "
                 f"key that one block has; a step can keep a write that depends on parameters and variables alone; "
                 f"{_OTHER_KIND}, and compute what is written from jp.all_rows(...)"
             )
-    number = next(iter(written))
-    said = f"the loss writes to the parameter {leaves[number].path}{lines[number]}"
-    if frozen := [number for number in written if not leaves[number].trainable]:
+
+    # 3. Refuse strategies under which a step would write more than once, or cannot reach the parameter.
+    first_written = next(iter(written))
+    fault = f"the loss writes to the parameter {leaves[first_written].path}{lines[first_written]}"
+    if frozen := [i for i in written if not leaves[i].trainable]:
         raise ValueError(
             f"the loss writes to the parameter {leaves[frozen[0]].path}{lines[frozen[0]]}, which trainable= freezes; a "
             f"frozen parameter keeps its value; let trainable= name it, or {_OTHER_KIND}"
         )
     if strategy.microbatches > 1:
         raise ValueError(
-            f"{said}, and each of {strategy.microbatches} microbatches would write again; a step with such a loss has "
+            f"{fault}, and each of {strategy.microbatches} microbatches would write again; a step with such a loss has "
             f"one microbatch; leave microbatches out, or {_OTHER_KIND}"
         )
     if off := sorted({*strategy.offloads} & {"params", "optimizer"}):
         raise ValueError(
-            f"{said}, and offload={strategy.offload!r} updates leaves that are on the host block by block; a step with "
-            f"such a loss keeps them on the devices; leave {' and '.join(off)} out of offload, or {_OTHER_KIND}"
+            f"{fault}, and offload={strategy.offload!r} updates leaves that are on the host block by block; a step "
+            f"with such a loss keeps them on the devices; leave {' and '.join(off)} out of offload, or {_OTHER_KIND}"
         )
+
+    # 4. One program for all writes, which reads parameters and variables.
     outs = list(written.values())
     eqns = tuple(jx.needed(jx.live(flat.eqns, outs), outs))
-    return Writes(tuple(written), jx.Flat(flat.constvars, flat.consts, flat.invars[:before], tuple(outs), eqns))
+    return Writes(tuple(written), jx.Flat(flat.constvars, flat.consts, flat.invars[:first_row], tuple(outs), eqns))
 
 
 def _sources(flat: jx.Flat) -> list[Any]:
-    """For each output the input that it is, unchanged; None for one that is computed.
+    """Return, for each output, the input that it passes through unchanged; None for an output that is computed.
 
     Flax returns every parameter of a layer from its scans and rematerialised calls, whether or not the layer writes.
     """
 
-    def of(eqn: Any, ins: list[Any]) -> Sequence[Any]:
-        outs = propagate(eqn, ins, lambda program, ins, _: through(program, ins, of, None), _same)
+    def outputs_of(eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        outs = propagate(eqn, ins, lambda program, ins, _: through(program, ins, outputs_of, None), _same_source)
         return [None] * len(eqn.outvars) if outs is None else outs
 
-    return through(flat, flat.invars, of, None)
+    return through(flat, flat.invars, outputs_of, None)
 
 
-def _same(a: Any, b: Any) -> Any:
+def _same_source(a: Any, b: Any) -> Any:
+    """Return the common source of two values that meet, such as the branches of a `cond`; None if they differ."""
     return a if a is b else None
 
 
 def _line(flat: jx.Flat, out: Any) -> str:
-    """Where a write is computed: " at model.py:12 (forward), `self.w[...] = ...`"."""
+    """Return where a write is computed, such as " at model.py:12 (forward), `self.w[...] = ...`"; "" if unknown."""
+    # An assignment is no equation; the place is that of the equation that computes the value.
     maker = None if jx.is_literal(out) else next((eqn for eqn in flat.eqns if out in eqn.outvars), None)
     if maker is None or not (line := jx.where(maker)):
         return ""
-    file, number = line.partition(" ")[0].split(":")[:2]
-    code = linecache.getline(file, int(number)).strip() if number.isdecimal() else ""
+    file, line_number = line.partition(" ")[0].split(":")[:2]
+    code = linecache.getline(file, int(line_number)).strip() if line_number.isdecimal() else ""
     return f" at {line}" + f", `{code}`" * bool(code)

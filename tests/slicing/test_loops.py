@@ -16,7 +16,7 @@ from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.layout.families import own_leaves
 from jaxpar.parity.parity import TOLERANCE, differences
-from jaxpar.step import refusals
+from jaxpar.step import loss_warnings
 
 D, T, L = 6, 4, 6
 BATCH = {"x": np.random.default_rng(0).normal(size=(8, T, D)).astype("float32")}
@@ -338,7 +338,7 @@ def test_more_than_half_of_the_parameters_at_once_is_a_warning(monkeypatch: pyte
             x = x + fun(x @ block["w"] + block["b"])
         return (x**2).mean()
 
-    monkeypatch.setattr(refusals, "GATHERED_FROM", 0)
+    monkeypatch.setattr(loss_warnings, "GATHERED_FROM", 0)
     model = jp.Model(list_of(4), run)
     step = jp.make_train_step(model, optax.sgd(0.1), "fsdp=2", mesh=jax.devices()[:2])
     with pytest.warns(UserWarning, match=r"zero=3 gathers 9\d% .*layers/\*: 4 layers.*tanh.*test_loops.py.*sin"):

@@ -1,6 +1,4 @@
-"""How a step may be called: with arrays of an earlier state, under transformations, within a mesh, and by which
-optimizer.
-"""
+"""Calls of a step: with arrays of an earlier state, under transformations, within a mesh, with various optimizers."""
 
 import dataclasses
 import re
@@ -34,30 +32,30 @@ def raises(call: Callable[[], Any], *parts: str) -> None:
 
 
 def test_arrays_of_a_donated_state() -> None:
-    """Where jit gets a sharded array that was donated, jax 0.10 ends the process by a segmentation fault."""
+    """jax 0.10 ends the process by a segmentation fault if jit receives a sharded array that was donated."""
     step = build("zero3")
     state = step.init(KEY)
-    best = state.params
-    step.params(state)  # the second call of a program is the one that does not look
-    new, _ = step(state, {"x": X})
+    donated_params = state.params
+    step.params(state)  # only the first call of a program checked its arrays
+    next_state, _ = step(state, {"x": X})
     raises(lambda: step.params(state), "donated", "state, metrics = step(state, batch)")
-    mixed = dataclasses.replace(new, params=best)
+    mixed = dataclasses.replace(next_state, params=donated_params)
     raises(lambda: step(mixed, {"x": X}), "has params/w of an earlier state", "jax.tree.map(jnp.copy, state.params)")
 
 
 def test_first_states_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second `init` was traced and compiled anew."""
-    step, traced = build("zero3"), []
+    """A second `init` was traced and compiled again."""
+    step, traces = build("zero3"), []
     create = step._create
-    monkeypatch.setattr(step, "_create", lambda *args: traced.append(args) or create(*args))
-    first = step.params(step.init(KEY))
-    step.init(KEY, params=first)
-    seen = len(traced)
-    assert seen
-    other = step.params(step.init(jax.random.key(1)))
-    np.testing.assert_array_equal(step.params(step.init(KEY, params=other))["w"], other["w"])
-    assert not np.array_equal(first["w"], other["w"])
-    assert len(traced) == seen
+    monkeypatch.setattr(step, "_create", lambda *args: traces.append(args) or create(*args))
+    first_params = step.params(step.init(KEY))
+    step.init(KEY, params=first_params)
+    num_traces = len(traces)
+    assert num_traces
+    other_params = step.params(step.init(jax.random.key(1)))
+    np.testing.assert_array_equal(step.params(step.init(KEY, params=other_params))["w"], other_params["w"])
+    assert not np.array_equal(first_params["w"], other_params["w"])
+    assert len(traces) == num_traces
 
 
 def test_steps_under_transformations() -> None:
@@ -79,12 +77,14 @@ def test_within_another_mesh() -> None:
 
 
 def test_what_optimizers_ask_for() -> None:
-    """SAM takes extra arguments, but not the loss's value, which broke it; L-BFGS wants the loss as a function."""
+    """SAM takes extra arguments, but failed when it was given the loss; L-BFGS needs the loss as a function."""
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
     step = build("zero3", sam)
     state = step.init(KEY)
     params, (_, grads) = jax.device_get((step.params(state), step.value_and_grad(state, {"x": X})))
     updates, _ = sam.update(grads, sam.init(params), params)
-    found = step.params(step(state, {"x": X})[0])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, optax.apply_updates(params, updates))
+    trained = step.params(step(state, {"x": X})[0])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), trained, optax.apply_updates(params, updates)
+    )
     raises(lambda: build("zero3", optax.lbfgs()).trace({"x": X}), "value_fn", "line search", "step.value_and_grad")

@@ -1,6 +1,4 @@
-"""Bad input: what a user can get wrong is named, with what is needed and what to try next, before anything is
-compiled.
-"""
+"""Errors about bad input name the fault, the need and the next thing to try, before anything is compiled."""
 
 import pickle
 import re
@@ -41,12 +39,12 @@ def build(strategy: Any = "ddp", *, init: Any = weights, loss: Any = square, **k
 
 
 def train(batch: Any = None, **kwargs: Any) -> None:
-    """One step, traced only: every error here precedes compilation."""
+    """Trace one step without compiling it: every error here comes before compilation."""
     build(**kwargs).trace({"x": X} if batch is None else batch)
 
 
 def raises(call: Callable[[], Any], *parts: str, error: type[Exception] = ValueError) -> None:
-    """Every part of the message is there, in this order: the value given, the value needed, the next thing to try."""
+    """Assert that an error holds these parts in order: the value given, the value needed, the next thing to try."""
     with pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts))):
         call()
 
@@ -139,7 +137,7 @@ def test_simulate() -> None:
     late = ("simulate(4) came too late", "8 cpu device(s)", "before the first array")
     raises(lambda: jp.simulate(4), *late, error=RuntimeError)
     raises(lambda: jp.simulate(0), "simulate(0)", "whole number from 1", "such as 8")
-    jp.simulate(8)  # what is there already
+    jp.simulate(8)  # as many devices as exist already
 
 
 def nothing(module: Any, batch: Any) -> float:
@@ -206,7 +204,7 @@ def test_model(make: Callable[[], Any], parts: tuple[str, ...]) -> None:
         (lambda y: "low", ("the loss is", "str", "scalar mean over rows")),
         (lambda y: {"loss": y.mean()}, ("loss returned a dict of 1 (float32[])", "scalar mean over rows")),
         (lambda y: [y.mean(), {}], ("loss returned a list of 2 (float32[], dict)", "(value, {'name': other})")),
-        # `.mean()` was advised, which no tuple has.
+        # The error advised `.mean()`, which a tuple does not have.
         (lambda y: (y.mean(), 1, {}), ("returned a tuple of 3 (float32[], int, dict)", "(value, {'name': other})")),
         (lambda y: (y.mean(), y), ("returned a tuple of 2 (float32[], float32[1, 2])", "(value, {'name': other})")),
         (lambda y: 3, ("the loss is int32", "floating-point")),
@@ -241,7 +239,7 @@ def test_what_a_loss_returns(returns: Callable[[jax.Array], Any], parts: tuple[s
     ],
 )
 def test_labels_that_are_no_integers(loss: Callable[[jax.Array, jax.Array], jax.Array]) -> None:
-    """They ended in the raw TypeError of optax, jax or Flax, which names no leaf of the batch. The advice works."""
+    """The raw TypeError of optax, jax or Flax names no leaf of the batch. The advice of the new error works."""
     of = lambda params, batch, key: loss(batch["x"] @ params["w"], batch["label"]).mean()
     labels = np.zeros(8, np.float32)
     raises(
@@ -267,7 +265,7 @@ def test_labels_that_are_no_integers(loss: Callable[[jax.Array, jax.Array], jax.
         ({"x": X, "scale": 2.0}, ("batch leaf scale is a float", "use arrays", "jp.Replicated(np.asarray(x))")),
         ({"x": [[1.0, 2.0]] * 8}, ("batch leaf x/0/0 is a float", "use arrays")),
         ({"x": X, "name": np.array(["a"] * 8)}, ("batch leaf name", "<U1", "numbers")),
-        # jax's own words on these do not say which leaf, or not what it is.
+        # jax's own errors about these name no leaf, or not its kind.
         ({"x": X, "when": np.arange(8).astype("datetime64[s]")}, ("batch leaf when is datetime64[s][8]", "astype")),
         (
             {"x": types.SimpleNamespace(shape=(8, 2), dtype=X.dtype)},
@@ -293,17 +291,17 @@ def test_batch_with_microbatches() -> None:
     "key", [0, None, jax.random.PRNGKey(0), jax.random.split(KEY), nnx.Rngs(0)], ids=lambda k: type(k).__name__
 )
 def test_key(key: Any) -> None:
-    given = {int: "int", type(None): "NoneType", nnx.Rngs: "Rngs"}.get(type(key)) or f"{key.dtype}[2]"
-    raises(lambda: build().init(key), "one key from jax.random.key(seed)", f"got {given}")
+    kind = {int: "int", type(None): "NoneType", nnx.Rngs: "Rngs"}.get(type(key)) or f"{key.dtype}[2]"
+    raises(lambda: build().init(key), "one key from jax.random.key(seed)", f"got {kind}")
 
 
 def test_the_data_of_a_key() -> None:
-    """A repository that hands `PRNGKey`s about had no seed to make another of."""
+    """A program that passes `PRNGKey`s has no seed from which to make a typed key."""
     step, data = build(), jax.random.PRNGKey(3)
     raises(lambda: step.init(data), "uint32[2]; make it one by jax.random.wrap_key_data(key)")
-    made = step.params(step.init(jax.random.wrap_key_data(data)))
-    same = step.params(step.init(jax.random.key(3)))
-    jax.tree.map(np.testing.assert_array_equal, made, same)
+    params = step.params(step.init(jax.random.wrap_key_data(data)))
+    expected = step.params(step.init(jax.random.key(3)))
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
 @pytest.mark.parametrize(
@@ -327,8 +325,8 @@ def test_params(params: Any, parts: tuple[str, ...]) -> None:
 def test_params_of_nnx() -> None:
     """Neither of two NNX states has a structure that is short enough to read, so the paths that differ are named."""
     step = build(model=jp.from_nnx(linear, nothing))
-    other = nnx.state(nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0)), nnx.Param)
-    raises(lambda: step.init(KEY, params=other), "params=", "bias", "step.params(state)")
+    params_without_bias = nnx.state(nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0)), nnx.Param)
+    raises(lambda: step.init(KEY, params=params_without_bias), "params=", "bias", "step.params(state)")
 
 
 def test_state() -> None:
@@ -337,14 +335,14 @@ def test_state() -> None:
     raises(lambda: step({"x": X}, state), "state is a dict", "step.init")
     raises(lambda: step.evaluate(step.params(state), {"x": X}), "state is a dict", "step.init")
     step(state, {"x": X})
-    # jax itself aborts the process here, where there are several devices.
+    # With several devices jax itself would abort the process here.
     raises(lambda: step(state, {"x": X}), "donated", "state, metrics = step(state, batch)")
     raises(lambda: step.evaluate(state, {"x": X}), "donated", "state, metrics = step(state, batch)")
 
 
 def test_remat_without_stack() -> None:
     raises(lambda: train(strategy="ddp,remat=layer"), "remat='layer'", "scan the layers", "or use remat='none'")
-    # Of a model that scans its layers, whose widths no number of shards divides, it was said that it scans none.
+    # The error claimed that a model scans no layers if the shards divide none of its widths.
     init = lambda key: {"w": jax.random.normal(key, (4, 2, 2))}
     scanned = lambda wrap: (
         lambda params, batch, key: jnp.square(
@@ -360,7 +358,7 @@ def test_remat_without_stack() -> None:
 
 
 class Normed(nnx.Module):
-    """A BatchNorm made at home: jaxpar cannot know it, and each replica would keep its own statistics."""
+    """A BatchNorm that jaxpar does not know: each replica would keep its own statistics."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(2, 2, rngs=rngs)
@@ -447,7 +445,7 @@ def test_variables(model: Callable[[], jp.Model], parts: tuple[str, ...]) -> Non
     raises(lambda: train(model=model()), *parts)
 
 
-def test_what_an_error_suggests_works() -> None:
+def test_the_advice_of_an_error_works() -> None:
     """A sown collection that the loss asks for was rejected with the advice to ask for it."""
 
     def loss(apply: Any, batch: Any) -> jax.Array:
@@ -461,7 +459,7 @@ def test_what_an_error_suggests_works() -> None:
     )
 
 
-def test_what_was_said_by_python_or_by_nobody() -> None:
+def test_errors_that_came_from_python_or_were_missing() -> None:
     raises(lambda: jp.Strategy("fsdp"), "Strategy('fsdp',)", "use Strategy.parse('fsdp')")
     raises(lambda: jp.Strategy(fdsp=2), "has no 'fdsp'", "did you mean 'fsdp'")
     raises(lambda: jp.Strategy.parse("FSDP"), "'FSDP' is unknown", "did you mean 'fsdp'")
@@ -469,7 +467,7 @@ def test_what_was_said_by_python_or_by_nobody() -> None:
     raises(lambda: build().init(KEY, params={}), "params= lacks w", "step.params(state)")
     raises(lambda: jp.from_linen(nn.Dense(2), lambda a, b: a(b), "x"), "example=", "is a str", "ShapeDtypeStruct")
     raises(lambda: jp.from_linen(nn.Dense(2), lambda a, b: a(b), iter([X])), "a list_iterator", "next(loader)")
-    # What hands know of module.apply. An attribute error of `apply` said `Apply`, a name that nobody had written.
+    # Habits from module.apply. An attribute error of `apply` named `Apply`, a class that no user has seen.
     for call, parts in (
         (lambda apply, x: apply(x, rngs={"dropout": KEY}), ("apply(rngs=...): leave it out", "a key for each step")),
         (lambda apply, x: apply({"params": {}}, x), ("apply(variables, ...): leave them out, apply(x)",)),
@@ -487,14 +485,14 @@ def test_what_was_said_by_python_or_by_nobody() -> None:
 
 
 def test_numbers_beyond_reason() -> None:
-    # Tables of schedules, devices and topologies of so many filled the memory before anything was said.
+    # Tables of schedules, devices and topologies of this size filled the memory before any error.
     raises(lambda: build("pipe=8,microbatches=1000000000"), "microbatches=1000000000 is not a count", "1 to 65,536")
     raises(lambda: build("pipe=8,chunks=1000000000"), "chunks=1000000000 is not a count", "1 to 65,536")
     raises(lambda: Schedule("1f1b", 8, 10**9), "microbatches=1000000000 is not a count", "1 to 65,536")
     raises(lambda: Schedule("1f1b", 2**12, 2**12), "makes 16,777,216 cells", "4,194,304 at most")
     raises(lambda: jp.simulate(10**9), "simulate(1000000000)", "at most 4,096")
-    for name, given in (("1000000000xH100", "1,000,000,000"), ("40000x8xH100", "320,000")):
-        raises(lambda name=name: target(name), f"target={name!r} has {given} devices", "at most 131,072")
+    for name, num_devices in (("1000000000xH100", "1,000,000,000"), ("40000x8xH100", "320,000")):
+        raises(lambda name=name: target(name), f"target={name!r} has {num_devices} devices", "at most 131,072")
     raises(lambda: target("1" * 5000 + "xH100"), "a number of 5000 digits", "at most 131,072 devices")
 
 
@@ -506,13 +504,13 @@ def test_a_module_of_another_dtype_than_the_precision_is_told_so() -> None:
         return jax.lax.scan(layer, batch["x"].astype(params["w"].dtype), params["w"])[0].mean()
 
     init = lambda key: {"w": jnp.ones((3, 2, 2))}
-    with pytest.raises(TypeError, match="carry") as found:
+    with pytest.raises(TypeError, match="carry") as error:
         build("ddp,precision=bf16", init=init, loss=loss).traced({"x": X})
-    assert any("gives the loss its parameters in bfloat16" in note for note in found.value.__notes__)
+    assert any("gives the loss its parameters in bfloat16" in note for note in error.value.__notes__)
 
 
 def test_a_loss_whose_groups_of_rows_blocks_cut() -> None:
-    """GRPO's advantages, `reshape(-1, 4)`: jax said that it cannot reshape (2,), which names no batch."""
+    """GRPO's advantages, `reshape(-1, 4)`: jax's error about a reshape of (2,) names no batch."""
 
     def grouped(params: Any, batch: Any, key: Any) -> jax.Array:
         groups = jnp.square(batch["x"] @ params["w"]).sum(-1).reshape(-1, 4)
@@ -524,16 +522,16 @@ def test_a_loss_whose_groups_of_rows_blocks_cut() -> None:
     raises(lambda: build(model=model).traced(rows(24)), *parts, "32 rows, or use fewer blocks")
     build(model=model).traced(rows(32))
     build("data=2,fsdp=1", model=model, mesh=jax.devices()[:2]).traced(rows(24))
-    with pytest.raises(TypeError, match="reshape"):  # which no batch mends is said by jax
+    with pytest.raises(TypeError, match="reshape"):  # an error that no batch avoids stays jax's own
         build(loss=lambda p, batch, key: square(p, batch, key) + batch["x"].reshape(3, 5, 7).sum()).traced(rows(24))
 
 
 class Recurrent(nnx.Module):
-    """Keeps what it has seen of each row, from batch to batch."""
+    """A recurrent network; if `stateful`, it stores its output for each row from batch to batch."""
 
-    def __init__(self, kept: bool, rngs: nnx.Rngs) -> None:
+    def __init__(self, stateful: bool, rngs: nnx.Rngs) -> None:
         self.inner, self.outer = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
-        if kept:
+        if stateful:
             self.seen = nnx.BatchStat(jnp.zeros((8, 8)))
 
     def next(self, x: jax.Array, seen: jax.Array) -> jax.Array:
@@ -541,30 +539,39 @@ class Recurrent(nnx.Module):
 
 
 def test_a_variable_with_a_value_for_each_row() -> None:
-    """The carry of a stateful RNN was said to be a group of rows, with an advice that does not help. This one does."""
+    """The error took the carry of a stateful RNN for a group of rows, and its advice did not help."""
     x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 
-    def keeping(net: Recurrent, batch: Any) -> jax.Array:
+    def loss_of_stateful(net: Recurrent, batch: Any) -> jax.Array:
         y = net.next(batch["x"], net.seen[...])
         net.seen[...] = jax.lax.stop_gradient(y)
         return jnp.square(y - 1).mean()
 
-    def given(net: Recurrent, batch: Any) -> jax.Array:
+    def loss_with_carry(net: Recurrent, batch: Any) -> jax.Array:
         return jnp.square(net.next(batch["x"], batch["seen"]) - 1).mean()
 
-    kept = jp.from_nnx(lambda rngs: Recurrent(True, rngs), keeping)
+    stateful_model = jp.from_nnx(lambda rngs: Recurrent(True, rngs), loss_of_stateful)
     parts = "variable seen [8, 8]", "each of the batch's 8 rows, and a block has 4", "in the batch", "step.model"
     make = lambda model, strategy: jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=jax.devices()[:2])
-    raises(lambda: make(kept, "ddp").trace({"x": x}), *parts)
+    raises(lambda: make(stateful_model, "ddp").trace({"x": x}), *parts)
 
-    whole, cut = make(kept, "single"), make(jp.from_nnx(lambda rngs: Recurrent(False, rngs), given), "ddp")
-    one, two = whole.init(jax.random.key(0)), cut.init(jax.random.key(0))
+    single_step, ddp_step = (
+        make(stateful_model, "single"),
+        make(jp.from_nnx(lambda rngs: Recurrent(False, rngs), loss_with_carry), "ddp"),
+    )
+    single_state, ddp_state = single_step.init(jax.random.key(0)), ddp_step.init(jax.random.key(0))
     seen = np.zeros((8, 8), np.float32)
     for _ in range(2):
-        after = np.asarray(cut.model(two).next(x, seen))
-        (one, _), (two, _) = whole(one, {"x": x}), cut(two, {"x": x, "seen": seen})
-        seen = after
-    for a, b in zip(*(jax.tree.leaves(step.params(state)) for step, state in ((whole, one), (cut, two))), strict=True):
+        next_seen = np.asarray(ddp_step.model(ddp_state).next(x, seen))
+        (single_state, _), (ddp_state, _) = (
+            single_step(single_state, {"x": x}),
+            ddp_step(ddp_state, {"x": x, "seen": seen}),
+        )
+        seen = next_seen
+    for a, b in zip(
+        *(jax.tree.leaves(step.params(state)) for step, state in ((single_step, single_state), (ddp_step, ddp_state))),
+        strict=True,
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -587,8 +594,10 @@ def test_optimizers_that_a_trace_cannot_run() -> None:
 
 
 def test_masks_that_are_built_from_a_module() -> None:
-    """Masks and labels in a module's own tree, which optax takes beside that module, ended in JAX's "pytree structure
-    error: different types", and a function that asks the parameters for an attribute in AttributeError.
+    """Masks and labels may be trees of a module, which optax accepts for parameters in that module.
+
+    They raised JAX's "pytree structure error: different types", and a function that reads an attribute of the
+    parameters raised AttributeError.
     """
     model = jp.from_nnx(lambda rngs: Recurrent(False, rngs), lambda net, batch: net.inner(batch["x"]).mean())
     make = lambda mask: jp.make_train_step(model, optax.adamw(0.1, mask=mask), "ddp", mesh=jax.devices()[:2])

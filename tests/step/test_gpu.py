@@ -1,4 +1,4 @@
-"""Steps compiled for 8 H100s that are not there: memory, collectives, overlap; against steps written by hand."""
+"""Steps compiled for 8 H100s without a GPU: memory, collectives and overlap, against steps written by hand."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,15 +25,18 @@ LARGE = 1 << 20  # bytes; a norm's gather takes less time than the compiler woul
 
 class Loops(Compiled):
     def loops(self, trips: int) -> list[list[Collective]]:
-        """The collectives, each for itself, of every loop of so many iterations."""
+        """Return the separate collectives of every loop with this number of iterations."""
 
         def within(operations: Sequence[Operation]) -> Iterator[While]:
-            for one in operations:
-                if isinstance(one, While):
-                    yield from (one, *within(one.body))
+            for operation in operations:
+                if isinstance(operation, While):
+                    yield from (operation, *within(operation.body))
 
-        nesting, found = Nesting(times=trips, in_loop=True), within(Executable(self.text, self.step.mesh).operations)
-        return [list(collectives(loop.body, nesting)) for loop in found if loop.trips == trips]
+        nesting, all_loops = (
+            Nesting(times=trips, in_loop=True),
+            within(Executable(self.text, self.step.mesh).operations),
+        )
+        return [list(collectives(loop.body, nesting)) for loop in all_loops if loop.trips == trips]
 
 
 def compiled(model: jp.Model, strategy: str, batch: Any) -> Loops:
@@ -42,7 +45,7 @@ def compiled(model: jp.Model, strategy: str, batch: Any) -> Loops:
 
 
 def params(*strategies: str, battery: tuple[str, ...] = ()) -> list[Any]:
-    """One worker takes all tests of a strategy, so that it is compiled once."""
+    """Return strategies as parameters; one worker runs all tests of a strategy, so that it is compiled once."""
     marks = lambda name: [pytest.mark.xdist_group(f"gpu {name}"), *[pytest.mark.battery] * (name in battery)]
     return [pytest.param(name, marks=marks(name)) for name in strategies]
 
@@ -54,13 +57,13 @@ def llama(request: pytest.FixtureRequest) -> Loops:
     return compiled(jp.Model(init=init, loss=loss), f"{request.param},remat=layer", batch)
 
 
-def assert_bytes_as_expected(found: Loops) -> None:
-    """Bytes by kind, axes and dtype: the closed form, but for scalars that the optimizer reduces (clipping, norms)."""
+def assert_bytes_as_expected(program: Loops) -> None:
+    """Assert that bytes by kind, axes and dtype equal the closed form, except for scalars of clipping and norms."""
     fields = "kind", "axes", "dtype"
     scalars = "all-reduce", ("fsdp",), "float32"
-    theirs, ours = found.ledger.by(*fields), expected(found.step, found.batch).by(*fields)
-    assert theirs.pop(scalars) < ours.pop(scalars) + 1000
-    assert theirs == ours
+    program_bytes, expected_bytes = program.ledger.by(*fields), expected(program.step, program.batch).by(*fields)
+    assert program_bytes.pop(scalars) < expected_bytes.pop(scalars) + 1000
+    assert program_bytes == expected_bytes
 
 
 def test_bytes_equal_the_closed_form(llama: Loops) -> None:
@@ -81,31 +84,36 @@ def test_arguments_are_those_of_the_layout(llama: Loops) -> None:
 
 
 def test_gradients_of_layers_are_reduced_inside_one_backward_loop(llama: Loops) -> None:
-    scatters = [[one for one in loop if one.kind == "reduce-scatter"] for loop in llama.loops(WIDTHS.layers)]
+    scatters = [
+        [collective for collective in loop if collective.kind == "reduce-scatter"]
+        for loop in llama.loops(WIDTHS.layers)
+    ]
     (backward,) = [loop for loop in scatters if loop]
     layers = sum(math.prod(leaf.shape) for leaf in llama.step.layout.leaves if leaf.path.startswith("layers"))
-    assert sum(one.bytes for one in backward) == 4 * layers
-    assert all(one.asynchronous for one in backward)
-    hidden = sum(one.bytes for one in backward if one.overlapped)
-    assert hidden > 0.5 * 4 * layers
+    assert sum(collective.bytes for collective in backward) == 4 * layers
+    assert all(collective.asynchronous for collective in backward)
+    overlapped_bytes = sum(collective.bytes for collective in backward if collective.overlapped)
+    assert overlapped_bytes > 0.5 * 4 * layers
 
 
 def test_gradients_are_reduced_in_float32(llama: Loops) -> None:
-    reductions = [one for one in llama.ledger if one.kind in ("all-reduce", "reduce-scatter")]
-    assert {one.dtype for one in reductions} == {"float32"}
+    reductions = [collective for collective in llama.ledger if collective.kind in ("all-reduce", "reduce-scatter")]
+    assert {collective.dtype for collective in reductions} == {"float32"}
 
 
 def test_gathers_of_layers_are_hidden_by_compute(llama: Loops) -> None:
-    gathers = [one for loop in llama.loops(WIDTHS.layers) for one in loop if one.kind == "all-gather"]
-    assert {one.dtype for one in gathers} == {"bfloat16"}
-    large = [one for one in gathers if one.bytes > LARGE * WIDTHS.layers]
-    hidden = sum(one.bytes for one in large if one.overlapped)
+    gathers = [
+        collective for loop in llama.loops(WIDTHS.layers) for collective in loop if collective.kind == "all-gather"
+    ]
+    assert {collective.dtype for collective in gathers} == {"bfloat16"}
+    large = [collective for collective in gathers if collective.bytes > LARGE * WIDTHS.layers]
+    overlapped_bytes = sum(collective.bytes for collective in large if collective.overlapped)
     if llama.step.strategy.zero == 3:  # ZeRO-2 gathers after its update, when there is nothing left to compute
-        assert hidden > 0.75 * sum(one.bytes for one in large)
+        assert overlapped_bytes > 0.75 * sum(collective.bytes for collective in large)
 
 
 def piped(strategy: str) -> int:
-    """Bytes of the temporaries of a pipeline of 4 over the same layers."""
+    """Return the bytes of temporaries of a pipeline of 4 ranks over the same layers."""
     init, loss = handwritten.model_fns(WIDTHS)
     devices = gpu_topology("8xH100")[:4]
     step = jp.make_train_step(jp.Model(init=init, loss=loss), optax.adamw(3e-4), f"{strategy},precision=bf16", devices)
@@ -117,14 +125,14 @@ def piped(strategy: str) -> int:
 @pytest.mark.xdist_group("gpu pipe")
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_memory_of_a_pipeline_is_flat_in_microbatches(chunks: int) -> None:
-    few, many = (piped(f"pipe=4,chunks={chunks},microbatches={m}") for m in (8, 32))
-    assert many <= 1.05 * few
+    bytes_of_8, bytes_of_32 = (piped(f"pipe=4,chunks={chunks},microbatches={m}") for m in (8, 32))
+    assert bytes_of_32 <= 1.05 * bytes_of_8
     if chunks == 2:
-        assert many < 0.5 * piped("pipe=4,schedule=gpipe,microbatches=32")
+        assert bytes_of_32 < 0.5 * piped("pipe=4,schedule=gpipe,microbatches=32")
 
 
 def tied() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """An embedding of 32,000 x 1,024 that is the head as well, and 4 scanned layers."""
+    """Return a model with an embedding of 32,000 x 1,024 that is also the head, and 4 scanned layers."""
 
     def init(key: jax.Array) -> Any:
         return {"embed": jnp.ones((32_000, 1024)), "w": jnp.ones((4, 1024, 1024)), "b": jnp.ones((4, 1024))}
@@ -137,7 +145,7 @@ def tied() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def unscanned() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Six layers in a Python loop: 2 MB each, in bfloat16."""
+    """Return a model with six layers in a Python loop, 2 MB each in bfloat16."""
 
     def init(key: jax.Array) -> Any:
         return {f"w{i}": jnp.ones((1024, 1024)) for i in range(6)}
@@ -157,8 +165,8 @@ def unscanned() -> tuple[Callable[..., Any], Callable[..., Any]]:
     ids=["tied", "unscanned"],
 )
 def test_gathers_of_two_uses_are_not_merged(model: Callable[[], Any], elements: int) -> None:
-    """They are equal, as the compiler can see; merged, a leaf would stay whole from its first use to its last."""
+    """The compiler could merge equal gathers; a leaf would then stay whole from its first use to its last."""
     init, loss = model()
-    found = compiled(jp.Model(init=init, loss=loss), "zero3", jax.ShapeDtypeStruct((8, 512), jnp.int32))
-    assert_bytes_as_expected(found)
-    assert found.ledger.total(kind="all-gather") == 2 * elements
+    program = compiled(jp.Model(init=init, loss=loss), "zero3", jax.ShapeDtypeStruct((8, 512), jnp.int32))
+    assert_bytes_as_expected(program)
+    assert program.ledger.total(kind="all-gather") == 2 * elements

@@ -1,5 +1,7 @@
-"""Optimizer state and parameters on the host: training as on one device; where they are, what is moved, in place, leaf
-by leaf; as compiled for H100s, where nothing of it is an argument on the device or held twice.
+"""Optimizer state and parameters on the host.
+
+A step trains as on one device. Each array is moved once in each direction, leaf by leaf, and stays in its place. In
+programs compiled for H100s, no such array is an argument on the device, and the host stores none twice.
 """
 
 from pathlib import Path
@@ -42,7 +44,7 @@ KEY = jax.random.key(0)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a layer and less: these models have no more than one block else."""
+    """Make blocks of one layer or less: these small models would have one block otherwise."""
     monkeypatch.setattr("jaxpar.step.offload.BLOCK", 1 << 11)
 
 
@@ -77,9 +79,9 @@ CELLS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", CELLS)
 def test_parity_with_one_device(strategy: str) -> None:
-    one = Reference(MODEL, jp.Strategy(single=True), 8)
-    wanted = one.value_and_grad(KEY, BATCH)[1], one.train(SGD, KEY, BATCH, 2)
-    check(jp.make_train_step(MODEL, SGD, strategy), MODEL, initial(MODEL), BATCH, 2, *wanted)
+    reference = Reference(MODEL, jp.Strategy(single=True), 8)
+    expected = reference.value_and_grad(KEY, BATCH)[1], reference.train(SGD, KEY, BATCH, 2)
+    check(jp.make_train_step(MODEL, SGD, strategy), MODEL, initial(MODEL), BATCH, 2, *expected)
 
 
 @pytest.mark.battery
@@ -97,61 +99,64 @@ def test_parity_of_a_mixture(strategy: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def moved(step: Any) -> dict[Any, int]:
-    """Bytes that a device of a step moves, by the memory that they are moved to."""
-    found: dict[Any, int] = {}
+    """Return the bytes that one device moves in a step, by the memory that they are moved to."""
+    moved_bytes: dict[Any, int] = {}
     for eqn, runs in visit(step.trace(ROWS).eqns):
-        if eqn.primitive.name == "device_put" and isinstance(to := eqn.params["devices"][0], jax.memory.Space):
+        if eqn.primitive.name == "device_put" and isinstance(space := eqn.params["devices"][0], jax.memory.Space):
             aval = eqn.outvars[0].aval
-            found[to] = found.get(to, 0) + runs * aval.size * aval.dtype.itemsize
-    return found
+            moved_bytes[space] = moved_bytes.get(space, 0) + runs * aval.size * aval.dtype.itemsize
+    return moved_bytes
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "optimizer+params"])
 def test_each_array_comes_and_goes_once_and_stays_where_it_is(offload: str, tmp_path: Path) -> None:
-    """With clipping and Adam; its steps are those of a step without, and so is its checkpoint. Layers come to both
-    loops as well, one too many to each.
+    """With clipping and Adam, steps and checkpoints equal those without offload.
+
+    Offloaded parameters come to the device in the forward and in the backward loop, one layer too many in each.
     """
-    there, here = step_of(f"fsdp=8,offload={offload}", check=True), step_of("fsdp=8")
-    arrays, layer, both = 2 + ("params" in offload), 4 * PADDED * DIM // 8, ("params", "optimizer")
-    size = sum(there.layout.host_bytes.values())
-    assert size + sum(there.layout.bytes[kind] for kind in both) == sum(here.layout.bytes[kind] for kind in both)
+    offloaded, resident = step_of(f"fsdp=8,offload={offload}", check=True), step_of("fsdp=8")
+    arrays, layer, kinds_of_state = 2 + ("params" in offload), 4 * PADDED * DIM // 8, ("params", "optimizer")
+    size = sum(offloaded.layout.host_bytes.values())
+    assert size + sum(offloaded.layout.bytes[kind] for kind in kinds_of_state) == sum(
+        resident.layout.bytes[kind] for kind in kinds_of_state
+    )
     assert size == arrays * LAYERS * layer
     host, device = jax.memory.Space.Host, jax.memory.Space.Device
-    assert moved(there) == {host: size, device: size + 2 * (LAYERS + 1) * layer * ("params" in offload)}
+    assert moved(offloaded) == {host: size, device: size + 2 * (LAYERS + 1) * layer * ("params" in offload)}
 
     kinds = lambda state: [x.sharding.memory_kind for x in jax.tree.leaves((state.params, state.optimizer))]
-    states = there.init(KEY), here.init(KEY)
-    first = kinds(states[0])
-    assert first.count("pinned_host") == arrays
+    states = offloaded.init(KEY), resident.init(KEY)
+    initial_kinds = kinds(states[0])
+    assert initial_kinds.count("pinned_host") == arrays
     assert "pinned_host" not in kinds(states[1])
     donated = jax.tree.leaves((states[0].params, states[0].optimizer))
-    states = tuple(step(state, ROWS)[0] for step, state in zip((there, here), states, strict=True))
-    assert kinds(states[0]) == first
+    states = tuple(step(state, ROWS)[0] for step, state in zip((offloaded, resident), states, strict=True))
+    assert kinds(states[0]) == initial_kinds
     assert all(x.is_deleted() for x in donated)
-    parts = [(step.params(state), state.optimizer) for step, state in zip((there, here), states, strict=True)]
+    parts = [(step.params(state), state.optimizer) for step, state in zip((offloaded, resident), states, strict=True)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), *parts)
 
-    waiting = [x for x in jax.tree.leaves(states[0]) if x.sharding.memory_kind == "pinned_host"]
-    views = [np.asarray(shard.data) for x in waiting for shard in x.addressable_shards]
-    boxes = held(arrays_of(there)[0], states[0], {})
-    same = [any(np.shares_memory(x, view) for view in views) for parts in boxes.values() for _, x in parts]
-    assert sum(same) == len(views)  # none of them is copied
-    assert there.save(tmp_path, states[0]).latest == 1  # so that a save waits until they are written
-    whole = step_of("zero1")
-    back, other = there.restore(tmp_path), whole.restore(tmp_path)
-    assert kinds(back) == first
-    assert "pinned_host" not in kinds(other)
-    there.check_replicas(back)
-    wanted = there.params(states[0]), states[0].optimizer
-    for step, state in (there, back), (whole, other):
-        jax.tree.map(np.testing.assert_array_equal, (step.params(state), state.optimizer), wanted)
-    given = there.with_params(there.init(KEY), wanted[0])
-    assert kinds(given) == first
-    jax.tree.map(np.testing.assert_array_equal, there.params(given), wanted[0])
+    host_arrays = [x for x in jax.tree.leaves(states[0]) if x.sharding.memory_kind == "pinned_host"]
+    views = [np.asarray(shard.data) for x in host_arrays for shard in x.addressable_shards]
+    boxes = held(arrays_of(offloaded)[0], states[0], {})
+    are_views = [any(np.shares_memory(x, view) for view in views) for parts in boxes.values() for _, x in parts]
+    assert sum(are_views) == len(views)  # a save copies none of them
+    assert offloaded.save(tmp_path, states[0]).latest == 1  # which is why a save waits until they are written
+    zero1 = step_of("zero1")
+    restored, restored_by_zero1 = offloaded.restore(tmp_path), zero1.restore(tmp_path)
+    assert kinds(restored) == initial_kinds
+    assert "pinned_host" not in kinds(restored_by_zero1)
+    offloaded.check_replicas(restored)
+    expected = offloaded.params(states[0]), states[0].optimizer
+    for step, state in (offloaded, restored), (zero1, restored_by_zero1):
+        jax.tree.map(np.testing.assert_array_equal, (step.params(state), state.optimizer), expected)
+    replaced = offloaded.with_params(offloaded.init(KEY), expected[0])
+    assert kinds(replaced) == initial_kinds
+    jax.tree.map(np.testing.assert_array_equal, offloaded.params(replaced), expected[0])
 
 
 def test_a_frozen_base_waits_on_the_host_and_its_adapter_trains() -> None:
-    """In any optimizer's way, as nothing that it sees is there; whole under ddp, in the compute dtype."""
+    """Any optimizer will do, since nothing that it sees is on the host; ddp stores the base in the compute dtype."""
 
     def adapted(params: Any, rows: jax.Array, key: jax.Array) -> jax.Array:
         layer = lambda x, w: (jnp.tanh(x @ w[0] + (x @ w[1]) @ w[1].T), None)
@@ -160,51 +165,51 @@ def test_a_frozen_base_waits_on_the_host_and_its_adapter_trains() -> None:
 
     base = STACK.init(KEY)["w"]
     model = jp.Model(init=lambda key: {"base": base, "adapter": 0.1 * base[:, :, :2]}, loss=adapted)
-    found = []
+    adapters = []
     for text in ("", ",offload=params"):
         step = jp.make_train_step(
             model, optax.lamb(1e-2), f"ddp,precision=bf16{text}", trainable=lambda p: p == "adapter"
         )
         state, _ = step(step.init(KEY), ROWS)
-        found.append(step.params(state)["adapter"])
+        adapters.append(step.params(state)["adapter"])
     assert state.params["base"].sharding.memory_kind == "pinned_host"
     assert step.layout.host_bytes["params"] == 2 * LAYERS * DIM * DIM
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(*adapters)
 
 
 @pytest.mark.parametrize("option", ["trace_nonfinite", "skip_nonfinite"])
 def test_a_step_that_is_not_finite_leaves_it(option: str) -> None:
-    """Parameters and state; a number that stops says which equation it was, from the parameters on the host."""
+    """Parameters and state do not change; trace_nonfinite finds the equation with parameters that are on the host."""
     step = step_of("fsdp=8,offload=optimizer+params", **{option: True})
-    first = step.init(KEY)
-    wanted = np.asarray(step.params(first)["w"])
-    after, metrics = step(first, ROWS * np.nan)
+    state = step.init(KEY)
+    expected = np.asarray(step.params(state)["w"])
+    stopped_state, metrics = step(state, ROWS * np.nan)
     assert not metrics["finite"]
-    np.testing.assert_array_equal(step.params(after)["w"], wanted)
-    assert all(not np.asarray(x).any() for x in jax.tree.leaves(after.optimizer))
+    np.testing.assert_array_equal(step.params(stopped_state)["w"], expected)
+    assert all(not np.asarray(x).any() for x in jax.tree.leaves(stopped_state.optimizer))
     if option == "trace_nonfinite":
         with pytest.raises(FloatingPointError, match="batch"):
-            step(after, ROWS)
+            step(stopped_state, ROWS)
 
 
 def test_refusals() -> None:
-    for optimizer, why in (
+    for optimizer, reason in (
         (optax.lamb(1e-3), "a number is made of all of w or its moments"),
         (optax.sgd(0.1), "moves state like a parameter's, of 16,384 elements or more, and this optimizer has none"),
     ):
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(ValueError, match=reason):
             step_of("fsdp=8,offload=optimizer", optimizer)
     matrix = jp.Model(init=lambda key: {"w": jnp.zeros((160, 160))}, loss=loss)
     with pytest.raises(ValueError, match="does not work element by element: it multiplies matrices; use one that does"):
         jp.make_train_step(matrix, optax.contrib.muon(1e-3), "fsdp=8,offload=optimizer")
     with pytest.raises(ValueError, match="server=true: a server's replicas keep it"):
         jp.Strategy(data=8, server=True, offload="optimizer")
-    for text, why in (
+    for text, reason in (
         ("pipe=2,microbatches=2", "stages keep layers in the order of a table on their device; use fsdp with zero=3"),
         ("fsdp=8,zero=1", "zero=1 gathers updated parameters to where they are whole"),
         ("fsdp=8,prefetch=1", "loops bring the next layer, and gather it when it runs: leave prefetch out"),
     ):
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(ValueError, match=reason):
             jp.Strategy.parse(f"{text},offload=params")
     small = jp.Model(init=lambda key: {"w": jnp.zeros((3, 8, 8))}, loss=loss)
     with pytest.raises(
@@ -218,39 +223,43 @@ def test_refusals() -> None:
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize("params", [False, True])
 def test_compiled_for_gpus(params: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state is no argument on the device; the host's buffers are updated in place, by copies that are asynchronous,
-    of a layer each, in loops both ways at once; temporaries do not grow but by two layers of parameters, and the first
-    state takes a block, or a stack of parameters.
+    """No array on the host is an argument on the device, and the host's buffers are updated in place.
+
+    Copies are asynchronous, of one layer each, in loops and in both directions at once. Temporaries grow by two layers
+    of parameters at most. Making the first state takes a block, or a stack of parameters.
     """
     layers, rows, devices = 4, 2, target("2xH100")
-    it = named("llama3-8b", layers=layers, dim=1024, heads=8, kv_heads=4, ffn=2048, vocab=2048)
+    entry = named("llama3-8b", layers=layers, dim=1024, heads=8, kv_heads=4, ffn=2048, vocab=2048)
     monkeypatch.setattr("jaxpar.step.offload.BLOCK", block := 1024 * 2048 * 4 // 2)  # a device's part of the largest
-    made = lambda text: jp.make_train_step(it.model, CLIPPED, f"fsdp=2,precision=bf16{text}", devices.devices)
+    make_step = lambda text: jp.make_train_step(entry.model, CLIPPED, f"fsdp=2,precision=bf16{text}", devices.devices)
     offload = ",offload=optimizer" + params * "+params"
-    there, here = (Compiled.of(made(text), it.example(rows, 4096)) for text in (offload, ""))
-    size = sum(there.step.layout.host_bytes.values())
-    assert here.memory.argument_size_in_bytes - there.memory.argument_size_in_bytes == size
-    assert there.memory.host_argument_size_in_bytes == there.memory.host_alias_size_in_bytes == size
-    assert there.memory.host_temp_size_in_bytes == 0
-    layer = there.step.layout.host_bytes["params"] // layers
-    assert there.memory.temp_size_in_bytes <= here.memory.temp_size_in_bytes + 6 * block + 2 * layer
+    offloaded, resident = (Compiled.of(make_step(text), entry.example(rows, 4096)) for text in (offload, ""))
+    size = sum(offloaded.step.layout.host_bytes.values())
+    assert resident.memory.argument_size_in_bytes - offloaded.memory.argument_size_in_bytes == size
+    assert offloaded.memory.host_argument_size_in_bytes == offloaded.memory.host_alias_size_in_bytes == size
+    assert offloaded.memory.host_temp_size_in_bytes == 0
+    layer = offloaded.step.layout.host_bytes["params"] // layers
+    assert offloaded.memory.temp_size_in_bytes <= resident.memory.temp_size_in_bytes + 6 * block + 2 * layer
 
-    program = Executable(there.text, there.step.mesh)
-    loops = [(one.body, one.trips) for one in program.operations if isinstance(one, While)]
-    every = [(one, trips) for body, trips in [(program.operations, 1), *loops] for one in body]
-    copies = [(one, trips) for one, trips in every if isinstance(one, HostCopy)]
-    to_host, to_device = (sum(one.bytes * n for one, n in copies if one.to_host == way) for way in (True, False))
+    program = Executable(offloaded.text, offloaded.step.mesh)
+    loops = [(operation.body, operation.trips) for operation in program.operations if isinstance(operation, While)]
+    operations = [(operation, trips) for body, trips in [(program.operations, 1), *loops] for operation in body]
+    copies = [(operation, trips) for operation, trips in operations if isinstance(operation, HostCopy)]
+    to_host, to_device = (
+        sum(operation.bytes * n for operation, n in copies if operation.to_host == direction)
+        for direction in (True, False)
+    )
     assert to_host == size
     assert 0 <= size + 2 * (layers + 1) * layer - to_device <= layer  # the last copy of a loop is one too many
-    assert not any(one.waits for one, _ in copies)
-    looped = {one.name for body, _ in loops for one in body if isinstance(one, HostCopy)}
-    parts = predict(program, there.step, it.example(rows, 4096), devices.hardware).copies
+    assert not any(operation.waits for operation, _ in copies)
+    looped = {operation.name for body, _ in loops for operation in body if isinstance(operation, HostCopy)}
+    parts = predict(program, offloaded.step, entry.example(rows, 4096), devices.hardware).copies
     parts = [part for part in parts if part.name in looped]
     if not params:  # whose layers wait, of a model that computes so little
         assert len(parts) == 3 * 4  # three large matrices' moments, there and back
         assert sum(part.exposed for part in parts) < 0.55 * sum(part.seconds for part in parts)
 
-    first = there.step._creating.trace(jax.eval_shape(lambda: KEY)).lower(lowering_platforms=("cuda",)).compile()
+    first = offloaded.step._creating.trace(jax.eval_shape(lambda: KEY)).lower(lowering_platforms=("cuda",)).compile()
     first = first.memory_analysis()
     assert first.host_output_size_in_bytes == size
     assert first.temp_size_in_bytes < 3 * block + params * size // 3

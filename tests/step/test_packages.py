@@ -67,7 +67,7 @@ def imported(name: str) -> types.ModuleType:
 
 @dataclass(frozen=True)
 class Package:
-    """A package's model as jaxpar takes it, and the same loss(params, batch) by Flax alone on one device."""
+    """A package's model as a `jp.Model`, and the same loss(params, batch) by Flax alone on one device."""
 
     model: jp.Model
     plain: Callable[[Tree, Tree], jax.Array]
@@ -223,11 +223,11 @@ def shaken(params: Tree) -> Tree:
     return jax.tree.map(lambda x: np.asarray(np.asarray(x) + 0.05 * random.normal(size=x.shape), np.float32), params)
 
 
-def assert_close(found: Tree, expected: Tree) -> None:
+def assert_close(actual: Tree, expected: Tree) -> None:
     """Same tree; |a - b| <= 1e-5 max(leaf max, 1e-3 tree max), as the whole project defines parity."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
     largest = max(np.abs(x).max() for x in jax.tree.leaves(expected))
-    pairs = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(actual), strict=True)
     for (path, b), a in pairs:
         a, b = np.asarray(a), np.asarray(b)
         tolerance = 1e-5 * max(np.abs(b).max(), 1e-3 * largest)
@@ -247,8 +247,8 @@ def test_trains_as_on_one_device(
     step = jp.make_train_step(package.model, SGD, strategy)
     state = step.init(jax.random.key(0), params=start)
 
-    # Programs, not one for each operation and shape.
-    momentum, update, whole = jax.jit(SGD.init)(start), jax.jit(SGD.update), jax.jit(step.layout.to_logical)
+    # Jitted, since each operation and shape would be a program otherwise.
+    momentum, update, to_logical = jax.jit(SGD.init)(start), jax.jit(SGD.update), jax.jit(step.layout.to_logical)
     for number in range(2):
         state, metrics = step(state, package.batch)
         loss, grads = plain(params, package.batch)
@@ -256,7 +256,7 @@ def test_trains_as_on_one_device(
             assert all(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(grads))
             np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
             unwrap = package.model.unwrap
-            assert_close(unwrap(whole(state.optimizer[0].trace)), unwrap(grads))
+            assert_close(unwrap(to_logical(state.optimizer[0].trace)), unwrap(grads))
         updates, momentum = update(grads, momentum, params)
         params = jax.tree.map(lambda x, change: x + np.asarray(change), params, updates)
     trained = step.params(state)

@@ -13,19 +13,19 @@ BATCH = {"tokens": jax.ShapeDtypeStruct((8, 33), "int32")}
 
 
 def traced(monkeypatch: pytest.MonkeyPatch, name: str, strategy: str, count: int) -> list[tuple[str, PlacedLoss]]:
-    """The losses after each pass that applies, with its name."""
-    seen = []
+    """Return the loss after each pass that applies, with the name of the pass."""
+    losses = []
 
-    def noted(one: LossPass) -> LossPass:
-        def rewrite(how: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-            seen.append((one.name, one.rewrite(how, loss, notes)))
-            return seen[-1][1]
+    def recorded(loss_pass: LossPass) -> LossPass:
+        def rewrite(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
+            losses.append((loss_pass.name, loss_pass.rewrite(setting, loss, notes)))
+            return losses[-1][1]
 
-        return LossPass(one.name, one.applies, rewrite)
+        return LossPass(loss_pass.name, loss_pass.applies, rewrite)
 
-    monkeypatch.setattr(passes, "PASSES", tuple(map(noted, passes.PASSES)))
+    monkeypatch.setattr(passes, "PASSES", tuple(map(recorded, passes.PASSES)))
     jp.make_train_step(named(name).model, optax.sgd(0.1), strategy, jax.devices()[:count]).traced(BATCH)
-    return seen
+    return losses
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,10 @@ def traced(monkeypatch: pytest.MonkeyPatch, name: str, strategy: str, count: int
 def test_a_pass_reads_the_parts_that_its_placements_say(
     monkeypatch: pytest.MonkeyPatch, name: str, strategy: str, applied: set[str]
 ) -> None:
-    """A later pass finds the split dims by the placements: where they are not the program's, it splits another dim."""
-    seen = traced(monkeypatch, name, strategy, 2 if strategy.startswith("data") else 4)
-    assert {each for each, _ in seen} == applied
-    for each, loss in seen:
+    """A later pass finds the split dims by the placements: if they are not the program's, it splits another dim."""
+    losses = traced(monkeypatch, name, strategy, 2 if strategy.startswith("data") else 4)
+    assert {pass_name for pass_name, _ in losses} == applied
+    for pass_name, loss in losses:
         shapes = [v.aval.shape for v in loss.flat.invars[: len(loss.placements)]]
-        assert shapes == [leaf.logical for leaf in loss.placements], each
-    assert [leaf.logical for leaf in loss.placements] == [leaf.local.logical for leaf in seen[0][1].placements]
+        assert shapes == [leaf.logical for leaf in loss.placements], pass_name
+    assert [leaf.logical for leaf in loss.placements] == [leaf.local.logical for leaf in losses[0][1].placements]

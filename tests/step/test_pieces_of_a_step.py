@@ -1,4 +1,4 @@
-"""Gradients alone, and parameters of one's own in and out of a state, outside and inside a caller's `jit`."""
+"""Gradients without an update, and a user's own parameters in a state, outside and inside a caller's `jit`."""
 
 import dataclasses
 from typing import Any
@@ -18,27 +18,29 @@ SGD = optax.sgd(0.1, momentum=0.9)
 
 @pytest.mark.parametrize("strategy", ["zero2,precision=bf16", "pipe=2,fsdp=4,microbatches=2", "dp"])
 def test_other_parameters_in_a_state(strategy: str) -> None:
-    """Stored as a step of the same strategy stores them, the copy in the compute dtype too; all else as it was."""
+    """They are stored as `init` stores them, with the copy in the compute dtype; nothing else in the state changes."""
     step = jp.make_train_step(ENTRY.model, SGD, strategy)
     state, _ = step(step.init(jax.random.key(0)), ENTRY.batch)
     doubled = jax.tree.map(lambda x: 2 * x, step.params(state))
-    other = step.with_params(state, doubled)
-    jax.tree.map(np.testing.assert_array_equal, step.params(other), doubled)
-    wanted = step.init(jax.random.key(1), params=doubled)
+    doubled_state = step.with_params(state, doubled)
+    jax.tree.map(np.testing.assert_array_equal, step.params(doubled_state), doubled)
+    expected_state = step.init(jax.random.key(1), params=doubled)
     for a, b in zip(
-        jax.tree.leaves((other.params, other.copy)), jax.tree.leaves((wanted.params, wanted.copy)), strict=True
+        jax.tree.leaves((doubled_state.params, doubled_state.copy)),
+        jax.tree.leaves((expected_state.params, expected_state.copy)),
+        strict=True,
     ):
         np.testing.assert_array_equal(a, b)
         assert a.sharding == b.sharding
-    assert other.optimizer is state.optimizer
-    state, _ = step(other, ENTRY.batch)  # it is a state like any other
+    assert doubled_state.optimizer is state.optimizer
+    state, _ = step(doubled_state, ENTRY.batch)  # it is a state like any other
     assert int(state.step) == 2
 
 
 def test_gradients_alone_in_a_callers_jit() -> None:
-    """Three steps of a caller's own update, under one `jit`, are those of the step that has the optimizer."""
-    step, whole = (jp.make_train_step(ENTRY.model, tx, "fsdp") for tx in (None, SGD))
-    state, wanted = step.init(jax.random.key(0)), whole.init(jax.random.key(0))
+    """Three steps of a caller's own update, under one `jit`, equal those of a step with the optimizer."""
+    step, full_step = (jp.make_train_step(ENTRY.model, tx, "fsdp") for tx in (None, SGD))
+    state, expected_state = step.init(jax.random.key(0)), full_step.init(jax.random.key(0))
     assert not jax.tree.leaves(state.optimizer)
 
     @jax.jit
@@ -52,8 +54,8 @@ def test_gradients_alone_in_a_callers_jit() -> None:
     moments = SGD.init(step.params(state))
     for _ in range(3):
         state, moments = train(state, moments)
-        wanted, _ = whole(wanted, ENTRY.batch)
-    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(wanted.params), strict=True):
+        expected_state, _ = full_step(expected_state, ENTRY.batch)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected_state.params), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 

@@ -1,4 +1,4 @@
-"""What a step shows of its loss before anything is compiled, and by which names inspect/ looks at a step."""
+"""A step shows its loss before anything is compiled, and inspect/ reads public names of a step alone."""
 
 import ast
 from pathlib import Path
@@ -77,9 +77,7 @@ def test_leaves_are_those_of_one_rank(strategy: str, up: tuple[int, ...]) -> Non
 
 
 def test_inspect_reads_no_private_names() -> None:
-    """It read `_abstract`, `_shardings`, `_mapped` and the insides of `local` some 30 times: no change of a step was
-    its own affair.
-    """
+    """It read `_abstract`, `_shardings`, `_mapped` and others some 30 times, and broke when a step changed."""
     jaxpar = Path(jp.__file__).parent
     rooms = ("inspect", "forecast", "parity", "hardware")
     paths = [path for room in rooms for path in (jaxpar / room).rglob("*.py")]

@@ -1,4 +1,4 @@
-"""What users are told of a loss that runs, and does not do what they mean; and of one that asks a trace for numbers."""
+"""Warnings about a loss that runs but does not do what its user means, and errors about values of traced arrays."""
 
 import re
 import warnings
@@ -32,7 +32,7 @@ def linear(rngs: nnx.Rngs) -> nnx.Module:
 
 
 def test_a_loss_that_reads_no_parameter() -> None:
-    """Of a module that it closes over: nothing was trained, nothing said so, and `verify` was content."""
+    """It reads a module that it closes over: nothing was trained, without a warning, and `verify` passed."""
     outside = linear(nnx.Rngs(0))
     captured = lambda module, batch: square(outside, batch)
     with pytest.warns(UserWarning, match="reads no parameter that is trained: every gradient is zero"):
@@ -52,21 +52,21 @@ def test_a_loss_that_reads_frozen_parameters_alone() -> None:
 
 
 def test_leaves_of_a_batch_that_nothing_reads() -> None:
-    """`segment_ids` beside tokens was given to a Llama that takes none, and documents in one row saw each other."""
+    """A Llama without `segment_ids` was given some with its tokens, and documents in one row saw each other."""
     reads_x = lambda module, batch: jnp.square(module(batch["x"])).mean()
     nested = {"x": BATCH["x"], "more": {"segment_ids": np.zeros((16, 8), np.int32), "labels": [BATCH["y"]] * 2}}
     for strategy in ("fsdp", "ddp,microbatches=2"):
         step = step_of(linear, reads_x, strategy)
         with pytest.warns(UserWarning, match=r"does not read batch leaf y, so no result depends on it"):
             step.trace(BATCH)
-        step.trace({name: np.concatenate([x, x]) for name, x in BATCH.items()})  # it has been said
+        step.trace({name: np.concatenate([x, x]) for name, x in BATCH.items()})  # no second warning
         with pytest.warns(UserWarning, match="leaves more/labels/0, more/labels/1, more/segment_ids, so no result"):
             step.trace(nested)
         step.trace({"x": BATCH["x"]})  # the advice
 
 
 def test_a_mask_that_nothing_reads_can_be_left_out_of_rows() -> None:
-    """`Rows` adds a mask where all batches are full too, and the advice was to leave it out, which nobody could."""
+    """`Rows` adds a mask even if all batches are full; the advice was to leave it out, and no option did so."""
     step = step_of(linear, square, "fsdp")
     rows = lambda **options: next(Rows(BATCH, **options).batches(16, 0))
     with pytest.warns(UserWarning, match=r"batch leaf mask.*leave it out of the batch \(jaxpar.data.Rows adds mask"):
@@ -76,7 +76,7 @@ def test_a_mask_that_nothing_reads_can_be_left_out_of_rows() -> None:
 
 
 def test_leaves_of_a_batch_that_something_reads() -> None:
-    """No warning for what a metric, a variable, or the loss in `evaluate` alone reads, or for what is replicated."""
+    """No warning names a leaf that a metric, a variable, or `evaluate` alone reads, nor a replicated leaf."""
 
     def in_a_metric(module: Any, batch: Any) -> Any:
         return jnp.square(module(batch["x"])).mean(), {"bias": batch["y"].mean()}
@@ -113,8 +113,8 @@ def test_leaves_of_a_batch_that_something_reads() -> None:
 
 
 class Tokens(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, **given: Any) -> None:
-        self.embed, self.head = nnx.Embed(64, 32, rngs=rngs, **given), nnx.Linear(32, 64, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs, **options: Any) -> None:
+        self.embed, self.head = nnx.Embed(64, 32, rngs=rngs, **options), nnx.Linear(32, 64, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         return self.head(self.embed(tokens))  # the line that the warning names
@@ -147,9 +147,9 @@ def test_an_embedding_computes_in_the_dtype_of_the_strategy(loss: Any, precision
 
 
 def test_an_embedding_that_is_told_to_compute_in_float32_is_named() -> None:
-    told = lambda rngs: Tokens(rngs, dtype=jnp.float32)
+    float32_module = lambda rngs: Tokens(rngs, dtype=jnp.float32)
     with pytest.warns(UserWarning, match=r"bfloat16 becomes float32 at .*test_warned.py:\d+:25 \(Tokens.__call__\)"):
-        step_of(told, logits, "ddp,precision=bf16").trace(TOKENS)
+        step_of(float32_module, logits, "ddp,precision=bf16").trace(TOKENS)
 
     def cast(module: Tokens, batch: Any) -> jax.Array:  # the advice
         x = module.embed(batch["tokens"]).astype(module.head.kernel.dtype)
@@ -157,7 +157,7 @@ def test_an_embedding_that_is_told_to_compute_in_float32_is_named() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step_of(told, cast, "ddp,precision=bf16").trace(TOKENS)
+        step_of(float32_module, cast, "ddp,precision=bf16").trace(TOKENS)
 
 
 class Rates(nnx.Module):
@@ -201,12 +201,12 @@ def notes_of(call: Any) -> str:
 
 def test_what_a_model_raises_says_at_which_line_of_which_layer() -> None:
     line = r"test_warned.py:\d+, `return self.linear\(x\) \+ self.bias if last else self.linear\(x\)`"
-    said = notes_of(lambda: step_of(Deep, lambda module, batch: module(batch["x"]).mean()).trace(BATCH))
-    assert re.search(rf"^in the loss at .*{line}, in layers/2 \(Widened\)$", said, re.MULTILINE)
-    assert "the batch, a block of its rows: a dict of" in said
-    said = notes_of(lambda: jp.from_nnx(Unfitting, square))
-    assert re.search(r"^in make\(rngs\) at .*test_warned.py:\d+, `self.table = .*`, in Unfitting$", said, re.MULTILINE)
-    assert "init" not in said  # it is said once
+    notes = notes_of(lambda: step_of(Deep, lambda module, batch: module(batch["x"]).mean()).trace(BATCH))
+    assert re.search(rf"^in the loss at .*{line}, in layers/2 \(Widened\)$", notes, re.MULTILINE)
+    assert "the batch, a block of its rows: a dict of" in notes
+    notes = notes_of(lambda: jp.from_nnx(Unfitting, square))
+    assert re.search(r"^in make\(rngs\) at .*test_warned.py:\d+, `self.table = .*`, in Unfitting$", notes, re.MULTILINE)
+    assert "init" not in notes  # each place is named once
 
     class Dense(nn.Module):
         @nn.compact
@@ -226,8 +226,8 @@ def test_what_a_model_raises_says_at_which_line_of_which_layer() -> None:
         r"`return nn.Dense\(4\)\(x\) \+ jnp.zeros\(5\)`, in head \(Dense\)$", notes_of(linen), re.MULTILINE
     )
     plain = jp.Model(lambda key: {"w": jnp.zeros((3, 3))}, lambda p, b, key: (b["x"] @ p["w"]).mean())
-    said = notes_of(lambda: jp.make_train_step(plain, optax.sgd(0.1), "single").trace(BATCH))
-    assert re.search(r"^in the loss at .*test_warned.py:\d+, `plain = .*`$", said, re.MULTILINE)
+    notes = notes_of(lambda: jp.make_train_step(plain, optax.sgd(0.1), "single").trace(BATCH))
+    assert re.search(r"^in the loss at .*test_warned.py:\d+, `plain = .*`$", notes, re.MULTILINE)
 
 
 def test_numbers_of_traced_arrays() -> None:
@@ -256,10 +256,10 @@ def test_numbers_of_traced_arrays() -> None:
     def through_numpy(module: Any, batch: Any) -> jax.Array:
         return jnp.asarray(np.asarray(square(module, batch)))
 
-    for wrong, line in (
+    for faulty_loss, line in (
         (floated, r"print\(float\(value\)\)"),
         (branching, "return square.*if batch"),
         (through_numpy, "return jnp.asarray"),
     ):
         with pytest.raises(ValueError, match=rf"the loss asks for the number of an array at .*, `{line}.*as a metric"):
-            step_of(linear, wrong).trace(BATCH)
+            step_of(linear, faulty_loss).trace(BATCH)

@@ -1,4 +1,4 @@
-"""The way of a batch through the house: from room to room, downward."""
+"""The path of a batch through the package: from room to room, downward."""
 
 import gc
 import sys
@@ -30,35 +30,36 @@ HANDED_DOWN = {
 
 
 def stays(call: Callable[[], Any]) -> list[tuple[str | None, str]]:
-    """The rooms that are entered while `call` runs in this thread, in order, each behind the room that it is called
-    from, whatever of jax stands between.
+    """Return the rooms that are entered while `call` runs in this thread, in order, as (calling room, room).
+
+    Frames of jax between the two are skipped.
     """
-    inside, found = f"{PACKAGE}/", []
+    package_prefix, entries = f"{PACKAGE}/", []
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not frame.f_code.co_filename.startswith(inside):
+        if event != "call" or not frame.f_code.co_filename.startswith(package_prefix):
             return
         above = frame.f_back
-        while above is not None and not above.f_code.co_filename.startswith(inside):
+        while above is not None and not above.f_code.co_filename.startswith(package_prefix):
             above = above.f_back
         caller = None if above is None else room(Path(above.f_code.co_filename))
-        if caller != (here := room(Path(frame.f_code.co_filename))):
-            found.append((caller, here))
+        if caller != (callee := room(Path(frame.f_code.co_filename))):
+            entries.append((caller, callee))
 
-    before = sys.getprofile()
-    gc.disable()  # what is collected meanwhile is not on the way
+    previous_profile = sys.getprofile()
+    gc.disable()  # finalizers of other objects would enter rooms too
     sys.setprofile(profile)
     try:
         call()
     finally:
-        sys.setprofile(before)
+        sys.setprofile(previous_profile)
         gc.enable()
-    return found
+    return entries
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "pipe=2,data=4,microbatches=2", "dp"])
 def test_a_batch_goes_downward(strategy: str) -> None:
-    """`Step` called methods that `TrainStep`, five floors above it, had in their place."""
+    """`Step` called methods that `TrainStep`, five floors above it, overrode."""
 
     def init(key: jax.Array) -> Any:
         return {"layers": {"w": jax.random.normal(key, (2, 8, 8))}, "out": jnp.ones((8, 1))}
@@ -70,13 +71,19 @@ def test_a_batch_goes_downward(strategy: str) -> None:
     step = jp.make_train_step(jp.Model(init=init, loss=loss), optax.sgd(0.1), strategy)
     state, batch = step.init(jax.random.key(0)), np.ones((16, 8), np.float32)
     result: list[Any] = []
-    first = stays(lambda: result.extend(step(state, batch)))
-    again = stays(lambda: result.extend(step(result[0], batch)))
-    for way in (first, again):
-        assert way[0] == (None, "make")
-        assert [here for _, here in way].count("make") == 1
-    climbs = {(above, here) for above, here in first if above is not None and FLOOR[here] > FLOOR[above]}
+    first_call = stays(lambda: result.extend(step(state, batch)))
+    second_call = stays(lambda: result.extend(step(result[0], batch)))
+    for entries in (first_call, second_call):
+        assert entries[0] == (None, "make")
+        assert [room_entered for _, room_entered in entries].count("make") == 1
+    climbs = {
+        (caller, room_entered)
+        for caller, room_entered in first_call
+        if caller is not None and FLOOR[room_entered] > FLOOR[caller]
+    }
     assert climbs <= {*HANDED_DOWN}
-    floors = [(FLOOR[above], FLOOR[here]) for above, here in again if above is not None]
-    assert {above for above, _ in again[1:2]} == {"make"}
-    assert all(above > here for above, here in floors)  # what is compiled is not traced again: nothing is handed down
+    floors = [(FLOOR[caller], FLOOR[room_entered]) for caller, room_entered in second_call if caller is not None]
+    assert {caller for caller, _ in second_call[1:2]} == {"make"}
+    assert all(
+        caller > room_entered for caller, room_entered in floors
+    )  # what is compiled is not traced again: nothing is handed down

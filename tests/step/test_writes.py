@@ -1,4 +1,4 @@
-"""Values that a module writes to its own parameters in the forward pass were dropped, by verify's one device too."""
+"""Writes of a module to its own parameters in the forward pass were dropped, even on the one device of `verify`."""
 
 import warnings
 from typing import Any
@@ -115,8 +115,8 @@ class Clipping(nn.Module):
 
 
 def _function(params: Any, variables: Any, batch: Any, key: Any) -> Any:
-    new = {"w": jnp.clip(params["w"], -0.5, 0.5)}
-    return jnp.square(batch["x"] @ new["w"] - batch["x"]).mean(), variables, new
+    new_params = {"w": jnp.clip(params["w"], -0.5, 0.5)}
+    return jnp.square(batch["x"] @ new_params["w"] - batch["x"]).mean(), variables, new_params
 
 
 @pytest.mark.parametrize(
@@ -134,11 +134,11 @@ def test_linen_modules_and_functions_write_too(model: jp.Model) -> None:
 
 
 def test_verify_notices_a_step_that_drops_the_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its one device keeps what the user's own loss leaves behind, whatever the step makes of it."""
+    """The reference on one device keeps the writes of the user's loss, whatever the step does."""
     monkeypatch.setattr(tracing, "find_writes", lambda *args: None)
-    found = jp.verify(jp.from_nnx(lambda rngs: Clipped(rngs), loss), "ddp", BATCH, steps=2, equation=False)
-    assert not found.ok
-    assert found.worst.path == "first/kernel"
+    report = jp.verify(jp.from_nnx(lambda rngs: Clipped(rngs), loss), "ddp", BATCH, steps=2, equation=False)
+    assert not report.ok
+    assert report.worst.path == "first/kernel"
 
 
 class OfRows(Net):
@@ -193,7 +193,7 @@ class Rematerialised(Net):
 
 
 def test_parameters_that_only_pass_through_are_not_written() -> None:
-    """Flax hands every parameter of a rematerialised layer back, as a value of another name."""
+    """Flax returns every parameter of a rematerialised layer, as another value."""
     step = jp.make_train_step(
         jp.from_nnx(lambda rngs: Rematerialised(rngs), loss), optax.sgd(0.1), "ddp,microbatches=2"
     )
