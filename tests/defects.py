@@ -183,7 +183,7 @@ DEFECTS = (
            "A sum over rows and a value that is the same for all rows may be added up, and nobody is told."),
     Defect("ratio-passed", "step/rows/arithmetic.py",
            "step/rows/test_rows.py::test_what_is_written_most_is_refused_in_every_sample",
-           "return coupled(ins, Note.at(eqn, RATIO))", "return a.plain(power=a.power)",
+           "return coupled(ins, Note.of_eqn(eqn, RATIO_OF_SUMS))", "return dividend.derive(power=dividend.power)",
            "A ratio of two sums over rows passes for a sum over rows."),
     # -- checkpoint
     Defect("key-escaped", "checkpoint/arrays.py",

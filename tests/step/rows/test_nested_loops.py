@@ -58,7 +58,7 @@ def equations_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Layer], int]:
     """How many equations are read of a layer."""
     read = 0
 
-    def equation(self: Reader, *args: Any, of: Any = Reader.equation) -> Any:
+    def equation(self: Reader, *args: Any, of: Any = Reader.read_equation) -> Any:
         nonlocal read
         read += 1
         return of(self, *args)
@@ -68,7 +68,7 @@ def equations_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Layer], int]:
         assert said(layer) == []
         return read - before
 
-    monkeypatch.setattr(Reader, "equation", equation)
+    monkeypatch.setattr(Reader, "read_equation", equation)
     return of_layer
 
 
