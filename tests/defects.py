@@ -138,7 +138,7 @@ DEFECTS = (
            "Zigzag order gives a rank the second chunk from the wrong end."),
     Defect("label-negative", "numerics/logits/cross_entropy.py",
            "numerics/logits/test_cross_entropy.py::test_ids_out_of_range_are_seen_and_ignored_ones_cost_nothing",
-           "known = jnp.where(padded < 0, head.shape[1], padded)", "known = padded",
+           "ids = jnp.where(padded < 0, head.shape[1], padded)", "ids = padded",
            "A label below 0 counts from the end of the vocabulary."),
     Defect("head-low", "numerics/logits/cross_entropy.py",
            "numerics/logits/test_cross_entropy.py::test_gradient_of_a_bfloat16_head_adds_up_in_float32",
