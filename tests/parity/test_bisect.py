@@ -141,7 +141,7 @@ def test_a_value_and_its_cast_are_one() -> None:
         sides.UnderStrategy(cut, jp.Strategy.parse(text), jax.devices()[:1], key, batch)
         for text in ("single", "single,precision=bf16")
     )
-    for place in cut.with_rows(()):
+    for place in cut.indices_with_rows(()):
         assert one((place,))[0] == pytest.approx(other((place,))[0], rel=0.03)
 
 
@@ -161,8 +161,8 @@ def test_a_cut_loss_takes_no_more_memory_than_the_loss() -> None:
     batch = {"x": np.ones((64, 32), np.float32)}
     cut = CutLoss(model := jp.Model(lambda key: jax.random.normal(key, (6, 32, 32)), loss), batch, jax.random.key(0))
     (scan,) = [number for number, eqn in enumerate(cut.eqns) if eqn.primitive.name == "scan"]
-    middle = cut.with_rows((scan,))[5]
-    assert temporaries(cut.at((scan, 3, middle))) <= 1.25 * temporaries(model)
+    middle = cut.indices_with_rows((scan,))[5]
+    assert temporaries(cut.cut_at((scan, 3, middle))) <= 1.25 * temporaries(model)
 
 
 def twice(params: Any, batch: Any, key: Any) -> jax.Array:
