@@ -133,7 +133,7 @@ class _Search:
         self.results: dict[Site | None, Furthest] = {}  # every site that was run; None: the loss without a cut
         self.a, self.b = names
         self.one_device = OneDevice(template, jax.local_devices()[0])
-        model_dtypes = self.one_device.reference().low(template.batch)
+        model_dtypes = self.one_device.reference().model_dtypes(template.batch)
         self.dtypes = [*(name for side in sides for name in side.dtypes), *model_dtypes]
         self.tolerance = max(TOLERANCE[name] for name in self.dtypes)
         # Only different precisions need a measured rounding: within one precision, another rounding would decide which

@@ -142,8 +142,8 @@ class CutLoss:
         outs = evaluation.evaluate(eqns, (*flat.constvars, *flat.invars), flat.outvars, inputs)
         means, variables = jax.tree.unflatten(jax.tree.structure(out), outs)
         total = means["loss"].total
-        # The rest of the program, times zero. NaN and inf from behind the cut must not reach the number. Before the first
-        # equation there is nothing to compare, and the number is 0 on both sides.
+        # The rest of the program, times zero. NaN and inf from behind the cut must not reach the number. Before the
+        # first equation there is nothing to compare, and the number is 0 on both sides.
         zero = jnp.where(jnp.isfinite(total), 0 * total, 0)
         return Mean(evaluation.number + zero, jnp.float32(max(evaluation.num_rows, 1))), variables
 
