@@ -39,9 +39,8 @@ def traced(model: jp.Model, strategy: str = "data=2,microbatches=2", batch: Any 
         warnings.simplefilter("always")
         step.trace(BATCH if batch is None else batch)
     messages = [str(w.message) for w in caught]
-    return [
-        message for message in messages if "does not read batch lea" not in message
-    ]  # each loss here reads some of BATCH
+    # Each loss here reads some of BATCH, which is another warning.
+    return [message for message in messages if "does not read batch lea" not in message]
 
 
 def model_of(loss: Loss, rows: str | None = None) -> jp.Model:
