@@ -42,6 +42,7 @@ _KIND_ORDER = ("coupled", "whole", "rows", "sum")  # pairs of values are sorted 
 
 @rule(*primitives.SUMS)
 def _add(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
+    # The generic rule knows no power for operands of different powers; a negligible one, such as 0, does not count.
     if all(x.kind == "whole" for x in ins):
         return [replace(x, power=sum_power(*ins)) for x in generic(reader, eqn, twin, ins)]
     return combine(eqn, dict(enumerate(ins)))
@@ -76,6 +77,7 @@ def _add_pair(eqn: Any, a: Value, b: Value) -> Value:
     """Return the sum of two values with the dims of the factors; see the table of this module."""
     a, b = sorted((a, b), key=lambda x: _KIND_ORDER.index(x.kind))
     kinds, power = (a.kind, b.kind), sum_power(a, b)
+    # "coupled" comes first in the order: whatever it is added to is coupled.
     if a.kind == "coupled":
         return coupled([a, b])
     if kinds == ("whole", "whole"):
@@ -87,6 +89,7 @@ def _add_pair(eqn: Any, a: Value, b: Value) -> Value:
         )
     if kinds == ("whole", "rows"):
         return b.derive(power=power).with_notes(*position_notes(eqn, a, b))
+    # whole + sum: c is the sum over rows of c / n, so that its power as a sum is one less.
     if a.kind == "whole":
         dependence = "is the same for all rows" if a.power == 0 else "depends on how many rows a block has"
         return b if a.is_negligible else _add_to_sum(eqn, b, a.power - 1, a, f"a value that {dependence}")
@@ -98,6 +101,7 @@ def _add_pair(eqn: Any, a: Value, b: Value) -> Value:
         if are_single_rows:
             return coupled([a, b], row_groups_note(eqn))
         return coupled_with_other_rows(eqn, [a, b])
+    # rows + sum: only a mean has the power of a row, and a partial sum would be of some rows only.
     if a.kind == "rows":
         if b.varying_dims:
             return nonlinear_in_sum(eqn, [b])
@@ -115,6 +119,7 @@ def join_values(eqn: Any, a: Value, b: Value) -> Value:
     have_same_rows = a.labels == b.labels and (a.kind != "sum" or a.varying_dims == b.varying_dims)
     if a.kind == b.kind == "whole":
         joint = replace(_add_pair(eqn, a, b), number=a.number if a.scalar == b.scalar == 0 else None)
+    # Zero is a sum over rows too, and so is a whole value whose power as a sum agrees.
     elif a.is_zero or (a.kind == "whole" and b.kind == "sum" and a.power - 1 == b.power):
         joint, power = b.derive(), b.power
     elif (a.kind == b.kind and have_same_rows) or (a.kind, b.kind) == ("whole", "rows"):
@@ -150,10 +155,12 @@ def _add_to_sum(eqn: Any, total: Value, power: float, addend: Value, description
     """
     if total.power == power:
         return total.derive()
+    # One note is enough: an unknown power that has its note gets no second one.
     if total.has_noted_power or addend.has_noted_power or (math.isnan(total.power) and math.isnan(power)):
         return total.derive(power=UNKNOWN_POWER)
     message = f"adds up {power_name(total.power)} and {description}; {ADVISE_SAME_SCALE}"
     note = replace(Note.of_eqn(eqn, message), only_scale=addend.kind != "rows")
+    # If a power is unknown, the two may agree: the result stays a sum, and the note alone reports it.
     if math.isnan(total.power + power):
         return total.derive(power=UNKNOWN_POWER).with_notes(note)
     return coupled([total], note)
@@ -189,6 +196,7 @@ def _div(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Valu
 
 @rule("select_n")
 def _select(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
+    # A choice by row between sums makes the sums depend on the row, which is a product with a mask.
     selector, *cases = ins
     has_sums = any(x.kind == "sum" for x in cases)
     if selector.kind == "sum" or (selector.kind == "rows" and (has_sums or any(x.has_mean for x in cases))):

@@ -51,6 +51,7 @@ def backward_notes(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], ou
     is_inexact = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (*eqn.invars, *eqn.outvars)]
     active_ins = [x for x, inexact in zip(ins, is_inexact, strict=False) if inexact]
     active_outs = [x for x, inexact in zip(outs, is_inexact[len(ins) :], strict=True) if inexact]
+    # A derivative of a derivative is not checked, and a coupled forward is refused anyhow.
     is_trusted = any(folder in source for folder in _TRUSTED_FOLDERS)
     if reader.in_backward or is_trusted or "coupled" in {x.kind for x in (*active_ins, *active_outs)}:
         return []
@@ -63,12 +64,14 @@ def backward_notes(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], ou
     if isinstance(program, str):
         message = f"the derivative of a function cannot be read ({program})"
         return [Note.of_eqn(eqn, message, is_certain=False)]
+    # Without a twin the powers stay unknown, which is only a warning.
     twin_program = None if isinstance(twin_program, str) else twin_program
     consts = reader.values_of_constants(program.consts, twin_program.consts if twin_program is not None else ())
     inputs = [*(x.derive(number=x.number) for x in ins), *map(_cotangent, active_outs)]
     cotangents = replace(reader, in_backward=True).read_program(program, twin_program, consts, inputs)
-    # 2. Compare each operand with its cotangent.
+    # 2. Compare each inexact operand with its cotangent: integers have none.
     notes = [note for x, ct in zip(active_ins, cotangents, strict=True) for note in _cotangent_notes(eqn, x, ct)]
+    # Notes of the forward are reported already.
     forward_notes = notes_of([*ins, *outs])
     return [replace(n, in_backward=True) for n in notes if n not in forward_notes]
 
@@ -79,6 +82,7 @@ def _pullback(eqn: Any, axes: Mapping[str, int]) -> jx.Flat | str:
     Returns:
       The program, or the reason why it cannot be traced.
     """
+    # New variables, since an equation may have one variable as two operands, or drop a result.
     is_inexact = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
     invars = [jec.Var(v.aval) for v in eqn.invars]
     outvars = [jec.Var(v.aval) for v in eqn.outvars]

@@ -54,7 +54,7 @@ def check_coupling(
     try:
         pair, pair_axes, rows_per_block = _trace_pair(flat, rest, num_rows, trace, axes)
     except Exception as error:  # this runs the user's code, with a number of rows that it may not accept
-        # Without the twin no power is known, so that nothing is certain.
+        # Without the twin no power is known, so that no note is certain: at most a warning.
         notes_by_result = _read(flat, None, out, rest, num_rows, axes)
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
         message = (
@@ -153,6 +153,7 @@ def _read(
     flat: jx.Flat, twin: jx.Flat | None, out: Any, rest: Any, num_rows: int, axes: Mapping[str, int]
 ) -> dict[str, list[Note]]:
     """Read a traced loss, and return the notes that reach each of its results, by name."""
+    # The twin has twice the rows on half of the replicas, so that both read the same batch.
     name, replicas = next(iter(axes.items()), ("data", 0))
     reader = Reader(num_rows, axes, {**axes, name: replicas // 2})
     variables, batch, key = rest
@@ -187,6 +188,7 @@ def _result_notes(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean,
     total, count = values[mean.total], values[mean.count]  # type: ignore[index]
     line = _output_line(flat, flat.outvars[mean.total])  # type: ignore[call-overload]
     notes = {note for note in (*total.notes, *count.notes) if not note.only_if_nan_tested}
+    # A result that is rows, or partial sums, has dropped rows on its way: a sum over all rows has no such dims.
     for x in (total, count):
         if x.kind == "rows" or (x.kind == "sum" and x.varying_dims):
             notes.add(x.pick_note or Note(line, f"{TAKES_SOME_ROWS}; {ADVISE_ALL_ROWS}"))
@@ -237,6 +239,7 @@ def _report(
     blocks = " x ".join(f"{n} {noun}" for n, noun in counts if n > 1)
     loss_notes = list(notes_by_result.get("loss", ()))
     certain = [n for n in loss_notes if n.is_certain]
+    # 1. The loss: an error if a note is certain, else a warning.
     if certain and all(n.only_scale for n in certain):
         raise ValueError(
             f"the loss is not a mean over rows, and {blocks} see only their own, so the result would not be one "
@@ -253,7 +256,7 @@ def _report(
             f"the loss may couple rows, which {blocks} spread:\n{_bullet_list(loss_notes)}{advice}\n{_HOW_TO_SILENCE}",
             stacklevel=2,
         )
-    # A metric only informs, so that it gives no error, and only a certain coupling is worth a warning.
+    # 2. Metrics. They only inform, so that they give no error, and only a certain coupling is worth a warning.
     for name, notes in notes_by_result.items():
         if name != "loss" and (certain := [n for n in notes if n.is_certain]):
             fault = "is not a mean over rows" if all(n.only_scale for n in certain) else "couples rows"

@@ -166,7 +166,7 @@ def generic(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
         return for_all_results(nonlinear_in_sum(eqn, ins, "a product, row by row, with"))
     # 3. Give each result its power and its dims.
     x = x.with_notes(*place_notes)
-    return [space.result(reader, j, result_with_power(reader, eqn, twin, ins, space, x, j)) for j in results]
+    return [space.result(reader, j, result_with_power(reader, twin, ins, space, x, j)) for j in results]
 
 
 def _of_whole(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], space: FactorSpace, j: int) -> Value:
@@ -182,7 +182,7 @@ def _of_whole(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], space: 
             else:
                 # Reducing numbers that differ, as many as the block has rows, gives no power of that number.
                 reduced_growth = reduced_growth or reader.size_power(eqn, twin, [(k, space.ins[k].index(i))])
-    result = result_with_power(reader, eqn, twin, ins, space, result, j).with_notes(*_bound_notes(eqn, twin, ins))
+    result = result_with_power(reader, twin, ins, space, result, j).with_notes(*_bound_notes(eqn, twin, ins))
     power = UNKNOWN_POWER if reduced_growth else result.power
     return replace(result, varying_dims=frozenset(varying_dims), power=power)
 
@@ -221,17 +221,18 @@ def _bound_notes(eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Note]:
 
 
 def result_with_power(
-    reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], space: FactorSpace, x: Value, j: int = 0
+    reader: Reader, twin: Any, ins: Sequence[Value], space: FactorSpace, x: Value, j: int = 0
 ) -> Value:
     """Return a value with the power of n that result `j` has; note an equation that makes the power unknown.
 
     Args:
-      reader, eqn, twin, ins: as for every rule.
+      reader, twin, ins: as for every rule.
       space: the equation's factors.
       x: the value of the result with the dims of the factors, its power aside.
       j: which result.
     """
-    name, is_inexact = eqn.primitive.name, lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    eqn, is_inexact = space.eqn, lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    name = eqn.primitive.name
     # 1. The powers of the operands that carry numbers: indices have no part in an inexact result, nor have zeros.
     data = [y for y, v in zip(ins, eqn.invars, strict=True) if is_inexact(v) or not is_inexact(eqn.outvars[j])]
     first, *more = [y.power for y in data if not y.is_zero] or [0]
@@ -312,9 +313,7 @@ def _of_sums(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], space: F
         return [result] * len(eqn.outvars)
     # 2. Follow the dims of partial sums to each result, where they may be summed up, but not taken apart.
     for j in range(len(eqn.outvars)):
-        y = result_with_power(
-            reader, eqn, twin, ins, space, x.derive(varying_dims=frozenset(factor_of_dim.values())), j
-        )
+        y = result_with_power(reader, twin, ins, space, x.derive(varying_dims=frozenset(factor_of_dim.values())), j)
         result_dims = set[int | None]()
         for d, i in factor_of_dim.items():
             result_dim = None if i is None else space.outs[j][i]

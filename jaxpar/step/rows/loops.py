@@ -100,6 +100,7 @@ def _while(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Va
         return carry_in if passes_through[i] else join_values(eqn, carry_in, carry_out)
 
     carry = _settle(eqn, ins[carry_start:], body, join)[: len(passes_through)]
+    # The condition decides how the loop ends, for the settled carry.
     (condition,) = loop_reader.read_inner(
         params["cond_jaxpr"], twin_params.get("cond_jaxpr"), [*ins[:num_cond_consts], *carry]
     )
@@ -123,6 +124,7 @@ def _scan(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Val
     num_consts, num_carries = len(parts.consts), len(parts.carry)
     consts, scanned = ins[:num_consts], ins[num_consts + num_carries :]
     passes_through, loop_reader = _passes_through(parts.body, num_consts, num_carries), replace(reader, in_loop=True)
+    # Dim 0 of scanned values is the dim of steps. As many steps as rows are read all at once, too.
     scans_rows = any(
         0 in (x.labels.dims if x.kind == "rows" else x.varying_dims) for x in scanned if x.kind in ("rows", "sum")
     )
@@ -186,6 +188,7 @@ def _scan_over_rows(
     carry = [
         replace(_stack_steps(x, not unchanged), number=None) for x, unchanged in zip(start, passes_through, strict=True)
     ]
+    # An added-to carry is read as 0, so that a step's result is its addend alone; step 3 adds these up.
     carry = [Value(number=_ZERO) if adds else x for x, adds in zip(carry, is_added_to, strict=True)]
 
     def read(carry: list[Value]) -> list[Value]:

@@ -135,6 +135,7 @@ class Value:
         """Return whether each of all rows has as many elements; for sorted rows, each place of a line."""
         if not self.num_places:
             return self.labels.covers_equally(num_rows)
+        # Count the elements of every slot (place and line), and compare the places of each line.
         slots, counts = np.unique(self.labels.array % ROUTED_BASE, return_counts=True)
         lines, line_of_slot = np.unique(slots % self.num_lines, return_inverse=True)
         if len(slots) != len(lines) * self.num_places:
@@ -144,6 +145,7 @@ class Value:
 
     def column(self, c: int) -> list[np.ndarray]:
         """Return column `c` of indices, in the program and in its twin, as far as it is known."""
+        # A known column of rows is an array by itself, [..., 1].
         number, c = (self.number, c) if self.kind == "whole" else (dict(self.columns).get(c), 0)
         pair = () if number is None else number.pair
         return [array[..., c] if np.ndim(array) else np.asarray(array) for array in pair if array is not None]
@@ -216,6 +218,7 @@ def nonlinear_in_sum(eqn: Any, ins: Sequence[Value], action: str = "", is_certai
       action: what the equation does, up to the object "a sum or mean over rows"; by default "<primitive> of".
       is_certain: whether the equation couples rows for certain.
     """
+    # Sums over groups of rows: a block that holds whole groups gives the right result.
     if partial_sums := [x for x in ins if x.kind == "sum" and x.varying_dims]:
         return coupled(ins, *(x.pick_note or row_groups_note(eqn) for x in partial_sums))
     action = action or eqn.primitive.name + " of"
@@ -224,6 +227,7 @@ def nonlinear_in_sum(eqn: Any, ins: Sequence[Value], action: str = "", is_certai
 
 def coupled_with_other_rows(eqn: Any, ins: Sequence[Value], action: str = "") -> Value:
     """Return the coupled result of an equation in which rows meet other rows; `action` says what it does."""
+    # Rows that were picked meet other rows because of the pick: name that equation instead.
     pick_note = first_pick_note(x for x in ins if x.kind != "whole")
     usual_mistake = "if a row was to meet itself alone, [rows] beside [rows, 1] is the mistake"
     advice = ADVISE_GATHER if action else f"{ADVISE_GATHER}; {usual_mistake}"
@@ -255,6 +259,7 @@ def position_notes(eqn: Any, whole_value: Value, rows: Value, message: str = "")
         if whole_value.number is not None and whole_value.number.array.ndim == labels.array.ndim
         else None
     )
+    # A number that is the same for all rows, here and for twice the rows, does not depend on the place.
     if pair is not None and rows.num_lines == 1 and same_in_all_rows(labels.array, *pair):
         return []
     if rows.num_places and rows.pick_note is not None:
