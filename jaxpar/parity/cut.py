@@ -80,7 +80,7 @@ class CutLoss:
         return [site[-1] for site, sizes in self.sizes.items() if site[:-1] == place and any(sizes)]
 
     def summing_eqn(self, eqn: Any) -> Any:
-        """Return the equation that sums over rows, if `eqn` reads what became of such a sum; else `eqn`."""
+        """Return the equation that sums over rows, if `eqn` reads values that depend on such a sum; else `eqn`."""
         producers = {v: producer for producer in self._all_eqns for v in producer.outvars}
         pending = [v for v in eqn.invars if not is_literal(v)]
         while pending:
@@ -123,7 +123,7 @@ class CutLoss:
                 ]
 
     def _loss(self, *args: Any) -> tuple[Mean, Any]:
-        """Return the cut loss, and the model's new variables; the arguments are those of the model's loss."""
+        """Return the cut loss, and the model's new variables; it takes the arguments of the model's loss."""
         inner = lambda *args: self.inner.call(*args, rows=row_axes())
         flat, out = jx.trace(inner, *args)
         # Only live equations: then something with rows is read after each of them.

@@ -42,7 +42,7 @@ class Reference:
           strategy: the strategy, for its precision and microbatches.
           replicas: the number of replicas. It fixes which rows share a microbatch and, if the loss draws random
             numbers, a key.
-          microbatches: the number of microbatches; that of the strategy if None.
+          microbatches: the number of microbatches; the strategy's number if None.
         """
         self.model, self.strategy, self.replicas = model, strategy, replicas
         self.microbatches = strategy.microbatches if microbatches is None else microbatches

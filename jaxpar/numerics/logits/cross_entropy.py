@@ -29,11 +29,11 @@ def cross_entropy(
     """Return -log softmax(hidden head)[labels] of each token, in nats, with the logits of a few tokens at a time.
 
     Forward and backward run over chunks of positions, and the backward makes each chunk's logits again. Instead of all
-    logits, memory holds those of one chunk: `chunk` V numbers in the dtype of hidden, and again in float32. This costs
-    one more product of hidden and head, a third more of the head's FLOPs.
+    logits, memory holds the logits of one chunk: `chunk` V numbers in the dtype of hidden, and again in float32. This
+    costs one more product of hidden and head, a third more of the head's FLOPs.
 
-    Logits are in the dtype of hidden, to which the head is cast, and the softmax is in float32. The numbers are those
-    of `optax.softmax_cross_entropy_with_integer_labels((hidden @ head).astype(float32), labels)`. The head's gradient
+    Logits are in the dtype of hidden, to which the head is cast, and the softmax is in float32. The result equals
+    `optax.softmax_cross_entropy_with_integer_labels((hidden @ head).astype(float32), labels)`. The head's gradient
     adds up over chunks in float32, [D, V].
 
     Measured for 8,192 tokens, V 128,256, D 4,096 in bfloat16, loss and gradients compiled for one H100 (jax 0.10.2):

@@ -103,7 +103,7 @@ def _nested_regions(flat: jx.Flat, leaves: int, min_elements: float) -> "dict[st
     """Return cross-entropies within loops, branches and checkpoints, whose logits stay whole.
 
     Returns:
-      place -> the region, and the name of what holds it.
+      place -> the region, and the kind of equation that holds it.
     """
     regions_by_place: dict[str, tuple[_Region, str]] = {}
 
@@ -403,7 +403,7 @@ class _Region:
         return compute_first(value) if jnp.issubdtype(value.dtype, jnp.inexact) else value
 
     def replaced_in(self, flat: jx.Flat, loop: jx.Flat) -> jx.Flat:
-        """Return program `flat` with this region's equations replaced by those of `loop`."""
+        """Return program `flat` with the equations of `loop` instead of this region's."""
         replaced_ids = {id(eqn) for eqn in self.eqns} - self.label_ids
         last = max(i for i, eqn in enumerate(flat.eqns) if id(eqn) in replaced_ids)
         remaining = [(i, eqn) for i, eqn in enumerate(flat.eqns) if id(eqn) not in replaced_ids]

@@ -178,7 +178,7 @@ def _expressions(
 
 
 def _evaluated(flat: jx.Flat, inputs: Sequence[_Value], shapes: Sequence[tuple[int, ...]]) -> list[_Value]:
-    """Return the symbolic values of a program's results, from those of its inputs."""
+    """Return the symbolic values of a program's results, from its inputs' values."""
 
     def constant(x: Any) -> _Value:
         if jnp.shape(x):
@@ -192,7 +192,7 @@ def _evaluated(flat: jx.Flat, inputs: Sequence[_Value], shapes: Sequence[tuple[i
 
 
 def _equation(eqn: Any, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> list[_Value]:
-    """Return the symbolic value of each result of an equation, from those of its operands."""
+    """Return the symbolic value of each result of an equation, from its operands' values."""
     name = eqn.primitive.name
     if name != "cond" or values[0].leaf is not None or values[0].partial:
         return [_symbolic_result(eqn, name, values, shapes)]

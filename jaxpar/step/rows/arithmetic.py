@@ -151,7 +151,7 @@ def _add_to_sum(eqn: Any, total: Value, power: float, addend: Value, description
       total: the sum over rows.
       power: the power of `addend` if it is seen as a sum over rows.
       addend: the other value.
-      description: what the message calls `addend`.
+      description: the message's name for `addend`.
     """
     if total.power == power:
         return total.derive()
@@ -167,7 +167,7 @@ def _add_to_sum(eqn: Any, total: Value, power: float, addend: Value, description
 
 
 def power_name(power: float) -> str:
-    """Return what messages call a sum over rows with this power."""
+    """Return the name that messages give to a sum over rows with this power."""
     if math.isnan(power):
         return "a sum over rows times what depends on their number"
     usual_names = {0.0: "a sum over rows", -1.0: "a mean over rows"}

@@ -27,7 +27,7 @@ from ...program import jaxpr as jx
 from .reader import Reader
 from .values import FUNCTION_OF_BLOCK_SIZE, Note, Value, notes_of
 
-# Functions in these folders have derivatives that agree with what they compute: JAX's, and ours, by our tests.
+# Functions in these folders have derivatives that agree with their forward: JAX's, and ours, by our tests.
 _PACKAGE = Path(__file__).absolute().parents[2]
 _TRUSTED_FOLDERS = (
     os.path.dirname(os.path.abspath(jax.__file__)),
@@ -109,8 +109,8 @@ def _pullback(eqn: Any, axes: Mapping[str, int]) -> jx.Flat | str:
 def _cotangent(x: Value) -> Value:
     """Return the loss's cotangent of a value.
 
-    The loss is linear in sums over rows. So the cotangent of rows is rows, that of a sum is whole, and the cotangent
-    of a whole value is a sum over the rows that use it.
+    The loss is linear in sums over rows. So the cotangent of rows is rows, and the cotangent of a sum is whole. A
+    whole value has a sum over the rows that use it as its cotangent.
     """
     if x.kind == "rows":
         return x.derive(power=-x.power, has_mean=False, notes=frozenset(), pick_note=None)

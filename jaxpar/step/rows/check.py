@@ -166,7 +166,7 @@ def _read(
     for x in jax.tree.leaves(batch, is_leaf=_is_replicated):
         batch_values += whole_values(x) if _is_replicated(x) else [rows_value(x)]
     inputs = [*whole_values(variables), *batch_values, *whole_values(key, is_keyed=True)]
-    # The inputs before those of `rest` are the parameters.
+    # The parameters are the inputs before the leaves of `rest`.
     params = whole_values([v.aval for v in flat.invars[: len(flat.invars) - len(inputs)]])
     consts = reader.values_of_constants(flat.consts, twin.consts if twin is not None else ())
     values = reader.read_program(flat, twin, consts, [*params, *inputs])
@@ -268,7 +268,7 @@ def _report(
 
 
 def _microbatch_advice(notes: Sequence[Note], num_rows: int, num_microbatches: int) -> str:
-    """Return what `jp.all_rows` gives if notes advise it and a batch has several microbatches; else ""."""
+    """Return a warning about `jp.all_rows` if notes advise it and a batch has several microbatches; else ""."""
     if num_microbatches == 1 or not any("jp.all_rows" in n.message for n in notes):
         return ""
     return (

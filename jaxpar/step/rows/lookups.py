@@ -49,8 +49,8 @@ def _gather(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
         return [y.with_notes(*notes) for y in generic(reader, eqn, twin, ins)]
     if x.num_places:
         return coupled(ins, x.pick_note or Note.of_eqn(eqn, PICKS_ROWS))
-    # 2. Rows at unknown indices. Indices that come with the rows may point into the block's own rows, as those of
-    # graphs that are laid end to end do. The indices of a loop may go through all rows.
+    # 2. Rows at unknown indices. Indices that come with the rows may point into the block's own rows, as in a batch of
+    # graphs that are laid end to end. The indices of a loop may go through all rows.
     columns = {d: column for c, d in enumerate(numbers.start_index_map) if (column := indices.column(c))}
     note = Note.of_eqn(eqn, PICKS_ROWS, is_certain=indices.kind == "whole" and not reader.in_loop)
     takes_slices = any(eqn.params["slice_sizes"][d] != 1 for d in picked_dims)

@@ -87,7 +87,7 @@ def _after_counted_steps(eqn: Any, x: Value) -> Value:
 @rule("while", table=ALWAYS)
 def _while(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
     params, twin_params = eqn.params, twin.params if twin is not None else {}
-    # Operands are the constants of the condition, those of the body, and the carry.
+    # Operands: constants of the condition, constants of the body, the carry.
     num_cond_consts, carry_start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     body_consts = ins[num_cond_consts:carry_start]
     passes_through = _passes_through(params["body_jaxpr"], len(body_consts), len(ins) - carry_start)
@@ -257,7 +257,7 @@ def _all_steps(eqn: Any, axes: Mapping[str, int]) -> jx.Flat:
 
 
 def _sum_of_steps(reader: Reader, eqn: Any, twin: Any, i: int, start: Value, addends: Value) -> Value:
-    """Return carry `i` after the last step, from its value before the loop and what each step adds, [steps, ...]."""
+    """Return carry `i` after the last step, from its value before the loop and each step's addend, [steps, ...]."""
 
     def program(scan: Any, axes: Mapping[str, int]) -> jx.Flat:
         aval, num_steps = jx.scan_parts(scan).carry[i].aval, jx.scan_parts(scan).length

@@ -2,9 +2,9 @@
 
 This is an abstract interpretation over `values.Value`. It runs nothing but equations that follow from sizes alone.
 
-1. Each equation has a rule (`RULES`), which maps the values of its operands to those of its results. Equations without
-   a rule follow `generic.py`, by the table of `program/factors.py`: which dims of operands and results are one index.
-   If nothing is known of a primitive and rows enter it, the result is coupled.
+1. Each equation has a rule (`RULES`), which maps the values of its operands to the values of its results. Equations
+   without a rule follow `generic.py`, by the table of `program/factors.py`: which dims of operands and results are one
+   index. If nothing is known of a primitive and rows enter it, the result is coupled.
 2. `Reader._finish` passes notes on to the results, and attaches numbers that follow from sizes.
 
 A single trace does not show powers of the number of rows n, since n is a plain number in it. So the trace is read
@@ -187,7 +187,7 @@ class Reader:
             ]
         if not eqn.primitive.name.startswith(("gather", "scatter")):  # their rules give these notes if they matter
             notes += [note for x in ins for note in column_notes(eqn, x)]
-        # 2. Numbers that follow from those of the operands.
+        # 2. Numbers that follow from the operands' numbers.
         is_keyed = any(x.is_keyed for x in ins)
         in_numbers, results = [x.number for x in ins], list[Value]()
         key = ("computed", id(eqn), id(twin), *(x and x.key for x in in_numbers))
@@ -257,7 +257,7 @@ def _groups_alike(eqn: Any, twin: Any, factor: factors.Factor) -> bool:
 
 
 def pair_equations(eqns: Sequence[Any], twin_eqns: Sequence[Any]) -> tuple[dict[int, Any], Any]:
-    """Pair the equations of a program with those of the program for twice the rows, from both ends.
+    """Pair the equations of a program and its twin, the program for twice the rows, from both ends.
 
     Returns:
       twins: index of an equation -> the twin's equation.

@@ -58,7 +58,7 @@ def _move(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Val
     (x, *_), name, factor_of_dim = ins, eqn.primitive.name, FactorSpace(eqn).ins[0]
     is_reshape = name == "reshape" and eqn.params["dimensions"] is None
     if x.kind == "whole" and (is_reshape or name == "tile"):
-        # In a group of dims that are merged or split, all dims vary if one did. A tile repeats what is there, so that
+        # In a group of dims that are merged or split, all dims vary if one did. A tile repeats elements, so that
         # each dim varies as before.
         shape = input_shapes(eqn)[0]
         groups = (

@@ -37,7 +37,7 @@ def _sort(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Val
     returns_all = all(e is not None and output_shape(e) == input_shapes(e)[0] for e in (eqn, twin))
     # Sorting an order along with the rows, as argsort does, may put all rows back: then they are no longer sorted.
     has_other_operand = any(x.kind != "rows" and (x.kind != "whole" or dim in x.varying_dims) for x in ins)
-    # Each step of a loop sorts separately, and labels cannot tell the results of one step from those of another.
+    # Each step of a loop sorts separately, and labels cannot tell the results of different steps apart.
     is_sortable = not (reader.in_loop or has_other_operand) and 0 < math.prod(shape) <= MAX_ELEMENTS
     note = Note.of_eqn(eqn, f"sort over rows; {ADVISE_ALL_ROWS}")
     sorted_rows = (

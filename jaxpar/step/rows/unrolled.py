@@ -5,7 +5,7 @@ program that computes the same, except for the order of sums:
 
     x[0] ... x[n-1]                     x
     f(x[0], w) ... f(x[n-1], w)   -->   vmap(f)(x, w)      equations that are alike for all rows become one
-    stack, concatenate, or sum          moveaxis, or sum   what collects their results becomes one equation too
+    stack, concatenate, or sum          moveaxis, or sum   so does the equation that collects their results
 
 An equation belongs to row i if its operands are results for row i, and variables that all rows read.
 """

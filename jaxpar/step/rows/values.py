@@ -1,8 +1,8 @@
 """The abstract values of the interpretation: how a value of a traced loss depends on the rows of the batch.
 
 A step runs the loss on blocks of rows (one replica's rows of one microbatch) and adds up `total` and `count` of the
-blocks. The result equals the loss of all rows if and only if both are sums over rows of a function of one row, times
-the same power of the number n of rows in a block. So each value has one of four kinds:
+blocks. The result equals the loss of all rows if and only if both are sums over rows of a function of one row.
+Both may be multiplied by the same power of n, the number of rows in a block. So each value has one of four kinds:
 
 - `whole`: no row reaches the value, or the rows of all replicas do (`jp.all_rows`). It is proportional to n^power.
 - `rows`: each element belongs to one row (`labels`), is a function of that row alone, the same function for all rows,
@@ -44,7 +44,7 @@ ADVISE_ALL_ROWS = "compute it from jp.all_rows(x)"
 PICKS_ROWS = f"picks rows by computed indices; {ADVISE_ALL_ROWS}"
 TAKES_SOME_ROWS = "takes some of the rows"
 RATIO_OF_SUMS = "divides one sum over rows by another; return jp.Mean(total, count), or use sums of jp.all_rows(x)"
-# The note on a ratio that each replica computes by itself, if the ratios are then averaged over replicas.
+# The note on a ratio that each replica computes on its rows, if the ratios are then averaged over replicas.
 RATIO_PER_REPLICA = (
     "averages over replicas what each divides by its own number of rows, as BatchNorm does with mask=; leave mask= "
     "out, or divide sums over jp.all_rows(x) and jp.all_rows(mask) in a norm of your own (docs/losses.md)"
@@ -145,7 +145,7 @@ class Value:
 
     def column(self, c: int) -> list[np.ndarray]:
         """Return column `c` of indices, in the program and in its twin, as far as it is known."""
-        # A known column of rows is an array by itself, [..., 1].
+        # A known column of rows is a separate array, [..., 1].
         number, c = (self.number, c) if self.kind == "whole" else (dict(self.columns).get(c), 0)
         pair = () if number is None else number.pair
         return [array[..., c] if np.ndim(array) else np.asarray(array) for array in pair if array is not None]
