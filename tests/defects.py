@@ -139,7 +139,7 @@ DEFECTS = (
            "Zigzag order gives a rank the second chunk from the wrong end."),
     Defect("label-negative", "numerics/logits/cross_entropy.py",
            "numerics/logits/test_cross_entropy.py::test_ids_out_of_range_are_seen_and_ignored_ones_cost_nothing",
-           "known = jnp.where(padded < 0, head.shape[1], padded)", "known = padded",
+           "ids = jnp.where(padded < 0, head.shape[1], padded)", "ids = padded",
            "A label below 0 counts from the end of the vocabulary."),
     Defect("head-low", "numerics/logits/cross_entropy.py",
            "numerics/logits/test_cross_entropy.py::test_gradient_of_a_bfloat16_head_adds_up_in_float32",
@@ -185,7 +185,7 @@ DEFECTS = (
            "A sum over rows and a value that is the same for all rows may be added up, and nobody is told."),
     Defect("ratio-passed", "step/rows/arithmetic.py",
            "step/rows/test_rows.py::test_what_is_written_most_is_refused_in_every_sample",
-           "return coupled(ins, Note.at(eqn, RATIO))", "return a.plain(power=a.power)",
+           "return coupled(ins, Note.of_eqn(eqn, RATIO_OF_SUMS))", "return dividend.derive(power=dividend.power)",
            "A ratio of two sums over rows passes for a sum over rows."),
     # -- checkpoint
     Defect("key-escaped", "checkpoint/arrays.py",

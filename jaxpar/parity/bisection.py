@@ -27,7 +27,7 @@ from ..program.evaluation import scope_of
 from ..program.walk import scan_parts
 from ..strategy import Strategy, as_strategy
 from .bisected import Bisected
-from .cut import CutLoss, Site, body_of, without_casts
+from .cut import CutLoss, Site, scan_body, without_casts
 from .differences import TOLERANCE, Furthest, furthest
 from .losses import bisect_losses
 from .sides import OneDevice, UnderStrategy
@@ -133,7 +133,7 @@ class _Search:
         self.results: dict[Site | None, Furthest] = {}  # every site that was run; None: the loss without a cut
         self.a, self.b = names
         self.one_device = OneDevice(template, jax.local_devices()[0])
-        model_dtypes = self.one_device.reference().low(template.batch)
+        model_dtypes = self.one_device.reference().model_dtypes(template.batch)
         self.dtypes = [*(name for side in sides for name in side.dtypes), *model_dtypes]
         self.tolerance = max(TOLERANCE[name] for name in self.dtypes)
         # Only different precisions need a measured rounding: within one precision, another rounding would decide which
@@ -148,7 +148,7 @@ class _Search:
             return Bisected(self.a, self.b, "", "", "", None, False, "", 0.0, self.results[None].allowed, 1)
 
         # 2. The equations of the program.
-        indices, eqns = self.cut.with_rows(()), self.cut.eqns
+        indices, eqns = self.cut.indices_with_rows(()), self.cut.eqns
         index = self.first_difference(indices, lambda i: (i,))
         if index is None:
             # All values with rows agree. The next equation sums rows.
@@ -157,15 +157,15 @@ class _Search:
 
         # 3. In a scan: its iterations by the last cut of the body, then the body.
         eqn, site, iteration = eqns[index], (index,), None
-        if eqn.primitive.name == "scan" and (inner_indices := self.cut.with_rows((index,))):
+        if eqn.primitive.name == "scan" and (inner_indices := self.cut.indices_with_rows((index,))):
             parts = scan_parts(eqn)
             order = range(parts.length)[::-1] if parts.reverse else range(parts.length)
             iteration = self.first_difference(order, lambda n: (index, n, inner_indices[-1]))
             if iteration is not None:
                 inner_index = self.first_difference(inner_indices, lambda i: (index, iteration, i))
                 assert inner_index is not None, "the last cut was seen to differ"
-                eqn, site = without_casts(body_of(eqn).eqns)[inner_index], (index, iteration, inner_index)
-        return self.report(self.cut.summing(eqn), iteration, site)
+                eqn, site = without_casts(scan_body(eqn).eqns)[inner_index], (index, iteration, inner_index)
+        return self.report(self.cut.summing_eqn(eqn), iteration, site)
 
     def report(self, eqn: Any, iteration: int | None, site: Site | None) -> Bisected:
         """Return the report of an equation, with the difference that was found at a site."""

@@ -1,9 +1,12 @@
-"""A loss that is cut after one of its equations: a number made of all values alive there takes its place.
+"""A loss that is cut after one of its equations: it returns a number made of all values that are alive there.
 
-The number is a sum over rows, so that it means the same under every strategy. That is a model like any other, with the
-same parameters and, times zero, the rest of the program behind it, so that each strategy runs it by what it makes of
-the whole. Where two strategies' numbers differ, the forward of what is before the cut does; where their gradients do,
-the backward.
+    equations   0 ... site | site + 1 ...         alive values: made before the cut, read behind it
+    cut loss    sum of numbers of the alive values  +  0 * loss
+
+The number is a sum over rows, so that it means the same under every strategy. The cut loss belongs to a model like any
+other: it has the same parameters and, times zero, the rest of the program. So each strategy runs it as it runs the
+loss. If the numbers of two strategies differ, the forward before the cut differs; if their gradients differ, the
+backward does.
 """
 
 from __future__ import annotations
@@ -23,194 +26,227 @@ from ..model.model import Mean, Model, is_replicated, row_axes
 from ..program import jaxpr as jx
 from ..program.walk import is_literal, scan_parts
 
-_CASTS = ("convert_element_type", "reduce_precision")  # which other precisions have others of
-Site = tuple[int, ...]  # an equation's place; in a scan the iteration and the place in its body besides
+_CASTS = ("convert_element_type", "reduce_precision")  # programs differ in these from precision to precision
+Site = tuple[int, ...]  # (equation,), or (scan, iteration, equation in its body); casts are not counted
+RowDim = tuple[int, int]  # a dim of rows, and its size for one row
 
 
 class CutLoss:
-    """A model's loss, cut after the equation at `site`; None: the loss itself.
+    """A model's loss, cut after the equation at `site`; if that is None, the loss itself.
 
     Attributes:
-      model: with the cut loss in place of the loss.
+      model: the model, with the cut loss as its loss.
       eqns: the equations of the loss, without casts.
-      sizes: of every result of every equation, the dim of rows and its size for one row; None where it has no such dim,
-        or is no floating-point number.
-      grows: the same of every variable, whatever its dtype.
+      sizes: the dim of rows of every result of every equation; None if a result has no such dim, or is no
+        floating-point number. An equation in a scan has the place of the scan and its place in the body as its key.
+      row_dims: the same for every variable, of any dtype.
     """
 
     def __init__(self, model: Model, batch: Any, key: jax.Array):
         self.inner = model
         self.site: Site | None = None
-        self.sizes: dict[Site, list[tuple[int, int] | None]] = {}
-        self.grows = dict[Any, tuple[int, int] | None]()
-        self._seen: Sequence[Any] = ()
+        self.sizes: dict[Site, list[RowDim | None]] = {}
+        self.row_dims = dict[Any, RowDim | None]()
+        self._traced_eqns: Sequence[Any] = ()
         stateful = lambda params, variables, batch, key: self._loss(params, variables, batch, key)
-        plain = lambda params, batch, key: self._loss(params, {}, batch, key)[0]
-        same: Any = lambda tree: tree
+        stateless = lambda params, batch, key: self._loss(params, {}, batch, key)[0]
+        identity: Any = lambda tree: tree
         self.model = dataclasses.replace(
             model,
-            loss=stateful if model.stateful else plain,
-            wrap=same,
-            unwrap=same,
+            loss=stateful if model.stateful else stateless,
+            wrap=identity,
+            unwrap=identity,
             rows="independent",
             optimizer=None,
         )
-        one, two = (self._traced(batch, key, times) for times in (1, 2))  # what grows with the rows has a dim of them
-        self._whole, self.eqns = one, without_casts(one)
-        self._measure(one, two, rows_of(batch), ())
-        for number, (x, y) in enumerate(zip(self.eqns, without_casts(two), strict=True)):
+        # A dim that doubles with the rows is a dim of rows.
+        eqns, doubled_eqns = (self._trace(batch, key, times) for times in (1, 2))
+        self._all_eqns, self.eqns = eqns, without_casts(eqns)
+        self._measure(eqns, doubled_eqns, rows_of(batch), ())
+        for index, (x, y) in enumerate(zip(self.eqns, without_casts(doubled_eqns), strict=True)):
             if x.primitive.name == "scan":
-                self._measure(body_of(x).eqns, body_of(y).eqns, rows_of(batch), (number,))
+                self._measure(scan_body(x).eqns, scan_body(y).eqns, rows_of(batch), (index,))
 
-    def at(self, site: Site | None) -> Model:
-        """The model of the loss that is cut at a site, whose programs nobody has kept; until the next call of this."""
+    def cut_at(self, site: Site | None) -> Model:
+        """Return the model of the loss that is cut at a site. It is valid until the next call.
+
+        The model is a new object each time, so that no program of another site is in a cache.
+        """
         self.site = site
         return dataclasses.replace(self.model)
 
-    def with_rows(self, at: Site) -> list[int]:
-        """The equations of the program, or of the scan `at` a place, after which something with rows is made."""
-        return [site[-1] for site, sizes in self.sizes.items() if site[:-1] == at and any(sizes)]
+    def indices_with_rows(self, place: Site) -> list[int]:
+        """Return the equations that make something with rows, in the program (place `()`) or in the scan at a place."""
+        return [site[-1] for site, sizes in self.sizes.items() if site[:-1] == place and any(sizes)]
 
-    def summing(self, eqn: Any) -> Any:
-        """Where an equation reads what a sum over rows became, the equation that sums; else the equation itself."""
-        makers = {v: maker for maker in self._whole for v in maker.outvars}
-        todo = [v for v in eqn.invars if not is_literal(v)]
-        while todo:
-            maker = makers.get(v := todo.pop())
-            if maker is not None and self.grows.get(v) is None:
-                read = [w for w in maker.invars if not is_literal(w)]
-                if any(self.grows.get(w) is not None for w in read):
-                    return maker
-                todo += read
+    def summing_eqn(self, eqn: Any) -> Any:
+        """Return the equation that sums over rows, if `eqn` reads values that depend on such a sum; else `eqn`."""
+        producers = {v: producer for producer in self._all_eqns for v in producer.outvars}
+        pending = [v for v in eqn.invars if not is_literal(v)]
+        while pending:
+            producer = producers.get(v := pending.pop())
+            if producer is not None and self.row_dims.get(v) is None:
+                operands = [w for w in producer.invars if not is_literal(w)]
+                if any(self.row_dims.get(w) is not None for w in operands):
+                    return producer
+                pending += operands
         return eqn
 
-    def _traced(self, batch: Any, key: jax.Array, times: int) -> Sequence[Any]:
-        """The loss's equations for so many times the rows."""
+    def _trace(self, batch: Any, key: jax.Array, times: int) -> Sequence[Any]:
+        """Return the loss's equations for a batch of `times` as many rows."""
 
-        def longer(x: Any) -> Any:
+        def repeat_rows(x: Any) -> Any:
             return jax.ShapeDtypeStruct((times * x.shape[0], *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
 
-        rows = jax.tree.map(lambda x: x if is_replicated(x) else longer(x), batch, is_leaf=is_replicated)
+        rows = jax.tree.map(lambda x: x if is_replicated(x) else repeat_rows(x), batch, is_leaf=is_replicated)
         jax.eval_shape(lambda key, rows: self.model.call(*self.model.create(key), rows, key), key, rows)
-        return self._seen
+        return self._traced_eqns
 
-    def _measure(self, one: Sequence[Any], two: Sequence[Any], rows: int, at: Site) -> None:
-        """Notes the dims of rows of what some equations make, of which `two` have twice the rows."""
-        number = -1
-        for x, y in zip(one, two, strict=True):
-            found = [_grows(v, w, rows) for v, w in zip(x.outvars, y.outvars, strict=True)]
-            self.grows.update(zip(x.outvars, found, strict=True))
+    def _measure(self, eqns: Sequence[Any], doubled_eqns: Sequence[Any], num_rows: int, place: Site) -> None:
+        """Store the dims of rows of the results of some equations.
+
+        Args:
+          eqns: the equations.
+          doubled_eqns: the same equations for twice the rows.
+          num_rows: the number of rows.
+          place: `()` for the program, or the place of the scan whose body they are.
+        """
+        index = -1
+        for x, y in zip(eqns, doubled_eqns, strict=True):
+            row_dims = [_row_dim(v, w, num_rows) for v, w in zip(x.outvars, y.outvars, strict=True)]
+            self.row_dims.update(zip(x.outvars, row_dims, strict=True))
             if x.primitive.name not in _CASTS:
-                number += 1
-                floats = [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in x.outvars]
-                self.sizes[*at, number] = [of if known else None for of, known in zip(found, floats, strict=True)]
+                index += 1
+                is_float = [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in x.outvars]
+                self.sizes[*place, index] = [
+                    row_dim if floating else None for row_dim, floating in zip(row_dims, is_float, strict=True)
+                ]
 
     def _loss(self, *args: Any) -> tuple[Mean, Any]:
-        """What takes the place of the model's loss, and its new variables."""
+        """Return the cut loss, and the model's new variables; it takes the arguments of the model's loss."""
         inner = lambda *args: self.inner.call(*args, rows=row_axes())
         flat, out = jx.trace(inner, *args)
-        eqns = jx.live(flat.eqns, flat.outvars)  # after each with rows, something with rows is read
-        names = [eqn.primitive.name for eqn in without_casts(self._seen)]
+        # Only live equations: then something with rows is read after each of them.
+        eqns = jx.live(flat.eqns, flat.outvars)
+        names = [eqn.primitive.name for eqn in without_casts(self._traced_eqns)]
         if names and names != [eqn.primitive.name for eqn in without_casts(eqns)]:
             raise ValueError(
                 "the loss has other equations for other numbers of rows or precisions: they have no common cut"
             )
-        self._seen = eqns
+        self._traced_eqns = eqns
         if self.site is None:
-            sums, new = inner(*args)
-            return sums["loss"], new
-        cut = _Run(self, (), self.site)
-        ins = [*flat.consts, *jax.tree.leaves(args)]
-        outs = cut.run(eqns, (*flat.constvars, *flat.invars), flat.outvars, ins)
-        sums, new = jax.tree.unflatten(jax.tree.structure(out), outs)
-        total = sums["loss"].total
-        # Before the first equation there is nothing to compare, and the number is 0 on both sides. What is not finite
-        # behind the cut is none of its business.
-        behind = jnp.where(jnp.isfinite(total), 0 * total, 0)
-        return Mean(cut.number + behind, jnp.float32(max(cut.rows, 1))), new
+            means, variables = inner(*args)
+            return means["loss"], variables
+        evaluation = _Evaluation(self, (), self.site)
+        inputs = [*flat.consts, *jax.tree.leaves(args)]
+        outs = evaluation.evaluate(eqns, (*flat.constvars, *flat.invars), flat.outvars, inputs)
+        means, variables = jax.tree.unflatten(jax.tree.structure(out), outs)
+        total = means["loss"].total
+        # The rest of the program, times zero. NaN and inf from behind the cut must not reach the number. Before the
+        # first equation there is nothing to compare, and the number is 0 on both sides.
+        zero = jnp.where(jnp.isfinite(total), 0 * total, 0)
+        return Mean(evaluation.number + zero, jnp.float32(max(evaluation.num_rows, 1))), variables
 
 
-class _Run:
-    """One evaluation of a program, that of the loss or of a scan `at` a place in it, which makes `number` of what is
-    alive after a site, of so many `rows`.
+class _Evaluation:
+    """One evaluation of the program of the loss, or of the body of a scan.
+
+    Attributes:
+      cut: the cut loss.
+      place: `()` for the program, or the place of the scan.
+      site: where the cut is, relative to `place`.
+      number: the number made of the values that are alive after the site.
+      num_rows: the number of rows of these values.
     """
 
-    def __init__(self, cut: CutLoss, at: Site, site: Site):
-        self.cut, self.at, self.site = cut, at, site
+    def __init__(self, cut: CutLoss, place: Site, site: Site):
+        self.cut, self.place, self.site = cut, place, site
         self.number: Any = jnp.float32(0)
-        self.rows = 0
+        self.num_rows = 0
 
-    def run(self, eqns: Sequence[Any], invars: Any, outvars: Any, ins: Sequence[Any]) -> list[Any]:
-        """The results of some equations."""
-        env = jx.Environment(zip(invars, ins, strict=True))
-        sizes: dict[Any, tuple[int, int] | None] = {}
-        uncast: dict[Any, Any] = {}
-        number, stop, enters = -1, self.site[0], len(self.site) > 1
+    def evaluate(self, eqns: Sequence[Any], invars: Any, outvars: Any, inputs: Sequence[Any]) -> list[Any]:
+        """Return the values of `outvars`, and add up `number` on the way."""
+        env = jx.Environment(zip(invars, inputs, strict=True))
+        sizes: dict[Any, RowDim | None] = {}
+        uncast: dict[Any, Any] = {}  # cast variable -> the variable that was cast
+        index, cut_index, cuts_inside = -1, self.site[0], len(self.site) > 1
         for i, eqn in enumerate(eqns):
-            cast = eqn.primitive.name in _CASTS
-            number += not cast
-            here = not cast and number == stop
-            env.compute(eqn, self.scan if here and enters else jx.bind)
-            if not cast:
-                sizes.update(zip(eqn.outvars, self.cut.sizes[*self.at, number], strict=True))
+            is_cast = eqn.primitive.name in _CASTS
+            index += not is_cast
+            is_site = not is_cast and index == cut_index
+            env.compute(eqn, self.scan if is_site and cuts_inside else jx.bind)
+            if not is_cast:
+                sizes.update(zip(eqn.outvars, self.cut.sizes[*self.place, index], strict=True))
             elif not is_literal(x := eqn.invars[0]) and jnp.issubdtype((y := eqn.outvars[0]).aval.dtype, jnp.floating):
                 sizes[y], uncast[y] = sizes.get(x), uncast.get(x, x)
-            if here and not enters:  # of a value and its casts, which one side has alone, one
-                alive = {uncast.get(v, v): v for v in jx.free(eqns[i + 1 :], outvars) if sizes.get(v)}
-                for v in alive.values():
+            if is_site and not cuts_inside:
+                # A value and its casts count once, since only one side may have the casts.
+                alive_vars = {uncast.get(v, v): v for v in jx.free(eqns[i + 1 :], outvars) if sizes.get(v)}
+                for v in alive_vars.values():
                     self.add(env[v], *sizes[v])  # type: ignore[misc]
         return env.read(outvars)
 
     def add(self, x: Any, dim: int, size: int) -> None:
-        """A number of a value with rows. Backwards it is made again of that value: what its derivative reads, of each
-        value and iteration, would be more than a step holds.
-        """
-        self.rows = x.shape[dim] // size
-        self.number = self.number + jax.checkpoint(functools.partial(_number, dim=dim))(x) * self.rows
+        """Add the number of a value whose dim `dim` holds rows of `size` each.
 
-    def scan(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
-        """A scan that makes the number in one of its iterations."""
-        place, iteration, stop = self.site
-        parts, body = scan_parts(eqn), body_of(eqn)
-        n, k = len(parts.consts), len(parts.carry)
+        The backward computes it again from the value. The residuals of all values and iterations would take more memory
+        than a step has.
+        """
+        self.num_rows = x.shape[dim] // size
+        self.number = self.number + jax.checkpoint(functools.partial(_number, row_dim=dim))(x) * self.num_rows
+
+    def scan(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+        """Return the results of a scan, and add the number that one of its iterations makes."""
+        place, iteration, site = self.site
+        parts, body = scan_parts(eqn), scan_body(eqn)
+        num_consts, num_carries = len(parts.consts), len(parts.carry)
 
         def step(carry: Any, xs: Any) -> Any:
-            inner = _Run(self.cut, (place,), (stop,))
-            values = [*body.consts, *ins[:n], *carry, *xs]
-            outs = inner.run(body.eqns, (*body.constvars, *body.invars), body.outvars, values)
-            self.rows = inner.rows
-            return outs[:k], (outs[k:], inner.number)
+            inner = _Evaluation(self.cut, (place,), (site,))
+            values = [*body.consts, *inputs[:num_consts], *carry, *xs]
+            outs = inner.evaluate(body.eqns, (*body.constvars, *body.invars), body.outvars, values)
+            self.num_rows = inner.num_rows
+            return outs[:num_carries], (outs[num_carries:], inner.number)
 
-        xs = list(ins[n + k :])
-        carry, (ys, numbers) = lax.scan(step, list(ins[n : n + k]), xs, parts.length, parts.reverse)
-        chosen = jnp.asarray(np.eye(parts.length, dtype=np.float32)[iteration])
-        self.number = self.number + (numbers * chosen).sum()
+        xs = list(inputs[num_consts + num_carries :])
+        start = list(inputs[num_consts : num_consts + num_carries])
+        carry, (ys, numbers) = lax.scan(step, start, xs, parts.length, parts.reverse)
+        # Every iteration makes a number, since all run one program. A sum with a one-hot takes one of them.
+        one_hot = jnp.asarray(np.eye(parts.length, dtype=np.float32)[iteration])
+        self.number = self.number + (numbers * one_hot).sum()
         return [*carry, *ys]
 
 
-def _number(x: Any, dim: int) -> Any:
-    """A mean of positive terms, so that none cancel and rounding is small beside it, in which the -1e9 of a mask does
-    not hide the others. What is not finite, and the largest number that stands for it in masks, counts nothing.
+def _number(x: Any, row_dim: int) -> Any:
+    """Return a mean of positive terms, one for each element, as the number of a value.
+
+    With f(x) = w asinh(x), where w > 0 is a weight for each place in a row, the terms are f (f + |f| / 2):
+
+    - they are positive, so that none cancel, and rounding is small compared with the sum;
+    - they grow slowly, so that the -1e9 of a mask does not hide the other elements;
+    - they differ for permuted elements, and for x and -x.
+
+    Elements that are not finite, and the largest number, with which masks are filled, count as 0.
     """
     x = jnp.where(jnp.abs(x) < jnp.finfo(x.dtype).max, x, 0).astype(jnp.float32)
     x = jnp.asinh(x)
-    for other in (d for d in range(x.ndim) if d != dim):
-        x = x * (1 + 0.5 * jnp.cos(lax.broadcasted_iota(jnp.float32, x.shape, other)))
+    for d in (d for d in range(x.ndim) if d != row_dim):
+        x = x * (1 + 0.5 * jnp.cos(lax.broadcasted_iota(jnp.float32, x.shape, d)))
     return (x * (x + 0.5 * jnp.abs(x))).sum() / max(x.size, 1)
 
 
 def without_casts(eqns: Sequence[Any]) -> list[Any]:
-    """Some equations without those that differ from precision to precision."""
+    """Return the equations without casts, in which precisions differ."""
     return [eqn for eqn in eqns if eqn.primitive.name not in _CASTS]
 
 
-def body_of(eqn: Any) -> jx.Flat:
-    """The program of a scan, flat, without what nobody reads."""
+def scan_body(eqn: Any) -> jx.Flat:
+    """Return the program of a scan's body, flat, without equations whose results are unread."""
     body = jx.flatten(scan_parts(eqn).body, remats=True)
     return dataclasses.replace(body, eqns=jx.live(body.eqns, body.outvars))
 
 
-def _grows(one: Any, two: Any, rows: int) -> tuple[int, int] | None:
-    """The dim that grows with the rows, and its size for one row; None where none does."""
-    dims = [d for d, (n, m) in enumerate(zip(one.aval.shape, two.aval.shape, strict=True)) if n != m]
-    return (dims[0], one.aval.shape[dims[0]] // rows) if len(dims) == 1 else None
+def _row_dim(v: Any, doubled: Any, num_rows: int) -> RowDim | None:
+    """Return the one dim that grows with the rows, and its size for one row; None if no dim or several grow."""
+    dims = [d for d, (n, m) in enumerate(zip(v.aval.shape, doubled.aval.shape, strict=True)) if n != m]
+    return (dims[0], v.aval.shape[dims[0]] // num_rows) if len(dims) == 1 else None

@@ -57,7 +57,7 @@ def bisect_losses(model: Model, loss: Callable[..., Any], batch: Any, key: jax.A
     name = getattr(loss, "__name__", repr(loss))
     model_loss, user_loss = _model_loss(model), _user_loss(loss, name, model)
     args = jax.tree.map(jnp.asarray, (*model.create(key), batch, block_key(jax.random.fold_in(key, 1), 0, 0)))
-    tolerance = max(TOLERANCE[dtype] for dtype in Reference(model, as_strategy("single"), 1).low(batch))
+    tolerance = max(TOLERANCE[dtype] for dtype in Reference(model, as_strategy("single"), 1).model_dtypes(batch))
 
     # 1. Compare the compiled gradients.
     model_result, user_result = [_value_and_grad(program, args) for program in (model_loss, user_loss)]

@@ -144,7 +144,7 @@ def verify(
             uncut_loss = float(reference.uncut_loss(key, batch))
 
         # 3. Compare them leaf by leaf.
-        dtypes = [*dtypes_of(strategy), *reference.low(batch)]
+        dtypes = [*dtypes_of(strategy), *reference.model_dtypes(batch)]
         tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
         if strategy.reduce == "compute":
             tolerance *= step.replicas  # a sum over n ranks in low precision rounds up to n times

@@ -43,7 +43,7 @@ class UnderStrategy:
 
     def __call__(self, site: Site | None) -> tuple[float, Any]:
         """Return loss and gradients of the loss cut at a site; None: of the whole loss."""
-        step = make_train_step(self.cut.at(site), None, self.strategy, self.mesh)
+        step = make_train_step(self.cut.cut_at(site), None, self.strategy, self.mesh)
         state = step.init(self.key)
         loss, grads = step.value_and_grad(state, self.batch)
         while (scale := state.scale) is not None and scale.scale > 1 and not all_finite(grads):
@@ -75,7 +75,7 @@ class OneDevice:
 
     def reference(self, site: Site | None = None) -> Reference:
         """Return the plain program of the loss cut at a site."""
-        model = self.template.cut.at(site)
+        model = self.template.cut.cut_at(site)
         step = make_train_step(model, None, self.template.strategy, self.template.mesh)
         return Reference(model, step.strategy, step.replicas)
 

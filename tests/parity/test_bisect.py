@@ -1,4 +1,4 @@
-"""Where two strategies part, the equation is named: three defects that this repository had are put back, and found."""
+"""`bisect` names the equation where two strategies part. Three former defects of this repository are put back."""
 
 import __future__
 
@@ -22,23 +22,26 @@ from jaxpar.parity.cut import CutLoss
 from jaxpar.slicing import program
 from jaxpar.step import tracing
 
-TWO = jax.devices()[:2]
+TWO_DEVICES = jax.devices()[:2]
 
 
-def put_back(patch: pytest.MonkeyPatch, module: Any, name: str, now: str, before: str) -> None:
-    """A function of a module as it was."""
+def put_back(patch: pytest.MonkeyPatch, module: Any, name: str, correct: str, defect: str) -> None:
+    """Replace a function of a module by its version with a defect: `correct` becomes `defect` in its source."""
     text = textwrap.dedent(inspect.getsource(getattr(module, name)))
-    assert text.count(now) == 1, "the defect is to be put back elsewhere"
-    made = dict(vars(module))
-    exec(compile(text.replace(now, before), f"{name} before", "exec", __future__.annotations.compiler_flag), made)
-    patch.setattr(module, name, made[name])
+    assert text.count(correct) == 1, "the defect is to be put back elsewhere"
+    namespace = dict(vars(module))
+    exec(
+        compile(text.replace(correct, defect), f"{name} before", "exec", __future__.annotations.compiler_flag),
+        namespace,
+    )
+    patch.setattr(module, name, namespace[name])
 
 
-def line(of: Callable[..., Any], text: str) -> str:
-    """The line of a function of this file that holds a text, as it is named."""
-    lines, first = inspect.getsourcelines(of)
-    (at,) = (number for number, one in enumerate(lines, first) if text in one)
-    return f"test_bisect.py:{at}:"
+def line(function: Callable[..., Any], text: str) -> str:
+    """Return the line of a function of this file that holds a text, as messages name it."""
+    lines, first = inspect.getsourcelines(function)
+    (line_number,) = (number for number, source_line in enumerate(lines, first) if text in source_line)
+    return f"test_bisect.py:{line_number}:"
 
 
 def first_three(params: Any, batch: Any, key: Any) -> jax.Array:
@@ -55,15 +58,15 @@ def rows_batch() -> Any:
 
 @pytest.mark.slow
 def test_rows_that_a_loss_couples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Indices that count along another dim than the rows were taken for the rows' own: nothing was said."""
+    """The row check took indices that count along another dim for the rows' own, and was silent."""
     monkeypatch.setattr(tracing, "check_coupling", lambda *_, **__: None)
     model = jp.Model(lambda key: {"w": jax.random.normal(key, (4, 5))}, first_three)
-    report = jp.verify(model, "ddp", rows_batch(), steps=1, mesh=TWO)
-    assert isinstance(found := report.where, Bisected)
-    assert (found.primitive, found.backward) == ("gather", False), str(found)
-    assert line(first_three, "picked = x[") in found.line
-    assert str(report).endswith(str(found))
-    assert "ddp and one device part at gather, its result, at " in str(found)
+    report = jp.verify(model, "ddp", rows_batch(), steps=1, mesh=TWO_DEVICES)
+    assert isinstance(difference := report.where, Bisected)
+    assert (difference.primitive, difference.backward) == ("gather", False), str(difference)
+    assert line(first_three, "picked = x[") in difference.line
+    assert str(report).endswith(str(difference))
+    assert "ddp and one device part at gather, its result, at " in str(difference)
 
 
 def centred(params: Any, batch: Any, key: Any) -> jax.Array:
@@ -75,32 +78,32 @@ def centred(params: Any, batch: Any, key: Any) -> jax.Array:
 @pytest.mark.slow
 def test_what_sums_rows_is_named_and_not_what_reads_the_sum() -> None:
     model = jp.Model(lambda key: {"w": jax.random.normal(key, (4, 5))}, centred, rows="independent")
-    found = jp.bisect(model, "ddp", None, {"x": rows_batch()["x"]}, mesh=TWO)
-    assert (found.primitive, found.backward) == ("reduce_sum", False), str(found)
-    assert line(centred, "mean = h.mean(0)") in found.line
+    difference = jp.bisect(model, "ddp", None, {"x": rows_batch()["x"]}, mesh=TWO_DEVICES)
+    assert (difference.primitive, difference.backward) == ("reduce_sum", False), str(difference)
+    assert line(centred, "mean = h.mean(0)") in difference.line
 
 
 def test_what_agrees_has_no_equation() -> None:
     model = jp.Model(
         lambda key: {"w": jax.random.normal(key, (4, 5))}, lambda p, b, key: ((b["x"] @ p["w"]) ** 2).mean()
     )
-    found = jp.bisect(model, "ddp", None, {"x": rows_batch()["x"]}, mesh=TWO)
-    assert (found.primitive, found.programs) == ("", 1)
-    assert str(found) == "ddp and one device agree within 1e-05: there is no equation to name"
+    difference = jp.bisect(model, "ddp", None, {"x": rows_batch()["x"]}, mesh=TWO_DEVICES)
+    assert (difference.primitive, difference.programs) == ("", 1)
+    assert str(difference) == "ddp and one device agree within 1e-05: there is no equation to name"
     broken = jp.Model(lambda key: {"w": -jnp.ones((4, 5))}, lambda p, b, key: jnp.log(p["w"]).mean() * b["x"].mean())
     with pytest.raises(ValueError, match=r"not finite on either side, so .*; try step\.trace_nonfinite"):
-        jp.bisect(broken, "ddp", None, {"x": rows_batch()["x"]}, mesh=TWO)
+        jp.bisect(broken, "ddp", None, {"x": rows_batch()["x"]}, mesh=TWO_DEVICES)
     with pytest.raises(ValueError, match="compares one device with itself"):
         jp.bisect(model, None, None, {"x": rows_batch()["x"]})
 
 
-def layers(before: Callable[..., Any], after: Callable[..., Any]) -> jp.Model:
-    """Three layers; between two, in the dtype of the parameters, is `after` of the one and `before` the other."""
+def layers(start: Callable[..., Any], end: Callable[..., Any]) -> jp.Model:
+    """Return three layers with `end` at the end of each but the last, and `start` at the start of the next."""
 
     def loss(params: Any, batch: Any, key: Any) -> jax.Array:
         x = jnp.tanh(batch["x"].astype(params["c"].dtype) @ params["a"])
-        x, _ = jax.lax.scan(lambda x, w: (after(jnp.tanh(before(x) @ w)), None), after(x), params["b"])
-        return jnp.square(before(x) @ params["c"]).mean()
+        x, _ = jax.lax.scan(lambda x, w: (end(jnp.tanh(start(x) @ w)), None), end(x), params["b"])
+        return jnp.square(start(x) @ params["c"]).mean()
 
     def init(key: jax.Array) -> Any:
         draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape) / 2
@@ -109,7 +112,7 @@ def layers(before: Callable[..., Any], after: Callable[..., Any]) -> jp.Model:
     return jp.Model(init, loss)
 
 
-PLANTED = {  # precision, before and after a layer, the primitive that is to be named
+PLANTED = {  # precision, functions before and after a layer, the primitive that bisect must name
     "overflow": ("f16", lambda x: x / 1e6, lambda x: x * 1e6, "mul"),
     "cancellation": ("bf16", lambda x: x - 512, lambda x: x + 512, "sub"),
 }
@@ -118,16 +121,16 @@ PLANTED = {  # precision, before and after a layer, the primitive that is to be 
 @pytest.mark.battery
 @pytest.mark.parametrize("fault", PLANTED)
 def test_what_a_low_precision_does_beyond_its_rounding(fault: str) -> None:
-    precision, before, after, primitive = PLANTED[fault]
-    model, batch = layers(before, after), {"x": rows_batch()["x"]}
-    found = jp.bisect(model, f"single,precision={precision}", "single", batch, mesh=TWO[:1])
-    assert (found.primitive, found.backward) == (primitive, False), str(found)
-    assert f"test_bisect.py:{before.__code__.co_firstlineno}:" in found.line, str(found)
+    precision, start, end, primitive = PLANTED[fault]
+    model, batch = layers(start, end), {"x": rows_batch()["x"]}
+    difference = jp.bisect(model, f"single,precision={precision}", "single", batch, mesh=TWO_DEVICES[:1])
+    assert (difference.primitive, difference.backward) == (primitive, False), str(difference)
+    assert f"test_bisect.py:{start.__code__.co_firstlineno}:" in difference.line, str(difference)
 
 
 @pytest.mark.slow
 def test_a_value_and_its_cast_are_one() -> None:
-    """After the square of a norm in float32, bfloat16 had both what it reads and its cast: half as much again."""
+    """In bfloat16, a value and its float32 cast were both alive after the square of a norm, and both counted."""
 
     def loss(params: Any, batch: Any, key: Any) -> jax.Array:
         x = jnp.tanh(batch["x"].astype(params["w"].dtype) @ params["w"])
@@ -137,17 +140,18 @@ def test_a_value_and_its_cast_are_one() -> None:
     model = jp.Model(lambda key: {"w": jax.random.normal(key, (8, 8))}, loss, rows="independent")
     batch, key = {"x": np.random.default_rng(0).normal(size=(4, 8)).astype("f")}, jax.random.key(0)
     cut = CutLoss(model, batch, key)
-    one, other = (
+    in_float32, in_bfloat16 = (
         sides.UnderStrategy(cut, jp.Strategy.parse(text), jax.devices()[:1], key, batch)
         for text in ("single", "single,precision=bf16")
     )
-    for place in cut.with_rows(()):
-        assert one((place,))[0] == pytest.approx(other((place,))[0], rel=0.03)
+    for index in cut.indices_with_rows(()):
+        assert in_float32((index,))[0] == pytest.approx(in_bfloat16((index,))[0], rel=0.03)
 
 
 def test_a_cut_loss_takes_no_more_memory_than_the_loss() -> None:
-    """What the derivative of a cut's number reads was kept of every layer: 1.94 times the temporaries of the gradients
-    with jax 0.10.2; now 1.00, and 1.16 with 0.12.
+    """The residuals of a cut's number were stored for every layer: 1.94 times the temporaries of the gradients.
+
+    That was with jax 0.10.2; now they are 1.00 times, and 1.16 times with 0.12.
     """
 
     def loss(params: Any, batch: Any, key: Any) -> jax.Array:
@@ -155,17 +159,17 @@ def test_a_cut_loss_takes_no_more_memory_than_the_loss() -> None:
         return jnp.square(x).mean()
 
     def temporaries(model: jp.Model) -> int:
-        step = jp.make_train_step(model, optax.sgd(0.1), "single", TWO[:1])
+        step = jp.make_train_step(model, optax.sgd(0.1), "single", TWO_DEVICES[:1])
         return step.compile(batch).memory_analysis().temp_size_in_bytes
 
     batch = {"x": np.ones((64, 32), np.float32)}
     cut = CutLoss(model := jp.Model(lambda key: jax.random.normal(key, (6, 32, 32)), loss), batch, jax.random.key(0))
-    (scan,) = [number for number, eqn in enumerate(cut.eqns) if eqn.primitive.name == "scan"]
-    middle = cut.with_rows((scan,))[5]
-    assert temporaries(cut.at((scan, 3, middle))) <= 1.25 * temporaries(model)
+    (scan,) = [index for index, eqn in enumerate(cut.eqns) if eqn.primitive.name == "scan"]
+    middle = cut.indices_with_rows((scan,))[5]
+    assert temporaries(cut.cut_at((scan, 3, middle))) <= 1.25 * temporaries(model)
 
 
-def twice(params: Any, batch: Any, key: Any) -> jax.Array:
+def two_stacks(params: Any, batch: Any, key: Any) -> jax.Array:
     def layer(x: jax.Array, w: Any) -> Any:
         h = x @ w["up"] + w["bias"]
         return x + jnp.tanh(h) @ w["down"], None
@@ -178,7 +182,7 @@ def twice(params: Any, batch: Any, key: Any) -> jax.Array:
 
 @pytest.mark.battery
 def test_a_cotangent_of_a_stack_that_was_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What two stacks read whole was handed over twice: the second stack's gradient counted twice."""
+    """The cotangent of an array that two stacks read was passed on twice: the second stack's gradient counted twice."""
     put_back(monkeypatch, program, "backward", "cts.pop(v) if v in cts", "cts[v] if v in cts")
 
     def init(key: jax.Array) -> Any:
@@ -186,11 +190,11 @@ def test_a_cotangent_of_a_stack_that_was_counted_twice(monkeypatch: pytest.Monke
         return {"up": draw(1, 4, 8, 41), "bias": draw(2, 4, 41), "down": draw(3, 4, 41, 8)}
 
     batch = {"x": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}
-    report = jp.verify(jp.Model(init, twice), "fsdp=2", batch, steps=1, mesh=TWO)
-    assert isinstance(found := report.where, Bisected), str(report)
-    assert found.backward
-    assert found.what == "the gradient of bias"
-    assert line(twice, 'h = x @ w["up"] + w["bias"]') in found.line, str(found)
+    report = jp.verify(jp.Model(init, two_stacks), "fsdp=2", batch, steps=1, mesh=TWO_DEVICES)
+    assert isinstance(difference := report.where, Bisected), str(report)
+    assert difference.backward
+    assert difference.what == "the gradient of bias"
+    assert line(two_stacks, 'h = x @ w["up"] + w["bias"]') in difference.line, str(difference)
 
 
 def largest(params: Any, batch: Any, key: Any) -> jax.Array:
@@ -201,24 +205,28 @@ def largest(params: Any, batch: Any, key: Any) -> jax.Array:
 
 @pytest.mark.battery
 def test_ties_on_several_tensor_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elements that tie for a maximum shared its gradient rank by rank, not one by one."""
-    for name, rule in primitives.RULES.items():  # the function puts itself into the table
+    """Elements that tie for a maximum shared its gradient by ranks, not by elements."""
+    # The replaced function registers itself in the table of rules.
+    for name, rule in primitives.RULES.items():
         monkeypatch.setitem(primitives.RULES, name, rule)
-    now = 'if not (x.active and name in ("reduce_max", "reduce_min")):'
-    put_back(monkeypatch, sums, "_reduce", now, "if True:")
+    correct = 'if not (x.active and name in ("reduce_max", "reduce_min")):'
+    put_back(monkeypatch, sums, "_reduce", correct, "if True:")
 
     def init(key: jax.Array) -> Any:
         up = 0.1 * jax.random.normal(key, (4, 8))
-        for place in (0, 1, 4):  # two on the first rank, one on the second
-            up = up.at[:, place].set(5 * up[:, 0] if place == 0 else up[:, 0])
+        # Two of the equal elements are on the first rank, one on the second.
+        for column in (0, 1, 4):
+            up = up.at[:, column].set(5 * up[:, 0] if column == 0 else up[:, 0])
         return {"up": up, "down": jnp.ones((1, 3))}
 
     model = dataclasses.replace(jp.Model(init, largest), rules={"up": 1})
     batch = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)}
-    # To `jp.verify` they are rounding: other last bits of the parameters decide which of them is largest.
-    found = jp.bisect(model, "tensor=2", None, batch, mesh=TWO)
-    assert (found.primitive, found.backward, found.what) == ("reduce_max", True, "the gradient of up"), str(found)
-    assert line(largest, "best = h.max(") in found.line
+    # `jp.verify` takes this for rounding: the last bits of the parameters decide which element is largest.
+    difference = jp.bisect(model, "tensor=2", None, batch, mesh=TWO_DEVICES)
+    assert (difference.primitive, difference.backward, difference.what) == ("reduce_max", True, "the gradient of up"), (
+        str(difference)
+    )
+    assert line(largest, "best = h.max(") in difference.line
 
 
 def by_scan(params: Any, batch: Any, key: Any) -> jax.Array:
@@ -232,7 +240,7 @@ def by_scan(params: Any, batch: Any, key: Any) -> jax.Array:
 
 
 def by_hand(scale: float = 0.25, shift: int = 0, stopped: bool = False) -> Callable[[Any, Any], jax.Array]:
-    """The same mathematics as `by_scan` in other words, or almost the same."""
+    """Return a loss with the mathematics of `by_scan`, written differently; or almost, with other arguments."""
 
     def theirs(params: Any, batch: Any) -> jax.Array:
         x = jnp.dot(batch["x"], params["a"])
@@ -286,13 +294,13 @@ def test_a_loss_by_hand_in_other_words_parts_where_its_mathematics_does() -> Non
 @pytest.mark.slow
 def test_two_devices_are_named() -> None:
     model, batch = jp.Model(draws, by_scan), rows_batch()
-    same = jp.bisect(model, None, None, batch, mesh=TWO[:1], mesh_b=TWO[1:])
+    same = jp.bisect(model, None, None, batch, mesh=TWO_DEVICES[:1], mesh_b=TWO_DEVICES[1:])
     assert str(same).startswith("one device on device 0 and one device on device 1 agree within 1e-05"), str(same)
 
 
 @pytest.mark.slow
 def test_devices_in_another_order_show_the_one_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of the second device are half a thousandth too large, whichever rank it is."""
+    """Gradients of the second device are 5e-4 too large, or twice that if it has rank 1."""
     run = sides.UnderStrategy.__call__
 
     def wrong(self: Any, site: Any) -> Any:
@@ -304,22 +312,24 @@ def test_devices_in_another_order_show_the_one_that_is_wrong(monkeypatch: pytest
     model = jp.Model(
         lambda key: {"w": jax.random.normal(key, (4, 5))}, lambda p, b, key: ((b["x"] @ p["w"]) ** 2).mean()
     )
-    found = jp.bisect(model, "ddp", "ddp", {"x": rows_batch()["x"]}, mesh=TWO, mesh_b=TWO[::-1])
-    assert (found.primitive, found.backward, found.what) == ("dot_general", True, "the gradient of w"), str(found)
-    assert str(found).startswith("ddp on devices 0, 1 and ddp on devices 1, 0 part at dot_general, its backward"), str(
-        found
+    difference = jp.bisect(model, "ddp", "ddp", {"x": rows_batch()["x"]}, mesh=TWO_DEVICES, mesh_b=TWO_DEVICES[::-1])
+    assert (difference.primitive, difference.backward, difference.what) == ("dot_general", True, "the gradient of w"), (
+        str(difference)
     )
+    assert str(difference).startswith(
+        "ddp on devices 0, 1 and ddp on devices 1, 0 part at dot_general, its backward"
+    ), str(difference)
 
 
 @pytest.mark.parametrize("a", ["ddp", None])
 def test_a_path_is_refused_and_its_advice_works(a: str | None, tmp_path: Path) -> None:
-    """Two processes met by a file, and each unpickled what came from whoever had made that file first."""
+    """Two processes met by a file, and each unpickled code of any process that had made the file first."""
     model = jp.Model(
         lambda key: {"w": jax.random.normal(key, (4, 5))}, lambda p, b, key: ((b["x"] @ p["w"]) ** 2).mean()
     )
     batch = {"x": rows_batch()["x"]}
     with pytest.raises(ValueError, match=r"was removed from jaxpar; each of two processes ran code that the") as error:
-        jp.bisect(model, a, tmp_path / "meet", batch, mesh=TWO)
+        jp.bisect(model, a, tmp_path / "meet", batch, mesh=TWO_DEVICES)
     assert not [*tmp_path.iterdir()]
     advice = "jp.bisect(model, 'fsdp', None, batch)"
     assert advice in str(error.value)

@@ -1,4 +1,4 @@
-"""What `verify` judges a leaf by, whose optimizer it takes, and what it shows while it runs."""
+"""`verify` judges each leaf by its scale, takes the user's optimizer, and shows its progress."""
 
 from typing import Any
 
@@ -43,22 +43,22 @@ def check(**options: Any) -> Any:
 
 @pytest.mark.slow
 def test_a_leaf_whose_terms_cancel_is_judged_by_them(capsys: pytest.CaptureFixture[str]) -> None:
-    """The key's bias is rounding alone, and was called different. Other leaves are judged as strictly as before."""
+    """The gradient of the key's bias is only rounding, and was reported as different. Other leaves stay strict."""
     report = check()
     assert report.ok
     scales = {d.path: d.scale for d in report.differences if d.kind == "gradient"}
     assert scales.pop("attention/key/bias") == "terms"
     assert set(scales.values()) == {"leaf"}
-    assert "verify" not in capsys.readouterr().err  # it is no terminal
+    assert "verify" not in capsys.readouterr().err  # there is no terminal
     assert "judged by the terms that cancel in it: gradient attention/key/bias" in str(report)
 
 
 @pytest.mark.slow
 def test_one_part_in_ten_thousand_of_one_leaf_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Step._unscaled
+    unscaled = Step._unscaled
 
     def wrong(step: Step, grads: Any, state: Any) -> Any:
-        grads = right(step, grads, state)
+        grads = unscaled(step, grads, state)
         grads["attention"]["query"]["bias"] *= 1.0001
         return grads
 
@@ -67,25 +67,27 @@ def test_one_part_in_ten_thousand_of_one_leaf_is_seen(monkeypatch: pytest.Monkey
     assert not report.ok
     assert report.worst.path == "attention/query/bias"
     assert "DIFFERS" in str(report)
-    # Nor would it be hidden in another leaf: what each may be off by is less than that.
+    # Nor would it be hidden in another leaf: the tolerance of each is less than that.
     allowed = {d.path: d.error for d in report.differences if d.kind == "gradient"}
     assert all(error <= report.tolerance for path, error in allowed.items() if path != report.worst.path)
 
 
 @pytest.mark.slow
 def test_the_users_optimizer_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    """SGD alone was compared, and a pipeline was compiled in silence for minutes."""
-    seen = []
-    tuned = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
-    counted = optax.GradientTransformation(lambda params: seen.append(1) or tuned.init(params), tuned.update)
-    assert check(optimizer=counted, progress=True).ok
-    assert seen
+    """Only SGD was compared, and a pipeline compiled for minutes without a message."""
+    calls = []
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
+    counting_optimizer = optax.GradientTransformation(
+        lambda params: calls.append(1) or optimizer.init(params), optimizer.update
+    )
+    assert check(optimizer=counting_optimizer, progress=True).ok
+    assert calls
     lines = capsys.readouterr().err.splitlines()
     assert {"verify: ddp: step 1 of 1", "verify: one device: gradients"} <= set(lines)
 
 
 def test_a_gradient_that_one_device_has_not_either_is_said_so() -> None:
-    """SigLIP's zero head, normalised: "DIFFERS from one device", whose gradient was NaN as well."""
+    """A normalised zero head, as in SigLIP: verify reported "DIFFERS", though one device had NaN as well."""
     loss = lambda params, batch, key: jax.vmap(jnp.linalg.norm)(batch["x"] @ params["w"]).mean()
     model = jp.Model(init=lambda key: {"w": jnp.zeros((3, 2))}, loss=loss)
     report = jp.verify(model, "ddp", {"x": np.ones((8, 3), "float32")}, steps=1, mesh=jax.devices()[:2])
@@ -95,18 +97,18 @@ def test_a_gradient_that_one_device_has_not_either_is_said_so() -> None:
 
 @pytest.mark.slow
 def test_a_step_or_its_state_in_the_place_of_what_they_are_made_of() -> None:
-    """The strategy was said to be an optimizer, and the batch to lack a row dim at leaf "step"."""
+    """The errors said that the strategy is an optimizer, and that the batch lacks a row dim at leaf "step"."""
     step = jp.make_train_step(MODEL, optax.sgd(0.1), "fsdp,microbatches=2", mesh=jax.devices()[:2])
-    for given in ((step, step.init(jax.random.key(0))), ("fsdp", step.init(jax.random.key(0))), (step, BATCH)):
+    for args in ((step, step.init(jax.random.key(0))), ("fsdp", step.init(jax.random.key(0))), (step, BATCH)):
         with pytest.raises(ValueError, match=r"verify\(model, step.strategy, batch, mesh=step.mesh\)"):
-            jp.verify(MODEL, *given)
+            jp.verify(MODEL, *args)
     assert jp.verify(MODEL, step.strategy, BATCH, mesh=step.mesh, steps=1).ok
     with pytest.raises(ValueError, match=r"model is a TrainStep; make one with .*: verify\(model, strategy, batch\)"):
         jp.verify(step, "fsdp", BATCH)  # type: ignore[arg-type]
 
 
 def test_a_variable_gives_no_gradient_from_microbatch_to_microbatch() -> None:
-    """One device differentiated through what the microbatch before had left, which no step does."""
+    """One device differentiated through the variables of the previous microbatch, which no step does."""
 
     class Scaled(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -124,7 +126,7 @@ def test_a_variable_gives_no_gradient_from_microbatch_to_microbatch() -> None:
 
 
 def test_the_whole_batch_at_once() -> None:
-    """One device was given the same microbatches, and the report did not say that the whole batch has another loss."""
+    """One device used the same microbatches, and the report did not say that the whole batch has another loss."""
 
     def balance(params: Any, batch: Any, key: Any) -> jax.Array:
         x = batch["x"] if key is None else batch["x"] + 0.1 * jax.random.normal(key, batch["x"].shape)
@@ -142,7 +144,7 @@ def test_the_whole_batch_at_once() -> None:
     assert cut.ok
     assert cut.uncut_loss is not None
     assert f"the loss of the whole batch at once is {cut.uncut_loss:.7g}; microbatches=1 has it" in str(cut)
-    # Every row draws the noise of its block there too: as many blocks, all of them in one microbatch.
+    # With as many blocks in one microbatch, every row draws the same noise.
     blocks = jp.verify(model, "data=8", batch, steps=1)
     np.testing.assert_allclose(cut.uncut_loss, blocks.expected_loss, rtol=1e-6)
     assert blocks.uncut_loss is None

@@ -1,5 +1,8 @@
-"""A part of a loss as the program of one chunk of the tokens: what a rank of `context` runs on its positions, by the
-same rules (`localiser.py`), but that chunks follow one another: nothing can be had of several at once.
+"""Rewrite a region of a loss into the program of one chunk of tokens.
+
+A chunk is treated as the part of the positions that a rank of `context` holds, with the same rules
+(`parallel/context/localiser.py`). The difference is that chunks run one after another, not side by side: a rule may not
+communicate, since the values of several chunks never exist together. Such a rule raises `StayWholeError`.
 """
 
 from collections.abc import Sequence
@@ -20,92 +23,103 @@ from ...program import jaxpr as jx
 from ...program.primitives import having
 from .cross_entropy import HeadProduct, product
 
-# Of what is no single factor, the rules that ask nothing of other chunks.
-_OWN = ("reshape", "dot_general", "gather", *having("reduces"), *having("separate"), *jx.REMATS)
+# Rules of `context`, for primitives that do more than follow one factor, that need nothing of other chunks.
+_LOCAL_CONTEXT_RULES = ("reshape", "dot_general", "gather", *having("reduces"), *having("separate"), *jx.REMATS)
 RULES: dict[str, Any] = {**dict.fromkeys(TENSOR), BY_FACTORS: follow}
-RULES |= {name: CONTEXT[name] for name in _OWN}
+RULES |= {name: CONTEXT[name] for name in _LOCAL_CONTEXT_RULES}
 
 
 class StayWholeError(Exception):
-    """Logits stay whole; its text says why."""
+    """Logits stay whole; the text says why."""
 
 
 @dataclass
 class Chunk(ContextLocaliser):
-    """The rewriting into the program of chunk number `at`; `head` is the equation that makes its logits, and `wide` the
-    head in float32, to which its gradient belongs.
+    """The rewriting of a region into the program of one chunk.
+
+    Attributes:
+      index: the number of the chunk, a traced integer.
+      product_eqn: the equation that makes the logits.
+      head_product: how it multiplies hidden states and the head.
+      wide_head: the head in float32, to which its gradient belongs.
     """
 
-    at: Any = 0
-    head: Any = None
-    how: HeadProduct | None = None
-    wide: Any = None
+    index: Any = 0
+    product_eqn: Any = None
+    head_product: HeadProduct | None = None
+    wide_head: Any = None
 
     def chunks(self) -> list[jax.Array]:
-        """The number of the chunk at hand, in a list as for context ranks."""
-        return [self.at]
+        """Return the numbers of the chunks that this program computes: one chunk, where context ranks may have two."""
+        return [self.index]
 
     def whole(self, x: LocalValue) -> jax.Array:
-        """All of it, which one chunk has only of what is not split."""
+        """Return all of a value; one chunk has it only if the value is not split."""
         if x.partial or x.dim is not None:
             raise StayWholeError("logits of several chunks meet")
         return x.value
 
     def of_all(self, value: jax.Array) -> jax.Array:
-        """Of one chunk alone there is nothing else."""
+        """Raise StayWholeError: one chunk has nothing of the other chunks."""
         raise StayWholeError("logits of several chunks meet")
 
     total = of_all
 
     def note(self, eqn: Any, x: LocalValue) -> None:
-        """Raises StayWholeError where an equation without a rule would gather logits."""
+        """Raise StayWholeError if an equation without a rule would gather logits."""
         if x.partial or x.dim is not None:
             raise StayWholeError(f"{place(eqn)} has no rule for chunks of them")
 
     def _equation(self, eqn: Any, inputs: Sequence[LocalValue], mixed: bool) -> list[LocalValue]:
-        if eqn is not self.head:
+        if eqn is not self.product_eqn:
             return super()._equation(eqn, inputs, mixed)
-        assert self.how is not None
-        hidden, head = inputs[::-1] if self.how.swapped else inputs
+        assert self.head_product is not None
+        hidden, head = inputs[::-1] if self.head_product.swapped else inputs
         assert hidden.dim is not None
-        value = product(self.how, hidden.value, head.value, self.wide)
-        dim = Split(hidden.dim - (self.how.of_hidden < hidden.dim) + self.how.swapped)
+        value = product(self.head_product, hidden.value, head.value, self.wide_head)
+        # The product drops the features' dim of the hidden states, and may put the words in front.
+        dim = Split(hidden.dim - (self.head_product.of_hidden < hidden.dim) + self.head_product.swapped)
         return [LocalValue(value, dim, shape_of(eqn), hidden.active or head.active)]
 
 
-def _edge(work: Chunk, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """To other ranks of `tensor`, of other dims."""
+def _edge(localiser: Chunk, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Communicate with other ranks of `tensor`, along a dim that is not split into chunks."""
     (x,) = inputs
     if x.dim is None or (x.dim == eqn.params["dim"] and eqn.primitive.name not in ("tensor_enter", "tensor_leave")):
         return None
     return [(jx.bind(eqn, [x.value])[0], x.dim)]
 
 
-def _slice(work: Chunk, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """Of some words; or of all positions but the last, which stay where they were in their chunk."""
+def _slice(localiser: Chunk, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Slice words, or cut positions off the end, where the remaining positions stay in their chunks.
+
+    A loss often cuts the last position off, which predicts nothing. The chunks keep their sizes, and the result's
+    `Split` says by how much they overlap its end.
+    """
     (x,) = inputs
-    dim, strides = work.split(x.dim or 0), eqn.params["strides"]
+    dim, strides = localiser.split(x.dim or 0), eqn.params["strides"]
     starts, limits = [*eqn.params["start_indices"]], [*eqn.params["limit_indices"]]
-    n, some = x.shape[dim], limits[dim]
-    if starts[dim] or (strides and strides[dim] != 1) or (some != n and (dim.rows > 1 or dim.overlap > 0)):
+    length, limit = x.shape[dim], limits[dim]
+    if starts[dim] or (strides and strides[dim] != 1) or (limit != length and (dim.rows > 1 or dim.overlap > 0)):
         return None
-    chunk = work.chunk(n // dim.rows, dim.overlap)
-    over = 0 if -(-some // work.ranks) == chunk else some - chunk * work.ranks
-    if some != n and over < -chunk:
+    chunk_length = localiser.chunk(length // dim.rows, dim.overlap)
+    overlap = 0 if -(-limit // localiser.ranks) == chunk_length else limit - chunk_length * localiser.ranks
+    # The last chunk would have no position left.
+    if limit != length and overlap < -chunk_length:
         return None
     limits[dim] = x.value.shape[dim]
     value = jx.bind(eqn, [x.value], start_indices=tuple(starts), limit_indices=tuple(limits))[0]
-    return [(value, dim if some == n else Split(int(dim), 1, over))]
+    return [(value, dim if limit == length else Split(int(dim), 1, overlap))]
 
 
-def _custom(work: Chunk, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-    """A function with its own derivative, on this chunk's part of a one-hot."""
+def _custom(localiser: Chunk, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+    """Run a function that has its own derivative, with this chunk's part of each one-hot that it reads."""
     if permutations.of(eqn) is not None:
         return None
-    dims = {x.shape: x.dim for x in inputs if x.dim is not None}
-    own = lambda x, dim: LocalValue(work.part(x, dim), dim, x.shape, x.active)
-    inputs = [own(x, dims[x.shape]) if x.made is not None and x.shape in dims else x for x in inputs]
-    return TENSOR[eqn.primitive.name](work, eqn, inputs)
+    split_dims = {x.shape: x.dim for x in inputs if x.dim is not None}
+    part = lambda x, dim: LocalValue(localiser.part(x, dim), dim, x.shape, x.active)
+    inputs = [part(x, split_dims[x.shape]) if x.made is not None and x.shape in split_dims else x for x in inputs]
+    return TENSOR[eqn.primitive.name](localiser, eqn, inputs)
 
 
 RULES |= dict.fromkeys(EDGES, _edge) | dict.fromkeys(jx.CUSTOM, _custom) | {"slice": _slice}

@@ -1,19 +1,25 @@
-"""The logits of a cross-entropy, found in a traced loss, and made a chunk of tokens at a time.
+"""Find the logits of cross-entropies in a traced loss, and make them for a chunk of tokens at a time.
 
-They are a product of hidden states [.., T, D] and a head [D, V], of which nothing remains in the end but a few
-numbers a token, or their sums. What stands between, in whatever words (a cast, a bias, a soft cap, log-softmax and a
-lookup, a one-hot, a z-loss, an argmax), is what a rank of `context` would run on its part of the positions, by the same
-rules (`chunks.py`): so it runs on one chunk of them after another, in a loop whose backward makes each chunk's logits
-again, as `jp.cross_entropy` does. No equation is exchanged for another one. What has no rule, or needs logits of
-several chunks at once, leaves them whole.
+Logits are a product of hidden states [.., T, D] and a head [D, V]. A loss reduces them to a few numbers for each token,
+or to sums of these. The equations between (a cast, a bias, a soft cap, log-softmax and a lookup, a one-hot, a z-loss,
+an argmax) form a region:
 
-It is the last rewriting: of the program of one device, whose logits are its own part of the positions and the words.
+    hidden states, head --> product --> logits --> ... --> numbers for each token
+                            |------------ region -----------|
+
+A region runs on one chunk of tokens after another, in a loop. Its backward makes each chunk's logits again, as
+`jp.cross_entropy` does. Each equation becomes what it would be on a rank of `context` that holds this part of the
+positions, by the same rules (`chunks.py`); no equation is replaced by a different one. If an equation has no rule, or
+needs logits of several chunks at once, the logits stay whole.
+
+This is the last rewriting of the program. It changes the program of one device, whose logits are that device's part of
+the positions and words.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,18 +35,24 @@ from ...program import jaxpr as jx
 from ...program.environment import through
 from ...program.walk import propagate, visit
 from .chunks import RULES, Chunk, StayWholeError
-from .cross_entropy import CHUNK, HeadProduct, first, pieces
+from .cross_entropy import CHUNK, HeadProduct, compute_first, num_chunks
 
-LARGE = 4 * 2**30  # bytes of logits in float32, on one device, from which on they are made in chunks
-FEW = 8  # numbers a token that may be read of what is made of them: of a token's best few words, for one
-_MADE = frozenset((*ELEMENTWISE, "broadcast_in_dim", "iota", "concatenate"))  # what one-hots and places are made of
+LARGE = 4 * 2**30  # bytes of float32 logits on one device, beyond which "auto" makes them in chunks
+MAX_NUMBERS_PER_TOKEN = 8  # numbers for each token that a region may return, such as a token's best few words
+# One-hots and index columns consist of these.
+_LABEL_PRIMITIVES = frozenset((*ELEMENTWISE, "broadcast_in_dim", "iota", "concatenate"))
 _HOLDERS = dict.fromkeys(jx.REMATS, "jax.checkpoint") | {"scan": "a loop", "cond": "a branch"}
 
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits of a loss that were found: `tokens` of a device's and microbatch's over `words`, in so many `chunks`; if
-    they are whole, `why`.
+    """Logits that were found in a loss.
+
+    Attributes:
+      tokens: the number of tokens of one device and microbatch.
+      words: the number of words, in this device's part of the vocabulary.
+      chunks: the number of chunks; 1 if the logits are whole.
+      why: the reason why they are whole.
     """
 
     tokens: int
@@ -50,69 +62,84 @@ class Logits:
 
 
 def chunked(flat: jx.Flat, leaves: int, chunk: int | str, axes: dict[str, int]) -> tuple[jx.Flat, dict[str, Logits]]:
-    """A loss with its logits in chunks, and what was found, by the line of the program.
+    """Return a loss with its logits in chunks, and the logits that were found, by the line of the program.
 
     Args:
       flat: the program of one device; its first inputs are `leaves` parameters.
-      chunk: the tokens of a chunk, at most; "auto" for `CHUNK` where logits are larger than `LARGE`; "whole" for none.
-      axes: the mesh axes that the program may name.
+      leaves: the number of parameters.
+      chunk: the largest number of tokens in a chunk; "auto" for `CHUNK` if logits are larger than `LARGE`; "whole" for
+        no chunks.
+      axes: the mesh axes that the program may name, name -> size.
     """
-    found: dict[str, Logits] = {}
-    least = {"whole": math.inf, "auto": LARGE / 4}.get(str(chunk), 0)
-    leaf_vars, rest = flat.invars[:leaves], flat.invars[leaves:]
-    for region, holder in _held(flat, leaves, least).values():
-        found[region.place] = Logits(region.tokens, region.words, why=f"they are made within {holder}")
-    for logits in [eqn.outvars[0] for eqn in flat.eqns if _is_large(eqn, least)]:
-        eqn = next((e for e in flat.eqns if logits in e.outvars), None)  # with the names that the last loop has given
-        region = eqn and _Region.of(flat, eqn, leaf_vars, rest)
+    logits_by_place: dict[str, Logits] = {}
+    min_elements = {"whole": math.inf, "auto": LARGE / 4}.get(str(chunk), 0)
+    leaf_vars, batch_vars = flat.invars[:leaves], flat.invars[leaves:]
+    for region, holder in _nested_regions(flat, leaves, min_elements).values():
+        reason = f"they are made within {holder}"
+        logits_by_place[region.place] = Logits(region.tokens, region.words, why=reason)
+    for logits_var in [eqn.outvars[0] for eqn in flat.eqns if _is_large(eqn, min_elements)]:
+        # Look the equation up again: the loop of an earlier region may have renamed its operands.
+        eqn = next((e for e in flat.eqns if logits_var in e.outvars), None)
+        region = eqn and _Region.of_product(flat, eqn, leaf_vars, batch_vars)
         if not region:
             continue
         place, tokens, words = region.place, region.tokens, region.words
         try:
-            new, chunks = region.looped(CHUNK if isinstance(chunk, str) else chunk, axes)
+            loop, chunks = region.in_chunks(CHUNK if isinstance(chunk, str) else chunk, axes)
         except StayWholeError as error:
-            found[place] = Logits(tokens, words, why=str(error))
+            logits_by_place[place] = Logits(tokens, words, why=str(error))
             continue
         if chunks > 1:
-            found[place], flat = Logits(tokens, words, chunks), region.spliced(flat, new)
-    return flat, found
+            logits_by_place[place], flat = Logits(tokens, words, chunks), region.replaced_in(flat, loop)
+    return flat, logits_by_place
 
 
-def _is_large(eqn: Any, least: float) -> bool:
-    """Whether an equation is a product of more elements."""
-    return eqn.primitive.name == "dot_general" and math.prod(shape_of(eqn)) > least
+def _is_large(eqn: Any, min_elements: float) -> bool:
+    """Return whether an equation is a product of more than `min_elements` elements."""
+    return eqn.primitive.name == "dot_general" and math.prod(shape_of(eqn)) > min_elements
 
 
-def _held(flat: jx.Flat, leaves: int, least: float) -> "dict[str, tuple[_Region, str]]":
-    """The cross-entropies within equations of a program, which stay as they are, by their places, and what each is
-    within.
+def _nested_regions(flat: jx.Flat, leaves: int, min_elements: float) -> "dict[str, tuple[_Region, str]]":
+    """Return cross-entropies within loops, branches and checkpoints, whose logits stay whole.
+
+    Returns:
+      place -> the region, and the kind of equation that holds it.
     """
-    found: dict[str, tuple[_Region, str]] = {}
+    regions_by_place: dict[str, tuple[_Region, str]] = {}
 
-    def inside(holder: str, program: Any, ins: list[frozenset[str]], _: Any) -> list[frozenset[str]]:
+    # Each variable carries the set of its sources, "leaf" for parameters and "rest" for the batch.
+    def visit_program(holder: str, program: Any, ins: list[frozenset[str]], _: Any) -> list[frozenset[str]]:
         if holder:
-            flat = jx.flatten(jec.ClosedJaxpr(*jx.opened(program)))
-            of = lambda what: [v for v, on in zip(flat.invars, ins, strict=True) if what in on]
-            regions = [_Region.of(flat, eqn, of("leaf"), of("rest")) for eqn in flat.eqns if _is_large(eqn, least)]
-            found.update((region.place, (region, holder)) for region in regions if region)
-        return through(program, ins, follow, frozenset())
+            inner = jx.flatten(jec.ClosedJaxpr(*jx.opened(program)))
+            inputs_from = lambda source: [v for v, sources in zip(inner.invars, ins, strict=True) if source in sources]
+            regions = [
+                _Region.of_product(inner, eqn, inputs_from("leaf"), inputs_from("rest"))
+                for eqn in inner.eqns
+                if _is_large(eqn, min_elements)
+            ]
+            regions_by_place.update((region.place, (region, holder)) for region in regions if region)
+        return through(program, ins, visit_equation, frozenset())
 
-    def follow(eqn: Any, ins: list[frozenset[str]]) -> list[frozenset[str]]:
-        run = functools.partial(inside, _HOLDERS.get(eqn.primitive.name, ""))
-        return propagate(eqn, ins, run, frozenset.union) or [frozenset[str]().union(*ins)] * len(eqn.outvars)
+    def visit_equation(eqn: Any, ins: list[frozenset[str]]) -> list[frozenset[str]]:
+        visit_inner = functools.partial(visit_program, _HOLDERS.get(eqn.primitive.name, ""))
+        outs = propagate(eqn, ins, visit_inner, frozenset.union)
+        return outs or [frozenset[str]().union(*ins)] * len(eqn.outvars)
 
-    if any(_is_large(e, least) for eqn in flat.eqns if eqn.primitive.name in _HOLDERS for e, _ in visit([eqn])):
+    holders = [eqn for eqn in flat.eqns if eqn.primitive.name in _HOLDERS]
+    if any(_is_large(inner, min_elements) for eqn in holders for inner, _ in visit([eqn])):
         sources = [frozenset(("leaf" if i < leaves else "rest",)) for i in range(len(flat.invars))]
-        through(flat, sources, follow, frozenset())
-    return found
+        through(flat, sources, visit_equation, frozenset())
+    return regions_by_place
 
 
-def _product(eqn: Any, of_batch: set[Any]) -> HeadProduct | None:
-    """How an equation multiplies hidden states, which are of the batch, with a head, which is not."""
+def _head_product(eqn: Any, batch_dependent: set[Any]) -> HeadProduct | None:
+    """Return how an equation multiplies hidden states, which depend on the batch, with a head, which does not."""
     (contracted, batch), params = eqn.params["dimension_numbers"], eqn.params
     for side in (0, 1):
         hidden, head = eqn.invars[side], eqn.invars[1 - side]
-        if jx.is_literal(head) or head in of_batch or hidden not in of_batch or batch[0] or len(contracted[0]) != 1:
+        if jx.is_literal(head) or head in batch_dependent or hidden not in batch_dependent:
+            continue
+        if batch[0] or len(contracted[0]) != 1:
             continue
         if head.aval.ndim == 2 <= hidden.aval.ndim and jnp.issubdtype(head.aval.dtype, jnp.floating):
             dtype = params["preferred_element_type"]
@@ -120,182 +147,290 @@ def _product(eqn: Any, of_batch: set[Any]) -> HeadProduct | None:
     return None
 
 
+def _reads(eqn: Any) -> list[Any]:
+    """Return the variables that an equation reads."""
+    return [v for v in eqn.invars if not jx.is_literal(v)]
+
+
+def _dependents(flat: jx.Flat, product_eqn: Any) -> set[Any]:
+    """Return the results of an equation, and all variables that depend on them."""
+    dependent_vars = set(product_eqn.outvars)
+    for eqn in flat.eqns[flat.eqns.index(product_eqn) + 1 :]:
+        if any(v in dependent_vars for v in _reads(eqn)):
+            dependent_vars.update(eqn.outvars)
+    return dependent_vars
+
+
+def _region_eqns(
+    flat: jx.Flat, product_eqn: Any, dependent_vars: set[Any], is_large: Callable[[Any], bool]
+) -> tuple[set[int], set[int]]:
+    """Return the equations of the region that begins with a product, by id.
+
+    Args:
+      flat: the program.
+      product_eqn: the product.
+      dependent_vars: the variables that depend on the logits.
+      is_large: returns whether a variable is about as large as the logits.
+
+    Returns:
+      region_ids: the equations that read large variables which depend on the logits, and all before these, back to the
+        product.
+      label_ids: the equations that make one-hots and index columns for them, from nothing of the logits.
+    """
+    # 1. From the end of the program back to the product.
+    region_ids: set[int] = set()
+    needed_vars: set[Any] = set()
+    for eqn in reversed(flat.eqns):
+        reads_large = any(v in dependent_vars and is_large(v) for v in _reads(eqn))
+        is_dependent = not dependent_vars.isdisjoint(eqn.outvars)
+        if is_dependent and (eqn is product_eqn or reads_large or needed_vars & {*eqn.outvars}):
+            region_ids.add(id(eqn))
+            needed_vars.update(v for v in _reads(eqn) if v in dependent_vars)
+    # 2. Large one-hots must be made chunk by chunk too. Of `logits[arange(n), labels]`, the index column `arange(n)`
+    # must be recognised as such, so that its equations belong to the region at any size.
+    region = [eqn for eqn in flat.eqns if id(eqn) in region_ids]
+    producer = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
+    pending = [v for eqn in region if eqn is not product_eqn for v in _reads(eqn) if v not in dependent_vars]
+    index_vars = {eqn.invars[1] for eqn in region if eqn.primitive.name == "gather"} - dependent_vars
+    label_ids: set[int] = set()
+    while pending:
+        v = pending.pop()
+        eqn = producer.get(v) if is_large(v) or v in index_vars else None
+        if eqn is not None and eqn.primitive.name in _LABEL_PRIMITIVES:
+            label_ids.add(id(eqn))
+            index_vars.update(_reads(eqn) if v in index_vars else ())
+            pending += _reads(eqn)
+    return region_ids, label_ids
+
+
 @dataclass
 class _Region:
-    """What is between a product and the numbers a token that remain: `inside` in their order, of which `made` need
-    nothing of the logits; `inputs`, hidden states and head first; `outs` are read outside. `why` it cannot be in
-    chunks, if these are more than numbers a token.
+    """The equations between a product of hidden states and a head, and the numbers for each token that remain.
+
+    Attributes:
+      product_eqn: the equation of the product.
+      head_product: how it multiplies.
+      eqns: the equations, in the program's order.
+      label_ids: the ids of those equations that need no logits, and make one-hots and index columns.
+      invars: the variables that the equations read, the hidden states and the head first.
+      outvars: the variables that are read outside.
+      trained_vars: the variables of the program that depend on parameters, and have a cotangent.
+      dependent_vars: the variables of the program that depend on the logits.
+      reason_whole: why the region cannot run in chunks, if it returns more than a few numbers for each token.
+      out_values: the results of one chunk, as the last trace left them.
     """
 
-    head: Any
-    how: HeadProduct
-    inside: list[Any]
-    made: set[int]
-    inputs: list[Any]
-    outs: list[Any]
-    moved: set[Any]
-    after: set[Any]
-    why: str
-    splits: list[LocalValue] = field(default_factory=list)
+    product_eqn: Any
+    head_product: HeadProduct
+    eqns: list[Any]
+    label_ids: set[int]
+    invars: list[Any]
+    outvars: list[Any]
+    trained_vars: set[Any]
+    dependent_vars: set[Any]
+    reason_whole: str
+    out_values: list[LocalValue] = field(default_factory=list)
 
     @classmethod
-    def of(cls, flat: jx.Flat, head: Any, leaves: Iterable[Any], rest: Iterable[Any]) -> "_Region | None":
-        """That of a product; `leaves` are parameters, `rest` is of the batch. None if it is no cross-entropy's."""
-        how = _product(head, jx.depends(flat.eqns, rest))
-        if how is None:
+    def of_product(
+        cls, flat: jx.Flat, product_eqn: Any, leaf_vars: Iterable[Any], batch_vars: Iterable[Any]
+    ) -> "_Region | None":
+        """Return the region that begins with a product; None if it belongs to no cross-entropy.
+
+        Args:
+          flat: the program.
+          product_eqn: the product.
+          leaf_vars: the parameters among the program's inputs.
+          batch_vars: the inputs of the batch.
+        """
+        head_product = _head_product(product_eqn, jx.depends(flat.eqns, batch_vars))
+        if head_product is None:
             return None
-        moved = jx.depends(flat.eqns, leaves)
-        logits = math.prod(shape_of(head))
+        trained_vars = jx.depends(flat.eqns, leaf_vars)
+        num_logits = math.prod(shape_of(product_eqn))
         size = lambda v: 0 if jx.is_literal(v) else math.prod(v.aval.shape)
-        large = lambda v: 2 * size(v) > logits
-        after = set(head.outvars)
-        for eqn in flat.eqns[flat.eqns.index(head) + 1 :]:
-            if any(not jx.is_literal(v) and v in after for v in eqn.invars):
-                after.update(eqn.outvars)
-        made_by = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
-        hidden, weight = head.invars[::-1] if how.swapped else head.invars
-        inside: set[int] = set()
-        made: set[int] = set()
-        wanted: set[Any] = set()
-        reads = lambda eqn: [v for v in eqn.invars if not jx.is_literal(v)]
-        for eqn in reversed(flat.eqns):
-            later = not after.isdisjoint(eqn.outvars)
-            if later and (eqn is head or any(v in after and large(v) for v in reads(eqn)) or wanted & {*eqn.outvars}):
-                inside.add(id(eqn))
-                wanted.update(v for v in reads(eqn) if v in after)
-        pulled = [v for eqn in flat.eqns if id(eqn) in inside and eqn is not head for v in reads(eqn) if v not in after]
-        # Of logits[arange(n), labels] the places have to be known as such.
-        places = {eqn.invars[1] for eqn in flat.eqns if id(eqn) in inside and eqn.primitive.name == "gather"} - after
-        while pulled:
-            v = pulled.pop()
-            if (large(v) or v in places) and (eqn := made_by.get(v)) is not None and eqn.primitive.name in _MADE:
-                made.add(id(eqn))
-                places.update(reads(eqn) if v in places else ())
-                pulled += reads(eqn)
-        ours = [eqn for eqn in flat.eqns if id(eqn) in inside | made]
-        outs = [v for eqn in ours if id(eqn) in inside for v in eqn.outvars]
-        outside = {v for eqn in flat.eqns if id(eqn) not in inside for v in reads(eqn)}
-        outside.update(v for v in flat.outvars if not jx.is_literal(v))
-        outs = [v for v in outs if v in outside]
-        products = [eqn for eqn in ours if eqn.primitive.name == "dot_general" and eqn is not head]
-        names = lambda eqns: {inner.primitive.name for eqn in eqns for inner, _ in visit([eqn])}
-        known, behind = names(ours), names(eqn for eqn in flat.eqns if not after.isdisjoint(eqn.outvars))
-        numbers = "exp" in known and "log" in behind and not any(moved.issuperset(reads(eqn)) for eqn in products)
-        if not outs or not numbers:
-            return None  # no cross-entropy
-        words = weight.aval.shape[1 - how.of_head]
-        much = {v for v in outs if size(v) * words > FEW * logits or large(v)}
-        reader = next((eqn for eqn in flat.eqns if id(eqn) not in inside and not much.isdisjoint(reads(eqn))), None)
-        where = "the loss returns" if reader is None else f"{reader.primitive.name} at {jx.where(reader)} reads"
-        why = f"{where} more than {FEW} numbers a token of what is made of them" if much else ""
-        inputs = [v for v in jx.free(ours) if v not in (hidden, weight)]
-        return cls(head, how, ours, made, [hidden, weight, *inputs], outs, moved, after, why)
+        is_large = lambda v: 2 * size(v) > num_logits
+        dependent_vars = _dependents(flat, product_eqn)
+        # 1. Its equations, and the variables that are read outside.
+        region_ids, label_ids = _region_eqns(flat, product_eqn, dependent_vars, is_large)
+        eqns = [eqn for eqn in flat.eqns if id(eqn) in region_ids | label_ids]
+        read_outside = {v for eqn in flat.eqns if id(eqn) not in region_ids for v in _reads(eqn)}
+        read_outside.update(v for v in flat.outvars if not jx.is_literal(v))
+        results = [v for eqn in eqns if id(eqn) in region_ids for v in eqn.outvars]
+        outvars = [v for v in results if v in read_outside]
+        # 2. A cross-entropy has an exp, a log, and no further product with parameters.
+        products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general" and eqn is not product_eqn]
+        primitive_names = lambda eqns: {inner.primitive.name for eqn in eqns for inner, _ in visit([eqn])}
+        names = primitive_names(eqns)
+        dependent_names = primitive_names(e for e in flat.eqns if not dependent_vars.isdisjoint(e.outvars))
+        has_weights = any(trained_vars.issuperset(_reads(eqn)) for eqn in products)
+        if not outvars or not ("exp" in names and "log" in dependent_names and not has_weights):
+            return None
+        # 3. Its results must be a few numbers for each token.
+        hidden, head = product_eqn.invars[::-1] if head_product.swapped else product_eqn.invars
+        words = head.aval.shape[1 - head_product.of_head]
+        large_results = {v for v in outvars if size(v) * words > MAX_NUMBERS_PER_TOKEN * num_logits or is_large(v)}
+        outer_eqns = (eqn for eqn in flat.eqns if id(eqn) not in region_ids)
+        reader = next((eqn for eqn in outer_eqns if not large_results.isdisjoint(_reads(eqn))), None)
+        subject = "the loss returns" if reader is None else f"{reader.primitive.name} at {jx.where(reader)} reads"
+        reason = f"{subject} more than {MAX_NUMBERS_PER_TOKEN} numbers a token of what is made of them"
+        invars = [hidden, head, *(v for v in jx.free(eqns) if v not in (hidden, head))]
+        return cls(
+            product_eqn,
+            head_product,
+            eqns,
+            label_ids,
+            invars,
+            outvars,
+            trained_vars,
+            dependent_vars,
+            reason if large_results else "",
+        )
 
     @property
     def words(self) -> int:
-        """Those of the head."""
-        return shape_of(self.head)[0 if self.how.swapped else -1]
+        """The number of words that the head has."""
+        return shape_of(self.product_eqn)[0 if self.head_product.swapped else -1]
 
     @property
     def tokens(self) -> int:
-        """Those that have logits."""
-        return math.prod(shape_of(self.head)) // self.words
+        """The number of tokens that have logits."""
+        return math.prod(shape_of(self.product_eqn)) // self.words
 
     @property
     def place(self) -> str:
-        """The line of the product, or else its shape."""
-        return jx.where(self.head) or f"logits [{self.tokens}, {self.words}]"
+        """The user's line of the product; its shape if there is no line."""
+        return jx.where(self.product_eqn) or f"logits [{self.tokens}, {self.words}]"
 
-    def looped(self, chunk: int, axes: dict[str, int]) -> tuple[jx.Flat, int]:
-        """The program from `inputs` to `outs` in chunks of tokens, and their number. Raises StayWholeError."""
-        hidden, weight, *others = self.inputs
-        if self.why:
-            raise StayWholeError(self.why)
-        if any(v is weight or v is hidden for e in self.inside if e is not self.head for v in e.invars):
-            raise StayWholeError("what is made of them reads the head, or the hidden states, again")
-        if any(not jx.is_literal(v) and 2 * math.prod(v.aval.shape) > math.prod(shape_of(self.head)) for v in others):
-            raise StayWholeError("they meet a value of their size that is no one-hot")
-        free = [d for d in range(hidden.aval.ndim) if d != self.how.of_hidden]
-        dim = max(free, key=lambda d: hidden.aval.shape[d])
-        t = hidden.aval.shape[dim]
-        n = pieces(t, -(-self.tokens // chunk))
-        k = -(-t // n)
-        inner = jx.Flat((), (), tuple(self.inputs), tuple(self.outs), tuple(self.inside))
-        widths = [(0, k * n - t if d == dim else 0) for d in range(hidden.aval.ndim)]
+    def in_chunks(self, chunk: int, axes: dict[str, int]) -> tuple[jx.Flat, int]:
+        """Return the program from `invars` to `outvars` in chunks of tokens, and their number.
 
-        def fun(states: jax.Array, head: jax.Array, *rest: jax.Array) -> list[jax.Array]:
-            # Beyond the end the last position again, whose logits are as finite as its own: 0 times NaN is no zero.
-            states = jnp.pad(states, widths, "edge") if k * n > t else states
+        Args:
+          chunk: the largest number of tokens in a chunk.
+          axes: the mesh axes that the program may name.
+
+        Raises:
+          StayWholeError: if the region cannot run in chunks.
+        """
+        hidden, _, *other_vars = self.invars
+        self._check_operands()
+        # 1. Cut the longest dim of the hidden states.
+        token_dims = [d for d in range(hidden.aval.ndim) if d != self.head_product.of_hidden]
+        dim = max(token_dims, key=lambda d: hidden.aval.shape[d])
+        length = hidden.aval.shape[dim]
+        n = num_chunks(length, -(-self.tokens // chunk))
+        chunk_length = -(-length // n)
+        region = jx.Flat((), (), tuple(self.invars), tuple(self.outvars), tuple(self.eqns))
+        padding = [(0, chunk_length * n - length if d == dim else 0) for d in range(hidden.aval.ndim)]
+
+        # 2. The loop over chunks.
+        def run_chunks(states: jax.Array, head: jax.Array, *other_inputs: jax.Array) -> list[jax.Array]:
+            # The padding repeats the last position, whose logits are finite if its own are: 0 times NaN is not zero.
+            states = jnp.pad(states, padding, "edge") if chunk_length * n > length else states
             shape = states.shape
-            xs = jnp.moveaxis(states.reshape(*shape[:dim], n, k, *shape[dim + 1 :]), dim, 0)
-            wide, narrow = _wide(head), lax.stop_gradient(head)
-            kept = [_wide(x) if v in self.moved else x for v, x in zip(others, rest, strict=True)]
+            chunks = jnp.moveaxis(states.reshape(*shape[:dim], n, chunk_length, *shape[dim + 1 :]), dim, 0)
+            # A loop adds up gradients in the dtype of its inputs. So inputs with gradients enter in float32, and each
+            # chunk casts them; the head's gradient belongs to `wide_head` (`cross_entropy.product`).
+            wide_head, fixed_head = _widen(head), lax.stop_gradient(head)
+            wide_inputs = [
+                _widen(x) if v in self.trained_vars else x for v, x in zip(other_vars, other_inputs, strict=True)
+            ]
 
             @jax.checkpoint
-            def one(_: None, given: tuple[jax.Array, jax.Array]) -> tuple[None, list[jax.Array]]:
-                at, some = given
-                work = Chunk(n, False, RULES, cheap=2**62, at=at, head=self.head, how=self.how, wide=wide)
-                whole = [x.astype(v.aval.dtype) for v, x in zip(others, kept, strict=True)]
-                values = [(some, Split(dim)), (narrow, None), *((x, None) for x in whole)]
+            def run_chunk(_: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, list[jax.Array]]:
+                index, chunk_states = chunk
+                localiser = Chunk(
+                    n,
+                    False,
+                    RULES,
+                    cheap=2**62,
+                    index=index,
+                    product_eqn=self.product_eqn,
+                    head_product=self.head_product,
+                    wide_head=wide_head,
+                )
+                inputs = [x.astype(v.aval.dtype) for v, x in zip(other_vars, wide_inputs, strict=True)]
+                values = [(chunk_states, Split(dim)), (fixed_head, None), *((x, None) for x in inputs)]
                 args = [
-                    LocalValue(x, at, v.aval.shape, v in self.moved)
-                    for v, (x, at) in zip(self.inputs, values, strict=True)
+                    LocalValue(x, split, v.aval.shape, v in self.trained_vars)
+                    for v, (x, split) in zip(self.invars, values, strict=True)
                 ]
-                self.splits = work.run(inner, args, linear=True)
-                return None, [x.value for x in self.splits]
+                self.out_values = localiser.run(region, args, linear=True)
+                return None, [x.value for x in self.out_values]
 
-            _, ys = lax.scan(one, None, (jnp.arange(n, dtype=jnp.int32), xs))
-            return [self._joined(y, x) for y, x in zip(ys, self.splits, strict=True)]
+            _, stacked_outs = lax.scan(run_chunk, None, (jnp.arange(n, dtype=jnp.int32), chunks))
+            return [self._join_chunks(ys, x) for ys, x in zip(stacked_outs, self.out_values, strict=True)]
 
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.inputs]
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.invars]
         if n == 1:
-            return inner, 1
-        new, _ = jx.trace(fun, *shapes, axes=axes)
-        if any(one.primitive.name.startswith("custom_vjp") for eqn in self.inside for one, _ in visit([eqn])):
-            jx.trace(lambda *values: jx.pulled(fun, values), *shapes, axes=axes)  # it may read all tokens there
-        return dataclasses.replace(new, eqns=jx.live(new.eqns, new.outvars)), n  # of one-hots, no more than a chunk's
+            return region, 1
+        loop, _ = jx.trace(run_chunks, *shapes, axes=axes)
+        # The backward of a custom_vjp is another program, which may read all tokens: tracing it raises StayWholeError.
+        if any(inner.primitive.name.startswith("custom_vjp") for eqn in self.eqns for inner, _ in visit([eqn])):
+            jx.trace(lambda *values: jx.pulled(run_chunks, values), *shapes, axes=axes)
+        # Drop the equations that made whole one-hots: each chunk makes its own part.
+        return dataclasses.replace(loop, eqns=jx.live(loop.eqns, loop.outvars)), n
+
+    def _check_operands(self) -> None:
+        """Raise StayWholeError if the region cannot run in chunks because of its operands or results."""
+        hidden, head, *other_vars = self.invars
+        if self.reason_whole:
+            raise StayWholeError(self.reason_whole)
+        if any(v is head or v is hidden for e in self.eqns if e is not self.product_eqn for v in e.invars):
+            raise StayWholeError("what is made of them reads the head, or the hidden states, again")
+        num_logits = math.prod(shape_of(self.product_eqn))
+        if any(not jx.is_literal(v) and 2 * math.prod(v.aval.shape) > num_logits for v in other_vars):
+            raise StayWholeError("they meet a value of their size that is no one-hot")
 
     @staticmethod
-    def _joined(ys: jax.Array, x: LocalValue) -> jax.Array:
-        """What all chunks have, [chunks, ...], as one."""
+    def _join_chunks(ys: jax.Array, x: LocalValue) -> jax.Array:
+        """Return the result of all chunks as one array.
+
+        Args:
+          ys: the result of each chunk, [chunks, ...].
+          x: the result of one chunk: along which dim it is split, or that it is a partial sum.
+        """
         if x.partial:
-            value = _wide(ys).sum(0).astype(ys.dtype)
+            value = _widen(ys).sum(0).astype(ys.dtype)
         elif not isinstance(x.dim, Split) or x.dim.overlap > 0:
             raise StayWholeError("what is made of them is no number a token")
         else:
-            at, rows = int(x.dim), x.dim.rows
-            ys = ys.reshape(*ys.shape[: at + 1], rows, -1, *ys.shape[at + 2 :])  # [chunks, .., rows, positions, ..]
-            ys = jnp.moveaxis(ys, 0, at + 1)
-            ys = ys.reshape(*ys.shape[: at + 1], -1, *ys.shape[at + 3 :])
-            value = lax.slice_in_dim(ys, 0, x.shape[at] // rows, axis=at + 1).reshape(x.shape)
-        return first(value) if jnp.issubdtype(value.dtype, jnp.inexact) else value
+            d, rows = int(x.dim), x.dim.rows
+            ys = ys.reshape(*ys.shape[: d + 1], rows, -1, *ys.shape[d + 2 :])  # [chunks, .., rows, positions, ..]
+            ys = jnp.moveaxis(ys, 0, d + 1)  # [.., rows, chunks, positions, ..]
+            ys = ys.reshape(*ys.shape[: d + 1], -1, *ys.shape[d + 3 :])  # [.., rows, padded positions, ..]
+            value = lax.slice_in_dim(ys, 0, x.shape[d] // rows, axis=d + 1).reshape(x.shape)
+        return compute_first(value) if jnp.issubdtype(value.dtype, jnp.inexact) else value
 
-    def spliced(self, flat: jx.Flat, new: jx.Flat) -> jx.Flat:
-        """`flat` with the program `new` in the place of this one's equations."""
-        inside = {id(eqn) for eqn in self.inside} - self.made
-        last = max(i for i, eqn in enumerate(flat.eqns) if id(eqn) in inside)
-        kept = [(i, eqn) for i, eqn in enumerate(flat.eqns) if id(eqn) not in inside]
-        later = lambda eqn: not self.after.isdisjoint(v for v in eqn.invars if not jx.is_literal(v))
-        before = [eqn for i, eqn in kept if i < last and not later(eqn)]
-        behind = [eqn for i, eqn in kept if i > last or later(eqn)]
-        given = jx.Environment(zip(new.invars, self.inputs, strict=True), jx.itself)
-        loop = [eqn.replace(invars=given.read(eqn.invars)) for eqn in new.eqns]
-        results = jx.Environment(zip(self.outs, given.read(new.outvars), strict=True), jx.itself)
+    def replaced_in(self, flat: jx.Flat, loop: jx.Flat) -> jx.Flat:
+        """Return program `flat` with the equations of `loop` instead of this region's."""
+        replaced_ids = {id(eqn) for eqn in self.eqns} - self.label_ids
+        last = max(i for i, eqn in enumerate(flat.eqns) if id(eqn) in replaced_ids)
+        remaining = [(i, eqn) for i, eqn in enumerate(flat.eqns) if id(eqn) not in replaced_ids]
+        # 1. The loop runs where the region ended. Equations that read its results move behind it.
+        needs_loop = lambda eqn: not self.dependent_vars.isdisjoint(_reads(eqn))
+        eqns_before = [eqn for i, eqn in remaining if i < last and not needs_loop(eqn)]
+        eqns_after = [eqn for i, eqn in remaining if i > last or needs_loop(eqn)]
+        # 2. The loop reads the region's inputs, and later equations read the loop's results.
+        loop_inputs = jx.Environment(zip(loop.invars, self.invars, strict=True), jx.itself)
+        loop_eqns = [eqn.replace(invars=loop_inputs.read(eqn.invars)) for eqn in loop.eqns]
+        results = jx.Environment(zip(self.outvars, loop_inputs.read(loop.outvars), strict=True), jx.itself)
         outvars = tuple(results.read(flat.outvars))
-        behind = [eqn.replace(invars=results.read(eqn.invars)) for eqn in behind]
-        others = [eqn for eqn in before if id(eqn) not in self.made]
-        read = [v for eqn in (*others, *loop, *behind) for v in eqn.invars]
-        known = {id(eqn) for eqn in (*others, *jx.needed(before, (*read, *outvars)))}
-        needed = [eqn for eqn in before if id(eqn) in known]  # of what is not, each chunk has its own now
+        eqns_after = [eqn.replace(invars=results.read(eqn.invars)) for eqn in eqns_after]
+        # 3. Drop one-hots and index columns that nothing reads any more, since each chunk makes its own.
+        unlabelled = [eqn for eqn in eqns_before if id(eqn) not in self.label_ids]
+        read_vars = [v for eqn in (*unlabelled, *loop_eqns, *eqns_after) for v in eqn.invars]
+        needed_ids = {id(eqn) for eqn in (*unlabelled, *jx.needed(eqns_before, (*read_vars, *outvars)))}
+        needed_eqns = [eqn for eqn in eqns_before if id(eqn) in needed_ids]
         return jx.Flat(
-            (*flat.constvars, *new.constvars),
-            (*flat.consts, *new.consts),
+            (*flat.constvars, *loop.constvars),
+            (*flat.consts, *loop.consts),
             flat.invars,
             outvars,
-            (*needed, *loop, *behind),
+            (*needed_eqns, *loop_eqns, *eqns_after),
         )
 
 
-def _wide(x: jax.Array) -> jax.Array:
-    """In float32 where it is narrower."""
+def _widen(x: jax.Array) -> jax.Array:
+    """Return floating-point numbers in float32 or wider, and others unchanged."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.inexact) else x

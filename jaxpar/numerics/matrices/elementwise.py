@@ -178,7 +178,7 @@ def _expressions(
 
 
 def _evaluated(flat: jx.Flat, inputs: Sequence[_Value], shapes: Sequence[tuple[int, ...]]) -> list[_Value]:
-    """What a program's results are, from what its inputs are."""
+    """Return the symbolic values of a program's results, from its inputs' values."""
 
     def constant(x: Any) -> _Value:
         if jnp.shape(x):
@@ -192,17 +192,17 @@ def _evaluated(flat: jx.Flat, inputs: Sequence[_Value], shapes: Sequence[tuple[i
 
 
 def _equation(eqn: Any, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> list[_Value]:
-    """What each result of an equation is."""
+    """Return the symbolic value of each result of an equation, from its operands' values."""
     name = eqn.primitive.name
     if name != "cond" or values[0].leaf is not None or values[0].partial:
-        return [_one(eqn, name, values, shapes)]
+        return [_symbolic_result(eqn, name, values, shapes)]
     branch = lambda program, ins, which: _evaluated(jx.flatten(program), ins, shapes)
     results = propagate(eqn, values, branch, lambda a, b: _joined("cond", (a, b)))
     assert results is not None
     return results
 
 
-def _one(eqn: Any, name: str, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> _Value:
+def _symbolic_result(eqn: Any, name: str, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> _Value:
     """Return the symbolic value of an equation's result, from the values of its inputs."""
     shape = eqn.outvars[0].aval.shape
     if name == "reduce_sum":

@@ -109,21 +109,24 @@ class Owners:
         return jax.tree.unflatten(tree, flat)
 
     def __call__(self, mesh: Mesh, token: Token | None, *args: Any) -> tuple[list[Any], Token | None]:
-        """The program's results from its arguments, and the token after its exchanges."""
+        """Return the program's results for its arguments, and the token after its exchanges."""
         flat = self.program.flat
         env = jx.Environment.of(flat, args, jx.array_of)
         last = jnp.zeros(())
         for node in self.order:
             if isinstance(node, Bundle):
                 values = [kind.read(env) for kind in node.kinds]
-                if token is None:  # one after the other, as each needs memory; on CPU the token sees to that
+                if token is None:
+                    # Bundles run one after the other, since each needs memory. On CPU the token orders them.
                     values, last = lax.optimization_barrier((values, last))
-                made, token = node(values, mesh, token)
-                env.update(made)
-                last = next(iter(made.values())).ravel()[0]
+                results, token = node(values, mesh, token)
+                env.update(results)
+                last = next(iter(results.values())).ravel()[0]
             elif isinstance(node, tuple):
                 (eqn, branches), (which, *operands) = node, env.read(node[0].invars)
-                outs, token = lax.switch(which, [functools.partial(one, mesh) for one in branches], token, *operands)
+                outs, token = lax.switch(
+                    which, [functools.partial(branch, mesh) for branch in branches], token, *operands
+                )
                 env.store(eqn, outs)
             else:
                 env.store(node, jx.bind(node, env.read(node.invars)))

@@ -267,9 +267,9 @@ class Region:
         var_dims = enumerate(self.dims.get(var, ()))
         return next((d for d, parts in var_dims if len(parts) == 1 and parts[0][:2] == (self.leaf, dim)), None)
 
-    def has_same_program(self, other: Region) -> bool:
+    def has_same_program(self, region: Region) -> bool:
         """Return whether the equations of two regions are the same program."""
-        return equal.same_program(*(jx.build(r.eqns, r.ins, r.outs) for r in (self, other)))
+        return equal.same_program(*(jx.build(r.eqns, r.ins, r.outs) for r in (self, region)))
 
 
 def region_of(program: UpdateProgram, leaf: int, shape: tuple[int, ...]) -> Region | str:

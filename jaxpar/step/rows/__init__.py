@@ -1,4 +1,4 @@
-"""Whether a loss couples the rows of its batch: what spreading them over replicas and microbatches would change."""
+"""Check whether a loss couples the rows of its batch, so that spreading them over replicas would change its result."""
 
 from . import calls as calls
 from . import lookups as lookups

@@ -1,4 +1,12 @@
-"""The check of a traced loss: ValueError for rows that are coupled, a warning for those that may be."""
+"""The check of a traced loss: ValueError for rows that are coupled, a warning for rows that may be.
+
+`check_coupling` does these steps:
+
+1. Trace the loss on two sizes of blocks, the second with twice the rows (`_trace_pair`).
+2. Read the pair, and collect the notes that reach each result (`_read`).
+3. If the loss would be refused as a sum that is no mean, read it again in larger blocks (`_read_larger`).
+4. Raise, warn, or be silent (`_report`).
+"""
 
 from __future__ import annotations
 
@@ -14,108 +22,127 @@ import jax
 from ...model.model import MAKERS, Mean, Replicated
 from ...program import jaxpr as jx
 from ...strategy import Strategy
-from .arithmetic import named
-from .labels import Labels, numbered
+from .arithmetic import power_name
+from .labels import Labels, number_elements
 from .reader import Reader
 from .unrolled import loops_over_rows
-from .values import FROM_ALL, NUMBER, SOME, Note, Value
+from .values import ADVISE_ALL_ROWS, FUNCTION_OF_BLOCK_SIZE, TAKES_SOME_ROWS, Note, Value
 
 Trace = Callable[[Any, Mapping[str, int]], jx.Flat]
-_SHOWN = 6
-_SILENCE = f"If this is what you mean, give rows='independent' to {MAKERS}"
+TracedPair = tuple[tuple[jx.Flat, jx.Flat], Mapping[str, int]]  # program and twin, and the mesh axes of the program
+_MAX_LISTED = 6
+_HOW_TO_SILENCE = f"If this is what you mean, give rows='independent' to {MAKERS}"
 
 
 def check_coupling(
     flat: jx.Flat, out: Any, rest: Any, trace: Trace, axes: Mapping[str, int], strategy: Strategy
 ) -> None:
-    """Raise ValueError where the loss is not a mean over rows that do not know of each other; warn where it may not be.
-
-    Also warns where a metric is not.
+    """Raise ValueError if the loss is not a mean over independent rows; warn if it may not be, or a metric is not.
 
     Args:
       flat: the traced loss on one block's rows; its last inputs are the leaves of `rest`, (variables, batch, key).
       out: the abstract tree of its outputs, ({name: Mean}, variables).
       rest: abstract; batch leaves are [rows, ...] unless marked as `Replicated`.
-      trace: the loss on another such `rest`, with these mesh axes.
+      trace: traces the loss on another such `rest`, with given mesh axes.
       axes: the mesh axes over which blocks are spread, name -> size.
+      strategy: the strategy, which tells the number of microbatches.
+
+    Raises:
+      ValueError: if the loss couples rows for certain, or is not a mean over rows.
     """
-    rows = next(x.shape[0] for x in jax.tree.leaves(rest[1], is_leaf=_is_replicated) if not _is_replicated(x))
+    num_rows = next(x.shape[0] for x in jax.tree.leaves(rest[1], is_leaf=_is_replicated) if not _is_replicated(x))
     try:
-        pair, over, n = _pair(flat, rest, rows, trace, axes)
-    except Exception as error:  # the user's code, at a number of rows that it may not know
-        found = _read(flat, None, out, rest, rows, axes)
-        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
-        said = f"what it makes of how many rows a block has is not known: it cannot be traced with twice {rows} rows"
-        last = Note("the loss", f"{said} ({why})", False)  # and so is nothing that follows from that number
-        found = {name: [*(replace(n, certain=False) for n in notes), last] for name, notes in found.items()}
+        pair, pair_axes, rows_per_block = _trace_pair(flat, rest, num_rows, trace, axes)
+    except Exception as error:  # this runs the user's code, with a number of rows that it may not accept
+        # Without the twin no power is known, so that no note is certain: at most a warning.
+        notes_by_result = _read(flat, None, out, rest, num_rows, axes)
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+        message = (
+            f"what it makes of how many rows a block has is not known: it cannot be traced with twice {num_rows} rows"
+        )
+        last_note = Note("the loss", f"{message} ({reason})", False)
+        notes_by_result = {
+            name: [*(replace(n, is_certain=False) for n in notes), last_note] for name, notes in notes_by_result.items()
+        }
     else:
-        found = _read(*pair, out, rest, n, over)
-        certain = [note for note in found.get("loss", ()) if note.certain]
-        if certain and all(note.scale for note in certain):
-            found = _in_larger(out, rest, rows, 2 * n, trace, axes) or found
-    _report(found, axes, strategy, rows * math.prod(axes.values()))
+        notes_by_result = _read(*pair, out, rest, rows_per_block, pair_axes)
+        certain = [note for note in notes_by_result.get("loss", ()) if note.is_certain]
+        if certain and all(note.only_scale for note in certain):
+            notes_by_result = _read_larger(out, rest, num_rows, 2 * rows_per_block, trace, axes) or notes_by_result
+    _report(notes_by_result, axes, strategy, num_rows * math.prod(axes.values()))
 
 
-def _pair(
-    flat: jx.Flat, rest: Any, rows: int, trace: Trace, axes: Mapping[str, int]
+def _trace_pair(
+    flat: jx.Flat, rest: Any, num_rows: int, trace: Trace, axes: Mapping[str, int]
 ) -> tuple[tuple[jx.Flat, jx.Flat], Mapping[str, int], int]:
-    """The loss on two sizes of blocks of the same rows, the second twice the first, and the axes and rows of the first.
+    """Trace the loss on two sizes of blocks of the same rows, the second twice the first.
 
-    A single replica is read as one of several, so that jp.all_rows and BatchNorm are seen, and a single row as one of
-    two, whose dim is known.
+    A single replica is read as one of several, so that the reader sees jp.all_rows and BatchNorm. A single row is read
+    as one of two, so that its dim can be told from others of size 1.
+
+    Returns:
+      The two programs, and the mesh axes and rows per block of the first.
     """
     name, replicas = next(iter(axes.items()), ("data", 0))
-    if rows > 1 and replicas and replicas % 2 == 0:
-        large = trace(_with_rows(rest, 2), {**axes, name: replicas // 2})
-        if _alike(flat, large):
-            return (flat, large), axes, rows
+    # The usual case saves a trace: half as many replicas of twice the rows have the same batch.
+    if num_rows > 1 and replicas and replicas % 2 == 0:
+        twin = trace(_with_rows(rest, 2), {**axes, name: replicas // 2})
+        if _have_same_primitives(flat, twin):
+            return (flat, twin), axes, num_rows
         # The loss looks at its number of rows, and is another program for twice as many.
-    n = rows if rows > 1 else 2 * rows
-    return *_of_twice(rest, rows, n, trace, axes), n
+    rows_per_block = num_rows if num_rows > 1 else 2 * num_rows
+    return *_trace_blocks(rest, num_rows, rows_per_block, trace, axes), rows_per_block
 
 
-def _in_larger(
-    out: Any, rest: Any, rows: int, n: int, trace: Trace, axes: Mapping[str, int]
+def _read_larger(
+    out: Any, rest: Any, num_rows: int, rows_per_block: int, trace: Trace, axes: Mapping[str, int]
 ) -> dict[str, list[Note]] | None:
-    """The notes on a loss that would be refused as no mean, read in blocks of `n` rows; None if they cannot be had.
+    """Return the notes on a loss that would be refused as no mean, read in larger blocks; None if it cannot be traced.
 
-    In a block that has as many rows as `x.reshape(2, -1)` has groups, each has one row: a mean over it reads as a sum.
-    So does what is a mean in larger blocks alone, `x.sum() / max(len(x) // 4, 1)`: hence never silence, but a warning.
+    In a block with as many rows as `x.reshape(2, -1)` has groups, each group has one row: a mean over it reads as a
+    sum. But so does a loss that is a mean in larger blocks alone, `x.sum() / max(len(x) // 4, 1)`. Hence this gives a
+    warning, and never silence.
     """
     try:
-        pair, over = _of_twice(rest, rows, n, trace, axes)
-    except Exception:  # the user's code, at a number of rows that it may not know: what has been read stands
+        pair, pair_axes = _trace_blocks(rest, num_rows, rows_per_block, trace, axes)
+    except Exception:  # this runs the user's code, with a number of rows that it may not accept: keep the first reading
         return None
-    what = f"reads as a mean over rows in blocks of {n} rows and more, and not in those of fewer"
-    found = _read(*pair, out, rest, n, over)
-    return {name: [*notes, Note("the loss", what, False)] for name, notes in found.items()}
+    message = f"reads as a mean over rows in blocks of {rows_per_block} rows and more, and not in those of fewer"
+    notes_by_result = _read(*pair, out, rest, rows_per_block, pair_axes)
+    return {name: [*notes, Note("the loss", message, False)] for name, notes in notes_by_result.items()}
 
 
-def _of_twice(
-    rest: Any, rows: int, n: int, trace: Trace, axes: Mapping[str, int]
-) -> tuple[tuple[jx.Flat, jx.Flat], Mapping[str, int]]:
-    """The loss on blocks of `n` rows and of twice as many, and the axes of the first."""
+def _trace_blocks(rest: Any, num_rows: int, rows_per_block: int, trace: Trace, axes: Mapping[str, int]) -> TracedPair:
+    """Trace the loss on blocks of `rows_per_block` rows on 4 replicas, and of twice as many rows on 2 replicas."""
     name = next(iter(axes), "data")
-    over, half = {**axes, name: 4}, {**axes, name: 2}
-    pair = trace(_with_rows(rest, n // rows), over), trace(_with_rows(rest, 2 * n // rows), half)
-    if not _alike(*pair):
-        with contextlib.suppress(NotImplementedError):  # in such a loop, what has no rule for vmap: they stay two
-            rolled = loops_over_rows(pair[0], n, over), loops_over_rows(pair[1], 2 * n, half)
-            pair = rolled if _alike(*rolled) else pair
-    return pair, over
+    pair_axes, twin_axes = {**axes, name: 4}, {**axes, name: 2}
+    pair = (
+        trace(_with_rows(rest, rows_per_block // num_rows), pair_axes),
+        trace(_with_rows(rest, 2 * rows_per_block // num_rows), twin_axes),
+    )
+    if not _have_same_primitives(*pair):
+        # A loop over rows that cannot be vmapped stays as it is, and is reported as two different programs.
+        with contextlib.suppress(NotImplementedError):
+            rolled = (
+                loops_over_rows(pair[0], rows_per_block, pair_axes),
+                loops_over_rows(pair[1], 2 * rows_per_block, twin_axes),
+            )
+            pair = rolled if _have_same_primitives(*rolled) else pair
+    return pair, pair_axes
 
 
-def _alike(one: jx.Flat, other: jx.Flat) -> bool:
-    return [e.primitive for e in one.eqns] == [e.primitive for e in other.eqns]
+def _have_same_primitives(a: jx.Flat, b: jx.Flat) -> bool:
+    return [e.primitive for e in a.eqns] == [e.primitive for e in b.eqns]
 
 
 def _with_rows(rest: Any, factor: int) -> Any:
+    """Return `rest` with `factor` times the rows in each leaf of the batch that has rows."""
     variables, batch, key = rest
 
-    def leaf(x: Any) -> Any:
+    def scale_rows(x: Any) -> Any:
         return x if _is_replicated(x) else jax.ShapeDtypeStruct((x.shape[0] * factor, *x.shape[1:]), x.dtype)
 
-    return variables, jax.tree.map(leaf, batch, is_leaf=_is_replicated), key
+    return variables, jax.tree.map(scale_rows, batch, is_leaf=_is_replicated), key
 
 
 def _is_replicated(x: Any) -> bool:
@@ -123,113 +150,135 @@ def _is_replicated(x: Any) -> bool:
 
 
 def _read(
-    flat: jx.Flat, twin: jx.Flat | None, out: Any, rest: Any, rows: int, axes: Mapping[str, int]
+    flat: jx.Flat, twin: jx.Flat | None, out: Any, rest: Any, num_rows: int, axes: Mapping[str, int]
 ) -> dict[str, list[Note]]:
-    """The notes that reach each result of the loss."""
+    """Read a traced loss, and return the notes that reach each of its results, by name."""
+    # The twin has twice the rows on half of the replicas, so that both read the same batch.
     name, replicas = next(iter(axes.items()), ("data", 0))
-    reader = Reader(rows, axes, {**axes, name: replicas // 2})
+    reader = Reader(num_rows, axes, {**axes, name: replicas // 2})
     variables, batch, key = rest
 
-    def whole(tree: Any, keyed: bool = False) -> list[Value]:
-        return [Value(varies=frozenset(range(len(x.shape))), keyed=keyed) for x in jax.tree.leaves(tree)]
+    def whole_values(tree: Any, is_keyed: bool = False) -> list[Value]:
+        return [Value(varying_dims=frozenset(range(len(x.shape))), is_keyed=is_keyed) for x in jax.tree.leaves(tree)]
 
-    rowwise = lambda x: Value("rows", Labels(numbered((rows, *x.shape[1:]), {0})))
-    fed: list[Value] = []
+    rows_value = lambda x: Value("rows", Labels(number_elements((num_rows, *x.shape[1:]), {0})))
+    batch_values: list[Value] = []
     for x in jax.tree.leaves(batch, is_leaf=_is_replicated):
-        fed += whole(x) if _is_replicated(x) else [rowwise(x)]
-    inputs = [*whole(variables), *fed, *whole(key, keyed=True)]
-    params = whole([v.aval for v in flat.invars[: len(flat.invars) - len(inputs)]])
-    consts = reader.constants(flat.consts, twin.consts if twin is not None else ())
-    values = reader.run(flat, twin, consts, [*params, *inputs])
-    sums = jax.tree.unflatten(jax.tree.structure(out), list(range(len(values))))[0]
-    return {name: _result(name, flat, values, mean, twin is not None) for name, mean in sums.items()}
+        batch_values += whole_values(x) if _is_replicated(x) else [rows_value(x)]
+    inputs = [*whole_values(variables), *batch_values, *whole_values(key, is_keyed=True)]
+    # The parameters are the inputs before the leaves of `rest`.
+    params = whole_values([v.aval for v in flat.invars[: len(flat.invars) - len(inputs)]])
+    consts = reader.values_of_constants(flat.consts, twin.consts if twin is not None else ())
+    values = reader.read_program(flat, twin, consts, [*params, *inputs])
+    # {name: Mean}, with the index of the output as `total` and `count`
+    means = jax.tree.unflatten(jax.tree.structure(out), list(range(len(values))))[0]
+    return {name: _result_notes(name, flat, values, mean, twin is not None) for name, mean in means.items()}
 
 
-def _result(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean, powers_known: bool) -> list[Note]:
-    """What is wrong with one result: the notes on its way, or powers of the number of rows that do not fit."""
+def _result_notes(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean, powers_known: bool) -> list[Note]:
+    """Return the notes on one result: those on the way to it, or one on powers of n that do not fit.
+
+    Args:
+      name: the result's name.
+      flat: the program.
+      values: the values of all outputs.
+      mean: the indices of the result's total and count among them.
+      powers_known: whether the program was read with a twin.
+    """
     total, count = values[mean.total], values[mean.count]  # type: ignore[index]
-    line = _line(flat, flat.outvars[mean.total])  # type: ignore[call-overload]
-    notes = {note for note in (*total.notes, *count.notes) if not note.of_nan}
+    line = _output_line(flat, flat.outvars[mean.total])  # type: ignore[call-overload]
+    notes = {note for note in (*total.notes, *count.notes) if not note.only_if_nan_tested}
+    # A result that is rows, or partial sums, has dropped rows on its way: a sum over all rows has no such dims.
     for x in (total, count):
-        if x.kind == "rows" or (x.kind == "sum" and x.varies):
-            notes.add(x.pick or Note(line, f"{SOME}; {FROM_ALL}"))
-    if name != "loss":
-        notes = {n for n in notes if not n.backward}
+        if x.kind == "rows" or (x.kind == "sum" and x.varying_dims):
+            notes.add(x.pick_note or Note(line, f"{TAKES_SOME_ROWS}; {ADVISE_ALL_ROWS}"))
+    if name != "loss":  # metrics are not differentiated
+        notes = {n for n in notes if not n.in_backward}
+    # As sums over rows: a whole value c is the sum of c / n. A step adds up totals and counts of blocks, whose ratio is
+    # right if both are sums times the same power of n.
     powers = [x.power - (x.kind == "whole") for x in (total, count)]
-    fits = powers[0] == powers[1] or total.zero or total.unknown or count.unknown
-    if fits or not powers_known or any(n.certain for n in notes) or "coupled" in (total.kind, count.kind):
+    powers_fit = powers[0] == powers[1] or total.is_zero or total.has_noted_power or count.has_noted_power
+    has_certain_note = any(n.is_certain for n in notes)
+    if powers_fit or not powers_known or has_certain_note or "coupled" in (total.kind, count.kind):
         return sorted(notes, key=lambda n: n.line)
-    what = "the loss" if name == "loss" else f"metric {name!r}"
+    subject = "the loss" if name == "loss" else f"metric {name!r}"
     if any(map(math.isnan, powers)):
-        said = f"{what} is {NUMBER}"
+        message = f"{subject} is {FUNCTION_OF_BLOCK_SIZE}"
     elif count.kind == "whole" and count.scalar == 1:
-        said = (
-            f"{what} is {_kind(powers[0])}; take the mean, .mean() for .sum(), which divides by the number of rows, or "
-            "return jp.Mean(total, count)"
+        message = (
+            f"{subject} is {_describe(powers[0])}; take the mean, .mean() for .sum(), which divides by the number of "
+            "rows, or return jp.Mean(total, count)"
         )
     else:
-        said = f"{what} is jp.Mean of {' and '.join(map(_kind, powers))}; give two sums over rows"
-    return [*notes, Note(line, said, scale=True)]
+        message = f"{subject} is jp.Mean of {' and '.join(map(_describe, powers))}; give two sums over rows"
+    return [*notes, Note(line, message, only_scale=True)]
 
 
-def _kind(power: float) -> str:
-    return "a mean over rows, or the same for all" if power == -1 else named(power)
+def _describe(power: float) -> str:
+    return "a mean over rows, or the same for all" if power == -1 else power_name(power)
 
 
-def _line(flat: jx.Flat, atom: Any) -> str:
-    """Where a result is computed, casts aside."""
-    by = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
-    while not jx.is_literal(atom) and atom in by:
-        eqn = by[atom]
-        if eqn.primitive.name != "convert_element_type" or jx.is_literal(eqn.invars[0]) or eqn.invars[0] not in by:
+def _output_line(flat: jx.Flat, atom: Any) -> str:
+    """Return the user's line that computes an output, casts aside."""
+    producer = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
+    while not jx.is_literal(atom) and atom in producer:
+        eqn = producer[atom]
+        operand = eqn.invars[0] if eqn.primitive.name == "convert_element_type" else None
+        if operand is None or jx.is_literal(operand) or operand not in producer:
             return jx.where(eqn)
-        atom = eqn.invars[0]
+        atom = operand
     return "what the loss returns"
 
 
-def _report(found: Mapping[str, Sequence[Note]], axes: Mapping[str, int], strategy: Strategy, rows: int) -> None:
-    """Raise or warn of what was found; a microbatch has so many rows on all replicas."""
-    replicas, m = math.prod(axes.values()), strategy.microbatches
-    blocks = " x ".join(f"{n} {what}" for n, what in ((replicas, "replicas"), (m, "microbatches")) if n > 1)
-    loss = list(found.get("loss", ()))
-    certain = [n for n in loss if n.certain]
-    if certain and all(n.scale for n in certain):
+def _report(
+    notes_by_result: Mapping[str, Sequence[Note]], axes: Mapping[str, int], strategy: Strategy, num_rows: int
+) -> None:
+    """Raise or warn of the notes on each result; a microbatch has `num_rows` rows on all replicas together."""
+    num_replicas, num_microbatches = math.prod(axes.values()), strategy.microbatches
+    counts = ((num_replicas, "replicas"), (num_microbatches, "microbatches"))
+    blocks = " x ".join(f"{n} {noun}" for n, noun in counts if n > 1)
+    loss_notes = list(notes_by_result.get("loss", ()))
+    certain = [n for n in loss_notes if n.is_certain]
+    # 1. The loss: an error if a note is certain, else a warning.
+    if certain and all(n.only_scale for n in certain):
         raise ValueError(
             f"the loss is not a mean over rows, and {blocks} see only their own, so the result would not be one "
-            f"device's:\n{_listed(certain)}"
+            f"device's:\n{_bullet_list(certain)}"
         )
     if certain:
         raise ValueError(
             f"the loss couples rows, and {blocks} see only their own, so the result would not be one device's:\n"
-            f"{_listed(certain)}{_of_microbatch(certain, rows, m)}\n{_SILENCE}"
+            f"{_bullet_list(certain)}{_microbatch_advice(certain, num_rows, num_microbatches)}\n{_HOW_TO_SILENCE}"
         )
-    if loss:
+    if loss_notes:
+        advice = _microbatch_advice(loss_notes, num_rows, num_microbatches)
         warnings.warn(
-            f"the loss may couple rows, which {blocks} spread:\n"
-            f"{_listed(loss)}{_of_microbatch(loss, rows, m)}\n{_SILENCE}",
+            f"the loss may couple rows, which {blocks} spread:\n{_bullet_list(loss_notes)}{advice}\n{_HOW_TO_SILENCE}",
             stacklevel=2,
         )
-    for name, notes in found.items():
-        if name != "loss" and (certain := [n for n in notes if n.certain]):
-            does = "is not a mean over rows" if all(n.scale for n in certain) else "couples rows"
+    # 2. Metrics. They only inform, so that they give no error, and only a certain coupling is worth a warning.
+    for name, notes in notes_by_result.items():
+        if name != "loss" and (certain := [n for n in notes if n.is_certain]):
+            fault = "is not a mean over rows" if all(n.only_scale for n in certain) else "couples rows"
             warnings.warn(
-                f"metric {name!r} {does}, and is averaged over {blocks} that see only their own:\n"
-                f"{_listed(certain)}{_of_microbatch(certain, rows, m)}",
+                f"metric {name!r} {fault}, and is averaged over {blocks} that see only their own:\n"
+                f"{_bullet_list(certain)}{_microbatch_advice(certain, num_rows, num_microbatches)}",
                 stacklevel=2,
             )
 
 
-def _of_microbatch(notes: Sequence[Note], rows: int, microbatches: int) -> str:
-    """Which rows `jp.all_rows` returns, where notes advise it and a batch has several microbatches."""
-    if microbatches == 1 or not any("jp.all_rows" in n.what for n in notes):
+def _microbatch_advice(notes: Sequence[Note], num_rows: int, num_microbatches: int) -> str:
+    """Return a warning about `jp.all_rows` if notes advise it and a batch has several microbatches; else ""."""
+    if num_microbatches == 1 or not any("jp.all_rows" in n.message for n in notes):
         return ""
     return (
-        f"\njp.all_rows(x) returns the rows of one microbatch, {rows} of the {rows * microbatches} rows of the batch: "
-        f"use microbatches=1 with it, in place of {microbatches}"
+        f"\njp.all_rows(x) returns the rows of one microbatch, {num_rows} of the {num_rows * num_microbatches} rows of "
+        f"the batch: use microbatches=1 with it, in place of {num_microbatches}"
     )
 
 
-def _listed(notes: Sequence[Note]) -> str:
-    lines = list(dict.fromkeys(f"- {n.line}: {n.what}" for n in notes))
-    more = [f"- and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return "\n".join([*lines[:_SHOWN], *more])
+def _bullet_list(notes: Sequence[Note]) -> str:
+    """Return the notes as lines of a list, without duplicates, and a count of those beyond the first few."""
+    lines = list(dict.fromkeys(f"- {n.line}: {n.message}" for n in notes))
+    more = [f"- and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
+    return "\n".join([*lines[:_MAX_LISTED], *more])

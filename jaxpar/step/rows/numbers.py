@@ -1,7 +1,8 @@
-"""Values that follow from sizes and literals alone, such as indices, masks and counts: computed where a rule asks.
+"""Numbers that follow from sizes and literals alone, such as indices, masks and counts: computed only if a rule asks.
 
-Each is a pair, of the program and of its twin on twice the rows: from the two it shows how a value depends on how many
-rows a block has.
+Each `Number` is a pair: the array in the program, and in the program's twin on twice the rows. The two together show
+how a value depends on the number of rows in a block. A number holds either its pair, or the equation that makes it from
+other numbers. The first use of `Number.pair` evaluates the equations that are needed.
 """
 
 from __future__ import annotations
@@ -17,71 +18,92 @@ import numpy as np
 from ...program import jaxpr as jx
 from ...program import primitives
 
-LARGEST = 1 << 22  # elements of what is computed, or looked through
-_SAME = {"reduce_max", "reduce_min", "reduce_and", "reduce_or", "dynamic_slice"}  # and what moves its one operand
-_NEVER = {*primitives.having("draws"), "rng_uniform"}
+MAX_ELEMENTS = 1 << 22  # larger arrays are neither computed nor searched
+# If all elements of an operand are one number, so are the elements of these results. This also holds for a primitive
+# that moves the elements of its only operand.
+_KEEP_UNIFORM = {"reduce_max", "reduce_min", "reduce_and", "reduce_or", "dynamic_slice"}
+_RANDOM = {*primitives.having("draws"), "rng_uniform"}
 
 
 class Number:
-    """An array, or the one number that all its elements are (`uniform`): a pair, or what equations make of others."""
+    """An array in the program and in its twin, known or computed on demand by an equation from other numbers.
 
-    def __init__(self, pair: Any, eqns: Any = (None, None), of: Sequence[Number] = (), out: int = 0) -> None:
-        self._pair, self._eqns, self._of, self._out = pair, eqns, of, out
+    Attributes:
+      uniform: whether all elements are one number; the pair then holds scalars.
+    """
+
+    def __init__(
+        self, pair: Any, eqns: Any = (None, None), operands: Sequence[Number] = (), output_index: int = 0
+    ) -> None:
+        """Store a known pair, or the equations that compute it.
+
+        Args:
+          pair: the arrays of the program and of its twin (None if unknown); None if equations compute the pair.
+          eqns: the equation in the program and in its twin.
+          operands: the operands of the equation.
+          output_index: which result of the equation the number is.
+        """
+        self._pair, self._eqns, self._operands, self._output_index = pair, eqns, operands, output_index
         by_element = pair is None and (primitives.of(eqns[0]).elementwise or eqns[0].primitive.name == "reduce_sum")
-        self.uniform = np.ndim(pair[0]) == 0 if pair is not None else by_element and all(x.uniform for x in of)
+        self.uniform = np.ndim(pair[0]) == 0 if pair is not None else by_element and all(x.uniform for x in operands)
 
     @property
     def pair(self) -> tuple[Any, Any]:
-        """In the program, and in its twin, or None. What it follows from comes first, and not by a call within a call:
-        programs are long.
+        """The arrays in the program and in its twin; None for a side that cannot be computed.
+
+        A stack of pending numbers replaces recursion over operands, whose depth grows with the program's length.
         """
-        waiting = [self]
-        while waiting:
-            one = waiting[-1]
-            if missing := [x for x in one._of if x._pair is None]:
-                waiting += missing
+        pending = [self]
+        while pending:
+            number = pending[-1]
+            if missing := [x for x in number._operands if x._pair is None]:
+                pending += missing
                 continue
-            if one._pair is None:
-                one._pair = (one._computed(0), one._computed(1))
-            waiting.pop()
+            if number._pair is None:
+                number._pair = (number._compute(0), number._compute(1))
+            pending.pop()
         return self._pair
 
     @property
     def key(self) -> Any:
-        """What two numbers have in common that are known to be the same."""
+        """A key that two numbers share only if they are known to be equal."""
         return repr(self._pair) if self.uniform and self._pair is not None else id(self)
 
     @property
     def array(self) -> np.ndarray:
-        """In the program."""
+        """The array in the program."""
         return np.asarray(self.pair[0])
 
-    def _computed(self, side: int) -> Any:
-        eqn, values = self._eqns[side], [x._pair[side] for x in self._of]
+    def _compute(self, side: int) -> Any:
+        """Evaluate the equation in the program (`side` 0) or its twin (1); return None if an operand is unknown."""
+        eqn, values = self._eqns[side], [x._pair[side] for x in self._operands]
         if eqn is None or len(eqn.invars) != len(values) or any(x is None for x in values):
             return None
         if self.uniform and eqn.primitive.name == "reduce_sum":
             shape = eqn.invars[0].aval.shape
             return values[0] * math.prod(shape[d] for d in eqn.params["axes"])
+        # A uniform result is computed from scalars; otherwise scalars stand for full arrays.
         avals = [v.aval for v in eqn.invars]
         shapes = [() if self.uniform else a.shape for a in avals]
         values = [np.broadcast_to(x, s).astype(a.dtype) for x, s, a in zip(values, shapes, avals, strict=True)]
-        if (fun := BY_NUMPY.get(eqn.primitive.name)) is not None:
+        if (numpy_fun := BY_NUMPY.get(eqn.primitive.name)) is not None:
             with np.errstate(all="ignore"):
-                return np.asarray(fun(eqn, *values)).astype(eqn.outvars[0].aval.dtype)
+                return np.asarray(numpy_fun(eqn, *values)).astype(eqn.outvars[0].aval.dtype)
+        # The loss is being traced: without this, jax would add the equation to that trace.
         with jax.ensure_compile_time_eval():
-            return np.asarray(jx.bind(eqn, values)[self._out])
+            return np.asarray(jx.bind(eqn, values)[self._output_index])
 
 
-def _padded(eqn: Any, x: np.ndarray, value: np.ndarray) -> np.ndarray:
-    out = np.full(eqn.outvars[0].aval.shape, value)
-    places = [
-        low + np.arange(n) * (1 + inner)
-        for n, (low, _, inner) in zip(x.shape, eqn.params["padding_config"], strict=True)
+def _pad(eqn: Any, x: np.ndarray, fill: np.ndarray) -> np.ndarray:
+    """Pad like `lax.pad`: with space between elements, and negative padding that cuts elements off."""
+    padded = np.full(eqn.outvars[0].aval.shape, fill)
+    targets = [
+        low + np.arange(n) * (1 + interior)
+        for n, (low, _, interior) in zip(x.shape, eqn.params["padding_config"], strict=True)
     ]
-    inside = [(at >= 0) & (at < n) for at, n in zip(places, out.shape, strict=True)]
-    out[np.ix_(*(at[there] for at, there in zip(places, inside, strict=True)))] = x[np.ix_(*inside)]
-    return out
+    masks = [(target >= 0) & (target < n) for target, n in zip(targets, padded.shape, strict=True)]
+    padded[np.ix_(*(target[mask] for target, mask in zip(targets, masks, strict=True)))] = x[np.ix_(*masks)]
+    return padded
 
 
 def _broadcast(eqn: Any, x: np.ndarray, *_: Any) -> np.ndarray:
@@ -89,14 +111,15 @@ def _broadcast(eqn: Any, x: np.ndarray, *_: Any) -> np.ndarray:
     return np.broadcast_to(x.reshape([x.shape[dims.index(d)] if d in dims else 1 for d in range(len(shape))]), shape)
 
 
-def _sliced(eqn: Any, x: np.ndarray) -> np.ndarray:
+def _slice(eqn: Any, x: np.ndarray) -> np.ndarray:
     params = eqn.params
     strides = params["strides"] or (1,) * x.ndim
     return x[tuple(map(slice, params["start_indices"], params["limit_indices"], strides))]
 
 
-# JAX compiles a program for every equation and shape that it runs by itself, in 0.1 s: `lax.associative_scan` has
-# hundreds. NumPy gives the same numbers for what moves elements, compares them, or rounds once.
+# JAX compiles a program for every equation and shape that runs outside of jit, which takes 0.1 s; a
+# `lax.associative_scan` has hundreds. NumPy gives the same numbers if an equation moves or compares elements, or rounds
+# once.
 BY_NUMPY: dict[str, Callable[..., Any]] = {
     "add": lambda eqn, x, y: x + y,
     "and": lambda eqn, x, y: x & y,
@@ -113,11 +136,11 @@ BY_NUMPY: dict[str, Callable[..., Any]] = {
     "ne": lambda eqn, x, y: x != y,
     "not": lambda eqn, x: ~x,
     "or": lambda eqn, x, y: x | y,
-    "pad": _padded,
+    "pad": _pad,
     "reshape": lambda eqn, x: x.reshape(eqn.outvars[0].aval.shape),
     "rev": lambda eqn, x: np.flip(x, eqn.params["dimensions"]),
-    "select_n": lambda eqn, which, *cases: np.choose(which, cases),
-    "slice": _sliced,
+    "select_n": lambda eqn, case, *cases: np.choose(case, cases),
+    "slice": _slice,
     "squeeze": lambda eqn, x: np.squeeze(x, eqn.params["dimensions"]),
     "stack": lambda eqn, *xs: np.stack(xs, eqn.params["axis"]),
     "sub": lambda eqn, x, y: x - y,
@@ -125,26 +148,42 @@ BY_NUMPY: dict[str, Callable[..., Any]] = {
 }
 
 
-def constant(x: Any, twin: Any) -> Number | None:
-    """That of a constant of the program; None of what is large, or no number."""
+def constant_number(x: Any, twin: Any) -> Number | None:
+    """Return the number of a constant in the program, whose value in the twin (or None) is `twin`.
+
+    Returns None if the constant is large, or no number at all.
+    """
     if not hasattr(x, "dtype") and not isinstance(x, bool | int | float):
         return None
-    if math.prod(np.shape(x)) > LARGEST or not any(jnp.issubdtype(jnp.result_type(x), t) for t in (bool, jnp.number)):
+    if math.prod(np.shape(x)) > MAX_ELEMENTS or not any(
+        jnp.issubdtype(jnp.result_type(x), t) for t in (bool, jnp.number)
+    ):
         return None
     pair = [None if a is None else np.asarray(a) for a in (x, twin)]
-    if all(a is None or (a.size and ((a == a.flat[0]).all() or (a != a).all())) for a in pair):  # the same, or all NaN
+    # If all elements are equal, or all are NaN, one of them stands for the array.
+    if all(a is None or (a.size and ((a == a.flat[0]).all() or (a != a).all())) for a in pair):
         pair = [None if a is None else a.flat[0] for a in pair]
     return Number(tuple(pair))
 
 
-def computed(eqn: Any, twin: Any, of: Sequence[Number | None]) -> list[Number | None]:
-    """Those of an equation's results; None where one of its operands has none, or it is large."""
-    known = [x for x in of if x is not None]
+def computed_numbers(eqn: Any, twin: Any, operands: Sequence[Number | None]) -> list[Number | None]:
+    """Return the numbers of an equation's results; None if an operand is unknown, or an array is too large.
+
+    Args:
+      eqn: the equation in the program.
+      twin: the same equation in the twin, or None.
+      operands: the numbers of the operands; None for unknown ones.
+    """
+    known_operands = [x for x in operands if x is not None]
     name = eqn.primitive.name
-    if len(known) < len(of) or eqn.effects or name in _NEVER or (not of and name != "iota"):
+    if len(known_operands) < len(operands) or eqn.effects or name in _RANDOM or (not operands and name != "iota"):
         return [None] * len(eqn.outvars)
-    if known and known[0].uniform and (name in _SAME or (len(known) == 1 and primitives.of(eqn).moves)):
-        return [known[0]] * len(eqn.outvars)
-    found = [Number(None, (eqn, twin), known, i) for i in range(len(eqn.outvars))]
+    if (
+        known_operands
+        and known_operands[0].uniform
+        and (name in _KEEP_UNIFORM or (len(known_operands) == 1 and primitives.of(eqn).moves))
+    ):
+        return [known_operands[0]] * len(eqn.outvars)
+    numbers = [Number(None, (eqn, twin), known_operands, i) for i in range(len(eqn.outvars))]
     sizes = [math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
-    return [x if x.uniform or max(sizes) <= LARGEST else None for x in found]
+    return [x if x.uniform or max(sizes) <= MAX_ELEMENTS else None for x in numbers]

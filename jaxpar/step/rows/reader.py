@@ -1,11 +1,14 @@
-"""Reads a traced loss, equation by equation, and says what each value has to do with rows.
+"""The reader: it goes through a traced loss, equation by equation, and computes the abstract value of each variable.
 
-An abstract interpretation over `values.Value`: it runs nothing but what follows from sizes alone. `program/factors.py`
-says which dims of an equation's operands and results are one index; what is no factor has a rule of its own here. An
-equation that nothing is known of, and that rows go into, may couple them.
+This is an abstract interpretation over `values.Value`. It runs nothing but equations that follow from sizes alone.
 
-One trace does not show powers of the number of rows n, which is a plain number in it. It is read beside its `twin`, the
-same loss on twice the rows: the ratio of two literals, or of two sizes, is 2^power.
+1. Each equation has a rule (`RULES`), which maps the values of its operands to the values of its results. Equations
+   without a rule follow `generic.py`, by the table of `program/factors.py`: which dims of operands and results are one
+   index. If nothing is known of a primitive and rows enter it, the result is coupled.
+2. `Reader._finish` passes notes on to the results, and attaches numbers that follow from sizes.
+
+A single trace does not show powers of the number of rows n, since n is a plain number in it. So the trace is read
+together with its `twin`, the same loss on twice the rows: the ratio of two literals, or of two sizes, is 2^power.
 """
 
 from __future__ import annotations
@@ -22,32 +25,34 @@ import numpy as np
 from ...program import factors
 from ...program import jaxpr as jx
 from ...program.filter_primitives import implemented
-from .labels import alike
-from .numbers import computed, constant
-from .values import NUMBER, ODD, UNNAMED, Note, Value, picks, reasons
+from .labels import same_in_all_rows
+from .numbers import computed_numbers, constant_number
+from .values import FUNCTION_OF_BLOCK_SIZE, UNKNOWN_POWER, UNNAMED_LINE, Note, Value, first_pick_note, notes_of
 
 PrimitiveRule = Callable[["Reader", Any, Any, Sequence[Value]], "Sequence[Value] | Value"]
 Rule = TypeVar("Rule", bound=PrimitiveRule)
-Made = TypeVar("Made")
-RULES: dict[str, PrimitiveRule] = {}  # what an equation makes of rows, sums and whole values
-ALWAYS: dict[str, PrimitiveRule] = {}  # of coupled ones too: calls and collectives
+Result = TypeVar("Result")
+RULES: dict[str, PrimitiveRule] = {}  # primitive -> rule, for operands that are not coupled
+ALWAYS: dict[str, PrimitiveRule] = {}  # calls, loops and collectives: their rules also apply to coupled operands
 
 
 def rule(*names: str, table: dict[str, PrimitiveRule] = RULES) -> Callable[[Rule], Rule]:
-    """Registers a function as the rule of some primitives: (reader, equation, its twin or None, inputs) -> outputs, or
-    one value if they are all alike.
+    """Register a function as the rule of some primitives.
+
+    A rule takes the reader, the equation, its twin (or None) and the values of its operands. It returns the values of
+    the results, or one value if all results are alike.
     """
     return lambda fun: table.update(dict.fromkeys(names, fun)) or fun
 
 
-def shapes(eqn: Any) -> list[tuple[int, ...]]:
-    """The shapes of the inputs."""
+def input_shapes(eqn: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of an equation's operands."""
     return [tuple(getattr(v.aval, "shape", ())) for v in eqn.invars]
 
 
-def shape_of(eqn: Any, out: int = 0) -> tuple[int, ...]:
-    """The shape of an output."""
-    return tuple(getattr(eqn.outvars[out].aval, "shape", ()))
+def output_shape(eqn: Any, index: int = 0) -> tuple[int, ...]:
+    """Return the shape of a result of an equation."""
+    return tuple(getattr(eqn.outvars[index].aval, "shape", ()))
 
 
 @dataclass(frozen=True)
@@ -55,206 +60,232 @@ class Reader:
     """One reading of a loss.
 
     Attributes:
-      rows: how many a block has.
-      axes, twin_axes: the mesh axes over which blocks are spread, name -> size, in the program and in its twin.
-      looped: whether this is the body of a loop.
-      backward: whether this is a derivative, which the loss's own derivative does not go through.
-      memo: what `once` has made.
+      rows_per_block: the number of rows in a block.
+      axes: the mesh axes over which blocks are spread in the program, name -> size.
+      twin_axes: the same for the twin.
+      in_loop: whether this reads the body of a loop.
+      in_backward: whether this reads a derivative, which is not differentiated again.
+      memo: the results of `memoize`, each with the objects whose ids are in its key.
     """
 
-    rows: int
+    rows_per_block: int
     axes: Mapping[str, int]
     twin_axes: Mapping[str, int]
-    looped: bool = False
-    backward: bool = False
+    in_loop: bool = False
+    in_backward: bool = False
     memo: dict[tuple[Any, ...], tuple[Any, Any]] = field(default_factory=dict)
 
-    def once(self, key: tuple[Any, ...], kept: Any, make: Callable[[], Made]) -> Made:
-        """What has been made for a key already, or is made now. What the key has the ids of is `kept`, so that no other
-        object gets one of them.
+    def memoize(self, key: tuple[Any, ...], referents: Any, make: Callable[[], Result]) -> Result:
+        """Return the result for a key, and make it on the first call.
+
+        Args:
+          key: a key, which may contain ids of objects.
+          referents: these objects. The memo keeps them alive, so that no other object gets the same id.
+          make: makes the result.
         """
         if key not in self.memo:
-            self.memo[key] = (kept, make())
+            self.memo[key] = (referents, make())
         return self.memo[key][1]
 
-    def run(self, program: Any, twin: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
-        """The outputs of a jaxpr (or a `jx.Flat`)."""
-        if not self.looped:
-            return self._run(program, twin, consts, inputs)
-        # A loop is read until its carry settles, and in each of these rounds the loops within it are too. Most of what
-        # they are given has been read before: without the memo, reading would take 2^depth times as long, and more.
-        key = ("run", id(program), id(twin), self.backward, *(x.known for x in (*consts, *inputs)))
-        kept = (program, twin, consts, inputs)
-        return list(self.once(key, kept, lambda: self._run(program, twin, consts, inputs)))
+    def read_program(self, program: Any, twin: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
+        """Return the output values of a jaxpr (or a `jx.Flat`) for the values of its constants and inputs."""
+        if not self.in_loop:
+            return self._read_equations(program, twin, consts, inputs)
+        # A loop is read until its carry settles, and each of these rounds also reads the loops within. Most of their
+        # inputs have been read before: without the memo, the time would grow as 2^depth or faster.
+        key = ("run", id(program), id(twin), self.in_backward, *(x.identity_key for x in (*consts, *inputs)))
+        referents = (program, twin, consts, inputs)
+        return list(self.memoize(key, referents, lambda: self._read_equations(program, twin, consts, inputs)))
 
-    def _run(self, program: Any, twin: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
+    def _read_equations(self, program: Any, twin: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
+        """Read the equations in order; the twin's constants and inputs have the same values."""
         env: dict[Any, Value] = dict(zip([*program.constvars, *program.invars], [*consts, *inputs], strict=True))
-        twins, other = paired(program.eqns, twin.eqns) if twin is not None else ({}, None)
+        twins, unpaired = pair_equations(program.eqns, twin.eqns) if twin is not None else ({}, None)
         for i, eqn in enumerate(program.eqns):
-            ins = [self.read(env, v, k, twins[i].invars if i in twins else ()) for k, v in enumerate(eqn.invars)]
-            env.update(zip(eqn.outvars, self.equation(eqn, twins.get(i), ins), strict=True))
-        what = "is another program for twice the rows, so that what it makes of their number is not known"
-        notes = [Note.at(other, what, certain=False)] if other is not None else []
-        outs = enumerate(program.outvars)
-        return [self.read(env, v, k, twin.outvars if twin is not None else ()).noted(*notes) for k, v in outs]
+            ins = [self.value_of(env, v, k, twins[i].invars if i in twins else ()) for k, v in enumerate(eqn.invars)]
+            env.update(zip(eqn.outvars, self.read_equation(eqn, twins.get(i), ins), strict=True))
+        message = "is another program for twice the rows, so that what it makes of their number is not known"
+        notes = [Note.of_eqn(unpaired, message, is_certain=False)] if unpaired is not None else []
+        atoms = enumerate(program.outvars)
+        return [self.value_of(env, v, k, twin.outvars if twin is not None else ()).with_notes(*notes) for k, v in atoms]
 
-    def inner(self, jaxpr: Any, twin: Any, inputs: Sequence[Value]) -> list[Value]:
-        """The outputs of a jaxpr that an equation holds, closed or not."""
+    def read_inner(self, jaxpr: Any, twin: Any, inputs: Sequence[Value]) -> list[Value]:
+        """Return the output values of a jaxpr, closed or not, that an equation holds."""
         opened, consts = jx.opened(jaxpr)
-        other, others = jx.opened(twin) if twin is not None else (None, ())
-        return self.run(opened, other, self.constants(consts, others), inputs)
+        opened_twin, twin_consts = jx.opened(twin) if twin is not None else (None, ())
+        return self.read_program(opened, opened_twin, self.values_of_constants(consts, twin_consts), inputs)
 
-    def read(self, env: Mapping[Any, Value], atom: Any, k: int, twins: Sequence[Any]) -> Value:
-        """The value of a variable or literal, the k-th of some, beside those of the twin."""
+    def value_of(self, env: Mapping[Any, Value], atom: Any, k: int, twin_atoms: Sequence[Any]) -> Value:
+        """Return the value of a variable or literal; a literal is compared with the twin's `k`-th atom."""
         if not jx.is_literal(atom):
             return env[atom]
-        return self.constant(atom.val, twins[k].val if k < len(twins) and jx.is_literal(twins[k]) else None)
+        return self.value_of_constant(
+            atom.val, twin_atoms[k].val if k < len(twin_atoms) and jx.is_literal(twin_atoms[k]) else None
+        )
 
-    def constants(self, values: Sequence[Any], twins: Sequence[Any]) -> list[Value]:
-        """The values of arrays that a trace closed over."""
-        found = twins if len(twins) == len(values) else [None] * len(values)
-        return list(map(self.constant, values, found))
+    def values_of_constants(self, constants: Sequence[Any], twin_constants: Sequence[Any]) -> list[Value]:
+        """Return the values of arrays that a trace closed over."""
+        twins = twin_constants if len(twin_constants) == len(constants) else [None] * len(constants)
+        return list(map(self.value_of_constant, constants, twins))
 
-    def constant(self, x: Any, twin: Any) -> Value:
-        """A number or array that stands in the program."""
-        number = self._number(("constant", id(x), id(twin)), (x, twin), lambda: constant(x, twin))
+    def value_of_constant(self, x: Any, twin: Any) -> Value:
+        """Return the value of a number or array in the program."""
+        number = self._memoize_in_loop(("constant", id(x), id(twin)), (x, twin), lambda: constant_number(x, twin))
         if number is None:
-            return Value(varies=frozenset(range(np.ndim(x))) if hasattr(x, "dtype") else frozenset())
+            return Value(varying_dims=frozenset(range(np.ndim(x))) if hasattr(x, "dtype") else frozenset())
         if number.uniform:
-            return self.powered(Value(number=number))
+            return self.with_power(Value(number=number))
         array = number.array
-        varies = frozenset(d for d in range(array.ndim) if array.size and (array != array.take([0], d)).any())
-        return Value(varies=varies, number=number)
+        dims = frozenset(d for d in range(array.ndim) if array.size and (array != array.take([0], d)).any())
+        return Value(varying_dims=dims, number=number)
 
-    def _number(self, key: tuple[Any, ...], kept: Any, make: Callable[[], Made]) -> Made:
-        """The same number in each round of a loop, so that `run` knows it again."""
-        return self.once(key, kept, make) if self.looped else make()
+    def _memoize_in_loop(self, key: tuple[Any, ...], referents: Any, make: Callable[[], Result]) -> Result:
+        """Return the same object in each round of a loop, so that the memo of `read_program` recognises it."""
+        return self.memoize(key, referents, make) if self.in_loop else make()
 
-    def powered(self, x: Value) -> Value:
-        """A whole value with the power that its two numbers show."""
+    def with_power(self, x: Value) -> Value:
+        """Return a uniform whole value with the power that its numbers in the program and the twin show."""
         assert x.number is not None
-        one, two = x.number.pair
-        if two is None:
+        value, twin_value = x.number.pair
+        if twin_value is None:
             return x
-        return replace(x, power=0 if x.zero else power_between(float(np.real(one)), float(np.real(two))))
+        return replace(x, power=0 if x.is_zero else power_between(float(np.real(value)), float(np.real(twin_value))))
 
-    def growth(self, eqn: Any, twin: Any, dims: Sequence[tuple[int, int]]) -> float:
-        """The power of n that the product of some sizes has: (input, dim) each."""
+    def size_power(self, eqn: Any, twin: Any, dims: Sequence[tuple[int, int]]) -> float:
+        """Return the power of n in the product of some sizes, given as (operand, dim) each."""
         if twin is None or not dims:
             return 0
-        sizes = [(shapes(eqn)[i][d], shapes(twin)[i][d]) for i, d in dims]
-        return power_between(math.prod(a for a, _ in sizes), math.prod(b for _, b in sizes))
+        sizes = [(input_shapes(eqn)[i][d], input_shapes(twin)[i][d]) for i, d in dims]
+        return power_between(math.prod(n for n, _ in sizes), math.prod(m for _, m in sizes))
 
-    def equation(self, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
-        """What comes out of one equation."""
-        name, some = eqn.primitive.name, any(x.kind == "coupled" for x in ins)
-        # "unvmap_any" ends loops and finds errors: what a row has been given is not known from there, nor refused.
+    def read_equation(self, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
+        """Return the values of an equation's results from the values of its operands."""
+        name, has_coupled = eqn.primitive.name, any(x.kind == "coupled" for x in ins)
+        # Equinox's `unvmap_any` decides for all rows when a loop ends, or whether an error is raised. Read through its
+        # implementation it is `any` over rows, an error. As a primitive without a rule it is no certain coupling.
         if not name.startswith("unvmap") and (program := implemented(eqn)) is not None:
-            twins = implemented(twin) if twin is not None else None
-            return [_located(eqn, x) for x in self.inner(program, twins, ins)]
-        fun = ALWAYS.get(name) or RULES.get("coupled" if some else name, RULES[""])
-        outs = fun(self, eqn, twin, ins)
+            twin_program = implemented(twin) if twin is not None else None
+            return [_located(eqn, x) for x in self.read_inner(program, twin_program, ins)]
+        primitive_rule = ALWAYS.get(name) or RULES.get("coupled" if has_coupled else name, RULES[""])
+        outs = primitive_rule(self, eqn, twin, ins)
         outs = [outs] * len(eqn.outvars) if isinstance(outs, Value) else outs
         if name in ALWAYS:
             return [_located(eqn, x) for x in outs]
-        if some:  # what couples them may have cancelled
+        # The coupled rule has chosen which notes stay: the square of a root, say, has lost the root's note.
+        if has_coupled:
             ins = [replace(x, notes=frozenset()) for x in ins]
-        return self._finished(eqn, twin, ins, outs)
+        return self._finish(eqn, twin, ins, outs)
 
-    def _finished(self, eqn: Any, twin: Any, ins: Sequence[Value], outs: Sequence[Value]) -> list[Value]:
-        """What becomes of any equation's results: notes go on, numbers are made."""
-        notes = [*reasons(ins), *_differing(eqn, twin, ins)]
+    def _finish(self, eqn: Any, twin: Any, ins: Sequence[Value], outs: Sequence[Value]) -> list[Value]:
+        """Complete the results of any equation: pass notes on, attach numbers, and derive powers from numbers."""
+        # 1. Notes of the operands, and notes on parameters that depend on the number of rows.
+        notes = [*notes_of(ins), *_parameter_notes(eqn, twin, ins)]
         if _tests_for_nan(eqn):
-            notes = [replace(note, of_nan=False) for note in notes]
-            outs = [replace(x, notes=frozenset(replace(note, of_nan=False) for note in x.notes)) for x in outs]
-        if not eqn.primitive.name.startswith(("gather", "scatter")):  # they say it where it matters
+            notes = [replace(note, only_if_nan_tested=False) for note in notes]
+            outs = [
+                replace(x, notes=frozenset(replace(note, only_if_nan_tested=False) for note in x.notes)) for x in outs
+            ]
+        if not eqn.primitive.name.startswith(("gather", "scatter")):  # their rules give these notes if they matter
             notes += [note for x in ins for note in column_notes(eqn, x)]
-        keyed = any(x.keyed for x in ins)
-        known, found = [x.number for x in ins], list[Value]()
-        key = ("computed", id(eqn), id(twin), *(x and x.key for x in known))
-        numbers = self._number(key, (eqn, twin, known), lambda: computed(eqn, twin, known))
+        # 2. Numbers that follow from the operands' numbers.
+        is_keyed = any(x.is_keyed for x in ins)
+        in_numbers, results = [x.number for x in ins], list[Value]()
+        key = ("computed", id(eqn), id(twin), *(x and x.key for x in in_numbers))
+        numbers = self._memoize_in_loop(key, (eqn, twin, in_numbers), lambda: computed_numbers(eqn, twin, in_numbers))
         for x, number, v in zip(outs, numbers, eqn.outvars, strict=True):
-            x = replace(x.noted(*notes), number=x.number or number)
+            x = replace(x.with_notes(*notes), number=x.number or number)
             if not jnp.issubdtype(v.aval.dtype, jnp.inexact) or eqn.primitive.name == "stop_gradient":
-                x = replace(x, notes=frozenset(n for n in x.notes if not n.backward))  # no gradient goes through it
+                # No gradient flows through this result, so that notes on derivatives end here.
+                x = replace(x, notes=frozenset(n for n in x.notes if not n.in_backward))
             if x.kind == "whole":
-                x = replace(x, keyed=keyed, pick=None if keyed else x.pick or picks(ins))
+                x = replace(x, is_keyed=is_keyed, pick_note=None if is_keyed else x.pick_note or first_pick_note(ins))
                 if x.number is not None and x.number.uniform:
-                    x = replace(x, varies=frozenset())
+                    x = replace(x, varying_dims=frozenset())
+                    # 3. A uniform number shows the power, if an operand's power or size may have changed it.
                     if any(y.power or (y.number is not None and not y.number.uniform) for y in ins):
-                        x = self.powered(x)
-            found.append(x)
-        return found
+                        x = self.with_power(x)
+            results.append(x)
+        return results
 
 
 def _located(eqn: Any, x: Value) -> Value:
-    """A result of an inner program, of whose lines none may be the user's."""
-    # A branch of a library's is named by the call around it, which stands in the user's program.
+    """Return a result of an inner program, with the line of `eqn` in notes that name no line of the user's."""
+    # For a branch within a library, the call around the `cond` names the line instead.
     line = jx.user_line(eqn) if eqn.primitive.name == "cond" else jx.where(eqn)
-    if not line or not any(n.line == UNNAMED for n in x.notes):
+    if not line or not any(n.line == UNNAMED_LINE for n in x.notes):
         return x
-    return replace(x, notes=frozenset(replace(n, line=line) if n.line == UNNAMED else n for n in x.notes))
+    return replace(x, notes=frozenset(replace(n, line=line) if n.line == UNNAMED_LINE else n for n in x.notes))
 
 
 def _tests_for_nan(eqn: Any) -> bool:
-    """Whether an equation tells NaN from numbers: `jnp.isfinite`, or `jnp.isnan`, which is x != x."""
+    """Return whether an equation tells NaN from numbers: `jnp.isfinite`, or `jnp.isnan`, which is x != x."""
     name = eqn.primitive.name
     return name == "is_finite" or (name in ("eq", "ne") and eqn.invars[0] is eqn.invars[1])
 
 
-def _differing(eqn: Any, twin: Any, ins: Sequence[Value]) -> Iterator[Note]:
-    """What is to be said of parameters, beside shapes, that are not those of the twin: `x ** n`, or `x[:, n]`."""
+def _parameter_notes(eqn: Any, twin: Any, ins: Sequence[Value]) -> Iterator[Note]:
+    """Yield notes on parameters, other than shapes, that differ in the twin: `x ** n`, or `x[:, n]`."""
     if twin is None:
         return
     grouped = {f.grouped: f for f in factors.of(eqn) if f.grouped}
     for name, value in eqn.params.items():
-        other = twin.params.get(name)
+        twin_value = twin.params.get(name)
         if name in grouped and _groups_alike(eqn, twin, grouped[name]):
             continue
         if isinstance(value, tuple) and name in ("start_indices", "limit_indices", "padding_config"):
-            same = [d for d, (n, m) in enumerate(zip(shapes(eqn)[0], shapes(twin)[0], strict=True)) if n == m]
-            value, other = [value[d] for d in same], [other[d] for d in same]
+            # Along dims whose size depends on the number of rows, these parameters must differ.
+            fixed_dims = [
+                d for d, (n, m) in enumerate(zip(input_shapes(eqn)[0], input_shapes(twin)[0], strict=True)) if n == m
+            ]
+            value, twin_value = [value[d] for d in fixed_dims], [twin_value[d] for d in fixed_dims]
         elif not isinstance(value, int | float | str):
             continue
-        if name == "k" and all(shape_of(e) == shapes(e)[0] for e in (eqn, twin)):
-            continue  # top_k of all that a dim has
-        if value != other and value == value:  # NaN where indices are outside of an array
-            # The derivative of `x[i]` puts a row's own back to where it was, among zeros.
-            back = name == "padding_config" and ins[0].kind == "rows" and not ins[0].at.dims
-            yield Note.at(eqn, f"{eqn.primitive.name} by {NUMBER}", certain=not back)
+        if name == "k" and all(output_shape(e) == input_shapes(e)[0] for e in (eqn, twin)):
+            continue  # top_k of all elements along a dim
+        # `value == value` excludes NaN, the fill value for indices outside of an array.
+        if value != twin_value and value == value:
+            # The derivative of `x[i]` pads a row's cotangent with zeros, at the place where the row was.
+            puts_row_back = name == "padding_config" and ins[0].kind == "rows" and not ins[0].labels.dims
+            yield Note.of_eqn(eqn, f"{eqn.primitive.name} by {FUNCTION_OF_BLOCK_SIZE}", is_certain=not puts_row_back)
 
 
 def _groups_alike(eqn: Any, twin: Any, factor: factors.Factor) -> bool:
-    """Whether twice the rows are as many more groups of the same size, as where each row has a kernel of its own."""
+    """Return whether twice the rows only give more groups of the same size, as if each row has its own kernel."""
     n, m = eqn.params[factor.grouped], twin.params[factor.grouped]
     dims = [(k, d) for k, d in enumerate(factor.ins) if d is not None]
-    return all(shapes(eqn)[k][d] * m == shapes(twin)[k][d] * n for k, d in dims)
+    return all(input_shapes(eqn)[k][d] * m == input_shapes(twin)[k][d] * n for k, d in dims)
 
 
-def paired(eqns: Sequence[Any], twins: Sequence[Any]) -> tuple[dict[int, Any], Any]:
-    """For equations, by number, those of the same program for twice the rows, and the first that makes it another
-    program: they are paired from both ends.
+def pair_equations(eqns: Sequence[Any], twin_eqns: Sequence[Any]) -> tuple[dict[int, Any], Any]:
+    """Pair the equations of a program and its twin, the program for twice the rows, from both ends.
+
+    Returns:
+      twins: index of an equation -> the twin's equation.
+      unpaired: the first equation that has no partner, which makes the twin another program; None if all have one.
     """
     kind = lambda e: (e.primitive, len(e.outvars), *map(jx.is_literal, e.invars[:4]))
-    alike = lambda pairs: sum(1 for _ in itertools.takewhile(lambda pair: kind(pair[0]) == kind(pair[1]), pairs))
-    first = alike(zip(eqns, twins, strict=False))
-    last = alike(zip(reversed(eqns[first:]), reversed(twins[first:]), strict=False))
-    found = {i: twins[i] for i in range(first)}
-    found |= {len(eqns) - i: twins[len(twins) - i] for i in range(1, last + 1)}
-    return found, next(iter((*eqns[first:], *twins[first:])), None)
+    count_alike = lambda pairs: sum(1 for _ in itertools.takewhile(lambda pair: kind(pair[0]) == kind(pair[1]), pairs))
+    num_first = count_alike(zip(eqns, twin_eqns, strict=False))
+    num_last = count_alike(zip(reversed(eqns[num_first:]), reversed(twin_eqns[num_first:]), strict=False))
+    twins = {i: twin_eqns[i] for i in range(num_first)}
+    twins |= {len(eqns) - i: twin_eqns[len(twin_eqns) - i] for i in range(1, num_last + 1)}
+    return twins, next(iter((*eqns[num_first:], *twin_eqns[num_first:])), None)
 
 
 def column_notes(eqn: Any, x: Value) -> list[Note]:
-    """What is to be said of indices that are rows, where a column that is known is not the same for each."""
-    what = f"{eqn.primitive.name} with a row's place in its block; put it into the batch"
-    same = all(alike(x.at.array[..., 0], *x.column(c)) for c, _ in x.columns)
-    return [] if same else [Note.at(eqn, what, certain=False)]
+    """Return a note if a known column of indices, which are rows, is not the same for each row."""
+    message = f"{eqn.primitive.name} with a row's place in its block; put it into the batch"
+    is_same = all(same_in_all_rows(x.labels.array[..., 0], *x.column(c)) for c, _ in x.columns)
+    return [] if is_same else [Note.of_eqn(eqn, message, is_certain=False)]
 
 
-def power_between(one: float, two: float) -> float:
-    """The power of n, a multiple of 1/2, of a number that is `two` for twice the rows; `ODD` if there is none."""
-    if one == two:
+def power_between(value: float, twin_value: float) -> float:
+    """Return the power of n, a multiple of 1/2, of a number that is `twin_value` for twice the rows.
+
+    Returns `UNKNOWN_POWER` if no such power fits.
+    """
+    if value == twin_value:
         return 0
-    ratio = two / one if one else math.nan
-    power = round(2 * math.log2(ratio)) / 2 if 0 < ratio < math.inf else ODD
-    return power if power == power and math.isclose(ratio, 2**power, rel_tol=1e-5) else ODD
+    ratio = twin_value / value if value else math.nan
+    power = round(2 * math.log2(ratio)) / 2 if 0 < ratio < math.inf else UNKNOWN_POWER
+    return power if power == power and math.isclose(ratio, 2**power, rel_tol=1e-5) else UNKNOWN_POWER

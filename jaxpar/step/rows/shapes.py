@@ -1,4 +1,8 @@
-"""What equations that take rows apart, lay them side by side or number them make of them."""
+"""Rules for equations that take rows apart, lay them side by side, or number them.
+
+An equation that only moves elements is applied to the row labels. The ordinals of the elements within their rows are
+moved alike: if they come out different from row to row, the equation treats rows differently.
+"""
 
 from __future__ import annotations
 
@@ -12,121 +16,169 @@ import numpy as np
 
 from ...program.primitives import having
 from .arithmetic import combine
-from .generic import Met, generic, mixes_rows
-from .labels import Labels, alike, blocks, ordinals, reshaped
-from .reader import Reader, rule, shape_of, shapes
-from .values import FROM_ALL, SOME, Note, Value, coupled, mixed, others
+from .generic import FactorSpace, coupled_along_dim, generic
+from .labels import Labels, ordinals_in_row, reshape_groups, reshape_labels, same_in_all_rows
+from .reader import Reader, input_shapes, output_shape, rule
+from .values import (
+    ADVISE_ALL_ROWS,
+    TAKES_SOME_ROWS,
+    Note,
+    Value,
+    coupled,
+    coupled_with_other_rows,
+    nonlinear_in_sum,
+)
 
-# What becomes of the labels of an operand [its shape, or 1 in its place], for each result.
-_PIECES: dict[str, Callable[[Any, np.ndarray], list[np.ndarray]]] = {
+# Primitive -> function from the labels of the operand to the labels of each result. Labels have the operand's shape,
+# with size 1 along dims in which they are equal.
+_MOVE_LABELS: dict[str, Callable[[Any, np.ndarray], list[np.ndarray]]] = {
     "rev": lambda e, x: [np.flip(x, tuple(d for d in e.params["dimensions"] if x.shape[d] > 1))],
-    "slice": lambda e, x: [x[_window(e, x)]],
+    "slice": lambda e, x: [x[_slice_index(e, x)]],
     "tile": lambda e, x: [np.tile(x, [n if k > 1 else 1 for n, k in zip(e.params["reps"], x.shape, strict=True)])],
     "split": lambda e, x: np.split(x, [*accumulate(e.params["sizes"])][:-1], e.params["axis"]),
     "unstack": lambda e, x: [x.take(i, e.params["axis"]) for i in range(len(e.outvars))],
-    "reshape": lambda e, x: [_reshaped(e, x)],
+    "reshape": lambda e, x: [_reshape(e, x)],
 }
 
 
-def _reshaped(eqn: Any, x: np.ndarray) -> np.ndarray:
-    old = shapes(eqn)[0]
-    order = eqn.params["dimensions"] or range(x.ndim)  # `vmap` of a convolution takes dims in another order
-    return reshaped(x.transpose(order), tuple(old[d] for d in order), shape_of(eqn))
+def _reshape(eqn: Any, labels: np.ndarray) -> np.ndarray:
+    operand_shape = input_shapes(eqn)[0]
+    dim_order = eqn.params["dimensions"] or range(labels.ndim)  # `vmap` of a convolution transposes within a reshape
+    return reshape_labels(labels.transpose(dim_order), tuple(operand_shape[d] for d in dim_order), output_shape(eqn))
 
 
-def _window(eqn: Any, x: np.ndarray) -> tuple[slice, ...]:
+def _slice_index(eqn: Any, labels: np.ndarray) -> tuple[slice, ...]:
     p = eqn.params
-    cut = zip(p["start_indices"], p["limit_indices"], p["strides"] or [1] * x.ndim, x.shape, strict=True)
-    return tuple(slice(None) if n == 1 else slice(*which) for *which, n in cut)
+    bounds = zip(p["start_indices"], p["limit_indices"], p["strides"] or [1] * labels.ndim, labels.shape, strict=True)
+    return tuple(slice(None) if n == 1 else slice(*start_limit_stride) for *start_limit_stride, n in bounds)
 
 
-@rule(*_PIECES)
-def _pieces(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
-    (x, *_), name, to = ins, eqn.primitive.name, Met(eqn).ins[0]
-    reshapes = name == "reshape" and eqn.params["dimensions"] is None
-    if x.kind == "whole" and (reshapes or name == "tile"):
-        shape = shapes(eqn)[0]  # of dims that become one, or several, all differ where one does; copies are alike
-        groups = blocks(shape, shape_of(eqn)) if reshapes else [([d], [d]) for d, n in enumerate(shape) if n > 1]
-        varies = frozenset(d for before, after in groups if x.varies.intersection(before) for d in after)
-        return [replace(y, varies=varies) for y in generic(r, eqn, twin, ins)]
-    if x.kind != "rows" or not (reshapes or any(to[d] is None for d in x.at.dims)):
-        return [replace(y, number=x.number if x.kind != "whole" else None) for y in generic(r, eqn, twin, ins)]
-    outs, places = (_PIECES[name](eqn, array) for array in (x.at.array, ordinals(x.at.array)))
-    return [of_rows(eqn, x, at, inner) for at, inner in zip(outs, places, strict=True)]
+@rule(*_MOVE_LABELS)
+def _move(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
+    (x, *_), name, factor_of_dim = ins, eqn.primitive.name, FactorSpace(eqn).ins[0]
+    is_reshape = name == "reshape" and eqn.params["dimensions"] is None
+    if x.kind == "whole" and (is_reshape or name == "tile"):
+        # In a group of dims that are merged or split, all dims vary if one did. A tile repeats elements, so that
+        # each dim varies as before.
+        shape = input_shapes(eqn)[0]
+        groups = (
+            reshape_groups(shape, output_shape(eqn))
+            if is_reshape
+            else [([d], [d]) for d, n in enumerate(shape) if n > 1]
+        )
+        varying_dims = frozenset(
+            d for old_dims, new_dims in groups if x.varying_dims.intersection(old_dims) for d in new_dims
+        )
+        return [replace(y, varying_dims=varying_dims) for y in generic(reader, eqn, twin, ins)]
+    # Rows along factors, within which the equation moves nothing, are as the generic rule has them.
+    if x.kind != "rows" or not (is_reshape or any(factor_of_dim[d] is None for d in x.labels.dims)):
+        outs = generic(reader, eqn, twin, ins)
+        return [replace(y, number=x.number if x.kind != "whole" else None) for y in outs]
+    labels, ordinals = (_MOVE_LABELS[name](eqn, a) for a in (x.labels.array, ordinals_in_row(x.labels.array)))
+    return [rearranged_rows(eqn, x, a, b) for a, b in zip(labels, ordinals, strict=True)]
 
 
-def of_rows(eqn: Any, x: Value, at: np.ndarray, inner: np.ndarray, pick: Note | None = None) -> Value:
-    """Rows x after an equation has moved, or picked, elements: of which rows they are, and which of each row's."""
-    name, labels = eqn.primitive.name, Labels(at)
-    said = {"rev": "reverse order over rows", "unstack": "takes rows one by one"}.get(name, SOME)
-    strided = name == "slice" and max(eqn.params["strides"] or [1]) > 1  # of pairs, which no block may part
-    pick = (x.pick if x.places else None) or pick or Note.at(eqn, f"{said}; {FROM_ALL}", certain=not strided)
-    found = x.plain(at=labels, pick=x.pick if name == "reshape" or labels == x.at else pick)
-    if not at.size:
-        return coupled([x], pick)
-    if alike(at, inner):
-        return found
-    return found.noted(Note.at(eqn, "takes of each row what depends on its place in its block", certain=False))
+def rearranged_rows(
+    eqn: Any, x: Value, labels: np.ndarray, ordinals: np.ndarray, pick_note: Note | None = None
+) -> Value:
+    """Return rows after an equation has moved or picked elements.
+
+    Args:
+      eqn: the equation.
+      x: the rows before.
+      labels: the row of each element of the result.
+      ordinals: for each element of the result, which element of its row it is.
+      pick_note: the note to give if the picked rows turn out to be coupled; by default one that names the primitive.
+    """
+    name, new_labels = eqn.primitive.name, Labels(labels)
+    action = {"rev": "reverse order over rows", "unstack": "takes rows one by one"}.get(name, TAKES_SOME_ROWS)
+    # A strided slice often takes one of each pair of rows, and blocks may hold whole pairs.
+    is_strided = name == "slice" and max(eqn.params["strides"] or [1]) > 1
+    default_note = Note.of_eqn(eqn, f"{action}; {ADVISE_ALL_ROWS}", is_certain=not is_strided)
+    pick_note = (x.pick_note if x.num_places else None) or pick_note or default_note
+    keeps_order = name == "reshape" or new_labels == x.labels
+    result = x.derive(labels=new_labels, pick_note=x.pick_note if keeps_order else pick_note)
+    if not labels.size:
+        return coupled([x], pick_note)
+    if same_in_all_rows(labels, ordinals):
+        return result
+    message = "takes of each row what depends on its place in its block"
+    return result.with_notes(Note.of_eqn(eqn, message, is_certain=False))
 
 
 @rule("concatenate", "stack")
-def _concatenate(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
-    dim, stacked = eqn.params.get("dimension", eqn.params.get("axis")), eqn.primitive.name == "stack"
-    sizes = [1] * len(ins) if stacked else [s[dim] for s in shapes(eqn)]
+def _concatenate(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
+    dim, is_stack = eqn.params.get("dimension", eqn.params.get("axis")), eqn.primitive.name == "stack"
+    sizes = [1] * len(ins) if is_stack else [s[dim] for s in input_shapes(eqn)]
     rows = [x for x in ins if x.kind == "rows"]
     if all(x.kind == "whole" for x in ins):
-        return generic(r, eqn, twin, ins)
+        return generic(reader, eqn, twin, ins)
+    # 1. Operands side by side within each row, or sums.
     if any(x.kind == "sum" for x in ins) or (
-        len({x.at for x in rows}) == 1 and (stacked or dim not in rows[0].at.dims)
+        len({x.labels for x in rows}) == 1 and (is_stack or dim not in rows[0].labels.dims)
     ):
-        return _beside(eqn, ins, sizes, dim)
-    if len(rows) < len(ins) or any(x.routed for x in rows):
-        return mixes_rows(eqn, ins)
-    labels = [np.expand_dims(x.at.array, dim) if stacked else x.at.array for x in rows]
-    joint = np.broadcast_shapes(*(np.delete(a.shape, dim) for a in labels))
-    full = [np.broadcast_to(a, (*joint[:dim], n, *joint[dim:])) for a, n in zip(labels, sizes, strict=True)]
-    functions = [ordinals(a) * len(rows) + i for i, a in enumerate(full)]  # each operand may be another
-    power = rows[0].power if len({x.power for x in rows}) == 1 else math.nan
-    x = replace(rows[0], power=power, plus=any(x.plus for x in rows))
-    note = Note.at(eqn, f"puts rows into another order; {FROM_ALL}")
-    found = of_rows(eqn, x, np.concatenate(full, dim), np.concatenate(functions, dim), note)
-    ordered = Labels(np.arange(r.rows).reshape([-1 if d == dim else 1 for d in range(len(joint) + 1)]))
-    return replace(found, pick=None) if found.at == ordered else found
-
-
-def _beside(eqn: Any, ins: Sequence[Value], sizes: Sequence[int], dim: int) -> Value:
-    """What is laid side by side in each row, or of sums; of indices, columns that are known: the lookup says whether
-    they meet the rows that they count.
-    """
-    of_indices = eqn.primitive.name == "concatenate" and dim == len(shape_of(eqn)) - 1
-    of_indices = of_indices and np.issubdtype(eqn.outvars[0].aval.dtype, np.integer)
-    known = [
-        of_indices and n == 1 and x.kind == "whole" and x.number is not None for x, n in zip(ins, sizes, strict=True)
+        return _side_by_side(eqn, ins, sizes, dim)
+    if len(rows) < len(ins) or any(x.is_routed for x in rows):
+        return coupled_along_dim(eqn, ins)
+    # 2. Operands end to end along the dim of rows, as two views of a batch: concatenate the labels.
+    labels = [np.expand_dims(x.labels.array, dim) if is_stack else x.labels.array for x in rows]
+    other_sizes = np.broadcast_shapes(*(np.delete(a.shape, dim) for a in labels))
+    full_labels = [
+        np.broadcast_to(a, (*other_sizes[:dim], n, *other_sizes[dim:])) for a, n in zip(labels, sizes, strict=True)
     ]
-    found = combine(eqn, {k: x for k, x in enumerate(ins) if not (known[k] or x.zero)})
-    at = enumerate(accumulate(sizes[:-1], initial=0))
-    return replace(found, columns=tuple((start, ins[k].number) for k, start in at if known[k]))
+    # Each operand may be another function of its rows: number the functions with the elements.
+    ordinals = [ordinals_in_row(a) * len(rows) + i for i, a in enumerate(full_labels)]
+    power = rows[0].power if len({x.power for x in rows}) == 1 else math.nan
+    x = replace(rows[0], power=power, has_mean=any(x.has_mean for x in rows))
+    note = Note.of_eqn(eqn, f"puts rows into another order; {ADVISE_ALL_ROWS}")
+    result = rearranged_rows(eqn, x, np.concatenate(full_labels, dim), np.concatenate(ordinals, dim), note)
+    # 3. If the rows are in the order of the batch again, nothing has been picked.
+    row_numbers = np.arange(reader.rows_per_block)
+    batch_order = Labels(row_numbers.reshape([-1 if d == dim else 1 for d in range(len(other_sizes) + 1)]))
+    return replace(result, pick_note=None) if result.labels == batch_order else result
+
+
+def _side_by_side(eqn: Any, ins: Sequence[Value], sizes: Sequence[int], dim: int) -> Value:
+    """Return values that are laid side by side in each row, or sums.
+
+    In an array of indices, known whole columns are kept apart as `columns`: the lookup decides whether they meet the
+    rows that they count.
+    """
+    is_index_column = eqn.primitive.name == "concatenate" and dim == len(output_shape(eqn)) - 1
+    is_index_column = is_index_column and np.issubdtype(eqn.outvars[0].aval.dtype, np.integer)
+    is_known = [
+        is_index_column and n == 1 and x.kind == "whole" and x.number is not None
+        for x, n in zip(ins, sizes, strict=True)
+    ]
+    result = combine(eqn, {k: x for k, x in enumerate(ins) if not (is_known[k] or x.is_zero)})
+    offsets = enumerate(accumulate(sizes[:-1], initial=0))
+    return replace(result, columns=tuple((offset, ins[k].number) for k, offset in offsets if is_known[k]))
 
 
 @rule("iota", "rng_uniform")
-def _iota(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
-    dims = [eqn.params["dimension"]] if "dimension" in eqn.params else range(len(shape_of(eqn)))
-    return Value(varies=frozenset(dims))
+def _iota(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Value:
+    dims = [eqn.params["dimension"]] if "dimension" in eqn.params else range(len(output_shape(eqn)))
+    return Value(varying_dims=frozenset(dims))
 
 
 @rule(*having("draws"))
-def _random(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
-    """Keys of rows give numbers of rows. The block's own key gives each row its own, a key that all blocks have gives
-    each block the same.
+def _draw(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
+    """Return random numbers or keys.
+
+    Keys that are rows give numbers that are rows. The block's own key gives each row other numbers; a key that all
+    blocks share gives all blocks the same numbers, which must not decide about rows.
     """
-    rows, ndim = [x for x in ins if x.kind == "rows"], len(shape_of(eqn))
+    rows, ndim = [x for x in ins if x.kind == "rows"], len(output_shape(eqn))
     if any(x.kind == "sum" for x in ins):
-        return mixed(eqn, ins)
+        return nonlinear_in_sum(eqn, ins)
     if rows:
-        at = [Labels(x.at.array.reshape([*x.at.array.shape, *[1] * ndim][:ndim])) for x in rows]
-        return rows[0].plain(at=at[0]) if len({*at}) == 1 else others(eqn, ins)
-    if any(x.keyed for x in ins):
+        labels = [Labels(x.labels.array.reshape([*x.labels.array.shape, *[1] * ndim][:ndim])) for x in rows]
+        return rows[0].derive(labels=labels[0]) if len({*labels}) == 1 else coupled_with_other_rows(eqn, ins)
+    if any(x.is_keyed for x in ins):
         return Value()
-    write = "use the key that the loss is given, and in evaluate, which gives none, numbers of the batch"
-    pick = Note.at(eqn, f"draws with a key that is the same in all blocks; {write}", False)
-    return [Value(varies=frozenset(range(len(shape_of(eqn, j)))), pick=pick) for j in range(len(eqn.outvars))]
+    advice = "use the key that the loss is given, and in evaluate, which gives none, numbers of the batch"
+    pick_note = Note.of_eqn(eqn, f"draws with a key that is the same in all blocks; {advice}", False)
+    return [
+        Value(varying_dims=frozenset(range(len(output_shape(eqn, j)))), pick_note=pick_note)
+        for j in range(len(eqn.outvars))
+    ]

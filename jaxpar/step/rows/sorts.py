@@ -1,11 +1,11 @@
-"""What a sort over rows makes of them: the same elements, each at a place that depends on the other rows too.
+"""Rules for sorts over rows: the elements stay the same, but the place of each depends on the other rows too.
 
     x              3 1 2      rows 0, 1, 2
-    sort(x)        1 2 3      places 0, 1, 2, of which nobody knows the rows
+    sort(x)        1 2 3      places 0, 1, 2, whose rows are unknown
 
-What is computed of each element alone, and summed over all places, is the sum over rows that it is without the sort. So
-sorted rows are rows whose labels are places: they meet no unsorted rows, no other sort's, and nothing that differs from
-place to place. Each line of a matrix has its own order: the elements of one place may be of as many rows.
+A function of each element alone, summed over all places, is the same sum over rows as without the sort. So sorted rows
+are rows whose labels are places. They may not meet unsorted rows, the result of another sort, or values that differ
+from place to place. Each line of a matrix is sorted into its own order: one place may hold elements of many rows.
 """
 
 from __future__ import annotations
@@ -20,52 +20,65 @@ import numpy as np
 
 from .generic import generic
 from .labels import Labels
-from .numbers import LARGEST
-from .reader import Reader, rule, shape_of, shapes
-from .values import FROM_ALL, ROUTED, Note, Value, coupled
+from .numbers import MAX_ELEMENTS
+from .reader import Reader, input_shapes, output_shape, rule
+from .values import ADVISE_ALL_ROWS, ROUTED_BASE, Note, Value, coupled
 
-# A number for each sort that is read. Not one for its equation, which a function that is called twice has once.
-_sorts = itertools.count(2)
+# Numbers the sorts that are read. A number for each equation would not do: a function that is called twice has one
+# equation for both sorts. 1 is the range of routed tokens.
+_sort_numbers = itertools.count(2)
 
 
 @rule("sort", "top_k")
-def _sort(r: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
-    shape, name = shapes(eqn)[0], eqn.primitive.name
+def _sort(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
+    shape, name = input_shapes(eqn)[0], eqn.primitive.name
     dim = eqn.params["dimension" if name == "sort" else "axis"] % len(shape)
-    everything = all(e is not None and shape_of(e) == shapes(e)[0] for e in (eqn, twin))  # no top_k of some
-    # An order that is sorted along, as argsort does, may put all rows back: then they are no longer sorted.
-    moved = any(x.kind != "rows" and (x.kind != "whole" or dim in x.varies) for x in ins)
-    # Each step of a loop sorts by itself, and what it gives is not told from what other steps give.
-    sortable = not (r.looped or moved) and 0 < math.prod(shape) <= LARGEST
-    note = Note.at(eqn, f"sort over rows; {FROM_ALL}")
-    found = {x.at: _placed(r, x, dim, shape) for x in ins if x.kind == "rows"} if sortable and everything else {}
-    if not found or None in found.values():
-        outs = generic(r, eqn, twin, ins)
-        sorts = name == "top_k" and everything and outs[1].kind == "coupled"
-        return [coupled(ins, note), _order(eqn, ins)] if sorts else outs
+    # A top_k that returns some elements only drops rows.
+    returns_all = all(e is not None and output_shape(e) == input_shapes(e)[0] for e in (eqn, twin))
+    # Sorting an order along with the rows, as argsort does, may put all rows back: then they are no longer sorted.
+    has_other_operand = any(x.kind != "rows" and (x.kind != "whole" or dim in x.varying_dims) for x in ins)
+    # Each step of a loop sorts separately, and labels cannot tell the results of different steps apart.
+    is_sortable = not (reader.in_loop or has_other_operand) and 0 < math.prod(shape) <= MAX_ELEMENTS
+    note = Note.of_eqn(eqn, f"sort over rows; {ADVISE_ALL_ROWS}")
+    sorted_rows = (
+        {x.labels: _sorted_rows(reader, x, dim, shape) for x in ins if x.kind == "rows"}
+        if is_sortable and returns_all
+        else {}
+    )
+    if not sorted_rows or None in sorted_rows.values():
+        outs = generic(reader, eqn, twin, ins)
+        is_full_top_k = name == "top_k" and returns_all and outs[1].kind == "coupled"
+        return [coupled(ins, note), _sort_order(eqn, ins)] if is_full_top_k else outs
     outs = list[Value]()
     for x in ins:
-        placed = found.get(x.at) if x.kind == "rows" else None
+        placed = sorted_rows.get(x.labels) if x.kind == "rows" else None
         if placed is not None:
-            x = x.plain(at=placed.at, places=placed.places, lines=placed.lines, pick=note)
+            # Operands with the same labels get the same places: they are sorted together.
+            x = x.derive(labels=placed.labels, num_places=placed.num_places, num_lines=placed.num_lines, pick_note=note)
         outs.append(x)
-    return [*outs, _order(eqn, ins)] if name == "top_k" else outs
+    return [*outs, _sort_order(eqn, ins)] if name == "top_k" else outs
 
 
-def _order(eqn: Any, ins: Sequence[Value]) -> Value:
-    """The rows that places are of, by which they may be put back."""
-    said = f"sort over rows, of no effect if results go back to their rows; else {FROM_ALL}"
-    return coupled(ins, Note.at(eqn, said, certain=False))
+def _sort_order(eqn: Any, ins: Sequence[Value]) -> Value:
+    """Return the value of the order that a sort gives: coupled, but rows may be put back by it."""
+    message = f"sort over rows, of no effect if results go back to their rows; else {ADVISE_ALL_ROWS}"
+    return coupled(ins, Note.of_eqn(eqn, message, is_certain=False))
 
 
-def _placed(r: Reader, x: Value, dim: int, shape: tuple[int, ...]) -> Value | None:
-    """Rows after a sort of all of them along a dim; None if it is over some of them, or over no rows."""
-    if dim not in x.at.dims or x.plus or (x.routed and not x.places) or not x.of_all(r.rows):
+def _sorted_rows(reader: Reader, x: Value, dim: int, shape: tuple[int, ...]) -> Value | None:
+    """Return rows after a sort of all rows along a dim; None if it sorts some of the rows, or within rows."""
+    if (
+        dim not in x.labels.dims
+        or x.has_mean
+        or (x.is_routed and not x.num_places)
+        or not x.covers_equally(reader.rows_per_block)
+    ):
         return None
-    each = np.moveaxis(x.at.array, dim, 0).reshape(shape[dim], -1)
-    places, lines = shape[dim], math.prod(shape) // shape[dim]
-    if not all(replace(x, at=Labels(line)).of_all(r.rows) for line in each.T):
-        places, lines = places * lines, 1  # rows of several lines make up all rows
-    others = [n for d, n in enumerate(shape) if d != dim]
-    numbers = np.moveaxis(np.arange(math.prod(shape)).reshape(shape[dim], *others), 0, dim)
-    return replace(x, at=Labels(ROUTED * next(_sorts) + numbers), places=places, lines=lines)
+    labels = np.moveaxis(x.labels.array, dim, 0).reshape(shape[dim], -1)  # [places, lines]
+    num_places, num_lines = shape[dim], math.prod(shape) // shape[dim]
+    if not all(replace(x, labels=Labels(line)).covers_equally(reader.rows_per_block) for line in labels.T):
+        num_places, num_lines = num_places * num_lines, 1  # only the lines together have all rows
+    other_sizes = [n for d, n in enumerate(shape) if d != dim]
+    element_numbers = np.moveaxis(np.arange(math.prod(shape)).reshape(shape[dim], *other_sizes), 0, dim)
+    new_labels = Labels(ROUTED_BASE * next(_sort_numbers) + element_numbers)
+    return replace(x, labels=new_labels, num_places=num_places, num_lines=num_lines)

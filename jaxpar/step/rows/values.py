@@ -1,21 +1,22 @@
-"""What a value of a traced loss has to do with the rows of the batch.
+"""The abstract values of the interpretation: how a value of a traced loss depends on the rows of the batch.
 
 A step runs the loss on blocks of rows (one replica's rows of one microbatch) and adds up `total` and `count` of the
-blocks. That is the loss of all rows if and only if both are sums over rows of something that a row alone decides, times
-the same power of the number n of rows in a block. So each value is one of
+blocks. The result equals the loss of all rows if and only if both are sums over rows of a function of one row.
+Both may be multiplied by the same power of n, the number of rows in a block. So each value has one of four kinds:
 
-- `whole`: no row reaches it, or those of all replicas do (`jp.all_rows`); it is proportional to n^power;
-- `rows`: each element belongs to one row (`at` says to which), follows from that row alone by the same function for
-  all, and is proportional to n^power. After a sort over rows each element is still one row's, and the other rows decide
-  which (`places`, `sorts.py`). With `plus` a mean over rows has been added, which is right as long as all that follows
-  is linear;
-- `sum`: a sum over rows of such elements, times n^power: power 0 is a sum, -1 a mean. What is linear in it is one too.
-  A whole value c is the sum of c / n, so sums and whole values may be added where the powers agree. Along the dims
-  that it `varies` in it is the sum of some rows, and is one of all when these are summed too;
-- `coupled`: it depends on which rows share a block. `notes` say why, and travel with values of every kind, so that
-  those which reach the loss are known.
+- `whole`: no row reaches the value, or the rows of all replicas do (`jp.all_rows`). It is proportional to n^power.
+- `rows`: each element belongs to one row (`labels`), is a function of that row alone, the same function for all rows,
+  and is proportional to n^power. After a sort over rows each element still belongs to one row, but the other rows
+  decide to which (`num_places`, `sorts.py`). With `has_mean`, a mean over rows has been added to each row. That is
+  right as long as everything computed from the value is linear.
+- `sum`: a sum of such elements over rows, times n^power: power 0 is a sum, -1 a mean. A linear function of a sum is a
+  sum too. A whole value c is the sum of c / n, so sums and whole values may be added if the powers agree. Along its
+  `varying_dims` the value holds sums over some rows each, which together make a sum over all rows.
+- `coupled`: the value depends on which rows share a block.
 
-What is not known is none of the first: it is coupled, or has the power `ODD`, with a note of its line.
+Values of every kind carry `notes`, which say why rows are coupled, or may be. The notes that reach the loss are
+reported. The interpretation is sound: a value that it cannot follow is coupled, or has the power `UNKNOWN_POWER` and a
+note that names the line.
 """
 
 from __future__ import annotations
@@ -28,204 +29,242 @@ from typing import Any
 import numpy as np
 
 from ...program import jaxpr as jx
-from .labels import NOWHERE, Labels, alike
+from .labels import NO_LABELS, Labels, same_in_all_rows
 from .numbers import Number
 
-ODD = math.nan  # a power: of what depends on the number of rows and is no power of it, or in a way that is not known
-# From here on, numbers of tokens in an order of their own, as in buffers of experts; from each further multiple on,
-# numbers of the places of another sort.
-ROUTED = 1 << 40
-SMALL = 1e-4  # a constant below this beside a sum guards a division; what it adds is rounding
+UNKNOWN_POWER = math.nan  # the value depends on the number of rows in another way than by a power, or may
+# Labels from here on do not number rows, but the slots of tokens in another order, as in the buffers of experts. From
+# each further multiple on, they number the places of another sort.
+ROUTED_BASE = 1 << 40
+GUARD_LIMIT = 1e-4  # a smaller constant that is added to a sum guards a division, and changes it by rounding only
 
-UNNAMED = "a function of JAX"  # in place of a line, where none is the user's
-GATHER = "give it jp.all_rows(x) for one of them"
-FROM_ALL = "compute it from jp.all_rows(x)"
-PICKS = f"picks rows by computed indices; {FROM_ALL}"
-SOME = "takes some of the rows"
-RATIO = "divides one sum over rows by another; return jp.Mean(total, count), or use sums of jp.all_rows(x)"
-RATIOS = (  # what has been divided on each replica, and then averaged over them
+UNNAMED_LINE = "a function of JAX"  # stands for the line of an equation if no line of the user's is known
+ADVISE_GATHER = "give it jp.all_rows(x) for one of them"
+ADVISE_ALL_ROWS = "compute it from jp.all_rows(x)"
+PICKS_ROWS = f"picks rows by computed indices; {ADVISE_ALL_ROWS}"
+TAKES_SOME_ROWS = "takes some of the rows"
+RATIO_OF_SUMS = "divides one sum over rows by another; return jp.Mean(total, count), or use sums of jp.all_rows(x)"
+# The note on a ratio that each replica computes on its rows, if the ratios are then averaged over replicas.
+RATIO_PER_REPLICA = (
     "averages over replicas what each divides by its own number of rows, as BatchNorm does with mask=; leave mask= "
     "out, or divide sums over jp.all_rows(x) and jp.all_rows(mask) in a norm of your own (docs/losses.md)"
 )
-SCALES = "make means of both, or multiply what is no sum by the count of jp.Mean"
-NUMBER = "what depends on how many rows a block has, fewer than the batch; use a number that is given"
+ADVISE_SAME_SCALE = "make means of both, or multiply what is no sum by the count of jp.Mean"
+FUNCTION_OF_BLOCK_SIZE = "what depends on how many rows a block has, fewer than the batch; use a number that is given"
 
 
 @dataclass(frozen=True)
 class Note:
-    """An equation that couples rows, or may: its line, what it does, and what to write.
+    """A message about an equation that couples rows, or may couple them.
 
     Attributes:
-      backward: whether it is in a derivative.
-      scale: whether no rows meet, and the result is no mean over them but a sum, say.
-      of_nan: whether rows meet only if a later line tells NaN from numbers.
+      line: the user's line.
+      message: what the equation does, and what to write instead.
+      is_certain: whether the equation couples rows for certain.
+      in_backward: whether the equation is part of a derivative.
+      only_scale: whether no rows meet, and only the scale is wrong: the result is a sum over rows, say, and no mean.
+      only_if_nan_tested: whether rows meet only if a later line tells NaN from numbers.
     """
 
     line: str
-    what: str
-    certain: bool = True
-    backward: bool = False
-    scale: bool = False
-    of_nan: bool = False
+    message: str
+    is_certain: bool = True
+    in_backward: bool = False
+    only_scale: bool = False
+    only_if_nan_tested: bool = False
 
     @classmethod
-    def at(cls, eqn: Any, what: str, certain: bool = True) -> Note:
-        """A note on an equation."""
-        return cls(jx.where(eqn) or UNNAMED, what, certain)
+    def of_eqn(cls, eqn: Any, message: str, is_certain: bool = True) -> Note:
+        """Return a note on an equation."""
+        return cls(jx.where(eqn) or UNNAMED_LINE, message, is_certain)
 
 
 @dataclass(frozen=True)
 class Value:
-    """One value of the program; see the module.
+    """One abstract value of the program; the module's docstring defines the kinds.
 
     Attributes:
       kind: "whole", "rows", "sum" or "coupled".
-      at: of rows, the row of each element.
-      power: see the module; `ODD` if there is none.
-      plus: of rows, whether a mean over rows has been added.
-      places, lines: of rows that have been sorted, how many places a line of the sort has, and how many lines were
-        sorted side by side; 0 and 1 of other rows. `at` then numbers the elements, place by place.
-      varies: of a whole value, the dims along which its elements may differ; of a sum, those along which it has some
-        rows each.
-      keyed: whether it follows from the block's own key.
-      number: of a whole value, what it is, if that follows from sizes and literals; of others, if nothing is NaN.
-      columns: of indices that are rows, what is known of their columns.
-      root: of a coupled value that is the root of a sum over rows, that sum.
-      pairs: of a coupled value, whether each element is of two rows, of which those on a diagonal may be one.
-      part: of a coupled value that is a sum over some of the rows, these rows.
-      pick: what to say of the equation that has picked rows, or drawn numbers, should that couple rows.
-      notes: what couples rows on the way to it.
+      labels: for rows, the row of each element.
+      power: the value is proportional to n^power; `UNKNOWN_POWER` if there is no such power.
+      has_mean: for rows, whether a mean over rows has been added.
+      num_places: for sorted rows, the number of places of each sorted line; 0 for other rows. The labels then number
+        the elements, place by place.
+      num_lines: for sorted rows, the number of lines that were sorted side by side; 1 for other rows.
+      varying_dims: for a whole value, the dims along which its elements may differ; for a sum, the dims along which
+        each element is a sum over some rows only.
+      is_keyed: whether the value follows from the block's own random key.
+      number: for a whole value, its number if that follows from sizes and literals; for others, the number that the
+        value has if nothing is NaN.
+      columns: for indices that are rows, the known columns: (position, number) each.
+      radicand: for a coupled value that is the square root of a sum over rows, that sum.
+      is_pairwise: for a coupled value, whether each element belongs to two rows, which are the same on a diagonal.
+      summed_rows: for a coupled value that is a sum over some of the rows, these rows.
+      pick_note: the note to give if the equation that picked rows, or drew random numbers, turns out to couple rows.
+      notes: what couples rows on the way to this value.
     """
 
     kind: str = "whole"
-    at: Labels = NOWHERE
+    labels: Labels = NO_LABELS
     power: float = 0
-    plus: bool = False
-    places: int = 0
-    lines: int = 1
-    varies: frozenset[int] = frozenset()
-    keyed: bool = False
+    has_mean: bool = False
+    num_places: int = 0
+    num_lines: int = 1
+    varying_dims: frozenset[int] = frozenset()
+    is_keyed: bool = False
+    # Numbers are computed only if a rule asks, so that two values must not be compared by them.
     number: Number | None = field(default=None, compare=False)
     columns: tuple[tuple[int, Number], ...] = field(default=(), compare=False)
-    root: Value | None = None
-    pairs: bool = False
-    part: frozenset[int] = frozenset()
-    pick: Note | None = None
+    radicand: Value | None = None
+    is_pairwise: bool = False
+    summed_rows: frozenset[int] = frozenset()
+    pick_note: Note | None = None
     notes: frozenset[Note] = frozenset()
 
     @property
-    def routed(self) -> bool:
-        """Whether rows are tokens in an order of their own: each slot has at most one row's."""
-        return self.kind == "rows" and self.at.array.flat[0] >= ROUTED
+    def is_routed(self) -> bool:
+        """Whether rows are tokens in an order that the model chose: each slot holds a token of one row, or none."""
+        return self.kind == "rows" and self.labels.array.flat[0] >= ROUTED_BASE
 
     @property
     def order(self) -> Labels:
-        """Of rows, the place of each element: that of its row in the block, or the one that a sort has given it."""
-        return Labels(self.at.array % ROUTED // self.lines) if self.places else self.at
+        """For rows, the place of each element: its row's position in the block, or the place that a sort gave it."""
+        return Labels(self.labels.array % ROUTED_BASE // self.num_lines) if self.num_places else self.labels
 
-    def of_all(self, rows: int) -> bool:
-        """Whether each of all rows has as many elements; of sorted rows, each place of a line as many as another."""
-        if not self.places:
-            return self.at.equally(rows)
-        found, often = np.unique(self.at.array % ROUTED, return_counts=True)
-        lines, line_of = np.unique(found % self.lines, return_inverse=True)
-        if len(found) != len(lines) * self.places:
+    def covers_equally(self, num_rows: int) -> bool:
+        """Return whether each of all rows has as many elements; for sorted rows, each place of a line."""
+        if not self.num_places:
+            return self.labels.covers_equally(num_rows)
+        # Count the elements of every slot (place and line), and compare the places of each line.
+        slots, counts = np.unique(self.labels.array % ROUTED_BASE, return_counts=True)
+        lines, line_of_slot = np.unique(slots % self.num_lines, return_inverse=True)
+        if len(slots) != len(lines) * self.num_places:
             return False
-        often = often[np.argsort(line_of, kind="stable")].reshape(len(lines), self.places)
-        return bool((often == often[:, :1]).all())
+        counts = counts[np.argsort(line_of_slot, kind="stable")].reshape(len(lines), self.num_places)
+        return bool((counts == counts[:, :1]).all())
 
     def column(self, c: int) -> list[np.ndarray]:
-        """Column c of indices, of the program and of its twin, where it is known."""
+        """Return column `c` of indices, in the program and in its twin, as far as it is known."""
+        # A known column of rows is a separate array, [..., 1].
         number, c = (self.number, c) if self.kind == "whole" else (dict(self.columns).get(c), 0)
         pair = () if number is None else number.pair
-        return [a[..., c] if np.ndim(a) else np.asarray(a) for a in pair if a is not None]
+        return [array[..., c] if np.ndim(array) else np.asarray(array) for array in pair if array is not None]
 
     @property
-    def known(self) -> tuple[Any, ...]:
-        """All that is known of it, also what its equality leaves out."""
+    def identity_key(self) -> tuple[Any, ...]:
+        """Everything that is known of the value, with the numbers that equality ignores."""
         columns = [(c, number.key) for c, number in self.columns]
-        return (self, self.number and self.number.key, self.root and self.root.known, *columns)
+        return (self, self.number and self.number.key, self.radicand and self.radicand.identity_key, *columns)
 
     @property
     def scalar(self) -> float | None:
-        """What all elements of a whole value are, where that is known."""
+        """The number to which all elements of a whole value are equal; None if unknown."""
         if self.kind != "whole" or self.number is None or not self.number.uniform:
             return None
         return float(np.real(self.number.pair[0]))
 
     @property
-    def zero(self) -> bool:
-        """Whether a whole value is 0 everywhere (or NaN), as far as that is known."""
+    def is_zero(self) -> bool:
+        """Whether a whole value is known to be 0 (or NaN) everywhere."""
         return self.scalar is not None and (self.scalar == 0 or math.isnan(self.scalar))
 
     @property
-    def negligible(self) -> bool:
-        """Whether it is 0, or a constant that guards a division."""
-        return self.zero or (self.scalar is not None and abs(self.scalar) <= SMALL)
+    def is_negligible(self) -> bool:
+        """Whether the value is 0, or a constant so small that it only guards a division."""
+        return self.is_zero or (self.scalar is not None and abs(self.scalar) <= GUARD_LIMIT)
 
     @property
-    def unknown(self) -> bool:
-        """Whether notes say already how it depends on the number of rows."""
-        return math.isnan(self.power) and not all(note.of_nan for note in self.notes)
+    def has_noted_power(self) -> bool:
+        """Whether the power is unknown and notes already report that; a note on NaN tests does not report it."""
+        return math.isnan(self.power) and not all(note.only_if_nan_tested for note in self.notes)
 
-    def noted(self, *notes: Note) -> Value:
-        """The same with further notes."""
+    def with_notes(self, *notes: Note) -> Value:
+        """Return the value with further notes."""
         return self if self.notes.issuperset(notes) else replace(self, notes=self.notes.union(notes))
 
-    def plain(self, **changes: Any) -> Value:
-        """The same, changed, without what is known of single elements."""
-        return replace(
-            self, **{"number": None, "columns": (), "root": None, "pairs": False, "part": frozenset()} | changes
-        )
+    def derive(self, **changes: Any) -> Value:
+        """Return a changed copy without the facts that hold for these very elements, such as known numbers."""
+        element_facts = {
+            "number": None,
+            "columns": (),
+            "radicand": None,
+            "is_pairwise": False,
+            "summed_rows": frozenset(),
+        }
+        return replace(self, **element_facts | changes)
 
 
 def coupled(values: Iterable[Value], *notes: Note) -> Value:
-    """What depends on the block's rows, for the reasons that the values have and these."""
-    return Value("coupled", power=ODD, notes=reasons(values).union(notes))
+    """Return a coupled value with the notes of the values that it is computed from, and further notes."""
+    return Value("coupled", power=UNKNOWN_POWER, notes=notes_of(values).union(notes))
 
 
-def reasons(values: Iterable[Value]) -> frozenset[Note]:
-    """The notes of some values."""
-    return frozenset().union(*(v.notes for v in values))
+def notes_of(values: Iterable[Value]) -> frozenset[Note]:
+    """Return the notes of all values."""
+    return frozenset().union(*(x.notes for x in values))
 
 
-def picks(values: Iterable[Value]) -> Note | None:
-    """The first pick of some values."""
-    return next((x.pick for x in values if x.pick is not None), None)
+def first_pick_note(values: Iterable[Value]) -> Note | None:
+    """Return the first pick note of some values; None if they have none."""
+    return next((x.pick_note for x in values if x.pick_note is not None), None)
 
 
-def mixed(eqn: Any, ins: Sequence[Value], what: str = "", certain: bool = True) -> Value:
-    """A result that is not linear in what was summed over rows."""
-    if some := [x for x in ins if x.kind == "sum" and x.varies]:
-        return coupled(ins, *(x.pick or some_rows(eqn) for x in some))
-    what = what or eqn.primitive.name + " of"
-    return coupled(ins, Note.at(eqn, f"{what} a sum or mean over rows; {FROM_ALL}", certain))
+def nonlinear_in_sum(eqn: Any, ins: Sequence[Value], action: str = "", is_certain: bool = True) -> Value:
+    """Return the coupled result of an equation that is not linear in an operand that holds a sum over rows.
 
-
-def others(eqn: Any, ins: Sequence[Value], what: str = "") -> Value:
-    """A result of rows and other rows."""
-    pick = picks(x for x in ins if x.kind != "whole")
-    write = GATHER if what else f"{GATHER}; if a row was to meet itself alone, [rows] beside [rows, 1] is the mistake"
-    return coupled(ins, pick or Note.at(eqn, f"{what or eqn.primitive.name + ' of'} rows with other rows; {write}"))
-
-
-def some_rows(eqn: Any) -> Note:
-    """Groups of rows, as a reshape makes them, may or may not be parted by blocks."""
-    what = f"{eqn.primitive.name} of sums over groups of rows, which blocks may part; give groups a dim of their own"
-    return Note.at(eqn, what, certain=False)
-
-
-def position(eqn: Any, whole: Value, rows: Value, what: str = "") -> list[Note]:
-    """What is to be said where rows meet a whole value of as many dims, which may differ from row to row by nothing but
-    the row's place in the block, or by draws that all blocks have alike.
+    Args:
+      eqn: the equation.
+      ins: its operands.
+      action: what the equation does, up to the object "a sum or mean over rows"; by default "<primitive> of".
+      is_certain: whether the equation couples rows for certain.
     """
-    at = rows.order
-    if (rows.routed and not rows.places) or not at.dims & whole.varies:
-        return []  # tokens in an order of their own have what is at the place that they were sent to
-    known = whole.number.pair if whole.number is not None and whole.number.array.ndim == at.array.ndim else None
-    if known is not None and rows.lines == 1 and alike(at.array, *known):
+    # Sums over groups of rows: a block that holds whole groups gives the right result.
+    if partial_sums := [x for x in ins if x.kind == "sum" and x.varying_dims]:
+        return coupled(ins, *(x.pick_note or row_groups_note(eqn) for x in partial_sums))
+    action = action or eqn.primitive.name + " of"
+    return coupled(ins, Note.of_eqn(eqn, f"{action} a sum or mean over rows; {ADVISE_ALL_ROWS}", is_certain))
+
+
+def coupled_with_other_rows(eqn: Any, ins: Sequence[Value], action: str = "") -> Value:
+    """Return the coupled result of an equation in which rows meet other rows; `action` says what it does."""
+    # Rows that were picked meet other rows because of the pick: name that equation instead.
+    pick_note = first_pick_note(x for x in ins if x.kind != "whole")
+    usual_mistake = "if a row was to meet itself alone, [rows] beside [rows, 1] is the mistake"
+    advice = ADVISE_GATHER if action else f"{ADVISE_GATHER}; {usual_mistake}"
+    message = f"{action or eqn.primitive.name + ' of'} rows with other rows; {advice}"
+    return coupled(ins, pick_note or Note.of_eqn(eqn, message))
+
+
+def row_groups_note(eqn: Any) -> Note:
+    """Return the note on sums over groups of rows, as a reshape makes them: a block may end within a group."""
+    message = f"{eqn.primitive.name} of sums over groups of rows, which blocks may part; give groups a dim of their own"
+    return Note.of_eqn(eqn, message, is_certain=False)
+
+
+def position_notes(eqn: Any, whole_value: Value, rows: Value, message: str = "") -> list[Note]:
+    """Return notes if rows meet a whole value that may depend on a row's place in its block.
+
+    Args:
+      eqn: the equation in which they meet.
+      whole_value: a value with as many dims as the rows. It may differ from row to row only by the place in the block,
+        or by random draws that are the same in all blocks.
+      rows: the rows.
+      message: the note's message; by default one that names the primitive.
+    """
+    labels = rows.order
+    if (rows.is_routed and not rows.num_places) or not labels.dims & whole_value.varying_dims:
+        return []  # tokens in an order of their own meet the element at the slot that they were sent to
+    pair = (
+        whole_value.number.pair
+        if whole_value.number is not None and whole_value.number.array.ndim == labels.array.ndim
+        else None
+    )
+    # A number that is the same for all rows, here and for twice the rows, does not depend on the place.
+    if pair is not None and rows.num_lines == 1 and same_in_all_rows(labels.array, *pair):
         return []
-    if rows.places and rows.pick is not None:
-        return [rows.pick]
-    said = "with a value that depends on a row's place in its block; put it into the batch"
-    return [whole.pick or Note.at(eqn, what or f"{eqn.primitive.name} {said}", certain=False)]
+    if rows.num_places and rows.pick_note is not None:
+        return [rows.pick_note]
+    default_message = (
+        f"{eqn.primitive.name} with a value that depends on a row's place in its block; put it into the batch"
+    )
+    return [whole_value.pick_note or Note.of_eqn(eqn, message or default_message, is_certain=False)]

@@ -17,21 +17,21 @@ B, T, D, V = 4, 12, 8, 16
 
 
 def arrays(dtype: Any = np.float32, t: int = T) -> tuple[Any, ...]:
-    """Hidden states, a head, labels, a cotangent."""
+    """Return hidden states, a head, labels and a cotangent."""
     random = np.random.default_rng(0)
     hidden, head = random.normal(size=(B, t, D)), random.normal(size=(D, V))
-    labels, given = random.integers(V, size=(B, t)), random.normal(size=(B, t)).astype(np.float32)
-    return jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), jnp.asarray(labels), given
+    labels, cotangent = random.integers(V, size=(B, t)), random.normal(size=(B, t)).astype(np.float32)
+    return jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), jnp.asarray(labels), cotangent
 
 
-def in_float64(hidden: Any, head: Any, labels: Any, given: Any) -> tuple[np.ndarray, ...]:
+def in_float64(hidden: Any, head: Any, labels: Any, cotangent: Any) -> tuple[np.ndarray, ...]:
     hidden, head = (np.asarray(x, np.float64) for x in (hidden, head))
     logits = hidden @ head
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    right = np.eye(V)[labels]
-    d_logits = (p - right) * given[..., None]
-    return -np.log((p * right).sum(-1)), d_logits @ head.T, np.einsum("btd,btv->dv", hidden, d_logits)
+    one_hot = np.eye(V)[labels]
+    d_logits = (p - one_hot) * cotangent[..., None]
+    return -np.log((p * one_hot).sum(-1)), d_logits @ head.T, np.einsum("btd,btv->dv", hidden, d_logits)
 
 
 @pytest.mark.parametrize(
@@ -44,17 +44,17 @@ def in_float64(hidden: Any, head: Any, labels: Any, given: Any) -> tuple[np.ndar
     ],
 )
 def test_equals_float64(t: int, chunk: int, dtype: Any, tolerance: float) -> None:
-    hidden, head, labels, given = arrays(dtype, t)
+    hidden, head, labels, cotangent = arrays(dtype, t)
 
     @jax.jit
-    def both(hidden: jax.Array, head: jax.Array) -> Any:
+    def value_and_grads(hidden: jax.Array, head: jax.Array) -> Any:
         nats, pull = jax.vjp(lambda *x: jp.cross_entropy(*x, labels, chunk=chunk), hidden, head)
-        return nats, *pull(given)
+        return nats, *pull(cotangent)
 
-    found = both(hidden, head)
-    assert [x.dtype for x in found] == [np.float32, dtype, dtype]
-    for ours, right in zip(found, in_float64(hidden, head, labels, given), strict=True):
-        assert np.abs(np.asarray(ours, np.float64) - right).max() < tolerance * np.abs(right).max()
+    results = value_and_grads(hidden, head)
+    assert [x.dtype for x in results] == [np.float32, dtype, dtype]
+    for result, expected in zip(results, in_float64(hidden, head, labels, cotangent), strict=True):
+        assert np.abs(np.asarray(result, np.float64) - expected).max() < tolerance * np.abs(expected).max()
 
 
 def test_gradient_of_a_bfloat16_head_adds_up_in_float32() -> None:
@@ -66,18 +66,18 @@ def test_gradient_of_a_bfloat16_head_adds_up_in_float32() -> None:
 
 
 def test_ids_out_of_range_are_seen_and_ignored_ones_cost_nothing() -> None:
-    hidden, head, labels, given = arrays()
+    hidden, head, labels, cotangent = arrays()
     odd = labels.at[0, 0].set(V).at[1, 1].set(-1).at[2, 2].set(-100)
     nats, pull = jax.vjp(lambda h: jp.cross_entropy(h, head, odd, ignore=-100, chunk=8), hidden)
     assert np.isnan(nats[0, 0])
     assert np.isnan(nats[1, 1])
     assert nats[2, 2] == 0
-    assert not np.any(pull(jnp.asarray(given))[0][2, 2])
+    assert not np.any(pull(jnp.asarray(cotangent))[0][2, 2])
     assert np.isnan(np.asarray(nats)).sum() == 2
 
 
 def decoder(key: jax.Array) -> Any:
-    """Two layers in a scan, and a head of its own."""
+    """Return the parameters of two scanned layers, and of a head that is not tied."""
     shapes = {"embedding": (V, D), "up": (2, D, 4 * D), "down": (2, 4 * D, D), "head": (D, V)}
     keys = jax.random.split(key, len(shapes))
     return {name: 0.3 * jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
@@ -127,12 +127,12 @@ def test_llama_by_chunks(tied: bool) -> None:
     graph, params = nnx.split(module)
 
     def grads(loss: Any) -> Any:
-        value = lambda params: (found := loss(nnx.merge(graph, params), batch)).total / found.count
+        value = lambda params: (mean := loss(nnx.merge(graph, params), batch)).total / mean.count
         return jax.tree.leaves(jax.jit(jax.value_and_grad(value))(params))
 
     chunked = lambda module, batch: llama.chunked_loss(module, batch, chunk=16)
-    for ours, plain in zip(grads(chunked), grads(llama.loss), strict=True):
-        assert np.abs(ours - plain).max() < 2e-6 * np.abs(plain).max()
+    for chunked_grad, plain_grad in zip(grads(chunked), grads(llama.loss), strict=True):
+        assert np.abs(chunked_grad - plain_grad).max() < 2e-6 * np.abs(plain_grad).max()
 
 
 def test_logits_are_never_there_as_a_whole() -> None:
@@ -158,7 +158,7 @@ def test_logits_are_never_there_as_a_whole() -> None:
 )
 def test_errors(change: dict[str, Any], parts: tuple[str, ...]) -> None:
     hidden, head, labels, _ = arrays()
-    given = {"hidden": hidden, "head": head, "labels": labels} | change
-    given = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+    arguments = {"hidden": hidden, "head": head, "labels": labels} | change
+    arguments = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
     with pytest.raises(ValueError, match=".*".join(map(re.escape, parts))):
-        jp.cross_entropy(**given)
+        jp.cross_entropy(**arguments)

@@ -1,4 +1,4 @@
-"""Logits of cross-entropies, found in traced losses and made a chunk of tokens at a time: numbers of the whole."""
+"""Logits that are found in traced losses and made in chunks of tokens give the same numbers as whole logits."""
 
 import functools
 from collections.abc import Callable
@@ -24,22 +24,24 @@ CHUNK = 6  # tokens: 2 positions of 3 rows
 
 
 @jax.custom_vjp
-def with_z(logits: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As T5X and MaxText have it: a derivative of its own, one-hot targets, and a z-loss."""
-    return _with_z(logits, right)[0]
+def with_z(logits: jax.Array, one_hot: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return a loss with its own derivative, one-hot targets and a z-loss, as T5X and MaxText have it."""
+    return _with_z(logits, one_hot)[0]
 
 
-def _with_z(logits: jax.Array, right: jax.Array) -> Any:
+def _with_z(logits: jax.Array, one_hot: jax.Array) -> Any:
     log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     z = 1e-2 * jnp.square(log_z[..., 0])
-    return (-jnp.sum(right * (logits - log_z), axis=-1) + z, z), (logits, right, log_z)
+    return (-jnp.sum(one_hot * (logits - log_z), axis=-1) + z, z), (logits, one_hot, log_z)
 
 
-def _pull_z(kept: Any, given: Any) -> Any:
-    logits, right, log_z = kept
+def _pull_z(residuals: Any, cotangents: Any) -> Any:
+    logits, one_hot, log_z = residuals
     p = jnp.exp(logits - log_z)
-    by = given[0][..., None] * (p * (1 + 2e-2 * log_z) - right) + given[1][..., None] * p * 2e-2 * log_z
-    return by, jnp.zeros_like(right)
+    logits_grad = (
+        cotangents[0][..., None] * (p * (1 + 2e-2 * log_z) - one_hot) + cotangents[1][..., None] * p * 2e-2 * log_z
+    )
+    return logits_grad, jnp.zeros_like(one_hot)
 
 
 with_z.defvjp(_with_z, _pull_z)
@@ -50,7 +52,7 @@ def by_optax(x: Any, p: Any, ids: Any) -> Any:
 
 
 def by_lookup(x: Any, p: Any, ids: Any) -> Any:
-    """Tied, in bfloat16, with a bias, a scale and a soft cap."""
+    """Use a tied head in bfloat16, with a bias, a scale and a soft cap."""
     logits = jnp.einsum("btd,vd->btv", x.astype(jnp.bfloat16), p["tied"].astype(jnp.bfloat16))
     logits = 3 * jnp.tanh((logits + p["bias"].astype(jnp.bfloat16)).astype(jnp.float32) / 3) * 1.5
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], -1)[..., 0]
@@ -62,21 +64,21 @@ def by_one_hot(x: Any, p: Any, ids: Any) -> Any:
 
 
 def by_logsumexp(x: Any, p: Any, ids: Any) -> Any:
-    """A z-loss, a smoothed label, and the largest of all."""
+    """Use a z-loss, a smoothed label and an argmax."""
     logits = x @ p["head"] + p["bias"]
     z = jax.nn.logsumexp(logits, axis=-1)
-    right = logits.argmax(-1) == ids
-    return z - jnp.einsum("btv,btv->bt", logits, jax.nn.one_hot(ids, V)) + 0.1 * z**2 - 0.1 * logits.mean(-1) + right
+    is_right = logits.argmax(-1) == ids
+    return z - jnp.einsum("btv,btv->bt", logits, jax.nn.one_hot(ids, V)) + 0.1 * z**2 - 0.1 * logits.mean(-1) + is_right
 
 
 def by_place(x: Any, p: Any, ids: Any) -> Any:
-    """Tokens of all rows in one dim."""
+    """Merge the tokens of all rows into one dim."""
     logits = (x @ p["head"]).reshape(-1, V)
     return -jax.nn.log_softmax(logits)[jnp.arange(B * T), ids.reshape(-1)].reshape(B, T)
 
 
 def by_shift(x: Any, p: Any, ids: Any) -> Any:
-    """All positions go in, and the last one's logits are left out."""
+    """Cut the last position off the logits."""
     nats = optax.softmax_cross_entropy_with_integer_labels((x @ p["head"])[:, :-1], ids[:, 1:])
     return jnp.pad(nats, ((0, 0), (1, 0)))
 
@@ -90,7 +92,7 @@ def by_row(x: Any, p: Any, ids: Any) -> Any:
     return jax.vmap(lambda x, ids: optax.softmax_cross_entropy_with_integer_labels(x @ p["head"], ids))(x, ids)
 
 
-WORDED = (by_optax, by_lookup, by_one_hot, by_logsumexp, by_place, by_shift, by_rule, by_row)
+TOKEN_LOSSES = (by_optax, by_lookup, by_one_hot, by_logsumexp, by_place, by_shift, by_rule, by_row)
 
 
 def arrays() -> tuple[Any, ...]:
@@ -101,40 +103,42 @@ def arrays() -> tuple[Any, ...]:
     return params, jnp.asarray(x, jnp.float32), jnp.asarray(ids), draw.normal(size=(B, T)).astype(np.float32)
 
 
-def parted(loss: Callable[..., Any], *given: Any, chunk: int | str = CHUNK) -> tuple[Any, dict[str, Logits], Any]:
-    """A loss with its logits in chunks, as a function of the same leaves; what was found; its program."""
-    flat, out = jx.trace(loss, *given)
-    new, found = chunked(flat, len(jax.tree.leaves(given[0])), chunk, {})
-    run = lambda *values: jx.run(new.eqns, new.invars, new.outvars)(*jax.tree.leaves(values))
-    assert not new.constvars
-    return lambda *values: jax.tree.unflatten(jax.tree.structure(out), run(*values)), found, new
+def in_chunks(loss: Callable[..., Any], *args: Any, chunk: int | str = CHUNK) -> tuple[Any, dict[str, Logits], Any]:
+    """Return a loss with its logits in chunks, as a function of the same leaves; the logits; and its program."""
+    flat, out = jx.trace(loss, *args)
+    program, logits = chunked(flat, len(jax.tree.leaves(args[0])), chunk, {})
+    compute = lambda *values: jx.run(program.eqns, program.invars, program.outvars)(*jax.tree.leaves(values))
+    assert not program.constvars
+    return lambda *values: jax.tree.unflatten(jax.tree.structure(out), compute(*values)), logits, program
 
 
 def largest(eqns: Any) -> int:
-    """Elements of the largest value in a program."""
+    """Return the number of elements of the largest value in a program."""
     inner = (largest(jx.opened(j)[0].eqns) for eqn in eqns for j in jec.jaxprs_in_params(eqn.params))
     return max([*inner, *(int(np.prod(v.aval.shape)) for eqn in eqns for v in eqn.outvars)], default=0)
 
 
 @pytest.mark.slow
 def test_numbers_are_those_of_the_whole() -> None:
-    """Eight ways to write it, each token weighed by itself, with sums over all tokens; and no value of logits' size."""
+    """Write a weighted loss in eight ways, and sum over all tokens: no value has the size of the logits."""
     params, x, ids, weights = arrays()
 
     def loss(params: Any, x: Any, ids: Any, weights: Any) -> Any:
-        each = [(worded(x * (1 + i), params, ids) * weights).sum() for i, worded in enumerate(WORDED)]
+        losses = [(token_loss(x * (1 + i), params, ids) * weights).sum() for i, token_loss in enumerate(TOKEN_LOSSES)]
         smooth = jnp.sum(jax.nn.log_softmax(x @ params["head"]) * weights[..., None])
-        return sum(each) + 0.1 * smooth, each
+        return sum(losses) + 0.1 * smooth, losses
 
-    run, found, program = parted(loss, params, x, ids, weights)
-    assert len(found) == len(WORDED) + 1
-    assert all(one == Logits(B * T, V, 5) for one in found.values()), found
+    chunked_loss, logits, program = in_chunks(loss, params, x, ids, weights)
+    assert len(logits) == len(TOKEN_LOSSES) + 1
+    assert all(entry == Logits(B * T, V, 5) for entry in logits.values()), logits
     assert largest(program.eqns) < B * T * V
     grad = lambda f: jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(params, x, ids, weights)
-    for ours, whole in zip(jax.tree.leaves(grad(run)), jax.tree.leaves(grad(loss)), strict=True):
+    for grad_in_chunks, whole_grad in zip(
+        jax.tree.leaves(grad(chunked_loss)), jax.tree.leaves(grad(loss)), strict=True
+    ):
         # By chunks, gradients of the bfloat16 head and bias add up in float32, and are rounded once.
-        tolerance = 1e-2 if ours.shape[:1] == (V,) else 2e-5
-        assert np.abs(ours - whole).max() < tolerance * max(1, np.abs(whole).max())
+        tolerance = 1e-2 if grad_in_chunks.shape[:1] == (V,) else 2e-5
+        assert np.abs(grad_in_chunks - whole_grad).max() < tolerance * max(1, np.abs(whole_grad).max())
 
 
 def test_gradient_of_a_bfloat16_head_adds_up_in_float32() -> None:
@@ -142,8 +146,8 @@ def test_gradient_of_a_bfloat16_head_adds_up_in_float32() -> None:
     head, x = jnp.zeros((1, 2), jnp.bfloat16), jnp.ones((1, 1024, 1), jnp.bfloat16)
     loss = lambda head, x, ids: optax.softmax_cross_entropy_with_integer_labels(x @ head, ids).sum()
     ids = jnp.zeros((1, 1024), jnp.int32)
-    run, _, _ = parted(loss, head, x, ids, chunk=1)
-    np.testing.assert_array_equal(np.asarray(jax.jit(jax.grad(run))(head, x, ids), np.float32), [[-512, 512]])
+    chunked_loss, _, _ = in_chunks(loss, head, x, ids, chunk=1)
+    np.testing.assert_array_equal(np.asarray(jax.jit(jax.grad(chunked_loss))(head, x, ids), np.float32), [[-512, 512]])
 
 
 def sorted_tokens(x: Any, p: Any, ids: Any) -> Any:
@@ -160,7 +164,7 @@ def returned(x: Any, p: Any, ids: Any) -> Any:
 
 
 def best_of_many(x: Any, p: Any, ids: Any) -> Any:
-    """Nine numbers a token."""
+    """Use nine numbers of each token."""
     logits = x @ p["head"]
     return jax.nn.logsumexp(logits, axis=-1) - jnp.square(jax.lax.top_k(logits, 9)[0] + ids[..., None]).mean()
 
@@ -178,7 +182,7 @@ def within_a_branch(x: Any, p: Any, ids: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("worded", "why"),
+    ("token_loss", "reason"),
     [
         (sorted_tokens, "sort at .*sorted_tokens"),
         (of_soft_labels, "no one-hot"),
@@ -189,23 +193,23 @@ def within_a_branch(x: Any, p: Any, ids: Any) -> Any:
         (returned, None),
     ],
 )
-def test_what_is_left_whole(worded: Any, why: str | None) -> None:
+def test_what_is_left_whole(token_loss: Any, reason: str | None) -> None:
     params, x, ids, _ = arrays()
-    _, found, program = parted(lambda p, x, ids: worded(x, p, ids).sum(axis=(0, 1)), params, x, ids)
-    assert largest(program.eqns) >= (1 if worded is within_a_loop else B) * T * V
-    assert [one.chunks for one in found.values()] == ([1] if why else [])
-    assert why is None or pytest.raises(AssertionError, match=why, check=None).matches(
-        AssertionError(next(iter(found.values())).why)
+    _, logits, program = in_chunks(lambda p, x, ids: token_loss(x, p, ids).sum(axis=(0, 1)), params, x, ids)
+    assert largest(program.eqns) >= (1 if token_loss is within_a_loop else B) * T * V
+    assert [entry.chunks for entry in logits.values()] == ([1] if reason else [])
+    assert reason is None or pytest.raises(AssertionError, match=reason, check=None).matches(
+        AssertionError(next(iter(logits.values())).why)
     )
 
 
 @pytest.mark.parametrize(("tokens", "chunk", "chunks"), [(8192, "auto", 1), (16384, "auto", 8), (16384, "whole", 1)])
 def test_only_where_it_pays(tokens: int, chunk: str, chunks: int) -> None:
-    """Logits of 128,256 words in float32: 8,192 tokens' are 3.9 GiB, 16,384 tokens' 7.8 GiB."""
+    """Float32 logits of 128,256 words take 3.9 GiB for 8,192 tokens, and 7.8 GiB for 16,384 tokens."""
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    given = {"head": shape((4096, 128_256))}, shape((1, tokens, 4096)), jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    _, found, program = parted(lambda p, x, ids: by_optax(x, p, ids).mean(), *given, chunk=chunk)
-    assert [one.chunks for one in found.values()] == [chunks] * (chunks > 1)
+    args = {"head": shape((4096, 128_256))}, shape((1, tokens, 4096)), jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+    _, logits, program = in_chunks(lambda p, x, ids: by_optax(x, p, ids).mean(), *args, chunk=chunk)
+    assert [entry.chunks for entry in logits.values()] == [chunks] * (chunks > 1)
     assert (largest(program.eqns) < tokens * 128_256) == (chunks > 1)
 
 
@@ -232,8 +236,9 @@ BESIDE = (
 @pytest.mark.parametrize("text", BESIDE)
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt2", "encoder_decoder", "flattened", "packed", "mixture"])
 def test_cell(name: str, text: str) -> None:
-    """Tied heads, dropout before the head, merged rows: what trains in chunks trains as on one device."""
-    if name in ("encoder_decoder", "flattened"):  # no layers to recompute or to deal out, and attention without a ring
+    """Models with tied heads, dropout before the head or merged rows train in chunks as on one device."""
+    # These models have no layers to recompute or to deal out, and their attention has no ring.
+    if name in ("encoder_decoder", "flattened"):
         text = text.replace(",remat=layer", "").replace("=ring", "=gather").replace("zb-h1", "1f1b")
         text += ",stages=cut" * ("pipe" in text and "cut" not in text)
     cells.check_cell(name, text)

@@ -1,5 +1,6 @@
-"""Logits in chunks beside what a training run does with them: numbers are those of `logits=whole`, or `explain` says
-that they are whole, and why.
+"""Logits in chunks together with other features of a training run.
+
+The numbers are the same as with `logits=whole`, or `explain` says why the logits are whole.
 """
 
 from collections.abc import Callable
@@ -33,31 +34,31 @@ def tied(p: Any, x: jax.Array) -> jax.Array:
     return x @ (p["embed"] + p["lora"]["head_a"] @ p["lora"]["head_b"]).T
 
 
-def own(p: Any, x: jax.Array) -> jax.Array:
+def separate(p: Any, x: jax.Array) -> jax.Array:
     return x @ p["head"]
 
 
-def added(p: Any, x: jax.Array) -> jax.Array:
-    """LoRA of the head, as most write it: beside it, a second product."""
+def two_products(p: Any, x: jax.Array) -> jax.Array:
+    """Add LoRA of the head as a second product, as is usual."""
     return x @ p["embed"].T + x @ p["lora"]["head_b"].T @ p["lora"]["head_a"].T
 
 
 def masked(logits: jax.Array, batch: Any) -> tuple[jp.Mean, dict[str, Any]]:
-    """A smoothed label, a z-loss, weights of which many are 0; and metrics of the same logits."""
+    """Return a loss with a smoothed label, a z-loss and many zero weights, and metrics of the same logits."""
     logits, labels, weights = logits.astype(jnp.float32), batch["tokens"][:, 1:], batch["weights"]
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     smooth = 0.9 * nats - 0.1 * jax.nn.log_softmax(logits).mean(-1)
     z = jnp.square(jax.nn.logsumexp(logits, axis=-1))
     count = weights.sum()
     mean = lambda x: jp.Mean((x * weights).sum(), count)
-    right = logits.argmax(-1) == labels
-    near = (jax.lax.top_k(logits, 3)[1] == labels[..., None]).any(-1)
+    is_right = logits.argmax(-1) == labels
+    is_near = (jax.lax.top_k(logits, 3)[1] == labels[..., None]).any(-1)
     p = jax.nn.log_softmax(logits)
     entropy = -(jnp.exp(p) * p).sum(-1)
     return mean(smooth + 1e-2 * z), {
         "nats": mean(nats),
-        "right": mean(right),
-        "near": mean(near),
+        "right": mean(is_right),
+        "near": mean(is_near),
         "spread": mean(entropy),
     }
 
@@ -67,7 +68,7 @@ def model(head: Callable[..., jax.Array] = tied, loss: Callable[..., Any] = mask
 
 
 def batch_of(rows: int = ROWS, length: int = 13, zeros: str = "some") -> dict[str, np.ndarray]:
-    """Windows of 13 positions: no chunk of 8 tokens divides them."""
+    """Return windows of 13 positions, which chunks of 8 tokens do not divide."""
     draw = np.random.default_rng(7)
     weights = draw.uniform(0.1, 2, (rows, length)) * (draw.random((rows, length)) < 0.6)
     weights[rows // 2 :] *= zeros == "some"  # else the rows of half of the replicas count for nothing
@@ -75,27 +76,31 @@ def batch_of(rows: int = ROWS, length: int = 13, zeros: str = "some") -> dict[st
     return {"tokens": tokens, "weights": weights.astype("float32")}
 
 
-def run(model: jp.Model, text: str, logits: Any, batch: Any, **given: Any) -> tuple[Any, Any]:
-    """What three steps and an evaluation, of fewer rows, say and leave; and the step."""
+def train(model: jp.Model, text: str, logits: Any, batch: Any, **options: Any) -> tuple[Any, Any]:
+    """Run three steps, and an evaluation of fewer rows; return the step and all results."""
     devices = {"data=2": 2, "zero3": 4, "data=2,tensor=2": 4, "context=2": 2, "data=2,microbatches=2": 2}
     count = devices[",".join(part for part in text.split(",") if not part.startswith(("precision", "remat")))]
-    optimizer = given.pop("optimizer", optax.sgd(0.3, momentum=0.9))
-    step = jp.make_train_step(model, optimizer, f"{text},logits={logits}", mesh=jax.devices()[:count], **given)
-    state, said = step.init(jax.random.key(0)), []
+    optimizer = options.pop("optimizer", optax.sgd(0.3, momentum=0.9))
+    step = jp.make_train_step(model, optimizer, f"{text},logits={logits}", mesh=jax.devices()[:count], **options)
+    state, all_metrics = step.init(jax.random.key(0)), []
     for _ in range(3):
         state, metrics = step(state, batch)
-        said.append(metrics)
+        all_metrics.append(metrics)
     short = jax.tree.map(lambda x: x[:4], batch)
-    return step, jax.tree.map(np.asarray, (said, step.params(state), step.evaluate(state, short), state.optimizer))
+    return step, jax.tree.map(
+        np.asarray, (all_metrics, step.params(state), step.evaluate(state, short), state.optimizer)
+    )
 
 
-def check(model: jp.Model, text: str, batch: Any, tolerance: float = 1e-5, **given: Any) -> None:
-    step, found = run(model, text, 8, batch, **given)
-    assert [one.chunks > 1 for one in step.traced(batch).notes.logits.values()] == [True]
-    _, wanted = run(model, text, "whole", batch, **given)
-    for (path, ours), whole in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
-        error = np.abs(np.asarray(ours, np.float64) - np.asarray(whole, np.float64)).max(initial=0)
-        assert error <= tolerance * max(1, np.abs(np.asarray(whole, np.float64)).max(initial=0)), (path, error)
+def check(model: jp.Model, text: str, batch: Any, tolerance: float = 1e-5, **options: Any) -> None:
+    step, results = train(model, text, 8, batch, **options)
+    assert [logits.chunks > 1 for logits in step.traced(batch).notes.logits.values()] == [True]
+    _, expected_results = train(model, text, "whole", batch, **options)
+    for (path, result), expected in zip(
+        jax.tree.leaves_with_path(results), jax.tree.leaves(expected_results), strict=True
+    ):
+        error = np.abs(np.asarray(result, np.float64) - np.asarray(expected, np.float64)).max(initial=0)
+        assert error <= tolerance * max(1, np.abs(np.asarray(expected, np.float64)).max(initial=0)), (path, error)
 
 
 SHARDED = ("data=2", "zero3", "data=2,tensor=2", "data=2,microbatches=2")
@@ -103,7 +108,7 @@ SHARDED = ("data=2", "zero3", "data=2,tensor=2", "data=2,microbatches=2")
 
 @pytest.mark.battery
 @pytest.mark.parametrize("zeros", ["some", "half"])
-@pytest.mark.parametrize("head", [tied, own])
+@pytest.mark.parametrize("head", [tied, separate])
 @pytest.mark.parametrize("text", SHARDED)
 def test_smoothed_and_masked_of_an_odd_length(text: str, head: Any, zeros: str) -> None:
     check(model(head), text, batch_of(zeros=zeros))
@@ -111,35 +116,35 @@ def test_smoothed_and_masked_of_an_odd_length(text: str, head: Any, zeros: str) 
 
 @pytest.mark.slow
 def test_lora_and_a_running_mean_where_half_the_replicas_count_for_nothing() -> None:
-    """Of 13 positions in chunks of 2, on two replicas, one of which has weights of 0 alone."""
+    """Train on 13 positions in chunks of 2, on two replicas; all weights of one replica are 0."""
     optimizer = optax.chain(optax.sgd(0.3, momentum=0.9), optax.ema(0.9))
     lora = lambda path: path.startswith("lora")
     check(model(), "data=2", batch_of(zeros="half"), trainable=lora, optimizer=optimizer)
 
 
 @pytest.mark.battery
-@pytest.mark.parametrize("head", [tied, own])
+@pytest.mark.parametrize("head", [tied, separate])
 @pytest.mark.parametrize("text", ["data=2,precision=bf16", "zero3,precision=bf16", "data=2,precision=f16"])
 def test_in_low_precision(text: str, head: Any) -> None:
-    """The head's gradient is rounded once, and not for each product, so that it is not the same to the bit."""
+    """The head's gradient is rounded once, and not for each product, so that the last bits differ."""
     check(model(head), text, batch_of(), 2e-2)
 
 
 @pytest.mark.battery
-@pytest.mark.parametrize("head", [tied, own])
+@pytest.mark.parametrize("head", [tied, separate])
 def test_beside_context(head: Any) -> None:
     check(model(head), "context=2", batch_of(length=14))
 
 
 def teacher(p: Any, x: jax.Array) -> jax.Array:
-    """As distillation has it: of two heads' logits."""
+    """Return a sum of two heads' logits, as in distillation."""
     return x @ p["head"] + 0.5 * jax.nn.softmax(x @ p["embed"].T)
 
 
-@pytest.mark.parametrize("head", [added, teacher])
+@pytest.mark.parametrize("head", [two_products, teacher])
 def test_logits_of_two_products_stay_whole_and_explain_says_so(head: Any) -> None:
     step = jp.make_train_step(model(head), optax.sgd(0.1), "data=2,logits=8", mesh=jax.devices()[:2])
-    assert {one.chunks for one in step.traced(batch_of()).notes.logits.values()} == {1}
-    if head is added:
-        said = " ".join(str(step.explain(batch_of())).split())
-        assert "the logits of 52 tokens, 8.32 kB in float32, are whole: they meet a value of their size" in said
+    assert {logits.chunks for logits in step.traced(batch_of()).notes.logits.values()} == {1}
+    if head is two_products:
+        explanation = " ".join(str(step.explain(batch_of())).split())
+        assert "the logits of 52 tokens, 8.32 kB in float32, are whole: they meet a value of their size" in explanation

@@ -1,6 +1,6 @@
-"""What an error or a warning about coupled rows advises is followed here, and gives the result of the whole batch.
+"""Errors and warnings about coupled rows give advice: a loss that follows it has the result of the whole batch.
 
-The advice to use `jp.all_rows` was never tried with microbatches, where it gave 1.32 in place of 1.10, and `verify`
+The advice to use `jp.all_rows` was never tried with microbatches: the loss was 1.32 instead of 1.10, and `verify`
 agreed.
 """
 
@@ -30,42 +30,44 @@ BATCH = {
 }
 
 
-def of(loss: Loss, rows: str | None = None) -> jp.Model:
+def model_of(loss: Loss, rows: str | None = None) -> jp.Model:
     return jp.Model(lambda key: {"w": jnp.asarray(W)}, lambda p, batch, key: loss(p["w"], batch, key), rows=rows)
 
 
-def made(loss: Loss, strategy: str, rows: str | None = None) -> Any:
+def make_step(loss: Loss, strategy: str, rows: str | None = None) -> Any:
     devices = jax.devices()[: 1 if "single" in strategy else 2]
-    return jp.make_train_step(of(loss, rows), optax.sgd(0.1), strategy, mesh=devices)
+    return jp.make_train_step(model_of(loss, rows), optax.sgd(0.1), strategy, mesh=devices)
 
 
-def said(loss: Loss, strategy: str = "data=2") -> str:
-    """What is said of a loss before anything runs: the error, or the warnings."""
-    step = made(loss, strategy)
+def message_of(loss: Loss, strategy: str = "data=2") -> str:
+    """Return the error, or the warnings, that the trace of a loss gives."""
+    step = make_step(loss, strategy)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             step.trace(BATCH)
         except ValueError as error:
             return str(error)
-    told = [str(w.message) for w in caught]
-    return "\n".join(one for one in told if "does not read batch lea" not in one)  # each loss reads some of BATCH
+    messages = [str(w.message) for w in caught]
+    return "\n".join(
+        message for message in messages if "does not read batch lea" not in message
+    )  # each loss reads some of BATCH
 
 
 def blocks_and_batch(loss: Loss) -> list[tuple[Any, Any]]:
-    """Value and gradient, of two blocks of rows together as two replicas have them, and of the whole batch."""
+    """Return value and gradient of two blocks of rows, as two replicas have them, and of the whole batch."""
 
     def mean(w: jax.Array, blocks: Batch) -> jax.Array:
-        run = lambda rows: of(loss).call({"w": w}, {}, rows, None, ("data",))[0]["loss"]
-        sums = jax.vmap(run, axis_name="data")(blocks)
+        block_loss = lambda rows: model_of(loss).call({"w": w}, {}, rows, None, ("data",))[0]["loss"]
+        sums = jax.vmap(block_loss, axis_name="data")(blocks)
         return sums.total.sum() / sums.count.sum()
 
-    cut = lambda n: {name: x.reshape(n, -1, *x.shape[1:]) for name, x in BATCH.items()}
-    return [jax.value_and_grad(mean)(jnp.asarray(W), cut(n)) for n in (2, 1)]
+    split_batch = lambda n: {name: x.reshape(n, -1, *x.shape[1:]) for name, x in BATCH.items()}
+    return [jax.value_and_grad(mean)(jnp.asarray(W), split_batch(n)) for n in (2, 1)]
 
 
 class Case(NamedTuple):
-    """A loss that couples rows, what the error or the warning advises, and the loss that follows it."""
+    """A loss that couples rows, the advice of its error or warning, and the loss that follows the advice."""
 
     coupled: Loss
     advice: str
@@ -79,8 +81,8 @@ def squares(w: jax.Array, batch: Batch) -> jax.Array:
 def normalised(rows: Callable[[jax.Array], jax.Array]) -> Loss:
     def loss(w: jax.Array, batch: Batch, key: Any) -> jax.Array:
         x = batch["x"] @ w
-        every = rows(x)
-        return jnp.square((x - every.mean(0)) / every.std(0) - batch["y"]).mean()
+        all_rows = rows(x)
+        return jnp.square((x - all_rows.mean(0)) / all_rows.std(0) - batch["y"]).mean()
 
     return loss
 
@@ -129,27 +131,27 @@ def in_groups(w: jax.Array, batch: Batch, key: Any) -> jax.Array:
     return (squares(w, batch)[:, None] * (gain - gain.mean(1, keepdims=True))).sum(1).mean()
 
 
-def views(together: Callable[..., jax.Array]) -> Loss:
-    """SimCLR's loss of two views, of which `together` makes one array."""
+def views(join: Callable[..., jax.Array]) -> Loss:
+    """Return SimCLR's loss of two views; `join` joins them into one array."""
 
     def loss(w: jax.Array, batch: Batch, key: Any) -> jax.Array:
-        z = together(batch["x"] @ w, batch["y"])
+        z = join(batch["x"] @ w, batch["y"])
         similar = z @ z.T - 1e9 * jnp.eye(len(z))
         return jax.nn.logsumexp(similar, -1).mean() - jnp.diagonal(similar, len(z) // 2).mean()
 
     return loss
 
 
-itself = lambda x: x
+identity = lambda x: x
 mean_of = lambda total: lambda w, batch, key: jp.Mean(total(w, batch), batch["mask"].sum())
 masked_sum = lambda w, batch: (squares(w, batch) * batch["mask"]).sum()
 decay = lambda w: 0.1 * jnp.square(w).sum()
 
 CASES = {
-    "statistics": Case(normalised(itself), "compute it from jp.all_rows(x)", normalised(jp.all_rows)),
-    "balance": Case(balanced(itself), "compute it from jp.all_rows(x)", balanced(jp.all_rows)),
-    "ranks": Case(ranked(itself), "compute it from jp.all_rows(x)", ranked(jp.all_rows)),
-    "pairs": Case(contrasted(itself), "give it jp.all_rows(x) for one of them", contrasted(jp.all_rows)),
+    "statistics": Case(normalised(identity), "compute it from jp.all_rows(x)", normalised(jp.all_rows)),
+    "balance": Case(balanced(identity), "compute it from jp.all_rows(x)", balanced(jp.all_rows)),
+    "ranks": Case(ranked(identity), "compute it from jp.all_rows(x)", ranked(jp.all_rows)),
+    "pairs": Case(contrasted(identity), "give it jp.all_rows(x) for one of them", contrasted(jp.all_rows)),
     "views": Case(
         views(lambda a, b: jp.all_rows(jnp.concatenate([a, b]))),
         "gather first, jnp.concatenate([jp.all_rows(a), jp.all_rows(b)])",
@@ -166,9 +168,9 @@ CASES = {
         lambda w, batch, key: jnp.square((batch["x"] @ w)[:, 0] - batch["mask"]).mean(),
     ),
     "ratio": Case(
-        masked(itself), "return jp.Mean(total, count)", mean_of(masked_sum)
+        masked(identity), "return jp.Mean(total, count)", mean_of(masked_sum)
     ),
-    "ratio of all": Case(masked(itself), "or use sums of jp.all_rows(x)", masked(jp.all_rows)),
+    "ratio of all": Case(masked(identity), "or use sums of jp.all_rows(x)", masked(jp.all_rows)),
     "sum": Case(
         lambda w, batch, key: squares(w, batch).sum(),
         "take the mean, .mean() for .sum()",
@@ -236,29 +238,31 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_advice_is_followed(name: str) -> None:
     case = CASES[name]
-    assert case.advice in said(case.coupled)
-    assert said(case.followed) == ""
-    (value, grad), (whole, grad_of_whole) = blocks_and_batch(case.followed)
-    np.testing.assert_allclose(value, whole, rtol=1e-5)
-    np.testing.assert_allclose(grad, grad_of_whole, rtol=1e-4, atol=1e-5)
+    assert case.advice in message_of(case.coupled)
+    assert message_of(case.followed) == ""
+    (value, grad), (batch_value, batch_grad) = blocks_and_batch(case.followed)
+    np.testing.assert_allclose(value, batch_value, rtol=1e-5)
+    np.testing.assert_allclose(grad, batch_grad, rtol=1e-4, atol=1e-5)
 
 
 def test_a_sum_is_no_coupling() -> None:
-    """A loss that is a sum was said to couple rows, and to be fit for rows='independent', which makes it no mean."""
-    told = said(lambda w, batch, key: squares(w, batch).sum())
-    assert told.startswith("the loss is not a mean over rows, and 2 replicas see only their own")
-    assert "couple" not in told
-    assert told.endswith("or return jp.Mean(total, count)")
+    """The error said that a sum couples rows, and advised rows='independent', which does not make it a mean."""
+    message = message_of(lambda w, batch, key: squares(w, batch).sum())
+    assert message.startswith("the loss is not a mean over rows, and 2 replicas see only their own")
+    assert "couple" not in message
+    assert message.endswith("or return jp.Mean(total, count)")
 
 
 def test_all_rows_are_those_of_a_microbatch() -> None:
-    """With `single,microbatches=4` the loss that the error advised was 1.32 in place of 1.10, without a word."""
-    plain, gathered = balanced(itself), balanced(jp.all_rows)
+    """With `single,microbatches=4`, the loss that the error advised was silently 1.32 instead of 1.10."""
+    plain, gathered = balanced(identity), balanced(jp.all_rows)
     for strategy, rows in (("single,microbatches=4", 4), ("data=2,microbatches=2", 8)):
-        refused = said(plain, strategy)
-        assert f"returns the rows of one microbatch, {rows} of the 16 rows of the batch: use microbatches=1" in refused
-        told = said(gathered, strategy)
-        assert f"returns the rows of one microbatch, {rows} of the 16 rows of the batch, so the result is not" in told
+        error = message_of(plain, strategy)
+        assert f"returns the rows of one microbatch, {rows} of the 16 rows of the batch: use microbatches=1" in error
+        message = message_of(gathered, strategy)
+        assert (
+            f"returns the rows of one microbatch, {rows} of the 16 rows of the batch, so the result is not" in message
+        )
         with warnings.catch_warnings(action="error"):
-            made(gathered, strategy, "independent").trace({"x": BATCH["x"]})
-    assert said(gathered, "single") == said(gathered, "data=2") == ""
+            make_step(gathered, strategy, "independent").trace({"x": BATCH["x"]})
+    assert message_of(gathered, "single") == message_of(gathered, "data=2") == ""

@@ -1,4 +1,7 @@
-"""Guards look at all rows and decide no value: `eqx.error_if` was refused as a coupling (in megalodon-jax)."""
+"""Guards such as `eqx.error_if` read all rows and decide no value.
+
+They were refused as a coupling, in megalodon-jax.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -95,7 +98,7 @@ def test_a_coupling_behind_a_guard_is_refused(guard: Callable[[Any], Any]) -> No
 
 @pytest.mark.parametrize("guard", NAN_GUARDS)
 def test_a_guard_of_nan_makes_the_loss_nan_as_on_one_device(guard: Callable[[Any], Any]) -> None:
-    """It was refused as a coupling. A block makes NaN of its own rows alone, and the mean of all rows is NaN."""
+    """It was refused as a coupling. NaN in the rows of one block makes the mean of all rows NaN."""
     step, bad = step_of(guard), BATCH.copy()
     bad[13, 2] = np.nan
     state = step.init(jax.random.key(0))
@@ -109,20 +112,20 @@ def test_a_guard_of_nan_makes_the_loss_nan_as_on_one_device(guard: Callable[[Any
     [jnp.nan_to_num, lambda y: jnp.where(jnp.isnan(y), 0.0, y), lambda y: jnp.where(jnp.isfinite(y), y, 0.0)],
 )
 def test_nan_that_a_later_line_takes_away_is_a_coupling(hides: Callable[[Any], Any]) -> None:
-    """One device would have 0 for all rows of the batch, and blocks for their own."""
+    """One device would set all rows of the batch to 0, and a block only its own rows."""
     with pytest.raises(ValueError, match=r"couples rows.*\n.*test_guards.py:\d+.*on_error='raise'"):
         step_of(lambda y: hides(nan_of_a_mean(y))).traced(BATCH)
     step_of(lambda y: hides(of_a_mean(y))).traced(BATCH)  # as the error advises
 
 
 def test_integers_of_a_guard_of_nan_are_a_coupling() -> None:
-    """Equinox makes the largest number of them, which is no NaN, and with it the loss is another number."""
+    """Equinox replaces integers by the largest number, which is not NaN, so that the loss is a different number."""
     with pytest.raises(ValueError, match="couples rows"):
         step_of(lambda y: y * or_nan((y > 0).astype(int), y.max() > 1e9)).traced(BATCH)
 
 
 def test_checks_in_a_loss_are_heard_by_checkify_around_the_step() -> None:
-    """One rank's check is enough, whichever has the bad row."""
+    """The check of one rank is enough, on any rank that has the bad row."""
 
     def check(y: jax.Array) -> jax.Array:
         checkify.check(jnp.all(jnp.abs(y) < 1e9), "too large")
@@ -142,9 +145,9 @@ def breaks(y: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("strategy", ["ddp,microbatches=2", "single"])
 def test_breakpoints_are_refused_with_their_line(strategy: str) -> None:
-    """JAX said that a tracer has no numbers, or has escaped, and no line."""
-    of_equinox = lambda y: eqx.error_if(y, jnp.any(y > 1e9), "large", on_error="breakpoint")
-    for guard in (breaks, of_equinox) if strategy != "single" else (of_equinox,):
+    """JAX's error told of a tracer without numbers, or of one that escaped, and named no line."""
+    equinox_breakpoint = lambda y: eqx.error_if(y, jnp.any(y > 1e9), "large", on_error="breakpoint")
+    for guard in (breaks, equinox_breakpoint) if strategy != "single" else (equinox_breakpoint,):
         with pytest.raises(ValueError, match=r"debugger at .*test_guards.py:\d+.*call the loss by itself"):
             step_of(guard, strategy=strategy).traced(BATCH)
 
@@ -155,7 +158,7 @@ def test_a_choice_by_a_mean_is_no_guard() -> None:
 
 
 def test_ordered_prints_are_refused_with_their_line() -> None:
-    """JAX said which object's effects "are not supported for more than 1 device", and no line."""
+    """JAX's error named an object whose effects "are not supported for more than 1 device", and no line."""
 
     def ordered(y: jax.Array) -> jax.Array:
         jax.debug.print("{m}", m=y.max(), ordered=True)

@@ -1,4 +1,4 @@
-"""Loops are read in rounds, until their carry settles; loops within them are not read anew in each."""
+"""The reader reads a loop in rounds until its carry settles, and loops within it only once for equal inputs."""
 
 import warnings
 from collections.abc import Callable
@@ -18,8 +18,8 @@ Layer = Callable[[jax.Array, jax.Array], jax.Array]
 BATCH = {"x": np.ones((8, 4), np.float32)}
 
 
-def said(layer: Layer) -> list[str]:
-    """What is warned of a layer before a mean over rows."""
+def warnings_of(layer: Layer) -> list[str]:
+    """Return the warnings about a layer before a mean over rows."""
     loss = lambda w, batch, key: jnp.square(layer(batch["x"], w)).mean()
     step = jp.make_train_step(jp.Model(lambda key: jnp.eye(4), loss), optax.sgd(0.1), "data=2", mesh=jax.devices()[:2])
     with warnings.catch_warnings(record=True) as caught:
@@ -29,7 +29,7 @@ def said(layer: Layer) -> list[str]:
 
 
 def in_scans(depth: int, layer: Layer) -> Layer:
-    """A layer in so many loops, whose carry settles after three rounds."""
+    """Return a layer within `depth` loops, whose carry settles after three rounds."""
     if depth == 0:
         return layer
     inner = in_scans(depth - 1, layer)
@@ -55,20 +55,20 @@ def in_scans_over_rows(depth: int, layer: Layer) -> Layer:
 
 @pytest.fixture
 def equations_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Layer], int]:
-    """How many equations are read of a layer."""
-    read = 0
+    """Return a function that counts the equations that are read of a layer."""
+    num_read = 0
 
-    def equation(self: Reader, *args: Any, of: Any = Reader.equation) -> Any:
-        nonlocal read
-        read += 1
-        return of(self, *args)
+    def counted(self: Reader, *args: Any, read_equation: Any = Reader.read_equation) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return read_equation(self, *args)
 
     def of_layer(layer: Layer) -> int:
-        before = read
-        assert said(layer) == []
-        return read - before
+        num_before = num_read
+        assert warnings_of(layer) == []
+        return num_read - num_before
 
-    monkeypatch.setattr(Reader, "equation", equation)
+    monkeypatch.setattr(Reader, "read_equation", counted)
     return of_layer
 
 
@@ -76,13 +76,13 @@ def equations_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Layer], int]:
 def test_reading_nested_loops_takes_as_long_as_there_are_loops(
     loops: Callable[[int, Layer], Layer], equations_read: Callable[[Layer], int]
 ) -> None:
-    """It was as many rounds as a loop needs, to the power of the depth: 1,457 equations read for 5 loops of 17."""
-    two, four, six = (equations_read(loops(depth, lambda x, w: jnp.tanh(x @ w))) for depth in (2, 4, 6))
-    assert six - four <= four - two
+    """The number of rounds was to the power of the depth: 1,457 equations were read for 5 loops of 17."""
+    depth_2, depth_4, depth_6 = (equations_read(loops(depth, lambda x, w: jnp.tanh(x @ w))) for depth in (2, 4, 6))
+    assert depth_6 - depth_4 <= depth_4 - depth_2
 
 
 def test_layers_in_a_row_are_read_once_each(equations_read: Callable[[Layer], int]) -> None:
-    """A model of `associative_scan` and of loops in loops, layer after layer, as memorax's mLSTM."""
+    """Layers of `associative_scan` and of nested loops, as in memorax's mLSTM."""
 
     def layer(x: jax.Array, w: jax.Array) -> jax.Array:
         x_BTD = x[:, :, None] * w[0]
@@ -92,16 +92,16 @@ def test_layers_in_a_row_are_read_once_each(equations_read: Callable[[Layer], in
         step = lambda carry, x_BD: (carry + x_BD, refined(carry))
         return x + lax.scan(step, jnp.zeros_like(x), gated.swapaxes(0, 1))[1].sum(-1).T
 
-    def several(count: int) -> Layer:
-        return lambda x, w: layer(several(count - 1)(x, w), w) if count else x
+    def repeat(count: int) -> Layer:
+        return lambda x, w: layer(repeat(count - 1)(x, w), w) if count else x
 
-    one, two, three = (equations_read(several(count)) for count in (1, 2, 3))
-    assert 0 < three - two == two - one
+    one_layer, two_layers, three_layers = (equations_read(repeat(count)) for count in (1, 2, 3))
+    assert 0 < three_layers - two_layers == two_layers - one_layer
 
 
 def test_a_function_that_is_read_again_is_not_taken_for_what_it_is_of_other_indices() -> None:
-    """Of rows in order, and of rows in reverse."""
-    take = jax.jit(lambda x, at: x[at])
+    """A function takes rows in order, and then in reverse."""
+    take = jax.jit(lambda x, indices: x[indices])
 
     def layers(reverse: bool) -> Layer:
         def layer(x: jax.Array, _: Any) -> tuple[jax.Array, None]:
@@ -110,6 +110,6 @@ def test_a_function_that_is_read_again_is_not_taken_for_what_it_is_of_other_indi
 
         return lambda x, w: lax.scan(layer, x @ w, None, length=2)[0]
 
-    assert said(layers(False)) == []
-    (message,) = said(layers(True))
+    assert warnings_of(layers(False)) == []
+    (message,) = warnings_of(layers(True))
     assert "picks rows by computed indices" in message

@@ -1,4 +1,4 @@
-"""Values that follow from sizes alone are computed by NumPy: JAX compiled a program for each equation and shape."""
+"""NumPy computes the values that follow from sizes alone: JAX compiled a program for each equation and shape."""
 
 from typing import Any
 
@@ -18,26 +18,27 @@ from jaxpar.step.rows.numbers import BY_NUMPY
 def test_numpy_computes_the_same_numbers(name: str) -> None:
     for eqn, values in equations.equations(name, 6):
         expected = np.asarray(jx.bind(eqn, values)[0])
-        found = np.asarray(BY_NUMPY[name](eqn, *map(np.asarray, values))).astype(expected.dtype)
-        np.testing.assert_array_equal(found, expected)
+        result = np.asarray(BY_NUMPY[name](eqn, *map(np.asarray, values))).astype(expected.dtype)
+        np.testing.assert_array_equal(result, expected)
 
 
 def test_constants_of_an_associative_scan_are_not_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """memorax's mLSTM has flags that are slices of one constant in every level of its scan: its row check took 20 times
-    as long as a trace.
+    """The row check of memorax's mLSTM took 20 times as long as a trace.
+
+    Its flags are slices of one constant in every level of its scan.
     """
-    ran: list[str] = []
+    bound_names: list[str] = []
     bind = jx.bind
 
     def counted(eqn: Any, values: Any, **changes: Any) -> Any:
-        ran.append(eqn.primitive.name)
+        bound_names.append(eqn.primitive.name)
         return bind(eqn, values, **changes)
 
     def loss(params: Any, batch: Any, key: Any) -> jax.Array:
         flags = jnp.arange(32) % 5 == 0
 
-        def combine(one: Any, other: Any) -> Any:
-            return jnp.where(other[1][:, None], other[0], one[0] + other[0]), one[1] | other[1]
+        def combine(a: Any, b: Any) -> Any:
+            return jnp.where(b[1][:, None], b[0], a[0] + b[0]), a[1] | b[1]
 
         scan = lambda x: jax.lax.associative_scan(combine, (x * params, flags))[0]
         return jnp.square(jax.vmap(scan)(batch)).mean()
@@ -45,4 +46,4 @@ def test_constants_of_an_associative_scan_are_not_compiled_one_by_one(monkeypatc
     step = jp.make_train_step(jp.Model(lambda key: jnp.ones(4), loss), optax.sgd(0.1), "ddp")
     monkeypatch.setattr(jx, "bind", counted)
     step.traced(np.ones((16, 32, 4), np.float32))
-    assert len(ran) < 10, ran
+    assert len(bound_names) < 10, bound_names

@@ -1,4 +1,4 @@
-"""Losses that couple rows are named by line, and those that do not give no alarm. Traced only: nothing is compiled."""
+"""Errors name the line of a loss that couples rows, and other losses give no alarm. Losses are traced, not compiled."""
 
 import functools
 import inspect
@@ -32,17 +32,18 @@ BATCH = {
 
 
 def traced(model: jp.Model, strategy: str = "data=2,microbatches=2", batch: Any = None) -> list[str]:
-    """The warnings of a trace. Raises ValueError where rows are coupled."""
+    """Trace a model's loss and return the warnings; raise ValueError if it couples rows."""
     devices = jax.devices()[: 1 if "data=1" in strategy else 2]
     step = jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=devices)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step.trace(BATCH if batch is None else batch)
-    said = [str(w.message) for w in caught]
-    return [one for one in said if "does not read batch lea" not in one]  # each loss here reads some of BATCH
+    messages = [str(w.message) for w in caught]
+    # Each loss here reads some of BATCH, which is another warning.
+    return [message for message in messages if "does not read batch lea" not in message]
 
 
-def of(loss: Loss, rows: str | None = None) -> jp.Model:
+def model_of(loss: Loss, rows: str | None = None) -> jp.Model:
     def init(key: jax.Array) -> dict[str, jax.Array]:
         return {"w": jax.random.normal(key, (DIM, WIDTH))}
 
@@ -51,7 +52,7 @@ def of(loss: Loss, rows: str | None = None) -> jp.Model:
     return jp.Model(init=init, loss=call, rows=rows)
 
 
-# -- losses that couple rows: the line that does ends in a comment with words of the message --------------------------
+# -- losses that couple rows: the comment on the line that does has words of the message ------------------------------
 
 
 def ppo(w: jax.Array, batch: Batch) -> jax.Array:
@@ -62,7 +63,7 @@ def ppo(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def vmapped_mean(w: jax.Array, batch: Batch) -> jax.Array:
-    """JAX keeps the mean over a vmapped axis as a collective over a dim, which was taken for other rows."""
+    """JAX keeps the mean over a vmapped axis as a collective over a dim. The reader took that for something else."""
     x = jax.vmap(lambda x: x - jax.lax.pmean(x, "row"), axis_name="row")(batch["x"] @ w)
     return jnp.square(x - batch["y"]).mean()  # a sum or mean over rows
 
@@ -90,7 +91,7 @@ def rank(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def critic(w: jax.Array, batch: Batch) -> jax.Array:
-    """[rows, 1] less [rows], as in critics of SAC that others published: what mends it was not said."""
+    """[rows, 1] minus [rows], as in published critics of SAC. The error did not say how to mend it."""
     return jnp.square(batch["x"] @ w[:, :1] - batch["y"][:, 0]).mean()  # if a row was to meet itself alone
 
 
@@ -123,7 +124,7 @@ def sorting(w: jax.Array, batch: Batch) -> jax.Array:
 def triplet(w: jax.Array, batch: Batch) -> jax.Array:
     anchor = batch["x"] @ w
     negative = jnp.roll(anchor, 1, axis=0)  # puts rows into another order
-    near, far = (jnp.square(anchor - other).sum(-1) for other in (batch["y"], negative))
+    near, far = (jnp.square(anchor - target).sum(-1) for target in (batch["y"], negative))
     return jnp.maximum(0, near - far + 1).mean()
 
 
@@ -168,7 +169,7 @@ def plain_sum(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def decay_in_a_sum(w: jax.Array, batch: Batch) -> jp.Mean:
-    """Each block would add the decay, to be divided by the count of all."""
+    """Each block would add the decay to its total, and the sum of totals is divided by the count of all blocks."""
     nats = jnp.square(batch["x"] @ w - batch["y"]).mean(-1) * batch["mask"]
     total = nats.sum() + 0.1 * jnp.square(w).sum()  # adds up a sum over rows and a value that is the same for all rows
     return jp.Mean(total, batch["mask"].sum())
@@ -180,7 +181,7 @@ def last_row(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def over_rows(w: jax.Array, batch: Batch) -> jax.Array:
-    """A recurrence from row to row."""
+    """Run a recurrence from row to row."""
 
     def step(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         carry = jnp.tanh(carry + x @ w)  # carries from row to row
@@ -190,7 +191,7 @@ def over_rows(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def log_of_the_count(w: jax.Array, batch: Batch) -> jax.Array:
-    """The number of rows in the block, a plain number or summed up, which is not how many the batch has."""
+    """Use the number of rows in the block, which is less than the number in the batch."""
     n = jnp.ones_like(batch["mask"]).sum()
     loss = jnp.square(batch["x"] @ w - batch["y"]).mean()
     return loss + jnp.log(n) * jnp.square(w).sum()  # a value that depends on how many rows a block has
@@ -216,7 +217,7 @@ def next_to_the_diagonal(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def kernel_of_two_rows(w: jax.Array, batch: Batch) -> jax.Array:
-    """Each group of a convolution has the features of two rows."""
+    """Convolve groups that have the features of two rows each."""
     x, groups = batch["x"].reshape(1, 1, -1), len(batch["x"]) // 2
     kernel = jnp.broadcast_to(w.ravel()[: 2 * DIM, None], (1, 2 * DIM, groups))
     numbers = ("NWC", "WIO", "NWC")
@@ -225,7 +226,7 @@ def kernel_of_two_rows(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def views_end_to_end(w: jax.Array, batch: Batch) -> jax.Array:
-    """SimCLR's two views: on four devices the gathered rows stood in another order than on one, without a word."""
+    """SimCLR's two views: on four devices the gathered rows were in another order than on one, silently."""
     z = jp.all_rows(jnp.concatenate([batch["x"] @ w, batch["y"]]))  # rows in another order than the batch's
     similar = z @ z.T
     return jax.nn.logsumexp(similar, -1).mean() - jnp.diagonal(similar, len(z) // 2).mean()
@@ -256,27 +257,27 @@ def first_rows(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def shared_capacity(w: jax.Array, batch: Batch) -> jax.Array:
-    """A mixture of experts whose buffers the tokens of all rows fill (GShard, section 2.2, with one group)."""
+    """Fill the buffers of a mixture of experts with tokens of all rows (GShard, section 2.2, with one group)."""
     chosen = jax.nn.one_hot((batch["x"] @ w).argmax(-1), WIDTH)
     place = (jnp.cumsum(chosen, axis=0) * chosen).sum(-1)  # cumsum over rows
     return (jnp.square(batch["x"] @ w - batch["y"]).mean(-1) * (place <= 4)).mean()
 
 
 def _pairs(n: int, shift: int) -> tuple[jax.Array, ...]:
-    """One list of indices for all rows, of each pair of features once, as DLRM makes it."""
+    """Return one list of indices for all rows, with each pair of features once, as DLRM makes it."""
     which = jnp.array(jnp.triu_indices(2))
     row = jnp.tile(jnp.arange(n)[:, None], [1, which.shape[1]]).reshape(1, -1)
     return tuple(jnp.concatenate([(row + shift) % n, jnp.tile(which, [1, n])]))
 
 
 def pairs_of_features(w: jax.Array, batch: Batch) -> jax.Array:
-    """DLRM's products of a row's features with each other. It was refused."""
+    """Multiply a row's features with each other, as DLRM does. It was refused."""
     x = (batch["x"] @ w)[..., None] * batch["x"][:, None, :2]
     return jnp.square(x[_pairs(len(x), 0)].reshape(len(x), -1).sum(-1)).mean()
 
 
 def pairs_after_many_equations(w: jax.Array, batch: Batch) -> jax.Array:
-    """More than Python may call within one another."""
+    """Indices follow from more equations than Python allows nested calls."""
     x = (batch["x"] @ w)[..., None] * batch["x"][:, None, :2]
     rows, *places = _pairs(len(x), 0)
     for _ in range(400):
@@ -285,28 +286,28 @@ def pairs_after_many_equations(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def pairs_of_the_next(w: jax.Array, batch: Batch) -> jax.Array:
-    """Alone they would be the rows in another order; beside labels they are others."""
+    """Without labels these would be all rows in another order; with labels each row meets another row's label."""
     x = (batch["x"] @ w)[..., None] * batch["x"][:, None, :2]
     following = x[_pairs(len(x), 1)].reshape(len(x), -1).sum(-1)  # picks rows by computed indices
     return jnp.square(following - batch["y"][:, 0]).mean()
 
 
 def pairs_by_column(w: jax.Array, batch: Batch) -> jax.Array:
-    """Row 0, 1, 2, ... three times over: reshaped, a row has those of others."""
+    """Take rows 0, 1, 2, ... three times over: after the reshape, a row has elements of other rows."""
     x = batch["x"] @ w
     tiled = x[jnp.tile(jnp.arange(len(x)), 3), 0]  # picks rows by computed indices
     return jnp.square(tiled.reshape(len(x), 3).sum(-1)).mean()
 
 
 def langevin(w: jax.Array, batch: Batch) -> jax.Array:
-    """A step along the gradient of a mean, which has 1 / n in each row. A power that was not known passed."""
+    """Take a step along the gradient of a mean, which has 1 / n in each row. Unknown powers passed."""
     x = batch["x"]
     x = x - jax.grad(lambda x: jnp.square(x @ w).mean())(x)
     return jnp.tanh(x @ w).mean()  # depends on how many rows a block has
 
 
 def penalty_of_a_mean(w: jax.Array, batch: Batch) -> jax.Array:
-    """WGAN-GP with the critic's mean differentiated in place of its sum. It passed, for the same reason."""
+    """WGAN-GP that differentiates the critic's mean instead of its sum. It passed, for the same reason."""
     slope = jax.grad(lambda x: jnp.tanh(x @ w).mean())(batch["x"])
     return jax.nn.softplus(jnp.square(slope).sum(1) - 1).mean()  # depends on how many rows a block has
 
@@ -320,7 +321,7 @@ normed.defvjp(lambda x: (x, None), lambda _, ct: (ct / jnp.linalg.norm(ct),))
 
 
 def normed_gradient(w: jax.Array, batch: Batch) -> jax.Array:
-    """Only what a function computes was read, not the derivative that it brings with it: gradients were 1.97 off."""
+    """The reader read only the forward of a function, and not its own derivative: gradients were 1.97 off."""
     return jnp.square(normed(jnp.tanh(batch["x"] @ w))).mean()  # sqrt of a sum or mean over rows
 
 
@@ -337,24 +338,24 @@ def centred_tangent(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def moving_average(w: jax.Array, batch: Batch) -> jax.Array:
-    """Weights rows by their place, and was taken for their sum."""
+    """Weight rows by their place. The reader took it for their sum."""
     x = jnp.tanh(batch["x"] @ w)
     end, _ = jax.lax.scan(lambda c, row: (0.9 * c + 0.1 * row.mean(), None), 0.0, x)  # carries from row to row
     return end / len(x)
 
 
 def running_sums(w: jax.Array, batch: Batch) -> jax.Array:
-    """Each step's sum was taken for the sum of all."""
+    """Return every partial sum. The reader took each for the sum of all rows."""
     x = jnp.tanh(batch["x"] @ w)
     _, sums = jax.lax.scan(lambda c, row: (c + row.mean(), c + row.mean()), 0.0, x)  # carries from row to row
     return sums.mean() / len(x)
 
 
-def _segments(w: jax.Array, batch: Batch, of: Callable[[Any], Any], segments: int | None = None) -> jax.Array:
-    """What tokens of all rows add up to in segments, as `of(row of each token)` says."""
+def _segments(w: jax.Array, batch: Batch, segment_of: Callable[[Any], Any], segments: int | None = None) -> jax.Array:
+    """Add up tokens of all rows in segments; `segment_of` maps the row of each token to its segment."""
     rows, length = batch["tokens"].shape
     tokens = jnp.tanh(w[batch["tokens"]]).reshape(-1, WIDTH)
-    return jax.ops.segment_sum(tokens, of(jnp.repeat(jnp.arange(rows), length)), segments or rows)
+    return jax.ops.segment_sum(tokens, segment_of(jnp.repeat(jnp.arange(rows), length)), segments or rows)
 
 
 def segments_of_the_next(w: jax.Array, batch: Batch) -> jax.Array:
@@ -372,7 +373,7 @@ def one_segment(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def picks_that_end(w: jax.Array, batch: Batch) -> jax.Array:
-    """Row 7 is the last of a block, and not of two. It passed."""
+    """Row 7 is the last row of a block, and not of twice as many rows. It passed."""
     x = (batch["x"] @ w)[jnp.minimum(jnp.arange(len(batch["x"])), 7)]  # picks rows by computed indices
     return jnp.square(x - batch["y"]).mean()
 
@@ -407,24 +408,26 @@ COUPLED += [
 
 @pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
 def test_a_loss_that_couples_rows_is_named_by_its_line(loss: Loss) -> None:
-    """PPO's normalisation of advantages trained in silence, with a gradient 63% off."""
+    """PPO's normalisation of advantages trained without a warning, with a gradient 63% off."""
     lines, first = inspect.getsourcelines(loss)
-    at, words = next((first + i, line.split("  # ")[1].strip()) for i, line in enumerate(lines) if "  # " in line)
-    with pytest.raises(ValueError, match=rf"test_rows\.py:{at}\b.*{re.escape(words)}"):
-        traced(of(loss))
-    assert traced(of(loss, rows="independent")) == []
+    line_number, phrase = next(
+        (first + i, line.split("  # ")[1].strip()) for i, line in enumerate(lines) if "  # " in line
+    )
+    with pytest.raises(ValueError, match=rf"test_rows\.py:{line_number}\b.*{re.escape(phrase)}"):
+        traced(model_of(loss))
+    assert traced(model_of(loss, rows="independent")) == []
 
 
 def test_what_is_written_most_is_refused_in_every_sample() -> None:
-    """A mean by a mask, and weight decay beside a sum; the cells above are many, of which a sample has few."""
+    """The two most frequent mistakes are in every sample of the tests: a masked mean, and a decay added to a sum."""
     with pytest.raises(ValueError, match="divides one sum over rows by another"):
-        traced(of(masked_mean))
+        traced(model_of(masked_mean))
     with pytest.raises(ValueError, match="adds up a sum over rows and a value that is the same for all rows"):
-        traced(of(decay_in_a_sum))
+        traced(model_of(decay_in_a_sum))
 
 
 def test_the_line_is_the_callers_not_a_librarys() -> None:
-    """What a loss of Optax or a layer of Flax does was named by a line within these packages."""
+    """The error named a line within Optax or Flax, and not the user's line that calls them."""
 
     class Net(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -438,9 +441,9 @@ def test_the_line_is_the_callers_not_a_librarys() -> None:
 
     net = jp.from_nnx(lambda rngs: Net(rngs), lambda module, batch: module(batch["x"]).mean())
     lines, first = inspect.getsourcelines(test_the_line_is_the_callers_not_a_librarys)
-    for model, comment in ((net, "over rows"), (of(contrastive), "in the loss")):
-        at = next(first + i for i, line in enumerate(lines) if line.rstrip().endswith(f"# {comment}"))
-        with pytest.raises(ValueError, match=rf"test_rows\.py:{at}\b") as caught:
+    for model, comment in ((net, "over rows"), (model_of(contrastive), "in the loss")):
+        line_number = next(first + i for i, line in enumerate(lines) if line.rstrip().endswith(f"# {comment}"))
+        with pytest.raises(ValueError, match=rf"test_rows\.py:{line_number}\b") as caught:
             traced(model)
         assert "site-packages" not in str(caught.value)
 
@@ -472,12 +475,12 @@ def smoothed(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def class_token(w: jax.Array, batch: Batch) -> jax.Array:
-    """One query for all rows, by `jnp.tile`: it was said to depend on a row's place."""
+    """Tile one query for all rows: the warning said that it depends on a row's place."""
     return jnp.square(batch["x"] @ w + jnp.tile(w[:1], (len(batch["x"]), 1))).mean()
 
 
 def frames(w: jax.Array, batch: Batch) -> jax.Array:
-    """A convolution vmapped over axis 1, as SAVi's encoder is over time: it was said to take some of the rows."""
+    """Vmap a convolution over axis 1, as SAVi does over time: the error said that it takes some of the rows."""
     video = jnp.stack([batch["x"], 2 * batch["x"], batch["x"]], 1)[..., None]  # [rows, 3, features, 1]
     kernel = w[:3, :4].reshape(3, 1, 4)
     conv = lambda x: jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
@@ -491,7 +494,7 @@ def attention(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def merged(w: jax.Array, batch: Batch) -> jax.Array:
-    """[B, T] -> [B T], through chunks of it, and back; and what each token of it has at its label."""
+    """Merge [B, T] -> [B T], look labels up, run over chunks of tokens, and split again."""
     x = w[batch["tokens"]].reshape(-1, WIDTH)
     labels = batch["tokens"].reshape(-1) % WIDTH
     x = x - (optax.softmax_cross_entropy_with_integer_labels(x, labels) + x[jnp.arange(labels.size), labels])[:, None]
@@ -521,28 +524,28 @@ def inside_a_row(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def by_row(w: jax.Array, batch: Batch) -> jax.Array:
-    """vmap, with segments inside a row and a choice by row."""
+    """Vmap over rows, with segments inside a row and a choice by row."""
 
-    def one(x: jax.Array, tokens: jax.Array, label: jax.Array) -> jax.Array:
+    def one_row(x: jax.Array, tokens: jax.Array, label: jax.Array) -> jax.Array:
         sums = jax.ops.segment_sum(w[tokens], tokens, num_segments=DIM)
         return jax.lax.cond(label > 2, jnp.sin, jnp.cos, sums.sum() + (x @ w)[label])
 
-    return jax.vmap(one)(batch["x"], batch["tokens"], batch["label"]).mean()
+    return jax.vmap(one_row)(batch["x"], batch["tokens"], batch["label"]).mean()
 
 
 def two_views(w: jax.Array, batch: Batch) -> jax.Array:
-    """Rows laid after rows, and taken apart again: preference losses."""
-    both = jnp.concatenate([batch["x"], 2 * batch["x"]]) @ w
-    better, worse = jnp.split(both, 2)
+    """Concatenate two views and split them again, as preference losses do."""
+    views = jnp.concatenate([batch["x"], 2 * batch["x"]]) @ w
+    better, worse = jnp.split(views, 2)
     return -jax.nn.log_sigmoid(better - worse).mean()
 
 
 def noisy(w: jax.Array, batch: Batch, key: jax.Array) -> jax.Array:
     x = batch["x"] @ w
-    kept = jax.random.bernoulli(key, 0.9, x.shape)
+    keep_mask = jax.random.bernoulli(key, 0.9, x.shape)
     keys = jax.random.split(jax.random.fold_in(key, 1), x.shape[0])
     noise = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(keys)
-    return jnp.square(jnp.where(kept, x + noise, 0) - batch["y"]).mean()
+    return jnp.square(jnp.where(keep_mask, x + noise, 0) - batch["y"]).mean()
 
 
 def convolved(w: jax.Array, batch: Batch) -> jax.Array:
@@ -553,17 +556,17 @@ def convolved(w: jax.Array, batch: Batch) -> jax.Array:
     return nn.max_pool(x, (2, 2)).mean()
 
 
-def whole(w: jax.Array, batch: Batch) -> jax.Array:
-    """All rows of the microbatch: normalised, compared with each other, balanced."""
+def with_all_rows(w: jax.Array, batch: Batch) -> jax.Array:
+    """Use all rows of the microbatch: normalise by them, compare rows with them, balance them."""
     x = batch["x"] @ w
-    every = jp.all_rows(x)
-    x = (x - every.mean(0)) / (every.std(0) + 1e-5)
+    all_rows = jp.all_rows(x)
+    x = (x - all_rows.mean(0)) / (all_rows.std(0) + 1e-5)
     nats = -jax.nn.log_softmax(x @ jp.all_rows(batch["y"]).T).mean(-1)
-    return nats.mean() + 0.01 * jnp.square(jax.nn.softmax(every).mean(0)).sum()
+    return nats.mean() + 0.01 * jnp.square(jax.nn.softmax(all_rows).mean(0)).sum()
 
 
 def rows_in_python(w: jax.Array, batch: Batch) -> jax.Array:
-    """Stacked, put together, added up, of a function with a derivative of its own, and two at a time."""
+    """Loop over rows in Python: stack, concatenate or add up, by functions with their own derivative as well."""
     x, n = batch["x"], len(batch["x"])
     parts = jnp.stack([jax.nn.relu(x[i] @ w) * x[i].sum() for i in range(n)], axis=1).mean()
     parts += jnp.concatenate([jnp.tanh(x[i : i + 1] @ w) for i in range(n)]).mean()
@@ -575,13 +578,13 @@ def rows_in_python(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def loop_by_row(w: jax.Array, batch: Batch) -> jax.Array:
-    """Each row ends after steps of its own."""
+    """Run a loop that each row ends after its own number of steps."""
 
-    def one(x: jax.Array) -> jax.Array:
-        on = lambda carry: carry[1] < 3 * jnp.abs(x[0])
-        return jax.lax.while_loop(on, lambda carry: (jnp.tanh(carry[0]), carry[1] + 1), (x.sum(), 0.0))[0]
+    def one_row(x: jax.Array) -> jax.Array:
+        continues = lambda carry: carry[1] < 3 * jnp.abs(x[0])
+        return jax.lax.while_loop(continues, lambda carry: (jnp.tanh(carry[0]), carry[1] + 1), (x.sum(), 0.0))[0]
 
-    return mean(w, batch) + jax.lax.stop_gradient(jax.vmap(one)(batch["x"])).mean()
+    return mean(w, batch) + jax.lax.stop_gradient(jax.vmap(one_row)(batch["x"])).mean()
 
 
 def derivative(w: jax.Array, batch: Batch) -> jax.Array:
@@ -590,13 +593,13 @@ def derivative(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def eigenvalues(w: jax.Array, batch: Batch) -> jax.Array:
-    """Of a matrix of parameters, as S4 makes its states of: a vector beside a matrix (it ended in an IndexError)."""
+    """Use the eigenvalues of a matrix of parameters, as S4 does. Two results of different rank gave an IndexError."""
     values, vectors = jnp.linalg.eigh(w.T @ w)
     return jnp.square(batch["y"] @ vectors * values.astype(jnp.float32)).mean()
 
 
 def called_with_nothing(w: jax.Array, batch: Batch) -> jax.Array:
-    """A jitted function without arguments, as diffrax has them: it ended in an IndexError."""
+    """Call a jitted function without arguments, as diffrax does: it ended in an IndexError."""
     return jnp.square(batch["y"] * jax.jit(lambda: jnp.arange(1.0, WIDTH + 1))() @ w.T).mean()
 
 
@@ -606,14 +609,14 @@ def mean_of_a_mean(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def in_chunks(w: jax.Array, batch: Batch) -> jax.Array:
-    """Added up by a loop over chunks of rows, which starts with a weakly typed 0: a mean of each was refused."""
+    """Add up chunks of rows in a loop that starts with a weakly typed 0. The mean of each chunk was refused."""
     chunks = jnp.square(batch["x"] @ w - batch["y"]).reshape(4, -1, WIDTH)
     total = jax.lax.scan(lambda c, x: (c + x.sum(), None), 0.0, chunks)[0]
     return total / len(batch["x"]) + jax.lax.scan(lambda c, x: (c + x.mean(), None), 0.0, chunks)[0] / 4
 
 
 def tokens_beside_rows(w: jax.Array, batch: Batch) -> jax.Array:
-    """What is the same for all rows, though it has as many: a class token, positions counted by a mask (BLOOM's)."""
+    """Broadcast values to all rows: a class token, and positions counted by a mask, as in BLOOM."""
     x = w[batch["tokens"]]
     first = jnp.broadcast_to(w[None, :1], (x.shape[0], 1, WIDTH))
     counted = jnp.cumsum(jnp.ones(x.shape[:2]), axis=1)[..., None]
@@ -623,75 +626,76 @@ def tokens_beside_rows(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def norm_squared(w: jax.Array, batch: Batch) -> jax.Array:
-    """The root of a sum over rows, squared again: it was refused for the root."""
+    """Square the root of a sum over rows: it was refused for the root."""
     x = batch["x"] @ w - batch["y"]
     return jnp.linalg.norm(x) ** 2 / len(x) + jnp.square(optax.tree.norm(x)) / x.size
 
 
 def capacity_in_a_row(w: jax.Array, batch: Batch) -> jax.Array:
-    """A mixture of experts whose buffers the tokens of one row fill: each row is a group of its own."""
+    """Fill the buffers of a mixture of experts row by row: each row is a group."""
     x = jax.nn.one_hot(batch["tokens"], DIM)
     gates = jax.nn.softmax(x @ w)
     chosen = jax.nn.one_hot(gates.argmax(-1), WIDTH)
     place = jnp.cumsum(chosen, axis=1) * chosen - 1
     sent = jax.nn.one_hot(place.astype(jnp.int32), 2) * (place < 2)[..., None]
     buffers = jnp.einsum("bsec,bsd->ebcd", sent, x)
-    back = jnp.einsum("bsec,ebcd->bsd", sent * gates[..., None], jnp.tanh(buffers))
-    return jnp.square(back @ w - batch["y"][:, None]).mean()
+    combined = jnp.einsum("bsec,ebcd->bsd", sent * gates[..., None], jnp.tanh(buffers))
+    return jnp.square(combined @ w - batch["y"][:, None]).mean()
 
 
 def numbered_rows(w: jax.Array, batch: Batch) -> jax.Array:
-    """Sums that are means already, weights that are, indices that numpy counts."""
+    """Divide by n before the sum, weight by 1 / n, and index with NumPy's arange."""
     x, n = batch["x"] @ w - batch["y"], len(batch["x"])
     weights = np.ones(n, np.float32) / n
     return x[np.arange(n), batch["label"]].mean() + jnp.maximum(x / n, 0).sum() + weights @ jnp.abs(x / 2).mean(-1)
 
 
 def normal(w: jax.Array, batch: Batch) -> jax.Array:
-    """Its triangular solve has rows as columns, and was refused."""
+    """Use a density whose triangular solve has rows as columns: it was refused."""
     return -jax.scipy.stats.multivariate_normal.logpdf(batch["x"], w[:, 0], w @ w.T + jnp.eye(DIM)).mean()
 
 
 def solved(w: jax.Array, batch: Batch) -> jax.Array:
-    """Systems of equations for each row, of one matrix and of its own. They were refused."""
+    """Solve systems of equations for each row, with one matrix and with one for each row. They were refused."""
     matrix = w @ w.T + jnp.eye(DIM)
     lower = jnp.linalg.cholesky(matrix)
     triangular = jax.vmap(lambda x: jax.scipy.linalg.solve_triangular(lower, x, lower=True))(batch["x"])
     columns = jax.scipy.linalg.solve_triangular(lower, batch["x"].T, lower=True)
     by_factors = jax.vmap(lambda x: x @ jax.scipy.linalg.cho_solve((lower, True), x))(batch["x"])
     shared = jax.vmap(lambda x: jnp.linalg.solve(matrix, x))(batch["x"])
-    own = jax.vmap(lambda x: jnp.linalg.solve(matrix + jnp.outer(x, x), x))(batch["x"])
-    return sum((jnp.square(x).mean() for x in (triangular, columns, shared, own)), by_factors.mean())
+    by_own_matrix = jax.vmap(lambda x: jnp.linalg.solve(matrix + jnp.outer(x, x), x))(batch["x"])
+    return sum((jnp.square(x).mean() for x in (triangular, columns, shared, by_own_matrix)), by_factors.mean())
 
 
 def kernel_of_each_channel(w: jax.Array, batch: Batch) -> jax.Array:
-    """Rows go with the features of a grouped convolution. It was refused."""
+    """Vmap a convolution over channels and rows, which become groups of features. It was refused."""
     x = jax.nn.one_hot(batch["tokens"], WIDTH)
     channel = lambda x, w: jnp.convolve(x, w)[: len(x)]
     return jnp.square(jax.vmap(lambda x: jax.vmap(channel, 1, 1)(x, w))(x)).mean()
 
 
 def kernel_of_each_row(w: jax.Array, batch: Batch) -> jax.Array:
-    """Gradients of a convolution for each row, a step along them, and a kernel that each row predicts: in the program
-    rows are groups of features. They were refused.
+    """Use gradients of a convolution for each row, a step along them, and a kernel that each row predicts.
+
+    In these programs rows are groups of features. They were refused.
     """
     images = jax.nn.one_hot(batch["tokens"], DIM)  # [rows, 7, DIM]
     conv = functools.partial(jax.lax.conv_general_dilated, window_strides=(1,), padding="SAME")
-    of = lambda x, w: conv(x[None], w.reshape(1, DIM, WIDTH), dimension_numbers=("NWC", "WIO", "NWC"))[0]
-    one = lambda w, x: jnp.square(jnp.tanh(of(x, w))).mean()
-    grads = jax.vmap(jax.grad(one), (None, 0))(w, images)
-    adapted = jax.vmap(lambda x: one(w - 0.1 * jax.grad(one)(w, x), x))(images)
-    predicted = jax.vmap(of)(images, batch["x"][:, :, None] * w)
+    convolve = lambda x, w: conv(x[None], w.reshape(1, DIM, WIDTH), dimension_numbers=("NWC", "WIO", "NWC"))[0]
+    row_loss = lambda w, x: jnp.square(jnp.tanh(convolve(x, w))).mean()
+    grads = jax.vmap(jax.grad(row_loss), (None, 0))(w, images)
+    adapted = jax.vmap(lambda x: row_loss(w - 0.1 * jax.grad(row_loss)(w, x), x))(images)
+    predicted = jax.vmap(convolve)(images, batch["x"][:, :, None] * w)
     return jnp.square(grads).mean() + adapted.mean() + jnp.tanh(predicted).mean()
 
 
 def segments(w: jax.Array, batch: Batch) -> jax.Array:
-    """The tokens of each row, by indices that say which are its own; alone, rows may be in another order."""
+    """Sum the tokens of each row by segment indices; without labels, rows may be in another order."""
     x, n = batch["x"] @ w, len(batch["x"])
-    of_rows = [lambda row: row, lambda row: jnp.arange(row.size) // 7, lambda row: np.repeat(np.arange(n), 7)]
-    both = sum(jnp.tanh(_segments(w, batch, of) - batch["y"]) for of in of_rows)
-    once = jnp.ones_like(x).at[jnp.arange(n)].add(x)
-    return jnp.square(both * once).mean() + jnp.tanh(_segments(w, batch, lambda row: (row + 1) % n)).mean()
+    segment_functions = [lambda row: row, lambda row: jnp.arange(row.size) // 7, lambda row: np.repeat(np.arange(n), 7)]
+    by_segments = sum(jnp.tanh(_segments(w, batch, segment_of) - batch["y"]) for segment_of in segment_functions)
+    by_scatter = jnp.ones_like(x).at[jnp.arange(n)].add(x)
+    return jnp.square(by_segments * by_scatter).mean() + jnp.tanh(_segments(w, batch, lambda row: (row + 1) % n)).mean()
 
 
 APART = [
@@ -726,7 +730,7 @@ APART += [
     two_views,
     noisy,
     convolved,
-    whole,
+    with_all_rows,
     derivative,
     mean_of_a_mean,
     capacity_in_a_row,
@@ -737,14 +741,14 @@ APART += [
 
 @pytest.mark.parametrize("loss", APART, ids=lambda loss: loss.__name__)
 def test_a_loss_that_does_not_gives_no_alarm(loss: Loss) -> None:
-    takes_all = loss is whole
-    assert traced(of(loss), "data=2" if takes_all else "data=2,microbatches=2") == []
-    assert takes_all or traced(of(loss), "data=1,microbatches=4") == []
+    uses_all_rows = loss is with_all_rows
+    assert traced(model_of(loss), "data=2" if uses_all_rows else "data=2,microbatches=2") == []
+    assert uses_all_rows or traced(model_of(loss), "data=1,microbatches=4") == []
 
 
 @pytest.mark.parametrize("name", ["gpt_dropout", "gpt_masked", "resnet", "resnet_linen", "encoder_decoder", "function"])
 def test_no_model_gives_an_alarm(name: str) -> None:
-    """BatchNorm reaches over all rows by itself, with one replica too, where nothing shows of that in a trace."""
+    """BatchNorm takes all rows without jp.all_rows. With one replica the trace does not show that."""
     entry = ZOO[name]()
     for strategy in ("data=2", "data=1,microbatches=2"):
         assert traced(entry.model, strategy, entry.batch) == []
@@ -756,7 +760,7 @@ def _square(w: jax.Array, batch: Batch) -> jax.Array:
 
 @pytest.mark.parametrize("rows", [2, 4, 8])
 def test_groups_and_strides_of_as_few_rows_as_a_block_has(rows: int) -> None:
-    """Where each group has one row of a block, a mean over a group was read as a sum, and refused."""
+    """If each group has one row of a block, the reader took a mean over a group for a sum, and refused it."""
     groups: list[Loss] = [
         lambda w, batch: _square(w, batch).reshape(2, -1).mean(1).mean(),
         lambda w, batch: jnp.square(batch["x"] @ w).reshape(2, -1).mean(1).mean(),
@@ -769,18 +773,20 @@ def test_groups_and_strides_of_as_few_rows_as_a_block_has(rows: int) -> None:
     ]
     batch = jax.tree.map(lambda x: x[: 2 * rows], BATCH)
     for number, loss in enumerate(groups):
-        said = traced(of(loss), "data=2", batch)
+        messages = traced(model_of(loss), "data=2", batch)
         if rows == 2:
-            assert any("reads as a mean over rows in blocks of 4 rows and more" in one for one in said), number
+            assert any("reads as a mean over rows in blocks of 4 rows and more" in message for message in messages), (
+                number
+            )
         else:
-            assert bool(said) == (number > 5)  # a row's place decides
+            assert bool(messages) == (number > 5)  # a row's place decides
 
 
 def test_groups_that_meet_are_no_silence_in_blocks_of_few_rows_either() -> None:
     def halved(w: jax.Array, batch: Batch) -> jax.Array:
         return _square(w, batch).sum() / max(len(batch["x"]) // 4, 1)  # the same for 2 rows and for 4
 
-    (message,) = traced(of(halved), "data=2", jax.tree.map(lambda x: x[:4], BATCH))
+    (message,) = traced(model_of(halved), "data=2", jax.tree.map(lambda x: x[:4], BATCH))
     assert "reads as a mean over rows in blocks of 4 rows and more" in message
 
     def sums(w: jax.Array, batch: Batch) -> jax.Array:
@@ -792,11 +798,11 @@ def test_groups_that_meet_are_no_silence_in_blocks_of_few_rows_either() -> None:
     for loss, words in ((sums, "is a sum over rows"), (first, "takes some of the rows")):
         for rows in (2, 4, 8):
             with pytest.raises(ValueError, match=words):
-                traced(of(loss), "data=2", jax.tree.map(lambda x, rows=rows: x[: 2 * rows], BATCH))
+                traced(model_of(loss), "data=2", jax.tree.map(lambda x, rows=rows: x[: 2 * rows], BATCH))
 
 
 def test_rows_that_go_back_to_where_they_were_are_a_warning() -> None:
-    """They were refused. Nothing shows that they do, so they are no silence either."""
+    """They were refused. The reader cannot prove that rows go back, so that there is a warning."""
     fft = jnp.fft
 
     def sorted_back(w: jax.Array, batch: Batch) -> jax.Array:
@@ -825,7 +831,7 @@ def test_rows_that_go_back_to_where_they_were_are_a_warning() -> None:
     ]
     batch = jax.tree.map(lambda x: x[:16], BATCH)
     for loss, words in cases:
-        (message,) = traced(of(loss), "data=2", batch)
+        (message,) = traced(model_of(loss), "data=2", batch)
         assert "may couple rows" in message
         assert words in message
 
@@ -849,7 +855,7 @@ def test_rows_that_do_not_go_back_are_refused() -> None:
     cases = ((transformed, "Fourier"), (one_chunk, "takes some"), (unlike, "takes some"), (thrice, "takes some"))
     for loss, words in cases:
         with pytest.raises(ValueError, match=words):
-            traced(of(loss), "data=2")
+            traced(model_of(loss), "data=2")
 
 
 def first_three(w: jax.Array, batch: Batch) -> jax.Array:
@@ -863,13 +869,13 @@ def first_in_place_of_some(w: jax.Array, batch: Batch) -> jax.Array:
 
 @pytest.mark.parametrize("loss", [first_three, first_in_place_of_some], ids=lambda loss: loss.__name__)
 def test_indices_that_count_and_are_not_the_rows_own(loss: Loss) -> None:
-    """They were taken for `x[jnp.arange(len(x)), labels]`, and trained in silence with other gradients."""
+    """The reader took them for `x[jnp.arange(len(x)), labels]`: they trained silently with wrong gradients."""
     with pytest.raises(ValueError, match="picks rows by computed indices"):
-        traced(of(loss))
+        traced(model_of(loss))
 
 
 class MaskedNorm(nnx.Module):
-    """A BatchNorm of the rows that a mask keeps, by sums over all rows."""
+    """A BatchNorm over the rows that a mask selects, by sums over all rows."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.scale, self.mean = nnx.Param(jnp.ones(WIDTH)), nnx.BatchStat(jnp.zeros(WIDTH))
@@ -905,12 +911,12 @@ class LinenNormed(nn.Module):
 
 
 def weighed(out: jax.Array, batch: Batch) -> jp.Mean:
-    each = jnp.square(out - batch["y"]).sum(-1)
-    return jp.Mean((each * batch["mask"]).sum(), batch["mask"].sum())
+    errors = jnp.square(out - batch["y"]).sum(-1)
+    return jp.Mean((errors * batch["mask"]).sum(), batch["mask"].sum())
 
 
 def test_batch_norm_of_a_mask_is_named_and_what_is_advised_works() -> None:
-    """Flax averages the replicas' means of unequal numbers of rows. "return jp.Mean" was advised, which no norm can."""
+    """Flax averages means of unequal numbers of rows. The error advised "return jp.Mean", which a norm cannot do."""
     normed = lambda norm: jp.from_nnx(lambda rngs: Normed(norm, rngs), lambda net, batch: weighed(net(batch), batch))
     linen = jp.from_linen(
         LinenNormed(), lambda apply, b: weighed(apply(b["x"], b["mask"], train=apply.train), b), BATCH
@@ -923,7 +929,7 @@ def test_batch_norm_of_a_mask_is_named_and_what_is_advised_works() -> None:
         assert jp.verify(normed(norm), "data=2,fsdp=2", BATCH, mesh=jax.devices()[:4]).ok
 
 
-# -- what is said, and when -------------------------------------------------------------------------------------------
+# -- messages, and when they come -------------------------------------------------------------------------------------
 
 
 def test_what_may_couple_rows_is_a_warning() -> None:
@@ -942,7 +948,7 @@ def test_what_may_couple_rows_is_a_warning() -> None:
         return jnp.square((batch["x"][order] @ w)[jnp.argsort(order)] - batch["y"]).mean()
 
     def ragged(w: jax.Array, batch: Batch) -> jax.Array:
-        """As Tunix's and MaxText's mixtures of experts, which were an error: where each expert's tokens begin."""
+        """Mark where each expert's tokens begin, as Tunix and MaxText do. It was an error."""
         order, counts = jnp.argsort(batch["label"]), jnp.bincount(batch["label"], length=WIDTH)
         experts = jnp.repeat(jnp.arange(WIDTH), counts, total_repeat_length=batch["label"].size)
         sent = jax.lax.ragged_dot(batch["x"][order], jnp.stack([w] * WIDTH), counts) * w[0, experts, None]
@@ -956,33 +962,33 @@ def test_what_may_couple_rows_is_a_warning() -> None:
         return jnp.nanmean(jnp.square(batch["x"] @ w - batch["y"]))  # a mean over rows, if no number is missing
 
     def ended(w: jax.Array, batch: Batch) -> jax.Array:
-        """As diffrax's loops end, by a primitive of its own that jaxpar has no rule for: it was an error."""
+        """End a loop by a primitive without a rule, as diffrax does. It was an error."""
         x = jax.lax.stop_gradient(batch["x"] @ w)
-        on = lambda x: jax.pure_callback(lambda x: (x > 1).any(), jax.ShapeDtypeStruct((), bool), x)
-        return mean(w, batch) + jax.lax.while_loop(on, lambda x: x / 2, x).mean()
+        continues = lambda x: jax.pure_callback(lambda x: (x > 1).any(), jax.ShapeDtypeStruct((), bool), x)
+        return mean(w, batch) + jax.lax.while_loop(continues, lambda x: x / 2, x).mean()
 
     def by_place(w: jax.Array, batch: Batch) -> jax.Array:
-        """A loop over rows forgot that what it is given with them differs from step to step. It passed."""
+        """Scan over rows and places. The reader forgot that places differ from step to step: it passed."""
         x = batch["x"] @ w
         return jnp.tanh(jax.lax.map(lambda row: row[0] * row[1], (x, jnp.arange(len(x)) * 1.0))).mean()
 
     def by_carry(w: jax.Array, batch: Batch) -> jax.Array:
-        """The same, by a carry."""
+        """Depend on a row's place by a carry."""
         return jax.lax.scan(lambda c, row: (c * 0.9, jnp.tanh(row * c)), 1.0, batch["x"] @ w)[1].mean()
 
     def damped(w: jax.Array, batch: Batch) -> jax.Array:
-        """Until all rows are small: how many steps that takes is no row's own, though no row goes into the carry."""
+        """Loop until all rows are small: the number of steps depends on all rows, though the carry does not."""
         x = batch["x"] @ w
         size = jnp.abs(jax.lax.stop_gradient(x))
         return (x * jax.lax.while_loop(lambda c: (c * size).max() > 0.5, lambda c: c * 0.9, 1.0)).mean()
 
     def drawn(w: jax.Array, batch: Batch) -> jax.Array:
-        """All replicas draw the same numbers, where one device draws others for each row. It passed."""
+        """All replicas draw the same numbers, and one device draws other numbers for each row. It passed."""
         noise = jax.random.normal(jax.random.key(0), batch["x"].shape)
         return jnp.square((batch["x"] + noise) @ w - batch["y"]).mean()
 
     def on_the_diagonal(w: jax.Array, batch: Batch) -> jax.Array:
-        """Rows with other rows, of which no product is used: it was an error."""
+        """Multiply rows with all rows, and use the diagonal alone. It was an error."""
         similar = (batch["x"] @ w) @ batch["y"].T
         traced, diagonal = jnp.trace(similar) / len(similar), jnp.diagonal(jnp.tanh(similar / 2).T).mean()
         return traced + diagonal + (similar * jnp.eye(len(similar))).sum() / len(similar)
@@ -992,19 +998,19 @@ def test_what_may_couple_rows_is_a_warning() -> None:
     cases += [(shifted, "maximum over rows"), (but_nan, "are no NaN"), (grouped, "groups of rows")]
     cases += [(dispatched, "sort over rows"), (ragged, "sort over rows"), (damped, "all rows of a block have ended")]
     cases += [(by_place, "a row's place"), (by_carry, "a row's place"), (drawn, "a key that is the same in all blocks")]
-    for loss, words in cases:
-        (message,) = traced(of(loss))
+    for loss, phrase in cases:
+        (message,) = traced(model_of(loss))
         assert "may couple rows" in message
-        assert words in message
+        assert phrase in message
         lines, first = inspect.getsourcelines(loss)
-        at = {int(line) for line in re.findall(r"test_rows\.py:(\d+)", message)}
-        assert at
-        assert at <= {*range(first, first + len(lines))}
-        assert traced(of(loss, rows="independent")) == []
+        line_numbers = {int(line) for line in re.findall(r"test_rows\.py:(\d+)", message)}
+        assert line_numbers
+        assert line_numbers <= {*range(first, first + len(lines))}
+        assert traced(model_of(loss, rows="independent")) == []
 
 
 def test_a_metric_that_couples_rows_is_a_warning() -> None:
-    """Gradients are right, and what is reported is not."""
+    """The gradients are right, and the reported metric is wrong."""
 
     def measured(w: jax.Array, batch: Batch) -> Any:
         value = mean(w, batch)
@@ -1013,24 +1019,25 @@ def test_a_metric_that_couples_rows_is_a_warning() -> None:
             "count": jp.Mean(batch["mask"].sum(), jnp.float32(len(batch["x"]))),
         }
 
-    (message,) = traced(of(measured))
+    (message,) = traced(model_of(measured))
     assert "metric 'perplexity'" in message
     assert "exp of" in message
 
 
 def test_it_asks_only_where_rows_are_spread() -> None:
-    assert traced(of(ppo), "data=1") == []
+    assert traced(model_of(ppo), "data=1") == []
     for strategy in ("data=2", "data=1,microbatches=2"):
         with pytest.raises(ValueError, match="rows='independent'"):
-            traced(of(ppo), strategy)
+            traced(model_of(ppo), strategy)
     read = {name: BATCH[name] for name in ("x", "y")}
     with pytest.raises(ValueError, match=r"(?s)2 replicas x 2 microbatches.*a sum or mean over rows"):
-        jp.verify(of(ppo), "data=2,microbatches=2", read, mesh=jax.devices()[:2])
+        jp.verify(model_of(ppo), "data=2,microbatches=2", read, mesh=jax.devices()[:2])
 
 
 def test_a_loop_over_layers_is_traced_twice() -> None:
-    """Its trace was compared after its layers had become a scan, never fitted that of twice the rows, and the model ran
-    four times.
+    """The model ran four times.
+
+    Its trace was compared after its layers had become a scan, and never fitted the trace of twice the rows.
     """
     traces = 0
 
@@ -1048,14 +1055,14 @@ def test_a_loop_over_layers_is_traced_twice() -> None:
 
 
 def test_one_row_in_a_block() -> None:
-    """Where a dim of size 1 may be any."""
+    """A dim of one row cannot be told from other dims of size 1."""
     batch = jax.tree.map(lambda x: x[:4], BATCH)
-    for loss in (mean, attention, indexed, two_views, whole):
-        strategy = "data=2" if loss is whole else "data=2,microbatches=2"
-        rows = 2 if loss is whole else 4
-        assert traced(of(loss), strategy, {name: x[:rows] for name, x in batch.items()}) == [], loss.__name__
+    for loss in (mean, attention, indexed, two_views, with_all_rows):
+        strategy = "data=2" if loss is with_all_rows else "data=2,microbatches=2"
+        rows = 2 if loss is with_all_rows else 4
+        assert traced(model_of(loss), strategy, {name: x[:rows] for name, x in batch.items()}) == [], loss.__name__
     with pytest.raises(ValueError, match=r"jp\.Mean"):
-        traced(of(masked_mean), batch=batch)
+        traced(model_of(masked_mean), batch=batch)
 
 
 def test_rows_one_by_one_in_a_python_loop_that_may_be_coupled_are_a_warning() -> None:
@@ -1066,16 +1073,16 @@ def test_rows_one_by_one_in_a_python_loop_that_may_be_coupled_are_a_warning() ->
         weight = lambda x: jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x))
         return jnp.stack([weight(row @ w) * (row @ w) for row in batch["x"]]).mean()  # a callback has no rule for vmap
 
-    for loss, said in (
+    for loss, phrase in (
         (counted, "mul with a value that depends on a row's place"),
         (opaque, "another program for twice"),
     ):
-        (message,) = traced(of(loss))
-        assert said in message
+        (message,) = traced(model_of(loss))
+        assert phrase in message
 
 
 def test_the_derivative_of_a_python_loop_over_rows_is_a_warning() -> None:
-    """It puts each row back among zeros, and was refused: "pad by what depends on how many rows a block has"."""
+    """It pads each row with zeros, and was refused: "pad by what depends on how many rows a block has"."""
 
     def slope(w: jax.Array, batch: Batch, loop: Callable[[jax.Array], jax.Array]) -> jax.Array:
         x = batch["x"] @ w
@@ -1086,7 +1093,7 @@ def test_the_derivative_of_a_python_loop_over_rows_is_a_warning() -> None:
         lambda x: jnp.concatenate([jnp.tanh(x[i : i + 1]) * x[i].sum() for i in range(len(x))]),
     ]
     for loop in loops:
-        (message,) = traced(of(functools.partial(slope, loop=loop)), "data=2", {"x": BATCH["x"][:8]})
+        (message,) = traced(model_of(functools.partial(slope, loop=loop)), "data=2", {"x": BATCH["x"][:8]})
         assert "may couple rows" in message
 
     def one_row(w: jax.Array, batch: Batch) -> jax.Array:
@@ -1099,21 +1106,21 @@ def test_the_derivative_of_a_python_loop_over_rows_is_a_warning() -> None:
 
     for loss, words in ((one_row, "takes some of the rows"), (shifted, "pad by what depends on how many rows")):
         with pytest.raises(ValueError, match=words):
-            traced(of(loss), "data=2", {"x": BATCH["x"][:8]})
+            traced(model_of(loss), "data=2", {"x": BATCH["x"][:8]})
 
 
 def test_two_rows_in_a_block() -> None:
-    """A number that is the same for two rows, and not for four, was taken for the same for all."""
+    """The reader took a number that is the same for two rows, and not for four, for a constant."""
 
     def first_two(w: jax.Array, batch: Batch) -> jax.Array:
         return jnp.where(jnp.arange(len(batch["x"]))[:, None] < 2, batch["x"] @ w, 0).mean()
 
-    (message,) = traced(of(first_two), batch=jax.tree.map(lambda x: x[:8], BATCH))
+    (message,) = traced(model_of(first_two), batch=jax.tree.map(lambda x: x[:8], BATCH))
     assert "a row's place in its block" in message
 
 
 def test_places_that_are_alike_in_two_blocks_and_not_in_the_batch() -> None:
-    """A mask that is true of all rows of a block, and of twice as many, trained in silence."""
+    """A mask that is true for all rows of a block, and of twice as many, trained without a warning."""
 
     def first_sixteen(w: jax.Array, batch: Batch) -> jax.Array:
         return jnp.where(jnp.arange(len(batch["x"]))[:, None] < 16, batch["x"] @ w, 0).mean()
@@ -1122,7 +1129,7 @@ def test_places_that_are_alike_in_two_blocks_and_not_in_the_batch() -> None:
         return ((batch["x"] @ w) * (1.0 + jnp.arange(len(batch["x"])) // 16)[:, None]).mean()
 
     for loss, name in ((first_sixteen, "lt"), (halves, "div")):
-        (message,) = traced(of(loss))
+        (message,) = traced(model_of(loss))
         assert f"{name} of places" in message
 
 
@@ -1133,13 +1140,15 @@ def test_segments_that_may_be_of_several_rows_are_a_warning() -> None:
     cases += [(lambda row: jnp.where(jnp.arange(row.size) < 5, row[-1], row), words), (lambda row: row - 1, words)]
     cases += [(lambda row: row % 16, "rem of places"), (lambda row: jnp.minimum(row, 15), "min of places")]
     cases += [(lambda row: row + (row >> 4), "shift_right_arithmetic of places")]
-    for of_rows, said in cases:
-        (message,) = traced(of(lambda w, batch, of=of_rows: jnp.tanh(_segments(w, batch, of)).mean()))
-        assert said in message
+    for segment_function, phrase in cases:
+        (message,) = traced(
+            model_of(lambda w, batch, segment_of=segment_function: jnp.tanh(_segments(w, batch, segment_of)).mean())
+        )
+        assert phrase in message
 
 
 def test_a_derivative_that_calls_its_function() -> None:
-    """It was read within itself, until Python's stack ended."""
+    """The reader recursed into the derivative until Python's stack overflowed."""
 
     @jax.custom_vjp
     def softmax(x: jax.Array) -> jax.Array:
@@ -1149,11 +1158,11 @@ def test_a_derivative_that_calls_its_function() -> None:
         return softmax(x), softmax(x)
 
     softmax.defvjp(forward, lambda y, ct: (y * (ct - (y * ct).sum(-1, keepdims=True)),))
-    assert traced(of(lambda w, batch: jnp.square(softmax(batch["x"] @ w)).mean())) == []
+    assert traced(model_of(lambda w, batch: jnp.square(softmax(batch["x"] @ w)).mean())) == []
 
 
 def test_a_loop_over_rows_that_jax_does_not_batch_is_a_warning() -> None:
-    """A mixture's product row by row: vmap of `ragged_dot` was a raw NotImplementedError."""
+    """Multiply row by row in a mixture of experts: vmap of `ragged_dot` raised a raw NotImplementedError."""
 
     def loss(w: jax.Array, batch: Batch) -> jax.Array:
         def of_row(x_D: jax.Array) -> jax.Array:
@@ -1162,20 +1171,20 @@ def test_a_loop_over_rows_that_jax_does_not_batch_is_a_warning() -> None:
 
         return jax.lax.map(of_row, batch["x"]).mean()
 
-    (message,) = traced(of(loss))
+    (message,) = traced(model_of(loss))
     assert "may couple rows" in message
     assert "a loop over rows that jax cannot run for all of them at once: ragged_dot" in message
 
 
 def test_an_end_without_rows() -> None:
-    """Where a block has no more rows than are left out, this was a ZeroDivisionError."""
+    """A block with only the rows that a slice drops gave a ZeroDivisionError."""
 
     def but_two(w: jax.Array, batch: Batch) -> jax.Array:
         x = batch["x"] @ w
         return jnp.concatenate([jnp.tanh(x[:2]), x[2:]]).mean()
 
     with pytest.raises(ValueError, match="takes some of the rows"):
-        traced(of(but_two), batch=jax.tree.map(lambda x: x[:8], BATCH))
+        traced(model_of(but_two), batch=jax.tree.map(lambda x: x[:8], BATCH))
 
 
 @pytest.mark.parametrize("make", ["nnx", "linen"])

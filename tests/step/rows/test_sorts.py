@@ -1,4 +1,4 @@
-"""Sorts over rows: what adds up all that was sorted is no coupling, and what looks at an order is one."""
+"""Sorts over rows: a sum over all sorted rows couples none, and a loss that depends on their order does."""
 
 import warnings
 from collections.abc import Callable
@@ -26,8 +26,8 @@ BATCH = {
 W = RANDOM.normal(size=(DIM, DIM)).astype(np.float32)
 
 
-def said(loss: Loss) -> tuple[str, str]:
-    """What is said of a loss of `x @ w` before anything runs: "refused", "warned" or "silent", and the words."""
+def verdict_on(loss: Loss) -> tuple[str, str]:
+    """Trace a loss of `x @ w`; return "refused", "warned" or "silent", and the message."""
     model = jp.Model(lambda key: {"w": jnp.asarray(W)}, lambda p, batch, key: loss(batch["x"] @ p["w"], batch))
     step = jp.make_train_step(model, optax.sgd(0.1), "data=2", mesh=jax.devices()[:2])
     with warnings.catch_warnings(record=True) as caught:
@@ -36,33 +36,33 @@ def said(loss: Loss) -> tuple[str, str]:
             step.trace(BATCH)
         except ValueError as error:
             return "refused", str(error)
-    told = [str(w.message) for w in caught if "does not read batch lea" not in str(w.message)]
-    return ("warned", told[0]) if told else ("silent", "")
+    messages = [str(w.message) for w in caught if "does not read batch lea" not in str(w.message)]
+    return ("warned", messages[0]) if messages else ("silent", "")
 
 
 def couples(loss: Loss) -> bool:
-    """Whether two halves of the rows have another loss, or gradient of it, than all rows at once."""
+    """Return whether two halves of the rows have a different loss or gradient than all rows at once."""
 
     def value(w: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        found = loss(batch["x"] @ w, batch)
-        return (found.total, found.count) if isinstance(found, jp.Mean) else (found, jnp.float32(1))
+        result = loss(batch["x"] @ w, batch)
+        return (result.total, result.count) if isinstance(result, jp.Mean) else (result, jnp.float32(1))
 
-    def of(blocks: int) -> jax.Array:
+    def loss_and_grad_of(blocks: int) -> jax.Array:
         def mean(w: jax.Array) -> jax.Array:
-            cut = jax.tree.map(lambda x: x.reshape(blocks, -1, *x.shape[1:]), BATCH)
-            total, count = jax.vmap(value, (None, 0))(w, cut)
+            block_batch = jax.tree.map(lambda x: x.reshape(blocks, -1, *x.shape[1:]), BATCH)
+            total, count = jax.vmap(value, (None, 0))(w, block_batch)
             return total.sum() / count.sum()
 
         loss_and_grad = jax.value_and_grad(mean)(jnp.asarray(W))
         return jnp.concatenate([x.ravel() for x in loss_and_grad])
 
-    return not bool(jnp.allclose(of(1), of(2), rtol=1e-4, atol=1e-5))
+    return not bool(jnp.allclose(loss_and_grad_of(1), loss_and_grad_of(2), rtol=1e-4, atol=1e-5))
 
 
 score = lambda h: jnp.square(h).sum(1)
 top = lambda h, k: lax.top_k(score(h), k)[0]
-by_score = lambda h, *others: lax.sort((score(h), *others), num_keys=1)
-twice = jax.jit(jnp.sort)  # of which both calls are one program
+by_score = lambda h, *operands: lax.sort((score(h), *operands), num_keys=1)
+jitted_sort = jax.jit(jnp.sort)  # two calls have one program
 
 APART: dict[str, Loss] = {
     "mean": lambda h, b: jnp.sort(h, 0).mean(),
@@ -100,7 +100,7 @@ COUPLED: dict[str, Loss] = {
     "running sums": lambda h, b: jnp.cumsum(jnp.sort(score(h))).mean(),
     "differences": lambda h, b: jnp.square(jnp.diff(jnp.sort(score(h)))).mean(),
     "two sorts": lambda h, b: jnp.abs(jnp.sort(h[:, 0]) - jnp.sort(b["y"])).mean(),
-    "one program twice": lambda h, b: (twice(h[:, 0]) * twice(h[:, 1])).mean(),
+    "one program twice": lambda h, b: (jitted_sort(h[:, 0]) * jitted_sort(h[:, 1])).mean(),
     "each step of a loop": lambda h, b: jnp.prod(lax.scan(lambda c, x: (c, jnp.sort(x)), 0, h.T)[1], 0).mean(),
     "beside rows": lambda h, b: (jnp.sort(h, 0) * h).mean(),
     "beside the reverse": lambda h, b: (lambda s: (s * s[::-1]).mean())(jnp.sort(score(h))),
@@ -121,39 +121,39 @@ COUPLED: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", APART)
 def test_sums_over_all_that_was_sorted_are_no_coupling(name: str) -> None:
-    """A sort over rows was refused whatever came of it, though a sum is the same in any order."""
-    assert said(APART[name]) == ("silent", "")
+    """Any sort over rows was refused, although a sum is the same in any order."""
+    assert verdict_on(APART[name]) == ("silent", "")
     assert not couples(APART[name])
 
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_looks_at_an_order_is_a_coupling(name: str) -> None:
-    kind, words = said(COUPLED[name])
+    kind, message = verdict_on(COUPLED[name])
     assert kind == ("warned" if name == "ranks" else "refused")
-    assert "over rows" in words
+    assert "over rows" in message
     assert name == "all rows" or couples(COUPLED[name])
 
 
 def test_what_all_of_top_k_puts_back_is_a_warning_in_a_loop_too() -> None:
     def put_back(h: jax.Array, _: Any) -> tuple[jax.Array, None]:
-        values, at = lax.top_k(h[:, 0], len(h))
-        return h + jnp.zeros_like(h).at[at].set(jnp.tanh(h[at]) * values[:, None]), None
+        values, indices = lax.top_k(h[:, 0], len(h))
+        return h + jnp.zeros_like(h).at[indices].set(jnp.tanh(h[indices]) * values[:, None]), None
 
     best = lambda h, _: (h + lax.top_k(h[:, 0], 2)[0].mean(), None)
     in_a_loop = lambda step: lambda h, b: lax.scan(step, h, None, length=2)[0].mean()
     for loss in (lambda h, b: put_back(h, None)[0].mean(), in_a_loop(put_back)):
-        kind, words = said(loss)
+        kind, message = verdict_on(loss)
         assert kind == "warned"
-        assert "sort over rows, of no effect if results go back to their rows" in words
-    assert said(in_a_loop(best))[0] == "refused"
+        assert "sort over rows, of no effect if results go back to their rows" in message
+    assert verdict_on(in_a_loop(best))[0] == "refused"
 
 
 def test_rows_that_are_picked_before_all_rows_are_those_of_each_block() -> None:
-    """`jp.all_rows` of the first half of each block passed: it is the same on all replicas, and not on one device."""
-    kind, words = said(lambda h, b: (h * jp.all_rows(h[: len(h) // 2]).max(0)).mean())
+    """`jp.all_rows` of the first half of each block passed, although one device takes half of the batch."""
+    kind, message = verdict_on(lambda h, b: (h * jp.all_rows(h[: len(h) // 2]).max(0)).mean())
     assert kind == "refused"
-    assert "takes some of the rows" in words
+    assert "takes some of the rows" in message
     views = lambda h, b: (h * jp.all_rows(jnp.concatenate([h, jnp.sin(h)])).max(0)).mean()  # two views, as in SimCLR
-    kind, words = said(views)
+    kind, message = verdict_on(views)
     assert kind == "refused"
-    assert "gather first" in words
+    assert "gather first" in message

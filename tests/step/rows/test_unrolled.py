@@ -1,4 +1,4 @@
-"""Python loops over rows as one computation: the same numbers, and the same program for any number of rows."""
+"""A Python loop over rows becomes one computation, with the same numbers, and one program for any number of rows."""
 
 from typing import Any
 
@@ -31,8 +31,8 @@ def of_two_lists(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.array([jnp.vdot(a @ w, b @ w) for a, b in zip(x, y, strict=True)])
 
 
-def made_for_each(w: jax.Array, x: jax.Array) -> jax.Array:
-    """Constants, and scans, whose programs are traced anew."""
+def own_constants(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Each row has its own constants and scans, whose programs are traced anew."""
     step = lambda state, at: (0.5 * state + at, None)
     return jnp.stack([jax.lax.scan(step, jnp.zeros(5), row * jnp.ones((4, 1)))[0] @ w * jnp.arange(3.0) for row in x])
 
@@ -50,31 +50,31 @@ def average(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def each_with_each(w: jax.Array, x: jax.Array) -> jax.Array:
-    """Of as many columns as rows."""
+    """Combine each row with each row: the array has as many columns as rows."""
     y = jnp.tanh(x @ x.T)
     return jnp.stack([jnp.stack([y[i][j] + y[0, j] for j in range(len(x))]) * w.sum() for i in range(len(x))])
 
 
-def some(w: jax.Array, x: jax.Array) -> jax.Array:
+def all_but_first(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.stack([jnp.tanh(x[i] @ w) for i in range(len(x) - 1, 0, -1)]) + (x[0] @ w if len(x) > 5 else 0)
 
 
 @pytest.mark.parametrize(
     ("loss", "alike"),
     [
-        *((loss, True) for loss in (stacked, one_after_another, added, of_two_lists, made_for_each)),
-        *((loss, False) for loss in (next_row, average, each_with_each, some)),
+        *((loss, True) for loss in (stacked, one_after_another, added, of_two_lists, own_constants)),
+        *((loss, False) for loss in (next_row, average, each_with_each, all_but_first)),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
 def test_it_computes_the_same(loss: Any, alike: bool) -> None:
-    """Where rows meet, too: then what remains differs with their number."""
+    """Losses in which rows meet compute the same too, but their programs differ with the number of rows."""
     w, programs = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32), []
-    for rows in (4, 8):
-        x = np.random.default_rng(1).normal(size=(rows, 5)).astype(np.float32)
+    for num_rows in (4, 8):
+        x = np.random.default_rng(1).normal(size=(num_rows, 5)).astype(np.float32)
         flat, _ = jx.trace(loss, w, x)
-        made = loops_over_rows(flat, rows, {})
-        run = jx.run(made.eqns, [*made.constvars, *made.invars], made.outvars)
-        np.testing.assert_allclose(run(*made.consts, w, x)[0], loss(w, x), rtol=2e-5, atol=2e-5)
-        programs.append([eqn.primitive.name for eqn in made.eqns])
+        rolled = loops_over_rows(flat, num_rows, {})
+        compute = jx.run(rolled.eqns, [*rolled.constvars, *rolled.invars], rolled.outvars)
+        np.testing.assert_allclose(compute(*rolled.consts, w, x)[0], loss(w, x), rtol=2e-5, atol=2e-5)
+        programs.append([eqn.primitive.name for eqn in rolled.eqns])
     assert (programs[0] == programs[1]) is alike
