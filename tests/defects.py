@@ -290,7 +290,7 @@ DEFECTS = (
            "A token that is generated does not see itself."),
     # -- strategy and the command line
     Defect("free-axis", "strategy/strategy.py", "step/test_errors.py::test_an_axis_of_minus_1_is_what_the_others_leave",
-           "known[free[0]] = devices // product", "known[free[-1]] = devices",
+           "sizes[free_axes[0]] = devices // product", "sizes[free_axes[-1]] = devices",
            "An axis of size -1 gets all devices, and not those that the others leave."),
     Defect("microbatches-ranks", "strategy/strategy.py",
            "parallel/pipeline/test_stages.py::test_pp_has_microbatches_enough",

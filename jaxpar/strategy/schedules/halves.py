@@ -59,10 +59,12 @@ def _zero_bubble_orders(p: int, m: int, limit: int) -> Orders:
     num_run: list[dict[Kind, int]] = [{"F": 0, "I": 0, "W": 0} for _ in range(p)]
     num_arrived: list[dict[Kind, int]] = [{"F": 0 if rank else m, "I": 0} for rank in range(p)]
     turns: list[Kind] = ["F"] * p  # which of F and I runs where both can
+    # Each iteration is one slot.
     while any(counts["W"] < m for counts in num_run):
         # A message that is sent in this slot can be used from the next slot on.
         messages: list[tuple[int, Kind]] = []  # (receiving rank, kind of the operation that it allows)
         for rank, counts in enumerate(num_run):
+            # F needs room for one more activation: each is held from its F to its W.
             can_run: dict[Kind, bool] = {
                 "F": counts["F"] < num_arrived[rank]["F"] and counts["F"] - counts["W"] < limit,
                 "I": counts["I"] < num_arrived[rank]["I"],
@@ -73,6 +75,7 @@ def _zero_bubble_orders(p: int, m: int, limit: int) -> Orders:
                 continue
             orders[rank].append(Op(kind, 0, counts[kind]))
             counts[kind] += 1
+            # The last rank's forward is followed by its own backward, so that the message stays on the rank.
             if kind == "F":
                 turns[rank] = "I"
                 messages.append((rank + 1, "F") if rank + 1 < p else (rank, "I"))

@@ -60,6 +60,7 @@ def spans(
         while len(intervals[rank]) < len(order):
             op = order[len(intervals[rank])]
             stage, start = stage_of(placement, ranks, rank, op.chunk), free_from[rank]
+            # Start when the last input has arrived, or stop at the first input that is missing.
             for kind, needed_stage in needs(op, stage, stages):
                 needed = (kind, needed_stage, op.microbatch)
                 if needed not in end_of:
@@ -130,8 +131,7 @@ def in_lockstep(table: Table, placement: Placement, chunks: int) -> bool:
         if kind in "IW":
             return False
         receiver = toward(kind, stage, ranks * chunks)
-        # A receiver that runs its backward in halves has I here instead of B, and the loop ends above.
-        if receiver is not None and (kind, receiver, microbatch) in tick_of:
-            if tick_of[kind, receiver, microbatch] != tick + 1:
-                return False
+        # A receiver that runs its backward in halves has an I instead of B, which returns False in its turn.
+        if receiver is not None and tick_of.get((kind, receiver, microbatch), tick + 1) != tick + 1:
+            return False
     return True
