@@ -122,8 +122,8 @@ def labelled(text: str) -> Rule:
         if len(terms.split(",")) != len(atoms) or list(map(len, labels_of_atoms)) != list(map(len, atom_shapes)):
             raise ValueError(
                 f"the rule {text!r} says {terms!r}, and an equation has {len(atoms)} there, of shapes "
-                f"{list(map(list, atom_shapes))}; a rule needs a term for each and a letter for each dim; write ... for any "
-                "number of dims"
+                f"{list(map(list, atom_shapes))}; a rule needs a term for each and a letter for each dim; write ... "
+                "for any number of dims"
             )
         return labels_of_atoms
 
