@@ -134,5 +134,5 @@ def closure(variables: Sequence[Any], eqn_of: Mapping[Any, Any]) -> list[Any]:
       variables: the variables.
       eqn_of: the equation that computes each variable, in program order.
     """
-    # An equation with several results occurs several times, and equations cannot be hashed.
+    # An equation with several results occurs several times.
     return jx.needed([*{id(eqn): eqn for eqn in eqn_of.values()}.values()], variables)
