@@ -48,7 +48,7 @@ DEFECTS = (
            "return reduce_scatter(x.astype(dtype), axes, dim)", "return reduce_scatter(x, axes, dim).astype(dtype)",
            "A gradient is summed in bfloat16 and widened after that."),
     Defect("order-token", "collectives/order.py", "collectives/test_order.py",
-           "return (token if full is None else token_after(full)), outs", "return token, outs",
+           "return (token if first_result is None else token_after(first_result)), outs", "return token, outs",
            "A collective does not wait for the one before it."),
     Defect("divergence-branch", "collectives/divergence.py", "collectives/test_divergence.py",
            "divergent_axes | predicate_axes)", "divergent_axes)",
