@@ -126,7 +126,7 @@ def _has_numbers(x: jax.Array) -> bool:
     return bool(x.size) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-# Equations whose programs are put in order too. Custom derivatives are lost by that, and no longer needed: the program is
+# Equations whose programs are put in order too. Custom derivatives are lost, and no longer needed: the program is
 # differentiated already.
 _ENTERED = ("scan", "while", "cond", *jx.CALLS, *jx.REMATS, *jx.CUSTOM)
 
