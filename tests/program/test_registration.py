@@ -47,7 +47,7 @@ def test_a_model_trains_under_tensor_by_a_registered_rule() -> None:
         return jp.Mean((y**2).sum(), batch["tokens"].size)
 
     model, batch = jp.Model(init=init, loss=loss), {"tokens": jnp.arange(64).reshape(8, 8) % 32}
-    gathered = lambda: jp.make_train_step(model, optax.sgd(0.1), "data=4,tensor=2").traced(batch).gathered
+    gathered = lambda: jp.make_train_step(model, optax.sgd(0.1), "data=4,tensor=2").traced(batch).notes.gathered
     with pytest.warns(UserWarning, match="squares may mix rows: jaxpar has no rule for it"):
         assert any("squares" in place for place in gathered())
     register(squares_p, "...k,kj->...j", (squares_p.bind, X, W))
