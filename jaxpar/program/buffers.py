@@ -52,12 +52,12 @@ def zeros_after(x: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
     return jnp.full(shape, zero_after(x, dtype))
 
 
-def anchor(eqns: Sequence[Any], after: jax.Array) -> tuple[list[Any], dict[Any, jax.Array]]:
+def anchor(eqns: Sequence[Any], earlier: jax.Array) -> tuple[list[Any], dict[Any, jax.Array]]:
     """Make the large constant buffers of some equations wait for an array.
 
     Args:
       eqns: the equations.
-      after: the array (floating-point).
+      earlier: the array (floating-point), before which no large constant may exist.
 
     Returns:
       The equations, which read a new variable instead of each constant, and the values of these variables.
@@ -66,10 +66,11 @@ def anchor(eqns: Sequence[Any], after: jax.Array) -> tuple[list[Any], dict[Any, 
     anchored_eqns = []
     for eqn in eqns:
         is_constant = eqn.primitive.name == "broadcast_in_dim" and jx.is_literal(eqn.invars[0])
+        # Small buffers are not worth a dependency.
         if is_constant and math.prod(eqn.outvars[0].aval.shape) >= _LARGE:
             literal = eqn.invars[0]
             var = jec.Var(literal.aval)
-            values[var] = literal.val + zero_after(after, literal.aval.dtype)
+            values[var] = literal.val + zero_after(earlier, literal.aval.dtype)
             eqn = eqn.replace(invars=[var])
         anchored_eqns.append(eqn)
     return anchored_eqns, values

@@ -95,6 +95,7 @@ class Follower:
 
     def results(self, eqn: Any, ins: Sequence[Followed]) -> list[Followed]:
         """Return the results of one equation."""
+        # `propagate` would give a slice the dims of the scanned array.
         if eqn.primitive.name == "scan":
             return self._scan(eqn, ins)
         outs = propagate(eqn, ins, self.run, self._join)
@@ -114,6 +115,7 @@ class Follower:
             return next_carry
 
         carry = settled(list(ins[n : n + k]), step, self._join)
+        # In front of each source's dims, a stacked result has the dim that was scanned; a new dim if none was.
         scanned_dims: dict[int, tuple[DimPart, ...]] = {i: dims[0] for x in ins[n + k :] for i, dims in x.views}
         if any(x.views for x in carry):
             self.mixed |= {(p.source, p.dim) for row in scanned_dims.values() for p in row}
@@ -135,6 +137,7 @@ class Follower:
         if not _sources(p):
             return q
         self.mixed |= _sources(p) | _sources(q)
+        # The smaller row may be a dim of size 1, which is broadcast.
         return p if _size(p) >= _size(q) else q
 
     def _flat_results(self, eqn: Any, ins: Sequence[Followed]) -> list[Followed]:
@@ -178,6 +181,7 @@ class Follower:
         if eqn.primitive.name == "reshape":
             return [self._reshape(dims, outs[0])]
         out_dims: list[list[tuple[DimPart, ...]]] = [[(DimPart(-1, 0, n),) for n in out] for out in outs]
+        # A dim with a factor goes to the results as it is. A reduced dim is in no result, and counts as mixed below.
         free: set[int] = set()
         for factor in factors.of(eqn):
             d = factor.ins[position]
@@ -189,7 +193,7 @@ class Follower:
         for d, row in enumerate(dims):
             if d not in free and shapes[position][d] > 1:
                 self.mixed |= _sources(row)
-                # A slice, pad or concatenation: the dim has some of the elements, or more, and stays in its place.
+                # A slice or a concatenation: the dim has some of the elements, or more, and stays in its place.
                 if primitives.of(eqn).moves and len(outs[0]) == len(dims):
                     for view, out in zip(out_dims, outs, strict=True):
                         view[d] = tuple(p._replace(size=out[d]) for p in row) if len(row) == 1 else row
@@ -197,6 +201,7 @@ class Follower:
 
     def _reshape(self, dims: Dims, out: Sequence[int]) -> list[tuple[DimPart, ...]]:
         """Deal the parts of all dims, one after another, out to the dims of the result; a part that is cut is mixed."""
+        # Parts of size 1 have no place in a reshape.
         remaining = [p for row in dims for p in row if p.size > 1]
         out_dims: list[tuple[DimPart, ...]] = []
         for n in out:

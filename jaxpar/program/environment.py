@@ -31,6 +31,7 @@ V = TypeVar("V")
 @contextlib.contextmanager
 def source_info_of(eqn: Any) -> Iterator[None]:
     """Within this context, traced equations get the line and the name stack of an equation of the user's program."""
+    # The scopes around the interpreter come first, as if the equation were written there.
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
@@ -38,6 +39,7 @@ def source_info_of(eqn: Any) -> Iterator[None]:
 
 def bind(eqn: Any, values: Sequence[Any], **changes: Any) -> list[Any]:
     """Return the results of an equation's primitive on other values; `changes` replaces some of its parameters."""
+    # Some primitives, custom derivatives among them, bind other parameters than their equations store.
     results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params({**eqn.params, **changes}))
     return list(results) if eqn.primitive.multiple_results else [results]
 
@@ -148,6 +150,7 @@ def rerun(eqn: Any, values: Sequence[Any], run: Callable[..., tuple[Any, list[An
         parts = scan_parts(eqn)
         n, k = len(parts.consts), len(parts.carry)
 
+        # The state is carried in front of the scan's own carry.
         def body(carry: Any, xs: Any) -> Any:
             state, outs = run(parts.body, [*values[:n], *carry[1], *xs], carry[0])
             return (state, outs[:k]), outs[k:]
@@ -159,10 +162,12 @@ def rerun(eqn: Any, values: Sequence[Any], run: Callable[..., tuple[Any, list[An
     if name == "while":
         n = params["cond_nconsts"]
         k = n + params["body_nconsts"]
+        # JAX's condition returns a boolean alone, so that a state that it changed would be lost.
         condition = lambda carry: run(params["cond_jaxpr"], [*values[:n], *carry[1]], carry[0])[1][0]
         step = lambda carry: run(params["body_jaxpr"], [*values[n:k], *carry[1]], carry[0])
         return jax.lax.while_loop(condition, step, (state, list(values[k:])))
     if name == "cond":
+        # The default binds the loop's branch, as the lambda runs later.
         branches = [lambda state, *values, b=branch: run(b, values, state) for branch in params["branches"]]
         return jax.lax.switch(values[0], branches, state, *values[1:])
     return run(called(eqn), values, state)

@@ -94,6 +94,7 @@ class Evaluation(ABC):
         if name in (*CALLS, *REMATS, *CUSTOM):
             return self.run(called(eqn), ins)
         if name == "cond":
+            # XLA clamps the number of a branch.
             branches, (index, *ins) = eqn.params["branches"], ins
             return self.run(branches[int(np.clip(int(index.x), 0, len(branches) - 1))], ins)
         # A loop runs compiled first: only its results tell whether its iterations matter.
@@ -120,9 +121,10 @@ class Evaluation(ABC):
         """Return, for each result of a while loop, its value in the last iteration."""
         n = eqn.params["cond_nconsts"]
         k = n + eqn.params["body_nconsts"]
-        goes_on = jax.jit(jec.jaxpr_as_fun(eqn.params["cond_jaxpr"]))
+        # The condition runs compiled: its values are not of interest, and it runs in every iteration.
+        condition = jax.jit(jec.jaxpr_as_fun(eqn.params["cond_jaxpr"]))
         carry, number = list(ins[k:]), 0
-        while bool(goes_on(*(v.x for v in (*ins[:n], *carry)))[0]):
+        while bool(condition(*(v.x for v in (*ins[:n], *carry)))[0]):
             carry = self._iteration(eqn.params["body_jaxpr"], [*ins[n:k], *carry], number, None)
             number += 1
         return [[v] for v in carry]

@@ -241,6 +241,7 @@ def reduce(eqn: Any) -> Iterable[Factor]:
 
     Reduced dims have no factor: it is unknown how to join the parts.
     """
+    # The operands are arrays, and then as many scalars.
     half = len(eqn.invars) // 2
     free_factors = dropped("dimensions")(eqn)
     return (Factor((f.ins[0],) * half + (None,) * half, f.outs) for f in free_factors)
@@ -257,6 +258,7 @@ def slices(eqn: Any) -> Iterable[Factor]:
     """Yield the dims that are not cut."""
     ((x,), _), p = shapes(eqn), eqn.params
     ends, strides = tuple(p["limit_indices"]), p["strides"] or (1,) * len(x)
+    # A slice of the full dim also has its size as a parameter, which a part changes.
     for d, n in enumerate(x):
         if (p["start_indices"][d], ends[d], strides[d]) == (0, n, 1):
             yield Factor((d,), (d,), params=lambda local, d=d: {"limit_indices": local(ends, d)})
@@ -324,6 +326,7 @@ def gather(eqn: Any) -> Iterable[Factor]:
         yield Factor((table_dim, d), (row_dims[d],))
     slice_dims = [d for d in range(len(table)) if d not in (*n.collapsed_slice_dims, *n.operand_batching_dims)]
     for d, out_dim in zip(slice_dims, n.offset_dims, strict=True):
+        # A dim that is looked up cannot be split: an index may point into another rank's part.
         if sizes[d] == table[d] and d not in n.start_index_map:
             yield Factor((d, None), (out_dim,), params=lambda local, d=d: {"slice_sizes": local(sizes, d)})
 

@@ -31,6 +31,7 @@ def without_filter_primitives(fun: Callable[..., Any]) -> Callable[..., Any]:
         return fun
 
     def run(*args: Any) -> Any:
+        # Trace without a mesh, then run the program on the arguments, whose types name one.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             closed, out = jax.make_jaxpr(fun, return_shape=True)(*jax.tree.map(_type_without_mesh, args))
             closed = _expanded(closed)
@@ -48,6 +49,7 @@ def _type_without_mesh(x: Any) -> ShapedArray:
 
 def _implementation(eqn: Any) -> Callable[..., Any] | None:
     """Return the function that implements an equation of Equinox's; None for other equations."""
+    # Equinox binds options to implementations by `partial`.
     impl = function = getattr(eqn.primitive, "impl", None)
     while isinstance(function, functools.partial):
         function = function.func
@@ -69,6 +71,7 @@ def is_error(branch: Any) -> bool:
 
     Such a branch never returns, so that its results can be ignored.
     """
+    # `error_if` raises in a host callback, whose function is in Equinox's module of errors.
     callbacks = (eqn.params.get("callback") for eqn, _ in visit(jx.opened(branch)[0].eqns))
     functions = (getattr(callback, "callback_func", None) for callback in callbacks)
     return any(getattr(function, "__module__", "") == f"{_PACKAGE}._errors" for function in functions)
@@ -77,6 +80,7 @@ def is_error(branch: Any) -> bool:
 def _expanded(closed: Any) -> Any:
     """Return a closed jaxpr without Equinox's primitives, in the programs inside it as well."""
     jaxpr, _ = jx.opened(closed)
+    # Most programs have none of them, and need no second trace.
     if not any(_implementation(eqn) for eqn, _ in visit(jaxpr.eqns)):
         return closed
 
@@ -94,6 +98,7 @@ def _expanded_param(value: Any) -> Any:
         return _expanded(value)
     if isinstance(value, jec.Jaxpr):
         return _expanded(jec.ClosedJaxpr(value, ())).jaxpr
+    # A named tuple takes its fields by position.
     if isinstance(value, tuple):
         items = map(_expanded_param, value)
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

@@ -123,6 +123,7 @@ def flatten(closed: Any, remats: Any = False, calls: Callable[[Any], bool] = lam
             consts.append(value)
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
+            # Inline calls. A kernel stays a call, except in a derivative, where it is another function.
             if (name in CALLS and calls(eqn) and (derived or kernels.of(eqn) is None)) or (
                 name in REMATS and ((remats(eqn) if callable(remats) else remats) or _holds_scan(eqn.params["jaxpr"]))
             ):
@@ -134,6 +135,7 @@ def flatten(closed: Any, remats: Any = False, calls: Callable[[Any], bool] = lam
                 constrained.append(eqn)
             else:
                 ins, source = env.read(eqn.invars), _source(eqn, site)
+                # Nothing reads a `DropVar`, and it stays one.
                 env.store(eqn, (v if isinstance(v, jec.DropVar) else jec.Var(v.aval) for v in eqn.outvars))
                 eqn = eqn.replace(invars=ins, outvars=env.read(eqn.outvars), source_info=source)
                 if communicates([eqn], ("sharding_constraint",)):
@@ -202,8 +204,8 @@ def pulled(fun: Callable[..., Sequence[Any]], values: Sequence[Any]) -> list[Any
     """Return a function's cotangents of its floating-point arguments, if those of all results are ones."""
     outs, pull = jax.vjp(fun, *values)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    ones = [jnp.ones_like(y) if is_float(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outs]
-    cotangents = pull(ones)
+    unit_cotangents = [jnp.ones_like(y) if is_float(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outs]
+    cotangents = pull(unit_cotangents)
     return [ct for x, ct in zip(values, cotangents, strict=True) if is_float(x)]
 
 
@@ -211,11 +213,12 @@ def live(eqns: Sequence[Any], outvars: Iterable[Any]) -> tuple[Any, ...]:
     """Return the equations that `outvars` need; unused stacked outputs of scans are dropped inside them."""
     outs = list(dict.fromkeys(v for v in outvars if not is_literal(v)))
     invars = free(eqns, outs)
+    # `instantiate` keeps unused inputs, so that the equations read the variables of the caller.
     jaxpr, _ = pe.dce_jaxpr(build(eqns, invars, outs).jaxpr, [True] * len(outs), instantiate=True)
     return tuple(jaxpr.eqns)
 
 
-def needed(eqns: Sequence[Any], outvars: Iterable[Any], known: Collection[Any] = ()) -> list[Any]:
+def needed(eqns: Sequence[Any], outvars: Iterable[Any], known_vars: Collection[Any] = ()) -> list[Any]:
     """Return the equations that `outvars` need if some variables are known.
 
     Unlike `live`, it keeps no equation for its effects (prints, callbacks).
@@ -223,14 +226,15 @@ def needed(eqns: Sequence[Any], outvars: Iterable[Any], known: Collection[Any] =
     Args:
       eqns: the equations.
       outvars: the variables to compute.
-      known: the variables that have values already.
+      known_vars: the variables that have values already.
     """
-    needed_vars = {v for v in outvars if not is_literal(v) and v not in known}
+    needed_vars = {v for v in outvars if not is_literal(v) and v not in known_vars}
     needed_eqns = []
+    # From last to first, since an equation is needed if a later one reads its result.
     for eqn in reversed(eqns):
         if any(v in needed_vars for v in eqn.outvars):
             needed_eqns.append(eqn)
-            needed_vars.update(v for v in eqn.invars if not is_literal(v) and v not in known)
+            needed_vars.update(v for v in eqn.invars if not is_literal(v) and v not in known_vars)
     return needed_eqns[::-1]
 
 
@@ -268,6 +272,7 @@ def _user_line(source: Any) -> str:
         for frame in frames[num_checked:]:
             if frame.startswith(_TRACE):
                 return ""
+            # A frame is written as "file:line (function)".
             if not of_library(frame.partition(":")[0]):
                 return frame
         if len(frames) < num_frames:
@@ -338,6 +343,7 @@ def depends(
     def outputs_of(eqn: Any, inputs: list[bool]) -> list[bool]:
         is_entered = eqn.primitive.name in entered
         outs = propagate(eqn, inputs, outputs_of_program, operator.or_) if is_entered else None
+        # All results of an equation that is not entered depend on all of its operands.
         return [True] * len(eqn.outvars) if outs is None else outs
 
     entered = {"scan", "while", "cond", *CALLS, *REMATS, *followed}
@@ -376,6 +382,7 @@ def matmuls(eqns: Iterable[Any]) -> dict[str, tuple[int, str]]:
         if name in PRODUCTS:
             a, b = (v.aval for v in eqn.invars[:2])
             # `inner` is the number of multiply-adds for each element of the result.
+            # An element of a convolution reads the kernel of one output feature, of a product the summed dims.
             if name == "conv_general_dilated":
                 inner = math.prod(b.shape) / b.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
             else:

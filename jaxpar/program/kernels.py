@@ -90,6 +90,7 @@ def local_kernel(
 
     @functools.wraps(fun, updated=())
     def call(*arrays: Any, **keywords: Any) -> Any:
+        # 1. Check the arguments against `in_dims`.
         if keywords:
             raise ValueError(
                 f"kernel {name} got the keyword {next(iter(keywords))!r}; give arrays by position, and bind options "
@@ -104,10 +105,12 @@ def local_kernel(
         if _inside.get():
             # A kernel that another kernel calls is part of it, and needs no equation.
             return fun(*arrays)
+        # 2. Call the kernel for these numbers of dims.
         ranks = tuple(x.ndim for x in arrays)
         if ranks not in by_ranks:
             by_ranks[ranks] = _kernel(fun, arg_dims, result_dims, ranks)
         outs = by_ranks[ranks].jitted(*arrays)
+        # 3. Check the results against `out_dims`.
         result_arrays = outs if isinstance(outs, tuple) else (outs,)
         if len(result_arrays) != len(result_dims) or isinstance(outs, tuple) != isinstance(out_dims, Sequence):
             kind = f"a tuple of {len(result_arrays)}" if isinstance(outs, tuple) else type(outs).__name__
@@ -135,6 +138,7 @@ def of(eqn: Any) -> LocalKernel | None:
             f"kernel {_name(kernel.fun)} uses {len(eqn.invars) - len(kernel.in_dims)} traced arrays that are not its "
             "arguments; pass them, each with its dim in in_dims"
         )
+    # `vmap` adds a dim to the arguments.
     if tuple(v.aval.ndim for v in eqn.invars) != kernel.ranks:
         return None
     return kernel if len(eqn.outvars) == len(kernel.out_dims) else _of_some_results(kernel, eqn)

@@ -28,6 +28,7 @@ def of_library(file: str) -> bool:
     Libraries are JAX, those for modules, solvers and named dims, and jaxpar without its models, which are written as a
     user's model would be.
     """
+    # A library that is not imported has no frames, and importing it to find its folder would be slow.
     for name in _NAMES:
         folder = os.path.dirname(os.path.abspath(getattr(sys.modules.get(name), "__file__", None) or os.devnull))
         if name in sys.modules and file.startswith(folder + os.sep):

@@ -56,6 +56,7 @@ class Primitive:
 
 
 PRIMITIVES: dict[str, Primitive] = {}
+# The record of all primitives without a row: nothing is known of them.
 UNKNOWN = Primitive()
 # Products of matrices.
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -100,4 +101,5 @@ def linear(eqn: Any, among: Sequence[bool], affine: bool = False) -> bool:
     # A select is linear in its cases, which the first operand chooses.
     if linearity == "cases":
         return not among[0] and (affine or all(among[1:]))
+    # A product of two of them is not linear in both together.
     return sum(among) == 1 and (linearity == "each" or (linearity == "first" and among[0]))

@@ -27,6 +27,7 @@ from .primitives import PRIMITIVES, Primitive
 _JOINS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and,
           "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
 _INDEX_REDUCTIONS = ("argmax", "argmin")
+# The names of the primitives that users registered.
 _registered: set[str] = set()
 
 
@@ -73,6 +74,7 @@ class FactorClaim(NamedTuple):
         reduction = self.factor.reduced
         if dim is not None:
             return np.concatenate(parts, dim)
+        # Without a dim to join along, the parts are terms of a reduction, or all the same.
         if len({part.shape for part in parts}) > 1:
             return None
         if reduction in _JOINS:
@@ -157,6 +159,7 @@ def register(
     >>> register(twice_p, "...->...", (twice_p.bind, np.ones((4, 6), np.float32)))
     """
     name = primitive.name
+    # A cell of a notebook that runs again registers its primitive again.
     if name in PRIMITIVES and name not in _registered:
         raise ValueError(
             f"the primitive {name} has a rule in jaxpar already; a rule from outside has to be for a new primitive; "

@@ -49,7 +49,7 @@ class Residuals:
       eqns: the forward's equations.
       inputs: its inputs, without constants.
       read: the variables that the backward reads.
-      known: the variables that the backward has in any case.
+      known_vars: the variables that the backward has in any case.
       weights: the variables that the backward has if it fetches them; recomputed equations may read any of them.
       saved: the variables that `residuals_to_save` chooses.
     """
@@ -57,7 +57,7 @@ class Residuals:
     eqns: Sequence[Any]
     inputs: Collection[Any]
     read: Sequence[Any]
-    known: Collection[Any]
+    known_vars: Collection[Any]
     weights: Collection[Any]
     saved: Sequence[Any]
 
@@ -71,15 +71,15 @@ class Residuals:
         optional = [v for v in self.saved if v in varies and v.aval.ndim > 0]
         return list(dict.fromkeys([*optional, *self._to_save(optional)[len(self.saved) - len(optional) :]]))
 
-    def _to_save(self, again: Collection[Any]) -> list[Any]:
+    def _to_save(self, recompute: Collection[Any]) -> list[Any]:
         """Return the variables to save if some of `saved` are recomputed instead.
 
         The last ones are those that recomputation needs in addition: inputs, and results of equations with effects.
         """
-        if not again:
+        if not recompute:
             return list(self.saved)
-        available, again = {*self.known, *self.weights}, {*again}
-        saved = [v for v in self.saved if v not in again]
+        available, recompute = {*self.known_vars, *self.weights}, {*recompute}
+        saved = [v for v in self.saved if v not in recompute]
         effects = {v for eqn in self.eqns if _has_effects(eqn) for v in eqn.outvars}
         eqns = jx.needed(self.eqns, self.read, {*saved, *available, *effects})
         return [*saved, *(v for v in jx.free(eqns, self.read) if v not in available and v not in saved)]
@@ -91,13 +91,14 @@ class Residuals:
           choice: a letter for each of `values`, or one for all: "s", saved; "h", sent to the host; "r", recomputed if
             it can be.
         """
+        # One letter stands for all values.
         letters = choice * len(self.values) if len(choice) == 1 else choice
         choices = dict(zip(self.values, letters, strict=True))
-        again = [v for v in self.saved if choices.get(v) == "r"]
+        recompute = [v for v in self.saved if choices.get(v) == "r"]
         # Weights are fetched for recomputation only.
-        saved, known = self._to_save(again), {*self.known, *(self.weights if again else ())}
+        saved, known_vars = self._to_save(recompute), {*self.known_vars, *(self.weights if recompute else ())}
         host = [choices.get(v) == "h" for v in saved]
-        return Kept(saved, host, jx.needed(self.eqns, self.read, {*saved, *known}))
+        return Kept(saved, host, jx.needed(self.eqns, self.read, {*saved, *known_vars}))
 
 
 def _has_effects(eqn: Any) -> bool:
@@ -107,14 +108,14 @@ def _has_effects(eqn: Any) -> bool:
 
 
 def allowed(
-    eqns: Sequence[Any], residuals: Sequence[Any], known: Collection[Any], policy: Callable[..., Any]
+    eqns: Sequence[Any], residuals: Sequence[Any], known_vars: Collection[Any], policy: Callable[..., Any]
 ) -> list[Any]:
     """Return the variables to save under a policy, as `jax.checkpoint` takes it.
 
     Args:
       eqns: the forward's equations.
       residuals: the variables that the backward reads.
-      known: the variables that the backward has in any case.
+      known_vars: the variables that the backward has in any case.
       policy: a policy of `jax.checkpoint`.
 
     Raises:
@@ -131,14 +132,14 @@ def allowed(
             )
         return case if isinstance(case, bool) else "Saveable" in type(case).__name__
 
-    available = {*known, *(v for eqn in eqns if _has_effects(eqn) or saves(eqn) for v in eqn.outvars)}
+    available = {*known_vars, *(v for eqn in eqns if _has_effects(eqn) or saves(eqn) for v in eqn.outvars)}
     return jx.free(jx.needed(eqns, residuals, available), residuals)
 
 
 def residuals_to_save(
     eqns: Sequence[Any],
     residuals: Iterable[Any],
-    known: Collection[Any],
+    known_vars: Collection[Any],
     barred: Collection[Any],
     cheap: Callable[[Any], bool] = cheap,
 ) -> tuple[list[Any], list[Any]]:
@@ -150,26 +151,26 @@ def residuals_to_save(
     Args:
       eqns: the forward's equations.
       residuals: the variables that the backward reads.
-      known: variables that the backward has in any case.
+      known_vars: variables that the backward has in any case.
       barred: variables that may not be saved instead of others.
       cheap: returns whether an equation may run again.
 
     Returns:
       The variables to save, and the equations that recompute the others from them.
     """
-    known, barred = set(known), set(barred)
+    known_vars, barred = set(known_vars), set(barred)
     # The equation that can recompute a variable.
     cheap_eqn_of = {v: eqn for eqn in eqns if cheap(eqn) and not eqn.effects for v in eqn.outvars}
     residuals = list(residuals)
-    saved_vars = dict.fromkeys(v for v in residuals if not jx.is_literal(v) and v not in known)
+    saved_vars = dict.fromkeys(v for v in residuals if not jx.is_literal(v) and v not in known_vars)
     # From last to first, so that the operands that are saved instead of a result are considered in their turn.
     for eqn in reversed(eqns):
         for result in (v for v in eqn.outvars if v in saved_vars and v in cheap_eqn_of):
-            replacement = _smaller_sources(result, cheap_eqn_of, lambda v: v in known or v in saved_vars, barred)
+            replacement = _smaller_sources(result, cheap_eqn_of, lambda v: v in known_vars or v in saved_vars, barred)
             if replacement is not None:
                 del saved_vars[result]
                 saved_vars.update(replacement)
-    return list(saved_vars), jx.needed(eqns, residuals, {*saved_vars, *known})
+    return list(saved_vars), jx.needed(eqns, residuals, {*saved_vars, *known_vars})
 
 
 def _smaller_sources(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 OVERFLOW = "where_tokens_overflow"  # the scope of a conditional for tokens without a slot in the experts' buffers
 
+# `named_scope` puts the name into the name stack of the loop, and JAX appends "/while".
 _NAME = re.compile(r"runs_(\d+)_paces_(\d+)_of_(\d+)(?:_on_(\d+))?(?:/while)?$")
 
 

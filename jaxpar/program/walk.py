@@ -54,6 +54,7 @@ def makers(eqn: Any, result_index: int) -> tuple[Any, ...]:
       result_index: the number of the result.
     """
     inner = called(eqn)
+    # A program with other results than the equation cannot be matched by numbers.
     if inner is not None and len((jaxpr := opened(inner)[0]).outvars) == len(eqn.outvars):
         for inner_eqn in jaxpr.eqns:
             if jaxpr.outvars[result_index] in inner_eqn.outvars:
@@ -160,6 +161,7 @@ def scan_parts(eqn: Any) -> Scan:
     if "num_consts" in params:
         n, k = params["num_consts"], params["num_carry"]
     else:
+        # Newer jax stores the three groups of operands instead of their numbers.
         n, k, _ = map(len, params["ft_in"].unpack())
     atoms, outs = tuple(eqn.invars), tuple(eqn.outvars)
     return Scan(
@@ -218,6 +220,7 @@ def propagate(
         n, k = len(parts.consts), len(parts.carry)
 
         def step(carry: list[V]) -> list[V]:
+            # The last call sees the settled carry: the results that stay in `outs` hold for every iteration.
             outs[:] = run(parts.body, [*ins[:n], *carry, *ins[n + k :]], None)
             return outs[:k]
 

@@ -177,6 +177,7 @@ class Strategy:
 
     def __new__(cls, *args: Any, **fields: Any) -> "Strategy":
         """Refuse unknown fields and values without a name, with errors that help more than those of `dataclass`."""
+        # A dataclass would raise a TypeError without a suggestion.
         if args:
             text = f"Strategy.parse({args[0]!r})" if isinstance(args[0], str) else "Strategy(fsdp=-1)"
             raise ValueError(f"Strategy{args!r}: its fields come by name; use {text}")
@@ -198,6 +199,7 @@ class Strategy:
             object.__setattr__(self, "stages", ":".join(map(str, self.stages)))
         if isinstance(self.offload, str) and {*(terms := self.offload.split("+"))} <= {*OFFLOADS}:
             object.__setattr__(self, "offload", "+".join(x for x in OFFLOADS if x in terms))
+        # The first constraint that is broken raises.
         for constraint in CONSTRAINTS:
             constraint.check(self)
 
@@ -320,6 +322,7 @@ class Strategy:
         """Return this strategy for a mesh with `ranks` ranks of `pipe`: `microbatches` is then a number."""
         if self.microbatches != -1:
             return self
+        # Without a pipeline, more microbatches would only cost time.
         return dataclasses.replace(self, microbatches=PER_RANK * ranks if ranks > 1 else 1)
 
     def text(self, skip: str = "") -> str:
@@ -327,6 +330,7 @@ class Strategy:
         parts = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            # "auto" became a number in `__post_init__`.
             default = self.fewest_chunks if field.name == "chunks" else field.default
             if field.name == skip or value == default:
                 continue
@@ -358,6 +362,7 @@ def as_strategy(strategy: Strategy | str) -> Strategy:
 
 def _suggest_strategy(name: str, fields: Iterable[str]) -> str:
     """Return a suggestion for an unknown strategy: "fsdp=8" for `fsdp8`, the nearest preset for `zero4`."""
+    # The name of a field and its size without "=".
     match = re.fullmatch(r"([a-z]+)\W?(\d+)", name)
     if match and match[1] in (*AXES, "microbatches", "chunks"):
         return f" (did you mean '{match[1]}={match[2]}'?)"

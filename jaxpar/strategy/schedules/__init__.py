@@ -64,6 +64,7 @@ def lockstep(p: int, m: int, v: int, lag: int) -> Table:
             f"chunks={v} sends microbatches in groups of pipe={p}, and microbatches={m} is no multiple of it; use "
             f"{-(-m // p) * p} microbatches, or chunks=1"
         )
+    # The last forward is at tick m v + p - 2, the last backward at tick m v - 1 + lag + p - 1.
     table: list[list[list[Op]]] = [[[] for _ in range(p)] for _ in range(m * v + lag + p - 1)]
     # A group of p microbatches has p operations per chunk. `offset` counts the p v operations of one group.
     entries = [(rank, number, *divmod(number, p * v)) for rank in range(p) for number in range(m * v)]
@@ -120,6 +121,7 @@ class Recipe(NamedTuple):
     chunks: int = 1
 
 
+# The schedules by the name that `Strategy.schedule` takes.
 SCHEDULES = {
     "gpipe": Recipe("all forwards before all backwards", gpipe, planned=False),
     "1f1b": Recipe("a backward as soon as it can be", one_f_one_b),

@@ -41,6 +41,7 @@ def check_table(table: Table, placement: Placement, microbatches: int, chunks: i
             )
         stage = stage_of(placement, ranks, rank, chunk)
         name = f"{stage}{kind}{microbatch}"
+        # A whole backward is both halves.
         kinds = ("B", "I", "W") if kind == "B" else (kind,)
         if any((part, stage, microbatch) in slot_of for part in kinds):
             raise ValueError(f"{cell}: {name} runs again; a stage runs each microbatch once")
@@ -53,6 +54,7 @@ def check_table(table: Table, placement: Placement, microbatches: int, chunks: i
                 needs.append(("I", stage + 1, False))
         if kind == "W":
             needs.append(("I", stage, False))
+        # Lower ranks' operations of this slot are in `slot_of` already, so that the slots must be compared.
         for needed_kind, needed_stage, may_share_slot in needs:
             needed_slot = slot_of.get((needed_kind, needed_stage, microbatch))
             if needed_slot is None or (needed_slot == slot and not may_share_slot):
@@ -78,6 +80,7 @@ def check_table(table: Table, placement: Placement, microbatches: int, chunks: i
                 check(op, rank, slot)
                 stage = stage_of(placement, ranks, rank, op.chunk)
                 slot_of[op.kind, stage, op.microbatch] = slot
+                # Operations that need I or W accept a whole backward.
                 if op.kind == "B":
                     slot_of["I", stage, op.microbatch] = slot_of["W", stage, op.microbatch] = slot
 

@@ -52,6 +52,7 @@ def spans(
     free_from: list[Number] = [0] * ranks
     end_of: dict[tuple[str, int, int], Number] = {}  # kind, stage, microbatch -> end of the operation
     waiting: dict[tuple[str, int, int], int] = {}  # operation that has not run -> the rank that waits for it
+    # At most one rank waits for an operation of another rank, so that `waiting` needs no lists.
     # A rank runs until an input is missing, and is ready again when the missing operation has run.
     ready = list(range(ranks))
     while ready:
