@@ -46,7 +46,7 @@ class Followed(NamedTuple):
     """The relation of a value to the sources.
 
     Attributes:
-      views: for each source, by its number, whose elements or functions of them the value holds, the value's dims.
+      views: for each source whose dims the value has, the source's number and the value's dims.
       marks: marks of this value; every value that depends on it gets them too. A source's mark is its number.
     """
 
