@@ -90,7 +90,7 @@ def trace(fun: Callable, *args: Any, axes: dict[str, int] | None = None, remats:
 
 
 def flatten(closed: Any, remats: Any = False, calls: Callable[[Any], bool] = lambda eqn: True) -> Flat:
-    """Inline nested calls, and remove sharding constraints outside loops.
+    """Inline nested calls, and remove sharding constraints, except those in custom derivatives.
 
     Constraints name a mesh of the user's own; where values live is the step's decision.
 
@@ -98,7 +98,7 @@ def flatten(closed: Any, remats: Any = False, calls: Callable[[Any], bool] = lam
       closed: a jaxpr, open or closed.
       remats: whether all rematerialised calls are inlined, or a function that says so for each. Those that hold a scan,
         which may be a layer stack, are inlined in any case.
-      calls: returns whether a nested `jit` is inlined. Kernels (`kernels.py`) never are.
+      calls: returns whether a nested `jit` is inlined. Kernels (`kernels.py`) stay calls, except in derivatives.
     """
     constvars: list[Any] = []
     consts: list[Any] = []

@@ -7,6 +7,8 @@
 The checker shares no code with the functions that write tables, so that a mistake there is found here.
 """
 
+from collections.abc import Mapping
+
 from .operations import WORDS, Op, Placement, Table, place_of, stage_of
 
 
@@ -65,7 +67,6 @@ def check_table(table: Table, placement: Placement, microbatches: int, chunks: i
                     f"{reason}; it must run in an earlier slot"
                 )
 
-    # 1. Check every operation, slot by slot, against the operations of earlier slots.
     for slot, column in enumerate(table):
         if len(column) != ranks:
             raise ValueError(f"slot {slot} has {len(column)} ranks, slot 0 {ranks}; give every rank its operations")
@@ -83,9 +84,24 @@ def check_table(table: Table, placement: Placement, microbatches: int, chunks: i
                 # Operations that need I or W accept a whole backward.
                 if op.kind == "B":
                     slot_of["I", stage, op.microbatch] = slot_of["W", stage, op.microbatch] = slot
+    _check_complete(slot_of, placement, ranks, chunks, microbatches)
 
-    # 2. Check that every stage has run every microbatch, forwards and backwards.
-    for stage, microbatch in ((stage, microbatch) for stage in range(stages) for microbatch in range(microbatches)):
+
+def _check_complete(
+    slot_of: Mapping[tuple[str, int, int], int], placement: Placement, ranks: int, chunks: int, microbatches: int
+) -> None:
+    """Raise ValueError if a stage does not run a microbatch, forwards and backwards.
+
+    Args:
+      slot_of: the slot of each operation that runs, by kind ("I" for B too), stage and microbatch.
+      placement: which stages are a rank's chunks.
+      ranks: number of ranks.
+      chunks: number of chunks per rank.
+      microbatches: number of microbatches.
+    """
+    for stage, microbatch in (
+        (stage, microbatch) for stage in range(ranks * chunks) for microbatch in range(microbatches)
+    ):
         for kind in ("F", "I", "W"):
             if (kind, stage, microbatch) not in slot_of:
                 missing = kind if ("I", stage, microbatch) in slot_of or kind == "F" else "B, or I and W,"

@@ -77,16 +77,37 @@ def spans(
                     ready.append(waiting.pop(completed))
                 continue
             break
-    # If a rank is stuck, follow what it waits for from rank to rank, until a rank waits for itself or a circle closes.
-    stuck = next((rank for rank, order in enumerate(orders) if len(intervals[rank]) < len(order)), None)
+    _check_no_deadlock(orders, [len(rank_intervals) for rank_intervals in intervals], placement, stages, end_of)
+    return intervals
+
+
+def _check_no_deadlock(
+    orders: Sequence[Sequence[Op]],
+    num_run: Sequence[int],
+    placement: Placement,
+    stages: int,
+    end_of: Mapping[tuple[str, int, int], Number],
+) -> None:
+    """Raise ValueError if ranks wait for each other; name an operation in that circle.
+
+    Args:
+      orders: each rank's operations.
+      num_run: how many operations each rank has run.
+      placement: which stages are a rank's chunks.
+      stages: number of stages.
+      end_of: the end of each operation that ran, by kind ("I" for B too), stage and microbatch.
+    """
+    ranks = len(orders)
+    stuck = next((rank for rank, order in enumerate(orders) if num_run[rank] < len(order)), None)
     visited: set[int] = set()
+    # Follow what a stuck rank waits for from rank to rank, until a rank waits for itself or a circle closes.
     while stuck is not None:
         visited.add(stuck)
-        op = orders[stuck][len(intervals[stuck])]
+        op = orders[stuck][num_run[stuck]]
         stage = stage_of(placement, ranks, stuck, op.chunk)
         kind, needed_stage = next(need for need in needs(op, stage, stages) if (*need, op.microbatch) not in end_of)
         owner = place_of(placement, ranks, needed_stage).rank
-        if owner in visited or len(intervals[owner]) == len(orders[owner]):
+        if owner in visited or num_run[owner] == len(orders[owner]):
             names = f"{needed_stage}{kind}{op.microbatch}"
             names += f" or {needed_stage}B{op.microbatch}" if kind == "I" else ""
             raise ValueError(
@@ -94,7 +115,6 @@ def spans(
                 "not run before it; keep the order of the layers"
             )
         stuck = owner
-    return intervals
 
 
 def as_soon_as_possible(orders: Sequence[Sequence[Op]], placement: Placement, chunks: int) -> Table:
