@@ -48,7 +48,7 @@ DEFECTS = (
            "return reduce_scatter(x.astype(dtype), axes, dim)", "return reduce_scatter(x, axes, dim).astype(dtype)",
            "A gradient is summed in bfloat16 and widened after that."),
     Defect("order-token", "collectives/order.py", "collectives/test_order.py",
-           "return (token if full is None else token_after(full)), outs", "return token, outs",
+           "return (token if first_result is None else token_after(first_result)), outs", "return token, outs",
            "A collective does not wait for the one before it."),
     Defect("divergence-branch", "collectives/divergence.py", "collectives/test_divergence.py",
            "divergent_axes | predicate_axes)", "divergent_axes)",
@@ -292,7 +292,7 @@ DEFECTS = (
            "A token that is generated does not see itself."),
     # -- strategy and the command line
     Defect("free-axis", "strategy/strategy.py", "step/test_errors.py::test_an_axis_of_minus_1_is_what_the_others_leave",
-           "known[free[0]] = devices // product", "known[free[-1]] = devices",
+           "sizes[free_axes[0]] = devices // product", "sizes[free_axes[-1]] = devices",
            "An axis of size -1 gets all devices, and not those that the others leave."),
     Defect("microbatches-ranks", "strategy/strategy.py",
            "parallel/pipeline/test_stages.py::test_pp_has_microbatches_enough",

@@ -1,8 +1,13 @@
-"""In which memory buffers are, and hints that keep large ones from being created long before they are used.
+"""Where buffers are, in the device's memory or the host's, and hints that keep large ones from existing too early.
 
-XLA orders a program by its data dependencies alone. Zeros depend on nothing, so it may fill the buffer of a loop's
-results, or of a scatter, before the loops that run first, and hold it all the while. Each function here adds a
-dependency and changes no value. What they save was measured on the step in `experiments/benchmarks/handwritten.py`.
+XLA orders a program by its data dependencies alone. Zeros depend on nothing. XLA may therefore fill the buffer of a
+loop's results, or of a scatter, before earlier loops run, and hold it meanwhile:
+
+    zeros(result)                       zeros_after(x, result)
+    zeros | loop 1 ... loop 2           loop 1 ... x | zeros | loop 2
+
+Each function here adds a dependency and changes no value. Their savings were measured on the step of
+`experiments/benchmarks/handwritten.py`.
 """
 
 import math
@@ -21,36 +26,51 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def is_on_host(x: jax.Array) -> bool:
-    """Whether an array of a traced program is in the host's memory."""
+    """Return whether an array of a traced program is in the host's memory."""
     return jax.typeof(x).memory_space == HOST
 
 
 def on_device(x: jax.Array) -> jax.Array:
-    """An array of a traced program in the device's memory: a copy, if it is in the host's."""
+    """Return an array of a traced program in the device's memory: a copy, if it is in the host's."""
     return jax.device_put(x, DEVICE) if is_on_host(x) else x
 
 
 def zero_after(x: jax.Array, dtype: Any) -> jax.Array:
-    """The scalar 0 that cannot exist before `x` (floating-point) does; NaN if the first element of `x` is."""
+    """Return a scalar 0 that cannot exist before `x` does.
+
+    Args:
+      x: a floating-point array with elements. If its first element is NaN, so is the result.
+      dtype: the dtype of the result.
+    """
     first = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
+    # XLA does not know that the smaller of |x| and 0 is 0, and keeps the dependency.
     return jnp.minimum(jnp.abs(first.astype(jnp.float32)), 0).astype(dtype)
 
 
 def zeros_after(x: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
-    """Zeros that cannot exist before `x` does."""
+    """Return zeros that cannot exist before `x` does."""
     return jnp.full(shape, zero_after(x, dtype))
 
 
-def anchor(eqns: Sequence[Any], after: jax.Array) -> tuple[list[Any], dict[Any, jax.Array]]:
-    """Equations whose large constant buffers cannot exist before `after` does, and values of the variables added."""
+def anchor(eqns: Sequence[Any], earlier: jax.Array) -> tuple[list[Any], dict[Any, jax.Array]]:
+    """Make the large constant buffers of some equations wait for an array.
+
+    Args:
+      eqns: the equations.
+      earlier: the array (floating-point), before which no large constant may exist.
+
+    Returns:
+      The equations, which read a new variable instead of each constant, and the values of these variables.
+    """
     values: dict[Any, jax.Array] = {}
-    out = []
+    anchored_eqns = []
     for eqn in eqns:
-        constant = eqn.primitive.name == "broadcast_in_dim" and jx.is_literal(eqn.invars[0])
-        if constant and math.prod(eqn.outvars[0].aval.shape) >= _LARGE:
+        is_constant = eqn.primitive.name == "broadcast_in_dim" and jx.is_literal(eqn.invars[0])
+        # Small buffers are not worth a dependency.
+        if is_constant and math.prod(eqn.outvars[0].aval.shape) >= _LARGE:
             literal = eqn.invars[0]
             var = jec.Var(literal.aval)
-            values[var] = literal.val + zero_after(after, literal.aval.dtype)
+            values[var] = literal.val + zero_after(earlier, literal.aval.dtype)
             eqn = eqn.replace(invars=[var])
-        out.append(eqn)
-    return out, values
+        anchored_eqns.append(eqn)
+    return anchored_eqns, values

@@ -1,8 +1,12 @@
-"""The names of collectives: each kind as HLO and a ledger spell it, and the primitives of jaxprs that are of it.
+"""The names of collectives: the kinds, as HLO and a ledger spell them, and the primitives of jaxprs of each kind.
 
-Primitives are those of jax 0.10 to 0.12, where a name may end in _start, and with check_vma in _invariant or _reduced;
-tensor_... are the edges of a tensor rank's program (`parallel/tensor/edges.py`). JAX keeps reductions over the axis of
-a `vmap` as collectives over a dim by its number; `reduced` makes plain reductions of them.
+The primitives are those of jax 0.10 to 0.12. A name may end in _start, and with check_vma in _invariant or _reduced;
+tensor_... are the edges of a tensor rank's program (`parallel/tensor/edges.py`).
+
+JAX keeps a reduction over the axis of a `vmap` as a collective over the number of a dim, which sends nothing. `reduced`
+turns it into a plain reduction:
+
+    psum[axes=("data", 0)] x   -->   y = reduce_sum[axes=(0,)] x    psum[axes=("data",)] y
 """
 
 from typing import Any
@@ -11,6 +15,7 @@ import jax
 import jax.extend.core as jec
 from jax import lax
 
+# Each kind, and its primitives.
 KINDS = {
     "all-reduce": (
         *("psum", "psum2", "psum_invariant", "unreduced_psum", "tensor_leave"),
@@ -27,60 +32,70 @@ KINDS = {
     "collective-broadcast": ("pbroadcast", "pbroadcast_dynamic"),
 }
 PRIMITIVES = {name: kind for kind, names in KINDS.items() for name in names}
-_PLAIN = {"psum": lax.reduce_sum, "psum2": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+# The function that reduces over dims, for each primitive that may name dims.
+_PLAIN_REDUCTIONS = {"psum": lax.reduce_sum, "psum2": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
 
 
 def axes_of(eqn: Any) -> tuple[Any, ...]:
-    """The axes that a collective runs over."""
-    named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-    return (named,) if isinstance(named, str) else tuple(named)
+    """Return the axes that a collective runs over."""
+    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def on_the_wire(kind: str, ranks: int) -> float:
-    """The share of a collective's buffer that each of `ranks` devices sends, by the ring convention.
+    """Return the share of a collective's buffer that each device sends, by the ring convention.
 
-    The buffer is the whole one that a device takes part in: the output of an all-gather, the input of every other kind.
+    The buffer is the full one that a device takes part in: the output of an all-gather, the input of all other kinds.
     A ring passes n - 1 of its n parts through every device, and for an all-reduce twice (Patarasuk and Yuan 2009).
+
+    Args:
+      kind: a key of `KINDS`.
+      ranks: number of devices, n.
 
     >>> on_the_wire("all-reduce", 8), on_the_wire("all-gather", 8), on_the_wire("collective-permute", 8)
     (1.75, 0.875, 1.0)
     """
-    if kind.startswith("collective-"):  # a permute, and a broadcast, which NCCL pipelines: each passes all of it on
+    if kind.startswith("collective-"):
+        # Each device of a permute sends its buffer. NCCL pipelines a broadcast: each device passes the buffer on.
         return 1.0
     return (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks
 
 
 def reduced(jaxpr: Any) -> Any:
-    """A jaxpr, closed or not, with reductions over dims as plain ones; the same object if nothing changes."""
+    """Return a jaxpr, closed or not, with plain reductions over dims; the same object if nothing changes."""
     if hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:  # closed; newer jax has one class for both
         inner = reduced(jaxpr.jaxpr)
         return jaxpr if inner is jaxpr.jaxpr else jec.ClosedJaxpr(inner, jaxpr.consts)
-    eqns = [new for eqn in jaxpr.eqns for new in _reduced(eqn)]
-    same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
-    return jaxpr if same else jaxpr.replace(eqns=eqns)
+    eqns = [new_eqn for eqn in jaxpr.eqns for new_eqn in _reduced_eqn(eqn)]
+    is_same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if is_same else jaxpr.replace(eqns=eqns)
 
 
-def _reduced(eqn: Any) -> list[Any]:
-    axes = eqn.params["axes"] if eqn.primitive.name in _PLAIN else ()
+def _reduced_eqn(eqn: Any) -> list[Any]:
+    """Return the equations that replace one equation: plain reductions over dims, then a collective over axes."""
+    axes = eqn.params["axes"] if eqn.primitive.name in _PLAIN_REDUCTIONS else ()
     dims = tuple(axis for axis in axes if isinstance(axis, int))
     if not dims:
-        params = {name: _inside(value) for name, value in eqn.params.items()}
-        changed = any(params[name] is not value for name, value in eqn.params.items())
-        return [eqn.replace(params=params) if changed else eqn]
+        params = {name: _reduced_param(value) for name, value in eqn.params.items()}
+        is_changed = any(params[name] is not value for name, value in eqn.params.items())
+        return [eqn.replace(params=params) if is_changed else eqn]
     names = tuple(axis for axis in axes if not isinstance(axis, int))
     outs = [jec.Var(v.aval) for v in eqn.outvars] if names else eqn.outvars
     eqns = []
+    # A collective may have several operands, a plain reduction has one.
     for x, out in zip(eqn.invars, outs, strict=True):
         abstract = jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
-        plain = jax.make_jaxpr(lambda x: _PLAIN[eqn.primitive.name](x, dims))(abstract).eqns[-1]
+        plain = jax.make_jaxpr(lambda x: _PLAIN_REDUCTIONS[eqn.primitive.name](x, dims))(abstract).eqns[-1]
         eqns.append(plain.replace(invars=[x], outvars=[out], source_info=eqn.source_info))
+    # Reduce over the mesh axes afterwards: fewer bytes are sent.
     return [*eqns, eqn.replace(invars=outs, params={**eqn.params, "axes": names})] if names else eqns
 
 
-def _inside(value: Any) -> Any:
+def _reduced_param(value: Any) -> Any:
+    """Return a parameter, with the programs in it reduced; the same object if nothing changes."""
     if isinstance(value, jec.Jaxpr | jec.ClosedJaxpr):
         return reduced(value)
-    if type(value) is tuple:  # of branches, and no record
-        inner = tuple(map(_inside, value))
+    if type(value) is tuple:  # the branches of a cond; a named tuple is no list of programs
+        inner = tuple(map(_reduced_param, value))
         return value if all(a is b for a, b in zip(inner, value, strict=True)) else inner
     return value

@@ -1,15 +1,15 @@
-"""The one interpreter: a program is run an equation at a time, on values of any kind.
+"""Run a program one equation at a time, on values of any kind: the only interpreter of programs in jaxpar.
 
     env = Environment.of(program, inputs)    the value of each variable
     for eqn in program.eqns:
-        env.compute(eqn, results)            stores results(eqn, operands): by default, what the primitive computes
+        env.compute(eqn, results)            stores results(eqn, operands); by default the primitive computes them
     outs = env.read(program.outvars)
 
 A value is an array, an array with its placement, a property of an array, or a variable of another program. `evaluate`
 is this loop for arrays, and `through` for properties. A caller that runs equations in another order, or several as one,
 writes its own loop around the same environment.
 
-Programs inside equations are left to `results`: `rerun` runs those of loops, branches and calls on arrays, and
+`results` also handles the programs inside equations: `rerun` runs those of loops, branches and calls on arrays, and
 `walk.propagate` follows properties through them.
 """
 
@@ -30,31 +30,33 @@ V = TypeVar("V")
 
 @contextlib.contextmanager
 def source_info_of(eqn: Any) -> Iterator[None]:
-    """Within it, what is traced stands where an equation stands in the user's program."""
+    """Within this context, traced equations get the line and the name stack of an equation of the user's program."""
+    # The scopes around the interpreter come first, as if the equation were written there.
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
 
 
 def bind(eqn: Any, values: Sequence[Any], **changes: Any) -> list[Any]:
-    """An equation's primitive on other values, with other parameters where `changes` says so."""
-    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params({**eqn.params, **changes}))
-    return list(out) if eqn.primitive.multiple_results else [out]
+    """Return the results of an equation's primitive on other values; `changes` replaces some of its parameters."""
+    # Some primitives, custom derivatives among them, bind other parameters than their equations store.
+    results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params({**eqn.params, **changes}))
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def number(atom: Any) -> Any:
-    """The number of a literal; a Python scalar has no dtype of its own."""
+    """Return the number of a literal; a Python scalar stays one, without a dtype."""
     assert is_literal(atom), f"{atom} has no value yet"
     return atom.val
 
 
 def array_of(atom: Any) -> jax.Array:
-    """The number of a literal, as an array of its dtype."""
+    """Return the number of a literal, as an array of its dtype."""
     return jnp.asarray(number(atom), atom.aval.dtype)
 
 
 def itself(atom: Any) -> Any:
-    """The atom: an equation whose variables get other names keeps its literals and its other variables."""
+    """Return the atom itself: when variables are renamed, literals and all other variables stay."""
     return atom
 
 
@@ -62,8 +64,8 @@ class Environment(dict[Any, V]):
     """The values of a program's variables, while its equations run. `env[atom]` reads a variable or a literal.
 
     Args:
-      values: the values that are known at the start, by variable.
-      literal: returns the value of an atom that `values` does not have: of a literal, and of any other variable.
+      values: the values at the start, by variable.
+      literal: returns the value of an atom that is not in `values`: of a literal, and of any other variable.
     """
 
     def __init__(self, values: Mapping[Any, V] | Iterable[tuple[Any, V]], literal: Callable[[Any], V] = number) -> None:
@@ -74,8 +76,13 @@ class Environment(dict[Any, V]):
     def of(
         cls, program: Any, inputs: Iterable[V], literal: Callable[[Any], V] = number, constant: Any = lambda x: x
     ) -> Environment[V]:
-        """The environment in which a program begins: open, closed or `Flat`. `constant` makes a value of each array
-        that the program closes over.
+        """Return the environment in which a program begins.
+
+        Args:
+          program: the program: open, closed or `Flat`.
+          inputs: the values of its inputs.
+          literal: returns the value of an atom that has none yet.
+          constant: returns the value of an array that the program closes over.
         """
         jaxpr, consts = opened(program)
         values = zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, consts), *inputs), strict=True)
@@ -85,7 +92,7 @@ class Environment(dict[Any, V]):
         return self._literal(atom) if is_literal(atom) or atom not in self else super().__getitem__(atom)
 
     def read(self, atoms: Iterable[Any]) -> list[V]:
-        """The values of some atoms."""
+        """Return the values of some atoms."""
         return [self[atom] for atom in atoms]
 
     def store(self, eqn: Any, results: Iterable[V]) -> None:
@@ -93,13 +100,13 @@ class Environment(dict[Any, V]):
         self.update(zip(eqn.outvars, results, strict=True))
 
     def compute(self, eqn: Any, results: Callable[[Any, list[V]], Iterable[V]] = bind) -> None:
-        """Trace an equation in its place in the user's program: `results(eqn, operands)` are stored."""
+        """Trace an equation under its line of the user's program, and add its results, `results(eqn, operands)`."""
         with source_info_of(eqn):
             self.store(eqn, results(eqn, self.read(eqn.invars)))
 
 
 def evaluate(program: Any, inputs: Iterable[Any], results: Callable[[Any, list[Any]], Iterable[Any]]) -> list[Any]:
-    """The results of a program on arrays; `results(eqn, operands)` gives those of an equation."""
+    """Return the results of a program on arrays; `results(eqn, operands)` returns the results of one equation."""
     env = Environment.of(program, inputs, array_of)
     jaxpr, _ = opened(program)
     for eqn in jaxpr.eqns:
@@ -108,10 +115,16 @@ def evaluate(program: Any, inputs: Iterable[Any], results: Callable[[Any, list[A
 
 
 def through(program: Any, inputs: Iterable[V], results: Callable[[Any, list[V]], Iterable[V]], constant: V) -> list[V]:
-    """A property of values, followed through a program: that of its results, from that of its inputs.
+    """Follow a property of values through a program.
 
-    `results(eqn, operands)` gives that of an equation's results; `constant` is that of literals and of arrays that the
-    program closes over.
+    Args:
+      program: the program.
+      inputs: the property of each input.
+      results: `results(eqn, operands)` returns the property of each result of an equation.
+      constant: the property of literals and of arrays that the program closes over.
+
+    Returns:
+      The property of each result.
     """
     jaxpr, _ = opened(program)
     env = Environment(zip(jaxpr.invars, inputs, strict=True), lambda atom: constant)
@@ -121,29 +134,40 @@ def through(program: Any, inputs: Iterable[V], results: Callable[[Any, list[V]],
 
 
 def rerun(eqn: Any, values: Sequence[Any], run: Callable[..., tuple[Any, list[Any]]], state: Any = ()) -> Any:
-    """The results of a scan, while, cond or call whose programs `run(program, values, state)` runs, as `(state, outs)`:
-    what it returns too. The state, a tree, goes through all of them; a while's condition leaves it as it is.
+    """Run a scan, while, cond or call whose programs are run by another function.
+
+    Args:
+      eqn: the equation.
+      values: its operands.
+      run: `run(program, values, state)` returns `(state, results)` of a program.
+      state: a tree that goes through all programs, such as a token. The condition of a while does not change it.
+
+    Returns:
+      `(state, results)` of the equation.
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         parts = scan_parts(eqn)
         n, k = len(parts.consts), len(parts.carry)
 
+        # The state is carried in front of the scan's own carry.
         def body(carry: Any, xs: Any) -> Any:
             state, outs = run(parts.body, [*values[:n], *carry[1], *xs], carry[0])
             return (state, outs[:k]), outs[k:]
 
         start, xs = (state, list(values[n : n + k])), list(values[n + k :])
-        how = {"length": parts.length, "reverse": parts.reverse, "unroll": params["unroll"]}
-        (state, carry), ys = jax.lax.scan(body, start, xs, **how)
+        options = {"length": parts.length, "reverse": parts.reverse, "unroll": params["unroll"]}
+        (state, carry), ys = jax.lax.scan(body, start, xs, **options)
         return state, [*carry, *ys]
     if name == "while":
         n = params["cond_nconsts"]
         k = n + params["body_nconsts"]
-        goes_on = lambda carry: run(params["cond_jaxpr"], [*values[:n], *carry[1]], carry[0])[1][0]
+        # JAX's condition returns a boolean alone, so that a state that it changed would be lost.
+        condition = lambda carry: run(params["cond_jaxpr"], [*values[:n], *carry[1]], carry[0])[1][0]
         step = lambda carry: run(params["body_jaxpr"], [*values[n:k], *carry[1]], carry[0])
-        return jax.lax.while_loop(goes_on, step, (state, list(values[k:])))
+        return jax.lax.while_loop(condition, step, (state, list(values[k:])))
     if name == "cond":
+        # The default binds the loop's branch, as the lambda runs later.
         branches = [lambda state, *values, b=branch: run(b, values, state) for branch in params["branches"]]
         return jax.lax.switch(values[0], branches, state, *values[1:])
     return run(called(eqn), values, state)

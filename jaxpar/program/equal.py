@@ -1,4 +1,8 @@
-"""Whether two equations do the same, down to the programs and the rules of differentiation inside them."""
+"""Compare equations: whether two compute the same, down to the programs and the rules of differentiation inside them.
+
+Layers of a Python loop are found by it: their equations are equal up to the variables. Parameters are compared by
+their values, functions by code and closure, and rules of differentiation by the programs that they trace to.
+"""
 
 import functools
 import types
@@ -12,24 +16,31 @@ from . import jaxpr as jx
 
 
 def same_atom(a: Any, b: Any) -> bool:
-    """Whether two operands are one variable, or equal literals."""
-    literals = jx.is_literal(a) and jx.is_literal(b)
-    return a is b or (literals and a.aval.dtype == b.aval.dtype and bool(np.array_equal(a.val, b.val)))
+    """Return whether two operands are one variable, or equal literals."""
+    are_literals = jx.is_literal(a) and jx.is_literal(b)
+    return a is b or (are_literals and a.aval.dtype == b.aval.dtype and bool(np.array_equal(a.val, b.val)))
 
 
 def differing(e: Any, f: Any, rules: bool = True) -> str | None:
-    """The first parameter in which two equations of one primitive differ; `rules` of differentiation count as one."""
+    """Return the name of the first parameter in which two equations of one primitive differ; None if all are equal.
+
+    Args:
+      e: one equation.
+      f: the other equation.
+      rules: whether rules of differentiation are compared too.
+    """
     if e.primitive.name.startswith("custom_") and "call_jaxpr" in e.params:
-        # Rules are functions made anew in every trace: what counts is what they do (a derivative's own rules do not).
-        same = _equal(e.params["call_jaxpr"], f.params["call_jaxpr"], rules)
-        same = same and (not rules or _equal(_derivative(e), _derivative(f), False))
-        return None if same else "call_jaxpr"
+        # Every trace makes new functions for the rules, so that only the programs that they trace to can be compared.
+        # The rules of a derivative itself are not compared.
+        is_equal = _equal(e.params["call_jaxpr"], f.params["call_jaxpr"], rules)
+        is_equal = is_equal and (not rules or _equal(_derivative(e), _derivative(f), False))
+        return None if is_equal else "call_jaxpr"
     return next((name for name in e.params if not _equal(e.params[name], f.params.get(name), rules)), None)
 
 
 @functools.lru_cache(64)  # each equation is compared with many
 def _derivative(eqn: Any) -> Any:
-    """The transpose of an equation's derivative, as a program."""
+    """Return the program of an equation's backward: the transpose of its derivative."""
     avals: list[Any] = [a.aval for a in eqn.invars]
     invars = [jec.Var(aval) for aval in avals]
     fun = jx.run([eqn.replace(invars=invars)], invars, [v for v in eqn.outvars if not isinstance(v, jec.DropVar)])
@@ -38,19 +49,20 @@ def _derivative(eqn: Any) -> Any:
 
 
 def short(value: Any) -> str:
-    """A value on less than a line."""
+    """Return a value as text of less than a line."""
     text = " ".join(str(value).split())
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
 def _equal(a: Any, b: Any, rules: bool = True) -> bool:
-    """Whether parameters of two equations say the same: programs by their equations, functions by code and closure."""
+    """Return whether two parameters are equal: programs by their equations, functions by code and closure."""
     if a is b:
         return True
     if isinstance(a, dict | list | tuple):
         if type(a) is not type(b) or len(a) != len(b):
             return False
-        items = (lambda x: sorted(x.items(), key=lambda i: str(i[0]))) if isinstance(a, dict) else list
+        # Keys may be of types that cannot be compared; as text they have an order.
+        items = (lambda x: sorted(x.items(), key=lambda item: str(item[0]))) if isinstance(a, dict) else list
         return all(_equal(x, y, rules) for x, y in zip(items(a), items(b), strict=True))
     if hasattr(jx.opened(a)[0], "eqns"):
         return hasattr(jx.opened(b)[0], "eqns") and same_program(a, b, rules)
@@ -63,24 +75,27 @@ def _equal(a: Any, b: Any, rules: bool = True) -> bool:
 
 
 def same_program(a: Any, b: Any, rules: bool = True) -> bool:
-    """Whether two programs, open or closed, are the same equations between variables of the same types."""
-    (a, consts), (b, others) = jx.opened(a), jx.opened(b)
+    """Return whether two programs, open or closed, are the same equations between variables of the same types."""
+    (a, a_consts), (b, b_consts) = jx.opened(a), jx.opened(b)
     counts = lambda j: (len(j.invars), len(j.constvars), len(j.outvars), len(j.eqns))
-    if counts(a) != counts(b) or not _equal(list(consts), list(others)):
+    if counts(a) != counts(b) or not _equal(list(a_consts), list(b_consts)):
         return False
-    same = dict(zip((*a.invars, *a.constvars), (*b.invars, *b.constvars), strict=True))
-    typed = lambda v, w: v.aval.shape == w.aval.shape and v.aval.dtype == w.aval.dtype
+    # The variable of b for each variable of a, extended by every pair of equations.
+    counterpart = dict(zip((*a.invars, *a.constvars), (*b.invars, *b.constvars), strict=True))
+    has_same_type = lambda v, w: v.aval.shape == w.aval.shape and v.aval.dtype == w.aval.dtype
 
-    def alike(v: Any, w: Any) -> bool:
-        return typed(v, w) and (same_atom(v, w) if jx.is_literal(v) or jx.is_literal(w) else same.get(v) is w)
+    def corresponds(v: Any, w: Any) -> bool:
+        return has_same_type(v, w) and (
+            same_atom(v, w) if jx.is_literal(v) or jx.is_literal(w) else counterpart.get(v) is w
+        )
 
-    if not all(map(typed, same, same.values())):
+    if not all(map(has_same_type, counterpart, counterpart.values())):
         return False
     for e, f in zip(a.eqns, b.eqns, strict=True):
-        shape = len(e.invars) == len(f.invars) and len(e.outvars) == len(f.outvars)
-        if e.primitive is not f.primitive or not shape or not all(map(alike, e.invars, f.invars)):
+        has_same_arity = len(e.invars) == len(f.invars) and len(e.outvars) == len(f.outvars)
+        if e.primitive is not f.primitive or not has_same_arity or not all(map(corresponds, e.invars, f.invars)):
             return False
         if differing(e, f, rules) is not None:
             return False
-        same.update(zip(e.outvars, f.outvars, strict=True))
-    return all(map(alike, a.outvars, b.outvars))
+        counterpart.update(zip(e.outvars, f.outvars, strict=True))
+    return all(map(corresponds, a.outvars, b.outvars))

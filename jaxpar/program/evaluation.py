@@ -1,5 +1,11 @@
-"""A program run an equation at a time, by whoever wants to know something of every value: where it began, how large it
-is. Calls and branches are entered; a loop runs as a whole first, and is entered, iteration by iteration, if it matters.
+"""Run a program one equation at a time, so that a reader learns something of every value: its origin, its size.
+
+    class Reader(Evaluation):         decides what it knows of a value, beside the array `x`
+        given(x, name)                a value that enters the program
+        made(x, at, ins, within)      a value that an equation computes
+
+Calls and branches are entered. A loop runs as one equation first. If the reader asks for it, by `enters`, the loop is
+then entered, iteration by iteration.
 """
 
 from __future__ import annotations
@@ -19,20 +25,21 @@ from .environment import Environment
 from .filter_primitives import without_filter_primitives
 from .walk import CALLS, CUSTOM, REMATS, called, is_literal, opened, scan_parts
 
-# What enters a program that no argument is.
+# The names of values that enter a program and are no arguments.
 WRITTEN, CLOSED_OVER = "written in the program", "an array that the function closes over"
 
 
 class Evaluation(ABC):
-    """Runs programs; its reader says what a value is held as: an array `x`, beside what is known of it. Each is held
-    until it is last read, so that a run takes the memory of the program itself.
+    """Run programs on values: a value is an array `x` with what a subclass, the reader, knows of it.
+
+    Each value is freed after its last use, so that a run takes as much memory as the program itself.
 
     Args:
-      enters: whether a loop with these results is entered.
+      enters: returns whether a loop with these results is entered.
 
     Attributes:
-      sites: the equations whose programs are being run, outermost first, and last the one that is.
-      loops: the loops that these are in: line, iteration (from 0), and how many there are (None: a while).
+      sites: the equations whose programs are being run, outermost first; the last one is the current equation.
+      loops: the loops that contain it: line, iteration (from 0), and number of iterations (None for a while).
     """
 
     def __init__(self, enters: Callable[[Sequence[Any]], bool]) -> None:
@@ -42,102 +49,118 @@ class Evaluation(ABC):
 
     @abstractmethod
     def given(self, x: Any, name: str) -> Any:
-        """What enters the program."""
+        """Return the value of an array that enters the program under a name."""
 
     @abstractmethod
     def made(self, x: Any, at: int | None, ins: Sequence[Any], within: Sequence[Any] = ()) -> Any:
-        """Result number `at` of the equation at `sites`, of its operands; of a loop that was entered, of what its
-        iterations have made of it. None: the part of an operand that an iteration reads.
+        """Return the value of a result of the current equation, `sites[-1]`.
+
+        Args:
+          x: the array.
+          at: the number of the result; None for a slice of an operand that an iteration of a scan reads.
+          ins: the values of the operands.
+          within: for a loop that was entered, the values in its iterations from which the result comes.
         """
 
     def of(self, fun: Callable[..., Any], names: Sequence[str], *args: Any) -> list[Any]:
-        """The results of `fun(*args)`; `names` are those of the leaves of `args`."""
+        """Return the results of `fun(*args)`; `names` has the name of each leaf of `args`."""
         flat, _ = jx.trace(without_filter_primitives(fun), *args)
         leaves = zip(jax.tree.leaves(args), names, strict=True)
         return self.run(flat, [self.given(x, name) for x, name in leaves])
 
     def run(self, program: Any, ins: Sequence[Any]) -> list[Any]:
-        """The results of a program: open, closed or `Flat`."""
+        """Return the results of a program: open, closed or `Flat`."""
         jaxpr, _ = opened(program)
-        written = lambda atom: self.given(atom.val, WRITTEN)
-        env = Environment.of(program, ins, written, self._closed_over)
-        last = {v: at for at, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not is_literal(v)}
-        last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not is_literal(v)}
-        outside = self.sites
-        for at, eqn in enumerate(jaxpr.eqns):
-            self.sites = (*outside, eqn)
+        literal_value = lambda atom: self.given(atom.val, WRITTEN)
+        env = Environment.of(program, ins, literal_value, self._closed_over)
+        last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not is_literal(v)}
+        last_use |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not is_literal(v)}
+        outer_sites = self.sites
+        for i, eqn in enumerate(jaxpr.eqns):
+            self.sites = (*outer_sites, eqn)
             env.store(eqn, self._results(eqn, env.read(eqn.invars)))
-            for v in (v for v in (*eqn.invars, *eqn.outvars) if not is_literal(v) and last.get(v, at) == at):
+            # Free the values that no later equation reads, results that nothing reads among them.
+            for v in (v for v in (*eqn.invars, *eqn.outvars) if not is_literal(v) and last_use.get(v, i) == i):
                 env.pop(v, None)
-        self.sites = outside
+        self.sites = outer_sites
         return env.read(jaxpr.outvars)
 
     def _closed_over(self, x: Any) -> Any:
         return self.given(x, CLOSED_OVER)
 
     def _results(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
+        """Return the results of one equation."""
         name = eqn.primitive.name
         if name in (*CALLS, *REMATS, *CUSTOM):
             return self.run(called(eqn), ins)
         if name == "cond":
+            # XLA clamps the number of a branch.
             branches, (index, *ins) = eqn.params["branches"], ins
             return self.run(branches[int(np.clip(int(index.x), 0, len(branches) - 1))], ins)
+        # A loop runs compiled first: only its results tell whether its iterations matter.
         outs = bound(eqn, [v.x for v in ins])
-        loop = {"scan": self._scan, "while": self._while}.get(name)
-        within = loop(eqn, ins) if loop is not None and self._enters(outs) else [()] * len(outs)
-        return [self.made(x, at, ins, within[at]) for at, x in enumerate(outs)]
+        run_iterations = {"scan": self._scan, "while": self._while}.get(name)
+        within = run_iterations(eqn, ins) if run_iterations is not None and self._enters(outs) else [()] * len(outs)
+        return [self.made(x, i, ins, within[i]) for i, x in enumerate(outs)]
 
     def _scan(self, eqn: Any, ins: Sequence[Any]) -> list[list[Any]]:
-        """What the iterations have made of each result."""
+        """Return, for each result of a scan, the values in its iterations from which it comes."""
         parts = scan_parts(eqn)
         n, k = len(parts.consts), len(parts.carry)
-        carry, made = list(ins[n : n + k]), [list[Any]() for _ in parts.ys]
+        carry, stacked = list(ins[n : n + k]), [list[Any]() for _ in parts.ys]
         for number in reversed(range(parts.length)) if parts.reverse else range(parts.length):
             xs = [self.made(lax.dynamic_index_in_dim(v.x, number, 0, False), None, [v]) for v in ins[n + k :]]
             outs = self._iteration(parts.body, [*ins[:n], *carry, *xs], number, parts.length)
             carry = outs[:k]
-            for values, out in zip(made, outs[k:], strict=True):
+            for values, out in zip(stacked, outs[k:], strict=True):
                 values.append(out)
-        return [*([v] for v in carry), *made]
+        # A carry comes from the last iteration alone, a stacked result from all of them.
+        return [*([v] for v in carry), *stacked]
 
     def _while(self, eqn: Any, ins: Sequence[Any]) -> list[list[Any]]:
+        """Return, for each result of a while loop, its value in the last iteration."""
         n = eqn.params["cond_nconsts"]
         k = n + eqn.params["body_nconsts"]
-        goes_on = jax.jit(jec.jaxpr_as_fun(eqn.params["cond_jaxpr"]))
+        # The condition runs compiled: its values are not of interest, and it runs in every iteration.
+        condition = jax.jit(jec.jaxpr_as_fun(eqn.params["cond_jaxpr"]))
         carry, number = list(ins[k:]), 0
-        while bool(goes_on(*(v.x for v in (*ins[:n], *carry)))[0]):
+        while bool(condition(*(v.x for v in (*ins[:n], *carry)))[0]):
             carry = self._iteration(eqn.params["body_jaxpr"], [*ins[n:k], *carry], number, None)
             number += 1
         return [[v] for v in carry]
 
     def _iteration(self, body: Any, ins: Sequence[Any], number: int, length: int | None) -> list[Any]:
-        outside = self.loops
-        self.loops = (*outside, (line_of(self.sites), number, length))
+        outer_loops = self.loops
+        self.loops = (*outer_loops, (line_of(self.sites), number, length))
         outs = self.run(body, ins)
-        self.loops = outside
+        self.loops = outer_loops
         return outs
 
 
 def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation of some values, in its place in the user's program."""
+    """Return the results of an equation on some arrays; errors name its line of the user's program."""
     with jx.source_info_of(eqn):
         return jx.bind(eqn, values)
 
 
 def line_of(sites: Sequence[Any]) -> str:
-    """The user's line of the last of some equations, each in a program of the one before; of what a library wraps in
-    `jit`, which knows none, that of the call.
+    """Return the user's line of the last of some equations, each in a program of the previous one.
+
+    An equation that a library wraps in `jit` has no user's line; then the line of the call around it is returned.
     """
     return next((line for eqn in reversed(sites) if (line := jx.user_line(eqn))), "")
 
 
 def scope_of(sites: Sequence[Any]) -> str:
-    """Their name stack without what JAX's transformations add: of "transpose(jvp(mlp))/up" "mlp/up"."""
-    added = r"\b(?:jvp|transpose|vmap)(?=\()|[()]|\brematted_computation\b|\bcheckpoint\b"
-    stacks = (re.sub(added, "", str(eqn.source_info.name_stack)) for eqn in sites)
+    """Return the joined name stacks of nested equations, as "mlp/up".
+
+    The names that JAX's transformations add are removed: "transpose(jvp(mlp))/up" is "mlp/up".
+    """
+    added_by_jax = r"\b(?:jvp|transpose|vmap)(?=\()|[()]|\brematted_computation\b|\bcheckpoint\b"
+    stacks = (re.sub(added_by_jax, "", str(eqn.source_info.name_stack)) for eqn in sites)
     return "/".join(name for stack in stacks for name in stack.split("/") if name)
 
 
 def is_backward(sites: Sequence[Any]) -> bool:
-    """Whether the last of them belongs to a transposed program."""
+    """Return whether the last of some nested equations belongs to a backward, a transposed program."""
     return any("transpose(" in str(eqn.source_info.name_stack) for eqn in sites)

@@ -1,7 +1,13 @@
-"""What the rest of jaxpar needs to know about jaxprs: flatten, cut, follow dependencies.
+"""Work on jaxprs: trace, flatten calls, cut, run, and follow dependencies.
+
+    trace, flatten      a function as `Flat`: equations over unique variables, without nested `jit`
+    needed, live, free  the equations that some results need, and the variables that these read from outside
+    build, run          a new program of some equations, as a jaxpr or as a function
+    depends, active     the variables that depend on some others, or have a derivative by them
+    where, user_line    the user's line of an equation
 
 Everything here reads programs that JAX has traced; nothing knows of devices or strategies. The two ends of the
-supported range of jax spell some things differently, and only this file and `walk.py` know.
+supported range of jax spell some parameters differently. Only this file and `walk.py` know.
 """
 
 import math
@@ -41,7 +47,12 @@ REDUCTIONS = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "
 class Flat:
     """A traced function without nested `jit`: equations over unique variables.
 
-    `consts` are the arrays that the trace closed over, one for each of `constvars`.
+    Attributes:
+      constvars: the variables of the arrays that the trace closed over.
+      consts: these arrays.
+      invars: the variables of the inputs.
+      outvars: the variables or literals of the results.
+      eqns: the equations.
     """
 
     constvars: tuple[Any, ...]
@@ -57,30 +68,53 @@ class Flat:
 
 
 def type_of(atom: Any) -> jax.ShapeDtypeStruct:
-    """An atom as an abstract argument: a trace begins with its shape and dtype."""
+    """Return the type of an atom as an abstract argument for a trace."""
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
 
 
 def trace(fun: Callable, *args: Any, axes: dict[str, int] | None = None, remats: Any = False) -> tuple[Flat, Any]:
-    """Trace `fun` at abstract arguments and flatten it; also the abstract output tree.
+    """Trace a function and flatten it.
 
-    `axes` are the mesh axes (name -> size) that `fun` may reduce over. With `remats`, rematerialised calls are
-    inlined as well: all, where the caller sets its own policy, or those of which it says so.
+    Args:
+      fun: the function.
+      args: abstract arguments.
+      axes: the mesh axes over which `fun` may reduce, name -> size.
+      remats: whether rematerialised calls are inlined too, since the caller sets its own policy; or a function that
+        says so for each.
+
+    Returns:
+      The program, and the tree of output types.
     """
-    closed, out = jax.make_jaxpr(fun, axis_env=list((axes or {}).items()), return_shape=True)(*args)
-    return flatten(closed, remats=remats), out
+    closed, out_types = jax.make_jaxpr(fun, axis_env=list((axes or {}).items()), return_shape=True)(*args)
+    return flatten(closed, remats=remats), out_types
 
 
 def flatten(closed: Any, remats: Any = False, calls: Callable[[Any], bool] = lambda eqn: True) -> Flat:
-    """Inline every nested `jit` (or those of which `calls` says so), and every rematerialised call that holds a scan
-    (or all of them); leave out constraints of shardings, but for those within loops.
+    """Inline nested calls, and remove sharding constraints, except those in custom derivatives.
+
+    Constraints name a mesh of the user's own; where values live is the step's decision.
+
+    Args:
+      closed: a jaxpr, open or closed.
+      remats: whether all rematerialised calls are inlined, or a function that says so for each. Those that hold a scan,
+        which may be a layer stack, are inlined in any case.
+      calls: returns whether a nested `jit` is inlined. Kernels (`kernels.py`) stay calls, except in derivatives.
     """
     constvars: list[Any] = []
     consts: list[Any] = []
     eqns: list[Any] = []
-    foreign: list[Any] = []  # what has constraints of a mesh of the user's own
+    constrained: list[Any] = []  # equations with constraints of the user's own mesh
 
     def walk(jaxpr: Any, values: Any, inputs: Sequence[Any], site: Any = None, derived: bool = False) -> list[Any]:
+        """Append the equations of a jaxpr, and return the variables of its results.
+
+        Args:
+          jaxpr: the jaxpr.
+          values: the arrays that it closes over.
+          inputs: the variables of its inputs.
+          site: where the call of it stands; None for the outermost jaxpr.
+          derived: whether it is in a derivative, in which kernels are ordinary calls.
+        """
         # One jaxpr object may be called twice, so every definition gets a fresh variable.
         env = Environment(zip(jaxpr.invars, inputs, strict=True), itself)
         for var, value in zip(jaxpr.constvars, values, strict=True):
@@ -89,23 +123,25 @@ def flatten(closed: Any, remats: Any = False, calls: Callable[[Any], bool] = lam
             consts.append(value)
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
+            # Inline calls. A kernel stays a call, except in a derivative, where it is another function.
             if (name in CALLS and calls(eqn) and (derived or kernels.of(eqn) is None)) or (
                 name in REMATS and ((remats(eqn) if callable(remats) else remats) or _holds_scan(eqn.params["jaxpr"]))
             ):
                 inner, inner_consts = opened(called(eqn))
-                within = _source(eqn, site), derived or kernels.derived(eqn)
-                env.store(eqn, walk(inner, inner_consts, env.read(eqn.invars), *within))
-            elif name == "sharding_constraint":  # of a mesh of the user's own: where values live is the step's to say
+                inner_site, is_derived = _source(eqn, site), derived or kernels.derived(eqn)
+                env.store(eqn, walk(inner, inner_consts, env.read(eqn.invars), inner_site, is_derived))
+            elif name == "sharding_constraint":
                 env.store(eqn, env.read(eqn.invars))
-                foreign.append(eqn)
+                constrained.append(eqn)
             else:
                 ins, source = env.read(eqn.invars), _source(eqn, site)
+                # Nothing reads a `DropVar`, and it stays one.
                 env.store(eqn, (v if isinstance(v, jec.DropVar) else jec.Var(v.aval) for v in eqn.outvars))
                 eqn = eqn.replace(invars=ins, outvars=env.read(eqn.outvars), source_info=source)
                 if communicates([eqn], ("sharding_constraint",)):
-                    foreign.append(eqn)
-                # What follows has the mesh of the constraint in its types.
-                eqns.append(_unconstrained(eqn) if foreign else eqn)
+                    constrained.append(eqn)
+                # The types of all later values name the mesh of the constraint.
+                eqns.append(_unconstrained(eqn) if constrained else eqn)
         return env.read(jaxpr.outvars)
 
     jaxpr, values = opened(collectives.reduced(closed))
@@ -115,137 +151,157 @@ def flatten(closed: Any, remats: Any = False, calls: Callable[[Any], bool] = lam
 
 
 def _unconstrained(eqn: Any) -> Any:
-    """An equation without the sharding constraints inside its loops and branches, and without what they told the types
-    of a mesh. A function's own derivatives, which are no jaxpr yet, keep theirs.
+    """Return an equation without sharding constraints inside its loops and branches, and without meshes in its types.
+
+    Custom derivatives, which are no jaxprs yet, keep theirs.
     """
 
-    def inside(jaxpr: Any) -> Any:
+    def unconstrained_jaxpr(jaxpr: Any) -> Any:
         env = Environment[Any]({}, itself)
 
-        def new(variables: Sequence[Any]) -> list[Any]:
+        def define(variables: Sequence[Any]) -> list[Any]:
+            """Return new variables, whose types do not name a mesh."""
             for var in variables:
                 aval = var.aval
-                plain = isinstance(aval, ShapedArray)
+                is_array = isinstance(aval, ShapedArray)
                 if not isinstance(var, jec.DropVar):
-                    env[var] = jec.Var(ShapedArray(aval.shape, aval.dtype, aval.weak_type) if plain else aval)
+                    env[var] = jec.Var(ShapedArray(aval.shape, aval.dtype, aval.weak_type) if is_array else aval)
             return env.read(variables)
 
-        outer = {"constvars": new(jaxpr.constvars), "invars": new(jaxpr.invars)}
+        inputs = {"constvars": define(jaxpr.constvars), "invars": define(jaxpr.invars)}
         eqns = []
         for inner in jaxpr.eqns:
             ins = env.read(inner.invars)
             if inner.primitive.name == "sharding_constraint":
                 env.store(inner, ins)
             else:
-                eqns.append(_unconstrained(inner.replace(invars=ins, outvars=new(inner.outvars))))
-        return jaxpr.replace(**outer, eqns=eqns, outvars=env.read(jaxpr.outvars))
+                eqns.append(_unconstrained(inner.replace(invars=ins, outvars=define(inner.outvars))))
+        return jaxpr.replace(**inputs, eqns=eqns, outvars=env.read(jaxpr.outvars))
 
-    eqn = with_programs(eqn, inside)
+    eqn = with_programs(eqn, unconstrained_jaxpr)
     return eqn.replace(params=eqn.params | {name: None for name in ("sharding", "out_sharding") if name in eqn.params})
 
 
 def _holds_scan(jaxpr: Any) -> bool:
-    """Whether a scan that may be of layers is inside; one of a function with its own derivative is none."""
-    followed = visit(opened(jaxpr)[0].eqns, lambda eqn: eqn.primitive.name not in CUSTOM)
-    return any(eqn.primitive.name == "scan" for eqn, _ in followed)
+    """Return whether a jaxpr holds a scan that may be a layer stack; those in custom derivatives are none."""
+    eqns = visit(opened(jaxpr)[0].eqns, lambda eqn: eqn.primitive.name not in CUSTOM)
+    return any(eqn.primitive.name == "scan" for eqn, _ in eqns)
 
 
 def build(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
-    """A closed jaxpr of some equations; effects are those of the equations."""
+    """Return a closed jaxpr of some equations, with their effects."""
     info = jec.DebugInfo("jaxpar", "slice", ("",) * len(invars), ("",) * len(outvars))
-    effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
+    effects = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
     return jec.ClosedJaxpr(jec.Jaxpr([], list(invars), list(outvars), list(eqns), effects, info), ())
 
 
 def run(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> Callable[..., list[Any]]:
-    """The function from values of `invars` to values of `outvars` that some equations compute."""
+    """Return the function from values of `invars` to values of `outvars` that some equations compute."""
     return jec.jaxpr_as_fun(build(eqns, invars, outvars))
 
 
 def pulled(fun: Callable[..., Sequence[Any]], values: Sequence[Any]) -> list[Any]:
-    """What a function's backward makes of ones, for those of its arguments that are floats."""
+    """Return a function's cotangents of its floating-point arguments, if those of all results are ones."""
     outs, pull = jax.vjp(fun, *values)
-    floats = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    given = pull([jnp.ones_like(y) if floats(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outs])
-    return [ct for x, ct in zip(values, given, strict=True) if floats(x)]
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    unit_cotangents = [jnp.ones_like(y) if is_float(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outs]
+    cotangents = pull(unit_cotangents)
+    return [ct for x, ct in zip(values, cotangents, strict=True) if is_float(x)]
 
 
 def live(eqns: Sequence[Any], outvars: Iterable[Any]) -> tuple[Any, ...]:
-    """The equations that `outvars` need, with unused per-step outputs of scans dropped inside them."""
+    """Return the equations that `outvars` need; unused stacked outputs of scans are dropped inside them."""
     outs = list(dict.fromkeys(v for v in outvars if not is_literal(v)))
     invars = free(eqns, outs)
+    # `instantiate` keeps unused inputs, so that the equations read the variables of the caller.
     jaxpr, _ = pe.dce_jaxpr(build(eqns, invars, outs).jaxpr, [True] * len(outs), instantiate=True)
     return tuple(jaxpr.eqns)
 
 
-def needed(eqns: Sequence[Any], outvars: Iterable[Any], there: Collection[Any] = ()) -> list[Any]:
-    """The equations that `outvars` need where some variables are `there`, and unlike `live` none that is kept for its
-    effects (prints, callbacks).
+def needed(eqns: Sequence[Any], outvars: Iterable[Any], known_vars: Collection[Any] = ()) -> list[Any]:
+    """Return the equations that `outvars` need if some variables are known.
+
+    Unlike `live`, it keeps no equation for its effects (prints, callbacks).
+
+    Args:
+      eqns: the equations.
+      outvars: the variables to compute.
+      known_vars: the variables that have values already.
     """
-    need = {v for v in outvars if not is_literal(v) and v not in there}
-    kept = []
+    needed_vars = {v for v in outvars if not is_literal(v) and v not in known_vars}
+    needed_eqns = []
+    # From last to first, since an equation is needed if a later one reads its result.
     for eqn in reversed(eqns):
-        if any(v in need for v in eqn.outvars):
-            kept.append(eqn)
-            need.update(v for v in eqn.invars if not is_literal(v) and v not in there)
-    return kept[::-1]
+        if any(v in needed_vars for v in eqn.outvars):
+            needed_eqns.append(eqn)
+            needed_vars.update(v for v in eqn.invars if not is_literal(v) and v not in known_vars)
+    return needed_eqns[::-1]
 
 
 def free(eqns: Iterable[Any], outvars: Iterable[Any] = ()) -> list[Any]:
-    """Variables that some equations (and outputs) read and do not define, in order of first use."""
-    seen: dict[Any, None] = {}
+    """Return the variables that some equations (and outputs) read and do not define, in order of first use."""
+    free_vars: dict[Any, None] = {}
     defined: set[Any] = set()
     for eqn in eqns:
-        seen.update((v, None) for v in eqn.invars if not is_literal(v) and v not in defined)
+        free_vars.update((v, None) for v in eqn.invars if not is_literal(v) and v not in defined)
         defined.update(eqn.outvars)
-    seen.update((v, None) for v in outvars if not is_literal(v) and v not in defined)
-    return list(seen)
+    free_vars.update((v, None) for v in outvars if not is_literal(v) and v not in defined)
+    return list(free_vars)
 
 
 def nbytes(var: Any) -> int:
-    """Bytes of a variable or literal."""
+    """Return the size of a variable or literal in bytes."""
     return var.aval.size * var.aval.dtype.itemsize
 
 
-def communicates(eqns: Iterable[Any], by: Collection[str] = REDUCTIONS) -> bool:
-    """Whether one of the primitives `by` is among some equations, or inside one."""
-    return any(eqn.primitive.name in by for eqn, _ in visit(eqns))
+def communicates(eqns: Iterable[Any], primitives: Collection[str] = REDUCTIONS) -> bool:
+    """Return whether one of some primitives, by default reductions, is among some equations or inside one."""
+    return any(eqn.primitive.name in primitives for eqn, _ in visit(eqns))
 
 
-_TRACE = os.path.abspath(__file__)  # calls the user's program; further out are lines that call a step
+# This file calls the user's program. Frames further out are lines that call a step.
+_TRACE = os.path.abspath(__file__)
 
 
 def _user_line(source: Any) -> str:
-    """The innermost line that is of no library; "" if there is none."""
-    seen, count = 0, 1
-    while True:  # most equations need one frame, and few need all
-        frames = source_info_util.summarize(source, count).split("\n")[::-1]
-        for frame in frames[seen:]:
+    """Return the innermost line that is not in a library; "" if there is none."""
+    # Most equations need one frame, and few need all: a summary of all frames takes longest.
+    num_checked, num_frames = 0, 1
+    while True:
+        frames = source_info_util.summarize(source, num_frames).split("\n")[::-1]
+        for frame in frames[num_checked:]:
             if frame.startswith(_TRACE):
                 return ""
+            # A frame is written as "file:line (function)".
             if not of_library(frame.partition(":")[0]):
                 return frame
-        if len(frames) < count:
+        if len(frames) < num_frames:
             return ""
-        seen, count = count, 8 * count
+        num_checked, num_frames = num_frames, 8 * num_frames
 
 
 def user_line(eqn: Any) -> str:
-    """The line of the user's program that an equation comes from, as `where` has it; "" where there is none."""
+    """Return the line of the user's program from which an equation comes; "" if there is none."""
     return _user_line(eqn.source_info)
 
 
 def where(eqn: Any) -> str:
-    """The line of the user's program that an equation comes from; of what a library computes, the one calling it.
+    """Return the line of the user's program from which an equation comes.
 
-    Where there is none, the innermost one that is not of JAX; "" for a function of JAX alone.
+    For an equation of a library this is the line that calls the library. If there is none, the innermost line outside
+    JAX is returned; "" for a function of JAX alone.
     """
     return user_line(eqn) or source_info_util.summarize(eqn.source_info)
 
 
 def _source(eqn: Any, call: Any) -> Any:
-    """Where an equation stands: as it says, or with the `call` that it is in (None: in none), since what a library
-    wraps in `jax.jit` is traced once for all callers and knows no line of them.
+    """Return the source info of an equation, or of the call that contains it.
+
+    The function that a library wraps in `jax.jit` is traced once for all callers, and knows no line of theirs.
+
+    Args:
+      eqn: the equation.
+      call: the source info of the call that contains it; None if no call does.
     """
     return call if call is not None and not _user_line(eqn.source_info) else eqn.source_info
 
@@ -257,69 +313,86 @@ def depends(
     followed: Collection[str] = CUSTOM,
     carries: Callable[[Any], bool] = lambda var: True,
 ) -> set[Any]:
-    """All variables that depend on `sources`, other than through an equation that `ends` the dependence, or through a
-    variable that does not carry it.
+    """Return all variables that depend on some others.
 
-    Calls, loops, branches and functions with derivatives of their own, if `followed`, output by output; others as a
-    whole.
+    Calls, loops and branches are followed output by output, other equations that hold programs as a whole.
+
+    Args:
+      eqns: the equations.
+      sources: the variables on which others may depend.
+      ends: returns whether an equation ends the dependence.
+      followed: the names of custom derivatives that are followed output by output, too.
+      carries: returns whether a variable passes the dependence on.
     """
 
-    def marked_among(eqns: Iterable[Any], sources: Iterable[Any]) -> set[Any]:
+    def dependents(eqns: Iterable[Any], sources: Iterable[Any]) -> set[Any]:
         marked = set(sources)
         for eqn in eqns:
             inputs = [not is_literal(v) and v in marked for v in eqn.invars]
             if any(inputs) and not ends(eqn):
-                hits = zip(eqn.outvars, outputs(eqn, inputs), strict=True)
-                marked.update(v for v, hit in hits if hit and carries(v))
+                outputs = zip(eqn.outvars, outputs_of(eqn, inputs), strict=True)
+                marked.update(v for v, is_marked in outputs if is_marked and carries(v))
         return marked
 
-    def inside(jaxpr: Any, inputs: Sequence[bool], decides: bool | None = None) -> list[bool]:
+    def outputs_of_program(jaxpr: Any, inputs: Sequence[bool], decides: bool | None = None) -> list[bool]:
         jaxpr, _ = opened(jaxpr)
-        marked = marked_among(jaxpr.eqns, [v for v, hit in zip(jaxpr.invars, inputs, strict=True) if hit])
+        invars = [v for v, is_marked in zip(jaxpr.invars, inputs, strict=True) if is_marked]
+        marked = dependents(jaxpr.eqns, invars)
         return [not is_literal(v) and v in marked for v in jaxpr.outvars]
 
-    def outputs(eqn: Any, inputs: list[bool]) -> list[bool]:
-        outs = propagate(eqn, inputs, inside, operator.or_) if eqn.primitive.name in entered else None
+    def outputs_of(eqn: Any, inputs: list[bool]) -> list[bool]:
+        is_entered = eqn.primitive.name in entered
+        outs = propagate(eqn, inputs, outputs_of_program, operator.or_) if is_entered else None
+        # All results of an equation that is not entered depend on all of its operands.
         return [True] * len(eqn.outvars) if outs is None else outs
 
     entered = {"scan", "while", "cond", *CALLS, *REMATS, *followed}
-    return marked_among(eqns, sources)
+    return dependents(eqns, sources)
 
 
-# Of floating point numbers, and constant but for steps: JAX's derivative of them is nought (`ad.defjvp_zero`).
+# Functions of floating-point numbers that are constant between jumps: JAX's derivative of them is zero
+# (`ad.defjvp_zero`).
 _STEPS = frozenset(("bitcast_convert_type", "ceil", "floor", "round", "sign", "stop_gradient"))
 
 
 def active(eqns: Iterable[Any], sources: Iterable[Any]) -> set[Any]:
-    """All that have a derivative by `sources`, as JAX finds it: none goes through integers or `stop_gradient`."""
-    inexact = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
-    stops = lambda eqn: eqn.primitive.name in _STEPS
-    return depends(eqns, filter(inexact, sources), stops, (), inexact)
+    """Return the variables with a derivative by `sources`, as in JAX: none through integers or `stop_gradient`."""
+    is_float = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    has_zero_derivative = lambda eqn: eqn.primitive.name in _STEPS
+    return depends(eqns, filter(is_float, sources), has_zero_derivative, (), is_float)
 
 
 def reduces(axes: frozenset[str]) -> Callable[[Any], bool]:
-    """Whether an equation reduces, or gathers, over all these mesh axes: its result is the same along them."""
+    """Return a function: whether an equation reduces or gathers over all these mesh axes.
+
+    The result of such an equation is the same along them.
+    """
     return lambda eqn: bool(axes) and eqn.primitive.name in REDUCTIONS and axes <= {*collectives.axes_of(eqn)}
 
 
 def matmuls(eqns: Iterable[Any]) -> dict[str, tuple[int, str]]:
-    """Multiply-adds of products of matrices and convolutions by the dtype of their wider operand, and where the first
-    one stands.
+    """Count the multiply-adds of matrix products and convolutions.
+
+    Returns:
+      For each dtype, of the wider operand, the multiply-adds and the line of the first product.
     """
-    found: dict[str, tuple[int, str]] = {}
-    for eqn, runs in visit(eqns):
+    totals: dict[str, tuple[int, str]] = {}
+    for eqn, num_runs in visit(eqns):
         name = eqn.primitive.name
         if name in PRODUCTS:
             a, b = (v.aval for v in eqn.invars[:2])
+            # `inner` is the number of multiply-adds for each element of the result.
+            # An element of a convolution reads the kernel of one output feature, of a product the summed dims.
             if name == "conv_general_dilated":
                 inner = math.prod(b.shape) / b.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
             else:
                 ragged = eqn.params.get("ragged_dot_dimension_numbers")
                 numbers = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
                 inner = math.prod(a.shape[d] for d in numbers[0][0])
-                if ragged and {*ragged.lhs_ragged_dimensions} & {*numbers[0][0]}:  # each group sums its own part
+                if ragged and {*ragged.lhs_ragged_dimensions} & {*numbers[0][0]}:
+                    # The summed dim is ragged: each group sums its part, on average.
                     inner /= eqn.invars[2].aval.shape[-1]
             dtype = jnp.promote_types(a.dtype, b.dtype).name
-            before, place = found.get(dtype, (0, where(eqn)))
-            found[dtype] = before + round(math.prod(eqn.outvars[0].aval.shape) * inner) * runs, place
-    return found
+            total, line = totals.get(dtype, (0, where(eqn)))
+            totals[dtype] = total + round(math.prod(eqn.outvars[0].aval.shape) * inner) * num_runs, line
+    return totals

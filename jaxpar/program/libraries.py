@@ -1,9 +1,10 @@
-"""Whose lines equations, compiled programs and errors name: the user's, and not those of the libraries between."""
+"""Tell the user's files from those of libraries, so that equations and errors name a line that the user wrote."""
 
 import functools
 import os
 import sys
 
+# Libraries that call the user's functions, or are called by them.
 _NAMES = (
     "jax",
     "flax",
@@ -20,13 +21,16 @@ _NAMES = (
 )
 
 
-@functools.cache  # who loads a library later has no line of it before
+@functools.cache  # a library that is imported later cannot have called anything before
 def of_library(file: str) -> bool:
-    """Whether a file is of a library that calls what the user wrote, or is called by it: JAX, those of modules, solvers
-    and named dims, and jaxpar but for its models, which are like any other.
+    """Return whether a file belongs to a library rather than to the user.
+
+    Libraries are JAX, those for modules, solvers and named dims, and jaxpar without its models, which are written as a
+    user's model would be.
     """
+    # A library that is not imported has no frames, and importing it to find its folder would be slow.
     for name in _NAMES:
-        home = os.path.dirname(os.path.abspath(getattr(sys.modules.get(name), "__file__", None) or os.devnull))
-        if name in sys.modules and file.startswith(home + os.sep):
-            return name != "jaxpar" or not file.startswith(os.path.join(home, "models", ""))
+        folder = os.path.dirname(os.path.abspath(getattr(sys.modules.get(name), "__file__", None) or os.devnull))
+        if name in sys.modules and file.startswith(folder + os.sep):
+            return name != "jaxpar" or not file.startswith(os.path.join(folder, "models", ""))
     return False

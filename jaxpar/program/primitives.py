@@ -1,4 +1,8 @@
-"""What is known of a primitive, whatever its parameters: one record each. The rows are in `factors.py`."""
+"""Properties of primitives, whatever their parameters: one record each. The rows of the table are in `factors.py`.
+
+A reader of programs asks for a property (`primitives.of(eqn).cheap`) instead of keeping a list of names, so that a new
+primitive needs one row to be known everywhere.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,29 +13,28 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Primitive:
-    """What holds of all equations of a primitive. Of one without a row nothing does.
+    """The properties of all equations of a primitive. A primitive without a row has none of them.
 
     Attributes:
-      factors: which dims of operands and results are one index, equation by equation.
-      elementwise: an element of a result is a function of that element of each operand; operands are of one shape, have
-        1 in the place of a size, or are scalars.
+      factors: returns which dims of an equation's operands and results are one index (`factors.py`).
+      elementwise: an element of a result is a function of the same element of each operand. Operands are of one shape,
+        have size 1 along a dim, or are scalars.
       moves: results are elements of the operands, in other places.
-      cheap: a backward computes it again, where it would else read what the forward saved.
-      view: it takes no time of its own, since what reads its result may read its operand.
-      kernel: XLA runs it as a kernel of its own, not within what reads its result.
-      linear: of which operands it is linear while the others stay, and its derivative too: of "all" together, of
-        "each", of the "first", or of the "cases", which are all but the first.
-      scaling: of one that is not linear, what all operands times c > 0 do to its results: they are times c ("first"
-        power), or the same ("none").
+      cheap: a backward computes it again instead of reading a result that the forward saved.
+      view: it takes no time, since a reader of its result may read its operand.
+      kernel: XLA runs it as a separate kernel, not fused into the reader of its result.
+      linear: the operands in which it is linear while the others are fixed, and its derivative too: "all" together,
+        "each" alone, the "first", or the "cases", which are all but the first.
+      scaling: for a primitive that is not linear, the effect on the results if all operands are multiplied by c > 0:
+        they are multiplied by c, the "first" power, or stay the same, "none".
       compares: results say how operands compare.
-      draws: random "keys", or random "numbers", of a key.
-      zero: of an elementwise one, that it is zero where all operands are.
+      draws: it draws random "keys", or random "numbers", from a key.
+      zero: elementwise, and zero where all operands are zero.
       reduces: its result lacks dims of its operand, over which it reduces.
-      identity: its results are its operands, wherever they lie.
-      separate: of several operands each becomes one result, whatever the others are.
+      identity: its results are its operands, in whatever memory they are.
+      separate: each of several operands becomes one result, independently of the others.
       factorises: it factorises the matrices of its operand's last two dims, or solves by them.
-      nested: it runs programs that it holds on its operands: a loop, a branch, a solver, a call with a backward of its
-        own.
+      nested: it runs programs on its operands: a loop, a branch, a solver, or a call with a custom backward.
     """
 
     factors: Callable[[Any], Iterable[Any]] | None = None
@@ -53,34 +56,50 @@ class Primitive:
 
 
 PRIMITIVES: dict[str, Primitive] = {}
+# The record of all primitives without a row: nothing is known of them.
 UNKNOWN = Primitive()
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")  # of matrices
+# Products of matrices.
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 SUMS = ("add", "add_any", "sub")
 
 
-def primitive(names: str, factors: Callable[[Any], Iterable[Any]] | None = None, **known: Any) -> None:
-    """A row for each of some names, separated by spaces."""
-    PRIMITIVES.update(dict.fromkeys(names.split(), Primitive(factors, **known)))
+def primitive(names: str, factors: Callable[[Any], Iterable[Any]] | None = None, **properties: Any) -> None:
+    """Add a row for each of some names.
+
+    Args:
+      names: names of primitives, separated by spaces.
+      factors: returns the factors of an equation.
+      properties: other fields of `Primitive`.
+    """
+    PRIMITIVES.update(dict.fromkeys(names.split(), Primitive(factors, **properties)))
 
 
 def of(eqn: Any) -> Primitive:
-    """The record of an equation's primitive."""
+    """Return the record of an equation's primitive."""
     return PRIMITIVES.get(eqn.primitive.name, UNKNOWN)
 
 
 def having(attribute: str, *values: Any) -> tuple[str, ...]:
-    """The names of the primitives whose records have an attribute (of one of these values, if any are given)."""
-    has = lambda known: getattr(known, attribute) in values if values else bool(getattr(known, attribute))
-    return tuple(name for name, known in PRIMITIVES.items() if has(known))
+    """Return the names of the primitives with a property; if values are given, with one of these values."""
+    has = lambda record: getattr(record, attribute) in values if values else bool(getattr(record, attribute))
+    return tuple(name for name, record in PRIMITIVES.items() if has(record))
 
 
 def linear(eqn: Any, among: Sequence[bool], affine: bool = False) -> bool:
-    """Whether an equation is linear (`affine`: but for what is added) in all operands marked `among` at once."""
-    name, how = eqn.primitive.name, of(eqn).linear
+    """Return whether an equation is linear in some operands together.
+
+    Args:
+      eqn: the equation.
+      among: for each operand, whether it is one of them.
+      affine: whether the result may also add something that does not depend on them.
+    """
+    name, linearity = eqn.primitive.name, of(eqn).linear
     if name in ("convert_element_type", "div") and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
-        return False  # it rounds
-    if how == "all":
+        return False  # a cast or a division of integers rounds
+    if linearity == "all":
         return affine or all(among)
-    if how == "cases":
+    # A select is linear in its cases, which the first operand chooses.
+    if linearity == "cases":
         return not among[0] and (affine or all(among[1:]))
-    return sum(among) == 1 and (how == "each" or (how == "first" and among[0]))
+    # A product of two of them is not linear in both together.
+    return sum(among) == 1 and (linearity == "each" or (linearity == "first" and among[0]))

@@ -1,8 +1,12 @@
-"""Factors of a primitive from outside jaxpar, and the numerical proof that all factors have.
+"""Register the factors of a user's primitive, and prove factors numerically.
 
-A factor claims that an equation on equal parts of its operands gives parts of its results, or terms of a sum. The proof
-computes example equations on the whole and on parts, and compares. `tests/program/test_factors.py` proves the table in
-`factors.py` in the same way.
+A factor claims: if operands are cut into equal parts along it, the equation on the parts computes the parts of its
+results, or terms of a sum. The proof computes example equations on full operands and on parts, and compares:
+
+    full       f(x)                      x [4, 6], cut along dim 0
+    parts      f(x[:2]), f(x[2:])        concatenated: the same as f(x)?
+
+`tests/program/test_factors.py` proves the table in `factors.py` in the same way.
 """
 
 from __future__ import annotations
@@ -19,14 +23,16 @@ from . import jaxpr as jx
 from .factors import Factor, labelled, shapes
 from .primitives import PRIMITIVES, Primitive
 
+# The functions that join two parts of a result, by `Factor.reduced`.
 _JOINS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and,
           "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
-_PLACES = ("argmax", "argmin")
+_INDEX_REDUCTIONS = ("argmax", "argmin")
+# The names of the primitives that users registered.
 _registered: set[str] = set()
 
 
 class FactorClaim(NamedTuple):
-    """A factor of an example equation with these operands, to be proved in so many parts."""
+    """The claim that a factor holds for an example equation on some operands, cut into a number of parts."""
 
     eqn: Any
     operands: Sequence[np.ndarray]
@@ -34,67 +40,84 @@ class FactorClaim(NamedTuple):
     parts: int
 
     def cut(self) -> list[list[np.ndarray]]:
-        """The operands of each part."""
-        along = list(zip(self.operands, self.factor.ins, strict=True))
-        return [[x if d is None else np.split(x, self.parts, d)[i] for x, d in along] for i in range(self.parts)]
+        """Return the operands of each part."""
+        pairs = list(zip(self.operands, self.factor.ins, strict=True))
+        return [[x if d is None else np.split(x, self.parts, d)[i] for x, d in pairs] for i in range(self.parts)]
 
     def changes(self) -> dict[str, Any]:
-        """The parameters of a part that differ from those of the whole."""
-        part = lambda shape, dim: tuple(n // self.parts if d == dim else n for d, n in enumerate(shape))
-        return self.factor.params(part) if self.factor.params else {}
+        """Return the parameters of a part that differ from those of the full equation."""
+        part_shape = lambda shape, dim: tuple(n // self.parts if d == dim else n for d, n in enumerate(shape))
+        return self.factor.params(part_shape) if self.factor.params else {}
 
-    def difference(self, whole: Sequence[np.ndarray], parts: Sequence[Sequence[np.ndarray]]) -> str:
-        """How the joined results of the parts differ from those of the whole; "" where they are equal. Results may
-        have more dims in front.
+    def difference(self, full_results: Sequence[np.ndarray], parts: Sequence[Sequence[np.ndarray]]) -> str:
+        """Describe how the joined results of the parts differ from the full results; "" if they are equal.
+
+        Args:
+          full_results: the results of the full equation. They may have additional dims in front.
+          parts: the results of each part.
         """
-        for i, (expected, dim, var) in enumerate(zip(whole, self.factor.outs, self.eqn.outvars, strict=True)):
+        for i, (expected, dim, var) in enumerate(zip(full_results, self.factor.outs, self.eqn.outvars, strict=True)):
             dim = None if dim is None else dim + expected.ndim - len(var.aval.shape)
-            found = self._joined([part[i] for part in parts], dim)
-            if found is None or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+            joined = self._joined([part[i] for part in parts], dim)
+            if joined is None or (joined.shape, joined.dtype) != (expected.shape, expected.dtype):
                 return f"result {i} has another shape"
-            close = {"rtol": 1e-4, "atol": 1e-5} if np.issubdtype(found.dtype, np.inexact) else {"rtol": 0, "atol": 0}
-            if not np.allclose(found, expected, equal_nan=True, **close):
+            # Parts are summed in another order, so that only integers are equal bit by bit.
+            tolerance = (
+                {"rtol": 1e-4, "atol": 1e-5} if np.issubdtype(joined.dtype, np.inexact) else {"rtol": 0, "atol": 0}
+            )
+            if not np.allclose(joined, expected, equal_nan=True, **tolerance):
                 return f"result {i} has other elements"
         return ""
 
     def _joined(self, parts: Sequence[np.ndarray], dim: int | None) -> np.ndarray | None:
-        """A result from those of the parts; None where they are no parts of one."""
-        how = self.factor.reduced
+        """Return a result joined from the parts' results; None if they do not fit together."""
+        reduction = self.factor.reduced
         if dim is not None:
             return np.concatenate(parts, dim)
+        # Without a dim to join along, the parts are terms of a reduction, or all the same.
         if len({part.shape for part in parts}) > 1:
             return None
-        if how in _JOINS:
-            return functools.reduce(_JOINS[how], parts)
-        if how in _PLACES:  # of the part whose own best is the best, the first of them
-            (at,), operands = self.eqn.params["axes"], [part[0] for part in self.cut()]
-            best = [np.take_along_axis(x, np.expand_dims(i, at), at) for x, i in zip(operands, parts, strict=True)]
-            which = getattr(np, how)(np.concatenate(best, at), at)
-            within = np.take_along_axis(np.stack(parts, at), np.expand_dims(which, at), at)
-            return np.squeeze(within, at) + (which * operands[0].shape[at]).astype(within.dtype)
+        if reduction in _JOINS:
+            return functools.reduce(_JOINS[reduction], parts)
+        if reduction in _INDEX_REDUCTIONS:
+            # An argmax: compare the best elements of the parts; the first part that has the best of all wins.
+            (axis,), operands = self.eqn.params["axes"], [part[0] for part in self.cut()]
+            best = [np.take_along_axis(x, np.expand_dims(i, axis), axis) for x, i in zip(operands, parts, strict=True)]
+            part_index = getattr(np, reduction)(np.concatenate(best, axis), axis)
+            index_in_part = np.take_along_axis(np.stack(parts, axis), np.expand_dims(part_index, axis), axis)
+            offset = part_index * operands[0].shape[axis]
+            return np.squeeze(index_in_part, axis) + offset.astype(index_in_part.dtype)
         return parts[0] if all(np.array_equal(part, parts[0]) for part in parts) else None
 
     def __str__(self) -> str:
         f = self.factor
-        said = f"dims {list(f.ins)} of the operands and {list(f.outs)} of the results go together"
-        return said + f", and results are joined by {f.reduced}" * bool(f.reduced)
+        text = f"dims {list(f.ins)} of the operands and {list(f.outs)} of the results go together"
+        return text + f", and results are joined by {f.reduced}" * bool(f.reduced)
 
 
 def equations_of(name: str, closed: Any, values: Sequence[Any]) -> list[tuple[Any, list[np.ndarray]]]:
-    """The equations of a primitive in a program, each with the values of its operands."""
-    found: list[tuple[Any, list[np.ndarray]]] = []
+    """Return the equations of a primitive in a program, each with the values of its operands."""
+    equations: list[tuple[Any, list[np.ndarray]]] = []
 
     def results(eqn: Any, operands: list[Any]) -> list[Any]:
         if eqn.primitive.name == name:
-            found.append((eqn, list(map(np.asarray, operands))))
+            equations.append((eqn, list(map(np.asarray, operands))))
         return jx.bind(eqn, operands)
 
     jx.evaluate(jx.flatten(closed), values, results)
-    return found
+    return equations
 
 
 def claims_of(eqn: Any, operands: Sequence[np.ndarray], factors: Iterable[Factor]) -> list[FactorClaim]:
-    """What can be proved of the factors of an equation: those whose dims can be cut into 2 or 3 equal parts."""
+    """Return the claims about an equation that can be proved.
+
+    A factor can be proved if its dims can be cut into 2 or 3 equal parts; there is a claim for each of these numbers.
+
+    Args:
+      eqn: the equation.
+      operands: example operands.
+      factors: factors of the equation.
+    """
     ins, outs = shapes(eqn)
     claims = []
     for f in factors:
@@ -136,37 +159,41 @@ def register(
     >>> register(twice_p, "...->...", (twice_p.bind, np.ones((4, 6), np.float32)))
     """
     name = primitive.name
+    # A cell of a notebook that runs again registers its primitive again.
     if name in PRIMITIVES and name not in _registered:
         raise ValueError(
             f"the primitive {name} has a rule in jaxpar already; a rule from outside has to be for a new primitive; "
             "give yours another name"
         )
     factors = labelled(rule) if isinstance(rule, str) else rule
-    given = f"the rule {f'{rule!r} ' if isinstance(rule, str) else ''}of the primitive {name}"
-    found = [one for fun, *arrays in examples for one in equations_of(name, jax.make_jaxpr(fun)(*arrays), arrays)]
-    if not found:
+    subject = f"the rule {f'{rule!r} ' if isinstance(rule, str) else ''}of the primitive {name}"
+    # 1. Collect the primitive's equations in the examples.
+    equations = [pair for fun, *arrays in examples for pair in equations_of(name, jax.make_jaxpr(fun)(*arrays), arrays)]
+    if not equations:
         raise ValueError(
-            f"{given} comes with {len(examples)} examples, and none uses {name}; a rule needs an example that proves "
-            f"it; give a tuple (fun, *arrays) where fun(*arrays) calls {name}.bind"
+            f"{subject} comes with {len(examples)} examples, and none uses {name}; a rule needs an example that "
+            f"proves it; give a tuple (fun, *arrays) where fun(*arrays) calls {name}.bind"
         )
-    every = {f[:3]: eqn for eqn, _ in found for f in factors(eqn)}
-    if unknown := {how for _, _, how in every} - {"", *_JOINS, *_PLACES}:
+    # 2. Every factor needs a known reduction, and an example that can be cut along it.
+    factor_keys = {f[:3]: eqn for eqn, _ in equations for f in factors(eqn)}
+    if unknown := {reduction for _, _, reduction in factor_keys} - {"", *_JOINS, *_INDEX_REDUCTIONS}:
         raise ValueError(
-            f"{given} has a factor with reduced={min(unknown)!r}; parts have to be joined in a known way; use one of "
-            f"{', '.join((*_JOINS, *_PLACES))}, or leave the factor out"
+            f"{subject} has a factor with reduced={min(unknown)!r}; parts have to be joined in a known way; use one "
+            f"of {', '.join((*_JOINS, *_INDEX_REDUCTIONS))}, or leave the factor out"
         )
-    claims = [claim for eqn, operands in found for claim in claims_of(eqn, operands, factors(eqn))]
-    if left := every.keys() - {claim.factor[:3] for claim in claims}:
-        ins, outs, _ = min(left, key=str)
+    claims = [claim for eqn, operands in equations for claim in claims_of(eqn, operands, factors(eqn))]
+    if unproved := factor_keys.keys() - {claim.factor[:3] for claim in claims}:
+        ins, outs, _ = min(unproved, key=str)
         raise ValueError(
-            f"{given} joins dims {list(ins)} of the operands and {list(outs)} of the results, and no example has parts "
-            "there; a proof needs a size that is a multiple of 2 or 3; give an example with such sizes"
+            f"{subject} joins dims {list(ins)} of the operands and {list(outs)} of the results, and no example has "
+            "parts there; a proof needs a size that is a multiple of 2 or 3; give an example with such sizes"
         )
+    # 3. Prove all claims.
     for claim in claims:
-        if why := _refuted(claim):
+        if reason := _refuted(claim):
             raise ValueError(
-                f"{given} says that {claim}, and in {claim.parts} parts of operands "
-                f"{[list(x.shape) for x in claim.operands]} {why}; each part has to compute its part of the whole; "
+                f"{subject} says that {claim}, and in {claim.parts} parts of operands "
+                f"{[list(x.shape) for x in claim.operands]} {reason}; each part has to compute its part of the whole; "
                 "write _ for a dim whose elements depend on each other"
             )
     PRIMITIVES[name] = Primitive(factors, cheap=cheap)
@@ -174,10 +201,10 @@ def register(
 
 
 def _refuted(claim: FactorClaim) -> str:
-    """Why an example refutes a claim; "" where it proves it."""
-    bound = lambda operands, **changes: list(map(np.asarray, jx.bind(claim.eqn, operands, **changes)))
-    whole = bound(claim.operands)
+    """Return how an example refutes a claim; "" if it proves it."""
+    results = lambda operands, **changes: list(map(np.asarray, jx.bind(claim.eqn, operands, **changes)))
+    full_results = results(claim.operands)
     try:
-        return claim.difference(whole, [bound(part, **claim.changes()) for part in claim.cut()])
-    except (TypeError, ValueError) as error:  # shapes that the primitive does not take
+        return claim.difference(full_results, [results(part, **claim.changes()) for part in claim.cut()])
+    except (TypeError, ValueError) as error:  # the primitive does not take the shapes of parts
         return f"the primitive raises {type(error).__name__}: {error}"

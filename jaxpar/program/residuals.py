@@ -1,10 +1,16 @@
-"""Which values a forward saves for its backward: products and sums are kept, elementwise values rematerialised.
+"""Choose the values that a forward saves for its backward: products and sums are saved, elementwise values recomputed.
 
-JAX's derivatives save every operand that they read. Of `silu(x W) * (x V)` that is six arrays, which all follow,
-element by element, from the two products; of a norm it is the input, three times. They are most of a layer's
-activations, and to write and read them takes longer than to compute them again, since compilers fuse such operations
-with what reads them. What operators with backwards of their own save is counted by Korthikanti et al. 2022,
-arXiv:2205.05198, section 4.1.
+JAX's derivatives save every operand that they read. For `silu(x W) * (x V)` they save six arrays, which all follow
+element by element from the two products:
+
+    a = x W        saved                   b = x V      saved
+    s = silu(a)    recomputed from a       y = s * b    recomputed from a and b
+
+For a norm they save the input three times. These arrays are most of a layer's activations. Writing and reading them
+takes longer than computing them again, since compilers fuse such operations with their readers. Korthikanti et al. 2022
+(arXiv:2205.05198, section 4.1) count what operators with hand-written backwards save.
+
+Recomputation goes on: where operands are smaller than a result, the operands are saved instead, or their operands.
 """
 
 import functools
@@ -17,13 +23,17 @@ from . import primitives
 
 
 def cheap(eqn: Any) -> bool:
-    """Whether it is elementwise or moves elements: no sum, no product of matrices, no random numbers."""
+    """Return whether an equation is elementwise or moves elements: no sum, matrix product or random number."""
     return primitives.of(eqn).cheap
 
 
 class Kept(NamedTuple):
-    """Variables that a forward keeps, whether each waits on the host, and the equations that make of them, and of what
-    is there anyway, all that the backward reads.
+    """The choice of saved values.
+
+    Attributes:
+      values: the variables that the forward saves.
+      host: whether each of them waits in the host's memory.
+      again: the equations that recompute everything else that the backward reads.
     """
 
     values: list[Any]
@@ -33,121 +43,157 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Residuals:
-    """What a backward reads of its forward, and what is kept of that.
+    """The values of a forward that its backward reads, and which of them are saved.
 
     Attributes:
       eqns: the forward's equations.
       inputs: its inputs, without constants.
       read: the variables that the backward reads.
-      known: those that are there anyway.
-      weights: those that are there if the backward fetches them; what is computed again may read any.
-      saved: those that `residuals_to_save` keeps.
+      known_vars: the variables that the backward has in any case.
+      weights: the variables that the backward has if it fetches them; recomputed equations may read any of them.
+      saved: the variables that `residuals_to_save` chooses.
     """
 
     eqns: Sequence[Any]
     inputs: Collection[Any]
     read: Sequence[Any]
-    known: Collection[Any]
+    known_vars: Collection[Any]
     weights: Collection[Any]
     saved: Sequence[Any]
 
     @functools.cached_property
     def values(self) -> list[Any]:
-        """Arrays that have a choice: `saved`, and inputs of which these can be computed again. Not what follows from
-        constants alone, which are known or not depending on who traces.
+        """The arrays for which there is a choice: `saved`, and the inputs from which these can be recomputed.
+
+        Values that follow from constants alone are left out: whether they are known depends on who traces.
         """
         varies = {*self.inputs, *jx.depends(self.eqns, self.inputs)}
-        chosen = [v for v in self.saved if v in varies and v.aval.ndim > 0]
-        return list(dict.fromkeys([*chosen, *self._keep(chosen)[len(self.saved) - len(chosen) :]]))
+        optional = [v for v in self.saved if v in varies and v.aval.ndim > 0]
+        return list(dict.fromkeys([*optional, *self._to_save(optional)[len(self.saved) - len(optional) :]]))
 
-    def _keep(self, again: Collection[Any]) -> list[Any]:
-        """What is kept where some of `saved` are computed `again`, and last what these need besides: inputs, and what
-        equations with effects return.
+    def _to_save(self, recompute: Collection[Any]) -> list[Any]:
+        """Return the variables to save if some of `saved` are recomputed instead.
+
+        The last ones are those that recomputation needs in addition: inputs, and results of equations with effects.
         """
-        if not again:
+        if not recompute:
             return list(self.saved)
-        there, again = {*self.known, *self.weights}, {*again}
-        keep = [v for v in self.saved if v not in again]
-        effects = {v for eqn in self.eqns if _acts(eqn) for v in eqn.outvars}
-        eqns = jx.needed(self.eqns, self.read, {*keep, *there, *effects})
-        return [*keep, *(v for v in jx.free(eqns, self.read) if v not in there and v not in keep)]
+        available, recompute = {*self.known_vars, *self.weights}, {*recompute}
+        saved = [v for v in self.saved if v not in recompute]
+        effects = {v for eqn in self.eqns if _has_effects(eqn) for v in eqn.outvars}
+        eqns = jx.needed(self.eqns, self.read, {*saved, *available, *effects})
+        return [*saved, *(v for v in jx.free(eqns, self.read) if v not in available and v not in saved)]
 
     def kept(self, choice: str) -> Kept:
-        """What is kept where a letter of `choice` for each of `values`, or one for all, says what becomes of it: "s",
-        saved; "h", sent to the host; "r", computed again where it can be.
+        """Return what a choice saves, and where.
+
+        Args:
+          choice: a letter for each of `values`, or one for all: "s", saved; "h", sent to the host; "r", recomputed if
+            it can be.
         """
+        # One letter stands for all values.
         letters = choice * len(self.values) if len(choice) == 1 else choice
         choices = dict(zip(self.values, letters, strict=True))
-        again = [v for v in self.saved if choices.get(v) == "r"]
-        keep, known = self._keep(again), {*self.known, *(self.weights if again else ())}
-        host = [choices.get(v) == "h" for v in keep]
-        return Kept(keep, host, jx.needed(self.eqns, self.read, {*keep, *known}))
+        recompute = [v for v in self.saved if choices.get(v) == "r"]
+        # Weights are fetched for recomputation only.
+        saved, known_vars = self._to_save(recompute), {*self.known_vars, *(self.weights if recompute else ())}
+        host = [choices.get(v) == "h" for v in saved]
+        return Kept(saved, host, jx.needed(self.eqns, self.read, {*saved, *known_vars}))
 
 
-def _acts(eqn: Any) -> bool:
-    """Whether it may not run twice: it prints, or calls back. That a collective names an axis is no such effect."""
+def _has_effects(eqn: Any) -> bool:
+    """Return whether an equation may not run twice: it prints or calls back."""
+    # That a collective names an axis is an effect in JAX, too, but one that may happen twice.
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def allowed(
-    eqns: Sequence[Any], residuals: Sequence[Any], known: Collection[Any], policy: Callable[..., Any]
+    eqns: Sequence[Any], residuals: Sequence[Any], known_vars: Collection[Any], policy: Callable[..., Any]
 ) -> list[Any]:
-    """What is kept under a policy, as `jax.checkpoint` takes it: the backward's residuals can be computed again of this
-    and of what is known.
+    """Return the variables to save under a policy, as `jax.checkpoint` takes it.
+
+    Args:
+      eqns: the forward's equations.
+      residuals: the variables that the backward reads.
+      known_vars: the variables that the backward has in any case.
+      policy: a policy of `jax.checkpoint`.
+
+    Raises:
+      ValueError: if the policy offloads a value; the strategy's `offload` does that.
     """
 
-    def saves(eqn: Any) -> bool:  # a policy answers with a bool, or with one of JAX's three cases
+    def saves(eqn: Any) -> bool:
+        # A policy returns a bool, or one of JAX's three cases: `Saveable`, `Recompute` and `Offloadable`.
         case = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
-        if hasattr(case, "dst"):  # of the three, the one that offloads
+        if hasattr(case, "dst"):
             raise ValueError(
-                f"remat is a policy that sends what {eqn.primitive} makes to {case.dst!r}; give one that saves it, as "
-                "jax.checkpoint_policies.save_only_these_names, and offload='activations'"
+                f"remat is a policy that sends the results of {eqn.primitive} to {case.dst!r}; give one that saves "
+                "them, as jax.checkpoint_policies.save_only_these_names, and offload='activations'"
             )
         return case if isinstance(case, bool) else "Saveable" in type(case).__name__
 
-    there = {*known, *(v for eqn in eqns if _acts(eqn) or saves(eqn) for v in eqn.outvars)}
-    return jx.free(jx.needed(eqns, residuals, there), residuals)
+    available = {*known_vars, *(v for eqn in eqns if _has_effects(eqn) or saves(eqn) for v in eqn.outvars)}
+    return jx.free(jx.needed(eqns, residuals, available), residuals)
 
 
 def residuals_to_save(
     eqns: Sequence[Any],
     residuals: Iterable[Any],
-    known: Collection[Any],
+    known_vars: Collection[Any],
     barred: Collection[Any],
     cheap: Callable[[Any], bool] = cheap,
 ) -> tuple[list[Any], list[Any]]:
-    """Of the variables that a backward reads, those to keep; and the equations that make the others of these.
+    """Choose which of the variables that a backward reads are saved.
 
-    `known` variables are there anyway. Where a value follows from others that are smaller together, these are kept in
-    its place (the bfloat16 of which it is the float32, and a mean), unless one is `barred`. `cheap` equations may
-    run again.
+    If a value follows from others that are smaller together, these are saved instead: the bfloat16 value behind a
+    float32 cast, or a mean.
+
+    Args:
+      eqns: the forward's equations.
+      residuals: the variables that the backward reads.
+      known_vars: variables that the backward has in any case.
+      barred: variables that may not be saved instead of others.
+      cheap: returns whether an equation may run again.
+
+    Returns:
+      The variables to save, and the equations that recompute the others from them.
     """
-    known, barred = set(known), set(barred)
-    made = {v: eqn for eqn in eqns if cheap(eqn) and not eqn.effects for v in eqn.outvars}
+    known_vars, barred = set(known_vars), set(barred)
+    # The equation that can recompute a variable.
+    cheap_eqn_of = {v: eqn for eqn in eqns if cheap(eqn) and not eqn.effects for v in eqn.outvars}
     residuals = list(residuals)
-    keep = dict.fromkeys(v for v in residuals if not jx.is_literal(v) and v not in known)
+    saved_vars = dict.fromkeys(v for v in residuals if not jx.is_literal(v) and v not in known_vars)
+    # From last to first, so that the operands that are saved instead of a result are considered in their turn.
     for eqn in reversed(eqns):
-        for result in (v for v in eqn.outvars if v in keep and v in made):
-            needed = _instead(result, made, lambda v: v in known or v in keep, barred)
-            if needed is not None:
-                del keep[result]
-                keep.update(needed)
-    return list(keep), jx.needed(eqns, residuals, {*keep, *known})
+        for result in (v for v in eqn.outvars if v in saved_vars and v in cheap_eqn_of):
+            replacement = _smaller_sources(result, cheap_eqn_of, lambda v: v in known_vars or v in saved_vars, barred)
+            if replacement is not None:
+                del saved_vars[result]
+                saved_vars.update(replacement)
+    return list(saved_vars), jx.needed(eqns, residuals, {*saved_vars, *known_vars})
 
 
-def _instead(
-    result: Any, made: dict[Any, Any], there: Callable[[Any], bool], barred: Collection[Any]
+def _smaller_sources(
+    result: Any, cheap_eqn_of: dict[Any, Any], available: Callable[[Any], bool], barred: Collection[Any]
 ) -> dict[Any, None] | None:
-    """What to keep in place of `result`, beside what is `there`, for it to be computed again: its operands, or theirs,
-    and so on, whichever are smallest; None where none are smaller.
+    """Return the smallest variables from which `result` can be recomputed; None if none are smaller than it.
+
+    They are its operands, or the operands of these, and so on. Variables that are `available` cost nothing.
+
+    Args:
+      result: the variable to recompute.
+      cheap_eqn_of: the equation of each variable that can be recomputed.
+      available: returns whether the backward has a variable.
+      barred: variables that may not be saved.
     """
-    operands = lambda var: {v: None for v in made[var].invars if not jx.is_literal(v) and not there(v)}
-    best, least = None, jx.nbytes(result)
+    operands = lambda var: {v: None for v in cheap_eqn_of[var].invars if not jx.is_literal(v) and not available(v)}
+    best, best_size = None, jx.nbytes(result)
+    # Each iteration replaces all variables of the cut that can be recomputed by their operands.
     cut = operands(result)
     while True:
         size = sum(map(jx.nbytes, cut))
-        if size < least and not any(v in barred for v in cut):
-            best, least = cut, size
-        if not any(v in made for v in cut):
+        if size < best_size and not any(v in barred for v in cut):
+            best, best_size = cut, size
+        if not any(v in cheap_eqn_of for v in cut):
             return best
-        cut = {w: None for v in cut for w in (operands(v) if v in made else (v,))}
+        cut = {w: None for v in cut for w in (operands(v) if v in cheap_eqn_of else (v,))}

@@ -1,48 +1,52 @@
-"""Loops of one iteration or none, in some iterations of the loop that they are in: how often is written in their name,
-for whoever reads the program. XLA does not know.
+"""Write into a loop's name how often it runs, for readers of the compiled program. XLA does not know it.
+
+These are loops that run one iteration or none, depending on the iteration of the loop around them:
 
     runs     iterations of the outer loop in which it runs, on one device
-    paces    those in which it is what all devices wait for: one of the loops that run then on one of them
-    rank     the rank that runs it, where ranks have loops of their own; None where all have it
+    paces    those of them in which all devices wait for it; if several such loops run at once, one of them paces
+    rank     the rank that runs it, if each rank has different loops; None if all ranks run it
+
+For example `runs_8_paces_3_of_20`: the loop runs in 8 of 20 iterations, and all devices wait for it in 3.
 """
 
 import re
 from fractions import Fraction
 from typing import NamedTuple
 
-OVERFLOW = "where_tokens_overflow"  # the scope of a conditional that computes what finds no slot in experts' buffers
+OVERFLOW = "where_tokens_overflow"  # the scope of a conditional for tokens without a slot in the experts' buffers
 
+# `named_scope` puts the name into the name stack of the loop, and JAX appends "/while".
 _NAME = re.compile(r"runs_(\d+)_paces_(\d+)_of_(\d+)(?:_on_(\d+))?(?:/while)?$")
 
 
 class Share(NamedTuple):
-    """What a loop's name says of it, as parts of the iterations of the loop around it, and the rank that has it."""
+    """How often a loop runs and paces, as shares of the outer loop's iterations, and the rank that runs it."""
 
     runs: Fraction
     paces: Fraction
     rank: int | None = None
 
 
-def name_of(runs: int, paces: int, of: int, rank: int | None = None) -> str:
-    """The scope in which such a loop stands."""
-    return f"runs_{runs}_paces_{paces}_of_{of}{'' if rank is None else f'_on_{rank}'}"
+def name_of(runs: int, paces: int, iterations: int, rank: int | None = None) -> str:
+    """Return the name of the scope for such a loop: it runs in `runs` of the iterations, and paces in `paces`."""
+    return f"runs_{runs}_paces_{paces}_of_{iterations}{'' if rank is None else f'_on_{rank}'}"
 
 
 def share_of(name: str) -> Share | None:
-    """From the names of scopes in which a `while` stands, of a jaxpr's equation or of an instruction; None of others.
+    """Parse the scopes of a `while`, of a jaxpr's equation or of an instruction; return None for other loops.
 
     >>> share_of("jit(step)/while/body/runs_8_paces_3_of_20/while")
     Share(runs=Fraction(2, 5), paces=Fraction(3, 20), rank=None)
     >>> share_of("while/body/runs_8_paces_3_of_20_on_1").rank
     1
     """
-    found = _NAME.search(name)
-    if found is None:
+    match = _NAME.search(name)
+    if match is None:
         return None
-    runs, paces, of = map(int, found.groups()[:3])
-    return Share(Fraction(runs, of), Fraction(paces, of), None if found[4] is None else int(found[4]))
+    runs, paces, iterations = map(int, match.groups()[:3])
+    return Share(Fraction(runs, iterations), Fraction(paces, iterations), None if match[4] is None else int(match[4]))
 
 
 def times(outer: int, trips: int | Fraction) -> int:
-    """Executions of a loop's body, from those of the loop around it."""
+    """Return how often a loop's body is executed, if the loop around it executes its body `outer` times."""
     return round(outer * trips)

@@ -1,9 +1,13 @@
-"""Programs inside equations: which they are, a visit, a fold, and one fixpoint for values that are followed.
+"""Programs inside equations: find them, visit them, fold over them, and follow properties of values through them.
 
-Scans, whiles, conds, calls and functions with derivatives of their own hold programs. Whoever only looks goes through
-them by `visit`; whoever adds up what they cost by `fold`, which leaves to it what a branch or an iteration counts;
-whoever follows a property of values, such as what depends on parameters, by `propagate`. The two ends of the supported
-range of jax spell some parameters differently, and this is the only file that knows.
+Scans, whiles, conds, calls and functions with custom derivatives hold programs. A reader goes through them in one of
+three ways:
+
+    visit       yields every equation, to look at it
+    fold        combines the costs of programs; the reader decides how a branch or an iteration counts
+    propagate   follows a property of values, such as "depends on parameters"; loops run to a fixpoint
+
+The two ends of the supported range of jax spell some parameters differently. Only this file and `jaxpr.py` know.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +16,7 @@ from typing import Any, TypeVar
 
 import jax.extend.core as jec
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # eval_jaxpr: what jax 0.12 makes of a remat
+CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # jax 0.12 turns a remat into an eval_jaxpr
 REMATS = ("remat2", "checkpoint", "remat")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
@@ -20,84 +24,126 @@ V = TypeVar("V")
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an atom of a jaxpr is a literal, not a variable."""
+    """Return whether an atom of a jaxpr is a literal, not a variable."""
     return isinstance(atom, jec.Literal)
 
 
 def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """The open jaxpr and the constants of a jaxpr parameter, closed or not (newer jax has one class for both)."""
+    """Return the open jaxpr and the constants of a jaxpr, closed or not."""
+    # Newer jax has one class for both.
     if hasattr(jaxpr, "consts"):
         return jaxpr.jaxpr, jaxpr.consts
     return jaxpr, ()
 
 
 def programs(eqn: Any) -> list[Any]:
-    """The open jaxprs that an equation holds, in the order of its parameters; of most equations none."""
+    """Return the open jaxprs that an equation holds, in the order of its parameters; most equations hold none."""
     return [opened(jaxpr)[0] for jaxpr in jec.jaxprs_in_params(eqn.params)]
 
 
 def called(eqn: Any) -> Any:
-    """The one jaxpr, open or closed, of a call, a remat, a scan or a function with its own derivative; else None."""
-    return next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
+    """Return the one jaxpr, open or closed, of a call, remat, scan or function with a custom derivative; else None."""
+    return next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
 
 
-def makers(eqn: Any, at: int) -> tuple[Any, ...]:
-    """An equation, and within the program that it calls the one that makes its result number `at`, down to the last."""
+def makers(eqn: Any, result_index: int) -> tuple[Any, ...]:
+    """Return an equation, and those that compute its result in the programs that it calls, outermost first.
+
+    Args:
+      eqn: the equation.
+      result_index: the number of the result.
+    """
     inner = called(eqn)
+    # A program with other results than the equation cannot be matched by numbers.
     if inner is not None and len((jaxpr := opened(inner)[0]).outvars) == len(eqn.outvars):
-        for other in jaxpr.eqns:
-            if jaxpr.outvars[at] in other.outvars:
-                return (eqn, *makers(other, other.outvars.index(jaxpr.outvars[at])))
+        for inner_eqn in jaxpr.eqns:
+            if jaxpr.outvars[result_index] in inner_eqn.outvars:
+                return (eqn, *makers(inner_eqn, inner_eqn.outvars.index(jaxpr.outvars[result_index])))
     return (eqn,)
 
 
 def visit(
     eqns: Iterable[Any], into: Callable[[Any], bool] = lambda eqn: True, times: int = 1
 ) -> Iterator[tuple[Any, int]]:
-    """Each equation and how often it runs, then those of the programs that it holds, where `into` lets one go.
+    """Yield every equation, and how often it runs, with the equations of the programs that it holds.
 
-    A scan's run as often as its length says, a while loop's once: their number is known only when it runs.
+    The body of a scan counts as often as its length says; the body of a while loop once, since its number of iterations
+    is unknown before it runs.
+
+    Args:
+      eqns: the equations.
+      into: returns whether the programs of an equation are visited.
+      times: how often these equations run.
     """
     for eqn in eqns:
         yield eqn, times
         if into(eqn):
-            inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+            inner_times = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
             for jaxpr in programs(eqn):
-                yield from visit(jaxpr.eqns, into, inside)
+                yield from visit(jaxpr.eqns, into, inner_times)
 
 
-def fold(eqns: Sequence[Any], of: Callable[[Sequence[Any], list[list[V]]], V]) -> V:
-    """What `of` makes of a program: of its equations, and of what it made of the programs that each of these holds."""
-    return of(eqns, [[fold(jaxpr.eqns, of) for jaxpr in programs(eqn)] for eqn in eqns])
+def fold(eqns: Sequence[Any], combine: Callable[[Sequence[Any], list[list[V]]], V]) -> V:
+    """Return what `combine` computes of a program, from its equations and the values of the programs inside them.
+
+    Args:
+      eqns: the equations of the program.
+      combine: `combine(eqns, values)` returns the value of a program; `values` has, for each equation, the values of
+        the programs that it holds.
+    """
+    return combine(eqns, [[fold(jaxpr.eqns, combine) for jaxpr in programs(eqn)] for eqn in eqns])
 
 
-def with_programs(eqn: Any, of: Callable[[Any], Any], constant: Callable[[Any], Any] = lambda x: x) -> Any:
-    """An equation with what `of` makes of each open jaxpr that it holds: branches, bodies, calls; and `constant` of
-    each array that these close over.
+def with_programs(eqn: Any, transform: Callable[[Any], Any], constant: Callable[[Any], Any] = lambda x: x) -> Any:
+    """Return an equation with other programs inside: branches, bodies and calls.
+
+    Args:
+      eqn: the equation.
+      transform: returns the program that replaces an open jaxpr.
+      constant: returns the value that replaces an array that a jaxpr closes over.
     """
 
-    def made(value: Any) -> Any:
-        if type(value) is tuple:  # of branches, and no record
-            return tuple(map(made, value))
+    def transformed(value: Any) -> Any:
+        if type(value) is tuple:  # the branches of a cond; a named tuple is no list of programs
+            return tuple(map(transformed, value))
         if not isinstance(value, jec.Jaxpr | jec.ClosedJaxpr):
             return value
         jaxpr, consts = opened(value)
-        return jec.ClosedJaxpr(of(jaxpr), list(map(constant, consts))) if hasattr(value, "consts") else of(jaxpr)
+        if not hasattr(value, "consts"):
+            return transform(jaxpr)
+        return jec.ClosedJaxpr(transform(jaxpr), list(map(constant, consts)))
 
-    return eqn.replace(params={name: made(x) for name, x in eqn.params.items()})
+    return eqn.replace(params={name: transformed(x) for name, x in eqn.params.items()})
 
 
-def replaced(eqns: Iterable[Any], of: Callable[[Any], Any], constant: Callable[[Any], Any] = lambda x: x) -> list[Any]:
-    """What `of` makes of each equation, and then of those of the programs that this holds; and what `constant` makes of
-    each array that these close over.
+def replaced(
+    eqns: Iterable[Any], replacement: Callable[[Any], Any], constant: Callable[[Any], Any] = lambda x: x
+) -> list[Any]:
+    """Return other equations instead of some, and instead of those in the programs inside them.
+
+    Args:
+      eqns: the equations.
+      replacement: returns the equation that replaces an equation. The programs that it holds are replaced in turn.
+      constant: returns the value that replaces an array that a jaxpr closes over.
     """
-    inside = lambda jaxpr: jaxpr.replace(eqns=replaced(jaxpr.eqns, of, constant))
-    return [with_programs(of(eqn), inside, constant) for eqn in eqns]
+    transform = lambda jaxpr: jaxpr.replace(eqns=replaced(jaxpr.eqns, replacement, constant))
+    return [with_programs(replacement(eqn), transform, constant) for eqn in eqns]
 
 
 @dataclass(frozen=True)
 class Scan:
-    """A `scan` equation by its parts: body inputs are consts + carry + xs, outputs are carry + ys."""
+    """The parts of a `scan` equation.
+
+    Attributes:
+      body: the program of an iteration: (consts, carry, slices of xs) -> (carry, slices of ys).
+      length: the number of iterations.
+      reverse: whether it begins with the last slice.
+      consts: the operands that all iterations read.
+      carry: the operands that start the carry.
+      xs: the operands that iterations read slice by slice.
+      carry_out: the results that are the last carry.
+      ys: the results that iterations write slice by slice.
+    """
 
     body: Any
     length: int
@@ -115,6 +161,7 @@ def scan_parts(eqn: Any) -> Scan:
     if "num_consts" in params:
         n, k = params["num_consts"], params["num_carry"]
     else:
+        # Newer jax stores the three groups of operands instead of their numbers.
         n, k, _ = map(len, params["ft_in"].unpack())
     atoms, outs = tuple(eqn.invars), tuple(eqn.outvars)
     return Scan(
@@ -130,14 +177,18 @@ def scan_parts(eqn: Any) -> Scan:
 
 
 def settled(carry: Sequence[V], step: Callable[[list[V]], Sequence[V]], join: Callable[[V, V], V]) -> list[V]:
-    """What a loop's carry is in every iteration: joined with what a `step` makes of it, until that changes nothing.
+    """Return a property of a loop's carry that holds in every iteration, by iteration to a fixpoint.
 
-    `join` must be monotone in a domain of finite height, so that this ends.
+    Args:
+      carry: the property of the carry at the start.
+      step: returns the property after an iteration, from the property before it.
+      join: returns the property of a value that may be either of two. It must be monotone in a domain of finite height,
+        so that this ends.
     """
-    known = list(carry)
-    while (new := [join(a, b) for a, b in zip(known, step(known), strict=True)]) != known:
-        known = new
-    return known
+    current = list(carry)
+    while (joined := [join(a, b) for a, b in zip(current, step(current), strict=True)]) != current:
+        current = joined
+    return current
 
 
 def propagate(
@@ -145,20 +196,23 @@ def propagate(
     ins: Sequence[V],
     run: Callable[[Any, list[V], V | None], list[V]],
     join: Callable[[V, V], V],
-    other: V | None = None,
+    default: V | None = None,
 ) -> list[V] | None:
-    """A property of values, followed through the programs that an equation holds: of its results, from its operands'.
+    """Follow a property of values through the programs that an equation holds.
+
+    A scanned array has the property of its slices.
 
     Args:
       eqn: an equation.
       ins: the property of each operand.
-      run: of the results of a program (open or closed) from that of its inputs; the last argument is the property of
-        what decides whether it runs (a branch's number, a loop's condition), else None.
-      join: of a value that may be either of two.
-      other: of all inputs of programs whose inputs are not the operands; without it these are not run.
+      run: `run(program, ins, decides)` returns the property of each result of a program, open or closed. `decides` is
+        the property of the value that decides whether the program runs (a branch's number, a loop's condition), or
+        None.
+      join: returns the property of a value that may be either of two.
+      default: the property of all inputs of programs whose inputs are not the operands. Without it these are not run.
 
-    Returns None for an equation that holds no program, or one whose inputs are not its operands. A scanned value has
-    the property of its slices.
+    Returns:
+      The property of each result; None if the equation holds no program, or one whose inputs are not its operands.
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
@@ -166,6 +220,7 @@ def propagate(
         n, k = len(parts.consts), len(parts.carry)
 
         def step(carry: list[V]) -> list[V]:
+            # The last call sees the settled carry: the results that stay in `outs` hold for every iteration.
             outs[:] = run(parts.body, [*ins[:n], *carry, *ins[n + k :]], None)
             return outs[:k]
 
@@ -175,22 +230,25 @@ def propagate(
         n, k = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
 
         def iteration(carry: list[V]) -> list[V]:
-            (goes_on,) = run(params["cond_jaxpr"], [*ins[:n], *carry], None)
-            run(params["cond_jaxpr"], [*ins[:n], *carry], goes_on)
-            return [join(x, goes_on) for x in run(params["body_jaxpr"], [*ins[n:k], *carry], goes_on)]
+            (condition,) = run(params["cond_jaxpr"], [*ins[:n], *carry], None)
+            # The condition decides whether the body runs, and whether it is itself computed again.
+            run(params["cond_jaxpr"], [*ins[:n], *carry], condition)
+            return [join(x, condition) for x in run(params["body_jaxpr"], [*ins[n:k], *carry], condition)]
 
         return settled(ins[k:], iteration, join)
     if name == "cond":
+        # A result depends on the index too, even if all branches return the same.
         index, *operands = ins
         branches = [run(branch, operands, index) for branch in params["branches"]]
         outs = [index] * len(eqn.outvars)
         for branch in branches:
             outs = [join(a, b) for a, b in zip(outs, branch, strict=True)]
         return outs
+    # Calls, remats and custom derivatives, whose program takes the operands as they are.
     inner = called(eqn)
     if inner is None or len(opened(inner)[0].invars) != len(ins) or len(opened(inner)[0].outvars) != len(eqn.outvars):
-        if other is not None:
+        if default is not None:
             for program in programs(eqn):
-                run(program, [other] * len(program.invars), None)
+                run(program, [default] * len(program.invars), None)
         return None
     return run(inner, list(ins), None)

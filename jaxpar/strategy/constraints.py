@@ -1,4 +1,8 @@
-"""The constraints on a `Strategy`: the values that a field takes, and the fields that exclude one another."""
+"""The constraints on a `Strategy`: the values that each field takes, and the fields that exclude one another.
+
+`Strategy` checks the rows of `CONSTRAINTS` in order when it is made; the first row that it breaks raises an error. To
+add a constraint, add a row, and a strategy that breaks it to `tests/strategy/test_refused_strategies.py`.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -13,11 +17,12 @@ from .schedules import SCHEDULES, is_schedule
 from .schedules.operations import MOST
 
 OFFLOADS = ("activations", "optimizer", "params")
-SUMS = tuple("+".join(terms) for n in range(1, 4) for terms in itertools.combinations(OFFLOADS, n))  # of `offload`
+# The values of `offload` that name one of these or a sum of them.
+SUMS = tuple("+".join(terms) for n in range(1, 4) for terms in itertools.combinations(OFFLOADS, n))
 
 
 def is_int(value: Any) -> bool:
-    """Whether a value is a whole number, and not a truth value."""
+    """Return whether a value is a whole number; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -27,12 +32,12 @@ class _Choice:
 
     Attributes:
       names: the names.
-      also: what an error says after the names: other values that the field takes, or why it takes no others.
-      accepts: whether a value that is none of the names is accepted.
+      suffix: the text of an error after the names: other values that the field takes, or why it takes no others.
+      accepts: returns whether a value that is none of the names is accepted.
     """
 
     names: tuple[str, ...]
-    also: str = ""
+    suffix: str = ""
     accepts: Callable[[Any], Any] = lambda value: False
 
 
@@ -40,12 +45,12 @@ CHOICES = {
     "schedule": _Choice(tuple(SCHEDULES), accepts=is_schedule),
     "precision": _Choice(
         ("f32", "bf16", "f16", "fp8"),
-        " (mxfp8 and nvfp4 have kernels for B200 alone, and no B200 was there to prove them: see "
+        " (mxfp8 and nvfp4 have kernels for B200 alone, which jaxpar has not been tested on: see "
         "docs/recipes/precision.md)",
     ),
     "fp8_scaling": _Choice(
         ("row", "tensor"),
-        " (XLA has no kernel for blocks of 128, makes bfloat16's of nvfp4, and says of mxfp8 'Unsupported "
+        " (XLA has no kernel for blocks of 128, computes nvfp4 in bfloat16, and fails on mxfp8 with 'Unsupported "
         "instruction opcode: scaled-dot': see docs/recipes/precision.md)",
     ),
     "reduce": _Choice(("f32", "compute", "int8")),
@@ -61,7 +66,7 @@ CHOICES = {
     "logits": _Choice(("auto", "whole"), " or a number of tokens", lambda value: is_int(value) and value > 0),
     "prefetch": _Choice(
         ("auto",),
-        ", 0 or 1 (two layers ahead hide no more than one, and are held: see docs/strategies/zero3.md)",
+        ", 0 or 1 (two layers ahead overlap no better than one, and take more memory: see docs/strategies/zero3.md)",
         lambda value: is_int(value) and value in (0, 1),
     ),
     "sync": _Choice(("microbatch", "step")),
@@ -75,9 +80,9 @@ class Constraint:
 
     Attributes:
       fields: the fields whose values are tested, one after another.
-      broken: `broken(strategy, value)` returns something true where the value of one of `fields` breaks the constraint.
+      broken: `broken(strategy, value)` returns something true if the value of one of `fields` breaks the constraint.
       sentence: the error, a template of `str.format`: `s` is the strategy, `name` and `value` are the field's, `others`
-        are the other fields as text, and `found` is what `broken` returned.
+        are the other fields as text, and `detail` is the value that `broken` returned.
     """
 
     fields: tuple[str, ...]
@@ -87,48 +92,53 @@ class Constraint:
     def check(self, strategy: Any) -> None:
         """Raise ValueError if a strategy breaks the constraint."""
         for name in self.fields:
-            if found := self.broken(strategy, value := getattr(strategy, name)):
-                others = strategy.text(skip=name) or "data=1"
-                raise ValueError(self.sentence.format(s=strategy, name=name, value=value, others=others, found=found))
+            if detail := self.broken(strategy, value := getattr(strategy, name)):
+                other_fields = strategy.text(skip=name) or "data=1"
+                raise ValueError(
+                    self.sentence.format(s=strategy, name=name, value=value, others=other_fields, detail=detail)
+                )
 
 
-def _no_choice(name: str, _: Any, value: Any) -> str:
-    """Why a value is none of a field's `CHOICES`; "" where it is one."""
+def _refuse_choice(name: str, _: Any, value: Any) -> str:
+    """Return the error for a value that is none of a field's `CHOICES`; "" if it is one."""
     choice = CHOICES[name]
     if (isinstance(value, str) and value in choice.names) or choice.accepts(value):
         return ""
-    if says := removed(f"{name}={str(value).partition(':')[0]}"):
-        return says
-    near = did_you_mean(value, choice.names)
-    return f"{name}={value!r} is unknown; use one of {', '.join(choice.names)}{choice.also}{near}"
+    if error := removed(f"{name}={str(value).partition(':')[0]}"):
+        return error
+    suggestion = did_you_mean(value, choice.names)
+    return f"{name}={value!r} is unknown; use one of {', '.join(choice.names)}{choice.suffix}{suggestion}"
 
 
-def _no_size(size: Any) -> bool:
+def _is_no_size(size: Any) -> bool:
     return not is_int(size) or (size < 1 and size != -1)
 
 
-def _two_free(s: Any, _: Any) -> str:
-    free = [axis for axis in AXES if getattr(s, axis) == -1]
-    return "=-1 and ".join(free) * (len(free) > 1)
+def _free_axes(s: Any, _: Any) -> str:
+    """Return the axes of size -1, joined as the start of an error, if there are several; "" else."""
+    free_axes = [axis for axis in AXES if getattr(s, axis) == -1]
+    return "=-1 and ".join(free_axes) * (len(free_axes) > 1)
 
 
-_NO_SIZE = "{name}={value!r} is not an axis size; use a whole number from 1, or -1 for what is left"
-# In the order in which they are tested. A condition may rely on those above it.
+_SIZE_ERROR = "{name}={value!r} is not an axis size; use a whole number from 1, or -1 for all remaining devices"
+# Constraints are tested in this order. A condition may rely on the rows above it: once the type of a field is tested,
+# later rows compare its value.
 CONSTRAINTS = (
-    # One field: its type and its range.
-    Constraint(("data",), lambda s, size: size != "hosts" and _no_size(size), _NO_SIZE),
-    Constraint(tuple(axis for axis in AXES if axis != "data"), lambda s, size: _no_size(size), _NO_SIZE),
-    Constraint(("data",), _two_free, "{found}=-1: only one axis can be what the others leave; give the rest a size"),
+    # 1. One field: its type and its range.
+    Constraint(("data",), lambda s, size: size != "hosts" and _is_no_size(size), _SIZE_ERROR),
+    Constraint(tuple(axis for axis in AXES if axis != "data"), lambda s, size: _is_no_size(size), _SIZE_ERROR),
+    Constraint(("data",), _free_axes, "{detail}=-1: only one axis can take all remaining devices; size the others"),
     Constraint(
         ("zero",),
+        # `is_int` first: True equals 1, and would pass as a stage of ZeRO.
         lambda s, stage: not is_int(stage) or stage not in (1, 2, 3),
         "{name}={value!r} is not a ZeRO stage; use 1, 2 or 3 (no ZeRO: fsdp=1 with data=-1)",
     ),
     Constraint(
         ("microbatches",),
         lambda s, count: not is_int(count) or not (1 <= count <= MOST or count == -1),
-        "{name}={value!r} is not a count; use a whole number from 1 to " + f"{MOST:,}, or -1 for four a rank of the "
-        "pipeline",
+        "{name}={value!r} is not a count; use a whole number from 1 to " + f"{MOST:,}, or -1 for four for each "
+        "rank of the pipeline",
     ),
     Constraint(
         ("concurrent", "chunks"),
@@ -137,6 +147,7 @@ CONSTRAINTS = (
     ),
     Constraint(
         ("chunks",),
+        # Chunks that the schedule needs anyway were not given: the next row refuses the schedule instead.
         lambda s, chunks: s.pipe == 1 and chunks > 1 and chunks != s.fewest_chunks,
         "chunks={value} without a pipeline; give pipe= a size, or leave chunks out",
     ),
@@ -150,13 +161,14 @@ CONSTRAINTS = (
         lambda s, stages: s.pipe == 1 and stages != "auto",
         "stages={value!r} without a pipeline; give pipe= a size, or leave stages out",
     ),
-    *(Constraint((name,), partial(_no_choice, name), "{found}") for name in CHOICES),
+    *(Constraint((name,), partial(_refuse_choice, name), "{detail}") for name in CHOICES),
     Constraint(
         ("single", "server", "sequence", "hpz"),
         lambda s, flag: not isinstance(flag, bool),
         "{name}={value!r} is not a truth value; use True or False",
     ),
-    # Several fields.
+    # 2. Several fields that exclude one another.
+    # Tensor parallelism, microbatches and context.
     Constraint(
         ("sequence",),
         lambda s, sequence: sequence and s.tensor == 1,
@@ -165,23 +177,25 @@ CONSTRAINTS = (
     Constraint(
         ("concurrent",),
         lambda s, count: count > 1 and s.server,
-        "concurrent={value}, of microbatches at a time, beside server=True, which sends between steps; leave one out",
+        "concurrent={value} runs microbatches side by side, and server=True sends between steps; leave one out",
     ),
     Constraint(
         ("concurrent",),
         lambda s, count: count > 1 and s.pipe != 1,
-        "concurrent={value}, of microbatches at a time, beside pipe={s.pipe}, which does so too; leave one out",
+        "concurrent={value} runs microbatches side by side, and pipe={s.pipe} does so too; leave one out",
     ),
     Constraint(
         ("concurrent",),
-        lambda s, n: s.microbatches != -1 and s.microbatches % n and -(-s.microbatches // n) * n,
-        "concurrent={value} does not divide microbatches={s.microbatches}; use microbatches={found}",
+        # -1 becomes a number when the mesh is known (`Strategy.on`), and is tested again then.
+        lambda s, count: s.microbatches != -1 and s.microbatches % count and -(-s.microbatches // count) * count,
+        "concurrent={value} does not divide microbatches={s.microbatches}; use microbatches={detail}",
     ),
     Constraint(
         ("attention",),
         lambda s, attention: attention != "auto" and s.context == 1,
         "attention={value!r} says how context ranks attend; give context= a size, or leave it out",
     ),
+    # Data parallelism.
     Constraint(
         ("prefetch",),
         lambda s, prefetch: prefetch == 1 and s.server,
@@ -190,38 +204,42 @@ CONSTRAINTS = (
     Constraint(
         ("sync",),
         lambda s, sync: sync == "step" and (s.zero != 3 or s.fsdp == 1 or s.rule or s.server),
-        "sync='step' with {others}: it accumulates whole gradients of what zero=3 shards over fsdp; give fsdp a size "
-        "and zero=3, or leave it out (zero=1 reduces once a step)",
+        "sync='step' with {others}: it accumulates whole gradients of the parameters that zero=3 shards over fsdp; "
+        "give fsdp a size and zero=3, or leave it out (zero=1 reduces once a step)",
     ),
     Constraint(
         ("hpz",),
         lambda s, hpz: hpz and (s.zero != 3 or 1 in (s.fsdp, s.data) or s.rule or s.server),
-        "hpz=True with {others}: a second shard of what zero=3 shards is one over fsdp alone beside one over data and "
-        "fsdp; use hsdp, or give both a size with zero=3",
+        "hpz=True with {others}: a second shard of each parameter, over fsdp alone, needs zero=3 over data and fsdp; "
+        "use hsdp, or give both a size with zero=3",
     ),
+    # Memory.
     Constraint(
         ("budget",),
+        # `amount` parses the text, and raises the error for text that is no size.
         lambda s, size: not isinstance(size, str) or (size and amount(size, "B") and s.remat != "auto"),
-        "budget={value!r} with remat={s.remat!r}: give text such as '70GB', remat='auto'",
+        "budget={value!r} with remat={s.remat!r}: give text such as '70GB', and remat='auto'",
     ),
     Constraint(
         ("remat",),
         lambda s, remat: remat == "auto" and s.server,
-        "remat='auto' with {others}: a server's step is several programs, and a budget is one's; use remat='layer' or "
-        "'dots'",
+        "remat='auto' with {others}: a server's step is several programs, and a budget is for one; use "
+        "remat='layer' or 'dots'",
     ),
     *(
         Constraint(
             ("offload",),
+            # The default binds the loop's `term`: the lambda runs after the loop.
             lambda s, _, term=term: term in s.offloads and s.kept_on_device(term),
-            f"offload={{value!r}} with {{others}}: {{found}}; use {instead}, or leave {term!r} out",
+            f"offload={{value!r}} with {{others}}: {{detail}}; use {alternative}, or leave {term!r} out",
         )
-        for term, instead in (
+        for term, alternative in (
             ("activations", "remat='layer', or data or fsdp"),
             ("optimizer", "fsdp with zero=3"),
             ("params", "fsdp with zero=3"),
         )
     ),
+    # Precision and dtypes of communication.
     Constraint(
         ("precision",),
         lambda s, precision: precision == "fp8" and s.server,
@@ -247,9 +265,10 @@ CONSTRAINTS = (
     Constraint(
         ("precision",),
         lambda s, precision: precision != "fp8" and (s.fp8_except or s.fp8_scaling != "row" or s.gather == "fp8"),
-        "precision={value!r} in {s}: fp8_except, fp8_scaling and gather='fp8' are of products in FP8 and their "
+        "precision={value!r} in {s}: fp8_except, fp8_scaling and gather='fp8' apply to products in FP8 and their "
         "weights; use precision='fp8', or gather='int8'",
     ),
+    # Strategies that replace the usual ones: a server, a registered rule, one device.
     Constraint(
         tuple(axis for axis in AXES if axis != "data"),
         lambda s, size: s.server and size != 1,
@@ -258,12 +277,12 @@ CONSTRAINTS = (
     Constraint(
         ("rule",),
         lambda s, rule: not isinstance(rule, str) or (rule and not rule.isidentifier()),
-        "rule={value!r} is not the name of a rule; use that of a registered one, as in 'int8'",
+        "rule={value!r} is not the name of a rule; use the name of a registered rule, as in 'int8'",
     ),
     Constraint(
         ("rule",),
         lambda s, rule: rule and (s.server or s.single or s.zero != 3),
-        "{s}: server, single and zero choose rules of jaxpar's own; leave them out, or rule",
+        "{s}: server, single and zero choose rules of jaxpar's own; leave them out, or leave rule out",
     ),
     Constraint(
         ("single",),

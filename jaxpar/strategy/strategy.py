@@ -1,4 +1,8 @@
-"""Strategy: every choice that a run makes about parallelism, as one value."""
+"""`Strategy`: every choice that a run makes about parallelism, as one value.
+
+A strategy is made from fields or from text, and checked when it is made (`constraints.py`). It knows nothing of a
+model. Axis sizes of -1 become numbers when the devices are known (`Strategy.sizes`).
+"""
 
 import dataclasses
 import math
@@ -80,16 +84,16 @@ class Strategy:
         They keep as much for their backwards as one microbatch of all their rows.
 
     Attributes: The pipeline
-      schedule: the order of forwards and backwards, by its name in `tables.SCHEDULES`: "1f1b", "gpipe", or one with
+      schedule: the order of forwards and backwards, by its name in `schedules.SCHEDULES`: "1f1b", "gpipe", or one with
         backwards in halves, as "zb-h1"; a file of torch's lines, "mine.csv"; or a `Schedule`.
       chunks: stages that one rank of the pipeline holds; more than one is the interleaved schedule (Narayanan et al.
-        2021, section 2.2.2): a smaller bubble, more messages. "auto" is what the schedule needs: 2 for a V, as
-        "zb-v", else 1.
-      stages: what becomes a stage: "layers" of the model's layer stack; "cut", a part of its program, for models
-        without one stack (`parallel/pipeline/flat/`); or "auto", the first where the names and shapes of the parameters
-        show a stack. Or paths of modules, as in ["mid", "up/0"] or the text "mid:up/0": the second stage and those
-        after it begin at the first use of their parameters. Or the number of blocks of a list in each stage, as in
-        [7, 8, 8, 7] or the text "7:8:8:7": the first stage also has what comes before the list, and the last stage
+        2021, section 2.2.2): a smaller bubble, more messages. "auto" is the number that the schedule needs: 2
+        for a V, as "zb-v", else 1.
+      stages: how the model is cut into stages: "layers", of the model's layer stack; "cut", into parts of its program,
+        for models without one stack (`parallel/pipeline/flat/`); or "auto", the first if the names and shapes of the
+        parameters show a stack. Or paths of modules, as in ["mid", "up/0"] or the text "mid:up/0": the second stage and
+        those after it begin at the first use of their parameters. Or the number of blocks of a list in each stage, as
+        in [7, 8, 8, 7] or the text "7:8:8:7": the first stage also has what comes before the list, and the last stage
         what comes after it.
 
     Attributes: Attention and the sequence
@@ -98,11 +102,12 @@ class Strategy:
         from rank to rank (Liu et al. 2023); "usp", Ulysses within groups of ranks and rings between them (Fang and Zhao
         2024); or "auto", which chooses by heads and bytes (`parallel/context/attention_mode.py`).
       sequence: whether the operations between the matmuls of `tensor` (norms, dropout and the residual stream) are
-        split over it along the sequence (Korthikanti et al. 2022, section 4.2.2): less is kept for the backward, which
-        gathers it again.
-      kernels: "own", the loss as it is written; or "fused", attention that it spells out (a product of queries and
-        keys, a bias that rows share, a softmax, a product with values) is computed as by `jp.attention`: on GPUs by
-        cuDNN, which keeps no scores. Ranks of `context` compute it so or by blocks, unless `attention` is "gather".
+        split over it along the sequence (Korthikanti et al. 2022, section 4.2.2): the forward saves less for the
+        backward, which gathers it again.
+      kernels: "own", the loss as it is written; or "fused": attention that the loss writes out (a product of queries
+        and keys, a bias that rows share, a softmax, a product with values) is computed as by `jp.attention`, on GPUs by
+        cuDNN, which keeps no scores. Ranks of `context` compute it in the same way or by blocks, unless `attention` is
+        "gather".
 
     Attributes: Precision
       precision: compute dtype, "f32", "bf16", or "f16" with dynamic loss scaling. Master parameters stay float32. "fp8"
@@ -114,19 +119,21 @@ class Strategy:
         in.
 
     Attributes: Memory
-      remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (what
+      remat: what each layer of a layer stack, or each stage of a cut program, recomputes in its backward: "none" (as
         the model itself says), "layer" (all), "dots" (all but matmuls, and their sums over `tensor`), or a
-        `jax.checkpoint` policy. Under schedules with backwards in halves, the first half recomputes and leaves what the
-        second reads; with "twice", as "layer", each of them recomputes. "auto" chooses for each value that a layer
-        leaves what takes the least time under `budget` (`inspect/remat.py`); with `offload`, it may wait on the host.
+        `jax.checkpoint` policy. Under schedules with backwards in halves, the first half recomputes and saves the
+        values that the second half reads; "twice" is "layer" for each half separately. "auto" chooses for each saved
+        value the option that takes the least time under `budget` (`inspect/remat.py`); with `offload`, values may also
+        wait on the host.
       budget: bytes of a device that a step may take with remat="auto", as "70GB", as the compiler counts them; "" is
         92% of the memory of its kind.
-      offload: what waits in the host's memory, or a sum of these, as "activations+optimizer". "activations": what each
-        layer of a layer stack leaves for its backward, while other layers compute (what `remat` keeps; with "layer",
-        the layers' inputs alone); on CPUs, which have one memory, nothing moves; not for pipelines. "optimizer": the
-        optimizer's state, which is brought to the device a block at a time (`step/offload.py`; ZeRO-Offload, Ren et al.
-        2021), for optimizers that work element by element. "params": stacks of layers; a device's part of a layer is
-        brought to it while the layer before runs, and the update goes a block at a time; with zero=3, or without ZeRO.
+      offload: the arrays that wait in the host's memory, one kind or a sum, as "activations+optimizer". On CPUs, which
+        have one memory, nothing moves. "activations": the values that each layer of a layer stack saves for its
+        backward (those that `remat` keeps; with "layer", the layers' inputs alone), while other layers compute; not for
+        pipelines. "optimizer": the optimizer's state, which is copied to the device a block at a time
+        (`step/offload.py`; ZeRO-Offload, Ren et al. 2021), for optimizers that work element by element. "params":
+        stacks of layers; a device's part of a layer is copied to it while the previous layer runs, and the update goes
+        a block at a time; with zero=3, or without ZeRO.
       logits: the number of tokens of a device for which a cross-entropy in the loss computes logits at a time, and
         again in the backward (`numerics/logits/logits.py`): a number; "auto", 2,048 if the logits of a microbatch take
         more than 4 GiB in float32; or "whole".
@@ -143,7 +150,7 @@ class Strategy:
     hpz: bool = False
     pipe: int = 1
     schedule: Any = "1f1b"  # a name, or a `Schedule`
-    chunks: Any = "auto"  # an int, once it is made
+    chunks: Any = "auto"  # an int after `__post_init__`
     stages: str | Sequence[str | int] = "auto"
     expert: int = 1
     context: int = 1
@@ -169,51 +176,60 @@ class Strategy:
     kernels: str = "own"
 
     def __new__(cls, *args: Any, **fields: Any) -> "Strategy":
-        """Refuses what is no field, and values without a name, in words of its own."""
+        """Refuse unknown fields and values without a name, with errors that help more than those of `dataclass`."""
+        # A dataclass would raise a TypeError without a suggestion.
         if args:
             text = f"Strategy.parse({args[0]!r})" if isinstance(args[0], str) else "Strategy(fsdp=-1)"
             raise ValueError(f"Strategy{args!r}: its fields come by name; use {text}")
-        known = cls.__dataclass_fields__
+        field_names = cls.__dataclass_fields__
         for name in fields:
-            if says := removed(f"Strategy.{name}"):
-                raise ValueError(says)
-            if name not in known:
-                raise ValueError(f"Strategy has no {name!r}; use one of {', '.join(known)}{did_you_mean(name, known)}")
+            if error := removed(f"Strategy.{name}"):
+                raise ValueError(error)
+            if name not in field_names:
+                raise ValueError(
+                    f"Strategy has no {name!r}; use one of {', '.join(field_names)}{did_you_mean(name, field_names)}"
+                )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        # One spelling of each value: equal strategies are equal, and have the same text.
+        # Give each value one spelling, so that strategies that mean the same are equal and have the same text.
         if self.chunks == "auto":
             object.__setattr__(self, "chunks", self.fewest_chunks)
         if isinstance(self.stages, list | tuple) and all(isinstance(x, str) or is_int(x) for x in self.stages):
             object.__setattr__(self, "stages", ":".join(map(str, self.stages)))
         if isinstance(self.offload, str) and {*(terms := self.offload.split("+"))} <= {*OFFLOADS}:
             object.__setattr__(self, "offload", "+".join(x for x in OFFLOADS if x in terms))
+        # The first constraint that is broken raises.
         for constraint in CONSTRAINTS:
             constraint.check(self)
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
-        """A strategy from text: `preset`, `name=value,...` or `preset,name=value,...`; `str(strategy)` is the reverse.
+        """Return the strategy that a text describes; the reverse of `str(strategy)`.
 
-        Raises ValueError naming the part that is wrong and the nearest name.
+        Args:
+          text: `preset`, `name=value,...` or `preset,name=value,...`. A field that is given replaces the preset's.
+
+        Raises:
+          ValueError: naming the part that is wrong, and the nearest name.
         """
         if not isinstance(text, str):
             raise ValueError(f"Strategy.parse({text!r}): needs text, such as 'fsdp' or 'data=2,fsdp=4'")
         fields = {f.name: f for f in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
-        given: set[str] = set()
+        assigned: set[str] = set()  # a preset's fields may be assigned once more
+        # Only the first part may be a preset, so that the fields after it replace the preset's.
         for number, part in enumerate(p.strip() for p in text.split(",")):
             name, equals, value = (s.strip() for s in part.partition("="))
             if number == 0 and not equals:
                 if name not in PRESETS:
                     raise ValueError(
                         f"strategy {name!r} is unknown; use one of {', '.join(PRESETS)}, or name=value"
-                        f"{_meant(name.lower(), fields)}"
+                        f"{_suggest_strategy(name.lower(), fields)}"
                     )
                 values.update(PRESETS[name])
-            elif says := removed(f"Strategy.{name}"):
-                raise ValueError(says)
+            elif error := removed(f"Strategy.{name}"):
+                raise ValueError(error)
             elif name not in fields:
                 raise ValueError(
                     f"{part!r} in strategy {text!r}: use name=value with a name of {', '.join(fields)}"
@@ -221,91 +237,104 @@ class Strategy:
                 )
             elif not value:
                 raise ValueError(f"{part!r} in strategy {text!r} has no value; write {name}=...")
-            elif name in given:
-                raise ValueError(f"{part!r} in strategy {text!r} gives {name} again; give it once")
+            elif name in assigned:
+                raise ValueError(f"{part!r} in strategy {text!r} gives {name} twice; give it once")
             else:
-                given.add(name)
-                values[name] = _value(value)
+                assigned.add(name)
+                values[name] = _parse_value(value)
         return cls(**values)
 
     def sizes(self, devices: int, hosts: int = 1) -> dict[str, int]:
-        """Axis sizes on a number of devices, in the order of the mesh. Raises ValueError unless they multiply to it."""
+        """Return the axis sizes on a number of devices, in the order of the mesh.
+
+        Args:
+          devices: number of devices.
+          hosts: number of hosts, which is the size of `data="hosts"`.
+
+        Raises:
+          ValueError: unless the sizes multiply to the number of devices.
+        """
         if self.single:
             return dict.fromkeys(AXES, 1)
+        # On one host, "hosts" is 2, so that hybrid sharding can be tried without a cluster.
         data: int = max(hosts, 2 if devices > 1 else 1) if self.data == "hosts" else self.data  # type: ignore[assignment]
-        known = {axis: getattr(self, axis) for axis in AXES} | {"data": data}
-        given = ", ".join(f"{k}={v}" for k, v in known.items() if v not in (1, -1)) or "data=1, fsdp=1"
-        free = [k for k, v in known.items() if v == -1]
-        product = math.prod(v for v in known.values() if v != -1)
-        if free:
+        sizes = {axis: getattr(self, axis) for axis in AXES} | {"data": data}
+        text = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)) or "data=1, fsdp=1"
+        free_axes = [axis for axis, size in sizes.items() if size == -1]
+        product = math.prod(size for size in sizes.values() if size != -1)
+        if free_axes:
             if devices % product:
                 divisors = " or ".join(str(d) for d in range(1, devices + 1) if devices % d == 0)
-                raise ValueError(f"{given} does not divide {devices} devices; use {divisors}")
-            known[free[0]] = devices // product
+                raise ValueError(f"{text} does not divide {devices} devices; use {divisors}")
+            sizes[free_axes[0]] = devices // product
         elif product != devices:
             raise ValueError(
-                f"{given} needs {product} devices and there are {devices}; make {' x '.join(AXES)} = "
+                f"{text} needs {product} devices and there are {devices}; make {' x '.join(AXES)} = "
                 f"{devices}, set one of them to -1, or pass a mesh of {product} devices (one device: strategy 'single')"
             )
-        return known
+        return sizes
 
     def prefetches(self, mesh: Any) -> bool:
-        """Whether loops over layers send one layer ahead on a `jax.sharding.Mesh`."""
-        # The only backward of a step sums over `data`, too, what ZeRO shards.
-        over = SHARDS if self.turns > 1 or self.fsdp == 1 else ("data", *SHARDS)
-        may = self.prefetch == "auto" and self.pipe == 1 and "params" not in self.offloads
-        return self.prefetch == 1 or (may and leaves_host(mesh, over))
+        """Return whether loops over layers gather and reduce one layer ahead on a `jax.sharding.Mesh`."""
+        # With one backward in a step, the gradients that ZeRO shards are also summed over `data` in the loop.
+        axes = SHARDS if self.turns > 1 or self.fsdp == 1 else ("data", *SHARDS)
+        is_allowed = self.prefetch == "auto" and self.pipe == 1 and "params" not in self.offloads
+        return self.prefetch == 1 or (is_allowed and leaves_host(mesh, axes))
 
     @property
     def fewest_chunks(self) -> int:
-        """The number of chunks that the schedule has where none is given."""
+        """The number of chunks per rank of the schedule if `chunks` is not given."""
         if isinstance(self.schedule, str):
             return SCHEDULES[self.schedule].chunks if self.schedule in SCHEDULES else 1
         return getattr(self.schedule, "chunks", 1)
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """The paths at which `stages` cuts, or its counts of blocks as text; () where it is no list."""
+        """The paths at which `stages` cuts, or its counts of blocks as text; () if it is no list."""
         text = self.stages if isinstance(self.stages, str) else ""
         return () if not text or text in CHOICES["stages"].names else tuple(text.split(":"))
 
     @property
     def offloads(self) -> tuple[str, ...]:
-        """What `offload` sums."""
+        """The terms of `offload`, each of which is in `OFFLOADS`."""
         return () if self.offload == "none" else tuple(self.offload.split("+"))
 
     def kept_on_device(self, term: str) -> str:
-        """Why its other choices do not let `term` of `OFFLOADS` wait on the host; "" where they do."""
+        """Return why other fields do not let `term` of `OFFLOADS` wait on the host; "" if they do."""
         if self.server:
             return "a server's replicas keep it"
         if self.pipe != 1 and term != "optimizer":
-            kept = "layers in the order of a table" if term == "params" else "it in slots"
-            return f"stages keep {kept} on their device"
+            arrays = "layers in the order of a table" if term == "params" else "it in slots"
+            return f"stages keep {arrays} on their device"
         if term != "params":
             return ""
+        # "params": loops copy the shard of a layer when it runs, so that no parameter may be stored whole.
         if self.fsdp != 1 and self.zero != 3:
             return f"zero={self.zero} gathers updated parameters to where they are whole"
         return "loops bring the next layer, and gather it when it runs: leave prefetch out" * (self.prefetch == 1)
 
     @property
     def turns(self) -> int:
-        """How often a step without a pipeline runs forward and backward, once its microbatches are a number."""
+        """How often a step without a pipeline runs forward and backward. `microbatches` must not be -1."""
         return self.microbatches // self.concurrent
 
     def on(self, ranks: int) -> "Strategy":
-        """This strategy on a mesh whose axis `pipe` has so many ranks: `microbatches` is a number."""
+        """Return this strategy for a mesh with `ranks` ranks of `pipe`: `microbatches` is then a number."""
         if self.microbatches != -1:
             return self
+        # Without a pipeline, more microbatches would only cost time.
         return dataclasses.replace(self, microbatches=PER_RANK * ranks if ranks > 1 else 1)
 
     def text(self, skip: str = "") -> str:
-        """The fields that differ from their default, but for the one to skip, as `name=value,...`."""
+        """Return the fields that differ from their default, without the field `skip`, as `name=value,...`."""
         parts = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            # "auto" became a number in `__post_init__`.
             default = self.fewest_chunks if field.name == "chunks" else field.default
             if field.name == skip or value == default:
                 continue
+            # `parse` reads truth values in lower case. A `Schedule` has a label, a policy of jax.checkpoint a name.
             value = {True: "true", False: "false"}[value] if isinstance(value, bool) else value
             parts.append(f"{field.name}={getattr(value, 'label', getattr(value, '__name__', value))}")
         return ",".join(parts)
@@ -318,9 +347,10 @@ class Strategy:
 
 
 def as_strategy(strategy: Strategy | str) -> Strategy:
-    """A strategy from its text, or itself."""
+    """Return the strategy that a text describes, or a strategy itself."""
     if isinstance(strategy, str):
         return Strategy.parse(strategy)
+    # An Optax optimizer: its place and the strategy's were swapped.
     if hasattr(strategy, "init") and hasattr(strategy, "update"):
         raise ValueError("strategy= is an optimizer; the order is make_train_step(model, optimizer, strategy)")
     if not isinstance(strategy, Strategy):
@@ -330,15 +360,17 @@ def as_strategy(strategy: Strategy | str) -> Strategy:
     return strategy
 
 
-def _meant(name: str, fields: Iterable[str]) -> str:
-    """What an unknown strategy may stand for: `fsdp8` for fsdp=8, `zero4` for one of the presets."""
-    size = re.fullmatch(r"([a-z]+)\W?(\d+)", name)
-    if size and size[1] in (*AXES, "microbatches", "chunks"):
-        return f" (did you mean '{size[1]}={size[2]}'?)"
+def _suggest_strategy(name: str, fields: Iterable[str]) -> str:
+    """Return a suggestion for an unknown strategy: "fsdp=8" for `fsdp8`, the nearest preset for `zero4`."""
+    # The name of a field and its size without "=".
+    match = re.fullmatch(r"([a-z]+)\W?(\d+)", name)
+    if match and match[1] in (*AXES, "microbatches", "chunks"):
+        return f" (did you mean '{match[1]}={match[2]}'?)"
     return did_you_mean(name, PRESETS) or did_you_mean(name, fields)
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
+    """Return a truth value, a whole number or text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:

@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 
 import jaxpar as jp
 from jaxpar.program import register
-from jaxpar.program.factors import Factor, same
+from jaxpar.program.factors import Factor, aligned
 
 DRAW = np.random.default_rng(0)
 X, W = (DRAW.normal(size=shape).astype(np.float32) for shape in ((4, 6), (6, 2)))
@@ -91,7 +91,7 @@ def test_what_cannot_be_proved_is_refused() -> None:
         register(twice_p, lambda eqn: [Factor((0,), (None,), "mean")], (twice_p.bind, X))
     with pytest.raises(ValueError, match=r"exp has a rule in jaxpar already; .*; give yours another name"):
         register(jax.lax.exp_p, "...->...", (jnp.exp, X))
-    register(twice_p, same, (twice_p.bind, X), cheap=True)
+    register(twice_p, aligned, (twice_p.bind, X), cheap=True)
     register(
         twice_p, "...->...", (twice_p.bind, np.ones((4, 5), np.float32)), (twice_p.bind, np.ones((5, 6), np.float32))
     )

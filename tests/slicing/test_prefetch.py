@@ -262,7 +262,10 @@ def test_explain_says_what_is_held_besides() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fsdp=8,prefetch=2", "use one of auto, 0 or 1 (two layers ahead hide no more than one, and are held: see"),
+        (
+            "fsdp=8,prefetch=2",
+            "use one of auto, 0 or 1 (two layers ahead overlap no better than one, and take more memory: see",
+        ),
         ("fsdp=8,prefetch=true", "prefetch=True is unknown; use one of auto, 0 or 1"),
         (
             "dp,prefetch=1",

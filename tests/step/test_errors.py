@@ -62,7 +62,7 @@ def raises(call: Callable[[], Any], *parts: str, error: type[Exception] = ValueE
         ("fsdp=4,fsdp=8", ("'fsdp=8'", "'fsdp=4,fsdp=8'", "once")),
         ("fsdp=x", ("fsdp='x'", "whole number from 1, or -1")),
         ("fsdp=0", ("fsdp=0", "whole number from 1, or -1")),
-        ("data=-1,fsdp=-1", ("data=-1 and fsdp=-1", "only one", "give the rest a size")),
+        ("data=-1,fsdp=-1", ("data=-1 and fsdp=-1", "only one", "size the others")),
         ("zero=4", ("zero=4", "use 1, 2 or 3")),
         ("microbatches=0", ("microbatches=0", "whole number from 1")),
         ("precision=bf61", ("precision='bf61'", "use one of f32, bf16, f16", "did you mean 'bf16'?")),

@@ -1,4 +1,8 @@
-"""Tables from the order of each rank's operations, and the time that they take."""
+"""Compute when operations run from the order of each rank's operations, and write the table.
+
+A rank runs its operations in their order, each as soon as the rank is free and the inputs have arrived. Ranks may wait
+for each other in a circle; no such order can run.
+"""
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -10,14 +14,14 @@ Number = int | float | Fraction
 
 
 class Interval(NamedTuple):
-    """When an operation runs."""
+    """The time from the start of an operation to its end."""
 
     start: Number
     end: Number
 
 
 def needs(op: Op, stage: int, stages: int) -> list[tuple[str, int]]:
-    """The operations, by kind and stage, that must have run before; "I" stands for B too."""
+    """Return the operations, by kind and stage, that must run before `op`; "I" stands for B too."""
     if op.kind == "F":
         return [("F", stage - 1)] if stage else []
     if op.kind == "W":
@@ -28,95 +32,127 @@ def needs(op: Op, stage: int, stages: int) -> list[tuple[str, int]]:
 def spans(
     orders: Sequence[Sequence[Op]], placement: Placement, chunks: int, times: Mapping[str, Number]
 ) -> list[list[Interval]]:
-    """When each rank runs its operations, each as soon as the rank is free and its inputs are there.
+    """Return when each rank runs its operations, each as soon as the rank is free and its inputs have arrived.
 
     Args:
       orders: each rank's operations.
-      placement: where its chunks lie.
-      chunks: how many a rank holds.
-      times: of F, B, I and W of one chunk.
+      placement: which stages are a rank's chunks.
+      chunks: number of chunks per rank.
+      times: the time that F, B, I and W of one chunk take.
 
-    Raises ValueError where ranks wait for each other; it names what the first of them waits for.
+    Returns:
+      For each rank the intervals of its operations, in their order.
+
+    Raises:
+      ValueError: if ranks wait for each other, naming an operation in that circle.
     """
     ranks = len(orders)
     stages = ranks * chunks
-    out: list[list[Interval]] = [[] for _ in orders]
-    free: list[Number] = [0] * ranks
-    done: dict[tuple[str, int, int], Number] = {}
-    waiting: dict[tuple[str, int, int], int] = {}
+    intervals: list[list[Interval]] = [[] for _ in orders]
+    free_from: list[Number] = [0] * ranks
+    end_of: dict[tuple[str, int, int], Number] = {}  # kind, stage, microbatch -> end of the operation
+    waiting: dict[tuple[str, int, int], int] = {}  # operation that has not run -> the rank that waits for it
+    # At most one rank waits for an operation of another rank, so that `waiting` needs no lists.
+    # A rank runs until an input is missing, and is ready again when the missing operation has run.
     ready = list(range(ranks))
     while ready:
         rank = ready.pop()
         order = orders[rank]
-        while len(out[rank]) < len(order):
-            op = order[len(out[rank])]
-            stage, start = stage_of(placement, ranks, rank, op.chunk), free[rank]
-            for kind, of in needs(op, stage, stages):
-                key = (kind, of, op.microbatch)
-                if key not in done:
-                    waiting[key] = rank
+        while len(intervals[rank]) < len(order):
+            op = order[len(intervals[rank])]
+            stage, start = stage_of(placement, ranks, rank, op.chunk), free_from[rank]
+            # Start when the last input has arrived, or stop at the first input that is missing.
+            for kind, needed_stage in needs(op, stage, stages):
+                needed = (kind, needed_stage, op.microbatch)
+                if needed not in end_of:
+                    waiting[needed] = rank
                     break
-                start = max(start, done[key])
+                start = max(start, end_of[needed])
             else:
-                free[rank] = end = start + times[op.kind]
-                out[rank].append(Interval(start, end))
-                made = ("I" if op.kind == "B" else op.kind, stage, op.microbatch)
-                done[made] = end
-                if made in waiting:
-                    ready.append(waiting.pop(made))
+                free_from[rank] = end = start + times[op.kind]
+                intervals[rank].append(Interval(start, end))
+                completed = ("I" if op.kind == "B" else op.kind, stage, op.microbatch)
+                end_of[completed] = end
+                if completed in waiting:
+                    ready.append(waiting.pop(completed))
                 continue
             break
-    stuck = next((rank for rank, order in enumerate(orders) if len(out[rank]) < len(order)), None)
-    seen: set[int] = set()
-    while stuck is not None:  # from rank to rank, until one waits for itself, or a circle closes
-        seen.add(stuck)
-        op = orders[stuck][len(out[stuck])]
+    _check_no_deadlock(orders, [len(rank_intervals) for rank_intervals in intervals], placement, stages, end_of)
+    return intervals
+
+
+def _check_no_deadlock(
+    orders: Sequence[Sequence[Op]],
+    num_run: Sequence[int],
+    placement: Placement,
+    stages: int,
+    end_of: Mapping[tuple[str, int, int], Number],
+) -> None:
+    """Raise ValueError if ranks wait for each other; name an operation in that circle.
+
+    Args:
+      orders: each rank's operations.
+      num_run: how many operations each rank has run.
+      placement: which stages are a rank's chunks.
+      stages: number of stages.
+      end_of: the end of each operation that ran, by kind ("I" for B too), stage and microbatch.
+    """
+    ranks = len(orders)
+    stuck = next((rank for rank, order in enumerate(orders) if num_run[rank] < len(order)), None)
+    visited: set[int] = set()
+    # Follow what a stuck rank waits for from rank to rank, until a rank waits for itself or a circle closes.
+    while stuck is not None:
+        visited.add(stuck)
+        op = orders[stuck][num_run[stuck]]
         stage = stage_of(placement, ranks, stuck, op.chunk)
-        kind, of = next(x for x in needs(op, stage, stages) if (*x, op.microbatch) not in done)
-        owner = place_of(placement, ranks, of).rank
-        if owner in seen or len(out[owner]) == len(orders[owner]):
-            needed = f"{of}{kind}{op.microbatch}" + (f" or {of}B{op.microbatch}" if kind == "I" else "")
+        kind, needed_stage = next(need for need in needs(op, stage, stages) if (*need, op.microbatch) not in end_of)
+        owner = place_of(placement, ranks, needed_stage).rank
+        if owner in visited or num_run[owner] == len(orders[owner]):
+            names = f"{needed_stage}{kind}{op.microbatch}"
+            names += f" or {needed_stage}B{op.microbatch}" if kind == "I" else ""
             raise ValueError(
-                f"rank {stuck} cannot go on: {stage}{op.kind}{op.microbatch} needs {needed}, which rank {owner} does "
+                f"rank {stuck} cannot go on: {stage}{op.kind}{op.microbatch} needs {names}, which rank {owner} does "
                 "not run before it; keep the order of the layers"
             )
         stuck = owner
-    return out
 
 
 def as_soon_as_possible(orders: Sequence[Sequence[Op]], placement: Placement, chunks: int) -> Table:
-    """The table in which each rank runs its operations in this order, each in the first slot in which it can."""
-    each = spans(orders, placement, chunks, dict.fromkeys("FBIW", 1))
-    slots = max((int(ran[-1].end) for ran in each if ran), default=0)
+    """Return the table in which each rank runs its operations in order, each in the first slot in which it can run."""
+    intervals = spans(orders, placement, chunks, dict.fromkeys("FBIW", 1))
+    slots = max((int(rank_intervals[-1].end) for rank_intervals in intervals if rank_intervals), default=0)
     table: list[list[tuple[Op, ...]]] = [[()] * len(orders) for _ in range(slots)]
-    for rank, (order, ran) in enumerate(zip(orders, each, strict=True)):
-        for op, span in zip(order, ran, strict=True):
-            table[int(span.start)][rank] = (op,)
+    for rank, (order, rank_intervals) in enumerate(zip(orders, intervals, strict=True)):
+        for op, interval in zip(order, rank_intervals, strict=True):
+            table[int(interval.start)][rank] = (op,)
     return tuple(tuple(column) for column in table)
 
 
 def orders_of(table: Table) -> Orders:
-    """What each rank runs, one after the other."""
+    """Return the operations of each rank in their order."""
     return [[op for column in table for op in column[rank]] for rank in range(len(table[0]) if table else 0)]
 
 
 def in_lockstep(table: Table, placement: Placement, chunks: int) -> bool:
-    """Whether messages wait nowhere, so that ranks need not branch: each F and B runs in the tick after that of the
-    stage before it or behind it, and there are no I and W.
+    """Return whether no message waits, so that ranks need not branch.
+
+    In such a table each F and B runs in the tick after its sender's, the previous stage's or the next stage's, and
+    there are no I and W.
     """
     if placement != "loop":
         return False
     ranks = len(table[0]) if table else 0
-    ran: dict[tuple[Kind, int, int], int] = {
+    tick_of: dict[tuple[Kind, int, int], int] = {
         (op.kind, stage_of(placement, ranks, rank, op.chunk), op.microbatch): tick
         for tick, column in enumerate(table)
         for rank, ops in enumerate(column)
         for op in ops
     }
-    for (kind, stage, at), tick in ran.items():
+    for (kind, stage, microbatch), tick in tick_of.items():
         if kind in "IW":
             return False
-        to = toward(kind, stage, ranks * chunks)
-        if to is not None and (kind, to, at) in ran and ran[kind, to, at] != tick + 1:
+        receiver = toward(kind, stage, ranks * chunks)
+        # A receiver that runs its backward in halves has an I instead of B, which returns False in its turn.
+        if receiver is not None and tick_of.get((kind, receiver, microbatch), tick + 1) != tick + 1:
             return False
     return True

@@ -1,8 +1,11 @@
-"""Tables as torch writes them: a line for each rank, cells such as `3F0`, stage 3's forward of microbatch 0.
+"""Read tables as torch writes them: a line for each rank, with a cell such as `3F0`, stage 3's forward of microbatch 0.
+
+    0F0,0F1,,0B0,0B1        rank 0
+    ,1F0,1B0,1F1,1B1        rank 1
 
 Source: `torch.distributed.pipelining.schedules`, `_Action` and `_PipelineScheduleRuntime._load_csv`, format
 "compute_only". Kinds: F, B (whole backward), I (input), W (weight). A cell that overlaps a forward with a backward,
-`(0F3;7B1)OVERLAP_F_B`, is one after the other here.
+`(0F3;7B1)OVERLAP_F_B`, is read as the one and then the other.
 """
 
 import collections
@@ -13,22 +16,32 @@ from .operations import PLACEMENTS, Op, Orders, Placement, place_of
 
 _ACTION = re.compile(r"(\d{1,6})(F|B|I|W)(\d{1,6})")
 _MOST_RANKS = 1 << 12
-_MOST_CELLS = 1 << 22  # stages times microbatches: a table of more would fill the memory before anything is said
+_MOST_CELLS = 1 << 22  # stages times microbatches: a larger table would fill the memory before an error could be raised
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
 def read(lines: Iterable[str]) -> tuple[Orders, Placement, int, int]:
-    """Each rank's operations in order; the placement; chunks a rank; microbatches.
+    """Read a table from torch's lines.
 
-    A cell's column says nothing: in torch ranks wait for messages, not for columns. Raises ValueError for a cell that
-    is none of these, for one that is there twice, for more ranks, stages or microbatches than any pipeline has, and for
-    stages that lie neither as a loop nor as a V.
+    The column of a cell is ignored: in torch ranks wait for messages, not for columns.
+
+    Args:
+      lines: one line per rank.
+
+    Returns:
+      (orders, placement, chunks, microbatches): each rank's operations in order, which stages are a rank's chunks, the
+      number of chunks per rank and the number of microbatches.
+
+    Raises:
+      ValueError: for a cell that is no operation, for one that occurs twice, for more ranks, stages or microbatches
+        than any pipeline has, and for stages that lie neither as a loop nor as a V.
     """
-    given: list[list[tuple[str, int, int]]] = []
+    # 1. Parse the cells: (kind, stage, microbatch) of every operation, for each rank.
+    actions: list[list[tuple[str, int, int]]] = []
     for rank, line in enumerate(lines):
         cells = [cell.strip() for cell in line.strip().split(",")]
         cells = [part for cell in cells for part in _OVERLAP.sub(r"\1,\2", cell).split(",")]
-        given.append([])
+        actions.append([])
         for cell in filter(None, cells):
             match = _ACTION.fullmatch(cell)
             if match is None:
@@ -36,26 +49,41 @@ def read(lines: Iterable[str]) -> tuple[Orders, Placement, int, int]:
                     f"rank {rank} has a cell {cell[:40]!r}; use stage, one of F, B, I, W, and microbatch, as in 3F0 "
                     'of up to six digits each (torch\'s format "compute_only", without sends and receives)'
                 )
-            given[-1].append((match[2], int(match[1]), int(match[3])))
-    ranks, every = len(given), [x for row in given for x in row]
-    if not every:
+            actions[-1].append((match[2], int(match[1]), int(match[3])))
+
+    # 2. Check the operations, and count stages and microbatches.
+    ranks, flat_actions = len(actions), [action for rank_actions in actions for action in rank_actions]
+    if not flat_actions:
         raise ValueError("the table is empty; give a line for each rank, with cells such as 3F0")
-    for rank, row in enumerate(given):
-        if len(row) > len({*row}):
-            (kind, stage, at), _ = collections.Counter(row).most_common(1)[0]
-            raise ValueError(f"rank {rank} has {stage}{kind}{at} twice; a stage runs each microbatch once")
-    stages, microbatches = 1 + max(x[1] for x in every), 1 + max(x[2] for x in every)
+    for rank, rank_actions in enumerate(actions):
+        if len(rank_actions) > len({*rank_actions}):
+            (kind, stage, microbatch), _ = collections.Counter(rank_actions).most_common(1)[0]
+            raise ValueError(f"rank {rank} has {stage}{kind}{microbatch} twice; a stage runs each microbatch once")
+    stages = 1 + max(stage for _, stage, _ in flat_actions)
+    microbatches = 1 + max(microbatch for _, _, microbatch in flat_actions)
     if ranks > _MOST_RANKS or stages * microbatches > _MOST_CELLS:
         raise ValueError(
             f"the table has {ranks:,} ranks, {stages:,} stages and {microbatches:,} microbatches; use {_MOST_RANKS:,} "
             f"ranks and {_MOST_CELLS:,} stages times microbatches at most"
         )
+
+    # 3. Find the placement under which every rank holds the stages that it runs.
     for placement in PLACEMENTS:
-        if all(place_of(placement, ranks, x[1]).rank == rank for rank, row in enumerate(given) for x in row):
-            orders = [[Op(k, place_of(placement, ranks, s).chunk, at) for k, s, at in row] for row in given]  # type: ignore[arg-type]
+        if all(
+            place_of(placement, ranks, stage).rank == rank
+            for rank, rank_actions in enumerate(actions)
+            for _, stage, _ in rank_actions
+        ):
+            orders = [
+                [
+                    Op(kind, place_of(placement, ranks, stage).chunk, microbatch)  # type: ignore[arg-type]
+                    for kind, stage, microbatch in rank_actions
+                ]
+                for rank_actions in actions
+            ]
             return orders, placement, -(-stages // ranks), microbatches
-    held = [sorted({x[1] for x in row}) for row in given]
+    stages_of_ranks = [sorted({stage for _, stage, _ in rank_actions}) for rank_actions in actions]
     raise ValueError(
-        f"ranks hold stages {', '.join(map(str, held))}; with {ranks} ranks, rank s holds s, s + {ranks}, ... (loop), "
-        f"or s and {2 * ranks - 1} - s (V)"
+        f"ranks hold stages {', '.join(map(str, stages_of_ranks))}; with {ranks} ranks, rank s holds s, s + {ranks}, "
+        f"... (loop), or s and {2 * ranks - 1} - s (V)"
     )

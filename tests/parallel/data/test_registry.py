@@ -163,7 +163,7 @@ def test_a_stack_that_is_used_outside_its_loop_too(zero: int) -> None:
         ("fsdp=8,rule=int8", "rule='int8' shards nothing and fsdp=8; use data for fsdp"),
         ("data=8,rule=mine", "rule='mine' shards grads, optimizer, params and fsdp=1; give fsdp a size"),
         ("data=8,rule=8", "rule=8 is not the name of a rule"),
-        ("fsdp=8,zero=2,rule=mine", "zero choose rules of jaxpar's own; leave them out, or rule"),
+        ("fsdp=8,zero=2,rule=mine", "zero choose rules of jaxpar's own; leave them out, or leave rule out"),
         ("data=8,server=true,rule=int8", "server, single and zero choose rules"),
     ],
 )
