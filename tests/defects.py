@@ -147,7 +147,7 @@ DEFECTS = (
            "The gradient of a bfloat16 head adds up in bfloat16, chunk by chunk."),
     Defect("overflow-start", "parallel/expert/ops/overflow.py",
            "parallel/expert/test_experts.py::test_dropless_is_all_experts_on_all_tokens",
-           "by.start[e] + slots + offset", "by.start[e] + offset",
+           "by_expert.start[e] + slots + offset", "by_expert.start[e] + offset",
            "What overflows an expert's slots is computed from the first choice on, twice."),
     Defect("balance-mean", "parallel/expert/ops/routing.py", "parallel/expert/test_experts.py::test_three_balance_losses_and_the_z_loss",
            "return (share * mean).sum(axis=-1)", "return (share * mean).mean(axis=-1)",

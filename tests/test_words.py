@@ -1,4 +1,4 @@
-"""How the code reads, in figures. Each limit is today's figure or the goal: lower it when the code improves, never raise it.
+"""How the code reads, in figures. Each limit is what was reached so far: it may fall and never rise.
 
 A name should be a noun or a verb of the field; a docstring should begin with a sentence that has a verb, or with a noun
 phrase that names the thing; a comment should say why. A test cannot judge these. It counts what is surely none of them.
@@ -23,7 +23,16 @@ NO_SUBJECT = re.compile(
     r"(Of|That of|Those of|Those|That|What|As it|As they|As for|The same|The reverse|The one|The other|Likewise|"
     r"Besides|Whose|Which)\b"
 )
+LIMITS = {
+    "vague names in 1,000": 4,
+    "summaries without a subject in 1,000": 0,
+    "lines of code for each comment line": 15.5,
+    "functions over 60 lines": 48,
+    "functions over 80 lines": 8,
+    "functions with over 6 parameters": 41,
+}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +66,11 @@ def test_names_say_something(trees: dict[Path, ast.Module]) -> None:
 
 
 def test_docstrings_begin_with_a_subject(trees: dict[Path, ast.Module]) -> None:
-    documented = (ast.Module, ast.ClassDef, *Function.__args__)
     summaries = [
         (place(path, node), summary)
         for path, tree in trees.items()
         for node in ast.walk(tree)
-        if isinstance(node, documented) and (summary := ast.get_docstring(node))
+        if isinstance(node, DOCUMENTED) and (summary := ast.get_docstring(node))
     ]
     bad = [f"{where}: {summary.splitlines()[0]}" for where, summary in summaries if NO_SUBJECT.match(summary)]
     assert len(bad) <= LIMITS["summaries without a subject in 1,000"] / 1000 * len(summaries), "\n".join(bad)
@@ -73,7 +81,7 @@ def test_comments_say_why_often_enough(trees: dict[Path, ast.Module]) -> None:
     for path, tree in trees.items():
         in_docstring: set[int] = set()
         for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, *Function.__args__)) and ast.get_docstring(node):
+            if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
                 in_docstring |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if line.strip() and number not in in_docstring:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,19 @@ class Value:
     summed_rows: frozenset[int] = frozenset()
     pick_note: Note | None = None
     notes: frozenset[Note] = frozenset()
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.power):  # arithmetic on an unknown power makes another NaN
+            object.__setattr__(self, "power", UNKNOWN_POWER)
+
+    def __eq__(self, other: object) -> bool:
+        # A fixpoint of a loop compares values. NaN differs from itself, but tuples compare identities first. From
+        # Python 3.13 on, the `__eq__` of a dataclass compares field by field, without tuples.
+        return isinstance(other, Value) and self._compared_fields == other._compared_fields
+
+    @property
+    def _compared_fields(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, f.name) for f in fields(self) if f.compare)
 
     @property
     def is_routed(self) -> bool:
