@@ -79,6 +79,7 @@ class ContextLocaliser(Localiser):
     def _gathered(self, value: jax.Array, dim: int, n: int, overlap: int) -> jax.Array:
         """All-gather the n positions of a dim, in the user's order."""
         gathered = lax.all_gather(value, AXIS, axis=dim, tiled=True)
+        # Ranks hold chunks in zigzag order: restore the user's order.
         if self.mode.order != "plain":
             gathered = from_zigzag(gathered, self.ranks, dim)
         if overlap > 0:
@@ -119,6 +120,7 @@ class ContextLocaliser(Localiser):
         chunk, num_following = self.chunk(n, overlap), max(overlap, 0)
         padding = chunk * self.mode.parts(self.ranks) + num_following - n
         if padding:
+            # Places beyond the end repeat the last position ("edge").
             value = jnp.pad(value, [(0, padding if d == dim else 0) for d in range(value.ndim)], "edge")
         parts = [lax.dynamic_slice_in_dim(value, i * chunk, chunk + num_following, dim) for i in self.chunks()]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, dim)
@@ -204,6 +206,7 @@ class ContextLocaliser(Localiser):
 
     def as_partial_sum(self, x: LocalValue) -> jax.Array:
         """Return a value as a partial sum: this rank's share of a value that every rank holds."""
+        # All ranks add up their shares: c times 1/c of the value.
         return x.value if x.partial else self.whole(x) / self.ranks
 
     def cotangent(self, value: Any, out: LocalValue, shape: tuple[int, ...]) -> LocalValue:
@@ -216,6 +219,7 @@ class ContextLocaliser(Localiser):
 
     def run(self, flat: jx.Flat, args: Sequence[LocalValue], linear: bool = False) -> list[LocalValue]:
         """Return the outputs of a flat program. They may be partial sums only if the program is linear in them."""
+        # `keys_of` reads the equations after a product. Inner programs restore those of the outer one.
         outer, self.eqns = self.eqns, flat.eqns
         try:
             outs = super().run(flat, args)
