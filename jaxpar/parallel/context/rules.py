@@ -4,7 +4,8 @@ The table starts from the rules of `tensor`, and replaces those that mix positio
 
     reshape, gather, reductions, dot_general    in this file
     jp.attention                                in this file, by the run's mode (`attention_mode.py`)
-    slice, pad, convolution, scan, ...          `neighbours.py`
+    slice, pad, concatenate, convolution, ...   `neighbours.py`
+    cumulative sums, scan                       `recurrences.py`
     any other primitive with factors            `follow`: on the parts, if it treats positions separately
 """
 

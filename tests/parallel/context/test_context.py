@@ -22,8 +22,8 @@ from jaxpar.inspect.ledger import Ledger
 from jaxpar.models import named
 from jaxpar.parallel.context.attention_mode import choose
 from jaxpar.parallel.context.entry import starts
-from jaxpar.parallel.context.neighbours import diagonal
 from jaxpar.parallel.context.ops import gather_bytes, halo_bytes, ring_bytes, ulysses_bytes, usp_bytes
+from jaxpar.parallel.context.recurrences import diagonal
 from jaxpar.program import jaxpr as jx
 
 pytestmark = SHARED_BATCH
