@@ -136,6 +136,7 @@ class ContextLocaliser(Localiser):
 
     def local_length(self, n: int, overlap: int = 0) -> int:
         """Return how many places a rank has for n positions, including places beyond the end."""
+        # `parts(1)` is the number of chunks of one rank: two in zigzag order.
         return (self.chunk(n, overlap) + max(overlap, 0)) * self.mode.parts(1)
 
     def positions(self, n: int, dim: Split) -> jax.Array:
@@ -152,6 +153,7 @@ class ContextLocaliser(Localiser):
 
     def positions_of_ranks(self, n: int, dim: Split, beyond: int = -1) -> np.ndarray:
         """Return the positions of each rank in a dim of length n: int [ranks, ...]; `beyond` after the end of a row."""
+        # NumPy, since `places.py` plans exchanges while the program is traced.
         row_length = n // dim.rows
         chunk = self.chunk(row_length, dim.overlap)
         chunk_starts = np.array(order_of(self.ranks, self.mode.order)).reshape(self.ranks, -1, 1) * chunk
@@ -176,6 +178,7 @@ class ContextLocaliser(Localiser):
 
         Every position is owned once: not by the overlap of another chunk, and not by places beyond the end.
         """
+        # Without overlap and places beyond the end, each position is in exactly one chunk.
         if dim.overlap == 0 and self.local_length(n) * self.ranks == n:
             return None
         is_owned = self._row_positions(n, dim.overlap) < n
@@ -277,6 +280,7 @@ class ContextLocaliser(Localiser):
 
     def note(self, eqn: Any, x: LocalValue) -> None:
         """Raise ValueError if an equation without a rule would gather features of all positions."""
+        # One number for each position may be gathered; features may not.
         if x.dim is None or math.prod(x.shape) <= self.cheap:
             return
         # Block-sparse attention, such as BigBird's, gathers blocks of keys.

@@ -34,6 +34,7 @@ from .split import PARTIAL, Split
 def overlap_of(localiser: ContextLocaliser, n: int, chunk: int) -> int | None:
     """Return the overlap of n positions in chunks of a given length; None if it is more than a chunk."""
     parts = localiser.mode.parts(localiser.ranks)
+    # Chunks of n positions have this length in any case.
     if -(-n // parts) == chunk:
         return 0
     return n - chunk * parts if abs(n - chunk * parts) <= chunk else None
@@ -96,6 +97,7 @@ def windows(
         chunk_windows = [lax.slice_in_dim(y, first, first + width, axis=dim) for y in extended]
     if fill is None:
         return chunk_windows
+    # `with_neighbours` wraps around: the first and last windows hold positions of the other end, which `fill` replaces.
     filled_windows = []
     for chunk_index, y in zip(localiser.chunks(), chunk_windows, strict=True):
         positions = chunk_index * chunk + start + jnp.arange(width)
@@ -285,6 +287,7 @@ def _scatter(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]
     )
     if not are_unique or any(x.shape[d] != y.shape[d] for d in other_dims):
         return None
+    # Invert the table: from each position of x to its source in y.
     sources = np.full(x.shape[dim], -1)
     sources[targets] = np.arange(len(targets))
     return written(localiser, eqn, x, y, dim, sources, _SCATTER_JOINS[name.removeprefix("scatter")])
@@ -342,6 +345,7 @@ def _convolution(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalVa
     zero = jnp.zeros((), x.value.dtype)
     if (parts := windows(localiser, x, -low, chunk + max(overlap, 0) + reach, zero)) is None:
         return refuse_reach(localiser, eqn, x, reach)
+    # The windows contain this dim's padding already.
     padding = tuple((0, 0) if d == window_dim else pair for d, pair in enumerate(params["padding"]))
     outputs = [jx.bind(eqn, [part, kernel.value], padding=padding)[0] for part in parts]
     return [(jnp.concatenate(outputs, out_dim), Split(out_dim, 1, overlap))]

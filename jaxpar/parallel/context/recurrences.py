@@ -67,6 +67,7 @@ def _cumulative(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalVal
     accumulated = [jx.bind(eqn, [part])[0] for part in jnp.split(value, localiser.mode.parts(1), dim)]
 
     # 2. Gather the totals of all chunks.
+    # The total of a chunk is its last accumulated value, or its first in reverse. The overlap is no part of it.
     end = 0 if is_reverse else chunk - 1
     totals = from_chunks(
         jnp.stack([lax.slice_in_dim(y, end, end + 1, axis=int(dim)) for y in accumulated]), AXIS, localiser.mode.order
@@ -203,6 +204,7 @@ def _recurrence(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalVal
     states: list[list[jax.Array]] = [start]
     for chunk in reversed(chunks) if parts.reverse else chunks:
         states.append([b[chunk] + a[chunk] * h for (b, a), h in zip(gathered, states[-1], strict=True)])
+    # The state after the last chunk is the final carry of the scan, whole on every rank.
     *states, last = states
     start_states = [jnp.stack(hs) for hs in zip(*(states[::-1] if parts.reverse else states), strict=True)]
 
@@ -224,6 +226,7 @@ def diagonal(parts: jx.Scan) -> bool:
         carried_vars = [v for v in eqn.invars if is_carried(v)]
         if not carried_vars:
             continue
+        # An output is diagonal if the equation reads a single carry, affinely and elementwise.
         carries = {carry_of[v] for v in carried_vars}
         carried_mask = [is_carried(v) for v in eqn.invars]
         is_affine = primitives.of(eqn).elementwise and primitives.linear(eqn, carried_mask, affine=True)
