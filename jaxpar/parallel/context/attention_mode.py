@@ -132,6 +132,7 @@ class _Heads:
 def options_of(eqn: Any) -> AttentionOptions | None:
     """Return the options of an equation that is a `jp.attention`; None for any other equation."""
     kernel = kernels.of(eqn)
+    # `jp.attention` binds its options to the kernel by `functools.partial`.
     bound_args = getattr(kernel.fun, "args", ()) if kernel is not None else ()
     return bound_args[0] if bound_args and isinstance(bound_args[0], AttentionOptions) else None
 
@@ -170,8 +171,10 @@ def choose(
     free_calls = [call for call in all_calls if not call.needs_gather]
     if asked == "gather":
         return GATHER
+    # 1. Without a call that other modes can compute, only gather is possible.
     if not free_calls:
         why = "the loss calls no jp.attention and spells none out"
+        # The reason names the first call only.
         if obstacles := {call.line: call.needs_gather for call in all_calls} | dict(not_taken):
             line = next(iter(obstacles))
             why = f"that of {line} {obstacles[line]}"
@@ -181,8 +184,11 @@ def choose(
                 "segment_ids= of jp.attention, or attention='gather'"
             )
         return AttentionMode("gather", why)
+
+    # 2. Check the mode that the user asked for, and take it.
     heads = _Heads.of(free_calls, ranks, tensor)
     _check(asked, heads, schedule)
+    # In plain order, the last rank of a causal ring would compute most blocks, and the first rank one.
     order = "zigzag" if any(_is_triangular(call, ranks) for call in free_calls) else "plain"
     ring = AttentionMode("ring", "it was asked for", 1, order)
     usp = replace(ring, name="usp", group=heads.group)
@@ -192,6 +198,8 @@ def choose(
     # A single group of all ranks would make usp the same as Ulysses, so that usp is chosen like auto then.
     if asked in ("ulysses", "ring"):
         return ulysses if asked == "ulysses" else ring
+
+    # 3. Choose for "auto".
     return _choose_cheapest(free_calls, heads, schedule, (ulysses, usp, ring))
 
 
@@ -238,6 +246,7 @@ def _choose_cheapest(
     """
     ulysses, usp, ring = modes
     ranks = heads.ranks
+    # Ulysses gives each rank whole heads.
     divides_heads = not (heads.undivided or heads.uneven or heads.mixed)
     q, k = (heads.undivided or heads.uneven or heads.counts)[0]
     divides = f"divides {q} query heads" if divides_heads else f"does not divide {q} query and {k} key heads"
@@ -258,6 +267,7 @@ def _choose_cheapest(
     # 2. Compare what the possible modes send.
     candidates = [ulysses] * divides_heads + [usp] * (1 < heads.group < ranks) + [ring]
     sent = {mode: sum(_bytes_sent(call, mode, ranks, heads.tensor) for call in calls) for mode in candidates}
+    # `sorted` is stable: of equal costs, the first candidate wins.
     cheapest, *dearer = sorted(candidates, key=lambda mode: sent[mode])
     ratios = ", ".join(
         f"{mode.name} {sent[mode] / sent[cheapest]:.2f} times as much" for mode in dearer if sent[cheapest]

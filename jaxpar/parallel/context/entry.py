@@ -95,9 +95,11 @@ def _of_product(eqn: Any, sides: Sequence[str]) -> FirstSplit | None:
     if sorted(sides) != ["fed", "weight"] or name not in ("gather", "dot_general"):
         return None
     side = list(sides).index("fed")
+    # Only a lookup of features begins a split, and only if the batch gives the indices.
     if name == "gather" and not (side == 1 and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)):
         return None
     shape, free = eqn.invars[side].aval.shape, {f.ins[side]: f.outs[0] for f in all_factors if None in f.ins}
+    # A factor of both operands and the result is a batch dim, such as one weight for each row.
     is_batched = any(None not in (*f.ins, *f.outs) for f in all_factors)
     if is_batched or len(shape) < 3 or shape[1] == 1 or 0 not in free or (dim := free.get(1)) is None:
         return None
@@ -118,6 +120,7 @@ def _of_patches(eqn: Any, flat: jx.Flat, parts: int) -> FirstSplit | None:
     tokens, dim = math.prod(shape) // shape[channel_dim], window_dims[0]
     if not side_by_side(eqn, window_dims) or tokens == shape[0]:
         return None
+    # Each rank convolves whole rows of patches.
     if shape[dim] % parts == 0:
         return FirstSplit(eqn, 0, dim, tokens, dim)
     if len(window_dims) == 1:

@@ -79,6 +79,7 @@ class ContextLocaliser(Localiser):
     def _gathered(self, value: jax.Array, dim: int, n: int, overlap: int) -> jax.Array:
         """All-gather the n positions of a dim, in the user's order."""
         gathered = lax.all_gather(value, AXIS, axis=dim, tiled=True)
+        # Ranks hold chunks in zigzag order: restore the user's order.
         if self.mode.order != "plain":
             gathered = from_zigzag(gathered, self.ranks, dim)
         if overlap > 0:
@@ -119,6 +120,7 @@ class ContextLocaliser(Localiser):
         chunk, num_following = self.chunk(n, overlap), max(overlap, 0)
         padding = chunk * self.mode.parts(self.ranks) + num_following - n
         if padding:
+            # Places beyond the end repeat the last position ("edge").
             value = jnp.pad(value, [(0, padding if d == dim else 0) for d in range(value.ndim)], "edge")
         parts = [lax.dynamic_slice_in_dim(value, i * chunk, chunk + num_following, dim) for i in self.chunks()]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, dim)
@@ -134,6 +136,7 @@ class ContextLocaliser(Localiser):
 
     def local_length(self, n: int, overlap: int = 0) -> int:
         """Return how many places a rank has for n positions, including places beyond the end."""
+        # `parts(1)` is the number of chunks of one rank: two in zigzag order.
         return (self.chunk(n, overlap) + max(overlap, 0)) * self.mode.parts(1)
 
     def positions(self, n: int, dim: Split) -> jax.Array:
@@ -150,6 +153,7 @@ class ContextLocaliser(Localiser):
 
     def positions_of_ranks(self, n: int, dim: Split, beyond: int = -1) -> np.ndarray:
         """Return the positions of each rank in a dim of length n: int [ranks, ...]; `beyond` after the end of a row."""
+        # NumPy, since `places.py` plans exchanges while the program is traced.
         row_length = n // dim.rows
         chunk = self.chunk(row_length, dim.overlap)
         chunk_starts = np.array(order_of(self.ranks, self.mode.order)).reshape(self.ranks, -1, 1) * chunk
@@ -174,6 +178,7 @@ class ContextLocaliser(Localiser):
 
         Every position is owned once: not by the overlap of another chunk, and not by places beyond the end.
         """
+        # Without overlap and places beyond the end, each position is in exactly one chunk.
         if dim.overlap == 0 and self.local_length(n) * self.ranks == n:
             return None
         is_owned = self._row_positions(n, dim.overlap) < n
@@ -204,6 +209,7 @@ class ContextLocaliser(Localiser):
 
     def as_partial_sum(self, x: LocalValue) -> jax.Array:
         """Return a value as a partial sum: this rank's share of a value that every rank holds."""
+        # All ranks add up their shares: c times 1/c of the value.
         return x.value if x.partial else self.whole(x) / self.ranks
 
     def cotangent(self, value: Any, out: LocalValue, shape: tuple[int, ...]) -> LocalValue:
@@ -216,6 +222,7 @@ class ContextLocaliser(Localiser):
 
     def run(self, flat: jx.Flat, args: Sequence[LocalValue], linear: bool = False) -> list[LocalValue]:
         """Return the outputs of a flat program. They may be partial sums only if the program is linear in them."""
+        # `keys_of` reads the equations after a product. Inner programs restore those of the outer one.
         outer, self.eqns = self.eqns, flat.eqns
         try:
             outs = super().run(flat, args)
@@ -273,6 +280,7 @@ class ContextLocaliser(Localiser):
 
     def note(self, eqn: Any, x: LocalValue) -> None:
         """Raise ValueError if an equation without a rule would gather features of all positions."""
+        # One number for each position may be gathered; features may not.
         if x.dim is None or math.prod(x.shape) <= self.cheap:
             return
         # Block-sparse attention, such as BigBird's, gathers blocks of keys.

@@ -58,6 +58,7 @@ def placed(
     new_split, offset, positions_of_inputs = new_split or Split(dim), 0, []
     for x in inputs:
         n = x.shape[dim]
+        # Every rank holds all positions of a whole value, in the same slots.
         positions = (
             np.tile(np.arange(n), (localiser.ranks, 1))
             if x.dim is None
@@ -72,13 +73,14 @@ def placed(
     # 2. Choose a slot for each wanted position: the rank's own if it has one, so that nothing is sent.
     slot_of_position = np.zeros(offset, int)
     slot_of_position[slot_positions[is_filled]] = slots[is_filled]
+    # [ranks, local length]: r s + i is slot i of rank r, with s slots on each rank.
     source_slots = np.empty_like(wanted)
     for rank, is_local in enumerate(is_filled):
         nearest_slot = slot_of_position.copy()
         nearest_slot[slot_positions[rank][is_local]] = slots[rank][is_local]
         source_slots[rank] = np.where(wanted[rank] < 0, -1, nearest_slot[wanted[rank]])
 
-    # 3. Exchange.
+    # 3. Exchange. No round is needed if every source is local.
     if not localiser.in_lockstep and any(rounds_of(source_slots, slot_positions.shape[1])):
         if all(math.prod(x.shape) <= localiser.cheap for x in inputs):
             return None
@@ -86,6 +88,7 @@ def placed(
             f"context={localiser.ranks} has positions go to other ranks at {place(eqn)}, and under this schedule ranks "
             "are not in one layer at one time, as that needs; use schedule='1f1b', or data, fsdp or tensor for context"
         )
+    # `rearranged` writes zeros for sources of -1; `fill` replaces them.
     value = rearranged(jnp.concatenate([x.value for x in inputs], dim), source_slots, AXIS, dim)
     return [(value if fill is None else jnp.where(local_mask(value, wanted >= 0, dim), value, fill), new_split)]
 
@@ -135,6 +138,7 @@ def written(
 
 def constant(x: LocalValue) -> np.ndarray | None:
     """Return a value that the program computes from literals and iotas alone; None for any other value."""
+    # Literals and arrays that the program closes over are concrete.
     if not isinstance(x.value, Tracer):
         return np.asarray(x.value)
     if x.made is None or len(x.made[0].outvars) != 1:
@@ -143,5 +147,6 @@ def constant(x: LocalValue) -> np.ndarray | None:
     input_constants = [constant(y) for y in inputs]
     if any(y is None for y in input_constants):
         return None
+    # The loss is being traced here, so the equation must be evaluated eagerly.
     with jax.ensure_compile_time_eval():
         return np.asarray(jx.bind(eqn, [jnp.asarray(y) for y in input_constants])[0])

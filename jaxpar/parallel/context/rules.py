@@ -4,7 +4,8 @@ The table starts from the rules of `tensor`, and replaces those that mix positio
 
     reshape, gather, reductions, dot_general    in this file
     jp.attention                                in this file, by the run's mode (`attention_mode.py`)
-    slice, pad, convolution, scan, ...          `neighbours.py`
+    slice, pad, concatenate, convolution, ...   `neighbours.py`
+    cumulative sums, scan                       `recurrences.py`
     any other primitive with factors            `follow`: on the parts, if it treats positions separately
 """
 
@@ -54,6 +55,7 @@ def _reshape(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]
     """Keep positions as a separate dim, merge them with rows or with inner dims, or divide them into several dims."""
     x, *_ = inputs
     assert x.dim is not None
+    # A reshape that permutes dims as well has no rule.
     if eqn.params["dimensions"] is not None:
         return None
     parts, shape = localiser.mode.parts(localiser.ranks), shape_of(eqn)
@@ -106,6 +108,7 @@ def _reduce(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
         return follow(localiser, eqn, inputs)
     if name == "reduce_sum":
         return [(jx.bind(eqn, [localiser.masked_part(x)])[0], PARTIAL)]
+    # Extremes and products are reduced over the ranks' results. An argmax would need global positions.
     return None if name.startswith("arg") else TENSOR[name](localiser, eqn, inputs)
 
 
@@ -191,6 +194,7 @@ def _kernel(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
     options, kernel = options_of(eqn), kernels.of(eqn)
     if options is not None and kernel is not None:
         query, key, value = (x.dim for x in inputs[:3])
+        # Queries are [B, T, H, h]: dim 1 has positions, which attention mixes. Other dims it may keep apart.
         if query == 1 and not {key, value} - {None, 1} and localiser.rows == 1:
             return _attention(localiser, eqn, inputs, options, kernel)
         if query is not None and query == key == value and options.function is None:
@@ -200,6 +204,7 @@ def _kernel(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
                     localiser.whole(x) if d is None else localiser.part(x, d) for x, d in zip(inputs, dims, strict=True)
                 ]
                 return [(_for_tensor(localiser, kernel.fun, (2, 2, 2, *kernel.in_dims[3:]), 2)(*values), dims[0])]
+    # An ordinary `jit`, or a kernel without a rule.
     return [(x.value, x.dim) for x in localiser.run(jx.flatten(called(eqn)), inputs)]
 
 
@@ -225,6 +230,7 @@ def _separate_dims(
     Returns:
       A dim for each input, None for a whole one; None instead of the list if attention is not separate along `dim`.
     """
+    # Masks with one row are broadcast, and stay whole.
     if dim == 0:
         has_rows = [True] * (3 + options.segments)
         mask_rows = [*has_rows, *(x.shape[0] > 1 for x in inputs[len(has_rows) :])]

@@ -110,8 +110,10 @@ def reshape_split(shape: Sequence[int], dim: Split, new_shape: Sequence[int], pa
         rows, remainder = divmod(num_rows, num_outer)
         if remainder or n % rows:
             return None
+        # Chunks with an overlap are no equal parts of a merged dim.
         if dim.overlap:
             return Split(d, 1, dim.overlap) if rows == 1 and n == length else None
+        # Inner dims may be merged or divided, as long as the chunks stay whole.
         keeps_chunks = n // rows == length or not (n // rows % parts or length % parts)
         return Split(d, rows) if keeps_chunks else None
     return None

@@ -52,7 +52,7 @@ def _scan(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found
     slice_avals = [jax.ShapeDtypeStruct(x.value.shape[1:], x.value.dtype) for x in xs]
     carried, body_outputs = _loop_layouts(localiser, init, parts.carry, body, slice_avals)
 
-    # 2. Run the loop on the parts.
+    # 2. Run the loop on the parts. The next carry must have the layout of the carry.
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         outs = body(list(map(_with_value, carried, carry)), slices)
         next_carry = [_in_layout(localiser, out, x.dim) for x, out in zip(carried, outs[:k], strict=True)]
@@ -181,6 +181,7 @@ def _linear_solve(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) 
             x.dim, x.active = out.dim if x.dim is None else x.dim, True
         return []
 
+    # `const_lengths` has the order matvec, vecmat, solve, transpose_solve.
     solver_consts = inputs[offsets[2] : offsets[3]]
     jax.eval_shape(solve, *_values([*solver_consts, *right]))
     start = [_in_layout(localiser, x, side.dim) for x, side in zip(right, sides, strict=True)]

@@ -80,8 +80,10 @@ _RUN: dict[str, Callable[..., jax.Array]] = {
     "all_gather_replicated": lambda x, dim, ranks: lax.all_gather(x, AXIS, axis=dim, tiled=True),
     "take": _local_slice,
 }
+# Each pair is listed once, and completed below.
 _TRANSPOSE = {"enter": "leave", "gather": "scatter", "all_gather_replicated": "take"}
 _TRANSPOSE |= {b: a for a, b in _TRANSPOSE.items()}
+# Other rooms recognise an edge in a program by its name: `tensor_enter`, `tensor_gather`, ...
 _PRIMITIVES = {name: jec.Primitive(f"tensor_{name}") for name in _RUN}
 EDGES = tuple(primitive.name for primitive in _PRIMITIVES.values())  # as equations name them
 

@@ -98,11 +98,13 @@ class Localiser:
         """Return the whole value, for computation that every rank repeats."""
         if (dim := x.dim) is None:
             return x.value
+        # Its cotangent is the same on all ranks, so that each takes its part of it.
         return x.once("whole", lambda: edges.all_gather_replicated(x.value, dim, self.ranks))
 
     def entered(self, x: LocalValue) -> jax.Array:
         """Return the whole value, for split computation."""
         if (dim := x.dim) is not None:
+            # Each rank's cotangent is partial: the transpose reduce-scatters them.
             return x.once("entered", lambda: edges.gather(x.value, dim, self.ranks))
         # A value without a cotangent needs no edge: there is nothing to all-reduce in the backward.
         if not x.active:
@@ -120,6 +122,7 @@ class Localiser:
         if x.broadcast is not None:
             operand, dims = x.broadcast
             operand_dim = dims.index(dim) if dim in dims else -1
+            # A dim that the broadcast adds or stretches has equal parts: the operand is read whole.
             is_constant_along = operand_dim < 0 or operand.shape[operand_dim] == 1
             operand_value = self.entered(operand) if is_constant_along else self.part(operand, operand_dim)
             return jax.lax.broadcast_in_dim(operand_value, self.local(x.shape, dim), dims)
@@ -224,12 +227,14 @@ class Localiser:
         args = [LocalValue(x, None, v.aval.shape) for v, x in zip(flat.invars, values, strict=True)]
         for x, dim, name in zip(args, dims, names or [""] * len(dims), strict=False):
             x.dim, x.origin, x.weight = dim, name, True
+            # Integer parameters, such as seeds, have no cotangent.
             x.active = jnp.issubdtype(jnp.result_type(x.value), jnp.inexact)
         return args
 
     def note(self, eqn: Any, x: LocalValue) -> None:
         """Record an operand that is gathered, if it is split: the equation's place, and the bytes of the whole."""
         if x.dim is not None:
+            # A broadcast is gathered as its operand, which is smaller.
             operand = x if x.broadcast is None else x.broadcast[0]
             size = math.prod(operand.shape) * jnp.result_type(x.value).itemsize
             # The same line may run several times, in a loop or for each layer; its largest operand counts.

@@ -116,6 +116,7 @@ def _reshape(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fo
         return None
     (dim,) = factor.outs
     assert dim is not None  # a reshape sums nothing
+    # A split that a rule asked for must give whole heads; any other split is gathered instead.
     # The last dim of an activation is divided in two: [.., H * h] -> [.., H, h].
     divides_heads = x.origin and not x.weight and dim == x.dim == len(x.shape) - 1 == len(shape) - 2
     if shape[dim] % localiser.ranks and divides_heads:

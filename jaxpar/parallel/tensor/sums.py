@@ -74,6 +74,7 @@ def _arg(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found 
     if x.dim != axis:
         return follow(localiser, eqn, inputs)
     (index,) = jx.bind(eqn, [x.value])
+    # The rank's best value competes with those of other ranks.
     best = jnp.take_along_axis(x.value, jnp.expand_dims(index, axis), axis).squeeze(axis)
     # Turn the index in the part into an index in the whole array.
     index = index + (lax.axis_index(edges.AXIS) * (x.shape[axis] // localiser.ranks)).astype(index.dtype)

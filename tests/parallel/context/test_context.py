@@ -1,4 +1,4 @@
-"""The context axis trains models that know nothing of it as one device does, and refuses what it would get wrong.
+"""Models that know nothing of the context axis train as on one device; unsupported operations are refused.
 
 A cell compiles one step and checks gradients, three steps of SGD with momentum, bytes at rest, and the collectives.
 """
@@ -22,8 +22,8 @@ from jaxpar.inspect.ledger import Ledger
 from jaxpar.models import named
 from jaxpar.parallel.context.attention_mode import choose
 from jaxpar.parallel.context.entry import starts
-from jaxpar.parallel.context.neighbours import diagonal
 from jaxpar.parallel.context.ops import gather_bytes, halo_bytes, ring_bytes, ulysses_bytes, usp_bytes
+from jaxpar.parallel.context.recurrences import diagonal
 from jaxpar.program import jaxpr as jx
 
 pytestmark = SHARED_BATCH
@@ -91,7 +91,7 @@ BESIDE = (
 
 
 def possible(name: str, text: str, way: str) -> bool:
-    """Whether it can be: the others are refused, each in a test below."""
+    """Return whether a cell is possible. The impossible ones are refused, each in a test below."""
     ranks = int(text.partition("context=")[2][0])
     ring = way in ("ring", "usp")
     chunks = ranks * (2 if ring else 1)
@@ -116,15 +116,15 @@ def possible(name: str, text: str, way: str) -> bool:
 
 
 def battery() -> list[Any]:
-    every = [
+    possible_cells = [
         (name, text, way)
         for name in cells.MODELS
         for text in BESIDE
         for way in (("gather", "ulysses", "ring", "usp") if name in cells.KERNELS else ("auto",))
         if possible(name, text, way)
     ]
-    whole = [cell for cell in every if cell[0] in EVERYWHERE]
-    chosen = [*whole, *covering(cell for cell in every if cell[0] not in EVERYWHERE)]
+    always_chosen = [cell for cell in possible_cells if cell[0] in EVERYWHERE]
+    chosen = [*always_chosen, *covering(cell for cell in possible_cells if cell[0] not in EVERYWHERE)]
     stages = lambda name, text: ",stages=cut" if "pipe" in text and name not in SCANNED else ""
     return [(name, f"{text}{stages(name, text)},attention={way}") for name, text, way in chosen]
 
@@ -154,7 +154,7 @@ def test_a_layer_sends_the_closed_form(way: str, kinds: tuple[str, ...], closed:
     c = 8 if way == "usp" else 4  # of 8, groups of 4 share the 4 key heads
     step = jp.make_train_step(cells.built("llama_gqa"), cells.SGD, f"context={c},attention={way}", jax.devices()[:c])
     written = Ledger.from_jaxpr(step.trace(cells.batch_of(4)), step.mesh)
-    sent = sum(one.sent for one in written if one.axes in (("context",), ("4 of context",)) and one.kind in kinds)
+    sent = sum(row.sent for row in written if row.axes in (("context",), ("4 of context",)) and row.kind in kinds)
     layers = 2
     assert sent == layers * sum(closed(4, cells.LENGTH, 8, 4, cells.DIM // 8, c, 4))
     assert step.traced(cells.batch_of(4)).notes.attention_mode.name == way
@@ -162,7 +162,7 @@ def test_a_layer_sends_the_closed_form(way: str, kinds: tuple[str, ...], closed:
 
 @pytest.mark.parametrize("way", ["gather", "ring"])
 def test_layers_may_be_rematerialised(way: str) -> None:
-    """Its attention was one kernel in the trace, whose backward within a layer's was taken for the kernel."""
+    """Attention was one kernel in the trace. Inside a layer's backward, its own backward was taken for that kernel."""
     text = f"context=2,attention={way},remat=layer"
     step = jp.make_train_step(cells.built("llama_gqa"), cells.SGD, text, jax.devices()[:2])
     step.trace(cells.batch_of(4))
@@ -198,26 +198,24 @@ def test_zero_shards_over_fsdp_and_context() -> None:
 def test_auto_says_why(name: str, text: str, way: str, why: str) -> None:
     count = 8 if "tensor" in text else int(text[8])
     step = jp.make_train_step(cells.built(name), cells.SGD, text, jax.devices()[:count])
-    found = step.traced(cells.batch_of(4)).notes.attention_mode
-    assert found.name == way
-    assert re.search(why, found.why)
+    mode = step.traced(cells.batch_of(4)).notes.attention_mode
+    assert mode.name == way
+    assert re.search(why, mode.why)
 
 
 def test_ranks_that_branch_have_no_ring() -> None:
     x = jax.ShapeDtypeStruct((1, 12, 4, 8), jnp.float32)
     flat, _ = jx.trace(jp.attention, x, x, x)
     assert choose("auto", flat.eqns, 3, 1).name == "ring"
-    found = choose(
-        "auto", jx.trace(jp.attention, *[jax.ShapeDtypeStruct((1, 32, 4, 8), jnp.float32)] * 3)[0].eqns, 8, 1
-    )
-    assert (found.name, found.group) == ("usp", 4)
-    assert "does not divide 4 query and 4 key heads, and it sends least (ring 3.14 times as much)" in found.why
-    found = choose("auto", flat.eqns, 3, 1, "zb-h1")
-    assert (found.name, "not in one layer at one time" in found.why) == ("gather", True)
+    mode = choose("auto", jx.trace(jp.attention, *[jax.ShapeDtypeStruct((1, 32, 4, 8), jnp.float32)] * 3)[0].eqns, 8, 1)
+    assert (mode.name, mode.group) == ("usp", 4)
+    assert "does not divide 4 query and 4 key heads, and it sends least (ring 3.14 times as much)" in mode.why
+    mode = choose("auto", flat.eqns, 3, 1, "zb-h1")
+    assert (mode.name, "not in one layer at one time" in mode.why) == ("gather", True)
 
 
 def test_heads_that_tensor_does_not_divide_are_whole() -> None:
-    """It said that context divides 2 and 0 heads of a tensor rank."""
+    """The reason named 2 and 0 heads of a tensor rank."""
     q, k = (jax.ShapeDtypeStruct((1, 16, heads, 8), jnp.float32) for heads in (8, 2))
     flat, _ = jx.trace(jp.attention, q, k, k)
     assert choose("auto", flat.eqns, 2, 4).why.startswith("context=2 divides 8 query heads, ")
@@ -258,13 +256,13 @@ STEPS: dict[str, tuple[Any, bool]] = {
 }
 
 
-@pytest.mark.parametrize("what", STEPS)
-def test_states_that_may_be_found_in_chunks(what: str) -> None:
-    step, may = STEPS[what]
+@pytest.mark.parametrize("recurrence", STEPS)
+def test_states_that_may_be_found_in_chunks(recurrence: str) -> None:
+    step, is_diagonal = STEPS[recurrence]
     x = jax.ShapeDtypeStruct((4, 3), jnp.float32)
     flat, _ = jx.trace(lambda x: jax.lax.scan(lambda h, x: (step(h, x), h), jnp.ones(3), x), x)
     (scan,) = (eqn for eqn in flat.eqns if eqn.primitive.name == "scan")
-    assert diagonal(jx.scan_parts(scan)) == may
+    assert diagonal(jx.scan_parts(scan)) == is_diagonal
 
 
 def test_a_state_that_another_goes_into_is_no_diagonal_one() -> None:
@@ -276,11 +274,11 @@ def test_a_state_that_another_goes_into_is_no_diagonal_one() -> None:
 
 
 def test_where_a_split_begins_is_held() -> None:
-    """Rules of differentiation are rewritten after the trace: a freed equation's id was another's, now and then."""
+    """Rules of differentiation are rewritten after the trace. Sometimes a new equation had the id of a freed one."""
     table, ids = jax.ShapeDtypeStruct((5, 3), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.int32)
-    found = starts(jx.trace(lambda table, ids: table[ids].sum(), table, ids)[0], 1, [1], 2, 2)
-    assert [(key, start.eqn.primitive.name) for key, start in found.items()] == [
-        (id(start.eqn), "gather") for start in found.values()
+    first_splits = starts(jx.trace(lambda table, ids: table[ids].sum(), table, ids)[0], 1, [1], 2, 2)
+    assert [(key, start.eqn.primitive.name) for key, start in first_splits.items()] == [
+        (id(start.eqn), "gather") for start in first_splits.values()
     ]
 
 
@@ -308,9 +306,9 @@ def decaying(x: jax.Array) -> jax.Array:
 
 
 def other_places(x: jax.Array) -> jax.Array:
-    """Counts, but for the first five."""
-    at = jnp.arange(len(x))
-    return x[jnp.where(at < 5, 0, at), 0]
+    """Look up each position, except for the first five, which look up position 0."""
+    places = jnp.arange(len(x))
+    return x[jnp.where(places < 5, 0, places), 0]
 
 
 REFUSED = {
@@ -331,7 +329,7 @@ REFUSED = {
     [
         (lambda x: nn.Conv(8, (3,), padding="CAUSAL")(x), halo_bytes(4 * 8, 2, 0, 4, 4)),
         (lambda x: jnp.cumsum(x, axis=1), (3 * 4 * 8 * 4, 3 * 4 * 8 * 4)),
-        # Of each chunk what it makes of a state [4, 8]: by how much it decays, and what it adds.
+        # Each chunk maps a state [4, 8] linearly: a factor for its decay, and the part that it adds.
         (decaying, (2 * 3 * 4 * 8 * 4, 2 * 3 * 4 * 8 * 4)),
     ],
     ids=["convolution", "cumsum", "states"],
@@ -340,33 +338,33 @@ def test_neighbours_send_the_closed_form(mixes: Any, sent: tuple[int, int]) -> N
     step = jp.make_train_step(reader(mixes), cells.SGD, "context=4", jax.devices()[:4])
     written = Ledger.from_jaxpr(step.trace(cells.batch_of(4)), step.mesh)
     kinds = ("all-gather", "reduce-scatter")
-    assert tuple(sum(one.sent for one in written if one.kind == kind) for kind in kinds) == sent
+    assert tuple(sum(row.sent for row in written if row.kind == kind) for kind in kinds) == sent
 
 
 def test_positions_that_go_elsewhere_are_sent_once() -> None:
-    """A reversed sequence: four positions of eight features in four rows, and back their gradient."""
+    """A reversed sequence sends four positions of eight features in four rows, and their gradient back."""
     model = reader(lambda x: x[:, ::-1])
     step = jp.make_train_step(model, cells.SGD, "context=4", jax.devices()[:4])
     written = Ledger.from_jaxpr(step.trace(cells.batch_of(4)), step.mesh)
-    assert sum(one.sent for one in written if one.kind == "collective-permute") == 2 * 4 * 4 * 8 * 4
-    apart = "context=2,pipe=2,microbatches=2,schedule=zb-h1,stages=cut"
+    assert sum(row.sent for row in written if row.kind == "collective-permute") == 2 * 4 * 4 * 8 * 4
+    branching = "context=2,pipe=2,microbatches=2,schedule=zb-h1,stages=cut"
     with pytest.raises(ValueError, match=r"go to other ranks at rev at .*; use schedule='1f1b'"):
-        jp.make_train_step(model, cells.SGD, apart, jax.devices()[:4]).traced(cells.batch_of(4))
+        jp.make_train_step(model, cells.SGD, branching, jax.devices()[:4]).traced(cells.batch_of(4))
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_mixes_positions_is_named(what: str) -> None:
-    mixes, said = REFUSED[what]
+@pytest.mark.parametrize("mix", REFUSED)
+def test_what_mixes_positions_is_named(mix: str) -> None:
+    mixes, message = REFUSED[mix]
     step = jp.make_train_step(reader(mixes), cells.SGD, "context=2", jax.devices()[:2])
     with pytest.raises(ValueError, match=r"context=2 splits dim [01] of") as error:
         step.traced(cells.batch_of(4))
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "test_context.py" in str(error.value)
-    assert {"distant": "use a smaller context="}.get(what, "attend by jp.attention") in str(error.value)
+    assert {"distant": "use a smaller context="}.get(mix, "attend by jp.attention") in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "length", "said"),
+    ("name", "text", "length", "message"),
     [
         ("gpt2", "context=8,attention=ulysses", 16, "does not divide 4 query heads"),
         ("chunked", "context=8,attention=gather", 16, "into 8 parts, and reshape at .* by a chunk= 8 times as large"),
@@ -376,15 +374,15 @@ def test_what_mixes_positions_is_named(what: str) -> None:
         ("llama_gqa", "context=2,pipe=2,microbatches=2,schedule=zb-h1,attention=ring", 16, "use attention='gather'"),
     ],
 )
-def test_what_does_not_fit_is_refused(name: str, text: str, length: int, said: str) -> None:
+def test_what_does_not_fit_is_refused(name: str, text: str, length: int, message: str) -> None:
     count = 4 if "pipe" in text or "tensor" in text else int(text[8])
     step = jp.make_train_step(cells.built(name), cells.SGD, text, jax.devices()[:count])
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         step.traced(cells.batch_of(4, length))
 
 
 def test_windows_that_a_chunk_cuts_are_told_how_many_positions_fit() -> None:
-    """It was "no rule", and the advice to attend by jp.attention."""
+    """The error named a missing rule, and advised jp.attention."""
 
     class Windows(nn.Module):
         @nn.compact
@@ -403,7 +401,7 @@ def test_windows_that_a_chunk_cuts_are_told_how_many_positions_fit() -> None:
 
 
 def test_a_capacity_is_refused() -> None:
-    """Which tokens of a row it drops depends on all of them."""
+    """A capacity drops tokens depending on all tokens of their row."""
     model = named("mixtral-tiny", vocab=cells.VOCAB, dim=8, layers=1, capacity=0.8).model
     step = jp.make_train_step(model, cells.SGD, "context=2,attention=ring", jax.devices()[:2])
     with pytest.raises(ValueError, match=r"model\.py:\d+.*use capacity=None, which drops nothing"):
@@ -411,7 +409,7 @@ def test_a_capacity_is_refused() -> None:
 
 
 def test_any_number_of_experts_has_slots_that_ranks_divide() -> None:
-    """Of 7 experts each had 23 slots, which two ranks refused."""
+    """Each of 7 experts had 23 slots, which two ranks refused."""
     model = named("mixtral-tiny", vocab=cells.VOCAB, dim=8, layers=1, experts=7).model
     step = jp.make_train_step(model, cells.SGD, "context=2,attention=ring", jax.devices()[:2])
     assert step.traced(cells.batch_of(4)).program.pieces
@@ -433,7 +431,7 @@ def test_attention_without_context_is_refused() -> None:
 
 
 def test_a_fourier_transform_of_the_sequence_is_not_advised_longer_ones() -> None:
-    """Twice as long but for one, as a convolution with a kernel as long as the sequence needs it."""
+    """A convolution with a kernel as long as the sequence transforms 2 T - 1 positions."""
     length = lambda x: 2 * x.shape[1] - 1
     mixes = lambda x: jnp.fft.irfft(jnp.fft.rfft(x, length(x), axis=1), length(x), axis=1)[:, : x.shape[1]]
     step = jp.make_train_step(reader(mixes), cells.SGD, "context=2", jax.devices()[:2])
@@ -443,7 +441,7 @@ def test_a_fourier_transform_of_the_sequence_is_not_advised_longer_ones() -> Non
 
 
 def test_blocks_that_are_picked_are_advised_a_mask_which_is_taken() -> None:
-    """BigBird's random blocks. The advice was jp.attention, which has no such mask, and dims that they had."""
+    """Test the advice for BigBird's random blocks. It was jp.attention, which has no such mask."""
     picked = np.array([[1, 3], [0, 2], [3, 1], [2, 0]])  # of 4 blocks of positions, which two each attends to
 
     def blocks(x: jax.Array) -> jax.Array:
@@ -454,8 +452,8 @@ def test_blocks_that_are_picked_are_advised_a_mask_which_is_taken() -> None:
         return jnp.einsum("nibj,nijd->nibd", scores, keys).reshape(x.shape)
 
     def masked(x: jax.Array) -> jax.Array:
-        of = np.arange(x.shape[1]) // (x.shape[1] // 4)
-        mask = jnp.asarray((picked[of][:, :, None] == of).any(1))
+        block_of = np.arange(x.shape[1]) // (x.shape[1] // 4)
+        mask = jnp.asarray((picked[block_of][:, :, None] == block_of).any(1))
         return jax.nn.dot_product_attention(*(x[:, :, None],) * 3, mask=mask[None, None], scale=1.0)[:, :, 0]
 
     x = jax.random.normal(jax.random.key(0), (2, 16, 8))
@@ -468,8 +466,9 @@ def test_blocks_that_are_picked_are_advised_a_mask_which_is_taken() -> None:
 
 @pytest.mark.parametrize("hides", [lambda i, j: j > i, lambda i, j: abs(i - j) == 5], ids=["later", "some"])
 def test_attention_over_positions_that_overlap(hides: Any) -> None:
-    """Registers behind a sequence, and attention that is spelled out: dealt out anew, its gradient was wrong, and then
-    it was refused. By `jp.attention`, and by a function of scores.
+    """Registers follow a sequence, and attention is spelled out. It runs as `jp.attention`, or as a function of scores.
+
+    When positions were exchanged, its gradient was wrong; later it was refused.
     """
 
     def loss(params: Any, batch: Any, key: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Context over two processes, by a ring, with logits in chunks: gradients are those of one process."""
+"""Context over two processes, by a ring, with logits in chunks, gives the gradients of one process."""
 
 from pathlib import Path
 

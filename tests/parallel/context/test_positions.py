@@ -29,33 +29,33 @@ def _rope(x: jax.Array) -> jax.Array:
     return jnp.zeros_like(x).at[..., 0::2].set(even * cos - odd * sin).at[..., 1::2].set(even * sin + odd * cos)
 
 
-def _settled(x: jax.Array, w: jax.Array) -> jax.Array:
-    """A fixed point for all rows and positions."""
-    more = lambda c: (c[0] < 9) & (jnp.abs(c[1] - c[2]).max() > 1e-3)
-    return lax.while_loop(more, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w / 9 + x), c[1]), (0, jnp.zeros_like(x), x))[1]
+def _fixed_point(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Iterate to a fixed point of all rows and positions together."""
+    goes_on = lambda c: (c[0] < 9) & (jnp.abs(c[1] - c[2]).max() > 1e-3)
+    return lax.while_loop(goes_on, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w / 9 + x), c[1]), (0, jnp.zeros_like(x), x))[1]
 
 
-def _of_rows(x: jax.Array) -> jax.Array:
-    """Until no position of a row is large."""
+def _shrink_rows(x: jax.Array) -> jax.Array:
+    """Shrink each row until none of its positions is large."""
     return jax.vmap(lambda r: lax.while_loop(lambda r: jnp.abs(r).max() > 0.5, lambda r: r * 0.7, r))(x)
 
 
 def _matrices(x: jax.Array, w: jax.Array) -> jax.Array:
-    """One of each position."""
+    """Compute with one matrix for each position."""
     m = x[..., None] * x[..., None, :] + 2 * jnp.eye(DIM) + w @ w.T
-    found = [jnp.linalg.cholesky(m).sum(-1), jnp.linalg.solve(m, x[..., None])[..., 0], jnp.linalg.eigh(m)[0]]
-    return sum(found) + jnp.abs(jnp.fft.fft(x, axis=-1)) + lax.approx_max_k(x, 2)[0].sum(-1, keepdims=True)
+    results = [jnp.linalg.cholesky(m).sum(-1), jnp.linalg.solve(m, x[..., None])[..., 0], jnp.linalg.eigh(m)[0]]
+    return sum(results) + jnp.abs(jnp.fft.fft(x, axis=-1)) + lax.approx_max_k(x, 2)[0].sum(-1, keepdims=True)
 
 
-def _of_blocks(x: jax.Array, masked: bool) -> jax.Array:
-    """Attention within blocks of four positions, which have become rows."""
+def _attend_in_blocks(x: jax.Array, masked: bool) -> jax.Array:
+    """Attend within blocks of four positions, which have become rows."""
     blocks = x.reshape(-1, 4, 2, DIM // 2)
     mask = (jnp.arange(4)[:, None] >= jnp.arange(4))[None, None] if masked else None
     return jp.attention(jnp.sin(blocks), jnp.cos(blocks), blocks, causal=False, mask=mask).reshape(x.shape)
 
 
-def _of_heads(x: jax.Array, heads: int, key_heads: int) -> jax.Array:
-    """Attention where rows of positions are read as heads, as nanodl's T5 has it: [B, T, D] as [B, H, T, D / H]."""
+def _attend_in_heads(x: jax.Array, heads: int, key_heads: int) -> jax.Array:
+    """Attend with rows of positions read as heads, as nanodl's T5 does: [B, T, D] as [B, H, T, D / H]."""
     query, key, value = (f(x).reshape(ROWS, heads, -1, 4).swapaxes(1, 2) for f in (jnp.sin, jnp.cos, jnp.tanh))
     key, value = (y[:, :, :: heads // key_heads] for y in (key, value))
     return jp.attention(query, key, value, causal=True).swapaxes(1, 2).reshape(x.shape)
@@ -66,14 +66,14 @@ def _smoothed(x: jax.Array) -> jax.Array:
 
 
 CASES: dict[str, Callable[[Any, Any], Any]] = {
-    # Of what overlaps only some primitives were known, those over features not among them.
+    # For values that overlap, only some primitives had rules, and none over features.
     "softmax of two positions fewer": lambda x, w: jax.nn.log_softmax((x[:, 2:] + x[:, :-2]) @ w),
     "features of two positions fewer": lambda x, w: (
         jnp.sort(x[:, 2:] @ w, -1) * jnp.cumsum(x[:, 2:], -1) + lax.top_k(x[:, 1:], 3)[0].sum((1, 2))[:, None, None]
     ),
     "places of two positions fewer": lambda x, w: w[0][(x[:, 2:] @ w).argmax(-1)],
     "products so far of two positions fewer": lambda x, w: jnp.cumprod(1 + x[:, :-2] / 9, 1) * w[0],
-    # By one position it went, by more it was "slice mixes its positions".
+    # Rolling by one position worked; by more, the error was "slice mixes its positions".
     "rolled": lambda x, w: sum(jnp.roll(x, k, axis=1) * w[i] for i, k in enumerate((1, -1, 2, -2, 4, 15, -3))),
     "last in front": lambda x, w: jnp.concatenate([x[:, -2:], x[:, :-2]], 1) @ w,
     "ends exchanged": lambda x, w: jnp.concatenate([x[:, 14:], x[:, 2:14], x[:, :2]], 1) @ w,
@@ -81,9 +81,9 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "none of them": lambda x, w: jnp.concatenate([x[:, 16:], x, x[:, 3:3]], 1) @ w,
     "some of padded": lambda x, w: jnp.pad(x, ((0, 0), (2, 0), (0, 0)), constant_values=3.0)[:, 15:] @ w,
     "some of merged": lambda x, w: x.reshape(-1, DIM)[14:18] @ w + x.reshape(-1, DIM)[5] * w[0],
-    # These had no rule: what they read was refused.
-    "loop": lambda x, w: _settled(*map(lax.stop_gradient, (x, w))) * x,
-    "loop of rows": lambda x, w: _of_rows(lax.stop_gradient(x)) @ w,
+    # These had no rule, so that their inputs were refused.
+    "loop": lambda x, w: _fixed_point(*map(lax.stop_gradient, (x, w))) * x,
+    "loop of rows": lambda x, w: _shrink_rows(lax.stop_gradient(x)) @ w,
     "matrices and transforms": _matrices,
     "largest position": lambda x, w: (x @ w).max(1) + (x @ w).min(1) + jnp.round(x * 2).max(1) * x.mean(1),
     "ties": lambda x, w: (jnp.sign(x) + x - lax.stop_gradient(x)).max(1) @ w,
@@ -92,10 +92,10 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "softmax of positions": lambda x, w: jax.nn.softmax(x @ w, axis=1) * x,
     "scattered features": lambda x, w: _rope(x) @ w,
     # Calls that are kernels to tensor ranks: "jit mixes its positions", whatever they computed.
-    "attention of blocks": lambda x, w: _of_blocks(x @ w, masked=False),
-    "masked attention of blocks": lambda x, w: _of_blocks(x @ w, masked=True),
-    "attention of heads": lambda x, w: _of_heads(x @ w, 8, 8),
-    "attention of grouped heads": lambda x, w: _of_heads(x @ w, 8, 4),
+    "attention of blocks": lambda x, w: _attend_in_blocks(x @ w, masked=False),
+    "masked attention of blocks": lambda x, w: _attend_in_blocks(x @ w, masked=True),
+    "attention of heads": lambda x, w: _attend_in_heads(x @ w, 8, 8),
+    "attention of grouped heads": lambda x, w: _attend_in_heads(x @ w, 8, 4),
     "a kernel": lambda x, w: jp.local_kernel(_smoothed, (2,), 2)(x @ w),
 }
 
@@ -113,7 +113,7 @@ WAYS = {"plain": GATHER, "zigzag": AttentionMode("ring", "for its order", order=
 
 @pytest.fixture(scope="module", params=WAYS)
 def results(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Value and gradients of every case, on whole sequences and on two ranks."""
+    """Return value and gradients of every case, on whole sequences and on two ranks."""
     random = np.random.default_rng(0)
     args = random.normal(size=(9, DIM)).astype("f"), random.normal(size=(DIM, DIM)).astype("f")
     args = (*args, random.integers(9, size=(ROWS, LENGTH)).astype("int32"))
@@ -124,31 +124,31 @@ def results(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, A
         fun = split_sequence(flat, 2, [2], 1, RANKS, WAYS[request.param], RULES)
         return lambda *values: fun(*values)[0]
 
-    def every(funs: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+    def all_cases(funs: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
         return lambda *args: {name: jax.value_and_grad(fun, argnums=(0, 1))(*args) for name, fun in funs.items()}
 
-    own = every({name: local(name) for name in CASES})
-    ranks = lambda *args: jax.tree.map(lambda x: lax.psum(x, AXIS), own(*args))
-    whole = PartitionSpec()
-    ranks = jax.shard_map(ranks, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    return jax.jit(every({name: _total(name) for name in CASES}))(*args), jax.jit(ranks)(*args)
+    local_cases = all_cases({name: local(name) for name in CASES})
+    ranks = lambda *args: jax.tree.map(lambda x: lax.psum(x, AXIS), local_cases(*args))
+    replicated = PartitionSpec()
+    ranks = jax.shard_map(ranks, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False)
+    return jax.jit(all_cases({name: _total(name) for name in CASES}))(*args), jax.jit(ranks)(*args)
 
 
 @pytest.mark.xdist_group("positions")
 def test_rules(results: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """All cases are one program. As tests of their own, most of them would be compiled and not compared in a sample."""
+    """All cases are one program. As separate tests, a sample would compile most of them without comparing them."""
     wrong = {}
     for name in CASES:
-        wanted, found = (jax.tree.leaves(r[name]) for r in results)
-        for a, b in zip(wanted, found, strict=True):
-            off = 2e-5 * max(1.0, float(np.abs(a).max()))
-            if not np.allclose(b, a, rtol=2e-5, atol=off, equal_nan=True):
+        expected, actual = (jax.tree.leaves(r[name]) for r in results)
+        for a, b in zip(expected, actual, strict=True):
+            tolerance = 2e-5 * max(1.0, float(np.abs(a).max()))
+            if not np.allclose(b, a, rtol=2e-5, atol=tolerance, equal_nan=True):
                 wrong[name] = float(np.abs(b - a).max())
     assert not wrong
 
 
 def test_what_a_kernel_computes_is_refused_by_its_own_name() -> None:
-    """ "jit mixes its positions" named the call, and not the operation in it, nor its line."""
+    """The error "jit mixes its positions" named the call, but neither the operation in it nor its line."""
 
     def sorted_positions(x: jax.Array) -> jax.Array:
         return jnp.sort(jnp.tanh(x), axis=1)

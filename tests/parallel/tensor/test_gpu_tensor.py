@@ -28,10 +28,10 @@ SMALL = 1 << 20
 
 class Traffic(Compiled):
     def over(self, *axes: str) -> dict[str, tuple[int, int]]:
-        """Of collectives over these axes that move a megabyte at once: kind -> count and bytes."""
-        large = [one for one in self.ledger if one.axes == axes and one.bytes > SMALL * (one.count or 1)]
-        kinds = {one.kind for one in large}
-        sums = {kind: [(one.count, one.bytes) for one in large if one.kind == kind] for kind in kinds}
+        """Return count and bytes of each kind of collective over these axes that moves a megabyte at once."""
+        large = [row for row in self.ledger if row.axes == axes and row.bytes > SMALL * (row.count or 1)]
+        kinds = {row.kind for row in large}
+        sums = {kind: [(row.count, row.bytes) for row in large if row.kind == kind] for kind in kinds}
         return {kind: (sum(c or 0 for c, _ in pairs), sum(b for _, b in pairs)) for kind, pairs in sums.items()}
 
 
@@ -44,80 +44,82 @@ def compiled(sequence: bool) -> Traffic:
     return Traffic.of(step, LLAMA.example(FSDP * MICROBATCHES, LENGTH))
 
 
-BOTH = [pytest.param(s, marks=pytest.mark.xdist_group(f"gpu tensor {s}"), id=f"sequence={s}") for s in (False, True)]
+SEQUENCE = [
+    pytest.param(s, marks=pytest.mark.xdist_group(f"gpu tensor {s}"), id=f"sequence={s}") for s in (False, True)
+]
 
 
-@pytest.mark.parametrize("sequence", BOTH)
+@pytest.mark.parametrize("sequence", SEQUENCE)
 def test_activations_are_sent_as_in_megatron(sequence: bool) -> None:
-    found = compiled(sequence).over("tensor")
+    traffic = compiled(sequence).over("tensor")
     # Forwards in a layer: after attention and after the feed-forward. Recomputed: the first of them. Backwards: before
     # each. Beside the layers, forwards of the embedding, and backwards of the head, which the last rank's rows need.
     layers, ends = RUNS * (2 + 1 + 2), TICKS + MICROBATCHES
     if not sequence:
-        assert found == {"all-reduce": (layers + ends, (layers + ends) * STREAM)}
+        assert traffic == {"all-reduce": (layers + ends, (layers + ends) * STREAM)}
         return
     # A reduce-scatter for each of these. All-gathers: before attention and feed-forward, again when they are
     # recomputed, whereby the weights' gradients have their inputs, and of their outputs' cotangents; of the head's
     # input, and of the embedding's cotangent. An all-gather's buffer is the whole, as is a reduce-scatter's.
-    assert found["reduce-scatter"] == (layers + ends, (layers + ends) * STREAM)
+    assert traffic["reduce-scatter"] == (layers + ends, (layers + ends) * STREAM)
     # Two of a layer's six are there at once, and XLA makes one of them.
-    assert found["all-gather"] == (RUNS * 5 + ends, (RUNS * 6 + ends) * STREAM)
-    assert set(found) == {"reduce-scatter", "all-gather"}
+    assert traffic["all-gather"] == (RUNS * 5 + ends, (RUNS * 6 + ends) * STREAM)
+    assert set(traffic) == {"reduce-scatter", "all-gather"}
 
 
-@pytest.mark.parametrize("sequence", BOTH)
+@pytest.mark.parametrize("sequence", SEQUENCE)
 def test_weights_and_gradients_move_their_part(sequence: bool) -> None:
     """All-gathers of weights and reduce-scatters of gradients move 1/tensor of the bytes, and norms all of theirs."""
     c = CONFIG
     kernels = c.dim * c.head_dim * (2 * c.heads + 2 * c.kv_heads) + 3 * c.dim * c.ffn
     layer = kernels // TENSOR + 2 * c.dim
-    found = compiled(sequence).over("fsdp")
-    assert found["all-gather"][1] == pytest.approx(2 * RUNS * 2 * layer, rel=1e-3)  # forwards and backwards, bfloat16
-    assert found["reduce-scatter"][1] == pytest.approx(RUNS * 4 * layer, rel=1e-3)  # float32
-    assert set(found) == {"all-gather", "reduce-scatter"}
+    traffic = compiled(sequence).over("fsdp")
+    assert traffic["all-gather"][1] == pytest.approx(2 * RUNS * 2 * layer, rel=1e-3)  # forwards and backwards, bfloat16
+    assert traffic["reduce-scatter"][1] == pytest.approx(RUNS * 4 * layer, rel=1e-3)  # float32
+    assert set(traffic) == {"all-gather", "reduce-scatter"}
 
 
-@pytest.mark.parametrize("sequence", BOTH)
+@pytest.mark.parametrize("sequence", SEQUENCE)
 def test_no_other_collective_is_large(sequence: bool) -> None:
-    it = compiled(sequence)
+    step = compiled(sequence)
     table = CONFIG.vocab * CONFIG.dim // TENSOR  # the embedding or the head
-    ends = it.over("pipe", "fsdp")
+    ends = step.over("pipe", "fsdp")
     # Both once a step, whatever the microbatches; with what is combined with them: the last norm's scale.
     assert ends["all-gather"][1] == pytest.approx(2 * 2 * table, rel=1e-4)
     assert ends["reduce-scatter"][1] == pytest.approx(2 * 4 * table, rel=1e-4)
     part = STREAM // TENSOR if sequence else STREAM
-    assert it.over("pipe") == {"collective-permute": (2 * TICKS, 2 * TICKS * part)}
-    known = {("tensor",), ("fsdp",), ("pipe", "fsdp"), ("pipe",)}
-    assert {one.axes for one in it.ledger if one.bytes > SMALL * (one.count or 1)} == known
-    # And all of it is what the closed form lists; the optimizer's norms besides.
-    theirs, ours = it.ledger.by("kind", "axes"), expected(it.step, it.batch).by("kind", "axes")
-    assert {k: v for k, v in theirs.items() if v > 100} == {k: v for k, v in ours.items() if v > 100}
+    assert step.over("pipe") == {"collective-permute": (2 * TICKS, 2 * TICKS * part)}
+    expected_axes = {("tensor",), ("fsdp",), ("pipe", "fsdp"), ("pipe",)}
+    assert {row.axes for row in step.ledger if row.bytes > SMALL * (row.count or 1)} == expected_axes
+    # The closed form lists all of them, except for the optimizer's norms of a few bytes.
+    actual, closed_form = step.ledger.by("kind", "axes"), expected(step.step, step.batch).by("kind", "axes")
+    assert {k: v for k, v in actual.items() if v > 100} == {k: v for k, v in closed_form.items() if v > 100}
 
 
-@pytest.mark.parametrize("sequence", BOTH)
+@pytest.mark.parametrize("sequence", SEQUENCE)
 def test_memory_is_that_of_stash_weights_and_gradients(sequence: bool) -> None:
-    """The most is held when the loss has been differentiated by the logits of a microbatch."""
-    it, c = compiled(sequence), CONFIG
-    params = it.step.layout.bytes["params"] // 4  # this device's share
+    """Memory peaks when the loss has been differentiated by the logits of a microbatch."""
+    step, c = compiled(sequence), CONFIG
+    params = step.step.layout.bytes["params"] // 4  # this device's share
     layers = c.layers // PIPE
-    kept = STREAM // TENSOR if sequence else STREAM
+    local_stream = STREAM // TENSOR if sequence else STREAM
     slots = 2 * PIPE - 1
     words = LENGTH * c.vocab // TENSOR
-    held = {
+    terms = {
         "float32 parameters and two moments": 3 * 4 * params,
         "parameters in bfloat16": 2 * params,
         "gradients in float32": 4 * params,
-        "the inputs of layers, stashed": slots * layers * kept,
+        "the inputs of layers, stashed": slots * layers * local_stream,
         "logits in float32": 4 * words,
         "their cotangents in bfloat16": 2 * words,
         "embedding and head, gathered": 2 * 2 * c.vocab * c.dim // TENSOR,
         "their gradients, whole": 2 * 4 * c.vocab * c.dim // TENSOR,
     }
-    found = it.memory.argument_size_in_bytes + it.memory.temp_size_in_bytes
-    assert found == pytest.approx(sum(held.values()), rel=0.03)
+    peak = step.memory.argument_size_in_bytes + step.memory.temp_size_in_bytes
+    assert peak == pytest.approx(sum(terms.values()), rel=0.03)
 
 
-@pytest.mark.parametrize("sequence", BOTH)
+@pytest.mark.parametrize("sequence", SEQUENCE)
 def test_logits_are_never_whole(sequence: bool) -> None:
     shapes = set(re.findall(r"\b(\w+)\[([\d,]+)\]", compiled(sequence).text))
     dims = {dtype: {int(n) for d, shape in shapes if d == dtype for n in shape.split(",")} for dtype, _ in shapes}

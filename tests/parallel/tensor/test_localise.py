@@ -74,16 +74,16 @@ def _definite(x: jax.Array) -> jax.Array:
 
 
 def _matrices(x: jax.Array, y: jax.Array) -> jax.Array:
-    """One of each index of the last dim."""
+    """Compute with one matrix for each index of the last dim."""
     a, b = x.transpose(2, 0, 1), y.transpose(2, 0, 1)
     linalg, m = jnp.linalg, _definite(a)
-    found = [linalg.cholesky(m), linalg.solve(m, b), linalg.inv(m), linalg.slogdet(m)[1], linalg.eigh(m)[0]]
-    found += [linalg.svd(a, compute_uv=False), jax.scipy.linalg.solve_triangular(m, b, lower=True)]
-    found += [jax.vmap(lambda m, b: jax.scipy.sparse.linalg.cg(lambda v: m @ v, b, maxiter=3)[0])(m, b[..., 0])]
-    return sum(jnp.cos(one).sum() for one in found) * y
+    results = [linalg.cholesky(m), linalg.solve(m, b), linalg.inv(m), linalg.slogdet(m)[1], linalg.eigh(m)[0]]
+    results += [linalg.svd(a, compute_uv=False), jax.scipy.linalg.solve_triangular(m, b, lower=True)]
+    results += [jax.vmap(lambda m, b: jax.scipy.sparse.linalg.cg(lambda v: m @ v, b, maxiter=3)[0])(m, b[..., 0])]
+    return sum(jnp.cos(result).sum() for result in results) * y
 
 
-# Split with x along dim 2; the second result is whole, and comes from what is whole.
+# x is split along dim 2; the second result is whole, and comes from a whole argument.
 KERNEL = jp.local_kernel(lambda x, y, z: (jnp.sin(x) * y, z**2), (2, 2, None), (2, None))
 INDEX = np.array([[3, 0, -1], [1, 1, 2]])
 FAR = np.array([[3, 9, -1], [7, -30, 2]])
@@ -245,7 +245,7 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def whole(name: str) -> Callable[..., Any]:
+def whole_loss(name: str) -> Callable[..., Any]:
     return lambda x, y: jnp.sum(jnp.asarray(CASES[name](x, y)) * 1.0)
 
 
@@ -255,34 +255,36 @@ DIMS = [pytest.param(0, marks=BATTERY), pytest.param(1, marks=BATTERY), 2]
 
 @pytest.fixture(scope="module", params=DIMS, ids=lambda dim: f"dim {dim}")
 def results(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Value and gradients of every case, on whole arrays and on two ranks."""
+    """Return value and gradients of every case, on whole arrays and on two ranks."""
     dim, random = request.param, np.random.default_rng(0)
     x, y = (random.normal(size=shape).astype(np.float32) for shape in (X, Y))
     mesh = Mesh(np.array(jax.devices()[:RANKS]), ("tensor",), axis_types=(AxisType.Auto,))
 
     def local(name: str) -> Callable[..., Any]:
-        flat, _ = jx.trace(whole(name), x, y)
+        flat, _ = jx.trace(whole_loss(name), x, y)
         fun, _ = localise(flat, [dim, None], ["x", "y"], RANKS, False, RULES)
         return lambda x, y: fun(x, y)[0]
 
-    def every(of: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
-        return lambda x, y: {name: jax.value_and_grad(of(name), argnums=(0, 1))(x, y) for name in CASES}
+    def all_cases(loss_of: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
+        return lambda x, y: {name: jax.value_and_grad(loss_of(name), argnums=(0, 1))(x, y) for name in CASES}
 
     split = PartitionSpec(*[None] * dim, "tensor")
     outs = {name: (PartitionSpec(), (split, PartitionSpec())) for name in CASES}
-    ranks = jax.shard_map(every(local), mesh=mesh, in_specs=(split, PartitionSpec()), out_specs=outs, check_vma=False)
-    return jax.jit(every(whole))(x, y), jax.jit(ranks)(x, y)
+    ranks = jax.shard_map(
+        all_cases(local), mesh=mesh, in_specs=(split, PartitionSpec()), out_specs=outs, check_vma=False
+    )
+    return jax.jit(all_cases(whole_loss))(x, y), jax.jit(ranks)(x, y)
 
 
 @pytest.mark.xdist_group("localise")
 def test_rules(results: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """All cases are one program. As tests of their own, most of them would be compiled and not compared in a sample."""
+    """All cases are one program. As separate tests, a sample would compile most of them without comparing them."""
     wrong = {}
     for name in CASES:
-        wanted, found = (jax.tree.leaves(r[name]) for r in results)
-        for a, b in zip(wanted, found, strict=True):
-            off = 2e-5 * max(1.0, float(np.abs(a).max()))
-            if not np.allclose(b, a, rtol=2e-5, atol=off, equal_nan=True):
+        expected, actual = (jax.tree.leaves(r[name]) for r in results)
+        for a, b in zip(expected, actual, strict=True):
+            tolerance = 2e-5 * max(1.0, float(np.abs(a).max()))
+            if not np.allclose(b, a, rtol=2e-5, atol=tolerance, equal_nan=True):
                 wrong[name] = float(np.abs(b - a).max())
     assert not wrong
 
@@ -292,7 +294,7 @@ STAY = ("while", "while of rows", "matrices", "transforms", "best of several", "
 
 @pytest.mark.parametrize("name", STAY)
 def test_what_has_a_rule_is_not_gathered(name: str) -> None:
-    """A while loop, a transform, a solve, was known to no list: all that it read was gathered."""
+    """Loops, transforms and solves had no rule, so that all their inputs were gathered."""
     x, y = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (X, Y))
     flat, _ = jx.trace(lambda x, y: jnp.sum(CASES[name](x, y)), x, y)
     fun, gathered = localise(flat, [2, None], ["x", "y"], RANKS, False, RULES)

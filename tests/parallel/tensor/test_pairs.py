@@ -1,4 +1,4 @@
-"""Models of which no rule names a leaf under `tensor`: what is split is found, and they train as on one device.
+"""Models without any rule for `tensor`: `pairs.py` finds which dims are split, and they train as on one device.
 
 They were refused: "tensor=2 splits no parameter, as no rule names one".
 """
@@ -40,7 +40,7 @@ def weighed(out: jax.Array, weights: jax.Array) -> jax.Array:
     return (jnp.tanh(out) * weights).sum(axis=tuple(range(1, out.ndim))).mean()
 
 
-def found(model: jp.Model, size: int = 2, rules: Any = None) -> dict[str, int]:
+def dims_of(model: jp.Model, size: int = 2, rules: Any = None) -> dict[str, int]:
     order = functools.partial(creation_order, model.create)
     return tensor_dims(leaves_of(model), size, rules, model.rules, model.names(), order)
 
@@ -135,17 +135,17 @@ class Graph(nn.Module):
 
     @nn.compact
     def __call__(self, nodes: jax.Array, edges: jax.Array) -> jax.Array:
-        def one(nodes: jax.Array, edges: jax.Array) -> jax.Array:
+        def pass_messages(nodes: jax.Array, edges: jax.Array) -> jax.Array:
             for step in range(2):
-                given = jnp.concatenate([nodes[edges[:, 0]], nodes[edges[:, 1]]], -1)
-                messages = nn.Dense(12, name=f"zeta{step}")(given)
+                ends = jnp.concatenate([nodes[edges[:, 0]], nodes[edges[:, 1]]], -1)
+                messages = nn.Dense(12, name=f"zeta{step}")(ends)
                 pooled = jax.ops.segment_sum(jnp.tanh(messages), edges[:, 1], nodes.shape[0])
                 nodes = nodes + nn.Dense(6, name=f"alpha{step}")(nn.LayerNorm(name=f"between{step}")(pooled))
             return nodes
 
-        return nn.vmap(lambda _, n, e: one(n, e), variable_axes={"params": None}, split_rngs={"params": False})(
-            self, nodes, edges
-        )
+        return nn.vmap(
+            lambda _, n, e: pass_messages(n, e), variable_axes={"params": None}, split_rngs={"params": False}
+        )(self, nodes, edges)
 
 
 def graph() -> jp.Model:
@@ -261,8 +261,8 @@ def built(name: str) -> jp.Model:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_found(name: str) -> None:
-    assert found(built(name)) == MODELS[name][2]
+def test_dims(name: str) -> None:
+    assert dims_of(built(name)) == MODELS[name][2]
 
 
 LEAVES: dict[str, tuple[Any, dict[str, int]]] = {
@@ -343,10 +343,10 @@ def test_rules_come_first() -> None:
         tensor_dims(leaves, 2, {"b/kernel": None})
     turned = tensor_dims(leaves, 2, order=lambda: [path for path, _ in leaves][::-1])
     assert turned == {"c/kernel": 1, "b/kernel": 0}
-    one = tensor_dims(leaves, 2, {"c/kernel": -1})
-    assert (one, one.found) == ({"c/kernel": 1}, frozenset())  # who splits a leaf says what is split
-    both = tensor_dims(leaves, 2, {"c/kernel": None})
-    assert (dict(both), both.found) == ({"a/kernel": 1, "a/bias": 0, "b/kernel": 0}, frozenset(both))
+    by_rule = tensor_dims(leaves, 2, {"c/kernel": -1})
+    assert (by_rule, by_rule.found) == ({"c/kernel": 1}, frozenset())  # who splits a leaf says what is split
+    pair = tensor_dims(leaves, 2, {"c/kernel": None})
+    assert (dict(pair), pair.found) == ({"a/kernel": 1, "a/bias": 0, "b/kernel": 0}, frozenset(pair))
     assert tensor_dims(leaves, 2, None, {"c/kernel": -1}) == {"c/kernel": 1}  # a table is complete
     assert tensor_dims(leaves, 2, None, None, {"c/kernel": ("embed", "mlp")}) == {"c/kernel": 1}
     names = {"c/kernel": ("embed", "kv")}  # which say nothing of this axis
@@ -356,8 +356,8 @@ def test_rules_come_first() -> None:
 @functools.cache
 def reference(name: str) -> tuple[Any, Any, Any]:
     model, batch = built(name), MODELS[name][1]
-    one, key = Reference(model, jp.Strategy(single=True), 1), jax.random.key(0)
-    return initial(model), one.value_and_grad(key, batch)[1], one.train(SGD, key, batch, STEPS)
+    single, key = Reference(model, jp.Strategy(single=True), 1), jax.random.key(0)
+    return initial(model), single.value_and_grad(key, batch)[1], single.train(SGD, key, batch, STEPS)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_parity(name: str, strategy: str) -> None:
 
 
 def test_a_pair_sends_one_sum_forwards_and_one_backwards() -> None:
-    """Beside the gradients' own, and the second where the input has a gradient alone."""
+    """The second all-reduce is only needed if the input has a gradient. Those of the gradients are not counted."""
 
     def init(key: jax.Array) -> dict[str, jax.Array]:
         draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape)
@@ -431,7 +431,7 @@ def test_what_no_rank_can_split_is_computed_by_each_and_said() -> None:
 
 
 def test_groups_that_ranks_do_not_divide_are_gathered() -> None:
-    """Where a rule asks for the split this is an error; nobody asked for one that was found."""
+    """It is an error only if a rule asks for the split, not if `pairs.py` found it."""
     step = jp.make_train_step(pictures(GROUP), SGD, "tensor=4,fsdp=1", jax.devices()[:4])
     gathered = step.traced(IMAGES).notes.gathered
     assert [place.partition(" ")[0] for place in gathered] == ["reshape"]
@@ -442,7 +442,7 @@ def test_groups_that_ranks_do_not_divide_are_gathered() -> None:
 
 
 def test_our_resnet_is_split() -> None:
-    dims = found(named("resnet-tiny").model)
+    dims = dims_of(named("resnet-tiny").model)
     pairs = {f"blocks/{i}/branch/{j}/conv/kernel": 3 - j for i in range(3) for j in range(2)}
     assert {path: dim for path, dim in dims.items() if path.endswith("conv/kernel")} == pairs
     assert dims["head/kernel"] == 1

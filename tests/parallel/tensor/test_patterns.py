@@ -1,11 +1,11 @@
-"""Keys of rules: all that people write is taken, and what `re` would never finish is refused before it runs."""
+"""Keys of rules: the patterns that people write are accepted; those that `re` would never finish are refused."""
 
 import pytest
 
 from jaxpar.parallel.tensor.dims import DIMS, ENDS, HEADS, PRESETS
 from jaxpar.parallel.tensor.patterns import pattern
 
-TAKEN = [
+ACCEPTED = [
     "ffn/up/kernel", "(query|key|value)/kernel", r"layers/\d+/attn/.*kernel", ".*", "[+*]+/x", r"\(a+\)+", "(?i:Up)/w",
     r".*/layers_\d+/.*attn.*/.*(up|gate)_proj.*/kernel", "(?:a|b)?/kernel", "(ab){1,3}", "(?>a+)+x", "(a++)+x",
     "(?P<n>up|down)/w", "x(?=.*)y", "[^/]*/[^/]*/[^/]*/[^/]*/[^/]*/[^/]*", r"(self_|cross_)?attn/[a-z]+\d*/kernel",
@@ -16,7 +16,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("key", [*TAKEN, *PRESETS, *ENDS, *HEADS, *DIMS])
+@pytest.mark.parametrize("key", [*ACCEPTED, *PRESETS, *ENDS, *HEADS, *DIMS])
 def test_what_people_write_is_taken(key: str) -> None:
     pattern("rules", key)
 

@@ -38,9 +38,9 @@ ORDER: dict[str, tuple[Any, Any, dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize(("rules", "own", "expected"), ORDER.values(), ids=ORDER)
-def test_order_of_rules(rules: Any, own: Any, expected: dict[str, int]) -> None:
-    assert tensor_dims(FFN, 2, rules, own) == expected
+@pytest.mark.parametrize(("rules", "model_rules", "expected"), ORDER.values(), ids=ORDER)
+def test_order_of_rules(rules: Any, model_rules: Any, expected: dict[str, int]) -> None:
+    assert tensor_dims(FFN, 2, rules, model_rules) == expected
 
 
 def test_a_table_comes_before_annotations_which_add_to_it() -> None:

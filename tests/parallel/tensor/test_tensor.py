@@ -21,7 +21,7 @@ pytestmark = SHARED_BATCH
 
 
 def pairs(cell: Cell) -> set[Any]:
-    """Of the choices that a cell is. Beside other axes the three models that scan their layers are one."""
+    """Return the pairs of choices in a cell. With other axes, the three models that scan their layers count as one."""
     beside = Cell._fields.index("beside")
     kind = cell.model if cell.model in ("loop", "mlp") else "scanned"
     return {(a, b) for a, b in pairs_of(cell) if a[0] or b[0] != beside} | {(kind, cell.beside)}
@@ -69,8 +69,8 @@ def on_sixteen_devices(cells: list[int]) -> None:
     program = f"import tensor_cells as t; [t.check_cell(t.FOUR[i]) for i in {cells}]"
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=16")
     env = {**os.environ, "XLA_FLAGS": flags, "PJRT_NPROC": "64", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=900)
+    assert process.returncode == 0, process.stderr[-3000:]
 
 
 # Pairs of axes, and each axis with every kind of model, ZeRO stage, schedule and option, are in the cells on 8 devices,

@@ -1,4 +1,4 @@
-"""Which dim of which parameter is over `tensor`: presets, annotations, tables of models.
+"""Test which dim of each parameter is split over `tensor`: by presets, annotations and tables of models.
 
 Expected dims are written out by hand from Megatron-LM's scheme (Shoeybi et al. 2019, section 3). Dims: L layers, D dim,
 H heads, h features of a head, F feed-forward, V vocabulary.
@@ -211,11 +211,11 @@ def test_presets_know_common_names(leaves: Any) -> None:
     assert tensor_dims(shapes, 2) == {path: dim for path, (_, dim) in leaves.items() if dim is not None}
 
 
-ZEROS, ONES, NORMAL = nnx.initializers.zeros_init(), nnx.initializers.ones_init(), nnx.initializers.normal()
+INIT_ZEROS, INIT_ONES, NORMAL = nnx.initializers.zeros_init(), nnx.initializers.ones_init(), nnx.initializers.normal()
 
 
 class Annotated(nnx.Module):
-    """Every way in which NNX takes names; layers stacked with a name for their dim, and without."""
+    """Annotates in every way that NNX offers, also layers that are stacked with and without a name for their dim."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         def layer(rngs: nnx.Rngs) -> nnx.Linear:
@@ -223,24 +223,24 @@ class Annotated(nnx.Module):
                 24,
                 42,
                 kernel_init=nnx.with_partitioning(NORMAL, ("embed", "mlp")),
-                bias_init=nnx.with_partitioning(ZEROS, ("mlp",)),
+                bias_init=nnx.with_partitioning(INIT_ZEROS, ("mlp",)),
                 rngs=rngs,
             )
 
         def attention(rngs: nnx.Rngs) -> nnx.MultiHeadAttention:
             # Of [D, H, h] two dims are named, the first; the initialiser sees [D, H h].
             init = nnx.with_partitioning(NORMAL, ("embed", "heads"))
-            back = nnx.with_partitioning(NORMAL, ("heads",))
-            return nnx.MultiHeadAttention(6, 18, kernel_init=init, out_kernel_init=back, decode=False, rngs=rngs)
+            out_init = nnx.with_partitioning(NORMAL, ("heads",))
+            return nnx.MultiHeadAttention(6, 18, kernel_init=init, out_kernel_init=out_init, decode=False, rngs=rngs)
 
         def stack(make: Any, **metadata: str) -> Any:
             return nnx.split_rngs(splits=3)(nnx.vmap(make, transform_metadata=metadata))(rngs)
 
-        def both(rngs: nnx.Rngs) -> nnx.Sequential:
+        def layer_and_attention(rngs: nnx.Rngs) -> nnx.Sequential:
             return nnx.Sequential(layer(rngs), attention(rngs))
 
         self.one = layer(rngs)
-        self.both = stack(both, partition_name="layers")
+        self.both = stack(layer_and_attention, partition_name="layers")
         self.named = stack(layer, partition_name="layers")
         self.unnamed = stack(layer)
         self.attention = attention(rngs)
@@ -296,10 +296,10 @@ def test_rules_for_names_of_dims() -> None:
     model = from_nnx(Annotated)
     without = dims(model, rules={"mlp": None, "heads": None})
     assert without == {"axis": 1, "spec": 0}
-    other = dims(model, size=3, rules={"embed": "tensor", "axis|spec": None})  # where both are named, the user's
-    assert {other[path] for path in ("one/kernel", "attention/query/kernel")} == {0}
-    assert {other[path] for path in ("named/kernel", "unnamed/kernel", "attentions/key/kernel")} == {1}
-    assert other["one/bias"] == 0  # "mlp", as before
+    by_embed = dims(model, size=3, rules={"embed": "tensor", "axis|spec": None})  # where both are named, the user's
+    assert {by_embed[path] for path in ("one/kernel", "attention/query/kernel")} == {0}
+    assert {by_embed[path] for path in ("named/kernel", "unnamed/kernel", "attentions/key/kernel")} == {1}
+    assert by_embed["one/bias"] == 0  # "mlp", as before
     leaf = dims(model, rules={"one/kernel": 0, "embed": None})  # a path comes before a name
     assert leaf["one/kernel"] == 0
     assert leaf["named/kernel"] == 2
@@ -312,11 +312,11 @@ class LinenAnnotated(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
         logical, physical = nn.with_logical_partitioning, nn.with_partitioning
-        init, back = logical(NORMAL, ("embed", "heads")), logical(NORMAL, ("heads",))
-        x = nn.MultiHeadDotProductAttention(6, kernel_init=init, out_kernel_init=back, name="attention")(x)
+        init, out_init = logical(NORMAL, ("embed", "heads")), logical(NORMAL, ("heads",))
+        x = nn.MultiHeadDotProductAttention(6, kernel_init=init, out_kernel_init=out_init, name="attention")(x)
         x = nn.Dense(42, kernel_init=logical(NORMAL, ("embed", "mlp")), name="wide")(x)
         x = nn.Dense(18, kernel_init=physical(NORMAL, ("tensor", None)), name="narrow")(x)
-        return nn.LayerNorm(scale_init=logical(ONES, ("embed",)), name="norm")(x), None
+        return nn.LayerNorm(scale_init=logical(INIT_ONES, ("embed",)), name="norm")(x), None
 
 
 class LinenAnnotatedStack(nn.Module):
@@ -335,21 +335,23 @@ class LinenAnnotatedStack(nn.Module):
 
 def test_linen_annotations() -> None:
     model = linen(LinenAnnotatedStack())
-    one = {
+    layer_names = {
         **{f"attention/{name}/kernel": ("embed", "heads") for name in QKV},
         "attention/out/kernel": ("heads",),
         **{"wide/kernel": ("embed", "mlp"), "narrow/kernel": ("tensor", None), "norm/scale": ("embed",)},
     }
-    stacked = {path: ("layers", *names) for path, names in one.items()}
-    expected = {f"last/{path}": names for path, names in one.items()}
+    stacked = {path: ("layers", *names) for path, names in layer_names.items()}
+    expected = {f"last/{path}": names for path, names in layer_names.items()}
     expected |= {f"layers/{path}": names for path, names in stacked.items()}
     assert model.names() == expected
     assert expected.keys() <= dict(leaves_of(model)).keys()
-    one_dims = {
+    layer_dims = {
         **below("attention", ATTENTION_DIMS),
         **{"wide/kernel": 1, "wide/bias": 0, "narrow/kernel": 0},
     }
-    assert dims(model) == below("last", one_dims) | below("layers", {path: dim + 1 for path, dim in one_dims.items()})
+    assert dims(model) == below("last", layer_dims) | below(
+        "layers", {path: dim + 1 for path, dim in layer_dims.items()}
+    )
 
 
 def test_models_without_annotations_have_no_names() -> None:
@@ -418,9 +420,9 @@ def test_a_vocabulary_of_any_size_gives_the_gradients_of_one_device(tied: bool, 
     step = jp.make_train_step(jp.Model(init=init, loss=loss), optax.sgd(0.1), strategy, devices)
     params = init(jax.random.key(0))
     value, grads = step.value_and_grad(step.init(jax.random.key(0), params=params), batch)
-    expected, wanted = jax.value_and_grad(loss)(params, batch, None)
+    expected, expected_grads = jax.value_and_grad(loss)(params, batch, None)
     assert value == pytest.approx(float(expected), rel=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, wanted)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, expected_grads)
 
 
 def test_a_printed_layout_says_what_every_tensor_rank_holds_whole() -> None:
@@ -453,11 +455,11 @@ def test_features_on_a_second_dim_in_blocks_that_tensor_splits_unlike_are_no_lay
     seq = {"B": (6, 10), "C": (6, 10, 2), "D": (1, 10), "P": (6, 10), "log_step": (1, 10)}
     dense = {"bias": (10,), "kernel": (10, 10)}
     block = {"seq": seq, "norm": {"bias": (10,), "scale": (10,)}, "out": dense, "out2": dense}
-    made = lambda shapes: {
-        name: jnp.zeros(inner) if isinstance(inner, tuple) else made(inner) for name, inner in shapes.items()
+    zeros = lambda shapes: {
+        name: jnp.zeros(inner) if isinstance(inner, tuple) else zeros(inner) for name, inner in shapes.items()
     }
     ends = {"encoder": {"bias": (10,), "kernel": (3, 10)}}, {"decoder": {"bias": (67,), "kernel": (10, 67)}}
-    init = lambda key: made(ends[0] | {"layers_0": block, "layers_1": block} | ends[1])
+    init = lambda key: zeros(ends[0] | {"layers_0": block, "layers_1": block} | ends[1])
     model = jp.Model(init=init, loss=lambda params, batch, key: jax.numpy.float32(0))
     make = lambda text: jp.make_train_step(model, optax.sgd(0.1), f"pipe=2,{text},microbatches=2")
     assert make("fsdp=2,tensor=2").layout.storage.cut
