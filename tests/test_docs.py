@@ -223,6 +223,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert not missing
 
 
+@pytest.mark.slow
 def test_the_table_of_models_holds_them_all_with_their_parameters() -> None:
     page = (ROOT / "docs" / "train.md").read_text()
     shown = {

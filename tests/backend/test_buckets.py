@@ -312,6 +312,7 @@ def test_two_hosts_end_with_the_reason_when_their_bucket_refuses_them(monkeypatc
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_in_a_bucket_is_one_on_disk(bucket: Place, tmp_path: Path) -> None:
     """Metrics are complete whenever a checkpoint exists, although objects cannot be appended to."""
     out, saves = bucket / "run", list[Any]()

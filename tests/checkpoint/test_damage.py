@@ -99,6 +99,7 @@ def test_a_flipped_bit_within_a_large_array_is_not_restored(tmp_path: Path) -> N
         sgd_step.restore(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["half", "nothing", "gone", "noise", "another's"])
 def test_files_that_are_not_whole_are_named(how: str, folder: Path) -> None:
     for path in files(folder):

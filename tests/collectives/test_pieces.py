@@ -91,6 +91,7 @@ def test_gpus_are_told_to_combine_where_an_axis_spans_hosts(
     assert OVERLAP not in (compiler_options(mesh, axes) or {})
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_what_layers_send_between_hosts_is_under_way_while_they_compute(microbatches: int) -> None:

@@ -33,6 +33,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict[
     return done.stdout, out, json.loads((out / "compare.json").read_text())
 
 
+@pytest.mark.slow
 def test_table(compared: tuple[str, Path, dict[str, Any]]) -> None:
     printed, _, record = compared
     assert max(map(len, printed.splitlines())) <= 80

@@ -60,6 +60,7 @@ def dropless() -> tuple[Prediction, Prediction]:
     return predictions[0], predictions[1]
 
 
+@pytest.mark.slow
 def test_rounds_of_a_dropless_exchange_are_beside_the_prediction(dropless: tuple[Prediction, Prediction]) -> None:
     """The exchange of 1.25 times the mean load always runs, forwards and backwards: 4 E C h w (e - 1)/e a layer.
 

@@ -123,6 +123,7 @@ def state_of(model: Any) -> dict[str, np.ndarray]:
 # -- the same function -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @parametrize_config
 def test_logits_loss_and_gradients_are_those_of_transformers(hf: Any, config: Config) -> None:
     import torch

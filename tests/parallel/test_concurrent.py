@@ -40,6 +40,7 @@ def test_tensor_and_sequence(cell: Cell) -> None:
     tensor_cells.check_cell(cell)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cells", "name", "text"),
     [

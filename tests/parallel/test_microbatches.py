@@ -25,6 +25,7 @@ def loss(params: dict[str, jax.Array], rows: jax.Array, key: jax.Array | None) -
     return jnp.square(x - params["bias"]).mean()
 
 
+@pytest.mark.slow
 def test_two_microbatches_on_four_devices_are_one_batch_on_one() -> None:
     """In one test, so that a sample of the cells has every strategy."""
     wanted = jax.grad(loss)(init(jax.random.key(0)), BATCH, None)

@@ -244,6 +244,7 @@ def tuned(optimizer: str) -> Any:
     return one_device().train(OPTIMIZERS[optimizer](), jax.random.key(0), padded()[1], STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the optimizer multiplies")
 @pytest.mark.xdist_group("optimizers")
 @pytest.mark.parametrize(
@@ -286,6 +287,7 @@ def test_low_precision(strategy: str, precision: str) -> None:
     assert report.ok, report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2,microbatches=2", "zero3"])
 def test_gradients_reduced_in_the_compute_dtype(strategy: str) -> None:
     model, batch = entry("function").model, entry("function").batch

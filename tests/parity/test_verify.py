@@ -125,6 +125,7 @@ def test_a_variable_gives_no_gradient_from_microbatch_to_microbatch() -> None:
     assert jp.verify(model, "data=2,microbatches=2", batch, mesh=jax.devices()[:2]).ok
 
 
+@pytest.mark.slow
 def test_the_whole_batch_at_once() -> None:
     """One device used the same microbatches, and the report did not say that the whole batch has another loss."""
 

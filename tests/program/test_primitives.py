@@ -62,6 +62,7 @@ def test_linear(name: str) -> None:
             np.testing.assert_allclose(np.asarray(a, complex), np.asarray(b, complex), rtol=error, atol=10 * error)
 
 
+@pytest.mark.slow
 def test_zero_of_zeros() -> None:
     """Of elementwise ones all that are, and no other."""
     names = [name for name in HERE if name in ELEMENTWISE]

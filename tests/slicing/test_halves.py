@@ -82,6 +82,7 @@ def products(jaxpr: Any) -> int:
     return sum(eqn.primitive.name == "dot_general" for eqn in eqns) + sum(map(products, inner))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "layer", "dots", "twice"])
 def test_halves_are_the_whole(remat: str) -> None:
     stack = stack_of(remat)

@@ -72,6 +72,7 @@ NAMED = jax.checkpoint_policies.save_only_these_names("shared")
 POLICIES = {"named": NAMED, "everything": jax.checkpoint_policies.everything_saveable}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "layer", "dots", *(pytest.param(v, id=k) for k, v in POLICIES.items())])
 @pytest.mark.parametrize("sharded_layers", [(), (1,), (1, 2, 3, 5)])
 def test_gradients_are_those_of_the_whole_loss(remat: Any, sharded_layers: tuple[int, ...]) -> None:

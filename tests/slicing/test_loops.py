@@ -178,6 +178,7 @@ def list_of(n: int) -> Any:
     }
 
 
+@pytest.mark.slow
 def test_a_pipeline_spreads_rounds_of_blocks_that_alternate() -> None:
     """A pipeline refused blocks that alternate."""
     step = parity(jp.Model(list_of(4), chained), "pipe=2,microbatches=2")
@@ -216,6 +217,7 @@ def test_layers_that_split_one_key_after_another() -> None:
     assert parity.ok, parity
 
 
+@pytest.mark.slow
 def test_a_pipeline_spreads_layers_that_the_loss_stacks() -> None:
     """A pipeline refused blocks that a loss stacks before it scans them.
 

@@ -46,6 +46,7 @@ CELLS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", CELLS)
 def test_parity_with_one_device(strategy: str) -> None:
     check(step_of(strategy), MODEL, initial(MODEL), BATCH, 2, *one_device())

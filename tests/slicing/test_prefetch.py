@@ -60,6 +60,7 @@ def params() -> list[jax.Array]:
     return [jax.random.normal(k, (LAYERS, *s)) / 2 for k, s in zip(keys, shapes, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "layer"])
 @pytest.mark.parametrize(("frozen", "at_once"), [(-1, -1), (0, 2), (4, 1)])
 def test_gradients_of_two_microbatches(remat: str, frozen: int, at_once: int) -> None:
@@ -149,6 +150,7 @@ def test_ticks_of_a_pipeline_are_as_on_one_device(strategy: str) -> None:
     assert more == {"all-gather": gathered, "reduce-scatter": sharded, "collective-permute": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*layers in 2 x 1 chunks")
 def test_what_a_phase_of_ticks_needs_is_gathered_behind_the_one_before() -> None:
     """XLA gathered it with the first phase's weights, and held it through all ticks: 0.7 GB of a 13B model's layer."""
@@ -175,6 +177,7 @@ def sent(strategy: str, kind: str) -> int:
     return sum(n for key, n in written.items() if key[0] == kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "gathers", "scatters"),
     [

@@ -76,6 +76,7 @@ def test_within_another_mesh() -> None:
         step(state, {"x": X})
 
 
+@pytest.mark.slow
 def test_what_optimizers_ask_for() -> None:
     """SAM takes extra arguments, but failed when it was given the loss; L-BFGS needs the loss as a function."""
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))

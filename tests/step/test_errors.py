@@ -538,6 +538,7 @@ class Recurrent(nnx.Module):
         return jnp.tanh(self.inner(x) + self.outer(seen))
 
 
+@pytest.mark.slow
 def test_a_variable_with_a_value_for_each_row() -> None:
     """The error took the carry of a stateful RNN for a group of rows, and its advice did not help."""
     x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)

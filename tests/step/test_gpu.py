@@ -159,6 +159,7 @@ def unscanned() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return init, loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "elements"),
     [(tied, 2 * 32_000 * 1024 + 2 * 4 * 1024 * 1024 + 4 * 1024), (unscanned, 2 * 6 * 1024 * 1024)],

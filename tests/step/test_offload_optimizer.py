@@ -108,6 +108,7 @@ def moved(step: Any) -> dict[Any, int]:
     return moved_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["optimizer", "optimizer+params"])
 def test_each_array_comes_and_goes_once_and_stays_where_it_is(offload: str, tmp_path: Path) -> None:
     """With clipping and Adam, steps and checkpoints equal those without offload.
@@ -155,6 +156,7 @@ def test_each_array_comes_and_goes_once_and_stays_where_it_is(offload: str, tmp_
     jax.tree.map(np.testing.assert_array_equal, offloaded.params(replaced), expected[0])
 
 
+@pytest.mark.slow
 def test_a_frozen_base_waits_on_the_host_and_its_adapter_trains() -> None:
     """Any optimizer will do, since nothing that it sees is on the host; ddp stores the base in the compute dtype."""
 
@@ -177,6 +179,7 @@ def test_a_frozen_base_waits_on_the_host_and_its_adapter_trains() -> None:
     np.testing.assert_array_equal(*adapters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["trace_nonfinite", "skip_nonfinite"])
 def test_a_step_that_is_not_finite_leaves_it(option: str) -> None:
     """Parameters and state do not change; trace_nonfinite finds the equation with parameters that are on the host."""

@@ -271,6 +271,7 @@ def test_the_error_of_a_package_reaches_the_user() -> None:
         jp.make_train_step(jp.from_linen(GPT2LM(GPT2), gpt2_loss, example=tokens()), SGD, "zero3")
 
 
+@pytest.mark.slow
 def test_a_batchnorm_that_is_not_flaxs_is_refused() -> None:
     """The ResNets of flaxmodels have their own copy, which would compute statistics of one replica's rows."""
     module, loss, batch = resnet()

@@ -16,6 +16,7 @@ ENTRY = ZOO["function"]()
 SGD = optax.sgd(0.1, momentum=0.9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero2,precision=bf16", "pipe=2,fsdp=4,microbatches=2", "dp"])
 def test_other_parameters_in_a_state(strategy: str) -> None:
     """They are stored as `init` stores them, with the copy in the compute dtype; nothing else in the state changes."""
@@ -37,6 +38,7 @@ def test_other_parameters_in_a_state(strategy: str) -> None:
     assert int(state.step) == 2
 
 
+@pytest.mark.slow
 def test_gradients_alone_in_a_callers_jit() -> None:
     """Three steps of a caller's own update, under one `jit`, equal those of a step with the optimizer."""
     step, full_step = (jp.make_train_step(ENTRY.model, tx, "fsdp") for tx in (None, SGD))
@@ -60,6 +62,7 @@ def test_gradients_alone_in_a_callers_jit() -> None:
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
+@pytest.mark.slow
 def test_a_step_without_an_optimizer_says_so() -> None:
     step = jp.make_train_step(ENTRY.model, None, "fsdp")
     state = step.init(jax.random.key(0))

@@ -57,6 +57,7 @@ def stays(call: Callable[[], Any]) -> list[tuple[str | None, str]]:
     return entries
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero3", "pipe=2,data=4,microbatches=2", "dp"])
 def test_a_batch_goes_downward(strategy: str) -> None:
     """`Step` called methods that `TrainStep`, five floors above it, overrode."""

@@ -80,6 +80,7 @@ def loss(net: Any, batch: Any) -> jax.Array:
     return jnp.square(net(batch["x"]) - batch["x"]).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
@@ -119,6 +120,7 @@ def _function(params: Any, variables: Any, batch: Any, key: Any) -> Any:
     return jnp.square(batch["x"] @ new_params["w"] - batch["x"]).mean(), variables, new_params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -133,6 +135,7 @@ def test_linen_modules_and_functions_write_too(model: jp.Model) -> None:
     assert jp.verify(model, "fsdp", BATCH).ok
 
 
+@pytest.mark.slow
 def test_verify_notices_a_step_that_drops_the_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference on one device keeps the writes of the user's loss, whatever the step does."""
     monkeypatch.setattr(tracing, "find_writes", lambda *args: None)
@@ -183,6 +186,7 @@ def test_writes_that_a_step_cannot_keep_are_refused(kind: Any, strategy: str, tr
     assert [part for part in parts if part not in str(error.value)] == []
 
 
+@pytest.mark.slow
 def test_the_advice_about_rows_can_be_followed() -> None:
     assert jp.verify(jp.from_nnx(lambda rngs: OfRowsKept(rngs), loss), "ddp", BATCH).ok
 

@@ -195,7 +195,8 @@ def choose(
     ulysses = AttentionMode("ulysses", ring.why)
     if asked == "usp" and heads.group < ranks:
         return replace(usp, why=f"{usp.why}, in groups of {heads.group} ranks")
-    # A single group of all ranks would make usp the same as Ulysses, so that usp is chosen like auto then.
+    if asked == "usp":
+        return replace(ulysses, why=f"{usp.why} as usp, whose only group has all ranks")
     if asked in ("ulysses", "ring"):
         return ulysses if asked == "ulysses" else ring
 

@@ -238,6 +238,15 @@ def test_auto_sends_least(heads: int, key_heads: int, ranks: int, window: int | 
     assert (mode.name, mode.order) == (way, order)
 
 
+def test_usp_of_one_group_is_ulysses() -> None:
+    """A ring was taken, which sends less here, though usp had been asked for."""
+    q, k = (jax.ShapeDtypeStruct((1, 1024, n, 8), jnp.bfloat16) for n in (32, 2))
+    eqns = jx.trace(functools.partial(jp.attention, causal=True), q, k, k)[0].eqns
+    assert choose("auto", eqns, 2, 1).name == "ring"
+    assert choose("usp", eqns, 2, 1).name == "ulysses"
+    assert "as usp, whose only group has all ranks" in choose("usp", eqns, 2, 1).why
+
+
 @pytest.mark.parametrize(("causal", "order"), [(True, "zigzag"), (False, "plain")])
 def test_a_ring_is_zigzag_where_attention_is_causal(causal: bool, order: str) -> None:
     x = jax.ShapeDtypeStruct((1, 12, 4, 8), jnp.float32)

@@ -43,6 +43,7 @@ def step_of(cell: Cell) -> tuple[Any, dict[str, np.ndarray]]:
     return step, batch_of(step.replicas * m)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", list(cells()))
 def test_cell(cell: Cell) -> None:
     step, batch = step_of(cell)

@@ -49,6 +49,7 @@ SEQUENCE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", SEQUENCE)
 def test_activations_are_sent_as_in_megatron(sequence: bool) -> None:
     traffic = compiled(sequence).over("tensor")

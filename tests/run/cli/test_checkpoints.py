@@ -30,6 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_checkpoints_are_verified(run: Path, capsys: pytest.CaptureFixture) -> None:
     main(["verify-checkpoint", str(run)])
     shown = capsys.readouterr().out

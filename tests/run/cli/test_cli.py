@@ -156,6 +156,7 @@ def test_mistakes_are_named_in_one_message(
     assert not list(tmp_path.rglob("*.*"))  # no file prevents the next attempt
 
 
+@pytest.mark.slow
 def test_an_image_that_cannot_be_read_is_left_out_as_its_error_says(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -104,6 +104,7 @@ def test_adapters_are_trained_beside_a_folder_that_stays(folder: Path, capsys: p
     assert "has no adapters" in fails(without_adapters, 2, capsys)
 
 
+@pytest.mark.slow
 def test_a_model_and_data_of_ones_own_are_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -235,6 +235,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_advice_is_followed(name: str) -> None:
     case = CASES[name]

@@ -739,6 +739,7 @@ APART += [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", APART, ids=lambda loss: loss.__name__)
 def test_a_loss_that_does_not_gives_no_alarm(loss: Loss) -> None:
     uses_all_rows = loss is with_all_rows
@@ -915,6 +916,7 @@ def weighed(out: jax.Array, batch: Batch) -> jp.Mean:
     return jp.Mean((errors * batch["mask"]).sum(), batch["mask"].sum())
 
 
+@pytest.mark.slow
 def test_batch_norm_of_a_mask_is_named_and_what_is_advised_works() -> None:
     """Flax averages means of unequal numbers of rows. The error advised "return jp.Mean", which a norm cannot do."""
     normed = lambda norm: jp.from_nnx(lambda rngs: Normed(norm, rngs), lambda net, batch: weighed(net(batch), batch))
@@ -932,6 +934,7 @@ def test_batch_norm_of_a_mask_is_named_and_what_is_advised_works() -> None:
 # -- messages, and when they come -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_may_couple_rows_is_a_warning() -> None:
     def opaque(w: jax.Array, batch: Batch) -> jax.Array:
         x = batch["x"] @ w
@@ -1133,6 +1136,7 @@ def test_places_that_are_alike_in_two_blocks_and_not_in_the_batch() -> None:
         assert f"{name} of places" in message
 
 
+@pytest.mark.slow
 def test_segments_that_may_be_of_several_rows_are_a_warning() -> None:
     words = "scatter-add of rows at computed indices"
     cases: list[tuple[Callable[[Any], Any], str]] = [(lambda row: row // 2, words), (lambda row: row % 8, words)]

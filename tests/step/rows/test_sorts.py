@@ -119,6 +119,7 @@ COUPLED: dict[str, Loss] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", APART)
 def test_sums_over_all_that_was_sorted_are_no_coupling(name: str) -> None:
     """Any sort over rows was refused, although a sum is the same in any order."""
@@ -126,6 +127,7 @@ def test_sums_over_all_that_was_sorted_are_no_coupling(name: str) -> None:
     assert not couples(APART[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_looks_at_an_order_is_a_coupling(name: str) -> None:
     kind, message = verdict_on(COUPLED[name])

@@ -276,6 +276,7 @@ def results() -> dict[str, tuple[Any, Any]]:
     )()
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("spelled")
 @pytest.mark.parametrize("fun", DESCRIPTIONS, ids=named)
 def test_it_is_taken(fun: Spelling, results: dict[str, tuple[Any, Any]]) -> None:
@@ -289,6 +290,7 @@ def test_it_is_taken(fun: Spelling, results: dict[str, tuple[Any, Any]]) -> None
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.slow
 def test_scores_in_float32_of_a_model_in_bfloat16_are_taken() -> None:
     assert [*spelled(jx.trace(in_float32, *arrays()[:3])[0], {}).taken.values()] == ["causal"]
     gradients = []
@@ -672,6 +674,7 @@ WAYS = ("ring", "ulysses", "usp", "gather")
 REFUSED = {rows_and_heads_in_one_dim: ("ulysses", "usp"), one_key_head: ("usp",)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fun", "ways"),
     [
@@ -771,6 +774,7 @@ CELLS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "text"), CELLS)
 def test_it_goes_by_any_way(name: str, text: str) -> None:
     cells.check_cell(name, text)
