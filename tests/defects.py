@@ -75,7 +75,7 @@ DEFECTS = (
            "part[::-1] if c % 2 else part", "part",
            "The odd chunks of a V lie in the order of a loop."),
     Defect("box-turned", "layout/boxes.py", "layout/test_boxes.py",
-           "stage_of(\"V\", form.turned, rank, chunk) * stage_size", "(chunk * form.turned + rank) * stage_size",
+           "stage_of(\"V\", form.v_ranks, rank, chunk) * stage_size", "(chunk * form.v_ranks + rank) * stage_size",
            "A checkpoint has the odd chunks of a V in the order of a loop."),
     Defect("box-padding", "layout/boxes.py", "layout/test_boxes.py",
            "start, stop = layer, min(layer + count, form.layers)", "start, stop = layer, layer + count",

@@ -99,14 +99,14 @@ def _layer_runs(form: Staged, chunk: int, first: int, last: int) -> Iterator[tup
       (position, count, layer): `count` layers from `layer` on are stored from `position` on.
     """
     chunk_size = form.held[-1]
-    if not form.turned or chunk % 2 == 0:
+    if not form.v_ranks or chunk % 2 == 0:
         yield first, last - first, chunk * chunk_size + first
         return
     # In a V, the ranks hold the stages of an odd chunk in reverse order, so that each rank starts a new run.
-    stage_size = chunk_size // form.turned
+    stage_size = chunk_size // form.v_ranks
     for rank in range(first // stage_size, -(-last // stage_size)):
         start, stop = max(first, rank * stage_size), min(last, (rank + 1) * stage_size)
-        first_layer = stage_of("V", form.turned, rank, chunk) * stage_size
+        first_layer = stage_of("V", form.v_ranks, rank, chunk) * stage_size
         yield start, stop - start, first_layer + start - rank * stage_size
 
 

@@ -65,14 +65,14 @@ class Staged:
         is over `pipe`.
       dim: the dim of layers in the model's own leaf, 1 after `nn.scan(variable_axes={"params": 1})`; None if the model
         has a leaf for each layer, in a Python loop.
-      turned: the number of ranks of a V, which holds odd chunks in reverse order of the ranks; 0 if every chunk begins
-        on the first rank.
+      v_ranks: the number of ranks of placement "V", in whose odd chunks stages run from the last rank to the first; 0
+        for placement "loop", where every chunk runs from the first rank to the last (`stage_of`).
     """
 
     layers: int
     held: tuple[int, ...]
     dim: int | None = 0
-    turned: int = 0
+    v_ranks: int = 0
 
     @property
     def chunks(self) -> int:
@@ -83,7 +83,7 @@ class Staged:
         """Convert complete stages [*held, ...] to layers in the order of the model, [layers, ...]."""
         if self.held == (self.layers,):
             return x
-        return self._turn(x).reshape(-1, *x.shape[len(self.held) :])[: self.layers]
+        return self._reverse_odd_chunks(x).reshape(-1, *x.shape[len(self.held) :])[: self.layers]
 
     def in_stages(self, x: jax.Array) -> jax.Array:
         """Convert layers in order [layers, ...] to complete stages [*held, ...]; inverse of `in_order`."""
@@ -91,14 +91,14 @@ class Staged:
             return x
         # Zeros follow the last layer, so that all stages have the same number of layers.
         widths = [(0, math.prod(self.held) - self.layers)] + [(0, 0)] * (x.ndim - 1)
-        return self._turn(jnp.pad(x, widths).reshape(*self.held, *x.shape[1:]))
+        return self._reverse_odd_chunks(jnp.pad(x, widths).reshape(*self.held, *x.shape[1:]))
 
-    def _turn(self, x: jax.Array) -> jax.Array:
-        """Convert stages [*held, ...] between the order of the ranks and the order of the layers; its own inverse."""
-        if not self.turned:
+    def _reverse_odd_chunks(self, x: jax.Array) -> jax.Array:
+        """Reverse the order of the ranks in the odd chunks of a V, in stages [*held, ...]; its own inverse."""
+        if not self.v_ranks:
             return x
-        # [chunks, ranks, layers per stage, ...]: an odd chunk of a V visits the ranks from last to first.
-        stages = x.reshape(self.chunks, self.turned, -1, *x.shape[2:])
+        # [chunks, ranks, layers per stage, ...]. Rank s of p holds stages s and 2 p - 1 - s, as `stage_of` says.
+        stages = x.reshape(self.chunks, self.v_ranks, -1, *x.shape[2:])
         return jnp.stack([part[::-1] if c % 2 else part for c, part in enumerate(stages)]).reshape(x.shape)
 
     def own(self, x: jax.Array) -> list[jax.Array]:

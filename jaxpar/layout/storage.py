@@ -314,14 +314,14 @@ def _place_rows(
     candidates = [(row.path, row.shape, row.rolled) for row in layers_first if others.get(row.path) != 0]
     staged_paths = own_leaves(candidates) if pipe.ranks > 1 else frozenset()
     # With a single chunk, a V and a loop store layers in the same order.
-    turned = pipe.ranks if pipe.turns and pipe.chunks > 1 else 0
+    v_ranks = pipe.ranks if pipe.turns and pipe.chunks > 1 else 0
     leaves: list[Leaf] = []
     for row, front_row, swap in zip(rows, layers_first, swapped, strict=True):
         if row.path not in staged_paths:
             leaves.append(row.placed(sharing, Stacked() if row.rolled else Whole(), swap))
             continue
         num_layers = front_row.shape[0]
-        form = Staged(num_layers, pipe.held(num_layers), None if row.rolled else int(swap), turned)
+        form = Staged(num_layers, pipe.held(num_layers), None if row.rolled else int(swap), v_ranks)
         leaves.append(front_row.placed(sharing, form))
     return leaves
 

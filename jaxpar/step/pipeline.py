@@ -3,7 +3,7 @@
 Three engines run a schedule. `Piped.pipeline` chooses among them and says what each tick reads:
 
     Pipeline       all ranks run the same operation in a tick, so that collectives within a stage need no branch
-    Slots          ranks run different operations in a slot, by `lax.switch`
+    Slots          ranks run different operations in a slot, by loops of one iteration or none
     FlatPipeline   the stages are parts of any program, without a stack of layers
 """
 

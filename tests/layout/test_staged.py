@@ -19,7 +19,7 @@ def test_layers_are_stored_where_stage_of_says(
     """The order of a V was written in four places, and no test compared them."""
     layers = ranks * chunks * stage_size - padding
     stored_dims = (chunks, ranks * stage_size) if chunks > 1 else (ranks * stage_size,)
-    form = Staged(layers, stored_dims, turned=ranks if placement == "V" else 0)
+    form = Staged(layers, stored_dims, v_ranks=ranks if placement == "V" else 0)
     x = jnp.arange(1, layers + 1)
     staged = form.in_stages(x)
     np.testing.assert_array_equal(form.in_order(staged), x)

@@ -223,7 +223,7 @@ class Cut:
             # Pad with copies of the last layer's slice: padded layers compute too, and must not make NaN.
             if self.padding:
                 x = jnp.concatenate([x, jnp.repeat(x[-1:], self.padding, axis=0)])
-            return lax.dynamic_slice_in_dim(x, self._first_layer(op), self.layers_per_chunk, axis=0)
+            return lax.dynamic_slice_in_dim(x, self._chunk_start(op), self.layers_per_chunk, axis=0)
 
         return consts, init, [chunk_slice(x) for x in xs]
 
@@ -231,7 +231,7 @@ class Cut:
         """Return the stage of this rank's chunk."""
         return stage_of(self.schedule.placement, self.schedule.ranks, lax.axis_index(AXIS), op["chunk"])
 
-    def _first_layer(self, op: Any) -> jax.Array:
+    def _chunk_start(self, op: Any) -> jax.Array:
         """Return the first layer of this rank's chunk, as a number in the stack."""
         return self._stage(op) * self.layers_per_chunk
 
@@ -243,7 +243,7 @@ class Cut:
     def _is_layer(self, op: Any) -> jax.Array | None:
         """Return the mask of the chunk's layers that belong to the model, not to padding; None if all do."""
         # Padding is at the end of the stack, in the last chunks.
-        return self._first_layer(op) + jnp.arange(self.layers_per_chunk) < self.stack.length if self.padding else None
+        return self._chunk_start(op) + jnp.arange(self.layers_per_chunk) < self.stack.length if self.padding else None
 
     def pad_by_layer(self, message: Message) -> Message:
         """Return a message whose outputs by layer have room for the layers of all chunks, padding included."""

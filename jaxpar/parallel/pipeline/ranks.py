@@ -71,8 +71,9 @@ class Engine(Cut):
       program: the loss on the rows of one microbatch.
       schedule: its schedule.
       access: how parameters are fetched and gradients given (`unstaged_params.py`).
-      leaves: this rank's leaves. Leaves of stages are the rank's layers, chunk by chunk, on dim 0. Other leaves are
-        stored as the strategy stores them, or whole if they were fetched before the first tick.
+      leaves: this rank's leaves. Leaves of stages are the rank's layers, chunk by chunk, on dim 0, in the order of
+        `Staged.in_stages`. Other leaves are as the strategy stores them, or whole if they were fetched before the
+        first tick.
       values: `values(microbatch)` returns the values of the program's inputs.
       summed: positions of the outputs that are summed over microbatches.
       seeds: cotangents of outputs, by position; None for a forward pass alone (under `schedule.forwards`).
@@ -159,7 +160,7 @@ class Engine(Cut):
             for j, buffer in zip(self.by_layer_positions, message.by_layer, strict=True):
                 # The first stage has no stage before it: its message buffer holds another microbatch's values.
                 buffer = jnp.where(is_first, jnp.zeros_like(buffer), buffer)
-                by_layer.append(lax.dynamic_update_slice_in_dim(buffer, outputs[k + j], self._first_layer(op), axis=0))
+                by_layer.append(lax.dynamic_update_slice_in_dim(buffer, outputs[k + j], self._chunk_start(op), axis=0))
             return (Message(outputs[:k], by_layer), *rest)
 
         inputs = [*consts, *message.carry, *xs]
@@ -301,7 +302,7 @@ class Engine(Cut):
                 # The message has the cotangents of all layers. An output that nothing reads after the stack has none.
                 shape = (self.layers_per_chunk, *v.aval.shape[1:])
                 chunk_cts.append(
-                    lax.dynamic_slice_in_dim(cts_by_layer[j], self._first_layer(op), self.layers_per_chunk, axis=0)
+                    lax.dynamic_slice_in_dim(cts_by_layer[j], self._chunk_start(op), self.layers_per_chunk, axis=0)
                     if j in cts_by_layer
                     else jnp.zeros(shape, v.aval.dtype)
                 )
@@ -337,6 +338,6 @@ class Engine(Cut):
             else:
                 # [layers of the stack, ...], with this chunk's layers filled in and the padding cut off.
                 all_layers = jnp.zeros((stack.length + self.padding, *ct.shape[1:]), ct.dtype)
-                all_layers = lax.dynamic_update_slice_in_dim(all_layers, ct, self._first_layer(op), axis=0)
+                all_layers = lax.dynamic_update_slice_in_dim(all_layers, ct, self._chunk_start(op), axis=0)
                 add(atom, all_layers[: stack.length], op["valid"])
         return cts_by_variable

@@ -240,7 +240,7 @@ class Schedule:
 
     @property
     def placement(self) -> Placement:
-        """Return the stages of rank s: stage c p + s for chunk c ("loop"), or stages s and 2 p - 1 - s ("V")."""
+        """Return how stages are dealt to ranks: rank s has stages c p + s ("loop"), or s and 2 p - 1 - s ("V")."""
         return self.given.placement if self.given else self._recipe.placement
 
     @property

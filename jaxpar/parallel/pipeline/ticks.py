@@ -1,6 +1,7 @@
 """The engine of schedules in lockstep: all ranks run the same operations in a tick, on different microbatches.
 
-GPipe (Huang et al. 2019) and 1F1B (Narayanan et al. 2021, Megatron-LM) are such schedules.
+GPipe (Huang et al. 2019) and 1F1B (Narayanan et al. 2021, Megatron-LM) are such schedules. `slots.py` runs
+the others (`Schedule.branches`), in which ranks do different operations at the same time: zero bubble, the V shapes.
 
     1F1B, 2 ranks, 3 microbatches
 

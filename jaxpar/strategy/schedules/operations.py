@@ -60,6 +60,9 @@ def stage_of(placement: Placement, ranks: int, rank: Any, chunk: Any) -> Any:
     "loop": chunk c of rank s is stage c p + s (Narayanan et al. 2021, section 2.2.2). "V": odd chunks run backwards
     through the ranks, so that rank s holds stages s and 2 p - 1 - s (Qi et al. 2023, section 6).
 
+    The parameters are stored in this order by `Staged` (`layout/leaves.py`), and checkpoints read them by it
+    (`layout/boxes.py`).
+
     Args:
       placement: "loop" or "V".
       ranks: p, the number of ranks.
