@@ -3,7 +3,9 @@
 With R replicas and m microbatches per replica, the loss of the batch is total/count, where both are sums over all
 R m blocks of rows. Its gradient is a sum over blocks too:
 
-    grad = sum_blocks  d total_block / d params  *  seed,      seed = 1 / sum_blocks count_block
+    grad = sum_blocks  d total_block / d params  *  seed,      seed = scale / sum_blocks count_block
+
+where `scale` is 1, but for the loss scale of float16.
 
 `Local.gradients` computes it in this order:
 
