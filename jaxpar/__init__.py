@@ -4,6 +4,7 @@
 the rooms that it uses.
 """
 
+import importlib.util
 import sys
 from typing import Any
 
@@ -27,7 +28,12 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, and say what to use instead of a name that was removed."""
     if says := removed(f"jp.{name}"):
         raise ImportError(says)  # of an AttributeError `from jaxpar import name` does not show the text
-    return _imported(name)
+    if name in __all__:
+        return _imported(name)
+    # A room, as in `jp.data.Rows`, which works in other packages once any part of the room is imported.
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -140,6 +140,16 @@ def test_a_step_loads_no_reports() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
+def test_rooms_are_attributes_as_well() -> None:
+    """`jp.data.Rows` was an error until something had imported `jaxpar.data`."""
+    code = (
+        "import jaxpar as jp; print(jp.data.Rows.__name__, jp.models.named.__name__, hasattr(jp, 'nonsense'))\n"
+        "try: jp.nonsense\nexcept AttributeError as error: print(error)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown == "Rows named False\nmodule 'jaxpar' has no attribute 'nonsense'\n"
+
+
 def test_dir_shows_the_public_names_and_no_more() -> None:
     assert dir(jaxpar) == sorted([*jaxpar.__all__, "__version__"])
 
