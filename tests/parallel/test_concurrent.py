@@ -101,7 +101,7 @@ def test_evaluation_runs_them_so_too() -> None:
     [
         ("fsdp=8,concurrent=2", r"does not divide microbatches=1; use microbatches=2"),
         ("pipe=2,data=4,microbatches=4,concurrent=2", r"and pipe=2 does so too; leave one out"),
-        ("dp,microbatches=2,concurrent=2", r"beside server=True, .*; leave one out"),
+        ("dp,microbatches=2,concurrent=2", r"server=True sends between steps; leave one out"),
         ("fsdp=8,microbatches=2,concurrent=0", r"concurrent=0 is not a count"),
     ],
 )
