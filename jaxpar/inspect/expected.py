@@ -56,12 +56,8 @@ def expected(step: Step, batch: Any) -> Ledger:
     # The loss and every metric are sent as a sum and a count; the share of ids outside each limit (`local.ids`) is a
     # metric too. The backward divides by the loss's count, so that this count is also sent ahead of it.
     if sum_axes and rule.promise.sums:
-        sent.append(
-            _collective(
-                Sent("all-reduce", sum_axes, jnp.float32, 1, 2 * (first_rank_uses.num_metrics + len(step.local.ids))),
-                sizes,
-            )
-        )
+        elements = 2 * (first_rank_uses.num_metrics + len(step.local.ids))
+        sent.append(_collective(Sent("all-reduce", sum_axes, jnp.float32, 1, elements), sizes))
         if first_rank_uses.has_count and row_axes:
             sent.append(_collective(Sent("all-reduce", row_axes, jnp.float32, 1, 1), sizes))
     return Ledger(sent)
@@ -121,13 +117,11 @@ def _sent_between_stages(step: Step, leaf: Leaf, use_counts: UseCounts) -> Itera
     if leaf.layers is None:
         return
     (num_fetches, _), (num_gradients, _) = use_counts.fetches, use_counts.gradients
-    compute_dtype, reduce_dtype = step.policy.computed(leaf.dtype), step.policy.reduced(leaf.dtype)
     elements = math.prod(leaf.local.shape)
+    over_pipe = lambda kind, dtype, count: _collective(
+        Sent(kind, ("pipe",), dtype, count, count * elements), step.mesh.shape
+    )
     if num_fetches:
-        yield _collective(
-            Sent("all-gather", ("pipe",), compute_dtype, num_fetches, num_fetches * elements), step.mesh.shape
-        )
+        yield over_pipe("all-gather", step.policy.computed(leaf.dtype), num_fetches)
     if num_gradients and leaf.trainable:
-        yield _collective(
-            Sent("reduce-scatter", ("pipe",), reduce_dtype, num_gradients, num_gradients * elements), step.mesh.shape
-        )
+        yield over_pipe("reduce-scatter", step.policy.reduced(leaf.dtype), num_gradients)

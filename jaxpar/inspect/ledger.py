@@ -138,17 +138,8 @@ class Ledger(tuple[Collective, ...]):
         for collective in self:
             notes = " ".join(flag for flag in flags if getattr(collective, flag))
             count = "?" if collective.count is None else str(collective.count)
-            rows.append(
-                (
-                    collective.kind,
-                    "+".join(collective.axes),
-                    collective.dtype,
-                    count,
-                    f"{collective.bytes:,}",
-                    f"{collective.sent:,}",
-                    notes,
-                )
-            )
+            amounts = f"{collective.bytes:,}", f"{collective.sent:,}"
+            rows.append((collective.kind, "+".join(collective.axes), collective.dtype, count, *amounts, notes))
         return table(rows, "<<<>>><")
 
 
@@ -165,7 +156,9 @@ def collectives(operations: Sequence[Operation], nesting: Nesting) -> Iterator[C
             operations_until_done = itertools.takewhile(
                 functools.partial(operator.ne, Done(operation.name)), operations[position + 1 :]
             )
-            is_overlapped = not operation.waits and any(map(_has_kernels, operations_until_done))
+            is_overlapped = not operation.waits and any(
+                isinstance(inner, Kernel) and inner.computes for inner in with_inner(operations_until_done)
+            )
             start_nesting = dataclasses.replace(nesting, asynchronous=not operation.waits, overlapped=is_overlapped)
             yield from start_nesting.collectives(
                 operation.kind, operation.axes, operation.ranks, operation.buffers, operation.name
@@ -179,16 +172,14 @@ def collectives(operations: Sequence[Operation], nesting: Nesting) -> Iterator[C
         yield from nesting.branches([functools.partial(collectives, loops) for loops in loops_by_rank.values()])
 
 
-def _has_kernels(operation: Operation) -> bool:
-    """Return whether an operation, or one that it contains, is a kernel that computes."""
-    body = (
-        operation.body
-        if isinstance(operation, While)
-        else itertools.chain(*operation.branches)
-        if isinstance(operation, Choice)
-        else ()
-    )
-    return operation.computes if isinstance(operation, Kernel) else any(map(_has_kernels, body))
+def with_inner(operations: Iterable[Operation]) -> Iterator[Operation]:
+    """Yield operations, each followed by the operations inside it: those of a loop's body or of all branches."""
+    for operation in operations:
+        yield operation
+        if isinstance(operation, While):
+            yield from with_inner(operation.body)
+        elif isinstance(operation, Choice):
+            yield from with_inner(itertools.chain(*operation.branches))
 
 
 def _program_operations(

@@ -88,9 +88,6 @@ def saved(step: Step, batch: Any) -> int:
 
     It counts the forward of one microbatch, or of concurrent ones; for a pipeline, the capacity of its ring of slots.
     Nothing is compiled.
-
-    Args:
-      batch: arrays or `jax.ShapeDtypeStruct`.
     """
     if step.schedule is not None:
         return held_bytes(step, batch)
@@ -124,13 +121,7 @@ def in_flight(step: Step, batch: Any) -> tuple[int, int]:
 
 
 class ForwardCost(NamedTuple):
-    """The cost of a forward on a device.
-
-    Attributes:
-      flops: the FLOPs of its matrix products.
-      products: the number of its matrix products.
-      saved: the bytes that its backward needs.
-    """
+    """FLOPs and number of a forward's matrix products on a device, and the bytes that its backward needs."""
 
     flops: float
     products: int

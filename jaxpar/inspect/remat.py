@@ -5,7 +5,7 @@ Each value of a stack's layer is saved (s), recomputed (r), or with `offload` se
     cost      s  its bytes, for every layer
               r  the seconds of the equations that compute it from saved values
               h  none, while a layer's copies take no longer than its computation
-    choose    the fewest seconds whose bytes fit: a descent from each of three uniform choices (all s, all r, all h),
+    choose    the fewest seconds whose bytes fit: a descent from each uniform choice (all s, all r, all h),
               which changes one or two values at a time
     compile   compare the compiler's total with the budget, correct the bytes that "choose" may use, and repeat
 
@@ -81,10 +81,8 @@ class _Stack:
     """One stack's residuals, and the cost of choices for them in a step, over all its layers.
 
     Attributes:
-      residuals: the values of one layer.
       layers: the number of layers whose values a device stores at once; for a pipeline, in all its slots.
       runs: the number of layers that run in a step.
-      hardware: the device's numbers.
     """
 
     residuals: Residuals
@@ -165,10 +163,6 @@ def settle(step: AnyStep, batch: Any) -> AnyStep:
     """Return the step with the fastest choices whose compiled program fits `strategy.budget`; its `chosen` lists them.
 
     Compiles up to five programs, with `offload` ten. Nothing runs.
-
-    Args:
-      step: a step with remat="auto".
-      batch: arrays or `jax.ShapeDtypeStruct`.
 
     Raises:
       ValueError: no program fits. The message tells by how much, what uses the memory, and the nearest budget that
@@ -267,10 +261,7 @@ def _total_cost(stacks: Sequence[_Stack], choices: Sequence[str]) -> _Cost:
 def cheapest(stacks: Sequence[_Stack], device_room: float, host_room: float, letters: str) -> tuple[str, ...]:
     """Return the choices with the fewest seconds whose bytes fit; if none fit, the choices closest to fitting.
 
-    Args:
-      device_room: bytes available on the device.
-      host_room: bytes available on the host.
-      letters: the choices for each value, of "s", "r" and "h".
+    `letters` are the choices for each value, of "s", "r" and "h". Room is in bytes.
     """
 
     def rank(choices: tuple[str, ...]) -> tuple[float, float, int, int]:

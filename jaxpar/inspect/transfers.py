@@ -54,11 +54,7 @@ class Rehearsal:
         sent_bytes = [self._sent(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]
         # An array that moves no bytes is not counted as sent.
         self.transfers.append(Transfer(kind, what, sum(map(bool, sent_bytes)), self.expected[what], sum(sent_bytes)))
-        placed = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            for x, sharding in zip(leaves, shardings, strict=True)
-        ]
-        return jax.tree.unflatten(structure, placed)
+        return jax.tree.unflatten(structure, map(_placed, leaves, shardings))
 
     def run(self, name: str, program: Any, *args: Any) -> Any:
         """Compile a program; return the shapes and shardings of its results."""
@@ -66,11 +62,7 @@ class Rehearsal:
         # `lowering_platforms` takes "cuda" where `Device.platform` says "gpu".
         platform = {"gpu": "cuda"}.get(self.server.platform, self.server.platform)
         compiled = self.programs[name] = traced.lower(lowering_platforms=(platform,)).compile()
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            traced.out_info,
-            compiled.output_shardings,
-        )
+        return jax.tree.map(_placed, traced.out_info, compiled.output_shardings)
 
     def _sent(self, x: Any, target_sharding: Sharding) -> int:
         """Return the bytes that devices need under `target_sharding` and do not have yet.
@@ -115,6 +107,11 @@ def exchanges(step: ServerStep, batch: Any) -> dict[str, int]:
         if leaf.trainable
     )
     return exchanged(num_replicas, row_bytes, _bytes(broadcast_state), len(outputs[0]), grad_bytes)
+
+
+def _placed(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array that has this sharding."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _bytes(tree: Any) -> int:

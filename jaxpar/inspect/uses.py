@@ -72,9 +72,6 @@ class StepUses:
 def count(step: Step, traced: Traced) -> list[StepUses]:
     """Count the uses of parameters in one training step.
 
-    Args:
-      traced: its loss, traced for the shapes of a batch.
-
     Returns:
       One entry; where each rank of a pipeline has its own program, one entry for each rank.
     """
@@ -94,7 +91,6 @@ def _uses_of_leaf(step: Step, step_uses: StepUses, index: int, is_only_use: bool
     """Return the uses of one unit.
 
     Args:
-      step_uses: the uses of all units.
       index: the unit's position in `Storage.units`.
       is_only_use: whether the step uses the unit once.
       layer_dim: the dim along which the unit is cut into layers.
@@ -194,9 +190,9 @@ class _MarkingAccess(WholeAccess):
         return cotangent if sliced or leaf.layers is None else cotangent[: _num_layers(leaf)]
 
 
-def _markers(jaxpr: Any, num_runs_of_jaxpr: int = 1) -> Iterator[tuple[str, int, bool, int]]:
+def _markers(jaxpr: Any) -> Iterator[tuple[str, int, bool, int]]:
     """Yield every marker of a program as (kind, leaf's index, whether it is sliced, number of runs)."""
-    for eqn, num_runs in visit(opened(jaxpr)[0].eqns, times=num_runs_of_jaxpr):
+    for eqn, num_runs in visit(opened(jaxpr)[0].eqns):
         if eqn.primitive is _MARKER:
             yield eqn.params["what"], eqn.params["index"], eqn.params["sliced"], num_runs
 
@@ -326,9 +322,7 @@ def _num_reduce_scatters(leaf: Leaf, dim: int | None, num_shards: int, dtype: An
     """Return the number of reduce-scatters for one gradient: several if it is very large.
 
     Args:
-      leaf: the layout of the leaf.
       dim: the dim of its layers, for the gradient of one layer; None for the gradient of the whole leaf.
-      num_shards: the number of shards.
       dtype: the dtype in which the gradient is computed.
       reduce_dtype: the dtype in which it is reduced.
     """

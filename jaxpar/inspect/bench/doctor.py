@@ -1,8 +1,7 @@
 """`jaxpar doctor`: checks of hosts, devices and network before a run begins, with a plain reason for whatever is wrong.
 
 Every process examines its own host and publishes the result in JAX's key-value store, which needs no device. So all
-processes come to the same findings. Only the check of collectives uses devices. It comes last: if it hangs, the other
-findings have been printed.
+processes come to the same findings. Only the check of collectives uses devices.
 """
 
 import functools
@@ -53,14 +52,7 @@ wall_clock = time.time
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of one check.
-
-    Attributes:
-      name: the name of the check.
-      found: what was found.
-      wrong: the problem; "" if there is none.
-      hint: what to try, if something is wrong.
-    """
+    """The result of the check `name`: what it found, what is wrong ("" if nothing is), and what to try."""
 
     name: str
     found: str
@@ -83,10 +75,6 @@ class ProcessGroup:
 
     Args:
       seconds: how long to wait for a value before `Silent` is raised.
-
-    Attributes:
-      count: the number of processes.
-      index: this process's index.
     """
 
     def __init__(self, seconds: float = 60.0):
@@ -189,14 +177,12 @@ def check_versions(versions_by_process: Sequence[Mapping[str, str]], labels: Seq
 def local_device_info() -> dict[str, Any]:
     """Return this process's devices, and whether there is an NVIDIA GPU."""
     devices = jax.local_devices()
-    memory_bytes = (devices[0].memory_stats() or {}).get("bytes_limit")
-    has_gpu = _DRIVER.exists() or Path("/dev/nvidia0").exists()
     return {
         "kind": devices[0].device_kind,
         "platform": devices[0].platform,
         "count": len(devices),
-        "memory": memory_bytes,
-        "gpu": has_gpu,
+        "memory": (devices[0].memory_stats() or {}).get("bytes_limit"),
+        "gpu": _DRIVER.exists() or Path("/dev/nvidia0").exists(),
     }
 
 

@@ -125,10 +125,8 @@ class RowCheck:
     def __str__(self) -> str:
         verdict = "are COUPLED" if self.coupled else "are independent" if self.ok else "may still be coupled"
         groups = f", but for groups of {self.group}, which no block parts" * (self.group > 1 and not self.coupled)
-        summary = [f"rows {verdict}{groups}: {self.blocks}, {self.evaluations} evaluations of the gradients"]
-        return "\n- ".join(
-            [*summary, *map(str, self.dealings), *(f"not judged: {unjudged_item}" for unjudged_item in self.unjudged)]
-        )
+        summary = f"rows {verdict}{groups}: {self.blocks}, {self.evaluations} evaluations of the gradients"
+        return "\n- ".join([summary, *map(str, self.dealings), *(f"not judged: {reason}" for reason in self.unjudged)])
 
 
 def check_rows(step: Step, state: State, batch: Any) -> RowCheck:
@@ -289,13 +287,12 @@ def _perturbed(state: State, epsilon: float) -> State:
 
     def change(leaves: list[jax.Array]) -> list[jax.Array]:
         keys = jax.random.split(jax.random.key(0), len(leaves))
-        factors = [
+        factors = (
             1 + epsilon * jax.random.uniform(key, x.shape, minval=-1) for key, x in zip(keys, leaves, strict=True)
-        ]
-        is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+        )
         return [
-            (x * factor).astype(x.dtype) if is_floating else x
-            for x, factor, is_floating in zip(leaves, factors, is_float, strict=True)
+            (x * factor).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+            for x, factor in zip(leaves, factors, strict=True)
         ]
 
     leaves, tree = jax.tree.flatten((state.params, state.copy))

@@ -118,9 +118,10 @@ def _state_findings(step: Step, batch: Any, compiled: jax.stages.Compiled) -> It
     )
     memory: Any = compiled.memory_analysis()
     argument_bytes = memory.argument_size_in_bytes + memory.host_argument_size_in_bytes
-    verdict, note = _verdict(argument_bytes, 0.995 * promised_bytes - SCALARS, 1.005 * promised_bytes + SCALARS)
+    verdict = _verdict(argument_bytes, 0.995 * promised_bytes - SCALARS, 1.005 * promised_bytes + SCALARS)
     hint = "the compiler's arguments are not the state and this device's rows; see compiled.memory_analysis()"
-    yield Finding("arguments", "state and rows", promised_bytes, argument_bytes, verdict, note and hint)
+    note = "" if verdict == "ok" else hint
+    yield Finding("arguments", "state and rows", promised_bytes, argument_bytes, verdict, note)
 
 
 def _local_bytes(x: Any, sharding: Any) -> int:
@@ -129,30 +130,22 @@ def _local_bytes(x: Any, sharding: Any) -> int:
 
 
 def _array_finding(step: Step, holding: Holding, side: str, local_bytes: int) -> Finding:
-    """Return the finding of one array of the state.
-
-    Args:
-      holding: the bytes that a device should store.
-      side: "enters" or "leaves": the end of the step at which `local_bytes` are stored.
-      local_bytes: the bytes that a device stores.
-    """
+    """Return the finding of one array, of which a device stores `local_bytes` as it "enters" or "leaves" the step."""
+    verdict: Verdict = "ok"
     note = ""
     if local_bytes > 1.005 * holding.bytes:  # too large: the sharding is missing
         factor = local_bytes / max(holding.bytes, 1)
+        verdict = "MISSING"
         note = f"it {side} the step {factor:.3g} times as large as its shard; print(step.layout) has its spec, and why"
-        return Finding("state", f"{holding.kind} {holding.path}", holding.bytes, local_bytes, "MISSING", note)
-    if local_bytes < 0.995 * holding.bytes:
+    elif local_bytes < 0.995 * holding.bytes:
+        verdict = "UNPROMISED"
         note = f"it {side} the step in shards that {step.strategy} does not have; print(step.layout) has its spec"
-    return Finding(
-        "state", f"{holding.kind} {holding.path}", holding.bytes, local_bytes, "UNPROMISED" if note else "ok", note
-    )
+    return Finding("state", f"{holding.kind} {holding.path}", holding.bytes, local_bytes, verdict, note)
 
 
-def _verdict(num_bytes: float, lowest: float, highest: float) -> tuple[Verdict, str]:
-    """Compare bytes with their bounds; return the verdict and a note, "" if they lie within."""
-    if num_bytes < lowest:
-        return "MISSING", "less than promised"
-    return ("UNPROMISED", "more than promised") if num_bytes > highest else ("ok", "")
+def _verdict(num_bytes: float, lowest: float, highest: float) -> Verdict:
+    """Compare bytes with their bounds."""
+    return "MISSING" if num_bytes < lowest else "UNPROMISED" if num_bytes > highest else "ok"
 
 
 def _layer_findings(step: Step, batch: Any) -> Iterator[Finding]:
@@ -232,7 +225,7 @@ def _compiled_findings(step: Step, closed: Ledger, programs: Sequence[Executable
         )
         limits = bounds(step, kind, promised, one_layer)
         sent = sum(collective.bytes for collective in compiled_collectives)
-        verdict, _ = _verdict(sent, limits.lowest, limits.highest)
+        verdict = _verdict(sent, limits.lowest, limits.highest)
         note, moves_of_key = "", ()
         if verdict == "MISSING":
             note = (
@@ -326,14 +319,14 @@ def _server_findings(step: ServerStep, batch: Any) -> Iterator[Finding]:
     """Yield the findings about a central server: its exchanges, the replicas' programs, and the server's state."""
     rehearsal = rehearse(step, batch)
     for transfer in rehearsal.transfers:
-        verdict, note = _verdict(transfer.found, transfer.expected, transfer.expected)
-        note = note and "a central server passes on neither more nor less; see parallel/data/server.py"
+        verdict = _verdict(transfer.found, transfer.expected, transfer.expected)
+        hint = "a central server passes on neither more nor less; see parallel/data/server.py"
+        note = "" if verdict == "ok" else hint
         yield Finding(
             "exchanges", f"{transfer.kind} of {transfer.what}", transfer.expected, transfer.found, verdict, note
         )
     # Replicas may send what the model itself writes, in two programs: forward and backward.
-    texts = [rehearsal.programs[name].as_text() or "" for name in OF_REPLICAS]
-    programs = [Executable(text, step.mesh) for text in texts]
+    programs = [Executable(rehearsal.programs[name].as_text() or "", step.mesh) for name in OF_REPLICAS]
     # The closed form of a server has only the model's own collectives, such as BatchNorm's.
     yield from _compiled_findings(step, expected(step, batch), programs, step.trace(batch))
     # At home, on the server, every array is whole and on one device.
@@ -341,12 +334,6 @@ def _server_findings(step: ServerStep, batch: Any) -> Iterator[Finding]:
     arrays = jax.tree.leaves((state.params, state.optimizer))
     for holding, array in zip(shares(step, state), arrays, strict=True):
         server_bytes = _local_bytes(array, array.sharding) * len(array.sharding.device_set)
-        verdict, note = _verdict(server_bytes, holding.bytes, holding.bytes)
-        yield Finding(
-            "state",
-            f"{holding.kind} {holding.path}",
-            holding.bytes,
-            server_bytes,
-            verdict,
-            note and "the server has it",
-        )
+        verdict = _verdict(server_bytes, holding.bytes, holding.bytes)
+        note = "" if verdict == "ok" else "the server has it"
+        yield Finding("state", f"{holding.kind} {holding.path}", holding.bytes, server_bytes, verdict, note)

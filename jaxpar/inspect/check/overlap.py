@@ -25,7 +25,7 @@ from ..step_view import StepView as Step
 from .proof import Finding
 
 # The largest exposed seconds that keep the promise.
-WAITS = 0.1  # one collective of parameters or gradients: this share of its seconds
+WAITS = 0.1  # one collective: this share of its seconds
 OF_ACTIVATIONS = 0.5  # all collectives of activations over an axis together: this share of their seconds
 SMALL = 0.01  # all collectives of a kind over an axis together: this share of the step's seconds
 _ACTIVATIONS = "activations"
@@ -60,14 +60,8 @@ def hardware_of(step: Step) -> Hardware:
 def hidden(step: Step, batch: Any, program: Executable, hardware: Hardware) -> Iterator[Finding]:
     """Yield a finding for each kind and axes of collectives that should overlap, and one for each that does not.
 
-    A finding's amounts are the bytes that a device sends, and the bytes that it sends while kernels run.
-
-    Args:
-      batch: arrays or `jax.ShapeDtypeStruct`.
-      hardware: the numbers of its devices.
-
-    Raises:
-      ValueError: as `predict`.
+    A finding's amounts are the bytes that a device sends, and the bytes that it sends while kernels run. Raises
+    ValueError as `predict` does.
     """
     prediction = predict(program, step, batch, hardware)
     groups: dict[str, list[Part]] = {}
@@ -129,15 +123,14 @@ def _leaves_of_collective(step: Step, batch: Any, instruction: Instruction) -> s
     """Return the paths of stacked leaves whose layer has the shape of the collective's largest array; "" for none."""
     units = step.layout.storage.units
     largest_shape = max((dims for _, dims in arrays(instruction.shape)), key=math.prod)
-    matching_slices = {}
+    paths = []
     for layer_slice in (layer_slice for stack in step.traced(batch).program.stacks for layer_slice in stack.slices):
-        layer_shape = [
-            dim_size for dim, dim_size in enumerate(units[layer_slice.leaf].local.stored) if dim != layer_slice.dim
-        ]
+        leaf = units[layer_slice.leaf]
+        layer_shape = [dim_size for dim, dim_size in enumerate(leaf.local.stored) if dim != layer_slice.dim]
         # A gathered array has the sharded dim first, so the order of dims does not count.
         if sorted(layer_shape) == sorted(largest_shape):
-            matching_slices[units[layer_slice.leaf].path] = layer_slice
-    return few(list(matching_slices))
+            paths.append(leaf.path)
+    return few(list(dict.fromkeys(paths)))
 
 
 def _milliseconds(seconds: float) -> str:
@@ -146,13 +139,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _cause_and_hint(step: Step, part: Part, leaf_paths: str, line: str) -> str:
-    """Return why a collective is exposed, and what to try.
-
-    Args:
-      part: the collective.
-      leaf_paths: the paths of its leaves, "" if unknown.
-      line: its source line, "" if unknown.
-    """
+    """Return why a collective is exposed, and what to try; its leaves and its source line are "" if unknown."""
     if not part.asynchronous:
         cause = "it is synchronous"
     elif part.exposed > 0.99 * part.seconds:

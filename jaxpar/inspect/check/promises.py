@@ -55,9 +55,6 @@ def shares(step: Step, state: Any) -> list[Holding]:
     The rule's promise tells which trees `fsdp` shards (`Promise.holds`). Where a copy in low precision is stored, the
     float32 masters belong to the optimizer. `pipe` splits the layers, `tensor` the leaves that its rules name. A leaf
     that the layout reports as too small to be sharded is stored whole.
-
-    Args:
-      state: its state, as arrays or `jax.ShapeDtypeStruct`.
     """
     holds, sizes = rule_of(step.strategy).promise.holds, step.mesh.shape
     leaves, storage = step.layout.leaves, step.layout.storage
@@ -137,7 +134,6 @@ def gathered_weights(jaxpr: Any, leaves: int, axis: str = "tensor") -> dict[str,
     Ranks of `tensor` compute with their parts of the weights (Shoeybi et al. 2019, section 3), so there should be none.
 
     Args:
-      jaxpr: the step's program.
       leaves: the number of leaves. They are the first inputs of the first `shard_map`, after the token on CPU devices.
 
     Returns:

@@ -27,7 +27,7 @@ def checksums(mesh: Mesh, specs: Sequence[PartitionSpec]) -> Callable[[Sequence[
 
     Returns:
       A function from arrays to uint32 [devices of the mesh, arrays], the same on every host. A row depends only on what
-      one device stores. A change of one element always changes the checksum.
+      one device stores. A change of one word of at most 4 bytes, such as a float32, always changes the checksum.
     """
     row_per_device, replicated = PartitionSpec(tuple(mesh.axis_names)), NamedSharding(mesh, PartitionSpec())
 
@@ -50,8 +50,7 @@ def differing(tree: Any, sums: np.ndarray, mesh: Mesh) -> str:
 
     Args:
       tree: arrays, or anything with shapes and shardings.
-      sums: `checksums` of its leaves, [devices, leaves].
-      mesh: the mesh of the checksums.
+      sums: `checksums` of its leaves, [devices of the mesh, leaves].
     """
     devices, differing_arrays, odd_devices = list(mesh.devices.flat), list[str](), ""
     device_name = lambda device: f"device {device.id} of process {device.process_index}"

@@ -136,20 +136,10 @@ def moves(step: Step, program: Executable, jaxpr: Any, min_bytes: int) -> list[M
             # for example). Then the shape itself may tell the leaf.
             if not leaf or math.prod(leaves[leaf].stored) % math.prod(shape):
                 path, leaf = ("", shape_leaves) if (shape_leaves := _leaves_of_shape(step, shape)) else (path, leaf)
-            move = Move(
-                kind,
-                axes,
-                shape,
-                num_bytes,
-                1,
-                leaf,
-                named_instruction.source.rpartition("/")[2],
-                module.line(named_instruction),
-                path,
-            )
-            all_moves.append(
-                dataclasses.replace(move, involuntary=kind == "all-gather" and only_cut(module, users, instruction))
-            )
+            operation, line = named_instruction.source.rpartition("/")[2], module.line(named_instruction)
+            involuntary = kind == "all-gather" and only_cut(module, users, instruction)
+            move = Move(kind, axes, shape, num_bytes, 1, leaf, operation, line, path, involuntary=involuntary)
+            all_moves.append(move)
     # 3. The line that asked for another sharding, and the spec that would avoid the move. Equal moves are counted.
     requested = _requested_specs(step, jaxpr) if all_moves else {}
     counts = collections.Counter(
@@ -198,18 +188,11 @@ def _at_needing_operation(move: Move, all_moves: Sequence[Move]) -> Move:
     XLA may move an array ahead of an elementwise operation whose result goes to another operation that needs more than
     a shard. Then the latter is named.
     """
-    elementwise, leaf_and_axes = _ELEMENTWISE, (move.leaf, move.axes)
-    # Only moves of the same parameter over the same axes belong together.
-    if not move.leaf or move.involuntary or move.operation not in elementwise:
+    if not move.leaf or move.involuntary or move.operation not in _ELEMENTWISE:
         return move
-    needing_move = next(
-        (
-            candidate
-            for candidate in all_moves
-            if (candidate.leaf, candidate.axes) == leaf_and_axes and candidate.operation not in elementwise
-        ),
-        move,
-    )
+    # Only moves of the same parameter over the same axes belong together.
+    related_moves = (other for other in all_moves if (other.leaf, other.axes) == (move.leaf, move.axes))
+    needing_move = next((other for other in related_moves if other.operation not in _ELEMENTWISE), move)
     return dataclasses.replace(move, operation=needing_move.operation, source=needing_move.source)
 
 
@@ -241,8 +224,8 @@ def _with_suggested_spec(step: Step, move: Move) -> Move:
 
 def _optimizer_specs(step: Step) -> dict[str, PartitionSpec]:
     """Return the specs of the optimizer's arrays by path."""
-    arrays = jax.tree_util.tree_leaves_with_path(step.abstract_state().optimizer)
-    return {f"optimizer/{name_of(path)}": array.sharding.spec for path, array in arrays}
+    leaves = jax.tree_util.tree_leaves_with_path(step.abstract_state().optimizer)
+    return {f"optimizer/{name_of(path)}": array.sharding.spec for path, array in leaves}
 
 
 def _spec_text(spec: PartitionSpec) -> str:
@@ -281,9 +264,9 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
-def as_spec(named: Sequence[Sequence[str]]) -> PartitionSpec:
+def as_spec(axes_by_dim: Sequence[Sequence[str]]) -> PartitionSpec:
     """Return a spec from the axes of each dim."""
-    entries: list[Any] = [None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in named]
+    entries: list[Any] = [None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in axes_by_dim]
     # P('fsdp') and P('fsdp', None) are the same sharding, but need not compare equal.
     while entries and entries[-1] is None:
         entries.pop()
@@ -345,17 +328,13 @@ def _leaves_of_shape(step: Step, shape: tuple[int, ...]) -> str:
 
     At most three leaves are returned, joined by " or "; "" if there are none, or more.
     """
-    leaves = step.layout.leaves
-    exact_matches = [leaf.path for leaf in leaves if shape in (leaf.shape, leaf.stored)]
-    shards = {
-        leaf.path: step.layout.sharding(step.layout.spec(leaf, "optimizer")).shard_shape(leaf.stored) for leaf in leaves
-    }
+    layout = step.layout
+    exact_matches = [leaf.path for leaf in layout.leaves if shape in (leaf.shape, leaf.stored)]
     # Only one leaf of this very shape is unambiguous.
-    candidates = (
-        exact_matches
-        if len(exact_matches) == 1
-        else [path for path, shard in shards.items() if _is_recut(shape, shard)]
-    )
+    if len(exact_matches) == 1:
+        return exact_matches[0]
+    shard_shape = lambda leaf: layout.sharding(layout.spec(leaf, "optimizer")).shard_shape(leaf.stored)
+    candidates = [leaf.path for leaf in layout.leaves if _is_recut(shape, shard_shape(leaf))]
     return " or ".join(candidates) if len(candidates) <= 3 else ""
 
 
@@ -378,21 +357,17 @@ def _source_leaf(
     # Breadth-first search through the operands.
     level, visited = [instruction.name], set()
     while level:
-        level_instructions = [instructions[name] for name in level]
-        for instruction_of_level in level_instructions:
+        frontier = [instructions[name] for name in level]
+        for candidate in frontier:
             # JAX names arguments like state.optimizer[0].mu['head']['kernel'].
-            name = instruction_of_level.source.replace("\\", "") if instruction_of_level.opcode == "parameter" else ""
+            name = candidate.source.replace("\\", "") if candidate.opcode == "parameter" else ""
             state_path = "/".join(re.findall(r"(?<=\[')[^']*|\w+", name))
             if leaf_path := next(
                 (path for path in paths if state_path.startswith("state/") and state_path.endswith(f"/{path}")), ""
             ):
                 return state_path.removeprefix("state/"), leaf_path
         visited.update(level)
-        operands = dict.fromkeys(
-            name
-            for instruction_of_level in level_instructions
-            for name in _source_operands(instructions, instruction_of_level)
-        )
+        operands = dict.fromkeys(name for candidate in frontier for name in _source_operands(instructions, candidate))
         level = [name for name in operands if name in instructions and name not in visited]
     return "", ""
 

@@ -247,7 +247,7 @@ def _values_table(values: Sequence[ChosenValue]) -> str:
     for value in large:
         line = value.where.rpartition("/")[2].partition(" ")[0]
         rows.append([value.what, line, size(value.bytes), value.choice, f"{1e3 * value.seconds:.2f}"])
-    small_bytes = sum(value.bytes for value in values) - sum(value.bytes for value in large)
+    small_bytes = total - sum(value.bytes for value in large)
     return table([*rows, ["smaller ones", "", size(small_bytes), "save", ""]], "<<><>", cut=0)
 
 
@@ -288,18 +288,9 @@ def ledger_table(ledger: Ledger, across: frozenset[tuple[str, ...]] | None) -> s
         reach = "?" if across is None else "across" if axes in across else "inside"
         counts = [collective.count for collective in group]
         count_text = "?" if None in counts else str(sum(count or 0 for count in counts))
-        rows.append(
-            [
-                kind,
-                "+".join(axes),
-                dtype,
-                count_text,
-                size(sum(collective.bytes for collective in group)),
-                size(total),
-                reach,
-                hidden_share,
-            ]
-        )
+        buffer_bytes = sum(collective.bytes for collective in group)
+        amounts = size(buffer_bytes), size(total)
+        rows.append([kind, "+".join(axes), dtype, count_text, *amounts, reach, hidden_share])
     total = sum(collective.sent for collective in ledger)
     hidden = sum(collective.sent for collective in ledger if collective.overlapped)
     legend = (
@@ -323,17 +314,8 @@ def _checks_table(explanation: Explanation) -> str:
             # The optimizer adds scalars, so that their ratio means nothing.
             ratio = "-" if check.ratio is None or name == "scalars" else f"{check.ratio:.2f}"
             written = "?" if check.written_count is None else str(check.written_count)
-            counts = [str(check.expected_count), written]
-            rows.append(
-                [
-                    f"  {check.kind}",
-                    "+".join(check.axes),
-                    *counts,
-                    size(check.expected_sent),
-                    size(check.found_sent),
-                    ratio,
-                ]
-            )
+            amounts = str(check.expected_count), written, size(check.expected_sent), size(check.found_sent)
+            rows.append([f"  {check.kind}", "+".join(check.axes), *amounts, ratio])
     legend = "formula: the closed form; jaxpr: what the step calls; compiled: what runs"
     return f"{table(rows, '<<>>>>>')}\n{legend}"
 

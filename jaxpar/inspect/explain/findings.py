@@ -1,6 +1,5 @@
 """explain: what a training step stores, sends and computes, from the compiled program, with the closed form."""
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from ...backend.text import few, size
 from ...hardware.compiled.compiler_remarks import remarks as compiler_remarks
 from ...hardware.compiled.compiler_remarks import unread
 from ...hardware.compiled.cost import Costs
-from ...hardware.compiled.kernels import Choice, Executable, Operation, Start, While
+from ...hardware.compiled.kernels import Executable, Operation, Start
 from ...hardware.hardware import of_device_kind
 from ...layout.leaves import PAD_FROM
 from ...model.batches import batch_shardings, is_array
@@ -31,7 +30,7 @@ from ...step.tracing import Traced
 from ..check.promises import SCALARS
 from ..check.resharding import Move, cause, moves
 from ..expected import expected
-from ..ledger import Collective, Ledger
+from ..ledger import Collective, Ledger, with_inner
 from ..memory import in_flight, of_server, of_step
 from ..predict.efficiency import estimated_seconds
 from ..step_view import StepView as Step
@@ -70,13 +69,12 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     partitioner_moves = [move for program in programs for move in moves(step, program, jaxpr, SCALARS)]
     storage, traced = step.layout.storage, step.traced(batch)
     # 3. What a reader should know, in the order of print.
-    unasked_remarks = compiler_remarks(costs, step.mesh.devices.flat[0].platform)
     remarks += [
         *_prefetch_remarks(step, batch),
         *_eight_bit_remarks(step, closed_form),
         *_step_remarks(step, traced, compiled_ledger, has_known_counts, partitioner_moves),
         *_fused_attention_remark(step, costs),
-        *unasked_remarks,
+        *compiler_remarks(costs, step.mesh.devices.flat[0].platform),
         *_placement_remarks(step, batch),
     ]
     return Explanation(
@@ -108,16 +106,15 @@ def _fused_attention_remark(step: Step, costs: Costs) -> Iterator[str]:
     cotangents written, both are read, the scores' cotangents are written, and read for queries and for keys.
     """
     hardware = of_device_kind(step.mesh.devices.flat[0].device_kind)
-    product_runs = [(cost.executions or 1, product) for cost in costs for product in cost.kernel.products]
     # Seconds need a known memory bandwidth.
     if step.strategy.kernels != "fused" or hardware is None or hardware.memory_bandwidth is None:
         return
     score_bytes = {"attention": 0, "attention backward": 0}
-    for num_runs, product in product_runs:
-        if product.kind in score_bytes:
-            score_bytes[product.kind] += (
-                num_runs * product.batch * product.m * product.n * jnp.dtype(product.dtype).itemsize
-            )
+    for cost in costs:
+        for product in cost.kernel.products:
+            if product.kind in score_bytes:
+                num_bytes = product.batch * product.m * product.n * jnp.dtype(product.dtype).itemsize
+                score_bytes[product.kind] += (cost.executions or 1) * num_bytes
     forward, backward = score_bytes.values()
     if forward:
         seconds = estimated_seconds({}, 4 * forward + 7 * backward, hardware)
@@ -140,10 +137,9 @@ def _axes_across_hosts(
     is_across_by_axes: dict[tuple[str, ...], bool] = {}
     for start in starts(operation for program in programs for operation in program.operations):
         # Some group that spans hosts is enough.
-        is_across = is_across_by_axes.get(start.axes, False) or any(
+        is_across_by_axes[start.axes] = is_across_by_axes.get(start.axes, False) or any(
             len({hosts[place] for place in group}) > 1 for group in start.groups
         )
-        is_across_by_axes[start.axes] = is_across
     # 2. Axes that only the closed form has, by the mesh.
     return frozenset(
         axes
@@ -153,25 +149,17 @@ def _axes_across_hosts(
 
 
 def starts(operations: Iterable[Operation]) -> Iterator[Start]:
-    """Yield every collective of a compiled program, including those in loops and branches."""
-    for operation in operations:
-        if isinstance(operation, Start):
-            yield operation
-        elif isinstance(operation, While):
-            yield from starts(operation.body)
-        elif isinstance(operation, Choice):
-            yield from starts(itertools.chain(*operation.branches))
+    """Return every collective of a compiled program, including those in loops and branches."""
+    return (operation for operation in with_inner(operations) if isinstance(operation, Start))
 
 
 def _checks(step: Step, closed_form: Ledger, written_ledger: Ledger, compiled_ledger: Ledger) -> Iterator[Check]:
     """Yield the collectives of the closed form, the jaxpr and the compiled program, by kind and axes."""
-
-    def entries_of(ledger: Ledger, key: tuple[str, tuple[str, ...]]) -> list[Collective]:
-        return [collective for collective in ledger if (collective.kind, collective.axes) == key]
-
     ledgers = (closed_form, written_ledger, compiled_ledger)
     for key in dict.fromkeys((collective.kind, collective.axes) for ledger in ledgers for collective in ledger):
-        expected_entries, written_entries, compiled_entries = (entries_of(ledger, key) for ledger in ledgers)
+        expected_entries, written_entries, compiled_entries = (
+            [collective for collective in ledger if (collective.kind, collective.axes) == key] for ledger in ledgers
+        )
         expected_bytes = sum(collective.bytes for collective in expected_entries)
         compiled_bytes = sum(collective.bytes for collective in compiled_entries)
         # Small collectives that nobody promised are sums of scalars; `_purpose` calls them so.
@@ -316,8 +304,7 @@ def _expert_remarks(step: Step, notes: Notes) -> Iterator[str]:
             reason += "sorted by expert, or as products [experts, slots, features] by one-hot"
         yield f"expert={ranks}: {line} gathers all experts, {size(num_bytes)}, {reason}."
     for line, (gathered_bytes, slot_bytes) in notes.tokens_gathered.items():
-        reason = f"since slots for each of their experts would be {size(slot_bytes)}"
-        ranks = step.mesh.shape["expert"]
+        ranks, reason = step.mesh.shape["expert"], f"since slots for each of their experts would be {size(slot_bytes)}"
         yield f"expert={ranks}: {line} gathers the tokens of all ranks, {size(gathered_bytes)}, {reason}."
 
 

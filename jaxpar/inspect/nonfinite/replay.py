@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
+from jax.tree_util import tree_leaves_with_path
 
 from ...backend.cpu_compiler import cpu_options
 from ...backend.text import few
@@ -83,12 +84,7 @@ class NonfiniteError(FloatingPointError):
 
 
 class Replay:
-    """A step's mathematics, block by block on one device; see `TrainStep.trace_nonfinite`.
-
-    Args:
-      state: the state before the step.
-      batch: the batch of the step.
-      device: the device of the replay.
+    """A step's mathematics from the state before it, block by block on one device; see `TrainStep.trace_nonfinite`.
 
     Attributes:
       loss, grads: the step's loss, and the gradients of trainable leaves by path; set if all blocks are finite.
@@ -190,11 +186,11 @@ class Replay:
         # 2. Backwards, with the seed of the step: the loss scale over the count of all rows.
         grad_sums: list[Any] = [0.0] * len(self.trainable_indices)
         run_block = lambda args: self._jitted_gradients(seed, *args)
+        # Sum in the dtype in which the step reduces, since an overflow may come from there.
+        dtypes = [self.step.policy.reduced(self.params[i].dtype) for i in self.trainable_indices]
         for block in blocks:
-            # Sum in the dtype in which the step reduces, since an overflow may come from there.
             grads = run_block(self.block_inputs(*block))
             bad_blocks += [block] * (not all_finite(grads))
-            dtypes = [self.step.policy.reduced(self.params[i].dtype) for i in self.trainable_indices]
             grad_sums = [
                 total + grad.astype(dtype) for total, grad, dtype in zip(grad_sums, grads, dtypes, strict=True)
             ]
@@ -232,11 +228,9 @@ class Replay:
         It names the equation in the first such block, and the rows that cause it.
 
         Args:
-          direction: "forward" or "backward".
           fun: a function of a block's inputs whose results are not finite.
           run_block: the same function, jitted, of the tuple of inputs.
           bad_blocks: (microbatch, replica) of each block that is not finite.
-          num_blocks: the number of all blocks.
         """
         (microbatch, replica), inputs = bad_blocks[0], self.block_inputs(*bad_blocks[0])
         fault = self.find_fault(fun, inputs)
@@ -258,9 +252,8 @@ class Replay:
             row for row in numbers if not all_finite(run_block((params, variables, repeated_row(row), key)))
         ]
         # A `Replicated` leaf has no rows, so that its positions stay as they are.
-        replicated_names = [
-            f"batch leaf {name_of(path)}/" for path, x in _leaves_with_path(rows, is_replicated) if is_replicated(x)
-        ]
+        leaves = tree_leaves_with_path(rows, is_leaf=is_replicated)
+        replicated_names = [f"batch leaf {name_of(path)}/" for path, x in leaves if is_replicated(x)]
         is_of_rows = lambda name: name.startswith("batch leaf") and not name.startswith(tuple(replicated_names))
         # The search knows positions in the block; the user knows positions in the batch.
         if fault is not None and (brought := fault.brought) is not None and is_of_rows(brought.name):
@@ -284,7 +277,7 @@ class Replay:
     def find_fault(self, fun: Callable[..., Any], args: Any) -> Fault | None:
         """Search a function of a block's inputs, which get the names that the user knows; see `search.search`."""
         _, variables, rows, _ = args
-        leaf_names = lambda kind, tree: [f"{kind} {name_of(path)}".rstrip() for path, _ in _leaves_with_path(tree)]
+        leaf_names = lambda kind, tree: [f"{kind} {name_of(path)}".rstrip() for path, _ in tree_leaves_with_path(tree)]
         # In the order of the leaves of (params, variables, rows, key).
         names = [f"parameter {path}" for path in self.paths]
         names += [*leaf_names("variable", variables), *leaf_names("batch leaf", rows), "the key"]
@@ -324,11 +317,6 @@ class Replay:
 def _map_rows(batch: Any, fun: Callable[[Any], Any]) -> Any:
     """Map a function over the leaves of a batch that have rows; `Replicated` leaves stay as they are."""
     return jax.tree.map(lambda x: x if is_replicated(x) else fun(x), batch, is_leaf=is_replicated)
-
-
-def _leaves_with_path(tree: Any, is_leaf: Any = None) -> list[Any]:
-    """Return the leaves of a tree with their paths."""
-    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
 
 
 def whole(x: Any) -> Any:

@@ -195,11 +195,7 @@ class _CauseTracker(Evaluation):
         return TracedValue(x, cause, (*self.sites[:-1], *makers(self.sites[-1], at)))
 
     def _cause_of_result(self, operands: Sequence[TracedValue], result_index: int, result: jax.Array) -> Cause:
-        """Return the cause of a non-finite result of an equation, if the programs inside the equation have none.
-
-        Args:
-          result_index: the number of the result.
-        """
+        """Return the cause of a non-finite result of an equation, if the programs inside the equation have none."""
         eqn, nonfinite_operands = self.sites[-1], [operand for operand in operands if operand.cause is not None]
         if not nonfinite_operands:
             return self._new_fault(operands, result)
@@ -223,13 +219,7 @@ class _CauseTracker(Evaluation):
         return cause
 
     def _new_fault(self, inputs: Sequence[TracedValue], result: jax.Array, brought: Brought | None = None) -> Fault:
-        """Return the fault of the current equation.
-
-        Args:
-          inputs: its operands.
-          result: its result that is not finite.
-          brought: the input that it read, if that was not finite.
-        """
+        """Return the fault of the current equation; `brought` is the program's input that it read, if not finite."""
         value, place = _first_nonfinite(result)
         operands = []
         for operand in inputs:

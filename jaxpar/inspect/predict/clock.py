@@ -72,7 +72,6 @@ class Clock:
     """The time of a program, by walking it once for all its iterations.
 
     Args:
-      hardware: the numbers of a device.
       hosts: the host of each device of the mesh.
       slowest: the time of the slowest device's matrix products, relative to those of the device that was measured.
       overflow: whether tokens overflow their experts' slots wherever they may, or nowhere.
@@ -143,15 +142,10 @@ class Clock:
                 case Choice():
                     # Time every branch without counting it, and assume that the slowest runs. The overflow branch of a
                     # mixture runs only if asked for.
-                    branch_results = [self._run_all(branch, queue, 0) for branch in operation.branches]
-                    choose = min if operation.overflow and not self.overflow else max
-                    chosen = choose(
-                        range(len(branch_results)),
-                        key=lambda branch_index: (
-                            branch_results[branch_index][0] + sum(branch_results[branch_index][1].values())
-                        ),
-                    )
-                    seconds, queue = self._run_all(operation.branches[chosen], queue, times)
+                    timed_branches = [self._run_all(branch, queue, 0) for branch in operation.branches]
+                    totals = [seconds + sum(remaining.values()) for seconds, remaining in timed_branches]
+                    chosen_total = min(totals) if operation.overflow and not self.overflow else max(totals)
+                    seconds, queue = self._run_all(operation.branches[totals.index(chosen_total)], queue, times)
                     elapsed += seconds
                     if operation.overflow:
                         self.overflows = True
@@ -221,10 +215,9 @@ class Clock:
     def _queued_seconds(self, operation: Start | HostCopy, times: int) -> float:
         """Return the seconds that a collective or copy needs once it is its turn, and count it."""
         if operation.name not in self._parts:
-            seconds_and_part = (
+            self._seconds[operation.name], self._parts[operation.name] = (
                 self._new_copy(operation) if isinstance(operation, HostCopy) else self._new_collective(operation)
             )
-            self._seconds[operation.name], self._parts[operation.name] = seconds_and_part
         part = self._parts[operation.name]
         part.executions += times
         part.seconds += times * self._seconds[operation.name]

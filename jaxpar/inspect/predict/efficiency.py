@@ -1,6 +1,6 @@
 """How long a kernel takes: published measurements, each with its source. No number here was fitted to a training run.
 
-    matmul       max of FLOPs / (sustained share of the peak), and whole waves of tiles at the peak
+    matmul       max of FLOPs / (sustained share of the peak), and whole waves of tiles at their share of the peak
     attention    FLOPs / (measured share of the peak)
     other        bytes / (measured share of the memory bandwidth)
 
@@ -89,7 +89,6 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware, slowest: float = 1.0) -> 
     """Return the seconds of one execution of a kernel, alone on the device, and the reason: the share of a peak.
 
     Args:
-      hardware: the device's numbers.
       slowest: the time of matrix products relative to those of the device that was measured.
 
     Raises:
@@ -124,7 +123,6 @@ def estimated_seconds(flops: Mapping[str, float], size: int, hardware: Hardware)
     Args:
       flops: FLOPs by dtype. Products are assumed to be as fast as large ones.
       size: bytes read and written.
-      hardware: the device's numbers.
 
     Raises:
       ValueError: `hardware` lacks the peak or the memory bandwidth.

@@ -21,7 +21,7 @@ contain.
 
 import dataclasses
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,10 @@ def longer(seconds_by_name: Mapping[str, float], other_seconds: Mapping[str, flo
         ((seconds_by_name.get(name, 0.0) - other_seconds.get(name, 0.0), name) for name in names),
         key=lambda difference: -difference[0],
     )
+
+
+def _most_exposed_first(parts: Iterable[Part]) -> tuple[Part, ...]:
+    return tuple(sorted(parts, key=lambda part: (-part.exposed, -part.seconds)))
 
 
 @dataclass(frozen=True)
@@ -136,16 +140,12 @@ class Prediction:
     @property
     def collectives(self) -> tuple[Part, ...]:
         """The collectives, the most exposed first."""
-        return tuple(
-            sorted((part for part in self.parts if part.collective), key=lambda part: (-part.exposed, -part.seconds))
-        )
+        return _most_exposed_first(part for part in self.parts if part.collective)
 
     @property
     def copies(self) -> tuple[Part, ...]:
         """The copies to and from the host, the most exposed first."""
-        return tuple(
-            sorted((part for part in self.parts if part.way == "host"), key=lambda part: (-part.exposed, -part.seconds))
-        )
+        return _most_exposed_first(part for part in self.parts if part.way == "host")
 
     def json(self) -> dict[str, Any]:
         """Return everything as dicts, lists, text and numbers."""
@@ -245,12 +245,9 @@ def timed(
     """Predict how long a compiled program takes; see `predict`.
 
     Args:
-      compiled: the program.
-      hosts: the host of each device of its mesh.
-      hardware: the numbers of the devices.
+      hosts: the host of each device of the program's mesh.
       rows: rows of the global batch.
       model_flops: FLOPs of the step over all devices, without recomputation; None if unknown.
-      platform: the platform of the devices.
       memory: bytes of a device that the program needs; None if unknown.
     """
     is_single_device = len(hosts) == 1

@@ -176,10 +176,6 @@ def slot_bytes(step: Step, batch: Any) -> int:
     """Return the bytes of one slot of a pipelined step: what one microbatch's forward through one chunk saves.
 
     Nothing is compiled or allocated.
-
-    Args:
-      step: a step with a pipeline.
-      batch: arrays or `jax.ShapeDtypeStruct`, [rows, ...].
     """
     assert step.schedule is not None
     slots = rows_of(step.schedule).stashes if step.layout.storage.cut else step.schedule.slots
