@@ -191,8 +191,8 @@ def _at_needing_operation(move: Move, all_moves: Sequence[Move]) -> Move:
     if not move.leaf or move.involuntary or move.operation not in _ELEMENTWISE:
         return move
     # Only moves of the same parameter over the same axes belong together.
-    related_moves = (other for other in all_moves if (other.leaf, other.axes) == (move.leaf, move.axes))
-    needing_move = next((other for other in related_moves if other.operation not in _ELEMENTWISE), move)
+    related_moves = [candidate for candidate in all_moves if (candidate.leaf, candidate.axes) == (move.leaf, move.axes)]
+    needing_move = next((related for related in related_moves if related.operation not in _ELEMENTWISE), move)
     return dataclasses.replace(move, operation=needing_move.operation, source=needing_move.source)
 
 
