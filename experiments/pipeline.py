@@ -55,7 +55,7 @@ from rich.table import Table
 
 import jaxpar as jp
 from jaxpar.hardware.devices import gpu_topology
-from jaxpar.inspect.timeline.drawing import slot_bytes
+from jaxpar.inspect.memory import slot_bytes
 from jaxpar.models import Named, named
 from jaxpar.parallel.pipeline.schedules import Schedule
 

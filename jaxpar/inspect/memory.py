@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ..hardware.compiled.memory import program_memory
 from ..parallel.data.access import RuleAccess
@@ -12,10 +13,10 @@ from ..program import jaxpr as jx
 from ..program.primitives import PRODUCTS
 from ..program.walk import visit
 from ..slicing.access import WholeAccess
+from ..step.pipeline import Piped, rows_of
 from ..step.server import OF_REPLICAS, ServerStep
 from ..step.tracing import Loss
 from .step_view import StepView as Step
-from .timeline.drawing import held_bytes
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,42 @@ def saved(step: Step, batch: Any) -> int:
     Nothing is compiled.
     """
     if step.schedule is not None:
-        return held_bytes(step, batch)
+        return sum(_stash_bytes(step, batch))
     return forward(step, batch).saved
+
+
+def slot_bytes(step: Step, batch: Any) -> int:
+    """Return the bytes of one slot of a pipelined step: what one microbatch's forward through one chunk saves.
+
+    Nothing is compiled or allocated.
+    """
+    assert step.schedule is not None
+    slots = rows_of(step.schedule).stashes if step.layout.storage.cut else step.schedule.slots
+    return _stash_bytes(step, batch)[0] // slots
+
+
+def _stash_bytes(step: Step, batch: Any) -> list[int]:
+    """Return the bytes that slots hold from forwards to backwards, and from I to W."""
+    schedule = step.schedule
+    assert schedule is not None
+    # Traced abstractly under `shard_map`, so that shapes are per device.
+    state = step.abstract_state()
+
+    def stash_arrays(
+        stored: Any, variables: Any, batch: Any, key: jax.Array
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        loss, rows = step.local.bound(stored, variables, batch, key)
+        piped = Piped(step.tracing, loss, variables, rows, jax.random.split(key, schedule.microbatches))
+        return piped.pipeline(jnp.float32(1)).held()
+
+    step.check(batch)
+    stored = state.copy if step.layout.copied else state.params
+
+    def stash_on_device(stored: Any, variables: Any, batch: Any, key: jax.Array) -> Any:
+        return step.mapped(stash_arrays, batch, jax.sharding.PartitionSpec())(jnp.int32(0), stored, variables, key)[0]
+
+    stash_shapes = jax.eval_shape(stash_on_device, stored, state.variables, batch, state.key)
+    return [sum(x.size * x.dtype.itemsize for x in part) for part in stash_shapes]
 
 
 def in_flight(step: Step, batch: Any) -> tuple[int, int]:

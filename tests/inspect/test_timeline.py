@@ -13,7 +13,8 @@ from rich.console import Console
 
 import jaxpar as jp
 from jaxpar import models
-from jaxpar.inspect.timeline.drawing import draw, slot_bytes, summary
+from jaxpar.inspect.memory import slot_bytes
+from jaxpar.inspect.timeline.drawing import draw, summary
 from jaxpar.inspect.timeline.svg import svg
 from jaxpar.parallel.pipeline.schedules import Schedule
 from jaxpar.run.cli.timeline import TimelineOptions, main

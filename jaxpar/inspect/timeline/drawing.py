@@ -11,17 +11,12 @@ not drawn.
 import itertools
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 from rich.text import Text
 
 from ...backend.text import size as bytes_of
 from ...parallel.pipeline.schedules import Column, Schedule
-from ...step.pipeline import Piped, rows_of
 from ...strategy.schedules.operations import TIME, WORDS, Kind
-from ..step_view import StepView as Step
 from .svg import INK, kinds_of, tint
 
 _MAX_BANDS = 6  # a schedule with more bands is drawn without its middle
@@ -170,42 +165,3 @@ def summary(schedule: Schedule, size: int | None = None) -> dict[str, str]:
         "in flight": f"{in_flight_text}, each of one microbatch{' and chunk' if num_chunks > 1 else ''}",
         "room": f"for {schedule.slots} on every rank{room_text}, as all run one program",
     }
-
-
-def slot_bytes(step: Step, batch: Any) -> int:
-    """Return the bytes of one slot of a pipelined step: what one microbatch's forward through one chunk saves.
-
-    Nothing is compiled or allocated.
-    """
-    assert step.schedule is not None
-    slots = rows_of(step.schedule).stashes if step.layout.storage.cut else step.schedule.slots
-    return _stash_bytes(step, batch)[0] // slots
-
-
-def held_bytes(step: Step, batch: Any) -> int:
-    """Return the bytes of all slots of a rank of a pipelined step: values kept from F to B or W, and from I to W."""
-    return sum(_stash_bytes(step, batch))
-
-
-def _stash_bytes(step: Step, batch: Any) -> list[int]:
-    """Return the bytes that slots hold from forwards to backwards, and from I to W."""
-    schedule = step.schedule
-    assert schedule is not None
-    # Traced abstractly under `shard_map`, so that shapes are per device.
-    state = step.abstract_state()
-
-    def stash_arrays(
-        stored: Any, variables: Any, batch: Any, key: jax.Array
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        loss, rows = step.local.bound(stored, variables, batch, key)
-        piped = Piped(step.tracing, loss, variables, rows, jax.random.split(key, schedule.microbatches))
-        return piped.pipeline(jnp.float32(1)).held()
-
-    step.check(batch)
-    stored = state.copy if step.layout.copied else state.params
-
-    def stash_on_device(stored: Any, variables: Any, batch: Any, key: jax.Array) -> Any:
-        return step.mapped(stash_arrays, batch, jax.sharding.PartitionSpec())(jnp.int32(0), stored, variables, key)[0]
-
-    stash_shapes = jax.eval_shape(stash_on_device, stored, state.variables, batch, state.key)
-    return [sum(x.size * x.dtype.itemsize for x in part) for part in stash_shapes]

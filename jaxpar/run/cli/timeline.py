@@ -11,7 +11,8 @@ import optax
 import tyro
 from rich.console import Console
 
-from ...inspect.timeline.drawing import draw, held, slot_bytes, summary
+from ...inspect.memory import slot_bytes
+from ...inspect.timeline.drawing import draw, held, summary
 from ...inspect.timeline.svg import svg
 from ...layout.mesh import simulate
 from ...make import make_train_step

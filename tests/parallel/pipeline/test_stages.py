@@ -21,7 +21,7 @@ from zoo import cross_entropy
 import jaxpar as jp
 from jaxpar.hardware import target
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.timeline.drawing import held_bytes
+from jaxpar.inspect.memory import saved
 from jaxpar.models import llama
 
 SGD = optax.sgd(0.02, momentum=0.9)
@@ -160,7 +160,7 @@ def test_temporaries_are_what_the_schedule_holds(devices: str, schedule: str, ch
         text = f"pipe=4,schedule={schedule},chunks={chunks},microbatches={m}"
         step = jp.make_train_step(plain(layers=16, dim=64, hidden=128), optax.sgd(0.1), text, mesh=mesh)
         batch = {"tokens": jax.ShapeDtypeStruct((m, 257), jnp.int32)}
-        stashed, temporary_bytes = held_bytes(step, batch), step.compile(batch).memory_analysis().temp_size_in_bytes
+        stashed, temporary_bytes = saved(step, batch), step.compile(batch).memory_analysis().temp_size_in_bytes
         # With one layer per chunk, no loop is around the reads of the stash, and XLA's CPU compiler copies it.
         has_one_layer = schedule == "1f1b-overlap" and chunks == 4 and devices == "cpu"
         assert stashed <= temporary_bytes <= (2.2 if has_one_layer else 1.6) * stashed

@@ -23,7 +23,7 @@ import jaxpar as jp
 from jaxpar.checkpoint.checkpoints import Checkpoints
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
-from jaxpar.inspect.timeline.drawing import slot_bytes
+from jaxpar.inspect.memory import slot_bytes
 from jaxpar.parallel.pipeline.flat.cut import LINK, crossing, stages_of, times
 from jaxpar.parallel.pipeline.flat.stages import stages, used
 from jaxpar.program import jaxpr as jx
