@@ -136,8 +136,7 @@ def _join(place: Place, bind: str | None, timeout: int, watchdog_limit: float) -
         per_host = f", {place.neighbours} on each host" if place.neighbours else ""
         gpus = f", of {len(place.gpus)} GPUs each" if place.gpus else ""
         run = f"{place.processes} processes ({place.source}){per_host}{gpus}"
-        message = f"jaxpar: {run}; process 0 listens on {listen_address}"
-        print(message, file=sys.stderr, flush=True)  # noqa: T201
+        print(f"jaxpar: {run}; process 0 listens on {listen_address}", file=sys.stderr, flush=True)  # noqa: T201
     with ending.joining(place, timeout):
         jax.distributed.initialize(
             place.coordinator,
@@ -207,11 +206,7 @@ def _is_address(host: str) -> bool:
 
 
 def check_free(listen_address: str) -> None:
-    """Check that process 0 can listen on address:port; the coordinator itself would end the process without a word.
-
-    Raises:
-      ValueError: it cannot; the message says why.
-    """
+    """Raise ValueError if process 0 cannot listen on address:port; the coordinator would end it without a word."""
     host, _, port = listen_address.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdigit():
