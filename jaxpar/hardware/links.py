@@ -189,10 +189,9 @@ def collective_seconds(kind: str, size: int, way: Reach, hardware: Hardware) -> 
             continue  # point-to-point messages use Simple
         # For large all-reduces across hosts NCCL multiplies a ring's latency by 1.4.
         is_plateau = protocol.name == "Simple" and kind == "all-reduce" and network_steps and size >= 2**16 * n
-        plateau = 1.4 if is_plateau else 1.0
         local_seconds = (steps - network_steps) * protocol.local_step
         latency = protocol.launch + local_seconds + network_steps * protocol.network_step
-        candidates.append((plateau * latency, size * rounds, protocol.bandwidth, protocol.name))
+        candidates.append((latency * (1.4 if is_plateau else 1.0), size * rounds, protocol.bandwidth, protocol.name))
     if kind == "all-reduce" and way.hosts > 1:
         depth = math.ceil(math.log2(way.hosts))
         for protocol in protocols("tree", hardware, bandwidth, way.hosts, way.local, size):
@@ -204,20 +203,12 @@ def collective_seconds(kind: str, size: int, way: Reach, hardware: Hardware) -> 
     latency, sent, rate, name = min(candidates, key=lambda candidate: candidate[0] + candidate[1] / candidate[2])
     if hardware.collective_latency:
         latency = max(latency, _MIN_SECONDS - sent / rate)
-    protocol_text = f", {name}" * bool(name)
-    reason = (
-        f"{sent / 1e6:,.1f} MB at {rate / 1e9:.0f} GB/s + {latency * 1e6:.0f} us, {n} devices by {way.name}"
-        f"{protocol_text}"
-    )
-    return latency + sent / rate, reason
+    reason = f"{sent / 1e6:,.1f} MB at {rate / 1e9:.0f} GB/s + {latency * 1e6:.0f} us, {n} devices by {way.name}"
+    return latency + sent / rate, f"{reason}, {name}" if name else reason
 
 
 def _bandwidth(way: Reach, hardware: Hardware) -> float:
-    """Return the bytes/s of a device's share of the ring's traffic: the narrower one of link and network.
-
-    Raises:
-      ValueError: `hardware` lacks one that the ring uses.
-    """
+    """Return the bytes/s of a device in a ring: what the narrower of link and network gives. Raises ValueError."""
     limits = {}
     if way.local > 1:
         limits["link_bandwidth"] = hardware.link_bandwidth and hardware.link_bandwidth * (hardware.link_efficiency or 1)
