@@ -33,15 +33,10 @@ def is_array(x: Any) -> bool:
 
 
 def argument_paths(fn: Any, args: Any, arg_positions: Sequence[int] = ()) -> list[str]:
-    """Return the path of each leaf of the arguments, in JAX's notation.
+    """Return the path of each leaf of the arguments in JAX's notation, such as "state.params['w']".
 
-    Args:
-      fn: the function, whose signature names the arguments. None if it is unknown.
-      args: the arguments, or only some of them.
-      arg_positions: if `args` has only some arguments, the position of each in the call.
-
-    Returns:
-      Paths such as "state.params['w']". An argument without a known name is called "args[0]", "args[1]", ...
+    The signature of `fn` names the arguments; without it, or if `fn` is None, they are "args[0]", "args[1]", ... If
+    `args` are only some of the arguments, `arg_positions` are their positions in the call.
     """
     try:
         parameters = [*inspect.signature(fn).parameters.values()] if fn is not None else []

@@ -174,11 +174,7 @@ class Estimator:
     _schedules: dict[Any, Schedule | ValueError] = field(default_factory=dict)
 
     def splits(self) -> tuple[Splits, str]:
-        """Return how many ranks may share experts and positions.
-
-        Returns:
-          The splits, and the error of `context=2` if positions cannot be split; "" if they can.
-        """
+        """Return how many ranks may share experts and positions, and the error of `context=2`; "" if it is valid."""
         n = len(self.target.devices)
         experts = context = 1
         if n == 1:

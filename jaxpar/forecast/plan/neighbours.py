@@ -43,9 +43,9 @@ def families(pairs: Iterable[tuple[Strategy, T]], target: Target) -> list[list[t
 
 
 def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = NO_SPLITS) -> Iterator[Strategy]:
-    """Yield the strategies that differ from one strategy in one choice, and in what follows from it.
+    """Yield the strategies that differ from one strategy in one choice, and in what follows from it, each once.
 
-    The choices are:
+    They are those that the devices, the rows and `splits` allow. The choices are:
 
     - `microbatches`, `concurrent`, `chunks`, or two axes, by a factor of 2
     - `remat`; if the strategy recomputes, also "auto" with the memory that a program may take
@@ -59,9 +59,6 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
       target: the devices.
       rows: the rows of the global batch.
       splits: how many ranks may share experts and positions.
-
-    Yields:
-      Strategies that the devices, the rows and `splits` allow, each once.
     """
     shape = strategy.sizes(len(target.devices), target.hosts)
     seen = {strategy}
@@ -81,13 +78,7 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
 
 
 def _changes(strategy: Strategy, target: Target, shape: dict[str, int]) -> list[dict[str, Any]]:
-    """Return the fields that each choice changes, with their new values; some are invalid.
-
-    Args:
-      strategy: the strategy.
-      target: the devices.
-      shape: the size of each mesh axis.
-    """
+    """Return the fields that each choice changes, with their new values; some are invalid. `shape`: axis -> size."""
     pipe, m, chunks = strategy.pipe, strategy.microbatches, strategy.chunks
 
     # 1. Memory: recomputation and offload.
