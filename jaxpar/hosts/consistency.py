@@ -95,9 +95,7 @@ class Comparison:
     """One comparison among all processes: each calls it, and it raises ValueError in all of them or in none.
 
     Args:
-      store: the coordinator's table.
-      place: which process this is.
-      key: identifies this comparison in the table.
+      store, place, key: the coordinator's table, this process, and this comparison in the table.
       patience: seconds that process 0 waits for the others, and the others for process 0.
       ask: returns why the process of a rank will never come; "" while it may.
     """

@@ -95,10 +95,7 @@ class Beat:
 
 
 class Peer:
-    """One process of the run as another one sees it.
-
-    Args:
-      now: seconds on the observer's clock, as for all times here.
+    """One process of the run as another one sees it. All times are seconds on the observer's clock.
 
     Attributes:
       beat: the last beat.
@@ -124,12 +121,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why all processes end.
-
-    Attributes:
-      sentence: the reason.
-      stacks: the stacks of all threads help to find the cause.
-    """
+    """Why all processes end, and whether the stacks of all threads help to find the cause."""
 
     sentence: str
     stacks: bool = False

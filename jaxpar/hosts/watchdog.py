@@ -75,8 +75,7 @@ class Watch:
     """The watchdog of one process.
 
     Args:
-      store: the coordinator's table.
-      place: which process this is.
+      store, place: the coordinator's table, and this process.
       limit: seconds within which all processes have ended.
       on_verdict: ends the process.
       clock: returns seconds.

@@ -148,7 +148,6 @@ class _Evaluation:
     """One evaluation of the program of the loss, or of the body of a scan.
 
     Attributes:
-      cut: the cut loss.
       place: `()` for the program, or the place of the scan.
       site: where the cut is, relative to `place`.
       number: the number made of the values that are alive after the site.

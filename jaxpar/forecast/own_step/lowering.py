@@ -79,10 +79,7 @@ def find_meshes(fn: Any, args: Any) -> list[Any]:
 def lower_for_target(fn: Any, args: Any, target: Target) -> tuple[jax.stages.Lowered, Mesh]:
     """Lower a function for the devices of a target.
 
-    Args:
-      fn: the function, jitted or not.
-      args: its arguments; arrays may be `jax.ShapeDtypeStruct` with shardings on any mesh of the target's size.
-      target: the devices.
+    The function may be jitted. Arrays may be `jax.ShapeDtypeStruct` with shardings on any mesh of the target's size.
 
     Returns:
       The lowered program, and its mesh on the target's devices. The program's parameters are called `arrays[i]`, which

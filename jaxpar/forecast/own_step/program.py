@@ -32,10 +32,8 @@ class Argument:
 
     Attributes:
       path: its name in JAX's notation: "state.params['w']".
-      shape: the global shape.
-      dtype: the dtype, as NumPy names it.
-      bytes: the size of the global array.
-      held: the size of the shard that one device stores.
+      shape, dtype, bytes: those of the global array; the dtype as NumPy names it.
+      held: bytes of the shard that one device stores.
       copied: the mesh axes of several devices along which the array is replicated. Empty if it is sharded along every
         axis, or if its sharding names no axes.
     """

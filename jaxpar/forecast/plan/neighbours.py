@@ -21,17 +21,11 @@ T = TypeVar("T")
 
 
 def families(pairs: Iterable[tuple[Strategy, T]], target: Target) -> list[list[tuple[Strategy, T]]]:
-    """Group strategies by the axes that they use.
+    """Group strategies, each with a value that is passed through, by the axes that they use.
 
-    A family is a set of axes (`pipe`, `expert`, `context`, `tensor`) and the ZeRO stage along `fsdp`.
-
-    Args:
-      pairs: the strategies, each with a value that is passed through.
-      target: the devices.
-
-    Returns:
-      The families: first the first family of each set of axes, then the second of each, and so on. Sets of axes,
-      stages, and the members of a family keep the order of `pairs`.
+    A family is a set of axes (`pipe`, `expert`, `context`, `tensor`) and the ZeRO stage along `fsdp`. First comes the
+    first family of each set of axes, then the second of each, and so on. Sets of axes, stages, and the members of a
+    family keep the order of `pairs`.
     """
     by_axes: dict[tuple[bool, ...], dict[int, list[tuple[Strategy, T]]]] = {}
     for strategy, value in pairs:

@@ -39,6 +39,7 @@ from .line import Line, line_fields, ranked
 from .neighbours import alike_but, families, keeps_more, neighbours
 from .ranking import Plan
 
+Pair = tuple[Strategy, Estimate]
 _MAX_TRIES = 3  # strategies of one family that are compiled until one fits
 
 
@@ -257,15 +258,11 @@ class _Planner:
         """Return whether a strategy was not tried, and nothing that was compiled speaks against it."""
         return not self._is_tried(strategy) and not reason_to_skip(strategy, estimate, self.lines, self.usable, top)
 
-    def _first_worth_compiling(
-        self, queue: list[tuple[Strategy, Estimate]], top: int
-    ) -> tuple[Strategy, Estimate] | None:
+    def _first_worth_compiling(self, queue: list[Pair], top: int) -> Pair | None:
         """Return the first of some strategies that is worth compiling."""
         return next((pair for pair in queue if self._is_worth_compiling(*pair, top)), None)
 
-    def _next_of_family(
-        self, members: list[tuple[Strategy, Estimate]], family_lines: list[Line], top: int
-    ) -> tuple[Strategy, Estimate] | None:
+    def _next_of_family(self, members: list[Pair], family_lines: list[Line], top: int) -> Pair | None:
         """Return the first member of a family, with `family_lines` so far, that is worth compiling and likely to fit.
 
         Return None once a member fits, or after `_MAX_TRIES`; and None once only the last quarter of `top` remains,
@@ -284,7 +281,7 @@ class _Planner:
         """Return the fastest line that fits, or the smallest if none fits. Lines without a closed form do not count."""
         return min((line for line in self.lines if line.estimate), key=lambda line: line.rank_key, default=None)
 
-    def _best_neighbour(self, top: int) -> tuple[Strategy, Estimate] | None:
+    def _best_neighbour(self, top: int) -> Pair | None:
         """Return the neighbour of the best line that is likely to fit and to be fastest; None if none may be faster."""
         best = self._best_line()
         if best is None:
@@ -341,7 +338,7 @@ class _Planner:
             return None
         return estimate
 
-    def _candidates(self, precision: str, bar: Progress) -> list[tuple[Strategy, Estimate]]:
+    def _candidates(self, precision: str, bar: Progress) -> list[Pair]:
         """Return the candidates that may fit, fastest by closed forms first; of equal ones, the simplest first."""
         self.estimates = (self.cache and self.cache.get("closed forms", precision)) or {}
         cached_splits = self.cache and self.cache.get("splits")
@@ -368,7 +365,7 @@ class _Planner:
         self._store_estimates(precision)
         return sorted(pairs, key=lambda pair: (pair[1].seconds, pair[0].microbatches, pair[1].bytes))
 
-    def _estimate_all(self, strategies: Iterable[Strategy], bar: Progress) -> list[tuple[Strategy, Estimate]]:
+    def _estimate_all(self, strategies: Iterable[Strategy], bar: Progress) -> list[Pair]:
         """Return the strategies that are valid and may fit, with their closed forms."""
         pairs = []
         for strategy in bar.track(list(strategies), description="closed forms"):
