@@ -102,10 +102,9 @@ def place() -> Place:
 
 
 def check_joined() -> None:
-    """Check that this process has joined the others if `jaxpar launch` started it as one of several.
+    """Raise ValueError if `jaxpar launch` started this process as one of several, and it has not joined the others.
 
-    Raises:
-      ValueError: it has not joined, so each process would train alone.
+    Each process would train alone.
     """
     num_processes = os.environ.get("JAXPAR_PROCESSES", "1")
     is_one_of_several = num_processes != "1" and "JAXPAR_PROCESS" in os.environ

@@ -244,11 +244,7 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
 
 
 def share_of_gpus(env: Mapping[str, str], local: int, num_processes: int) -> str:
-    """Return CUDA_VISIBLE_DEVICES for one of this host's processes; "" if there are no GPUs.
-
-    Raises:
-      ValueError: the GPUs cannot be shared equally.
-    """
+    """Return CUDA_VISIBLE_DEVICES for a process of this host; "" without GPUs. Raises ValueError for unequal shares."""
     gpus = visible_gpus(env)
     if not gpus:
         return ""

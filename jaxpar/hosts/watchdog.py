@@ -191,9 +191,7 @@ class Watch:
     def report_failure(self, reason: str, may_follow: bool = False) -> None:
         """Report that this process fails, and wait until all know.
 
-        Args:
-          reason: the error, for the verdict's sentence.
-          may_follow: the failure may follow from another process's end. Then wait as long as finding that end takes.
+        If the failure may follow from another process's end, wait as long as finding that end takes.
         """
         self.beat.failure, self.beat.may_follow = " ".join(reason.split())[:500], may_follow
         deadline = self.clock() + (self.silence_limit + _SPREAD_TIME if may_follow else _SPREAD_TIME)

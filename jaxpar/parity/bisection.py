@@ -53,8 +53,8 @@ def bisect(
     more: 16 times the change of one device's cut loss when the last bits of its initial values change.
 
     Each side compiles and runs about log2(number of equations) programs, each in the memory of a gradient step and with
-    its communication; if the precisions differ, so does one device. With several processes, all of them call this with
-    the same batch.
+    its communication; if the precisions differ, one device runs as many. With several processes, all of them call this
+    with the same batch.
 
     Args:
       model, batch, mesh: as for `make_train_step`; the batch may be NumPy arrays.

@@ -2,7 +2,7 @@
 
     devices = pipe x context x tensor x replicas,   replicas = expert x (data | fsdp | data x fsdp within hosts)
 
-All sizes are powers of two that divide the number of devices. `tensor` stays within a host. For each set of sizes,
+`pipe`, `context`, `tensor` and `expert` are powers of two. `tensor` stays within a host. For each set of sizes,
 `candidates` varies microbatches, the pipeline's schedule, ZeRO stage and recomputation.
 """
 

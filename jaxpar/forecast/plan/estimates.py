@@ -64,7 +64,7 @@ class Estimate:
       activations: bytes that the forward saves for the backward.
       seconds: compute + communication that does not overlap with it.
       compute: seconds of matmuls at the peak.
-      sent: seconds of collectives, overlapping or not.
+      sent: seconds of collectives, overlapping or not, and of exposed copies to and from the host.
       bubble: the share of a step in which a rank of the pipeline is idle.
     """
 

@@ -126,8 +126,7 @@ def line_fields(
 ) -> dict[str, Any]:
     """Return the fields of a `Line` that follow from its program, as JSON values; `flops` as for `plan`.
 
-    Raises:
-      ValueError: the program needs more memory on the host than the host has for each device.
+    Raises ValueError if the program needs more memory on the host than the host has for each device.
     """
     # 1. Memory.
     program = Executable(compiled.as_text() or "", step.mesh)

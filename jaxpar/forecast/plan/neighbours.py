@@ -48,11 +48,7 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
     - the schedule of a pipeline; for a mixture of experts also the one that overlaps forwards with backwards
     - all replicas plain, or all sharded; on several hosts also sharded within each host, with and without `hpz`
 
-    Args:
-      strategy: the strategy. Its sizes are numbers; only `fsdp` may be -1.
-      target: the devices.
-      rows: the rows of the global batch.
-      splits: how many ranks may share experts and positions.
+    The sizes of `strategy` are numbers; only `fsdp` may be -1. `rows` are those of the global batch.
     """
     shape = strategy.sizes(len(target.devices), target.hosts)
     seen = {strategy}

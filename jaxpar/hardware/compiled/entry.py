@@ -49,7 +49,7 @@ class Collective:
 
 
 def merged(collectives: Iterable[Collective]) -> list[Collective]:
-    """Merge collectives that differ only in count and bytes; sort by kind, axes and dtype."""
+    """Merge collectives that differ only in count, bytes and instruction; sort by kind, axes and dtype."""
     groups: dict[tuple[Any, ...], list[Collective]] = {}
     for collective in collectives:
         # Collectives with an unknown count are merged among each other only.

@@ -273,10 +273,7 @@ class Executable:
     def _start(self, instr: Instruction, outer: Instruction, shapes: dict[str, str]) -> Iterator[Start]:
         """Yield a collective, unless collectives are left out or it sends nothing.
 
-        Args:
-          instr: the collective.
-          outer: the instruction that starts the asynchronous computation around it, or itself.
-          shapes: name -> shape of all instructions of its computation.
+        `outer` starts the asynchronous computation around it, or is the collective itself.
         """
         if not self._with_collectives:
             return
