@@ -52,7 +52,7 @@ def argument_paths(fn: Any, args: Any, arg_positions: Sequence[int] = ()) -> lis
 
 
 def lower_for_arguments(fn: Any, args: Any) -> Any:
-    """Lower a function for the devices of its arguments, which may be compile-only. Raises ValueError if they have none."""
+    """Lower a function for its arguments' devices, which may be compile-only. Raises ValueError if they have none."""
     meshes = [x.sharding.mesh for x in _array_shapes(args) if x.sharding is not None]
     if abstract := next((x for x in meshes if isinstance(x, AbstractMesh)), None):
         raise ValueError(
