@@ -130,8 +130,15 @@ def _to_place(settings: _Settings, env: Env, gpus: Callable[[], int]) -> Place:
         raise ValueError(
             f"coordinator={settings.coordinator!r} needs a port, as in {settings.coordinator.rstrip(':')}:{PORT}"
         )
-    s = settings
-    return Place(s.source, s.coordinator, s.processes, s.process, s.neighbours, s.local, _gpus(s, env, gpus))
+    return Place(
+        settings.source,
+        settings.coordinator,
+        settings.processes,
+        settings.process,
+        settings.neighbours,
+        settings.local,
+        _gpus(settings, env, gpus),
+    )
 
 
 # -- launchers ---------------------------------------------------------------------------------------------------------
