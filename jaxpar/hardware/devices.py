@@ -5,8 +5,8 @@ A compile-only device has a compiler and no memory. On a mesh of them,
     jax.jit(f).trace(...).lower(lowering_platforms=("cuda",)).compile()
 
 gives the scheduled program, with its asynchronous collectives and `memory_analysis()`; the program cannot run. Kernels
-are not autotuned, so their times mean nothing. Memory, collectives, their sizes, groups and overlap are those
-of a program for real devices.
+are not autotuned, so their times mean nothing. Memory, collectives, their sizes, groups and overlap are as on real
+devices.
 """
 
 import importlib.util
@@ -90,8 +90,7 @@ def target(name: str, hardware: Hardware | None = None, memory_bytes: float | No
     # The compiler describes each device: 10**9 of them take 21 GB.
     if (num_devices := int(first) * int(second or 1)) > _MAX_DEVICES:
         raise ValueError(f"target={name!r} has {num_devices:,} devices; use at most {_MAX_DEVICES:,}")
-    gpu = load(kind) if kind.endswith(".toml") and hardware is None else _find_kind(name, kind, hardware)
-    gpu = with_memory(gpu)
+    gpu = with_memory(load(kind) if kind.endswith(".toml") and hardware is None else _find_kind(name, kind, hardware))
     if second:
         return _gpu(name, gpu, int(first), int(second))
     per_host = gpu.per_host

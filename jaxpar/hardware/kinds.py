@@ -58,9 +58,6 @@ def capture(kind: str = "attached") -> Hardware:
     Memory is what this process may use (`memory_stats()["bytes_limit"]`), and `config` the compiler's own. Links and
     network are those of the same GPU in the table, or unknown. `to_toml` makes a file to write them in.
 
-    Args:
-      kind: the name of the new kind.
-
     Raises:
       ValueError: no GPU is attached.
     """

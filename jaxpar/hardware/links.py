@@ -71,7 +71,6 @@ def protocols(
     """Yield the protocols of an algorithm for one group.
 
     Args:
-      algorithm: how the group communicates.
       hardware: kind of the devices. A latency that it lacks counts as zero.
       bandwidth: bytes/s of the narrowest link.
       hosts: number of hosts that the group spans.
@@ -131,12 +130,7 @@ class Reach:
 
     @classmethod
     def of(cls, start: Start, hosts: Sequence[int]) -> "Reach":
-        """Return the reach of a collective's widest group.
-
-        Args:
-          start: the collective.
-          hosts: the host of each device, in the order of the mesh.
-        """
+        """Return the reach of a collective's widest group; `hosts`: the host of each device, in the mesh's order."""
         if start.kind == "collective-permute":
             crosses_hosts = any(hosts[source] != hosts[target] for source, target in start.groups)
             return cls(2, 1 + crosses_hosts, 2 - crosses_hosts)
@@ -151,52 +145,51 @@ class Reach:
         return "network" if self.hosts > 1 else "link"
 
 
-def collective_seconds(kind: str, size: int, way: Reach, hardware: Hardware) -> tuple[float, str]:
+def collective_seconds(kind: str, size: int, reach: Reach, hardware: Hardware) -> tuple[float, str]:
     """Return the seconds of one collective that runs alone, and the reason in words.
 
     Args:
       kind: as in `Collective`.
       size: bytes of the whole buffer, as `Collective` counts them.
-      way: the devices and hosts that it spans.
+      reach: the devices and hosts that it spans.
       hardware: kind of the devices. A latency that it lacks counts as zero.
 
     Raises:
       ValueError: `hardware` lacks a bandwidth.
     """
     # 1. Bytes that each device sends, as a share of the buffer, and steps of the ring.
-    n = way.group
-    is_direct = kind.endswith("all-to-all") and way.hosts > 1
+    n = reach.group
+    is_direct = kind.endswith("all-to-all") and reach.hosts > 1
     # An all-to-all across hosts is no ring: each device sends what leaves its host through its own adapter.
-    bandwidth = _bandwidth(Reach(n, way.hosts, 1) if is_direct else way, hardware)
+    bandwidth = _bandwidth(Reach(n, reach.hosts, 1) if is_direct else reach, hardware)
     match kind:
         case "all-reduce":
             rounds, steps = 2 * (n - 1) / n, 2 * (n - 1)
         case "all-gather" | "reduce-scatter":
             rounds, steps = (n - 1) / n, n - 1
         case "all-to-all" | "ragged-all-to-all":
-            rounds, steps = (n - way.local) / n if is_direct else (n - 1) / n, 1
+            rounds, steps = (n - reach.local) / n if is_direct else (n - 1) / n, 1
         case "collective-broadcast":
             rounds, steps = 1.0, n - 1
         case _:  # a permute
             rounds, steps = 1.0, 1
     passes = steps // (n - 1) if steps > 1 else 1
-    network_steps = min(steps, passes * (way.hosts - 1)) if way.hosts > 1 else 0
+    network_steps = min(steps, passes * (reach.hosts - 1)) if reach.hosts > 1 else 0
 
     # 2. The candidates: (seconds of latency, bytes sent, bytes/s, name) of each protocol and algorithm.
     candidates = []
-    for protocol in protocols("ring", hardware, bandwidth, way.hosts, way.local, size):
+    for protocol in protocols("ring", hardware, bandwidth, reach.hosts, reach.local, size):
         if protocol.name not in ("", "Simple") and (is_direct or steps == 1):
             continue  # point-to-point messages use Simple
         # For large all-reduces across hosts NCCL multiplies a ring's latency by 1.4.
         is_plateau = protocol.name == "Simple" and kind == "all-reduce" and network_steps and size >= 2**16 * n
-        plateau = 1.4 if is_plateau else 1.0
         local_seconds = (steps - network_steps) * protocol.local_step
         latency = protocol.launch + local_seconds + network_steps * protocol.network_step
-        candidates.append((plateau * latency, size * rounds, protocol.bandwidth, protocol.name))
-    if kind == "all-reduce" and way.hosts > 1:
-        depth = math.ceil(math.log2(way.hosts))
-        for protocol in protocols("tree", hardware, bandwidth, way.hosts, way.local, size):
-            steps_seconds = (way.local - 1) * protocol.local_step + depth * protocol.network_step
+        candidates.append((latency * (1.4 if is_plateau else 1.0), size * rounds, protocol.bandwidth, protocol.name))
+    if kind == "all-reduce" and reach.hosts > 1:
+        depth = math.ceil(math.log2(reach.hosts))
+        for protocol in protocols("tree", hardware, bandwidth, reach.hosts, reach.local, size):
+            steps_seconds = (reach.local - 1) * protocol.local_step + depth * protocol.network_step
             latency = protocol.launch + 2 * steps_seconds  # up the tree and down again
             candidates.append((latency, 2.0 * size, protocol.bandwidth, f"{protocol.name}, a tree"))
 
@@ -204,30 +197,22 @@ def collective_seconds(kind: str, size: int, way: Reach, hardware: Hardware) -> 
     latency, sent, rate, name = min(candidates, key=lambda candidate: candidate[0] + candidate[1] / candidate[2])
     if hardware.collective_latency:
         latency = max(latency, _MIN_SECONDS - sent / rate)
-    protocol_text = f", {name}" * bool(name)
-    reason = (
-        f"{sent / 1e6:,.1f} MB at {rate / 1e9:.0f} GB/s + {latency * 1e6:.0f} us, {n} devices by {way.name}"
-        f"{protocol_text}"
-    )
-    return latency + sent / rate, reason
+    reason = f"{sent / 1e6:,.1f} MB at {rate / 1e9:.0f} GB/s + {latency * 1e6:.0f} us, {n} devices by {reach.name}"
+    return latency + sent / rate, f"{reason}, {name}" if name else reason
 
 
-def _bandwidth(way: Reach, hardware: Hardware) -> float:
-    """Return the bytes/s of a device's share of the ring's traffic: the narrower one of link and network.
-
-    Raises:
-      ValueError: `hardware` lacks one that the ring uses.
-    """
+def _bandwidth(reach: Reach, hardware: Hardware) -> float:
+    """Return the bytes/s of a device in a ring: what the narrower of link and network gives. Raises ValueError."""
     limits = {}
-    if way.local > 1:
+    if reach.local > 1:
         limits["link_bandwidth"] = hardware.link_bandwidth and hardware.link_bandwidth * (hardware.link_efficiency or 1)
-    if way.hosts > 1:
+    if reach.hosts > 1:
         # Each host has an adapter for each of its devices, and the ring leaves it once.
-        limits["network_bandwidth"] = hardware.network_bandwidth and hardware.network_bandwidth * way.local
+        limits["network_bandwidth"] = hardware.network_bandwidth and hardware.network_bandwidth * reach.local
     for name, value in limits.items():
         if value is None:
             raise ValueError(
-                f"{hardware.kind} has no {name}, so the time of a collective of {way.group} devices on {way.hosts} "
+                f"{hardware.kind} has no {name}, so the time of a collective of {reach.group} devices on {reach.hosts} "
                 "hosts is unknown; give it in a file (jaxpar.hardware.kinds.load)"
             )
     return min(limits.values())

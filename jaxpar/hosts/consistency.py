@@ -6,8 +6,6 @@ comparison uses no device. It goes through the coordinator's table, whose keys a
     notes/KEY/zero, text/NAME    process 0 writes its notes, and its long texts in compressed form
     notes/KEY/said/RANK          every other process writes the list of its differences from process 0
     notes/KEY/verdict            process 0 writes one sentence, which every process raises; "" if nothing differs
-
-`compare` is the entry point. The second half of the file makes the notes: versions, programs, shapes and digests.
 """
 
 from __future__ import annotations
@@ -73,17 +71,9 @@ def compare(
 
 
 def told(subject: str, statement: str, patience: float = 10.0) -> dict[int, str]:
-    """Exchange one statement per process.
+    """Exchange one statement per process; return rank -> statement, of all that come within `patience` seconds.
 
     All processes call this with the same `subject`, equally often.
-
-    Args:
-      subject: what the statements are about; part of the table's key.
-      statement: this process's own.
-      patience: seconds to wait for the others.
-
-    Returns:
-      rank -> statement, without the processes that did not answer in time.
     """
     if jax.process_count() == 1:
         return {0: statement}
@@ -105,9 +95,7 @@ class Comparison:
     """One comparison among all processes: each calls it, and it raises ValueError in all of them or in none.
 
     Args:
-      store: the coordinator's table.
-      place: which process this is.
-      key: identifies this comparison in the table.
+      store, place, key: the coordinator's table, this process, and this comparison in the table.
       patience: seconds that process 0 waits for the others, and the others for process 0.
       ask: returns why the process of a rank will never come; "" while it may.
     """
@@ -184,15 +172,9 @@ class Comparison:
     def _differences(
         self, reference: Any, local_notes: Mapping[str, str], digests: Mapping[str, str], texts: Mapping[str, str]
     ) -> list[list[str]]:
-        """List the differences between process 0 and this process.
+        """List [name, value on process 0, value on this process] of each difference; "" twice if a text is too long.
 
-        Args:
-          reference: [host, notes, digests of texts] of process 0.
-          local_notes, digests, texts: those of this process.
-
-        Returns:
-          [name, value on process 0, value on this process] for each. Both values are "" for a text that is too long
-          to be shown.
+        `reference` is [host, notes, digests of texts] of process 0; the other arguments are this process's.
         """
         _, reference_notes, reference_digests = reference
         absent = "not there"

@@ -67,11 +67,7 @@ def start(store: Store, place: Place, limit: float) -> None:
 def fail(error: BaseException | str, status: int = 1) -> None:
     """Report that this process fails, so that all others end with a sentence that says so.
 
-    Returns once they know. The caller then exits. Does nothing in a run of one process.
-
-    Args:
-      error: the reason.
-      status: the exit status of this process.
+    Returns once they know. The caller then exits, with this status. Does nothing in a run of one process.
     """
     global _failure_status
     has_failed_before, _failure_status = _failure_status is not None, status
@@ -133,11 +129,9 @@ def step() -> Iterator[None]:
 
 
 def going_on(step: int, folder: Path | None) -> None:
-    """Note that a training loop begins, which waits for each of its steps.
+    """Note that a training loop begins after `step` steps, and that it waits for each of its steps.
 
-    Args:
-      step: the number of steps before it, from its checkpoint.
-      folder: where stacks of threads are written; None means stderr.
+    Stacks of threads are written to `folder`; None means stderr.
     """
     if _watch is not None:
         _watch.begin_run(step)
@@ -239,14 +233,9 @@ def _on_abort(_: int) -> None:
             exit_now(f"\njaxpar: {_watch.verdict.sentence}. Rank {rank} ends with it.", ENDED_BY_ANOTHER)
         # 3. The coordinator is gone, and with it process 0.
         if rank and (_failure_status is None or beat.may_follow) and not _accepts_connections(_watch.place.coordinator):
-            coordinator_beat = _watch.peers[0].beat
-            reason = (
-                f"{describe(0, coordinator_beat)} is lost: the coordinator in it has closed; "
-                f"it {coordinator_beat.progress_text}"
-            )
-            exit_now(
-                f"\njaxpar: {reason}. Rank {rank}, after step {beat.position // 2}, ends with it.", ENDED_BY_ANOTHER
-            )
+            beat_0 = _watch.peers[0].beat
+            lost = f"{describe(0, beat_0)} is lost: the coordinator in it has closed; it {beat_0.progress_text}"
+            exit_now(f"\njaxpar: {lost}. Rank {rank}, after step {beat.position // 2}, ends with it.", ENDED_BY_ANOTHER)
         # 4. This process has printed its own error, and process 0 has ended before it.
         if _failure_status is not None:
             exit_now("", _failure_status)

@@ -72,7 +72,7 @@ def detect(
     name: Callable[[], str] = lambda: "",
     gpus: Callable[[], int] = lambda: 0,
 ) -> Place:
-    """Return the place of this process. Arguments come before our variables, and these before a launcher's.
+    """Return the place of this process.
 
     Args:
       env: the environment variables.
@@ -107,11 +107,7 @@ def detect(
 
 def _to_place(settings: _Settings, env: Env, gpus: Callable[[], int]) -> Place:
     """Check that the settings are complete and consistent, and assign GPUs. Raises ValueError."""
-    required = {
-        "coordinator": settings.coordinator,
-        "processes": settings.processes,
-        "process": settings.process,
-    }
+    required = {field: getattr(settings, field) for field in ("coordinator", "processes", "process")}
     if missing := [field for field, value in required.items() if value is None]:
         present = ", ".join(f"{field}={value}" for field, value in required.items() if value is not None)
         advice = (
@@ -134,15 +130,15 @@ def _to_place(settings: _Settings, env: Env, gpus: Callable[[], int]) -> Place:
         raise ValueError(
             f"coordinator={settings.coordinator!r} needs a port, as in {settings.coordinator.rstrip(':')}:{PORT}"
         )
-    place = Place(
+    return Place(
         settings.source,
         settings.coordinator,
         settings.processes,
         settings.process,
         settings.neighbours,
         settings.local,
+        _gpus(settings, env, gpus),
     )
-    return replace(place, gpus=_gpus(settings, env, gpus))
 
 
 # -- launchers ---------------------------------------------------------------------------------------------------------

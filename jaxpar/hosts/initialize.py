@@ -102,10 +102,9 @@ def place() -> Place:
 
 
 def check_joined() -> None:
-    """Check that this process has joined the others if `jaxpar launch` started it as one of several.
+    """Raise ValueError if `jaxpar launch` started this process as one of several, and it has not joined the others.
 
-    Raises:
-      ValueError: it has not joined, so each process would train alone.
+    Each process would train alone.
     """
     num_processes = os.environ.get("JAXPAR_PROCESSES", "1")
     is_one_of_several = num_processes != "1" and "JAXPAR_PROCESS" in os.environ
@@ -136,8 +135,7 @@ def _join(place: Place, bind: str | None, timeout: int, watchdog_limit: float) -
         per_host = f", {place.neighbours} on each host" if place.neighbours else ""
         gpus = f", of {len(place.gpus)} GPUs each" if place.gpus else ""
         run = f"{place.processes} processes ({place.source}){per_host}{gpus}"
-        message = f"jaxpar: {run}; process 0 listens on {listen_address}"
-        print(message, file=sys.stderr, flush=True)  # noqa: T201
+        print(f"jaxpar: {run}; process 0 listens on {listen_address}", file=sys.stderr, flush=True)  # noqa: T201
     with ending.joining(place, timeout):
         jax.distributed.initialize(
             place.coordinator,
@@ -207,11 +205,7 @@ def _is_address(host: str) -> bool:
 
 
 def check_free(listen_address: str) -> None:
-    """Check that process 0 can listen on address:port; the coordinator itself would end the process without a word.
-
-    Raises:
-      ValueError: it cannot; the message says why.
-    """
+    """Raise ValueError if process 0 cannot listen on address:port; the coordinator would end it without a word."""
     host, _, port = listen_address.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdigit():

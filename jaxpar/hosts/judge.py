@@ -2,7 +2,7 @@
 
 This file has no threads and ends nothing: `watchdog.py` collects the beats, and ends the process after a `Verdict`.
 
-A process's position is 2 s after s finished training steps, and 2 s + 1 within the next one:
+A process's position is 2 n after n finished training steps, and 2 n + 1 within the next one:
 
     position    0        1     2        3     4
                 before   in    after    in    after ...
@@ -95,10 +95,7 @@ class Beat:
 
 
 class Peer:
-    """One process of the run as another one sees it.
-
-    Args:
-      now: seconds on the observer's clock, as for all times here.
+    """One process of the run as another one sees it. All times are seconds on the observer's clock.
 
     Attributes:
       beat: the last beat.
@@ -124,12 +121,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why all processes end.
-
-    Attributes:
-      sentence: the reason.
-      stacks: the stacks of all threads help to find the cause.
-    """
+    """Why all processes end, and whether the stacks of all threads help to find the cause."""
 
     sentence: str
     stacks: bool = False
@@ -138,9 +130,7 @@ class Verdict:
 def find_failed(peers: Mapping[int, Peer], may_follow: bool) -> Verdict | None:
     """Return the verdict on the first process that reports a failure; None if there is no failure.
 
-    Args:
-      peers: rank -> process.
-      may_follow: consider the failures that may follow from another process's end, or only the others.
+    `may_follow` selects the failures that may follow from another process's end; otherwise only the others count.
     """
     for rank, peer in peers.items():
         if peer.beat.failure and peer.beat.may_follow == may_follow:
@@ -166,7 +156,6 @@ def find_stuck(peers: Mapping[int, Peer], now: float, silence_limit: float) -> V
     Before all processes have finished a step, only a process that has ended counts as stuck: others may compile.
     """
     furthest = max(peer.beat.progress for peer in peers.values())
-    furthest_position = furthest[1]
     if not all(peer.beat.has_stepped for peer in peers.values()):
         # A process that is done before its first step never finishes one; the others cannot without it.
         for rank, peer in peers.items():
@@ -178,8 +167,8 @@ def find_stuck(peers: Mapping[int, Peer], now: float, silence_limit: float) -> V
     for rank, peer in peers.items():
         peer.behind_since = None if peer.beat.progress == furthest else peer.behind_since or now
         if peer.behind_since is not None and (delay := now - peer.behind_since) > silence_limit:
-            is_inside = furthest_position % 2
-            progress = f"others are {'in' if is_inside else 'past'} step {furthest_position // 2 + is_inside}"
+            num_finished, is_inside = divmod(furthest[1], 2)
+            progress = f"others are {'in' if is_inside else 'past'} step {num_finished + is_inside}"
             if peer.beat.has_ended:
                 return Verdict(f"{describe(rank, peer.beat)} ended, and {peer.beat.progress_text}, while {progress}; "
                                "give every process as many batches")  # fmt: skip

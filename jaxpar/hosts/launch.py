@@ -112,14 +112,7 @@ class Outcome:
 
 
 def launch(options: LaunchOptions, command: Sequence[str]) -> int:
-    """Run a command in several processes, and again after failures if `options.restarts` allows it.
-
-    Args:
-      options: how many processes and restarts.
-      command: arguments for Python.
-
-    Returns:
-      The exit status.
+    """Run Python with the arguments `command` in several processes, and again after failures; return the exit status.
 
     Raises:
       ValueError: there is no command, or no number of processes. Or a host has more than one launcher. Or a run on
@@ -167,14 +160,9 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
 
 
 def run_once(command: Sequence[str], host: Place, num_processes: int, options: LaunchOptions, restart: int) -> Outcome:
-    """Start processes on this host once, and wait until all have ended.
+    """Start `num_processes` processes on this host once, and wait until all have ended.
 
-    Args:
-      command: arguments for Python.
-      host: this host among those of the run; its `processes` count hosts.
-      num_processes: number of processes on this host.
-      options: the launcher's options.
-      restart: how often the run was started before.
+    `host` is this host among those of the run: its `processes` count hosts. `restart` counts the earlier starts.
     """
     if host.processes == 1:
         host = Place(coordinator=f"127.0.0.1:{free_port()}")  # alone, the host has no coordinator yet
@@ -187,10 +175,7 @@ def run_once(command: Sequence[str], host: Place, num_processes: int, options: L
     readers = [
         threading.Thread(target=_forward_lines, args=(stream, target, f"[{rank}] ", lock, is_hidden), daemon=True)
         for rank, (child, coordination) in enumerate(zip(children, coordinations, strict=True), first_rank)
-        for stream, target, is_hidden in (
-            (child.stdout, sys.stdout, Gloo()),
-            (child.stderr, sys.stderr, coordination),
-        )
+        for stream, target, is_hidden in ((child.stdout, sys.stdout, Gloo()), (child.stderr, sys.stderr, coordination))
     ]
     for reader in readers:
         reader.start()
@@ -259,11 +244,7 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
 
 
 def share_of_gpus(env: Mapping[str, str], local: int, num_processes: int) -> str:
-    """Return CUDA_VISIBLE_DEVICES for one of this host's processes; "" if there are no GPUs.
-
-    Raises:
-      ValueError: the GPUs cannot be shared equally.
-    """
+    """Return CUDA_VISIBLE_DEVICES for a process of this host; "" without GPUs. Raises ValueError for unequal shares."""
     gpus = visible_gpus(env)
     if not gpus:
         return ""

@@ -18,10 +18,7 @@ _MAX_FAILURES = 100  # failures that a process leaves in the table, for others t
 class Outcomes:
     """This process among those that take the same actions in the same order. No device takes part.
 
-    Args:
-      process: this process's rank.
-      processes: the number of processes.
-      store: the coordinator's table; None for one process.
+    `store` is the coordinator's table; None for one process.
     """
 
     def __init__(self, process: int, processes: int, store: Store | None):

@@ -43,11 +43,7 @@ _SPREAD_TIME = 3.0
 
 
 def limit_seconds(limit: float | None = None) -> float:
-    """Return the watchdog's limit: the argument, or JAXPAR_WATCHDOG, or the default.
-
-    Raises:
-      ValueError: the limit is below 5 seconds and not 0.
-    """
+    """Return the argument, else JAXPAR_WATCHDOG, else the default. Raises ValueError below 5 seconds, except for 0."""
     text = os.environ.get("JAXPAR_WATCHDOG") if limit is None else str(limit)
     if text is None:
         return DEFAULT_LIMIT
@@ -55,11 +51,7 @@ def limit_seconds(limit: float | None = None) -> float:
 
 
 def stall_seconds() -> float | None:
-    """Return JAXPAR_STALL, None if it is not set.
-
-    Raises:
-      ValueError: it is below 5 seconds and not 0, which means any time.
-    """
+    """Return JAXPAR_STALL, None if it is not set. Raises ValueError below 5 seconds, except for 0: any time."""
     text = os.environ.get("JAXPAR_STALL")
     if text is None:
         return None
@@ -83,8 +75,7 @@ class Watch:
     """The watchdog of one process.
 
     Args:
-      store: the coordinator's table.
-      place: which process this is.
+      store, place: the coordinator's table, and this process.
       limit: seconds within which all processes have ended.
       on_verdict: ends the process.
       clock: returns seconds.
@@ -200,9 +191,7 @@ class Watch:
     def report_failure(self, reason: str, may_follow: bool = False) -> None:
         """Report that this process fails, and wait until all know.
 
-        Args:
-          reason: the error, for the verdict's sentence.
-          may_follow: the failure may follow from another process's end. Then wait as long as finding that end takes.
+        If the failure may follow from another process's end, wait as long as finding that end takes.
         """
         self.beat.failure, self.beat.may_follow = " ".join(reason.split())[:500], may_follow
         deadline = self.clock() + (self.silence_limit + _SPREAD_TIME if may_follow else _SPREAD_TIME)
@@ -284,11 +273,10 @@ class Watch:
             return Verdict(f"jaxpar launch, which had started {describe(self.place.process, self.beat)}, is gone")
         if self.place.process:
             if (silence := now - self._answered_at) > self.silence_limit:
-                coordinator_beat = self.peers[0].beat
+                beat_0 = self.peers[0].beat
                 cause = f": {self._coordinator_error}" if self._coordinator_error else ""
                 reason = f"its coordinator has not answered for {silence:.0f} s{cause}"
-                name = describe(0, coordinator_beat)
-                return Verdict(f"{name} is lost: {reason}; it {coordinator_beat.progress_text}", True)
+                return Verdict(f"{describe(0, beat_0)} is lost: {reason}; it {beat_0.progress_text}", True)
             # On the same machine the end of process 0 is seen at once. Its failure process 0 publishes as a verdict.
             return find_lost(other_peers, now, self.silence_limit)
         if verdict := find_failed(self.peers, may_follow=False) or find_lost(other_peers, now, self.silence_limit):

@@ -12,8 +12,7 @@ class Bisected:
     """The first equation at which two sides differ. Print it.
 
     Attributes:
-      a: the name of the first side.
-      b: the name of the second side; it may be "one device".
+      a, b: the names of the sides; `b` may be "one device".
       primitive: the equation's primitive; "" if the sides agree.
       line: the line of the user's program.
       scope: the module path of the equation.

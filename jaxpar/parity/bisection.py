@@ -49,13 +49,12 @@ def bisect(
     Only values with a dim of rows are compared. If all of these agree, the equation that sums them is named. A value
     that is finite on one side alone is a difference.
 
-    As much rounding is allowed as `jp.verify` allows for the lower of the two precisions. For two different
-    precisions, it may be more: 16 times the change of one device's cut loss when the last bits of its initial values
-    change.
+    The allowed rounding is that of `jp.verify` for the lower of the two precisions. If the precisions differ, it may be
+    more: 16 times the change of one device's cut loss when the last bits of its initial values change.
 
-    Each side compiles and runs about log2 of the number of equations programs, each in the memory of a gradient step;
-    if the sides differ in precision, one device runs as many. Communicates what these steps do. With several processes,
-    all of them call it with the same batch.
+    Each side compiles and runs about log2(number of equations) programs, each in the memory of a gradient step and with
+    its communication; if the precisions differ, one device runs as many. With several processes, all of them call this
+    with the same batch.
 
     Args:
       model, batch, mesh: as for `make_train_step`; the batch may be NumPy arrays.
@@ -65,9 +64,6 @@ def bisect(
       key: the key of the initial values; `jax.random.key(0)` if None.
       mesh_b: the devices of `b`, if they are others, or in another order. The same strategy on both compares two
         devices. None: the devices of `a`.
-
-    Returns:
-      The equation, with its line and the error.
 
     Raises:
       ValueError: neither side is finite; the two sides make different programs of the loss; a strategy refuses a cut
@@ -112,7 +108,7 @@ def _devices(mesh: Mesh | Sequence[jax.Device] | None) -> list[jax.Device]:
     return jax.devices() if mesh is None else [*(mesh.devices.flat if isinstance(mesh, Mesh) else mesh)]
 
 
-def _device_ids(side: UnderStrategy | OneDevice) -> str:
+def _device_ids(side: Side) -> str:
     """Return the devices of a side by their ids, as text."""
     ids = [d.id for d in (_devices(side.mesh) if isinstance(side, UnderStrategy) else [side.device])]
     return f"device{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
@@ -121,11 +117,7 @@ def _device_ids(side: UnderStrategy | OneDevice) -> str:
 class _Search:
     """A binary search for the first cut at which two sides differ.
 
-    Args:
-      cut: the loss to cut.
-      sides: the two sides.
-      template: a side with the lower of their precisions, from which one device's rounding is measured.
-      names: the names of the sides.
+    One device's rounding is measured in the lower of their precisions, which is `template`'s.
     """
 
     def __init__(self, cut: CutLoss, sides: Sequence[Side], template: UnderStrategy, names: Sequence[str]):

@@ -103,13 +103,9 @@ class CutLoss:
         return self._traced_eqns
 
     def _measure(self, eqns: Sequence[Any], doubled_eqns: Sequence[Any], num_rows: int, place: Site) -> None:
-        """Store the dims of rows of the results of some equations.
+        """Store the dims of rows of the results of some equations; `doubled_eqns` are the same for twice the rows.
 
-        Args:
-          eqns: the equations.
-          doubled_eqns: the same equations for twice the rows.
-          num_rows: the number of rows.
-          place: `()` for the program, or the place of the scan whose body they are.
+        `place` is `()` for the program, or the place of the scan whose body they are.
         """
         index = -1
         for x, y in zip(eqns, doubled_eqns, strict=True):
@@ -117,9 +113,9 @@ class CutLoss:
             self.row_dims.update(zip(x.outvars, row_dims, strict=True))
             if x.primitive.name not in _CASTS:
                 index += 1
-                is_float = [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in x.outvars]
                 self.sizes[*place, index] = [
-                    row_dim if floating else None for row_dim, floating in zip(row_dims, is_float, strict=True)
+                    row_dim if jnp.issubdtype(v.aval.dtype, jnp.floating) else None
+                    for v, row_dim in zip(x.outvars, row_dims, strict=True)
                 ]
 
     def _loss(self, *args: Any) -> tuple[Mean, Any]:
@@ -152,7 +148,6 @@ class _Evaluation:
     """One evaluation of the program of the loss, or of the body of a scan.
 
     Attributes:
-      cut: the cut loss.
       place: `()` for the program, or the place of the scan.
       site: where the cut is, relative to `place`.
       number: the number made of the values that are alive after the site.

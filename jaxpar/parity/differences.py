@@ -63,7 +63,7 @@ class Difference:
 
 
 def differences(kind: str, tree: Any, reference: Any, terms: Sequence[float] | None = None) -> list[Difference]:
-    """Compare two trees leaf by leaf.
+    """Compare two trees: one difference per leaf.
 
     Args:
       kind: "gradient" or "parameter".
@@ -71,9 +71,6 @@ def differences(kind: str, tree: Any, reference: Any, terms: Sequence[float] | N
       reference: one device's arrays, which give the scales.
       terms: for each leaf, the scale of the terms that cancel in it. None: not measured; 1e-2 of the tree's largest
         element is used instead.
-
-    Returns:
-      One difference per leaf.
     """
     leaves = [
         (name_of(path), _float64(a), _float64(b))
@@ -120,8 +117,7 @@ def furthest(
     """Compare losses, and, if these agree, gradients.
 
     Args:
-      result: a loss and its gradients.
-      reference: the loss and gradients to compare with.
+      result, reference: a loss and its gradients, each.
       tolerance: the error that is allowed.
       rounding: how far rounding may move the loss, and then the elements of each gradient.
       values_only: compare the losses alone.

@@ -44,12 +44,9 @@ def bisect_losses(model: Model, loss: Callable[..., Any], batch: Any, key: jax.A
     the device holds one unfused gradient.
 
     Args:
-      model: the model.
       loss: `loss(params, batch)` or `(params, batch, key)`; for a stateful model also
         `(params, variables, batch, key)`. It returns a scalar, a `jp.Mean`, or a tuple that begins with either.
         `params` is the tree of `step.params`; `key` is the key of the first block of rows in the first step.
-      batch: the global batch.
-      key: the key of the initial values.
 
     Raises:
       ValueError: `loss` takes or returns something else; or the losses differ only as XLA compiles them.
@@ -194,13 +191,7 @@ class _Results(Evaluation):
     def first_unaligned(self, counterpart: _Results, output: int, tolerance: float) -> _Result | None:
         """Return the first result before an output that is not aligned, though all its operands are.
 
-        Args:
-          counterpart: the results of the other program.
-          output: the index of the output that differs.
-          tolerance: the error that is allowed.
-
-        Returns:
-          The result. None if the output is aligned.
+        `output` is the output's index. If it is aligned itself, return None.
         """
         aligned = self.are_aligned(counterpart, tolerance, forward_agrees=output > 0)
         # For each result: the index of the first unaligned result that it follows from. None if it is aligned.

@@ -116,9 +116,6 @@ def verify(
       equation: if the sides differ, find the equation by `jp.bisect`, which runs some twenty programs.
       progress: whether to show progress on standard error; None: if that is a terminal.
 
-    Returns:
-      The report.
-
     Raises:
       ValueError: an argument is invalid, or `make_train_step` refuses the strategy.
     """

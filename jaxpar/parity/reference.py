@@ -19,7 +19,7 @@ import optax
 from ..backend.cpu_compiler import cpu_options
 from ..layout.precision import Policy
 from ..model.batches import check_rows
-from ..model.model import Mean, Model, Replicated
+from ..model.model import Mean, Model, is_replicated
 from ..model.paths import name_of
 from ..numerics.fp8 import in_fp8, of_blocks
 from ..program import jaxpr as jx
@@ -38,8 +38,7 @@ class Reference:
         """Store the model, and how rows are divided.
 
         Args:
-          model: the model.
-          strategy: the strategy, for its precision and microbatches.
+          model, strategy: the strategy gives the precision and the microbatches.
           replicas: the number of replicas. It fixes which rows share a microbatch and, if the loss draws random
             numbers, a key.
           microbatches: the number of microbatches; the strategy's number if None.
@@ -67,27 +66,25 @@ class Reference:
 
             def rows_of_microbatch(x: Any, i: int = i) -> Any:
                 """Return microbatch i of every replica's rows, [replicas, rows, ...]."""
-                return x if _is_replicated(x) else x.reshape(n, m, -1, *x.shape[1:])[:, i]
+                return x if is_replicated(x) else x.reshape(n, m, -1, *x.shape[1:])[:, i]
 
-            blocks = jax.tree.map(rows_of_microbatch, batch, is_leaf=_is_replicated)
+            blocks = jax.tree.map(rows_of_microbatch, batch, is_leaf=is_replicated)
             keys = jax.vmap(lambda r, i=i: block_key(key, step, r * m + i))(jnp.arange(n))
             draws = self._draws(params, variables, blocks, keys) if draws is None else draws
             if draws:
                 # Each replica's block has its own key.
-                axes = jax.tree.map(lambda x: None if _is_replicated(x) else 0, blocks, is_leaf=_is_replicated)
+                axes = jax.tree.map(lambda x: None if is_replicated(x) else 0, blocks, is_leaf=is_replicated)
 
                 def block_loss(rows: Any, key: jax.Array, variables: Any = variables) -> Any:
                     return self._call(params, variables, rows, key, {"rows": n})
 
                 out, *written = jax.vmap(block_loss, in_axes=(axes, 0), axis_name="rows")(blocks, keys)
                 # Variables and written parameters are the same for all replicas.
-                out, (variables, written_params) = (
-                    jax.tree.map(lambda x: x.sum(0), out),
-                    jax.tree.map(lambda x: x[0], written),
-                )
+                variables, written_params = jax.tree.map(lambda x: x[0], written)
+                out = jax.tree.map(lambda x: x.sum(0), out)
             else:
                 all_rows = jax.tree.map(
-                    lambda x: x if _is_replicated(x) else x.reshape(-1, *x.shape[2:]), blocks, is_leaf=_is_replicated
+                    lambda x: x if is_replicated(x) else x.reshape(-1, *x.shape[2:]), blocks, is_leaf=is_replicated
                 )
                 out, variables, written_params = self._call(params, variables, all_rows, keys[0])
             means.append(out["loss"])
@@ -114,14 +111,14 @@ class Reference:
 
     def _draws(self, params: Any, variables: Any, blocks: Any, keys: jax.Array) -> bool:
         """Return whether the loss depends on its key."""
-        rows = jax.tree.map(lambda x: x if _is_replicated(x) else x[0], blocks, is_leaf=_is_replicated)
+        rows = jax.tree.map(lambda x: x if is_replicated(x) else x[0], blocks, is_leaf=is_replicated)
         rest = (params, variables, rows)
         flat, _ = jx.trace(lambda rest, key: self.model.call(rest[0], rest[1], rest[2], key), rest, keys[0])
         key_dependent = jx.depends(flat.eqns, flat.invars[-1:])
         return any(not jx.is_literal(v) and v in key_dependent for v in flat.outvars)
 
     def model_dtypes(self, batch: Any) -> list[str]:
-        """Return "f32", and the low precisions in which the model declares parameters or computes, as "bf16"."""
+        """Return "f32", and "bf16" and "f16" if the model declares parameters or computes in them."""
         abstract_state = jax.eval_shape(self.model.create, jax.random.key(0))
         traced = jax.make_jaxpr(self.model.call)(*abstract_state, batch, jax.random.key(0))
         computed_avals = (v.aval for eqn, _ in visit(jx.opened(traced)[0].eqns) for v in eqn.outvars)
@@ -133,13 +130,9 @@ class Reference:
         ]
 
     def value_and_grad(self, key: jax.Array, batch: Any, nudge: float = 0.0, sample: int = 0) -> tuple[jax.Array, Any]:
-        """Return loss and gradients at the initial values, with the random keys of the first step.
+        """Return loss and gradients at the initial values that `key` gives, with the random keys of the first step.
 
-        Args:
-          key: the key of the initial values.
-          batch: the global batch.
-          nudge: the largest relative change of an initial value.
-          sample: which random change.
+        The initial values change at random, `sample` says how, by up to `nudge`, relatively.
         """
         check_rows(batch, self.replicas, self.microbatches)
         params, variables = self._start(key, nudge, sample)
@@ -161,16 +154,7 @@ class Reference:
         nudge: float = 0.0,
         sample: int = 0,
     ) -> Any:
-        """Return the parameters after some steps on one batch.
-
-        Args:
-          optimizer: the optimizer.
-          key: the key of the initial values, and of random numbers in the loss.
-          batch: the batch of every step.
-          steps: the number of steps.
-          nudge: the largest relative change of an initial value.
-          sample: which random change.
-        """
+        """Return the parameters after some steps on one batch; `key`, `nudge` and `sample` as for `value_and_grad`."""
         params, variables = self._start(key, nudge, sample)
         transformation, update = self._update_of(optimizer)
         state = transformation.init(_trained(params))
@@ -187,13 +171,9 @@ class Reference:
             @functools.partial(jax.jit, compiler_options=cpu_options())
             def update(grads: Any, state: Any, params: Any, loss: jax.Array) -> Any:
                 updates, state = transformation.update(_trained(grads), state, _trained(params), value=loss)
-                updated_params = optax.apply_updates(_trained(params), updates)
-                return jax.tree.map(
-                    lambda updated, x: x if updated is None else updated,
-                    updated_params,
-                    params,
-                    is_leaf=lambda x: x is None,
-                ), state
+                updated = optax.apply_updates(_trained(params), updates)
+                keep_untrained = lambda new, x: x if new is None else new
+                return jax.tree.map(keep_untrained, updated, params, is_leaf=lambda x: x is None), state
 
             # The optimizer is stored too, so that no other object gets its id.
             self._updates[id(optimizer)] = transformation, update, optimizer
@@ -223,12 +203,8 @@ class Reference:
             return params, variables
         leaves, tree = jax.tree.flatten(params)
         keys = jax.random.split(jax.random.fold_in(key, sample), len(leaves))
-        nudged = [
-            x * (1 + nudge * jax.random.uniform(k, x.shape, jnp.float32, -1, 1)).astype(x.dtype)
-            if _is_inexact(x)
-            else x
-            for k, x in zip(keys, leaves, strict=True)
-        ]
+        vary = lambda x, k: x * (1 + nudge * jax.random.uniform(k, x.shape, jnp.float32, -1, 1)).astype(x.dtype)
+        nudged = [vary(x, k) if _is_inexact(x) else x for x, k in zip(leaves, keys, strict=True)]
         return jax.tree.unflatten(tree, nudged), variables
 
 
@@ -246,7 +222,3 @@ def _is_inexact(x: Any) -> bool:
 def _trained(tree: Any) -> Any:
     """Replace leaves that no optimizer changes by None: integers, and the float0 arrays that are their gradients."""
     return jax.tree.map(lambda x: x if _is_inexact(x) else None, tree)
-
-
-def _is_replicated(x: Any) -> bool:
-    return isinstance(x, Replicated)

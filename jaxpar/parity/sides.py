@@ -21,14 +21,7 @@ from .reference import Reference
 
 @dataclasses.dataclass(frozen=True)
 class UnderStrategy:
-    """The loss and gradients of a strategy's step.
-
-    Attributes:
-      cut: the model's loss, which can be cut at any site.
-      strategy, mesh: as for `make_train_step`.
-      key: the key of the initial values.
-      batch: the global batch.
-    """
+    """The loss and gradients of a strategy's step on the global batch, at the initial values that `key` gives."""
 
     cut: CutLoss
     strategy: Strategy
@@ -59,7 +52,6 @@ class OneDevice:
 
     Attributes:
       template: the side whose precision, row blocks, key and batch are used.
-      device: the device.
       dtypes: low precisions besides the template's: none.
     """
 

@@ -33,15 +33,10 @@ def is_array(x: Any) -> bool:
 
 
 def argument_paths(fn: Any, args: Any, arg_positions: Sequence[int] = ()) -> list[str]:
-    """Return the path of each leaf of the arguments, in JAX's notation.
+    """Return the path of each leaf of the arguments in JAX's notation, such as "state.params['w']".
 
-    Args:
-      fn: the function, whose signature names the arguments. None if it is unknown.
-      args: the arguments, or only some of them.
-      arg_positions: if `args` has only some arguments, the position of each in the call.
-
-    Returns:
-      Paths such as "state.params['w']". An argument without a known name is called "args[0]", "args[1]", ...
+    The signature of `fn` names the arguments; without it, or if `fn` is None, they are "args[0]", "args[1]", ... If
+    `args` are only some of the arguments, `arg_positions` are their positions in the call.
     """
     try:
         parameters = [*inspect.signature(fn).parameters.values()] if fn is not None else []
@@ -57,11 +52,7 @@ def argument_paths(fn: Any, args: Any, arg_positions: Sequence[int] = ()) -> lis
 
 
 def lower_for_arguments(fn: Any, args: Any) -> Any:
-    """Lower a function for the devices of its arguments, which may be compile-only devices.
-
-    Raises:
-      ValueError: an argument lies on an AbstractMesh, which has no devices.
-    """
+    """Lower a function for its arguments' devices, which may be compile-only. Raises ValueError if they have none."""
     meshes = [x.sharding.mesh for x in _array_shapes(args) if x.sharding is not None]
     if abstract := next((x for x in meshes if isinstance(x, AbstractMesh)), None):
         raise ValueError(
@@ -84,10 +75,7 @@ def find_meshes(fn: Any, args: Any) -> list[Any]:
 def lower_for_target(fn: Any, args: Any, target: Target) -> tuple[jax.stages.Lowered, Mesh]:
     """Lower a function for the devices of a target.
 
-    Args:
-      fn: the function, jitted or not.
-      args: its arguments; arrays may be `jax.ShapeDtypeStruct` with shardings on any mesh of the target's size.
-      target: the devices.
+    The function may be jitted. Arrays may be `jax.ShapeDtypeStruct` with shardings on any mesh of the target's size.
 
     Returns:
       The lowered program, and its mesh on the target's devices. The program's parameters are called `arrays[i]`, which

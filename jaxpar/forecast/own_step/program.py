@@ -32,10 +32,8 @@ class Argument:
 
     Attributes:
       path: its name in JAX's notation: "state.params['w']".
-      shape: the global shape.
-      dtype: the dtype, as NumPy names it.
-      bytes: the size of the global array.
-      held: the size of the shard that one device stores.
+      shape, dtype, bytes: those of the global array; the dtype as NumPy names it.
+      held: bytes of the shard that one device stores.
       copied: the mesh axes of several devices along which the array is replicated. Empty if it is sharded along every
         axis, or if its sharding names no axes.
     """
@@ -53,9 +51,7 @@ class JittedMemory:
     """The memory that a program uses on one device, in bytes, from `memory_analysis()`.
 
     Attributes:
-      arguments: its array arguments.
-      outputs: its outputs.
-      temporaries: its temporary buffers.
+      arguments, outputs, temporaries: its parts.
       taken_over: the part of the outputs that reuses the memory of donated arguments.
       total: arguments, outputs and temporaries; reused memory counts once.
     """
@@ -162,10 +158,9 @@ def program_of(fn: Any, args: Sequence[Any], target: Target | str | None = None,
 def _read_program(
     text: str, compiled: Any, paths: Sequence[str] | None, mesh: Any, target: Target | None, names: dict[str, str]
 ) -> JittedProgram:
-    """Read a compiled program.
+    """Read a compiled program from its text.
 
     Args:
-      text: its text.
       compiled: the `jax.stages.Compiled`. None if only the text is known.
       paths: the path of every argument. None to number them.
       mesh: the mesh that names its axes. None if unknown.

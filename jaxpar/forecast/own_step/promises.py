@@ -33,8 +33,8 @@ class Promises:
     ... )
 
     Attributes:
-      collectives: (kind, axis or axes in the mesh's order) -> the most bytes of their buffers. Each other kind and axes
-        may have less than 1 kB in total, which allows sums of scalars.
+      collectives: (kind, axis or axes in the mesh's order) -> the most bytes of their buffers. Every other pair may
+        have less than 1 kB in total, which allows sums of scalars.
       copies: axis -> bytes; no argument that is replicated along that axis may be larger on a device.
       memory: the most bytes of arguments, outputs and temporaries; donated memory counts once.
       involuntary: whether the compiler may gather arrays only to slice them again.

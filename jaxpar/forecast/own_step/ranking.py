@@ -73,9 +73,6 @@ def plan_shardings(
       shardings: the proposals, by name or in a list (named "1", "2", ...). Each is the tuple of arguments:
         `jax.ShapeDtypeStruct` with NamedShardings. Their meshes may differ, but all need as many devices as the target.
 
-    Returns:
-      The plan, with the explanation of every valid proposal.
-
     Raises:
       ValueError: no proposal is valid, or the target has no peaks and bandwidths.
     """

@@ -153,9 +153,6 @@ def predict(
       rows: the rows of the global batch, from which rows/s follows.
       flops: the FLOPs of the step over all devices, without recomputation, from which the MFU follows.
 
-    Returns:
-      The prediction; its times are in seconds per step.
-
     Raises:
       ValueError: as `explain`; or the target's peaks and bandwidths are unknown.
     """

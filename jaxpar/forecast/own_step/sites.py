@@ -42,9 +42,7 @@ class Site:
     """The collectives of one kind, axes, line and array. Bytes are per device and step, as in `Collective`.
 
     Attributes:
-      kind: the kind of collective, as in `Collective`.
-      axes: the mesh axes, as in `Collective`.
-      dtype: the dtype, as in `Collective`.
+      kind, axes, dtype: as in `Collective`.
       count: the number of executions; None in a loop of unknown length.
       bytes: the size of their buffers.
       sent: the bytes that a device sends.
@@ -172,13 +170,7 @@ class _OriginReader:
                     named = user or self._nearest_source(computation, name) or instruction
                 shape = self._instructions[computation][name].shape
                 dims = next((dims for _, dims in arrays(shape)), ())
-                origin = (
-                    self._line(named),
-                    self._operation(named),
-                    self._argument(computation, name),
-                    dims,
-                    involuntary,
-                )
+                origin = self._line(named), self._operation(named), self._argument(computation, name), dims, involuntary
                 sizes = whole(collective.kind, collective.ranks or 1, buffers(shape))
                 entries += [(dtype, nbytes, origin) for dtype, nbytes in sizes.items()]
             self._operands[collective.instruction] = entries
@@ -198,8 +190,7 @@ class _OriginReader:
         file, number = next(user_lines, lines[0] if lines else ("", ""))
         return f"{short(file)}:{number}" if file else ""
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Which operation a collective serves.
+    # -- which operation a collective serves ---------------------------------------------------------------------------
 
     def _first_use(self, users: Mapping[str, Sequence[Instruction]], i: Instruction, index: int) -> Instruction | None:
         """Return the first instruction with a JAX name that uses result `index`, and does more than move it.
@@ -226,8 +217,7 @@ class _OriginReader:
             level = [x for i in instructions for x in i.operands if x not in seen]
         return None
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Whether a gathered array is only sliced again.
+    # -- whether a gathered array is only sliced again -----------------------------------------------------------------
 
     def _is_cut_by_device(self, computation: str, users: Mapping[str, Sequence[Instruction]], i: Instruction) -> bool:
         """Return whether a result is sliced at the device's own place, rather than at an index of the user's program.
@@ -263,8 +253,7 @@ class _OriginReader:
             level = [name for x in scalars for name in x.operands if name not in seen]
         return False
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Which argument is sent.
+    # -- which argument is sent ----------------------------------------------------------------------------------------
 
     def _argument(self, computation: str, name: str) -> str:
         """Return the path of the argument that a value is, or is a part of; "" if the program computed it."""

@@ -25,11 +25,7 @@ _FLAGS = ("jax_disable_most_optimizations", "jax_default_matmul_precision", "jax
 
 
 def folder(path: str | os.PathLike[str] | None) -> Path:
-    """Return the folder of the files.
-
-    Args:
-      path: the folder. If None: `JAXPAR_CACHE`, else jaxpar/plan in the user's cache folder.
-    """
+    """Return the folder of the files: `path`, else `JAXPAR_CACHE`, else jaxpar/plan in the user's cache folder."""
     if path is not None:
         return local(path, "cache")
     if from_environment := os.environ.get("JAXPAR_CACHE"):
@@ -103,16 +99,8 @@ def plan_key(model: Model, optimizer: Any, batch: Any, target: Target, rules: An
     paths = [(jax.tree_util.keystr(path), trainable is None or bool(trainable(name_of(path)))) for path in key_paths]
     sharding_rules = str((rules, model.rules, model.names()))
     programs = [_without_addresses(str(jaxpr)) for jaxpr in (loss, update)]
-    return _hash(
-        *programs,
-        str(paths),
-        str(batch),
-        _without_addresses(sharding_rules),
-        str(hardware),
-        str(devices),
-        *versions,
-        *flags,
-    )
+    inputs = (str(paths), str(batch), _without_addresses(sharding_rules), str(hardware), str(devices))
+    return _hash(*programs, *inputs, *versions, *flags)
 
 
 def _without_addresses(text: str) -> str:

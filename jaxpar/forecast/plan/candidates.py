@@ -2,7 +2,7 @@
 
     devices = pipe x context x tensor x replicas,   replicas = expert x (data | fsdp | data x fsdp within hosts)
 
-All sizes are powers of two that divide the number of devices. `tensor` stays within a host. For each set of sizes,
+`pipe`, `context`, `tensor` and `expert` are powers of two. `tensor` stays within a host. For each set of sizes,
 `candidates` varies microbatches, the pipeline's schedule, ZeRO stage and recomputation.
 """
 
@@ -44,11 +44,7 @@ def candidates(target: Target, rows: int, precision: str, splits: Splits = NO_SP
     `tensor` without `sequence` sends as much and saves more (Korthikanti et al. 2022, section 4.2.2); and `tensor`
     across hosts sends through the network what every layer waits for.
 
-    Args:
-      target: the devices.
-      rows: the rows of the global batch.
-      precision: the precision of all candidates.
-      splits: how many ranks may share experts and positions.
+    `rows` are those of the global batch, and all candidates have one precision.
     """
     n = len(target.devices)
     if n == 1:

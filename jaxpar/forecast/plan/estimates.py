@@ -40,7 +40,7 @@ from ...inspect.uses import count
 from ...layout.precision import Policy
 from ...make import make_train_step
 from ...model.batches import rows_of
-from ...model.model import Model, Replicated
+from ...model.model import Model, is_replicated
 from ...numerics.matrices.owners import Owners
 from ...parallel.data import DDP, Times, Uses, rule_of
 from ...parallel.pipeline.schedules import Schedule
@@ -64,7 +64,7 @@ class Estimate:
       activations: bytes that the forward saves for the backward.
       seconds: compute + communication that does not overlap with it.
       compute: seconds of matmuls at the peak.
-      sent: seconds of collectives, overlapping or not.
+      sent: seconds of collectives, overlapping or not, and of exposed copies to and from the host.
       bubble: the share of a step in which a rank of the pipeline is idle.
     """
 
@@ -174,11 +174,7 @@ class Estimator:
     _schedules: dict[Any, Schedule | ValueError] = field(default_factory=dict)
 
     def splits(self) -> tuple[Splits, str]:
-        """Return how many ranks may share experts and positions.
-
-        Returns:
-          The splits, and the error of `context=2` if positions cannot be split; "" if they can.
-        """
+        """Return how many ranks may share experts and positions, and the error of `context=2`; "" if it is valid."""
         n = len(self.target.devices)
         experts = context = 1
         if n == 1:
@@ -423,8 +419,5 @@ def _loss_key(s: Strategy) -> tuple[Any, ...]:
 
 def _with_rows(batch: Any, rows: int) -> Any:
     """Return the shapes of a batch with another number of rows. Replicated leaves have no rows and are unchanged."""
-
-    def leaf(x: Any) -> Any:
-        return x if isinstance(x, Replicated) else jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-
-    return jax.tree.map(leaf, batch, is_leaf=lambda x: isinstance(x, Replicated))
+    leaf = lambda x: x if is_replicated(x) else jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+    return jax.tree.map(leaf, batch, is_leaf=is_replicated)

@@ -78,6 +78,11 @@ class Line:
         """Return the predicted seconds of a step."""
         return self.prediction["seconds"]
 
+    @property
+    def rank_key(self) -> tuple[bool, float]:
+        """Order lines: those that fit by seconds, then the others by bytes."""
+        return not self.fits, self.seconds if self.fits else self.memory["total"]
+
     def ties(self, best: "Line") -> bool:
         """Return whether the line may be as fast as `best`, given the error of predictions."""
         return self.fits and self.seconds * ERROR[0] <= best.seconds * ERROR[1]
@@ -121,8 +126,7 @@ def line_fields(
 ) -> dict[str, Any]:
     """Return the fields of a `Line` that follow from its program, as JSON values; `flops` as for `plan`.
 
-    Raises:
-      ValueError: the program needs more memory on the host than the host has for each device.
+    Raises ValueError if the program needs more memory on the host than the host has for each device.
     """
     # 1. Memory.
     program = Executable(compiled.as_text() or "", step.mesh)
@@ -174,17 +178,12 @@ def line_fields(
 
 
 def ranked(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """Return the lines, best first, each with the reason why it is not the best.
-
-    Lines that fit are ordered by seconds; the others follow, by bytes.
-    """
+    """Return the lines, best first, each with the reason why it is not the best."""
     lines = list(lines)
     fewest_flops = min((line.useful for line in lines), default=0.0)
     lines = [dataclasses.replace(line, least=fewest_flops) for line in lines]
-    order = sorted(lines, key=lambda line: (not line.fits, line.seconds if line.fits else line.memory["total"]))
-    return tuple(
-        dataclasses.replace(line, why="; ".join(_reasons(line, order[0], rank))) for rank, line in enumerate(order)
-    )
+    lines.sort(key=lambda line: line.rank_key)
+    return tuple(dataclasses.replace(line, why="; ".join(_reasons(line, lines[0], i))) for i, line in enumerate(lines))
 
 
 def _reasons(line: Line, best: Line, rank: int) -> Iterator[str]:

@@ -21,17 +21,11 @@ T = TypeVar("T")
 
 
 def families(pairs: Iterable[tuple[Strategy, T]], target: Target) -> list[list[tuple[Strategy, T]]]:
-    """Group strategies by the axes that they use.
+    """Group strategies, each with a value that is passed through, by the axes that they use.
 
-    A family is a set of axes (`pipe`, `expert`, `context`, `tensor`) and the ZeRO stage along `fsdp`.
-
-    Args:
-      pairs: the strategies, each with a value that is passed through.
-      target: the devices.
-
-    Returns:
-      The families: first the first family of each set of axes, then the second of each, and so on. Sets of axes,
-      stages, and the members of a family keep the order of `pairs`.
+    A family is a set of axes (`pipe`, `expert`, `context`, `tensor`) and the ZeRO stage along `fsdp`. First comes the
+    first family of each set of axes, then the second of each, and so on. Sets of axes, stages, and the members of a
+    family keep the order of `pairs`.
     """
     by_axes: dict[tuple[bool, ...], dict[int, list[tuple[Strategy, T]]]] = {}
     for strategy, value in pairs:
@@ -43,9 +37,9 @@ def families(pairs: Iterable[tuple[Strategy, T]], target: Target) -> list[list[t
 
 
 def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = NO_SPLITS) -> Iterator[Strategy]:
-    """Yield the strategies that differ from one strategy in one choice, and in what follows from it.
+    """Yield the strategies that differ from one strategy in one choice, and in what follows from it, each once.
 
-    The choices are:
+    They are those that the devices, the rows and `splits` allow. The choices are:
 
     - `microbatches`, `concurrent`, `chunks`, or two axes, by a factor of 2
     - `remat`; if the strategy recomputes, also "auto" with the memory that a program may take
@@ -54,14 +48,7 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
     - the schedule of a pipeline; for a mixture of experts also the one that overlaps forwards with backwards
     - all replicas plain, or all sharded; on several hosts also sharded within each host, with and without `hpz`
 
-    Args:
-      strategy: the strategy. Its sizes are numbers; only `fsdp` may be -1.
-      target: the devices.
-      rows: the rows of the global batch.
-      splits: how many ranks may share experts and positions.
-
-    Yields:
-      Strategies that the devices, the rows and `splits` allow, each once.
+    The sizes of `strategy` are numbers; only `fsdp` may be -1. `rows` are those of the global batch.
     """
     shape = strategy.sizes(len(target.devices), target.hosts)
     seen = {strategy}
@@ -81,13 +68,7 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
 
 
 def _changes(strategy: Strategy, target: Target, shape: dict[str, int]) -> list[dict[str, Any]]:
-    """Return the fields that each choice changes, with their new values; some are invalid.
-
-    Args:
-      strategy: the strategy.
-      target: the devices.
-      shape: the size of each mesh axis.
-    """
+    """Return the fields that each choice changes, with their new values; some are invalid. `shape`: axis -> size."""
     pipe, m, chunks = strategy.pipe, strategy.microbatches, strategy.chunks
 
     # 1. Memory: recomputation and offload.

@@ -39,6 +39,7 @@ from .line import Line, line_fields, ranked
 from .neighbours import alike_but, families, keeps_more, neighbours
 from .ranking import Plan
 
+Pair = tuple[Strategy, Estimate]
 _MAX_TRIES = 3  # strategies of one family that are compiled until one fits
 
 
@@ -212,14 +213,14 @@ class _Planner:
             self._compile(strategy, None)
             bar.advance(task)
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # The search. All its choices are deterministic, so that a cached plan makes the same ones.
+    # -- the search ----------------------------------------------------------------------------------------------------
 
     def _search(self, top: int, precision: str, bar: Progress) -> None:
         """Compile at most `top` strategies.
 
         First the best of each family by closed forms, and after each new best one of its neighbours; then neighbours of
-        the best, until none may be faster; then the remaining candidates, by closed forms.
+        the best, until none may be faster; then the remaining candidates, by closed forms. All choices are
+        deterministic, so that a cached plan makes the same ones.
         """
         queue = self._candidates(precision, bar)
         task = bar.add_task("compile", total=min(top, len(queue)))
@@ -257,25 +258,15 @@ class _Planner:
         """Return whether a strategy was not tried, and nothing that was compiled speaks against it."""
         return not self._is_tried(strategy) and not reason_to_skip(strategy, estimate, self.lines, self.usable, top)
 
-    def _first_worth_compiling(
-        self, queue: list[tuple[Strategy, Estimate]], top: int
-    ) -> tuple[Strategy, Estimate] | None:
+    def _first_worth_compiling(self, queue: list[Pair], top: int) -> Pair | None:
         """Return the first of some strategies that is worth compiling."""
         return next((pair for pair in queue if self._is_worth_compiling(*pair, top)), None)
 
-    def _next_of_family(
-        self, members: list[tuple[Strategy, Estimate]], family_lines: list[Line], top: int
-    ) -> tuple[Strategy, Estimate] | None:
-        """Return the first member of a family that is worth compiling and likely to fit.
+    def _next_of_family(self, members: list[Pair], family_lines: list[Line], top: int) -> Pair | None:
+        """Return the first member of a family, with `family_lines` so far, that is worth compiling and likely to fit.
 
-        Args:
-          members: the family, by closed forms.
-          family_lines: its lines so far.
-          top: the most strategies to compile.
-
-        Returns:
-          A strategy and its estimate. None once a member fits, or after `_MAX_TRIES`; and None once only the last
-          quarter of `top` remains, which is reserved for neighbours of the best.
+        Return None once a member fits, or after `_MAX_TRIES`; and None once only the last quarter of `top` remains,
+        which is reserved for neighbours of the best.
         """
         if any(line.fits for line in family_lines) or len(family_lines) == _MAX_TRIES:
             return None
@@ -288,11 +279,9 @@ class _Planner:
 
     def _best_line(self) -> Line | None:
         """Return the fastest line that fits, or the smallest if none fits. Lines without a closed form do not count."""
-        estimated = (line for line in self.lines if line.estimate)
-        order: Any = lambda line: (not line.fits, line.seconds if line.fits else line.memory["total"])
-        return min(estimated, key=order, default=None)
+        return min((line for line in self.lines if line.estimate), key=lambda line: line.rank_key, default=None)
 
-    def _best_neighbour(self, top: int) -> tuple[Strategy, Estimate] | None:
+    def _best_neighbour(self, top: int) -> Pair | None:
         """Return the neighbour of the best line that is likely to fit and to be fastest; None if none may be faster."""
         best = self._best_line()
         if best is None:
@@ -318,15 +307,7 @@ class _Planner:
                 getattr(estimate, name) > getattr(best_estimate, name) for name in ("seconds", "sent", "bytes")
             )
             # Communication that overlaps with compute takes no seconds by closed forms: of equal seconds, send less.
-            order = (
-                not likely_fits,
-                same_logits,
-                worse,
-                estimate.seconds,
-                recomputation,
-                estimate.sent,
-                str(strategy),
-            )
+            order = not likely_fits, same_logits, worse, estimate.seconds, recomputation, estimate.sent, str(strategy)
             options.append((order, strategy, estimate))
         return min(options, key=lambda option: option[0])[1:] if options else None
 
@@ -335,8 +316,7 @@ class _Planner:
         """Return the rank of a strategy's `remat` by how much it recomputes; policies that choose rank last."""
         return REMATS.index(strategy.remat) if strategy.remat in REMATS else len(REMATS)
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Closed forms.
+    # -- closed forms --------------------------------------------------------------------------------------------------
 
     def _estimate(self, strategy: Strategy) -> Estimate | None:
         """Return the closed forms of a strategy; None if it is invalid or cannot fit, which is recorded."""
@@ -358,7 +338,7 @@ class _Planner:
             return None
         return estimate
 
-    def _candidates(self, precision: str, bar: Progress) -> list[tuple[Strategy, Estimate]]:
+    def _candidates(self, precision: str, bar: Progress) -> list[Pair]:
         """Return the candidates that may fit, fastest by closed forms first; of equal ones, the simplest first."""
         self.estimates = (self.cache and self.cache.get("closed forms", precision)) or {}
         cached_splits = self.cache and self.cache.get("splits")
@@ -385,7 +365,7 @@ class _Planner:
         self._store_estimates(precision)
         return sorted(pairs, key=lambda pair: (pair[1].seconds, pair[0].microbatches, pair[1].bytes))
 
-    def _estimate_all(self, strategies: Iterable[Strategy], bar: Progress) -> list[tuple[Strategy, Estimate]]:
+    def _estimate_all(self, strategies: Iterable[Strategy], bar: Progress) -> list[Pair]:
         """Return the strategies that are valid and may fit, with their closed forms."""
         pairs = []
         for strategy in bar.track(list(strategies), description="closed forms"):
@@ -401,8 +381,7 @@ class _Planner:
             self.cache.put(numbers, "splits")
         return numbers
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Compiled programs.
+    # -- compiled programs ---------------------------------------------------------------------------------------------
 
     def _compile(self, strategy: Strategy, estimate: Estimate | None) -> bool:
         """Compile a strategy, or read it from the cache; record its line or its error. Return whether it has a line."""
@@ -449,12 +428,8 @@ def memory_overrun(line: Line) -> float:
 def reason_to_skip(strategy: Strategy, estimate: Estimate, lines: Sequence[Line], usable: int, top: int) -> str | None:
     """Return why a strategy need not be compiled, given the lines so far; None if it is worth compiling.
 
-    Args:
-      strategy: a strategy without a line.
-      estimate: its closed forms.
-      lines: the lines so far.
-      usable: the bytes that a program may take.
-      top: the most strategies to compile; twice as many until one fits.
+    `strategy` has no line yet, and `estimate` for its closed forms. A program may take `usable` bytes. At most `top`
+    strategies are compiled, twice as many until one fits.
     """
     # 1. Its lower bound on time is above a compiled program's time.
     fitting = [line for line in lines if line.fits]

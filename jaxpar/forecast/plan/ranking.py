@@ -71,11 +71,7 @@ class Plan:
         return vars(self) | {"lines": [line.json() for line in self.lines], "reserve": RESERVE}
 
     def explain(self, number: int) -> str:
-        """Return every number of a line with its source, as text. Lines count from 1.
-
-        Raises:
-          ValueError: the line does not exist.
-        """
+        """Return every number of a line, from 1, with its source. Raises ValueError for a line that does not exist."""
         if not 1 <= number <= len(self.lines):
             raise ValueError(f"explain {number}: the plan has lines 1 to {len(self.lines)}")
         return explained(self, number)

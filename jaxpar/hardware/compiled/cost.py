@@ -49,10 +49,9 @@ class Costs(tuple[Cost, ...]):
 
     @property
     def flops(self) -> dict[str, int]:
-        """FLOPs of matrix products by the dtype of their operands; causal attention counts half.
+        """FLOPs of matrix products by their operands' dtype; causal attention counts half.
 
-        Raises:
-          ValueError: a loop's length is unknown.
+        This and the other sums raise ValueError if a loop's length is unknown.
         """
         return self._sums(lambda product: product.flops)
 

@@ -49,7 +49,7 @@ class Collective:
 
 
 def merged(collectives: Iterable[Collective]) -> list[Collective]:
-    """Merge collectives that differ only in count and bytes; sort by kind, axes and dtype."""
+    """Merge collectives that differ only in count, bytes and instruction; sort by kind, axes and dtype."""
     groups: dict[tuple[Any, ...], list[Collective]] = {}
     for collective in collectives:
         # Collectives with an unknown count are merged among each other only.
@@ -98,12 +98,9 @@ class Nesting:
                 yield Collective(kind, axes, dtype, count, total, **nesting, ranks=ranks, instruction=name)
 
     def branches(self, walks: Iterable[Callable[["Nesting"], Iterator[Collective]]]) -> Iterator[Collective]:
-        """Return the collectives of the branch that sends most.
+        """Return the collectives of the branch that sends most; each walk yields one branch's, given their nesting.
 
         They are `conditional` unless all branches run the same collectives.
-
-        Args:
-          walks: for each branch a function that yields its collectives, given their nesting.
         """
         ledgers = [list(walk(self)) for walk in walks]
         heaviest = max(range(len(ledgers)), key=lambda i: sum(collective.bytes for collective in ledgers[i]))
@@ -120,8 +117,7 @@ def whole(kind: str, group: int, buffers: Iterable[tuple[str, int]]) -> dict[str
     This is the output of an all-gather, and the input of every other kind.
 
     Args:
-      kind: kind of the collective.
-      group: number of devices of its group. A group of one sends nothing, and the result is empty.
+      kind, group: the collective's kind, and its devices. A group of one sends nothing, and the result is empty.
       buffers: (dtype, bytes) of each input.
     """
     sizes: dict[str, int] = {}

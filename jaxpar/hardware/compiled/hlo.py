@@ -5,7 +5,7 @@ A program is a tree of computations, each a list of instructions in the order in
     ENTRY %main (x: f32[8]) -> f32[8] {                                        computation
       %x = f32[8]{0} parameter(0)
       ROOT %y = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, ...          instruction
-    }          name   shape   opcode    operands   rest
+    }      name shape     opcode    operands  rest
 
 A collective may stand alone. It may be split in halves (start and done) with other instructions between. It may run in
 a computation that runs asynchronously, or be combined with others in one instruction.
@@ -124,12 +124,7 @@ class Module:
                 block.append(Instruction(match[2], shape, opcode, operands, rest, bool(match[1])))
 
     def moved(self, instr: Instruction, shapes: Mapping[str, str]) -> dict[str, int]:
-        """Return the bytes of a collective's buffers by dtype, as `whole` counts them.
-
-        Args:
-          instr: the collective.
-          shapes: name -> shape of all instructions in its computation.
-        """
+        """Return the bytes of a collective's buffers by dtype, as `whole` counts them; `shapes`: those of all names."""
         # The other operands of a ragged all-to-all are its output, offsets and sizes.
         operands = instr.operands[:1] if instr.collective == "ragged-all-to-all" else instr.operands
         inputs = (array for operand in operands for array in buffers(shapes[operand]))
@@ -152,11 +147,8 @@ class Module:
         """Return the iterations of a `while`; None if they are unknown.
 
         They follow from XLA's count or the loop's name. TPU programs have neither; there they follow from a condition
-        `counter < constant`, if the counter starts at a constant and the body adds one to it.
-
-        Args:
-          instr: the `while`.
-          siblings: name -> instruction of its computation.
+        `counter < constant`, if the counter starts at a constant and the body adds one to it. `siblings` are the
+        instructions of its computation, by name.
         """
         if instr.trips is not None:
             return instr.trips

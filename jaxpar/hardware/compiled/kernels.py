@@ -1,12 +1,13 @@
 """A compiled program as kernels, collectives and loops, in the order in which they are launched.
 
-le (hlo.py)                       Executable.operations
-on, dot, custom-call, ...   ->    Kernel      with its products and bytes
-reduce, all-reduce-start    ->    Start       a collective
--start to or from the host  ->    HostCopy
-ne                          ->    Done        waits for a Start or a HostCopy
-e, conditional              ->    While, Choice, with operations inside
-meter, tuple, bitcast, ...  ->    nothing: no kernel runs
+What becomes of the instructions of a `Module`:
+
+    fusion, dot, custom-call, ...   ->  Kernel           with its products and bytes
+    all-reduce, all-reduce-start    ->  Start            of a collective
+    copy-start to or from the host  ->  HostCopy
+    *-done                          ->  Done             waits for a Start or a HostCopy
+    while, conditional              ->  While, Choice    with operations inside
+    parameter, tuple, bitcast, ...  ->  nothing          no kernel runs
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ MOVES = frozenset(
 # Instructions that the compiler resolves, and for which no kernel runs.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier domain "
-    "add-dependency get-dimension-size".split()
+    "add-dependency get-dimension-size recv recv-done".split()
 )
 _HOST = ":S(5)"  # a layout in the host's memory, by XLA's number of that memory
 _HOST_COPIES = frozenset("fusion fusion-start copy copy-start dynamic-slice dynamic-update-slice".split())
@@ -242,23 +243,16 @@ class Executable:
         elif instr.opcode == "call":
             for called in instr.called:
                 yield from self._block(called)
-        elif (
-            instr.opcode not in _FREE and instr.opcode not in ("recv", "recv-done") and instr.target != "AllocateBuffer"
-        ):
+        elif instr.opcode not in _FREE and instr.target != "AllocateBuffer":
             yield self._kernel(instr, shapes)
 
     def _kernel(self, instr: Instruction, shapes: dict[str, str]) -> Kernel:
         """Return the kernel of an instruction. Its kind is that of its largest product."""
         kernel_products = products(self.module, instr, shapes)
         kind = max(kernel_products, key=lambda product: product.flops).kind if kernel_products else "memory"
+        read, written = traffic(self.module, instr, shapes)
         return Kernel(
-            instr.name,
-            instr.source,
-            kind,
-            _label(instr),
-            kernel_products,
-            *traffic(self.module, instr, shapes),
-            self._computes(instr),
+            instr.name, instr.source, kind, _label(instr), kernel_products, read, written, self._computes(instr)
         )
 
     def _host_copy(self, instr: Instruction, shapes: dict[str, str]) -> HostCopy:
@@ -279,10 +273,7 @@ class Executable:
     def _start(self, instr: Instruction, outer: Instruction, shapes: dict[str, str]) -> Iterator[Start]:
         """Yield a collective, unless collectives are left out or it sends nothing.
 
-        Args:
-          instr: the collective.
-          outer: the instruction that starts the asynchronous computation around it, or itself.
-          shapes: name -> shape of all instructions of its computation.
+        `outer` starts the asynchronous computation around it, or is the collective itself.
         """
         if not self._with_collectives:
             return
@@ -325,12 +316,8 @@ def traffic(module: Module, instr: Instruction, shapes: dict[str, str]) -> tuple
     kernel takes a slice of an array (a layer of a stack, the rows of an embedding), only the slice is read. If it
     updates an array in place, only the changed part is written.
 
-    Caches are ignored, although an operand that an earlier kernel has just written may still be in L2.
-
-    Args:
-      module: the program.
-      instr: the instruction.
-      shapes: name -> shape of all instructions of its computation.
+    Caches are ignored, although an operand that an earlier kernel has just written may still be in L2. `shapes` are
+    those of all instructions of its computation, by name.
     """
     if instr.opcode == "fusion":
         return _traffic_of_fusion(module.computations[instr.called[0]])

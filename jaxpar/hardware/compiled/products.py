@@ -52,10 +52,7 @@ class Product:
 def products(module: Module, instr: Instruction, shapes: dict[str, str]) -> tuple[Product, ...]:
     """Return the products that an instruction computes, or the computation that it fuses.
 
-    Args:
-      module: the program.
-      instr: the instruction.
-      shapes: name -> shape of all instructions of its computation.
+    `shapes` are those of all instructions of its computation, by name.
     """
     if instr.opcode in ("dot", "scaled-dot"):
         return (_dot(instr, shapes, instr.rest),)
@@ -80,11 +77,8 @@ def products(module: Module, instr: Instruction, shapes: dict[str, str]) -> tupl
 def _dot(instr: Instruction, shapes: dict[str, str], dimension_numbers: str) -> Product:
     """Return the product of a matmul.
 
-    Args:
-      instr: the instruction.
-      shapes: name -> shape.
-      dimension_numbers: contracted and batch dims, as HLO (`lhs_contracting_dims={1}`) or cuBLAS
-        (`"lhs_contracting_dimensions":["1"]`) prints them.
+    `dimension_numbers` are contracted and batch dims, as HLO (`lhs_contracting_dims={1}`) or cuBLAS
+    (`"lhs_contracting_dimensions":["1"]`) prints them.
     """
     (lhs_dtype, lhs), (rhs_dtype, rhs) = (arrays(shapes[operand])[0] for operand in instr.operands[:2])
     dims = {
@@ -102,9 +96,7 @@ def _dot(instr: Instruction, shapes: dict[str, str], dimension_numbers: str) -> 
 def _convolution(instr: Instruction, operand: tuple, weights: tuple, result: tuple) -> Product:
     """Return the product of a convolution; padding and the holes of a dilated operand do not count as FLOPs.
 
-    Args:
-      instr: the instruction, for its window and labels.
-      operand, weights, result: (dtype, dims) of each.
+    `operand`, `weights` and `result` are (dtype, dims).
     """
     # Labels name the dims: b and f of the operand are rows and features, i and o of the weights input and output
     # features; digits are spatial dims.
