@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..huggingface import Family
 from ..huggingface.architecture import Architecture, DerivedOption, TensorPattern, add_prefixes, linear
-from ..llama.weights import ALWAYS, ATTENTION, ENDS, EXPERTS, HEADS, SIZES
+from ..llama.weights import ALWAYS, ATTENTION, ENDS, HEADS, SIZES
 from .model import Config, Mixtral
 
 _REQUIRED = {**SIZES, "chosen": "num_experts_per_tok"}
@@ -27,7 +27,8 @@ _MIXTRAL_MIXTURE = {
 _QWEN_LAYER = {
     "attention/query_norm/scale": TensorPattern("self_attn.q_norm.weight"),
     "attention/key_norm/scale": TensorPattern("self_attn.k_norm.weight"),
-    **EXPERTS,
+    "ffn/router/kernel": linear("mlp.gate.weight"),
+    **{f"ffn/experts/{part}": linear(f"mlp.experts.{{expert}}.{part}_proj.weight") for part in ("gate", "up", "down")},
 }
 _ARCHITECTURES = (
     Architecture(
