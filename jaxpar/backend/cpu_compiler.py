@@ -62,13 +62,8 @@ def set_flag() -> None:
 def cpu_options(platform: str | None = None) -> dict[str, bool | int | str] | None:
     """Return the options for `jax.jit(compiler_options=)` that replace the flag.
 
-    XLA takes options for whole programs only: a function with options cannot be called within another `jit`.
-
-    Args:
-      platform: the platform of the program's devices; None means JAX's default.
-
-    Returns:
-      The option if the flag is needed and XLA_FLAGS lacks it; else None.
+    Returns None unless the flag is needed and XLA_FLAGS lacks it. XLA takes options for whole programs only: a function
+    with options cannot be called within another `jit`. `platform` is that of the program's devices, or JAX's default.
     """
     return _OPTION if is_unset() and (platform or jax.default_backend()) == "cpu" else None
 
@@ -123,15 +118,10 @@ CANARIES: dict[str, tuple[Callable[[], bool], tuple[str, ...]]] = {
 def failing(
     environment: Mapping[str, str], names: Iterable[str] = tuple(CANARIES), seconds: float = 300
 ) -> dict[str, str]:
-    """Run canaries concurrently, each in its own process, because a wrong compiler may kill the process.
+    """Run canaries in these processes' `environment`, and return the failure of each one that failed, by name.
 
-    Args:
-      environment: the environment of these processes, without `JAX_PLATFORMS`.
-      names: the canaries to run.
-      seconds: a process that takes longer is taken to hang.
-
-    Returns:
-      The failure of each canary that failed, by name.
+    They run concurrently, each in its own process, because a wrong compiler may kill the process. A process that takes
+    longer than `seconds` is taken to hang.
     """
     cpu_environment = {**environment, "JAX_PLATFORMS": "cpu"}
     children = {
