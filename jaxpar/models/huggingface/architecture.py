@@ -39,11 +39,9 @@ def linear(name: str) -> TensorPattern:
     return TensorPattern(name, transposed=True)
 
 
-def add_prefixes(path: str, name: str, patterns: Mapping[str, TensorPattern]) -> dict[str, TensorPattern]:
-    """Return the patterns of a submodule as patterns of the model: with `path/` before paths, `name.` before names."""
-    return {
-        f"{path}/{subpath}": pattern._replace(name=f"{name}.{pattern.name}") for subpath, pattern in patterns.items()
-    }
+def in_layers(patterns: Mapping[str, TensorPattern]) -> dict[str, TensorPattern]:
+    """Return the patterns of a layer as patterns of the model, whose layers are stacked here and numbered there."""
+    return {f"layers/{path}": x._replace(name=f"model.layers.{{layer}}.{x.name}") for path, x in patterns.items()}
 
 
 class ParameterRow(NamedTuple):

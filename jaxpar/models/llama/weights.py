@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..huggingface.architecture import Architecture, DerivedOption, TensorPattern, add_prefixes, linear
+from ..huggingface.architecture import Architecture, DerivedOption, TensorPattern, in_layers, linear
 from ..huggingface.files import Tensor, write_file
 from ..huggingface.weights import Family, on_host
 from .lora import is_adapter, merge_adapters
@@ -45,7 +45,7 @@ ALWAYS = {"hidden_act": ("silu", "swish"), "attention_dropout": (0.0,), "quantiz
 _LLAMA = Architecture(
     "llama",
     "LlamaForCausalLM",
-    patterns={**ENDS, **add_prefixes("layers", "model.layers.{layer}", ATTENTION | _FFN)},
+    patterns={**ENDS, **in_layers(ATTENTION | _FFN)},
     required={**SIZES, "ffn": "intermediate_size"},
     optional={**HEADS, "context": ("max_position_embeddings", 2048), "norm_eps": ("rms_norm_eps", 1e-6)},
     fixed={**ALWAYS, "attention_bias": (False,), "mlp_bias": (False,)},
