@@ -181,7 +181,7 @@ def resolved_strategy(step: Step) -> Strategy:
 
 
 def check_same_run(
-    saved: Mapping[str, Any], current: Mapping[str, Any], folder: Place, changed: Collection[str] = ()
+    saved: Mapping[str, Any], current: Mapping[str, Any], folder: Place, changed: Collection[str]
 ) -> None:
     """Raise ValueError unless what identifies the run of the checkpoint in `folder` also identifies the current run.
 

@@ -381,7 +381,7 @@ def units_of(options: TrainOptions, model: Named, source: data.Text | images.Ima
     return Units("tokens", options.length, "bits/byte", 1 / math.log(2), flops, entropies)
 
 
-def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Trainer, Named | None]:
+def trainer_of(options: TrainOptions, hooks: Iterable[Any]) -> tuple[Trainer, Named | None]:
     """Return the trainer that `jaxpar train` runs, and its model; None for a model that a user's function makes."""
     hooks = [*hooks, *([] if options.profile is None else [Profile(options.profile)])]
     if is_function(options.model):

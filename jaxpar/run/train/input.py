@@ -74,20 +74,18 @@ class Input:
             self._batches = Ahead(self._batches, send, self._prefetch)
         self.recompile_reason(first)
 
-    def next_batch(self, step_result: Any = None) -> Any:
+    def next_batch(self, step_result: jax.Array) -> Any:
         """Return the next batch, on its devices, and set `waited`.
 
-        Args:
-          step_result: an array that the running step computes. If it is ready by the time the batch is here, the
-            devices may have been idle.
+        If the array that the running step computes is ready by the time the batch is here, the devices may have been
+        idle.
         """
         begin = time.perf_counter()
         batch = next(self._batches)
         if not self._prefetch:
             batch = self._step.place(self._fit(batch, self._step.blocks))
         # If the step still runs, the devices had work all the time.
-        is_step_done = step_result is not None and step_result.is_ready()
-        self.waited = time.perf_counter() - begin if is_step_done else 0.0
+        self.waited = time.perf_counter() - begin if step_result.is_ready() else 0.0
         return batch
 
     def position(self) -> dict[str, Any]:
