@@ -74,7 +74,7 @@ class Input:
             self._batches = Ahead(self._batches, send, self._prefetch)
         self.recompile_reason(first)
 
-    def next_batch(self, step_result: jax.Array) -> Any:
+    def next_batch(self, step_result: Any) -> Any:
         """Return the next batch, on its devices, and set `waited`.
 
         If the array that the running step computes is ready by the time the batch is here, the devices may have been
