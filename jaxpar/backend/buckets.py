@@ -80,12 +80,7 @@ class _TimedFileSystem:
 
 
 def answered(place: Place, call: Callable[[], Any], seconds: float | None = None) -> Any:
-    """Return the result of a call on a place.
-
-    Args:
-      place: the place that the call is about.
-      call: the call; on disk it has no time limit.
-      seconds: the time limit in a bucket; None means `ANSWER_SECONDS`.
+    """Return the result of a call on a place. In a bucket it has a time limit: `seconds`, or else `ANSWER_SECONDS`.
 
     Raises:
       ConnectionError: the bucket has not answered in time.

@@ -4,7 +4,7 @@ A resumed run then compiles nothing (https://docs.jax.dev/en/latest/persistent_c
 cache stays off: with jax 0.10.2, cached programs with collectives can abort or hang.
 
 A cached program is code that runs, so the folder must be writable by this user only (`secure`). On each host one
-process writes (`_write`); JAX itself lets only process 0 write, which leaves the other hosts' caches empty.
+process writes (`_write`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from jax._src import compilation_cache, compiler  # JAX has no public API to choose the process that writes
 
-from .machines import host_of
+from .machines import host_of, is_away
 
 _ALTERNATIVES = (
     "JAX_COMPILATION_CACHE_DIR=/a/folder names another folder, and JAX_ENABLE_COMPILATION_CACHE=false caches nothing"
@@ -39,16 +39,13 @@ def folder() -> Path:
 def keep_compiled(first_device: Any) -> None:
     """Switch the compilation cache on for this process, unless the user has set a folder or switched it off.
 
-    Every program is cached, however quickly it compiles. If the folder cannot be used, a warning says why.
-
-    Args:
-      first_device: the first device of a mesh. Nothing happens unless it is a GPU or TPU that programs can run on.
+    Every program is cached, however quickly it compiles. If the folder cannot be used, a warning says why. Nothing
+    happens unless the first device of the mesh is a GPU or TPU that programs can run on.
     """
     config: Any = jax.config
-    is_described = type(first_device.client).__name__ == "CompileOnlyPyClient"  # of a `jaxpar.hardware.target`
-    if first_device.platform not in ("gpu", "tpu") or is_described or config.jax_compilation_cache_dir is not None:
+    if first_device.platform not in ("gpu", "tpu") or is_away(first_device):
         return
-    if not config.jax_enable_compilation_cache:
+    if config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache:
         return
     cache_folder = folder()
     try:

@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ _OPTION: dict[str, bool | int | str] = {NAME: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DO
 # The first backend had started without the flag before jaxpar was imported.
 _STARTED_WITHOUT_FLAG = backends_are_initialized() and NAME not in os.environ.get("XLA_FLAGS", "")
 _WRONG_NUMBERS_STATUS = 3  # exit status of a canary with a wrong result
+_CANARY_SECONDS = 300  # a canary that takes longer is taken to hang
 
 
 def is_wrong() -> bool:
@@ -62,13 +63,8 @@ def set_flag() -> None:
 def cpu_options(platform: str | None = None) -> dict[str, bool | int | str] | None:
     """Return the options for `jax.jit(compiler_options=)` that replace the flag.
 
-    XLA takes options for whole programs only: a function with options cannot be called within another `jit`.
-
-    Args:
-      platform: the platform of the program's devices; None means JAX's default.
-
-    Returns:
-      The option if the flag is needed and XLA_FLAGS lacks it; else None.
+    Returns None unless the flag is needed and XLA_FLAGS lacks it. XLA takes options for whole programs only: a function
+    with options cannot be called within another `jit`. `platform` is that of the program's devices, or JAX's default.
     """
     return _OPTION if is_unset() and (platform or jax.default_backend()) == "cpu" else None
 
@@ -120,35 +116,27 @@ CANARIES: dict[str, tuple[Callable[[], bool], tuple[str, ...]]] = {
 }
 
 
-def failing(
-    environment: Mapping[str, str], names: Iterable[str] = tuple(CANARIES), seconds: float = 300
-) -> dict[str, str]:
-    """Run canaries concurrently, each in its own process, because a wrong compiler may kill the process.
+def failing(environment: Mapping[str, str]) -> dict[str, str]:
+    """Run the canaries in processes with this environment; return the failure of each one that failed, by name.
 
-    Args:
-      environment: the environment of these processes, without `JAX_PLATFORMS`.
-      names: the canaries to run.
-      seconds: a process that takes longer is taken to hang.
-
-    Returns:
-      The failure of each canary that failed, by name.
+    They run concurrently, each in its own process, because a wrong compiler may kill the process.
     """
     cpu_environment = {**environment, "JAX_PLATFORMS": "cpu"}
     children = {
         name: subprocess.Popen([sys.executable, "-P", __file__, name], env=cpu_environment, stderr=subprocess.DEVNULL)
-        for name in names
+        for name in CANARIES
     }
-    return {name: failure for name, child in children.items() if (failure := _failure(child, seconds))}
+    return {name: failure for name, child in children.items() if (failure := _failure(child))}
 
 
-def _failure(child: subprocess.Popen, seconds: float) -> str:
+def _failure(child: subprocess.Popen) -> str:
     """Wait for a canary's process and describe its failure; "" if its result is correct."""
     try:
-        status = child.wait(seconds)
+        status = child.wait(_CANARY_SECONDS)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
-        return f"hangs, or takes longer than {seconds:g} s"
+        return f"hangs, or takes longer than {_CANARY_SECONDS} s"
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"
     return {0: "", _WRONG_NUMBERS_STATUS: "wrong numbers"}.get(status, f"exit status {status}")

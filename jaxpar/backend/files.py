@@ -34,12 +34,8 @@ MAX_TEXT_BYTES = 1 << 28  # the largest text that is read; the index of a model 
 def local(path: os.PathLike[str] | str, name: str) -> Path:
     """Return a path on this machine's file systems.
 
-    Args:
-      path: the path.
-      name: the argument that has it, for errors.
-
     Raises:
-      ValueError: the path is an address, such as gs://bucket/run.
+      ValueError: the path is an address, such as gs://bucket/run. The error has `name`, the argument with the path.
     """
     if address := _address(path):
         raise ValueError(
@@ -52,11 +48,7 @@ def local(path: os.PathLike[str] | str, name: str) -> Path:
 def place(path: os.PathLike[str] | str | Place, name: str) -> Place:
     """Return a path on this machine's file systems, or the path of an address in s3:// or gs://.
 
-    No request is sent to a bucket.
-
-    Args:
-      path: a path, an address, or a path in a bucket.
-      name: the argument that has it, for errors.
+    No request is sent to a bucket. `name` is the argument that has the path, for errors.
 
     Raises:
       ValueError: the address has another scheme, or the library for its buckets is not installed.

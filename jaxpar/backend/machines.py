@@ -17,12 +17,7 @@ _hosts: list[int] = []  # the host of each process; empty before `set_machines`
 
 
 def set_machines(machines: Sequence[str]) -> None:
-    """Number the hosts.
-
-    Args:
-      machines: an identifier of each process's machine, in the order of processes; "" if the system has none, in which
-        case the process counts as a host.
-    """
+    """Number the hosts by an identifier of each process's machine; a process with the identifier "" counts as one."""
     host_numbers: dict[str, int] = {}
     _hosts[:] = [
         host_numbers.setdefault(machine or f"of process {process}", len(host_numbers))
@@ -52,9 +47,7 @@ def hosts_of(devices: Any) -> np.ndarray:
 def hosts_spanned(mesh: Any, axes: Sequence[str]) -> int:
     """Return the largest number of hosts in a group of devices that differ only along these axes.
 
-    Args:
-      mesh: a `jax.sharding.Mesh`.
-      axes: names of axes; also combinations of them, such as "2 of data+fsdp".
+    An axis may also be a combination, such as "2 of data+fsdp".
     """
     axis_names = {axis for part in axes for axis in part.rpartition(" of ")[2].split("+")}
     hosts = hosts_of(mesh.devices)

@@ -10,12 +10,9 @@ _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "upath": "universa
 def needed(module: str, subject: str) -> Any:
     """Import and return a module of an optional package.
 
-    Args:
-      module: the module's name.
-      subject: the beginning of the error, such as "images need".
-
     Raises:
-      ValueError: the package is not installed. The error says how to install it.
+      ValueError: the package is not installed. The error begins with `subject`, such as "images need", and says how to
+        install it.
     """
     try:
         return importlib.import_module(module)

@@ -119,7 +119,7 @@ def _redirect(descriptor: int, python_file: TextIO | None, is_noise: Callable[[b
       is_noise: tells whether to drop a line.
 
     Returns:
-      A file object that bypasses the filter, for Python; `python_file` if the descriptor is closed.
+      A file object for Python that bypasses the filter; `python_file` if the descriptor is closed.
     """
     # 1. Keep the original file, for Python and for the filter's output.
     try:
@@ -138,12 +138,7 @@ def _redirect(descriptor: int, python_file: TextIO | None, is_noise: Callable[[b
         return python_file
     binary = open(original, "wb", buffering=0 if python_file.write_through else -1)  # noqa: SIM115
     return io.TextIOWrapper(
-        binary,
-        python_file.encoding,
-        python_file.errors,
-        None,
-        python_file.line_buffering,
-        python_file.write_through,
+        binary, python_file.encoding, python_file.errors, None, python_file.line_buffering, python_file.write_through
     )
 
 
@@ -156,11 +151,7 @@ def _is_relevant(record: logging.LogRecord) -> bool:
 def _copy_lines(read: int, target: int, is_noise: Callable[[bytes], bool], close: tuple[int, ...]) -> None:
     """Copy lines until all writers have closed the pipe, then end this process.
 
-    Args:
-      read: the descriptor of the pipe to read.
-      target: the descriptor to write to.
-      is_noise: tells whether to drop a line.
-      close: descriptors to close first: an open writing end would keep the pipe from ending.
+    Closes the descriptors in `close` first: an open writing end would keep the pipe from ending.
     """
     # Signals to the process group are for the command. The filter ends when the command has ended and all is copied.
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):

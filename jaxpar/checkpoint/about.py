@@ -46,12 +46,7 @@ def numbers(folder: Place) -> list[int]:
 
 
 class DamagedError(ValueError):
-    """Error about a part of a checkpoint that is missing, incomplete, or not what was written.
-
-    Args:
-      folder: the checkpoint.
-      problem: the part, and its fault.
-    """
+    """Error about a part of a checkpoint that is missing, incomplete, or not what was written (`problem`)."""
 
     def __init__(self, folder: Place, problem: str):
         self.problem, steps = problem, [number for number in numbers(folder.parent) if str(number) != folder.name]
@@ -98,12 +93,7 @@ class About:
 
     @classmethod
     def read(cls, folder: Place) -> About:
-        """Read the description of a checkpoint.
-
-        Raises:
-          DamagedError: if it is not what was written.
-          ValueError: if the checkpoint has the format of an earlier version.
-        """
+        """Read the description. Raises DamagedError if it is not what was written, ValueError for an earlier format."""
         if (folder / "state" / "about.json").is_file():
             raise ValueError(
                 f"{folder} was written by an earlier jaxpar, in another format. To go on from its weights, run "
@@ -191,15 +181,11 @@ def resolved_strategy(step: Step) -> Strategy:
 
 
 def check_same_run(
-    saved: Mapping[str, Any], current: Mapping[str, Any], folder: Place, changed: Collection[str] = ()
+    saved: Mapping[str, Any], current: Mapping[str, Any], folder: Place, changed: Collection[str]
 ) -> None:
-    """Raise ValueError with the differing values unless two descriptions are of one run.
+    """Raise ValueError unless what identifies the run of the checkpoint in `folder` also identifies the current run.
 
-    Args:
-      saved: what identifies the run of a checkpoint.
-      current: what identifies the current run.
-      folder: the checkpoint, for the error.
-      changed: the names of values that may differ.
+    Values whose names are in `changed` may differ.
     """
     names = [name for name in {**saved, **current} if name not in changed]
     if differing := [name for name in names if saved.get(name) != current.get(name)]:

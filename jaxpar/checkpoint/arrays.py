@@ -183,9 +183,7 @@ def _places(step: Step, state: Any) -> Iterator[tuple[Stored | None, tuple[str, 
 def logical_tree(step: Step, names: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tree that is saved, nested like `step.params(state)` and the state of the optimizer.
 
-    Args:
-      step: the step whose state is saved.
-      names: the value to put at each leaf, by the leaf's name.
+    At each leaf is the value that `names` has for the leaf's name.
     """
     state, storage = step.abstract_state(), step.layout.storage
     tree = {field: value for field, value in vars(state).items() if field != "copy" and jax.tree.leaves(value)}

@@ -114,19 +114,14 @@ class Checkpoints:
         return next(reversed(numbers(self.folder)), None)
 
     def save(
-        self,
-        number: int,
-        state: State,
-        data: Mapping[str, Any] | None = None,
-        extra: Mapping[str, Any] | None = None,
+        self, number: int, state: State, data: Mapping[str, Any] | None = None, extra: Mapping[str, Any] | None = None
     ) -> None:
         """Write the state after step `number` in the background; see `TrainStep.save`.
 
         Under `offload` it waits until all is written: the host's memory has no room for two copies of the state.
 
         Args:
-          number: steps taken.
-          state: the state after that step.
+          number, state: steps taken, and the state after them.
           data: position in the data, as JSON.
           extra: other trees of arrays to save, by name.
 
@@ -230,12 +225,7 @@ class Checkpoints:
 def plan_items(
     step: Step, arrays: Sequence[Array], extra: Mapping[str, Any] | None
 ) -> tuple[dict[str, SavedArray], dict[str, Any], dict[str, Keys]]:
-    """Decide what a checkpoint holds, still without values.
-
-    Args:
-      step: the step whose state is saved.
-      arrays: the arrays of the state and of `extra`.
-      extra: other trees of arrays, by name.
+    """Decide what a checkpoint holds, still without values; `arrays` are those of the state and of `extra`.
 
     Returns:
       The arrays to save by name; the tree of each item by the item's name; and the key paths in these trees of arrays
@@ -275,7 +265,7 @@ def held(arrays: Sequence[Array], state: Any, buffers: Buffers) -> _Boxes:
     (`offload`) are not copied: their boxes are views. Waits for the devices and for the copy.
 
     Args:
-      arrays: the arrays of a state, in the order of its leaves.
+      arrays: the arrays, in the order of the leaves of `state`.
       state: the tree of their values.
       buffers: memory of the previous save, which is used again, and grows as needed. On a virtual machine, touching new
         memory for the first time took ten times as long as the copy.

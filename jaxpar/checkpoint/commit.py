@@ -55,7 +55,7 @@ class Writer:
     def begin(
         self, folder: Place, number: int, keep: int | None, write: Action, finish: Action = lambda unfinished: None
     ) -> Future[None]:
-        """Begin to write a checkpoint in the background. All hosts must call it, in one order.
+        """Begin to write a checkpoint in the background; return a future for `wait`. All hosts call it, in one order.
 
         Args:
           folder: the folder of the run's checkpoints.
@@ -63,9 +63,6 @@ class Writer:
           keep: number of checkpoints to keep, counting this one; all if None.
           write: writes this host's part, called with the folder of the unfinished checkpoint.
           finish: completes the folder, called on process 0 once all hosts have written.
-
-        Returns:
-          A future, to be passed to `wait`.
         """
         _wait_at_exit()
         future = self._thread.submit(self._write, folder, number, keep, write, finish)
@@ -116,8 +113,8 @@ class Writer:
 
         def complete() -> None:
             answered(folder, lambda: finish(unfinished))
-            # The files must be on the disk before the folder has its name. Otherwise a power cut could leave a folder
-            # that looks complete and is not.
+            # The files must be on the disk before the folder has its name: a power cut could leave a folder that looks
+            # complete and is not.
             sync(unfinished)
             answered(folder, lambda: asyncio.run(orbax.finalize()))
             sync(final)

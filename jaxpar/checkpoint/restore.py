@@ -142,11 +142,7 @@ def extras(step: Step, saved: Checkpoint, like: Mapping[str, Any]) -> dict[str, 
 
 
 def run_on_all_hosts(name: str, action: Callable[[], Value]) -> Value:
-    """Run an action that all hosts run, and return its value. If it fails on one host, raise an error on all of them.
-
-    Args:
-      name: the kind of action, the same on all hosts.
-    """
+    """Run an action that all hosts run, and return its value. If it fails on one host, raise an error on all."""
     value, error, problem = writer().attempt_on_all_hosts(name, action)
     if error is not None or problem:
         raise error or ValueError(problem)

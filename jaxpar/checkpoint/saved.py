@@ -1,7 +1,4 @@
-"""One checkpoint on disk or in a bucket: its description, its arrays, and whether they are what was written.
-
-`Checkpoint` reads checkpoints of jaxpar, and trees that other programs wrote with Orbax. It needs no devices.
-"""
+"""One checkpoint on disk or in a bucket: its description, its arrays, and whether they are what was written."""
 
 from __future__ import annotations
 
@@ -56,11 +53,7 @@ class Checkpoint:
 
     @functools.cached_property
     def opened(self) -> dict[str, OpenedArray]:
-        """The arrays by name, all opened at once.
-
-        Raises:
-          DamagedError: if a file is missing, or is not what was written.
-        """
+        """The arrays by name, all opened at once. Raises DamagedError if a file is missing or not what was written."""
         # The checksums of chunks do not detect a file that belongs to another checkpoint.
         if not self.is_foreign:
             check_files(self.about, self.folder)
@@ -98,7 +91,7 @@ class Checkpoint:
 
 
 def _last_checkpoint(folder: Place) -> Place:
-    """Return the folder of a checkpoint: `folder`, or the last checkpoint in it or in its folder `checkpoints`.
+    """Return the folder of a checkpoint: `folder`, or the last one in it or in its folder `checkpoints`.
 
     Raises:
       ValueError: if there is none.

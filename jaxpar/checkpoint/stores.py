@@ -104,8 +104,7 @@ class OpenedArray:
     refuses access or does not answer.
 
     Attributes:
-      name: name of the array.
-      folder: the checkpoint.
+      name, folder: of the array, and of the checkpoint.
       shape, dtype: as the checkpoint's description states them.
       future: the TensorStore that is being opened.
     """

@@ -76,10 +76,8 @@ class Corpus:
     """The bytes of a text, split into training and held-out text, and their entropies in bits per byte.
 
     Attributes:
-      source: the file or folder.
-      files: the number of files.
-      train: the training text, uint8 [n].
-      held_out: the held-out text, uint8 [n].
+      source, files: the file or folder, and the number of files.
+      train, held_out: the two texts, uint8 [n].
     """
 
     source: str
@@ -165,11 +163,9 @@ def byte_corpus(path: Place | str | None = None) -> Corpus:
 
 
 def _files(root: Place, stdlib: bool) -> Sequence[Place]:
-    """List the files of a corpus in the order of their paths.
+    """List the files of a corpus, a file or folder, in the order of their paths.
 
-    Args:
-      root: a file or folder.
-      stdlib: root is Python's standard library: take only its modules, without tests and installed packages.
+    With `stdlib`, root is Python's standard library: take only its modules, without tests and installed packages.
     """
     if not root.is_dir():
         return [plain(root)]
@@ -193,8 +189,7 @@ class Text:
     Attributes:
       description: one line for people.
       length: T, the number of predictions in a window.
-      train: the training text, bytes or token ids [n].
-      rest: the held-out text, bytes or token ids [n].
+      train, rest: the training and the held-out text, bytes or token ids [n].
       corpus: the corpus of bytes; None if the text is token ids.
       sizes: {}: any text model fits.
     """
@@ -280,8 +275,7 @@ def batches(text: np.ndarray, rows: int, length: int, seed: int, start: int = 0)
 
     Args:
       text: bytes or token ids [n].
-      rows: B.
-      length: T.
+      rows, length: B and T.
       seed: determines the windows.
       start: the number of the first batch.
 

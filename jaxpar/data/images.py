@@ -31,7 +31,7 @@ from ..backend.text import did_you_mean, few
 from . import Batch, pad_rows
 
 HELD_OUT = 10  # one image in 10 of each class is held out
-MAX_THREADS = 16  # threads that decode images
+THREADS = min(16, os.cpu_count() or 1)  # threads that decode images
 BROKEN = ("error", "skip")  # what `folder` does with unreadable files
 
 # The formats that are decoded, by Pillow's names. Pillow has 40 others. One of them, EPS, runs the file as a program of
@@ -59,10 +59,8 @@ class Images:
     Attributes:
       description: one line for people.
       classes: the name of each class; labels are their indices.
-      size: H and W.
-      channels: C.
-      train: the items to train on.
-      rest: the held-out items.
+      size, channels: H = W, and C.
+      train, rest: the items to train on, and those held out.
       read: returns an item's image, float32 [H, W, C] from -1 to 1.
     """
 
@@ -91,7 +89,7 @@ class Images:
             return hashlib.sha256(content).digest() + item[1].to_bytes(4)
 
         digest = hashlib.sha256()
-        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        with ThreadPoolExecutor(THREADS) as threads:
             for items in (self.train, self.rest):
                 digest.update(f"{len(items)} ".encode())
                 for item_digest in threads.map(digest_item, items):
@@ -136,9 +134,7 @@ class Images:
     def _read(self, items: Any, rows: int) -> Iterator[Batch]:
         """Read items in threads, in order, as batches of `rows` rows."""
         # Read images ahead, not batches: memory then holds the images of two batches.
-        options = needed("grain", "images need").ReadOptions(
-            min(MAX_THREADS, os.cpu_count() or 1), prefetch_buffer_size=2 * rows
-        )
+        options = needed("grain", "images need").ReadOptions(THREADS, prefetch_buffer_size=2 * rows)
         read_row = lambda item: {"image": self.read(item[0]), "label": np.int32(item[1])}
         return iter(items.map(read_row).to_iter_dataset(options).batch(rows))
 
@@ -240,7 +236,7 @@ def _find_broken(items: Sequence[Item], read: Callable[[Any], np.ndarray]) -> di
             return error
         return None
 
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(THREADS) as threads:
         errors = zip(items, threads.map(read_error, items), strict=True)
         return {item[0]: error for item, error in errors if error is not None}
 

@@ -1,7 +1,6 @@
 """Batches of a data set whose rows can be read by index: arrays, lists, data sets of grain, torch and Hugging Face.
 
-`Rows` wraps the data. A `Sampler` (`sampler.py`) says which rows the next batch has, and `RowBatches` reads them; on
-several hosts each may read its own part of every batch.
+`Rows` wraps the data, a `Sampler` says which rows the next batch has, and `RowBatches` reads them.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ class Stream:
 
     Args:
       batches: the batches from this position on.
-      number: the initial value of the attribute `number`.
       data_state: returns the data's part of `state()`; {} if the data have no position.
 
     Attributes:
@@ -154,7 +153,6 @@ class _Passes:
     Args:
       data: the iterable.
       position: the position to restore, in pass `pass_number`; None begins at the first batch.
-      pass_number: the number of the first pass.
     """
 
     def __init__(self, data: Iterable[Any], position: Any = None, pass_number: int = 0):

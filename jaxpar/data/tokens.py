@@ -1,7 +1,4 @@
-"""Token ids in memory-mapped files, and windows of token ids as rows of a data set.
-
-A file in a bucket is copied to this machine first, because windows are read from all over it.
-"""
+"""Token ids in memory-mapped files, and windows of token ids as rows of a data set."""
 
 from __future__ import annotations
 
@@ -90,7 +87,7 @@ def _map_npy(file: Path, path: Place) -> np.ndarray:
 
 
 def local_copy(path: UPath) -> Path:
-    """Return this machine's copy of a file in a bucket; copy it if there is none.
+    """Return this machine's copy of a file in a bucket; copy it if there is none. Windows are read from all over it.
 
     Copies are in `$XDG_CACHE_HOME/jaxpar/data` (else `~/.cache/jaxpar/data`). All runs and processes share a copy until
     the file in the bucket changes; then a new copy replaces it. The last copy is never removed.

@@ -146,16 +146,7 @@ class GPT(nnx.Module):
         return self._logits(run(self.layers, x_BTD))
 
     def extend(self, tokens_BT: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
-        """Run the model on tokens at positions `start` and on, with the keys and values of earlier positions cached.
-
-        Args:
-          tokens_BT: int32 [B, T].
-          cache: from `empty` or an earlier call (`parts/cache.py`).
-          start: the position of the first token.
-
-        Returns:
-          Logits [B, T, V], and the cache with the keys and values of these tokens.
-        """
+        """Tokens [B, T] from position `start` on -> logits [B, T, V] and the cache; see `parts/cache.py`."""
         position_TD = jax.lax.dynamic_slice_in_dim(self.position[...], start, tokens_BT.shape[1])
         x_BTD, cache = run_with_cache(self.layers, self._embed(tokens_BT, position_TD), cache, start)
         return self._logits(x_BTD), cache

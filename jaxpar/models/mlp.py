@@ -42,7 +42,7 @@ class Config(Sizes):
         return self.weights + (1 + self.layers) * self.hidden + self.classes
 
     def flops(self, rows: int, length: int = 0) -> float:
-        """Return the operations forward and backward: 6 per row and weight of a matmul. `length` is ignored."""
+        """Return the operations forward and backward: 6 per row and weight of a matmul."""
         return 6.0 * rows * self.weights
 
 

@@ -65,10 +65,7 @@ class Config(Sizes):
         return convolutions + (self.features + 1) * self.classes
 
     def flops(self, rows: int, length: int = 0) -> float:
-        """Return the operations forward and backward on images of `size`: 6 per output pixel and weight.
-
-        `length` is ignored; text models need it.
-        """
+        """Return the operations forward and backward on images of `size`: 6 per output pixel and weight."""
         convolutions = sum(
             kernel**2 * inputs * outputs * side**2 for kernel, inputs, outputs, side in self._convolutions()
         )

@@ -39,25 +39,27 @@ def linear(name: str) -> TensorPattern:
     return TensorPattern(name, transposed=True)
 
 
-def add_prefixes(path: str, name: str, patterns: Mapping[str, TensorPattern]) -> dict[str, TensorPattern]:
-    """Return the patterns of a submodule as patterns of the model: with `path/` before paths, `name.` before names."""
-    return {
-        f"{path}/{subpath}": pattern._replace(name=f"{name}.{pattern.name}") for subpath, pattern in patterns.items()
-    }
+def in_layers(patterns: Mapping[str, TensorPattern]) -> dict[str, TensorPattern]:
+    """Return the patterns of a layer as patterns of the model, whose layers are stacked here and numbered there."""
+    return {f"layers/{path}": x._replace(name=f"model.layers.{{layer}}.{x.name}") for path, x in patterns.items()}
 
 
 class ParameterRow(NamedTuple):
-    """A parameter of one model: its path, its shape, its tensors, and what each of their placeholders counts."""
+    """A parameter of one model: its path, its shape and its tensors."""
 
     path: str
     shape: tuple[int, ...]
     pattern: TensorPattern
-    placeholder_ranges: tuple[range, ...]
+
+    @property
+    def leading_dims(self) -> tuple[int, ...]:
+        """The sizes of the dims along which the placeholders count, such as (layers, experts)."""
+        return self.shape[: len(_PLACEHOLDER.findall(self.pattern.name))]
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape of each of its tensors, as stored in the file."""
-        return self.shape[len(self.placeholder_ranges) :][:: -1 if self.pattern.transposed else 1]
+        return self.shape[len(self.leading_dims) :][:: -1 if self.pattern.transposed else 1]
 
     def tensor_names(self) -> Iterator[str]:
         """Yield the names of its tensors in the order of the leading dims.
@@ -65,14 +67,14 @@ class ParameterRow(NamedTuple):
         This is a generator because a malformed config may claim 10**9 layers.
         """
 
-        def fill_placeholders(name: str, ranges: tuple[range, ...]) -> Iterator[str]:
-            if not ranges:
+        def fill_placeholders(name: str, sizes: tuple[int, ...]) -> Iterator[str]:
+            if not sizes:
                 yield name
                 return
-            for number in ranges[0]:
-                yield from fill_placeholders(_PLACEHOLDER.sub(str(number), name, count=1), ranges[1:])
+            for number in range(sizes[0]):
+                yield from fill_placeholders(_PLACEHOLDER.sub(str(number), name, count=1), sizes[1:])
 
-        return fill_placeholders(self.pattern.name, self.placeholder_ranges)
+        return fill_placeholders(self.pattern.name, self.leading_dims)
 
 
 class DerivedOption(NamedTuple):
@@ -104,8 +106,6 @@ class Architecture:
       version4_names: option names of version 5 of transformers -> their names in version 4, which are read and written.
       rope_theta: the base of rotary embedding if `config.json` has none.
       rope_scaling: everything that `rope_scaling` may contain except its factor; None if the model scales nothing.
-      placeholder_ranges: what a placeholder counts, from our config, if not all of the field `{placeholder}s`.
-      ignored: patterns of tensors that our model does not use, with {FIELD} for fields of our config.
     """
 
     model_type: str
@@ -119,18 +119,10 @@ class Architecture:
     version4_names: Mapping[str, str] = field(default_factory=dict)
     rope_theta: float = 10_000.0
     rope_scaling: Mapping[str, Any] | None = None
-    placeholder_ranges: Mapping[str, Callable[[Any], range]] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
 
-    def rows(self, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[ParameterRow]:
+    def rows(self, shapes: Mapping[str, tuple[int, ...]]) -> list[ParameterRow]:
         """Return a row for each parameter of a model, from the parameters' shapes by path."""
-        count = lambda placeholder: (
-            self.placeholder_ranges[placeholder](config)
-            if placeholder in self.placeholder_ranges
-            else range(getattr(config, f"{placeholder}s"))
-        )
-        ranges = {path: tuple(map(count, _PLACEHOLDER.findall(self.patterns[path].name))) for path in shapes}
-        return [ParameterRow(path, shape, self.patterns[path], ranges[path]) for path, shape in shapes.items()]
+        return [ParameterRow(path, shape, self.patterns[path]) for path, shape in shapes.items()]
 
     def config_fields(self, options: Mapping[str, Any], support_phrase: str) -> dict[str, Any]:
         """Return the fields of our config from the options of `config.json`.

@@ -93,9 +93,7 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Tensor]]:
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: int) -> None:
-    """Write a model as safetensors files.
-
-    Tensors are read and written one by one; only one is in memory.
+    """Write a model as safetensors files. Tensors are read and written one by one; only one is in memory.
 
     Args:
       folder: created if it does not exist.
@@ -141,11 +139,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": SAFETENSORS[tensor.dtype.name],
-            "shape": [*tensor.shape],
-            "data_offsets": [begin, end],
-        }
+        header[name] = {"dtype": SAFETENSORS[tensor.dtype.name], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # tensors begin at a multiple of 8 bytes
     with path.open("wb") as file:

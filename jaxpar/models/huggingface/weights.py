@@ -4,8 +4,7 @@
     to_hf      Config -> config.json; parameters -> tensors      one writer for all architectures
 
 Three things differ in the files: names, the order of a matrix's dims ([out, in] in `torch.nn.Linear`, [in, out] here),
-and layers and experts, which are separate tensors there and stacked on leading dims here. Tensors are read and written
-one by one: memory holds one tensor in addition to the model.
+and layers and experts, which are separate tensors there and stacked on leading dims here.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +132,7 @@ class Family:
                 tensors = stack.enter_context(open_tensors(folder))
             # 2. Check the tensors against the parameters of this config.
             arch, shapes = self._architecture(config), self._shapes(config)
-            rows = arch.rows(config, {path: shape for path, shape in shapes.items() if not self.is_unsaved(path)})
+            rows = arch.rows({path: shape for path, shape in shapes.items() if not self.is_unsaved(path)})
             tensors = _drop_tied_head(arch, tensors) if config.tied else tensors
             self._check_tensors(arch, config, rows, tensors)
             # 3. Read them.
@@ -175,16 +173,8 @@ class Family:
     ) -> None:
         """Write the folder that `to_hf` writes, with one tensor at a time in memory.
 
-        Args:
-          config: the model's sizes.
-          params: nested dicts of arrays, or of anything with `shape`, `dtype`, `[layer]` and `np.asarray`, such as
-            `jaxpar.checkpoint.saved.weights_of` reads from a checkpoint.
-          path: as for `to_hf`.
-          dtype: as for `to_hf`.
-          max_shard_size: as for `to_hf`.
-
-        Raises:
-          ValueError: as for `to_hf`.
+        `params` may also be dicts of anything with `shape`, `dtype`, `[layer]` and `np.asarray` that reads on demand.
+        Everything else is as for `to_hf`.
         """
         self._write(config, self._to_tensors(config, params, dtype), local(path, "path"), max_shard_size)
 
@@ -228,7 +218,7 @@ class Family:
         self, arch: Architecture, config: Any, rows: list[ParameterRow], tensors: Mapping[str, Tensor]
     ) -> None:
         """Raise ValueError unless names and shapes of the tensors are those of a model of this config."""
-        # 1. Missing tensors, by a generator: a malformed config may claim 10**9 layers.
+        # 1. Missing tensors.
         missing_names = (name for row in rows for name in row.tensor_names() if name not in tensors)
         if missing := list(itertools.islice(missing_names, _MAX_MISSING)):
             lacks_only_head = missing == [arch.patterns["head/kernel"].name]
@@ -238,13 +228,8 @@ class Family:
         # 2. Unexpected tensors. Old files contain the frequencies of rotary embedding, which follow from the config;
         # transformers ignores them too.
         needed_shapes = {name: row.tensor_shape for row in rows for name in row.tensor_names()}
-        ignored = ["*rotary_emb.inv_freq", *(pattern.format(**vars(config)) for pattern in arch.ignored)]
-        unexpected = [
-            name
-            for name in tensors.keys() - needed_shapes.keys()
-            if not any(fnmatchcase(name, pattern) for pattern in ignored)
-        ]
-        if unexpected:
+        extra_names = tensors.keys() - needed_shapes.keys()
+        if unexpected := [name for name in extra_names if not name.endswith("rotary_emb.inv_freq")]:
             raise ValueError(
                 f"the model has {few(sorted(unexpected))}, which a {self.title} of {config} has not; see its config"
             )
@@ -258,8 +243,7 @@ class Family:
         saved_params = {path: on_host(path, x) for path, x in self.by_path(config, params).items()}
         # Adapters, which have no tensors in the files, become part of their kernels.
         saved_params, tensors = self.fold(config, saved_params), {}
-        shapes = {path: param.shape for path, param in saved_params.items()}
-        for row in self._architecture(config).rows(config, shapes):
+        for row in self._architecture(config).rows({path: param.shape for path, param in saved_params.items()}):
             param = saved_params[row.path]
             tensor_dtype = np.dtype(param.dtype if dtype is None else jnp.dtype(dtype))
             if tensor_dtype.name not in SAFETENSORS:
@@ -267,11 +251,10 @@ class Family:
                     f"{row.path} as {tensor_dtype} has no form in safetensors; use float32, bfloat16 or float16"
                 )
             read_layer = functools.partial(_read_layer, param)
-            if len(row.placeholder_ranges) > 1:
+            if len(row.leading_dims) > 1:
                 # Read a layer from a checkpoint once for all its experts, not once for each.
                 read_layer = functools.lru_cache(maxsize=1)(read_layer)
-            indices = np.ndindex(*map(len, row.placeholder_ranges))
-            for index, name in zip(indices, row.tensor_names(), strict=True):
+            for index, name in zip(np.ndindex(row.leading_dims), row.tensor_names(), strict=True):
                 read = functools.partial(_read_tensor, read_layer, index, tensor_dtype, row.pattern.transposed)
                 tensors[name] = Tensor(row.tensor_shape, read, tensor_dtype)
         return tensors
@@ -336,7 +319,7 @@ def _drop_tied_head(arch: Architecture, tensors: dict[str, Tensor]) -> dict[str,
 
 
 def _read_parameter(row: ParameterRow, tensors: Mapping[str, Tensor], dtype: Any) -> np.ndarray:
-    """Return a parameter, filled tensor by tensor, so that memory holds one tensor in addition to it."""
+    """Return a parameter, filled tensor by tensor: memory holds one tensor in addition to it."""
     param: Any = None
     for i, name in enumerate(row.tensor_names()):
         tensor = tensors[name].read()
@@ -348,7 +331,7 @@ def _read_parameter(row: ParameterRow, tensors: Mapping[str, Tensor], dtype: Any
         if param is None:
             param_dtype = tensor.dtype if dtype is None else jnp.dtype(dtype)
             # [number of tensors, *shape of one]: layers and experts are one dim until the reshape below.
-            param = np.empty((math.prod(map(len, row.placeholder_ranges)), *tensor.shape), param_dtype)
+            param = np.empty((math.prod(row.leading_dims), *tensor.shape), param_dtype)
         # The parameter has the dtype of its first tensor: a cast of others must be asked for.
         if dtype is None and tensor.dtype != param.dtype:
             raise ValueError(

@@ -258,16 +258,7 @@ class Llama(nnx.Module):
         return self.embedding[...].T if self.head is None else self.head.kernel[...]
 
     def extend(self, tokens_BT: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
-        """Run the model on tokens at positions `start` and on, with the keys and values of earlier positions cached.
-
-        Args:
-          tokens_BT: int32 [B, T].
-          cache: from `empty` or an earlier call (`parts/cache.py`).
-          start: the position of the first token.
-
-        Returns:
-          Logits [B, T, V], and the cache with the keys and values of these tokens.
-        """
+        """Tokens [B, T] from position `start` on -> logits [B, T, V] and the cache; see `parts/cache.py`."""
         angles = jax.lax.dynamic_slice_in_dim(self._angles(cache.positions), start, tokens_BT.shape[1])
         x_BTD, cache = run_with_cache(self.layers, self.embedding[...][tokens_BT], cache, start, angles)
         return self._logits(x_BTD), cache

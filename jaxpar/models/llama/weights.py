@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..huggingface.architecture import Architecture, DerivedOption, TensorPattern, add_prefixes, linear
+from ..huggingface.architecture import Architecture, DerivedOption, TensorPattern, in_layers, linear
 from ..huggingface.files import Tensor, write_file
 from ..huggingface.weights import Family, on_host
 from .lora import is_adapter, merge_adapters
@@ -34,12 +34,7 @@ ATTENTION = {
     "attention/out/kernel": linear("self_attn.o_proj.weight"),
     "ffn_norm/scale": TensorPattern("post_attention_layernorm.weight"),
 }
-SWIGLU = {f"{part}/kernel": linear(f"{part}_proj.weight") for part in ("gate", "up", "down")}
-FFN = add_prefixes("ffn", "mlp", SWIGLU)
-# Mixtures have one tensor for each expert.
-EXPERTS = {"ffn/router/kernel": linear("mlp.gate.weight")} | {
-    f"ffn/experts/{part}": linear(f"mlp.experts.{{expert}}.{part}_proj.weight") for part in ("gate", "up", "down")
-}
+_FFN = {f"ffn/{part}/kernel": linear(f"mlp.{part}_proj.weight") for part in ("gate", "up", "down")}
 # Fields of our config -> options of config.json.
 SIZES = {"vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
 # Fields -> (option, default). Without key/value heads, every head has its own key and value.
@@ -50,7 +45,7 @@ ALWAYS = {"hidden_act": ("silu", "swish"), "attention_dropout": (0.0,), "quantiz
 _LLAMA = Architecture(
     "llama",
     "LlamaForCausalLM",
-    patterns={**ENDS, **add_prefixes("layers", "model.layers.{layer}", ATTENTION | FFN)},
+    patterns={**ENDS, **in_layers(ATTENTION | _FFN)},
     required={**SIZES, "ffn": "intermediate_size"},
     optional={**HEADS, "context": ("max_position_embeddings", 2048), "norm_eps": ("rms_norm_eps", 1e-6)},
     fixed={**ALWAYS, "attention_bias": (False,), "mlp_bias": (False,)},
@@ -81,8 +76,7 @@ def save_adapters(config: Config, params: Any, path: str | Path, base: str = "")
     """Write the adapters, in float32, to a folder that `PeftModel.from_pretrained` of the package `peft` loads.
 
     Args:
-      config: the model's sizes; `lora` is not 0.
-      params: parameters as for `to_hf` or `save_hf`.
+      config, params: as for `to_hf` or `save_hf`.
       path: a folder to create, or an existing one without adapters.
       base: the name or folder of the model that the adapters were trained on, for `adapter_config.json`.
 

@@ -7,8 +7,8 @@ folder and separates them when it saves one: pass a folder to `from_hf`, not a s
 from __future__ import annotations
 
 from ..huggingface import Family
-from ..huggingface.architecture import Architecture, DerivedOption, TensorPattern, add_prefixes, linear
-from ..llama.weights import ALWAYS, ATTENTION, ENDS, EXPERTS, HEADS, SIZES
+from ..huggingface.architecture import Architecture, DerivedOption, TensorPattern, in_layers, linear
+from ..llama.weights import ALWAYS, ATTENTION, ENDS, HEADS, SIZES
 from .model import Config, Mixtral
 
 _REQUIRED = {**SIZES, "chosen": "num_experts_per_tok"}
@@ -27,13 +27,14 @@ _MIXTRAL_MIXTURE = {
 _QWEN_LAYER = {
     "attention/query_norm/scale": TensorPattern("self_attn.q_norm.weight"),
     "attention/key_norm/scale": TensorPattern("self_attn.k_norm.weight"),
-    **EXPERTS,
+    "ffn/router/kernel": linear("mlp.gate.weight"),
+    **{f"ffn/experts/{part}": linear(f"mlp.experts.{{expert}}.{part}_proj.weight") for part in ("gate", "up", "down")},
 }
 _ARCHITECTURES = (
     Architecture(
         "mixtral",
         "MixtralForCausalLM",
-        patterns={**ENDS, **add_prefixes("layers", "model.layers.{layer}", ATTENTION | _MIXTRAL_MIXTURE)},
+        patterns={**ENDS, **in_layers(ATTENTION | _MIXTRAL_MIXTURE)},
         required={**_REQUIRED, "ffn": "intermediate_size", "experts": "num_local_experts"},
         optional={**_OPTIONAL, "norm_eps": ("rms_norm_eps", 1e-5)},
         fixed={**ALWAYS, "sliding_window": ()},
@@ -43,7 +44,7 @@ _ARCHITECTURES = (
     Architecture(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        patterns={**ENDS, **add_prefixes("layers", "model.layers.{layer}", ATTENTION | _QWEN_LAYER)},
+        patterns={**ENDS, **in_layers(ATTENTION | _QWEN_LAYER)},
         required={**_REQUIRED, "ffn": "moe_intermediate_size", "experts": "num_experts"},
         optional={**_OPTIONAL, "norm_eps": ("rms_norm_eps", 1e-6), "normalize": ("norm_topk_prob", False)},
         fixed={**ALWAYS, "attention_bias": (False,), "mlp_only_layers": ([],), "decoder_sparse_step": (1,)},

@@ -6,7 +6,10 @@
                  cached              |  written now          |  masked
 
 A query at position p attends to the cached positions 0 to p. `run_with_cache` runs all layers on T new positions and
-returns the cache with their keys and values written at `start`.
+returns the cache with their keys and values written at `start`. A model that generates with a cache has two methods:
+
+    empty(rows, positions) -> cache
+    extend(tokens [B, T], cache, start) -> logits [B, T, V], cache        `cache`: from `empty` or an earlier `extend`
 
 Dims: B rows, T new positions, S positions that the cache has room for, L layers, H heads, K key/value heads,
 h head_dim.

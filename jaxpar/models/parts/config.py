@@ -39,10 +39,7 @@ class MixtureSizes(Sizes):
 
 
 def check_sizes(config: Any) -> None:
-    """Check every field of a config against the type of its default.
-
-    Args:
-      config: a dataclass whose defaults are integers, floats, booleans or tuples of integers.
+    """Check every field of a config against the type of its default: integer, float, boolean or tuple of integers.
 
     Raises:
       ValueError: a field has another type than its default, an integer is less than 1 or does not fit into 32 bits,

@@ -164,11 +164,8 @@ def _run_command(
     line (`--broken skip`).
 
     Args:
-      options: the dataclass of the options.
-      command: the command's name.
-      words: the words behind the name.
+      options, command, words, default: as for `parse`.
       call: the command, called with the options.
-      default: options that the words change; the class's own defaults if None.
     """
     try:
         call(parse(options, command, words, default))
@@ -339,14 +336,7 @@ def _save_config(options: TrainOptions, trainer: Trainer, metrics: dict[str, flo
 
 
 def _sample(trainer: Trainer, options: TrainOptions, prompt: np.ndarray, generate: Callable[..., jax.Array]) -> str:
-    """Return a prompt and the model's continuation, as printable text.
-
-    Args:
-      trainer: the trainer, with the trained state.
-      options: the number of tokens to generate (`sample`), the seed, and the length of the window.
-      prompt: bytes, uint8 [n].
-      generate: the model's `generate`.
-    """
+    """Return a prompt of bytes, uint8 [n], and the continuation by the trained model, as printable text."""
     module, key = trainer.step.model(trainer.state), jax.random.key(options.seed)
     tokens = generate(module, prompt[None], options.sample, key, window=options.length)
     text = bytes(token for token in np.asarray(tokens)[0].tolist() if token < 256).decode(errors="replace")

@@ -26,7 +26,6 @@ def converted(
     """Copy a checkpoint, or its weights, into a new checkpoint, and return that.
 
     Args:
-      saved: the checkpoint to copy.
       target: a folder that does not exist. The new checkpoint is a folder in it, named by its step.
       weights_only: leave out optimizer, key and loss scale; `step.restore(..., weights_only=True)` reads the rest.
       dtype: dtype to store floating-point parameters in, such as "bfloat16"; unchanged if None. A step keeps float32

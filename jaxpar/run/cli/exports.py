@@ -29,11 +29,6 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def check_exportable(model: str, target: Path, length: int = 1) -> llama.Config:
     """Return the sizes of a model that can be exported to `target`. A run calls this before it trains.
 
-    Args:
-      model: the text behind `--model`.
-      target: the folder to write.
-      length: positions in a row, which the model must have.
-
     Raises:
       ValueError: if the model cannot be exported, or `target` already holds weights.
     """
@@ -49,16 +44,14 @@ def check_exportable(model: str, target: Path, length: int = 1) -> llama.Config:
 
 
 def export(model: str, source: Place, target: Path, dtype: str | None = None) -> str:
-    """Write a folder for `transformers` from the last checkpoint of a run. Only process 0 writes.
+    """Write a folder for `transformers` from the last checkpoint of a run; return a line about it for people.
+
+    Only process 0 writes.
 
     Args:
       model: the model's name, or the Hugging Face folder that it started from, whose tokenizer is copied.
-      source: the folder of a checkpoint, of several, or of a run.
-      target: the folder to write.
+      source, target: the folder of a checkpoint, of several, or of a run; and the folder to write.
       dtype: dtype of the weights; if None, the dtype of the model's folder, or float32 for a name.
-
-    Returns:
-      A line that describes the folder.
     """
     # Checkpoints are complete in the shared folder, so that one process has all weights.
     if jax.process_index():
@@ -80,14 +73,9 @@ def export(model: str, source: Place, target: Path, dtype: str | None = None) ->
 
 
 def adapters(model: str, source: Place, target: Path) -> str:
-    """Write the adapters of a checkpoint in the format of the package `peft`.
+    """Write the adapters of a checkpoint in the format of the package `peft`; otherwise as `export`.
 
-    Args:
-      model: the folder that the adapters belong to, and their rank: "./folder,lora=16".
-      source, target: as for `export`.
-
-    Returns:
-      A line that describes the folder.
+    `model` names the folder that the adapters belong to, and their rank: "./folder,lora=16".
     """
     config, saved = None if is_function(model) else named_model(model, 1).config, Checkpoint(source)
     if config is None or not getattr(config, "lora", 0):

@@ -175,9 +175,7 @@ def is_data(value: Any) -> bool:
 def model_from_folder(model: str, changes: dict[str, Any]) -> Named:
     """Return the Llama whose sizes the `config.json` of a folder states. Its weights are not read (`llama.from_hf`).
 
-    Args:
-      model: the text behind `--model`.
-      changes: values that replace values of the file; only `_CHANGEABLE` ones, which leave the weights valid.
+    `changes` replace values of the file.
 
     Raises:
       ValueError: if there is no `config.json`, or a change would need other weights.

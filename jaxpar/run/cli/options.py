@@ -260,13 +260,8 @@ def _check_flat(text: str) -> None:
 def _convert(path_and_name: str, value: Any, hint: Any) -> Any:
     """Return a value from a YAML file as the type of an option.
 
-    Args:
-      path_and_name: the file and the option, for errors.
-      value: the value.
-      hint: the option's annotation: a type, a `Literal`, or a union of these.
-
-    Raises:
-      ValueError: if the value fits none of the types.
+    `hint` is the option's annotation: a type, a `Literal`, or a union of these. Raises ValueError, with the file and
+    the option, if the value fits none of the types.
     """
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for kind in kinds:
@@ -308,12 +303,8 @@ def model_of(options: TrainOptions) -> tuple[Named, data.Text | images.Images]:
 def named_model(text: str, length: int) -> Named:
     """Return the model that `--model` names: a name or a folder, perhaps with changes behind it.
 
-    Args:
-      text: such as "llama-tiny,layers=2" or "./folder,lora=16".
-      length: positions in a row of text.
-
     Raises:
-      ValueError: if the model or a size is unknown, or `length` is beyond the model's context.
+      ValueError: if the model or a size is unknown, or the `length` of a row is beyond the model's context.
     """
     name, changes = _split_model(text)
     model = model_from_folder(text, changes) if is_folder(text) else named(name, **changes)
@@ -350,13 +341,7 @@ def _parse_change(part: str, text: str) -> tuple[str, Any]:
 
 
 def optimizer_of(options: TrainOptions, model: Model, batch: Any) -> optax.GradientTransformation:
-    """Return clipping, then the optimizer, with a learning rate of linear warm-up and cosine decay over all steps.
-
-    Args:
-      options: name of the optimizer, and its settings.
-      model: the model, in which Muon looks for hidden matrices.
-      batch: a batch, or its shapes.
-    """
+    """Return clipping, then the optimizer, with a learning rate of linear warm-up and cosine decay over all steps."""
     # A short run would otherwise end before its learning rate reaches the peak.
     warmup, decay = min(options.warmup, options.steps // 2), options.weight_decay
     rate = optax.warmup_cosine_decay_schedule(0, options.lr, warmup, max(options.steps, 1), options.lr / 10)
@@ -367,14 +352,9 @@ def optimizer_of(options: TrainOptions, model: Model, batch: Any) -> optax.Gradi
 def optimizer_named(
     name: Literal["adamw", "muon"], rate: Any, decay: float, model: Model, batch: Any
 ) -> optax.GradientTransformation:
-    """Return the optimizer that `--optimizer` names.
+    """Return the optimizer that `--optimizer` names, with a learning rate or schedule, and a weight decay.
 
-    Args:
-      name: its name.
-      rate: learning rate or schedule.
-      decay: weight decay.
-      model: the model, in which Muon looks for hidden matrices.
-      batch: a batch, or its shapes.
+    For Muon, the model and a batch, or its shapes, tell which parameters are hidden matrices.
     """
     if name == "adamw":
         return optax.adamw(rate, b2=0.95, weight_decay=decay)
@@ -401,13 +381,8 @@ def units_of(options: TrainOptions, model: Named, source: data.Text | images.Ima
     return Units("tokens", options.length, "bits/byte", 1 / math.log(2), flops, entropies)
 
 
-def trainer_of(options: TrainOptions, hooks: Iterable[Any] = ()) -> tuple[Trainer, Named | None]:
-    """Return the trainer that `jaxpar train` runs, and its model; None for a model that a user's function makes.
-
-    Args:
-      options: the options of the run.
-      hooks: hooks of the caller; `--profile` adds one.
-    """
+def trainer_of(options: TrainOptions, hooks: Iterable[Any]) -> tuple[Trainer, Named | None]:
+    """Return the trainer that `jaxpar train` runs, and its model; None for a model that a user's function makes."""
     hooks = [*hooks, *([] if options.profile is None else [Profile(options.profile)])]
     if is_function(options.model):
         user_model = load_user_model(options.model)

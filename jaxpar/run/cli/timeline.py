@@ -57,10 +57,6 @@ class TimelineOptions:
 def main(options: TimelineOptions, console: Console | None = None) -> None:
     """Draw a schedule in the terminal, and write the files that the options name.
 
-    Args:
-      options: the options of the command.
-      console: the console to draw on; standard output if None.
-
     Raises:
       ValueError: if the options contradict each other.
     """

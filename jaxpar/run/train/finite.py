@@ -59,8 +59,7 @@ class Finite:
         """Return the line to print about a step, or "" if it is finite.
 
         Args:
-          number: the step's number.
-          values: the step's metrics.
+          number, values: the step's number and metrics.
           find_suspects: returns the faults in the step's batch, or "". Called only if the step is not finite.
           explain_origin: returns where the first NaN or infinity arises. Called only if the run ends here.
           has_stopped: whether the step has stopped applying updates (`trace_nonfinite`).
@@ -97,9 +96,7 @@ class Finite:
     def roll_back(self, error: NotFiniteError, checkpoint_step: int | None) -> str:
         """Count a rollback and return the line to print about it.
 
-        Args:
-          error: the error that causes the rollback.
-          checkpoint_step: the step of the checkpoint that is restored; None for the initial values.
+        `checkpoint_step` is the step of the checkpoint that is restored; None for the initial values.
 
         Raises:
           NotFiniteError: if the run went back `_MAX_ROLLBACKS` times already without a new checkpoint.

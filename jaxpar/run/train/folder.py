@@ -7,8 +7,7 @@
               help against a user who removes its file.
     WRITTEN   the names that a run writes. `overwrite` removes these and no other file.
 
-`Staging` holds the files that grow line by line. A bucket cannot append, so these files stay on this machine and are
-copied. `write_whole` replaces a file in one step.
+`Staging` holds the files that grow line by line. `write_whole` replaces a file in one step.
 """
 
 from __future__ import annotations
@@ -33,13 +32,7 @@ from ...backend.buckets import Place, is_bucket, remove
 from .loop import Loop
 
 # What a run writes into its folder, and all that `overwrite` removes.
-WRITTEN = (
-    "config.yaml",
-    "metrics.jsonl",
-    "loss.png",
-    "checkpoints",
-    "tensorboard",
-)
+WRITTEN = ("config.yaml", "metrics.jsonl", "loss.png", "checkpoints", "tensorboard")
 _OWNER = ".owner"
 # The claims that this process has not released. A claim of this process that is not among them is a leftover (its
 # release failed), and does not keep the process out of the folder.
@@ -49,8 +42,7 @@ _live: set[str] = set()
 class Claim:
     """A run's claim on its folder: the file `.owner`, which names the process that owns the folder.
 
-    Args:
-      out: the folder; None for a run that writes nothing.
+    `out` is None for a run that writes nothing.
     """
 
     def __init__(self, out: Place | None):
@@ -120,9 +112,6 @@ class Staging:
 
     For a folder on disk it is the run's folder. For a bucket, which cannot append, it is a temporary folder of this
     machine. Its files are copied to the bucket before each checkpoint is complete, and at the end.
-
-    Args:
-      claim: the run's claim on its folder.
 
     Attributes:
       folder: where files are written; None for a run that writes nothing.
@@ -215,9 +204,7 @@ def claim_folder(loop: Loop) -> Iterator[Claim]:
 def _removal_problem(out: Path, names: Sequence[str]) -> str:
     """Return why `overwrite` cannot remove what an earlier run wrote, or "". Called before anything is removed.
 
-    Args:
-      out: the folder of the run.
-      names: the names of `WRITTEN` that hold something.
+    `names` are the names of `WRITTEN` that hold something.
     """
     alternative = "or name another out="
     for path in (out / name for name in WRITTEN):

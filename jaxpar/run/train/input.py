@@ -1,8 +1,7 @@
 """The input of a run: batches on their devices, the time spent waiting for them, and the programs that they need.
 
-`Input` takes batches from a `Stream`, pads them if needed (`Fitting`), and places them on the devices of the step. With
-`prefetch`, a thread (`Ahead`) does this while steps run. XLA compiles one program for each set of shapes and dtypes, so
-`Input` records these signatures and explains why a step is compiled again.
+XLA compiles one program for each set of shapes and dtypes, so `Input` records these signatures and explains why a step
+is compiled again.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from ...step.core import Step
 
 
 class Input:
-    """The batches of a run, in order.
+    """The batches of a run, in order: taken from a `Stream`, padded if needed (`Fitting`), and put on their devices.
 
     Call `first_batch`, then `start` with that batch, then `next_batch` for each later one.
 
     Args:
       step: the step that trains on the batches.
       batches: the source of the batches.
-      prefetch: number of batches that a thread reads ahead and puts on their devices; 0 reads a batch on demand.
+      prefetch: number of batches that a thread (`Ahead`) reads ahead while steps run; 0 reads a batch on demand.
 
     Attributes:
       rows: rows of the batch that `recompile_reason` saw last.
@@ -75,20 +74,18 @@ class Input:
             self._batches = Ahead(self._batches, send, self._prefetch)
         self.recompile_reason(first)
 
-    def next_batch(self, step_result: Any = None) -> Any:
+    def next_batch(self, step_result: Any) -> Any:
         """Return the next batch, on its devices, and set `waited`.
 
-        Args:
-          step_result: an array that the running step computes. If it is ready by the time the batch is here, the
-            devices may have been idle.
+        If the array that the running step computes is ready by the time the batch is here, the devices may have been
+        idle.
         """
         begin = time.perf_counter()
         batch = next(self._batches)
         if not self._prefetch:
             batch = self._step.place(self._fit(batch, self._step.blocks))
         # If the step still runs, the devices had work all the time.
-        is_step_done = step_result is not None and step_result.is_ready()
-        self.waited = time.perf_counter() - begin if is_step_done else 0.0
+        self.waited = time.perf_counter() - begin if step_result.is_ready() else 0.0
         return batch
 
     def position(self) -> dict[str, Any]:

@@ -114,11 +114,7 @@ def _draw_losses(axes: Any, losses: Any, held_out: Any, units: Units) -> None:
 def _spread(heights: Sequence[float]) -> list[float]:
     """Move labels apart so that no two lines of text overlap.
 
-    Args:
-      heights: the heights of the labels in rising order, as fractions of the axes.
-
-    Returns:
-      The new heights, at most 1.
+    Heights are fractions of the axes in rising order; the new ones are at most 1.
     """
     spread = list(heights)
     # Upwards first, then back down from the top edge.

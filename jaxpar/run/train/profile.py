@@ -15,9 +15,6 @@ class Profile:
     `plugins/profile/TIME/*.xplane.pb`, which `jax.profiler.ProfileData`, TensorBoard and xprof read,
     `*.trace.json.gz` for https://ui.perfetto.dev, and `memory.prof` for pprof. The hook waits for the devices before
     the first traced step and after the last one, but not between steps.
-
-    Args:
-      steps: number of steps to trace.
     """
 
     def __init__(self, steps: int):

@@ -93,11 +93,7 @@ class Progress:
     """A hook that shows loss, speed, step time, memory per device and, on GPUs, MFU.
 
     MFU is the share of the devices' peak at which the step's own floating-point operations run (PaLM, Chowdhery et al.
-    2022, appendix B): recomputation does not count.
-
-    Args:
-      quiet: show nothing.
-      console: the console to print to; standard output if None.
+    2022, appendix B): recomputation does not count. Without a `console` it prints to standard output.
     """
 
     def __init__(self, quiet: bool = False, console: Console | None = None):
@@ -114,11 +110,8 @@ class Progress:
     def activity(self, description: str, at_once: bool = True) -> Iterator[None]:
         """Show what the run is doing in the block: "evaluating", and every 10 s "evaluating, 20 s so far".
 
-        A live bar shows this in its line of numbers, so that the terminal does not scroll.
-
-        Args:
-          description: the activity, for people.
-          at_once: show it when the block begins, and not only if the block takes 10 s.
+        A live bar shows this in its line of numbers, so that the terminal does not scroll. Without `at_once` nothing
+        is shown until the block has taken 10 s.
         """
         if self.console.quiet:
             yield

@@ -155,7 +155,6 @@ def read(path: Place) -> list[dict[str, Any]]:
       ValueError: if another line is not JSON with a step.
     """
     lines = path.read_bytes().splitlines() if path.exists() else []
-    # A kill may have cut the last line short.
     if lines and not lines[-1].endswith(b"}"):
         lines.pop()
     return [_line(path, number, line) for number, line in enumerate(lines, 1)]

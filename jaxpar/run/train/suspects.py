@@ -73,12 +73,8 @@ def out_of_range_leaves(batch: Any, lookups: Mapping[str, Lookup]) -> Iterator[t
 def warn_of_lookups(batch: Any, lookups: Mapping[str, Lookup], number: int) -> set[str]:
     """Warn of each leaf of a batch whose ids are out of range, and return the paths of these leaves.
 
-    Under jit such an id raises no error: JAX reads another entry.
-
-    Args:
-      batch: the batch.
-      lookups: the arrays in which the loss looks up ids, by the path of the batch leaf that holds the ids.
-      number: number of the step that trains on the batch.
+    Under jit such an id raises no error: JAX reads another entry. `number` is the step that trains on the batch;
+    `lookups` are as for `suspects`.
     """
     warned_leaves = set[str]()
     for name, text in out_of_range_leaves(batch, lookups):
@@ -96,7 +92,7 @@ def without_id_shares(values: dict[str, float], batch: Any, ids: Mapping[str, in
 
     Args:
       values: the metrics.
-      batch: the batch, in which the first bad id is searched for the error.
+      batch: searched for the first bad id, which the error names.
       ids: the limit of the ids in each leaf, by its path.
       origin: where the batch comes from, for the error: "step 3".
 

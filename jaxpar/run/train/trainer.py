@@ -335,9 +335,8 @@ class Trainer:
     def _next_batch(self, loss: jax.Array, saves: Checkpoints | None) -> tuple[Any, str]:
         """Return the next batch, and the activity to show if the step compiles for it.
 
-        Args:
-          loss: the loss of the running step, by which the input sees when the devices are idle.
-          saves: the checkpoints. If the data fail, the steps so far are saved.
+        By the loss of the running step, the input sees when the devices are idle. If the data fail, the steps so far
+        are saved.
         """
         ending.doing("reading a batch")
         try:
