@@ -56,7 +56,6 @@ class Evaluation(ABC):
         """Return the value of a result of the current equation, `sites[-1]`.
 
         Args:
-          x: the array.
           at: the number of the result; None for a slice of an operand that an iteration of a scan reads.
           ins: the values of the operands.
           within: for a loop that was entered, the values in its iterations from which the result comes.

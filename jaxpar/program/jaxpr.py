@@ -76,7 +76,6 @@ def trace(fun: Callable, *args: Any, axes: dict[str, int] | None = None, remats:
     """Trace a function and flatten it.
 
     Args:
-      fun: the function.
       args: abstract arguments.
       axes: the mesh axes over which `fun` may reduce, name -> size.
       remats: whether rematerialised calls are inlined too, since the caller sets its own policy; or a function that
@@ -109,7 +108,6 @@ def flatten(closed: Any, remats: Any = False, calls: Callable[[Any], bool] = lam
         """Append the equations of a jaxpr, and return the variables of its results.
 
         Args:
-          jaxpr: the jaxpr.
           values: the arrays that it closes over.
           inputs: the variables of its inputs.
           site: where the call of it stands; None for the outermost jaxpr.
@@ -224,7 +222,6 @@ def needed(eqns: Sequence[Any], outvars: Iterable[Any], known_vars: Collection[A
     Unlike `live`, it keeps no equation for its effects (prints, callbacks).
 
     Args:
-      eqns: the equations.
       outvars: the variables to compute.
       known_vars: the variables that have values already.
     """
@@ -300,7 +297,6 @@ def _source(eqn: Any, call: Any) -> Any:
     The function that a library wraps in `jax.jit` is traced once for all callers, and knows no line of theirs.
 
     Args:
-      eqn: the equation.
       call: the source info of the call that contains it; None if no call does.
     """
     return call if call is not None and not _user_line(eqn.source_info) else eqn.source_info
@@ -318,7 +314,6 @@ def depends(
     Calls, loops and branches are followed output by output, other equations that hold programs as a whole.
 
     Args:
-      eqns: the equations.
       sources: the variables on which others may depend.
       ends: returns whether an equation ends the dependence.
       followed: the names of custom derivatives that are followed output by output, too.

@@ -1,13 +1,4 @@
-"""Checks of everything that enters a step: arguments, states and batches. Errors name the array that does not fit.
-
-The checks, by what they look at:
-
-    make_train_step(...)    check_made_of, check_trainable
-    compiled program        check_reached
-    state                   check_state; misfit, once jit has raised an error
-    batch                   Intake: check, place, send
-    errors of jax           naming: a dim that a sharding does not divide, with the name of its array
-"""
+"""Checks of everything that enters a step: arguments, states and batches. Errors name the array that does not fit."""
 
 import ast
 import functools
@@ -127,7 +118,6 @@ def misfit(state: Any, expected: Any) -> str:
     """Return what is wrong with a state, as the text of an error; "" if nothing is.
 
     Args:
-      state: the state.
       expected: `step.abstract_state()`, with shardings.
     """
     present, needed = (
@@ -180,7 +170,6 @@ def naming(fun: Callable[..., Any], arrays: Named) -> Callable[..., Any]:
     """Wrap a function that jax traces: if a sharding does not divide an array in it, ValueError names the array.
 
     Args:
-      fun: the function.
       arrays: the arrays that it may see; the error names those of the shape in jax's error.
     """
 

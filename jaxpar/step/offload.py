@@ -391,19 +391,13 @@ def streams(
 
 
 def _split(
-    flat: jx.Flat,
-    input_leaf: Sequence[Any],
-    result_leaf: Sequence[Any],
-    on_host: set[Any],
-    paths: Sequence[str],
+    flat: jx.Flat, input_leaf: Sequence[Any], result_leaf: Sequence[Any], on_host: set[Any], paths: Sequence[str]
 ) -> _Program:
     """Split a program of the optimizer into a global part and leaf parts.
 
     Args:
-      flat: the program.
       input_leaf, result_leaf: for each input and result, the leaf that it belongs to, None for any other.
       on_host: the inputs that are on the host.
-      paths: the paths of the leaves.
 
     Raises ValueError if a leaf part is not elementwise, or if the global part reads an array on the host.
     """

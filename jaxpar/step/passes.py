@@ -153,7 +153,10 @@ class Notes:
 
 
 def _take_attention(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """Replace attention that the loss spells out by `jp.attention`; raises ValueError if kernels find none to run."""
+    """Replace attention that the loss spells out by `jp.attention` (parallel/context/attention/).
+
+    Raises ValueError if kernels find none to run.
+    """
     fused, shared = setting.strategy.kernels == "fused", setting.layout.mesh.shape["context"] > 1
     take = setting.takes_attention
     replay = not take or (shared and setting.strategy.attention != "gather")
@@ -171,14 +174,14 @@ def _take_attention(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedL
 
 
 def _roll(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """Turn Python loops over layers into scans over stacked parameters."""
+    """Turn Python loops over layers into scans over stacked parameters (slicing/rolling/)."""
     families = setting.layout.storage.families
     flat, notes.loops = roll_loops(loss.flat, families, len(loss.placements), setting.traced_axes, setting.staged)
     return replace(loss, flat=flat, unsplit=flat)
 
 
 def _split(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """Take the equations of one context rank, on its positions of the sequence."""
+    """Take the equations of one context rank, on its positions of the sequence (parallel/context/)."""
     leaves, (variables, rows, _), ranks = len(loss.placements), loss.inputs, setting.layout.mesh.shape["context"]
     first_row = leaves + len(jax.tree.leaves(variables))
     batch = range(first_row, first_row + len(jax.tree.leaves(rows)))
@@ -197,7 +200,7 @@ def _split(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
 
 
 def _exchange(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """Take the equations of one expert rank, on its experts and the tokens of all ranks."""
+    """Take the equations of one expert rank, on its experts and the tokens of all ranks (parallel/expert/)."""
     dims = [None if leaf.expert is None else leaf.expert - leaf.stage for leaf in loss.placements]
     fun, exchanges = exchange_tokens(loss.flat, dims, setting.layout.mesh.shape["expert"], EXPERT_RULES)
     loss = loss.of_rank(fun, [leaf.of_experts for leaf in loss.placements], setting.traced_axes)
@@ -207,7 +210,7 @@ def _exchange(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
 
 
 def _localise(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """Take the equations of one tensor rank, on its parts of the weights."""
+    """Take the equations of one tensor rank, on its parts of the weights (parallel/tensor/)."""
     dims = [None if leaf.tensor is None else leaf.tensor - leaf.stage for leaf in loss.placements]
     layout, ranks = setting.layout, setting.ranks
     fun, notes.gathered = localise(loss.flat, dims, layout.ruled, ranks, setting.strategy.sequence, RULES)
@@ -217,7 +220,7 @@ def _localise(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
 
 
 def _chunk(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """Compute large logits for a chunk of the tokens at a time."""
+    """Compute large logits for a chunk of the tokens at a time, in a loop (numerics/logits/)."""
     flat, notes.logits = chunked(loss.flat, len(loss.placements), setting.strategy.logits, setting.traced_axes)
     return replace(loss, flat=flat)
 
@@ -229,7 +232,7 @@ def _double(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
 
 
 def _quantise(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """Compute the products of layers' weights in float8."""
+    """Compute the products of layers' weights in float8 (numerics/fp8/)."""
     # A leaf belongs to layers if it stacks the layers of a Python loop, or lies in one of several alike blocks.
     layer_paths = of_blocks([(leaf.path, leaf.shape) for leaf in setting.layout.storage.models])
     leaves = [(leaf.path, leaf.rolled or leaf.path in layer_paths) for leaf in setting.layout.storage.units]
@@ -259,21 +262,13 @@ def _always(setting: Setting) -> bool:
 
 
 PASSES = (
-    # Attention that the loss spells out becomes `jp.attention` (parallel/context/attention/).
     LossPass("take attention", _always, _take_attention),
-    # Blocks that a Python loop wrote out become a scan over layers (slicing/rolling/).
     LossPass("roll", _always, _roll),
-    # The equations of one context rank, on its positions of the sequence (parallel/context/).
     LossPass("split", lambda setting: setting.layout.mesh.shape["context"] > 1, _split),
-    # The equations of one expert rank, on its experts and the tokens of all ranks (parallel/expert/).
     LossPass("exchange", lambda setting: setting.layout.mesh.shape["expert"] > 1, _exchange),
-    # The equations of one tensor rank, on its parts of the weights (parallel/tensor/).
     LossPass("localise", lambda setting: setting.ranks > 1, _localise),
-    # Large logits are made a chunk of the tokens at a time, in a loop (numerics/logits/).
     LossPass("chunk", _always, _chunk),
-    # The equations of each concurrent microbatch stand beside those of the others (slicing/side_by_side.py).
     LossPass("double", lambda setting: setting.strategy.concurrent > 1, _double),
-    # Products of layers' weights in float8 (numerics/fp8/).
     LossPass("quantise", lambda setting: setting.strategy.precision == "fp8", _quantise),
 )
 

@@ -48,7 +48,6 @@ class Carrier(Protocol):
         Args:
           kind: "scatter", "broadcast" or "gather".
           what: the content, in words, for reports.
-          tree: the arrays.
           to: one sharding, or a tree of them.
         """
         ...

@@ -105,8 +105,7 @@ class Traced:
         leaves, first_microbatch = jax.tree_util.tree_leaves_with_path(self.inputs), "/0" * (self.concurrent > 1)
         inputs = zip(leaves, self.program.inputs[len(self.program.consts) :], strict=True)
         variables = [v for (path, _), v in inputs if name_of(path) == f"1/{name}{first_microbatch}"]
-        total: Any = self.outputs[0]["loss"].total  # the position of the output, where a step has its value
-        return bool(variables) and self.program.depends(variables, total)
+        return bool(variables) and self.program.depends(variables, self.total)
 
     @property
     def draws(self) -> bool:
@@ -281,7 +280,6 @@ class Tracing(Setting):
         """Divide equations into the stages of a pipeline.
 
         Args:
-          eqns: the equations of the loss.
           reads: for each of them, the positions of the parameters that it reads.
         """
         assert self.schedule is not None

@@ -66,9 +66,8 @@ def backward_notes(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], ou
         return [Note.of_eqn(eqn, message, is_certain=False)]
     # Without a twin the powers stay unknown, which is only a warning.
     twin_program = None if isinstance(twin_program, str) else twin_program
-    consts = reader.values_of_constants(program.consts, twin_program.consts if twin_program is not None else ())
     inputs = [*(x.derive(number=x.number) for x in ins), *map(_cotangent, active_outs)]
-    cotangents = replace(reader, in_backward=True).read_program(program, twin_program, consts, inputs)
+    cotangents = replace(reader, in_backward=True).read_program(program, twin_program, inputs)
     # 2. Compare each inexact operand with its cotangent: integers have none.
     notes = [note for x, ct in zip(active_ins, cotangents, strict=True) for note in _cotangent_notes(eqn, x, ct)]
     # Notes of the forward are reported already.

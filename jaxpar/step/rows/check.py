@@ -19,7 +19,8 @@ from typing import Any
 
 import jax
 
-from ...model.model import MAKERS, Mean, Replicated
+from ...model.batches import rows_of
+from ...model.model import MAKERS, Mean, is_replicated
 from ...program import jaxpr as jx
 from ...strategy import Strategy
 from .arithmetic import power_name
@@ -50,7 +51,7 @@ def check_coupling(
     Raises:
       ValueError: if the loss couples rows for certain, or is not a mean over rows.
     """
-    num_rows = next(x.shape[0] for x in jax.tree.leaves(rest[1], is_leaf=_is_replicated) if not _is_replicated(x))
+    num_rows = rows_of(rest[1])
     try:
         pair, pair_axes, rows_per_block = _trace_pair(flat, rest, num_rows, trace, axes)
     except Exception as error:  # this runs the user's code, with a number of rows that it may not accept
@@ -140,13 +141,9 @@ def _with_rows(rest: Any, factor: int) -> Any:
     variables, batch, key = rest
 
     def scale_rows(x: Any) -> Any:
-        return x if _is_replicated(x) else jax.ShapeDtypeStruct((x.shape[0] * factor, *x.shape[1:]), x.dtype)
+        return x if is_replicated(x) else jax.ShapeDtypeStruct((x.shape[0] * factor, *x.shape[1:]), x.dtype)
 
-    return variables, jax.tree.map(scale_rows, batch, is_leaf=_is_replicated), key
-
-
-def _is_replicated(x: Any) -> bool:
-    return isinstance(x, Replicated)
+    return variables, jax.tree.map(scale_rows, batch, is_leaf=is_replicated), key
 
 
 def _read(
@@ -163,13 +160,12 @@ def _read(
 
     rows_value = lambda x: Value("rows", Labels(number_elements((num_rows, *x.shape[1:]), {0})))
     batch_values: list[Value] = []
-    for x in jax.tree.leaves(batch, is_leaf=_is_replicated):
-        batch_values += whole_values(x) if _is_replicated(x) else [rows_value(x)]
+    for x in jax.tree.leaves(batch, is_leaf=is_replicated):
+        batch_values += whole_values(x) if is_replicated(x) else [rows_value(x)]
     inputs = [*whole_values(variables), *batch_values, *whole_values(key, is_keyed=True)]
     # The parameters are the inputs before the leaves of `rest`.
     params = whole_values([v.aval for v in flat.invars[: len(flat.invars) - len(inputs)]])
-    consts = reader.values_of_constants(flat.consts, twin.consts if twin is not None else ())
-    values = reader.read_program(flat, twin, consts, [*params, *inputs])
+    values = reader.read_program(flat, twin, [*params, *inputs])
     # {name: Mean}, with the index of the output as `total` and `count`
     means = jax.tree.unflatten(jax.tree.structure(out), list(range(len(values))))[0]
     return {name: _result_notes(name, flat, values, mean, twin is not None) for name, mean in means.items()}
@@ -180,7 +176,6 @@ def _result_notes(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean,
 
     Args:
       name: the result's name.
-      flat: the program.
       values: the values of all outputs.
       mean: the indices of the result's total and count among them.
       powers_known: whether the program was read with a twin.

@@ -71,12 +71,13 @@ class FactorSpace:
 
     def __init__(self, eqn: Any) -> None:
         self.eqn, self.factors, self.has_factors = eqn, factors.of(eqn), bool(primitives.of(eqn).factors)
+        in_shapes, out_shapes = factors.shapes(eqn)
         factor_of_dim = lambda k, d: next((i for i, f in enumerate(self.factors) if f.ins[k] == d), None)
-        self.ins = [[factor_of_dim(k, d) for d in range(len(s))] for k, s in enumerate(input_shapes(eqn))]
+        self.ins = [[factor_of_dim(k, d) for d in range(len(s))] for k, s in enumerate(in_shapes)]
         self.outs = [[f.outs[j] for f in self.factors] for j in range(len(eqn.outvars))]
-        shapes = [*input_shapes(eqn), *(output_shape(eqn, j) for j in range(len(eqn.outvars)))]
         # An operand may have size 1 along a factor, to be broadcast.
-        size = lambda f: max(s[d] for s, d in zip(shapes, (*f.ins, *f.outs), strict=True) if d is not None)
+        dims = lambda f: zip((*in_shapes, *out_shapes), (*f.ins, *f.outs), strict=True)
+        size = lambda f: max(shape[d] for shape, d in dims(f) if d is not None)
         self.sizes = [eqn.params[f.grouped] if f.grouped else size(f) for f in self.factors]
 
     def to_factors(self, k: int, labels: np.ndarray) -> np.ndarray | None:
@@ -149,7 +150,7 @@ def generic(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
     arrays = {k: space.to_factors(k, x.labels.array) for k, x in rows.items()}
     labels = {k: Labels(array) for k, array in arrays.items() if array is not None}
     if len(labels) < len(rows):
-        return for_all_results(coupled_along_dim(eqn, ins, space.has_factors))
+        return for_all_results(coupled_along_dim(eqn, ins))
     if len({*labels.values()}) > 1:
         # An outer product keeps the dims of both rows, so that a diagonal may be taken later.
         is_pairwise = all(space.outs[0][i] is not None for operand in labels.values() for i in operand.dims)
@@ -268,20 +269,13 @@ def result_with_power(
         is_certain = not primitives.of(eqn).compares or any(map(is_inexact, eqn.invars))
         message = f"{name} of {FUNCTION_OF_BLOCK_SIZE}"
         return replace(x, power=UNKNOWN_POWER).with_notes(Note.of_eqn(eqn, message, is_certain))
-    # Values compare as tuples, hence by identity first: of all NaN, only the object `UNKNOWN_POWER` equals itself.
-    return replace(x, power=power if power == power else UNKNOWN_POWER)
+    return replace(x, power=power)
 
 
-def coupled_along_dim(eqn: Any, ins: Sequence[Value], has_factors: bool = True) -> Value:
-    """Return the coupled result of an equation that mixes rows along a dim, as a sort does.
-
-    Args:
-      eqn: the equation.
-      ins: its operands.
-      has_factors: whether the table of factors knows the primitive.
-    """
+def coupled_along_dim(eqn: Any, ins: Sequence[Value]) -> Value:
+    """Return the coupled result of an equation that mixes rows along a dim, as a sort does."""
     name = eqn.primitive.name
-    if not has_factors:
+    if not primitives.of(eqn).factors:
         return coupled(ins, Note.of_eqn(eqn, f"{name} may mix rows: jaxpar has no rule for it", is_certain=False))
     message = f"{_PLAIN_NAMES.get(name, name)} over rows; {ADVISE_ALL_ROWS}"
     is_certain = name not in ("reduce", "pad")
