@@ -149,8 +149,8 @@ class TrainStep(Step):
             self.settle = self._settle
 
     def __repr__(self) -> str:
-        kinds = next(iter({device.device_kind for device in self.mesh.devices.flat}))
-        return f"{type(self).__name__}({str(self.strategy)!r} on {self.mesh.size} x {kinds})"
+        kind = self.mesh.devices.flat[0].device_kind
+        return f"{type(self).__name__}({str(self.strategy)!r} on {self.mesh.size} x {kind})"
 
     def __dir__(self) -> list[str]:
         """Return the public names."""

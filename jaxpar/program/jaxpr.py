@@ -1,11 +1,5 @@
 """Work on jaxprs: trace, flatten calls, cut, run, and follow dependencies.
 
-    trace, flatten      a function as `Flat`: equations over unique variables, without nested `jit`
-    needed, live, free  the equations that some results need, and the variables that these read from outside
-    build, run          a new program of some equations, as a jaxpr or as a function
-    depends, active     the variables that depend on some others, or have a derivative by them
-    where, user_line    the user's line of an equation
-
 Everything here reads programs that JAX has traced; nothing knows of devices or strategies. The two ends of the
 supported range of jax spell some parameters differently. Only this file and `walk.py` know.
 """

@@ -159,16 +159,8 @@ def scan_parts(eqn: Any) -> Scan:
         # Newer jax stores the three groups of operands instead of their numbers.
         n, k, _ = map(len, params["ft_in"].unpack())
     atoms, outs = tuple(eqn.invars), tuple(eqn.outvars)
-    return Scan(
-        params["jaxpr"],
-        params["length"],
-        params["reverse"],
-        atoms[:n],
-        atoms[n : n + k],
-        atoms[n + k :],
-        outs[:k],
-        outs[k:],
-    )
+    operands = atoms[:n], atoms[n : n + k], atoms[n + k :]
+    return Scan(params["jaxpr"], params["length"], params["reverse"], *operands, outs[:k], outs[k:])
 
 
 def settled(carry: Sequence[V], step: Callable[[list[V]], Sequence[V]], join: Callable[[V, V], V]) -> list[V]:

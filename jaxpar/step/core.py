@@ -3,10 +3,7 @@
     (state, batch)
        |  __call__, _run_program   check the state, place the batch, look up the compiled program
        |  _function                jit, with the shardings of the layout
-       |  _train                   the whole step in four lines, traced once per shape of batch:
-       |    _placed, mapped          `shard_map` of what one device computes
-       |    Local.gradients          forwards and backwards of its rows (`gradients.py`)
-       |    update                   the optimizer, on global arrays (`update.py`)
+       |  _train                   the whole step in three lines, traced once per shape of batch
        v
     (state, metrics)
 
@@ -64,10 +61,7 @@ _REPLICATED = PartitionSpec()
 class Step(FirstState, Intake):
     """A compiled training step; see `make_train_step`.
 
-    Attributes:
-      layout, mesh, strategy: where the state lives, the devices, and the strategy.
-      replicas: the number of devices, or groups of devices, among which rows are divided.
-      rows: whose rows a batch holds, "global" or "host".
+    Attributes (`FirstState` and `Intake` list the others):
       schedule: the schedule of the pipeline, or None.
     """
 
@@ -222,13 +216,9 @@ class Step(FirstState, Intake):
         return self.model_def.bind(self._params(state), jax.tree.map(jnp.copy, state.variables))
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
-        """Compile the training step for batches of one shape; nothing runs.
+        """Compile the training step for batches of one shape, arrays or `jax.ShapeDtypeStruct`; nothing runs.
 
-        Args:
-          batch: arrays, or `jax.ShapeDtypeStruct` of a global batch.
-
-        Returns:
-          The program. With compile-only devices in the mesh, it is compiled for them.
+        With compile-only devices in the mesh, the program is compiled for them.
         """
         state, batch = self._typed_state, self._typed_batch(batch)
         traced = self._function("train", batch).trace(state, batch)
@@ -484,11 +474,10 @@ class Step(FirstState, Intake):
         Returns: unpadded gradients in the dtype of the masters, in the tree of the leaves, None if frozen.
         """
         trainable = [leaf for leaf in self.layout.leaves if leaf.trainable]
-        unpadded, tree = jax.tree.flatten(
-            self.layout.to_logical(self.layout.unflatten(grads), "grads", as_stacked=True)
-        )
+        logical = self.layout.to_logical(self.layout.unflatten(grads), "grads", as_stacked=True)
+        unpadded, tree = jax.tree.flatten(logical)
         # Cast before the division: gradients that were reduced in float16 would underflow without their scale.
         unpadded = [grad.astype(Policy.master(leaf.dtype)) for leaf, grad in zip(trainable, unpadded, strict=True)]
-        return jax.tree.unflatten(
-            tree, unpadded if state.scale is None else [grad / state.scale.scale for grad in unpadded]
-        )
+        if state.scale is not None:
+            unpadded = [grad / state.scale.scale for grad in unpadded]
+        return jax.tree.unflatten(tree, unpadded)

@@ -110,16 +110,13 @@ class ServerStep(Step):
         return self.carry(Live(), name, state, self._take_in(batch))
 
     def carry(self, carrier: Carrier, name: str, state: State, batch: Any) -> Any:
-        """Carry out one step; all arrays that move between devices move here.
+        """Carry out one step, and return its results; all arrays that move between devices move here.
 
         Args:
           carrier: moves arrays and runs programs, or records them.
           name: "train", "evaluate", "gradients" or "measured".
           state: the state, on the server.
           batch: the global batch.
-
-        Returns:
-          The results of the program of this name.
         """
         # `home` is the server, the only device of the layout's mesh; the other two span all devices.
         programs, home = self._programs(batch), self.layout.sharding(_REPLICATED)

@@ -215,24 +215,18 @@ class Tracing(Setting):
         return bool(noted) or jx.communicates(flat.eqns)
 
     def _make(self, variables: Any, rows: Any, key: Any) -> Traced:
-        """Make the program of a loss of these abstract values; `Step._train` continues from here.
-
-        trace       program/    the model's code runs once and leaves its equations
-        rewrite     passes.py   `PASSES`, in order: the equations of one device
-        slice       slicing/    segments and layer stacks: each fetches its parameters where it runs
-        check       refusals.py, loss_warnings.py, rows/    raise an error, or warn, if a step would differ
-        """
-        # 1. Trace the model, on the parameters of all ranks.
+        """Make the program of a loss of these abstract values; `Step._train` continues from here."""
+        # 1. Trace: the model's code runs once, on the parameters of all ranks, and leaves its equations.
         inputs, notes = (variables, rows, key), Notes()
         with couplings() as noted:
             unsplit, out = self._trace_block(inputs, notes)
-        # 2. Rewrite it for one device, and slice it.
+        # 2. Rewrite them for one device (`PASSES`), and slice them.
         num_sums = len(jax.tree.leaves(out[0]))
         loss = rewrite(self, PlacedLoss(unsplit, self.layout.storage.units, inputs, num_sums, unsplit), notes)
         program = replace(
             self._sliced(loss), loops=tuple(notes.loops), coupled=bool(noted) or jx.communicates(unsplit.eqns)
         )
-        # 3. Check it. Outputs are known by position from here on.
+        # 3. Check the program (refusals.py, loss_warnings.py, rows/). Outputs are known by position from here on.
         tree = jax.tree.structure(out)
         outputs = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
         self._check(unsplit, program, outputs, inputs, noted, notes)
@@ -305,13 +299,12 @@ class Tracing(Setting):
 
     def _leaves(self, placements: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
         """Return the parameters as the program of one device reads them: one rank's part, one stage's layers."""
-        stages = self.layout.mesh.shape["pipe"]
 
         def shape(leaf: Leaf) -> tuple[int, ...]:
             if leaf.layers is None:
                 return leaf.logical
             # All chunks of a rank, padding included, lie on dim 0.
-            return (math.prod(leaf.shape[: leaf.stage + 1]) // stages, *leaf.logical[1:])
+            return (math.prod(leaf.shape[: leaf.stage + 1]) // self.sizes["pipe"], *leaf.logical[1:])
 
         params = zip(placements, self._params, strict=True)
         return [jax.ShapeDtypeStruct(shape(leaf), param.dtype) for leaf, param in params]

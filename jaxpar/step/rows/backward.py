@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from ...program import jaxpr as jx
 from .reader import Reader
-from .values import FUNCTION_OF_BLOCK_SIZE, Note, Value, notes_of
+from .values import FUNCTION_OF_BLOCK_SIZE, Note, Value, notes_of, reason_of
 
 # Functions in these folders have derivatives that agree with their forward: JAX's, and ours, by our tests.
 _PACKAGE = Path(__file__).absolute().parents[2]
@@ -102,7 +102,7 @@ def _pullback(eqn: Any, axes: Mapping[str, int]) -> jx.Flat | str:
     try:
         return jx.trace(pullback, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals), axes=dict(axes))[0]
     except Exception as error:  # this runs the user's code: an Equinox custom_vjp may differentiate some operands only
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+        return reason_of(error)
 
 
 def _cotangent(x: Value) -> Value:

@@ -27,7 +27,7 @@ from .arithmetic import power_name
 from .labels import Labels, number_elements
 from .reader import Reader
 from .unrolled import loops_over_rows
-from .values import ADVISE_ALL_ROWS, FUNCTION_OF_BLOCK_SIZE, TAKES_SOME_ROWS, Note, Value
+from .values import ADVISE_ALL_ROWS, FUNCTION_OF_BLOCK_SIZE, TAKES_SOME_ROWS, Note, Value, reason_of
 
 Trace = Callable[[Any, Mapping[str, int]], jx.Flat]
 TracedPair = tuple[tuple[jx.Flat, jx.Flat], Mapping[str, int]]  # program and twin, and the mesh axes of the program
@@ -57,11 +57,11 @@ def check_coupling(
     except Exception as error:  # this runs the user's code, with a number of rows that it may not accept
         # Without the twin no power is known, so that no note is certain: at most a warning.
         notes_by_result = _read(flat, None, out, rest, num_rows, axes)
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
         message = (
-            f"what it makes of how many rows a block has is not known: it cannot be traced with twice {num_rows} rows"
+            f"what it makes of how many rows a block has is not known: it cannot be traced with twice {num_rows} rows "
+            f"({reason_of(error)})"
         )
-        last_note = Note("the loss", f"{message} ({reason})", False)
+        last_note = Note("the loss", message, False)
         notes_by_result = {
             name: [*(replace(n, is_certain=False) for n in notes), last_note] for name, notes in notes_by_result.items()
         }

@@ -207,6 +207,11 @@ class Value:
         return replace(self, **element_facts | changes)
 
 
+def reason_of(error: Exception) -> str:
+    """Return the type and the first line of an error of the user's code, for a note."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+
+
 def coupled(values: Iterable[Value], *notes: Note) -> Value:
     """Return a coupled value with the notes of the values that it is computed from, and further notes."""
     return Value("coupled", power=UNKNOWN_POWER, notes=notes_of(values).union(notes))
