@@ -254,12 +254,12 @@ def communicates(eqns: Iterable[Any], primitives: Collection[str] = REDUCTIONS) 
 _TRACE = os.path.abspath(__file__)
 
 
-def _user_line(source: Any) -> str:
-    """Return the innermost line that is not in a library; "" if there is none."""
+def user_line(eqn: Any) -> str:
+    """Return the line of the user's program from which an equation comes; "" if there is none."""
     # Most equations need one frame, and few need all: a summary of all frames takes longest.
     num_checked, num_frames = 0, 1
     while True:
-        frames = source_info_util.summarize(source, num_frames).split("\n")[::-1]
+        frames = source_info_util.summarize(eqn.source_info, num_frames).split("\n")[::-1]
         for frame in frames[num_checked:]:
             if frame.startswith(_TRACE):
                 return ""
@@ -269,11 +269,6 @@ def _user_line(source: Any) -> str:
         if len(frames) < num_frames:
             return ""
         num_checked, num_frames = num_frames, 8 * num_frames
-
-
-def user_line(eqn: Any) -> str:
-    """Return the line of the user's program from which an equation comes; "" if there is none."""
-    return _user_line(eqn.source_info)
 
 
 def where(eqn: Any) -> str:
@@ -293,7 +288,7 @@ def _source(eqn: Any, call: Any) -> Any:
     Args:
       call: the source info of the call that contains it; None if no call does.
     """
-    return call if call is not None and not _user_line(eqn.source_info) else eqn.source_info
+    return call if call is not None and not user_line(eqn) else eqn.source_info
 
 
 def depends(

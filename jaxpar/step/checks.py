@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from ..collectives.divergence import not_reached
@@ -70,6 +71,11 @@ def check_trainable(trainable: Any) -> None:
 def _type_name(x: Any) -> str:
     """Return the name of a value's type; `flax.nnx.State` in full, so that nobody takes it for jaxpar's `State`."""
     return "flax.nnx.State" if isinstance(x, nnx.State) else type(x).__name__
+
+
+def is_traced(*trees: Any) -> bool:
+    """Return whether a caller's program, such as a `jit` of the user's, traces any of these arrays."""
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(trees))
 
 
 def check_state(state: Any) -> None:

@@ -121,7 +121,6 @@ class Local:
     """The loss of one device's rows under one strategy, as a function of local values.
 
     Attributes:
-      tracing: traces the loss.
       ids: for leaves of the batch that hold ids, by path, the number of ids. The share of ids that are not below it
         joins the metrics.
     """

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from ..backend.cpu_compiler import cpu_options
@@ -27,21 +26,14 @@ from ..model.draws import draws_together
 from ..model.model import Model
 from ..model.paths import as_flax_saves, name_of
 from ..program.buffers import on_device
-from .checks import check_state
+from .checks import check_state, is_traced
 from .update import Update
 
 BEGIN_ANEW = "where some are to begin anew, say which: fresh=lambda path: 'lora' in path"
 
 
 class FirstState:
-    """The part of a step that makes its state.
-
-    Attributes:
-      model_def: the model.
-      layout: where every array lives.
-      policy: the dtypes of parameters.
-      update: it makes the optimizer's state.
-    """
+    """The part of a step that makes its state."""
 
     model_def: Model
     layout: Layout
@@ -51,7 +43,7 @@ class FirstState:
     def init(self, key: jax.Array, params: Any = None, fresh: Callable[[str], bool] | None = None) -> State:
         """Create a state, sharded from the start; see `TrainStep.init`."""
         _check_key(key)
-        inside = isinstance(key, Tracer)
+        inside = is_traced(key)
         # Within a caller's program nothing runs yet, so that compile-only devices are no error.
         if not inside:
             check_here(self.layout)
@@ -66,7 +58,7 @@ class FirstState:
         check_state(state)
         by_index = self._match_params(params, None)
         values = [by_index[i] for i in sorted(by_index)]
-        inside = any(isinstance(x, Tracer) for x in (state.step, *values))
+        inside = is_traced(state.step, values)
         pairs = zip(values, jax.tree.leaves(self.layout.handed_out), strict=True)
         run = self._placing_within if inside else self._placing
         masters, low_copy = run([jax.device_put(x, sharding) for x, sharding in pairs])

@@ -220,6 +220,8 @@ class Streams:
     ) -> list[Any]:
         """Apply a function to every block of some arrays, each device to its own shards. Nothing is communicated.
 
+        The new arrays are stored as `place` says.
+
         Args:
           fun: `fun(blocks, args, shape of a block)`, the blocks of `constant` and of `carried`; it returns the new
             blocks of `carried`, or of `dtypes`.
@@ -228,9 +230,6 @@ class Streams:
           carried: arrays that are updated in place.
           args: arrays that every block needs whole, such as scalars.
           dtypes: instead of `carried`, the dtypes of arrays that are made, on the host.
-
-        Returns:
-          The new arrays, as `place` stores them.
         """
 
         def local(constant: Any, carried: Sequence[Any], args: Any) -> list[Any]:
@@ -342,7 +341,6 @@ def streams(
 
     Args:
       optimizer: an optax transformation with extra arguments.
-      layout: the layout of the state.
       offloads: the parts of `Strategy.offload`.
       as_stacked: whether the optimizer sees leaves as a step stores them.
       multiplies: whether it multiplies matrices.

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..backend.cpu_compiler import cpu_options
@@ -30,7 +29,7 @@ from ..layout.state import State
 from ..model.batches import as_array, batch_shardings, batch_specs, dealt
 from ..program.filter_primitives import without_filter_primitives
 from ..strategy.axes import AXES, ROWS
-from .checks import check_state
+from .checks import check_state, is_traced
 from .core import Step
 from .gradients import gradient_figures, metrics_of, sum_leading_dim, take_first
 from .tracing import Sums
@@ -102,7 +101,7 @@ class ServerStep(Step):
         """Run a step; raises ValueError within a caller's program, since arrays move between the programs."""
         check_state(state)
         # `device_put` between the programs moves real arrays, which a trace does not have.
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves((state, batch))):
+        if is_traced(state, batch):
             raise ValueError(
                 "server=True is four programs, with arrays moved between them, and cannot be traced by jit, grad, "
                 "vmap, scan or eval_shape; call the step outside of them, or use ddp"

@@ -133,7 +133,6 @@ class Loss:
     """A traced loss on the parameters of one device: the forward and the backward of one microbatch.
 
     Attributes:
-      traced: the loss.
       access: how parameters are fetched and gradients returned (`fetch` and `give`): a rule on the leaves
         (`parallel/data/access.py`), or a substitute for it.
       stored: what this device stores of each parameter.
@@ -180,7 +179,6 @@ class Tracing(Setting):
     """Traces the loss of one model under one strategy; the attributes of `Setting` come first.
 
     Attributes:
-      model: the model.
       astray: a function of a loss and its leaves that returns a warning about an optimizer of matrices, or None.
       choices: for each stack, what happens to the values that its layers save (`Residuals.kept`); empty until
         remat="auto" has chosen.
@@ -404,7 +402,5 @@ class Tracing(Setting):
             notes.doubts = earlier.notes.doubts
         elif self.model.rows is None and replicas * m > 1:
             warn_rows_of_a_microbatch(noted, rows_of(inputs[1]) * replicas, m)
-            caught = recorded_warnings(
-                lambda: check_coupling(unsplit, outputs, inputs, trace, self.axes, self.strategy)
-            )
+            caught = recorded_warnings(lambda: check_coupling(unsplit, outputs, inputs, trace, self.axes, m))
             notes.doubts = [text for text in (str(w.message) for w in caught) if text.startswith("the loss ")]

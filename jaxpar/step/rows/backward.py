@@ -37,15 +37,7 @@ _TRUSTED_FOLDERS = (
 
 
 def backward_notes(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: Sequence[Value]) -> list[Note]:
-    """Return notes on the derivative of an equation's function.
-
-    Args:
-      reader: the reader of the forward program.
-      eqn: a `custom_vjp` or `custom_jvp`.
-      twin: the same equation for twice the rows, or None.
-      ins: the values of its operands.
-      outs: the values of its results.
-    """
+    """Return notes on the derivative of the function of a `custom_vjp` or `custom_jvp`."""
     function_jaxpr, _ = jx.opened(eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr")))
     source = function_jaxpr.debug_info.func_src_info or ""
     is_inexact = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (*eqn.invars, *eqn.outvars)]

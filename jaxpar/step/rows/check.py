@@ -22,7 +22,6 @@ import jax
 from ...model.batches import rows_of
 from ...model.model import MAKERS, Mean, is_replicated
 from ...program import jaxpr as jx
-from ...strategy import Strategy
 from .arithmetic import power_name
 from .labels import Labels, number_elements
 from .reader import Reader
@@ -36,7 +35,7 @@ _HOW_TO_SILENCE = f"If this is what you mean, give rows='independent' to {MAKERS
 
 
 def check_coupling(
-    flat: jx.Flat, out: Any, rest: Any, trace: Trace, axes: Mapping[str, int], strategy: Strategy
+    flat: jx.Flat, out: Any, rest: Any, trace: Trace, axes: Mapping[str, int], num_microbatches: int
 ) -> None:
     """Raise ValueError if the loss is not a mean over independent rows; warn if it may not be, or a metric is not.
 
@@ -46,10 +45,7 @@ def check_coupling(
       rest: abstract; batch leaves are [rows, ...] unless marked as `Replicated`.
       trace: traces the loss on another such `rest`, with given mesh axes.
       axes: the mesh axes over which blocks are spread, name -> size.
-      strategy: the strategy, which tells the number of microbatches.
-
-    Raises:
-      ValueError: if the loss couples rows for certain, or is not a mean over rows.
+      num_microbatches: the number of blocks of each replica.
     """
     num_rows = rows_of(rest[1])
     try:
@@ -70,7 +66,7 @@ def check_coupling(
         certain = [note for note in notes_by_result.get("loss", ()) if note.is_certain]
         if certain and all(note.only_scale for note in certain):
             notes_by_result = _read_larger(out, rest, num_rows, 2 * rows_per_block, trace, axes) or notes_by_result
-    _report(notes_by_result, axes, strategy, num_rows * math.prod(axes.values()))
+    _report(notes_by_result, math.prod(axes.values()), num_microbatches, num_rows)
 
 
 def _trace_pair(
@@ -175,7 +171,6 @@ def _result_notes(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean,
     """Return the notes on one result: those on the way to it, or one on powers of n that do not fit.
 
     Args:
-      name: the result's name.
       values: the values of all outputs.
       mean: the indices of the result's total and count among them.
       powers_known: whether the program was read with a twin.
@@ -226,10 +221,10 @@ def _output_line(flat: jx.Flat, atom: Any) -> str:
 
 
 def _report(
-    notes_by_result: Mapping[str, Sequence[Note]], axes: Mapping[str, int], strategy: Strategy, num_rows: int
+    notes_by_result: Mapping[str, Sequence[Note]], num_replicas: int, num_microbatches: int, rows_per_block: int
 ) -> None:
-    """Raise or warn of the notes on each result; a microbatch has `num_rows` rows on all replicas together."""
-    num_replicas, num_microbatches = math.prod(axes.values()), strategy.microbatches
+    """Raise or warn of the notes on each result."""
+    num_rows = rows_per_block * num_replicas  # of a microbatch
     counts = ((num_replicas, "replicas"), (num_microbatches, "microbatches"))
     blocks = " x ".join(f"{n} {noun}" for n, noun in counts if n > 1)
     loss_notes = list(notes_by_result.get("loss", ()))

@@ -226,11 +226,7 @@ def result_with_power(
 ) -> Value:
     """Return a value with the power of n that result `j` has; note an equation that makes the power unknown.
 
-    Args:
-      reader, twin, ins: as for every rule.
-      space: the equation's factors.
-      x: the value of the result with the dims of the factors, its power aside.
-      j: which result.
+    `x` is the value of the result with the dims of the factors, its power aside.
     """
     eqn, is_inexact = space.eqn, lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
     name = eqn.primitive.name

@@ -158,13 +158,7 @@ def _stack_steps(x: Value, differs: bool = True) -> Value:
 def _scan_over_rows(
     reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], passes_through: Sequence[bool]
 ) -> list[Value]:
-    """Return the results of a scan over rows, or of as many steps; the module describes the carries.
-
-    Args:
-      reader: reads the body.
-      eqn, twin, ins: as for every rule.
-      passes_through: for each carry, whether each step passes it on unchanged.
-    """
+    """Return the results of a scan over rows, or of as many steps; the module describes the carries."""
     parts = jx.scan_parts(eqn)
     num_consts, num_carries, (body, _) = len(parts.consts), len(parts.carry), jx.opened(parts.body)
     start, scanned = ins[num_consts : num_consts + num_carries], ins[num_consts + num_carries :]

@@ -81,7 +81,6 @@ class Reader:
         Args:
           key: a key, which may contain ids of objects.
           referents: these objects. The memo keeps them alive, so that no other object gets the same id.
-          make: makes the result.
         """
         if key not in self.memo:
             self.memo[key] = (referents, make())
