@@ -1,7 +1,6 @@
 """Work on jaxprs: trace, flatten calls, cut, run, and follow dependencies.
 
-Everything here reads programs that JAX has traced; nothing knows of devices or strategies. The two ends of the
-supported range of jax spell some parameters differently. Only this file and `walk.py` know.
+Everything here reads programs that JAX has traced; nothing knows of devices or strategies.
 """
 
 import math

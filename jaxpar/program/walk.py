@@ -7,7 +7,7 @@ three ways:
     fold        combines the costs of programs; the reader decides how a branch or an iteration counts
     propagate   follows a property of values, such as "depends on parameters"; loops run to a fixpoint
 
-The two ends of the supported range of jax spell some parameters differently. Only this file and `jaxpr.py` know.
+The two ends of the supported range of jax spell some parameters differently. Only this file knows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

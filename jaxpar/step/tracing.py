@@ -71,10 +71,7 @@ class Traced:
       rows: the rows of one microbatch of one replica, [rows, ...].
       key: the key of dropout.
       concurrent: how many microbatches the program runs side by side.
-      axes: the mesh axes over which rows are spread and that have several devices, name -> size.
-      summed: the axes over which totals and counts are summed: `axes`, and `context` if it has several devices.
-      traced_axes: the axes that the program may name: `summed`, and `tensor` if it has several devices.
-      schedule: the schedule of the pipeline; None without one.
+      axes, summed, traced_axes, schedule: as in `Setting` (`passes.py`).
       lookups: by path, integer leaves of the batch that the loss uses unchanged as indices into another array.
       notes: what its passes and checks found (`passes.py`).
     """

@@ -15,6 +15,7 @@ from typing import Any
 from ...model import permutations
 from ...program import jaxpr as jx
 from ...program import primitives
+from ...program.collectives import axes_of
 from ...program.filter_primitives import is_error
 from .arithmetic import join_values
 from .backward import backward_notes
@@ -145,8 +146,7 @@ def choose_by(eqn: Any, selector: Value, x: Value) -> Value:
 
 @rule(*jx.REDUCTIONS, "reduce_scatter", "all_to_all", "ppermute", "pbroadcast", table=ALWAYS)
 def _collective(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    eqn_axes = {axes} if isinstance(axes, str) else set(axes)
+    eqn_axes = {*axes_of(eqn)}
     if not eqn_axes & {*reader.axes}:
         return list(ins)
     if eqn.primitive.name not in jx.REDUCTIONS or not {*reader.axes} <= eqn_axes:
