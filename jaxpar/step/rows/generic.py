@@ -64,13 +64,12 @@ class FactorSpace:
     Attributes:
       factors: the factors, in order.
       sizes: the size of each factor.
-      has_factors: whether the table of factors has an entry for the primitive.
       ins: for each dim of each operand, the index of its factor; None if the dim is no factor.
       outs: for each result and factor, the dim of that factor in the result; None if it has none.
     """
 
     def __init__(self, eqn: Any) -> None:
-        self.eqn, self.factors, self.has_factors = eqn, factors.of(eqn), bool(primitives.of(eqn).factors)
+        self.eqn, self.factors = eqn, factors.of(eqn)
         in_shapes, out_shapes = factors.shapes(eqn)
         factor_of_dim = lambda k, d: next((i for i, f in enumerate(self.factors) if f.ins[k] == d), None)
         self.ins = [[factor_of_dim(k, d) for d in range(len(s))] for k, s in enumerate(in_shapes)]
@@ -173,7 +172,7 @@ def generic(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
 def _of_whole(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], space: FactorSpace, j: int) -> Value:
     """Return result `j` of whole operands. Along a dim that is no factor, its elements may always differ."""
     dim_of_factor, result = space.outs[j], Value()
-    varying_dims = {d for d in range(len(output_shape(eqn, j))) if not space.has_factors or d not in dim_of_factor}
+    varying_dims = {d for d in range(len(output_shape(eqn, j))) if d not in dim_of_factor}
     reduced_growth = 0.0
     for k, x in enumerate(ins):
         operand = space.whole_operand(k, x)
