@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.core import Tracer
 from jax.sharding import Mesh
 
 from .backend.buckets import Place
@@ -29,7 +28,7 @@ from .model.model import Model
 from .parallel.tensor.dims import Rules
 from .step import unseen
 from .step.agreement import Agreement, kind_of
-from .step.checks import check_made_of, check_state
+from .step.checks import check_made_of, check_state, is_traced
 from .step.core import Step
 from .step.gradients import Metrics
 from .step.loss_warnings import warn_idle
@@ -149,8 +148,8 @@ class TrainStep(Step):
             self.settle = self._settle
 
     def __repr__(self) -> str:
-        kinds = next(iter({device.device_kind for device in self.mesh.devices.flat}))
-        return f"{type(self).__name__}({str(self.strategy)!r} on {self.mesh.size} x {kinds})"
+        kind = self.mesh.devices.flat[0].device_kind
+        return f"{type(self).__name__}({str(self.strategy)!r} on {self.mesh.size} x {kind})"
 
     def __dir__(self) -> list[str]:
         """Return the public names."""
@@ -207,7 +206,7 @@ class TrainStep(Step):
             )
         if self.proves:
             self._prove(batch)
-        if self.traces and _is_traced(state, batch):
+        if self.traces and is_traced(state, batch):
             raise ValueError(
                 "trace_nonfinite=True looks at what a step has given, and within a jit of your own there is nothing to "
                 "see yet; use skip_nonfinite=True, and step.trace_nonfinite(state, batch) where metrics['finite'] is "
@@ -218,7 +217,7 @@ class TrainStep(Step):
             self._look()
 
         # 2. The step. In a run of several processes, each first compares its batch and program with the others'.
-        if not self._agreement.needed or _is_traced(state, batch):
+        if not self._agreement.needed or is_traced(state, batch):
             next_state, metrics = super().__call__(state, batch)
         else:
             batch = self.place(batch)
@@ -297,7 +296,7 @@ class TrainStep(Step):
     def _agreed(self, name: str, state: State, batch: Any) -> Any:
         """Place a batch once several processes have compared it; first check that earlier steps were finite."""
         self._look()
-        if self._agreement.needed and not _is_traced(state, batch):
+        if self._agreement.needed and not is_traced(state, batch):
             batch = self.place(batch)
             self._agreement.on_batch(name, batch)
             ending.alive()
@@ -481,11 +480,6 @@ class TrainStep(Step):
             compiled = super().compile(batch)
         check(self, self.shapes(batch), compiled, self.proves == "overlap").require()
         self._proven.add(kind)
-
-
-def _is_traced(state: Any, batch: Any) -> bool:
-    """Return whether a caller's program traces the step."""
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves((state, batch)))
 
 
 class _Call(NamedTuple):

@@ -56,7 +56,6 @@ def anchor(eqns: Sequence[Any], earlier: jax.Array) -> tuple[list[Any], dict[Any
     """Make the large constant buffers of some equations wait for an array.
 
     Args:
-      eqns: the equations.
       earlier: the array (floating-point), before which no large constant may exist.
 
     Returns:

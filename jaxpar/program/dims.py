@@ -172,7 +172,6 @@ class Follower:
         """Return the dims of each result that come from one operand; its other dims are of no source.
 
         Args:
-          eqn: the equation.
           position: which operand.
           dims: the operand's dims.
           shapes: the shapes of all operands.

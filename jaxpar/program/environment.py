@@ -80,7 +80,6 @@ class Environment(dict[Any, V]):
 
         Args:
           program: the program: open, closed or `Flat`.
-          inputs: the values of its inputs.
           literal: returns the value of an atom that has none yet.
           constant: returns the value of an array that the program closes over.
         """
@@ -118,7 +117,6 @@ def through(program: Any, inputs: Iterable[V], results: Callable[[Any, list[V]],
     """Follow a property of values through a program.
 
     Args:
-      program: the program.
       inputs: the property of each input.
       results: `results(eqn, operands)` returns the property of each result of an equation.
       constant: the property of literals and of arrays that the program closes over.
@@ -137,7 +135,6 @@ def rerun(eqn: Any, values: Sequence[Any], run: Callable[..., tuple[Any, list[An
     """Run a scan, while, cond or call whose programs are run by another function.
 
     Args:
-      eqn: the equation.
       values: its operands.
       run: `run(program, values, state)` returns `(state, results)` of a program.
       state: a tree that goes through all programs, such as a token. The condition of a while does not change it.

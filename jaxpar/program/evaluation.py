@@ -56,7 +56,6 @@ class Evaluation(ABC):
         """Return the value of a result of the current equation, `sites[-1]`.
 
         Args:
-          x: the array.
           at: the number of the result; None for a slice of an operand that an iteration of a scan reads.
           ins: the values of the operands.
           within: for a loop that was entered, the values in its iterations from which the result comes.
@@ -71,8 +70,8 @@ class Evaluation(ABC):
     def run(self, program: Any, ins: Sequence[Any]) -> list[Any]:
         """Return the results of a program: open, closed or `Flat`."""
         jaxpr, _ = opened(program)
-        literal_value = lambda atom: self.given(atom.val, WRITTEN)
-        env = Environment.of(program, ins, literal_value, self._closed_over)
+        literal, constant = lambda atom: self.given(atom.val, WRITTEN), lambda x: self.given(x, CLOSED_OVER)
+        env = Environment.of(program, ins, literal, constant)
         last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not is_literal(v)}
         last_use |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not is_literal(v)}
         outer_sites = self.sites
@@ -84,9 +83,6 @@ class Evaluation(ABC):
                 env.pop(v, None)
         self.sites = outer_sites
         return env.read(jaxpr.outvars)
-
-    def _closed_over(self, x: Any) -> Any:
-        return self.given(x, CLOSED_OVER)
 
     def _results(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
         """Return the results of one equation."""

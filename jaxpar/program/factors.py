@@ -72,7 +72,6 @@ def aligned(eqn: Any, mixed: Collection[int] = ()) -> Iterable[Factor]:
     """Yield a factor for each dim d that is dim d of all operands and results; operands may be scalars.
 
     Args:
-      eqn: the equation.
       mixed: dims without a factor.
     """
     ins, outs = shapes(eqn)

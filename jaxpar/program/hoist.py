@@ -29,7 +29,6 @@ def hoist(eqns: Sequence[Any], params: Collection[Any], fixed: Collection[Any]) 
     Equations that enlarge their operands (broadcasts) are not moved: they are cheap to repeat.
 
     Args:
-      eqns: the equations.
       params: the variables of the parameters.
       fixed: variables that both sides may read. Equations that read these alone, or nothing, are on both sides.
 
@@ -99,10 +98,8 @@ def split(
     """Split one program into two functions: one of the parameters, and the rest.
 
     Args:
-      eqns: the equations of the program.
       leaves: the variables of the parameters.
       inputs: the variables of all other inputs.
-      outputs: the variables of the results.
       fixed: the inputs that `pre` may read too.
 
     Returns:
@@ -131,7 +128,6 @@ def closure(variables: Sequence[Any], eqn_of: Mapping[Any, Any]) -> list[Any]:
     """Return the equations that some variables need, in program order.
 
     Args:
-      variables: the variables.
       eqn_of: the equation that computes each variable, in program order.
     """
     # An equation with several results occurs several times.

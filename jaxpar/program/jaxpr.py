@@ -1,13 +1,6 @@
 """Work on jaxprs: trace, flatten calls, cut, run, and follow dependencies.
 
-    trace, flatten      a function as `Flat`: equations over unique variables, without nested `jit`
-    needed, live, free  the equations that some results need, and the variables that these read from outside
-    build, run          a new program of some equations, as a jaxpr or as a function
-    depends, active     the variables that depend on some others, or have a derivative by them
-    where, user_line    the user's line of an equation
-
-Everything here reads programs that JAX has traced; nothing knows of devices or strategies. The two ends of the
-supported range of jax spell some parameters differently. Only this file and `walk.py` know.
+Everything here reads programs that JAX has traced; nothing knows of devices or strategies.
 """
 
 import math
@@ -76,7 +69,6 @@ def trace(fun: Callable, *args: Any, axes: dict[str, int] | None = None, remats:
     """Trace a function and flatten it.
 
     Args:
-      fun: the function.
       args: abstract arguments.
       axes: the mesh axes over which `fun` may reduce, name -> size.
       remats: whether rematerialised calls are inlined too, since the caller sets its own policy; or a function that
@@ -109,7 +101,6 @@ def flatten(closed: Any, remats: Any = False, calls: Callable[[Any], bool] = lam
         """Append the equations of a jaxpr, and return the variables of its results.
 
         Args:
-          jaxpr: the jaxpr.
           values: the arrays that it closes over.
           inputs: the variables of its inputs.
           site: where the call of it stands; None for the outermost jaxpr.
@@ -224,7 +215,6 @@ def needed(eqns: Sequence[Any], outvars: Iterable[Any], known_vars: Collection[A
     Unlike `live`, it keeps no equation for its effects (prints, callbacks).
 
     Args:
-      eqns: the equations.
       outvars: the variables to compute.
       known_vars: the variables that have values already.
     """
@@ -263,12 +253,12 @@ def communicates(eqns: Iterable[Any], primitives: Collection[str] = REDUCTIONS) 
 _TRACE = os.path.abspath(__file__)
 
 
-def _user_line(source: Any) -> str:
-    """Return the innermost line that is not in a library; "" if there is none."""
+def user_line(eqn: Any) -> str:
+    """Return the line of the user's program from which an equation comes; "" if there is none."""
     # Most equations need one frame, and few need all: a summary of all frames takes longest.
     num_checked, num_frames = 0, 1
     while True:
-        frames = source_info_util.summarize(source, num_frames).split("\n")[::-1]
+        frames = source_info_util.summarize(eqn.source_info, num_frames).split("\n")[::-1]
         for frame in frames[num_checked:]:
             if frame.startswith(_TRACE):
                 return ""
@@ -278,11 +268,6 @@ def _user_line(source: Any) -> str:
         if len(frames) < num_frames:
             return ""
         num_checked, num_frames = num_frames, 8 * num_frames
-
-
-def user_line(eqn: Any) -> str:
-    """Return the line of the user's program from which an equation comes; "" if there is none."""
-    return _user_line(eqn.source_info)
 
 
 def where(eqn: Any) -> str:
@@ -300,10 +285,9 @@ def _source(eqn: Any, call: Any) -> Any:
     The function that a library wraps in `jax.jit` is traced once for all callers, and knows no line of theirs.
 
     Args:
-      eqn: the equation.
       call: the source info of the call that contains it; None if no call does.
     """
-    return call if call is not None and not _user_line(eqn.source_info) else eqn.source_info
+    return call if call is not None and not user_line(eqn) else eqn.source_info
 
 
 def depends(
@@ -318,7 +302,6 @@ def depends(
     Calls, loops and branches are followed output by output, other equations that hold programs as a whole.
 
     Args:
-      eqns: the equations.
       sources: the variables on which others may depend.
       ends: returns whether an equation ends the dependence.
       followed: the names of custom derivatives that are followed output by output, too.

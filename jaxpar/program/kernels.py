@@ -20,6 +20,8 @@ from typing import Any
 
 import jax
 
+from .walk import opened
+
 Dims = tuple[int | None, ...]
 _kernels: "dict[str, LocalKernel]" = {}  # by the name of the `jit` equation
 _names: dict[Any, str] = {}  # (identity of the function, in_dims, out_dims, ranks) -> that name
@@ -154,8 +156,7 @@ def derived(eqn: Any) -> bool:
 
 def _of_some_results(kernel: LocalKernel, eqn: Any) -> LocalKernel | None:
     """Return the kernel of an equation from which JAX has dropped unused results; None if it is unknown which ones."""
-    jaxpr = eqn.params["jaxpr"]
-    paths = getattr(jaxpr, "jaxpr", jaxpr).debug_info.result_paths or ()
+    paths = opened(eqn.params["jaxpr"])[0].debug_info.result_paths or ()
     # The jaxpr's debug info names the results that are left: "result[0]", "result[2]".
     positions = [int(match[1]) for path in paths if (match := re.fullmatch(r"result\[(\d+)\]", path))]
     if len(positions) != len(eqn.outvars):

@@ -5,20 +5,7 @@ import os
 import sys
 
 # Libraries that call the user's functions, or are called by them.
-_NAMES = (
-    "jax",
-    "flax",
-    "optax",
-    "equinox",
-    "haiku",
-    "haliax",
-    "einops",
-    "chex",
-    "lineax",
-    "optimistix",
-    "diffrax",
-    "jaxpar",
-)
+_NAMES = "jax flax optax equinox haiku haliax einops chex lineax optimistix diffrax jaxpar".split()
 
 
 @functools.cache  # a library that is imported later cannot have called anything before

@@ -67,7 +67,6 @@ def lookups(flat: jx.Flat, inputs: Sequence[int]) -> dict[int, Lookup]:
     Inputs that the program compares with anything are left out, unless it compares to count from the end.
 
     Args:
-      flat: the program.
       inputs: the positions of the inputs to follow.
 
     Returns:

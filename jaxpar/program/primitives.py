@@ -89,7 +89,6 @@ def linear(eqn: Any, among: Sequence[bool], affine: bool = False) -> bool:
     """Return whether an equation is linear in some operands together.
 
     Args:
-      eqn: the equation.
       among: for each operand, whether it is one of them.
       affine: whether the result may also add something that does not depend on them.
     """

@@ -112,11 +112,6 @@ def claims_of(eqn: Any, operands: Sequence[np.ndarray], factors: Iterable[Factor
     """Return the claims about an equation that can be proved.
 
     A factor can be proved if its dims can be cut into 2 or 3 equal parts; there is a claim for each of these numbers.
-
-    Args:
-      eqn: the equation.
-      operands: example operands.
-      factors: factors of the equation.
     """
     ins, outs = shapes(eqn)
     claims = []

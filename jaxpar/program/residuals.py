@@ -116,7 +116,6 @@ def allowed(
       eqns: the forward's equations.
       residuals: the variables that the backward reads.
       known_vars: the variables that the backward has in any case.
-      policy: a policy of `jax.checkpoint`.
 
     Raises:
       ValueError: if the policy offloads a value; the strategy's `offload` does that.

@@ -7,7 +7,7 @@ three ways:
     fold        combines the costs of programs; the reader decides how a branch or an iteration counts
     propagate   follows a property of values, such as "depends on parameters"; loops run to a fixpoint
 
-The two ends of the supported range of jax spell some parameters differently. Only this file and `jaxpr.py` know.
+The two ends of the supported range of jax spell some parameters differently. Only this file knows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,7 +50,6 @@ def makers(eqn: Any, result_index: int) -> tuple[Any, ...]:
     """Return an equation, and those that compute its result in the programs that it calls, outermost first.
 
     Args:
-      eqn: the equation.
       result_index: the number of the result.
     """
     inner = called(eqn)
@@ -71,7 +70,6 @@ def visit(
     is unknown before it runs.
 
     Args:
-      eqns: the equations.
       into: returns whether the programs of an equation are visited.
       times: how often these equations run.
     """
@@ -87,7 +85,6 @@ def fold(eqns: Sequence[Any], combine: Callable[[Sequence[Any], list[list[V]]], 
     """Return what `combine` computes of a program, from its equations and the values of the programs inside them.
 
     Args:
-      eqns: the equations of the program.
       combine: `combine(eqns, values)` returns the value of a program; `values` has, for each equation, the values of
         the programs that it holds.
     """
@@ -98,7 +95,6 @@ def with_programs(eqn: Any, transform: Callable[[Any], Any], constant: Callable[
     """Return an equation with other programs inside: branches, bodies and calls.
 
     Args:
-      eqn: the equation.
       transform: returns the program that replaces an open jaxpr.
       constant: returns the value that replaces an array that a jaxpr closes over.
     """
@@ -122,7 +118,6 @@ def replaced(
     """Return other equations instead of some, and instead of those in the programs inside them.
 
     Args:
-      eqns: the equations.
       replacement: returns the equation that replaces an equation. The programs that it holds are replaced in turn.
       constant: returns the value that replaces an array that a jaxpr closes over.
     """
@@ -164,16 +159,8 @@ def scan_parts(eqn: Any) -> Scan:
         # Newer jax stores the three groups of operands instead of their numbers.
         n, k, _ = map(len, params["ft_in"].unpack())
     atoms, outs = tuple(eqn.invars), tuple(eqn.outvars)
-    return Scan(
-        params["jaxpr"],
-        params["length"],
-        params["reverse"],
-        atoms[:n],
-        atoms[n : n + k],
-        atoms[n + k :],
-        outs[:k],
-        outs[k:],
-    )
+    operands = atoms[:n], atoms[n : n + k], atoms[n + k :]
+    return Scan(params["jaxpr"], params["length"], params["reverse"], *operands, outs[:k], outs[k:])
 
 
 def settled(carry: Sequence[V], step: Callable[[list[V]], Sequence[V]], join: Callable[[V, V], V]) -> list[V]:
@@ -203,7 +190,6 @@ def propagate(
     A scanned array has the property of its slices.
 
     Args:
-      eqn: an equation.
       ins: the property of each operand.
       run: `run(program, ins, decides)` returns the property of each result of a program, open or closed. `decides` is
         the property of the value that decides whether the program runs (a branch's number, a loop's condition), or

@@ -3,10 +3,6 @@
 Processes with different programs wait for each other in a collective for ever, or train something else. So do processes
 with different batches where all should give the same one. All processes therefore compare strategy, shapes and programs
 first (`hosts/consistency.py`), and an error names what differs.
-
-    on_state      before the first state: strategy, mesh, versions, shapes of parameters, key
-    on_batch      before a program first runs on batches of one kind: their shapes, and values where rows are global
-    on_program    before the step first runs on batches of one kind: its jaxpr
 """
 
 from typing import Any
@@ -53,11 +49,7 @@ class Agreement:
     def on_batch(self, name: str, batch: Any) -> None:
         """Raise ValueError in every process if any gives another batch, the first time that a program sees its kind.
 
-        Shapes must agree, and values too if rows are global.
-
-        Args:
-          name: the program.
-          batch: the global batch.
+        Shapes must agree, and values too if rows are global. `batch` is the global batch.
         """
         if not self.needed or (name, kind := kind_of(batch)) in self._compared:
             return

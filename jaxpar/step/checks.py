@@ -1,13 +1,4 @@
-"""Checks of everything that enters a step: arguments, states and batches. Errors name the array that does not fit.
-
-The checks, by what they look at:
-
-    make_train_step(...)    check_made_of, check_trainable
-    compiled program        check_reached
-    state                   check_state; misfit, once jit has raised an error
-    batch                   Intake: check, place, send
-    errors of jax           naming: a dim that a sharding does not divide, with the name of its array
-"""
+"""Checks of everything that enters a step: arguments, states and batches. Errors name the array that does not fit."""
 
 import ast
 import functools
@@ -20,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from ..collectives.divergence import not_reached
@@ -81,6 +73,11 @@ def _type_name(x: Any) -> str:
     return "flax.nnx.State" if isinstance(x, nnx.State) else type(x).__name__
 
 
+def is_traced(*trees: Any) -> bool:
+    """Return whether a caller's program, such as a `jit` of the user's, traces any of these arrays."""
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(trees))
+
+
 def check_state(state: Any) -> None:
     """Raise ValueError unless this is a state whose arrays still exist.
 
@@ -127,7 +124,6 @@ def misfit(state: Any, expected: Any) -> str:
     """Return what is wrong with a state, as the text of an error; "" if nothing is.
 
     Args:
-      state: the state.
       expected: `step.abstract_state()`, with shardings.
     """
     present, needed = (
@@ -180,7 +176,6 @@ def naming(fun: Callable[..., Any], arrays: Named) -> Callable[..., Any]:
     """Wrap a function that jax traces: if a sharding does not divide an array in it, ValueError names the array.
 
     Args:
-      fun: the function.
       arrays: the arrays that it may see; the error names those of the shape in jax's error.
     """
 

@@ -3,10 +3,7 @@
     (state, batch)
        |  __call__, _run_program   check the state, place the batch, look up the compiled program
        |  _function                jit, with the shardings of the layout
-       |  _train                   the whole step in four lines, traced once per shape of batch:
-       |    _placed, mapped          `shard_map` of what one device computes
-       |    Local.gradients          forwards and backwards of its rows (`gradients.py`)
-       |    update                   the optimizer, on global arrays (`update.py`)
+       |  _train                   the whole step in three lines, traced once per shape of batch
        v
     (state, metrics)
 
@@ -24,7 +21,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray, Tracer
+from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..collectives import order
@@ -50,7 +47,7 @@ from ..program.buffers import HOST, on_device
 from ..program.filter_primitives import without_filter_primitives
 from ..strategy import Strategy
 from ..strategy.axes import ROWS, SHARDS
-from .checks import Intake, Named, check_reached, check_state, misfit, naming, shapes_of
+from .checks import Intake, Named, check_reached, check_state, is_traced, misfit, naming, shapes_of
 from .gradients import Local, Metrics, gradient_figures, metrics_of
 from .init import FirstState
 from .offload import streams
@@ -64,10 +61,8 @@ _REPLICATED = PartitionSpec()
 class Step(FirstState, Intake):
     """A compiled training step; see `make_train_step`.
 
-    Attributes:
-      layout, mesh, strategy: where the state lives, the devices, and the strategy.
-      replicas: the number of devices, or groups of devices, among which rows are divided.
-      rows: whose rows a batch holds, "global" or "host".
+    Attributes (`Intake` lists the others):
+      layout: where every array of the state lives.
       schedule: the schedule of the pipeline, or None.
     """
 
@@ -120,7 +115,6 @@ class Step(FirstState, Intake):
         """Choose how the optimizer's arrays are stored.
 
         Args:
-          storage: the parameter leaves.
           shapes: the path and shape of the model's own parameters.
           as_stacked: whether the optimizer sees leaves as they are stored.
 
@@ -222,13 +216,9 @@ class Step(FirstState, Intake):
         return self.model_def.bind(self._params(state), jax.tree.map(jnp.copy, state.variables))
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
-        """Compile the training step for batches of one shape; nothing runs.
+        """Compile the training step for batches of one shape, arrays or `jax.ShapeDtypeStruct`; nothing runs.
 
-        Args:
-          batch: arrays, or `jax.ShapeDtypeStruct` of a global batch.
-
-        Returns:
-          The program. With compile-only devices in the mesh, it is compiled for them.
+        With compile-only devices in the mesh, the program is compiled for them.
         """
         state, batch = self._typed_state, self._typed_batch(batch)
         traced = self._function("train", batch).trace(state, batch)
@@ -308,7 +298,7 @@ class Step(FirstState, Intake):
         # Types count too: once jit has taken a plain array, it takes a masked array without its mask.
         kinds = ((x.sharding, x.committed) if is_array(x) else (type(x), getattr(x, "dtype", None)) for x in leaves)
         places = list(zip(map(np.shape, leaves), kinds, strict=True))
-        inside = any(isinstance(x, Tracer) for x in (state.step, *leaves))
+        inside = is_traced(state.step, leaves)
         kind = ("in place", name, inside, tree, *places)
         if (run := self._jitted.get(kind)) is None:
             placed = self._take_in(batch)
@@ -475,20 +465,15 @@ class Step(FirstState, Intake):
         return state.copy if self.layout.copied else state.params
 
     def _unscaled(self, grads: Sequence[jax.Array | None], state: State) -> Any:
-        """Convert reduced gradients to those of the unscaled loss.
+        """Convert the gradient of each leaf, as the rule reduced it, to the gradient of the unscaled loss.
 
-        Args:
-          grads: the gradient of each leaf as the rule reduced it, None if it is frozen.
-          state: it has the loss scale.
-
-        Returns: unpadded gradients in the dtype of the masters, in the tree of the leaves, None if frozen.
+        Returns unpadded gradients in the dtype of the masters, in the tree of the leaves, None if frozen.
         """
         trainable = [leaf for leaf in self.layout.leaves if leaf.trainable]
-        unpadded, tree = jax.tree.flatten(
-            self.layout.to_logical(self.layout.unflatten(grads), "grads", as_stacked=True)
-        )
+        logical = self.layout.to_logical(self.layout.unflatten(grads), "grads", as_stacked=True)
+        unpadded, tree = jax.tree.flatten(logical)
         # Cast before the division: gradients that were reduced in float16 would underflow without their scale.
         unpadded = [grad.astype(Policy.master(leaf.dtype)) for leaf, grad in zip(trainable, unpadded, strict=True)]
-        return jax.tree.unflatten(
-            tree, unpadded if state.scale is None else [grad / state.scale.scale for grad in unpadded]
-        )
+        if state.scale is not None:
+            unpadded = [grad / state.scale.scale for grad in unpadded]
+        return jax.tree.unflatten(tree, unpadded)

@@ -121,7 +121,6 @@ class Local:
     """The loss of one device's rows under one strategy, as a function of local values.
 
     Attributes:
-      tracing: traces the loss.
       ids: for leaves of the batch that hold ids, by path, the number of ids. The share of ids that are not below it
         joins the metrics.
     """
@@ -134,12 +133,12 @@ class Local:
         layout, strategy = self.tracing.layout, self.tracing.strategy
         rows = microbatches(batch, strategy.microbatches)
         traced, rule = self.tracing(variables, take_first(rows), key), rule_of(strategy)
-        cut = layout.storage.cut
         in_fp8 = traced.notes.in_fp8
         # The stages of a cut program run on different devices, which share each leaf in another way.
-        access = (
-            SpreadAccess(layout, rule, in_fp8) if cut else RuleAccess(layout, rule, traced.program, strategy, in_fp8)
-        )
+        if layout.storage.cut:
+            access = SpreadAccess(layout, rule, in_fp8)
+        else:
+            access = RuleAccess(layout, rule, traced.program, strategy, in_fp8)
         # hpZ gathers over `data` once per step, here; every use then gathers over `fsdp` alone.
         stored = secondary(layout, stored) if strategy.hpz else stored
         return Loss(traced, access, layout.storage.unit_values(stored)), rows

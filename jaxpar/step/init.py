@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from ..backend.cpu_compiler import cpu_options
@@ -27,21 +26,14 @@ from ..model.draws import draws_together
 from ..model.model import Model
 from ..model.paths import as_flax_saves, name_of
 from ..program.buffers import on_device
-from .checks import check_state
+from .checks import check_state, is_traced
 from .update import Update
 
 BEGIN_ANEW = "where some are to begin anew, say which: fresh=lambda path: 'lora' in path"
 
 
 class FirstState:
-    """The part of a step that makes its state.
-
-    Attributes:
-      model_def: the model.
-      layout: where every array lives.
-      policy: the dtypes of parameters.
-      update: it makes the optimizer's state.
-    """
+    """The part of a step that makes its state."""
 
     model_def: Model
     layout: Layout
@@ -51,21 +43,22 @@ class FirstState:
     def init(self, key: jax.Array, params: Any = None, fresh: Callable[[str], bool] | None = None) -> State:
         """Create a state, sharded from the start; see `TrainStep.init`."""
         _check_key(key)
+        inside = is_traced(key)
         # Within a caller's program nothing runs yet, so that compile-only devices are no error.
-        if not isinstance(key, Tracer):
+        if not inside:
             check_here(self.layout)
+        create = self._creating_within if inside else self._creating
         if params is None:
-            return self._creating(key) if not isinstance(key, Tracer) else self._creating_within(key)
+            return create(key)
         shardings = jax.tree.leaves(self.layout.handed_out)
-        initial = {i: jax.device_put(x, shardings[i]) for i, x in self._match_params(params, fresh).items()}
-        return self._creating(key, initial) if not isinstance(key, Tracer) else self._creating_within(key, initial)
+        return create(key, {i: jax.device_put(x, shardings[i]) for i, x in self._match_params(params, fresh).items()})
 
     def with_params(self, state: State, params: Any) -> State:
         """Return the state with other parameters; see `TrainStep.with_params`."""
         check_state(state)
-        by_index = list(self._match_params(params, None).items())
-        values = [x for _, x in sorted(by_index, key=lambda item: item[0])]
-        inside = any(isinstance(x, Tracer) for x in (state.step, *values))
+        by_index = self._match_params(params, None)
+        values = [by_index[i] for i in sorted(by_index)]
+        inside = is_traced(state.step, values)
         pairs = zip(values, jax.tree.leaves(self.layout.handed_out), strict=True)
         run = self._placing_within if inside else self._placing
         masters, low_copy = run([jax.device_put(x, sharding) for x, sharding in pairs])
@@ -81,12 +74,10 @@ class FirstState:
 
     @functools.cached_property
     def _creating(self) -> Callable[..., State]:
-        """`_create`, jitted."""
         return jax.jit(self._create, out_shardings=self._shardings, compiler_options=self._options)
 
     @functools.cached_property
     def _creating_within(self) -> Callable[..., State]:
-        """`_create`, jitted for a caller's program."""
         return jax.jit(self._create, out_shardings=self._shardings)
 
     @functools.cached_property
@@ -104,19 +95,12 @@ class FirstState:
 
     @functools.cached_property
     def _placing(self) -> Callable[..., Any]:
-        """A function of the model's own parameters that returns (parameters, copy) as they are stored; jitted."""
         shardings = self._shardings.params, self._shardings.copy
-        return jax.jit(
-            lambda values: self._store(self._to_masters(values)),
-            out_shardings=shardings,
-            compiler_options=self._options,
-        )
+        return jax.jit(self._place_params, out_shardings=shardings, compiler_options=self._options)
 
     @functools.cached_property
     def _placing_within(self) -> Callable[..., Any]:
-        """The function of `_placing`, jitted for a caller's program."""
-        shardings = self._shardings.params, self._shardings.copy
-        return jax.jit(lambda values: self._store(self._to_masters(values)), out_shardings=shardings)
+        return jax.jit(self._place_params, out_shardings=(self._shardings.params, self._shardings.copy))
 
     @property
     def _options(self) -> dict[str, bool | int | str] | None:
@@ -137,6 +121,10 @@ class FirstState:
             return self._to_masters(values), variables
 
         return self._first_state(key, *draws_together(masters_and_variables)(key))
+
+    def _place_params(self, values: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the parameters as they are stored, and their copy, from the model's own leaves."""
+        return self._store(self._to_masters(values))
 
     def _to_masters(self, values: Sequence[Any]) -> Any:
         """Return the model's own leaves as unpadded masters, in the tree of the stored leaves."""

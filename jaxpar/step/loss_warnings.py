@@ -1,12 +1,6 @@
 """Warnings about a traced loss that runs, but costs more than its strategy suggests or learns less than its user means.
 
 `Tracing._check` calls most of them, once for each traced loss.
-
-    warn_padded, warn_idle             ranks of a pipeline that wait
-    warn_gathered, warn_no_rule        memory that ZeRO-3 or tensor ranks were to save
-    warn_precision                     matmuls that a low precision does not reach
-    warn_untrained, warn_unread        parameters or leaves of the batch without effect
-    warn_rows_of_a_microbatch          `jp.all_rows` with several microbatches
 """
 
 import math
@@ -81,7 +75,6 @@ def warn_no_rule(gathered: Mapping[str, int], ranks: int) -> None:
 
     Args:
       gathered: by place in the model's code, the bytes that are gathered.
-      ranks: the number of tensor ranks.
     """
     for place, size in gathered.items():
         if size >= _LARGE_GATHER:
@@ -98,7 +91,6 @@ def warn_untrained(loss: jx.Flat, outputs: Any, leaves: Sequence[Leaf]) -> None:
     Args:
       loss: the equations, whose first inputs are the parameters.
       outputs: the positions of ({metric: Mean}, variables) among the results.
-      leaves: the parameters.
     """
     trained = [v for v, leaf in zip(loss.invars, leaves, strict=False) if leaf.trainable]
     total = loss.outvars[outputs[0]["loss"].total]
@@ -117,7 +109,6 @@ def unread_leaves(loss: jx.Flat, inputs: Any, num_params: int) -> list[str]:
     Args:
       loss: the equations; the first `num_params` inputs are parameters, the others the leaves of `inputs`.
       inputs: abstract (variables, batch, key).
-      num_params: the number of parameters.
     """
     vars_read = {v for eqn in jx.live(loss.eqns, loss.outvars) for v in eqn.invars if not jx.is_literal(v)}
     vars_read |= {v for v in loss.outvars if not jx.is_literal(v)}
@@ -145,7 +136,6 @@ def warn_rows_of_a_microbatch(noted: Sequence[str], rows: int, microbatches: int
     Args:
       noted: the calls that gather rows (`model.couplings`).
       rows: the number of rows of a microbatch on all replicas together.
-      microbatches: the number of microbatches.
     """
     if "all_rows" in noted and microbatches > 1:
         warnings.warn(

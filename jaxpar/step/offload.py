@@ -220,6 +220,8 @@ class Streams:
     ) -> list[Any]:
         """Apply a function to every block of some arrays, each device to its own shards. Nothing is communicated.
 
+        The new arrays are stored as `place` says.
+
         Args:
           fun: `fun(blocks, args, shape of a block)`, the blocks of `constant` and of `carried`; it returns the new
             blocks of `carried`, or of `dtypes`.
@@ -228,9 +230,6 @@ class Streams:
           carried: arrays that are updated in place.
           args: arrays that every block needs whole, such as scalars.
           dtypes: instead of `carried`, the dtypes of arrays that are made, on the host.
-
-        Returns:
-          The new arrays, as `place` stores them.
         """
 
         def local(constant: Any, carried: Sequence[Any], args: Any) -> list[Any]:
@@ -342,7 +341,6 @@ def streams(
 
     Args:
       optimizer: an optax transformation with extra arguments.
-      layout: the layout of the state.
       offloads: the parts of `Strategy.offload`.
       as_stacked: whether the optimizer sees leaves as a step stores them.
       multiplies: whether it multiplies matrices.
@@ -391,19 +389,13 @@ def streams(
 
 
 def _split(
-    flat: jx.Flat,
-    input_leaf: Sequence[Any],
-    result_leaf: Sequence[Any],
-    on_host: set[Any],
-    paths: Sequence[str],
+    flat: jx.Flat, input_leaf: Sequence[Any], result_leaf: Sequence[Any], on_host: set[Any], paths: Sequence[str]
 ) -> _Program:
     """Split a program of the optimizer into a global part and leaf parts.
 
     Args:
-      flat: the program.
       input_leaf, result_leaf: for each input and result, the leaf that it belongs to, None for any other.
       on_host: the inputs that are on the host.
-      paths: the paths of the leaves.
 
     Raises ValueError if a leaf part is not elementwise, or if the global part reads an array on the host.
     """

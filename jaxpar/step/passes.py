@@ -50,26 +50,25 @@ class Setting:
     schedule: Schedule | None = None
 
     @property
-    def ranks(self) -> int:
-        """The number of tensor ranks."""
-        return self.layout.mesh.shape["tensor"]
+    def sizes(self) -> Mapping[str, int]:
+        """The size of each mesh axis."""
+        return self.layout.mesh.shape
 
     @property
     def takes_attention(self) -> bool:
         """Whether attention that the loss spells out becomes `jp.attention`."""
-        shared = self.layout.mesh.shape["context"] > 1 and self.strategy.attention != "gather"
+        shared = self.sizes["context"] > 1 and self.strategy.attention != "gather"
         return shared or self.strategy.kernels == "fused"
 
     @property
     def summed(self) -> dict[str, int]:
         """The mesh axes over which totals and counts are summed: the axes of rows and of positions."""
-        context = self.layout.mesh.shape["context"]
-        return self.axes | ({"context": context} if context > 1 else {})
+        return self.axes | ({"context": n} if (n := self.sizes["context"]) > 1 else {})
 
     @property
     def traced_axes(self) -> dict[str, int]:
         """The mesh axes that a rewritten program may name: `summed`, and `tensor`."""
-        return self.summed | ({"tensor": self.ranks} if self.ranks > 1 else {})
+        return self.summed | ({"tensor": n} if (n := self.sizes["tensor"]) > 1 else {})
 
     @property
     def staged(self) -> list[bool]:
@@ -153,8 +152,11 @@ class Notes:
 
 
 def _take_attention(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """Replace attention that the loss spells out by `jp.attention`; raises ValueError if kernels find none to run."""
-    fused, shared = setting.strategy.kernels == "fused", setting.layout.mesh.shape["context"] > 1
+    """Replace attention that the loss spells out by `jp.attention` (parallel/context/attention/).
+
+    Raises ValueError if kernels find none to run.
+    """
+    fused, shared = setting.strategy.kernels == "fused", setting.sizes["context"] > 1
     take = setting.takes_attention
     replay = not take or (shared and setting.strategy.attention != "gather")
     # Only the kernel on whole sequences takes biases.
@@ -171,35 +173,34 @@ def _take_attention(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedL
 
 
 def _roll(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """Turn Python loops over layers into scans over stacked parameters."""
+    """Turn Python loops over layers into scans over stacked parameters (slicing/rolling/)."""
     families = setting.layout.storage.families
     flat, notes.loops = roll_loops(loss.flat, families, len(loss.placements), setting.traced_axes, setting.staged)
     return replace(loss, flat=flat, unsplit=flat)
 
 
 def _split(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """Take the equations of one context rank, on its positions of the sequence."""
-    leaves, (variables, rows, _), ranks = len(loss.placements), loss.inputs, setting.layout.mesh.shape["context"]
+    """Take the equations of one context rank, on its positions of the sequence (parallel/context/)."""
+    leaves, (variables, rows, _), ranks = len(loss.placements), loss.inputs, setting.sizes["context"]
+    tensor_ranks = setting.sizes["tensor"]
     first_row = leaves + len(jax.tree.leaves(variables))
     batch = range(first_row, first_row + len(jax.tree.leaves(rows)))
     # The ranks of such a pipeline are not in the same layer at the same time, so that a hop around all ranks of a ring
     # is impossible.
     out_of_step = setting.layout.storage.cut or (setting.schedule is not None and setting.schedule.branches)
     branching = setting.schedule.kind if out_of_step and setting.schedule else ""
-    mode = choose(
-        setting.strategy.attention, loss.flat.eqns, ranks, setting.ranks, branching, notes.attention_not_taken
-    )
+    mode = choose(setting.strategy.attention, loss.flat.eqns, ranks, tensor_ranks, branching, notes.attention_not_taken)
     notes.attention_mode = mode
     fun = split_sequence(
-        loss.flat, leaves, batch, loss.num_sums, ranks, mode, CONTEXT_RULES, setting.ranks, not branching
+        loss.flat, leaves, batch, loss.num_sums, ranks, mode, CONTEXT_RULES, tensor_ranks, not branching
     )
     return loss.of_rank(fun, loss.placements, setting.traced_axes)
 
 
 def _exchange(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """Take the equations of one expert rank, on its experts and the tokens of all ranks."""
+    """Take the equations of one expert rank, on its experts and the tokens of all ranks (parallel/expert/)."""
     dims = [None if leaf.expert is None else leaf.expert - leaf.stage for leaf in loss.placements]
-    fun, exchanges = exchange_tokens(loss.flat, dims, setting.layout.mesh.shape["expert"], EXPERT_RULES)
+    fun, exchanges = exchange_tokens(loss.flat, dims, setting.sizes["expert"], EXPERT_RULES)
     loss = loss.of_rank(fun, [leaf.of_experts for leaf in loss.placements], setting.traced_axes)
     notes.experts_gathered, notes.experts_fewer = exchanges.gathered, exchanges.fewer
     notes.tokens_gathered = exchanges.all_tokens
@@ -207,17 +208,17 @@ def _exchange(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
 
 
 def _localise(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """Take the equations of one tensor rank, on its parts of the weights."""
+    """Take the equations of one tensor rank, on its parts of the weights (parallel/tensor/)."""
     dims = [None if leaf.tensor is None else leaf.tensor - leaf.stage for leaf in loss.placements]
-    layout, ranks = setting.layout, setting.ranks
-    fun, notes.gathered = localise(loss.flat, dims, layout.ruled, ranks, setting.strategy.sequence, RULES)
+    ruled, ranks = setting.layout.ruled, setting.sizes["tensor"]
+    fun, notes.gathered = localise(loss.flat, dims, ruled, ranks, setting.strategy.sequence, RULES)
     loss = loss.of_rank(fun, [leaf.local for leaf in loss.placements], setting.traced_axes)
     warn_no_rule(notes.gathered, ranks)
     return loss
 
 
 def _chunk(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """Compute large logits for a chunk of the tokens at a time."""
+    """Compute large logits for a chunk of the tokens at a time, in a loop (numerics/logits/)."""
     flat, notes.logits = chunked(loss.flat, len(loss.placements), setting.strategy.logits, setting.traced_axes)
     return replace(loss, flat=flat)
 
@@ -229,7 +230,7 @@ def _double(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
 
 
 def _quantise(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
-    """Compute the products of layers' weights in float8."""
+    """Compute the products of layers' weights in float8 (numerics/fp8/)."""
     # A leaf belongs to layers if it stacks the layers of a Python loop, or lies in one of several alike blocks.
     layer_paths = of_blocks([(leaf.path, leaf.shape) for leaf in setting.layout.storage.models])
     leaves = [(leaf.path, leaf.rolled or leaf.path in layer_paths) for leaf in setting.layout.storage.units]
@@ -259,21 +260,13 @@ def _always(setting: Setting) -> bool:
 
 
 PASSES = (
-    # Attention that the loss spells out becomes `jp.attention` (parallel/context/attention/).
     LossPass("take attention", _always, _take_attention),
-    # Blocks that a Python loop wrote out become a scan over layers (slicing/rolling/).
     LossPass("roll", _always, _roll),
-    # The equations of one context rank, on its positions of the sequence (parallel/context/).
-    LossPass("split", lambda setting: setting.layout.mesh.shape["context"] > 1, _split),
-    # The equations of one expert rank, on its experts and the tokens of all ranks (parallel/expert/).
-    LossPass("exchange", lambda setting: setting.layout.mesh.shape["expert"] > 1, _exchange),
-    # The equations of one tensor rank, on its parts of the weights (parallel/tensor/).
-    LossPass("localise", lambda setting: setting.ranks > 1, _localise),
-    # Large logits are made a chunk of the tokens at a time, in a loop (numerics/logits/).
+    LossPass("split", lambda setting: setting.sizes["context"] > 1, _split),
+    LossPass("exchange", lambda setting: setting.sizes["expert"] > 1, _exchange),
+    LossPass("localise", lambda setting: setting.sizes["tensor"] > 1, _localise),
     LossPass("chunk", _always, _chunk),
-    # The equations of each concurrent microbatch stand beside those of the others (slicing/side_by_side.py).
     LossPass("double", lambda setting: setting.strategy.concurrent > 1, _double),
-    # Products of layers' weights in float8 (numerics/fp8/).
     LossPass("quantise", lambda setting: setting.strategy.precision == "fp8", _quantise),
 )
 

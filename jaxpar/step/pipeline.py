@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..model.model import Replicated
+from ..model.model import is_replicated
 from ..parallel.pipeline.buffers import SlotTables, Walk
 from ..parallel.pipeline.chunks import shareable
 from ..parallel.pipeline.flat.engine import FlatPipeline
@@ -145,17 +145,17 @@ class Piped:
 
         def inputs(microbatch: jax.Array) -> Any:
             def take_part(x: Any) -> Any:
-                if isinstance(x, Replicated):
+                if is_replicated(x):
                     return jax.tree.map(lambda v: v[microbatch], x)
                 rows_per_rank = x.shape[1] // ranks
                 return lax.dynamic_slice_in_dim(x[microbatch], lax.axis_index("pipe") * rows_per_rank, rows_per_rank)
 
-            rows = jax.tree.map(take_part, self.rows, is_leaf=lambda x: isinstance(x, Replicated))
+            rows = jax.tree.map(take_part, self.rows, is_leaf=is_replicated)
             return self.variables, rows, None if self.keys is None else self.keys[microbatch]
 
         values: Values = lambda microbatch: jax.tree.leaves(inputs(microbatch))
-        rows = jax.tree.leaves(self.rows, is_leaf=lambda x: isinstance(x, Replicated))
-        if any(not isinstance(x, Replicated) and x.shape[1] % ranks for x in rows):
+        rows = jax.tree.leaves(self.rows, is_leaf=is_replicated)
+        if any(not is_replicated(x) and x.shape[1] % ranks for x in rows):
             return None, values
         try:
             part = self.tracing(*jax.eval_shape(inputs, jax.ShapeDtypeStruct((), jnp.int32)))

@@ -28,12 +28,7 @@ from .refusals import check_cut, check_prefetch
 
 @dataclass(frozen=True)
 class ParamPlacement:
-    """The circumstances on which the storage of parameters depends.
-
-    Attributes:
-      model, strategy, mesh: the step's.
-      schedule: the schedule of the pipeline, or None.
-    """
+    """The circumstances on which the storage of parameters depends; `schedule` is the pipeline's."""
 
     model: Model
     strategy: Strategy

@@ -30,7 +30,6 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
     Args:
       program: the sliced loss.
       variables: a tree of the positions of its new variables among its outputs.
-      layout, strategy: the step's.
     """
     ranks = layout.mesh.shape["pipe"]
     chunks = strategy.chunks
@@ -136,13 +135,7 @@ def _opens_debugger(eqn: Any) -> bool:
 
 
 def check_cut(schedule: Schedule, strategy: Strategy, paths: Sequence[str]) -> None:
-    """Raise ValueError if a strategy cannot be combined with a pipeline that cuts a program into stages.
-
-    Args:
-      schedule: the pipeline's schedule.
-      strategy: the strategy.
-      paths: the paths of all parameters.
-    """
+    """Raise ValueError if a strategy cannot be combined with a pipeline that cuts a program into stages."""
     # Cuts that the user names: each is a module, and there is one fewer than stages.
     stages = schedule.ranks * schedule.chunks
     cuts = points(strategy.cuts, stages, paths)
@@ -179,7 +172,6 @@ def check_prefetch(schedule: Schedule, strategy: Strategy, cut: bool) -> None:
     """Raise ValueError if the ticks of a pipeline should prefetch and cannot know which layer is next.
 
     Args:
-      schedule: the pipeline's schedule.
       strategy: the strategy, with its `prefetch`.
       cut: whether stages are parts of a program instead of layers.
     """
@@ -222,7 +214,6 @@ def check_remat(program: Program, layout: Layout, strategy: Strategy, schedule: 
 
     Args:
       program: the sliced loss.
-      layout, strategy: the step's.
       schedule: the pipeline's; None without one.
     """
     # "twice" needs a schedule whose backwards come in two halves, I (inputs) and W (weights).
@@ -264,7 +255,6 @@ def uneven_block(layout: Layout, index: int) -> str:
     """Return a hint how the blocks of a Python loop differ, if a block of it is no layer of the stack; else "".
 
     Args:
-      layout: the layout.
       index: the position of a stack's leaf.
     """
     stack = layout.leaves[index]

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..backend.cpu_compiler import cpu_options
@@ -30,7 +29,7 @@ from ..layout.state import State
 from ..model.batches import as_array, batch_shardings, batch_specs, dealt
 from ..program.filter_primitives import without_filter_primitives
 from ..strategy.axes import AXES, ROWS
-from .checks import check_state
+from .checks import check_state, is_traced
 from .core import Step
 from .gradients import gradient_figures, metrics_of, sum_leading_dim, take_first
 from .tracing import Sums
@@ -48,7 +47,6 @@ class Carrier(Protocol):
         Args:
           kind: "scatter", "broadcast" or "gather".
           what: the content, in words, for reports.
-          tree: the arrays.
           to: one sharding, or a tree of them.
         """
         ...
@@ -103,7 +101,7 @@ class ServerStep(Step):
         """Run a step; raises ValueError within a caller's program, since arrays move between the programs."""
         check_state(state)
         # `device_put` between the programs moves real arrays, which a trace does not have.
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves((state, batch))):
+        if is_traced(state, batch):
             raise ValueError(
                 "server=True is four programs, with arrays moved between them, and cannot be traced by jit, grad, "
                 "vmap, scan or eval_shape; call the step outside of them, or use ddp"
@@ -111,16 +109,13 @@ class ServerStep(Step):
         return self.carry(Live(), name, state, self._take_in(batch))
 
     def carry(self, carrier: Carrier, name: str, state: State, batch: Any) -> Any:
-        """Carry out one step; all arrays that move between devices move here.
+        """Carry out one step, and return its results; all arrays that move between devices move here.
 
         Args:
           carrier: moves arrays and runs programs, or records them.
           name: "train", "evaluate", "gradients" or "measured".
           state: the state, on the server.
           batch: the global batch.
-
-        Returns:
-          The results of the program of this name.
         """
         # `home` is the server, the only device of the layout's mesh; the other two span all devices.
         programs, home = self._programs(batch), self.layout.sharding(_REPLICATED)

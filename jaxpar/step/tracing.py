@@ -71,10 +71,7 @@ class Traced:
       rows: the rows of one microbatch of one replica, [rows, ...].
       key: the key of dropout.
       concurrent: how many microbatches the program runs side by side.
-      axes: the mesh axes over which rows are spread and that have several devices, name -> size.
-      summed: the axes over which totals and counts are summed: `axes`, and `context` if it has several devices.
-      traced_axes: the axes that the program may name: `summed`, and `tensor` if it has several devices.
-      schedule: the schedule of the pipeline; None without one.
+      axes, summed, traced_axes, schedule: as in `Setting` (`passes.py`).
       lookups: by path, integer leaves of the batch that the loss uses unchanged as indices into another array.
       notes: what its passes and checks found (`passes.py`).
     """
@@ -105,8 +102,7 @@ class Traced:
         leaves, first_microbatch = jax.tree_util.tree_leaves_with_path(self.inputs), "/0" * (self.concurrent > 1)
         inputs = zip(leaves, self.program.inputs[len(self.program.consts) :], strict=True)
         variables = [v for (path, _), v in inputs if name_of(path) == f"1/{name}{first_microbatch}"]
-        total: Any = self.outputs[0]["loss"].total  # the position of the output, where a step has its value
-        return bool(variables) and self.program.depends(variables, total)
+        return bool(variables) and self.program.depends(variables, self.total)
 
     @property
     def draws(self) -> bool:
@@ -134,7 +130,6 @@ class Loss:
     """A traced loss on the parameters of one device: the forward and the backward of one microbatch.
 
     Attributes:
-      traced: the loss.
       access: how parameters are fetched and gradients returned (`fetch` and `give`): a rule on the leaves
         (`parallel/data/access.py`), or a substitute for it.
       stored: what this device stores of each parameter.
@@ -181,7 +176,6 @@ class Tracing(Setting):
     """Traces the loss of one model under one strategy; the attributes of `Setting` come first.
 
     Attributes:
-      model: the model.
       astray: a function of a loss and its leaves that returns a warning about an optimizer of matrices, or None.
       choices: for each stack, what happens to the values that its layers save (`Residuals.kept`); empty until
         remat="auto" has chosen.
@@ -216,24 +210,18 @@ class Tracing(Setting):
         return bool(noted) or jx.communicates(flat.eqns)
 
     def _make(self, variables: Any, rows: Any, key: Any) -> Traced:
-        """Make the program of a loss of these abstract values; `Step._train` continues from here.
-
-        trace       program/    the model's code runs once and leaves its equations
-        rewrite     passes.py   `PASSES`, in order: the equations of one device
-        slice       slicing/    segments and layer stacks: each fetches its parameters where it runs
-        check       refusals.py, loss_warnings.py, rows/    raise an error, or warn, if a step would differ
-        """
-        # 1. Trace the model, on the parameters of all ranks.
+        """Make the program of a loss of these abstract values; `Step._train` continues from here."""
+        # 1. Trace: the model's code runs once, on the parameters of all ranks, and leaves its equations.
         inputs, notes = (variables, rows, key), Notes()
         with couplings() as noted:
             unsplit, out = self._trace_block(inputs, notes)
-        # 2. Rewrite it for one device, and slice it.
+        # 2. Rewrite them for one device (`PASSES`), and slice them.
         num_sums = len(jax.tree.leaves(out[0]))
         loss = rewrite(self, PlacedLoss(unsplit, self.layout.storage.units, inputs, num_sums, unsplit), notes)
         program = replace(
             self._sliced(loss), loops=tuple(notes.loops), coupled=bool(noted) or jx.communicates(unsplit.eqns)
         )
-        # 3. Check it. Outputs are known by position from here on.
+        # 3. Check the program (refusals.py, loss_warnings.py, rows/). Outputs are known by position from here on.
         tree = jax.tree.structure(out)
         outputs = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
         self._check(unsplit, program, outputs, inputs, noted, notes)
@@ -281,7 +269,6 @@ class Tracing(Setting):
         """Divide equations into the stages of a pipeline.
 
         Args:
-          eqns: the equations of the loss.
           reads: for each of them, the positions of the parameters that it reads.
         """
         assert self.schedule is not None
@@ -307,13 +294,12 @@ class Tracing(Setting):
 
     def _leaves(self, placements: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
         """Return the parameters as the program of one device reads them: one rank's part, one stage's layers."""
-        stages = self.layout.mesh.shape["pipe"]
 
         def shape(leaf: Leaf) -> tuple[int, ...]:
             if leaf.layers is None:
                 return leaf.logical
             # All chunks of a rank, padding included, lie on dim 0.
-            return (math.prod(leaf.shape[: leaf.stage + 1]) // stages, *leaf.logical[1:])
+            return (math.prod(leaf.shape[: leaf.stage + 1]) // self.sizes["pipe"], *leaf.logical[1:])
 
         params = zip(placements, self._params, strict=True)
         return [jax.ShapeDtypeStruct(shape(leaf), param.dtype) for leaf, param in params]
@@ -413,7 +399,5 @@ class Tracing(Setting):
             notes.doubts = earlier.notes.doubts
         elif self.model.rows is None and replicas * m > 1:
             warn_rows_of_a_microbatch(noted, rows_of(inputs[1]) * replicas, m)
-            caught = recorded_warnings(
-                lambda: check_coupling(unsplit, outputs, inputs, trace, self.axes, self.strategy)
-            )
+            caught = recorded_warnings(lambda: check_coupling(unsplit, outputs, inputs, trace, self.axes, m))
             notes.doubts = [text for text in (str(w.message) for w in caught) if text.startswith("the loss ")]

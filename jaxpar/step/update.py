@@ -60,8 +60,6 @@ class Update:
 
     Attributes:
       optimizer: the optax transformation, which accepts the loss as `value`.
-      layout: the layout of the state.
-      rule: the strategy's rule.
       as_stacked: whether the optimizer sees leaves as a step stores them instead of the model's own.
       on_nonfinite: what happens if the loss or a gradient is not finite: "apply" the step all the same; "skip" it; or
         "stop": neither this step nor any later one is applied, and the step's number becomes negative. The host, which

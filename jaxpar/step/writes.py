@@ -71,7 +71,6 @@ def find_writes(
     """Return the writes of a loss to its parameters, or None if it has none.
 
     Args:
-      model, layout, strategy: the step's.
       candidates: positions of the model's own leaves that the loss may write to.
       inputs: abstract variables, rows and key of one microbatch.
 

@@ -147,7 +147,6 @@ def _add_to_sum(eqn: Any, total: Value, power: float, addend: Value, description
     """Return the sum of a sum over rows and another value; coupled if their powers differ.
 
     Args:
-      eqn: the equation.
       total: the sum over rows.
       power: the power of `addend` if it is seen as a sum over rows.
       addend: the other value.

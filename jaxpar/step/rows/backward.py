@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from ...program import jaxpr as jx
 from .reader import Reader
-from .values import FUNCTION_OF_BLOCK_SIZE, Note, Value, notes_of
+from .values import FUNCTION_OF_BLOCK_SIZE, Note, Value, notes_of, reason_of
 
 # Functions in these folders have derivatives that agree with their forward: JAX's, and ours, by our tests.
 _PACKAGE = Path(__file__).absolute().parents[2]
@@ -37,15 +37,7 @@ _TRUSTED_FOLDERS = (
 
 
 def backward_notes(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], outs: Sequence[Value]) -> list[Note]:
-    """Return notes on the derivative of an equation's function.
-
-    Args:
-      reader: the reader of the forward program.
-      eqn: a `custom_vjp` or `custom_jvp`.
-      twin: the same equation for twice the rows, or None.
-      ins: the values of its operands.
-      outs: the values of its results.
-    """
+    """Return notes on the derivative of the function of a `custom_vjp` or `custom_jvp`."""
     function_jaxpr, _ = jx.opened(eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr")))
     source = function_jaxpr.debug_info.func_src_info or ""
     is_inexact = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (*eqn.invars, *eqn.outvars)]
@@ -66,9 +58,8 @@ def backward_notes(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], ou
         return [Note.of_eqn(eqn, message, is_certain=False)]
     # Without a twin the powers stay unknown, which is only a warning.
     twin_program = None if isinstance(twin_program, str) else twin_program
-    consts = reader.values_of_constants(program.consts, twin_program.consts if twin_program is not None else ())
     inputs = [*(x.derive(number=x.number) for x in ins), *map(_cotangent, active_outs)]
-    cotangents = replace(reader, in_backward=True).read_program(program, twin_program, consts, inputs)
+    cotangents = replace(reader, in_backward=True).read_program(program, twin_program, inputs)
     # 2. Compare each inexact operand with its cotangent: integers have none.
     notes = [note for x, ct in zip(active_ins, cotangents, strict=True) for note in _cotangent_notes(eqn, x, ct)]
     # Notes of the forward are reported already.
@@ -103,7 +94,7 @@ def _pullback(eqn: Any, axes: Mapping[str, int]) -> jx.Flat | str:
     try:
         return jx.trace(pullback, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals), axes=dict(axes))[0]
     except Exception as error:  # this runs the user's code: an Equinox custom_vjp may differentiate some operands only
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+        return reason_of(error)
 
 
 def _cotangent(x: Value) -> Value:

@@ -15,11 +15,12 @@ from typing import Any
 from ...model import permutations
 from ...program import jaxpr as jx
 from ...program import primitives
+from ...program.collectives import axes_of
 from ...program.filter_primitives import is_error
 from .arithmetic import join_values
 from .backward import backward_notes
 from .labels import Labels, number_elements
-from .reader import ALWAYS, Reader, rule
+from .reader import ALWAYS, Reader, output_shape, rule
 from .values import (
     RATIO_OF_SUMS,
     RATIO_PER_REPLICA,
@@ -45,7 +46,7 @@ def _call(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence
     if (routed := _routed_outputs(eqn, ins)) is not None:
         return routed
     program, twin_program = (None if e is None else jx.called(e) or e.params["call"] for e in (eqn, twin))
-    outs = reader.read_inner(program, twin_program, ins)
+    outs = reader.read_program(program, twin_program, ins)
     if eqn.primitive.name not in jx.CUSTOM:
         return outs
     notes = backward_notes(reader, eqn, twin, ins, outs)
@@ -90,7 +91,7 @@ def _linear_solve(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> 
     start = lengths.matvec + lengths.vecmat
     right_sides = ins[sum(lengths) :]
     inputs = [*ins[start : start + lengths.solve], *right_sides]
-    return reader.read_inner(jaxprs.solve, twin and twin.params["jaxprs"].solve, inputs)
+    return reader.read_program(jaxprs.solve, twin and twin.params["jaxprs"].solve, inputs)
 
 
 @rule("cond", table=ALWAYS)
@@ -101,7 +102,7 @@ def _cond(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Val
     # A guard that raises an error decides whether there is a result, and not which result. So each block may check its
     # own rows.
     returning_pairs = [pair for pair in pairs if not is_error(pair[0])] or pairs
-    branch_outs = [reader.read_inner(branch, branch_twin, operands) for branch, branch_twin in returning_pairs]
+    branch_outs = [reader.read_program(branch, branch_twin, operands) for branch, branch_twin in returning_pairs]
     if len(branch_outs) == 1 < len(pairs):
         return branch_outs[0]
     if eqn.params.get("branches_platforms"):
@@ -128,8 +129,6 @@ def choose_by(eqn: Any, selector: Value, x: Value) -> Value:
     """Return a value that a condition or an index has selected.
 
     Args:
-      eqn: the equation.
-      selector: the condition.
       x: the joined value of all candidates.
     """
     if selector.kind == "whole" or x.kind == "coupled":
@@ -147,8 +146,7 @@ def choose_by(eqn: Any, selector: Value, x: Value) -> Value:
 
 @rule(*jx.REDUCTIONS, "reduce_scatter", "all_to_all", "ppermute", "pbroadcast", table=ALWAYS)
 def _collective(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    eqn_axes = {axes} if isinstance(axes, str) else set(axes)
+    eqn_axes = {*axes_of(eqn)}
     if not eqn_axes & {*reader.axes}:
         return list(ins)
     if eqn.primitive.name not in jx.REDUCTIONS or not {*reader.axes} <= eqn_axes:
@@ -158,10 +156,7 @@ def _collective(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Se
     # `tiled` marks a gather: its blocks must be laid end to end along the dim of rows.
     notes = [_gather_notes(reader, eqn, twin, k, x) if eqn.params.get("tiled") else [] for k, x in enumerate(ins)]
     ins = [x.with_notes(*operand_notes) for x, operand_notes in zip(ins, notes, strict=True)]
-    return [
-        _from_all_replicas(reader, eqn, x, len(getattr(v.aval, "shape", ())))
-        for x, v in zip(ins, eqn.outvars, strict=True)
-    ]
+    return [_from_all_replicas(reader, eqn, x, len(output_shape(eqn, k))) for k, x in enumerate(ins)]
 
 
 def _gather_notes(reader: Reader, eqn: Any, twin: Any, k: int, x: Value) -> list[Note]:

@@ -19,14 +19,14 @@ from typing import Any
 
 import jax
 
-from ...model.model import MAKERS, Mean, Replicated
+from ...model.batches import rows_of
+from ...model.model import MAKERS, Mean, is_replicated
 from ...program import jaxpr as jx
-from ...strategy import Strategy
 from .arithmetic import power_name
 from .labels import Labels, number_elements
 from .reader import Reader
 from .unrolled import loops_over_rows
-from .values import ADVISE_ALL_ROWS, FUNCTION_OF_BLOCK_SIZE, TAKES_SOME_ROWS, Note, Value
+from .values import ADVISE_ALL_ROWS, FUNCTION_OF_BLOCK_SIZE, TAKES_SOME_ROWS, Note, Value, reason_of
 
 Trace = Callable[[Any, Mapping[str, int]], jx.Flat]
 TracedPair = tuple[tuple[jx.Flat, jx.Flat], Mapping[str, int]]  # program and twin, and the mesh axes of the program
@@ -35,7 +35,7 @@ _HOW_TO_SILENCE = f"If this is what you mean, give rows='independent' to {MAKERS
 
 
 def check_coupling(
-    flat: jx.Flat, out: Any, rest: Any, trace: Trace, axes: Mapping[str, int], strategy: Strategy
+    flat: jx.Flat, out: Any, rest: Any, trace: Trace, axes: Mapping[str, int], num_microbatches: int
 ) -> None:
     """Raise ValueError if the loss is not a mean over independent rows; warn if it may not be, or a metric is not.
 
@@ -45,22 +45,19 @@ def check_coupling(
       rest: abstract; batch leaves are [rows, ...] unless marked as `Replicated`.
       trace: traces the loss on another such `rest`, with given mesh axes.
       axes: the mesh axes over which blocks are spread, name -> size.
-      strategy: the strategy, which tells the number of microbatches.
-
-    Raises:
-      ValueError: if the loss couples rows for certain, or is not a mean over rows.
+      num_microbatches: the number of blocks of each replica.
     """
-    num_rows = next(x.shape[0] for x in jax.tree.leaves(rest[1], is_leaf=_is_replicated) if not _is_replicated(x))
+    num_rows = rows_of(rest[1])
     try:
         pair, pair_axes, rows_per_block = _trace_pair(flat, rest, num_rows, trace, axes)
     except Exception as error:  # this runs the user's code, with a number of rows that it may not accept
         # Without the twin no power is known, so that no note is certain: at most a warning.
         notes_by_result = _read(flat, None, out, rest, num_rows, axes)
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
         message = (
-            f"what it makes of how many rows a block has is not known: it cannot be traced with twice {num_rows} rows"
+            f"what it makes of how many rows a block has is not known: it cannot be traced with twice {num_rows} rows "
+            f"({reason_of(error)})"
         )
-        last_note = Note("the loss", f"{message} ({reason})", False)
+        last_note = Note("the loss", message, False)
         notes_by_result = {
             name: [*(replace(n, is_certain=False) for n in notes), last_note] for name, notes in notes_by_result.items()
         }
@@ -69,7 +66,7 @@ def check_coupling(
         certain = [note for note in notes_by_result.get("loss", ()) if note.is_certain]
         if certain and all(note.only_scale for note in certain):
             notes_by_result = _read_larger(out, rest, num_rows, 2 * rows_per_block, trace, axes) or notes_by_result
-    _report(notes_by_result, axes, strategy, num_rows * math.prod(axes.values()))
+    _report(notes_by_result, math.prod(axes.values()), num_microbatches, num_rows)
 
 
 def _trace_pair(
@@ -140,13 +137,9 @@ def _with_rows(rest: Any, factor: int) -> Any:
     variables, batch, key = rest
 
     def scale_rows(x: Any) -> Any:
-        return x if _is_replicated(x) else jax.ShapeDtypeStruct((x.shape[0] * factor, *x.shape[1:]), x.dtype)
+        return x if is_replicated(x) else jax.ShapeDtypeStruct((x.shape[0] * factor, *x.shape[1:]), x.dtype)
 
-    return variables, jax.tree.map(scale_rows, batch, is_leaf=_is_replicated), key
-
-
-def _is_replicated(x: Any) -> bool:
-    return isinstance(x, Replicated)
+    return variables, jax.tree.map(scale_rows, batch, is_leaf=is_replicated), key
 
 
 def _read(
@@ -163,13 +156,12 @@ def _read(
 
     rows_value = lambda x: Value("rows", Labels(number_elements((num_rows, *x.shape[1:]), {0})))
     batch_values: list[Value] = []
-    for x in jax.tree.leaves(batch, is_leaf=_is_replicated):
-        batch_values += whole_values(x) if _is_replicated(x) else [rows_value(x)]
+    for x in jax.tree.leaves(batch, is_leaf=is_replicated):
+        batch_values += whole_values(x) if is_replicated(x) else [rows_value(x)]
     inputs = [*whole_values(variables), *batch_values, *whole_values(key, is_keyed=True)]
     # The parameters are the inputs before the leaves of `rest`.
     params = whole_values([v.aval for v in flat.invars[: len(flat.invars) - len(inputs)]])
-    consts = reader.values_of_constants(flat.consts, twin.consts if twin is not None else ())
-    values = reader.read_program(flat, twin, consts, [*params, *inputs])
+    values = reader.read_program(flat, twin, [*params, *inputs])
     # {name: Mean}, with the index of the output as `total` and `count`
     means = jax.tree.unflatten(jax.tree.structure(out), list(range(len(values))))[0]
     return {name: _result_notes(name, flat, values, mean, twin is not None) for name, mean in means.items()}
@@ -179,8 +171,6 @@ def _result_notes(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean,
     """Return the notes on one result: those on the way to it, or one on powers of n that do not fit.
 
     Args:
-      name: the result's name.
-      flat: the program.
       values: the values of all outputs.
       mean: the indices of the result's total and count among them.
       powers_known: whether the program was read with a twin.
@@ -231,10 +221,10 @@ def _output_line(flat: jx.Flat, atom: Any) -> str:
 
 
 def _report(
-    notes_by_result: Mapping[str, Sequence[Note]], axes: Mapping[str, int], strategy: Strategy, num_rows: int
+    notes_by_result: Mapping[str, Sequence[Note]], num_replicas: int, num_microbatches: int, rows_per_block: int
 ) -> None:
-    """Raise or warn of the notes on each result; a microbatch has `num_rows` rows on all replicas together."""
-    num_replicas, num_microbatches = math.prod(axes.values()), strategy.microbatches
+    """Raise or warn of the notes on each result."""
+    num_rows = rows_per_block * num_replicas  # of a microbatch
     counts = ((num_replicas, "replicas"), (num_microbatches, "microbatches"))
     blocks = " x ".join(f"{n} {noun}" for n, noun in counts if n > 1)
     loss_notes = list(notes_by_result.get("loss", ()))

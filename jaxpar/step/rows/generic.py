@@ -64,19 +64,19 @@ class FactorSpace:
     Attributes:
       factors: the factors, in order.
       sizes: the size of each factor.
-      has_factors: whether the table of factors has an entry for the primitive.
       ins: for each dim of each operand, the index of its factor; None if the dim is no factor.
       outs: for each result and factor, the dim of that factor in the result; None if it has none.
     """
 
     def __init__(self, eqn: Any) -> None:
-        self.eqn, self.factors, self.has_factors = eqn, factors.of(eqn), bool(primitives.of(eqn).factors)
+        self.eqn, self.factors = eqn, factors.of(eqn)
+        in_shapes, out_shapes = factors.shapes(eqn)
         factor_of_dim = lambda k, d: next((i for i, f in enumerate(self.factors) if f.ins[k] == d), None)
-        self.ins = [[factor_of_dim(k, d) for d in range(len(s))] for k, s in enumerate(input_shapes(eqn))]
+        self.ins = [[factor_of_dim(k, d) for d in range(len(s))] for k, s in enumerate(in_shapes)]
         self.outs = [[f.outs[j] for f in self.factors] for j in range(len(eqn.outvars))]
-        shapes = [*input_shapes(eqn), *(output_shape(eqn, j) for j in range(len(eqn.outvars)))]
         # An operand may have size 1 along a factor, to be broadcast.
-        size = lambda f: max(s[d] for s, d in zip(shapes, (*f.ins, *f.outs), strict=True) if d is not None)
+        dims = lambda f: zip((*in_shapes, *out_shapes), (*f.ins, *f.outs), strict=True)
+        size = lambda f: max(shape[d] for shape, d in dims(f) if d is not None)
         self.sizes = [eqn.params[f.grouped] if f.grouped else size(f) for f in self.factors]
 
     def to_factors(self, k: int, labels: np.ndarray) -> np.ndarray | None:
@@ -149,7 +149,7 @@ def generic(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
     arrays = {k: space.to_factors(k, x.labels.array) for k, x in rows.items()}
     labels = {k: Labels(array) for k, array in arrays.items() if array is not None}
     if len(labels) < len(rows):
-        return for_all_results(coupled_along_dim(eqn, ins, space.has_factors))
+        return for_all_results(coupled_along_dim(eqn, ins))
     if len({*labels.values()}) > 1:
         # An outer product keeps the dims of both rows, so that a diagonal may be taken later.
         is_pairwise = all(space.outs[0][i] is not None for operand in labels.values() for i in operand.dims)
@@ -172,7 +172,7 @@ def generic(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
 def _of_whole(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], space: FactorSpace, j: int) -> Value:
     """Return result `j` of whole operands. Along a dim that is no factor, its elements may always differ."""
     dim_of_factor, result = space.outs[j], Value()
-    varying_dims = {d for d in range(len(output_shape(eqn, j))) if not space.has_factors or d not in dim_of_factor}
+    varying_dims = {d for d in range(len(output_shape(eqn, j))) if d not in dim_of_factor}
     reduced_growth = 0.0
     for k, x in enumerate(ins):
         operand = space.whole_operand(k, x)
@@ -225,11 +225,7 @@ def result_with_power(
 ) -> Value:
     """Return a value with the power of n that result `j` has; note an equation that makes the power unknown.
 
-    Args:
-      reader, twin, ins: as for every rule.
-      space: the equation's factors.
-      x: the value of the result with the dims of the factors, its power aside.
-      j: which result.
+    `x` is the value of the result with the dims of the factors, its power aside.
     """
     eqn, is_inexact = space.eqn, lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
     name = eqn.primitive.name
@@ -268,20 +264,13 @@ def result_with_power(
         is_certain = not primitives.of(eqn).compares or any(map(is_inexact, eqn.invars))
         message = f"{name} of {FUNCTION_OF_BLOCK_SIZE}"
         return replace(x, power=UNKNOWN_POWER).with_notes(Note.of_eqn(eqn, message, is_certain))
-    # Values compare as tuples, hence by identity first: of all NaN, only the object `UNKNOWN_POWER` equals itself.
-    return replace(x, power=power if power == power else UNKNOWN_POWER)
+    return replace(x, power=power)
 
 
-def coupled_along_dim(eqn: Any, ins: Sequence[Value], has_factors: bool = True) -> Value:
-    """Return the coupled result of an equation that mixes rows along a dim, as a sort does.
-
-    Args:
-      eqn: the equation.
-      ins: its operands.
-      has_factors: whether the table of factors knows the primitive.
-    """
+def coupled_along_dim(eqn: Any, ins: Sequence[Value]) -> Value:
+    """Return the coupled result of an equation that mixes rows along a dim, as a sort does."""
     name = eqn.primitive.name
-    if not has_factors:
+    if not primitives.of(eqn).factors:
         return coupled(ins, Note.of_eqn(eqn, f"{name} may mix rows: jaxpar has no rule for it", is_certain=False))
     message = f"{_PLAIN_NAMES.get(name, name)} over rows; {ADVISE_ALL_ROWS}"
     is_certain = name not in ("reduce", "pad")

@@ -57,7 +57,6 @@ def move_dims(array: np.ndarray, target_dims: Sequence[int | None], ndim: int) -
     """Move the dims of labels to other positions.
 
     Args:
-      array: the labels.
       target_dims: for each dim of the labels its dim in the result; None is allowed for dims of size 1.
       ndim: the number of dims of the result.
     """

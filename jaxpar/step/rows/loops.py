@@ -43,7 +43,6 @@ def _settle(
     """Read a loop's body until its carry settles.
 
     Args:
-      eqn: the loop.
       start: the values of the carry before the loop.
       body: returns the results of a step, first the next carry, for the values of its carry.
       join: returns the value of carry `i` for its values before and after a step.
@@ -78,6 +77,11 @@ def _passes_through(body: Any, first: int, num_carries: int) -> list[bool]:
     return [a is b for a, b in zip(carry_in, carry_out, strict=True)]
 
 
+def _join_steps(eqn: Any, passes_through: Sequence[bool]) -> Callable[[int, Value, Value], Value]:
+    """Return a function for `_settle` that joins each carry before and after a step, if a step changes it."""
+    return lambda i, before, after: before if passes_through[i] else join_values(eqn, before, after)
+
+
 def _after_counted_steps(eqn: Any, x: Value) -> Value:
     """Return a carry that changes in each step, where the number of steps depends on the number of rows."""
     note = Note.of_eqn(eqn, "a loop of as many steps as a block has rows, or so", is_certain=False)
@@ -94,14 +98,11 @@ def _while(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Va
     loop_reader = replace(reader, in_loop=True)
 
     def body(carry: list[Value]) -> list[Value]:
-        return loop_reader.read_inner(params["body_jaxpr"], twin_params.get("body_jaxpr"), [*body_consts, *carry])
+        return loop_reader.read_program(params["body_jaxpr"], twin_params.get("body_jaxpr"), [*body_consts, *carry])
 
-    def join(i: int, carry_in: Value, carry_out: Value) -> Value:
-        return carry_in if passes_through[i] else join_values(eqn, carry_in, carry_out)
-
-    carry = _settle(eqn, ins[carry_start:], body, join)[: len(passes_through)]
+    carry = _settle(eqn, ins[carry_start:], body, _join_steps(eqn, passes_through))[: len(passes_through)]
     # The condition decides how the loop ends, for the settled carry.
-    (condition,) = loop_reader.read_inner(
+    (condition,) = loop_reader.read_program(
         params["cond_jaxpr"], twin_params.get("cond_jaxpr"), [*ins[:num_cond_consts], *carry]
     )
 
@@ -133,12 +134,9 @@ def _scan(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Val
 
     def body(carry: list[Value]) -> list[Value]:
         inputs = [*consts, *carry, *map(_in_one_step, scanned)]
-        return loop_reader.read_inner(parts.body, twin_parts and twin_parts.body, inputs)
+        return loop_reader.read_program(parts.body, twin_parts and twin_parts.body, inputs)
 
-    def join(i: int, carry_in: Value, carry_out: Value) -> Value:
-        return carry_in if passes_through[i] else join_values(eqn, carry_in, carry_out)
-
-    outs = _settle(eqn, ins[num_consts : num_consts + num_carries], body, join)
+    outs = _settle(eqn, ins[num_consts : num_consts + num_carries], body, _join_steps(eqn, passes_through))
     # `outs` are the carries in any step, the carries after a step, and the results that the scan stacks.
     return [*outs[:num_carries], *map(_stack_steps, outs[2 * num_carries :])]
 
@@ -160,28 +158,17 @@ def _stack_steps(x: Value, differs: bool = True) -> Value:
 def _scan_over_rows(
     reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], passes_through: Sequence[bool]
 ) -> list[Value]:
-    """Return the results of a scan over rows, or of as many steps; the module describes the carries.
-
-    Args:
-      reader: reads the body.
-      eqn, twin, ins: as for every rule.
-      passes_through: for each carry, whether each step passes it on unchanged.
-    """
+    """Return the results of a scan over rows, or of as many steps; the module describes the carries."""
     parts = jx.scan_parts(eqn)
     num_consts, num_carries, (body, _) = len(parts.consts), len(parts.carry), jx.opened(parts.body)
     start, scanned = ins[num_consts : num_consts + num_carries], ins[num_consts + num_carries :]
     # 1. The program of all steps at once.
-    programs = lambda: (
-        _all_steps(eqn, reader.axes),
-        _all_steps(twin, reader.twin_axes) if twin is not None else None,
-    )
+    programs = lambda: (_all_steps(eqn, reader.axes), _all_steps(twin, reader.twin_axes) if twin is not None else None)
     try:
         program, twin_program = reader.memoize(("at once", id(eqn), id(twin)), (eqn, twin), programs)
     except NotImplementedError as error:  # vmap has no rule for a primitive, such as ragged_dot with different groups
         note = Note.of_eqn(eqn, f"a loop over rows that jax cannot run for all of them at once: {error}", False)
         return [coupled(ins, note)] * len(eqn.outvars)
-    twin_consts = twin_program.consts if twin_program is not None else ()
-    consts = reader.values_of_constants(program.consts, twin_consts)
     # 2. The kind of each carry.
     producers = [next((e for e in body.eqns if v in e.outvars), eqn) for v in body.outvars[:num_carries]]
     is_added_to = [_only_adds(body, v, e) for v, e in zip(body.invars[num_consts:], producers, strict=False)]
@@ -192,7 +179,7 @@ def _scan_over_rows(
     carry = [Value(number=_ZERO) if adds else x for x, adds in zip(carry, is_added_to, strict=True)]
 
     def read(carry: list[Value]) -> list[Value]:
-        return reader.read_program(program, twin_program, consts, [*ins[:num_consts], *carry, *scanned])
+        return reader.read_program(program, twin_program, [*ins[:num_consts], *carry, *scanned])
 
     def join(i: int, carry_in: Value, carry_out: Value) -> Value:
         if passes_through[i] or is_added_to[i]:
@@ -266,4 +253,4 @@ def _sum_of_steps(reader: Reader, eqn: Any, twin: Any, i: int, start: Value, add
             return jx.trace(lambda x, y: x + y.sum(0), *avals, axes=dict(axes))[0]
 
     twin_program = None if twin is None else program(twin, reader.twin_axes)
-    return reader.read_program(program(eqn, reader.axes), twin_program, (), [start, addends])[0]
+    return reader.read_program(program(eqn, reader.axes), twin_program, [start, addends])[0]

@@ -167,13 +167,7 @@ def constant_number(x: Any, twin: Any) -> Number | None:
 
 
 def computed_numbers(eqn: Any, twin: Any, operands: Sequence[Number | None]) -> list[Number | None]:
-    """Return the numbers of an equation's results; None if an operand is unknown, or an array is too large.
-
-    Args:
-      eqn: the equation in the program.
-      twin: the same equation in the twin, or None.
-      operands: the numbers of the operands; None for unknown ones.
-    """
+    """Return the numbers of an equation's results; None if an operand is unknown, or an array is too large."""
     known_operands = [x for x in operands if x is not None]
     name = eqn.primitive.name
     if len(known_operands) < len(operands) or eqn.effects or name in _RANDOM or (not operands and name != "iota"):

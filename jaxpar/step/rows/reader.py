@@ -47,12 +47,12 @@ def rule(*names: str, table: dict[str, PrimitiveRule] = RULES) -> Callable[[Rule
 
 def input_shapes(eqn: Any) -> list[tuple[int, ...]]:
     """Return the shapes of an equation's operands."""
-    return [tuple(getattr(v.aval, "shape", ())) for v in eqn.invars]
+    return factors.shapes(eqn)[0]
 
 
 def output_shape(eqn: Any, index: int = 0) -> tuple[int, ...]:
     """Return the shape of a result of an equation."""
-    return tuple(getattr(eqn.outvars[index].aval, "shape", ()))
+    return factors.shapes(eqn)[1][index]
 
 
 @dataclass(frozen=True)
@@ -81,39 +81,38 @@ class Reader:
         Args:
           key: a key, which may contain ids of objects.
           referents: these objects. The memo keeps them alive, so that no other object gets the same id.
-          make: makes the result.
         """
         if key not in self.memo:
             self.memo[key] = (referents, make())
         return self.memo[key][1]
 
-    def read_program(self, program: Any, twin: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
-        """Return the output values of a jaxpr (or a `jx.Flat`) for the values of its constants and inputs."""
+    def read_program(self, program: Any, twin: Any, inputs: Sequence[Value]) -> list[Value]:
+        """Return the output values of a program (open, closed or `jx.Flat`) for the values of its inputs."""
+        jaxpr, consts = jx.opened(program)
+        twin_jaxpr, twin_consts = jx.opened(twin) if twin is not None else (None, ())
+        if len(twin_consts) != len(consts):
+            twin_consts = [None] * len(consts)
+        values = [*map(self.value_of_constant, consts, twin_consts), *inputs]
         if not self.in_loop:
-            return self._read_equations(program, twin, consts, inputs)
+            return self._read_equations(jaxpr, twin_jaxpr, values)
         # A loop is read until its carry settles, and each of these rounds also reads the loops within. Most of their
         # inputs have been read before: without the memo, the time would grow as 2^depth or faster.
-        key = ("run", id(program), id(twin), self.in_backward, *(x.identity_key for x in (*consts, *inputs)))
-        referents = (program, twin, consts, inputs)
-        return list(self.memoize(key, referents, lambda: self._read_equations(program, twin, consts, inputs)))
+        key = ("run", id(jaxpr), id(twin_jaxpr), self.in_backward, *(x.identity_key for x in values))
+        return list(
+            self.memoize(key, (jaxpr, twin_jaxpr, values), lambda: self._read_equations(jaxpr, twin_jaxpr, values))
+        )
 
-    def _read_equations(self, program: Any, twin: Any, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
-        """Read the equations in order; the twin's constants and inputs have the same values."""
-        env: dict[Any, Value] = dict(zip([*program.constvars, *program.invars], [*consts, *inputs], strict=True))
-        twins, unpaired = pair_equations(program.eqns, twin.eqns) if twin is not None else ({}, None)
-        for i, eqn in enumerate(program.eqns):
+    def _read_equations(self, jaxpr: Any, twin: Any, values: Sequence[Value]) -> list[Value]:
+        """Read the equations in order, for the values of the constants and inputs: the twin has the same."""
+        env: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+        twins, unpaired = pair_equations(jaxpr.eqns, twin.eqns) if twin is not None else ({}, None)
+        for i, eqn in enumerate(jaxpr.eqns):
             ins = [self.value_of(env, v, k, twins[i].invars if i in twins else ()) for k, v in enumerate(eqn.invars)]
             env.update(zip(eqn.outvars, self.read_equation(eqn, twins.get(i), ins), strict=True))
         message = "is another program for twice the rows, so that what it makes of their number is not known"
         notes = [Note.of_eqn(unpaired, message, is_certain=False)] if unpaired is not None else []
-        atoms = enumerate(program.outvars)
+        atoms = enumerate(jaxpr.outvars)
         return [self.value_of(env, v, k, twin.outvars if twin is not None else ()).with_notes(*notes) for k, v in atoms]
-
-    def read_inner(self, jaxpr: Any, twin: Any, inputs: Sequence[Value]) -> list[Value]:
-        """Return the output values of a jaxpr, closed or not, that an equation holds."""
-        opened, consts = jx.opened(jaxpr)
-        opened_twin, twin_consts = jx.opened(twin) if twin is not None else (None, ())
-        return self.read_program(opened, opened_twin, self.values_of_constants(consts, twin_consts), inputs)
 
     def value_of(self, env: Mapping[Any, Value], atom: Any, k: int, twin_atoms: Sequence[Any]) -> Value:
         """Return the value of a variable or literal; a literal is compared with the twin's `k`-th atom."""
@@ -122,11 +121,6 @@ class Reader:
         return self.value_of_constant(
             atom.val, twin_atoms[k].val if k < len(twin_atoms) and jx.is_literal(twin_atoms[k]) else None
         )
-
-    def values_of_constants(self, constants: Sequence[Any], twin_constants: Sequence[Any]) -> list[Value]:
-        """Return the values of arrays that a trace closed over."""
-        twins = twin_constants if len(twin_constants) == len(constants) else [None] * len(constants)
-        return list(map(self.value_of_constant, constants, twins))
 
     def value_of_constant(self, x: Any, twin: Any) -> Value:
         """Return the value of a number or array in the program."""
@@ -165,7 +159,7 @@ class Reader:
         # implementation it is `any` over rows, an error. As a primitive without a rule it is no certain coupling.
         if not name.startswith("unvmap") and (program := implemented(eqn)) is not None:
             twin_program = implemented(twin) if twin is not None else None
-            return [_located(eqn, x) for x in self.read_inner(program, twin_program, ins)]
+            return [_located(eqn, x) for x in self.read_program(program, twin_program, ins)]
         primitive_rule = ALWAYS.get(name) or RULES.get("coupled" if has_coupled else name, RULES[""])
         outs = primitive_rule(self, eqn, twin, ins)
         outs = [outs] * len(eqn.outvars) if isinstance(outs, Value) else outs
@@ -288,4 +282,4 @@ def power_between(value: float, twin_value: float) -> float:
         return 0
     ratio = twin_value / value if value else math.nan
     power = round(2 * math.log2(ratio)) / 2 if 0 < ratio < math.inf else UNKNOWN_POWER
-    return power if power == power and math.isclose(ratio, 2**power, rel_tol=1e-5) else UNKNOWN_POWER
+    return power if math.isclose(ratio, 2**power, rel_tol=1e-5) else UNKNOWN_POWER

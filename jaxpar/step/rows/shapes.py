@@ -6,7 +6,6 @@ moved alike: if they come out different from row to row, the equation treats row
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -22,6 +21,7 @@ from .reader import Reader, input_shapes, output_shape, rule
 from .values import (
     ADVISE_ALL_ROWS,
     TAKES_SOME_ROWS,
+    UNKNOWN_POWER,
     Note,
     Value,
     coupled,
@@ -84,7 +84,6 @@ def rearranged_rows(
     """Return rows after an equation has moved or picked elements.
 
     Args:
-      eqn: the equation.
       x: the rows before.
       labels: the row of each element of the result.
       ordinals: for each element of the result, which element of its row it is.
@@ -128,7 +127,7 @@ def _concatenate(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> l
     ]
     # Each operand may be another function of its rows: number the functions with the elements.
     ordinals = [ordinals_in_row(a) * len(rows) + i for i, a in enumerate(full_labels)]
-    power = rows[0].power if len({x.power for x in rows}) == 1 else math.nan
+    power = rows[0].power if len({x.power for x in rows}) == 1 else UNKNOWN_POWER
     x = replace(rows[0], power=power, has_mean=any(x.has_mean for x in rows))
     note = Note.of_eqn(eqn, f"puts rows into another order; {ADVISE_ALL_ROWS}")
     result = rearranged_rows(eqn, x, np.concatenate(full_labels, dim), np.concatenate(ordinals, dim), note)

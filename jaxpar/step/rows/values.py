@@ -207,6 +207,11 @@ class Value:
         return replace(self, **element_facts | changes)
 
 
+def reason_of(error: Exception) -> str:
+    """Return the type and the first line of an error of the user's code, for a note."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+
+
 def coupled(values: Iterable[Value], *notes: Note) -> Value:
     """Return a coupled value with the notes of the values that it is computed from, and further notes."""
     return Value("coupled", power=UNKNOWN_POWER, notes=notes_of(values).union(notes))
@@ -226,8 +231,6 @@ def nonlinear_in_sum(eqn: Any, ins: Sequence[Value], action: str = "", is_certai
     """Return the coupled result of an equation that is not linear in an operand that holds a sum over rows.
 
     Args:
-      eqn: the equation.
-      ins: its operands.
       action: what the equation does, up to the object "a sum or mean over rows"; by default "<primitive> of".
       is_certain: whether the equation couples rows for certain.
     """
@@ -261,7 +264,6 @@ def position_notes(eqn: Any, whole_value: Value, rows: Value, message: str = "")
       eqn: the equation in which they meet.
       whole_value: a value with as many dims as the rows. It may differ from row to row only by the place in the block,
         or by random draws that are the same in all blocks.
-      rows: the rows.
       message: the note's message; by default one that names the primitive.
     """
     labels = rows.order
