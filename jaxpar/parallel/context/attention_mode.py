@@ -6,8 +6,6 @@ The modes, for c ranks, with Hq query heads and Hkv key heads:
     ulysses    ranks exchange positions for heads, and back      sends (2 Hq + 2 Hkv) a position; c divides the heads
     ring       keys and values move from rank to rank            sends as gather; holds two blocks of keys at a time
     usp        ulysses in groups of ranks, a ring of the groups  where a divisor of c divides the heads
-
-`choose` takes the mode that the user asked for, or with "auto" the one that sends the fewest bytes.
 """
 
 import itertools
@@ -153,12 +151,11 @@ def choose(
     schedule: str = "",
     not_taken: Mapping[str, str] = MappingProxyType({}),
 ) -> AttentionMode:
-    """Choose the attention mode of a program.
+    """Choose the attention mode of a program on `ranks` context ranks.
 
     Args:
-      asked: the mode that the user asked for, or "auto".
+      asked: the mode that the user asked for, or "auto" for the one that sends the fewest bytes.
       eqns: the program.
-      ranks: the number of context ranks.
       tensor: the number of tensor ranks that share the heads.
       schedule: the schedule of a pipeline whose ranks run different operations at the same time, "" for any other. It
         rules out a ring, since XLA makes all devices of a program meet in a collective-permute.
@@ -174,7 +171,7 @@ def choose(
     # 1. Without a call that other modes can compute, only gather is possible.
     if not free_calls:
         why = "the loss calls no jp.attention and spells none out"
-        # The reason names the first call only.
+        # The reason names the first call.
         if obstacles := {call.line: call.needs_gather for call in all_calls} | dict(not_taken):
             line = next(iter(obstacles))
             why = f"that of {line} {obstacles[line]}"
@@ -237,14 +234,7 @@ def _check(asked: str, heads: _Heads, schedule: str) -> None:
 def _choose_cheapest(
     calls: Sequence[Call], heads: _Heads, schedule: str, modes: tuple[AttentionMode, AttentionMode, AttentionMode]
 ) -> AttentionMode:
-    """Choose the mode that sends the fewest bytes among those that are possible.
-
-    Args:
-      calls: the calls that need no gather.
-      heads: their heads.
-      schedule: the schedule that rules out a ring, or "".
-      modes: ulysses, usp and ring.
-    """
+    """Choose the mode that sends the fewest bytes among those that are possible; `modes` are ulysses, usp and ring."""
     ulysses, usp, ring = modes
     ranks = heads.ranks
     # Ulysses gives each rank whole heads.
@@ -287,7 +277,7 @@ def _bytes_sent(call: Call, mode: AttentionMode, ranks: int, tensor: int) -> int
     hq, hkv = hq // tensor, hkv // tensor
     if mode.name == "ulysses":
         return sum(ulysses_bytes(b, s, hq, hkv, d, ranks, itemsize))
-    # In zigzag order each rank has late queries, so that keys must pass all ranks whatever the window.
+    # In zigzag order a window saves no hops (`Rounds.of`).
     hops = _hops(call, ranks, mode.group) if mode.order == "plain" else None
     return sum(usp_bytes(b, s, hq, hkv, d, ranks, mode.group, itemsize, t, hops))
 

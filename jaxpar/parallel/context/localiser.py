@@ -1,9 +1,5 @@
 """Rewrite a traced loss into the program of one context rank, which holds some of the positions of each sequence.
 
-    ids [B, T] --embedding of a rank's ids--> h [B, T/c, D] --norms, matmuls, dropout--> h [B, T/c, D]
-    attention:  query [B, T/c, H, h], keys and values of all ranks (`attention_mode.py`)
-    loss:       losses [B, T/c] --sum--> partial sum: the rank's part of the total
-
 The sequence is found where ids become features, and is split there (`entry.py`). The values computed from it are split
 along the same dim, by the rule of each primitive. Where an equation treats positions separately, that is the rule of
 `tensor`; where it adds them up, a rule of `rules.py`. Values that no split reaches, such as positions and masks, stay
@@ -40,7 +36,7 @@ from ..tensor.localiser import Found, Localiser, LocalValue, place
 from .attention_mode import AXIS, GATHER, AttentionMode
 from .entry import FirstSplit, starts
 from .ops import from_zigzag, order_of
-from .split import PARTIAL, Split, linear_in_partial_sums, map_rows, part_from_inputs
+from .split import PARTIAL, Split, linear_in_partial_sums, map_rows, pad_positions, part_from_inputs
 
 
 @dataclass
@@ -116,12 +112,10 @@ class ContextLocaliser(Localiser):
 
     def _take_chunks(self, value: jax.Array, dim: int, overlap: int) -> jax.Array:
         """Slice this rank's chunks out of one row."""
-        n = value.shape[dim]
-        chunk, num_following = self.chunk(n, overlap), max(overlap, 0)
-        padding = chunk * self.mode.parts(self.ranks) + num_following - n
-        if padding:
-            # Places beyond the end repeat the last position ("edge").
-            value = jnp.pad(value, [(0, padding if d == dim else 0) for d in range(value.ndim)], "edge")
+        chunk, num_following = self.chunk(value.shape[dim], overlap), max(overlap, 0)
+        length = chunk * self.mode.parts(self.ranks) + num_following
+        if length > value.shape[dim]:
+            value = pad_positions(value, dim, length)
         parts = [lax.dynamic_slice_in_dim(value, i * chunk, chunk + num_following, dim) for i in self.chunks()]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, dim)
 
@@ -142,10 +136,10 @@ class ContextLocaliser(Localiser):
     def positions(self, n: int, dim: Split) -> jax.Array:
         """Return this rank's positions in a dim of length n: int32. Places beyond the end of a row have its last."""
         row_length = n // dim.rows
-        row_positions = jnp.minimum(self._row_positions(row_length, dim.overlap), row_length - 1)
+        row_positions = jnp.minimum(self.row_positions(row_length, dim.overlap), row_length - 1)
         return (jnp.arange(dim.rows, dtype=jnp.int32)[:, None] * row_length + row_positions).reshape(-1)
 
-    def _row_positions(self, n: int, overlap: int) -> jax.Array:
+    def row_positions(self, n: int, overlap: int) -> jax.Array:
         """Return this rank's positions in a row of length n, int32; those beyond the end are n or more."""
         chunk = self.chunk(n, overlap)
         offsets = jnp.arange(chunk + max(overlap, 0), dtype=jnp.int32)
@@ -158,10 +152,8 @@ class ContextLocaliser(Localiser):
         chunk = self.chunk(row_length, dim.overlap)
         chunk_starts = np.array(order_of(self.ranks, self.mode.order)).reshape(self.ranks, -1, 1) * chunk
         row_positions = (chunk_starts + np.arange(chunk + max(dim.overlap, 0))).reshape(self.ranks, 1, -1)
-        positions = np.where(
-            row_positions < row_length, np.arange(dim.rows)[:, None] * row_length + row_positions, beyond
-        )
-        return positions.reshape(self.ranks, -1)
+        positions = np.arange(dim.rows)[:, None] * row_length + row_positions
+        return np.where(row_positions < row_length, positions, beyond).reshape(self.ranks, -1)
 
     def masked_part(self, x: LocalValue, fill: Any = 0) -> jax.Array:
         """Return the part of a split value, with `fill` beyond the end and where another chunk has the position too."""
@@ -178,10 +170,9 @@ class ContextLocaliser(Localiser):
 
         Every position is owned once: not by the overlap of another chunk, and not by places beyond the end.
         """
-        # Without overlap and places beyond the end, each position is in exactly one chunk.
         if dim.overlap == 0 and self.local_length(n) * self.ranks == n:
             return None
-        is_owned = self._row_positions(n, dim.overlap) < n
+        is_owned = self.row_positions(n, dim.overlap) < n
         if dim.overlap > 0:
             # The next chunk owns the positions of the overlap; behind the last chunk, that chunk does.
             chunk, parts = self.chunk(n, dim.overlap), self.mode.parts(self.ranks)
@@ -202,10 +193,8 @@ class ContextLocaliser(Localiser):
         if dim is None:
             return (*shape,)
         split = self.split(dim)
-        return tuple(
-            split.rows * self.local_length(n // split.rows, split.overlap) if d == split else n
-            for d, n in enumerate(shape)
-        )
+        length = split.rows * self.local_length(shape[split] // split.rows, split.overlap)
+        return tuple(length if d == split else n for d, n in enumerate(shape))
 
     def as_partial_sum(self, x: LocalValue) -> jax.Array:
         """Return a value as a partial sum: this rank's share of a value that every rank holds."""
@@ -306,7 +295,7 @@ def split_sequence(
     tensor: int = 1,
     in_lockstep: bool = True,
 ) -> Callable[..., list[Any]]:
-    """Build the program of one context rank, a function of the same whole inputs.
+    """Build the program of one of `ranks` context ranks, a function of the same whole inputs.
 
     Args:
       flat: the traced loss on whole arrays. Its first inputs are the parameters.
@@ -314,9 +303,7 @@ def split_sequence(
       batch: the positions of the inputs that are rows of a batch [rows, positions, ...].
       sums: the number of outputs, from the first on, that are totals and counts. The function returns a rank's part of
         each; their sum over ranks is the result. All other outputs are whole.
-      ranks: the number of ranks on `context`.
       mode: how attention reaches all keys (`attention_mode.py`).
-      rules: the rule of each primitive.
       tensor: the number of ranks that share the heads.
       in_lockstep: whether all ranks run the program at the same time, which direct exchanges of positions need.
 
@@ -327,18 +314,12 @@ def split_sequence(
     # Results that nobody reads, such as the last positions for a cache, need no rule.
     flat = dataclasses.replace(flat, eqns=jx.live(flat.eqns, flat.outvars))
     first_splits = starts(flat, leaves, batch, ranks, mode.parts(ranks))
-    # One number for each position may be gathered.
+    # One number for each position may be gathered (`note`).
     cheap = max(first_split.tokens for first_split in first_splits.values())
 
     def local_program(*values: Any) -> list[Any]:
-        options = {
-            "first_splits": first_splits,
-            "cheap": cheap,
-            "mode": mode,
-            "tensor": tensor,
-            "in_lockstep": in_lockstep,
-        }
-        localiser = ContextLocaliser(ranks, False, rules, **options)
+        options = {"mode": mode, "tensor": tensor, "in_lockstep": in_lockstep}
+        localiser = ContextLocaliser(ranks, False, rules, first_splits=first_splits, cheap=cheap, **options)
         outs = localiser.run(flat, localiser.arguments(flat, values, [None] * leaves), linear=True)
         return [localiser.as_partial_sum(x) if i < sums else localiser.whole(x) for i, x in enumerate(outs)]
 

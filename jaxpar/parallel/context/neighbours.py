@@ -1,13 +1,13 @@
 """Rules of equations that move positions along, or mix them with their neighbours.
 
+A rank exchanges the ends of its chunks with its neighbours:
+
     slices, paddings, joins   positions move along; the chunks keep their borders and overlap
     convolutions              a chunk needs the ends of its neighbours (`ops/halo.py`)
     reversals, writes         positions are placed anew (`places.py`)
 
     x[:, 1:] on 2 ranks       a b c d | e f g h   -->   b c d e | f g h .
                                       one position moves to the previous chunk
-
-A rank exchanges the ends of its chunks with its neighbours.
 """
 
 import math
@@ -34,7 +34,7 @@ from .split import PARTIAL, Split
 def overlap_of(localiser: ContextLocaliser, n: int, chunk: int) -> int | None:
     """Return the overlap of n positions in chunks of a given length; None if it is more than a chunk."""
     parts = localiser.mode.parts(localiser.ranks)
-    # Chunks of n positions have this length in any case.
+    # n positions have chunks of this length without any overlap.
     if -(-n // parts) == chunk:
         return 0
     return n - chunk * parts if abs(n - chunk * parts) <= chunk else None
@@ -43,11 +43,7 @@ def overlap_of(localiser: ContextLocaliser, n: int, chunk: int) -> int | None:
 def refuse_reach(localiser: ContextLocaliser, eqn: Any, x: LocalValue, reach: int) -> None:
     """Raise ValueError for an equation that reaches beyond the next chunk, unless its input is small enough to gather.
 
-    Args:
-      localiser: the rewriting.
-      eqn: the equation.
-      x: its input.
-      reach: the number of neighbouring positions that it needs.
+    `reach` is the number of neighbouring positions of `x`, its input, that it needs.
     """
     assert x.dim is not None
     if math.prod(x.shape) > localiser.cheap:
@@ -67,7 +63,6 @@ def windows(
     """Return a window for each of this rank's chunks.
 
     Args:
-      localiser: the rewriting.
       x: a split value.
       start: the first position of the window, relative to the first position of its chunk.
       width: the number of positions in a window.
@@ -85,10 +80,8 @@ def windows(
     num_before, num_after = max(-start, 0), max(start + width - chunk, 0)
     if split.overlap > 0 and start >= 0 and start + width <= chunk + split.overlap:
         # The overlap holds all positions that the windows need.
-        chunk_windows = [
-            lax.slice_in_dim(y, start, start + width, axis=dim)
-            for y in jnp.split(x.value, localiser.mode.parts(1), dim)
-        ]
+        chunks = jnp.split(x.value, localiser.mode.parts(1), dim)
+        chunk_windows = [lax.slice_in_dim(y, start, start + width, axis=dim) for y in chunks]
     elif split.overlap > 0 or max(num_before, num_after) > chunk:
         return None
     else:
@@ -166,12 +159,8 @@ def picked(localiser: ContextLocaliser, x: LocalValue, start: int, limit: int) -
         owner, slot = divmod(chunk_order.index(chunk_index), localiser.mode.parts(1))
         end = n if chunk_index == len(chunk_order) - 1 else (chunk_index + 1) * chunk
         length = min(limit - start, end - position)
-        local_start = (
-            row * localiser.local_length(n, dim.overlap)
-            + slot * (chunk + max(dim.overlap, 0))
-            + position
-            - chunk_index * chunk
-        )
+        slot_start = row * localiser.local_length(n, dim.overlap) + slot * (chunk + max(dim.overlap, 0))
+        local_start = slot_start + position - chunk_index * chunk
         piece = lax.slice_in_dim(x.value, local_start, local_start + length, axis=int(dim))
         pieces.append(jnp.where(lax.axis_index(AXIS) == owner, piece, jnp.zeros_like(piece)))
         start += length
@@ -197,11 +186,8 @@ def _pad(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) ->
         return local_outputs
     # Interior padding puts position i at low + i (interior + 1).
     offsets = np.arange(-low, shape_of(eqn)[x.dim] - low)
-    sources = np.where(
-        (offsets >= 0) & (offsets % (interior + 1) == 0) & (offsets // (interior + 1) < n),
-        offsets // (interior + 1),
-        -1,
-    )
+    indices, remainders = np.divmod(offsets, interior + 1)
+    sources = np.where((offsets >= 0) & (remainders == 0) & (indices < n), indices, -1)
     return placed(localiser, eqn, [padded], int(x.dim), sources, fill.value)
 
 
@@ -251,12 +237,9 @@ def _reverse(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]
     assert x.dim is not None
     dims = {int(d) for d in eqn.params["dimensions"]}
     (value,) = jx.bind(eqn, [x.value], dimensions=tuple(dims - {int(x.dim)}))
-    reversed_elsewhere = LocalValue(value, x.dim, x.shape)
-    return (
-        placed(localiser, eqn, [reversed_elsewhere], int(x.dim), np.arange(x.shape[x.dim])[::-1])
-        if x.dim in dims
-        else [(value, x.dim)]
-    )
+    if x.dim not in dims:
+        return [(value, x.dim)]
+    return placed(localiser, eqn, [LocalValue(value, x.dim, x.shape)], int(x.dim), np.arange(x.shape[x.dim])[::-1])
 
 
 _SCATTER_JOINS = {"": lambda _, y: y, "-add": jnp.add, "-mul": jnp.multiply, "-min": jnp.minimum, "-max": jnp.maximum}
@@ -281,11 +264,9 @@ def _scatter(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]
         y, targets = _with_dim(localiser, y, dim, numbers.update_window_dims), starts.reshape(-1)
     else:  # one window of consecutive positions
         targets = starts.reshape(-1) + np.arange(y.shape[dim])
-    other_dims = [d for d in range(len(x.shape)) if d != dim]
-    are_unique = (
-        len(np.unique(targets)) == len(targets) == y.shape[dim] and targets.min() >= 0 and targets.max() < x.shape[dim]
-    )
-    if not are_unique or any(x.shape[d] != y.shape[d] for d in other_dims):
+    are_unique = len(np.unique(targets)) == len(targets) == y.shape[dim]
+    fits = are_unique and targets.min() >= 0 and targets.max() < x.shape[dim]
+    if not fits or any(x.shape[d] != y.shape[d] for d in range(len(x.shape)) if d != dim):
         return None
     # Invert the table: from each position of x to its source in y.
     sources = np.full(x.shape[dim], -1)
@@ -335,7 +316,7 @@ def _convolution(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalVa
     if localiser.rows > 1 or params["window_strides"][window_dim] != 1 or params["lhs_dilation"][window_dim] != 1:
         return None
 
-    # 3. Stride 1: extend each chunk by the kernel's reach. `windows` has padded it then.
+    # 3. Stride 1: extend each chunk by the kernel's reach.
     dim = localiser.split(x.dim)
     low, high = params["padding"][window_dim]
     reach = (kernel.shape[numbers.rhs_spec[2 + window_dim]] - 1) * params["rhs_dilation"][window_dim]

@@ -37,7 +37,6 @@ def placed(
     """Return chosen positions of the concatenation of some values along a dim.
 
     Args:
-      localiser: the rewriting.
       eqn: the equation, for errors.
       inputs: the values, whole or split along `dim`.
       dim: the dim of positions.
@@ -58,12 +57,10 @@ def placed(
     new_split, offset, positions_of_inputs = new_split or Split(dim), 0, []
     for x in inputs:
         n = x.shape[dim]
-        # Every rank holds all positions of a whole value, in the same slots.
-        positions = (
-            np.tile(np.arange(n), (localiser.ranks, 1))
-            if x.dim is None
-            else localiser.positions_of_ranks(n, localiser.split(x.dim))
-        )
+        if x.dim is None:  # every rank holds all positions, in the same slots
+            positions = np.tile(np.arange(n), (localiser.ranks, 1))
+        else:
+            positions = localiser.positions_of_ranks(n, localiser.split(x.dim))
         positions_of_inputs.append(np.where(positions < 0, -1, positions + offset))
         offset += n
     slot_positions = np.concatenate(positions_of_inputs, 1)
@@ -117,22 +114,15 @@ def written(
 ) -> Found | None:
     """Write positions of y into x: `join(x, y)` at each position of x that has a source in y.
 
-    Args:
-      localiser: the rewriting.
-      eqn: the equation, for errors.
-      x: the value to write into.
-      y: the value to write.
-      dim: the dim of positions in both.
-      sources: for each position of x, the position of y that is written there; -1 where x stays unchanged.
-      join: combines the two, such as addition.
+    Both have positions along `dim`. For each position of x, `sources` has the position of y that is written there, -1
+    where x stays unchanged.
     """
     value = with_split(localiser, eqn, x, Split(dim)).value
     if (moved := placed(localiser, eqn, [y], dim, sources)) is None:
         return None
     ((update, split),) = moved
-    is_written = local_mask(
-        value, sources[localiser.positions_of_ranks(len(sources), Split(dim), beyond=len(sources) - 1)] >= 0, dim
-    )
+    local_sources = sources[localiser.positions_of_ranks(len(sources), Split(dim), beyond=len(sources) - 1)]
+    is_written = local_mask(value, local_sources >= 0, dim)
     return [(jnp.where(is_written, join(value, update), value), split)]
 
 

@@ -61,17 +61,15 @@ def _cumulative(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalVal
     # 1. Accumulate each chunk, without places beyond the end.
     value = x.value
     if chunk * localiser.mode.parts(localiser.ranks) + num_following != n:
-        positions = jnp.concatenate([i * chunk + jnp.arange(chunk + num_following) for i in localiser.chunks()])
-        is_inside = jnp.expand_dims(positions < n, [d for d in range(len(x.shape)) if d != dim])
+        is_inside = localiser.row_positions(n, dim.overlap) < n
+        is_inside = jnp.expand_dims(is_inside, [d for d in range(len(x.shape)) if d != dim])
         value = jnp.where(is_inside, value, neutral)
     accumulated = [jx.bind(eqn, [part])[0] for part in jnp.split(value, localiser.mode.parts(1), dim)]
 
-    # 2. Gather the totals of all chunks.
-    # The total of a chunk is its last accumulated value, or its first in reverse. The overlap is no part of it.
+    # 2. Gather the totals of all chunks: the last accumulated value before the overlap, or the first in reverse.
     end = 0 if is_reverse else chunk - 1
-    totals = from_chunks(
-        jnp.stack([lax.slice_in_dim(y, end, end + 1, axis=int(dim)) for y in accumulated]), AXIS, localiser.mode.order
-    )
+    own_totals = jnp.stack([lax.slice_in_dim(y, end, end + 1, axis=int(dim)) for y in accumulated])
+    totals = from_chunks(own_totals, AXIS, localiser.mode.order)
 
     # 3. Join each chunk with the total of those before it (after it, in reverse).
     prefixes = [jnp.full_like(totals[0], neutral)]
@@ -106,7 +104,8 @@ def _picking_scan(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalV
       The local outputs; None if the body uses a split value in any other way.
     """
     # 1. Find the step numbers 0, 1, 2, ..., and the equations that read split values.
-    parts, flat = jx.scan_parts(eqn), jx.flatten(jx.scan_parts(eqn).body)
+    parts = jx.scan_parts(eqn)
+    flat = jx.flatten(parts.body)
     n, k, step_range = len(parts.consts), len(parts.carry), np.arange(parts.length)
     step_constants = zip(flat.invars[n + k :], map(constant, inputs[n + k :]), strict=True)
     numbers = [v for v, value in step_constants if value is not None and np.array_equal(step_range, value)]
@@ -114,7 +113,7 @@ def _picking_scan(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalV
     picks = [inner for inner in flat.eqns if any(not jx.is_literal(v) and v in split for v in inner.invars)]
 
     def picks_step(inner: Any) -> bool:
-        # A `dynamic_slice` of one position, whose start is the step number, if computed in another way.
+        # A `dynamic_slice` of one position, whose start has the step number's values, whatever computes it.
         if inner.primitive.name != "dynamic_slice" or inner.invars[0] not in split:
             return False
         dim, sizes = split[inner.invars[0]][1], inner.params["slice_sizes"]
@@ -193,13 +192,8 @@ def _recurrence(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalVal
     chunk_maps = [jax.jvp(lambda carry, xs=xs: run_chunk(carry, xs)[0], (zeros,), (ones,)) for xs in xs_of_slots]
 
     # 2. Gather (B, A) of all chunks, for each carry, and compute the state at the start of each chunk.
-    gathered = [
-        [
-            from_chunks(jnp.stack([chunk_map[side][i] for chunk_map in chunk_maps]), AXIS, localiser.mode.order)
-            for side in (0, 1)
-        ]
-        for i in range(k)
-    ]
+    gather = lambda values: from_chunks(jnp.stack(values), AXIS, localiser.mode.order)
+    gathered = [[gather([chunk_map[side][i] for chunk_map in chunk_maps]) for side in (0, 1)] for i in range(k)]
     chunks = range(localiser.mode.parts(localiser.ranks))
     states: list[list[jax.Array]] = [start]
     for chunk in reversed(chunks) if parts.reverse else chunks:

@@ -43,7 +43,7 @@ from .ops import (
     usp_attention,
 )
 from .places import constant, placed, with_split
-from .split import PARTIAL, Split, counting_dim, reshape_split
+from .split import PARTIAL, Split, counting_dim, pad_positions, reshape_split
 
 Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
 RULES: dict[str, Rule] = {**TENSOR, BY_FACTORS: follow}
@@ -122,15 +122,10 @@ def _dot(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) ->
     # 1. Choose the operand that stays split: one with free positions, and queries before keys.
     split_sides = [side for side in (0, 1) if inputs[side].dim is not None]
     all_factors = factors.of(eqn)
-    factor_of: dict[int, Any] = {
-        side: next(f for f in all_factors if f.ins[side] == inputs[side].dim) for side in split_sides
-    }
+    factor_of: dict[int, Any] = {i: next(f for f in all_factors if f.ins[i] == inputs[i].dim) for i in split_sides}
     free_sides = [side for side in split_sides if None in factor_of[side].ins]
     split_side = (free_sides or split_sides)[0]
-    if (
-        len(free_sides) == 2
-        and keys_of(localiser.eqns, eqn, [d for side in free_sides if (d := factor_of[side].outs[0]) is not None]) == 0
-    ):
+    if len(free_sides) == 2 and keys_of(localiser.eqns, eqn, [factor_of[side].outs[0] for side in free_sides]) == 0:
         split_side = 1
     factor, layout = factor_of[split_side], localiser.split(inputs[split_side].dim).as_tuple[1:]  # type: ignore[arg-type]
 
@@ -160,7 +155,7 @@ def _gather(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
     # 1. Known positions.
     places = constant(indices)
     takes_rows = numbers.offset_dims == tuple(d for d in range(len(table.shape)) if d != table.dim)
-    is_in_bounds = places is not None and (places >= 0).all() and (places < table.shape[table.dim]).all()
+    is_in_bounds = places is not None and ((places >= 0) & (places < table.shape[table.dim])).all()
     if places is not None and is_in_bounds and takes_rows and len(places.shape) == 2:
         return placed(localiser, eqn, [table], int(table.dim), places[:, 0])
 
@@ -176,10 +171,8 @@ def _gather(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
         return None  # it looks up other positions
     # Locally, a rank's positions are numbered from 0.
     local_indices = localiser.part(indices, dim)
-    local_positions = jnp.expand_dims(
-        jnp.arange(local_indices.shape[dim], dtype=local_indices.dtype), [*range(1, len(local_indices.shape) - 1 - dim)]
-    )
-    local_indices = local_indices.at[..., column].set(jnp.broadcast_to(local_positions, local_indices.shape[:-1]))
+    local_positions = lax.broadcasted_iota(local_indices.dtype, local_indices.shape[:-1], dim)
+    local_indices = local_indices.at[..., column].set(local_positions)
     (value,) = jx.bind(eqn, [table.value, local_indices], indices_are_sorted=False, unique_indices=False)
     batch_dims = [d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims]
     return [(value, batch_dims[dim])]
@@ -230,11 +223,10 @@ def _separate_dims(
     Returns:
       A dim for each input, None for a whole one; None instead of the list if attention is not separate along `dim`.
     """
-    # Masks with one row are broadcast, and stay whole.
     if dim == 0:
-        has_rows = [True] * (3 + options.segments)
-        mask_rows = [*has_rows, *(x.shape[0] > 1 for x in inputs[len(has_rows) :])]
-        return [Split(0, *dim.as_tuple[1:]) if by_row else None for by_row in mask_rows]
+        num_arrays = 3 + options.segments  # then masks follow: one with a single row is broadcast, and stays whole
+        has_rows = [i < num_arrays or x.shape[0] > 1 for i, x in enumerate(inputs)]
+        return [Split(0, *dim.as_tuple[1:]) if by_row else None for by_row in has_rows]
     heads = [x.shape[2] for x in inputs[:3]]
     if dim.as_tuple != (2, 1, 0) or any(n % localiser.mode.parts(localiser.ranks) for n in heads):
         return None
@@ -296,14 +288,13 @@ def attend(
     value: jax.Array,
     *ids_and_masks: jax.Array,
 ) -> jax.Array:
-    """Attend from this rank's queries to the keys and values of all ranks.
+    """Attend from this rank's queries to the keys and values of all ranks, by `mode`, or with a mask by gather.
 
     Args:
       options: the static options of the call.
-      mode: how keys reach the queries. Attention with a mask is by gather.
+      mode: how keys reach the queries.
       query: [B, T/c, H, h].
-      key: this rank's keys [B, S/c, K, h].
-      value: [B, S/c, K, h].
+      key, value: [B, S/c, K, h].
       ids_and_masks: ids of these queries, of these keys, and a mask of these queries and all keys, as `options` say.
     """
     ids, masks = ids_and_masks[: options.segments], ids_and_masks[options.segments :]
@@ -332,8 +323,7 @@ def attend_scored(
       mode: how keys reach the queries.
       lengths: the number of queries and of keys, without places beyond the end.
       query: [B, T/c, H, h].
-      key: [B, S/c, K, h].
-      value: [B, S/c, K, h].
+      key, value: [B, S/c, K, h].
       score_operands: the function's operands. They have all keys and heads in the user's order, and this rank's
         queries, or all queries where ranks share heads.
     """
@@ -367,11 +357,6 @@ def attend_scored(
         return (by_blocks if mode.name == "gather" else by_rounds)(rounds, q, k, v, *operands)
 
     return exchanged(attend_heads, query, key, value, axis=AXIS, group=group, order=mode.order)
-
-
-def pad_positions(x: jax.Array, dim: int, length: int) -> jax.Array:
-    """Pad a dim of positions to a length, by repeating the last one."""
-    return jnp.pad(x, [(0, length - n if d == dim else 0) for d, n in enumerate(x.shape)], "edge")
 
 
 Sides = dict[int, int]  # dim -> the operand whose positions it has

@@ -74,17 +74,16 @@ def map_rows(fun: Callable[[jax.Array, int], jax.Array], value: jax.Array, dim: 
     return mapped.reshape(*outer, -1, *inner)
 
 
+def pad_positions(x: jax.Array, dim: int, length: int) -> jax.Array:
+    """Pad a dim of positions to a length, by repeating the last one."""
+    return jnp.pad(x, [(0, length - n if d == dim else 0) for d, n in enumerate(x.shape)], "edge")
+
+
 def reshape_split(shape: Sequence[int], dim: Split, new_shape: Sequence[int], parts: int) -> Split | None:
     """Return the split dim after a reshape.
 
-    Args:
-      shape: the shape before the reshape.
-      dim: the split dim before.
-      new_shape: the shape after.
-      parts: the number of chunks.
-
     Returns:
-      The split dim after; None if no `Split` describes it, or if the reshape cuts through chunks.
+      The split dim; None if no `Split` describes it, or if the reshape cuts through one of the `parts` chunks.
 
     >>> merged = reshape_split((3, 8, 5), Split(1), (24, 5), parts=2)
     >>> merged, merged.rows
@@ -138,14 +137,10 @@ def part_from_inputs(
 
     A rank computes its part of a mask from its positions, instead of slicing it out of the whole mask [T, S].
 
-    Args:
-      localiser: the rewriting.
-      positions: maps (n, dim) to this rank's positions among the n of a dim.
-      x: the whole value, whose equation is known.
-      dim: the dim along which the part is wanted.
+    `positions` maps (n, dim) to this rank's positions among the n of a dim.
 
     Returns:
-      The part; None if it must be sliced out of the whole.
+      The part of `x` along `dim`; None if it must be sliced out of the whole.
     """
     assert x.made is not None
     eqn, inputs = x.made
@@ -156,11 +151,8 @@ def part_from_inputs(
         dims, shape = eqn.params["broadcast_dimensions"], localiser.local(x.shape, dim)
         (y,) = inputs
         input_dim = dims.index(dim) if dim in dims else -1
-        operand = (
-            y.value
-            if input_dim < 0 or y.shape[input_dim] == 1
-            else localiser.part(y, Split(input_dim, dim.rows, dim.overlap))
-        )
+        is_constant = input_dim < 0 or y.shape[input_dim] == 1
+        operand = y.value if is_constant else localiser.part(y, Split(input_dim, dim.rows, dim.overlap))
         return jax.lax.broadcast_in_dim(operand, shape, dims)
     if name == "iota" and not inputs:
         value = jax.lax.broadcasted_iota(eqn.params["dtype"], localiser.local(x.shape, dim), eqn.params["dimension"])

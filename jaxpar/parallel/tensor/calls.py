@@ -1,7 +1,7 @@
 """Rules of equations that hold programs: loops, branches, rematerialised calls, functions with derivatives, kernels.
 
 Each rule rewrites the inner program with the same `Localiser`, and builds the equation anew around it. A value inside
-the inner program is a different tracer from the value outside, so it becomes a new `LocalValue` (`_with_value`) whose
+the inner program is a different tracer from the value outside, so it becomes a new `LocalValue` (`_with_values`) whose
 edges are separate. Loops need the layout of their carry before they are built, which `_loop_layouts` finds.
 """
 
@@ -22,14 +22,19 @@ from .localiser import Found, Localiser, LocalValue
 from .primitives import rule
 
 
-def _with_value(x: LocalValue, value: Any) -> LocalValue:
-    """Return a value in the layout of `x`, for another program. Edges that `x` has crossed are not shared."""
-    return LocalValue(value, x.dim, x.shape, x.active, x.weight, x.origin)
+def _values(inputs: Sequence[LocalValue]) -> list[Any]:
+    """Return the rank's arrays."""
+    return [x.value for x in inputs]
 
 
-def _in_layout(localiser: Localiser, x: LocalValue, dim: int | None) -> jax.Array:
-    """Return a value split along `dim`, or whole if None."""
-    return localiser.whole(x) if dim is None else localiser.part(x, dim)
+def _with_values(inputs: Sequence[LocalValue], values: Sequence[Any]) -> list[LocalValue]:
+    """Return values in the layouts of `inputs`, for another program. Edges that those have crossed are not shared."""
+    return [LocalValue(v, x.dim, x.shape, x.active, x.weight, x.origin) for x, v in zip(inputs, values, strict=True)]
+
+
+def _in_layout(localiser: Localiser, inputs: Sequence[LocalValue], dims: Sequence[int | None]) -> list[jax.Array]:
+    """Return the rank's arrays of values, each split along its dim of `dims`, or whole if that is None."""
+    return [localiser.whole(x) if d is None else localiser.part(x, d) for x, d in zip(inputs, dims, strict=True)]
 
 
 @rule("scan")
@@ -45,25 +50,23 @@ def _scan(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found
         return LocalValue(value, dim, x.shape[1:], x.active, x.weight, x.origin)
 
     def body(carry: Sequence[LocalValue], slices: Sequence[Any]) -> list[LocalValue]:
-        body_consts = [_with_value(x, x.value) for x in consts]
-        return localiser.run(flat, [*body_consts, *carry, *map(slice_of, xs, slices)])
+        return localiser.run(flat, [*_with_values(consts, _values(consts)), *carry, *map(slice_of, xs, slices)])
 
     # 1. Find the layout of the carry.
     slice_avals = [jax.ShapeDtypeStruct(x.value.shape[1:], x.value.dtype) for x in xs]
     carried, body_outputs = _loop_layouts(localiser, init, parts.carry, body, slice_avals)
+    dims = [x.dim for x in carried]
 
     # 2. Run the loop on the parts. The next carry must have the layout of the carry.
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = body(list(map(_with_value, carried, carry)), slices)
-        next_carry = [_in_layout(localiser, out, x.dim) for x, out in zip(carried, outs[:k], strict=True)]
-        return next_carry, [out.value for out in outs[k:]]
+        outs = body(_with_values(carried, carry), slices)
+        return _in_layout(localiser, outs[:k], dims), _values(outs[k:])
 
     scanned = [localiser.whole(x) if x.dim == 0 else x.value for x in xs]
-    start = [_in_layout(localiser, x, carry.dim) for x, carry in zip(init, carried, strict=True)]
     options = {name: eqn.params[name] for name in ("reverse", "unroll", "_split_transpose") if name in eqn.params}
-    carry, ys = jax.lax.scan(step, start, scanned, length=parts.length, **options)
-    dims = [x.dim for x in carried] + [None if out.dim is None else out.dim + 1 for out in body_outputs[k:]]
-    return list(zip([*carry, *ys], dims, strict=True))
+    carry, ys = jax.lax.scan(step, _in_layout(localiser, init, dims), scanned, length=parts.length, **options)
+    stacked_dims = [None if out.dim is None else out.dim + 1 for out in body_outputs[k:]]
+    return list(zip([*carry, *ys], [*dims, *stacked_dims], strict=True))
 
 
 def _loop_layouts(
@@ -76,7 +79,6 @@ def _loop_layouts(
     """Find the layout of a loop's carry that holds in every iteration.
 
     Args:
-      localiser: the rewriting.
       init: the carry before the first iteration.
       atoms: the carry's variables in the loop's equation, for dtypes.
       body: maps the carry and `step_inputs` to the body's outputs, the next carry first.
@@ -85,12 +87,12 @@ def _loop_layouts(
     Returns:
       The carry in the layout of every iteration, and the outputs of the body for it.
     """
-    carried = [_with_value(x, x.value) for x in init]
+    carried = _with_values(init, _values(init))
     body_outputs: list[LocalValue] = []
 
     def trace_step(carry: Any, *step_inputs: Any) -> list[Any]:
-        body_outputs[:] = body(list(map(_with_value, carried, carry)), *step_inputs)
-        return [x.value for x in body_outputs]
+        body_outputs[:] = body(_with_values(carried, carry), *step_inputs)
+        return _values(body_outputs)
 
     while True:
         shapes = [localiser.local(x.shape, x.dim) for x in carried]
@@ -129,21 +131,21 @@ def _while(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Foun
         return [(x.value, x.dim) for x in localiser.run(flat, inputs)]
     n, k = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     init = inputs[k:]
-    condition = lambda carry: localiser.run(cond, [*(_with_value(x, x.value) for x in inputs[:n]), *carry])
-    step = lambda carry: localiser.run(body, [*(_with_value(x, x.value) for x in inputs[n:k]), *carry])
+    condition = lambda carry: localiser.run(cond, [*_with_values(inputs[:n], _values(inputs[:n])), *carry])
+    step = lambda carry: localiser.run(body, [*_with_values(inputs[n:k], _values(inputs[n:k])), *carry])
     # The condition is traced as a last output of the body, so that the carry's layout serves both.
     carried, body_outputs = _loop_layouts(
         localiser, init, eqn.invars[k:], lambda carry: [*step(carry), *condition(carry)]
     )
     if not localiser.alike(body_outputs[-1]):
         return None
-    as_carry = lambda values: list(map(_with_value, carried, values))
+    dims = [x.dim for x in carried]
     final_carry = jax.lax.while_loop(
-        lambda values: localiser.whole(*condition(as_carry(values))),
-        lambda values: [_in_layout(localiser, y, x.dim) for x, y in zip(carried, step(as_carry(values)), strict=True)],
-        [_in_layout(localiser, x, carry.dim) for x, carry in zip(init, carried, strict=True)],
+        lambda values: localiser.whole(*condition(_with_values(carried, values))),
+        lambda values: _in_layout(localiser, step(_with_values(carried, values)), dims),
+        _in_layout(localiser, init, dims),
     )
-    return list(zip(final_carry, (x.dim for x in carried), strict=True))
+    return list(zip(final_carry, dims, strict=True))
 
 
 def _batched_while(eqn: Any, *values: jax.Array) -> list[jax.Array]:
@@ -168,12 +170,11 @@ def _linear_solve(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) 
     """
     lengths, programs = eqn.params["const_lengths"], eqn.params["jaxprs"]
     offsets = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    right, sides = inputs[offsets[-1] :], [_with_value(x, x.value) for x in inputs[offsets[-1] :]]
+    right = inputs[offsets[-1] :]
+    sides = _with_values(right, _values(right))
 
     def run_program(program: Any, consts: Sequence[LocalValue], values: Sequence[Any]) -> list[LocalValue]:
-        return localiser.run(
-            jx.flatten(program), [*map(_with_value, consts, values), *map(_with_value, sides, values[len(consts) :])]
-        )
+        return localiser.run(jx.flatten(program), _with_values([*consts, *sides], values))
 
     # 1. Find the layout of the solutions, and give it to the right-hand sides.
     def solve(*values: Any) -> list[Any]:
@@ -184,13 +185,12 @@ def _linear_solve(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) 
     # `const_lengths` has the order matvec, vecmat, solve, transpose_solve.
     solver_consts = inputs[offsets[2] : offsets[3]]
     jax.eval_shape(solve, *_values([*solver_consts, *right]))
-    start = [_in_layout(localiser, x, side.dim) for x, side in zip(right, sides, strict=True)]
+    dims = [x.dim for x in sides]
+    start = _in_layout(localiser, right, dims)
 
     # 2. Rewrite each program in this layout.
     def rewritten(program: Any, consts: Sequence[LocalValue]) -> Any:
-        fun = lambda *values: [
-            _in_layout(localiser, x, y.dim) for x, y in zip(run_program(program, consts, values), sides, strict=True)
-        ]
+        fun = lambda *values: _in_layout(localiser, run_program(program, consts, values), dims)
         return jax.make_jaxpr(fun)(*_values(consts), *start)
 
     program_ranges = zip(programs, itertools.pairwise(offsets), strict=True)
@@ -198,7 +198,7 @@ def _linear_solve(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) 
         None if program is None else rewritten(program, inputs[i:j]) for program, (i, j) in program_ranges
     ]
     solutions = jx.bind(eqn, [*_values(inputs[: offsets[-1]]), *start], jaxprs=type(programs)(*local_programs))
-    return list(zip(solutions, (x.dim for x in sides), strict=True))
+    return list(zip(solutions, dims, strict=True))
 
 
 @rule(*jx.REMATS)
@@ -210,11 +210,11 @@ def _remat(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Foun
 
     def local_fun(*values: Any) -> list[Any]:
         # The trace of `checkpoint` fills `outs`, whose layouts are read below.
-        outs[:] = localiser.run(flat, [_with_value(x, v) for x, v in zip(inputs, values, strict=True)])
-        return [x.value for x in outs]
+        outs[:] = localiser.run(flat, _with_values(inputs, values))
+        return _values(outs)
 
     options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
-    values = jax.checkpoint(local_fun, **options)(*(x.value for x in inputs))
+    values = jax.checkpoint(local_fun, **options)(*_values(inputs))
     return [(value, out.dim) for value, out in zip(values, outs, strict=True)]
 
 
@@ -245,22 +245,17 @@ def _custom(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
     primal_with_residuals, (_, vjp_fun) = jx.trace(forward, *avals)
     outs, residuals = [], []
 
-    def as_inputs(values: Sequence[Any]) -> list[LocalValue]:
-        return [_with_value(x, v) for x, v in zip(inputs, values, strict=True)]
-
     # 2. Rewrite primal, forward and backward.
     def local_primal(*values: Any) -> list[Any]:
-        outs[:] = localiser.run(primal, as_inputs(values))
-        return [x.value for x in outs]
+        outs[:] = localiser.run(primal, _with_values(inputs, values))
+        return _values(outs)
 
     def local_forward(*values: Any) -> Any:
-        results = localiser.run(primal_with_residuals, as_inputs(values))
+        results = localiser.run(primal_with_residuals, _with_values(inputs, values))
         n = len(eqn.outvars)
         residuals[:] = results[n:]
         # `custom_vjp` wants the same outputs of the forward as of the primal function.
-        return [_in_layout(localiser, x, out.dim) for x, out in zip(results[:n], outs, strict=True)], [
-            x.value for x in residuals
-        ]
+        return _in_layout(localiser, results[:n], [out.dim for out in outs]), _values(residuals)
 
     def local_backward(residual_values: Any, cotangents: Any) -> Any:
         leaves, tree = jax.tree.flatten(vjp_fun)
@@ -273,10 +268,9 @@ def _custom(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
             )
 
         flat, _ = jx.trace(backward, leaves, [s for s, on in zip(out_avals, is_float, strict=True) if on])
-        local_residuals = [_with_value(x, v) for x, v in zip(residuals, residual_values, strict=True)]
         outputs = zip(cotangents, outs, out_avals, is_float, strict=True)
         cts = [localiser.cotangent(ct, out, s.shape) for ct, out, s, on in outputs if on]
-        input_cts = localiser.run(flat, [*local_residuals, *cts], linear=True)
+        input_cts = localiser.run(flat, [*_with_values(residuals, residual_values), *cts], linear=True)
         active_cts = dict(zip(active_indices, input_cts, strict=True))
         return tuple(
             localiser.input_cotangent(active_cts[i], x.dim) if i in active_cts else None for i, x in enumerate(inputs)
@@ -284,10 +278,9 @@ def _custom(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
 
     # 3. Bind them. The layout of the outputs must be known before JAX asks for any derivative.
     local_fun = jax.custom_vjp(local_primal)
-    values = [x.value for x in inputs]
-    jax.eval_shape(local_primal, *values)
+    jax.eval_shape(local_primal, *_values(inputs))
     local_fun.defvjp(local_forward, local_backward)
-    return [(value, out.dim) for value, out in zip(local_fun(*values), outs, strict=True)]
+    return [(value, out.dim) for value, out in zip(local_fun(*_values(inputs)), outs, strict=True)]
 
 
 @rule("jit", "pjit")
@@ -343,13 +336,10 @@ def _cond(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found
     branches = [jx.flatten(branch) for branch in eqn.params["branches"]]
     branch_outputs: list[list[LocalValue]] = []
 
-    def as_operands(values: Sequence[Any]) -> list[LocalValue]:
-        return [_with_value(x, v) for x, v in zip(operands, values, strict=True)]
-
     # 1. Find the layout of each branch's outputs, and choose a common one.
     for flat in branches:
         jax.eval_shape(
-            lambda *values, flat=flat: branch_outputs.append(localiser.run(flat, as_operands(values))),
+            lambda *values, flat=flat: branch_outputs.append(localiser.run(flat, _with_values(operands, values))),
             *_values(operands),
         )
     split_dims = [{x.dim for x in outs} - {None} for outs in zip(*branch_outputs, strict=True)]
@@ -357,14 +347,7 @@ def _cond(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found
 
     # 2. Run the branches in this layout.
     def local_branch(flat: jx.Flat) -> Callable[..., list[Any]]:
-        return lambda *values: [
-            _in_layout(localiser, x, d) for x, d in zip(localiser.run(flat, as_operands(values)), dims, strict=True)
-        ]
+        return lambda *values: _in_layout(localiser, localiser.run(flat, _with_values(operands, values)), dims)
 
     values = jax.lax.switch(localiser.whole(index), [local_branch(flat) for flat in branches], *_values(operands))
     return list(zip(values, dims, strict=True))
-
-
-def _values(inputs: Sequence[LocalValue]) -> list[Any]:
-    """Return the rank's arrays."""
-    return [x.value for x in inputs]

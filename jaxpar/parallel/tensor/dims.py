@@ -189,13 +189,7 @@ def _is_end(path: str) -> bool:
 
 
 def _kinds(source: str, rules: Any, dim_names: set[str]) -> tuple[dict[str, int | None], dict[str, str | None]]:
-    """Separate rules for paths from rules for the names that annotations give to dims.
-
-    Args:
-      source: the rules' origin, for errors.
-      rules: the rules, unchecked.
-      dim_names: the names of dims in the model's annotations.
-    """
+    """Check rules from `source`, and separate those for paths from those for `dim_names`, the names in annotations."""
     if rules is not None and not isinstance(rules, Mapping):
         raise ValueError(f"{source}: {rules!r} is a {type(rules).__name__}; use a dict such as {{'ffn/up/kernel': -1}}")
     paths: dict[str, int | None] = {}
@@ -250,13 +244,9 @@ def _annotated(path: str, shape: tuple[int, ...], entry: tuple[Any, ...], table:
 def _claims(
     source: str, rules: Mapping[str, Any], shapes: _Shapes, dim_names: set[str] | None = None
 ) -> dict[str, Any]:
-    """Return the dims that a table of rules gives to the leaves that it names.
+    """Return the dims that a table of rules, from `source`, gives to the leaves that it names.
 
-    Args:
-      source: the table's origin, for errors.
-      rules: the table, path -> dim.
-      shapes: the leaves.
-      dim_names: the names of dims in annotations. If given, each rule must match a leaf.
+    If `dim_names`, the names of dims in annotations, are given, each rule must match a leaf.
     """
     chosen: dict[str, int | None] = {}
     deciding_key: dict[str, str] = {}
@@ -297,9 +287,8 @@ def _pairs(
     kernels = [path for path, shape in shapes.items() if len(shape) > 1 and path not in chosen and path not in fused]
     # Finding the order traces the model, so only if there is a kernel to pair.
     paths = order() if kernels and order is not None else list(shapes)
-    return (
-        pair_dims([(path, shapes[path]) for path in paths], size, {**fused, **chosen}, knows_layers) if kernels else {}
-    )
+    leaves = [(path, shapes[path]) for path in paths]
+    return pair_dims(leaves, size, {**fused, **chosen}, knows_layers) if kernels else {}
 
 
 def _presets(shapes: _Shapes) -> dict[str, int | None]:
@@ -337,13 +326,10 @@ def _biases(shapes: _Shapes, chosen: Mapping[str, int | None]) -> dict[str, int]
         if leaf not in ("bias", "b") or dim is None:
             continue
         # Behind the dims of the stacks, if there are any, a kernel is [..., *features] and its bias [*features].
-        for num_stack_dims in reversed(range(len(bias))):
-            if (
-                bias[:num_stack_dims] == kernel[:num_stack_dims]
-                and bias[num_stack_dims:] == kernel[num_stack_dims - len(bias) :]
-            ):
+        for num_stacks in reversed(range(len(bias))):
+            if bias[:num_stacks] == kernel[:num_stacks] and bias[num_stacks:] == kernel[num_stacks - len(bias) :]:
                 # A row-parallel kernel is split along a dim that its bias lacks: the bias is whole.
-                if (bias_dim := dim - len(kernel) + len(bias)) >= num_stack_dims:
+                if (bias_dim := dim - len(kernel) + len(bias)) >= num_stacks:
                     dims[path] = bias_dim
                 break
     return dims
@@ -358,11 +344,8 @@ def _check_division(chosen: Mapping[str, int | None], shapes: _Shapes, size: int
         whole_rules = ", ".join(f"{end!r}: None" for end in dict.fromkeys(_end(path) for path, _ in undivided))
         num_split = sum(dim is not None for dim in chosen.values())
         # Leaving leaves whole helps only if some leaf stays split.
-        remedy = (
-            f"leave it whole: rules={{{whole_rules}}}"
-            if num_split > len(undivided)
-            else "use data or fsdp instead of tensor"
-        )
+        leave_whole = f"leave it whole: rules={{{whole_rules}}}"
+        remedy = leave_whole if num_split > len(undivided) else "use data or fsdp instead of tensor"
         raise ValueError(
             f"{path} {list(shape)} has {shape[dim]} on dim {dim}, which tensor={size} does not divide; pad it to "
             f"{-(-shape[dim] // size) * size}, {fewer}or {remedy}"
@@ -390,9 +373,7 @@ def _nothing_split(shapes: _Shapes, size: int) -> str:
             f"{reason} No parameter has a dim that {size} divides: make one a multiple of {size}, or use data or fsdp "
             "instead of tensor."
         )
-    path, dim = max(
-        divided, key=lambda candidate: (math.prod(shapes[candidate[0]]), shapes[candidate[0]][candidate[1]])
-    )
+    path, dim = max(divided, key=lambda leaf_dim: (math.prod(shapes[leaf_dim[0]]), shapes[leaf_dim[0]][leaf_dim[1]]))
     fused = next((f" {path}: {_fused(path)}." for path in shapes if FUSED.fullmatch(path)), "")
     return (
         f"{reason}{fused} Say which dim to split, the output or the input features of a kernel, counted from the last: "
@@ -419,11 +400,8 @@ def _key(path: str, dim: int, shapes: _Shapes, size: int) -> str:
     """
     matches = pattern("", _end(path)).fullmatch
     matching_shapes = [shape for candidate, shape in shapes.items() if matches(candidate)]
-    return (
-        _end(path)
-        if all(len(shape) >= -dim and shape[dim] % size == 0 for shape in matching_shapes)
-        else f"^{re.escape(path)}"
-    )
+    is_divided = all(len(shape) >= -dim and shape[dim] % size == 0 for shape in matching_shapes)
+    return _end(path) if is_divided else f"^{re.escape(path)}"
 
 
 def _end(path: str) -> str:

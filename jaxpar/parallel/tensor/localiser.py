@@ -49,8 +49,8 @@ class LocalValue:
       origin: the parameter, or the step, that caused the split; empty if no rule asked for it.
       broadcast: for a broadcast of a whole value, that value and the dims that it has in this one; else None.
       partial: whether the value is a partial sum over ranks. Context ranks have these; tensor ranks sum immediately.
-      made: for a whole value whose parts can be computed from parts of the inputs, its equation and these inputs. For a
-        split value, the value that was joined to it.
+      made: the equation that computed it, and its inputs. Context ranks note this for whole values, whose parts may be
+        computed from parts of the inputs, and for concatenations.
     """
 
     value: Any
@@ -65,7 +65,7 @@ class LocalValue:
     _conversions: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def once(self, key: Any, convert: Callable[[], Any]) -> Any:
-        """Return the cached conversion of this value under `key`, so that all its readers share one edge."""
+        """Return the conversion of this value under `key`, computed once, so that all its readers share one edge."""
         if key not in self._conversions:
             self._conversions[key] = convert()
         return self._conversions[key]
@@ -165,10 +165,8 @@ class Localiser:
         """Sum a partial sum over ranks.
 
         Args:
-          value: the partial sum.
-          shape: its shape.
           residual: whether it joins a residual stream [rows, sequence, ...].
-          eqn: the equation that computed it, for messages.
+          eqn: the equation that computed it.
 
         Returns:
           The sum, and its dim: whole and None after an all-reduce; with `sequence`, for a residual stream, split along
@@ -219,7 +217,6 @@ class Localiser:
         """Return the inputs of a flat program.
 
         Args:
-          flat: the program.
           values: the rank's arrays, parameters first.
           dims: the split dim of each parameter.
           names: the path of each parameter whose split a rule asked for; empty strings for the other parameters.
@@ -285,15 +282,13 @@ def localise(
     sequence: bool,
     rules: Mapping[str, PrimitiveRule],
 ) -> tuple[Callable[..., list[Any]], dict[str, int]]:
-    """Build the program of one rank, a function of its parts of the parameters and of the other inputs.
+    """Build the program of one of `ranks` tensor ranks, a function of its parts of the parameters and of other inputs.
 
     Args:
       flat: the program on whole arrays. Its first inputs are the parameters.
-      dims: for each parameter, the split dim, or None.
+      dims: the split dim of each parameter, or None.
       names: the parameters' paths, for errors. With an empty path, a split that does not divide is gathered instead.
-      ranks: the number of ranks on `tensor`.
       sequence: whether the residual stream is split along the sequence (`Localiser.summed`).
-      rules: the rule of each primitive.
 
     Returns:
       The function, whose results are whole, and the inputs that it gathers for lack of a rule (place -> bytes). The

@@ -68,13 +68,8 @@ def creation_order(create: Callable[[jax.Array], Any]) -> list[str]:
 def _places(program: Any, ins: Sequence[tuple[int, ...]], outer: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
     """Return the place that computes each output: the equation's number, then its number inside a loop or call, ...
 
-    Args:
-      program: the program.
-      ins: the places of its inputs.
-      outer: the place of the equation that holds the program.
-
-    Returns:
-      For each output its place, () for constants.
+    `ins` are the places of the program's inputs, and `outer` is the place of the equation that holds it. Constants have
+    the place ().
     """
     number = itertools.count()
 
@@ -110,11 +105,10 @@ class _Product(NamedTuple):
 def pair_dims(
     leaves: Leaves, ranks: int, chosen: Mapping[str, int | None], feed_forward_only: bool = False
 ) -> dict[str, int]:
-    """Return, by path, the dims that are split in addition to the chosen ones.
+    """Return, by path, the dims that are split over `ranks` ranks in addition to the chosen ones.
 
     Args:
       leaves: paths and shapes, in the order of creation.
-      ranks: the number of devices on `tensor`.
       chosen: the dims that rules choose, None for leaves that stay whole. No pair reaches across these leaves.
       feed_forward_only: whether to pair only convolutions, and [a, b] with [b, a] where b > a: the feed-forwards of a
         model whose attention is known.
@@ -139,12 +133,7 @@ class _Search:
     """
 
     def __init__(
-        self,
-        leaves: Leaves,
-        ranks: int,
-        chosen: Mapping[str, int | None],
-        feed_forward_only: bool,
-        out_first: bool,
+        self, leaves: Leaves, ranks: int, chosen: Mapping[str, int | None], feed_forward_only: bool, out_first: bool
     ) -> None:
         self.leaves, self.ranks, self.chosen = leaves, ranks, chosen
         self.feed_forward_only, self.out_first = feed_forward_only, out_first
@@ -247,10 +236,9 @@ class _Search:
         for n in range(2, len(chain) + 1):
             column, row = chain[n - 2], chain[n - 1]
             options = [best[n - 1]]
-            is_feed_forward = column.into == row.out_of < row.into or all(
-                len(self.leaves[i][1]) > 3
-                for i in (*column.leaf_indices, *row.leaf_indices)  # convolutions over two dims or more
-            )
+            # Either [a, b] and [b, a] with b > a, or convolutions over two dims or more.
+            shapes = [self.leaves[i][1] for i in (*column.leaf_indices, *row.leaf_indices)]
+            is_feed_forward = column.into == row.out_of < row.into or all(len(shape) > 3 for shape in shapes)
             if column.pairs(row, self.ranks) and (is_feed_forward or not self.feed_forward_only):
                 size, begins = best[n - 2]
                 options.append((size + column.size + row.size, (*begins, n - 2)))
@@ -272,10 +260,12 @@ class _Search:
                 continue
             dim = self._features(path, shape)[1]
             is_vector = len(shape) == 2 or math.prod(shape) == shape[dim]  # one vector per layer, or a single one
-            is_elementwise = (
-                leaf_index in self.elementwise or len(shape) == 1 or (is_vector and _NO_PRODUCT.fullmatch(path))
-            )
-            if is_elementwise and shape[dim] == column.out_of and path not in self.chosen:
+            is_bias_or_scale = len(shape) == 1 or (is_vector and _NO_PRODUCT.fullmatch(path))
+            if (
+                (is_bias_or_scale or leaf_index in self.elementwise)
+                and shape[dim] == column.out_of
+                and path not in self.chosen
+            ):
                 self.dims.setdefault(path, dim)
 
     def _split_alone(self, product: _Product | None) -> None:
@@ -307,19 +297,11 @@ def _merge_alike(products: Sequence[_Product | None], shape: Callable[[int], tup
     merged: list[_Product | None] = []
     for product in products:
         previous = merged[-1] if merged else None
-        if (
-            product
-            and previous
-            and (product.into, product.out_of) == (previous.into, previous.out_of)
-            and previous.into != previous.out_of
-        ):
+        features = (product.into, product.out_of) if product else None
+        if product and previous and features == (previous.into, previous.out_of) and previous.into != previous.out_of:
             if shape(previous.leaf_indices[0]) == shape(product.leaf_indices[0]):
-                merged[-1] = _Product(
-                    (*previous.leaf_indices, *product.leaf_indices),
-                    previous.into,
-                    previous.out_of,
-                    previous.size + product.size,
-                )
+                leaf_indices = (*previous.leaf_indices, *product.leaf_indices)
+                merged[-1] = previous._replace(leaf_indices=leaf_indices, size=previous.size + product.size)
             elif previous.size < product.size:
                 merged[-1] = product
         else:

@@ -23,11 +23,7 @@ _CHEAP_REPEATS = 4
 
 
 def pattern(table: str, key: str) -> re.Pattern[str]:
-    """Compile a key of a table of rules.
-
-    Args:
-      table: the table's name, for errors.
-      key: a regular expression for the last components of a path.
+    """Compile a key of a table of rules, a regular expression for the last components of a path.
 
     Raises:
       ValueError: if the key is not a regular expression, or may take exponential time to match.

@@ -71,11 +71,9 @@ def _follow_or_sum(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue])
     if factor is None or factor.reduced not in ("", "sum"):
         return None
     local_outputs = on_parts(localiser, eqn, inputs, factor)
-    return (
-        [(localiser.total(value), None) for value, _ in local_outputs]
-        if local_outputs and factor.reduced
-        else local_outputs
-    )
+    if local_outputs is None or not factor.reduced:
+        return local_outputs
+    return [(localiser.total(value), None) for value, _ in local_outputs]
 
 
 def on_parts(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue], factor: Factor) -> Found | None:

@@ -74,7 +74,6 @@ def _arg(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found 
     if x.dim != axis:
         return follow(localiser, eqn, inputs)
     (index,) = jx.bind(eqn, [x.value])
-    # The rank's best value competes with those of other ranks.
     best = jnp.take_along_axis(x.value, jnp.expand_dims(index, axis), axis).squeeze(axis)
     # Turn the index in the part into an index in the whole array.
     index = index + (lax.axis_index(edges.AXIS) * (x.shape[axis] // localiser.ranks)).astype(index.dtype)
@@ -146,7 +145,6 @@ def _gather(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
     value, dim = localiser.summed(features, shape, table.weight, eqn)
     if fills:
         filled, fill = LocalValue(spread(is_out_of_bounds), None, shape), eqn.params["fill_value"]
-        value = jnp.where(
-            filled.value if dim is None else localiser.part(filled, dim), jnp.nan if fill is None else fill, value
-        )
+        is_filled = filled.value if dim is None else localiser.part(filled, dim)
+        value = jnp.where(is_filled, jnp.nan if fill is None else fill, value)
     return [(value, dim)]

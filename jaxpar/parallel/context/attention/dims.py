@@ -4,8 +4,6 @@ A program may have these dims in any order, and merged. Their names follow from 
 
     queries  keys               both share rows and heads, and sum "h"; each has positions of its own, "t" and "s"
     weights  values             both share rows and heads, and sum "s"
-
-`AttentionDims.computation` transposes the arrays to [B, positions, heads, h] for a kernel, and its result back.
 """
 
 import itertools
@@ -27,14 +25,9 @@ def product_dims(eqn: Any) -> tuple[tuple[list[int], list[int]], tuple[list[int]
 
 
 def name_dims(product: Any, key_index: int) -> tuple[Names, Names]:
-    """Name the dims of queries and of keys from their product.
+    """Return the names of the dims of queries, and of keys, from their product, whose operand `key_index` is the keys.
 
-    Args:
-      product: the equation.
-      key_index: the operand that is the keys.
-
-    Returns:
-      The names of queries, and of keys. The summed dim is "h". Among shared dims, rows come before heads.
+    The summed dim is "h". Among shared dims, rows come before heads.
 
     Raises:
       Hindered: the dims of queries or keys are no rows, positions, heads and features.
@@ -47,11 +40,7 @@ def name_dims(product: Any, key_index: int) -> tuple[Names, Names]:
     if len(summed[0]) != 1 or len(free_key_dims) != 1:
         raise Hindered(product, "has keys of more or fewer dims than rows, positions, heads and features")
     # Of two free dims of queries, the positions are the one with as many entries as keys.
-    position_dims = (
-        free_query_dims
-        if len(free_query_dims) == 1
-        else [d for d in free_query_dims if query[d] == key[free_key_dims[0]]]
-    )
+    position_dims = [d for d in free_query_dims if len(free_query_dims) == 1 or query[d] == key[free_key_dims[0]]]
     if len(shared[0]) > 2:  # there may be any number of dims of one element, as `[None]` makes under vmap
         wide = [n for n, d in enumerate(shared[query_index]) if query[d] != 1]
         shared = tuple([dims[n] for n in wide] for dims in shared)
@@ -61,14 +50,13 @@ def name_dims(product: Any, key_index: int) -> tuple[Names, Names]:
         )
     # Shared dims keep the order that they have in queries: [rows, heads].
     order = sorted(range(len(shared[0])), key=lambda n: shared[query_index][n])
-    name: list[dict[int, Any]] = [{}, {}]
-    for i, positions in (
-        (query_index, {d: ("g", d) for d in free_query_dims} | {position_dims[0]: "t"}),
-        (key_index, {free_key_dims[0]: "s"}),
-    ):
-        name[i] = positions | {summed[i][0]: "h"} | {shared[i][n]: ("b", rank) for rank, n in enumerate(order)}
-    names = lambda i, shape: tuple((Dim(name[i][d], n),) if n != 1 else () for d, n in enumerate(shape))
-    return names(query_index, query), names(key_index, key)
+
+    def names(i: int, shape: Sequence[int], free_names: dict[int, Any]) -> Names:
+        name_of = free_names | {summed[i][0]: "h"} | {shared[i][n]: ("b", rank) for rank, n in enumerate(order)}
+        return tuple((Dim(name_of[d], n),) if n != 1 else () for d, n in enumerate(shape))
+
+    query_free_names = {d: ("g", d) for d in free_query_dims} | {position_dims[0]: "t"}
+    return names(query_index, query, query_free_names), names(key_index, key, {free_key_dims[0]: "s"})
 
 
 def names_of_product(eqn: Any, operands: Sequence[Names]) -> Names:
@@ -111,11 +99,9 @@ class AttentionDims(NamedTuple):
         return jnp.transpose(x, (*unnamed_dims, *flat)).reshape(shape)
 
     def computation(self, attend: Callable[..., jax.Array], result: Any) -> Callable[..., jax.Array]:
-        """Return a function of the program's arrays that computes the result of its product with values.
+        """Return a function of the program's arrays that computes `result`, an abstract value, of its last product.
 
-        Args:
-          attend: attention on [B, positions, heads, h] and further arrays.
-          result: the abstract value of the result.
+        It transposes the arrays to [B, positions, heads, h] for `attend`, which takes further arrays too.
         """
 
         def compute(query: jax.Array, key: jax.Array, value: jax.Array, *operands: jax.Array) -> jax.Array:
@@ -133,22 +119,12 @@ class AttentionDims(NamedTuple):
 
 
 def attention_dims(
-    last: Any,
-    side: int,
-    softmax_dims: tuple[Dim, ...],
-    query_names: Names,
-    key_names: Names,
-    weight_names: Names,
+    last: Any, side: int, softmax_dims: tuple[Dim, ...], query_names: Names, key_names: Names, weight_names: Names
 ) -> AttentionDims:
     """Name the dims of values and of the result, and check that they fit queries and keys.
 
-    Args:
-      last: the equation of the product of weights and values.
-      side: which of its operands is the weights.
-      softmax_dims: the named dims that the softmax sums.
-      query_names: the names of the dims of queries.
-      key_names: those of keys.
-      weight_names: those of the weights, as operand of `last`.
+    `last` is the product of weights and values. `weight_names` are the names of the weights as its operand `side`, and
+    `softmax_dims` are the named dims that the softmax sums.
 
     Raises:
       Hindered: the softmax is not over keys, or values or the result have other dims than keys and queries.

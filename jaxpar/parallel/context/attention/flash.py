@@ -52,6 +52,9 @@ class AttentionOptions:
     biased: bool = False
 
 
+UNMASKED = AttentionOptions(False, None, None, None, 0, False)
+
+
 def jax_attention(
     name: Implementation,
     options: AttentionOptions,
@@ -64,9 +67,7 @@ def jax_attention(
     if name == "xla" and query.dtype == jnp.float16:
         # JAX asks for float16 products with float32 sums, which XLA has on GPUs only.
         narrow = functools.partial(_jax_attention, name, options)
-        wide = lambda *qkv: _jax_attention(name, options, *(x.astype(jnp.float32) for x in qkv[:3]), *qkv[3:]).astype(
-            jnp.float16
-        )
+        wide = lambda *qkv: narrow(*(x.astype(jnp.float32) for x in qkv[:3]), *qkv[3:]).astype(jnp.float16)
         return lax.platform_dependent(query, key, value, *arrays, cuda=narrow, rocm=narrow, default=wide)
     return _jax_attention(name, options, query, key, value, *arrays)
 
@@ -105,13 +106,9 @@ def _jax_attention(
 
 
 def visible_keys(options: AttentionOptions, t: int, s: int, *arrays: jax.Array) -> jax.Array:
-    """Return the keys that each query may see, causality aside: bool [B or 1, H or 1, T, S].
+    """Return the keys that each of t queries may see of s keys, causality aside: bool [B or 1, H or 1, T, S].
 
-    Args:
-      options: which of the arrays are ids and masks.
-      t: the number of queries.
-      s: the number of keys.
-      arrays: the arrays that follow query, key and value.
+    `arrays` follow query, key and value; `options` tell which of them are ids and masks.
     """
     i, j = jnp.arange(t)[:, None], jnp.arange(s)
     is_visible = jnp.full((1, 1, t, s), True)
@@ -157,12 +154,10 @@ def _flash(options: AttentionOptions) -> Callable[..., jax.Array]:
     The residuals are the result, the statistics and the inputs. XLA's backward recomputes its forward from the inputs,
     so that a program that runs on cuDNN holds nothing for XLA's sake.
     """
-    xla_forward = lambda *arrays: (
-        jax_attention("xla", options, *arrays),
-        jnp.zeros(_statistics_shape(arrays[0]), jnp.float32),
-    )
+    no_statistics = lambda query: jnp.zeros(_statistics_shape(query), jnp.float32)
+    xla_forward = lambda *arrays: (jax_attention("xla", options, *arrays), no_statistics(arrays[0]))
     # cuDNN sums the gradient of a bias over rows, since all rows share the bias. Mapped biases must not be summed.
-    by_platform = vmap_in_turns if options.biased else vmap_as_rows
+    by_platform = _vmap_in_turns if options.biased else vmap_as_rows
     forward = by_platform(functools.partial(cudnn_forward, options), xla_forward)
     xla_backward = lambda output, statistics, cotangent, *arrays: _vjp("xla", options, arrays)[1](cotangent)
     backward = by_platform(functools.partial(cudnn_backward, options), xla_backward)
@@ -195,9 +190,8 @@ def cudnn_forward(options: AttentionOptions, *arrays: jax.Array) -> tuple[jax.Ar
     """Return the result, and the logarithm of the softmax's denominator, float32 [B, H, T]; lengths must be even."""
     output, vjp = _vjp("cudnn", options, arrays)
     # JAX returns the statistics in bfloat16 only, but its derivative has them: the float32 leaf of their shape.
-    (statistics,) = (
-        x for x in jax.tree.leaves(vjp) if (x.shape, x.dtype) == (_statistics_shape(arrays[0]), jnp.float32)
-    )
+    shape = _statistics_shape(arrays[0])
+    (statistics,) = (x for x in jax.tree.leaves(vjp) if (x.shape, x.dtype) == (shape, jnp.float32))
     return output, statistics
 
 
@@ -224,7 +218,7 @@ def _statistics_shape(query: jax.Array) -> tuple[int, ...]:
     return b, h, t
 
 
-def vmap_in_turns(cuda: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
+def _vmap_in_turns(cuda: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that is `cuda` on CUDA and `default` elsewhere, and that `vmap` runs once per mapped entry."""
     by_platform = functools.partial(lax.platform_dependent, cuda=cuda, default=default)
     return jax.custom_batching.sequential_vmap(lambda *arrays: by_platform(*arrays))
@@ -258,9 +252,8 @@ def vmap_as_rows(cuda: Callable[..., Any], default: Callable[..., Any]) -> Calla
 def refusal(query: tuple[int, ...], key: tuple[int, ...], dtype: str) -> str:
     """Return why JAX would not let cuDNN compute these shapes in this dtype, in JAX's words; "" if it would."""
     even_shape = lambda shape: jax.ShapeDtypeStruct((shape[0], shape[1] + shape[1] % 2, *shape[2:]), dtype)
-    unmasked = AttentionOptions(False, None, None, None, 0, False)
     try:
-        jax.eval_shape(functools.partial(cudnn_forward, unmasked), even_shape(query), even_shape(key), even_shape(key))
+        jax.eval_shape(functools.partial(cudnn_forward, UNMASKED), even_shape(query), even_shape(key), even_shape(key))
     except RuntimeError as error:  # JAX has no function that answers this: its checks raise what cuDNN does not take
         return str(error).rstrip(".")
     return ""

@@ -85,9 +85,8 @@ def attention(
     arrays = {name: x for name, x in optional.items() if x is not None}
     # A Python float: options are static, and part of the key of compiled programs.
     scale = None if scale is None else float(scale)
-    options = AttentionOptions(
-        causal, window, scale, implementation, len(arrays) - ("mask" in arrays), "mask" in arrays
-    )
+    masked = mask is not None
+    options = AttentionOptions(causal, window, scale, implementation, len(arrays) - masked, masked)
     head_dims = {"mask": 1 if mask is not None and mask.shape[1] != 1 else None}
     in_dims = (2, 2, 2, *(head_dims.get(name) for name in arrays))
     return local_kernel(functools.partial(_attention, options), in_dims, 2)(query, key, value, *arrays.values())
@@ -96,18 +95,9 @@ def attention(
 def biased_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, *, causal: bool, scale: float
 ) -> jax.Array:
-    """Compute `attention` with a bias, which is added to the scaled scores of all rows.
+    """Compute `attention` with a bias, float [1, H, T, S], which is added to the scaled scores of all rows.
 
-    Args:
-      query: float [B, T, H, h].
-      key: same dtype, [B, S, K, h].
-      value: as `key`.
-      bias: float [1, H, T, S]. It has a gradient. cuDNN takes it in the dtype of the query.
-      causal: query i sees keys 0 to i; T = S.
-      scale: the factor of scores.
-
-    Returns:
-      [B, T, H, h] in the dtype of the query.
+    The bias has a gradient. cuDNN takes it in the dtype of the query.
     """
     options = AttentionOptions(causal, None, scale, None, 0, False, biased=True)
     # A finite number hides a key as well; the softmax of a row of -inf would be NaN.
@@ -147,10 +137,7 @@ def check_inputs(
     kv_segment_ids: jax.Array | None,
     scale: float | None,
 ) -> None:
-    """Raise ValueError if inputs do not fit each other.
-
-    The inputs are those of `attention`: whole sequences, or the positions that one rank holds.
-    """
+    """Raise ValueError if inputs of `attention` do not fit each other: whole sequences, or one rank's positions."""
     for name, x in {"query": query, "key": key, "value": value}.items():
         if x.ndim != 4:
             raise ValueError(f"{name} {list(x.shape)} has {x.ndim} dims; give [rows, positions, heads, head_dim]")

@@ -9,8 +9,6 @@ computed for all distances. So 2 (T + S) numbers describe a mask of [T, S], what
     queries >= keys           Table     i - j     -3 -2 -1  0  1  2  3
                                         values     F  F  F  T  T  T  T      a causal mask of T = S = 4
     segments == segments.T    Table     values     F for pairs of different ids, T for pairs of equal ids
-
-`describe` follows a value back to its sources and returns its description, or raises `Hindered` with the reason.
 """
 
 import functools
@@ -140,12 +138,11 @@ def number_of(value: Value, eqn: Any) -> float:
 
 
 def describe(atom: Any, labels: Labels, scope: Scope, reader: Any) -> Value:
-    """Describe a value of a mask's program.
+    """Describe a value of a mask's program, which is followed back to its sources.
 
     Args:
-      atom: a literal or variable.
+      atom: a literal or variable of the program `scope`.
       labels: the labels of its dims, which align with those of the scores.
-      scope: the program.
       reader: the equation that takes it, for error texts.
 
     Raises:
@@ -170,7 +167,7 @@ def describe(atom: Any, labels: Labels, scope: Scope, reader: Any) -> Value:
         value = describe(scope.outer[atom], labels, scope.parent, reader)
         return replace(value, atom=atom) if isinstance(value, Ids) else value
     if not _may_be_ids(atom, labels):
-        type_text = f"{atom.aval.str_short()}"
+        type_text = atom.aval.str_short()
         raise Hindered(reader, f"takes {type_text}, which is no function of positions and no ids of queries and keys")
     return Ids(atom, atom, next(x for x in labels if x in ("t", "s")))
 
@@ -224,9 +221,8 @@ def _describe_result(eqn: Any, labels: Labels, scope: Scope) -> Value:
             return Constant(0)
     elif name == "broadcast_in_dim":
         dims, shape = params["broadcast_dimensions"], operands[0].aval.shape
-        return describe_operand(
-            operands[0], tuple(labels[int(d)] if n != 1 else None for d, n in zip(dims, shape, strict=True))
-        )
+        operand_labels = tuple(labels[int(d)] if n != 1 else None for d, n in zip(dims, shape, strict=True))
+        return describe_operand(operands[0], operand_labels)
     elif name == "transpose":
         label_of_dim = dict(zip(map(int, params["permutation"]), labels, strict=True))
         return describe_operand(operands[0], tuple(label_of_dim[d] for d in range(len(label_of_dim))))
@@ -265,13 +261,10 @@ def _slice(value: Value, start_of: Mapping[Any, int], sizes: Mapping[Any, int], 
 
 
 def _describe_elementwise(eqn: Any, operands: Sequence[Callable[[], Value]], labels: Labels) -> Value:
-    """Describe the result of an elementwise equation.
+    """Describe the result of an elementwise equation, whose dims have these labels.
 
-    Args:
-      eqn: the equation.
-      operands: for each operand a function that describes it. One that raises Hindered is no obstacle where another
-        operand decides: False in "and", True in "or".
-      labels: the labels of the result's dims.
+    `operands` has a function that describes each operand. One that raises Hindered is no obstacle where another operand
+    decides: False in "and", True in "or".
     """
     name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
     descriptions: list[Value] = []
@@ -312,8 +305,7 @@ def _describe_elementwise(eqn: Any, operands: Sequence[Callable[[], Value]], lab
             if name in ("eq", "ne"):
                 rows = np.array([[name == "ne"], [name == "eq"]])
                 return _table(
-                    rows.repeat(len(_distances(eqn, labels)), 1),
-                    frozenset([first_ids if side == "t" else second_ids]),
+                    rows.repeat(len(_distances(eqn, labels)), 1), frozenset([first_ids if side == "t" else second_ids])
                 )
         # Numbers and tables: compute at all distances.
         case _ if (numbers := [x for x in descriptions if isinstance(x, Constant | Table)]) == descriptions:

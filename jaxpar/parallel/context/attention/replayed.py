@@ -4,9 +4,6 @@ Values that run along queries and keys at once are replayed for each block (`ops
 from operands: positions, values with an entry for each query, key or head (ids, slopes, a padding mask), and tables.
 The program computes the operands as before, on whole arrays, since they are small: each runs along queries or keys, not
 both. An input of the program that runs along both is an operand, too.
-
-    replayed_attention   the attention whose scores go through such a function, to be computed block by block
-    read_bias            the bias, if the function only adds one, for a kernel that takes it as an array
 """
 
 import functools
@@ -26,8 +23,8 @@ from ..ops.score_function import ScoreFunction, scored_attention
 from ..ops.score_program import DimLabel, Labels, ScoreLayout, ScoreProgram, ScoreStep, Value, operand_labels
 from .flash import AttentionOptions
 from .hidden import Hindered, Scope
+from .softmax import Names
 
-Names = Sequence[Sequence[Any]]  # for each dim of a value, the named dims that it merges
 Named = tuple[Any, Names]  # a variable, and the names of its dims
 
 
@@ -40,7 +37,7 @@ def replayed_attention(
     last: Any,
     causal: bool,
 ) -> tuple[tuple[Any, ...], Callable[..., jax.Array], str]:
-    """Read an attention whose scores go through a function before their softmax.
+    """Read an attention whose scores go through a function before their softmax, to be computed block by block.
 
     Args:
       scores: the product of queries and keys, and the operand of the softmax, without `sinks`.
@@ -74,16 +71,14 @@ def replayed_attention(
         side_sizes = {"t": sizes["t"], "s": sizes["s"], "k": key_heads, "g": group_size}
         # Operands in the order of `ScoreFunction.operands`: numbers of heads, those of the programs, the sink.
         operands = [jnp.arange(side_sizes[side], dtype=jnp.int32) for side in function.counted_heads]
-        operands += [
-            _slice_labelled(value, x, side_sizes) for value, x in zip(operand_values, operand_arrays, strict=False)
-        ]
+        values_and_arrays = zip(operand_values, operand_arrays, strict=False)  # arrays of sinks follow
+        operands += [_slice_labelled(value, x, side_sizes) for value, x in values_and_arrays]
         if sinks:
             # Several sinks act as one, whose score is their log-sum-exp.
             sink = jnp.concatenate(operand_arrays[len(operand_values) :], key_dim).astype(accumulation_dtype(q))
             sink = jax.nn.logsumexp(sink, key_dim, keepdims=True)
-            operands.append(
-                programs[0].output_layout.from_program(sink, (b, key_heads, group_size, sizes["t"], 1))[..., 0]
-            )
+            shape = (b, key_heads, group_size, sizes["t"], 1)
+            operands.append(programs[0].output_layout.from_program(sink, shape)[..., 0])
         return local_kernel(kernel, *function.heads())(q, k, v, *operands)
 
     read = (*(x for x, _ in operand_values), *sinks)
@@ -94,10 +89,7 @@ def replayed_attention(
 def read_bias(
     scores: tuple[Named, Named], sizes: Mapping[Any, int], scope: Scope, last: Any
 ) -> tuple[tuple[Any, ...], Callable[..., jax.Array]]:
-    """Read the bias that a program adds to scores, hidden keys included.
-
-    Args:
-      scores, sizes, scope, last: as for `replayed_attention`.
+    """Read the bias that a program adds to scores, hidden keys included. Arguments are as for `replayed_attention`.
 
     Returns:
       The variables that the bias reads; the bias [1, H, T, S], from queries, keys and the values of these variables.
@@ -112,9 +104,8 @@ def read_bias(
     def bias(q: jax.Array, k: jax.Array, *operand_arrays: jax.Array) -> jax.Array:
         # With one row, and scores of zero, the program's result is the bias alone.
         side_sizes = {"b": 1, "k": k.shape[2], "g": q.shape[2] // k.shape[2], "t": sizes["t"], "s": sizes["s"]}
-        operands = [
-            _slice_labelled(value, x, side_sizes) for value, x in zip(program.operands, operand_arrays, strict=True)
-        ]
+        values_and_arrays = zip(program.operands, operand_arrays, strict=True)
+        operands = [_slice_labelled(value, x, side_sizes) for value, x in values_and_arrays]
         positions = {side: jnp.arange(n, dtype=jnp.int32) for side, n in side_sizes.items()}
         result = program(jnp.zeros([*side_sizes.values()], accumulation_dtype(q)), positions, operands)
         return result.reshape(1, q.shape[2], sizes["t"], sizes["s"])
@@ -136,15 +127,8 @@ def _read_program(
     input_layout, output_layout = (
         ScoreLayout(tuple(tuple(_SCORE_DIMS[_side_of(x)] for x in dims) for dims in names)) for _, names in (start, end)
     )
-    return ScoreProgram(
-        "\n".join(reader.text),
-        input_layout,
-        output_layout,
-        (*reader.steps,),
-        input_value,
-        output_value,
-        (*reader.operands,),
-    )
+    text, steps, operands = "\n".join(reader.text), (*reader.steps,), (*reader.operands,)
+    return ScoreProgram(text, input_layout, output_layout, steps, input_value, output_value, operands)
 
 
 def _slice_labelled(value: Value, x: jax.Array, sizes: Mapping[str, int]) -> jax.Array:
@@ -198,13 +182,9 @@ class ScoreReader:
     text: list[str] = field(default_factory=list)
 
     def read(self, atom: Any, labels: Labels, scope: Scope, reader: Any) -> Any:
-        """Add the steps that compute an atom of a program to `steps`, or the atom to `operands`.
+        """Add the steps that compute an atom of the program `scope` to `steps`, or the atom to `operands`.
 
-        Args:
-          atom: a literal or variable.
-          labels: the labels of its dims.
-          scope: the program.
-          reader: the equation that takes it, for error texts.
+        `labels` are those of its dims, and `reader` is the equation that takes it, for error texts.
 
         Returns:
           The literal, or the value, which is known once the steps have run.
@@ -224,9 +204,8 @@ class ScoreReader:
         if len(sides) == 2 and eqn is not None:
             if (labels_of_operands := operand_labels(eqn, labels)) is None or atom is self.start[0]:
                 raise Hindered(eqn, f"computes {eqn.primitive.name} along queries or keys")
-            operands = [
-                self.read(x, x_labels, scope, eqn) for x, x_labels in zip(eqn.invars, labels_of_operands, strict=True)
-            ]
+            atoms_and_labels = zip(eqn.invars, labels_of_operands, strict=True)
+            operands = [self.read(x, x_labels, scope, eqn) for x, x_labels in atoms_and_labels]
             self.steps.append(ScoreStep(eqn, tuple(operands), value))
             operand_names = [str(x) if jx.is_literal(x) else self.value_names.get(x, "start") for x in operands]
             self._name(value, f"{eqn.primitive.name} {sorted(map(str, eqn.params.items()))} {operand_names}")

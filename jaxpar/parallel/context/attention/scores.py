@@ -64,20 +64,17 @@ class Scores:
             self.obstacle = self.obstacle or obstacle
             arrays = [x for i, x in enumerate(eqn.invars) if i != operand and not jx.is_literal(x) and x.aval.shape]
             self.may_hide_more = self.may_hide_more or bool(arrays)
-            is_bias = eqn.primitive.name in ("add", "sub") and not jx.depends(self.scope.eqns, [self.product]) & {
-                *arrays
-            }
+            depends_on_scores = not jx.depends(self.scope.eqns, [self.product]).isdisjoint(arrays)
+            is_bias = eqn.primitive.name in ("add", "sub") and not depends_on_scores
             self.is_affine &= is_bias
             # A bias leaves keys hidden whose scores are -inf. Any other function may let a query see them again.
             if not is_bias or max(self.hiding_numbers, default=0) > -math.inf:
                 self.hidden, self.hiding_numbers = None, []
 
     def options(self, t: int, s: int, eqn: Any, *obstacles: Hindered) -> tuple[bool, int | None, tuple[Any, ...]]:
-        """Return the options of `jp.attention` that hide the same keys.
+        """Return the options of `jp.attention` that hide the same of s keys from t queries.
 
         Args:
-          t: the number of queries.
-          s: the number of keys.
           eqn: the equation of the product with values, for error texts.
           obstacles: anything after the softmax that `jp.attention` cannot express.
 
@@ -85,7 +82,7 @@ class Scores:
           `causal`, `window`, and the variables of the segment ids.
 
         Raises:
-          Hindered: `jp.attention` cannot express it.
+          Hindered: `jp.attention` has no such options, or there is an obstacle.
         """
         for obstacle in (self.obstacle, *obstacles):
             if obstacle is not None:
@@ -103,15 +100,13 @@ class Scores:
         if not distances or distances[-1] - distances[0] >= len(distances):
             raise Hindered(eqn, "hides keys between others that a query sees")
         # A bound at the end of the table bounds nothing.
-        nearest, farthest = (
-            (-math.inf if distances[0] == 1 - s else distances[0]),
-            (math.inf if distances[-1] == t - 1 else distances[-1]),
-        )
+        nearest = -math.inf if distances[0] == 1 - s else distances[0]
+        farthest = math.inf if distances[-1] == t - 1 else distances[-1]
         if nearest not in (-math.inf, 0) or (farthest < math.inf and nearest != 0):
             raise Hindered(eqn, f"lets query i see keys from i - {farthest:g} to i - {nearest:g}")
         if (ids or nearest == 0) and t != s:
             raise Hindered(eqn, f"hides keys of {t} queries and {s} keys")
-        return nearest == 0, None if distances[-1] == t - 1 else distances[-1] + 1, tuple(x.atom for x in ids)
+        return nearest == 0, None if farthest == math.inf else distances[-1] + 1, tuple(x.atom for x in ids)
 
     def causal(self, t: int, s: int) -> bool:
         """Whether there are as many keys as queries, and no key after a query's own position has any weight."""
@@ -129,9 +124,8 @@ class Scores:
         name, argument = eqn.primitive.name, eqn.invars[1 - operand] if len(eqn.invars) == 2 else None
         if name in ("mul", "div"):
             factor = number_of(self._describe(argument, eqn), eqn)
-            # A negative factor would turn hidden keys into visible ones.
             factor = factor if name == "mul" else 1 / factor
-            if factor <= 0:
+            if factor <= 0:  # a negative factor would turn hidden keys into visible ones
                 raise Hindered(eqn, f"scales scores by {factor:g}")
             self.scale, self.hiding_numbers = self.scale * float(factor), [x * factor for x in self.hiding_numbers]
         elif name in ("add", "sub"):
@@ -152,11 +146,8 @@ class Scores:
             match self._describe(eqn.invars[0], eqn):
                 case Table(values, is_known, ids):
                     # Operand i of `select_n` is case i - 1.
-                    number, hidden, middle = (
-                        self.replacing_number(eqn, operand),
-                        values != operand - 1,
-                        values.shape[1] // 2,
-                    )
+                    number = self.replacing_number(eqn, operand)
+                    hidden, middle = values != operand - 1, values.shape[1] // 2
                     # A bias has the same effect as this choice only if each query sees a key, namely its own position.
                     self.is_affine &= bool(number <= HIDING and is_known[1, middle] and not hidden[1, middle])
                     self._hide(Table(hidden, is_known, ids), number, eqn)

@@ -4,8 +4,7 @@
     exp(s - log sum exp s)              `jax.nn.log_softmax`, `jax.nn.logsumexp`
     a slice of a softmax                over scores and sinks (gpt-oss)
 
-`weights_of` walks back from an operand of a product, through casts, transposes and multiplications, to such a softmax.
-`chain_to` walks back further, from the scores to the product of queries and keys.
+`weights_of` walks back to it from an operand of a product, and `chain_to` further, to the product of queries and keys.
 """
 
 import itertools
@@ -94,18 +93,14 @@ def _softmax_with_sinks(eqn: Any, scope: Scope) -> Weights | None:
         return None
     ends = [0, *itertools.accumulate(x.aval.shape[weights.dim] for x in concatenation.invars)]
     starts, strides = (eqn.params[name] for name in ("start_indices", "strides"))
-    # The slice must begin where one of the concatenated arrays begins; its shape is compared below.
-    if (
-        starts[weights.dim] not in ends[:-1]
-        or concatenation.params["dimension"] != weights.dim
-        or {*(strides or [1])} != {1}
-    ):
+    start = starts[weights.dim]
+    # The slice must be one of the concatenated arrays: begin where it begins, and have its shape.
+    if start not in ends[:-1] or concatenation.params["dimension"] != weights.dim or {*(strides or [1])} != {1}:
         return None
-    scores, index = concatenation.invars[ends.index(starts[weights.dim])], ends.index(starts[weights.dim])
-    sinks = (*concatenation.invars[:index], *concatenation.invars[index + 1 :])
-    return (
-        Weights(scores, weights.dim, eqn.outvars[0], sinks) if scores.aval.shape == eqn.outvars[0].aval.shape else None
-    )
+    index = ends.index(start)
+    scores, sinks = concatenation.invars[index], (*concatenation.invars[:index], *concatenation.invars[index + 1 :])
+    has_shape = scores.aval.shape == eqn.outvars[0].aval.shape
+    return Weights(scores, weights.dim, eqn.outvars[0], sinks) if has_shape else None
 
 
 def _softmax(eqn: Any, scope: Scope) -> Weights | None:
@@ -129,11 +124,8 @@ def _softmax(eqn: Any, scope: Scope) -> Weights | None:
         return None
     # The sum must be over the same exponentials.
     summed_eqn = _producer_behind(sum_eqn.invars[0], scope)
-    return (
-        Weights(scores, int(dim), eqn.outvars[0])
-        if summed_eqn in (exp_eqn, _masked_sum(scores, exp_eqn, scope, summed_eqn))
-        else None
-    )
+    is_same = summed_eqn in (exp_eqn, _masked_sum(scores, exp_eqn, scope, summed_eqn))
+    return Weights(scores, int(dim), eqn.outvars[0]) if is_same else None
 
 
 def _masked_sum(scores: Any, exp_eqn: Any, scope: Scope, summed_eqn: Any) -> Any:
@@ -171,11 +163,8 @@ def _softmax_by_logarithm(eqn: Any, scope: Scope) -> Weights | None:
     if sub_eqn is None or sum_eqn is None or exp_eqn is None or len(sum_eqn.params["axes"]) > 1:
         return None
     # Either the scores are the unshifted ones, with the shift added to the logarithm, or both contain the shift.
-    (dim,), scores, shift_eqn = (
-        map(int, sum_eqn.params["axes"]),
-        sub_eqn.invars[0],
-        producer_if(exp_eqn.invars[0], "sub"),
-    )
+    (dim,), scores = map(int, sum_eqn.params["axes"]), sub_eqn.invars[0]
+    shift_eqn = producer_if(exp_eqn.invars[0], "sub")
     if scores.aval.shape != eqn.outvars[0].aval.shape or _varies_along(sub_eqn.invars[1], dim, scope):
         return None
     if shift_eqn and _varies_along(shift_eqn.invars[1], dim, scope):

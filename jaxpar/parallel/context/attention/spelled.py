@@ -8,13 +8,6 @@ and ids (`hidden.py`: causal, a window, segments), `jp.attention` replaces it, a
 a fused kernel. Any other function of scores is replayed for each block of them (`replayed.py`) if the sequence is
 split, or becomes a bias of a fused kernel. If neither is possible, the reason is noted with the line.
 
-    spelled                 finds and replaces all attention of a program
-      _find                 goes through the program and those that it holds, such as the body of a scan
-        _attention          recognises one attention, from its last product backwards
-          Scores            follows the scores from their product to the softmax (`scores.py`)
-          attention_dims    names the dims of all arrays (`dims.py`)
-      _rewritten            returns the program with the replacements
-
 Dims: B rows, T query positions, S key positions, K key heads, G query heads of each, h head_dim.
 """
 
@@ -152,9 +145,8 @@ def _rewritten(scope: Scope) -> Callable[..., list[Any]]:
     """
 
     def run_program(*values: Any) -> list[Any]:
-        env = jx.Environment(
-            {**scope.consts, **dict(zip((*scope.extra_inputs, *scope.flat.invars), values, strict=True))}
-        )
+        inputs = zip((*scope.extra_inputs, *scope.flat.invars), values, strict=True)
+        env = jx.Environment({**scope.consts, **dict(inputs)})
 
         def results(eqn: Any, operands: Sequence[Any]) -> list[Any]:
             replacement = scope.replacements.get(id(eqn))
@@ -206,14 +198,9 @@ def _find_here(scope: Scope, result: Spelled) -> list[SpelledAttention]:
 
 
 def _attention(last: Any, side: int, weights: Weights, scope: Scope, result: Spelled) -> SpelledAttention:
-    """Recognise the attention that ends in a product of weights and values.
+    """Recognise the attention that ends in `last`, a product of weights (its operand `side`) and values.
 
-    Args:
-      last: the equation of that product.
-      side: which of its operands is the weights.
-      weights: their softmax.
-      scope: the program.
-      result: tells whether functions of scores and biases may be replaced.
+    `weights` is their softmax, and `result` tells whether functions of scores and biases may be replaced.
 
     Raises:
       Hindered: it is no attention, or none that can be replaced.
@@ -252,9 +239,8 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, result: Spe
             attend, text = _attend_with_bias(bias, causal, scores.scale), "with a bias"
         else:
             transforms_weights = len(obstacles) > bool(weights.sinks)
-            weight_ends = (
-                ((weights.result, scores.names), (last.invars[side], weight_names)) if transforms_weights else None
-            )
+            weight_ends = (weights.result, scores.names), (last.invars[side], weight_names)
+            weight_ends = weight_ends if transforms_weights else None
             read, attend, text = replayed_attention(score_ends, weight_ends, weights.sinks, order, scope, last, causal)
         texts = [*["causal"] * causal, text]
     arrays = (product.invars[1 - key_index], product.invars[key_index], last.invars[1 - side], *read)

@@ -1,8 +1,4 @@
-"""Attention of a sequence that is split over a mesh axis: from gathered keys, by heads, or on a ring.
-
-Also the order of positions (`order.py`), the ends of neighbouring chunks (`halo.py`) and other orders of positions
-(`rearrange.py`).
-"""
+"""Attention of a sequence that is split over a mesh axis: from gathered keys, by heads, or on a ring."""
 
 from .gather import by_blocks as by_blocks
 from .gather import gather_attention as gather_attention

@@ -13,12 +13,8 @@ Backward, the gradients of one block depend on the other blocks only through the
 arXiv:2310.01889). The forward and the backward of the kernels are therefore called separately. JAX's derivative of
 cuDNN's attention takes no cotangent of L, and returns L to its callers in bfloat16 (jax 0.10 to 0.12).
 
-    attend             forward of some rectangles, merged with the state (O, L)
-    finish             the state -> the result and L for the backward
-    initial_gradients  zeros for dQ
-    backward           gradients of some rectangles; dQ is accumulated
-
-`score_function.py` has the same four functions for scores that a program transforms; `Rounds.block_ops` chooses.
+`score_function.py` has the same four functions (`attend`, `finish`, `initial_gradients`, `backward`) for scores that a
+program transforms; `Rounds.block_ops` chooses.
 
 Dims: B rows, T query positions, S key positions, H heads, K key/value heads, h head_dim.
 """
@@ -34,6 +30,7 @@ from jax import lax
 
 from ..attention.flash import (
     HIDDEN,
+    UNMASKED,
     AttentionOptions,
     cudnn_backward,
     cudnn_forward,
@@ -42,7 +39,6 @@ from ..attention.flash import (
     vmap_as_rows,
 )
 
-UNMASKED = AttentionOptions(False, None, None, None, 0, False)
 QUERY_CHUNK = 1024  # the number of queries whose scores the plain kernel holds at once
 
 
@@ -87,16 +83,13 @@ class Rectangle:
 def attend(
     rectangles: list[Rectangle], q: jax.Array, kv: jax.Array, state: tuple[jax.Array, ...] | None
 ) -> tuple[jax.Array, ...]:
-    """Attend to some rectangles, and merge the result with the state of earlier blocks.
+    """Attend to some rectangles of a block of keys, and return the state of earlier blocks with their result merged in.
 
     Args:
       rectangles: the visible rectangles of this block.
       q: [B, T, H, h], this rank's queries.
       kv: [2, B, S, K, h], the keys and values of the block.
       state: O float32 [B, T, H, h] and L float32 [B, H, T]; None for the first block.
-
-    Returns:
-      The new state.
     """
     if state is None:
         b, t, heads, h = q.shape
@@ -106,9 +99,8 @@ def attend(
     output, lse = state
     for rectangle in rectangles:
         k, v = rectangle.slice_keys(kv, 2)
-        block_output, block_lse = _rectangle_forward(
-            rectangle.options, rectangle.slice_queries(q), k, v, *rectangle.masks
-        )
+        queries = rectangle.slice_queries(q)
+        block_output, block_lse = _rectangle_forward(rectangle.options, queries, k, v, *rectangle.masks)
         if rectangle.is_visible is not None:
             block_lse = jnp.where(rectangle.is_visible, block_lse, HIDDEN)
         old_lse = rectangle.slice_queries(lse, 2)
@@ -127,9 +119,7 @@ def backward(
     """Compute the gradients of some rectangles.
 
     Args:
-      rectangles: as for `attend`.
-      q: as for `attend`.
-      kv: as for `attend`.
+      rectangles, q, kv: as for `attend`.
       final: the result over all keys, its L, and the cotangent of the result.
       sums: the gradient of queries so far, float32 [B, T, H, h].
 
@@ -254,10 +244,7 @@ def _scores(
 def scan_queries(t: int, chunk_function: Callable, carry: tuple | None) -> tuple:
     """Scan over chunks of t queries, so that only the scores of one chunk exist at a time.
 
-    Args:
-      t: the number of queries.
-      chunk_function: from (carry, first query, number of queries) to (carry, result).
-      carry: the initial carry.
+    `chunk_function` maps (carry, first query, number of queries) to (carry, result).
 
     Returns:
       The final carry, and the results of all chunks, stacked on dim 0.

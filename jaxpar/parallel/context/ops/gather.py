@@ -68,7 +68,8 @@ def gather_attention(
     check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
     check_order(order, q, k)
     if (causal or segment_ids is not None) and q.shape[1] == k.shape[1] and kv_segment_ids is mask is None:
-        # Ids of all ranks, [c, b, t/c]. Block by block, keys that causality or a window hides are not computed.
+        # Ids of all ranks, [c, b, t/c]. Block by block, keys before a window (in plain order) and after a query (in
+        # zigzag order) are not computed.
         ids = () if segment_ids is None else (all_gather(segment_ids[None], axis),)
         return by_blocks(Rounds.of(q, k, axis, causal, window, scale, order), q, k, v, *ids)
     # Any other attention is one kernel over all keys, in the user's order.
@@ -107,18 +108,8 @@ gather_kv.defvjp(lambda kv, axis: (gather_kv(kv, axis), None), _gather_kv_backwa
 def by_blocks(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
     """Attend to gathered keys and values, the block of one rank at a time.
 
-    Visible rectangles take unmasked kernels, and hidden ones are skipped. In zigzag order this needs no causal mask
-    besides the one on a rank's own block.
-
-    Args:
-      rounds: the rectangles of each round.
-      q: [b, t/c, hq, d], this rank's queries.
-      k: [b, s/c, hkv, d], this rank's keys.
-      v: as `k`.
-      ids: as for `by_rounds`.
-
-    Returns:
-      [b, t/c, hq, d], in the dtype of q.
+    Only a rank's own block needs a causal mask. In zigzag order hidden rectangles are skipped; in plain order they are
+    computed and dropped. Arguments and result are those of `ring.by_rounds`.
     """
     return _forward(rounds, q, k, v, *ids)[0]
 
@@ -127,33 +118,26 @@ def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax
     """Return the result, and the residuals of the backward: the gathered keys and values are not gathered again."""
     kv = all_gather(jnp.stack([k, v])[None], rounds.axis)  # [c, 2, b, s/c, hkv, d]
     # Round 0 is outside the loop: its step is a Python int, which selects the causal rectangle of a rank's own keys.
-    state = rounds.block_ops.attend(rounds.rectangles(0, ids), q, kv[rounds.key_rank(0)], None)
-    attend_round = lambda step, state: rounds.block_ops.attend(
-        rounds.rectangles(step, ids), q, kv[rounds.key_rank(step)], state
-    )
-    output, stats = rounds.block_ops.finish(q, *lax.fori_loop(1, rounds.hops + 1, attend_round, state))
+    block = lambda step: (rounds.rectangles(step, ids), q, kv[rounds.key_rank(step)])
+    attend_round = lambda step, state: rounds.block_ops.attend(*block(step), state)
+    state = lax.fori_loop(1, rounds.hops + 1, attend_round, attend_round(0, None))
+    output, stats = rounds.block_ops.finish(q, *state)
     return output, (q, kv, ids, output, stats)
 
 
 def _backward(rounds: Rounds, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
     """Return the cotangents of `by_blocks`. Gradients of all keys add up here, and go home in one reduce-scatter."""
     q, kv, ids, output, stats = residuals
+    final = (output, stats, cotangent)
 
     def backward_round(step: jax.Array | int, sums: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         key_rank = rounds.key_rank(step)
-        query_sums, block_dkv = rounds.block_ops.backward(
-            rounds.rectangles(step, ids), q, kv[key_rank], (output, stats, cotangent), sums[0]
-        )
+        query_sums, block_dkv = rounds.block_ops.backward(rounds.rectangles(step, ids), q, kv[key_rank], final, sums[0])
         return query_sums, lax.dynamic_update_index_in_dim(sums[1], block_dkv, key_rank, 0)
 
     # dkv [c, 2, b, s/c, hkv, d] stays zero for the blocks that no round visits, with a window.
-    first_sums = backward_round(
-        0,
-        (
-            rounds.block_ops.initial_gradients(q, rounds, ids, (output, stats, cotangent)),
-            jnp.zeros(kv.shape, accumulation_dtype(q)),
-        ),
-    )
+    dkv = jnp.zeros(kv.shape, accumulation_dtype(q))
+    first_sums = backward_round(0, (rounds.block_ops.initial_gradients(q, rounds, ids, final), dkv))
     sums, dkv = lax.fori_loop(1, rounds.hops + 1, backward_round, first_sums)
     return rounds.cotangents(q, sums, reduce_scatter(dkv, rounds.axis)[0], ids)
 

@@ -66,10 +66,7 @@ def with_neighbours(
     length = chunks[0].shape[dim]
     cut = lambda chunk, first, n: jax.lax.slice_in_dim(chunk, first, first + n, axis=dim)
     # The end of each chunk is the halo of the chunk after it, its start the halo of the chunk before: one all-gather.
-    ends = [
-        jnp.concatenate([cut(chunk, length - num_before, num_before), cut(chunk, 0, num_after)], dim)
-        for chunk in chunks
-    ]
+    ends = [jnp.concatenate([cut(y, length - num_before, num_before), cut(y, 0, num_after)], dim) for y in chunks]
     all_ends = jnp.stack(from_chunks(jnp.stack(ends), axis, order))
     extended_chunks = []
     # Which chunk is in a slot depends on the rank: the ends are picked by a traced index.
@@ -84,15 +81,9 @@ def with_neighbours(
 def halo_bytes(
     elements: int, num_before: int, num_after: int, c: int, e: int, order: Order = "plain"
 ) -> tuple[int, int]:
-    """Return the bytes that each rank sends in `with_neighbours`, as (forward, backward).
+    """Return the bytes that each of c ranks sends in `with_neighbours`, as (forward, backward).
 
-    Args:
-      elements: the elements of one position.
-      num_before: as for `with_neighbours`.
-      num_after: as for `with_neighbours`.
-      c: the number of ranks.
-      e: the bytes of an element.
-      order: as for `with_neighbours`.
+    A position has `elements` elements of e bytes; the other arguments are as for `with_neighbours`.
 
     >>> halo_bytes(2 * 4096, num_before=3, num_after=0, c=8, e=2)
     (344064, 344064)

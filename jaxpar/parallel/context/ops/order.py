@@ -45,14 +45,6 @@ def check_order(order: str, q: jax.Array, k: jax.Array) -> None:
 def to_zigzag(x: jax.Array, ranks: int, dim: int = 1) -> jax.Array:
     """Reorder a whole array along `dim` from the user's order of positions to the order in which ranks hold them.
 
-    Args:
-      x: the array.
-      ranks: c, the number of ranks.
-      dim: the dim of the positions.
-
-    Returns:
-      An array of the same shape.
-
     Raises:
       ValueError: twice the number of ranks does not divide the dim.
 

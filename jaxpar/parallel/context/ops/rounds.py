@@ -30,10 +30,7 @@ from .score_function import ScoreFunction
 def ring_hops(block: int, ranks: int, window: int | None = None) -> int:
     """Return the number of hops in plain order: keys are passed on until they lie before every window of a block.
 
-    Args:
-      block: the number of positions of a rank.
-      ranks: the number of ranks on the ring.
-      window: as for `ring_attention`.
+    A ring of `ranks` ranks has `block` positions on each.
 
     >>> ring_hops(4096, 8), ring_hops(4096, 8, window=4097), ring_hops(4096, 8, window=4098)
     (7, 1, 2)
@@ -48,12 +45,11 @@ class Rounds:
     Attributes:
       axis: the mesh axis over which the sequence is split.
       ranks: the number of ranks on a ring.
-      num_queries: the queries of a rank.
-      num_keys: the keys of a rank.
+      num_queries, num_keys: the queries and the keys of a rank.
       hops: the number of rounds after round 0.
       causal: whether a query sees no later keys. With a `function` it only tells that rectangles whose keys are all
         later than all queries can be skipped.
-      window: query i sees keys i - window + 1 to i only; None if it is as long as the sequence.
+      window: query i sees keys i - window + 1 to i only; None for all.
       scale: the factor of scores.
       order: the chunks that a rank holds.
       stride: the distance along the axis between neighbours on a ring; above 1 if that many ranks share the heads of
@@ -144,13 +140,10 @@ class Rounds:
                 is_real_key = None
                 if self.lengths is not None:
                     is_real_key = positions["s"] < self.lengths[1]
-                    positions = {
-                        side: jnp.minimum(x, n - 1)
-                        for (side, x), n in zip(positions.items(), self.lengths, strict=True)
-                    }
-                block = score_function.ScoreBlock(
-                    self.function, positions, ids, key_rank * self.num_keys + first_key, is_real_key
-                )
+                    sides = zip(positions.items(), self.lengths, strict=True)
+                    positions = {side: jnp.minimum(x, n - 1) for (side, x), n in sides}
+                first = key_rank * self.num_keys + first_key
+                block = score_function.ScoreBlock(self.function, positions, ids, first, is_real_key)
                 return replace(rectangle, score_block=block)
             # Otherwise the mask has what the kernel cannot be told: a window off the diagonal, and segments.
             mask = None
@@ -165,29 +158,23 @@ class Rounds:
             return replace(rectangle, options=replace(options, masked=True), mask=mask[:, None])
 
         # A traced step is never 0: the first round is outside the loops of callers.
-        is_own, half = isinstance(step, int) and step == 0, self.num_queries // 2
-        block_size = (self.num_queries, self.num_keys)
+        is_own, block_size = isinstance(step, int) and step == 0, (self.num_queries, self.num_keys)
         if is_own or not self.causal:
             return [make_rectangle(0, 0, block_size, self.causal)]
         is_earlier = jnp.asarray(self.rank >= step)  # the keys are of an earlier rank, not wrapped around the ring
         if self.order == "plain":
             return [make_rectangle(0, 0, block_size, False, is_earlier)]
+        half = self.num_queries // 2
         # In zigzag order the second chunk of queries sees every rank's first chunk of keys. Then the first chunk sees
         # the first if the keys are of an earlier rank; otherwise the second sees the second.
         first_seen = jnp.where(is_earlier, 0, half)
-        return [
-            make_rectangle(half, 0, (half, half), False),
-            make_rectangle(first_seen, first_seen, (half, half), False),
-        ]
+        squares = ((half, 0), (first_seen, first_seen))
+        return [make_rectangle(*corner, (half, half), False) for corner in squares]
 
     def cotangents(self, q: jax.Array, sums: tuple[jax.Array, ...], dkv: Any, ids: tuple[jax.Array, ...]) -> Any:
         """Return the result of a backward: the cotangents of queries, keys, values and `ids` (None for integers).
 
-        Args:
-          q: the queries; their dtype is that of the cotangents.
-          sums: the gradients of queries, and of `ids` that are floats.
-          dkv: the gradients of keys and values.
-          ids: as for `rectangles`.
+        `sums` are the gradients of queries, and of `ids` that are floats. The cotangents have the dtype of `q`.
         """
         dq, *operand_gradients = sums
         remaining = iter(operand_gradients)

@@ -56,12 +56,8 @@ class ScoreFunction:
     def operands(self) -> tuple[Value, ...]:
         """All operands: numbers of heads, those of the score program, those of the weight program, the sink."""
         weight_operands = () if self.weights is None else self.weights.operands
-        return (
-            *(HEADS[side] for side in self.counted_heads),
-            *self.scores.operands,
-            *weight_operands,
-            *[SINK] * self.sink,
-        )
+        numbers = [HEADS[side] for side in self.counted_heads]
+        return (*numbers, *self.scores.operands, *weight_operands, *[SINK] * self.sink)
 
     @property
     def counted_heads(self) -> list[str]:
@@ -111,38 +107,31 @@ class ScoreBlock:
     def _slice_operands(
         self, rectangle: Rectangle, first: jax.Array | int, shape: Sequence[int], floats: Sequence[jax.Array]
     ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
-        """Return the positions and the operands of scores [b, k, g, n, s], for n queries from `first` on.
+        """Return the positions and the operands of scores of this shape, [b, k, g, n, s].
 
-        Args:
-          rectangle: the rectangle.
-          first: the first query, from the rectangle's first on.
-          shape: the shape of the scores.
-          floats: the operands that are floats, which are arguments of their own so that they can be differentiated.
+        The n queries are those from `first` on, counted from the rectangle's first. `floats` are the operands that are
+        floats, which are separate arguments so that they can be differentiated.
         """
         # Operands along queries have all queries of this rank, and those along keys the keys of all ranks.
         remaining = iter(floats)
         operands = [next(remaining) if _is_float(x) else x for x in self.operands]
-        for side, start, size in (
-            ("t", rectangle.first_query + first, shape[3]),
-            ("s", self.first_key, rectangle.num_keys),
-        ):
+        first_query = rectangle.first_query + first
+        for side, start, size in (("t", first_query, shape[3]), ("s", self.first_key, rectangle.num_keys)):
             dims = self.function.dims(side)
             operands = [x if d is None else slice_chunk(x, start, size, d) for x, d in zip(operands, dims, strict=True)]
         counted_heads = self.function.counted_heads
         positions = {"t": slice_chunk(self.positions["t"], first, shape[3], 0), "s": self.positions["s"]}
         # Heads are numbered from 0, unless a program counts them: then the first operands have this rank's numbers.
-        positions |= dict(zip("kg", map(jnp.arange, shape[1:3]), strict=True)) | dict(
-            zip(counted_heads, operands, strict=False)
-        )
+        positions |= zip("kg", map(jnp.arange, shape[1:3]), strict=True)
+        positions |= zip(counted_heads, operands, strict=False)
         return positions, operands[len(counted_heads) :]
 
     def scores(
         self, rectangle: Rectangle, first: jax.Array | int, q: jax.Array, k: jax.Array, *floats: jax.Array
     ) -> jax.Array:
         """Return the scores [b, k, g, n, s] of n queries [b, n, H, h] from `first` on; see `_slice_operands`."""
-        products = jnp.einsum(
-            "btkgh,bskh->bkgts", _by_key_head(q, k).astype(accumulation_dtype(q)), k.astype(accumulation_dtype(q))
-        )
+        wide = accumulation_dtype(q)
+        products = jnp.einsum("btkgh,bskh->bkgts", _by_key_head(q, k).astype(wide), k.astype(wide))
         positions, operands = self._slice_operands(rectangle, first, products.shape, floats)
         scores = self.function.scores(products, positions, operands[: len(self.function.scores.operands)])
         # Surplus keys repeat the last one (`Rounds.lengths`), and must have no weight.
@@ -170,17 +159,7 @@ def initial_state(q: jax.Array, block: ScoreBlock) -> tuple[jax.Array, ...]:
 def attend(
     rectangles: list[Rectangle], q: jax.Array, kv: jax.Array, state: tuple[jax.Array, ...] | None
 ) -> tuple[jax.Array, ...]:
-    """Attend to some rectangles of a block of keys, and merge them with the state of earlier blocks.
-
-    Args:
-      rectangles: the visible rectangles of this block.
-      q: [b, t, H, h], this rank's queries.
-      kv: [2, b, s, k, h], the keys and values of the block.
-      state: acc, m and l, as from `initial_state`; None for the first block.
-
-    Returns:
-      The new state.
-    """
+    """Attend to some rectangles of a block of keys, as `blocks.attend` does, with the state of `initial_state`."""
     state = state or initial_state(q, rectangles[0].score_block)
     for rectangle in rectangles:
         k, v = rectangle.slice_keys(kv, 2)
@@ -200,24 +179,21 @@ def _merge_rectangle(
     rectangle: Rectangle, q: jax.Array, k: jax.Array, v: jax.Array, query_state: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Merge the keys of one rectangle with the state of its queries, a chunk of queries at a time."""
+    block = rectangle.score_block
+    floats = [*filter(_is_float, block.operands)]
 
     def merge_chunk(_: Any, first: jax.Array, n: int) -> tuple[None, tuple[jax.Array, ...]]:
         acc, row_max, row_sum = (slice_chunk(x, first, n, d) for x, d in zip(query_state, _QUERY_DIMS, strict=True))
-        floats = [*filter(_is_float, rectangle.score_block.operands)]
-        scores = rectangle.score_block.scores(rectangle, first, slice_chunk(q, first, n), k, *floats)
+        scores = block.scores(rectangle, first, slice_chunk(q, first, n), k, *floats)
         b, key_heads, group_size, *_ = scores.shape
         new_max = jnp.maximum(row_max, scores.max(-1).reshape(row_max.shape))
         weights = jnp.exp(scores - _finite(new_max).reshape(b, key_heads, group_size, n, 1))
         decay = jnp.exp(row_max - _finite(new_max))
         # A softmax over no key is NaN, and the program of the weights may turn that into 0, so that it must see NaN.
         # Once a query has seen a key, the NaN of earlier blocks must not reach its result.
-        sees_nothing, sees_first_key = (
-            (new_max == -jnp.inf).reshape(b, key_heads, group_size, n, 1),
-            (row_max == -jnp.inf) & (new_max > -jnp.inf),
-        )
-        value_weights = rectangle.score_block.weights(
-            rectangle, first, jnp.where(sees_nothing, jnp.nan, weights), *floats
-        )
+        sees_nothing = (new_max == -jnp.inf).reshape(b, key_heads, group_size, n, 1)
+        sees_first_key = (row_max == -jnp.inf) & (new_max > -jnp.inf)
+        value_weights = block.weights(rectangle, first, jnp.where(sees_nothing, jnp.nan, weights), *floats)
         block_acc = jnp.einsum("bkgts,bskh->btkgh", value_weights, v.astype(weights.dtype)).reshape(acc.shape)
         acc_decay, sees_first_key = (jnp.swapaxes(x, 1, 2)[..., None] for x in (decay, sees_first_key))
         acc = jnp.where(sees_first_key, 0, acc * acc_decay) + block_acc
@@ -239,11 +215,7 @@ def finish(q: jax.Array, acc: jax.Array, row_max: jax.Array, row_sum: jax.Array)
 def initial_gradients(q: jax.Array, rounds: Any, operands: Sequence[jax.Array], final: Any) -> tuple[jax.Array, ...]:
     """Return the gradients of queries and of float operands to which `backward` adds: zeros, but for the sink.
 
-    Args:
-      q: this rank's queries.
-      rounds: the `Rounds` of this attention.
-      operands: the operands of its score function.
-      final: as for `backward`.
+    `operands` are those of the score function, and `final` is as for `backward`.
     """
     sums = _zeros(q, *operands)
     if not rounds.function.sink:
@@ -266,9 +238,7 @@ def backward(
     """Compute the gradients of some rectangles.
 
     Args:
-      rectangles: as for `attend`.
-      q: as for `attend`.
-      kv: as for `attend`.
+      rectangles, q, kv: as for `blocks.attend`.
       final: the result over all keys, its (m, l), and the cotangent of the result.
       sums: the gradients of queries and of float operands so far.
 
@@ -279,16 +249,14 @@ def backward(
     dkv = jnp.zeros(kv.shape, accumulation_dtype(q))
     for rectangle in rectangles:
         k, v = rectangle.slice_keys(kv, 2)
-        query_arrays = [
-            rectangle.slice_queries(x, d) for x, d in ((q, 1), (output, 1), (cotangent, 1), (row_max, 2), (row_sum, 2))
-        ]
-        (dk, dv, *d_operands), d_queries = _rectangle_backward(
-            rectangle, query_arrays, k, v, _zeros(k, v, *rectangle.score_block.operands)
-        )
+        arrays_and_dims = ((q, 1), (output, 1), (cotangent, 1), (row_max, 2), (row_sum, 2))
+        query_arrays = [rectangle.slice_queries(x, d) for x, d in arrays_and_dims]
+        zeros = _zeros(k, v, *rectangle.score_block.operands)
+        sums, d_queries = _rectangle_backward(rectangle, query_arrays, k, v, zeros)
+        gradients = (d_queries, *sums)
         if rectangle.is_visible is not None:  # `where`, not a product: gradients of hidden keys may be infinite
-            dk, dv, d_queries, *d_operands = (
-                jnp.where(rectangle.is_visible, x, 0) for x in (dk, dv, d_queries, *d_operands)
-            )
+            gradients = [jnp.where(rectangle.is_visible, x, 0) for x in gradients]
+        d_queries, dk, dv, *d_operands = gradients
         dq = lax.dynamic_update_slice_in_dim(dq, rectangle.slice_queries(dq) + d_queries, rectangle.first_query, 1)
         dkv = lax.dynamic_update_slice_in_dim(
             dkv, rectangle.slice_keys(dkv, 2) + jnp.stack([dk, dv]), rectangle.first_key, 2
@@ -304,23 +272,22 @@ def _rectangle_backward(
 
     `query_arrays` are q, the output, its cotangent, m and l of the rectangle's queries.
     """
+    block = rectangle.score_block
+    floats = [*filter(_is_float, block.operands)]
 
     def backward_chunk(sums: Any, first: jax.Array, n: int) -> tuple[Any, jax.Array]:
         q, output, cotangent, row_max, row_sum = (
             slice_chunk(x, first, n, d) for x, d in zip(query_arrays, (1, 1, 1, 2, 2), strict=True)
         )
         arrays = [x.astype(accumulation_dtype(x)) for x in (q, k)]
-        floats = [x for x in rectangle.score_block.operands if _is_float(x)]
         # 1. Recompute the weights from m and l.
-        scores, scores_vjp = jax.vjp(lambda *x: rectangle.score_block.scores(rectangle, first, *x), *arrays, *floats)
+        scores, scores_vjp = jax.vjp(lambda *x: block.scores(rectangle, first, *x), *arrays, *floats)
         per_score_row = lambda x: x.reshape(*scores.shape[:-1], 1)
         weights = jnp.exp(scores - per_score_row(row_max)) / per_score_row(row_sum)
         d_output, result = (_by_key_head(x, k).astype(scores.dtype) for x in (cotangent, output))
         row_dots = jnp.einsum("btkgh,btkgh->bkgt", d_output, result)[..., None]  # D of the equations
         # 2. Through the program of the weights.
-        value_weights, weights_vjp = jax.vjp(
-            lambda *x: rectangle.score_block.weights(rectangle, first, *x), weights, *floats
-        )
+        value_weights, weights_vjp = jax.vjp(lambda *x: block.weights(rectangle, first, *x), weights, *floats)
         d_weights, *d_weight_operands = weights_vjp(jnp.einsum("btkgh,bskh->bkgts", d_output, v.astype(scores.dtype)))
         # 3. Through the softmax and the program of the scores.
         dq, dk, *d_operands = scores_vjp(weights * (d_weights - row_dots))

@@ -142,9 +142,7 @@ def _replay(step: ScoreStep, values: Sequence[jax.Array], positions: Mapping[str
     if eqn.primitive.name == "random_bits":
         labelled_dims = zip(labels, params["shape"], strict=True)
         return _random_bits(
-            values[0],
-            params["shape"],
-            [positions[x.side] + x.start if x else jnp.arange(n) for x, n in labelled_dims],
+            values[0], params["shape"], [positions[x.side] + x.start if x else jnp.arange(n) for x, n in labelled_dims]
         )
     if eqn.primitive.name == "slice":
         # Along a labelled dim the operand's label has the start of the slice: its block is cut out already.

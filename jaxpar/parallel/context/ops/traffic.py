@@ -33,11 +33,7 @@ def usp_bytes(
 ) -> tuple[int, int]:
     """Return the traffic of `usp_attention`: all-to-alls in groups of u ranks, and a ring of the c / u groups.
 
-    Args:
-      b, s, hq, hkv, d, c, e: see the top of the file.
-      u: the number of ranks in a group; it divides hq and hkv.
-      t: the number of queries, if it is not s.
-      hops: the number of hops; c / u - 1 if None.
+    u divides hq and hkv. There are t queries (s if None), and `hops` hops (c / u - 1 if None).
     """
     # An all-to-all among u ranks keeps 1/u of a rank's 1/c of the positions.
     exchange_bytes = (2 * hq * (t or s) + 2 * hkv * s) * b * d * e * (u - 1) // (u * c)
@@ -48,11 +44,7 @@ def usp_bytes(
 def ring_bytes(b: int, s: int, hkv: int, d: int, c: int, e: int, hops: int | None = None) -> tuple[int, int]:
     """Return the traffic of `ring_attention`: permutes of keys and values, and backward of their gradients too.
 
-    The gradients take one hop more, which brings them home.
-
-    Args:
-      b, s, hkv, d, c, e: see the top of the file.
-      hops: the number of hops; c - 1 if None. With a window, pass `ring_hops`.
+    The gradients take one hop more, which brings them home. `hops` is c - 1 if None; with a window, pass `ring_hops`.
     """
     hops = c - 1 if hops is None else hops
     # Without hops nothing travels, gradients included.

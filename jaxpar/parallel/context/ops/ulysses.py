@@ -72,13 +72,8 @@ def ulysses_attention(
     in_user_order = lambda x: from_zigzag(x, c) if order == "zigzag" else x
     # Ids of all ranks, [c, b, t/c] -> [b, t].
     merge_ranks = lambda x: in_user_order(jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1))
-    ids = dict(
-        zip(
-            ("segment_ids", "kv_segment_ids"),
-            map(merge_ranks, gather_ids(axis, segment_ids, kv_segment_ids)),
-            strict=False,
-        )
-    )
+    whole_ids = map(merge_ranks, gather_ids(axis, segment_ids, kv_segment_ids))
+    ids = dict(zip(("segment_ids", "kv_segment_ids"), whole_ids, strict=False))
     attend = functools.partial(attention, **ids)
     attend = functools.partial(attend, causal=causal, window=window, scale=scale)
     return exchanged(attend, q, k, v, axis=axis, group=c, order=order)
@@ -149,24 +144,14 @@ def usp_attention(
 
 
 def exchanged(
-    attend: Callable[..., jax.Array],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    axis: Axes,
-    group: int,
-    order: Order,
+    attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, *, axis: Axes, group: int, order: Order
 ) -> jax.Array:
     """Exchange positions for heads among `group` neighbouring ranks, attend, and exchange the result back.
 
     Args:
       attend: from q [b, u t/c, hq/u, d] and k, v [b, u s/c, hkv/u, d] to the result of q's shape. Key heads are
         repeated until the group divides them.
-      q: [b, t/c, hq, d], this rank's queries.
-      k: [b, s/c, hkv, d], this rank's keys.
-      v: as `k`.
-      axis: the mesh axis of c ranks.
+      q, k, v, axis: as for `gather_attention`.
       group: u, the number of ranks that exchange.
       order: the chunks that ranks hold. `attend` receives the positions of a ring of c / u ranks in this order.
 
@@ -187,7 +172,7 @@ def _group_all_to_all(x: jax.Array, axis: Axes, group: int, split_dim: int, conc
     """All-to-all among `group` neighbouring ranks: split `split_dim` over them, and concatenate along `concat_dim`."""
     if group == count(axis):
         return all_to_all(x, axis, split_dim, into=concat_dim)
+    if group == 1:
+        return x
     ranks = [[*range(first, first + group)] for first in range(0, count(axis), group)]
-    return (
-        lax.all_to_all(x, spanned(axis), split_dim, concat_dim, axis_index_groups=ranks, tiled=True) if group > 1 else x
-    )
+    return lax.all_to_all(x, spanned(axis), split_dim, concat_dim, axis_index_groups=ranks, tiled=True)
