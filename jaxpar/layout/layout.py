@@ -141,11 +141,7 @@ class Layout:
         )
 
     def at_rest(self, params: Any) -> Any:
-        """Move stored parameters to the memory where they rest.
-
-        Args:
-          params: parameters in their stored shapes and dtypes, all in the devices' memory.
-        """
+        """Move stored parameters from the devices' memory to the memory where they rest."""
         places, values = jax.tree.leaves(self.places("params"), is_leaf=is_stored), jax.tree.leaves(params)
         previous: Any = ()
         for i, place in enumerate(places):

@@ -106,7 +106,6 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
     """Raise ValueError unless every leaf has the same number of rows, a multiple of replicas x microbatches.
 
     Args:
-      batch: the batch, with marked leaves.
       replicas: the number of replicas that share the rows.
       microbatches: the blocks into which each replica divides its rows.
       hosts: 1 if rows are global; else the number of hosts whose rows make the batch.

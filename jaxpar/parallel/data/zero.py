@@ -39,14 +39,9 @@ def use_whole_params(params: jax.Array, use: Use) -> jax.Array:
 
 
 def accumulate_whole_grad(grad: jax.Array, use: Use) -> jax.Array:
-    """Return what one use adds to the accumulator under ZeRO-1: its whole local gradient.
+    """Return what one use adds to the accumulator under ZeRO-1: its whole local gradient, [*leaf] in `use.dtype`.
 
-    Args:
-      grad: local gradient of one use, [*leaf].
-      use: how the leaf is sharded; `use.last` says that this is the leaf's only use in the step.
-
-    Returns:
-      [*leaf] in `use.dtype`; the reduced shard, [*leaf / N], if this is the only use.
+    If this is the leaf's only use in the step (`use.last`), return the reduced shard, [*leaf / N].
     """
     if use.last:
         # Nothing is accumulated after this use. Reducing here lets XLA overlap it with the rest of the backward.
@@ -94,7 +89,6 @@ def publish(leaves: Sequence[Leaf], shards: Sequence[jax.Array], old_params: Seq
     """All-gather the updated shards into whole parameters.
 
     Args:
-      leaves: the layout of each parameter.
       shards: this device's updated shard of each parameter, float32.
       old_params: the whole parameters before the update. They give the dtype, and XLA reuses their memory where the
         step donates them.

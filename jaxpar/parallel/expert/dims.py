@@ -74,7 +74,6 @@ def expert_dims(
     """Return the dim of experts of every leaf that has one, by path, counted from the start.
 
     Args:
-      leaves: path and shape of the model's leaves.
       ranks: the number of devices along `expert`.
       rules: the user's rules for this axis, from `apart`.
       model_rules: the model's own, from `apart`.
@@ -168,7 +167,6 @@ def _rule_dims(
 
     Args:
       table: path pattern -> dim; rules for names of dims are skipped.
-      shapes: the shape of each leaf.
       strict: whether a rule that matches no leaf is an error.
     """
     dim_by_path: dict[str, int | None] = {}
@@ -196,7 +194,6 @@ def _expert_leaves(leaves: Leaves, strict: bool = False, named: bool = True) -> 
     leaves of more dims and biases count too if they have the same E.
 
     Args:
-      leaves: path and shape of each leaf.
       strict: whether the router must be [.., a, E], with features a of the experts. If False, it may be [.., E, a], and
         may have other features.
       named: whether router or experts must be recognised by name too.

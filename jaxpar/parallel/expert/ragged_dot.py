@@ -109,12 +109,7 @@ class ExpertRun:
     def exchanged(self, sizes: jax.Array, *values: jax.Array) -> jax.Array:
         """Compute the result as a mixture in which each row has chosen one expert.
 
-        Args:
-          sizes: the lengths of the groups, int [E].
-          values: the values of `rows`, `leaves` and `rest`.
-
-        Returns:
-          The value of `out`.
+        `values` are the values of `rows`, `leaves` and `rest`. Returns the value of `out`.
         """
         n, k = len(self.rows), len(self.rows) + len(self.leaves)
         rows, leaves, rest = values[:n], values[n:k], values[k:]

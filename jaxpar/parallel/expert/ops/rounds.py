@@ -69,12 +69,7 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
 
     # 1. The tables of a round, and how many rounds are needed.
     def round_tables(by_expert: Order, ids: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the tables of one round.
-
-        Args:
-          by_expert: the choices sorted by expert.
-          ids: the expert of each choice, int32 [N, k].
-          number: the index of the round.
+        """Return the tables of round `number`, from the sorted choices and the expert of each, `ids` int32 [N, k].
 
         Returns:
           slot int32 [N, k], the slot of each choice, e S for none; choice int32 [e, S], the choice in each slot, N k
