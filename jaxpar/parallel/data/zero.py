@@ -28,14 +28,10 @@ from jax import lax
 from ...collectives import all_gather, all_reduce, reduce_scatter_as
 from ...layout.leaves import Leaf
 from .contract import Promise, Rule, Sent, Times, Use, Uses
+from .ddp import use_params
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Parameters and gradients, inside `shard_map`.
-
-
-def use_whole_params(params: jax.Array, use: Use) -> jax.Array:
-    """Return the stored parameters unchanged: ZeRO-1 and ZeRO-2 store them whole."""
-    return params
+# Gradients, inside `shard_map`. Parameters are stored whole, as under ddp.
 
 
 def accumulate_whole_grad(grad: jax.Array, use: Use) -> jax.Array:
@@ -174,7 +170,7 @@ def zero2_sends(leaf: Uses) -> Iterator[Sent]:
 ZERO1 = Rule(
     name="ZeRO-1",
     sharded=frozenset({"optimizer", "grads"}),
-    fetch=use_whole_params,
+    fetch=use_params,
     give=accumulate_whole_grad,
     finish=finish_whole_grad,
     promise=Promise(holds=frozenset({"optimizer"}), sends=zero1_sends),
@@ -183,7 +179,7 @@ ZERO1 = Rule(
 ZERO2 = Rule(
     name="ZeRO-2",
     sharded=frozenset({"optimizer", "grads"}),
-    fetch=use_whole_params,
+    fetch=use_params,
     give=scatter_grad,
     finish=finish_grad_shard,
     promise=Promise(holds=frozenset({"optimizer"}), sends=zero2_sends),

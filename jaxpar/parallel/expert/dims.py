@@ -22,13 +22,8 @@ from ..tensor.dims import Rules, names_in
 from ..tensor.patterns import pattern
 
 AXIS = "expert"
-NAMES = (
-    "expert",
-    "experts",
-    "exp",
-    "num_experts",
-    "expert_dim",
-)  # annotations of the dim in Flax, MaxText, T5X and others
+# Annotations of the dim in Flax, MaxText, T5X and others.
+NAMES = ("expert", "experts", "exp", "num_experts", "expert_dim")
 # The paths of routers, of experts, and of experts that every token uses, which are not split.
 _ROUTER = re.compile("(.*/)?[^/]*(router|gating|gate|switch)[^/]*(/[^/]*)?", re.IGNORECASE)
 _EXPERTS = re.compile(".*(expert|moe).*", re.IGNORECASE)
