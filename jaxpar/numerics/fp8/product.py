@@ -77,10 +77,7 @@ def _backward(config: ScaledProduct, residuals: tuple[jax.Array, jax.Array], g: 
     return as_operands(dw, dx)
 
 
-product.defvjp(
-    lambda config, a, b: (_scaled_dot(config, config.numbers, config.dtype, a, b), (a, b)),
-    _backward,
-)
+product.defvjp(lambda config, a, b: (_scaled_dot(config, config.numbers, config.dtype, a, b), (a, b)), _backward)
 
 
 def _scaled_dot(config: ScaledProduct, numbers: Numbers, dtype: Any, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -287,11 +287,7 @@ class Bundle:
             for kind, kind_values in zip(self.kinds, values, strict=True)
         ]
         mapped = jax.shard_map(
-            local_fun,
-            mesh=mesh,
-            in_specs=(replicated, in_specs),
-            out_specs=(out_specs, replicated),
-            check_vma=False,
+            local_fun, mesh=mesh, in_specs=(replicated, in_specs), out_specs=(out_specs, replicated), check_vma=False
         )
         results, token = mapped(token, values)
         return {

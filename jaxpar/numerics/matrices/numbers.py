@@ -141,7 +141,6 @@ def matrices(model: Model, batch: Any = None) -> Matrices:
     if batch is None:
         return Matrices(_by_names(shapes))
     loss = lambda params, variables, batch: model.call(params, variables, batch, None)[0]["loss"].total
-    # Shapes alone: nothing is computed.
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     return Matrices(_by_program(jx.trace(loss, params, variables, rows)[0], shapes))
 
