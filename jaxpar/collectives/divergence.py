@@ -72,12 +72,9 @@ class _Walk:
     cache: dict[Any, tuple[Any, list[Axes]]] = field(default_factory=dict)
 
     def program(self, closed: Any, input_axes: Sequence[Axes], divergent_axes: Axes) -> list[Axes]:
-        """Walk through a program, and return the axes over which its outputs differ.
+        """Return the axes over which a program's outputs differ, from the axes over which its inputs differ.
 
-        Args:
-          closed: the program.
-          input_axes: the axes over which each input differs.
-          divergent_axes: axes along which some ranks may not run this program.
+        Some ranks along `divergent_axes` may not run this program.
         """
         key = (id(closed), tuple(input_axes), divergent_axes)
         if key in self.cache:

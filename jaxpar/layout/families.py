@@ -1,12 +1,7 @@
 """Find parameters that belong to alike blocks in a row, such as the layers of a transformer.
 
 The blocks may be written as a Python loop (`layers/0/...`, `layers/1/...`), as Linen's `Block_0/...`, or be stacked
-along a dim. A layout is made before any batch is seen, so that only paths and shapes are known here:
-
-    families       groups the leaves of blocks in a Python loop, to be stored as one stack
-    own_leaves     finds the largest stack of layers, whose leaves the stages of a pipeline own
-    inside_stack   finds stacks with the layers on dim 0, by paths
-    on_second_dim  finds stacks with the layers on dim 1, by paths
+along a dim. A layout is made before any batch is seen, so that only paths and shapes are known here.
 """
 
 import math

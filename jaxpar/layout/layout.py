@@ -88,13 +88,9 @@ class Layout:
 
         If the split of a unit fails, an error names the rule of its path. A unit without a rule is gathered instead.
         """
-        storage, unnamed = self.storage, self.found
-        unnamed_stacks = {
-            leaf.path
-            for leaf, members in zip(storage.leaves, storage.origin, strict=True)
-            if storage.models[members[0]].path in unnamed
-        }
-        return ["" if leaf.path in unnamed | unnamed_stacks else leaf.path for leaf in storage.units]
+        models, stored = self.storage.models, zip(self.leaves, self.storage.origin, strict=True)
+        unnamed = self.found | {leaf.path for leaf, members in stored if models[members[0]].path in self.found}
+        return ["" if leaf.path in unnamed else leaf.path for leaf in self.storage.units]
 
     @property
     def shards(self) -> int:
@@ -141,11 +137,7 @@ class Layout:
         )
 
     def at_rest(self, params: Any) -> Any:
-        """Move stored parameters to the memory where they rest.
-
-        Args:
-          params: parameters in their stored shapes and dtypes, all in the devices' memory.
-        """
+        """Move stored parameters from the devices' memory to the memory where they rest."""
         places, values = jax.tree.leaves(self.places("params"), is_leaf=is_stored), jax.tree.leaves(params)
         previous: Any = ()
         for i, place in enumerate(places):

@@ -326,8 +326,6 @@ def place(
     Args:
       path, dtype, trainable: as in `Leaf`.
       shape: the shape without the padding of stages, with the layers on dim 0.
-      sharing: the devices that share the leaf.
-      form: which of the model's own leaves it holds.
       tensor: the dim of `shape` that is split over the ranks of `tensor`.
       expert: the dim of `shape` that is split over the ranks of `expert`.
       second: whether dim 1 is a dim of layers, which is sharded only if no other dim divides.

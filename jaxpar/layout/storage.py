@@ -182,9 +182,7 @@ def make_leaves(
     """Choose how the devices of `sharing` store the leaves of a model.
 
     Args:
-      params: the abstract parameter tree.
       trainable: returns whether the leaf of a path is trained; None trains all floating-point leaves.
-      sharing: the devices that share the leaves.
       split: by path, the dim that `tensor` splits.
       mixed: by path, the dim of experts, which `expert` splits.
       others: by path, a dim that is known not to be layers, such as one that `vmap` made. It looks like a stack.
@@ -265,15 +263,9 @@ def _is_trained(path: str, dtype: Any, trainable: Callable[[str], bool] | None) 
 def _stack_loops(
     model_rows: Sequence[_ModelLeaf], params: Any, inside: Callable[[str], bool]
 ) -> tuple[list[_ModelLeaf], Any]:
-    """Replace the alike layers of Python loops by stacks.
+    """Replace the alike layers of Python loops by stacks, and return the new rows and their tree.
 
-    Args:
-      model_rows: the model's own leaves.
-      params: the abstract parameter tree.
-      inside: returns whether a path lies inside a stack, whose layers are stacked already.
-
-    Returns:
-      The rows and their tree; the model's own if there is nothing to stack.
+    `inside` returns whether a path lies inside a stack, whose layers are stacked already.
     """
     properties = [(row.path, (row.shape, row.dtype, row.trainable, (row.tensor, row.expert))) for row in model_rows]
     # If names contain slashes, two parameters may have the same path. Then no path can be trusted.

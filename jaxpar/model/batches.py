@@ -106,7 +106,6 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
     """Raise ValueError unless every leaf has the same number of rows, a multiple of replicas x microbatches.
 
     Args:
-      batch: the batch, with marked leaves.
       replicas: the number of replicas that share the rows.
       microbatches: the blocks into which each replica divides its rows.
       hosts: 1 if rows are global; else the number of hosts whose rows make the batch.
@@ -149,14 +148,10 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
     if num_rows % num_blocks:
         drop = f"drop {num_rows % num_blocks} rows, or " if num_rows > num_blocks else ""
         # 0 if the rows do not divide among the replicas: then no number of microbatches is proposed.
-        rows_per_replica = (
-            rows_per_host // (replicas // hosts)
-            if replicas % hosts == 0 and rows_per_host % (replicas // hosts) == 0
-            else 0
-        )
-        most_microbatches = (
-            max((m for m in range(2, microbatches) if rows_per_replica % m == 0), default=1) if rows_per_replica else 1
-        )
+        rows_divide = replicas % hosts == 0 and rows_per_host % (replicas // hosts) == 0
+        rows_per_replica = rows_per_host // (replicas // hosts) if rows_divide else 0
+        divisors = [m for m in range(2, microbatches) if rows_per_replica and rows_per_replica % m == 0]
+        most_microbatches = max(divisors, default=1)
         fewer = f"use microbatches={most_microbatches}, or " if most_microbatches > 1 else ""
         if hosts > 1 or jax.process_count() > 1:
             drop = f"{WHOSE}; here rows are {'own' if hosts > 1 else 'global'}: {drop}"

@@ -35,7 +35,6 @@ def check_call(fun: Callable[..., Any], source: str, *names: str, note: str = ""
     """Raise ValueError unless `fun` can be called with these arguments by position.
 
     Args:
-      fun: the user's function.
       source: the name of the argument that passes it, such as "from_nnx(make=)".
       names: the names of the arguments, in order, for the error.
       note: an addition to the hint.
@@ -123,7 +122,6 @@ def traced(function: str, advice: Advice) -> Iterator[None]:
     line and the layer. Any other error gets line and layer as a note.
 
     Args:
-      function: the name of the function.
       advice: why arrays have no numbers there, and what to write (`IN_INIT`, `IN_LOSS`).
     """
     try:

@@ -47,17 +47,9 @@ class ScaledProduct:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(config: ScaledProduct, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiply two operands, quantised to FP8, as `lax.dot_general(a, b, config.numbers)`.
+    """Return `lax.dot_general(a, b, config.numbers)` of operands quantised to FP8, in `config.dtype`.
 
     The backward needs both operands unquantised, as residuals. Communicates nothing.
-
-    Args:
-      config: the dims, dtype and scaling.
-      a: left operand.
-      b: right operand.
-
-    Returns:
-      The product in `config.dtype`.
     """
     return _scaled_dot(config, config.numbers, config.dtype, a, b)
 
@@ -85,10 +77,7 @@ def _backward(config: ScaledProduct, residuals: tuple[jax.Array, jax.Array], g: 
     return as_operands(dw, dx)
 
 
-product.defvjp(
-    lambda config, a, b: (_scaled_dot(config, config.numbers, config.dtype, a, b), (a, b)),
-    _backward,
-)
+product.defvjp(lambda config, a, b: (_scaled_dot(config, config.numbers, config.dtype, a, b), (a, b)), _backward)
 
 
 def _scaled_dot(config: ScaledProduct, numbers: Numbers, dtype: Any, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -29,11 +29,7 @@ _DATA = -2  # marks values that depend on the batch
 
 
 def of_blocks(leaves: Sequence[tuple[str, Any]]) -> set[str]:
-    """Return the paths of the leaves that belong to alike blocks in a row.
-
-    Args:
-      leaves: the path and shape of each of the model's leaves.
-    """
+    """Return the paths of the leaves, given with their shapes, that belong to alike blocks in a row."""
     return {
         leaves[i][0]
         for family in families(leaves, lambda path: False)
@@ -136,9 +132,7 @@ class _Weights(Follower):
 def _products(flat: jx.Flat, num_params: int) -> tuple[list[tuple[Any, int, list[int]]], dict[Any, Followed]]:
     """Find the products of a value that depends on parameters alone with one that depends on the batch.
 
-    Args:
-      flat: a program whose first `num_params` inputs are the parameters.
-      num_params: the number of parameters.
+    The first `num_params` inputs of the program are the parameters.
 
     Returns:
       For each product its equation, which operand is the parameter's (0 or 1), and the positions of the parameters. And

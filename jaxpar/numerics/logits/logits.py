@@ -66,7 +66,6 @@ def chunked(flat: jx.Flat, leaves: int, chunk: int | str, axes: dict[str, int]) 
 
     Args:
       flat: the program of one device; its first inputs are `leaves` parameters.
-      leaves: the number of parameters.
       chunk: the largest number of tokens in a chunk; "auto" for `CHUNK` if logits are larger than `LARGE`; "whole" for
         no chunks.
       axes: the mesh axes that the program may name, name -> size.
@@ -167,8 +166,6 @@ def _region_eqns(
     """Return the equations of the region that begins with a product, by id.
 
     Args:
-      flat: the program.
-      product_eqn: the product.
       dependent_vars: the variables that depend on the logits.
       is_large: returns whether a variable is about as large as the logits.
 
@@ -237,11 +234,7 @@ class _Region:
     ) -> "_Region | None":
         """Return the region that begins with a product; None if it belongs to no cross-entropy.
 
-        Args:
-          flat: the program.
-          product_eqn: the product.
-          leaf_vars: the parameters among the program's inputs.
-          batch_vars: the inputs of the batch.
+        `leaf_vars` are the parameters among the program's inputs, `batch_vars` the other inputs.
         """
         head_product = _head_product(product_eqn, jx.depends(flat.eqns, batch_vars))
         if head_product is None:
@@ -303,11 +296,7 @@ class _Region:
         return jx.where(self.product_eqn) or f"logits [{self.tokens}, {self.words}]"
 
     def in_chunks(self, chunk: int, axes: dict[str, int]) -> tuple[jx.Flat, int]:
-        """Return the program from `invars` to `outvars` in chunks of tokens, and their number.
-
-        Args:
-          chunk: the largest number of tokens in a chunk.
-          axes: the mesh axes that the program may name.
+        """Return the program from `invars` to `outvars` in chunks of at most `chunk` tokens, and their number.
 
         Raises:
           StayWholeError: if the region cannot run in chunks.

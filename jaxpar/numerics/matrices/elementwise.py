@@ -53,12 +53,7 @@ class _Value:
 
 
 def sees_stacked(optimizer: Any, storage: Storage) -> bool:
-    """Return whether an optimizer may see the leaves as a step stores them instead of the model's own.
-
-    Args:
-      optimizer: an optax transformation with extra arguments.
-      storage: the leaves, as stored and as the model has them.
-    """
+    """Return whether an optimizer may see the leaves as a step stores them instead of the model's own."""
     if storage.same:
         return True
     try:
@@ -100,11 +95,7 @@ def remembered(fun: Callable[..., R]) -> Callable[..., R]:
 
 
 def traced_update(optimizer: Any, params: Any) -> tuple[Any, jx.Flat, Any]:
-    """Trace the update of an optimizer.
-
-    Args:
-      optimizer: an optax transformation with extra arguments.
-      params: the abstract parameters.
+    """Trace the update of an optimizer, an optax transformation with extra arguments, on abstract parameters.
 
     Returns:
       Its abstract state, its update as a program of (params, gradients, state, loss), and the abstract results of the
@@ -193,18 +184,17 @@ def _evaluated(flat: jx.Flat, inputs: Sequence[_Value], shapes: Sequence[tuple[i
 
 def _equation(eqn: Any, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> list[_Value]:
     """Return the symbolic value of each result of an equation, from its operands' values."""
-    name = eqn.primitive.name
-    if name != "cond" or values[0].leaf is not None or values[0].partial:
-        return [_symbolic_result(eqn, name, values, shapes)]
+    if eqn.primitive.name != "cond" or values[0].leaf is not None or values[0].partial:
+        return [_symbolic_result(eqn, values, shapes)]
     branch = lambda program, ins, which: _evaluated(jx.flatten(program), ins, shapes)
     results = propagate(eqn, values, branch, lambda a, b: _joined("cond", (a, b)))
     assert results is not None
     return results
 
 
-def _symbolic_result(eqn: Any, name: str, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> _Value:
+def _symbolic_result(eqn: Any, values: list[_Value], shapes: Sequence[tuple[int, ...]]) -> _Value:
     """Return the symbolic value of an equation's result, from the values of its inputs."""
-    shape = eqn.outvars[0].aval.shape
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     if name == "reduce_sum":
         # The sum over one leaf. Padding must add zero, or the sum differs between the two programs.
         (value,) = values

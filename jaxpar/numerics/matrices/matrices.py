@@ -272,7 +272,6 @@ class Bundle:
 
         Args:
           values: for each kind, what `Kind.read` returns.
-          mesh: the mesh.
           token: orders the collectives on CPU; None elsewhere.
 
         Returns:
@@ -288,11 +287,7 @@ class Bundle:
             for kind, kind_values in zip(self.kinds, values, strict=True)
         ]
         mapped = jax.shard_map(
-            local_fun,
-            mesh=mesh,
-            in_specs=(replicated, in_specs),
-            out_specs=(out_specs, replicated),
-            check_vma=False,
+            local_fun, mesh=mesh, in_specs=(replicated, in_specs), out_specs=(out_specs, replicated), check_vma=False
         )
         results, token = mapped(token, values)
         return {
@@ -304,11 +299,7 @@ class Bundle:
     def _local(self, values: Any) -> Any:
         """Run the exchanges and the programs on one device, inside `shard_map`.
 
-        Args:
-          values: for each kind and input, this device's part of the values of the leaves.
-
-        Returns:
-          For each kind and output, this device's part of the values of the leaves.
+        Inputs and results are, for each kind and value, this device's part of the values of the leaves.
         """
         (in_widths, in_offsets), (out_widths, out_offsets) = self.rows("ins"), self.rows("outs")
 
@@ -394,7 +385,6 @@ class Bundle:
         """Run the program of kind `k` on each matrix that this rank owns, one after the other.
 
         Args:
-          k: the number of the kind.
           values: the pieces of its inputs; arrays that live with the owner, and values that belong to no leaf.
           carry: (rows by side and dtype, results that live with the owner by output).
           out_rows: the side of the rows to which results are written, "ins" or "outs".

@@ -141,7 +141,6 @@ def matrices(model: Model, batch: Any = None) -> Matrices:
     if batch is None:
         return Matrices(_by_names(shapes))
     loss = lambda params, variables, batch: model.call(params, variables, batch, None)[0]["loss"].total
-    # Shapes alone: nothing is computed.
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     return Matrices(_by_program(jx.trace(loss, params, variables, rows)[0], shapes))
 
@@ -163,9 +162,7 @@ class _Read(NamedTuple):
 def _by_program(program: jx.Flat, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
     """Return the role of each leaf from the program of a loss.
 
-    Args:
-      program: a program whose first inputs are the parameters.
-      shapes: the shape of each parameter, by path, in the order of these inputs.
+    The program's first inputs are the parameters; `shapes` has their shapes by path, in the same order.
     """
     # 1. Follow the parameters through the program, and collect how products and lookups read them.
     reads: dict[int, list[_Read]] = {}
@@ -228,7 +225,6 @@ def _summed_and_free(eqn: Any, side: int, dims: followed.Dims) -> tuple[list[fol
     """Return the parts of one operand that a product sums, and those that are dims of the result but no batch dims.
 
     Args:
-      eqn: the equation of a product or convolution.
       side: which operand, 0 or 1.
       dims: the followed dims of that operand.
     """
@@ -256,9 +252,7 @@ def _is_depthwise(eqn: Any) -> bool:
 def layer_dims(flat: Leaves, experts: Mapping[str, int]) -> dict[str, int]:
     """Return the dim of layers of each leaf that lies inside a stack, by path.
 
-    Args:
-      flat: the paths and shapes of the leaves.
-      experts: by path, the dim of experts, which is none of layers.
+    `experts` has by path the dims of experts, which are not dims of layers.
     """
     on_first_dim, on_dim_one = inside_stack(flat, experts), on_second_dim(flat, experts)
     return {path: 0 if on_first_dim(path) else 1 for path, _ in flat if on_first_dim(path) or on_dim_one(path)}

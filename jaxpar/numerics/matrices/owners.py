@@ -346,10 +346,7 @@ def _owned_states(kind: Kind) -> Iterator[tuple[int, MatrixValue]]:
 
 
 def _deal_out(kinds: Sequence[Kind], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return how many matrices of each kind each rank gets.
-
-    The matrices with the most FLOPs come first, and each goes to the rank with the least work so far (Graham 1969).
-    """
+    """Return how many matrices of each kind each rank gets, dealt out as the module's docstring says."""
     # A kind without FLOPs counts as 1, so that its matrices are spread over the ranks too.
     load, counts = [0] * ranks, [[0] * ranks for _ in kinds]
     for k, kind in sorted(enumerate(kinds), key=lambda item: -item[1].flops):

@@ -201,10 +201,6 @@ def multiplied(eqn: Any, ins: Sequence[followed.Followed]) -> list[tuple[int, fr
 
     A product of factors of a leaf counts too, without dims of the leaf. A sum of squares is no product.
 
-    Args:
-      eqn: the equation.
-      ins: the followed values of its inputs.
-
     Returns:
       (number of a leaf, dims) for each operand that belongs to a leaf.
     """
@@ -278,7 +274,6 @@ def region_of(program: UpdateProgram, leaf: int, shape: tuple[int, ...]) -> Regi
     Args:
       program: the update, or a branch of it.
       leaf: the number of the leaf, which some equation multiplies or factorises.
-      shape: its shape.
 
     Returns:
       The equations between the products of the leaf; equations before them if the region then reads fewer elements; and
@@ -362,10 +357,7 @@ def one_matrix(region: Region) -> jx.Flat | None:
 def _cut(flat: jx.Flat, cut_dims: Sequence[int | None], num_parts: int) -> jx.Flat | None:
     """Return a program on one of `num_parts` equal parts of its inputs and outputs; None if the parts depend on others.
 
-    Args:
-      flat: the program.
-      cut_dims: for each input and then each output, the dim that is cut; None if it stays whole.
-      num_parts: the number of parts.
+    `cut_dims` has for each input, and then each output, the dim that is cut; None if it stays whole.
     """
     localiser, result_dims, n = Localiser(num_parts, False, RULES), list[Any](), len(flat.invars)
 
@@ -390,7 +382,6 @@ def axes_at_rest(storage: Storage, sharded: bool, sizes: Mapping[str, int]) -> t
     """Return the mesh axes that shard each dim of the model's own trainable leaves at rest.
 
     Args:
-      storage: the leaves.
       sharded: whether ZeRO shards them.
       sizes: the size of each mesh axis; axes of one device are left out.
     """
@@ -412,7 +403,6 @@ def in_order(eqns: Sequence[Any], within: Mapping[int, Any]) -> tuple[Any, ...] 
     """Order the nodes of a program so that each comes after the nodes whose results it reads.
 
     Args:
-      eqns: the equations of the program.
       within: by the id of an equation, the node that runs it with others; any other equation is a node.
 
     Returns:

@@ -62,12 +62,7 @@ def secondary(layout: Layout, stored: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def zero3_sends(leaf: Uses, once: bool = False) -> Iterator[Sent]:
-    """Yield what ZeRO-3 sends for one leaf.
-
-    Args:
-      leaf: how one step uses the leaf.
-      once: whether gradients are reduced once per step (sync="step") instead of once per use.
-    """
+    """Yield what ZeRO-3 sends for one leaf; `once` reduces gradients once per step (sync="step") instead of per use."""
     for param in leaf.fetched:
         yield Sent("all-gather", leaf.shard, leaf.compute, param.count, param.total)
     # hpZ's second shards, gathered once per step; `leaf.second` is empty without hpZ.

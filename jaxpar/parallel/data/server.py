@@ -5,13 +5,13 @@ For P parameters, K optimizer values per parameter and n replicas (the first one
     the server stores    params P   optimizer K P   gradients of all replicas, n P
     a replica stores     params P   grads P
 
-    Five exchanges per step, all through the server's links:
+Five exchanges per step, all through the server's links:
 
-      1. scatter      rows of the batch             to each replica its rows
-      2. broadcast    parameters                    (n - 1) P
-      3. gather       losses                        each replica's sums, from which the server computes the loss
-      4. scatter      gradients of the losses       one scalar each
-      5. gather       gradients                     (n - 1) P, which the server adds up
+    1. scatter      rows of the batch             to each replica its rows
+    2. broadcast    parameters                    (n - 1) P
+    3. gather       losses                        each replica's sums, from which the server computes the loss
+    4. scatter      gradients of the losses       one scalar each
+    5. gather       gradients                     (n - 1) P, which the server adds up
 
 Between 3 and 4 the replicas wait for the loss; after 5 they wait for the update. Each replica keeps the activations of
 its forward until the loss is back. It does so for all microbatches, so that they save no memory. This strategy is here
@@ -25,11 +25,7 @@ Sources: Li et al. 2014, Parameter Server, OSDI 11; PyTorch's `nn.DataParallel`.
 import jax
 
 from .contract import Promise, Rule, Use
-
-
-def use_params(params: jax.Array, use: Use) -> jax.Array:
-    """Return the broadcast parameters unchanged."""
-    return params
+from .ddp import use_params
 
 
 def accumulate_grad(grad: jax.Array, use: Use) -> jax.Array:

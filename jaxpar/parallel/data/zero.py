@@ -28,25 +28,16 @@ from jax import lax
 from ...collectives import all_gather, all_reduce, reduce_scatter_as
 from ...layout.leaves import Leaf
 from .contract import Promise, Rule, Sent, Times, Use, Uses
+from .ddp import use_params
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Parameters and gradients, inside `shard_map`.
-
-
-def use_whole_params(params: jax.Array, use: Use) -> jax.Array:
-    """Return the stored parameters unchanged: ZeRO-1 and ZeRO-2 store them whole."""
-    return params
+# Gradients, inside `shard_map`. Parameters are stored whole, as under ddp.
 
 
 def accumulate_whole_grad(grad: jax.Array, use: Use) -> jax.Array:
-    """Return what one use adds to the accumulator under ZeRO-1: its whole local gradient.
+    """Return what one use adds to the accumulator under ZeRO-1: its whole local gradient, [*leaf] in `use.dtype`.
 
-    Args:
-      grad: local gradient of one use, [*leaf].
-      use: how the leaf is sharded; `use.last` says that this is the leaf's only use in the step.
-
-    Returns:
-      [*leaf] in `use.dtype`; the reduced shard, [*leaf / N], if this is the only use.
+    If this is the leaf's only use in the step (`use.last`), return the reduced shard, [*leaf / N].
     """
     if use.last:
         # Nothing is accumulated after this use. Reducing here lets XLA overlap it with the rest of the backward.
@@ -94,7 +85,6 @@ def publish(leaves: Sequence[Leaf], shards: Sequence[jax.Array], old_params: Seq
     """All-gather the updated shards into whole parameters.
 
     Args:
-      leaves: the layout of each parameter.
       shards: this device's updated shard of each parameter, float32.
       old_params: the whole parameters before the update. They give the dtype, and XLA reuses their memory where the
         step donates them.
@@ -180,7 +170,7 @@ def zero2_sends(leaf: Uses) -> Iterator[Sent]:
 ZERO1 = Rule(
     name="ZeRO-1",
     sharded=frozenset({"optimizer", "grads"}),
-    fetch=use_whole_params,
+    fetch=use_params,
     give=accumulate_whole_grad,
     finish=finish_whole_grad,
     promise=Promise(holds=frozenset({"optimizer"}), sends=zero1_sends),
@@ -189,7 +179,7 @@ ZERO1 = Rule(
 ZERO2 = Rule(
     name="ZeRO-2",
     sharded=frozenset({"optimizer", "grads"}),
-    fetch=use_whole_params,
+    fetch=use_params,
     give=scatter_grad,
     finish=finish_grad_shard,
     promise=Promise(holds=frozenset({"optimizer"}), sends=zero2_sends),

@@ -22,13 +22,8 @@ from ..tensor.dims import Rules, names_in
 from ..tensor.patterns import pattern
 
 AXIS = "expert"
-NAMES = (
-    "expert",
-    "experts",
-    "exp",
-    "num_experts",
-    "expert_dim",
-)  # annotations of the dim in Flax, MaxText, T5X and others
+# Annotations of the dim in Flax, MaxText, T5X and others.
+NAMES = ("expert", "experts", "exp", "num_experts", "expert_dim")
 # The paths of routers, of experts, and of experts that every token uses, which are not split.
 _ROUTER = re.compile("(.*/)?[^/]*(router|gating|gate|switch)[^/]*(/[^/]*)?", re.IGNORECASE)
 _EXPERTS = re.compile(".*(expert|moe).*", re.IGNORECASE)
@@ -74,7 +69,6 @@ def expert_dims(
     """Return the dim of experts of every leaf that has one, by path, counted from the start.
 
     Args:
-      leaves: path and shape of the model's leaves.
       ranks: the number of devices along `expert`.
       rules: the user's rules for this axis, from `apart`.
       model_rules: the model's own, from `apart`.
@@ -168,7 +162,6 @@ def _rule_dims(
 
     Args:
       table: path pattern -> dim; rules for names of dims are skipped.
-      shapes: the shape of each leaf.
       strict: whether a rule that matches no leaf is an error.
     """
     dim_by_path: dict[str, int | None] = {}
@@ -196,7 +189,6 @@ def _expert_leaves(leaves: Leaves, strict: bool = False, named: bool = True) -> 
     leaves of more dims and biases count too if they have the same E.
 
     Args:
-      leaves: path and shape of each leaf.
       strict: whether the router must be [.., a, E], with features a of the experts. If False, it may be [.., E, a], and
         may have other features.
       named: whether router or experts must be recognised by name too.

@@ -72,12 +72,7 @@ def exchange_tokens(
     Returns:
       The program and the `TokenExchange`. The program is a function of this rank's parameters (the first inputs) and of
       the other inputs; its results are for this rank's rows. No program is refused: an equation without a rule gets
-      whole inputs.
-
-      Tracing the program fills three notes of the `TokenExchange`:
-        gathered: places where experts are gathered -> bytes of all experts.
-        fewer: the places among them where the tokens would be more bytes -> bytes of the tokens.
-        all_tokens: places where all tokens are gathered -> bytes.
+      whole inputs. Tracing the program fills `gathered`, `fewer` and `all_tokens` of the `TokenExchange`.
     """
     localiser = TokenExchange(ranks, False, rules)
 

@@ -119,11 +119,10 @@ class ExpertLocaliser(Localiser):
         """
         # 1. A value that is equal on all ranks, or this rank's experts of one: repeat it for the slots of every rank.
         if x.weight and x.dim in (None, to.dim):
-            local_experts = x.value if x.dim is not None else None
-            if x.broadcast is not None and local_experts is None and not {to.dim, to.slots} & {*x.broadcast[1]}:
+            if x.broadcast is not None and x.dim is None and not {to.dim, to.slots} & {*x.broadcast[1]}:
                 operand, dims = x.broadcast
                 return lax.broadcast_in_dim(self.whole(operand), self.local(x.shape, to), dims)
-            local_experts = self.take(x, to.dim) if local_experts is None else local_experts
+            local_experts = self.take(x, to.dim) if x.dim is None else x.value
             return jnp.concatenate([local_experts] * self.ranks, axis=to.slots)
         if x.broadcast is not None and x.dim is None:
             operand, dims = x.broadcast
@@ -162,9 +161,8 @@ class ExpertLocaliser(Localiser):
     def equation(self, eqn: Any, inputs: Sequence[LocalValue]) -> list[LocalValue]:
         """Rewrite one equation, and say which of its results are equal on all ranks."""
         outputs = super().equation(eqn, inputs)
-        is_equal = all(x.weight for x in inputs) and not jx.communicates(
-            [eqn], ("axis_index",)
-        )  # differs between ranks
+        # `axis_index` has no inputs, and differs between ranks.
+        is_equal = all(x.weight for x in inputs) and not jx.communicates([eqn], ("axis_index",))
         for x in outputs:
             # `overflow` takes leaves with tokens and returns them: such a result is still a split leaf.
             x.weight = is_equal or isinstance(x.dim, int)

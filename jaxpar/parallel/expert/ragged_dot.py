@@ -109,12 +109,7 @@ class ExpertRun:
     def exchanged(self, sizes: jax.Array, *values: jax.Array) -> jax.Array:
         """Compute the result as a mixture in which each row has chosen one expert.
 
-        Args:
-          sizes: the lengths of the groups, int [E].
-          values: the values of `rows`, `leaves` and `rest`.
-
-        Returns:
-          The value of `out`.
+        `values` are the values of `rows`, `leaves` and `rest`. Returns the value of `out`.
         """
         n, k = len(self.rows), len(self.rows) + len(self.leaves)
         rows, leaves, rest = values[:n], values[n:k], values[k:]
@@ -278,7 +273,8 @@ def repeats(eqn: Any) -> bool:
 
 def _run_of(last: Any, producers: dict[Any, Any], sizes_of: dict[Any, Any]) -> list[Any]:
     """Return a grouped matmul and the equations that compute its rows, back to grouped matmuls of the same sizes."""
-    sizes, eqn_by_id, stack = sizes_of[last.outvars[0]], {id(last): last}, [last]
+    sizes, tokens = sizes_of[last.outvars[0]], last.invars[0].aval.shape[0]
+    eqn_by_id, stack = {id(last): last}, [last]
     while stack:
         eqn = stack.pop()
         # For a grouped matmul, follow the rows alone. Leaves and sizes come from outside of the run.
@@ -286,9 +282,7 @@ def _run_of(last: Any, producers: dict[Any, Any], sizes_of: dict[Any, Any]) -> l
             if jx.is_literal(v) or v not in producers or id(producers[v]) in eqn_by_id:
                 continue
             # A broadcast to all rows belongs to no grouping. The run repeats it for its own number of rows.
-            is_broadcast = _operand_kind(
-                v, last.invars[0].aval.shape[0], producers
-            ) == "alike" and not _is_grouped_matmul(eqn)
+            is_broadcast = not _is_grouped_matmul(eqn) and _operand_kind(v, tokens, producers) == "alike"
             if sizes_of.get(v) is sizes or is_broadcast:
                 eqn_by_id[id(producers[v])] = producers[v]
                 stack.append(producers[v])

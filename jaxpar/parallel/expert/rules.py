@@ -35,9 +35,8 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
     def register(slotwise_rule: Rule) -> Rule:
         def either_rule(localiser: ExpertLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
-            return (slotwise_rule if any(isinstance(x.dim, SlotDims) for x in inputs) else _leaf_rule)(
-                localiser, eqn, inputs
-            )
+            chosen_rule = slotwise_rule if any(isinstance(x.dim, SlotDims) for x in inputs) else _leaf_rule
+            return chosen_rule(localiser, eqn, inputs)
 
         RULES.update(dict.fromkeys(names, either_rule))
         return slotwise_rule

@@ -130,13 +130,10 @@ def dispatch(experts: int, slots: int, groups: int, by_weight: bool, ranks: int)
 
 @functools.lru_cache(maxsize=256)
 def combine(ranks: int) -> Callable[..., Any]:
-    """Return `dispatch.combine` for one rank, from the buffers of its experts alone.
+    """Return `dispatch.combine` for one of `ranks` = e ranks, from the buffers of its experts alone.
 
     Communicates over `expert`: an all-to-all of sums [e, T, D] in the dtype of `out`, and all-gathers of int32 and
     float [T, k]; in the backward as many bytes, and 3 times [E, C].
-
-    Args:
-      ranks: e.
 
     Returns:
       A function of slot [T, k], out [E/e, e C, D], weights [T, k] and choice [E, C], with result [T, D].

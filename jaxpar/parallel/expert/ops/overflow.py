@@ -48,13 +48,7 @@ def most_blocks(tokens: int, k: int, experts: int, slots: int, size: int) -> int
 
 
 def overflow(
-    expert: Expert,
-    x: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    leaves: Any,
-    slots: int,
-    size: int | None = None,
+    expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, leaves: Any, slots: int, size: int | None = None
 ) -> tuple[jax.Array, Any]:
     """Compute the choices beyond the first C of each expert, by position, and return their weighted sum and the leaves.
 

@@ -25,7 +25,7 @@ from ....model.permutations import route
 from ....program import trip_counts
 from .dispatch import combine
 from .gather import AXIS
-from .tables import Order, order, rows_of, sum_over_choices, wide
+from .tables import Order, inverse, order, rows_of, sum_over_choices, wide
 
 
 @functools.partial(jax.custom_vjp)
@@ -69,12 +69,7 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
 
     # 1. The tables of a round, and how many rounds are needed.
     def round_tables(by_expert: Order, ids: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the tables of one round.
-
-        Args:
-          by_expert: the choices sorted by expert.
-          ids: the expert of each choice, int32 [N, k].
-          number: the index of the round.
+        """Return the tables of round `number`, from the sorted choices and the expert of each, `ids` int32 [N, k].
 
         Returns:
           slot int32 [N, k], the slot of each choice, e S for none; choice int32 [e, S], the choice in each slot, N k
@@ -94,10 +89,7 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
         first_index = jnp.take_along_axis(ends - num_overflowing, e, axis=1)
         positions = jnp.clip(by_expert.start[expert] + slots + index - first_index, 0, choices - 1)
         choice = jnp.where(is_filled, by_expert.sorted[positions], choices)
-        # Invert `choice`. Empty slots write to one more element, which is cut off.
-        slot = jnp.full(choices + 1, ranks * size, jnp.int32)
-        slot = slot.at[choice.reshape(-1)].set(jnp.arange(ranks * size, dtype=jnp.int32))
-        return slot[:choices].reshape(ids.shape), choice, jnp.where(is_filled, e, local_experts)
+        return inverse(choice, choices).reshape(ids.shape), choice, jnp.where(is_filled, e, local_experts)
 
     def num_rounds(by_expert: Order) -> jax.Array:
         """Return the number of rounds that the busiest rank needs."""

@@ -54,14 +54,18 @@ def order(ids: jax.Array, weights: jax.Array | None, experts: int) -> Order:
 
 def tables(by_expert: Order, slots: int) -> tuple[jax.Array, jax.Array]:
     """Return the tables `slot`, int32 [N k], and `choice`, int32 [E, C], of `slots` = C slots for each expert."""
-    choices, experts = by_expert.sorted.size, by_expert.load.size
+    choices = by_expert.sorted.size
     rank = jnp.arange(slots, dtype=jnp.int32)
     index = jnp.minimum(by_expert.start[:, None] + rank, choices - 1)
     choice = jnp.where(rank < by_expert.load[:, None], by_expert.sorted[index], choices)
-    # Invert `choice`. Empty slots write to one more element, which is cut off.
-    slot = jnp.full(choices + 1, experts * slots, jnp.int32)
-    slot = slot.at[choice.reshape(-1)].set(jnp.arange(experts * slots, dtype=jnp.int32))
-    return slot[:choices], choice
+    return inverse(choice, choices), choice
+
+
+def inverse(choice: jax.Array, choices: int) -> jax.Array:
+    """Return the slot of each of `choices` choices from the choice in each slot; `choice.size` if it has no slot."""
+    # Empty slots write to one more element, which is cut off.
+    slot = jnp.full(choices + 1, choice.size, jnp.int32)
+    return slot.at[choice.reshape(-1)].set(jnp.arange(choice.size, dtype=jnp.int32))[:choices]
 
 
 def places(
