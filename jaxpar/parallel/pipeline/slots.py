@@ -46,24 +46,13 @@ from ...slicing.halves import WeightGradResiduals, pick
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
 from ...strategy.schedules.orders import orders_of
-from .buffers import CODES
+from .buffers import CODES, WAYS
 from .chunks import AXIS, Message, bypass_variables, prologue_pieces
 from .distributed_prologue import shares_prologues
 from .ranks import Engine, eliminate_dead_code, replace_grads
 
 # The fields of `SlotTables` that a slot looks up.
-_LOOKUPS = (
-    "kind",
-    "chunk",
-    "microbatch",
-    "stash",
-    "residuals",
-    "read",
-    "from_previous",
-    "from_next",
-    "from_self",
-    "from_epilogue",
-)
+_LOOKUPS = ("kind", "chunk", "microbatch", "stash", "residuals", "read", *WAYS)
 
 
 class RunIf(Protocol):
@@ -261,9 +250,11 @@ class Slots(Engine):
         saved, weight_residuals = jax.eval_shape(residuals, row)
         of_weights = weight_residuals.values if "I" in self.kinds else []
         state = dataclasses.replace(
-            state, stash=zeros(tables.stashes, saved.values), residuals=zeros(tables.keeps, of_weights)
+            state,
+            stash=zeros(tables.stashes, saved.values),
+            residuals=zeros(tables.keeps, of_weights),
+            prologue_cts=carries,
         )
-        state = dataclasses.replace(state, prologue_cts=carries)
 
         # 3. Gradients: trace one slot that runs every part. A scan's carry has one structure, so that leaves without a
         # gradient are None, and all others start with zeros.
@@ -327,10 +318,9 @@ class Slots(Engine):
             env, tape = self._prologue(row["leaving"] + number, bool(self.seeds))
             grads, sums, cts = self.epilogue(env, message, row["leaving"] + number, list(grads), sums)
             if cts is not None:
-                last_cts = self.merge_cotangents(
-                    self.pad_by_layer(cts.message), _read(buffers, row["from_epilogue"] + number)
-                )
-                buffers = _write(buffers, last_cts, row["from_epilogue"] + number)
+                position = row["from_epilogue"] + number
+                last_cts = self.merge_cotangents(self.pad_by_layer(cts.message), _read(buffers, position))
+                buffers = _write(buffers, last_cts, position)
                 pairs = zip(bypass_variables(self.program), cts.bypass, strict=True)
                 # Every rank has these cotangents; they count once, on the last rank.
                 bypass_cts = {v: jnp.where(self.is_last, ct, jnp.zeros_like(ct)) for v, ct in pairs}
@@ -347,10 +337,8 @@ class Slots(Engine):
             if prologue_cts:
                 return grads, self.prologues.store_cotangents(prologue_cts, cts, row["returning"] + number)
             _, tape = self._prologue(row["microbatch"] + number, True)
-            return (
-                backward(prologue_pieces(self.program), self.access, self.leaves, tape, cts, grads),
-                prologue_cts,
-            )
+            grads = backward(prologue_pieces(self.program), self.access, self.leaves, tape, cts, grads)
+            return grads, prologue_cts
 
         buffers, grads, sums = run_if("leaves", row["leaves"], epilogue, (buffers, grads, sums))
         if self.seeds is not None:
@@ -420,17 +408,13 @@ class _Operations:
         """Run B: the message becomes the cotangents of the chunk's inputs, and gradients accumulate."""
         (message, _, grads), op, engine = carry, self._operation(number), self.engine
         slot, stack_leaves = Stash(stash, op["stash"]), engine.stack.unit.leaves
-        output_cts, accumulated = (
-            engine.output_cotangents(op, message.select(engine.has_cotangent)),
-            [grads[i] for i in stack_leaves],
-        )
         totals, cts = engine.chunk_stack.backward(
             engine.access,
             engine.leaves,
             engine.inputs_without_carry(self.env, op),
             self.saved,
-            output_cts,
-            accumulated,
+            engine.output_cotangents(op, message.select(engine.has_cotangent)),
+            [grads[i] for i in stack_leaves],
             *engine.local_layers(op),
             slot,
         )
@@ -450,7 +434,6 @@ class _Operations:
         op, engine = self._operation(number), self.engine
         assert self.weight_residuals is not None
         stack_leaves = engine.stack.unit.leaves
-        inputs, accumulated = engine.inputs_without_carry(self.env, op), [grads[i] for i in stack_leaves]
         # W reads a part of F's residuals; the others are in the stash until W frees the slot.
         stashes = (
             Stash(pick(self.weight_residuals.halves.saved, stash), op["stash"]),
@@ -459,10 +442,10 @@ class _Operations:
         totals = engine.chunk_stack.backward_weights(
             engine.access,
             engine.leaves,
-            inputs,
+            engine.inputs_without_carry(self.env, op),
             [],
             self.weight_residuals,
-            accumulated,
+            [grads[i] for i in stack_leaves],
             *engine.local_layers(op),
             *stashes,
         )

@@ -343,9 +343,6 @@ class FlatPipeline:
         """Run B, I or W.
 
         Args:
-          kind: the kind of operation.
-          stage: its stage.
-          run: the stage's traced operations.
           operands: the slot's row, the weights, and the stash.
           number: 0, the iteration's number.
           carry: the message, residuals for W, and the accumulated gradients of both sorts of leaves.
