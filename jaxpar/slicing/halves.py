@@ -71,9 +71,7 @@ class Halves:
             outputs are the cotangents of the leaves that are `floats`, and then of the linear inputs.
           eqns: its live equations.
           floats: which leaves are floating-point.
-          num_held: the number of held inputs.
-          num_saved: the number of saved values.
-          num_cotangents: the number of cotangents.
+          num_held, num_saved, num_cotangents: the numbers of these inputs.
           twice: whether the second half recomputes everything that follows without cotangents.
         """
         assert not any(isinstance(x, Tracer) for x in flat.consts)

@@ -48,7 +48,6 @@ class LayerAccess:
         """Return one layer's whole weights.
 
         Args:
-          layer: the number of the layer.
           reads: which weights to return, by slice; None for all.
           prefetched: for each slice, the weight if it is fetched already, else None.
           device_copies: for each slice, the shard that `copy_from_host` returned, else None.
@@ -114,16 +113,12 @@ class LayerAccess:
     def accumulate(
         self, totals: Any, cotangents: Sequence[Any], layer: Any, overwrites: Sequence[bool] | None = None
     ) -> Any:
-        """Give one layer's gradients and add them to the stacks.
+        """Give one layer's gradients, and return the stacks with them.
 
         Args:
           totals: the stacks, by leaf.
           cotangents: the whole cotangent of each weight; None for a weight without one.
-          layer: the number of the layer.
-          overwrites: for each slice, whether its gradient replaces the layer in the stack.
-
-        Returns:
-          The stacks, with this layer's gradients.
+          overwrites: for each slice, whether its gradient replaces the layer in the stack; None to add all.
         """
         totals = totals.copy()
         overwrites = [False] * len(self.slices) if overwrites is None else overwrites

@@ -98,7 +98,7 @@ class LayerLoop:
 
 
 def _scan(body: Body, init: Any, xs: Any, length: int, reverse: bool) -> tuple[Any, Any]:
-    """Run `lax.scan` of `body(carry, iteration, x)`.
+    """Run `lax.scan` of a `Body`.
 
     The iteration's number is read from an array. If it were counted, XLA's collective pipeliner would see that
     iterations write layer after layer, and move collectives that are meant for this iteration to the next one.
@@ -293,7 +293,7 @@ class _Iteration:
                 room -= chain[1]
             self.env.compute(eqn)
 
-        # 4. Without products, copies remain.
+        # Without products, copies remain.
         for copy_eqn in (eqn for eqns, _ in chains for eqn in eqns):
             self.env.compute(copy_eqn)
 
@@ -326,7 +326,7 @@ def _flops_by_window(
 def _in_windows(body: Body) -> Body:
     """Return the body with its collectives for other iterations in windows between its own collectives."""
 
-    def ordered_body(carry: Any, iteration: Any, x: Any) -> Any:
+    def in_windows(carry: Any, iteration: Any, x: Any) -> Any:
         # A remat in a backward's own loop needs no protection from CSE: the forward's values are in another loop. Those
         # calls are opened, so that windows may lie inside.
         steps = _Iteration(body, carry, iteration, x, remats=lambda eqn: not eqn.params["prevent_cse"])
@@ -339,25 +339,25 @@ def _in_windows(body: Body) -> Body:
         steps.compute()
         return steps.result()
 
-    return ordered_body
+    return in_windows
 
 
 def _spread(body: Body) -> Body:
     """Return the body with its copies from the host for other iterations started one after another."""
 
-    def ordered_body(carry: Any, iteration: Any, x: Any) -> Any:
+    def spread(carry: Any, iteration: Any, x: Any) -> Any:
         steps = _Iteration(body, carry, iteration, x)
         steps.compute_beside_copies()
         return steps.result()
 
-    return ordered_body
+    return spread
 
 
 def _take_turns(first: _Iteration, second: _Iteration) -> tuple[Any, Any]:
     """Run two iterations in turns, and return both results. The second one's exchanges start first.
 
-    What has arrived for one iteration is not used before the other's exchanges can start, so that these overlap with
-    that computation.
+    A result that has arrived for one iteration is not used before the other's exchanges can start. So these overlap
+    with the computation that uses it.
     """
     computing, waiting = first, second
     waiting.compute()

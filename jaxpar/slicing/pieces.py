@@ -65,7 +65,6 @@ class Segment:
     """A unit that runs once.
 
     Attributes:
-      unit: its differentiable program.
       inputs: the program's variables that it reads, parameters aside.
       outputs: the program's variables that it computes.
       keep: whether the backward reuses the parameters that the forward fetched. This suits an epilogue, whose backward
@@ -99,7 +98,7 @@ class Segment:
         Args:
           access: how leaves are fetched and gradients given.
           leaves: the stored value of every parameter leaf.
-          inputs: the values of `inputs`.
+          inputs: the values of `self.inputs`.
           saved: the second result of `forward`.
           cotangents: one for each active output.
           into: the accumulated gradient of each leaf of the unit, None for zero.
@@ -138,7 +137,6 @@ class Stack:
     makes these copies asynchronous. So a device holds them for two layers. The last copy of a loop is not used.
 
     Attributes:
-      unit: the differentiable program of one layer.
       slices: the layer that an iteration reads, for each entry of `unit.leaves`. A leaf may occur several times.
       inputs: the program's variables that the scan reads, parameters aside.
       outputs: the program's variables that it computes.
@@ -189,7 +187,7 @@ class Stack:
         Args:
           access: how leaves are fetched.
           leaves: the stored value of every parameter leaf.
-          flight: the state of the previous loop.
+          flight: the state after the previous loop.
           back: False after a forward without a backward: the first layer is next. True after a backward whose forward
             ran earlier: the last layer is next.
         """
@@ -224,7 +222,7 @@ class Stack:
         Args:
           access: how leaves are fetched.
           leaves: the stored value of every parameter leaf.
-          inputs: the values of `inputs`.
+          inputs: the values of `self.inputs`.
           grad: whether a backward follows.
           start: the layer of iteration 0, for a stage of a pipeline.
           is_real: bool [layers]; where false, the layer is padding: its outputs are its inputs.
@@ -381,9 +379,7 @@ class Stack:
         stash: Stash | None = None,
         residual_stash: Stash | None = None,
     ) -> tuple[list[Any], Any]:
-        """Run the first half of `backward` (`halves.py`): the cotangents of the inputs.
-
-        Arguments that are not listed are as in `backwards`.
+        """Run the first half of `backward` (`halves.py`). Arguments that are not listed are as in `backwards`.
 
         Args:
           residual_stash: where to put the residuals for the second half; without it they are stacked by layer.
@@ -437,14 +433,11 @@ class Stack:
         stash: Stash | None = None,
         residual_stash: Stash | None = None,
     ) -> list[Any]:
-        """Run the second half of `backward` (`halves.py`): the gradients of the weights.
-
-        Arguments that are not listed are as in `backwards`.
+        """Run the second half of `backward` (`halves.py`). Arguments that are not listed are as in `backwards`.
 
         Args:
           saved: the forward's saved values that this half reads (`Halves.saved`), stacked; unused with a `stash`.
           residuals: the second result of `backward_inputs`; with `residual_stash`, its structure alone.
-          into: the accumulated gradient of each leaf of the unit; None for zero.
           stash: where the saved values are.
           residual_stash: where the residuals are.
 

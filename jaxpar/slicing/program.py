@@ -17,6 +17,7 @@ from jax import lax
 
 from ..program import jaxpr as jx
 from .access import Access, Sender
+from .halves import pick
 from .pieces import Flights, Segment, Stack, add
 from .rolling.loops import RolledLoop
 
@@ -85,13 +86,10 @@ class Program:
         grad: bool = False,
         flights: Flights | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Run the loss on one microbatch.
+        """Run the loss on one microbatch; arguments that are not listed are as for the function `forward`.
 
         Args:
-          access: how leaves are fetched.
-          leaves: the stored value of every parameter leaf.
           values: the values of `inputs`, constants aside.
-          grad: whether a backward follows.
           flights: the state of stacks that communicate for other iterations, updated in place; with `grad` alone.
 
         Returns:
@@ -110,14 +108,11 @@ class Program:
         into: Sequence[jax.Array | None],
         flights: Flights | None = None,
     ) -> list[jax.Array | None]:
-        """Accumulate the gradients of one microbatch.
+        """Accumulate the gradients of one microbatch; arguments that are not listed are as for the function `backward`.
 
         Args:
-          access: how leaves are fetched and gradients given.
-          leaves: the stored value of every parameter leaf.
           tape: the second result of `forward`.
           seeds: cotangents of outputs, by position.
-          into: one accumulated gradient for each leaf; None for zero.
           flights: as `forward` left them; updated in place.
 
         Returns:
@@ -158,7 +153,6 @@ def forward(
     """Run some pieces, and return the tape that `backward` reads.
 
     Args:
-      pieces: the pieces, in order.
       access: how leaves are fetched.
       leaves: the stored value of every parameter leaf.
       env: the value of each variable that the pieces read; the values that they compute are added.
@@ -172,7 +166,7 @@ def forward(
         # 1. Tied weights: a leaf that an earlier piece has read is fetched again.
         tied = leaves_read & set(piece.unit.leaves)
         ordered_leaves = _delay_leaves(leaves, tied, inputs, piece.unit.linear)
-        # 2. Run the piece. Its state in `flights` becomes the one after this loop.
+        # 2. Run the piece.
         if isinstance(piece, Stack) and i in flights:
             outputs, saved, flights[i] = piece.forward(access, ordered_leaves, inputs, grad, flight=flights[i])
         else:
@@ -193,7 +187,7 @@ def backward(
     into: Sequence[jax.Array | None],
     flights: Flights | None = None,
 ) -> list[jax.Array | None]:
-    """Run the backwards of some pieces, last piece first.
+    """Run the backwards of some pieces, last piece first, and return `into` with their gradients added.
 
     Args:
       pieces: the pieces, in the order of the forward.
@@ -203,14 +197,11 @@ def backward(
       cts: the cotangents of variables that the pieces compute. Cotangents of the variables that they read are added.
       into: one accumulated gradient for each leaf; None for zero.
       flights: `InFlight` by the number of the piece, updated in place.
-
-    Returns:
-      `into` with the pieces' gradients added.
     """
     grads, flights = list(into), {} if flights is None else flights
     for i, (piece, (inputs, saved)) in reversed([*enumerate(zip(pieces, tape, strict=True))]):
         # 1. Skip a piece on which the seeded outputs do not depend.
-        active = [v for v, is_active in zip(piece.outputs, piece.unit.active, strict=True) if is_active]
+        active = pick(piece.unit.active, piece.outputs)
         if not any(v in cts for v in active):
             # The next loop of a skipped stack is a forward again: its first layer is fetched.
             if isinstance(piece, Stack) and i in flights:
@@ -228,8 +219,7 @@ def backward(
         # 4. Store the gradients, and add up the cotangents of its inputs.
         for leaf, total in zip(piece.unit.leaves, totals, strict=True):
             grads[leaf] = total
-        linear = [v for v, is_linear in zip(piece.inputs, piece.unit.linear, strict=True) if is_linear]
-        for var, ct in zip(linear, ct_inputs, strict=True):
+        for var, ct in zip(pick(piece.unit.linear, piece.inputs), ct_inputs, strict=True):
             if not jx.is_literal(var):
                 cts[var] = add(cts.get(var), ct)
     return grads
@@ -241,7 +231,7 @@ def _delay_leaves(leaves: Sequence[Any], delayed: set[int], inputs: list[Any], l
     Without the barrier, the compiler would merge the fetches of a tied weight, and hold it whole from its first use to
     its last.
     """
-    linear_inputs = [x for x, is_linear in zip(inputs, linear, strict=True) if is_linear]
+    linear_inputs = pick(linear, inputs)
     # Without linear inputs, there is no value to wait for.
     if not delayed or not linear_inputs:
         return leaves

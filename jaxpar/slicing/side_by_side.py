@@ -44,7 +44,7 @@ def side_by_side(flat: jx.Flat, shared: int, sums: int, groups: int, axes: Mappi
       shared: the number of inputs, the first ones, that are the same for all groups. Each later input becomes one input
         for each group.
       sums: the number of outputs, the first ones, that are added up over the groups.
-      groups: the number of groups.
+      groups: their number.
       axes: mesh axes that the program may name, name -> size.
 
     Raises:
@@ -108,17 +108,15 @@ def _compute_groups(eqns: Sequence[Any], env: jx.Environment[Any], groups: int, 
     """
     value_of = lambda x, group: x[group] if isinstance(x, _PerGroup) and x else x
     envs = [jx.Environment({v: value_of(x, group) for v, x in env.items()}) for group in range(groups)]
-    # What the previous group in the turn has received, and what it computes from that.
+    # The equations that the previous group computes next, and the variables that it has received.
     computes, arrived, previous = list[Any](), list[Any](), envs[-1]
     for sends, following in _phases(eqns) if is_layer else [([], eqns)]:
         for group_env in envs:
-            # 1. Delay what the previous group computes until this group's collective can start.
             if sends:
                 hold(previous, filter(_is_float, arrived), group_env, filter(_is_float, sends[0].invars))
-            # 2. Send for this group, and compute for the previous one.
+            # Send for this group, and compute for the previous one.
             _compute(sends, group_env)
             _compute(computes, previous)
-            # 3. This group is the previous one of the next turn.
             arrived = [v for eqn in sends if PRIMITIVES.get(eqn.primitive.name) in _COMBINED for v in eqn.outvars]
             computes, previous = following, group_env
     # The last group's computation has no collective to overlap with.

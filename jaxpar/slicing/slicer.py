@@ -1,9 +1,7 @@
-"""Find the layer stacks of a traced loss, and cut the loss into pieces.
+"""Find the layer stacks of a traced loss, and cut the loss into pieces (`pieces.py`).
 
 The loss is computed for the rows of one microbatch on one replica. Its layer stacks are the `scan`s whose scanned
-inputs are parameters (`nnx.scan`, `nn.scan`, `lax.scan`). Between two stacks lies a segment:
-
-    segment | stack | segment | stack | ... | segment        (prologue | layers | epilogue for one stack)
+inputs are parameters. Between two stacks lies a segment.
 
 A value that depends on parameters alone is computed where it is used, not where the model wrote it. So no whole weight
 is kept from one piece to another. Such values are called *floating*.
@@ -120,16 +118,16 @@ def slice_program(flat: jx.Flat, slicing: Slicing) -> Program:
             needed = {v: None for v in needed if v not in set(piece.outputs)}
             needed.update((v, None) for v in piece.inputs if not jx.is_literal(v))
             pieces.insert(0, piece)
-    return _program(flat, eqns, leaves, pieces, main)
+    return _program(flat, eqns, leaves, pieces, main=main)
 
 
 def _program(
-    flat: jx.Flat, eqns: Sequence[Any], leaves: Sequence[Any], pieces: Sequence[Segment | Stack], *main: Any
+    flat: jx.Flat, eqns: Sequence[Any], leaves: Sequence[Any], pieces: Sequence[Segment | Stack], **options: Any
 ) -> Program:
-    """Assemble the program of some pieces."""
+    """Assemble the program of some pieces; `options` are further fields of `Program`."""
     uses = tuple(tuple(isinstance(p, Stack) for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
     inputs = (*flat.constvars, *flat.invars[len(leaves) :])
-    return Program(tuple(pieces), tuple(eqns), flat.consts, tuple(leaves), inputs, tuple(flat.outvars), uses, *main)
+    return Program(tuple(pieces), tuple(eqns), flat.consts, tuple(leaves), inputs, tuple(flat.outvars), uses, **options)
 
 
 Groups = Callable[[Sequence[Any], Sequence[frozenset[int]]], list[list[Any]]]
@@ -142,7 +140,6 @@ def cut_program(flat: jx.Flat, slicing: Slicing, groups: Groups) -> Program:
     segment that reads it. A segment whose results nobody reads has no outputs.
 
     Args:
-      flat: the program.
       slicing: its parameters; `slicing.remat` applies to each segment as a whole.
       groups: `groups(equations, leaves that each reads)` returns the other equations in groups, in order.
     """
@@ -181,20 +178,7 @@ def cut_program(flat: jx.Flat, slicing: Slicing, groups: Groups) -> Program:
         needed = {v: None for v in needed if v not in set(piece.outputs)}
         needed.update((v, None) for v in piece.inputs)
         pieces.insert(0, piece)
-    # No stage slices a leaf: each one fetches it whole.
-    uses = tuple(tuple(False for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
-    program_inputs = (*flat.constvars, *flat.invars[len(leaves) :])
-    eqns_by_piece = tuple(map(tuple, parts))
-    return Program(
-        tuple(pieces),
-        tuple(eqns),
-        flat.consts,
-        leaves,
-        program_inputs,
-        tuple(flat.outvars),
-        uses,
-        groups=eqns_by_piece,
-    )
+    return _program(flat, eqns, leaves, pieces, groups=tuple(map(tuple, parts)))
 
 
 def _replicate_early(eqns: Sequence[Any]) -> list[Any]:
@@ -247,7 +231,7 @@ def _find_stacks(scans: Sequence[Any], variables: _Variables, slicing: Slicing) 
 
 
 def _staged_elements(slices: set[Slice], length: int, params: Sequence[Any], staged: Sequence[bool]) -> int:
-    """Return how many elements a stack reads of the leaves whose layers a pipeline's stages divide."""
+    """Return how many elements a stack reads of the `staged` leaves."""
     return sum(
         math.prod(params[s.leaf].shape) // params[s.leaf].shape[s.dim] * length for s in slices if staged[s.leaf]
     )
@@ -277,7 +261,6 @@ def _segment(
     Args:
       eqns: its equations, without floating ones.
       outputs: its variables that later pieces read.
-      variables: the roles of the program's variables.
       keep: whether the backward reuses the fetched parameters, as in `Segment`.
       stage: for a stage of `cut_program`, which exists even without outputs, its rematerialisation.
     """
@@ -316,9 +299,7 @@ def _stack(eqn: Any, reads: Reads, variables: _Variables, slicing: Slicing, numb
     """Return the stack of a scan.
 
     Args:
-      eqn: the scan.
       reads: what it reads of leaves.
-      variables: the roles of the program's variables.
       slicing: the parameters, and what to do with residuals.
       number: the number of the stack in the program.
     """
@@ -368,11 +349,9 @@ def _trace_layer(
     """Trace one layer of a scan.
 
     Args:
-      parts: the parts of the scan.
       reads: what it reads of leaves.
       slices: the slices in `reads`, each once.
-      variables: the roles of the program's variables.
-      slicing: mesh axes, and rematerialisation.
+      variables, slicing: as for `_stack`.
 
     Returns:
       The layer as a program of its slices of the leaves, and of consts + carry + the other scanned values; and the
@@ -412,7 +391,6 @@ def _propagate_linear(
     Args:
       flat: the layer; its first inputs are `num_weights` weights, its first outputs the carry.
       linear: which other inputs carry derivatives in the first layer.
-      num_weights: the number of weights.
       carry: the positions of the carry in `linear`.
 
     Returns:

@@ -59,7 +59,6 @@ def sliced(eqn: Any, floating: dict[Any, Any], index: dict[Any, int]) -> dict[in
     """Return the scanned inputs of a `scan` that are layers of parameters.
 
     Args:
-      eqn: the `scan`.
       floating: the equations that depend on parameters alone, by the variables that they define.
       index: the number of each parameter, by variable.
 

@@ -1,4 +1,4 @@
-"""Describe in words what became of a model's layers: how each list of blocks runs, and why some blocks run one by one.
+"""Describe in words how each list of a model's blocks runs, and why some blocks run one by one.
 
 layers: 12 layers of a Python loop, one stack
 blocks: 12 layers of a Python loop, kept as one stack: layers 1 to 11 scanned; one by one 0: <the first difference>

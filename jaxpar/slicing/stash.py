@@ -29,13 +29,7 @@ class Stash:
     slot: jax.Array
 
     def put(self, buffers: Sequence[jax.Array], layer: jax.Array, values: Sequence[Any]) -> list[jax.Array]:
-        """Write one layer's values into the slot.
-
-        Args:
-          buffers: the buffers as the previous layers returned them.
-          layer: the number of the layer.
-          values: its values, one for each buffer.
-        """
+        """Write one layer's values, one for each buffer, into the slot of buffers that the previous layer returned."""
         return [
             lax.dynamic_update_slice(buffer, jnp.asarray(x)[None, None], self._start(buffer, layer))
             for buffer, x in zip(buffers, values, strict=True)

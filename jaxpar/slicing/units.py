@@ -1,4 +1,4 @@
-"""One differentiable program of a sliced loss: traced forwards and backwards once, however often it runs.
+"""A differentiable program of a sliced loss, which is traced forwards and backwards once, however often it runs.
 
     leaves  --weights_of-->  weights  --compute(inputs)-->  outputs        and what the backward needs (`Saved`)
 
@@ -130,7 +130,6 @@ class Unit:
 
         Args:
           inputs: the inputs of the forward; those that are not held may be None.
-          saved: the saved values of the forward.
           cotangents: one for each active output.
 
         Returns:

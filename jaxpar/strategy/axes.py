@@ -45,5 +45,5 @@ def summed_over(split: Collection[str]) -> tuple[str, ...]:
     >>> summed_over(split=()), summed_over(split=("pipe", "expert"))
     (('pipe', 'data', 'fsdp', 'expert', 'context'), ('data', 'fsdp', 'context'))
     """
-    is_summed = {"every leaf": lambda axis: True, "leaves whole on it": lambda axis: axis not in split}
-    return tuple(axis.name for axis in MESH if axis.sums != "no leaf" and is_summed[axis.sums](axis.name))
+    is_summed = lambda axis: axis.sums == "every leaf" or (axis.sums == "leaves whole on it" and axis.name not in split)
+    return tuple(axis.name for axis in MESH if is_summed(axis))

@@ -54,9 +54,9 @@ class Strategy:
     Attributes: Data parallelism
       zero: what `fsdp` shards: 1 the optimizer state, 2 the gradients too, 3 the parameters too
         (ZeRO, Rajbhandari et al. 2020, section 5).
-      hpz: whether zero=3 also shards over `data` the parameters and the optimizer state, which replicas would hold. A
-        step then gathers its part of what `fsdp` shares over `data` once, before its layers: a second shard, which it
-        holds while it runs (hpZ of ZeRO++, Wang et al. 2023, section 3.2; `parallel/data/fsdp.py`).
+      hpz: whether zero=3 also shards the parameters and the optimizer state over `data`, where replicas would each
+        store them. A step then gathers over `data` once, before its layers, and holds the result while it runs: a
+        second shard, over `fsdp` alone (hpZ of ZeRO++, Wang et al. 2023, section 3.2; `parallel/data/fsdp.py`).
       server: data parallel 1.0: one device holds the weights and the optimizer state (`data` replicas).
       rule: the name of a rule for `data` and `fsdp` that `jaxpar.parallel.register` knows. It replaces plain replicas,
         `zero` and `server`.
@@ -248,7 +248,6 @@ class Strategy:
         """Return the axis sizes on a number of devices, in the order of the mesh.
 
         Args:
-          devices: number of devices.
           hosts: number of hosts, which is the size of `data="hosts"`.
 
         Raises:

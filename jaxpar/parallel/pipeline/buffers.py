@@ -29,7 +29,7 @@ CODES = {kind: code for code, kind in enumerate(KINDS, start=1)}  # F 1, B 2, I 
 
 @dataclass(frozen=True)
 class SlotTables:
-    """The tables that a branching program looks up, int32 [slot, rank], and the sizes of its buffers.
+    """The tables that a branching program looks up, int32 [slot, rank], and the sizes of its buffers on every rank.
 
     A message has one shape, whether it holds activations or cotangents, so that both share the message buffers.
 
@@ -50,9 +50,9 @@ class SlotTables:
       from_self: the same for the message from this rank itself, at the turn of a V.
       from_epilogue: the same for the cotangents that the epilogue makes of the microbatch that leaves the last stage.
       sent: bool [slot, 4], in the order of `WAYS`: whether any rank receives a message that way in the slot.
-      stashes: the number of stash slots on every rank.
-      keeps: the number of slots for residuals on every rank.
-      buffers: the number of message buffers on every rank.
+      stashes: the number of stash slots.
+      keeps: the number of slots for residuals.
+      buffers: the number of message buffers.
     """
 
     kind: np.ndarray
@@ -114,7 +114,7 @@ class Walk:
         return len(self.table[0])
 
     def rows(self) -> SlotTables:
-        """Return the tables that the program looks up."""
+        """Walk through the table, and return the tables that the program looks up."""
         p, shape = self.ranks, (len(self.table), self.ranks)
         # 0 for idle ranks and unread buffers: a rank that runs nothing reads buffer 0, and drops it.
         tables = {
@@ -166,10 +166,9 @@ class Walk:
                 num_buffers[rank] = max(num_buffers[rank], messages[rank].size, spare + 1)
         # All ranks run one program, so that their buffers have the size that the fullest rank needs.
         largest = lambda pools: max(pool.size for pool in pools)
-        tables_by_way = dict(zip(WAYS, ways, strict=True))
         return SlotTables(
             **tables,
-            **tables_by_way,
+            **dict(zip(WAYS, ways, strict=True)),
             sent=sent,
             stashes=largest(stash),
             keeps=largest(residuals),

@@ -81,7 +81,6 @@ def shareable(program: Program, part: Program, keys: Sequence[Any], ranks: int) 
       program: the loss on the rows of one microbatch.
       part: the loss on one rank's part of these rows.
       keys: the variables of random keys.
-      ranks: the number of ranks.
     """
     assert program.main is not None
     random = jx.depends(program.eqns, keys)
@@ -123,8 +122,7 @@ class Message:
 
     def select(self, flags: "Message") -> "Message":
         """Return the parts whose flag is true."""
-        pick = lambda parts, flags: [x for x, on in zip(parts, flags, strict=True) if on]
-        return Message(pick(self.carry, flags.carry), pick(self.by_layer, flags.by_layer))
+        return Message(pick(flags.carry, self.carry), pick(flags.by_layer, self.by_layer))
 
 
 class Cotangents(NamedTuple):

@@ -100,7 +100,7 @@ class SharedPrologues:
         """Return the first carry of a microbatch on all ranks, by variable; communicates an all-reduce.
 
         Args:
-          carries: the first carries of this rank's microbatches, [per_rank, ...].
+          carries: as `compute` returns.
           microbatch: the microbatch that enters stage 0, the same on all ranks.
         """
         # An all-reduce of one value and zeros: a broadcast whose root is known only when the tick runs.

@@ -145,7 +145,8 @@ class Engine(Cut):
           grad: whether a backward follows, so that layers save residuals.
           stash: the slot in which layers save them; None to return them stacked.
           flight: the weights and gradients that loops send ahead, before this loop.
-          same_loop_next: whether the next loop is a forward again, so that the first layer is fetched ahead.
+          same_loop_next: whether the next loop runs in the same direction, and so begins with the first layer of this
+            one.
 
         Returns:
           A loop whose result is that of `Stack.forwards`, except that the next message replaces the outputs.
@@ -164,17 +165,9 @@ class Engine(Cut):
             return (Message(outputs[:k], by_layer), *rest)
 
         inputs = [*consts, *message.carry, *xs]
-        loop = self.chunk_stack.forwards(
-            self.access,
-            self.leaves,
-            inputs,
-            grad,
-            *self.local_layers(op),
-            stash,
-            flight=flight,
-            again=same_loop_next,
-        )
-        return loop.then(next_message)
+        return self.chunk_stack.forwards(
+            self.access, self.leaves, inputs, grad, *self.local_layers(op), stash, flight, same_loop_next
+        ).then(next_message)
 
     def epilogue(
         self, env: dict[Any, Any], message: Message, microbatch: jax.Array, grads: list[Any], sums: list[jax.Array]
@@ -239,8 +232,7 @@ class Engine(Cut):
           stash: the slot in which the forward saved them.
           cts: cotangents of the chunk's outgoing message.
           grads: accumulated gradients, one for each leaf.
-          flight: the weights and gradients that loops send ahead, before this loop.
-          same_loop_next: whether the next loop is a backward again, so that the last layer is fetched ahead.
+          flight, same_loop_next: as for `chunk_forward`.
 
         Returns:
           A loop with the results: accumulated gradients, cotangents for the stage before, cotangents of the prologue's
@@ -258,14 +250,9 @@ class Engine(Cut):
             totals, cotangents, *rest = result
             ct_consts, ct_carry, ct_xs = self.split_cotangents(cotangents)
             prologue_cts = self.prologue_cotangents(op, ct_consts, ct_carry, ct_xs)
-            flight_after = rest[0] if rest else None
             # Cotangents of outputs by layer pass through unchanged: each stage reads its layers' part of them.
-            return (
-                replace_grads(grads, stack_leaves, totals),
-                Message(ct_carry, cts.by_layer),
-                prologue_cts,
-                flight_after,
-            )
+            message = Message(ct_carry, cts.by_layer)
+            return replace_grads(grads, stack_leaves, totals), message, prologue_cts, rest[0] if rest else None
 
         return self.chunk_stack.backwards(
             access,

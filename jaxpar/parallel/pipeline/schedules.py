@@ -163,9 +163,7 @@ class Schedule:
 
         Args:
           schedule: a name, the path of a file in torch's format (`from_csv`), or a schedule.
-          ranks: the strategy's number of pipeline ranks.
-          microbatches: the strategy's number of microbatches.
-          chunks: the strategy's number of chunks per rank.
+          ranks, microbatches, chunks: the strategy's numbers.
 
         Raises:
           ValueError: the table has other numbers than the strategy, or the file does not exist.
@@ -177,15 +175,9 @@ class Schedule:
                 raise ValueError(f"schedule={schedule}: there is no such file; write it with `jaxpar timeline --csv`")
             schedule = Schedule.read(Path(schedule))
         # A name takes the strategy's numbers; a table has numbers already, which must be the same.
-        counts, requested = (
-            (schedule.ranks, schedule.microbatches, schedule.chunks),
-            (ranks, microbatches, chunks),
-        )
-        if counts != requested:
-            texts = [
-                ", ".join(map("{}={}".format, ("pipe", "microbatches", "chunks"), numbers))
-                for numbers in (counts, requested)
-            ]
+        counts = schedule.ranks, schedule.microbatches, schedule.chunks
+        if counts != (requested := (ranks, microbatches, chunks)):
+            texts = ["pipe={}, microbatches={}, chunks={}".format(*numbers) for numbers in (counts, requested)]
             raise ValueError(
                 f"schedule={schedule.label} has {texts[0]}, and the strategy {texts[1]}; use the table's numbers"
             )
@@ -345,7 +337,7 @@ class Schedule:
         def flags(tick: int) -> tuple[bool, bool, bool]:
             return (tick, "F") in tick_kinds, (tick, "B") in tick_kinds, self.epilogue(tick) is not None
 
-        return group_phases([flags(tick) for tick in range(self.ticks)])
+        return group_phases(map(flags, range(self.ticks)))
 
     @property
     def beside(self) -> bool:
@@ -373,10 +365,8 @@ class Schedule:
         it writes the epilogue's, and so it can run the two side by side. 0 if every backward begins in the tick of its
         epilogue.
         """
-        epilogue_ticks = {microbatch: tick for tick, microbatch in self._last_stage["F"].items()}
-        backward_ticks = {
-            microbatch: tick for kind in ("B", "I") for tick, microbatch in self._last_stage[kind].items()
-        }
+        ticks_of = lambda kind: {microbatch: tick for tick, microbatch in self._last_stage[kind].items()}
+        epilogue_ticks, backward_ticks = ticks_of("F"), ticks_of("B") | ticks_of("I")
         if self.forwards_only or backward_ticks == epilogue_ticks:
             return 0
         return ring_size(epilogue_ticks, backward_ticks)

@@ -20,12 +20,7 @@ One scan goes over the slots. Collectives over `pipe` run outside the operations
 - shared prologue: in slots in which a microbatch enters the first stage, or its cotangents leave it
 
 Other collectives run inside operations. Their groups lie within one pipe rank, so that all members run the operation.
-
-Each operation is a loop of one iteration, or of none on ranks that do not run it, rather than a branch of `lax.switch`.
-A branch takes gradients and stash as operands and returns them. XLA copies both for a conditional, in every branch and
-once more after it, but updates them in place in a loop. Temporaries with jax 0.10.2: 39.8 MB on CPU and 38.8 MB on H100
-with `lax.switch`, 3.1 and 6.3 MB with loops. XLA moves loop-invariant code out of a loop, where it would run on all
-ranks. So that nothing is invariant, every lookup of an operation adds the iteration's number, which is always 0.
+Each operation is a loop of one iteration or none (`branching.py`).
 """
 
 import collections as counts
@@ -37,33 +32,21 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from ... import collectives
 from ...program import trip_counts
 from ...slicing.halves import WeightGradResiduals, pick
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
 from ...strategy.schedules.orders import orders_of
-from .buffers import CODES
+from .branching import read_row, receive, run_if, write_row
+from .buffers import CODES, WAYS
 from .chunks import AXIS, Message, bypass_variables, prologue_pieces
 from .distributed_prologue import shares_prologues
 from .ranks import Engine, eliminate_dead_code, replace_grads
 
 # The fields of `SlotTables` that a slot looks up.
-_LOOKUPS = (
-    "kind",
-    "chunk",
-    "microbatch",
-    "stash",
-    "residuals",
-    "read",
-    "from_previous",
-    "from_next",
-    "from_self",
-    "from_epilogue",
-)
+_LOOKUPS = ("kind", "chunk", "microbatch", "stash", "residuals", "read", *WAYS)
 
 
 class RunIf(Protocol):
@@ -106,14 +89,6 @@ class SlotCarry:
 jax.tree_util.register_dataclass(SlotCarry, [f.name for f in dataclasses.fields(SlotCarry)], [])
 
 
-def _read(tree: Any, index: jax.Array) -> Any:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
-
-
-def _write(tree: Any, values: Any, index: jax.Array) -> Any:
-    return jax.tree.map(lambda x, v: lax.dynamic_update_index_in_dim(x, v, index, axis=0), tree, values)
-
-
 @dataclass(frozen=True)
 class Slots(Engine):
     """One sliced loss under a schedule whose ranks branch; see `Engine` for its fields."""
@@ -125,7 +100,7 @@ class Slots(Engine):
           The accumulated gradient of each leaf (None if it has none), and this rank's part of the summed outputs.
         """
         rows = self.rows()
-        first_row = _read(rows, jnp.int32(0))
+        first_row = read_row(rows, jnp.int32(0))
         state, saved, weight_residuals = self._initial_state(first_row)
         if shares_prologues(self.program):
             state = dataclasses.replace(state, prologue_carries=self.prologues.compute())
@@ -136,17 +111,14 @@ class Slots(Engine):
         return self.add_prologue_grads(state.grads, state.prologue_cts), state.sums
 
     def _loop(self, name: str, condition: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
-        """Run a part of a slot as a loop of one iteration if the condition holds, else of none; see the module."""
+        """Run a part of a slot if the condition holds; the name of its loop says how often it runs."""
         body = eliminate_dead_code(fun, jnp.int32(0), carry)
-        continues = lambda state: state[0] < condition.astype(jnp.int32)
-        # XLA does not know how often the loop runs. Its name tells readers of the compiled program.
         trips = trip_counts.name_of(self.runs[name], self.paces[name], self.schedule.ticks)
-        with jax.named_scope(f"{scope(name)}/{trips}"):
-            return lax.while_loop(continues, lambda state: (state[0] + 1, body(*state)), (jnp.int32(0), carry))[1]
+        return run_if(condition, body, carry, f"{scope(name)}/{trips}")
 
     def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the stash of forwards' residuals and the stash of I's residuals for W, all zeros."""
-        state, _, _ = self._initial_state(_read(self.rows(), jnp.int32(0)))
+        state, _, _ = self._initial_state(read_row(self.rows(), jnp.int32(0)))
         return state.stash, state.residuals
 
     def separated(self) -> list[tuple[int, Any]]:
@@ -155,7 +127,7 @@ class Slots(Engine):
         Returns:
           Pairs: how many slots run a part, and the results of running it alone. The first pair is a slot without parts.
         """
-        row = _read(self.rows(), jnp.int32(0))
+        row = read_row(self.rows(), jnp.int32(0))
         state, saved, weight_residuals = self._initial_state(row)
 
         def run_part(part: str) -> Any:
@@ -261,9 +233,11 @@ class Slots(Engine):
         saved, weight_residuals = jax.eval_shape(residuals, row)
         of_weights = weight_residuals.values if "I" in self.kinds else []
         state = dataclasses.replace(
-            state, stash=zeros(tables.stashes, saved.values), residuals=zeros(tables.keeps, of_weights)
+            state,
+            stash=zeros(tables.stashes, saved.values),
+            residuals=zeros(tables.keeps, of_weights),
+            prologue_cts=carries,
         )
-        state = dataclasses.replace(state, prologue_cts=carries)
 
         # 3. Gradients: trace one slot that runs every part. A scan's carry has one structure, so that leaves without a
         # gradient are None, and all others start with zeros.
@@ -296,7 +270,7 @@ class Slots(Engine):
         stash, residuals, prologue_cts, buffers = state.stash, state.residuals, state.prologue_cts, state.buffers
         grads, sums = list(state.grads), state.sums
         env, _ = self._prologue(row["microbatch"], False)
-        message = _read(buffers, row["read"])
+        message = read_row(buffers, row["read"])
 
         def enter(number: jax.Array, message: Message) -> Message:
             env, _ = self._prologue(row["microbatch"] + number, False)
@@ -327,10 +301,9 @@ class Slots(Engine):
             env, tape = self._prologue(row["leaving"] + number, bool(self.seeds))
             grads, sums, cts = self.epilogue(env, message, row["leaving"] + number, list(grads), sums)
             if cts is not None:
-                last_cts = self.merge_cotangents(
-                    self.pad_by_layer(cts.message), _read(buffers, row["from_epilogue"] + number)
-                )
-                buffers = _write(buffers, last_cts, row["from_epilogue"] + number)
+                position = row["from_epilogue"] + number
+                last_cts = self.merge_cotangents(self.pad_by_layer(cts.message), read_row(buffers, position))
+                buffers = write_row(buffers, last_cts, position)
                 pairs = zip(bypass_variables(self.program), cts.bypass, strict=True)
                 # Every rank has these cotangents; they count once, on the last rank.
                 bypass_cts = {v: jnp.where(self.is_last, ct, jnp.zeros_like(ct)) for v, ct in pairs}
@@ -347,31 +320,16 @@ class Slots(Engine):
             if prologue_cts:
                 return grads, self.prologues.store_cotangents(prologue_cts, cts, row["returning"] + number)
             _, tape = self._prologue(row["microbatch"] + number, True)
-            return (
-                backward(prologue_pieces(self.program), self.access, self.leaves, tape, cts, grads),
-                prologue_cts,
-            )
+            grads = backward(prologue_pieces(self.program), self.access, self.leaves, tape, cts, grads)
+            return grads, prologue_cts
 
         buffers, grads, sums = run_if("leaves", row["leaves"], epilogue, (buffers, grads, sums))
         if self.seeds is not None:
             grads, prologue_cts = run_if("returns", row["returns"], prologue_backward, (grads, prologue_cts))
 
         # 5. Messages.
-        return SlotCarry(
-            self._receive(message, buffers, row), stash, residuals, state.prologue_carries, prologue_cts, grads, sums
-        )
-
-    def _receive(self, message: Message, buffers: Message, row: Any) -> Message:
-        """Send the message to both neighbours and over the turn of a V; return the buffers with the received messages.
-
-        Every rank sends in every slot. A rank that needs no message writes it to a free buffer (`SlotTables`).
-        """
-        from_previous, from_next, from_self, _ = map(bool, np.any(self.schedule.rows.sent, axis=0))
-        for is_used, way, shift in ((from_previous, "from_previous", 1), (from_next, "from_next", -1)):
-            if is_used:
-                received = jax.tree.map(lambda x, shift=shift: collectives.shift(x, AXIS, shift), message)
-                buffers = _write(buffers, received, row[way])
-        return _write(buffers, message, row["from_self"]) if from_self else buffers
+        buffers = receive(message, buffers, row, self.schedule.rows.sent)
+        return SlotCarry(buffers, stash, residuals, state.prologue_carries, prologue_cts, grads, sums)
 
     def _prologue(self, microbatch: jax.Array, grad: bool) -> tuple[dict[Any, Any], list[Any]]:
         """Return the values of variables after a microbatch's prologue, and its tape."""
@@ -405,7 +363,7 @@ class _Operations:
     weight_residuals: WeightGradResiduals | None
 
     def _operation(self, number: jax.Array) -> dict[str, jax.Array]:
-        # `number` is 0. Without it XLA would move the lookups out of the loop; see the module.
+        # `number` is 0. Without it XLA would move the lookups out of the loop (`branching.py`).
         return {name: self.row[name] + number for name in ("chunk", "microbatch", "stash", "residuals")}
 
     def forward(self, number: jax.Array, carry: Any) -> Any:
@@ -420,17 +378,13 @@ class _Operations:
         """Run B: the message becomes the cotangents of the chunk's inputs, and gradients accumulate."""
         (message, _, grads), op, engine = carry, self._operation(number), self.engine
         slot, stack_leaves = Stash(stash, op["stash"]), engine.stack.unit.leaves
-        output_cts, accumulated = (
-            engine.output_cotangents(op, message.select(engine.has_cotangent)),
-            [grads[i] for i in stack_leaves],
-        )
         totals, cts = engine.chunk_stack.backward(
             engine.access,
             engine.leaves,
             engine.inputs_without_carry(self.env, op),
             self.saved,
-            output_cts,
-            accumulated,
+            engine.output_cotangents(op, message.select(engine.has_cotangent)),
+            [grads[i] for i in stack_leaves],
             *engine.local_layers(op),
             slot,
         )
@@ -450,7 +404,6 @@ class _Operations:
         op, engine = self._operation(number), self.engine
         assert self.weight_residuals is not None
         stack_leaves = engine.stack.unit.leaves
-        inputs, accumulated = engine.inputs_without_carry(self.env, op), [grads[i] for i in stack_leaves]
         # W reads a part of F's residuals; the others are in the stash until W frees the slot.
         stashes = (
             Stash(pick(self.weight_residuals.halves.saved, stash), op["stash"]),
@@ -459,10 +412,10 @@ class _Operations:
         totals = engine.chunk_stack.backward_weights(
             engine.access,
             engine.leaves,
-            inputs,
+            engine.inputs_without_carry(self.env, op),
             [],
             self.weight_residuals,
-            accumulated,
+            [grads[i] for i in stack_leaves],
             *engine.local_layers(op),
             *stashes,
         )

@@ -43,7 +43,7 @@ from jax import lax
 
 from ... import collectives
 from ...slicing.loop import LayerLoop
-from ...slicing.pieces import InFlight
+from ...slicing.pieces import InFlight, add
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Message, bypass_variables, prologue_pieces
@@ -184,7 +184,7 @@ class Pipeline(Engine):
         return [phase.start for earlier, phase in itertools.pairwise(phases) if earlier.forward != phase.forward]
 
     def _refetch_flight(self, carry: Carry, phase: Phase) -> Carry:
-        """Fetch the layer that a phase runs first; the phase before has fetched another one."""
+        """Fetch the layer that a phase runs first, since the phase before has fetched another one."""
         if carry.flight is None:
             return carry
         flight = self.chunk_stack.skipped(self.access, self.leaves, carry.flight, back=not phase.forward)
@@ -279,12 +279,8 @@ class Pipeline(Engine):
         """
         grads, stash, waiting_cts = list(carry.grads), carry.stash, carry.waiting_cts
         sums, message, cotangents = carry.sums, carry.message, carry.cotangents
-        carries, prologue_cts, chunk_prologue_cts, flight = (
-            carry.prologue_carries,
-            carry.prologue_cts,
-            dict[Any, Any](),
-            carry.flight,
-        )
+        carries, prologue_cts, flight = carry.prologue_carries, carry.prologue_cts, carry.flight
+        chunk_prologue_cts: dict[Any, Any] = {}
         # Read before the epilogue writes: a position may be read and written in one tick.
         epilogue_cts = None if waiting_cts is None else self._read_waiting(waiting_cts, row)
         # If cotangents wait, forward and backward do not need each other: their loops over layers run side by side, and
@@ -360,8 +356,7 @@ class Pipeline(Engine):
           cts: the cotangents from the next rank.
           epilogue_cts: the cotangents from the epilogue, which the last stage reads instead; None without an epilogue.
           grads: accumulated gradients, one for each leaf.
-          flight: as for `Engine.chunk_backward`.
-          same_loop_next: as for `Engine.chunk_backward`.
+          flight, same_loop_next: as for `Engine.chunk_forward`.
 
         Returns:
           A loop with the results: accumulated gradients, cotangents for the rank before, cotangents of the prologue's
@@ -376,26 +371,17 @@ class Pipeline(Engine):
                 lambda a, b: jnp.where(is_last_stage, a, b), self.pad_by_layer(epilogue_cts.message), cts
             )
 
-        def prologue_backward(
-            result: tuple[Any, ...],
-        ) -> tuple[list[Any], Message, dict[Any, Any], InFlight | None]:
+        def prologue_backward(result: tuple[Any, ...]) -> tuple[list[Any], Message, dict[Any, Any], InFlight | None]:
             grads, input_cts, prologue_cts, flight = result
             if shares_prologues(self.program):  # their backwards run after the last tick
                 return grads, input_cts, prologue_cts, flight
             # Cotangents of variables that the epilogue reads count once, on the rank of the last stage.
-            for v, ct in (
-                zip(bypass_variables(self.program), epilogue_cts.bypass, strict=True)
-                if epilogue_cts is not None
-                else ()
-            ):
-                ct = jnp.where(is_last_stage & op["valid"], ct, jnp.zeros_like(ct))
-                prologue_cts[v] = prologue_cts[v] + ct if v in prologue_cts else ct
-            return (
-                backward(prologue_pieces(self.program), self.access, self.leaves, tape, prologue_cts, grads),
-                input_cts,
-                {},
-                flight,
-            )
+            if epilogue_cts is not None:
+                for v, ct in zip(bypass_variables(self.program), epilogue_cts.bypass, strict=True):
+                    ct = jnp.where(is_last_stage & op["valid"], ct, jnp.zeros_like(ct))
+                    prologue_cts[v] = add(prologue_cts.get(v), ct)
+            grads = backward(prologue_pieces(self.program), self.access, self.leaves, tape, prologue_cts, grads)
+            return grads, input_cts, {}, flight
 
         return self.chunk_backward(env, op, saved, Stash(stash, row["read"]), cts, grads, flight, same_loop_next).then(
             prologue_backward

@@ -38,14 +38,7 @@ class UnstagedParams:
     which: frozenset[int]
 
     def ahead(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        """Fetch the unstaged leaves before the first tick.
-
-        Args:
-          stored: the leaves as this rank stores them.
-
-        Returns:
-          The leaves for all ticks: unstaged leaves whole, the others as stored.
-        """
+        """Fetch the unstaged leaves before the first tick; return all leaves: these whole, the others as stored."""
         return [self.access.fetch(i, x, False) if i in self.which else x for i, x in enumerate(stored)]
 
     def sends(self, index: int) -> tuple[bool, bool]:
@@ -69,6 +62,6 @@ class UnstagedParams:
         """Give the accumulated gradients of unstaged leaves after the last tick.
 
         Returns:
-          All gradients as a strategy without a pipeline accumulates them; None for a leaf without a gradient.
+          All gradients as a strategy without a pipeline accumulates them; None for a leaf without one.
         """
         return [self.access.give(i, x, False) if i in self.which and x is not None else x for i, x in enumerate(grads)]

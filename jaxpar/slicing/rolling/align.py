@@ -1,4 +1,4 @@
-"""Cut the blocks of a loop apart, and compare them: are they one program?
+"""Cut the blocks of a loop apart, and decide whether they are one program.
 
     trace      before | round 0 | round 1 | round 2 | after
     template   the equations of round 1, for all rounds
@@ -159,7 +159,7 @@ def _possible_bounds(readings: Readings, flat: jx.Flat, loop_pass: Pass, span: S
     # before the first read of a round that would follow it.
     live_bytes = readings.live_bytes(flat.invars, flat.outvars)
     gap = min([first_reads[k] - last_reads[k - 1] - 1 for k in range(1, span.count)])
-    leads = [  # how far before its first read a round may begin
+    leads = [  # how many equations before its first read a round may begin
         lead
         for lead in range(gap + 1)
         if first_reads[0] >= lead and last_reads[-1] < first_reads[-1] - lead + size <= len(sequence)
@@ -189,7 +189,6 @@ def _match(rounds: Sequence[Round], span: Span, is_within: Callable[[Any], bool]
     The second round gives its equations. In the first round, two of the values that enter may be one variable.
 
     Args:
-      rounds: the equations of each round.
       span: the blocks, for errors.
       is_within: whether an equation lies in the loop wherever the rounds are cut apart.
 
@@ -270,8 +269,7 @@ def _stands_for(
     Args:
       a: an operand of the model.
       b: the operand of round k in its place.
-      k: the number of the round.
-      rounds: the model, and round k.
+      rounds: the model (the round that gives the template), and round k.
       var_map: round k's variable for each variable of the model, so far.
       outside: the atoms of each variable that the model reads from outside, so far; updated.
     """

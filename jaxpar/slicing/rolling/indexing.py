@@ -25,7 +25,6 @@ def sliced(flat: jx.Flat, trace: Callable[[Callable[..., list[Any]], jx.Flat], j
     """Return a program whose scans slice the arrays from which they took the rows of their iterations.
 
     Args:
-      flat: the program.
       trace: `trace(fun, flat)` makes a program of a function of another program's inputs.
     """
     defined_by = {v: eqn for eqn in flat.eqns for v in eqn.outvars} | dict(
@@ -43,7 +42,6 @@ def _sliced(eqn: Any, defined_by: Mapping[Any, Any]) -> Callable[[Sequence[Any]]
     """Return a scan as a function of its operands that slices arrays; None if it takes no rows by its number.
 
     Args:
-      eqn: the scan.
       defined_by: for each variable of the program, the equation or the constant array that defines it.
     """
     parts = jx.scan_parts(eqn)

@@ -7,9 +7,6 @@ period of at most 8. Then one round of the scan is one period of blocks:
     period 1    b0 | b1 | b2 | b3 | b4 | b5               period 2    a0 b1 | a2 b3 | a4 b5
 
 Blocks that fill no round stay as they are written, or become a scan of their own.
-
-`roll_loops` goes over the loops. For each pass over a loop it tries spans of blocks (`_find_spans`), in several ways of
-reading the program (`_ways`); `roll.py` makes one scan of one span, and `align.py` says why blocks differ.
 """
 
 import dataclasses
@@ -24,7 +21,7 @@ from ...program import jaxpr as jx
 from .align import NotAlike, Span
 from .indexing import sliced
 from .readings import Pass, Readings, Row, find_rows, key_derivations
-from .roll import roll
+from .roll import roll, row_eqns
 
 # A family: for each stack, its position among the program's inputs, and the positions of its layers.
 StackMembers = Sequence[tuple[int, Sequence[int]]]
@@ -67,12 +64,7 @@ class _Lists:
 
     def rows(self, flat: jx.Flat) -> dict[Any, Row]:
         """Return the variables of a program that are the parameters of one block, as rows of their stack."""
-        family_rows = {
-            flat.invars[i]: Row(flat.invars[stack], k)
-            for family in self.families
-            for stack, members in family
-            for k, i in enumerate(members)
-        }
+        family_rows = {v: Row(stack, k) for v, (stack, k) in _layers_of(flat, self.families).items()}
         sources = {flat.invars[i]: dim for i, dim in self.stacked}
         taken_rows = find_rows(flat.eqns, lambda v: v in sources)
         return family_rows | {v: row for v, row in taken_rows.items() if sources[row.source] == row.dim}
@@ -101,19 +93,15 @@ def roll_loops(
 
     # 2. Roll each loop.
     loops = []
-    for lists in _merge_lists(flat, params, [*_family_lists(remaining_families), *_stacked_lists(flat, params)]):
+    family_lists = [_Lists(len(family[0][1]), (family,)) for family in remaining_families]
+    for lists in _merge_lists(flat, params, [*family_lists, *_stacked_lists(flat, params)]):
         flat, loop = _roll_lists(flat, lists, params, axes)
         if loop is not None:
             loops.append(loop)
 
     # 3. In a pipeline, a rank has no separate layers: read those that are not in a scan from their stack.
-    stack_of = {
-        flat.invars[i]: (flat.invars[stack], k)
-        for family in families
-        for stack, members in family
-        if own and own[stack]
-        for k, i in enumerate(members)
-    }
+    staged = [[(stack, members) for stack, members in family if own and own[stack]] for family in families]
+    stack_of = _layers_of(flat, staged)
     if any(v in stack_of for v in jx.free(jx.live(flat.eqns, flat.outvars), flat.outvars)):
         program, inputs = flat, flat.invars
 
@@ -137,9 +125,14 @@ def _traced(fun: Any, flat: jx.Flat, axes: dict[str, int]) -> jx.Flat:
 # The lists that loops run over.
 
 
-def _family_lists(families: Sequence[StackMembers]) -> list[_Lists]:
-    """Return each family as the lists of one loop."""
-    return [_Lists(len(family[0][1]), (family,)) for family in families]
+def _layers_of(flat: jx.Flat, families: Sequence[StackMembers]) -> dict[Any, tuple[Any, int]]:
+    """Return, for each variable that is a layer of a family, the variable of its stack and its number there."""
+    return {
+        flat.invars[i]: (flat.invars[stack], k)
+        for family in families
+        for stack, members in family
+        for k, i in enumerate(members)
+    }
 
 
 def _stacked_lists(flat: jx.Flat, params: int) -> list[_Lists]:
@@ -282,7 +275,7 @@ def _ways(flat: jx.Flat, lists: _Lists, params: int, pass_index: int) -> _Ways:
     other_rows = _rows_of_other_arrays(readings, eqns, readings.passes[pass_index])
     ways: _Ways = [(eqns, readings, members)]
     if other_rows:
-        without_rows = readings.without({id(e) for e in eqns if any(v in other_rows for v in e.outvars)})
+        without_rows = readings.without({id(e) for e in row_eqns(eqns, other_rows)})
         ways = [(eqns, without_rows, {**members, **other_rows}), *ways]
     if derivations := key_derivations(readings.sequence, (*flat.invars, *flat.constvars)):
         ways += [(eqns, way.without(derivations), rows) for _, way, rows in ways]
@@ -325,19 +318,10 @@ def join(flat: jx.Flat, families: Sequence[StackMembers]) -> tuple[jx.Flat, list
     Some losses stack their layers with `jnp.stack` before they scan them. These layers are stored as one stack already.
     Without this step, the loss would fetch all layers to stack them again.
 
-    Args:
-      flat: the program.
-      families: for each list of alike layers its leaves: the stack, and its layers, as positions of inputs.
-
     Returns:
       The program, and the families whose layers it still reads one by one.
     """
-    layer_of = {
-        flat.invars[i]: (flat.invars[stack], k)
-        for family in families
-        for stack, members in family
-        for k, i in enumerate(members)
-    }
+    layer_of = _layers_of(flat, families)
     defined_by = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
     replaced = jx.Environment[Any]({}, jx.itself)  # a stack that the program makes -> the stored one
     eqns: list[Any] = []
@@ -367,9 +351,8 @@ def _joined(eqn: Any, defined_by: Mapping[Any, Any], layer_of: Mapping[Any, tupl
     """Return the stack whose layers an equation stacks, and the casts of each layer; (None, []) for other equations.
 
     Args:
-      eqn: the equation.
       defined_by: the equation that defines each variable.
-      layer_of: for each variable that is a layer, its stack and its number.
+      layer_of: as `_layers_of` returns.
     """
     name, params = eqn.primitive.name, eqn.params
     if name not in ("concatenate", "stack") or params.get("dimension", params.get("axis")) != 0:
@@ -393,8 +376,7 @@ def _find_layer(
 
     Args:
       var: the variable: an operand of `stack`, or one of `concatenate`, which needs a dim of size 1 in front.
-      defined_by: as in `_joined`.
-      layer_of: as in `_joined`.
+      defined_by, layer_of: as in `_joined`.
       has_leading_dim: True if the dim in front is not needed, as for `stack`.
     """
     casts: list[Any] = []

@@ -114,7 +114,6 @@ class Readings:
         """Sort the equations of a program.
 
         Args:
-          eqns: its equations, in order.
           params: the variables of all parameters.
           members: the block of each variable that is a parameter of one block.
           last_block: as in the class.

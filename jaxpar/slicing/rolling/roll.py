@@ -82,11 +82,9 @@ def roll(
     """Return a program as a function of the same inputs, with one scan instead of some blocks of one loop.
 
     Args:
-      flat: the program.
       eqns: its live equations.
       readings: its equations, sorted by the blocks of the loop.
       rows: variables that are rows of an array: the scan slices the array instead.
-      loop_pass: a run over the loop.
       span: which of its blocks to roll.
 
     Raises:
@@ -219,9 +217,7 @@ def _scanned_array(
     """Return the array that a scan slices, [rounds, ...], and a function from its slice to the slot's value.
 
     Args:
-      x: the slot.
       value_of: returns the value of an atom.
-      num_rounds: the number of rounds.
     """
     row = x.row
     if row is not None:

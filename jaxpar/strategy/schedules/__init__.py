@@ -51,9 +51,6 @@ def lockstep(p: int, m: int, v: int, lag: int) -> Table:
     forwards from the first chunk, backwards from the last (Narayanan et al. 2021, section 2.2.2).
 
     Args:
-      p: number of ranks.
-      m: number of microbatches.
-      v: number of chunks per rank.
       lag: the tick of the first backward, which the last rank runs.
 
     Raises:

@@ -21,8 +21,6 @@ def check_table(table: Table, placement: Placement, microbatches: int, chunks: i
     Args:
       table: the operations, [slot][rank].
       placement: which stages are a rank's chunks.
-      microbatches: number of microbatches.
-      chunks: number of chunks per rank.
 
     Raises:
       ValueError: naming the slot and rank of the first operation whose dependency is not met, or the first stage that
@@ -95,9 +93,6 @@ def _check_complete(
     Args:
       slot_of: the slot of each operation that runs, by kind ("I" for B too), stage and microbatch.
       placement: which stages are a rank's chunks.
-      ranks: number of ranks.
-      chunks: number of chunks per rank.
-      microbatches: number of microbatches.
     """
     for stage, microbatch in (
         (stage, microbatch) for stage in range(ranks * chunks) for microbatch in range(microbatches)

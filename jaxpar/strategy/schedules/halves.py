@@ -51,8 +51,6 @@ def _zero_bubble_orders(p: int, m: int, limit: int) -> Orders:
     F, I and W take one slot each. F and I alternate as their inputs arrive; W runs if neither can.
 
     Args:
-      p: number of ranks.
-      m: number of microbatches.
       limit: the largest number of activations that a rank holds: F waits while it holds so many.
     """
     orders: Orders = [[] for _ in range(p)]

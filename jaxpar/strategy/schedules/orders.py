@@ -37,7 +37,6 @@ def spans(
     Args:
       orders: each rank's operations.
       placement: which stages are a rank's chunks.
-      chunks: number of chunks per rank.
       times: the time that F, B, I and W of one chunk take.
 
     Returns:
@@ -94,7 +93,6 @@ def _check_no_deadlock(
       orders: each rank's operations.
       num_run: how many operations each rank has run.
       placement: which stages are a rank's chunks.
-      stages: number of stages.
       end_of: the end of each operation that ran, by kind ("I" for B too), stage and microbatch.
     """
     ranks = len(orders)

@@ -129,7 +129,7 @@ def dualpipe_v_orders(p: int, m: int) -> Orders:
         whole_backwards = ["B1", "B0"] * half + ["B1"] * (1 - s % 2)
         rank_order.append(*whole_backwards, *["I1", "I0"][1 - s % 2 :], *["I1", "I0"] * (s - half))
         # Steps 7 and 8: the pending gradients of weights, first in turn with chunk 0's remaining I.
-        rank_order.append(*["W", "I0"] * (p - s - 1), *["W"] * len(rank_order.pending_weights))
+        rank_order.append(*["W", "I0"] * (p - s - 1))
         rank_order.append(*["W"] * len(rank_order.pending_weights))
         orders.append(rank_order.order)
     return orders
@@ -141,7 +141,6 @@ def repeat_block(m: int, blocks: list[tuple[int, int, int, int]]) -> Orders:
     A rank has six operations per microbatch, so that blocks 6 slots apart interlock (Qi et al. 2024, section 2).
 
     Args:
-      m: number of microbatches.
       blocks: for each rank, the slots in which microbatch 0 runs F0, F1, I1 and I0. The W run in the slots between.
     """
     orders: Orders = []

@@ -57,7 +57,6 @@ def _forward_times(eqns: Sequence[Any], nested_times: Sequence[Sequence[list[flo
     """Return the time of each equation's forward, in bytes of memory.
 
     Args:
-      eqns: the equations, in order.
       nested_times: for each equation, the times of the equations in each of its nested programs.
     """
     readers: dict[Any, list[Any]] = {}
@@ -125,7 +124,6 @@ def points(cuts: Sequence[str], stages: int, paths: Sequence[str]) -> tuple[str,
 
     Args:
       cuts: paths of modules, returned as they are; or for each stage a number of blocks of one list.
-      stages: the number of stages.
       paths: the paths of all parameters.
 
     Raises:
@@ -169,7 +167,6 @@ def stages_at(
     """Group the equations into stages that begin at given modules.
 
     Args:
-      eqns: the equations, in order.
       reads: for each equation, the numbers of the parameters that it reads.
       points: for each stage but the first, the name of its first module and the numbers of the module's parameters.
 

@@ -13,8 +13,7 @@
     sends per slot     one message each way: activations or cotangents
 
 One scan goes over the slots of the table. Each operation is a loop: of one iteration on the rank that runs it, of none
-on the others. `parallel/pipeline/slots.py` tells why it is no branch of `lax.switch`, and why its lookups add the
-iteration's number, which is 0. Collectives over `pipe` run outside these loops, where all ranks meet.
+on the others (`parallel/pipeline/branching.py`). Collectives over `pipe` run outside these loops, where all ranks meet.
 """
 
 import dataclasses
@@ -25,13 +24,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from .... import collectives
 from ....program import trip_counts
 from ....slicing.program import Program
 from ....strategy.schedules.operations import KINDS
+from ..branching import read_row, receive, run_if
 from .exchange import AXIS, Exchange, broadcast
 from .packing import Buffers, widest, zeros
 from .runs import LeafAccess, StageRun, trace_stage
@@ -130,7 +128,7 @@ class FlatPipeline:
         row = {name: x[0] for name, x in self.lookups().items()}
         state, weights = self.initial_state(), zeros(self.weight_exchange.widths, self.schedule.ranks)
         message = {name: x[0] for name, x in state.buffers.items()}
-        parts: list[Any] = [(len(self.rows.kind), None, self._receive(message, state.buffers, row))]
+        parts: list[Any] = [(len(self.rows.kind), None, receive(message, state.buffers, row, self.rows.sent))]
         m, number = self.schedule.microbatches, jnp.int32(0)
         # An operation runs once per microbatch, on its stage's rank.
         for stage, run in zip(self.stages, self.stage_runs, strict=True):
@@ -278,7 +276,7 @@ class FlatPipeline:
           weights: the leaves of this rank's stages, [pipe, width].
         """
         # 1. Operations. At most one of these loops runs an iteration; its result replaces the message.
-        message = {name: lax.dynamic_index_in_dim(x, row["read"], keepdims=False) for name, x in state.buffers.items()}
+        message = read_row(state.buffers, row["read"])
         stash, sums, variables = state.stash, state.sums, state.variables
         for stage, run in zip(self.stages, self.stage_runs, strict=True):
             forward = functools.partial(self._forward, stage, run, row, weights)
@@ -292,21 +290,15 @@ class FlatPipeline:
         message, residuals, grads, replicated_grads = carry
 
         # 2. Messages.
-        return FlatCarry(
-            self._receive(message, state.buffers, row), stash, residuals, grads, replicated_grads, sums, variables
-        )
+        buffers = receive(message, state.buffers, row, self.rows.sent)
+        return FlatCarry(buffers, stash, residuals, grads, replicated_grads, sums, variables)
 
     def _loop(self, kind: str, stage: Stage, row: Any, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
         """Return `fun(0, carry)` on the rank that runs the operation in this slot, and `carry` on the others."""
         rank, chunk = self.schedule.place(stage.number)
         is_run = (row["kind"] == (1 + KINDS.index(kind))) & (row["chunk"] == chunk) & (lax.axis_index(AXIS) == rank)
-        continues = lambda state: state[0] < is_run.astype(jnp.int32)
-        # XLA does not know how often the loop runs. Its name tells readers of the compiled program.
-        trips = trip_counts.name_of(
-            self.schedule.microbatches, self.paces[kind, stage.number], len(self.rows.kind), rank
-        )
-        with jax.named_scope(trips):
-            return lax.while_loop(continues, lambda state: (state[0] + 1, fun(*state)), (jnp.int32(0), carry))[1]
+        m, slots = self.schedule.microbatches, len(self.rows.kind)
+        return run_if(is_run, fun, carry, trip_counts.name_of(m, self.paces[kind, stage.number], slots, rank))
 
     def _leaves(self, stage: Stage, weights: Buffers, number: jax.Array) -> list[jax.Array]:
         """Return the leaves of a stage."""
@@ -343,9 +335,6 @@ class FlatPipeline:
         """Run B, I or W.
 
         Args:
-          kind: the kind of operation.
-          stage: its stage.
-          run: the stage's traced operations.
           operands: the slot's row, the weights, and the stash.
           number: 0, the iteration's number.
           carry: the message, residuals for W, and the accumulated gradients of both sorts of leaves.
@@ -381,22 +370,6 @@ class FlatPipeline:
             incoming_cts = [next(cts) if is_linear(self.program, v) else None for v in stage.incoming]
             message = stage.incoming_packing.pack(incoming_cts, self.message_widths)
         return message, weight_residuals, grads, replicated_grads
-
-    def _receive(self, message: Buffers, buffers: Buffers, row: Any) -> Buffers:
-        """Send the message to both neighbours and over the turn of a V; return the buffers with the received messages.
-
-        Every rank sends in every slot. A rank that needs no message writes it to a free buffer (`SlotTables`).
-        """
-        from_previous, from_next, from_self, _ = map(bool, np.any(self.rows.sent, axis=0))
-        received = dict(buffers)
-        for name, x in message.items():
-            for is_used, way, shift in ((from_previous, "from_previous", 1), (from_next, "from_next", -1)):
-                if is_used:
-                    moved = collectives.shift(x, AXIS, shift)
-                    received[name] = lax.dynamic_update_index_in_dim(received[name], moved, row[way], axis=0)
-            if from_self:
-                received[name] = lax.dynamic_update_index_in_dim(received[name], x, row["from_self"], axis=0)
-        return received
 
     def _broadcast_variables(self, variables: list[jax.Array]) -> list[jax.Array]:
         """Return the variables on every rank, from the ranks that change them; communicates an all-reduce per dtype."""

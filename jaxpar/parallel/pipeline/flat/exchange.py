@@ -90,8 +90,6 @@ class Exchange:
 
         Args:
           buffers: [pipe, width].
-          rank: the rank.
-          leaf: the leaf's number.
           zero: a 0 that the position depends on, so that XLA cannot move the read out of its loop (`engine.py`).
         """
         room = self.packings[rank].rooms[self.used[rank].index(leaf)]

@@ -210,8 +210,6 @@ def trace_stage(
     """Trace a stage's operations.
 
     Args:
-      stage: the stage.
-      program: the cut program.
       access: how parameters are fetched and gradients given.
       leaves: the stage's leaves, abstract.
       inputs: the program's inputs, abstract.

@@ -101,7 +101,6 @@ def described(program: Program, held: Sequence[int]) -> str:
     """Return a sentence on the stages: their shares of the predicted time, their weights and their messages.
 
     Args:
-      program: the cut program.
       held: the bytes of each leaf.
     """
     stage_times = [float(times(group).sum()) for group in program.groups]
@@ -126,7 +125,6 @@ def paces(
     A slot lasts as long as the longest operation of any rank, by the predicted times.
 
     Args:
-      program: the cut program.
       numbers: the number of the stage at each place.
       kinds: the kinds of operations as codes, [slots, ranks]; 0 if a rank is idle.
       chunks: the chunks of the operations, [slots, ranks].
