@@ -14,7 +14,7 @@ from rendezvous import unordered
 from jaxpar.inspect.expected import expected
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.parity.parity import TOLERANCE, differences
-from jaxpar.step.gradients import block_key
+from jaxpar.step.blocks import block_key
 
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-2),

@@ -13,7 +13,7 @@ import numpy as np
 from jaxpar import Mean, Model
 from jaxpar.backend.cpu_compiler import cpu_options
 from jaxpar.layout.precision import all_finite
-from jaxpar.step.gradients import block_key
+from jaxpar.step.blocks import block_key
 
 from .server import HOLD, signature
 from .service import Client

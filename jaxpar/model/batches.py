@@ -32,13 +32,13 @@ WHOSE = "rows are global, the same on every host, or with rows='host' each host'
 
 def batch_specs(batch: Any) -> Any:
     """Return the spec of every leaf: rows over the data axes, marked leaves replicated."""
-    return _by_leaf(batch, lambda x: PartitionSpec(ROWS), lambda x: PartitionSpec())
+    return map_rows(batch, lambda x: PartitionSpec(ROWS), lambda x: PartitionSpec())
 
 
 def microbatches(batch: Any, count: int) -> Any:
     """Reshape rows [m r, ...] -> [m, r, ...] for m microbatches, and repeat marked leaves."""
     split_rows = lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:])
-    return _by_leaf(batch, split_rows, lambda x: jnp.broadcast_to(x, (count, *x.shape)))
+    return map_rows(batch, split_rows, lambda x: jnp.broadcast_to(x, (count, *x.shape)))
 
 
 def one_block(batch: Any, blocks: int | Fraction) -> Any:
@@ -47,7 +47,7 @@ def one_block(batch: Any, blocks: int | Fraction) -> Any:
     `blocks` may be a fraction, for a block that is larger than the batch.
     """
     block_of_rows = lambda x: jax.ShapeDtypeStruct((x.shape[0] // blocks, *x.shape[1:]), x.dtype)
-    return _by_leaf(jax.eval_shape(lambda x: x, batch), block_of_rows)
+    return map_rows(jax.eval_shape(lambda x: x, batch), block_of_rows)
 
 
 def dealt(batch: Any, order: Any, gather_rows: Callable[[Any], Any] = lambda x: x) -> Any:
@@ -58,12 +58,12 @@ def dealt(batch: Any, order: Any, gather_rows: Callable[[Any], Any] = lambda x: 
       order: the indices of the rows to return, [rows].
       gather_rows: returns all rows of a leaf, which `order` indexes; called on every leaf with rows.
     """
-    return _by_leaf(batch, lambda x: gather_rows(x)[order])
+    return map_rows(batch, lambda x: gather_rows(x)[order])
 
 
-def _by_leaf(batch: Any, convert_rows: Callable[[Any], Any], convert_marked: Callable[[Any], Any] = lambda x: x) -> Any:
-    """Apply `convert_rows` to every leaf that has rows, and `convert_marked` to every array marked as replicated."""
-    convert = lambda x: jax.tree.map(convert_marked, x) if isinstance(x, Replicated) else convert_rows(x)
+def map_rows(batch: Any, fun: Callable[[Any], Any], fun_of_marked: Callable[[Any], Any] = lambda x: x) -> Any:
+    """Apply `fun` to every leaf that has rows, and `fun_of_marked` to every array marked as replicated."""
+    convert = lambda x: jax.tree.map(fun_of_marked, x) if isinstance(x, Replicated) else fun(x)
     return jax.tree.map(convert, batch, is_leaf=is_replicated)
 
 
@@ -202,7 +202,7 @@ def global_shapes(batch: Any, hosts: int) -> Any:
     if hosts == 1 or is_global(batch):
         return shapes
     # With rows="host" all hosts pass the same number of rows.
-    return _by_leaf(shapes, lambda x: jax.ShapeDtypeStruct((x.shape[0] * hosts, *x.shape[1:]), x.dtype))
+    return map_rows(shapes, lambda x: jax.ShapeDtypeStruct((x.shape[0] * hosts, *x.shape[1:]), x.dtype))
 
 
 def globalise(batch: Any, mesh: Mesh, hosts: int = 1) -> Any:

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..model.batches import rows_of
-from ..model.model import Mean, Model, is_replicated, row_axes
+from ..model.batches import map_rows, rows_of
+from ..model.model import Mean, Model, row_axes
 from ..program import jaxpr as jx
 from ..program.walk import is_literal, scan_parts
 
@@ -98,7 +98,7 @@ class CutLoss:
         def repeat_rows(x: Any) -> Any:
             return jax.ShapeDtypeStruct((times * x.shape[0], *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
 
-        rows = jax.tree.map(lambda x: x if is_replicated(x) else repeat_rows(x), batch, is_leaf=is_replicated)
+        rows = map_rows(batch, repeat_rows)
         jax.eval_shape(lambda key, rows: self.model.call(*self.model.create(key), rows, key), key, rows)
         return self._traced_eqns
 

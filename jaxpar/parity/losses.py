@@ -26,7 +26,7 @@ import numpy as np
 from ..backend.cpu_compiler import cpu_options
 from ..model.model import Mean, Model, is_replicated
 from ..program.evaluation import Evaluation, is_backward, line_of, scope_of
-from ..step.gradients import block_key
+from ..step.blocks import block_key
 from ..strategy import as_strategy
 from .bisected import Bisected
 from .differences import TOLERANCE, furthest

@@ -18,13 +18,13 @@ import optax
 
 from ..backend.cpu_compiler import cpu_options
 from ..layout.precision import Policy
-from ..model.batches import check_rows
-from ..model.model import Mean, Model, is_replicated
+from ..model.batches import check_rows, map_rows
+from ..model.model import Mean, Model
 from ..model.paths import name_of
 from ..numerics.fp8 import in_fp8, of_blocks
 from ..program import jaxpr as jx
 from ..program.walk import visit
-from ..step.gradients import block_key
+from ..step.blocks import block_key, blocks_of_microbatch, call_on_blocks
 from ..step.update import taking_value
 from ..strategy import Strategy
 
@@ -63,29 +63,20 @@ class Reference:
         draws: bool | None = None  # whether the loss depends on its key; traced for the first microbatch only
         for i in range(m):
             variables = jax.lax.stop_gradient(variables)  # as in a step, no gradient flows between microbatches
-
-            def rows_of_microbatch(x: Any, i: int = i) -> Any:
-                """Return microbatch i of every replica's rows, [replicas, rows, ...]."""
-                return x if is_replicated(x) else x.reshape(n, m, -1, *x.shape[1:])[:, i]
-
-            blocks = jax.tree.map(rows_of_microbatch, batch, is_leaf=is_replicated)
+            blocks = blocks_of_microbatch(batch, n, m, i)
             keys = jax.vmap(lambda r, i=i: block_key(key, step, r * m + i))(jnp.arange(n))
             draws = self._draws(params, variables, blocks, keys) if draws is None else draws
             if draws:
                 # Each replica's block has its own key.
-                axes = jax.tree.map(lambda x: None if is_replicated(x) else 0, blocks, is_leaf=is_replicated)
-
                 def block_loss(rows: Any, key: jax.Array, variables: Any = variables) -> Any:
                     return self._call(params, variables, rows, key, {"rows": n})
 
-                out, *written = jax.vmap(block_loss, in_axes=(axes, 0), axis_name="rows")(blocks, keys)
+                out, *written = call_on_blocks(block_loss, blocks, keys)
                 # Variables and written parameters are the same for all replicas.
                 variables, written_params = jax.tree.map(lambda x: x[0], written)
                 out = jax.tree.map(lambda x: x.sum(0), out)
             else:
-                all_rows = jax.tree.map(
-                    lambda x: x if is_replicated(x) else x.reshape(-1, *x.shape[2:]), blocks, is_leaf=is_replicated
-                )
+                all_rows = map_rows(blocks, lambda x: x.reshape(-1, *x.shape[2:]))
                 out, variables, written_params = self._call(params, variables, all_rows, keys[0])
             means.append(out["loss"])
         # 3. A parameter that the loss does not write keeps its master: a low precision must not round it.
@@ -111,7 +102,7 @@ class Reference:
 
     def _draws(self, params: Any, variables: Any, blocks: Any, keys: jax.Array) -> bool:
         """Return whether the loss depends on its key."""
-        rows = jax.tree.map(lambda x: x if is_replicated(x) else x[0], blocks, is_leaf=is_replicated)
+        rows = map_rows(blocks, lambda x: x[0])
         rest = (params, variables, rows)
         flat, _ = jx.trace(lambda rest, key: self.model.call(rest[0], rest[1], rest[2], key), rest, keys[0])
         key_dependent = jx.depends(flat.eqns, flat.invars[-1:])

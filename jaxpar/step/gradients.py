@@ -33,6 +33,7 @@ from ..model.paths import name_of
 from ..parallel.data import rule_of
 from ..parallel.data.access import RuleAccess, SpreadAccess
 from ..parallel.data.fsdp import secondary
+from .blocks import block_key
 from .pipeline import Piped
 from .tracing import Loss, Sums, Tracing
 
@@ -64,11 +65,6 @@ def gradient_figures(grads: Any, sums: Sums) -> dict[str, jax.Array]:
         "loss": metrics_of(sums)["loss"][None],
         **{f"gradient {name_of(path)}": norm_and_projection(grad) for path, grad in leaves},
     }
-
-
-def block_key(key: jax.Array, step: jax.Array | int, block: jax.Array | int) -> jax.Array:
-    """Return the random key of one block of rows in one step; it does not depend on which device has the block."""
-    return jax.random.fold_in(jax.random.fold_in(key, step), block)
 
 
 def sum_leading_dim(tree: Any) -> Any:

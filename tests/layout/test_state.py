@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 import jaxpar as jp
 from jaxpar.layout.precision import LossScale, Policy
-from jaxpar.step.gradients import block_key
+from jaxpar.step.blocks import block_key
 
 KEY = jax.random.key(0)
 LAYOUTS = ("single", "dp", "ddp", "zero1", "zero2", "zero3", "hsdp")

@@ -39,8 +39,8 @@ from ...inspect.predict.efficiency import PRODUCT_START
 from ...inspect.uses import count
 from ...layout.precision import Policy
 from ...make import make_train_step
-from ...model.batches import rows_of
-from ...model.model import Model, is_replicated
+from ...model.batches import map_rows, rows_of
+from ...model.model import Model
 from ...numerics.matrices.owners import Owners
 from ...parallel.data import DDP, Times, Uses, rule_of
 from ...parallel.pipeline.schedules import Schedule
@@ -419,5 +419,4 @@ def _loss_key(s: Strategy) -> tuple[Any, ...]:
 
 def _with_rows(batch: Any, rows: int) -> Any:
     """Return the shapes of a batch with another number of rows. Replicated leaves have no rows and are unchanged."""
-    leaf = lambda x: x if is_replicated(x) else jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-    return jax.tree.map(leaf, batch, is_leaf=is_replicated)
+    return map_rows(batch, lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype))

@@ -27,11 +27,11 @@ from ...backend.cpu_compiler import cpu_options
 from ...backend.text import few
 from ...layout.precision import all_finite
 from ...layout.state import State
-from ...model.batches import rows_of
+from ...model.batches import map_rows, rows_of
 from ...model.model import is_replicated
 from ...model.paths import name_of
+from ...step.blocks import block_key, blocks_of_microbatch, call_on_blocks
 from ...step.checks import check_state
-from ...step.gradients import block_key
 from ..step_view import RunnableStep as Step
 from .search import Fault, search
 
@@ -134,9 +134,7 @@ class Replay:
 
         if not self.takes_all_rows:
             return total_of_block(rows, key)
-        # The replicas' blocks are a batched axis named "rows", over which the loss's own sums run.
-        batched_axes = jax.tree.map(lambda x: None if is_replicated(x) else 0, rows, is_leaf=is_replicated)
-        total, count, new_variables = jax.vmap(total_of_block, in_axes=(batched_axes, 0), axis_name="rows")(rows, key)
+        total, count, new_variables = call_on_blocks(total_of_block, rows, key)
         return total.sum(), count.sum(), jax.tree.map(lambda x: x[0], new_variables)
 
     def gradients(self, seed: Any, params: Sequence[Any], variables: Any, rows: Any, key: Any) -> list[Any]:
@@ -246,7 +244,7 @@ class Replay:
         params, variables, rows, key = inputs
         first_row = (replica * self.num_microbatches + microbatch) * self.rows_per_block
         numbers = range(first_row, first_row + self.rows_per_block)
-        repeated_row = lambda row: _map_rows(rows, lambda x: jnp.broadcast_to(x[row - first_row], x.shape))
+        repeated_row = lambda row: map_rows(rows, lambda x: jnp.broadcast_to(x[row - first_row], x.shape))
         # Run the block with every row replaced by one of its rows: which rows are enough to cause it?
         causing_rows = [
             row for row in numbers if not all_finite(run_block((params, variables, repeated_row(row), key)))
@@ -288,13 +286,11 @@ class Replay:
         key_of_block = functools.partial(block_key, self.key, self.number - 1)
         first_row = (replica * self.num_microbatches + microbatch) * self.rows_per_block
         if self.takes_all_rows:
-            # A replica has consecutive rows, and a microbatch consecutive rows of these.
-            block_shape = (self.num_replicas, self.num_microbatches, self.rows_per_block)
-            rows = _map_rows(self.batch, lambda x: x.reshape(*block_shape, *x.shape[1:])[:, microbatch])
+            rows = blocks_of_microbatch(self.batch, self.num_replicas, self.num_microbatches, microbatch)
             block_indices = jnp.arange(self.num_replicas) * self.num_microbatches + microbatch
             keys = jax.vmap(key_of_block)(block_indices)
         else:
-            rows = _map_rows(self.batch, lambda x: x[first_row : first_row + self.rows_per_block])
+            rows = map_rows(self.batch, lambda x: x[first_row : first_row + self.rows_per_block])
             keys = key_of_block(replica * self.num_microbatches + microbatch)
         return self.params, self.variables_read[microbatch, replica], jax.device_put(rows, self.device), keys
 
@@ -312,11 +308,6 @@ class Replay:
             device = mesh.devices[tuple(axis_positions.get(axis, 0) for axis in mesh.axis_names)]
             parts.append(f"process {device.process_index}")
         return f" ({', '.join(parts)})" if parts else ""
-
-
-def _map_rows(batch: Any, fun: Callable[[Any], Any]) -> Any:
-    """Map a function over the leaves of a batch that have rows; `Replicated` leaves stay as they are."""
-    return jax.tree.map(lambda x: x if is_replicated(x) else fun(x), batch, is_leaf=is_replicated)
 
 
 def whole(x: Any) -> Any:

@@ -21,14 +21,18 @@ from typing import Any
 
 import numpy as np
 
+from ....hardware.hardware import KINDS
 from ....program import jaxpr as jx
 from ....program import primitives
 from ....program.collectives import PRIMITIVES as COLLECTIVES
 from ....program.walk import fold, visit
 
-# Operations in the time of one byte of memory: an H100 SXM's 989e12 / 3.35e12 (NVIDIA's data sheet, bf16).
-FLOPS = 300.0
-LINK = 7.0  # bytes of memory in the time of one byte of a message: 3.35e12 / 450e9 (NVLink 4, one way)
+# A program is cut as for an H100 whatever it is compiled for, so that its stages are the same everywhere.
+_H100 = KINDS["H100"]
+assert _H100.memory_bandwidth is not None
+assert _H100.link_bandwidth is not None
+FLOPS = _H100.peaks["bf16"] / _H100.memory_bandwidth  # operations in the time of one byte of memory: 295
+LINK = _H100.memory_bandwidth / _H100.link_bandwidth  # bytes of memory in the time of one byte of a message: 7.4
 # The search is quadratic in the number of places at which a stage may begin. Longer programs keep the places that the
 # fewest bytes cross.
 _MAX_PLACES = 3000
