@@ -94,9 +94,9 @@ FIGURES = {
     "schedules": _script(("docs/strategies/pipe-all.md",), "schedules.py"),
     "pipeline": _script(("docs/strategies/pipe-all.md",), "pipeline.py"),
     "checkpoint": _script(("docs/checkpoints.md",), "benchmarks/checkpoint.py"),
-    "strategies-time": _script(("README.md",), "benchmarks/strategies.py"),
+    "strategies-time": _script(("docs/measurements.md",), "benchmarks/strategies.py"),
     "torch": _script(("docs/from-pytorch.md",), "benchmarks/torch_gloo.py"),
-    "handwritten": _script(("README.md",), "benchmarks/handwritten.py"),
+    "handwritten": _script(("docs/measurements.md",), "benchmarks/handwritten.py"),
 }
 
 

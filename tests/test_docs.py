@@ -78,25 +78,33 @@ LONG = ("equinox-haiku", "finetune", "losses", "memory", "nonfinite", "optimizer
     ],
 )
 def test_snippets_print_what_the_page_shows(page: Path) -> None:
-    """The snippets of a page are one program; a `text` block after one is what it prints."""
+    """The snippets of a page are one program; a `text` block after one is what it prints.
+
+    A `diff` block is two programs, which print the same; the new one goes on.
+    """
     for package in ("equinox", "haiku"):
         if f"import {package} as" in page.read_text():
             pytest.importorskip(package, reason=f"{package} is not installed")
     blocks = snippets(page)
     program: dict[str, object] = {"__name__": "__main__"}
     for block, after in zip(blocks, [*blocks[1:], Snippet("", "", 0)], strict=True):
-        if block.language != "python":
-            continue
-        printed = io.StringIO()
-        # Blank lines above, so that a traceback points into the page.
-        code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
-        with contextlib.redirect_stdout(printed):
-            exec(code, program)
-        if after.language == "text":
-            got = printed.getvalue()
-            assert doctest.OutputChecker().check_output(after.text, got, SHOWN), (
-                f"{name(page)}:{after.line} shows\n{after.text}and its program prints\n{got}"
+        programs = [(block.text, program)] if block.language == "python" else []
+        if block.language == "diff":
+            old, new = (
+                re.sub(rf"^(?:[{own} ](.*)|[{other}].*)$", r"\1", block.text, flags=re.M) for own, other in ("-+", "+-")
             )
+            programs = [(old, {"__name__": "__main__"}), (new, program)]
+        for text, names in programs:
+            printed = io.StringIO()
+            # Blank lines above, so that a traceback points into the page.
+            code = compile("\n" * (block.line - 1) + text, str(page), "exec")
+            with contextlib.redirect_stdout(printed):
+                exec(code, names)
+            if after.language == "text":
+                got = printed.getvalue()
+                assert doctest.OutputChecker().check_output(after.text, got, SHOWN), (
+                    f"{name(page)}:{after.line} shows\n{after.text}and its program prints\n{got}"
+                )
 
 
 @functools.cache  # some stand on several pages

@@ -1,4 +1,4 @@
-"""The table of the README: one model under every strategy, compiled for 8 H100s that are not there.
+"""The table of docs/measurements.md: one model under every strategy, compiled for 8 H100s that are not there.
 
 The model has the widths of Llama-3-8B and 8 of its 32 layers (2.80 B parameters), rows of 2,048 tokens,
 bf16, remat by layer, AdamW. Needs the CUDA compiler, no GPU: `make gpu-compiler`, then
