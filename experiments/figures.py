@@ -10,6 +10,7 @@ one, and most change no figure: what is quickly made again is compared in the ba
 the text of a page prints them: bring the page up to date with what it says.
 """
 
+import ast
 import datetime
 import hashlib
 import json
@@ -38,7 +39,21 @@ class Figure:
 
 
 def _hash(files: Iterable[Path]) -> str:
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    return hashlib.sha256("".join(map(_code, files)).encode()).hexdigest()[:16]
+
+
+def _code(file: Path) -> str:
+    """Return the text of a file; a program's is without docstrings and lines of comments, which change no figure."""
+    text = file.read_text()
+    if file.suffix != ".py":
+        return text
+    words = set[int]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            words.update(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
+    lines = enumerate(text.splitlines(keepends=True), start=1)
+    return "".join(line for n, line in lines if n not in words and not line.lstrip().startswith("#"))
 
 
 def _asset(*names: str) -> tuple[str, ...]:
@@ -75,7 +90,7 @@ FIGURES = {
     "zero": _script(("docs/memory.md",), "zero_table.py"),
     "megatron": _script(("docs/memory.md",), "megatron_memory.py", "experiments/megatron_sums.py"),
     "published": _script(
-        ("docs/predict.md", "experiments/published_ratios.csv"),
+        ("experiments/results/published.md", "experiments/published_ratios.csv"),
         "published_throughput.py",
         "experiments/published_rows.py",
         "experiments/published_blind.py",
@@ -86,13 +101,13 @@ FIGURES = {
         f"{sys.executable} -m jaxpar plan --model llama3-8b --target 8xH100 --batch 8 --seq 4096",
         (),  # jaxpar itself
     ),
-    "plans": _script(("docs/plan.md",), "ten_plans.py"),
-    "planner": _script(("docs/plan.md",), "benchmarks/planner.py"),
+    "plans": _script(("experiments/results/plans.md",), "ten_plans.py"),
+    "planner": _script(("experiments/results/plans.md",), "benchmarks/planner.py"),
     "experts": _script(("docs/experts.md",), "benchmarks/experts.py"),
-    "five-axes": _script(("docs/strategies/expert.md",), "five_axes.py"),
-    "cut-stages": _script(("docs/strategies/pipe-all.md",), "cut_stages.py"),
+    "five-axes": _script(("experiments/results/experts.md",), "five_axes.py"),
+    "cut-stages": _script(("experiments/results/pipelines.md",), "cut_stages.py"),
     "schedules": _script(("docs/strategies/pipe-all.md",), "schedules.py"),
-    "pipeline": _script(("docs/strategies/pipe-all.md",), "pipeline.py"),
+    "pipeline": _script(("experiments/results/pipelines.md",), "pipeline.py"),
     "checkpoint": _script(("docs/checkpoints.md",), "benchmarks/checkpoint.py"),
     "strategies-time": _script(("docs/measurements.md",), "benchmarks/strategies.py"),
     "torch": _script(("docs/from-pytorch.md",), "benchmarks/torch_gloo.py"),

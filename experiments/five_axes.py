@@ -5,7 +5,7 @@ JAX_PLATFORMS=cpu python experiments/five_axes.py --only deepseek
 
 Nothing runs. Of each step it prints the state and the temporaries of a device, its collectives as promised and as
 compiled, how many of these bytes a kernel runs beside, and how many of their predicted seconds no kernel hides. These
-are the tables of docs/strategies/expert.md. Each cell takes 15 to 40 s of a core.
+are the tables of experiments/results/experts.md. Each cell takes 15 to 40 s of a core.
 """
 
 import dataclasses

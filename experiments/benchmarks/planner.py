@@ -1,4 +1,5 @@
-"""The planner's own seconds and memory, by the number of devices that it plans for: the table of docs/plan.md.
+"""The planner's own seconds and memory, by the number of devices that it plans for: a table of
+experiments/results/plans.md.
 
 Llama-3-8B with 4 of its 32 layers, one row of 4,096 tokens a device, `data=N/8,fsdp=8`: for every number of hosts of
 8 H100s the same program. Each is planned in a process of its own, without a cache. Needs the CUDA compiler, no GPU:
