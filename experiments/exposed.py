@@ -1,4 +1,4 @@
-"""What of a step waits for collectives: seconds predicted for compiled programs, as docs/strategies/zero3.md has them.
+"""What of a step waits for collectives: seconds predicted for compiled programs, as experiments/results/fsdp.md
 
 python experiments/exposed.py                  # all of them: an hour or two
 python experiments/exposed.py --only 175B      # those whose name contains this

@@ -95,7 +95,7 @@ FIGURES = {
         "experiments/published_rows.py",
         "experiments/published_blind.py",
     ),
-    "exposed": _script(("docs/strategies/zero3.md",), "exposed.py"),
+    "exposed": _script(("experiments/results/fsdp.md",), "exposed.py"),
     "plan": Figure(
         ("docs/plan.md",),
         f"{sys.executable} -m jaxpar plan --model llama3-8b --target 8xH100 --batch 8 --seq 4096",
