@@ -67,7 +67,7 @@ def _script(files: tuple[str, ...], command: str, *more: str) -> Figure:
 _COPY = " && cp runs/compare/compare.svg runs/compare/compare-dark.svg docs/assets/"
 FIGURES = {
     "strategies": _script(_asset("strategies"), "strategies_picture.py"),
-    "mechanisms": _script(_asset("ring", "fsdp", "tensor", "exchanges"), "mechanisms_picture.py"),
+    "mechanisms": _script(_asset("collectives", "ring", "fsdp", "tensor", "exchanges"), "mechanisms_picture.py"),
     "tutorial": _script(("docs/tutorial.md",), "tutorial_page.py", "docs/tutorial.ipynb"),
     "compare": _script(_asset("compare", "compare-dark"), f"compare.py{_COPY}", "experiments/compare_picture.py"),
     "claims": _script(
@@ -102,6 +102,7 @@ FIGURES = {
         (),  # jaxpar itself
     ),
     "plans": _script(("experiments/results/plans.md",), "ten_plans.py"),
+    "speedup": _script(("docs/drawn.md",), f"speedup.py && {sys.executable} experiments/speedup.py --rows 1"),
     "planner": _script(("experiments/results/plans.md",), "benchmarks/planner.py"),
     "experts": _script(("docs/experts.md",), "benchmarks/experts.py"),
     "five-axes": _script(("experiments/results/experts.md",), "five_axes.py"),
