@@ -63,7 +63,8 @@ def blocks_and_batch(loss: Loss) -> list[tuple[Any, Any]]:
         return sums.total.sum() / sums.count.sum()
 
     split_batch = lambda n: {name: x.reshape(n, -1, *x.shape[1:]) for name, x in BATCH.items()}
-    return [jax.value_and_grad(mean)(jnp.asarray(W), split_batch(n)) for n in (2, 1)]
+    value_and_grad = jax.jit(jax.value_and_grad(mean))
+    return [value_and_grad(jnp.asarray(W), split_batch(n)) for n in (2, 1)]
 
 
 class Case(NamedTuple):
