@@ -202,6 +202,7 @@ CASES = {
         "use a number that is given",
         lambda w, batch, key: jnp.tanh(batch["x"] @ w / ROWS).mean(),
     ),
+    # All replicas draw the same numbers, and one device draws other numbers for each row. It passed.
     "key": Case(drawn(keyed=False), "use the key that the loss is given", drawn(keyed=True)),
     "place": Case(
         lambda w, batch, key: jnp.tanh(squares(w, batch) * jnp.arange(len(batch["x"]))).mean(),

@@ -152,7 +152,3 @@ def test_rows_that_are_picked_before_all_rows_are_those_of_each_block() -> None:
     kind, message = verdict_on(lambda h, b: (h * jp.all_rows(h[: len(h) // 2]).max(0)).mean())
     assert kind == "refused"
     assert "takes some of the rows" in message
-    views = lambda h, b: (h * jp.all_rows(jnp.concatenate([h, jnp.sin(h)])).max(0)).mean()  # two views, as in SimCLR
-    kind, message = verdict_on(views)
-    assert kind == "refused"
-    assert "gather first" in message
