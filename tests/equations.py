@@ -106,60 +106,60 @@ def example(*names: str) -> Callable[[Any], Any]:
 
 def function(name: str) -> Any:
     """JAX's function of an elementwise primitive, or where there is none, its `bind`."""
-    known = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not"}.get(name, name)
+    others = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not"}
+    known = (others | {"regularized_incomplete_beta": "betainc"}).get(name, name)
     return getattr(lax, known, None) or getattr(jec.primitives, f"{name}_p").bind
 
 
 # -- element by element ------------------------------------------------------------------------------------------------
 
 
-@example(*"""
-abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1
-floor is_finite lgamma log log1p log2 logistic neg one_minus_square rsqrt sign sin sinh sqrt square stop_gradient tan
-tanh
-""".split())  # fmt: skip
-def _of_floats(draw: Draw, name: str) -> Call:
-    return function(name), draw.tensor()
+def by_name(kinds: dict[str, Any]) -> dict[str, Any]:
+    """Each of the names before a kind, with the kind."""
+    return {name: kind for names, kind in kinds.items() for name in names.split()}
 
 
-@example(*"add atan2 div eq ge gt le lt max min mul ne nextafter pow rem sub eq_to le_to lt_to".split())
-def _of_two(draw: Draw, name: str) -> Call:
-    return function(name), *draw.alike("ff")
+OF_ONE = by_name({
+    """abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2
+    expm1 floor is_finite lgamma log log1p log2 logistic neg one_minus_square rsqrt sign sin sinh sqrt square
+    stop_gradient tan tanh""": "f",
+    "not population_count clz": "u",
+    "real imag conj": "c",
+})  # fmt: skip
 
 
-@example("igamma", "igammac", "igamma_grad_a", "zeta", "polygamma")
-def _of_two_positive(draw: Draw, name: str) -> Call:
-    return function(name), *draw.alike("ff", low=1.1)
+@example(*OF_ONE)
+def _of_one(draw: Draw, name: str) -> Call:
+    return function(name), draw.tensor(kind=OF_ONE[name])
 
 
-@example("regularized_incomplete_beta")
-def _beta(draw: Draw, name: str) -> Call:
-    return lax.betainc, *draw.alike("fff", low=0.1, high=0.9)
+OF_MORE = by_name({
+    "add atan2 div eq ge gt le lt max min mul ne nextafter pow rem sub eq_to le_to lt_to complex": ("ff", {}),
+    "igamma igammac igamma_grad_a zeta polygamma": ("ff", {"low": 1.1}),
+    "regularized_incomplete_beta": ("fff", {"low": 0.1, "high": 0.9}),
+    "and or xor shift_left shift_right_arithmetic shift_right_logical mulhi": ("ii", {"low": 0, "high": 9}),
+})  # fmt: skip
 
 
-@example("and", "or", "xor", "shift_left", "shift_right_arithmetic", "shift_right_logical", "mulhi")
-def _of_integers(draw: Draw, name: str) -> Call:
-    return function(name), *draw.alike("ii", low=0, high=9)
+@example(*OF_MORE)
+def _of_more(draw: Draw, name: str) -> Call:
+    kinds, bounds = OF_MORE[name]
+    return function(name), *draw.alike(kinds, **bounds)
 
 
-@example("not", "population_count", "clz")
-def _of_bits(draw: Draw, name: str) -> Call:
-    return function(name), draw.tensor(kind="u")
+OPTIONS = {
+    "integer_pow": (lax.integer_pow, (-2, 2, 3)),
+    "convert_element_type": (lax.convert_element_type, (jnp.bfloat16, jnp.int32, jnp.bool_)),
+    "round": (lax.round, (*lax.RoundingMethod,)),
+    "name": (checkpoint_name, ("kept",)),
+}
 
 
-@example("real", "imag")
-def _of_complex(draw: Draw, name: str) -> Call:
-    return function(name), draw.tensor(kind="c")
-
-
-@example("conj")
-def _conj(draw: Draw, name: str) -> Call:
-    return lax.conj, draw.tensor(kind="c")
-
-
-@example("complex")
-def _complex(draw: Draw, name: str) -> Call:
-    return lax.complex, *draw.alike("ff")
+@example(*OPTIONS)
+def _with_an_option(draw: Draw, name: str) -> Call:
+    fun, options = OPTIONS[name]
+    option = draw.one(*options)
+    return lambda x: fun(x, option), draw.tensor()
 
 
 @example("polynomial")
@@ -187,18 +187,6 @@ def _select(draw: Draw, name: str) -> Call:
     return lax.select_n, which, *(draw.array(shape) for _ in range(cases))
 
 
-@example("integer_pow")
-def _integer_pow(draw: Draw, name: str) -> Call:
-    power = draw.one(-2, 2, 3)
-    return lambda x: lax.integer_pow(x, power), draw.tensor()
-
-
-@example("convert_element_type")
-def _convert(draw: Draw, name: str) -> Call:
-    dtype = draw.one(jnp.bfloat16, jnp.int32, jnp.bool_)
-    return lambda x: lax.convert_element_type(x, dtype), draw.tensor()
-
-
 @example("bitcast_convert_type")
 def _bitcast(draw: Draw, name: str) -> Call:
     """To elements of the same size, or of another one, which are a dim more or less."""
@@ -214,20 +202,9 @@ def _reduce_precision(draw: Draw, name: str) -> Call:
     return lambda x: lax.reduce_precision(x, 5, 7), draw.tensor()
 
 
-@example("round")
-def _round(draw: Draw, name: str) -> Call:
-    how = draw.one(*lax.RoundingMethod)
-    return lambda x: lax.round(x, how), draw.tensor()
-
-
 @example("copy")
 def _copy(draw: Draw, name: str) -> Call:
     return lambda x: jnp.array(x, copy=True), draw.tensor()
-
-
-@example("name")
-def _name(draw: Draw, name: str) -> Call:
-    return lambda x: checkpoint_name(x, "kept"), draw.tensor()
 
 
 @example("sharding_constraint")

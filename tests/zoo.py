@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -79,33 +80,36 @@ class LinenLayer(nn.Module):
 
 
 class LinenGPT(nn.Module):
-    """GPT-2's shape: learned positions, LayerNorm with bias, biases everywhere, layers scanned and rematted."""
+    """GPT-2's shape: learned positions, LayerNorm with bias, biases everywhere, layers scanned and rematted.
 
-    vocab: int = 61
-    dim: int = 30
-    layers: int = 3
+    The module has no hash, since its config has none.
+    """
+
+    config: SimpleNamespace
 
     @nn.compact
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        embed = nn.Embed(self.vocab, self.dim)
-        position = self.param("position", nn.initializers.normal(0.1), (tokens_BT.shape[1], self.dim))
+        vocab, dim, layers = self.config.sizes
+        embed = nn.Embed(vocab, dim)
+        position = self.param("position", nn.initializers.normal(0.1), (tokens_BT.shape[1], dim))
         stack = nn.scan(
             nn.remat(LinenLayer, prevent_cse=False),
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=nn.broadcast,
-            length=self.layers,
+            length=layers,
         )
         x_BTD, _ = stack(name="layers")(embed(tokens_BT) + position, nn.make_causal_mask(tokens_BT))
-        return nn.Dense(self.vocab)(nn.LayerNorm()(x_BTD))
+        return nn.Dense(vocab)(nn.LayerNorm()(x_BTD))
+
+
+def linen_loss(apply: Any, batch: dict[str, jax.Array]) -> jax.Array:
+    return cross_entropy(apply(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
 
 
 def gpt_linen() -> Entry:
-    def loss(apply: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        return cross_entropy(apply(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
-
-    batch = {"tokens": random_tokens(61, 11)}
-    return Entry("gpt_linen", jp.from_linen(LinenGPT(), loss, example=batch), batch, stacks=1)
+    module, batch = LinenGPT(SimpleNamespace(sizes=(61, 30, 3))), {"tokens": random_tokens(61, 11)}
+    return Entry("gpt_linen", jp.from_linen(module, linen_loss, example=batch), batch, stacks=1)
 
 
 class LinenBlock(nn.Module):
@@ -130,11 +134,8 @@ class Decoder(nn.Module):
 
 
 def decoder_linen() -> Entry:
-    def loss(apply: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        return cross_entropy(apply(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
-
     batch = {"tokens": random_tokens(480, 13)}
-    return Entry("decoder_linen", jp.from_linen(Decoder(), loss, example=batch), batch, stacks=1)
+    return Entry("decoder_linen", jp.from_linen(Decoder(), linen_loss, example=batch), batch, stacks=1)
 
 
 class MLP(nnx.Module):

@@ -88,12 +88,6 @@ def test_an_annotated_linen_module_makes_the_program_of_a_plain_one(wrap: Any, n
     assert programs(linen(Layers(wrap, names)), strategies, rules) == programs(linen(Layers()), strategies)
 
 
-@pytest.mark.slow
-def test_annotated_linen_gradients() -> None:
-    model = linen(Layers(nn.with_partitioning, ("embed", "heads", "kv")))
-    assert jp.verify(model, "tensor=2,fsdp=4", BATCH, steps=1).ok
-
-
 @pytest.mark.parametrize(("key", "eager"), [("out_sharding", True), ("sharding_names", False)])
 @pytest.mark.filterwarnings("ignore:.*is deprecated, use 'out_sharding' instead:DeprecationWarning")
 def test_an_annotated_nnx_module_makes_the_program_of_a_plain_one(key: str, eager: bool) -> None:
@@ -123,19 +117,6 @@ def test_an_annotated_nnx_module_makes_the_program_of_a_plain_one(key: str, eage
     assert traces(("embed", "mlp")) == plain
 
 
-def test_a_constraint_of_the_users_own_mesh_is_left_out() -> None:
-    """It named a mesh that is not the step's: "Mesh for all inputs should be equal"."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("rows",))
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
-
-    def traced(constrain: Any) -> str:
-        loss = lambda params, batch, key: (constrain(batch["x"] @ params["w"]) ** 2).mean()
-        model = jp.Model(lambda key: {"w": jax.random.normal(key, (8, 8))}, loss)
-        return str(jp.make_train_step(model, optax.sgd(0.1), "fsdp").trace(BATCH))
-
-    assert traced(lambda x: jax.lax.with_sharding_constraint(x, rows)) == traced(lambda x: x)
-
-
 @pytest.mark.parametrize(
     "spell",
     [
@@ -154,8 +135,8 @@ def test_a_spec_without_a_mesh_is_told_that_there_is_none(spell: Any) -> None:
         step.trace(BATCH)
 
 
-def test_constraints_within_loops_and_branches_are_left_out() -> None:
-    """Loops kept them, and the mesh that they gave to types."""
+def test_constraints_of_the_users_own_mesh_are_left_out_within_loops_and_branches_too() -> None:
+    """They named a mesh that is not the step's: "Mesh for all inputs should be equal"; loops kept them."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("rows",))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
 

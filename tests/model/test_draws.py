@@ -76,29 +76,23 @@ def test_what_follows_from_draws_is_done_together() -> None:
         np.testing.assert_allclose(np.float32(new), np.float32(old), rtol=1e-2)  # bfloat16 of almost the same numbers
 
 
-@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
-def test_generators_that_draw_otherwise_in_batches_stay(impl: str) -> None:
-    """Batched, these draw other numbers than one by one."""
-    key = jax.random.key(3, impl=impl)
-    draw = lambda key: [jax.random.normal(k, (3, 4)) for k in jax.random.split(key, 3)]
-    assert bits(draws_together(draw), key) == bits(draw, key)
-
-
-def test_large_draws_stay() -> None:
-    """They may be sharded, and their stack would not be."""
-    key, side = jax.random.key(3), int(SMALL**0.5) + 1
-    draw = lambda key: [jax.random.normal(k, (side, side)) for k in jax.random.split(key, 3)]
-    assert bits(draws_together(draw), key) == [(side, side)] * 3
-
-
-def test_a_program_with_effects_stays() -> None:
-    """Its prints keep their order."""
-
+@pytest.mark.parametrize(
+    ("impl", "size", "prints"),
+    [
+        ("rbg", 12, False),  # in batches, it draws other numbers than one by one
+        ("unsafe_rbg", 12, False),
+        ("threefry2x32", SMALL + 1, False),  # large draws may be sharded, and their stack would not be
+        ("threefry2x32", 12, True),  # prints keep their order
+    ],
+)
+def test_draws_that_stay(impl: str, size: int, prints: bool) -> None:
     def draw(key: jax.Array) -> list[jax.Array]:
-        jax.debug.print("drawing", ordered=True)
-        return [jax.random.normal(k, (3,)) for k in jax.random.split(key, 3)]
+        if prints:
+            jax.debug.print("drawing", ordered=True)
+        return [jax.random.normal(k, (size,)) for k in jax.random.split(key, 3)]
 
-    assert len(bits(draws_together(draw), jax.random.key(0))) == 3
+    key = jax.random.key(3, impl=impl)
+    assert bits(draws_together(draw), key) == bits(draw, key) == [(size,)] * 3
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Equinox's modules under every axis; what of them is a parameter, static, state; what users read where they err.
 
-`tests/zoo.py` has a stack and a ResNet of Equinox in the battery of the data strategies.
+Haiku's transformed functions too, by the recipe of docs/equinox-haiku.md. `tests/zoo.py` has stacks of both, and a
+ResNet of Equinox, in the battery of the data strategies.
 """
 
 import functools
@@ -17,7 +18,7 @@ from zoo import images, random_tokens
 import jaxpar as jp
 
 eqx = pytest.importorskip("equinox", reason="Equinox is not installed: pip install equinox")
-pytest.importorskip("haiku", reason="Haiku is not installed: pip install dm-haiku")
+hk = pytest.importorskip("haiku", reason="Haiku is not installed: pip install dm-haiku")
 
 import others  # noqa: E402
 
@@ -26,27 +27,44 @@ STEPS = 2
 BATCH = {"tokens": random_tokens(others.VOCAB, others.LENGTH + 1)}
 
 
+MODELS = {
+    "stack with dropout": lambda: others.decoder(True, 0.2),
+    "list": lambda: others.decoder(False),
+    "haiku stack with dropout": lambda: others.haiku_decoder(0.2),
+    "haiku loop": lambda: others.haiku_decoder(stacked=False),
+}
+
+
 @functools.cache
-def one_device(stacked: bool, dropout: float) -> OneDevice:
-    return OneDevice(others.decoder(stacked, dropout))
+def one_device(name: str) -> OneDevice:
+    return OneDevice(MODELS[name]())
 
 
 @pytest.mark.parametrize(
-    ("stacked", "dropout", "strategy"),
+    ("name", "strategy"),
     [
-        (True, 0.2, "pipe=2,fsdp=2,microbatches=2"),
-        (True, 0.2, "tensor=2,sequence=true,data=2"),
-        (False, 0.0, "pipe=2,data=2,microbatches=2"),
-        (False, 0.0, "context=2,fsdp=2"),
-        pytest.param(True, 0.2, "context=2,fsdp=2", marks=pytest.mark.battery),
-        pytest.param(False, 0.0, "data=4", marks=pytest.mark.battery),
-        pytest.param(False, 0.0, "tensor=2,fsdp=2", marks=pytest.mark.battery),
+        ("stack with dropout", "pipe=2,fsdp=2,microbatches=2"),
+        ("haiku loop", "tensor=2,fsdp=2"),
+        ("list", "context=2,fsdp=2"),
+        ("haiku stack with dropout", "pipe=2,fsdp=2,microbatches=2"),
+        *(
+            pytest.param(name, strategy, marks=pytest.mark.battery)
+            for name, strategy in (
+                ("stack with dropout", "tensor=2,sequence=true,data=2"),
+                ("stack with dropout", "context=2,fsdp=2"),
+                ("list", "pipe=2,data=2,microbatches=2"),
+                ("list", "data=4"),
+                ("list", "tensor=2,fsdp=2"),
+                ("haiku stack with dropout", "context=2,data=2"),
+                ("haiku loop", "pipe=2,data=2,microbatches=2"),
+            )
+        ),
     ],
 )
 @pytest.mark.xdist_group("equinox")
 @pytest.mark.slow
-def test_parity(stacked: bool, dropout: float, strategy: str) -> None:
-    parsed, reference = jp.Strategy.parse(strategy), one_device(stacked, dropout)
+def test_parity(name: str, strategy: str) -> None:
+    parsed, reference = jp.Strategy.parse(strategy), one_device(name)
     step = jp.make_train_step(reference.model, SGD, parsed, mesh=jax.devices()[:4])
     blocks = step.replicas * parsed.microbatches
     check(step, reference.model, reference.first, BATCH, STEPS, *reference.train(SGD, BATCH, blocks, STEPS))
@@ -71,7 +89,7 @@ def test_a_module_comes_back() -> None:
         again = step.init(jax.random.key(0), params=params_or_module)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), again.params, state.params)
 
-    _, grads = step.value_and_grad(state, BATCH)
+    _, grads = jax.eval_shape(step.value_and_grad, state, BATCH)
     assert isinstance(grads, others.Decoder)
     # Without dropout in `evaluate`, whatever the key.
     quiet = eqx.nn.inference_mode(built)
@@ -111,15 +129,7 @@ def test_a_mean_over_a_vmap_that_is_of_one_device_is_refused() -> None:
     model = jp.from_equinox(lambda key: Normed(eqx.nn.Linear(4, 4, key=key)), loss)
     step = jp.make_train_step(model, SGD, "ddp")
     with pytest.raises(ValueError, match="all_rows"):
-        step(step.init(jax.random.key(0)), np.ones((16, 4), np.float32))
-
-    def followed(module: Normed, batch: Any, key: jax.Array) -> jax.Array:
-        x = jp.all_rows(jax.vmap(module.linear)(batch))  # the advice
-        return jnp.square(x - x.mean(axis=0)).mean()
-
-    followed_model = jp.from_equinox(lambda key: Normed(eqx.nn.Linear(4, 4, key=key)), followed)
-    batch = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
-    assert jp.verify(followed_model, "ddp", batch).ok
+        step.trace(np.ones((16, 4), np.float32))
 
 
 def test_what_is_no_such_function() -> None:
@@ -236,3 +246,48 @@ def test_advice_about_numpy_in_a_constructor_can_be_followed() -> None:
     with pytest.raises(ValueError, match=r"compute this one with NumPy or Python .*np\.random\.default_rng\(0\)"):
         jp.from_equinox(lambda key: Lru(jnp.ones(int(jax.random.randint(key, (), 1, 5)))), loss)
     jp.from_equinox(lambda key: Lru(jnp.ones(int(np.random.default_rng(0).integers(1, 5)))), loss)
+
+
+@pytest.mark.slow
+def test_a_function_of_haiku_comes_back() -> None:
+    step = jp.make_train_step(others.haiku_decoder(0.2), SGD, "fsdp")
+    state, _ = step(step.init(jax.random.key(0)), BATCH)
+    logits = step.model(state)(None, BATCH["tokens"][:, :-1], False)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, BATCH["tokens"][:, 1:])
+    np.testing.assert_allclose(step.evaluate(state, BATCH)["loss"], nats.mean(), rtol=1e-5)
+
+
+def test_state_of_haiku_is_kept() -> None:
+    """The state of `hk.transform_with_state` is kept: a count of calls, one for each step."""
+
+    def run(x: jax.Array) -> jax.Array:
+        count = hk.get_state("count", (), init=jnp.zeros)
+        hk.set_state("count", count + 1)
+        return hk.Linear(3)(x)
+
+    net, x = hk.transform_with_state(run), np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+    def loss(params: Any, state: Any, batch: Any, key: jax.Array | None) -> Any:
+        out, state = net.apply(params, state, key, batch)
+        return jnp.square(out).mean(), state
+
+    step = jp.make_train_step(jp.Model(lambda key: net.init(key, x[:1]), loss, stateful=True), SGD, "fsdp")
+    state = step.init(jax.random.key(0))
+    old_count = float(jax.tree.leaves(state.variables)[0])
+    state, _ = step(state, x)
+    assert float(jax.tree.leaves(state.variables)[0]) == old_count + 1
+
+
+def test_an_error_names_its_haiku_module() -> None:
+    class Squared(hk.Module):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x @ x
+
+    def run(x: jax.Array) -> jax.Array:
+        return hk.Sequential([hk.Linear(4), Squared(name="squared")])(x)
+
+    net, x = hk.transform(run), np.ones((4, 4), np.float32)
+    model = jp.Model(lambda key: net.init(key, x), lambda params, batch, key: net.apply(params, key, batch).mean())
+    with pytest.raises(TypeError) as raised:
+        jp.make_train_step(model, None, "single", mesh=jax.devices()[:1]).trace(np.ones((2, 4), np.float32))
+    assert any(note.endswith("in squared (Squared)") for note in raised.value.__notes__)

@@ -54,7 +54,6 @@ def raises(call: Callable[[], Any], *parts: str, error: type[Exception] = ValueE
     [
         ("", ("strategy ''", "use one of single, dp, ddp", "name=value")),
         ("fsdp8", ("'fsdp8' is unknown", "did you mean 'fsdp=8'?")),
-        ("zero4", ("'zero4' is unknown", "did you mean 'zero3'?")),
         ("zer3", ("'zer3' is unknown", "use one of", "did you mean 'zero3'?")),
         ("ddp,zero2", ("'zero2'", "use name=value", "did you mean 'zero'?")),
         ("precison=bf16", ("'precison=bf16'", "use name=value", "did you mean 'precision'?")),
@@ -70,9 +69,7 @@ def raises(call: Callable[[], Any], *parts: str, error: type[Exception] = ValueE
         ("remat=layers", ("remat='layers'", "none, layer, dots, twice, auto or a jax.check", "did you mean 'layer'?")),
         ("server=1", ("server=1", "use True or False")),
         ("sequence=true", ("sequence=True", "give tensor= a size", "leave sequence out")),
-        ("sequence=2,tensor=2", ("sequence=2", "use True or False")),
         ("server=true,tensor=2", ("server=True with tensor=2", "use data=2 alone")),
-        ("server=true,fsdp=2", ("server=True with fsdp=2", "use data=2 alone")),
         ("single=true,data=2", ("single=True with data=2", "leave one of the two out")),
     ],
 )
@@ -84,7 +81,6 @@ def test_strategy_text(text: str, parts: tuple[str, ...]) -> None:
     ("strategy", "parts"),
     [
         (None, ("strategy=None", "jaxpar.Strategy nor text", "try 'fsdp'")),
-        (8, ("strategy=8", "jaxpar.Strategy nor text", "try 'fsdp'")),
         (
             "fsdp=3",
             (
@@ -334,6 +330,9 @@ def test_state() -> None:
     state = step.init(KEY)
     raises(lambda: step({"x": X}, state), "state is a dict", "step.init")
     raises(lambda: step.evaluate(step.params(state), {"x": X}), "state is a dict", "step.init")
+    raises(lambda: step.with_params(step.params(state), {"w": X}), "pass what step.init")
+    raises(lambda: step.with_params(state, {"v": X}), "params= lacks w", "step.params(state)")
+    raises(lambda: step.with_params(state, {"w": X}), "w of shape (8, 2)")
     step(state, {"x": X})
     # With several devices jax itself would abort the process here.
     raises(lambda: step(state, {"x": X}), "donated", "state, metrics = step(state, batch)")
@@ -464,7 +463,6 @@ def test_errors_that_came_from_python_or_were_missing() -> None:
     raises(lambda: jp.Strategy(fdsp=2), "has no 'fdsp'", "did you mean 'fsdp'")
     raises(lambda: jp.Strategy.parse("FSDP"), "'FSDP' is unknown", "did you mean 'fsdp'")
     raises(lambda: build().init(KEY, params="weights.npz"), "params= is a str", "step.params(state)")
-    raises(lambda: build().init(KEY, params={}), "params= lacks w", "step.params(state)")
     raises(lambda: jp.from_linen(nn.Dense(2), lambda a, b: a(b), "x"), "example=", "is a str", "ShapeDtypeStruct")
     raises(lambda: jp.from_linen(nn.Dense(2), lambda a, b: a(b), iter([X])), "a list_iterator", "next(loader)")
     # Habits from module.apply. An attribute error of `apply` named `Apply`, a class that no user has seen.
@@ -556,23 +554,16 @@ def test_a_variable_with_a_value_for_each_row() -> None:
     make = lambda model, strategy: jp.make_train_step(model, optax.sgd(0.1), strategy, mesh=jax.devices()[:2])
     raises(lambda: make(stateful_model, "ddp").trace({"x": x}), *parts)
 
-    single_step, ddp_step = (
-        make(stateful_model, "single"),
-        make(jp.from_nnx(lambda rngs: Recurrent(False, rngs), loss_with_carry), "ddp"),
-    )
-    single_state, ddp_state = single_step.init(jax.random.key(0)), ddp_step.init(jax.random.key(0))
-    seen = np.zeros((8, 8), np.float32)
+    single = make(stateful_model, "single")
+    ddp = make(jp.from_nnx(lambda rngs: Recurrent(False, rngs), loss_with_carry), "ddp")
+    single_state, ddp_state, seen = single.init(KEY), ddp.init(KEY), np.zeros((8, 8), np.float32)
     for _ in range(2):
-        next_seen = np.asarray(ddp_step.model(ddp_state).next(x, seen))
-        (single_state, _), (ddp_state, _) = (
-            single_step(single_state, {"x": x}),
-            ddp_step(ddp_state, {"x": x, "seen": seen}),
-        )
+        next_seen = np.asarray(ddp.model(ddp_state).next(x, seen))
+        single_state, _ = single(single_state, {"x": x})
+        ddp_state, _ = ddp(ddp_state, {"x": x, "seen": seen})
         seen = next_seen
-    for a, b in zip(
-        *(jax.tree.leaves(step.params(state)) for step, state in ((single_step, single_state), (ddp_step, ddp_state))),
-        strict=True,
-    ):
+    params = jax.tree.leaves(single.params(single_state)), jax.tree.leaves(ddp.params(ddp_state))
+    for a, b in zip(*params, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 

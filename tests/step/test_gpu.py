@@ -44,13 +44,11 @@ def compiled(model: jp.Model, strategy: str, batch: Any) -> Loops:
     return Loops.of(step, batch)
 
 
-def params(*strategies: str, battery: tuple[str, ...] = ()) -> list[Any]:
-    """Return strategies as parameters; one worker runs all tests of a strategy, so that it is compiled once."""
-    marks = lambda name: [pytest.mark.xdist_group(f"gpu {name}"), *[pytest.mark.battery] * (name in battery)]
-    return [pytest.param(name, marks=marks(name)) for name in strategies]
+# One worker runs all tests of a strategy, so that it is compiled once.
+STRATEGIES = [pytest.param(name, marks=pytest.mark.xdist_group(f"gpu {name}")) for name in ("zero2", "zero3")]
 
 
-@pytest.fixture(scope="module", params=params("zero2", "zero3"))
+@pytest.fixture(scope="module", params=STRATEGIES)
 def llama(request: pytest.FixtureRequest) -> Loops:
     init, loss = handwritten.model_fns(WIDTHS)
     batch = {"tokens": jax.ShapeDtypeStruct((8, WIDTHS.sequence + 1), jnp.int32)}
@@ -71,7 +69,6 @@ def test_bytes_equal_the_closed_form(llama: Loops) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("llama", params("zero2", "zero3", battery=("zero2",)), indirect=True)
 def test_temporaries_are_those_of_a_step_written_by_hand(llama: Loops) -> None:
     program = handwritten.compile_step(llama.step.strategy.zero, gpu_topology("8xH100"), WIDTHS)
     assert llama.memory.temp_size_in_bytes <= 1.05 * program.memory_analysis().temp_size_in_bytes
@@ -96,11 +93,6 @@ def test_gradients_of_layers_are_reduced_inside_one_backward_loop(llama: Loops) 
     assert overlapped_bytes > 0.5 * 4 * layers
 
 
-def test_gradients_are_reduced_in_float32(llama: Loops) -> None:
-    reductions = [collective for collective in llama.ledger if collective.kind in ("all-reduce", "reduce-scatter")]
-    assert {collective.dtype for collective in reductions} == {"float32"}
-
-
 def test_gathers_of_layers_are_hidden_by_compute(llama: Loops) -> None:
     gathers = [
         collective for loop in llama.loops(WIDTHS.layers) for collective in loop if collective.kind == "all-gather"
@@ -112,43 +104,19 @@ def test_gathers_of_layers_are_hidden_by_compute(llama: Loops) -> None:
         assert overlapped_bytes > 0.75 * sum(collective.bytes for collective in large)
 
 
-def piped(strategy: str) -> int:
-    """Return the bytes of temporaries of a pipeline of 4 ranks over the same layers."""
-    init, loss = handwritten.model_fns(WIDTHS)
-    devices = gpu_topology("8xH100")[:4]
-    step = jp.make_train_step(jp.Model(init=init, loss=loss), optax.adamw(3e-4), f"{strategy},precision=bf16", devices)
-    rows = jax.ShapeDtypeStruct((step.strategy.microbatches, WIDTHS.sequence + 1), jnp.int32)
-    return step.compile({"tokens": rows}).memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.battery  # for CPUs: test_stages.py; against a closed form, of Llama-3-8B: test_gpu_tensor.py
-@pytest.mark.xdist_group("gpu pipe")
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_memory_of_a_pipeline_is_flat_in_microbatches(chunks: int) -> None:
-    bytes_of_8, bytes_of_32 = (piped(f"pipe=4,chunks={chunks},microbatches={m}") for m in (8, 32))
-    assert bytes_of_32 <= 1.05 * bytes_of_8
-    if chunks == 2:
-        assert bytes_of_32 < 0.5 * piped("pipe=4,schedule=gpipe,microbatches=32")
-
-
-def tied() -> tuple[Callable[..., Any], Callable[..., Any]]:
+def tied() -> jp.Model:
     """Return a model with an embedding of 32,000 x 1,024 that is also the head, and 4 scanned layers."""
-
-    def init(key: jax.Array) -> Any:
-        return {"embed": jnp.ones((32_000, 1024)), "w": jnp.ones((4, 1024, 1024)), "b": jnp.ones((4, 1024))}
+    shapes = {"embed": (32_000, 1024), "w": (4, 1024, 1024), "b": (4, 1024)}
 
     def loss(p: Any, batch: jax.Array, key: jax.Array | None) -> jax.Array:
         h, _ = jax.lax.scan(lambda h, l: (h + jnp.tanh(h @ l[0] + l[1]), None), p["embed"][batch], (p["w"], p["b"]))
         return jax.nn.logsumexp((h @ p["embed"].T).astype(jnp.float32), -1).mean()
 
-    return init, loss
+    return jp.Model(lambda key: {name: jnp.ones(shape) for name, shape in shapes.items()}, loss)
 
 
-def unscanned() -> tuple[Callable[..., Any], Callable[..., Any]]:
+def unscanned() -> jp.Model:
     """Return a model with six layers in a Python loop, 2 MB each in bfloat16."""
-
-    def init(key: jax.Array) -> Any:
-        return {f"w{i}": jnp.ones((1024, 1024)) for i in range(6)}
 
     def loss(p: Any, batch: jax.Array, key: jax.Array | None) -> jax.Array:
         h = jnp.ones((*batch.shape, 1024), p["w0"].dtype)
@@ -156,7 +124,7 @@ def unscanned() -> tuple[Callable[..., Any], Callable[..., Any]]:
             h = h + jnp.tanh(h @ p[f"w{i}"])
         return (h.astype(jnp.float32) ** 2).mean()
 
-    return init, loss
+    return jp.Model(lambda key: {f"w{i}": jnp.ones((1024, 1024)) for i in range(6)}, loss)
 
 
 @pytest.mark.slow
@@ -165,9 +133,8 @@ def unscanned() -> tuple[Callable[..., Any], Callable[..., Any]]:
     [(tied, 2 * 32_000 * 1024 + 2 * 4 * 1024 * 1024 + 4 * 1024), (unscanned, 2 * 6 * 1024 * 1024)],
     ids=["tied", "unscanned"],
 )
-def test_gathers_of_two_uses_are_not_merged(model: Callable[[], Any], elements: int) -> None:
+def test_gathers_of_two_uses_are_not_merged(model: Callable[[], jp.Model], elements: int) -> None:
     """The compiler could merge equal gathers; a leaf would then stay whole from its first use to its last."""
-    init, loss = model()
-    program = compiled(jp.Model(init=init, loss=loss), "zero3", jax.ShapeDtypeStruct((8, 512), jnp.int32))
+    program = compiled(model(), "zero3", jax.ShapeDtypeStruct((8, 512), jnp.int32))
     assert_bytes_as_expected(program)
     assert program.ledger.total(kind="all-gather") == 2 * elements

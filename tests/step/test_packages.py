@@ -1,6 +1,6 @@
 """Model packages that others wrote, from PyPI: random weights, zero2 and zero3 against Flax alone.
 
-Their files are as published. Two of flaxmodels' need a name replaced before they train; what happens without is tested.
+Their files are as published. One of flaxmodels needs a name replaced before it trains; what happens without is tested.
 `make test` installs them without what they ask for: some 80 distributions that their models do not import.
 """
 
@@ -41,20 +41,6 @@ DECODER = {
     "rope_theta": 10_000,
     "norm_eps": 1e-5,
 }
-GPT2 = types.SimpleNamespace(
-    vocab_size=VOCAB,
-    n_positions=LENGTH,
-    n_embd=32,
-    n_layer=2,
-    n_head=4,
-    n_inner=None,
-    activation_function="gelu_new",
-    layer_norm_epsilon=1e-5,
-    scale_attn_weights=True,
-    embd_pdrop=0.0,
-    attn_pdrop=0.0,
-    resid_pdrop=0.0,
-)
 
 
 def imported(name: str) -> types.ModuleType:
@@ -149,35 +135,6 @@ def tunix_qwen3(monkeypatch: pytest.MonkeyPatch) -> Package:
     return decoder(lambda rngs: module.Qwen3(config, rngs=rngs))
 
 
-def flaxmodels_gpt2(monkeypatch: pytest.MonkeyPatch) -> Package:
-    monkeypatch.setattr(imported("flaxmodels.gpt2.gpt2"), "jnp", jnp_with_newshape())
-    return from_linen(GPT2LM(GPT2), gpt2_loss, tokens())
-
-
-class GPT2LM(nn.Module):
-    """The package's own head asks for pretrained weights; this one does not. Not hashable, as its config is not."""
-
-    config: Any
-
-    @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        body = imported("flaxmodels.gpt2.gpt2").GPT2Model(self.config)
-        return nn.Dense(VOCAB)(body(inputs, training=True)["last_hidden_state"])
-
-
-def gpt2_loss(apply: Any, batch: Tree) -> jax.Array:
-    return cross_entropy(apply(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
-
-
-def jnp_with_newshape() -> Any:
-    """`jax.numpy` with the name that `reshape` had for its second argument when flaxmodels 0.1.3 was written."""
-
-    def reshape(array: jax.Array, newshape: Any) -> jax.Array:
-        return jnp.reshape(array, newshape)
-
-    return types.SimpleNamespace(**{**vars(jnp), "reshape": reshape})
-
-
 def flaxmodels_resnet(monkeypatch: pytest.MonkeyPatch) -> Package:
     """Its first two stages, with Flax's BatchNorm in place of the package's copy of it.
 
@@ -214,7 +171,7 @@ def flaxdiff_dit(monkeypatch: pytest.MonkeyPatch) -> Package:
     return from_linen(module, loss, batch)
 
 
-PACKAGES = (tunix_llama3, tunix_qwen3, flaxmodels_gpt2, flaxmodels_resnet, flaxdiff_dit)
+PACKAGES = (tunix_llama3, tunix_qwen3, flaxmodels_resnet, flaxdiff_dit)
 
 
 def shaken(params: Tree) -> Tree:
@@ -263,12 +220,6 @@ def test_trains_as_on_one_device(
     assert_close(trained, params)
     largest = max(jax.tree.leaves(trained), key=lambda leaf: leaf.size)
     assert largest.sharding.is_fully_replicated == (strategy == "zero2")
-
-
-def test_the_error_of_a_package_reaches_the_user() -> None:
-    """flaxmodels 0.1.3 calls `jnp.reshape(newshape=)`, which JAX has removed."""
-    with pytest.raises(TypeError, match="unexpected keyword argument 'newshape'"):
-        jp.make_train_step(jp.from_linen(GPT2LM(GPT2), gpt2_loss, example=tokens()), SGD, "zero3")
 
 
 @pytest.mark.slow

@@ -69,15 +69,3 @@ def test_a_step_without_an_optimizer_says_so() -> None:
     with pytest.raises(ValueError, match=r"optimizer=None.*step\.value_and_grad\(state, batch\)"):
         step(state, ENTRY.batch)
     assert jnp.isfinite(step.evaluate(state, ENTRY.batch)["loss"])
-
-
-def test_parameters_that_do_not_fit() -> None:
-    step = jp.make_train_step(ENTRY.model, None, "fsdp")
-    state = step.init(jax.random.key(0))
-    params = step.params(state)
-    with pytest.raises(ValueError, match="params= lacks embedding"):
-        step.with_params(state, {"layers": params["layers"]})
-    with pytest.raises(ValueError, match=r"embedding of shape \(2,\)"):
-        step.with_params(state, {**params, "embedding": jnp.zeros(2)})
-    with pytest.raises(ValueError, match=r"pass what step\.init"):
-        step.with_params(params, params)

@@ -37,23 +37,16 @@ def equilibrium(w: jax.Array, x: jax.Array) -> jax.Array:
     return optx.fixed_point(lambda z, _: jnp.tanh(0.1 * w @ z + x), solver, jnp.zeros(DIM), max_steps=64).value
 
 
-def root(w: jax.Array, x: jax.Array) -> jax.Array:
-    """Newton's method, with weights and rows as `args` instead of closed over."""
-    solver = optx.Newton(1e-6, 1e-6)
-    solution = optx.root_find(lambda z, a: z - jnp.tanh(0.1 * a[0] @ z + a[1]), solver, jnp.zeros(DIM), args=(w, x))
-    return solution.value
-
-
 def least_squares(w: jax.Array, x: jax.Array) -> jax.Array:
     solver = optx.LevenbergMarquardt(1e-6, 1e-6)
     return optx.least_squares(lambda z, a: a[0] @ z - jnp.sin(a[1]), solver, jnp.zeros(DIM), args=(w, x)).value
 
 
 def adaptive(w: jax.Array, x: jax.Array) -> jax.Array:
-    """An ODE whose steps a PID controller chooses, separately for each row."""
-    term = dfx.ODETerm(lambda t, y, a: jnp.tanh(a @ y))
+    """An ODE whose steps a PID controller chooses for each row, differentiated through its loop with checkpoints."""
+    term = dfx.ODETerm(lambda t, y, a: jnp.tanh(w @ y))
     pid = dfx.PIDController(1e-4, 1e-4)
-    solution = dfx.diffeqsolve(term, dfx.Tsit5(), 0.0, 1.0, 0.25, x, w, stepsize_controller=pid, max_steps=64).ys
+    solution = dfx.diffeqsolve(term, dfx.Tsit5(), 0.0, 1.0, 0.25, x, stepsize_controller=pid, max_steps=64).ys
     assert solution is not None
     return solution[-1]
 
@@ -66,25 +59,15 @@ def backwards(w: jax.Array, x: jax.Array) -> jax.Array:
     return solution[-1]
 
 
-def flow(w: jax.Array, x: jax.Array) -> jax.Array:
-    """An ODE of fixed steps, differentiated through its loop with checkpoints."""
-    term = dfx.ODETerm(lambda t, y, a: jnp.tanh(w @ y))
-    solution = dfx.diffeqsolve(term, dfx.Tsit5(), 0.0, 1.0, 0.25, x).ys
-    assert solution is not None
-    return solution[-1]
-
-
 # Warned of: a loop over all rows ends with the last one, and a derivative that the analysis cannot read.
 @pytest.mark.filterwarnings("ignore:the loss may couple rows")
 @pytest.mark.parametrize(
     ("solve", "strategy"),
     [
-        (flow, "fsdp"),
         (conjugate_gradients, "ddp"),
         (equilibrium, "zero2,microbatches=2"),
         (lu, "fsdp=2"),
         (lu, "pipe=2,stages=cut,microbatches=2"),
-        pytest.param(root, "fsdp", marks=pytest.mark.slow),
         pytest.param(least_squares, "fsdp", marks=pytest.mark.slow),
         pytest.param(adaptive, "fsdp", marks=pytest.mark.slow),
         pytest.param(backwards, "ddp", marks=pytest.mark.slow),

@@ -41,9 +41,6 @@ def test_a_loss_that_reads_no_parameter() -> None:
         report = jp.verify(jp.from_nnx(linear, captured), "fsdp", BATCH, steps=1)
     assert report.idle
     assert "every gradient is zero, on one device too" in str(report)
-
-
-def test_a_loss_that_reads_frozen_parameters_alone() -> None:
     trained = {"trainable": lambda path: "bias" in path}
     frozen = lambda module, batch: jnp.square(batch["x"] @ module.kernel[...] - batch["y"]).mean()
     with pytest.warns(UserWarning, match="reads no parameter that is trained"):

@@ -84,7 +84,6 @@ def loss(net: Any, batch: Any) -> jax.Array:
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
-        (Spectral, "ddp"),
         (Spectral, "tensor=2,fsdp=4"),
         (Weight, "zero1"),
         (Clipped, "fsdp"),

@@ -67,19 +67,18 @@ def model(head: Callable[..., jax.Array] = tied, loss: Callable[..., Any] = mask
     return jp.Model(init=init, loss=lambda p, batch, key: loss(head(p, states(p, batch["tokens"][:, :-1])), batch))
 
 
-def batch_of(rows: int = ROWS, length: int = 13, zeros: str = "some") -> dict[str, np.ndarray]:
+def batch_of(zeros: str = "some") -> dict[str, np.ndarray]:
     """Return windows of 13 positions, which chunks of 8 tokens do not divide."""
     draw = np.random.default_rng(7)
-    weights = draw.uniform(0.1, 2, (rows, length)) * (draw.random((rows, length)) < 0.6)
-    weights[rows // 2 :] *= zeros == "some"  # else the rows of half of the replicas count for nothing
-    tokens = draw.integers(VOCAB, size=(rows, length + 1))
+    weights = draw.uniform(0.1, 2, (ROWS, 13)) * (draw.random((ROWS, 13)) < 0.6)
+    weights[ROWS // 2 :] *= zeros == "some"  # else the rows of half of the replicas count for nothing
+    tokens = draw.integers(VOCAB, size=(ROWS, 14))
     return {"tokens": tokens, "weights": weights.astype("float32")}
 
 
 def train(model: jp.Model, text: str, logits: Any, batch: Any, **options: Any) -> tuple[Any, Any]:
     """Run three steps, and an evaluation of fewer rows; return the step and all results."""
-    devices = {"data=2": 2, "zero3": 4, "data=2,tensor=2": 4, "context=2": 2, "data=2,microbatches=2": 2}
-    count = devices[",".join(part for part in text.split(",") if not part.startswith(("precision", "remat")))]
+    count = 4 if text.startswith("zero3") or "tensor" in text else 2
     optimizer = options.pop("optimizer", optax.sgd(0.3, momentum=0.9))
     step = jp.make_train_step(model, optimizer, f"{text},logits={logits}", mesh=jax.devices()[:count], **options)
     state, all_metrics = step.init(jax.random.key(0)), []
@@ -103,15 +102,19 @@ def check(model: jp.Model, text: str, batch: Any, tolerance: float = 1e-5, **opt
         assert error <= tolerance * max(1, np.abs(np.asarray(expected, np.float64)).max(initial=0)), (path, error)
 
 
-SHARDED = ("data=2", "zero3", "data=2,tensor=2", "data=2,microbatches=2")
+# In low precision the head's gradient is rounded once, and not for each product, so that the last bits differ.
+TOLERANCES = {
+    **dict.fromkeys(("data=2", "zero3", "data=2,tensor=2", "data=2,microbatches=2"), 1e-5),
+    **dict.fromkeys(("data=2,precision=bf16", "zero3,precision=bf16", "data=2,precision=f16"), 2e-2),
+}
 
 
 @pytest.mark.battery
 @pytest.mark.parametrize("zeros", ["some", "half"])
 @pytest.mark.parametrize("head", [tied, separate])
-@pytest.mark.parametrize("text", SHARDED)
+@pytest.mark.parametrize("text", TOLERANCES)
 def test_smoothed_and_masked_of_an_odd_length(text: str, head: Any, zeros: str) -> None:
-    check(model(head), text, batch_of(zeros=zeros))
+    check(model(head), text, batch_of(zeros=zeros), TOLERANCES[text])
 
 
 @pytest.mark.slow
@@ -120,20 +123,6 @@ def test_lora_and_a_running_mean_where_half_the_replicas_count_for_nothing() -> 
     optimizer = optax.chain(optax.sgd(0.3, momentum=0.9), optax.ema(0.9))
     lora = lambda path: path.startswith("lora")
     check(model(), "data=2", batch_of(zeros="half"), trainable=lora, optimizer=optimizer)
-
-
-@pytest.mark.battery
-@pytest.mark.parametrize("head", [tied, separate])
-@pytest.mark.parametrize("text", ["data=2,precision=bf16", "zero3,precision=bf16", "data=2,precision=f16"])
-def test_in_low_precision(text: str, head: Any) -> None:
-    """The head's gradient is rounded once, and not for each product, so that the last bits differ."""
-    check(model(head), text, batch_of(), 2e-2)
-
-
-@pytest.mark.battery
-@pytest.mark.parametrize("head", [tied, separate])
-def test_beside_context(head: Any) -> None:
-    check(model(head), "context=2", batch_of(length=14))
 
 
 def teacher(p: Any, x: jax.Array) -> jax.Array:

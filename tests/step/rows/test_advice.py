@@ -63,7 +63,8 @@ def blocks_and_batch(loss: Loss) -> list[tuple[Any, Any]]:
         return sums.total.sum() / sums.count.sum()
 
     split_batch = lambda n: {name: x.reshape(n, -1, *x.shape[1:]) for name, x in BATCH.items()}
-    return [jax.value_and_grad(mean)(jnp.asarray(W), split_batch(n)) for n in (2, 1)]
+    value_and_grad = jax.jit(jax.value_and_grad(mean))
+    return [value_and_grad(jnp.asarray(W), split_batch(n)) for n in (2, 1)]
 
 
 class Case(NamedTuple):
@@ -149,17 +150,19 @@ decay = lambda w: 0.1 * jnp.square(w).sum()
 
 CASES = {
     "statistics": Case(normalised(identity), "compute it from jp.all_rows(x)", normalised(jp.all_rows)),
-    "balance": Case(balanced(identity), "compute it from jp.all_rows(x)", balanced(jp.all_rows)),
+    "balance": Case(
+        balanced(identity), "a product with a sum or mean over rows; compute it from jp.all_rows", balanced(jp.all_rows)
+    ),
     "ranks": Case(ranked(identity), "compute it from jp.all_rows(x)", ranked(jp.all_rows)),
     "pairs": Case(contrasted(identity), "give it jp.all_rows(x) for one of them", contrasted(jp.all_rows)),
     "views": Case(
         views(lambda a, b: jp.all_rows(jnp.concatenate([a, b]))),
-        "gather first, jnp.concatenate([jp.all_rows(a), jp.all_rows(b)])",
+        "blocks take turns; gather first, jnp.concatenate([jp.all_rows(a), jp.all_rows(b)])",
         views(lambda a, b: jnp.concatenate([jp.all_rows(a), jp.all_rows(b)])),
     ),
     "half of the rows": Case(
         lambda w, batch, key: jnp.square(jp.all_rows(batch["x"][:4] @ w).mean(0) - batch["y"]).mean(),
-        "give it rows as they come",
+        "needs all rows of the block along dim 0, one after another; give it rows as they come",
         lambda w, batch, key: jnp.square(jp.all_rows(batch["x"] @ w)[:4].mean(0) - batch["y"]).mean(),
     ),
     "one column": Case(
@@ -173,7 +176,7 @@ CASES = {
     "ratio of all": Case(masked(identity), "or use sums of jp.all_rows(x)", masked(jp.all_rows)),
     "sum": Case(
         lambda w, batch, key: squares(w, batch).sum(),
-        "take the mean, .mean() for .sum()",
+        "the loss is a sum over rows; take the mean, .mean() for .sum()",
         lambda w, batch, key: squares(w, batch).mean(),
     ),
     "sum and count": Case(
@@ -201,7 +204,12 @@ CASES = {
         "use a number that is given",
         lambda w, batch, key: jnp.tanh(batch["x"] @ w / ROWS).mean(),
     ),
-    "key": Case(drawn(keyed=False), "use the key that the loss is given", drawn(keyed=True)),
+    # All replicas draw the same numbers, and one device draws other numbers for each row. It passed.
+    "key": Case(
+        drawn(keyed=False),
+        "draws with a key that is the same in all blocks; use the key that the loss is given",
+        drawn(keyed=True),
+    ),
     "place": Case(
         lambda w, batch, key: jnp.tanh(squares(w, batch) * jnp.arange(len(batch["x"]))).mean(),
         "put it into the batch",
@@ -212,7 +220,7 @@ CASES = {
         "put the weights into the batch",
         lambda w, batch, key: batch["weight"] @ squares(w, batch) / len(batch["x"]),
     ),
-    "groups": Case(grouped, "give groups a dim of their own", in_groups),
+    "groups": Case(grouped, "groups of rows, which blocks may part; give groups a dim of their own", in_groups),
     "guard": Case(
         lambda w, batch, key: jp.Mean(masked_sum(w, batch), jnp.maximum(batch["mask"].sum(), 1)),
         "jp.Mean needs no guard",
@@ -220,7 +228,7 @@ CASES = {
     ),
     "no NaN": Case(
         lambda w, batch, key: jnp.nanmean(squares(w, batch)),
-        "return jp.Mean",
+        "values are no NaN, of which blocks may have more and less; return jp.Mean",
         lambda w, batch, key: jp.Mean(
             jnp.nansum(squares(w, batch)), jnp.isfinite(batch["x"] + batch["y"]).all(1).astype(jnp.float32).sum()
         ),
