@@ -194,20 +194,6 @@ def t5() -> jp.Model:
     return _functions(attend)
 
 
-def padded() -> jp.Model:
-    """As BERT: rows have keys that do not count, and some rows none that do, so that a query sees the mean of all; and
-    weights are dropped, for all rows and heads alike.
-    """
-
-    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
-        counts = batch["document"] < batch["tokens"][:, :1] % 3
-        bias = jnp.where(counts, 0.0, jnp.finfo(q.dtype).min)[:, None, None]
-        dropout = {"dropout_rng": jax.random.key(5), "dropout_rate": 0.2, "deterministic": False}
-        return nn.dot_product_attention(q, k, v, bias=bias, **dropout)
-
-    return _functions(attend)
-
-
 def bert() -> jp.Model:
     """As transformers writes it, of 15 positions: padding, weights that are dropped, and a number for each head."""
 
@@ -220,74 +206,6 @@ def bert() -> jp.Model:
         return jnp.einsum("...hqk,...khd->...qhd", weights, v)
 
     return _functions(attend, length=LENGTH - 1)
-
-
-def gpt2_of_odd_length() -> jp.Model:
-    """As transformers writes it: a slice of a longer mask becomes a bias; 13 positions, of which two ranks have half a
-    chunk fewer than the others, and eight have none of some chunks.
-    """
-
-    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
-        length = q.shape[1]
-        mask = nn.make_causal_mask(jnp.ones((1, 32), bool), dtype=bool)
-        mask = jax.lax.dynamic_slice(mask, (0, 0, 0, 0), (1, 1, length, length))
-        bias = jax.lax.select(mask, jnp.zeros(mask.shape), jnp.full(mask.shape, jnp.finfo(q.dtype).min))
-        return nn.dot_product_attention(q, k, v, bias=bias)
-
-    return _functions(attend, length=13)
-
-
-def lengths() -> jp.Model:
-    """Of 13 positions as many as a row's length says, by `where`: ranks that share heads replay it on 14 or 16."""
-
-    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
-        scores = jnp.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
-        seen = jnp.arange(k.shape[1]) <= batch["tokens"][:, :1] % 13
-        return _plain(jnp.where(seen[:, None, None], scores, -1e9), v)
-
-    return _functions(attend, length=13)
-
-
-def capped() -> jp.Model:
-    """As Gemma 2: scores below a cap that is learned here, a window, grouped queries; its mask is made once."""
-
-    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
-        (rows, length, heads, _), groups, cap = q.shape, 2, 3 + params["bias"].sum()
-        scores = jnp.einsum("btkgd,bskd->bkgts", q.reshape(rows, length, groups, heads // groups, -1), k[:, :, :groups])
-        seen = jnp.tri(length, dtype=bool) & jnp.triu(jnp.ones((length, length), bool), -5)
-        weights = jax.nn.softmax(jnp.where(seen, jnp.tanh(scores / cap) * cap, -2.3819763e38))
-        return jnp.einsum("bkgts,bskd->btkgd", weights, v[:, :, :groups]).reshape(q.shape)
-
-    return _functions(attend)
-
-
-def sinks() -> jp.Model:
-    """As gpt-oss: each head's own share of a softmax that no key gets, learned; T5's table of distances, in buckets."""
-
-    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
-        places = jnp.arange(q.shape[1])
-        behind = jnp.maximum(places[:, None] - places, 0)
-        large = 2 + (jnp.log(jnp.maximum(behind, 1) / 2) * 2).astype(jnp.int32)
-        buckets = jnp.where(behind < 2, behind, jnp.minimum(large, 7))
-        scores = jnp.einsum("bthd,bshd->bhts", q, k) + jnp.moveaxis(params["bias"][buckets], 2, 0)
-        scores = jnp.where(places[:, None] >= places, scores, -jnp.inf)
-        sink = jnp.broadcast_to(params["bias"][0][:, None, None], (*scores.shape[:-1], 1))
-        weights = jax.nn.softmax(jnp.concatenate([scores, sink], -1))[..., :-1]
-        return jnp.einsum("bhts,bshd->bthd", weights, v)
-
-    return _functions(attend)
-
-
-def unseen() -> jp.Model:
-    """As bart-base-jax: a query of padding sees no key, and NaN of its softmax becomes 0: here the loss was NaN."""
-
-    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
-        real = jnp.arange(q.shape[1]) <= batch["tokens"][:, :1] % q.shape[1]
-        seen = (real[:, :, None] & real[:, None])[:, None]
-        weights = jax.nn.softmax(jnp.where(seen, jnp.einsum("bthd,bshd->bhts", q, k), -jnp.inf))
-        return jnp.einsum("bhts,bshd->bthd", jnp.where(seen, weights, 0), v)
-
-    return _functions(attend)
 
 
 def spelled_out() -> jp.Model:
@@ -309,11 +227,6 @@ def window() -> jp.Model:
 def packed() -> jp.Model:
     """Several documents in a row."""
     return _functions(lambda params, q, k, v, batch: jp.attention(q, k, v, segment_ids=batch["document"]))
-
-
-def packed_window() -> jp.Model:
-    """Several documents in a row, and a sliding window."""
-    return _functions(lambda params, q, k, v, batch: jp.attention(q, k, v, window=5, segment_ids=batch["document"]))
 
 
 def translator() -> jp.Model:
@@ -622,71 +535,13 @@ def mixture() -> jp.Model:
     return named("mixtral-tiny", vocab=VOCAB, **sizes).model
 
 
-MODELS = {
-    f.__name__: f
-    for f in (
-        llama_gqa,
-        gpt2,
-        loop,
-        encoder_decoder,
-        listener,
-        translator,
-        alibi,
-        padded,
-        bert,
-        gpt2_of_odd_length,
-        lengths,
-        capped,
-        sinks,
-        unseen,
-        t5,
-        spelled_out,
-        window,
-        packed,
-        packed_window,
-        chunked,
-        flattened,
-        flattened_shifted,
-        neighbours,
-        streams,
-        patches,
-        patches_of_one_image,
-        patches_by_reshape,
-        class_token,
-        t5_translator,
-        states,
-        states_by_number,
-        decays,
-        picked,
-        mixture,
-    )
-}
-KERNELS = (
-    "llama_gqa",
-    "gpt2",
-    "translator",
-    "window",
-    "packed",
-    "packed_window",
-    "spelled_out",
-    "loop",
-    "chunked",
-    "flattened",
-    "flattened_shifted",
-    "neighbours",
-    "streams",
-    "patches",
-    "patches_of_one_image",
-    "patches_by_reshape",
-    "class_token",
-    "t5_translator",
-    "bert",
-    "gpt2_of_odd_length",
-    "lengths",
-    "states",
-    "states_by_number",
-    "mixture",
-)  # those whose attention is jp.attention, for all three ways
+_MODELS = (
+    llama_gqa, gpt2, loop, encoder_decoder, listener, translator, alibi, bert, t5, spelled_out, window, packed, chunked,
+    flattened, flattened_shifted, neighbours, streams, patches, patches_of_one_image, patches_by_reshape, class_token,
+    t5_translator, states, states_by_number, decays, picked, mixture,
+)  # fmt: skip
+MODELS = {f.__name__: f for f in _MODELS}
+BY_AUTO = ("encoder_decoder", "listener", "alibi", "t5", "decays", "picked")  # the attention of others goes by any way
 
 
 @functools.cache
