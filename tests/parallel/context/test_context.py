@@ -194,24 +194,10 @@ def test_auto_says_why(name: str, text: str, way: str, why: str) -> None:
         ("auto", (32, 32), 8, {}, ("ulysses", "plain", 1), "context=8 divides 32 query heads"),
         ("auto", (32, 8), 16, {}, ("ulysses", "plain", 1), "divides 32"),  # of repeated key heads
         ("auto", (32, 2), 2, {}, ("ring", "zigzag", 1), "it sends least"),
-        (
-            "auto",
-            (32, 1),
-            4,
-            {"window": 100},
-            ("ring", "plain", 1),
-            "it sends least",
-        ),  # whose keys go one hop, of three
+        ("auto", (32, 1), 4, {"window": 100}, ("ring", "plain", 1), "it sends least"),  # keys go one hop, of three
         ("auto", (6, 6), 4, {"window": 1000}, ("usp", "zigzag", 2), "does not divide 6"),  # whose window is nearly all
         ("auto", (4, 4), 3, {}, ("ring", "zigzag", 1), ""),
-        (
-            "auto",
-            (4, 4),
-            8,
-            {},
-            ("usp", "zigzag", 4),
-            "not divide 4 query and 4 key heads, and .* least (ring 3.14 times",
-        ),
+        ("auto", (4, 4), 8, {}, ("usp", "zigzag", 4), "not divide 4 query and 4 key heads, .* least .ring 3.33 times"),
         ("auto", (4, 4), 3, {"schedule": "zb-h1"}, ("gather", "plain", 1), "not in one layer at one time"),
         # The reason named 2 and 0 heads of a tensor rank: heads that it does not divide are whole.
         ("auto", (8, 2), 2, {"tensor": 4}, ("ulysses", "plain", 1), "^context=2 divides 8 query heads, "),
@@ -229,7 +215,7 @@ def test_a_mode_is_possible_and_sends_least_or_was_asked_for(
     eqns = jx.trace(attend, q, k, k)[0].eqns
     chosen = choose(asked, eqns, ranks, options.get("tensor", 1), options.get("schedule", ""))
     assert (chosen.name, chosen.order, chosen.group) == mode
-    assert re.search(why.replace("(", r"\("), chosen.why)
+    assert re.search(why, chosen.why)
 
 
 STEPS: dict[str, tuple[Any, bool]] = {

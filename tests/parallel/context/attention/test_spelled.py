@@ -468,10 +468,10 @@ def alibi_of_grouped_queries(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Ar
 REPLAYED, UNKNOWN = "by a function of scores and positions", "by an exponential of scores in no known form of a softmax"
 # Why a spelling is no `jp.attention`, and how it is described where its function of scores is replayed, if it is.
 REASONS: dict[Spelling, tuple[str, str]] = {
-    of_fewer_keys_by_distance_and_padded: ("computes gather of positions", f"{REPLAYED} that reads "),
     of_fewer_keys_and_causal: ("hides keys of 14 queries and 9 keys", REPLAYED),
-    alibi: ("adds a bias to scores", f"{REPLAYED} that reads "),
+    of_fewer_keys_by_distance_and_padded: ("computes gather of positions", f"{REPLAYED} that reads "),
     alibi_of_grouped_queries: ("computes reshape of positions or ids", f"{REPLAYED} that reads "),
+    alibi: ("adds a bias to scores", f"{REPLAYED} that reads "),
     soft_cap: ("computes tanh of scores", f"causal, {REPLAYED}"),
     both_sides: ("lets query i see keys from i - 3 to i - -3", f"{REPLAYED} that reads "),
     padding: ("no function of positions and no ids", f"{REPLAYED} that reads bool[2,1,1,14]"),
