@@ -67,12 +67,12 @@ def trained() -> tuple[Any, Any]:
     "strategy",
     [
         "data=2,fsdp=2,microbatches=2,hpz=true",
-        "data=2,fsdp=2,hpz=true",
         "data=2,fsdp=2,pipe=2,microbatches=2,hpz=true",
         "data=2,fsdp=2,sync=step,microbatches=2,hpz=true",
         *(
             pytest.param(f"{strategy},hpz=true", marks=pytest.mark.battery)
             for strategy in (
+                "data=2,fsdp=2",
                 "data=2,fsdp=2,prefetch=1,microbatches=2",
                 "data=2,fsdp=4,remat=layer",
                 "data=2,fsdp=2,microbatches=2,concurrent=2",

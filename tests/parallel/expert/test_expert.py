@@ -4,7 +4,6 @@ A cell compiles one step and checks gradients, three steps of SGD with momentum,
 """
 
 import ast
-from pathlib import Path
 from typing import Any
 
 import context_cells
@@ -320,21 +319,3 @@ def test_a_dense_model_has_no_experts() -> None:
     heads = jp.Model(init=lambda key: {"query": jnp.ones((4, 2, 2))}, loss=model.loss)
     with pytest.raises(ValueError, match=r"; if query \[4, 2, 2\] is of 4 experts, say so: rules=\{'query'"):
         jp.make_train_step(heads, optax.sgd(0.1), "expert=2,data=4")
-
-
-# -- states ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.battery
-@pytest.mark.parametrize("zero", [1, 3])
-def test_a_checkpoint_goes_from_one_layout_to_another(zero: int, tmp_path: Path) -> None:
-    make = lambda text: jp.make_train_step(cells.built("capacity"), optax.adam(1e-2), text)
-    first, second = make(f"pipe=2,expert=2,fsdp=2,zero={zero},microbatches=2"), make("fsdp=8")
-    state, _ = first(first.init(jax.random.key(0)), cells.batch_of())
-    first.save(tmp_path / "a", state).wait()
-    restored = second.restore(tmp_path / "a")
-    jax.tree.map(np.testing.assert_array_equal, first.params(state), second.params(restored))
-    second.save(tmp_path / "b", restored).wait()
-    final = first.restore(tmp_path / "b")
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), jax.device_get(final.params))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.optimizer), jax.device_get(final.optimizer))

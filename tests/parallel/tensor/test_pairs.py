@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cells import check, initial
+from cells import OneDevice, check, initial
 from flax import linen as nn
 from flax import nnx
 from tensor_cells import SGD, SHARED_BATCH, STEPS
@@ -24,7 +24,6 @@ from jaxpar.inspect.ledger import Ledger
 from jaxpar.models import named
 from jaxpar.parallel.tensor.dims import tensor_dims
 from jaxpar.parallel.tensor.pairs import creation_order
-from jaxpar.parity.parity import Reference
 
 pytestmark = SHARED_BATCH
 
@@ -354,10 +353,13 @@ def test_rules_come_first() -> None:
 
 
 @functools.cache
-def reference(name: str) -> tuple[Any, Any, Any]:
-    model, batch = built(name), MODELS[name][1]
-    single, key = Reference(model, jp.Strategy(single=True), 1), jax.random.key(0)
-    return initial(model), single.value_and_grad(key, batch)[1], single.train(SGD, key, batch, STEPS)
+def one_device(name: str) -> OneDevice:
+    return OneDevice(built(name))
+
+
+@functools.cache
+def trained(name: str) -> tuple[Any, Any]:
+    return one_device(name).train(SGD, MODELS[name][1], 1, STEPS)
 
 
 @pytest.mark.parametrize(
@@ -378,8 +380,7 @@ def test_parity(name: str, strategy: str) -> None:
     model, batch = built(name), MODELS[name][1]
     devices = jax.devices()[: 8 if "data" in strategy else 2]
     step = jp.make_train_step(model, SGD, strategy, devices)
-    first, grads, params = reference(name)
-    check(step, model, first, batch, STEPS, grads, params)
+    check(step, model, one_device(name).first, batch, STEPS, *trained(name))
 
 
 def test_a_pair_sends_one_sum_forwards_and_one_backwards() -> None:
