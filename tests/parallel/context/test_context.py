@@ -6,6 +6,7 @@ A cell compiles one step and checks gradients, three steps of SGD with momentum,
 import functools
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import context_cells as cells
@@ -16,6 +17,7 @@ import pytest
 from cells import covering
 from flax import linen as nn
 from tensor_cells import SHARED_BATCH
+from two_processes import check_two
 
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
@@ -125,6 +127,12 @@ def battery() -> list[Any]:
 )
 def test_cell(name: str, text: str) -> None:
     cells.check_cell(name, text)
+
+
+@pytest.mark.battery
+def test_gradients_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
+    """By a ring, with logits in chunks."""
+    check_two(tmp_path / "grads.npz", "context_cells", "llama_gqa", "context=2,attention=ring,logits=8", 4)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ A cell compiles one step and checks gradients, three steps of SGD with momentum,
 """
 
 import ast
+from pathlib import Path
 from typing import Any
 
 import context_cells
@@ -15,6 +16,7 @@ import optax
 import pytest
 from cells import OneDevice, logical
 from tensor_cells import SHARED_BATCH
+from two_processes import check_two
 
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
@@ -53,6 +55,7 @@ FEWER = (  # of those forms that are others with a loss, or with other choices
     "pipe=2,expert=4,microbatches=4,schedule=zb-h1",
 )
 RESEMBLING = ("all_experts", "others_none", "skipped", "sequence", "global", "microbatch")
+BESIDE_CONTEXT = ("expert=2,context=2,attention=gather", "pipe=2,expert=2,context=2,microbatches=2")
 UNEVEN = (
     "expert=3",
     "expert=3,fsdp=2,microbatches=2,prefetch=1",
@@ -62,7 +65,9 @@ UNEVEN = (
 
 
 def battery() -> list[tuple[str, str]]:
-    return [(name, text) for name in cells.FORMS for text in (FEWER if name in RESEMBLING else BESIDE)]
+    # The slots of `einsum` are counted over the positions of all ranks of `context`.
+    einsum = [("einsum", text) for text in BESIDE_CONTEXT]
+    return einsum + [(name, text) for name in cells.FORMS for text in (FEWER if name in RESEMBLING else BESIDE)]
 
 
 @pytest.mark.parametrize(
@@ -227,14 +232,7 @@ def test_context_beside_it(text: str) -> None:
 
 
 @pytest.mark.battery
-@pytest.mark.parametrize("text", ["expert=2,context=2,attention=gather", "pipe=2,expert=2,context=2,microbatches=2"])
-def test_einsum_beside_context(text: str) -> None:
-    """A row's slots are counted over the positions of all ranks."""
-    cells.check_cell("einsum", text)
-
-
-@pytest.mark.battery
-@pytest.mark.parametrize("text", ["expert=2,context=2,attention=gather", "pipe=2,expert=2,context=2,microbatches=2"])
+@pytest.mark.parametrize("text", BESIDE_CONTEXT)
 def test_tokens_sorted_by_expert_are_refused_beside_context(text: str) -> None:
     with pytest.raises(ValueError, match=r"sort at .*expert_cells.py.* mixes its positions"):
         cells.check_cell("grouped", text)
@@ -319,3 +317,9 @@ def test_a_dense_model_has_no_experts() -> None:
     heads = jp.Model(init=lambda key: {"query": jnp.ones((4, 2, 2))}, loss=model.loss)
     with pytest.raises(ValueError, match=r"; if query \[4, 2, 2\] is of 4 experts, say so: rules=\{'query'"):
         jp.make_train_step(heads, optax.sgd(0.1), "expert=2,data=4")
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("name", ["dropless", "grouped", "einsum"])
+def test_gradients_of_two_processes_are_those_of_one(name: str, tmp_path: Path) -> None:
+    check_two(tmp_path / "grads.npz", "expert_cells", name, "expert=2")
