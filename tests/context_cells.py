@@ -129,10 +129,22 @@ def listener() -> jp.Model:
     return jp.from_linen(Listener(), loss, example=batch_of(2))
 
 
-def _draws(key: jax.Array) -> dict[str, jax.Array]:
+def _draws(key: jax.Array, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
+    """The parameters of most models, and others of these shapes."""
     draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape) * shape[0] ** -0.5
     params = {name: draw(i, DIM, DIM) for i, name in enumerate(LAYER)}
-    return params | {"table": draw(7, VOCAB, DIM), "head": draw(8, DIM, VOCAB), "bias": draw(9, 8, HEADS)}
+    params |= {"table": draw(7, VOCAB, DIM), "head": draw(8, DIM, VOCAB), "bias": draw(9, 8, HEADS)}
+    normal = lambda i, shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
+    return params | {name: normal(11 + i, shape) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def _model(body: Callable[..., jax.Array], **shapes: tuple[int, ...]) -> jp.Model:
+    """A head on `body(params, batch)`, with parameters of these shapes beside the usual ones."""
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        return weighed(body(params, batch) @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+
+    return jp.Model(init=functools.partial(_draws, **shapes), loss=loss)
 
 
 def _heads(params: Any, x: jax.Array) -> list[jax.Array]:
@@ -232,7 +244,7 @@ def packed() -> jp.Model:
 def translator() -> jp.Model:
     """An encoder and a decoder by `jp.attention`, and cross attention to a source of another length."""
 
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         def attended(x: jax.Array, memory: jax.Array, causal: bool) -> jax.Array:
             q, (_, k, v) = _heads(params, x)[0], _heads(params, memory)
             return x + jp.attention(q, k, v, causal=causal).reshape(x.shape) @ params["out"]
@@ -240,10 +252,9 @@ def translator() -> jp.Model:
         memory, x = params["table"][batch["source"]], params["table"][batch["tokens"][:, :-1]]
         memory = attended(memory, memory, causal=False)
         memory = memory + jnp.tanh(memory @ params["up"]) @ params["down"]
-        x = attended(attended(x, x, causal=True), memory, causal=False)
-        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return attended(attended(x, x, causal=True), memory, causal=False)
 
-    return jp.Model(init=_draws, loss=loss)
+    return _model(body)
 
 
 def chunked() -> jp.Model:
@@ -295,10 +306,6 @@ def neighbours() -> jp.Model:
     """
     shape = ("NWC", "WIO", "NWC")
 
-    def init(key: jax.Array) -> dict[str, Any]:
-        draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
-        return _draws(key) | {"taps": draw(11, 3, DIM), "kernel": draw(12, 3, DIM, DIM)}
-
     def mixed(params: Any, x: jax.Array) -> jax.Array:
         taps, (rows, length, _) = params["taps"], x.shape
         before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1] + jnp.roll(x, -1, axis=1) * taps[0]
@@ -309,14 +316,14 @@ def neighbours() -> jp.Model:
         ]
         return conv(jnp.tanh(sum(shifted)), params["kernel"], padding="SAME")
 
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         x = params["table"][batch["tokens"][:, :-1]]
         x = x + mixed(params, x)
         x = x + jp.attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
         so_far = jnp.cumsum(x, axis=1) / 8 - jax.lax.cummax(jnp.tanh(x), axis=1, reverse=True)
-        return weighed(jnp.tanh(so_far) @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return jnp.tanh(so_far)
 
-    return jp.Model(init=init, loss=loss)
+    return _model(body, taps=(3, DIM), kernel=(3, DIM, DIM))
 
 
 def streams() -> jp.Model:
@@ -324,7 +331,7 @@ def streams() -> jp.Model:
     second one, twice, written into others.
     """
 
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         x, y = params["table"][batch["tokens"][:, :-1]], params["table"][batch["source"]]
         length, both = x.shape[1], jnp.concatenate([x, y], 1)
         attended = jax.nn.dot_product_attention(*_heads(params, both))
@@ -333,72 +340,55 @@ def streams() -> jp.Model:
         x = x + jnp.roll(x, 5, axis=1)[:, ::-1] * y[:, ::2]
         x = x + jnp.pad(y, ((0, 0), (9, 0), (0, 0)), constant_values=0.5)[:, :length]
         x = x + jnp.sin(x[:, jnp.arange(length) // 2])
-        x = x.at[:, 1:].add(jnp.tanh(x[:, :-1])).at[:, 1::2].mul(jnp.cos(x[:, ::2])).at[:, 3].set(0.5)
-        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return x.at[:, 1:].add(jnp.tanh(x[:, :-1])).at[:, 1::2].mul(jnp.cos(x[:, ::2])).at[:, 3].set(0.5)
 
-    return jp.Model(init=_draws, loss=loss)
+    return _model(body)
 
 
 def patches() -> jp.Model:
     """Patches of images by a convolution, as ViT and DiT have them, and windows of two positions."""
     sides = ("NHWC", "HWIO", "NHWC"), ("NWC", "WIO", "NWC")
 
-    def init(key: jax.Array) -> dict[str, Any]:
-        draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
-        return _draws(key) | {"patch": draw(13, 2, 2, 3, DIM), "pair": draw(14, 2, DIM, DIM)}
-
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         conv = functools.partial(jax.lax.conv_general_dilated, padding="VALID")
         x = jnp.tanh(
             conv(batch["image"], params["patch"], (2, 2), dimension_numbers=sides[0]) + params["bias"].reshape(-1)
         )
         x = x.reshape(x.shape[0], -1, DIM)
         x = x + jax.nn.dot_product_attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
-        x = x * jnp.repeat(conv(x, params["pair"], (2,), dimension_numbers=sides[1]), 2, axis=1)
-        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return x * jnp.repeat(conv(x, params["pair"], (2,), dimension_numbers=sides[1]), 2, axis=1)
 
-    return jp.Model(init=init, loss=loss)
+    return _model(body, patch=(2, 2, 3, DIM), pair=(2, DIM, DIM))
 
 
 def patches_of_one_image() -> jp.Model:
     """As an Equinox module has them: of one image, channels first, vmapped over rows."""
 
-    def init(key: jax.Array) -> dict[str, Any]:
-        return _draws(key) | {"patch": 0.3 * jax.random.normal(jax.random.fold_in(key, 13), (DIM, 3, 2, 2))}
-
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         def of_one(image: jax.Array) -> jax.Array:
             x = jax.lax.conv(jnp.moveaxis(image, -1, 0)[None], params["patch"], (2, 2), "VALID")[0]
             x = (x + params["bias"].reshape(-1, 1, 1)).reshape(DIM, -1).T[None]
             return (x + jax.nn.dot_product_attention(*_heads(params, x)).reshape(x.shape) @ params["out"])[0]
 
-        x = jax.vmap(of_one)(batch["image"])
-        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return jax.vmap(of_one)(batch["image"])
 
-    return jp.Model(init=init, loss=loss)
+    return _model(body, patch=(DIM, 3, 2, 2))
 
 
 def patches_by_reshape() -> jp.Model:
     """Patches that are cut out of images by a reshape, and multiplied."""
 
-    def init(key: jax.Array) -> dict[str, Any]:
-        return _draws(key) | {"patch": 0.3 * jax.random.normal(jax.random.fold_in(key, 13), (12, DIM))}
-
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         rows, height, width, channels = batch["image"].shape
         x = batch["image"].reshape(rows, height // 2, 2, width // 2, 2, channels)
         x = jnp.tanh(x.transpose(0, 1, 3, 2, 4, 5).reshape(rows, -1, 12) @ params["patch"])
-        x = x + jax.nn.dot_product_attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
-        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return x + jax.nn.dot_product_attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
 
-    return jp.Model(init=init, loss=loss)
+    return _model(body, patch=(12, DIM))
 
 
 def class_token() -> jp.Model:
     """As ViT: a token before all patches, 17 positions in two layers; what becomes of it is what counts."""
-
-    def init(key: jax.Array) -> dict[str, Any]:
-        return _draws(key) | {"patch": 0.3 * jax.random.normal(jax.random.fold_in(key, 13), (2, 2, 3, DIM))}
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
         sides = ("NHWC", "HWIO", "NHWC")
@@ -410,7 +400,7 @@ def class_token() -> jp.Model:
             x = x + jnp.tanh(x @ params["up"]) @ params["down"]
         return weighed(x[:, 0] @ params["head"], batch["tokens"][:, 0], batch["mask"][:, 0])
 
-    return jp.Model(init=init, loss=loss)
+    return jp.Model(init=functools.partial(_draws, patch=(2, 2, 3, DIM)), loss=loss)
 
 
 def t5_translator() -> jp.Model:
@@ -446,7 +436,7 @@ def t5_translator() -> jp.Model:
 def states() -> jp.Model:
     """State spaces: Mamba's, whose state is [rows, features, states], and one that runs backwards, vmapped."""
 
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         x = params["table"][batch["tokens"][:, :-1]]
         decay = -jnp.exp(params["bias"].reshape(1, DIM))
         time = jax.nn.softplus(x @ params["query"])
@@ -467,15 +457,15 @@ def states() -> jp.Model:
 
         scan = jax.vmap(lambda h, given: jax.lax.scan(back, h, given, reverse=True))
         last, x = scan(jnp.ones_like(x[:, 0]), (jax.nn.sigmoid(x @ params["up"]), x))
-        return weighed((x + last[:, None] / 8) @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return x + last[:, None] / 8
 
-    return jp.Model(init=_draws, loss=loss)
+    return _model(body)
 
 
 def states_by_number() -> jp.Model:
     """Mamba's, whose loop is over numbers of positions, by which it picks decays, inputs and what reads the state."""
 
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         x = params["table"][batch["tokens"][:, :-1]]
         time, key_, query = jax.nn.softplus(x @ params["up"]), x @ params["key"][:, :8], x @ params["query"][:, :8]
         decay = jnp.exp(jnp.einsum("btd,dn->btdn", time, -jnp.exp(params["value"][:, :8])))
@@ -487,10 +477,9 @@ def states_by_number() -> jp.Model:
 
         _, ys = jax.lax.scan(select, jnp.zeros((len(x), DIM, 8)), jnp.arange(x.shape[1]))
         x = x + ys.swapaxes(0, 1)
-        x = x + jp.attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
-        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return x + jp.attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
 
-    return jp.Model(init=_draws, loss=loss)
+    return _model(body)
 
 
 def decays() -> jp.Model:
@@ -513,20 +502,16 @@ def decays() -> jp.Model:
 def picked() -> jp.Model:
     """Every expert on every token, of which a token picks its best two by `all[best, rows, places]`."""
 
-    def init(key: jax.Array) -> dict[str, Any]:
-        return _draws(key) | {"experts": jax.random.normal(jax.random.fold_in(key, 12), (4, DIM, DIM)) * DIM**-0.5}
-
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         x = params["table"][batch["tokens"][:, :-1]]
         x = x + _plain(jnp.einsum("bthd,bshd->bhts", *(heads := _heads(params, x))[:2]), heads[2]).reshape(x.shape)
         gates, best = jax.lax.top_k(x @ params["up"][:, :4], 2)
         every = jnp.tanh(jnp.einsum("btd,edf->ebtf", x, params["experts"]))
         rows, places = (jnp.arange(n) for n in x.shape[:2])
         mine = every[best, rows[:, None, None], places[:, None]]
-        x = x + (jax.nn.softmax(gates)[..., None] * mine).sum(-2)
-        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return x + (jax.nn.softmax(gates)[..., None] * mine).sum(-2)
 
-    return jp.Model(init=init, loss=loss)
+    return _model(body, experts=(4, DIM, DIM))
 
 
 def mixture() -> jp.Model:

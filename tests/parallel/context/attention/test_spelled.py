@@ -152,17 +152,6 @@ def slice_of_a_longer_mask(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Arra
     return weighed(soft(s + bias), v)
 
 
-def rematerialised(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return jax.checkpoint(where_minus_inf)(q, k, v)
-
-
-def in_a_loop(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """The mask comes from outside of the loop."""
-    mask = triangle()
-    layer = lambda x, _: (x + weighed(soft(jnp.where(mask, scores(x, k), HIDDEN_SCORE)), v), None)
-    return lax.scan(layer, q, length=2)[0]
-
-
 def segments(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     ids = jnp.cumsum(q[:, :, 0, 0] > 0.5, axis=1)  # integers that are no function of positions
     is_seen = (ids[:, None, :, None] == ids[:, None, None, :]) & triangle()
@@ -212,7 +201,7 @@ CAUSAL = (
     by_logsumexp, by_log_softmax, where_minus_inf, added_by_a_mask_of_ones, added_upper_triangle, grouped_by_repeat,
     heads_first_and_own_softmax, rows_and_heads_in_one_dim, grouped_by_reshape, one_key_head, jax_causal, mapped,
     jax_grouped_with_a_mask, jax_bias_that_is_a_mask, flax_with_a_mask, keys_on_the_left, mapped_with_a_row_of_one,
-    mask_of_numpy, slice_of_a_longer_mask, rematerialised, in_a_loop,
+    mask_of_numpy, slice_of_a_longer_mask,
 )  # fmt: skip
 DESCRIPTIONS: dict[Spelling, str] = {
     **dict.fromkeys(CAUSAL, "causal"),
