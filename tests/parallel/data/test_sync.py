@@ -1,18 +1,13 @@
 """`sync="step"`: ZeRO-3 accumulates whole gradients and reduces them once per step."""
 
-from typing import Any
-
 import jax
 import pytest
 from cells import check
 from test_hpz import SGD, STEPS, batch, model, one_device, trained
+from zoo import gpt
 
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
-
-
-def step_of(strategy: str, devices: int = 8) -> Any:
-    return jp.make_train_step(model(), SGD, strategy, mesh=jax.devices()[:devices])
 
 
 @pytest.mark.parametrize(
@@ -25,16 +20,18 @@ def step_of(strategy: str, devices: int = 8) -> Any:
     ],
 )
 def test_it_is_as_on_one_device(strategy: str, devices: int) -> None:
-    step = step_of(f"{strategy},sync=step", devices)
+    step = jp.make_train_step(model(), SGD, f"{strategy},sync=step", mesh=jax.devices()[:devices])
     check(step, model(), one_device().first, batch(), STEPS, *trained())
 
 
 def test_two_microbatches_reduce_as_much_as_one_and_gather_twice() -> None:
-    def bytes_sent(strategy: str, kind: str) -> int:
-        step = step_of(strategy, 4)
-        return Ledger.from_jaxpr(step.trace(batch()), step.mesh).total(kind=kind)
+    untied = gpt()
 
-    two_microbatches, one_microbatch = "fsdp=4,microbatches=2,sync=step", "fsdp=4"
+    def bytes_sent(strategy: str, kind: str) -> int:
+        step = jp.make_train_step(untied.model, SGD, strategy)
+        return Ledger.from_jaxpr(step.trace(untied.batch), step.mesh).total(kind=kind)
+
+    two_microbatches, one_microbatch = "fsdp=8,microbatches=2,sync=step", "fsdp=8"
     assert bytes_sent(two_microbatches, "reduce-scatter") == bytes_sent(one_microbatch, "reduce-scatter") > 0
     assert bytes_sent(two_microbatches, "all-gather") == 2 * bytes_sent(one_microbatch, "all-gather") > 0
 
