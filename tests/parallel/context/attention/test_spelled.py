@@ -108,10 +108,6 @@ def jax_causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-def jax_grouped_with_a_mask(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(q, k[:, :, :K], v[:, :, :K], mask=triangle()[None, None])
-
-
 def jax_window(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(3, 0))
 
@@ -200,7 +196,7 @@ def of_fewer_keys(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 CAUSAL = (
     by_logsumexp, by_log_softmax, where_minus_inf, added_by_a_mask_of_ones, added_upper_triangle, grouped_by_repeat,
     heads_first_and_own_softmax, rows_and_heads_in_one_dim, grouped_by_reshape, one_key_head, jax_causal, mapped,
-    jax_grouped_with_a_mask, jax_bias_that_is_a_mask, flax_with_a_mask, keys_on_the_left, mapped_with_a_row_of_one,
+    jax_bias_that_is_a_mask, flax_with_a_mask, keys_on_the_left, mapped_with_a_row_of_one,
     mask_of_numpy, slice_of_a_longer_mask,
 )  # fmt: skip
 DESCRIPTIONS: dict[Spelling, str] = {
