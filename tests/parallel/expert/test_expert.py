@@ -28,7 +28,7 @@ from jaxpar.parity.parity import differences
 pytestmark = SHARED_BATCH
 
 FIRST = (
-    ("dropless", "pipe=2,expert=4,microbatches=2"),
+    ("capacity", "pipe=2,expert=4,microbatches=2"),  # "dropless" is beside context below, and in test_beside.py
     ("einsum", "expert=2,tensor=2"),
 )
 BESIDE = (
