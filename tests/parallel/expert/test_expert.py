@@ -193,19 +193,32 @@ def test_rules_and_annotations_come_first() -> None:
     assert expert_dims(LEAVES, 4, {"mine": "expert"}, {}, names) == {"layers/moe/down": 1}
 
 
+APART = [(f"moe/expert_{i}/up", (16, 32)) for i in range(4)]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "rules", "says"),
+    ("leaves", "ranks", "rules", "says"),
     [
-        (3, {}, "8 experts on dim 1, which expert=3 does not divide"),
-        (2, {"moe/sideways": 0}, "matches the end of no parameter's path"),
-        (2, {"moe/up": 7}, "has no dim 7; use -4 to 3"),
-        (2, {"mine": "expert"}, "'expert' is for a name of dims"),
-        (2, {"moe/up": None}, "expert=2 splits no parameter"),
+        (LEAVES, 3, {}, "8 experts on dim 1, which expert=3 does not divide"),
+        (LEAVES, 2, {"moe/sideways": 0}, "matches the end of no parameter's path"),
+        (LEAVES, 2, {"moe/up": 7}, "has no dim 7; use -4 to 3"),
+        (LEAVES, 2, {"mine": "expert"}, "'expert' is for a name of dims"),
+        (LEAVES, 2, {"moe/up": None}, "expert=2 splits no parameter"),
+        ([("w", (4, 4))], 2, {}, "no leaf .* stands beside a router; use fsdp or data"),
+        # It was the embedding of positions that was named, whose dims are three.
+        (
+            [("positions", (1, 8, 16)), ("moe/router/kernel", (16, 4)), *APART],
+            2,
+            {},
+            r"moe/expert_0/up \[16, 32\] is one expert's alone: stack them",
+        ),
+        # A kernel of attention was named as if it were of experts.
+        ([("query", (4, 2, 2))], 2, {}, r"; if query \[4, 2, 2\] is of 4 experts, say so: rules=\{'query'"),
     ],
 )
-def test_errors_name_what_is_wrong(ranks: int, rules: Any, says: str) -> None:
+def test_errors_name_what_is_wrong(leaves: Any, ranks: int, rules: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        expert_dims(LEAVES, ranks, rules, {}, {})
+        expert_dims(leaves, ranks, rules, {}, {})
 
 
 @pytest.mark.slow
@@ -263,14 +276,6 @@ def test_layers_beside_experts_are_no_experts(layers: int) -> None:
     }
 
 
-def test_experts_in_leaves_of_their_own_are_to_be_stacked() -> None:
-    """It was the embedding of positions that was named, whose dims are three."""
-    experts = [(f"moe/expert_{i}/up", (16, 32)) for i in range(4)]
-    leaves = [("positions", (1, 8, 16)), ("moe/router/kernel", (16, 4)), *experts]
-    with pytest.raises(ValueError, match=r"moe/expert_0/up \[16, 32\] is one expert's alone: stack them"):
-        expert_dims(leaves, 2, {}, {}, {})
-
-
 @pytest.mark.parametrize(
     ("leaves", "experts"),
     [
@@ -305,18 +310,6 @@ def test_two_axes_do_not_split_one_dim() -> None:
     rules = ast.literal_eval(str(error.value).partition("rules=")[2])
     batch = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype("float32")}
     assert jp.verify(model_of(rules), "expert=2,tensor=2,data=2", batch).ok
-
-
-def test_a_dense_model_has_no_experts() -> None:
-    model = jp.Model(
-        init=lambda key: {"w": jax.random.normal(key, (4, 4))}, loss=lambda p, b, key: (b["x"] @ p["w"]).mean()
-    )
-    with pytest.raises(ValueError, match=r"no leaf .* stands beside a router; use fsdp or data"):
-        jp.make_train_step(model, optax.sgd(0.1), "expert=2,data=4")
-    # A kernel of attention [4, 2, 2] was named as if it were of experts.
-    heads = jp.Model(init=lambda key: {"query": jnp.ones((4, 2, 2))}, loss=model.loss)
-    with pytest.raises(ValueError, match=r"; if query \[4, 2, 2\] is of 4 experts, say so: rules=\{'query'"):
-        jp.make_train_step(heads, optax.sgd(0.1), "expert=2,data=4")
 
 
 @pytest.mark.battery
