@@ -11,15 +11,14 @@ import numpy as np
 import optax
 from cells import OneDevice, check
 from flax import linen as nn
-from flax import nnx
-from tensor_cells import SGD, STEPS
+from tensor_cells import DIM, SGD, STEPS, VOCAB, Loop
 from zoo import random_tokens
 
 import jaxpar as jp
 from jaxpar.models import gpt, llama, named
 from jaxpar.numerics.logits.cross_entropy import cross_entropy
 
-VOCAB, LENGTH, DIM, HEADS = 40, 16, 32, 4
+LENGTH, HEADS = 16, 4
 LAYER = ("query", "key", "value", "out", "up", "down")  # what a layer of plain JAX has
 
 
@@ -46,32 +45,6 @@ def gpt2() -> jp.Model:
     return jp.from_nnx(lambda rngs: gpt.GPT(config, rngs=rngs), gpt.loss, gpt.RULES)
 
 
-class Block(nnx.Module):
-    """Flax's own attention and a rule of differentiation, in a Python loop."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.attention = nnx.MultiHeadAttention(num_heads=HEADS, in_features=DIM, decode=False, rngs=rngs)
-        self.up, self.down = nnx.Linear(DIM, 40, rngs=rngs), nnx.Linear(40, DIM, rngs=rngs)
-        self.norm1, self.norm2 = nnx.LayerNorm(DIM, rngs=rngs), nnx.LayerNorm(DIM, rngs=rngs)
-
-    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        x = x + self.attention(self.norm1(x), mask=mask)
-        return x + self.down(jax.nn.relu(self.up(self.norm2(x))))
-
-
-class Loop(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embed, self.position = nnx.Embed(VOCAB, DIM, rngs=rngs), nnx.Embed(32, DIM, rngs=rngs)
-        self.layers = nnx.List([Block(rngs) for _ in range(2)])
-        self.head = nnx.Linear(DIM, VOCAB, rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[1]))
-        for layer in self.layers:
-            x = layer(x, nnx.make_causal_mask(tokens))
-        return self.head(x)
-
-
 def shifted(module: Any, batch: Any) -> jp.Mean:
     """As transformers writes it: all tokens go in, and the last position's logits are left out."""
     tokens = batch["tokens"][:, :-1]
@@ -79,7 +52,8 @@ def shifted(module: Any, batch: Any) -> jp.Mean:
 
 
 def loop() -> jp.Model:
-    return jp.from_nnx(Loop, shifted)
+    """Flax's own attention and a rule of differentiation, in a Python loop."""
+    return jp.from_nnx(lambda rngs: Loop(rngs, HEADS, layers=2, positions=32), shifted)
 
 
 class EncoderLayer(nn.Module):
