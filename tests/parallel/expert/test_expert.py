@@ -221,24 +221,18 @@ def test_errors_name_what_is_wrong(leaves: Any, ranks: int, rules: Any, says: st
         expert_dims(leaves, ranks, rules, {}, {})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "text",
-    [
-        "expert=2,context=2,attention=ring",
-        *(
-            pytest.param(text, marks=pytest.mark.battery)
-            for text in (
-                "expert=2,context=2,fsdp=2,attention=gather",
-                "expert=4,context=2,attention=ulysses",
-                "expert=2,context=2,tensor=2,attention=gather",
-                "expert=2,context=2,fsdp=2,zero=1,microbatches=2",
-                "pipe=2,expert=2,context=2,microbatches=2,attention=gather",
-            )
-        ),
-    ],
-    ids=lambda text: text.replace(",", "-"),
+MIXTURE = (
+    "expert=2,context=2,attention=ring",
+    "expert=2,context=2,fsdp=2,attention=gather",
+    "expert=4,context=2,attention=ulysses",
+    "expert=2,context=2,tensor=2,attention=gather",
+    "expert=2,context=2,fsdp=2,zero=1,microbatches=2",
+    "pipe=2,expert=2,context=2,microbatches=2,attention=gather",
 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [MIXTURE[0], *(pytest.param(text, marks=pytest.mark.battery) for text in MIXTURE[1:])])
 def test_context_beside_it(text: str) -> None:
     """Each rank has some tokens of its rows, and some experts."""
     context_cells.check_cell("mixture", text)

@@ -210,7 +210,6 @@ CONV = {f"blocks/{i}/{path}": dim for i in range(2) for path, dim in BLOCK.items
 GROUP = functools.partial(nnx.GroupNorm, num_groups=2)
 MODELS: dict[str, tuple[Callable[[], jp.Model], Any, dict[str, int]]] = {
     "BatchNorm": (lambda: pictures(nnx.BatchNorm), IMAGES, CONV),
-    "GroupNorm": (lambda: pictures(GROUP), IMAGES, CONV),
     "equinox": (
         equinox,
         IMAGES,
@@ -363,14 +362,7 @@ def trained(name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        # The one with BatchNorm but for its norm, which "separable" has: in the battery.
-        pytest.param(
-            name, marks=[pytest.mark.xdist_group(f"pairs {name}"), *[pytest.mark.battery] * (name == "GroupNorm")]
-        )
-        for name in MODELS
-    ],
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"pairs {name}")) for name in MODELS]
 )
 @pytest.mark.parametrize(
     "strategy", ["tensor=2,fsdp=2,data=2", pytest.param("tensor=2,fsdp=1", marks=pytest.mark.battery)]
