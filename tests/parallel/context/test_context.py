@@ -117,7 +117,9 @@ def battery() -> list[Any]:
     chosen = [*always_chosen, *covering(cell for cell in possible_cells if cell[0] not in EVERYWHERE)]
     stages = lambda name, text: ",stages=cut" if "pipe" in text and name not in SCANNED else ""
     every = (*BATTERY, *((name, f"{text}{stages(name, text)},attention={way}") for name, text, way in chosen))
-    return [pytest.param(*cell, marks=pytest.mark.battery) for cell in every if cell not in FIRST]
+    return [
+        pytest.param(*cell, marks=pytest.mark.battery) for cell in dict.fromkeys(every) if cell not in FIRST + SPELLED
+    ]
 
 
 @pytest.mark.parametrize(
