@@ -522,8 +522,8 @@ def test_two_layers_of_a_loop_are_one_function_of_scores() -> None:
 
 
 @functools.cache
-def model_of(fun: Spelling) -> jp.Model:
-    """Return a model of one layer that attends by a spelling, to the first `T` positions of a batch."""
+def model_of(*spellings: Spelling) -> jp.Model:
+    """Return a model whose layers attend by these spellings, to the first `T` positions of a batch."""
 
     def init(key: jax.Array) -> dict[str, jax.Array]:
         draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape) * shape[0] ** -0.5
@@ -533,43 +533,48 @@ def model_of(fun: Spelling) -> jp.Model:
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
         x = params["table"][batch["tokens"][:, :T]]
-        q, k, v = ((x @ params[name]).reshape(B, T, H, D) for name in ("query", "key", "value"))
-        x = x + fun(q, k, v).reshape(x.shape) @ params["out"]
+        for fun in spellings:
+            q, k, v = ((x @ params[name]).reshape(B, T, H, D) for name in ("query", "key", "value"))
+            x = x + fun(q, k, v).reshape(x.shape) @ params["out"]
         return cells.weighed(x @ params["head"], batch["tokens"][:, 1 : T + 1], batch["mask"][:, :T])
 
     return jp.Model(init=init, loss=loss)
 
 
 @functools.cache
-def on_one_device(fun: Spelling) -> tuple[Any, Any, Any]:
-    """Return the first gradients of a spelling's model, and the results of its training."""
-    reference = OneDevice(model_of(fun))
+def on_one_device(*spellings: Spelling) -> tuple[Any, Any, Any]:
+    """Return the first parameters, the first gradients and the trained parameters of a model of these spellings."""
+    reference = OneDevice(model_of(*spellings))
     return reference.first, *reference.train(cells.SGD, cells.batch_of(B), 1, cells.STEPS)
 
 
 SPLIT = tuple(fun for fun, (_, replayed) in REASONS.items() if replayed)
-SPELLINGS = (*DESCRIPTIONS, *SPLIT)
 # What differs in the mask alone is one equation once it is replaced: of those, all but these are in the battery.
 UNLIKE = (
-    heads_first_and_own_softmax, rows_and_heads_in_one_dim, grouped_by_reshape, one_key_head, keys_on_the_left, mapped,
+    rows_and_heads_in_one_dim, heads_first_and_own_softmax, grouped_by_reshape, one_key_head, keys_on_the_left, mapped,
     mapped_with_a_row_of_one, slice_of_a_longer_mask, ids_from_outside_of_a_loop, of_fewer_keys, segments,
 )  # fmt: skip
 WAYS = ("ring", "ulysses", "usp", "gather")
-# Four ranks cannot share their heads: rows and heads are one dim, or there is one key head.
+# Ranks cannot share their heads: rows and heads are one dim, or there is one key head.
 REFUSED = {rows_and_heads_in_one_dim: ("ulysses", "usp"), one_key_head: ("usp",)}
+
+
+def groups() -> list[Any]:
+    """Return some spellings and a way for each cell: several spellings compile at once, those of the battery alone."""
+    chosen = (*UNLIKE, *SPLIT)
+    every = [((fun,), way) for fun in (*DESCRIPTIONS, *SPLIT) for way in WAYS]
+    return [
+        *((chosen[i::8], WAYS[i % 4]) for i in range(8)),
+        *(pytest.param(*cell, marks=pytest.mark.battery) for cell in every),
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fun", "ways"),
-    [
-        *((fun, (WAYS[i % 4],)) for i, fun in enumerate((*UNLIKE, *SPLIT))),
-        *(pytest.param(fun, WAYS, marks=pytest.mark.battery) for fun in SPELLINGS),
-    ],
-    ids=lambda x: named(x) if callable(x) else "+".join(x),
+    ("spellings", "way"), groups(), ids=lambda x: x if isinstance(x, str) else "+".join(map(named, x))
 )
 def test_every_spelling_by_every_way_at_an_odd_length(
-    fun: Spelling, ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    spellings: tuple[Spelling, ...], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """13 positions on four ranks, or eight by usp: gradients and trained parameters are right, or an error says what
     to use.
@@ -577,26 +582,21 @@ def test_every_spelling_by_every_way_at_an_odd_length(
     The compiled program of a ring has no scores of all positions, and no array of all keys.
     """
     monkeypatch.setattr(sys.modules[__name__], "T", 13)
-    batch = cells.batch_of(B)
-    for way in ways:
-        ranks = 8 if way == "usp" else 4  # of four ranks with four heads, usp's only group has all
-        step = jp.make_train_step(model_of(fun), cells.SGD, f"context={ranks},attention={way}", jax.devices()[:ranks])
-        if way in REFUSED.get(fun, ()):
-            with pytest.raises(ValueError, match="use attention='ring'"):
-                step.trace(batch)
-            continue
-        check(step, model_of(fun), on_one_device(fun)[0], batch, cells.STEPS, *on_one_device(fun)[1:])
-        assert step.traced(batch).notes.attention_mode.name == way
-        if way == "ring":
-            arrays = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", step.compile(batch).as_text())
-            for shape in {tuple(map(int, dims.split(","))) for dims in arrays}:
-                positions = sum(shape.count(n) for n in (T, 16))
-                assert positions == 0 or (positions == 1 and math.prod(shape) < B * T * H * D)
-
-
-def explained(fun: Spelling, text: str) -> str:
-    step = jp.make_train_step(model_of(fun), cells.SGD, text, jax.devices()[:4])
-    return " ".join(str(step.explain(cells.batch_of(B))).split())
+    batch, model = cells.batch_of(B), model_of(*spellings)
+    ranks = 8 if way == "usp" else 4  # of four ranks with four heads, usp's only group has all
+    step = jp.make_train_step(model, cells.SGD, f"context={ranks},attention={way}", jax.devices()[:ranks])
+    if any(way in REFUSED.get(fun, ()) for fun in spellings):
+        with pytest.raises(ValueError, match="use attention='ring'"):
+            step.trace(batch)
+        return
+    first, *trained = on_one_device(*spellings)
+    check(step, model, first, batch, cells.STEPS, *trained)
+    assert step.traced(batch).notes.attention_mode.name == way
+    if way == "ring":
+        arrays = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", step.compile(batch).as_text())
+        for shape in {tuple(map(int, dims.split(","))) for dims in arrays}:
+            positions = sum(shape.count(n) for n in (T, 16))
+            assert positions == 0 or (positions == 1 and math.prod(shape) < B * T * H * D)
 
 
 SPELLED_OUT = r"test_spelled.py:\d+:\d+ \(weighed\): attention that is spelled out"
