@@ -320,45 +320,28 @@ def streams() -> jp.Model:
 
 
 def patches() -> jp.Model:
-    """Patches of images by a convolution, as ViT and DiT have them, and windows of two positions."""
+    """Patches of images by a convolution, as ViT and DiT have them; by one of one image, channels first, vmapped over
+    rows, as Equinox has them; by a reshape and a product; and windows of two positions.
+    """
     sides = ("NHWC", "HWIO", "NHWC"), ("NWC", "WIO", "NWC")
 
     def body(params: Any, batch: Any) -> jax.Array:
         conv = functools.partial(jax.lax.conv_general_dilated, padding="VALID")
-        x = jnp.tanh(
-            conv(batch["image"], params["patch"], (2, 2), dimension_numbers=sides[0]) + params["bias"].reshape(-1)
-        )
-        x = x.reshape(x.shape[0], -1, DIM)
+
+        def of_one(image: jax.Array) -> jax.Array:
+            x = jax.lax.conv(jnp.moveaxis(image, -1, 0)[None], params["channels_first"], (2, 2), "VALID")[0]
+            return x.reshape(DIM, -1).T
+
+        rows, height, width, channels = batch["image"].shape
+        x = conv(batch["image"], params["patch"], (2, 2), dimension_numbers=sides[0]) + params["bias"].reshape(-1)
+        x = jnp.tanh(x).reshape(rows, -1, DIM) + jax.vmap(of_one)(batch["image"])
+        cut = batch["image"].reshape(rows, height // 2, 2, width // 2, 2, channels)
+        x = x + jnp.tanh(cut.transpose(0, 1, 3, 2, 4, 5).reshape(rows, -1, 12) @ params["cut"])
         x = x + jax.nn.dot_product_attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
         return x * jnp.repeat(conv(x, params["pair"], (2,), dimension_numbers=sides[1]), 2, axis=1)
 
-    return _model(body, patch=(2, 2, 3, DIM), pair=(2, DIM, DIM))
-
-
-def patches_of_one_image() -> jp.Model:
-    """As an Equinox module has them: of one image, channels first, vmapped over rows."""
-
-    def body(params: Any, batch: Any) -> jax.Array:
-        def of_one(image: jax.Array) -> jax.Array:
-            x = jax.lax.conv(jnp.moveaxis(image, -1, 0)[None], params["patch"], (2, 2), "VALID")[0]
-            x = (x + params["bias"].reshape(-1, 1, 1)).reshape(DIM, -1).T[None]
-            return (x + jax.nn.dot_product_attention(*_heads(params, x)).reshape(x.shape) @ params["out"])[0]
-
-        return jax.vmap(of_one)(batch["image"])
-
-    return _model(body, patch=(DIM, 3, 2, 2))
-
-
-def patches_by_reshape() -> jp.Model:
-    """Patches that are cut out of images by a reshape, and multiplied."""
-
-    def body(params: Any, batch: Any) -> jax.Array:
-        rows, height, width, channels = batch["image"].shape
-        x = batch["image"].reshape(rows, height // 2, 2, width // 2, 2, channels)
-        x = jnp.tanh(x.transpose(0, 1, 3, 2, 4, 5).reshape(rows, -1, 12) @ params["patch"])
-        return x + jax.nn.dot_product_attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
-
-    return _model(body, patch=(12, DIM))
+    shapes = {"patch": (2, 2, 3, DIM), "channels_first": (DIM, 3, 2, 2), "cut": (12, DIM), "pair": (2, DIM, DIM)}
+    return _model(body, **shapes)
 
 
 def class_token() -> jp.Model:
@@ -496,7 +479,7 @@ def mixture() -> jp.Model:
 
 _MODELS = (
     llama_gqa, gpt2, loop, encoder_decoder, listener, translator, alibi, bert, t5, spelled_out, window, packed, chunked,
-    flattened, flattened_shifted, neighbours, streams, patches, patches_of_one_image, patches_by_reshape, class_token,
+    flattened, flattened_shifted, neighbours, streams, patches, class_token,
     t5_translator, states, states_by_number, decays, picked, mixture,
 )  # fmt: skip
 MODELS = {f.__name__: f for f in _MODELS}

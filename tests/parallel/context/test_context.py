@@ -40,8 +40,6 @@ FIRST = (
     ("streams", "context=4,attention=ring"),
     ("patches", "context=4,attention=ring"),  # cut where the patches become one dim
     ("patches", "context=2,attention=ulysses"),  # each rank has a row of patches
-    ("patches_of_one_image", "context=4,data=2,attention=ring"),
-    ("patches_by_reshape", "context=4,data=2,attention=ring"),
     ("class_token", "context=4,data=2,attention=ring"),
     ("bert", "context=4,attention=usp,tensor=2"),
     ("t5_translator", "context=4,fsdp=2,attention=ring"),
@@ -101,7 +99,7 @@ def possible(name: str, text: str, way: str) -> bool:
     if way == "usp" and not 1 < math.gcd(ranks, heads, groups) < ranks:
         return False  # nothing to share, or nothing to pass on
     # Chunks of four positions in the first, two positions of the next chunk in the second, 40 slots of an expert.
-    most = {"chunked": 4, "neighbours": 8, "mixture": 8, "patches": 8, "patches_of_one_image": 8}
+    most = {"chunked": 4, "neighbours": 8, "mixture": 8, "patches": 8}
     return ranks * (2 if ring else 1) <= most.get(name, 16)
 
 
