@@ -56,7 +56,7 @@ def test_collectives_beside_a_loop_keep_their_order() -> None:
     """Side by side with a loop's, they hung or aborted this step within ten runs (jax 0.10.2)."""
     model, rules = built("loop")
     strategy = "tensor=2,sequence=True,fsdp=2,zero=2,microbatches=2"
-    step = jp.make_train_step(model, SGD, strategy, jax.devices()[:4], rules)
+    step = jp.make_train_step(model, SGD, strategy, jax.devices()[:4], rules=rules)
     state, batch = step.init(jax.random.key(0), params=one_device("loop").first), batch_of(12)
     losses = []
     for _ in range(30):
