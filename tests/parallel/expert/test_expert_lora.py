@@ -40,7 +40,7 @@ def trained(name: str, text: str) -> tuple[Any, Any]:
         optax.sgd(0.1, momentum=0.9),
         text,
         mesh=jax.devices()[: int(np.prod(axes))],
-        trainable=lambda path: path.endswith(("_a", "_b")),
+        trainable=lambda path: path.endswith(("_a", "_b", "router")),
     )
     state, batch = step.init(jax.random.key(0)), cells.batch_of()
     first, (_, grads) = jax.device_get(step.params(state)), step.value_and_grad(state, batch)
@@ -65,5 +65,5 @@ def test_small_experts_beside_frozen_ones(name: str, text: str) -> None:
     expected = jax.tree.leaves_with_path(trained(name, "single"))
     for (path, reference), ours in zip(expected, jax.tree.leaves(trained(name, text)), strict=True):
         leaf = jax.tree_util.keystr(path)
-        assert (np.abs(reference).max() > 0) == leaf.endswith(("_a']", "_b']")), leaf
+        assert (np.abs(reference).max() > 0) == leaf.endswith(("_a']", "_b']", "router']")), leaf
         assert np.abs(ours - reference).max() <= 1e-5 * np.abs(reference).max(), leaf
