@@ -624,9 +624,8 @@ def test_attention_is_explained_with_its_line_and_mask(fun: Spelling, text: str,
     assert ("attention by ring in zigzag order, since it was asked for" in explanation) == ("ring" in text)
 
 
-@pytest.mark.parametrize("name", ["spelled_out", "encoder_decoder", "alibi"])
-def test_no_rank_of_a_ring_holds_scores_of_all_positions_nor_all_keys(name: str) -> None:
-    step = jp.make_train_step(cells.built(name), cells.SGD, "context=4,attention=ring", jax.devices()[:4])
+def test_no_rank_of_a_ring_holds_scores_of_all_positions_nor_all_keys() -> None:
+    step = jp.make_train_step(cells.built("encoder_decoder"), cells.SGD, "context=4,attention=ring", jax.devices()[:4])
     shapes = {v.aval.shape for eqn, _ in visit(step.trace(cells.batch_of(4)).jaxpr.eqns) for v in eqn.outvars}
     heads = cells.HEADS, cells.DIM // cells.HEADS
     assert (4, cells.LENGTH // 4, *heads) in shapes  # a rank's own queries
