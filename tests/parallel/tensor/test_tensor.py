@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 from cells import covering, pairs_of
-from tensor_cells import FOUR, SGD, SHARED_BATCH, Cell, batch_of, built, check_cell, one_device, product
+from tensor_cells import SGD, SHARED_BATCH, Cell, batch_of, built, check_cell, one_device, product
 
 import jaxpar as jp
 
