@@ -11,15 +11,14 @@ import numpy as np
 import optax
 from cells import OneDevice, check
 from flax import linen as nn
-from flax import nnx
-from tensor_cells import SGD, STEPS
+from tensor_cells import DIM, SGD, STEPS, VOCAB, Loop
 from zoo import random_tokens
 
 import jaxpar as jp
 from jaxpar.models import gpt, llama, named
 from jaxpar.numerics.logits.cross_entropy import cross_entropy
 
-VOCAB, LENGTH, DIM, HEADS = 40, 16, 32, 4
+LENGTH, HEADS = 16, 4
 LAYER = ("query", "key", "value", "out", "up", "down")  # what a layer of plain JAX has
 
 
@@ -46,32 +45,6 @@ def gpt2() -> jp.Model:
     return jp.from_nnx(lambda rngs: gpt.GPT(config, rngs=rngs), gpt.loss, gpt.RULES)
 
 
-class Block(nnx.Module):
-    """Flax's own attention and a rule of differentiation, in a Python loop."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.attention = nnx.MultiHeadAttention(num_heads=HEADS, in_features=DIM, decode=False, rngs=rngs)
-        self.up, self.down = nnx.Linear(DIM, 40, rngs=rngs), nnx.Linear(40, DIM, rngs=rngs)
-        self.norm1, self.norm2 = nnx.LayerNorm(DIM, rngs=rngs), nnx.LayerNorm(DIM, rngs=rngs)
-
-    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        x = x + self.attention(self.norm1(x), mask=mask)
-        return x + self.down(jax.nn.relu(self.up(self.norm2(x))))
-
-
-class Loop(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embed, self.position = nnx.Embed(VOCAB, DIM, rngs=rngs), nnx.Embed(32, DIM, rngs=rngs)
-        self.layers = nnx.List([Block(rngs) for _ in range(2)])
-        self.head = nnx.Linear(DIM, VOCAB, rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[1]))
-        for layer in self.layers:
-            x = layer(x, nnx.make_causal_mask(tokens))
-        return self.head(x)
-
-
 def shifted(module: Any, batch: Any) -> jp.Mean:
     """As transformers writes it: all tokens go in, and the last position's logits are left out."""
     tokens = batch["tokens"][:, :-1]
@@ -79,7 +52,8 @@ def shifted(module: Any, batch: Any) -> jp.Mean:
 
 
 def loop() -> jp.Model:
-    return jp.from_nnx(Loop, shifted)
+    """Flax's own attention and a rule of differentiation, in a Python loop."""
+    return jp.from_nnx(lambda rngs: Loop(rngs, HEADS, layers=2, positions=32), shifted)
 
 
 class EncoderLayer(nn.Module):
@@ -129,10 +103,22 @@ def listener() -> jp.Model:
     return jp.from_linen(Listener(), loss, example=batch_of(2))
 
 
-def _draws(key: jax.Array) -> dict[str, jax.Array]:
+def _draws(key: jax.Array, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
+    """The parameters of most models, and others of these shapes."""
     draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape) * shape[0] ** -0.5
     params = {name: draw(i, DIM, DIM) for i, name in enumerate(LAYER)}
-    return params | {"table": draw(7, VOCAB, DIM), "head": draw(8, DIM, VOCAB), "bias": draw(9, 8, HEADS)}
+    params |= {"table": draw(7, VOCAB, DIM), "head": draw(8, DIM, VOCAB), "bias": draw(9, 8, HEADS)}
+    normal = lambda i, shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
+    return params | {name: normal(11 + i, shape) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def _model(body: Callable[..., jax.Array], **shapes: tuple[int, ...]) -> jp.Model:
+    """A head on `body(params, batch)`, with parameters of these shapes beside the usual ones."""
+
+    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+        return weighed(body(params, batch) @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+
+    return jp.Model(init=functools.partial(_draws, **shapes), loss=loss)
 
 
 def _heads(params: Any, x: jax.Array) -> list[jax.Array]:
@@ -194,20 +180,6 @@ def t5() -> jp.Model:
     return _functions(attend)
 
 
-def padded() -> jp.Model:
-    """As BERT: rows have keys that do not count, and some rows none that do, so that a query sees the mean of all; and
-    weights are dropped, for all rows and heads alike.
-    """
-
-    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
-        counts = batch["document"] < batch["tokens"][:, :1] % 3
-        bias = jnp.where(counts, 0.0, jnp.finfo(q.dtype).min)[:, None, None]
-        dropout = {"dropout_rng": jax.random.key(5), "dropout_rate": 0.2, "deterministic": False}
-        return nn.dot_product_attention(q, k, v, bias=bias, **dropout)
-
-    return _functions(attend)
-
-
 def bert() -> jp.Model:
     """As transformers writes it, of 15 positions: padding, weights that are dropped, and a number for each head."""
 
@@ -220,74 +192,6 @@ def bert() -> jp.Model:
         return jnp.einsum("...hqk,...khd->...qhd", weights, v)
 
     return _functions(attend, length=LENGTH - 1)
-
-
-def gpt2_of_odd_length() -> jp.Model:
-    """As transformers writes it: a slice of a longer mask becomes a bias; 13 positions, of which two ranks have half a
-    chunk fewer than the others, and eight have none of some chunks.
-    """
-
-    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
-        length = q.shape[1]
-        mask = nn.make_causal_mask(jnp.ones((1, 32), bool), dtype=bool)
-        mask = jax.lax.dynamic_slice(mask, (0, 0, 0, 0), (1, 1, length, length))
-        bias = jax.lax.select(mask, jnp.zeros(mask.shape), jnp.full(mask.shape, jnp.finfo(q.dtype).min))
-        return nn.dot_product_attention(q, k, v, bias=bias)
-
-    return _functions(attend, length=13)
-
-
-def lengths() -> jp.Model:
-    """Of 13 positions as many as a row's length says, by `where`: ranks that share heads replay it on 14 or 16."""
-
-    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
-        scores = jnp.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
-        seen = jnp.arange(k.shape[1]) <= batch["tokens"][:, :1] % 13
-        return _plain(jnp.where(seen[:, None, None], scores, -1e9), v)
-
-    return _functions(attend, length=13)
-
-
-def capped() -> jp.Model:
-    """As Gemma 2: scores below a cap that is learned here, a window, grouped queries; its mask is made once."""
-
-    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
-        (rows, length, heads, _), groups, cap = q.shape, 2, 3 + params["bias"].sum()
-        scores = jnp.einsum("btkgd,bskd->bkgts", q.reshape(rows, length, groups, heads // groups, -1), k[:, :, :groups])
-        seen = jnp.tri(length, dtype=bool) & jnp.triu(jnp.ones((length, length), bool), -5)
-        weights = jax.nn.softmax(jnp.where(seen, jnp.tanh(scores / cap) * cap, -2.3819763e38))
-        return jnp.einsum("bkgts,bskd->btkgd", weights, v[:, :, :groups]).reshape(q.shape)
-
-    return _functions(attend)
-
-
-def sinks() -> jp.Model:
-    """As gpt-oss: each head's own share of a softmax that no key gets, learned; T5's table of distances, in buckets."""
-
-    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
-        places = jnp.arange(q.shape[1])
-        behind = jnp.maximum(places[:, None] - places, 0)
-        large = 2 + (jnp.log(jnp.maximum(behind, 1) / 2) * 2).astype(jnp.int32)
-        buckets = jnp.where(behind < 2, behind, jnp.minimum(large, 7))
-        scores = jnp.einsum("bthd,bshd->bhts", q, k) + jnp.moveaxis(params["bias"][buckets], 2, 0)
-        scores = jnp.where(places[:, None] >= places, scores, -jnp.inf)
-        sink = jnp.broadcast_to(params["bias"][0][:, None, None], (*scores.shape[:-1], 1))
-        weights = jax.nn.softmax(jnp.concatenate([scores, sink], -1))[..., :-1]
-        return jnp.einsum("bhts,bshd->bthd", weights, v)
-
-    return _functions(attend)
-
-
-def unseen() -> jp.Model:
-    """As bart-base-jax: a query of padding sees no key, and NaN of its softmax becomes 0: here the loss was NaN."""
-
-    def attend(params: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: Any) -> jax.Array:
-        real = jnp.arange(q.shape[1]) <= batch["tokens"][:, :1] % q.shape[1]
-        seen = (real[:, :, None] & real[:, None])[:, None]
-        weights = jax.nn.softmax(jnp.where(seen, jnp.einsum("bthd,bshd->bhts", q, k), -jnp.inf))
-        return jnp.einsum("bhts,bshd->bthd", jnp.where(seen, weights, 0), v)
-
-    return _functions(attend)
 
 
 def spelled_out() -> jp.Model:
@@ -311,15 +215,10 @@ def packed() -> jp.Model:
     return _functions(lambda params, q, k, v, batch: jp.attention(q, k, v, segment_ids=batch["document"]))
 
 
-def packed_window() -> jp.Model:
-    """Several documents in a row, and a sliding window."""
-    return _functions(lambda params, q, k, v, batch: jp.attention(q, k, v, window=5, segment_ids=batch["document"]))
-
-
 def translator() -> jp.Model:
     """An encoder and a decoder by `jp.attention`, and cross attention to a source of another length."""
 
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         def attended(x: jax.Array, memory: jax.Array, causal: bool) -> jax.Array:
             q, (_, k, v) = _heads(params, x)[0], _heads(params, memory)
             return x + jp.attention(q, k, v, causal=causal).reshape(x.shape) @ params["out"]
@@ -327,10 +226,9 @@ def translator() -> jp.Model:
         memory, x = params["table"][batch["source"]], params["table"][batch["tokens"][:, :-1]]
         memory = attended(memory, memory, causal=False)
         memory = memory + jnp.tanh(memory @ params["up"]) @ params["down"]
-        x = attended(attended(x, x, causal=True), memory, causal=False)
-        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return attended(attended(x, x, causal=True), memory, causal=False)
 
-    return jp.Model(init=_draws, loss=loss)
+    return _model(body)
 
 
 def chunked() -> jp.Model:
@@ -382,10 +280,6 @@ def neighbours() -> jp.Model:
     """
     shape = ("NWC", "WIO", "NWC")
 
-    def init(key: jax.Array) -> dict[str, Any]:
-        draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
-        return _draws(key) | {"taps": draw(11, 3, DIM), "kernel": draw(12, 3, DIM, DIM)}
-
     def mixed(params: Any, x: jax.Array) -> jax.Array:
         taps, (rows, length, _) = params["taps"], x.shape
         before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1] + jnp.roll(x, -1, axis=1) * taps[0]
@@ -396,14 +290,14 @@ def neighbours() -> jp.Model:
         ]
         return conv(jnp.tanh(sum(shifted)), params["kernel"], padding="SAME")
 
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         x = params["table"][batch["tokens"][:, :-1]]
         x = x + mixed(params, x)
         x = x + jp.attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
         so_far = jnp.cumsum(x, axis=1) / 8 - jax.lax.cummax(jnp.tanh(x), axis=1, reverse=True)
-        return weighed(jnp.tanh(so_far) @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return jnp.tanh(so_far)
 
-    return jp.Model(init=init, loss=loss)
+    return _model(body, taps=(3, DIM), kernel=(3, DIM, DIM))
 
 
 def streams() -> jp.Model:
@@ -411,7 +305,7 @@ def streams() -> jp.Model:
     second one, twice, written into others.
     """
 
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         x, y = params["table"][batch["tokens"][:, :-1]], params["table"][batch["source"]]
         length, both = x.shape[1], jnp.concatenate([x, y], 1)
         attended = jax.nn.dot_product_attention(*_heads(params, both))
@@ -420,72 +314,38 @@ def streams() -> jp.Model:
         x = x + jnp.roll(x, 5, axis=1)[:, ::-1] * y[:, ::2]
         x = x + jnp.pad(y, ((0, 0), (9, 0), (0, 0)), constant_values=0.5)[:, :length]
         x = x + jnp.sin(x[:, jnp.arange(length) // 2])
-        x = x.at[:, 1:].add(jnp.tanh(x[:, :-1])).at[:, 1::2].mul(jnp.cos(x[:, ::2])).at[:, 3].set(0.5)
-        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return x.at[:, 1:].add(jnp.tanh(x[:, :-1])).at[:, 1::2].mul(jnp.cos(x[:, ::2])).at[:, 3].set(0.5)
 
-    return jp.Model(init=_draws, loss=loss)
+    return _model(body)
 
 
 def patches() -> jp.Model:
-    """Patches of images by a convolution, as ViT and DiT have them, and windows of two positions."""
+    """Patches of images by a convolution, as ViT and DiT have them; by one of one image, channels first, vmapped over
+    rows, as Equinox has them; by a reshape and a product; and windows of two positions.
+    """
     sides = ("NHWC", "HWIO", "NHWC"), ("NWC", "WIO", "NWC")
 
-    def init(key: jax.Array) -> dict[str, Any]:
-        draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)
-        return _draws(key) | {"patch": draw(13, 2, 2, 3, DIM), "pair": draw(14, 2, DIM, DIM)}
-
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         conv = functools.partial(jax.lax.conv_general_dilated, padding="VALID")
-        x = jnp.tanh(
-            conv(batch["image"], params["patch"], (2, 2), dimension_numbers=sides[0]) + params["bias"].reshape(-1)
-        )
-        x = x.reshape(x.shape[0], -1, DIM)
-        x = x + jax.nn.dot_product_attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
-        x = x * jnp.repeat(conv(x, params["pair"], (2,), dimension_numbers=sides[1]), 2, axis=1)
-        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
 
-    return jp.Model(init=init, loss=loss)
-
-
-def patches_of_one_image() -> jp.Model:
-    """As an Equinox module has them: of one image, channels first, vmapped over rows."""
-
-    def init(key: jax.Array) -> dict[str, Any]:
-        return _draws(key) | {"patch": 0.3 * jax.random.normal(jax.random.fold_in(key, 13), (DIM, 3, 2, 2))}
-
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
         def of_one(image: jax.Array) -> jax.Array:
-            x = jax.lax.conv(jnp.moveaxis(image, -1, 0)[None], params["patch"], (2, 2), "VALID")[0]
-            x = (x + params["bias"].reshape(-1, 1, 1)).reshape(DIM, -1).T[None]
-            return (x + jax.nn.dot_product_attention(*_heads(params, x)).reshape(x.shape) @ params["out"])[0]
+            x = jax.lax.conv(jnp.moveaxis(image, -1, 0)[None], params["channels_first"], (2, 2), "VALID")[0]
+            return x.reshape(DIM, -1).T
 
-        x = jax.vmap(of_one)(batch["image"])
-        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
-
-    return jp.Model(init=init, loss=loss)
-
-
-def patches_by_reshape() -> jp.Model:
-    """Patches that are cut out of images by a reshape, and multiplied."""
-
-    def init(key: jax.Array) -> dict[str, Any]:
-        return _draws(key) | {"patch": 0.3 * jax.random.normal(jax.random.fold_in(key, 13), (12, DIM))}
-
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
         rows, height, width, channels = batch["image"].shape
-        x = batch["image"].reshape(rows, height // 2, 2, width // 2, 2, channels)
-        x = jnp.tanh(x.transpose(0, 1, 3, 2, 4, 5).reshape(rows, -1, 12) @ params["patch"])
+        x = conv(batch["image"], params["patch"], (2, 2), dimension_numbers=sides[0]) + params["bias"].reshape(-1)
+        x = jnp.tanh(x).reshape(rows, -1, DIM) + jax.vmap(of_one)(batch["image"])
+        cut = batch["image"].reshape(rows, height // 2, 2, width // 2, 2, channels)
+        x = x + jnp.tanh(cut.transpose(0, 1, 3, 2, 4, 5).reshape(rows, -1, 12) @ params["cut"])
         x = x + jax.nn.dot_product_attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
-        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return x * jnp.repeat(conv(x, params["pair"], (2,), dimension_numbers=sides[1]), 2, axis=1)
 
-    return jp.Model(init=init, loss=loss)
+    shapes = {"patch": (2, 2, 3, DIM), "channels_first": (DIM, 3, 2, 2), "cut": (12, DIM), "pair": (2, DIM, DIM)}
+    return _model(body, **shapes)
 
 
 def class_token() -> jp.Model:
     """As ViT: a token before all patches, 17 positions in two layers; what becomes of it is what counts."""
-
-    def init(key: jax.Array) -> dict[str, Any]:
-        return _draws(key) | {"patch": 0.3 * jax.random.normal(jax.random.fold_in(key, 13), (2, 2, 3, DIM))}
 
     def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
         sides = ("NHWC", "HWIO", "NHWC")
@@ -497,7 +357,7 @@ def class_token() -> jp.Model:
             x = x + jnp.tanh(x @ params["up"]) @ params["down"]
         return weighed(x[:, 0] @ params["head"], batch["tokens"][:, 0], batch["mask"][:, 0])
 
-    return jp.Model(init=init, loss=loss)
+    return jp.Model(init=functools.partial(_draws, patch=(2, 2, 3, DIM)), loss=loss)
 
 
 def t5_translator() -> jp.Model:
@@ -533,7 +393,7 @@ def t5_translator() -> jp.Model:
 def states() -> jp.Model:
     """State spaces: Mamba's, whose state is [rows, features, states], and one that runs backwards, vmapped."""
 
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         x = params["table"][batch["tokens"][:, :-1]]
         decay = -jnp.exp(params["bias"].reshape(1, DIM))
         time = jax.nn.softplus(x @ params["query"])
@@ -554,15 +414,15 @@ def states() -> jp.Model:
 
         scan = jax.vmap(lambda h, given: jax.lax.scan(back, h, given, reverse=True))
         last, x = scan(jnp.ones_like(x[:, 0]), (jax.nn.sigmoid(x @ params["up"]), x))
-        return weighed((x + last[:, None] / 8) @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return x + last[:, None] / 8
 
-    return jp.Model(init=_draws, loss=loss)
+    return _model(body)
 
 
 def states_by_number() -> jp.Model:
     """Mamba's, whose loop is over numbers of positions, by which it picks decays, inputs and what reads the state."""
 
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         x = params["table"][batch["tokens"][:, :-1]]
         time, key_, query = jax.nn.softplus(x @ params["up"]), x @ params["key"][:, :8], x @ params["query"][:, :8]
         decay = jnp.exp(jnp.einsum("btd,dn->btdn", time, -jnp.exp(params["value"][:, :8])))
@@ -574,10 +434,9 @@ def states_by_number() -> jp.Model:
 
         _, ys = jax.lax.scan(select, jnp.zeros((len(x), DIM, 8)), jnp.arange(x.shape[1]))
         x = x + ys.swapaxes(0, 1)
-        x = x + jp.attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
-        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return x + jp.attention(*_heads(params, x)).reshape(x.shape) @ params["out"]
 
-    return jp.Model(init=_draws, loss=loss)
+    return _model(body)
 
 
 def decays() -> jp.Model:
@@ -600,20 +459,16 @@ def decays() -> jp.Model:
 def picked() -> jp.Model:
     """Every expert on every token, of which a token picks its best two by `all[best, rows, places]`."""
 
-    def init(key: jax.Array) -> dict[str, Any]:
-        return _draws(key) | {"experts": jax.random.normal(jax.random.fold_in(key, 12), (4, DIM, DIM)) * DIM**-0.5}
-
-    def loss(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    def body(params: Any, batch: Any) -> jax.Array:
         x = params["table"][batch["tokens"][:, :-1]]
         x = x + _plain(jnp.einsum("bthd,bshd->bhts", *(heads := _heads(params, x))[:2]), heads[2]).reshape(x.shape)
         gates, best = jax.lax.top_k(x @ params["up"][:, :4], 2)
         every = jnp.tanh(jnp.einsum("btd,edf->ebtf", x, params["experts"]))
         rows, places = (jnp.arange(n) for n in x.shape[:2])
         mine = every[best, rows[:, None, None], places[:, None]]
-        x = x + (jax.nn.softmax(gates)[..., None] * mine).sum(-2)
-        return weighed(x @ params["head"], batch["tokens"][:, 1:], batch["mask"])
+        return x + (jax.nn.softmax(gates)[..., None] * mine).sum(-2)
 
-    return jp.Model(init=init, loss=loss)
+    return _model(body, experts=(4, DIM, DIM))
 
 
 def mixture() -> jp.Model:
@@ -622,71 +477,13 @@ def mixture() -> jp.Model:
     return named("mixtral-tiny", vocab=VOCAB, **sizes).model
 
 
-MODELS = {
-    f.__name__: f
-    for f in (
-        llama_gqa,
-        gpt2,
-        loop,
-        encoder_decoder,
-        listener,
-        translator,
-        alibi,
-        padded,
-        bert,
-        gpt2_of_odd_length,
-        lengths,
-        capped,
-        sinks,
-        unseen,
-        t5,
-        spelled_out,
-        window,
-        packed,
-        packed_window,
-        chunked,
-        flattened,
-        flattened_shifted,
-        neighbours,
-        streams,
-        patches,
-        patches_of_one_image,
-        patches_by_reshape,
-        class_token,
-        t5_translator,
-        states,
-        states_by_number,
-        decays,
-        picked,
-        mixture,
-    )
-}
-KERNELS = (
-    "llama_gqa",
-    "gpt2",
-    "translator",
-    "window",
-    "packed",
-    "packed_window",
-    "spelled_out",
-    "loop",
-    "chunked",
-    "flattened",
-    "flattened_shifted",
-    "neighbours",
-    "streams",
-    "patches",
-    "patches_of_one_image",
-    "patches_by_reshape",
-    "class_token",
-    "t5_translator",
-    "bert",
-    "gpt2_of_odd_length",
-    "lengths",
-    "states",
-    "states_by_number",
-    "mixture",
-)  # those whose attention is jp.attention, for all three ways
+_MODELS = (
+    llama_gqa, gpt2, loop, encoder_decoder, listener, translator, alibi, bert, t5, spelled_out, window, packed, chunked,
+    flattened, flattened_shifted, neighbours, streams, patches, class_token,
+    t5_translator, states, states_by_number, decays, picked, mixture,
+)  # fmt: skip
+MODELS = {f.__name__: f for f in _MODELS}
+BY_AUTO = ("encoder_decoder", "listener", "alibi", "t5", "decays", "picked")  # the attention of others goes by any way
 
 
 @functools.cache

@@ -60,12 +60,18 @@ def _model(mixture: Callable[..., Any], ffn: int = FFN, experts: int = EXPERTS) 
     return jp.Model(init=init, loss=loss, rows="independent")
 
 
+def _product(p: Any, name: str, rows: jax.Array, dot: Callable[..., jax.Array] = jnp.matmul) -> jax.Array:
+    """A product with a leaf, and with the two small ones beside it (LoRA), if there are some."""
+    out = dot(rows, p[name])
+    return out + dot(dot(rows, p[f"{name}_a"]), p[f"{name}_b"]) if f"{name}_a" in p else out
+
+
 def _expert(p: Any, x: jax.Array) -> jax.Array:
-    return jax.nn.relu(x @ p["up"] + p["up_bias"]) @ p["down"]
+    return _product(p, "down", jax.nn.relu(_product(p, "up", x) + p["up_bias"]))
 
 
 def _weights(p: Any) -> Any:
-    return {name: p[name] for name in ("up", "up_bias", "down")}
+    return {name: leaf for name, leaf in p.items() if name != "router"}
 
 
 def _jp(p: Any, x: jax.Array, logits: jax.Array, k: int = K, **options: Any) -> jax.Array:
@@ -87,8 +93,9 @@ def _einsum(p: Any, x: jax.Array, logits: jax.Array, capacity: int = 2) -> jax.A
     slot = jax.nn.one_hot(rank, capacity) * chosen[..., None]  # [B, T, k, E, C]
     combine = (slot * gates[..., None, None]).sum(axis=2)
     rows = jnp.einsum("btec,btd->ebcd", (combine > 0).astype(x.dtype), x)
-    hidden = jax.nn.gelu(jnp.einsum("ebcd,edf->ebcf", rows, p["up"]) + p["up_bias"][:, None, None])
-    out = jnp.einsum("ebcf,efd->ebcd", hidden, p["down"])
+    dot = functools.partial(jnp.einsum, "ebcd,edf->ebcf")
+    hidden = jax.nn.gelu(_product(p, "up", rows, dot) + p["up_bias"][:, None, None])
+    out = _product(p, "down", hidden, dot)
     return jnp.einsum("btec,ebcd->btd", combine, out)
 
 
@@ -102,8 +109,9 @@ def _ragged(p: Any, x: jax.Array, logits: jax.Array, padding: bool = False) -> j
     order = jnp.argsort(flat)
     sizes = jnp.bincount(flat, length=count + 1).astype(jnp.int32)[:count]
     bias = p["up_bias"][jnp.minimum(flat[order], count - 1)]
-    hidden = jax.lax.ragged_dot(x.reshape(-1, DIM)[order // K], p["up"], sizes) + bias
-    out = jax.lax.ragged_dot(jax.nn.silu(hidden), p["down"], sizes)
+    dot = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
+    hidden = _product(p, "up", x.reshape(-1, DIM)[order // K], dot) + bias
+    out = _product(p, "down", jax.nn.silu(hidden), dot)
     back = jnp.zeros_like(out).at[order].set(out).reshape(*ids.shape, DIM)
     return (back * gates[..., None]).sum(axis=2)
 

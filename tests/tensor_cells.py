@@ -36,8 +36,8 @@ def scanned() -> Built:
 class Block(nnx.Module):
     """Attention and feed-forward of Flax, with biases, and an activation with a rule of differentiation."""
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.attention = nnx.MultiHeadAttention(num_heads=8, in_features=DIM, decode=False, rngs=rngs)
+    def __init__(self, heads: int, rngs: nnx.Rngs) -> None:
+        self.attention = nnx.MultiHeadAttention(num_heads=heads, in_features=DIM, decode=False, rngs=rngs)
         self.fc1, self.fc2 = nnx.Linear(DIM, 40, rngs=rngs), nnx.Linear(40, DIM, rngs=rngs)
         self.norm1, self.norm2 = nnx.LayerNorm(DIM, rngs=rngs), nnx.LayerNorm(DIM, rngs=rngs)
 
@@ -49,13 +49,13 @@ class Block(nnx.Module):
 class Loop(nnx.Module):
     """Layers in a Python loop, an untied head with a bias, and learned positions."""
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embed, self.position = nnx.Embed(VOCAB, DIM, rngs=rngs), nnx.Embed(LENGTH, DIM, rngs=rngs)
-        self.layers = nnx.List([Block(rngs) for _ in range(LAYERS)])
+    def __init__(self, rngs: nnx.Rngs, heads: int = 8, layers: int = LAYERS, positions: int = LENGTH) -> None:
+        self.embed, self.position = nnx.Embed(VOCAB, DIM, rngs=rngs), nnx.Embed(positions, DIM, rngs=rngs)
+        self.layers = nnx.List([Block(heads, rngs) for _ in range(layers)])
         self.norm, self.head = nnx.LayerNorm(DIM, rngs=rngs), nnx.Linear(DIM, VOCAB, rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        x_BTD = self.embed(tokens_BT) + self.position(jnp.arange(LENGTH))
+        x_BTD = self.embed(tokens_BT) + self.position(jnp.arange(tokens_BT.shape[1]))
         for layer in self.layers:
             x_BTD = layer(x_BTD, nnx.make_causal_mask(tokens_BT))
         return self.head(self.norm(x_BTD))

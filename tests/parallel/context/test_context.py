@@ -6,6 +6,7 @@ A cell compiles one step and checks gradients, three steps of SGD with momentum,
 import functools
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import context_cells as cells
@@ -16,6 +17,7 @@ import pytest
 from cells import covering
 from flax import linen as nn
 from tensor_cells import SHARED_BATCH
+from two_processes import check_two
 
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
@@ -36,45 +38,35 @@ FIRST = (
     ("flattened_shifted", "context=4,data=2,attention=ring"),
     ("neighbours", "context=4,attention=ring"),
     ("streams", "context=4,attention=ring"),
-    (
-        "patches",
-        "context=4,attention=ring",
-    ),  # cut where the patches become one dim; of two ranks each has a row of them
-    ("patches", "context=2,attention=ulysses"),
-    ("patches_of_one_image", "context=4,data=2,attention=ring"),
-    ("patches_by_reshape", "context=4,data=2,attention=ring"),
+    ("patches", "context=4,attention=ring"),  # cut where the patches become one dim
+    ("patches", "context=2,attention=ulysses"),  # each rank has a row of patches
     ("class_token", "context=4,data=2,attention=ring"),
     ("bert", "context=4,attention=usp,tensor=2"),
-    ("lengths", "context=2,data=4,attention=ulysses"),
-    ("gpt2_of_odd_length", "context=4,data=2,attention=ring"),
     ("t5_translator", "context=4,fsdp=2,attention=ring"),
     ("states_by_number", "context=4,data=2,attention=ring"),
     ("decays", "context=4,data=2"),
     ("picked", "context=4,fsdp=2,zero=1"),
 )
-SCANNED = (
-    "llama_gqa",
-    "gpt2",
-    "alibi",
-    "t5",
-    "window",
-    "packed",
-    "mixture",
-    "packed_window",
-    "spelled_out",
-    "decays",
-    "padded",
-    "bert",
-    "gpt2_of_odd_length",
-    "lengths",
-    "capped",
-    "sinks",
+# Attention that is spelled out, beside other axes and by fused kernels.
+SPELLED = (
+    ("loop", "context=4,data=2,attention=ring"),
+    ("alibi", "context=2,tensor=2,attention=ulysses"),
+    ("listener", "context=4,attention=ring"),
+    ("t5", "tensor=2,data=2,kernels=fused"),
+    ("spelled_out", "fsdp=4,microbatches=2,kernels=fused"),
 )
-EVERYWHERE = (
-    *SCANNED[:6],
-    "encoder_decoder",
-    "translator",
-)  # all that they go beside, by every way; the others in part
+BATTERY = (
+    ("alibi", "context=2,tensor=2,attention=ring"),
+    ("alibi", "fsdp=4,kernels=fused"),
+    ("spelled_out", "context=2,tensor=2,sequence=true,attention=ring,remat=layer"),
+    ("spelled_out", "context=8,attention=usp"),
+    ("listener", "context=2,tensor=2,attention=ulysses"),
+    ("encoder_decoder", "context=4,attention=ring"),
+    ("encoder_decoder", "context=4,attention=usp"),
+)
+SCANNED = ("llama_gqa", "gpt2", "alibi", "t5", "window", "packed", "mixture", "spelled_out", "decays", "bert")
+# These go beside all others by every way, the others in part.
+EVERYWHERE = (*SCANNED[:6], "encoder_decoder", "translator")
 BESIDE = (
     "context=2",
     "context=4,data=2",
@@ -94,25 +86,21 @@ def possible(name: str, text: str, way: str) -> bool:
     """Return whether a cell is possible. The impossible ones are refused, each in a test below."""
     ranks = int(text.partition("context=")[2][0])
     ring = way in ("ring", "usp")
-    chunks = ranks * (2 if ring else 1)
     if name not in SCANNED and ("remat" in text or "schedule=zb" in text or ("pipe" in text and ring)):
         return False  # no layers: a pipeline cuts the program, and its ranks run different operations
     if ring and "schedule=zb" in text:
         return False
-    odd = name in ("lengths", "class_token") or (name == "gpt2_of_odd_length" and not ring)  # positions of a rank
-    if (odd and "sequence" in text) or (name == "streams" and "pipe" in text):
-        return False  # which tensor ranks do not divide; which go to others than the next rank
-    heads, groups = (
-        n // (2 if "tensor" in text else 1) for n in {"llama_gqa": (8, 4), "mixture": (4, 2)}.get(name, (4, 4))
-    )
+    if (name == "class_token" and "sequence" in text) or (name == "streams" and "pipe" in text):
+        return False  # positions that tensor ranks do not divide, or that go to others than the next rank
+    tensor = 2 if "tensor" in text else 1
+    heads, groups = (n // tensor for n in {"llama_gqa": (8, 4), "mixture": (4, 2)}.get(name, (4, 4)))
     if way == "ulysses" and heads % ranks:
         return False
     if way == "usp" and not 1 < math.gcd(ranks, heads, groups) < ranks:
         return False  # nothing to share, or nothing to pass on
     # Chunks of four positions in the first, two positions of the next chunk in the second, 40 slots of an expert.
-    return chunks <= {"chunked": 4, "neighbours": 8, "mixture": 8, "patches": 8, "patches_of_one_image": 8}.get(
-        name, chunks
-    )
+    most = {"chunked": 4, "neighbours": 8, "mixture": 8, "patches": 8}
+    return ranks * (2 if ring else 1) <= most.get(name, 16)
 
 
 def battery() -> list[Any]:
@@ -120,22 +108,31 @@ def battery() -> list[Any]:
         (name, text, way)
         for name in cells.MODELS
         for text in BESIDE
-        for way in (("gather", "ulysses", "ring", "usp") if name in cells.KERNELS else ("auto",))
+        for way in (("auto",) if name in cells.BY_AUTO else ("gather", "ulysses", "ring", "usp"))
         if possible(name, text, way)
     ]
     always_chosen = [cell for cell in possible_cells if cell[0] in EVERYWHERE]
     chosen = [*always_chosen, *covering(cell for cell in possible_cells if cell[0] not in EVERYWHERE)]
     stages = lambda name, text: ",stages=cut" if "pipe" in text and name not in SCANNED else ""
-    return [(name, f"{text}{stages(name, text)},attention={way}") for name, text, way in chosen]
+    every = (*BATTERY, *((name, f"{text}{stages(name, text)},attention={way}") for name, text, way in chosen))
+    return [
+        pytest.param(*cell, marks=pytest.mark.battery) for cell in dict.fromkeys(every) if cell not in FIRST + SPELLED
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [*FIRST, *(pytest.param(*cell, marks=pytest.mark.battery) for cell in battery() if cell not in FIRST)],
+    [*FIRST, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SPELLED), *battery()],
     ids=lambda value: value.replace(",", "-"),
 )
 def test_cell(name: str, text: str) -> None:
     cells.check_cell(name, text)
+
+
+@pytest.mark.battery
+def test_gradients_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
+    """By a ring, with logits in chunks."""
+    check_two(tmp_path / "grads.npz", "context_cells", "llama_gqa", "context=2,attention=ring,logits=8", 4)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -160,14 +157,6 @@ def test_a_layer_sends_the_closed_form(way: str, kinds: tuple[str, ...], closed:
     assert step.traced(cells.batch_of(4)).notes.attention_mode.name == way
 
 
-@pytest.mark.parametrize("way", ["gather", "ring"])
-def test_layers_may_be_rematerialised(way: str) -> None:
-    """Attention was one kernel in the trace. Inside a layer's backward, its own backward was taken for that kernel."""
-    text = f"context=2,attention={way},remat=layer"
-    step = jp.make_train_step(cells.built("llama_gqa"), cells.SGD, text, jax.devices()[:2])
-    step.trace(cells.batch_of(4))
-
-
 def test_zero_shards_over_fsdp_and_context() -> None:
     together, alone = (
         jp.make_train_step(cells.built("llama_gqa"), cells.SGD, text, jax.devices()[:8])
@@ -180,78 +169,50 @@ def test_zero_shards_over_fsdp_and_context() -> None:
 # -- which way ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "way", "why"),
-    [
-        ("llama_gqa", "context=4", "ulysses", "context=4 divides 8 query heads, .*ring 2.22 times as much"),
-        ("llama_gqa", "context=4,tensor=2", "ulysses", "divides 4 query heads of a tensor rank .*usp 1.17 times"),
-        ("alibi", "context=2", "ulysses", "context=2 divides 4 query heads, .*ring"),
-        ("capped", "context=2", "ring", "causal scores that .* makes others of, it leaves out those of hidden keys"),
-        (
-            "llama_gqa",
-            "context=2,tensor=2,pipe=2,microbatches=2,schedule=zb-h1",
-            "ulysses",
-            "divides 4 query heads of a tensor rank",
-        ),
-    ],
-)
-def test_auto_says_why(name: str, text: str, way: str, why: str) -> None:
-    count = 8 if "tensor" in text else int(text[8])
-    step = jp.make_train_step(cells.built(name), cells.SGD, text, jax.devices()[:count])
-    mode = step.traced(cells.batch_of(4)).notes.attention_mode
-    assert mode.name == way
-    assert re.search(why, mode.why)
+def traced(model: jp.Model | str, text: str, batch: Any = None) -> Any:
+    model = cells.built(model) if isinstance(model, str) else model
+    ranks = math.prod(map(int, re.findall(r"(?:context|pipe|tensor)=(\d)", text)))
+    step = jp.make_train_step(model, cells.SGD, text, jax.devices()[:ranks])
+    return step.traced(cells.batch_of(4) if batch is None else batch)
 
 
-def test_ranks_that_branch_have_no_ring() -> None:
-    x = jax.ShapeDtypeStruct((1, 12, 4, 8), jnp.float32)
-    flat, _ = jx.trace(jp.attention, x, x, x)
-    assert choose("auto", flat.eqns, 3, 1).name == "ring"
-    mode = choose("auto", jx.trace(jp.attention, *[jax.ShapeDtypeStruct((1, 32, 4, 8), jnp.float32)] * 3)[0].eqns, 8, 1)
-    assert (mode.name, mode.group) == ("usp", 4)
-    assert "does not divide 4 query and 4 key heads, and it sends least (ring 3.14 times as much)" in mode.why
-    mode = choose("auto", flat.eqns, 3, 1, "zb-h1")
-    assert (mode.name, "not in one layer at one time" in mode.why) == ("gather", True)
-
-
-def test_heads_that_tensor_does_not_divide_are_whole() -> None:
-    """The reason named 2 and 0 heads of a tensor rank."""
-    q, k = (jax.ShapeDtypeStruct((1, 16, heads, 8), jnp.float32) for heads in (8, 2))
-    flat, _ = jx.trace(jp.attention, q, k, k)
-    assert choose("auto", flat.eqns, 2, 4).why.startswith("context=2 divides 8 query heads, ")
+def test_auto_counts_the_heads_of_a_tensor_rank_and_says_why() -> None:
+    text = "context=2,tensor=2,pipe=2,microbatches=2,schedule=zb-h1"
+    mode = traced("llama_gqa", text).notes.attention_mode
+    assert mode.name == "ulysses"
+    assert "divides 4 query heads of a tensor rank" in mode.why
 
 
 @pytest.mark.parametrize(
-    ("heads", "key_heads", "ranks", "window", "way", "order"),
+    ("asked", "heads", "ranks", "options", "mode", "why"),
     [
-        (32, 32, 8, None, "ulysses", "plain"),
-        (32, 8, 16, None, "ulysses", "plain"),  # of repeated key heads
-        (32, 2, 2, None, "ring", "zigzag"),
-        (32, 1, 4, 100, "ring", "plain"),  # whose keys go one hop, of three
-        (6, 6, 4, 1000, "usp", "zigzag"),  # whose window is nearly all
+        ("auto", (32, 32), 8, {}, ("ulysses", "plain", 1), "context=8 divides 32 query heads"),
+        ("auto", (32, 8), 16, {}, ("ulysses", "plain", 1), "divides 32"),  # of repeated key heads
+        ("auto", (8, 4), 4, {}, ("ulysses", "plain", 1), "context=4 divides 8 query heads, .*ring 3.11 times as much"),
+        ("auto", (8, 4), 4, {"tensor": 2}, ("ulysses", "plain", 1), "4 query heads of a tensor rank .*usp 1.50 times"),
+        ("auto", (32, 2), 2, {}, ("ring", "zigzag", 1), "it sends least"),
+        ("auto", (32, 1), 4, {"window": 100}, ("ring", "plain", 1), "it sends least"),  # keys go one hop, of three
+        ("auto", (6, 6), 4, {"window": 1000}, ("usp", "zigzag", 2), "does not divide 6"),  # whose window is nearly all
+        ("auto", (4, 4), 3, {}, ("ring", "zigzag", 1), ""),
+        ("auto", (4, 4), 8, {}, ("usp", "zigzag", 4), "not divide 4 query and 4 key heads, .* least .ring 3.33 times"),
+        ("auto", (4, 4), 3, {"schedule": "zb-h1"}, ("gather", "plain", 1), "not in one layer at one time"),
+        # The reason named 2 and 0 heads of a tensor rank: heads that it does not divide are whole.
+        ("auto", (8, 2), 2, {"tensor": 4}, ("ulysses", "plain", 1), "^context=2 divides 8 query heads, "),
+        # A ring was taken, which sends less here, though usp had been asked for.
+        ("usp", (32, 2), 2, {}, ("ulysses", "plain", 1), "as usp, whose only group has all ranks"),
+        ("ring", (4, 4), 4, {}, ("ring", "zigzag", 1), ""),
+        ("ring", (4, 4), 4, {"causal": False}, ("ring", "plain", 1), ""),
     ],
 )
-def test_auto_sends_least(heads: int, key_heads: int, ranks: int, window: int | None, way: str, order: str) -> None:
-    q, k = (jax.ShapeDtypeStruct((1, 1024, n, 8), jnp.bfloat16) for n in (heads, key_heads))
-    attend = functools.partial(jp.attention, causal=True, window=window)
-    mode = choose("auto", jx.trace(attend, q, k, k)[0].eqns, ranks, 1)
-    assert (mode.name, mode.order) == (way, order)
-
-
-def test_usp_of_one_group_is_ulysses() -> None:
-    """A ring was taken, which sends less here, though usp had been asked for."""
-    q, k = (jax.ShapeDtypeStruct((1, 1024, n, 8), jnp.bfloat16) for n in (32, 2))
-    eqns = jx.trace(functools.partial(jp.attention, causal=True), q, k, k)[0].eqns
-    assert choose("auto", eqns, 2, 1).name == "ring"
-    assert choose("usp", eqns, 2, 1).name == "ulysses"
-    assert "as usp, whose only group has all ranks" in choose("usp", eqns, 2, 1).why
-
-
-@pytest.mark.parametrize(("causal", "order"), [(True, "zigzag"), (False, "plain")])
-def test_a_ring_is_zigzag_where_attention_is_causal(causal: bool, order: str) -> None:
-    x = jax.ShapeDtypeStruct((1, 12, 4, 8), jnp.float32)
-    flat, _ = jx.trace(functools.partial(jp.attention, causal=causal), x, x, x)
-    assert choose("ring", flat.eqns, 4, 1).order == order
+def test_a_mode_is_possible_and_sends_least_or_was_asked_for(
+    asked: str, heads: tuple[int, int], ranks: int, options: dict[str, Any], mode: tuple[str, str, int], why: str
+) -> None:
+    attend = functools.partial(jp.attention, **{x: options[x] for x in ("causal", "window") if x in options})
+    q, k = (jax.ShapeDtypeStruct((1, 1024, n, 8), jnp.bfloat16) for n in heads)
+    eqns = jx.trace(attend, q, k, k)[0].eqns
+    chosen = choose(asked, eqns, ranks, options.get("tensor", 1), options.get("schedule", ""))
+    assert (chosen.name, chosen.order, chosen.group) == mode
+    assert re.search(why, chosen.why)
 
 
 STEPS: dict[str, tuple[Any, bool]] = {
@@ -262,24 +223,18 @@ STEPS: dict[str, tuple[Any, bool]] = {
     "to another place": (lambda h, x: h[::-1] + x, False),
     "through a tanh": (lambda h, x: jnp.tanh(h + x), False),
     "over h": (lambda h, x: x / h, False),
+    "of two states, each from the other": (lambda h, x: (h[1] * x, h[0] + x), False),
 }
 
 
 @pytest.mark.parametrize("recurrence", STEPS)
 def test_states_that_may_be_found_in_chunks(recurrence: str) -> None:
     step, is_diagonal = STEPS[recurrence]
-    x = jax.ShapeDtypeStruct((4, 3), jnp.float32)
-    flat, _ = jx.trace(lambda x: jax.lax.scan(lambda h, x: (step(h, x), h), jnp.ones(3), x), x)
+    h, x = jnp.ones(3), jax.ShapeDtypeStruct((4, 3), jnp.float32)
+    state = (h, h) if "two" in recurrence else h
+    flat, _ = jx.trace(lambda x: jax.lax.scan(lambda h, x: (step(h, x), h), state, x), x)
     (scan,) = (eqn for eqn in flat.eqns if eqn.primitive.name == "scan")
     assert diagonal(jx.scan_parts(scan)) == is_diagonal
-
-
-def test_a_state_that_another_goes_into_is_no_diagonal_one() -> None:
-    x = jax.ShapeDtypeStruct((4, 3), jnp.float32)
-    swap = lambda h, x: ((h[1] * x, h[0] + x), x)
-    flat, _ = jx.trace(lambda x: jax.lax.scan(swap, (jnp.ones(3), jnp.ones(3)), x), x)
-    (scan,) = (eqn for eqn in flat.eqns if eqn.primitive.name == "scan")
-    assert not diagonal(jx.scan_parts(scan))
 
 
 def test_where_a_split_begins_is_held() -> None:
@@ -322,10 +277,7 @@ def other_places(x: jax.Array) -> jax.Array:
 
 REFUSED = {
     "recurrence": (lambda x: nn.RNN(nn.SimpleCell(8))(x), "scan at"),
-    "convolution with strides": (
-        lambda x: nn.Conv(8, (3,), strides=(2,))(x).repeat(2, axis=1),
-        "conv_general_dilated at",
-    ),
+    "strides": (lambda x: nn.Conv(8, (3,), strides=(2,))(x).repeat(2, axis=1), "conv_general_dilated at"),
     "order": (lambda x: jnp.sort(x, axis=1), "sort at"),
     "order of merged rows": (lambda x: jnp.cumsum(x.reshape(-1, 8), axis=0).reshape(x.shape), "cumsum at"),
     "other places": (lambda x: x + other_places(x.reshape(-1, 8)).reshape(*x.shape[:2], 1), "gather at"),
@@ -356,17 +308,15 @@ def test_positions_that_go_elsewhere_are_sent_once() -> None:
     step = jp.make_train_step(model, cells.SGD, "context=4", jax.devices()[:4])
     written = Ledger.from_jaxpr(step.trace(cells.batch_of(4)), step.mesh)
     assert sum(row.sent for row in written if row.kind == "collective-permute") == 2 * 4 * 4 * 8 * 4
-    branching = "context=2,pipe=2,microbatches=2,schedule=zb-h1,stages=cut"
     with pytest.raises(ValueError, match=r"go to other ranks at rev at .*; use schedule='1f1b'"):
-        jp.make_train_step(model, cells.SGD, branching, jax.devices()[:4]).traced(cells.batch_of(4))
+        traced(model, "context=2,pipe=2,microbatches=2,schedule=zb-h1,stages=cut")
 
 
 @pytest.mark.parametrize("mix", REFUSED)
 def test_what_mixes_positions_is_named(mix: str) -> None:
     mixes, message = REFUSED[mix]
-    step = jp.make_train_step(reader(mixes), cells.SGD, "context=2", jax.devices()[:2])
     with pytest.raises(ValueError, match=r"context=2 splits dim [01] of") as error:
-        step.traced(cells.batch_of(4))
+        traced(reader(mixes), "context=2")
     assert message in str(error.value)
     assert "test_context.py" in str(error.value)
     assert {"distant": "use a smaller context="}.get(mix, "attend by jp.attention") in str(error.value)
@@ -384,10 +334,8 @@ def test_what_mixes_positions_is_named(mix: str) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, text: str, length: int, message: str) -> None:
-    count = 4 if "pipe" in text or "tensor" in text else int(text[8])
-    step = jp.make_train_step(cells.built(name), cells.SGD, text, jax.devices()[:count])
     with pytest.raises(ValueError, match=message):
-        step.traced(cells.batch_of(4, length))
+        traced(name, text, cells.batch_of(4, length))
 
 
 def test_windows_that_a_chunk_cuts_are_told_how_many_positions_fit() -> None:
@@ -398,30 +346,27 @@ def test_windows_that_a_chunk_cuts_are_told_how_many_positions_fit() -> None:
         def __call__(self, tokens: jax.Array) -> jax.Array:
             return nn.Dense(4)(nn.Conv(8, (4,), strides=(4,))(nn.Embed(16, 8)(tokens)))
 
-    for length, fits in ((36, 40), (32, 0)):
-        batch = {"tokens": np.zeros((4, length), np.int32)}
-        model = jp.from_linen(Windows(), lambda apply, batch: jnp.square(apply(batch["tokens"])).mean(), batch)
-        step = jp.make_train_step(model, cells.SGD, "context=2", jax.devices()[:2])
-        if not fits:
-            assert step.traced(batch).program.pieces
-        else:
-            with pytest.raises(ValueError, match=r"the 36 positions of .* want a multiple of 8; use 40 positions"):
-                step.traced(batch)
+    batch = lambda length: {"tokens": np.zeros((4, length), np.int32)}
+    loss = lambda apply, batch: jnp.square(apply(batch["tokens"])).mean()
+    model = jp.from_linen(Windows(), loss, batch(32))
+    assert traced(model, "context=2", batch(32)).program.pieces
+    with pytest.raises(ValueError, match=r"the 36 positions of .* want a multiple of 8; use 40 positions"):
+        traced(model, "context=2", batch(36))
+
+
+def mixtral(**options: Any) -> jp.Model:
+    return named("mixtral-tiny", vocab=cells.VOCAB, dim=8, layers=1, **options).model
 
 
 def test_a_capacity_is_refused() -> None:
     """A capacity drops tokens depending on all tokens of their row."""
-    model = named("mixtral-tiny", vocab=cells.VOCAB, dim=8, layers=1, capacity=0.8).model
-    step = jp.make_train_step(model, cells.SGD, "context=2,attention=ring", jax.devices()[:2])
     with pytest.raises(ValueError, match=r"model\.py:\d+.*use capacity=None, which drops nothing"):
-        step.traced(cells.batch_of(4))
+        traced(mixtral(capacity=0.8), "context=2,attention=ring")
 
 
 def test_any_number_of_experts_has_slots_that_ranks_divide() -> None:
     """Each of 7 experts had 23 slots, which two ranks refused."""
-    model = named("mixtral-tiny", vocab=cells.VOCAB, dim=8, layers=1, experts=7).model
-    step = jp.make_train_step(model, cells.SGD, "context=2,attention=ring", jax.devices()[:2])
-    assert step.traced(cells.batch_of(4)).program.pieces
+    assert traced(mixtral(experts=7), "context=2,attention=ring").program.pieces
 
 
 def test_a_loss_without_a_sequence_is_refused() -> None:
@@ -429,9 +374,8 @@ def test_a_loss_without_a_sequence_is_refused() -> None:
         init=lambda key: {"w": jnp.ones((3, 1))},
         loss=lambda params, batch, key: jnp.square(batch["x"] @ params["w"]).mean(),
     )
-    step = jp.make_train_step(model, cells.SGD, "context=2", jax.devices()[:2])
     with pytest.raises(ValueError, match=r"looks up no ids \[rows, positions\]"):
-        step.traced({"x": np.ones((4, 3), np.float32)})
+        traced(model, "context=2", {"x": np.ones((4, 3), np.float32)})
 
 
 def test_attention_without_context_is_refused() -> None:
@@ -443,9 +387,8 @@ def test_a_fourier_transform_of_the_sequence_is_not_advised_longer_ones() -> Non
     """A convolution with a kernel as long as the sequence transforms 2 T - 1 positions."""
     length = lambda x: 2 * x.shape[1] - 1
     mixes = lambda x: jnp.fft.irfft(jnp.fft.rfft(x, length(x), axis=1), length(x), axis=1)[:, : x.shape[1]]
-    step = jp.make_train_step(reader(mixes), cells.SGD, "context=2", jax.devices()[:2])
     with pytest.raises(ValueError, match=r"fft at .* or use tensor, fsdp or pipe for context") as error:
-        step.traced(cells.batch_of(4))
+        traced(reader(mixes), "context=2")
     assert "longer sequences" not in str(error.value)
 
 
@@ -467,15 +410,14 @@ def test_blocks_that_are_picked_are_advised_a_mask_which_is_taken() -> None:
 
     x = jax.random.normal(jax.random.key(0), (2, 16, 8))
     np.testing.assert_allclose(blocks(x), masked(x), atol=1e-5)
-    step = lambda mixes: jp.make_train_step(reader(mixes), cells.SGD, "context=2", jax.devices()[:2])
     with pytest.raises(ValueError, match=r"gather at .* give all of them and mask="):
-        step(blocks).traced(cells.batch_of(4))
-    step(masked).traced(cells.batch_of(4))
+        traced(reader(blocks), "context=2")
+    traced(reader(masked), "context=2")
 
 
-@pytest.mark.parametrize("hides", [lambda i, j: j > i, lambda i, j: abs(i - j) == 5], ids=["later", "some"])
-def test_attention_over_positions_that_overlap(hides: Any) -> None:
-    """Registers follow a sequence, and attention is spelled out. It runs as `jp.attention`, or as a function of scores.
+def test_attention_over_positions_that_overlap() -> None:
+    """Registers follow a sequence, and attention is spelled out. It runs as `jp.attention`, then as a function of
+    scores.
 
     When positions were exchanged, its gradient was wrong; later it was refused.
     """
@@ -483,8 +425,9 @@ def test_attention_over_positions_that_overlap(hides: Any) -> None:
     def loss(params: Any, batch: Any, key: Any) -> jax.Array:
         x = batch["x"] @ params["enter"]
         x = jnp.concatenate([x, jnp.broadcast_to(params["registers"], (len(x), 4, 16))], 1)
-        scores, places = x @ x.mT / 16, jnp.arange(20)
-        x = x + jax.nn.softmax(jnp.where(hides(places[:, None], places), -1e9, scores)) @ x
+        i, j = jnp.ogrid[:20, :20]
+        for hidden in (j > i, abs(i - j) == 5):
+            x = x + jax.nn.softmax(jnp.where(hidden, -1e9, x @ x.mT / 16)) @ x
         return jnp.square(jnp.tanh(x))[:, 3:17].mean()
 
     draw = lambda key, n: 0.3 * jax.random.normal(key, (n, 16))

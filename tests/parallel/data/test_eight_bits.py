@@ -6,7 +6,6 @@ Received arrays are compared bit by bit, steps with one device, collectives by k
 import functools
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -182,65 +181,54 @@ def as_gathered(step: Any, params: Any) -> Any:
     return jax.tree.map(np.asarray, step.layout.to_logical(jax.tree.unflatten(jax.tree.structure(stored), leaves)))
 
 
-def check_with_one_device(strategy: str, computed_with: Callable[[Any, Any], Any], **tolerance: float) -> None:
-    """Compare some steps with one device that computes its gradients at `computed_with(step, params)`."""
+GATHER = (
+    "fsdp=2,microbatches=2",
+    "fsdp=4,remat=layer",
+    "data=2,fsdp=2,prefetch=1,microbatches=2",
+    "fsdp=2,tensor=2,sequence=true",
+    "fsdp=2,context=2",
+    "fsdp=2,expert=2",
+    "fsdp=2,microbatches=2,concurrent=2",
+    "pipe=2,fsdp=2,microbatches=4",
+    "pipe=2,fsdp=2,microbatches=4,schedule=zb-h1",
+    "pipe=2,fsdp=2,microbatches=4,prefetch=1",
+)
+REDUCE = (
+    "fsdp=2,microbatches=2",
+    "data=2,fsdp=2,zero=2",
+    "data=4",
+    "fsdp=2,zero=1,microbatches=2",
+    "fsdp=2,sync=step,microbatches=2,gather=int8",
+    "data=2,fsdp=2,prefetch=1,microbatches=2",
+    "fsdp=2,tensor=2,sequence=true",
+    "fsdp=2,expert=2",
+    "pipe=2,fsdp=2,microbatches=4,schedule=zb-h1",
+)
+
+
+def cells() -> list[Any]:
+    """Return all strategies; outside the battery is the first that gathers and the first that reduces in int8."""
+    gather, reduce = (
+        [f"{text},{name}=int8" for text in texts] for name, texts in (("gather", GATHER), ("reduce", REDUCE))
+    )
+    others = [pytest.param(strategy, marks=pytest.mark.battery) for strategy in (*gather[1:], *reduce[1:])]
+    return [pytest.param(gather[0], marks=pytest.mark.slow), reduce[0], *others]
+
+
+@pytest.mark.parametrize("strategy", cells())
+def test_gradients_are_those_at_rounded_weights(strategy: str) -> None:
+    """One device computes its gradients at the rounded weights, if weights are gathered in int8. Gradients that are
+    rounded themselves are near its own.
+    """
     sizes = re.findall(r"(?:data|fsdp|tensor|pipe|context|expert)=(\d)", strategy)
     net, devices = model("expert" in strategy), jax.devices()[: math.prod(map(int, sizes))]
     step = jp.make_train_step(net, SGD, strategy, mesh=devices)
     call = lambda params: (sums := net.call(params, None, text(), None)[0]["loss"]).total / sums.count
+    computed_with = lambda params: as_gathered(step, params) if "gather" in strategy else params
     first, gradient = initial(net), jax.jit(jax.grad(call))
-    trained = descended(lambda params, _: gradient(computed_with(step, params)), net.unwrap(first), SGD, STEPS)
+    trained = descended(lambda params, _: gradient(computed_with(params)), net.unwrap(first), SGD, STEPS)
+    tolerance = {"tolerance": 0.05} if "reduce" in strategy else {}
     check_cell(step, net, first, text(), STEPS, *trained, **tolerance)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "fsdp=2,microbatches=2",
-        *(
-            pytest.param(strategy, marks=pytest.mark.battery)
-            for strategy in (
-                "fsdp=4,remat=layer",
-                "data=2,fsdp=2,prefetch=1,microbatches=2",
-                "fsdp=2,tensor=2,sequence=true",
-                "fsdp=2,context=2",
-                "fsdp=2,expert=2",
-                "fsdp=2,microbatches=2,concurrent=2",
-                "pipe=2,fsdp=2,microbatches=4",
-                "pipe=2,fsdp=2,microbatches=4,schedule=zb-h1",
-                "pipe=2,fsdp=2,microbatches=4,prefetch=1",
-            )
-        ),
-    ],
-)
-def test_gradients_are_those_at_rounded_weights(strategy: str) -> None:
-    check_with_one_device(f"{strategy},gather=int8", as_gathered)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "fsdp=2,microbatches=2",
-        *(
-            pytest.param(strategy, marks=pytest.mark.battery)
-            for strategy in (
-                "data=2,fsdp=2,zero=2",
-                "data=4",
-                "fsdp=2,zero=1,microbatches=2",
-                "fsdp=2,sync=step,microbatches=2,gather=int8",
-                "data=2,fsdp=2,prefetch=1,microbatches=2",
-                "fsdp=2,tensor=2,sequence=true",
-                "fsdp=2,expert=2",
-                "pipe=2,fsdp=2,microbatches=4,schedule=zb-h1",
-            )
-        ),
-    ],
-)
-def test_rounded_gradients_are_near_those_of_one_device(strategy: str) -> None:
-    """One device computes its gradients at the rounded weights, if weights are gathered in int8 too."""
-    weights = as_gathered if "gather" in strategy else lambda step, params: params
-    check_with_one_device(f"{strategy},reduce=int8", weights, tolerance=0.05)
 
 
 def test_explain_and_check_have_the_bytes() -> None:
@@ -248,9 +236,6 @@ def test_explain_and_check_have_the_bytes() -> None:
     compiled = step.compile(text())
     assert proof_of(step, text(), compiled).ok
     page = " ".join(str(explain(step, text(), compiled)).split())
-    assert re.search(
-        r"reduce=int8: gradients from 16,384 elements go over fsdp in bytes, with a scale for each 256: ", page
-    ), page
-    assert re.search(
-        r"gather=int8: weights from 16,384 elements go over fsdp in bytes, with a scale for each 256: [\d.]+ kB a", page
-    ), page
+    for what, sent in (("reduce=int8: gradients", ""), ("gather=int8: weights", r"[\d.]+ kB a")):
+        line = f"{what} from 16,384 elements go over fsdp in bytes, with a scale for each 256: {sent}"
+        assert re.search(line, page), page

@@ -63,26 +63,20 @@ def trained() -> tuple[Any, Any]:
     return one_device().train(SGD, batch(), 1, STEPS)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "data=2,fsdp=2,microbatches=2,hpz=true",
-        "data=2,fsdp=2,hpz=true",
-        "data=2,fsdp=2,pipe=2,microbatches=2,hpz=true",
-        "data=2,fsdp=2,sync=step,microbatches=2,hpz=true",
-        *(
-            pytest.param(f"{strategy},hpz=true", marks=pytest.mark.battery)
-            for strategy in (
-                "data=2,fsdp=2,prefetch=1,microbatches=2",
-                "data=2,fsdp=4,remat=layer",
-                "data=2,fsdp=2,microbatches=2,concurrent=2",
-                "data=2,fsdp=2,pipe=2,microbatches=2,schedule=zb-h1",
-                "data=2,fsdp=2,pipe=2,microbatches=2,chunks=1,schedule=gpipe",
-            )
-        ),
-    ],
+CELLS = ("microbatches=2", "pipe=2,microbatches=2", "sync=step,microbatches=2")
+BATTERY = (
+    "microbatches=1",
+    "prefetch=1,microbatches=2",
+    "fsdp=4,remat=layer",
+    "microbatches=2,concurrent=2",
+    "pipe=2,microbatches=2,schedule=zb-h1",
+    "pipe=2,microbatches=2,chunks=1,schedule=gpipe",
 )
-def test_training_is_one_devices(strategy: str) -> None:
+
+
+@pytest.mark.parametrize("beside", [*CELLS, *(pytest.param(text, marks=pytest.mark.battery) for text in BATTERY)])
+def test_training_is_one_devices(beside: str) -> None:
+    strategy = f"data=2,{'' if 'fsdp' in beside else 'fsdp=2,'}{beside},hpz=true"
     devices = jax.devices()[: math.prod(map(int, re.findall(r"(?:data|fsdp|pipe)=(\d)", strategy)))]
     step = jp.make_train_step(model(), SGD, strategy, mesh=devices)
     check(step, model(), one_device().first, batch(), STEPS, *trained())

@@ -20,6 +20,7 @@ from jaxpar.hardware.devices import target
 from jaxpar.hardware.hardware import KINDS
 from jaxpar.inspect.check import check
 from jaxpar.inspect.expected import expected
+from jaxpar.inspect.explain import explain
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.parallel import Promise, Rule, register
 from jaxpar.parallel.data.fsdp import ZERO3
@@ -76,10 +77,11 @@ def test_a_rule_is_one_value_and_text(int8: Rule) -> None:
 @pytest.mark.slow
 def test_the_page_s_rule_trains_explains_and_keeps_its_promises(int8: Rule) -> None:
     step = make_step("data=8,rule=int8")
-    proof = check(step, BATCH)
+    compiled = step.compile(BATCH)
+    proof = check(step, BATCH, compiled)
     assert proof.ok, proof
     assert {f.what for f in proof.findings if f.part == "as compiled"} >= {"all-to-all data", "all-gather data"}
-    assert ("all-to-all", ("data",)) in {(c.kind, c.axes) for c in step.explain(BATCH).checks}
+    assert ("all-to-all", ("data",)) in {(c.kind, c.axes) for c in explain(step, BATCH, compiled).checks}
     report = jp.verify(MODEL, "data=8,rule=int8", BATCH, steps=1)
     assert 1e-4 < report.worst.error < 0.02  # quantised twice, to 1 / 254 of the largest value
 

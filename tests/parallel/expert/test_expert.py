@@ -16,6 +16,7 @@ import optax
 import pytest
 from cells import OneDevice, logical
 from tensor_cells import SHARED_BATCH
+from two_processes import check_two
 
 import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
@@ -27,7 +28,7 @@ from jaxpar.parity.parity import differences
 pytestmark = SHARED_BATCH
 
 FIRST = (
-    ("dropless", "pipe=2,expert=4,microbatches=2"),
+    ("capacity", "pipe=2,expert=4,microbatches=2"),  # "dropless" is beside context below, and in test_beside.py
     ("einsum", "expert=2,tensor=2"),
 )
 BESIDE = (
@@ -54,6 +55,7 @@ FEWER = (  # of those forms that are others with a loss, or with other choices
     "pipe=2,expert=4,microbatches=4,schedule=zb-h1",
 )
 RESEMBLING = ("all_experts", "others_none", "skipped", "sequence", "global", "microbatch")
+BESIDE_CONTEXT = ("expert=2,context=2,attention=gather", "pipe=2,expert=2,context=2,microbatches=2")
 UNEVEN = (
     "expert=3",
     "expert=3,fsdp=2,microbatches=2,prefetch=1",
@@ -63,7 +65,9 @@ UNEVEN = (
 
 
 def battery() -> list[tuple[str, str]]:
-    return [(name, text) for name in cells.FORMS for text in (FEWER if name in RESEMBLING else BESIDE)]
+    # The slots of `einsum` are counted over the positions of all ranks of `context`.
+    einsum = [("einsum", text) for text in BESIDE_CONTEXT]
+    return einsum + [(name, text) for name in cells.FORMS for text in (FEWER if name in RESEMBLING else BESIDE)]
 
 
 @pytest.mark.parametrize(
@@ -189,53 +193,53 @@ def test_rules_and_annotations_come_first() -> None:
     assert expert_dims(LEAVES, 4, {"mine": "expert"}, {}, names) == {"layers/moe/down": 1}
 
 
+APART = [(f"moe/expert_{i}/up", (16, 32)) for i in range(4)]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "rules", "says"),
+    ("leaves", "ranks", "rules", "says"),
     [
-        (3, {}, "8 experts on dim 1, which expert=3 does not divide"),
-        (2, {"moe/sideways": 0}, "matches the end of no parameter's path"),
-        (2, {"moe/up": 7}, "has no dim 7; use -4 to 3"),
-        (2, {"mine": "expert"}, "'expert' is for a name of dims"),
-        (2, {"moe/up": None}, "expert=2 splits no parameter"),
+        (LEAVES, 3, {}, "8 experts on dim 1, which expert=3 does not divide"),
+        (LEAVES, 2, {"moe/sideways": 0}, "matches the end of no parameter's path"),
+        (LEAVES, 2, {"moe/up": 7}, "has no dim 7; use -4 to 3"),
+        (LEAVES, 2, {"mine": "expert"}, "'expert' is for a name of dims"),
+        (LEAVES, 2, {"moe/up": None}, "expert=2 splits no parameter"),
+        ([("w", (4, 4))], 2, {}, "no leaf .* stands beside a router; use fsdp or data"),
+        # It was the embedding of positions that was named, whose dims are three.
+        (
+            [("positions", (1, 8, 16)), ("moe/router/kernel", (16, 4)), *APART],
+            2,
+            {},
+            r"moe/expert_0/up \[16, 32\] is one expert's alone: stack them",
+        ),
+        # A kernel of attention was named as if it were of experts.
+        ([("query", (4, 2, 2))], 2, {}, r"; if query \[4, 2, 2\] is of 4 experts, say so: rules=\{'query'"),
     ],
 )
-def test_errors_name_what_is_wrong(ranks: int, rules: Any, says: str) -> None:
+def test_errors_name_what_is_wrong(leaves: Any, ranks: int, rules: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        expert_dims(LEAVES, ranks, rules, {}, {})
+        expert_dims(leaves, ranks, rules, {}, {})
+
+
+MIXTURE = (
+    "expert=2,context=2,attention=ring",
+    "expert=2,context=2,fsdp=2,attention=gather",
+    "expert=4,context=2,attention=ulysses",
+    "expert=2,context=2,tensor=2,attention=gather",
+    "expert=2,context=2,fsdp=2,zero=1,microbatches=2",
+    "pipe=2,expert=2,context=2,microbatches=2,attention=gather",
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "text",
-    [
-        "expert=2,context=2,attention=ring",
-        *(
-            pytest.param(text, marks=pytest.mark.battery)
-            for text in (
-                "expert=2,context=2,fsdp=2,attention=gather",
-                "expert=4,context=2,attention=ulysses",
-                "expert=2,context=2,tensor=2,attention=gather",
-                "expert=2,context=2,fsdp=2,zero=1,microbatches=2",
-                "pipe=2,expert=2,context=2,microbatches=2,attention=gather",
-            )
-        ),
-    ],
-    ids=lambda text: text.replace(",", "-"),
-)
+@pytest.mark.parametrize("text", [MIXTURE[0], *(pytest.param(text, marks=pytest.mark.battery) for text in MIXTURE[1:])])
 def test_context_beside_it(text: str) -> None:
     """Each rank has some tokens of its rows, and some experts."""
     context_cells.check_cell("mixture", text)
 
 
 @pytest.mark.battery
-@pytest.mark.parametrize("text", ["expert=2,context=2,attention=gather", "pipe=2,expert=2,context=2,microbatches=2"])
-def test_einsum_beside_context(text: str) -> None:
-    """A row's slots are counted over the positions of all ranks."""
-    cells.check_cell("einsum", text)
-
-
-@pytest.mark.battery
-@pytest.mark.parametrize("text", ["expert=2,context=2,attention=gather", "pipe=2,expert=2,context=2,microbatches=2"])
+@pytest.mark.parametrize("text", BESIDE_CONTEXT)
 def test_tokens_sorted_by_expert_are_refused_beside_context(text: str) -> None:
     with pytest.raises(ValueError, match=r"sort at .*expert_cells.py.* mixes its positions"):
         cells.check_cell("grouped", text)
@@ -264,14 +268,6 @@ def test_layers_beside_experts_are_no_experts(layers: int) -> None:
         "moe/up": 0,
         "moe/up_bias": 0,
     }
-
-
-def test_experts_in_leaves_of_their_own_are_to_be_stacked() -> None:
-    """It was the embedding of positions that was named, whose dims are three."""
-    experts = [(f"moe/expert_{i}/up", (16, 32)) for i in range(4)]
-    leaves = [("positions", (1, 8, 16)), ("moe/router/kernel", (16, 4)), *experts]
-    with pytest.raises(ValueError, match=r"moe/expert_0/up \[16, 32\] is one expert's alone: stack them"):
-        expert_dims(leaves, 2, {}, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -310,31 +306,7 @@ def test_two_axes_do_not_split_one_dim() -> None:
     assert jp.verify(model_of(rules), "expert=2,tensor=2,data=2", batch).ok
 
 
-def test_a_dense_model_has_no_experts() -> None:
-    model = jp.Model(
-        init=lambda key: {"w": jax.random.normal(key, (4, 4))}, loss=lambda p, b, key: (b["x"] @ p["w"]).mean()
-    )
-    with pytest.raises(ValueError, match=r"no leaf .* stands beside a router; use fsdp or data"):
-        jp.make_train_step(model, optax.sgd(0.1), "expert=2,data=4")
-    # A kernel of attention [4, 2, 2] was named as if it were of experts.
-    heads = jp.Model(init=lambda key: {"query": jnp.ones((4, 2, 2))}, loss=model.loss)
-    with pytest.raises(ValueError, match=r"; if query \[4, 2, 2\] is of 4 experts, say so: rules=\{'query'"):
-        jp.make_train_step(heads, optax.sgd(0.1), "expert=2,data=4")
-
-
-# -- states ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.battery
-@pytest.mark.parametrize("zero", [1, 3])
-def test_a_checkpoint_goes_from_one_layout_to_another(zero: int, tmp_path: Path) -> None:
-    make = lambda text: jp.make_train_step(cells.built("capacity"), optax.adam(1e-2), text)
-    first, second = make(f"pipe=2,expert=2,fsdp=2,zero={zero},microbatches=2"), make("fsdp=8")
-    state, _ = first(first.init(jax.random.key(0)), cells.batch_of())
-    first.save(tmp_path / "a", state).wait()
-    restored = second.restore(tmp_path / "a")
-    jax.tree.map(np.testing.assert_array_equal, first.params(state), second.params(restored))
-    second.save(tmp_path / "b", restored).wait()
-    final = first.restore(tmp_path / "b")
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), jax.device_get(final.params))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.optimizer), jax.device_get(final.optimizer))
+@pytest.mark.parametrize("name", ["dropless", "grouped", "einsum"])
+def test_gradients_of_two_processes_are_those_of_one(name: str, tmp_path: Path) -> None:
+    check_two(tmp_path / "grads.npz", "expert_cells", name, "expert=2")

@@ -1,4 +1,4 @@
-"""`expert` with the other parts of a run: evaluation, frozen leaves, bfloat16, dropout, averages, resuming."""
+"""`expert` with the other parts of a run: evaluation, bfloat16, dropout, averages, resuming."""
 
 from pathlib import Path
 from typing import Any
@@ -29,57 +29,40 @@ def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1e-30))
 
 
-@pytest.mark.parametrize("name", ["dropless", "grouped", "einsum"])
-def test_evaluation_and_gradients_are_those_of_fsdp(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "precision", "tolerance"),
+    [
+        *((name, "f32", 1e-5) for name in ("dropless", "grouped", "einsum")),
+        ("all_experts", "bf16", 0.05),  # all experts see all tokens, so that rounding decides nothing
+    ],
+)
+def test_evaluation_and_gradients_are_those_of_fsdp(name: str, precision: str, tolerance: float) -> None:
     """Eight replicas either way, of which each routes its own rows."""
     results = []
     for text in (STRATEGY, "fsdp=8"):
-        step = build_step(name, text)
+        step = build_step(name, f"{text},precision={precision}")
         state = step.init(jax.random.key(0))
         results.append((step.evaluate(state, cells.batch_of())["loss"], *step.value_and_grad(state, cells.batch_of())))
-    assert_close(*results)
-
-
-def test_frozen_experts_stay_and_routers_learn() -> None:
-    results = []
-    for text in (STRATEGY, "fsdp=8"):
-        step = build_step(
-            "dropless", text, optax.adam(1e-2), trainable=lambda path: "router" in path or "embed" in path
-        )
-        state = step.init(jax.random.key(0))
-        old_params = jax.device_get(step.params(state))
-        for _ in range(2):
-            state, _ = step(state, cells.batch_of())
-        results.append(jax.device_get(step.params(state)))
-        np.testing.assert_array_equal(results[-1]["layers"]["moe"]["up"], old_params["layers"]["moe"]["up"])
-        assert np.any(results[-1]["layers"]["moe"]["router"] != old_params["layers"]["moe"]["router"])
-    assert_close(*results, tolerance=1e-4)
+    assert_close(*results, tolerance=tolerance)
 
 
 def test_averages_of_parameters_and_resuming_elsewhere(tmp_path: Path) -> None:
-    """An average in the optimizer's state, from expert=2 over expert=4 to fsdp: as if nothing had happened."""
+    """An average in the optimizer's state goes from layout to layout as if nothing had happened."""
     tx = optax.chain(optax.sgd(0.1, momentum=0.9), optax.ema(0.9))
+    staged = "pipe=2,expert=2,fsdp=2,microbatches=2"
+    texts = ("expert=2", STRATEGY, f"{staged},zero=1", f"{staged},zero=3", "fsdp=8")
     uninterrupted = build_step("capacity", "fsdp=8", tx)
     state = uninterrupted.init(jax.random.key(0))
-    for _ in range(3):
+    for _ in texts:
         state, _ = uninterrupted(state, cells.batch_of())
     resumed: Any = None
-    for number, text in enumerate(("expert=2", STRATEGY, "fsdp=8")):
+    for number, text in enumerate(texts):
         step = build_step("capacity", text, tx)
         resumed = step.init(jax.random.key(0)) if resumed is None else step.restore(tmp_path / str(number - 1))
         resumed, _ = step(resumed, cells.batch_of())
         step.save(tmp_path / str(number), resumed).wait()
     assert_close(step.params(resumed), uninterrupted.params(state))
     assert_close(resumed.optimizer, state.optimizer)
-
-
-def test_bfloat16_is_that_of_fsdp() -> None:
-    """Where all experts see all tokens, rounding decides nothing."""
-    results = []
-    for text in (f"{STRATEGY},precision=bf16", "fsdp=8,precision=bf16"):
-        step = build_step("all_experts", text)
-        results.append(step.value_and_grad(step.init(jax.random.key(0)), cells.batch_of())[1])
-    assert_close(*results, tolerance=0.05)
 
 
 def test_dropout_in_experts_is_that_of_the_same_rows() -> None:

@@ -1,5 +1,6 @@
 """Grouped matmuls are found with what stands between them, and are the same function as a mixture of `jp.experts`."""
 
+import functools
 from typing import Any
 
 import jax
@@ -79,25 +80,6 @@ def test_a_run_reaches_from_the_first_product_to_the_last() -> None:
     assert experts == 3 * EXPERTS * DIM * FFN * 4
 
 
-@pytest.mark.parametrize("reads", [lambda hidden: hidden.sum(), lambda hidden: jnp.flip(hidden, axis=0)[0, 0]])
-def test_what_is_read_elsewhere_ends_a_run(reads: Any) -> None:
-    def fun(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
-        hidden = jax.lax.ragged_dot(x, w["up"], sizes)
-        return jax.lax.ragged_dot(hidden, w["down"], sizes) * reads(hidden)
-
-    _, separate_runs = runs_of(fun)
-    assert [len(run.eqns) for run in separate_runs] == [1, 1]
-
-
-def test_what_mixes_rows_ends_a_run() -> None:
-    def fun(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
-        hidden = jnp.cumsum(jax.lax.ragged_dot(x, w["up"], sizes), axis=0)
-        return jax.lax.ragged_dot(hidden, w["down"], sizes)
-
-    _, separate_runs = runs_of(fun)
-    assert [len(run.eqns) for run in separate_runs] == [1, 1]
-
-
 @jax.custom_vjp
 def centred(x: jax.Array) -> jax.Array:
     """The identity, whose derivative takes the mean of all rows."""
@@ -107,17 +89,25 @@ def centred(x: jax.Array) -> jax.Array:
 centred.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent - cotangent.mean(axis=0),))
 
 
-def test_a_derivative_that_mixes_rows_ends_a_run() -> None:
-    def fun(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot(centred(jax.lax.ragged_dot(x, w["up"], sizes)), w["down"], sizes)
-
-    _, separate_runs = runs_of(fun)
-    assert [len(run.eqns) for run in separate_runs] == [1, 1]
+def twice(w: Any, x: jax.Array, sizes: jax.Array, between: Any = lambda hidden: hidden, flip: int = 1) -> jax.Array:
+    return jax.lax.ragged_dot(between(jax.lax.ragged_dot(x, w["up"], sizes)), w["down"], sizes[::flip])
 
 
-def test_groups_of_other_sizes_end_a_run() -> None:
-    def fun(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot(jax.lax.ragged_dot(x, w["up"], sizes), w["down"], sizes[::-1])
+def read_elsewhere(w: Any, x: jax.Array, sizes: jax.Array, reads: Any) -> jax.Array:
+    hidden = jax.lax.ragged_dot(x, w["up"], sizes)
+    return jax.lax.ragged_dot(hidden, w["down"], sizes) * reads(hidden)
 
-    _, separate_runs = runs_of(fun)
-    assert [len(run.eqns) for run in separate_runs] == [1, 1]
+
+ENDS = {
+    "read elsewhere": functools.partial(read_elsewhere, reads=jnp.sum),
+    "read elsewhere in another order": functools.partial(read_elsewhere, reads=lambda hidden: hidden[::-1][0, 0]),
+    "mixes rows": functools.partial(twice, between=functools.partial(jnp.cumsum, axis=0)),
+    "its derivative mixes rows": functools.partial(twice, between=centred),
+    "groups of other sizes": functools.partial(twice, flip=-1),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_ends_a_run(end: str) -> None:
+    assert [len(run.eqns) for run in runs_of(twice)[1]] == [2]
+    assert [len(run.eqns) for run in runs_of(ENDS[end])[1]] == [1, 1]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cells import check, initial
+from cells import OneDevice, check, initial
 from flax import linen as nn
 from flax import nnx
 from tensor_cells import SGD, SHARED_BATCH, STEPS
@@ -24,7 +24,6 @@ from jaxpar.inspect.ledger import Ledger
 from jaxpar.models import named
 from jaxpar.parallel.tensor.dims import tensor_dims
 from jaxpar.parallel.tensor.pairs import creation_order
-from jaxpar.parity.parity import Reference
 
 pytestmark = SHARED_BATCH
 
@@ -211,7 +210,6 @@ CONV = {f"blocks/{i}/{path}": dim for i in range(2) for path, dim in BLOCK.items
 GROUP = functools.partial(nnx.GroupNorm, num_groups=2)
 MODELS: dict[str, tuple[Callable[[], jp.Model], Any, dict[str, int]]] = {
     "BatchNorm": (lambda: pictures(nnx.BatchNorm), IMAGES, CONV),
-    "GroupNorm": (lambda: pictures(GROUP), IMAGES, CONV),
     "equinox": (
         equinox,
         IMAGES,
@@ -354,21 +352,17 @@ def test_rules_come_first() -> None:
 
 
 @functools.cache
-def reference(name: str) -> tuple[Any, Any, Any]:
-    model, batch = built(name), MODELS[name][1]
-    single, key = Reference(model, jp.Strategy(single=True), 1), jax.random.key(0)
-    return initial(model), single.value_and_grad(key, batch)[1], single.train(SGD, key, batch, STEPS)
+def one_device(name: str) -> OneDevice:
+    return OneDevice(built(name))
+
+
+@functools.cache
+def trained(name: str) -> tuple[Any, Any]:
+    return one_device(name).train(SGD, MODELS[name][1], 1, STEPS)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        # The one with BatchNorm but for its norm, which "separable" has: in the battery.
-        pytest.param(
-            name, marks=[pytest.mark.xdist_group(f"pairs {name}"), *[pytest.mark.battery] * (name == "GroupNorm")]
-        )
-        for name in MODELS
-    ],
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"pairs {name}")) for name in MODELS]
 )
 @pytest.mark.parametrize(
     "strategy", ["tensor=2,fsdp=2,data=2", pytest.param("tensor=2,fsdp=1", marks=pytest.mark.battery)]
@@ -378,8 +372,7 @@ def test_parity(name: str, strategy: str) -> None:
     model, batch = built(name), MODELS[name][1]
     devices = jax.devices()[: 8 if "data" in strategy else 2]
     step = jp.make_train_step(model, SGD, strategy, devices)
-    first, grads, params = reference(name)
-    check(step, model, first, batch, STEPS, grads, params)
+    check(step, model, one_device(name).first, batch, STEPS, *trained(name))
 
 
 def test_a_pair_sends_one_sum_forwards_and_one_backwards() -> None:

@@ -13,28 +13,15 @@ from jaxpar.models import named
 from jaxpar.parallel.tensor.dims import tensor_dims
 
 FFN: Leaves = [("ffn/up/kernel", (3, 24, 42)), ("ffn/up/bias", (3, 42)), ("ffn/down/kernel", (3, 42, 24))]
-
-
+SPLIT = {"ffn/up/kernel": 2, "ffn/up/bias": 1, "ffn/down/kernel": 1}
 ORDER: dict[str, tuple[Any, Any, dict[str, int]]] = {
-    "the user's come first and add": (
-        {"down/kernel": None, "up/kernel": 1},
-        None,
-        {"ffn/up/kernel": 1},
-    ),
+    "the user's come first and add": ({"down/kernel": None, "up/kernel": 1}, None, {"ffn/up/kernel": 1}),
     "a bias that is named": ({"up/bias": None}, None, {"ffn/up/kernel": 2, "ffn/down/kernel": 1}),
-    "none add nothing": ({}, None, {"ffn/up/kernel": 2, "ffn/up/bias": 1, "ffn/down/kernel": 1}),
+    "none add nothing": ({}, None, SPLIT),
     "the model's table is complete": (None, {"down/kernel": 1}, {"ffn/down/kernel": 1}),
-    "the user's beside the model's": (
-        {"up/kernel": -1},
-        {"down/kernel": -2, "of another size": 0},
-        {"ffn/up/kernel": 2, "ffn/up/bias": 1, "ffn/down/kernel": 1},
-    ),
+    "the user's beside the model's": ({"up/kernel": -1}, {"down/kernel": -2, "of another size": 0}, SPLIT),
     "a regular expression": ({"(up|down)/kernel": 1}, {}, {"ffn/up/kernel": 1, "ffn/down/kernel": 1}),
-    "one dim said twice": (
-        {"up/kernel": 2, "ffn/.*/kernel": -1},
-        {},
-        {"ffn/up/kernel": 2, "ffn/up/bias": 1, "ffn/down/kernel": 2},
-    ),
+    "one dim said twice": ({"up/kernel": 2, "ffn/.*/kernel": -1}, {}, SPLIT | {"ffn/down/kernel": 2}),
 }
 
 
@@ -67,158 +54,132 @@ def test_a_rule_that_splits_what_a_pipeline_takes_apart() -> None:
         jp.make_train_step(model, optax.sgd(0.1), "pipe=2,tensor=2,data=2,microbatches=2", rules={"up": 0})
 
 
+def raises(message: str) -> Any:
+    """Expect an error with these parts, between which anything may stand."""
+    return pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, message.split(" ... "))))
+
+
+UP = "ffn/up/kernel [3, 24, 42]"
+
+
 @pytest.mark.parametrize(
-    ("rules", "parts"),
+    ("rules", "message"),
     [
-        (["up/kernel"], ("rules: ['up/kernel'] is a list; use a dict such as {'ffn/up/kernel': -1}",)),
-        ({3: 1}, ("rules: 3 is a int; use the end of a path: 'ffn/up/kernel'",)),
-        ({"up/kernel": "fsdp"}, ("rules: 'up/kernel': 'fsdp' is no dim; use an int (-1 is the last), None",)),
-        ({"up/kernel": True}, ("rules: 'up/kernel': True is no dim",)),
-        ({"up/kernel": 1.0}, ("rules: 'up/kernel': 1.0 is no dim",)),
-        ({"mlp": "tensor"}, ("rules: 'mlp': 'tensor'", "the model is not annotated", "{'ffn/up/kernel': -1}")),
-        (
-            {"up/(kernel": -1},
-            ("rules: 'up/(kernel' is no regular expression", "for itself: 'up/\\\\(kernel'"),
-        ),
-        ({"fnn/up/kernel": -1}, ("rules: 'fnn/up/kernel' matches the end of no", "did you mean 'ffn/up/kernel'?")),
-        (
-            {"zzz": None},
-            ("rules: 'zzz' matches the end of no", "leaves are ffn/up/kernel [3, 24, 42], ffn/down"),
-        ),
-        ({"up/.*": -3}, ("rules: 'up/.*': -3 is no dim of ffn/up/bias [3, 42]; use -2 to 1, or None",)),
-        ({"up/kernel": 3}, ("rules: 'up/kernel': 3 is no dim of ffn/up/kernel [3, 24, 42]; use -3 to 2, or None",)),
-        (
-            {"up/kernel": -1, ".*kernel": 1},
-            ("rules: 'up/kernel': -1 and '.*kernel': 1 disagree on ffn/up/kernel [3, 24, 42]; change one",),
-        ),
-        (
-            {".*": None, "up/kernel": -1},
-            ("rules: '.*': None and 'up/kernel': -1 disagree on ffn/up/kernel",),
-        ),
+        (["up/kernel"], "rules: ['up/kernel'] is a list; use a dict such as {'ffn/up/kernel': -1}"),
+        ({3: 1}, "rules: 3 is a int; use the end of a path: 'ffn/up/kernel'"),
+        ({"up/kernel": "fsdp"}, "rules: 'up/kernel': 'fsdp' is no dim; use an int (-1 is the last), None"),
+        ({"up/kernel": True}, "rules: 'up/kernel': True is no dim"),
+        ({"up/kernel": 1.0}, "rules: 'up/kernel': 1.0 is no dim"),
+        ({"mlp": "tensor"}, "rules: 'mlp': 'tensor' ... the model is not annotated ... {'ffn/up/kernel': -1}"),
+        ({"up/(kernel": -1}, "rules: 'up/(kernel' is no regular expression ... for itself: 'up/\\\\(kernel'"),
+        ({"fnn/up/kernel": -1}, "rules: 'fnn/up/kernel' matches the end of no ... did you mean 'ffn/up/kernel'?"),
+        ({"zzz": None}, f"rules: 'zzz' matches the end of no ... leaves are {UP}, ffn/down"),
+        ({"up/.*": -3}, "rules: 'up/.*': -3 is no dim of ffn/up/bias [3, 42]; use -2 to 1, or None"),
+        ({"up/kernel": 3}, f"rules: 'up/kernel': 3 is no dim of {UP}; use -3 to 2, or None"),
+        ({"up/kernel": -1, ".*kernel": 1}, f"rules: 'up/kernel': -1 and '.*kernel': 1 disagree on {UP}; change one"),
+        ({".*": None, "up/kernel": -1}, "rules: '.*': None and 'up/kernel': -1 disagree on ffn/up/kernel"),
         (
             {"up/kernel": 0},
-            (
-                "ffn/up/kernel [3, 24, 42] has 3 on dim 0, which tensor=2 does not divide; pad it to 4, or leave it",
-                "whole: rules={'ffn/up/kernel': None}",
-            ),
+            f"{UP} has 3 on dim 0, which tensor=2 does not divide; pad it to 4, or leave it ... whole: "
+            "rules={'ffn/up/kernel': None}",
         ),
         (
             {"(up|down)/kernel": None},
-            (
-                "tensor=2 splits no parameter",
-                "ffn/up/kernel [3, 24, 42], ffn/down/kernel",
-                "rules={'ffn/up/kernel': -1}",
-            ),
+            f"tensor=2 splits no parameter ... {UP}, ffn/down/kernel ... rules={{'ffn/up/kernel': -1}}",
         ),
     ],
 )
-def test_wrong_rules(rules: Any, parts: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, parts))):
+def test_wrong_rules(rules: Any, message: str) -> None:
+    with raises(message):
         tensor_dims(FFN, 2, rules)
 
 
-RESNET = leaves_of(named("resnet-tiny").model)
+ONE: Leaves = [("up", (4, 6))]
 
 
 @pytest.mark.parametrize(
-    ("leaves", "size", "kwargs", "parts"),
+    ("leaves", "options", "message"),
     [
         (  # one message for all that does not divide
-            [
-                ("layers/4/ffn/up/kernel", (24, 41)),
-                ("layers/5/ffn/down/kernel", (41, 24)),
-                ("head/kernel", (24, 8)),
-            ],
-            4,
-            {},
-            (
-                "layers/4/ffn/up/kernel [24, 41] has 41 on dim 1, which tensor=4 does not divide; pad it to 44, or "
-                "leave it whole: rules={'ffn/up/kernel': None, 'ffn/down/kernel': None}",
-            ),
+            [("layers/4/ffn/up/kernel", (24, 41)), ("layers/5/ffn/down/kernel", (41, 24)), ("head/kernel", (24, 8))],
+            {"size": 4},
+            "layers/4/ffn/up/kernel [24, 41] has 41 on dim 1, which tensor=4 does not divide; pad it to 44, or leave "
+            "it whole: rules={'ffn/up/kernel': None, 'ffn/down/kernel': None}",
         ),
         (  # a bias follows its kernel in this, too
             [("up/bias", (41,)), ("up/kernel", (24, 41)), ("down/kernel", (4, 24))],
-            2,
             {},
-            ("up/kernel [24, 41] has 41 on dim 1", "leave it whole: rules={'up/kernel': None}"),
+            "up/kernel [24, 41] has 41 on dim 1 ... leave it whole: rules={'up/kernel': None}",
         ),
         (
             [("embedding", (62, 24)), ("head/kernel", (24, 64))],
-            4,
-            {"rules": {"embedding": 0}},
-            ("pad it to 64, use tensor=2, or", "': None}"),
+            {"size": 4, "rules": {"embedding": 0}},
+            "pad it to 64, use tensor=2, or ... ': None}",
         ),
         (  # to leave the only one whole was advised, and refused: nothing was split
             [("up/kernel", (24, 41))],
-            2,
             {},
-            ("up/kernel [24, 41] has 41 on dim 1", "pad it to 42, or use data or fsdp instead of tensor"),
+            "up/kernel [24, 41] has 41 on dim 1 ... pad it to 42, or use data or fsdp instead of tensor",
         ),
-        ([("x", ())], 2, {"rules": {"x": 0}}, ("'x': 0 is no dim of x []; it has none, use None",)),
+        ([("x", ())], {"rules": {"x": 0}}, "'x': 0 is no dim of x []; it has none, use None"),
         (
             [("attn/c_attn/kernel", (24, 72))],
-            2,
             {"model_rules": {}},
-            (
-                "tensor=2 splits no parameter",
-                "attn/c_attn/kernel: it holds several projections side by side",
-                "make them separate",
-                "rules={'attn/c_attn/kernel': -1}",
-            ),
+            "tensor=2 splits no parameter ... attn/c_attn/kernel: it holds several projections side by side ... "
+            "make them separate ... rules={'attn/c_attn/kernel': -1}",
         ),
         (
-            [("up", (4, 6))],
-            2,
+            ONE,
             {"names": {"up": ("embed", "mlp")}, "rules": {"joined": "tensor"}},
-            ("rules: 'joined': 'tensor' is for a name of dims, and the model's are embed, mlp;",),
+            "rules: 'joined': 'tensor' is for a name of dims, and the model's are embed, mlp;",
         ),
         (
-            [("up", (4, 6))],
-            2,
+            ONE,
             {"names": {"up": ("embed", "mlp")}, "rules": {"mlp": -1}},
-            ("rules: 'mlp' is a name of dims and the end of no path; use rules={'mlp': 'tensor'}",),
+            "rules: 'mlp' is a name of dims and the end of no path; use rules={'mlp': 'tensor'}",
         ),
         (
-            [("up", (4, 6))],
-            2,
+            ONE,
             {"names": {"up": ("heads", "mlp")}},
-            (
-                "up [4, 6] is annotated with ('heads', 'mlp'), which puts its dims [0, 1] on tensor; choose one: "
-                "rules={'up': 0}",
-            ),
+            "up [4, 6] is annotated with ('heads', 'mlp'), which puts its dims [0, 1] on tensor; choose one: "
+            "rules={'up': 0}",
         ),
         (
-            [("up", (4, 6))],
-            2,
+            ONE,
             {"names": {"up": ("layers", "embed", "mlp")}},
-            ("up [4, 6] is annotated with ('layers', 'embed', 'mlp'); give as many names as it has dims",),
+            "up [4, 6] is annotated with ('layers', 'embed', 'mlp'); give as many names as it has dims",
         ),
-        ([("up", (4, 6))], 2, {"model_rules": [1]}, ("the model's rules: [1] is a list; use a dict",)),
-        ([("up", (4, 6))], 2, {"model_rules": {"up": 2}}, ("the model's rules: 'up': 2 is no dim of up [4, 6]",)),
+        (ONE, {"model_rules": [1]}, "the model's rules: [1] is a list; use a dict"),
+        (ONE, {"model_rules": {"up": 2}}, "the model's rules: 'up': 2 is no dim of up [4, 6]"),
         (
             leaves_of(named("resnet-tiny").model),
-            2,
             {"model_rules": {}},
-            ("tensor=2 splits no parameter", "branch/1/conv/kernel"),
+            "tensor=2 splits no parameter ... branch/1/conv/kernel",
         ),
     ],
 )
-def test_what_does_not_fit(leaves: Leaves, size: int, kwargs: Any, parts: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, parts))):
-        tensor_dims(leaves, size, **kwargs)
+def test_what_does_not_fit(leaves: Leaves, options: dict[str, Any], message: str) -> None:
+    with raises(message):
+        tensor_dims(leaves, **{"size": 2, **options})
 
 
-def test_what_an_error_suggests_is_accepted() -> None:
+@pytest.mark.parametrize(
+    ("leaves", "options", "message", "dims"),
+    [
+        (
+            [("layers/0/w[0]/up/kernel", (4, 7)), ("layers/0/w[0]/down/kernel", (6, 4))],
+            {},
+            "does not divide",
+            {"layers/0/w[0]/down/kernel": 0},
+        ),
+        # Equinox's weights are [out, in, window]: -1 was said, which is the window.
+        ([("conv/weight", (32, 16, 3, 3))], {"model_rules": {}}, "splits no parameter", {"conv/weight": 0}),
+    ],
+)
+def test_what_an_error_suggests_is_accepted(leaves: Leaves, options: Any, message: str, dims: dict[str, int]) -> None:
     """The rule in a message names the leaf that it is about, whatever its path."""
-    leaves: Leaves = [("layers/0/w[0]/up/kernel", (4, 7)), ("layers/0/w[0]/down/kernel", (6, 4))]
-    with pytest.raises(ValueError, match="does not divide") as error:
-        tensor_dims(leaves, 2)
+    with pytest.raises(ValueError, match=message) as error:
+        tensor_dims(leaves, 2, **options)
     suggested = re.search(r"rules=({.*})", str(error.value))
     assert suggested is not None
-    assert tensor_dims(leaves, 2, eval(suggested[1])) == {"layers/0/w[0]/down/kernel": 0}
-    conv: Leaves = [("conv/weight", (32, 16, 3, 3))]  # of Equinox, [out, in, window]: -1 was said, which is the window
-    with pytest.raises(ValueError, match="splits no parameter") as error:
-        tensor_dims(conv, 2, model_rules={})
-    suggested = re.search(r"rules=({.*})", str(error.value))
-    assert suggested is not None
-    assert tensor_dims(conv, 2, eval(suggested[1])) == {"conv/weight": 0}
+    assert tensor_dims(leaves, 2, eval(suggested[1])) == dims

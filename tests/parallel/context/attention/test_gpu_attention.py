@@ -18,6 +18,7 @@ import jaxpar as jp
 from jaxpar.backend.text import size
 from jaxpar.hardware.compiled.kernels import Done, Executable, Kernel, Operation, Start, While
 from jaxpar.hardware.devices import gpu_topology, target
+from jaxpar.inspect.explain import explain
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.models import llama, named
 from jaxpar.parallel.context.attention.fused import biased_attention
@@ -25,11 +26,9 @@ from jaxpar.parallel.context.ops import (
     gather_attention,
     gather_bytes,
     ring_attention,
-    ring_bytes,
     ulysses_attention,
     ulysses_bytes,
     usp_attention,
-    usp_bytes,
 )
 
 pytestmark = [pytest.mark.cuda_compiler, pytest.mark.xdist_group("gpu attention")]
@@ -71,14 +70,13 @@ def attention(operation: Operation) -> bool:
     return isinstance(operation, Kernel) and "dot_product_attention" in operation.name
 
 
-@pytest.mark.parametrize(
+RINGS = pytest.mark.parametrize(
     ("way", "ranks"),
-    [
-        pytest.param("ring", 4, marks=pytest.mark.battery),
-        ("ring", 8),
-        pytest.param("usp", 8, marks=pytest.mark.battery),
-    ],
+    [("ring", 8), *(pytest.param(*ring, marks=pytest.mark.battery) for ring in (("ring", 4), ("usp", 8)))],
 )
+
+
+@RINGS
 def test_hops_of_the_ring_span_the_attention(way: str, ranks: int) -> None:
     """In the scheduled program each iteration sends once, from before its first kernel to after its last one.
 
@@ -108,14 +106,7 @@ def test_hops_of_the_ring_span_the_attention(way: str, ranks: int) -> None:
     assert spans == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("way", "ranks"),
-    [
-        pytest.param("ring", 4, marks=pytest.mark.battery),
-        ("ring", 8),
-        pytest.param("usp", 8, marks=pytest.mark.battery),
-    ],
-)
+@RINGS
 def test_every_block_is_cudnns(way: str, ranks: int) -> None:
     """Own keys take one kernel, each loop two, and the last round two, each way; nothing else multiplies."""
     text = compiled(way, ranks, 32_768)[0].as_text()
@@ -123,13 +114,17 @@ def test_every_block_is_cudnns(way: str, ranks: int) -> None:
     assert not [line for line in text.splitlines() if " dot(" in line or "__cublas" in line]
 
 
-@pytest.mark.parametrize("way", ["gather", "ulysses", "ring", pytest.param("usp", marks=pytest.mark.battery)])
-def test_bytes_forward_are_those_of_the_closed_form(way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "closed"),
+    [
+        ("gather", lambda t, c: gather_bytes(ROWS, t, GROUPS, SIZE, c, 2)),
+        ("ulysses", lambda t, c: ulysses_bytes(ROWS, t, HEADS, GROUPS, SIZE, c, 2)),
+    ],
+)
+def test_bytes_forward_are_those_of_the_closed_form(way: str, closed: Any) -> None:
+    """Bytes of a ring are those of its hops."""
     program, mesh = compiled(way, 8, 32_768, "forward")
-    sizes = ROWS, 32_768, *((HEADS,) if way in ("ulysses", "usp") else ()), GROUPS, SIZE, 8
-    sizes = *sizes, *((GROUP,) if way == "usp" else ()), 2
-    closed = {"gather": gather_bytes, "ulysses": ulysses_bytes, "ring": ring_bytes, "usp": usp_bytes}[way](*sizes)
-    assert Ledger.from_hlo(program.as_text(), mesh).total("sent") == closed[0]
+    assert Ledger.from_hlo(program.as_text(), mesh).total("sent") == closed(32_768, 8)[0]
 
 
 def test_a_bias_and_its_gradient_are_cudnns() -> None:
@@ -222,43 +217,31 @@ def test_attention_that_is_spelled_out_goes_round_the_ring_in_the_memory_of_jp_a
 
 
 @pytest.mark.slow
-def test_attention_that_is_spelled_out_is_fused_on_request() -> None:
-    """Flax's attention keeps the scores of all positions for the backward; by cuDNN there are none."""
-    model = jp.from_nnx(
-        lambda rngs: nnx.MultiHeadAttention(2, 128, decode=False, rngs=rngs),
-        lambda net, batch: jnp.square(net(batch["x"], mask=nnx.make_causal_mask(batch["x"][..., 0]))).mean(),
-    )
-    batch, devices = {"x": jax.ShapeDtypeStruct((2, 1024, 128), jnp.bfloat16)}, target("2xH100").devices
-    programs = [
-        jp.make_train_step(model, optax.sgd(0.1), f"precision=bf16,kernels={kernels}", mesh=devices[:1]).compile(batch)
-        for kernels in ("own", "fused")
-    ]
-    assert ["__cudnn$fmha" in program.as_text() for program in programs] == [False, True]
-    own_bytes, fused_bytes = (program.memory_analysis().temp_size_in_bytes for program in programs)
-    score_bytes = 2 * 2 * 1024 * 1024 * 2  # of two rows and two heads, in bfloat16
-    assert own_bytes - fused_bytes > score_bytes
+def test_attention_that_is_spelled_out_is_fused_on_request_and_explained() -> None:
+    """Flax's attention keeps the scores of all positions for the backward; by cuDNN there are none.
 
-
-@pytest.mark.slow
-def test_explain_says_what_the_kernel_saves() -> None:
-    """It reports bytes and seconds of the scores that do not pass through memory; nothing where XLA computes.
-
-    Scores would pass four times in the forward and seven times in the backward.
+    `explain` reports bytes and seconds of the scores that do not pass through memory, four times in the forward and
+    seven times in the backward; nothing where XLA computes.
     """
     model = jp.from_nnx(
         lambda rngs: nnx.MultiHeadAttention(2, 128, decode=False, rngs=rngs),
         lambda net, batch: jnp.square(net(batch["x"], mask=nnx.make_causal_mask(batch["x"][..., 0]))).mean(),
     )
 
-    def kernel_remarks(text: str, dtype: Any) -> list[str]:
+    def program_and_remarks(text: str, dtype: Any) -> tuple[Any, list[str]]:
         batch = {"x": jax.ShapeDtypeStruct((2, 1024, 128), dtype)}
         step = jp.make_train_step(model, optax.sgd(0.1), text, mesh=target("2xH100").devices[:1])
-        return [remark for remark in step.explain(batch).remarks if remark.startswith("kernels=fused")]
+        program = step.compile(batch)
+        remarks = explain(step, batch, program).remarks
+        return program, [remark for remark in remarks if remark.startswith("kernels=fused")]
 
-    (remark,) = kernel_remarks("precision=bf16,kernels=fused", jnp.bfloat16)
-    score_bytes = 2 * 2 * 1024 * 1024 * 2
+    own, own_remarks = program_and_remarks("precision=bf16", jnp.bfloat16)
+    fused, (remark,) = program_and_remarks("precision=bf16,kernels=fused", jnp.bfloat16)
+    by_xla, xla_remarks = program_and_remarks("kernels=fused", jnp.float32)
+    assert own_remarks == xla_remarks == []
+    assert ["__cudnn$fmha" in program.as_text() for program in (own, fused, by_xla)] == [False, True, False]
+    score_bytes = 2 * 2 * 1024 * 1024 * 2  # of two rows and two heads, in bfloat16
+    assert own.memory_analysis().temp_size_in_bytes - fused.memory_analysis().temp_size_in_bytes > score_bytes
     seconds = 1e-6 + 11 * score_bytes / (0.86 * 3.35e12)
     assert f"no scores in its attention, {size(score_bytes)} a step" in remark
     assert float(re.search(r"([\d.]+) ms of a step", remark)[1]) == pytest.approx(1e3 * seconds, rel=0.01)
-    assert not kernel_remarks("precision=bf16", jnp.bfloat16)
-    assert not kernel_remarks("kernels=fused", jnp.float32)  # which XLA computes
