@@ -18,7 +18,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +53,7 @@ class Counts:
 
 
 def kill(
-    folder: Place,
-    processes: int,
-    kills: int,
-    seed: int,
-    truth: Truth,
-    counts: Counts,
-    signals: Sequence[Any] = _SIGNALS,
+    folder: Place, processes: int, kills: int, seed: int, truth: Truth, counts: Counts, signals: Any = _SIGNALS
 ) -> None:
     """Breaks runs of so many processes `kills` times, and compares each that comes to its end."""
     choice, done, number = random.Random(seed), 0, 0
@@ -71,8 +64,8 @@ def kill(
             before, how = complete(out), None
             if done < kills and not counts.over:
                 how = choice.choice(_MOMENTS), choice.choice(signals)
-            group, sent = Group(processes, out=str(out), **truth.work), False
-            try:
+            sent = False
+            with Group(processes, out=str(out), **truth.work) as group:
                 if how is not None:
                     group.wait(how[0], choice, truth)
                     whom = choice.randrange(processes)
@@ -82,8 +75,6 @@ def kill(
                         group.send(1 - whom, signal.SIGKILL)
                     done += sent
                 ended = group.end(ENDS + truth.seconds)
-            finally:
-                group.close()
             # What a run goes on from is no earlier than what was complete when the last one died.
             lost = (complete(out) or 0) < (before or 0) or (group.started is not None and group.started < (before or 0))
             if how is not None and sent:
@@ -103,11 +94,8 @@ def kill(
 
 def flip(truth: Truth, flips: int, counts: Counts) -> None:
     """Restores copies of a checkpoint in which one bit is another."""
-    group = Group(1, out=str(truth.out), flips=flips, **truth.work)
-    try:
+    with Group(1, out=str(truth.out), flips=flips, **truth.work) as group:
         group.end(60 + 10 * flips, until=lambda: counts.over)
-    finally:
-        group.close()
     found = [line.removeprefix("FLIP ") for line in group.lines if line.startswith("FLIP ")]
     for line in found:
         end, _, said = line.partition(" ")
@@ -118,6 +106,8 @@ def flip(truth: Truth, flips: int, counts: Counts) -> None:
 
 def fault(fault: Fault, folder: Path, truth: Truth, counts: Counts) -> None:
     """One of the table."""
+    if counts.over:
+        return
     met, seconds, said = fault.run(folder / fault.name.replace(" ", "-"), truth)
     late = met and seconds > fault.seconds
     end = "late" if late else "as promised" if met else "not as promised"
@@ -154,7 +144,7 @@ def main() -> None:
             for seed, right in enumerate((truth, digits)):
                 parts.append(pool.submit(kill, folder, 1, share, options.seed + seed, right, counts))
             chosen = [x for x in FAULTS if x.name in wanted or "all" in wanted]
-            parts += [pool.submit(_unless_over, fault, x, folder, truth, counts) for x in chosen]
+            parts += [pool.submit(fault, x, folder, truth, counts) for x in chosen]
             for seed, data in enumerate(() if options.short else ("noise", "digits"), 2):
                 two = Truth.of(folder / f"unbroken-two-{data}", processes=2, steps=150, data=data)
                 parts.append(pool.submit(kill, folder, 2, share, options.seed + seed, two, counts))
@@ -169,13 +159,6 @@ def main() -> None:
             print(f"promised of {x.name}, within {x.seconds} s: {x.promise}")
     print("\n".join(["", *(f"FAILED {line}" for line in counts.failed), f"{len(counts.failed)} promises not kept"]))
     sys.exit(bool(counts.failed) or not counts.table)
-
-
-def _unless_over(run: object, *args: object) -> None:
-    counts = args[-1]
-    assert isinstance(counts, Counts)
-    if not counts.over:
-        run(*args)  # type: ignore[operator]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The faults of a run, what is promised of each, and within how many seconds; `campaign.py` counts what is kept."""
 
+import contextlib
 import shutil
 import signal
 import subprocess
@@ -31,18 +32,14 @@ class Fault:
 
 def _go_on(out: Path, truth: Truth) -> str:
     """Goes on with a broken run; how its end differs from the run that nobody broke, or ""."""
-    group = Group(1, out=str(out), **truth.work)
-    try:
+    with Group(1, out=str(out), **truth.work) as group:
         group.end(60 + truth.seconds)
-    finally:
-        group.close()
     return truth.differs(out, group) if group.status == 0 else f"it does not go on: {group.said()}"
 
 
 def _rank(number: signal.Signals) -> Callable[[Path, Truth], Outcome]:
     def run(out: Path, truth: Truth) -> Outcome:
-        group = Group(2, out=str(out), steps=10**6, save_every=50)
-        try:
+        with Group(2, out=str(out), steps=10**6, save_every=50) as group:
             if not group.until(lambda: group.step >= 5, 120):
                 return False, 0.0, f"it does not train: {group.said()}"
             begin = time.monotonic()
@@ -52,8 +49,6 @@ def _rank(number: signal.Signals) -> Callable[[Path, Truth], Outcome]:
             if number == signal.SIGSTOP:
                 group.send(1, signal.SIGCONT)
                 ended &= group.until(lambda: not group.alive, 60, pause=0.05)
-        finally:
-            group.close()
         words = group.said(0)
         # Its own status, not that of an abort, and a sentence that names the other.
         named = any(name in words for name in ("process 1", "rank 1"))
@@ -75,20 +70,16 @@ def _full_disk(out: Path, truth: Truth) -> Outcome:
         limit = 4 * 1024
     try:
         begin = time.monotonic()
-        group = Group(1, limit, out=str(out / "run"), **truth.work)
-        try:
+        with Group(1, limit, out=str(out / "run"), **truth.work) as group:
             ended = group.end(60 + truth.seconds)
-        finally:
-            group.close()
         seconds, words = time.monotonic() - begin - truth.seconds, group.said()
         named = "No space left" in words or "File too large" in words
         if not ended or not group.status or group.status < 0 or not named or group.crashed:
             return False, max(0, seconds), words
         saved = complete(out / "run")
         ballast.unlink(missing_ok=True)
-        (out / "run").rename(moved := out.with_name(f"{out.name}-moved")) if limit else shutil.copytree(
-            out / "run", moved := out.with_name(f"{out.name}-moved")
-        )
+        moved = out.with_name(f"{out.name}-moved")
+        shutil.copytree(out / "run", moved)
         wrong = _go_on(moved, truth)
         return not wrong, max(0, seconds), wrong or f"went on from checkpoint {saved}: {words}"
     finally:
@@ -98,26 +89,20 @@ def _full_disk(out: Path, truth: Truth) -> Outcome:
 
 def _removed(name: str) -> Callable[[Path, Truth], Outcome]:
     def run(out: Path, truth: Truth) -> Outcome:
-        group = Group(1, out=str(out), steps=10**5, save_every=100)
-        other = None
-        try:
+        with contextlib.ExitStack() as groups:
+            group, other = groups.enter_context(Group(1, out=str(out), steps=10**5, save_every=100)), None
             if not group.until(lambda: group.step >= 5, 120):
                 return False, 0.0, f"it does not train: {group.said()}"
             if name:
                 (out / name).unlink()
-                other = Group(1, out=str(out), steps=10**5, save_every=100)
-                ended = other.end(60)
-                # Either run may be the one that ends: what counts is that not both write.
-                ended |= not group.alive
+                other = groups.enter_context(Group(1, out=str(out), steps=10**5, save_every=100))
+                other.end(60)
             else:
                 shutil.rmtree(out)
             begin = time.monotonic()
+            # Either run may be the one that ends: what counts is that not both write.
             ended = group.until(lambda: not group.alive or (other is not None and not other.alive), 90)
             seconds, broken = time.monotonic() - begin, group if not group.alive or other is None else other
-        finally:
-            group.close()
-            if other is not None:
-                other.close()
         words = broken.said()
         kept = ended and (broken.status or 0) > 0 and str(out) in words and not broken.crashed
         return kept, seconds, words
@@ -161,13 +146,9 @@ def _clock(processes: int, jump: float) -> Callable[[Path, Truth], Outcome]:
         if processes > 1:
             right = Truth.of(out.with_name(f"{out.name}-unbroken"), processes, 30)
         begin = time.monotonic()
-        group = Group(
-            processes, out=str(out), others={"clock": jump}, **right.work
-        )  # the last process alone, which may be the only one
-        try:
+        # The clock of the last process alone, which may be the only one.
+        with Group(processes, out=str(out), others={"clock": jump}, **right.work) as group:
             ended = group.end(60 + 2 * right.seconds)
-        finally:
-            group.close()
         seconds = max(0.0, time.monotonic() - begin - right.seconds)
         wrong = right.differs(out, group) if ended and group.status == 0 else group.said()
         return not wrong, seconds, wrong or "the same numbers"
@@ -177,14 +158,11 @@ def _clock(processes: int, jump: float) -> Callable[[Path, Truth], Outcome]:
 
 def _unequal(other: dict[str, object], *names: str) -> Callable[[Path, Truth], Outcome]:
     def run(out: Path, truth: Truth) -> Outcome:
-        group = Group(2, out=str(out), steps=60, others=other)
-        try:
+        with Group(2, out=str(out), steps=60, others=other) as group:
             group.until(lambda: sum(line == "JOINED" for line in list(group.lines)) == 2, 120)
             begin = time.monotonic()
             ended = group.end(90)
             seconds = time.monotonic() - begin
-        finally:
-            group.close()
         words = group.said()
         # One sentence in every process, before the first step, that names what differs.
         said = all(any(name in group.said(rank) for name in names) for rank in range(2))

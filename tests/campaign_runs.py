@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jaxpar.backend.buckets import Place
 from jaxpar.backend.files import place
@@ -156,6 +156,12 @@ class Group:
                 reader.join(10)
         return ended
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Ends what is still there."""
         for process in self._processes:
@@ -190,13 +196,10 @@ class Truth:
     def of(cls, out: Path, processes: int, steps: int, save_every: int = 3, data: str = "noise") -> "Truth":
         """Trains it."""
         begin = time.monotonic()
-        group = Group(processes, out=str(out), steps=steps, save_every=save_every, data=data)
-        try:
+        with Group(processes, out=str(out), steps=steps, save_every=save_every, data=data) as group:
             group.until(lambda: group.started is not None, 300)
             started = time.monotonic()
             group.end(300)
-        finally:
-            group.close()
         if any(group.statuses):
             sys.exit(f"the run that nobody breaks does not train: {group.said()}")
         now = time.monotonic()

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -164,12 +163,6 @@ def test_no_page_of_the_api_is_endless(site: Path) -> None:
     entries = {page: (site / address(page) / "index.html").read_text().count('"doc doc-heading"') for page in PAGES}
     assert max(entries.values()) > 0
     assert not {str(page): number for page, number in entries.items() if number > MOST_ENTRIES}
-
-
-def test_the_navigation_has_no_page_twice() -> None:
-    pages = re.findall(r'"([\w/-]+\.(?:md|ipynb))"', (ROOT / "zensical.toml").read_text())
-    assert len(pages) == len(set(pages))
-    assert tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
 
 
 # -- what a browser shows ----------------------------------------------------------------------------------------------

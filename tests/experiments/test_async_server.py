@@ -36,16 +36,17 @@ def model(width: int = 3) -> jp.Model:
 def batch(step: int, workers: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(step)
     n = ROWS * workers
-    mask = (np.arange(n) % 3 > 0).astype(np.float32)
-    return {
-        "x": rng.normal(size=(n, 5)).astype("float32"),
-        "y": rng.normal(size=(n, 2)).astype("float32"),
-        "mask": mask,
-    }
+    x, y = (rng.normal(size=(n, width)).astype("float32") for width in (5, 2))
+    return {"x": x, "y": y, "mask": (np.arange(n) % 3 > 0).astype("float32")}
 
 
 def part(step: int, number: int, workers: int) -> dict[str, np.ndarray]:
     return {name: x[number * ROWS : (number + 1) * ROWS] for name, x in batch(step, workers).items()}
+
+
+def served(workers: int = 1, staleness: int | None = 0, **options: Any) -> Server:
+    made = options.pop("model", model())
+    return Server(made, optax.sgd(0.1), jax.random.key(0), workers=workers, staleness=staleness, **options)
 
 
 def waits_for(condition: Callable[[], Any]) -> None:
@@ -87,7 +88,7 @@ def test_in_step_it_is_data_parallelism() -> None:
 
 def test_a_fast_worker_waits_at_the_bound() -> None:
     with (
-        Server(model(), optax.sgd(0.1), jax.random.key(0), workers=2, staleness=1) as server,
+        served(workers=2, staleness=1) as server,
         Worker(model(), server.address, 0) as fast,
         Worker(model(), server.address, 1) as slow,
     ):
@@ -111,19 +112,21 @@ def test_a_fast_worker_waits_at_the_bound() -> None:
 
 def test_without_a_bound_nobody_waits() -> None:
     with (
-        Server(model(), optax.sgd(0.1), jax.random.key(0), workers=2, staleness=None) as server,
+        served(workers=2, staleness=None) as server,
         Worker(model(), server.address, 0) as fast,
         Worker(model(), server.address, 1),
     ):
         for step in range(5):
             assert fast.step(part(step, 0, 2)).version == step  # and every gradient makes an update
         assert server.version == 5
+        assert server._watch.is_alive()
+    assert not server._watch.is_alive()
 
 
 @pytest.mark.slow
 def test_nobody_waits_for_the_dead() -> None:
     """A worker that joined and is never heard of again holds the others for the lease, and not for ever."""
-    with Server(model(), optax.sgd(0.1), jax.random.key(0), workers=2, staleness=0, lease=20) as server:
+    with served(workers=2, lease=20) as server:
         server._clocks._now = lambda: 0.0  # where compiling takes longer than a lease nobody is lost by that
         dead = Worker(model(), server.address, 1)
         dead._closed.set()  # as if killed: no sign of it from here on
@@ -140,7 +143,7 @@ def test_nobody_waits_for_the_dead() -> None:
 
 
 def test_a_dead_server_ends_its_workers_with_a_sentence() -> None:
-    with Server(model(), optax.sgd(0.1), jax.random.key(0), workers=1, staleness=None) as server:
+    with served(staleness=None) as server:
         worker = Worker(model(), server.address, 0)
         worker.step(part(0, 0, 1))
     with (
@@ -153,7 +156,7 @@ def test_a_dead_server_ends_its_workers_with_a_sentence() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with Server(model(), optax.sgd(0.1), jax.random.key(0), workers=1, staleness=0) as server:
+    with served() as server:
         with pytest.raises(ValueError, match=r"w float32\[5, 4\] there, w float32\[5, 3\] here|b float32\[4\] there"):
             Worker(model(4), server.address, 0)
         with pytest.raises(ValueError, match="worker 3 of workers=1: number them 0 to 0"):
@@ -166,9 +169,16 @@ def test_what_does_not_fit_is_refused() -> None:
                 worker._server("push", worker._who | about, [np.zeros(1, "float32")] * 2)
             with pytest.raises(FloatingPointError, match=r"worker 0, step 0: loss nan.*not pushed"):
                 worker.step(part(0, 0, 1) | {"x": np.full((ROWS, 5), np.nan, "float32")})
-        assert server.version == 0
+            none = part(0, 0, 1) | {"mask": np.zeros(ROWS, "float32")}
+            with pytest.raises(
+                ValueError, match=r"worker 0: count=0\.0: no row of this worker's batch counts, .*; give"
+            ):
+                worker.step(none)
+            assert server.version == 0
+            # The advice: rows whose weights add up to more than 0.
+            assert worker.step(none | {"mask": np.eye(1, ROWS, dtype="float32")[0]}).version == 0
         with pytest.raises(OSError, match="cannot be bound"):
-            Server(model(), optax.sgd(0.1), jax.random.key(0), workers=1, staleness=0, address=server.address)
+            served(address=server.address)
 
 
 def test_no_field_of_a_message_changes_anything_before_all_are_checked() -> None:
@@ -178,14 +188,13 @@ def test_no_field_of_a_message_changes_anything_before_all_are_checked() -> None
     no_number = [None, "0", "x", True, [], {}, [0], 10**400, float("nan"), float("inf"), -float("inf")]
     no_whole = [*no_number, -1, 1.5]
     with (
-        Server(model(), optax.sgd(0.1), jax.random.key(0), workers=2, staleness=1) as server,
+        served(workers=2, staleness=1) as server,
         Worker(model(), server.address, 0) as worker,
     ):
         leaves = [np.ones(shape, dtype) for _, shape, dtype in server._signature]
         push = worker._who | {"version": 0, "loss": 1.5, "count": 2.0}
-        wrong = [
-            (call, {**push, who: x}) for call in ("pull", "beat", "leave") for who in worker._who for x in no_whole
-        ]
+        calls = ("pull", "beat", "leave")
+        wrong = [(call, {**push, who: x}) for call in calls for who in worker._who for x in no_whole]
         wrong += [("push", {**push, name: x}) for name in ("worker", "token", "version") for x in no_whole]
         wrong += [("push", {**push, name: x}) for name in ("loss", "count") for x in no_number]
         wrong += [("push", {**push, "count": x}) for x in (0, -1, 1e-40)]
@@ -215,18 +224,6 @@ def test_no_field_of_a_message_changes_anything_before_all_are_checked() -> None
             np.testing.assert_allclose(x, before[name] - 2 * 0.1 / 2, rtol=1e-5)
 
 
-def test_a_worker_without_rows_that_count_is_told() -> None:
-    with (
-        Server(model(), optax.sgd(0.1), jax.random.key(0), workers=1, staleness=None) as server,
-        Worker(model(), server.address, 0) as worker,
-    ):
-        none = part(0, 0, 1) | {"mask": np.zeros(ROWS, "float32")}
-        with pytest.raises(ValueError, match=r"worker 0: count=0\.0: no row of this worker's batch counts, .*; give"):
-            worker.step(none)
-        # The advice: rows whose weights add up to more than 0.
-        assert worker.step(none | {"mask": np.eye(1, ROWS, dtype="float32")[0]}).version == 0
-
-
 def test_mutable_state_is_refused() -> None:
     class Normed(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
@@ -234,7 +231,7 @@ def test_mutable_state_is_refused() -> None:
 
     normed = jp.from_nnx(lambda rngs: Normed(rngs), lambda module, batch: (module.norm(batch["x"]) ** 2).mean())
     with (
-        Server(normed, optax.sgd(0.1), jax.random.key(0), workers=1, staleness=0) as server,
+        served(model=normed) as server,
         Worker(normed, server.address, 0) as worker,
         pytest.raises(ValueError, match="the loss changes mutable state"),
     ):
@@ -321,9 +318,3 @@ def test_what_is_no_message_is_refused() -> None:
     for message in messages():
         with pytest.raises(ValueError, match="message"):
             wire.decode(message)
-
-
-def test_threads_end_with_the_server() -> None:
-    with Server(model(), optax.sgd(0.1), jax.random.key(0), workers=1, staleness=0) as server:
-        assert server._watch.is_alive()
-    assert not server._watch.is_alive()

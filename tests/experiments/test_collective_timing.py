@@ -1,19 +1,15 @@
 """How collectives are timed: nccl-tests' factors, sizes, checked results."""
 
-import sys
-from pathlib import Path
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collective_timing import Effort, Op, busbw_factor, bytes_of, measure
 from jax.sharding import AxisType, Mesh
 
 from jaxpar import collectives
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
-from collective_timing import Effort, Op, busbw_factor, bytes_of, measure
 
 ONCE = Effort(iterations=2, repeats=2, warmup=1, seconds=0.1)
 

@@ -1,9 +1,10 @@
 """`make compare`, small: two strategies, three steps; the table, the record and the pictures."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import re
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -14,27 +15,35 @@ import numpy as np
 import pytest
 import tyro
 
-ROOT = Path(__file__).parents[2]
 STRATEGIES = ("dp", "zero3")
 STEPS = 3
+Compared = tuple[str, Path, dict[str, Any]]
 pytestmark = pytest.mark.xdist_group("compare")  # the tests share one run
+
+# `experiments/naive` has a module of this name too.
+_spec = importlib.util.spec_from_file_location(
+    "compare_of_experiments", Path(__file__).parents[2] / "experiments" / "compare.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+compare = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = compare
+_spec.loader.exec_module(compare)
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict[str, Any]]:
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     """What it prints, its folder, its record."""
     out = tmp_path_factory.mktemp("compare")
     data = out / "text"
     data.write_bytes(bytes(range(256)) * 40)
-    small = ["--rows", "8", "--length", "16", "--data", str(data), "--out", str(out), "--steps", str(STEPS)]
-    command = [sys.executable, str(ROOT / "experiments" / "compare.py"), *small, "--strategies", *STRATEGIES]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, out, json.loads((out / "compare.json").read_text())
+    with contextlib.redirect_stdout(printed := io.StringIO()):
+        compare.main(compare.Options(strategies=STRATEGIES, data=data, steps=STEPS, rows=8, length=16, out=out))
+    return printed.getvalue(), out, json.loads((out / "compare.json").read_text())
 
 
 @pytest.mark.slow
-def test_table(compared: tuple[str, Path, dict[str, Any]]) -> None:
+def test_table(compared: Compared) -> None:
     printed, _, record = compared
     assert max(map(len, printed.splitlines())) <= 80
     rows = [line.split() for line in printed.splitlines() if line.startswith(STRATEGIES)]
@@ -49,7 +58,7 @@ def test_table(compared: tuple[str, Path, dict[str, Any]]) -> None:
     assert ratio == "1.000"
 
 
-def test_strategies_agree(compared: tuple[str, Path, dict[str, Any]]) -> None:
+def test_strategies_agree(compared: Compared) -> None:
     *_, record = compared
     assert tuple(record["strategies"]) == STRATEGIES
     first = np.array(record["strategies"]["dp"]["losses"])
@@ -61,7 +70,7 @@ def test_strategies_agree(compared: tuple[str, Path, dict[str, Any]]) -> None:
         assert min(found["seconds"]) > 0
 
 
-def test_dp_makes_five_exchanges_through_its_server(compared: tuple[str, Path, dict[str, Any]]) -> None:
+def test_dp_makes_five_exchanges_through_its_server(compared: Compared) -> None:
     *_, record = compared
     dp = record["strategies"]["dp"]
     assert [t["kind"] for t in dp["transfers"]] == ["scatter", "broadcast", "gather", "scatter", "gather"]
@@ -69,7 +78,7 @@ def test_dp_makes_five_exchanges_through_its_server(compared: tuple[str, Path, d
     assert dp["memory"]["server"]["total"] > dp["memory"]["others"]["total"]
 
 
-def test_pictures(compared: tuple[str, Path, dict[str, Any]]) -> None:
+def test_pictures(compared: Compared) -> None:
     _, out, _ = compared
     for theme, paper in ("", 1.0), ("-dark", 0.07):
         image = matplotlib.image.imread(out / f"compare{theme}.png")
@@ -78,9 +87,7 @@ def test_pictures(compared: tuple[str, Path, dict[str, Any]]) -> None:
         assert ET.parse(out / f"compare{theme}.svg").getroot().tag.endswith("svg")
 
 
-def test_the_picture_draws_one_curve_and_the_largest_difference_from_it(
-    compared: tuple[str, Path, dict[str, Any]],
-) -> None:
+def test_the_picture_draws_one_curve_and_the_largest_difference_from_it(compared: Compared) -> None:
     """Curves that lie on each other said nothing: of ten one saw the last."""
     _, out, record = compared
     svg = (out / "compare.svg").read_text()
@@ -97,16 +104,7 @@ def test_the_picture_draws_one_curve_and_the_largest_difference_from_it(
     assert np.array_equal(np.argsort(heights, stable=True), np.argsort(apart, stable=True))
 
 
-def test_a_misspelt_strategy_is_named_before_anything_compiles(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # `experiments/naive` has a module of this name too.
-    spec = importlib.util.spec_from_file_location("compare_of_experiments", ROOT / "experiments" / "compare.py")
-    assert spec is not None
-    assert spec.loader is not None
-    compare = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, compare)
-    spec.loader.exec_module(compare)
+def test_a_misspelt_strategy_is_named_before_anything_compiles(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         tyro.cli(compare.Options, args=["--strategies", "ddp", "zero33"])
     assert "did you mean 'zero3'" in re.sub(r"[\s│]+", " ", capsys.readouterr().err)  # whatever the box breaks

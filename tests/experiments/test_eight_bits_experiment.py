@@ -1,16 +1,12 @@
 """What 8 bits cost: the losses that are kept, and what is drawn of them."""
 
 import json
-import sys
 from pathlib import Path
 
+import eight_bits
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "experiments"))
-import eight_bits  # noqa: E402
-
-import jaxpar as jp  # noqa: E402
+import jaxpar as jp
 
 
 @pytest.mark.parametrize("name", eight_bits.TRIALS)

@@ -7,11 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import figures
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "experiments"))
-import figures  # noqa: E402
 
 
 def test_none_is_older_than_its_program() -> None:

@@ -1,34 +1,25 @@
 """`experiments/gpu.py` on a CPU, at its smallest: what will run on a GPU some day runs, and says what it found."""
 
-import importlib
 import json
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
+import gpu_attention
+import gpu_cells
+import gpu_profile
+import gpu_report
+import gpu_speed
+import gpu_worker
 import jax
 import numpy as np
 import pytest
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Modules that stand beside gpu.py, which find each other as when it is the script."""
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-
-    def module(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return module
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_cells(load: Any, tmp_path: Path) -> None:
+def test_cells(tmp_path: Path) -> None:
     """The last of the simulated devices plays the GPU, the first is the CPU."""
-    gpu_cells, report = load("gpu_cells"), load("gpu_report")
-    record = report.Record(tmp_path, "cells", budget=1000)
+    record = gpu_report.Record(tmp_path, "cells", budget=1000)
     gpu_cells.run(record, ("function",), few=True)
     assert jax.config.jax_default_matmul_precision is None  # predictions read it
     assert [row.get("ok") for row in record.rows] == [True] * 3, record.rows
@@ -36,18 +27,16 @@ def test_cells(load: Any, tmp_path: Path) -> None:
     assert "zero2,microbatches=2,precision=bf16" in (tmp_path / "cells.txt").read_text()
 
 
-def test_budget_and_errors(load: Any, tmp_path: Path) -> None:
+def test_budget_and_errors(tmp_path: Path) -> None:
     """What is not begun, and what runs out of memory, are rows that say so."""
-    gpu_cells, report = load("gpu_cells"), load("gpu_report")
-    record = report.Record(tmp_path, "cells", budget=-1)
+    record = gpu_report.Record(tmp_path, "cells", budget=-1)
     gpu_cells.run(record, ("function",), few=True)
     assert all("budget" in row["error"] for row in record.rows)
-    assert report.said(RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhile")).startswith("OUT OF MEMORY")
-    assert not report.said(ValueError("no")).startswith("OUT")
+    assert gpu_report.said(RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhile")).startswith("OUT OF MEMORY")
+    assert not gpu_report.said(ValueError("no")).startswith("OUT")
 
 
-def test_attention(load: Any) -> None:
-    gpu_attention = load("gpu_attention")
+def test_attention() -> None:
     odd, packed = gpu_attention.TINY
     for case, dtype in ((odd, "bfloat16"), (packed, "float16")):
         found = gpu_attention.measure(case, dtype, rounds=1)
@@ -65,11 +54,10 @@ def test_attention(load: Any) -> None:
         ("gpt2", "plain"),
     ],
 )
-def test_speed(load: Any, model: str, contender: str) -> None:
+def test_speed(model: str, contender: str) -> None:
     """A contender is ready, takes steps, and says what they took; both learn from the same loss."""
-    worker, speed = load("gpu_worker"), load("gpu_speed")
-    spec = speed.spec_of(model, None, tiny=True)
-    first, steps = worker.make({**spec, "tiny": False, "contender": contender})
+    spec = gpu_speed.spec_of(model, None, tiny=True)
+    first, steps = gpu_worker.make({**spec, "tiny": False, "contender": contender})
     found = steps(2)
     assert found["seconds"] > 0
     assert found["tokens"] == spec["rows"] * spec["length"]
@@ -77,16 +65,15 @@ def test_speed(load: Any, model: str, contender: str) -> None:
     assert ("explained_GB" in first) == (contender != "plain")
 
 
-def test_unknown_model(load: Any) -> None:
+def test_unknown_model() -> None:
     with pytest.raises(ValueError, match="'gpt3': use one of gpt2, "):
-        load("gpu_speed").spec_of("gpt3", None, tiny=False)
+        gpu_speed.spec_of("gpt3", None, tiny=False)
 
 
 @pytest.mark.slow
-def test_profile(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu_profile, report = load("gpu_profile"), load("gpu_report")
+def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_profile, "LARGEST", 2**30)  # a trace holds every program of the process, of other tests too
-    record = report.Record(tmp_path, "profile", budget=1000)
+    record = gpu_report.Record(tmp_path, "profile", budget=1000)
     gpu_profile.run(record, "gpt2", "single", tiny=True)
     assert "error" not in record.rows[0], record.rows
     assert (tmp_path / "profile.xplane.pb").stat().st_size == record.about["trace_bytes"] > 0
@@ -103,30 +90,29 @@ def test_profile(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert gpu_profile.gaps([(0, 4), (2, 6), (9, 10), (3, 5)]) == [3]
 
 
-def test_missing(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without tyro is told before anything imports it, and how to bring it."""
-    report = load("gpu_report")
-    find = report.importlib.util.find_spec
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None if name == "tyro" else find(name))
-    assert report.missing() == ["tyro>=1.0"]
-    assert "pip download" in report.how_to_bring(report.missing())
-    assert "'tyro>=1.0'" in report.how_to_bring(report.missing())
+    find = gpu_report.importlib.util.find_spec
+    monkeypatch.setattr(gpu_report.importlib.util, "find_spec", lambda name: None if name == "tyro" else find(name))
+    assert gpu_report.missing() == ["tyro>=1.0"]
+    assert "pip download" in gpu_report.how_to_bring(gpu_report.missing())
+    assert "'tyro>=1.0'" in gpu_report.how_to_bring(gpu_report.missing())
 
 
 def test_command_line() -> None:
     """Its commands exist, and are all in docs/gpu.md."""
-    text = (EXPERIMENTS.parent / "docs" / "gpu.md").read_text()
+    text = (ROOT / "docs" / "gpu.md").read_text()
     for command in ("train", "cells", "attention", "speed", "profile"):
         assert f"gpu.py {command}" in text
 
 
 def test_figures() -> None:
     """What docs/gpu.md says of a step is what `gpu.json` records, at as many digits."""
-    record = json.loads((EXPERIMENTS / "gpu.json").read_text())
+    record = json.loads((ROOT / "experiments" / "gpu.json").read_text())
     rows = [row for name, rows in record["rows"].items() if name.startswith(("speed", "predicted")) for row in rows]
     known = {f"{value * by:,.{digits}f}" for row in rows for value in row.values() if isinstance(value, float)
              for by in (1, 100) for digits in range(3)}  # fmt: skip
-    table = (EXPERIMENTS.parent / "docs" / "gpu.md").read_text().split("| model |")[1].split("\n\n")[0]
+    table = (ROOT / "docs" / "gpu.md").read_text().split("| model |")[1].split("\n\n")[0]
     cells = [cell.strip(" %") for line in table.splitlines()[2:] for cell in line.split("|")[3:]]
     shown = [cell for cell in cells if cell]
     assert len(shown) > 60

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from jaxpar.hosts import environment
 from jaxpar.hosts.launch import LaunchOptions
 from jaxpar.run.cli.options import TrainOptions
 from jaxpar.run.cli.parsing import parse
@@ -24,11 +25,11 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "experiments" / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
 # Every fake writes what it was started with, and as what, into a folder of its own.
-FAKE = """#!{python}
-import json, os, sys, uuid
+FAKE = """#!{python} -IS
+import json, os, sys, time
 keep = ("SLURM_", "OMPI_", "JAXPAR_", "NCCL_")
 env = {{k: v for k, v in os.environ.items() if k.startswith(keep)}}
-json.dump([sys.argv[1:], env], open(os.path.join({seen!r}, uuid.uuid4().hex + ".json"), "w"))
+json.dump([sys.argv[1:], env], open(os.path.join({seen!r}, f"{{os.getpid()}}-{{time.time_ns()}}"), "w"))
 sys.exit(int(os.environ.get("FAIL_" + sys.argv[1].upper(), 0)))
 """
 SRUN = """#!/bin/bash
@@ -70,9 +71,8 @@ def started(tmp_path: Path, script: str, **env: str) -> tuple[int, list[tuple[li
     (tmp_path / ".venv" / "bin").symlink_to(tools)
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "OMPI", "JAXPAR", "NCCL"))}
     clean |= {"PATH": f"{tools}:{os.environ['PATH']}", "VENV": str(tmp_path / ".venv")}
-    done = subprocess.run(
-        ["bash", str(LAUNCH / script), "--steps", "7"], env=clean | env, capture_output=True, text=True, check=False
-    )
+    command = ["bash", str(LAUNCH / script), "--steps", "7"]
+    done = subprocess.run(command, env=clean | env, capture_output=True, text=True, check=False)
     assert "line " not in done.stderr, done.stderr
     found = [json.loads(path.read_text()) for path in seen.iterdir()]
     return done.returncode, sorted(found, key=lambda one: (one[0][0], *(int(one[1].get(k, 0)) for k in RANKS)))
@@ -90,22 +90,18 @@ def trained(words: list[str]) -> list[str]:
 
 
 RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JAXPAR_PROCESS")
-SLURM = {"SLURM_JOB_NAME": "jaxpar", "SLURM_JOB_ID": "5000", "SLURM_CPUS_PER_TASK": "8"}
-
-
-def environment(script: str, folder: Path) -> dict[str, str]:
-    return SLURM | {"SLURM_SUBMIT_DIR": str(ROOT)} if script == "slurm.sh" else {"HOSTS": "gpu07,gpu08"}
+SLURM = {"SLURM_JOB_NAME": "jaxpar", "SLURM_JOB_ID": "5000", "SLURM_CPUS_PER_TASK": "8", "SLURM_SUBMIT_DIR": str(ROOT)}
+HOSTS = {"HOSTS": "gpu07,gpu08"}
 
 
 @pytest.mark.parametrize("script", ["slurm.sh", "mpirun.sh", "ssh.sh"])
 def test_scripts_start_what_jaxpar_understands(script: str, tmp_path: Path) -> None:
     out = tmp_path / "a run"  # a blank in its name
-    status, found = started(tmp_path, script, **environment(script, tmp_path), OUT=str(out))
+    status, found = started(tmp_path, script, **(SLURM if script == "slurm.sh" else HOSTS), OUT=str(out))
     assert status == 0
     by_ssh = script == "ssh.sh"  # a launcher on each host; elsewhere the processes themselves
-    doctors, runs = [
-        [one for one in found if one[0][0] == word] for word in ("doctor", "launch" if by_ssh else "train")
-    ]
+    kinds = ("doctor", "launch" if by_ssh else "train")
+    doctors, runs = ([one for one in found if one[0][0] == kind] for kind in kinds)
     assert len(runs) == (2 if by_ssh else 16)
     assert len(doctors) == (0 if by_ssh else 16)
     for words, env in runs:
@@ -117,8 +113,7 @@ def test_scripts_start_what_jaxpar_understands(script: str, tmp_path: Path) -> N
         assert env["JAXPAR_WATCHDOG"] == "60"
     for words, _ in doctors:
         assert words[words.index("--folder") + 1] == str(out)
-    environments = pytest.importorskip("jaxpar.hosts.environment", reason="no detection of launchers in this checkout")
-    places = [environments.detect(env, name=lambda: "", gpus=lambda: 8) for _, env in runs]
+    places = [environment.detect(env, name=lambda: "", gpus=lambda: 8) for _, env in runs]
     assert [(place.processes, place.process) for place in places] == [(len(runs), rank) for rank in range(len(runs))]
     # Each has a GPU of its own.
     assert by_ssh or [place.gpus for place in places] == [(rank % 8,) for rank in range(16)]
@@ -126,17 +121,14 @@ def test_scripts_start_what_jaxpar_understands(script: str, tmp_path: Path) -> N
     assert len({place.coordinator for place in places}) == 1
 
 
-def test_a_doctor_who_finds_something_keeps_the_run_from_starting(tmp_path: Path) -> None:
-    status, found = started(
-        tmp_path, "slurm.sh", **environment("slurm.sh", tmp_path), OUT=str(tmp_path / "r"), FAIL_DOCTOR="1"
-    )
-    assert status == 1
-    assert {words[0] for words, _ in found} == {"doctor"}
-
-
-def test_ssh_reports_the_status_of_who_failed(tmp_path: Path) -> None:
-    status, _ = started(tmp_path, "ssh.sh", HOSTS="a,b", OUT=str(tmp_path / "r"), FAIL_LAUNCH="2")
-    assert status == 2
+@pytest.mark.parametrize(("script", "command", "fails"), [("slurm.sh", "doctor", 1), ("ssh.sh", "launch", 2)])
+def test_a_command_that_fails_is_the_last_and_gives_the_status(
+    script: str, command: str, fails: int, tmp_path: Path
+) -> None:
+    env = {f"FAIL_{command.upper()}": str(fails), "OUT": str(tmp_path / "r")}
+    status, found = started(tmp_path, script, **(SLURM if script == "slurm.sh" else HOSTS), **env)
+    assert status == fails
+    assert {words[0] for words, _ in found} == {command}
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, LAUNCH / "nccl.env"], ids=lambda path: path.name)
@@ -174,21 +166,13 @@ POD = {
     "volumes": [VOLUME], "securityContext": {"runAsNonRoot": bool, "runAsUser": int, "fsGroup": int},
 }  # fmt: skip
 JOB = {"completions": int, "parallelism": int, "completionMode": str, "backoffLimit": int, "template": {"spec": POD}}
-SERVICE = {
-    "clusterIP": str,
-    "publishNotReadyAddresses": bool,
-    "selector": {"job-name": str},
-    "ports": [{"name": str, "port": int}],
-}
+PORTS = [{"name": str, "port": int}]
+SERVICE = {"clusterIP": str, "publishNotReadyAddresses": bool, "selector": {"job-name": str}, "ports": PORTS}
 JOBSET = {
     "network": {"enableDNSHostnames": bool, "subdomain": str}, "failurePolicy": {"maxRestarts": int},
     "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": JOB}}],
 }  # fmt: skip
-KINDS = {
-    ("v1", "Service"): SERVICE,
-    ("batch/v1", "Job"): JOB,
-    ("jobset.x-k8s.io/v1alpha2", "JobSet"): JOBSET,
-}
+KINDS = {("v1", "Service"): SERVICE, ("batch/v1", "Job"): JOB, ("jobset.x-k8s.io/v1alpha2", "JobSet"): JOBSET}
 
 
 def fits(value: Any, schema: Any, where: str) -> None:
@@ -242,28 +226,23 @@ def test_manifests(name: str) -> None:
 def test_the_service_leads_to_the_pods() -> None:
     service, job = manifests("job.yaml")
     assert service["spec"]["clusterIP"] == "None"
-    assert (
-        service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
-    )  # a label that Kubernetes gives a Job's pods
-    assert service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"]
-    ports = {port["port"] for port in service["spec"]["ports"]}
-    assert (
-        ports
-        == {port["containerPort"] for port in job["spec"]["template"]["spec"]["containers"][0]["ports"]}
-        == {12345}
-    )
+    # A label that Kubernetes gives a Job's pods.
+    assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
+    pod = job["spec"]["template"]["spec"]
+    assert service["metadata"]["name"] == pod["subdomain"]
+    assert [port["port"] for port in service["spec"]["ports"]] == [12345]
+    assert [port["containerPort"] for port in pod["containers"][0]["ports"]] == [12345]
 
 
 @pytest.mark.parametrize(("name", "own"), [("job.yaml", "train-%d"), ("jobset.yaml", "jaxpar-hosts-0-%d")])
 def test_pods_find_each_other(name: str, own: str) -> None:
-    environments = pytest.importorskip("jaxpar.hosts.environment", reason="no detection of launchers in this checkout")
     given = {one["name"]: one.get("value") or "" for one in pods(name)[1]["containers"][0]["env"]}
     if name == "jobset.yaml":  # what the annotations say
         given |= {"JOBSET_JOB_GLOBAL_INDEX": "0", "JOBSET_GLOBAL_REPLICAS": "1"}
     for index in range(2):
         env = given | {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": str(index)}
         host = f"{own % index}.jaxpar.default.svc.cluster.local"
-        place = environments.detect(env, name=lambda host=host: host, gpus=lambda: 8)
+        place = environment.detect(env, name=lambda host=host: host, gpus=lambda: 8)
         assert (place.processes, place.process) == (2, index)
         assert place.coordinator == f"{own % 0}.jaxpar.default.svc.cluster.local:12345"
 

@@ -5,15 +5,13 @@ from pathlib import Path
 
 import jax
 import matplotlib.image
+import megatron_memory as experiment
 import pytest
+from kept import kept
+from megatron_sums import Setting, terms, total
 
-ROOT = Path(__file__).parents[2]
-import megatron_memory as experiment  # noqa: E402
-from kept import kept  # noqa: E402
-from megatron_sums import Setting, terms, total  # noqa: E402
-
-from jaxpar.hardware.devices import gpu_topology  # noqa: E402
-from jaxpar.models import gpt  # noqa: E402
+from jaxpar.hardware.devices import gpu_topology
+from jaxpar.models import gpt
 
 # cuDNN takes head_dims that are multiples of 8; its lengths are even.
 OPTIONS = experiment.Options(dim=144, heads=6, length=26, rows=3, layers=(3, 5), tensor=(1, 2))
@@ -56,15 +54,9 @@ def test_arrays_have_a_source() -> None:
     assert not any("normalization.py" in one.source for one in arrays)  # what Flax keeps is the line that calls it
 
 
+@pytest.mark.battery  # what is traced is held to the same sums above, for every setting
 @pytest.mark.cuda_compiler
-@pytest.mark.parametrize(
-    "setting",
-    [
-        pytest.param(Setting(1, False, True, "none"), marks=pytest.mark.battery, id="scores"),
-        # Both in the battery: what is traced is held to the same sums above, for every setting.
-        pytest.param(Setting(2, True, False, "none"), marks=pytest.mark.battery, id="sequence"),
-    ],
-)
+@pytest.mark.parametrize("setting", [Setting(1, False, True, "none"), Setting(2, True, False, "none")], ids=str)
 def test_temporaries_of_a_compiled_layer(setting: Setting) -> None:
     options = experiment.Options(dim=256, heads=2, length=512, layers=(12, 36))
     row = experiment.measure(setting, options, gpu_topology("2xH100"))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.image
+import numpy as np
 import pytest
 from jax.sharding import Mesh
 from report import pictures, record
@@ -19,10 +20,15 @@ TINY = {
     "scaling": ["--counts", "1", "2", "--strategies", "fsdp", "pp", "--steps", "1", "--rows", "8", "--length", "16"],
     "precision": ["--precisions", "f32", "f16", "--steps", "4", "--rows", "4", "--length", "16"],
     "collectives": ["--ops", "all_reduce", "send_recv", "--largest", "16k", "--repeats", "1", "--iterations", "1"],
+    "pipeline": [
+        *("--pipe", "2", "--layers", "2", "--length", "32", "--rows", "2", "--steps", "1"),
+        *("--schedules", "gpipe", "1f1b", "--microbatches", "8"),
+    ],
 }
 
 
 def run(name: str, *arguments: str, launch: tuple[str, ...] = ()) -> str:
+    """What a script prints in a process of its own."""
     command = [sys.executable, *launch, str(ROOT / "experiments" / f"{name}.py"), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr
@@ -69,6 +75,62 @@ def test_collectives(tmp_path: Path) -> None:
     assert [(row["op"], row["bytes"], row["wrong"]) for row in rows] == [
         (op, size, 0) for op in ("all_reduce", "send_recv") for size in (4096, 16384)
     ]
+
+
+@pytest.mark.battery
+def test_pipeline(tmp_path: Path) -> None:
+    """Tables equal the closed form, and GPipe holds more than 1F1B."""
+    _, found = tiny("pipeline", tmp_path)
+    cells = {cell["name"]: cell for cell in found["cells"]}
+    for cell in cells.values():
+        assert cell["table"] == pytest.approx(cell["formula"])
+        assert cell["seconds"] > 0
+    few, many = cells["1f1b"], cells["gpipe"]
+    assert few["slot"] == many["slot"]
+    more = (many["slots"] - few["slots"]) * few["slot"]
+    # A tick of 1F1B is a forward and a backward, which takes some of it back.
+    assert many["temporaries"] - few["temporaries"] > 0.5 * more > 0
+
+
+@pytest.mark.battery
+def test_a_pipeline_of_layers_that_wait(tmp_path: Path) -> None:
+    """No step lasts less than its table, by what ranks wait; how much more is the machine's."""
+    small = ["--devices", "4", "--layers", "8", "--waits", "100", "--steps", "1", "--microbatches", "4"]
+    run("pipeline", *small, "--schedules", "1f1b", "zb-h1", "zb-v:2", "--out", str(tmp_path))
+    cells = json.loads((tmp_path / "pipeline.json").read_text())["cells"]
+    assert [cell["forwards"] for cell in cells] == [21, 15, 15]  # 3 (m + p - 1), 3 m + p - 1
+    for cell in cells:
+        assert cell["lasted"] > 0.999 * cell["forwards"]
+        assert cell["beside"] > 0
+
+
+@pytest.mark.battery
+def test_optimizers(tmp_path: Path) -> None:
+    """Losses of AdamW and Muon at every rate, and a picture of the best."""
+    small = ["--devices", "2", "--steps", "12", "--every", "6", "--model", "llama-tiny,layers=1,dim=32"]
+    run("optimizers", *small, "--adamw", "1e-3", "3e-3", "--muon", "1e-2", "--out", str(tmp_path))
+    trials = json.loads((tmp_path / "optimizers.json").read_text())["trials"]
+    rates = [(trial["optimizer"], trial["rate"]) for trial in trials]
+    assert rates == [("adamw", 1e-3), ("adamw", 3e-3), ("muon", 1e-2)]
+    for trial in trials:
+        assert len(trial["losses"]) == 12
+        assert [step for step, _ in trial["held_out"]] == [6, 12]
+    assert (tmp_path / "muon.svg").exists()
+
+
+@pytest.mark.battery
+def test_mixture(tmp_path: Path) -> None:
+    """Losses of a dense model and of a mixture, and the load of each expert."""
+    models = ["llama-tiny,layers=1,dim=32", "mixtral-tiny,layers=2,dim=32,head_dim=8,experts=4,capacity=0.5"]
+    small = ["--devices", "4", "--steps", "2", "--every", "1", "--rows", "4", "--length", "16"]
+    run("mixture", *small, "--models", *models, "--strategies", "fsdp", "expert=2,fsdp=2", "--out", str(tmp_path))
+    dense, mixture = json.loads((tmp_path / "mixture.json").read_text())["trials"]
+    assert len(dense["losses"]) == len(mixture["losses"]) == 2
+    assert not dense["load"]
+    assert max(mixture["dropped"]) > 0
+    for _, load in mixture["load"]:
+        np.testing.assert_allclose(np.sum(load, axis=1), [1, 1], rtol=1e-4)
+    assert (tmp_path / "mixture.svg").exists()
 
 
 @pytest.mark.battery
@@ -134,6 +196,15 @@ def test_data_sheets_stand_in_the_picture_and_the_table(tmp_path: Path) -> None:
     assert [type(mesh) for mesh, _ in mesh.values()] == [Mesh]
     (share,) = [list(column.cells) for column in table(rows, options, known).columns if "sheet" in str(column.header)]
     assert share == ["39%"]
+
+
+def test_the_measured_bubble_is_what_is_beyond_the_slope() -> None:
+    from pipeline import Cell, fit
+
+    p, each = 4, 0.1
+    cell = lambda m: Cell(name="gpipe", microbatches=m, table=0, formula=0, slots=0, seconds=each * (m + p - 1))
+    fit(cells := [cell(m) for m in (4, 8, 16)])
+    assert [cell.measured for cell in cells] == pytest.approx([(p - 1) / m for m in (4, 8, 16)])
 
 
 def test_record_holds_the_options(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tutorial_page import rendered
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "tutorial.ipynb"
 CELLS = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
@@ -47,9 +48,6 @@ def test_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
 
 def test_the_page_is_the_notebook() -> None:
     """The site showed no notebook: it linked a file of JSON."""
-    sys.path.insert(0, str(NOTEBOOK.parents[1] / "experiments"))
-    from tutorial_page import rendered
-
     for name, text in rendered().items():
         assert (NOTEBOOK.parent / name).read_text() == text, f"python experiments/tutorial_page.py makes {name} anew"
 

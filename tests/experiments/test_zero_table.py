@@ -5,12 +5,10 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
+import zero_table
 
-ROOT = Path(__file__).parents[2]
-import zero_table  # noqa: E402
-
-from jaxpar.hardware.devices import gpu_topology  # noqa: E402
-from jaxpar.models import named  # noqa: E402
+from jaxpar.hardware.devices import gpu_topology
+from jaxpar.models import named
 
 SIZES = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
 # Bytes per parameter: Rajbhandari et al. 2020, section 5, with K = 12.

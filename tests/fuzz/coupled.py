@@ -11,7 +11,7 @@ import optax
 
 import jaxpar as jp
 
-from .parity import CRASHED, REFUSED, Invalid, Outcome, raw, refusal
+from .parity import CRASHED, REFUSED, Invalid, Outcome, converted, raw, refusal
 from .programs import Program
 
 WARNED, SILENT, FALSE_ALARM, UNFELT = "warned", "silent", "refused, innocent", "unfelt"
@@ -25,7 +25,6 @@ def couples(program: Program) -> bool:
     if not program.shapes:
         raise Invalid("no parameters")
     with jax.enable_x64(True):
-        cast = lambda tree: {k: v.astype("float64") if v.dtype == "float32" else v for k, v in tree.items()}
         loss = program.loss()
 
         def part(params: Any, rows: Any, every: Any) -> tuple[Any, Any]:
@@ -50,7 +49,8 @@ def couples(program: Program) -> bool:
         worst = 0.0
         try:
             for draw in range(DRAWS):
-                whole, *others = together(cast(program.params()), cast(program.batch(draw)))
+                params, batch = (converted(arrays, "float64") for arrays in (program.params(), program.batch(draw)))
+                whole, *others = together(params, batch)
                 largest = max(float(np.abs(x).max(initial=0)) for x in whole[1:]) if len(whole) > 1 else 0.0
                 if not all(np.isfinite(x).all() for x in whole) or not largest < 1e12:
                     raise Invalid("not finite")

@@ -47,7 +47,7 @@ def loss(seed: int, number: int) -> tuple[Recipe, bool, tuple[str, int]]:
     chosen = random.Random(f"loss {seed} {number}")
     sizes = Sizes(16, 8, 8, 16)
     g = Draw(chosen, sizes)
-    start = losses.plain_start(g) if chosen.random() < 0.7 else losses.start(g)
+    start = losses.plain_start(g.sizes) if chosen.random() < 0.7 else losses.start(g)
     innocent = chosen.random() < 0.5
     inside = [spelled(g, g.pick(FEATURES, POSITIONS)) for _ in range(chosen.choice([0, 0, 0, 1]))]
     by_end = chosen.random() < 0.4

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from .features import product
-from .programs import Block, Draw
+from .programs import Block, Draw, Sizes
 
-PLAIN_START = "plain"
 PLAIN_ENDS = (
     Block("square", ("return jnp.square(x).mean()",)),
     Block("cotangent", ('return (x * b["y"]).mean()',)),
@@ -13,9 +12,9 @@ PLAIN_ENDS = (
 )
 
 
-def plain_start(g: Draw) -> Block:
+def plain_start(sizes: Sizes) -> Block:
     """Frames by a matrix."""
-    return Block(PLAIN_START, ('x = b["x"] @ p["enter"]',), {"enter": (g.D, g.D)})
+    return Block("plain", ('x = b["x"] @ p["enter"]',), {"enter": (sizes.dim, sizes.dim)})
 
 
 def start(g: Draw) -> Block:

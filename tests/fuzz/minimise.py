@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from .losses import PLAIN_ENDS, PLAIN_START
+from .losses import PLAIN_ENDS, plain_start
 from .programs import Block, Program, Recipe
 
 Fails = Callable[[Program], bool]
@@ -43,9 +43,8 @@ def _fewer_blocks(recipe: Recipe) -> Iterator[Recipe]:
         yield replace(recipe, blocks=blocks)
     if recipe.end not in PLAIN_ENDS:
         yield from (replace(recipe, end=end) for end in PLAIN_ENDS)
-    if recipe.start.name != PLAIN_START:
-        D = recipe.sizes.dim
-        yield replace(recipe, start=Block(PLAIN_START, ('x = b["x"] @ p["enter"]',), {"enter": (D, D)}))
+    if recipe.start != plain_start(recipe.sizes):
+        yield replace(recipe, start=plain_start(recipe.sizes))
 
 
 def _fewer(blocks: tuple[Block, ...]) -> Iterator[tuple[Block, ...]]:

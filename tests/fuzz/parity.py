@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ class Outcome:
     said: str = ""
 
 
+def converted(arrays: Mapping[str, np.ndarray], dtype: str) -> dict[str, Any]:
+    """Arrays with those of float32 in another dtype."""
+    return {name: x.astype(dtype) if x.dtype == "float32" else x for name, x in arrays.items()}
+
+
 def value(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> jax.Array:
     """The loss as one number."""
     found = loss(params, batch)
@@ -58,8 +64,7 @@ class OneDevice:
         if not params:
             raise Invalid("no parameters")
         with jax.enable_x64(dtype == "float64"):
-            cast = lambda tree: {k: v.astype(dtype) if v.dtype == "float32" else v for k, v in tree.items()}
-            self.params, self.batch = cast(params), cast(self.batch)
+            self.params, self.batch = converted(params, dtype), converted(self.batch, dtype)
             try:
                 grad = jax.jit(jax.value_and_grad(functools.partial(value, program.loss())))
                 runs = [jax.device_get(grad(*self._moved(i))) for i in range(3)]
@@ -127,10 +132,10 @@ def run(program: Program, strategy: str, devices: int, dtype: str = "float32") -
     """The loss and gradients of the program under a strategy."""
     with jax.enable_x64(dtype == "float64"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        cast = lambda tree: {k: v.astype(dtype) if v.dtype == "float32" else v for k, v in tree.items()}
         step = jp.make_train_step(program.model(), optax.sgd(0.1), strategy, mesh=jax.devices()[:devices])
-        state = step.init(jax.random.key(0), params=jax.tree.map(jnp.asarray, cast(program.params())))
-        return jax.device_get(step.value_and_grad(state, cast(program.batch())))
+        params = jax.tree.map(jnp.asarray, converted(program.params(), dtype))
+        state = step.init(jax.random.key(0), params=params)
+        return jax.device_get(step.value_and_grad(state, converted(program.batch(), dtype)))
 
 
 def outcome(program: Program, strategy: str, devices: int, one: OneDevice | None = None) -> Outcome:
@@ -153,67 +158,42 @@ def outcome(program: Program, strategy: str, devices: int, one: OneDevice | None
         return Outcome(REFUSED, str(error)) if refusal(error) else Outcome(CRASHED, raw(error))
 
 
-# -- strategies: their texts, and how many devices each takes ---------------------------------------------------------
+# -- strategies, and how many devices each takes -----------------------------------------------------------------------
 
-STRATEGIES: Sequence[tuple[str, int]] = (
-    ("data=4", 4),
-    ("data=2,microbatches=2", 2),
-    ("data=2,server=true", 2),
-    ("fsdp=4,zero=1", 4),
-    ("fsdp=4,zero=2", 4),
-    ("fsdp=4", 4),
-    ("fsdp=2,microbatches=2,remat=layer", 2),
-    ("data=2,fsdp=4", 8),
-    ("data=2,fsdp=2,zero=2,microbatches=2", 4),
-    ("tensor=2", 2),
-    ("tensor=4", 4),
-    ("tensor=2,sequence=true", 2),
-    ("tensor=4,sequence=true", 4),
-    ("tensor=2,fsdp=2,remat=layer", 4),
-    ("tensor=2,data=2,sequence=true,microbatches=2", 4),
-    ("context=2", 2),
-    ("context=4", 4),
-    ("context=2,attention=ring", 2),
-    ("context=2,attention=ulysses", 2),
-    ("context=2,fsdp=2", 4),
-    ("context=2,tensor=2", 4),
-    ("context=2,tensor=2,sequence=true,fsdp=2", 8),
-    ("expert=2", 2),
-    ("expert=4", 4),
-    ("expert=2,tensor=2", 4),
-    ("expert=2,fsdp=2,microbatches=2", 4),
-    ("expert=2,context=2,data=2", 8),
-    ("pipe=2,stages=cut,microbatches=2", 2),
-    ("pipe=4,stages=cut,microbatches=4", 4),
-    ("pipe=2,stages=cut,microbatches=4,schedule=zb-h1", 2),
-    ("pipe=2,stages=cut,chunks=2,microbatches=2", 2),
-    ("pipe=2,stages=cut,microbatches=2,data=2,tensor=2", 8),
-    ("pipe=2,stages=cut,microbatches=2,fsdp=2,zero=1", 4),
-    ("pipe=2,stages=layers,microbatches=2", 2),
-    ("pipe=2,stages=layers,microbatches=4,fsdp=2,tensor=2", 8),
-    ("pipe=2,stages=layers,microbatches=4,schedule=zb-h1", 2),
-    ("pipe=2,stages=layers,microbatches=2,context=2,remat=layer", 4),
-    ("data=2,logits=4", 2),
-    ("tensor=2,logits=4", 2),
-    ("fsdp=2,logits=7,microbatches=2", 2),
-    ("fsdp=2,microbatches=2,prefetch=1", 2),
-    ("fsdp=2,microbatches=4,concurrent=2,prefetch=1,remat=layer", 2),
-    ("tensor=2,sequence=true,microbatches=2,concurrent=2", 2),
-    ("expert=2,fsdp=2,microbatches=2,concurrent=2", 4),
-    ("fsdp=2,kernels=fused", 2),
-    ("fsdp=2,microbatches=2,offload=activations", 2),
-    ("tensor=2,fsdp=2,remat=auto,budget=1GB,offload=activations", 4),
-    ("pipe=2,stages=layers,microbatches=4,fsdp=2,prefetch=1", 4),
-    ("data=2,fsdp=2,hpz=true,microbatches=2", 4),
-)
+AXES = ("data", "fsdp", "tensor", "context", "expert", "pipe")
+
+
+def devices(strategy: str) -> int:
+    """How many devices its axes take."""
+    sizes = dict(part.split("=") for part in strategy.split(","))
+    return math.prod(int(size) for axis, size in sizes.items() if axis in AXES)
+
+
+_TEXTS = """
+    data=4 data=2,microbatches=2 data=2,server=true fsdp=4,zero=1 fsdp=4,zero=2 fsdp=4
+    fsdp=2,microbatches=2,remat=layer data=2,fsdp=4 data=2,fsdp=2,zero=2,microbatches=2 tensor=2 tensor=4
+    tensor=2,sequence=true tensor=4,sequence=true tensor=2,fsdp=2,remat=layer
+    tensor=2,data=2,sequence=true,microbatches=2 context=2 context=4 context=2,attention=ring
+    context=2,attention=ulysses context=2,fsdp=2 context=2,tensor=2 context=2,tensor=2,sequence=true,fsdp=2
+    expert=2 expert=4 expert=2,tensor=2 expert=2,fsdp=2,microbatches=2 expert=2,context=2,data=2
+    pipe=2,stages=cut,microbatches=2 pipe=4,stages=cut,microbatches=4
+    pipe=2,stages=cut,microbatches=4,schedule=zb-h1 pipe=2,stages=cut,chunks=2,microbatches=2
+    pipe=2,stages=cut,microbatches=2,data=2,tensor=2 pipe=2,stages=cut,microbatches=2,fsdp=2,zero=1
+    pipe=2,stages=layers,microbatches=2 pipe=2,stages=layers,microbatches=4,fsdp=2,tensor=2
+    pipe=2,stages=layers,microbatches=4,schedule=zb-h1 pipe=2,stages=layers,microbatches=2,context=2,remat=layer
+    data=2,logits=4 tensor=2,logits=4 fsdp=2,logits=7,microbatches=2 fsdp=2,microbatches=2,prefetch=1
+    fsdp=2,microbatches=4,concurrent=2,prefetch=1,remat=layer tensor=2,sequence=true,microbatches=2,concurrent=2
+    expert=2,fsdp=2,microbatches=2,concurrent=2 fsdp=2,kernels=fused fsdp=2,microbatches=2,offload=activations
+    tensor=2,fsdp=2,remat=auto,budget=1GB,offload=activations
+    pipe=2,stages=layers,microbatches=4,fsdp=2,prefetch=1 data=2,fsdp=2,hpz=true,microbatches=2
+"""
+STRATEGIES: Sequence[tuple[str, int]] = [(text, devices(text)) for text in _TEXTS.split()]
 
 
 def family(strategy: str) -> str:
     """Its row of the table: what in it is rarest."""
     order = ("server", "logits", "layers", "cut", "expert", "context", "sequence", "tensor", "fsdp", "data")
     name = next(name for name in order if name in strategy)
-    composed = sum(f"{axis}=" in strategy for axis in ("data", "fsdp", "tensor", "context", "expert", "pipe")) > 1
-    name = {"layers": "pipe", "cut": "pipe, cut", "server": "dp", "logits": "logits, in chunks", "data": "ddp"}.get(
-        name, name
-    )
-    return name + ", composed" * composed
+    composed = sum(f"{axis}=" in strategy for axis in AXES) > 1
+    names = {"layers": "pipe", "cut": "pipe, cut", "server": "dp", "logits": "logits, in chunks", "data": "ddp"}
+    return names.get(name, name) + ", composed" * composed

@@ -14,13 +14,8 @@ from .programs import Draw, Program, Shapes, Sizes
 
 MODULES = ("", "up", "down", "query", "out", "dense", "conv", "norm", "layers", "blocks/0", "blocks/1", "head", "embed")
 LEAVES = ("kernel", "kernel", "kernel", "w", "weight", "bias", "b", "scale", "alpha", "embedding", "table")
-STRATEGIES = (
-    *parity.STRATEGIES,
-    ("tensor=2,fsdp=4", 8),
-    ("tensor=2,fsdp=2,zero=1", 4),
-    ("tensor=2,expert=2,context=2", 8),
-    ("tensor=3", 3),
-)
+_MORE = ("tensor=2,fsdp=4", "tensor=2,fsdp=2,zero=1", "tensor=2,expert=2,context=2", "tensor=3")
+STRATEGIES = (*parity.STRATEGIES, *((text, parity.devices(text)) for text in _MORE))
 
 Line = Callable[[Draw, str, tuple[int, ...]], str]
 

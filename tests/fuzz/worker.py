@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -68,13 +69,12 @@ def programs(seed: int, number: int, until: float, failed: Callable[..., None]) 
         category = parity.category(found.said) if found.kind == parity.REFUSED else found.said[:300]
         say(part="strategies", row=parity.family(strategy), kind=found.kind, said=category)
         if found.kind in parity.FAILURES:
+            failed("strategies", recipe, strategy, devices, found, functools.partial(fails, strategy, devices, found))
 
-            def fails(
-                smaller: Program, strategy: str = strategy, devices: int = devices, found: Outcome = found
-            ) -> bool:
-                return same(found, lambda: parity.outcome(smaller, strategy, devices))
 
-            failed("strategies", recipe, strategy, devices, found, fails)
+def fails(strategy: str, devices: int, found: Outcome, smaller: Program) -> bool:
+    """Whether a smaller program fails alike under a strategy."""
+    return same(found, lambda: parity.outcome(smaller, strategy, devices))
 
 
 def losses(seed: int, number: int, failed: Callable[..., None]) -> None:
@@ -96,17 +96,13 @@ def losses(seed: int, number: int, failed: Callable[..., None]) -> None:
     wrong = wrong or (found.kind == parity.REFUSED and row == "innocent")
     if wrong:
 
-        def fails(smaller: Program) -> bool:
-            def now() -> Outcome:
-                outcome = coupled.said(smaller, strategy, devices)
-                if outcome.kind == found.kind and coupled.couples(smaller) == truth:
-                    return outcome
-                return Outcome("otherwise")
-
-            return same(found, now)
+        def now(smaller: Program) -> Outcome:
+            outcome = coupled.said(smaller, strategy, devices)
+            alike = outcome.kind == found.kind and coupled.couples(smaller) == truth
+            return outcome if alike else Outcome("otherwise")
 
         title = Outcome(f"{'coupled' if truth else 'innocent'}, {found.kind}", found.said)
-        failed("losses", recipe, strategy, devices, title, fails)
+        failed("losses", recipe, strategy, devices, title, lambda smaller: same(found, lambda: now(smaller)))
 
 
 def same(found: Outcome, again: Callable[[], Outcome]) -> bool:
