@@ -1,6 +1,7 @@
 """Processes that run at the same time, as those of several hosts do, and a coordinator's table without them."""
 
 import contextlib
+import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -8,14 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 @contextlib.contextmanager
 def started(
     commands: Sequence[Sequence[str]],
-    environments: Sequence[Mapping[str, str]] | None = None,
+    environments: Sequence[Mapping[str, str]] = (),
     stderr: int = subprocess.PIPE,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start a process for each command, and kill those that still run when the block ends."""
-    environments = environments or [None] * len(commands)
     workers = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
-        for command, environment in zip(commands, environments, strict=True)
+        for command, environment in zip(commands, environments or [os.environ] * len(commands), strict=True)
     ]
     try:
         yield workers
