@@ -154,9 +154,8 @@ def test_addresses_are_refused_before_anything_runs(tmp_path: Path, monkeypatch:
     """step.save("gs://bucket/run") once wrote a folder `gs:`, and `jaxpar train --out` ended with a traceback."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed
-    step = jp.make_train_step(
-        jp.Model(init=lambda key: {"w": jnp.ones(2)}, loss=lambda p, b, k: (p["w"] * b).sum()), optax.sgd(0.1), "single"
-    )
+    model = jp.Model(init=lambda key: {"w": jnp.ones(2)}, loss=lambda p, b, k: (p["w"] * b).sum())
+    step = jp.make_train_step(model, optax.sgd(0.1), "single")
     state = step.init(jax.random.key(0))
     saved = step.save(tmp_path / "here", state)
     saved.wait()
