@@ -5,6 +5,7 @@ import shutil
 import struct
 import sys
 import zlib
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from PIL import Image
+from sklearn.datasets import load_digits
 
 import jaxpar as jp
 from jaxpar.data import images
@@ -47,6 +49,10 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_digits_are_ten_classes_of_grey_pixels(digits: Images) -> None:
     assert digits.sizes == {"classes": 10, "channels": 1, "size": 8}
     assert "1,797 images of 10 classes" in digits.description
+    dataset = load_digits()
+    pixels = (dataset.images[..., None] / 8 - 1).astype(np.float32)
+    expected = {image.tobytes(): label for image, label in zip(pixels, dataset.target, strict=True)}
+    assert {image.tobytes(): label for image, label in [*digits.train, *digits.rest]} == expected
     assert len(digits.train) + len(digits.rest) == 1797
     assert {label for _, label in digits.rest} == set(range(10))
     assert digits.baselines["prior"] == pytest.approx(np.log(10), abs=0.1)
@@ -57,11 +63,17 @@ def test_digits_are_ten_classes_of_grey_pixels(digits: Images) -> None:
     assert not np.array_equal(batch["image"], next(digits.batches(64, seed=1))["image"])
 
 
+def labelled(batches: Iterable[Any]) -> list[tuple[np.ndarray, int]]:
+    """Return the images of batches, each with its label."""
+    return [pair for batch in batches for pair in zip(batch["image"], batch["label"], strict=True)]
+
+
 def test_an_epoch_holds_every_training_image_once_and_none_that_is_held_out(photos: Path) -> None:
     source = images.folder(photos, 4)
-    epoch = [image.tobytes() for batch in islice(source.batches(7, seed=0), 4) for image in batch["image"]]
-    assert len(set(epoch)) == len(source.train) == 28
-    assert sorted(epoch) == sorted(source.read(file).tobytes() for file, _ in source.train)
+    epoch = labelled(islice(source.batches(7, seed=0), 4))
+    pairs = sorted((image.tobytes(), label) for image, label in epoch)
+    assert len(set(pairs)) == len(source.train) == 28
+    assert pairs == sorted((source.read(file).tobytes(), label) for file, label in source.train)
     assert not {file for file, _ in source.train} & {file for file, _ in source.rest}
 
 
@@ -72,8 +84,9 @@ def test_held_out_images_come_once_in_order_and_padded(photos: Path, digits: Ima
     assert batches[0]["image"].shape == batches[1]["image"].shape == (2, 4, 4, 3)
     digit_batches = list(digits.held_out(100))
     assert sum(batch["mask"].sum() for batch in digit_batches) == 176
-    labels = [label for batch in digit_batches for label in batch["label"]]
-    assert labels[:176] == [label for _, label in digits.rest]
+    pairs = labelled(digit_batches)
+    assert [label for _, label in pairs[:176]] == [label for _, label in digits.rest]
+    np.testing.assert_array_equal([image for image, _ in pairs[:176]], [item for item, _ in digits.rest])
 
 
 def test_a_folder_is_its_classes_in_order(photos: Path) -> None:
