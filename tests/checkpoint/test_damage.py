@@ -100,21 +100,18 @@ def test_a_flipped_bit_within_a_large_array_is_not_restored(tmp_path: Path) -> N
         sgd_step.restore(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["half", "nothing", "gone", "noise", "another's"])
-def test_files_that_are_not_whole_are_named(how: str, folder: Path) -> None:
-    for path in files(folder):
-        content = path.read_bytes()
-        path.unlink()
-        if how != "gone":
-            contents = {"half": content[: len(content) // 2], "nothing": b"", "noise": os.urandom(99)}
-            path.write_bytes(contents.get(how, bytes(reversed(content))))  # of the same size
-        named_file = ABOUT if path.name == "metadata" else path.name
-        with pytest.raises(ValueError, match=rf"{folder}/3 is damaged: .*{named_file} .*; start a new run"):
-            jp.Checkpoint(folder).verify()
-        if named_file != ABOUT:
-            with pytest.raises(ValueError, match=rf"3 is damaged: .*{named_file} "):
-                step("zero3").restore(folder)
+def test_files_that_are_not_whole_are_named(folder: Path) -> None:
+    arrays = [path for path in files(folder) if kind(path) == "arrays"]
+    for path in [*{*files(folder)}.difference(arrays), *arrays[::20]]:
+        content, named_file = path.read_bytes(), ABOUT if path.name == "metadata" else path.name
+        # The last one has the same size.
+        for damaged in (content[: len(content) // 2], b"", None, os.urandom(99), bytes(reversed(content))):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            with pytest.raises(ValueError, match=rf"{folder}/3 is damaged: .*{named_file} .*; start a new run"):
+                jp.Checkpoint(folder).verify()
+            if named_file != ABOUT:
+                with pytest.raises(ValueError, match=rf"3 is damaged: .*{named_file} "):
+                    step("zero3").restore(folder)
         path.write_bytes(content)
 
 
