@@ -106,7 +106,9 @@ def test_files_that_are_not_whole_are_named(folder: Path) -> None:
         content, named_file = path.read_bytes(), ABOUT if path.name == "metadata" else path.name
         # The last one has the same size.
         for damaged in (content[: len(content) // 2], b"", None, os.urandom(99), bytes(reversed(content))):
-            path.unlink() if damaged is None else path.write_bytes(damaged)
+            path.unlink(missing_ok=True)
+            if damaged is not None:
+                path.write_bytes(damaged)
             with pytest.raises(ValueError, match=rf"{folder}/3 is damaged: .*{named_file} .*; start a new run"):
                 jp.Checkpoint(folder).verify()
             if named_file != ABOUT:

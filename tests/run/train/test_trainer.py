@@ -173,6 +173,7 @@ def test_another_run_is_neither_resumed_nor_overwritten(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=says):
             trainer(tmp_path, **{"about": {"lr": 0.01}} | options).run()
+    assert sorted(losses(tmp_path)) == [1, 2]
     log = (tmp_path / "metrics.jsonl").read_bytes()
     (tmp_path / "metrics.jsonl").write_bytes(b"\0\xff}\n" + log)
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 1 is b.*remove the line, or the file"):
@@ -310,12 +311,13 @@ def test_evaluation_is_exact_over_unequal_batches() -> None:
     run = jp.Trainer(masked, optax.set_to_zero(), [full], "fsdp", jp.Loop(steps=1, quiet=True), held_out=padded)
     run.run()
     assert run.evaluate()["held_out_loss"] == pytest.approx((x**2).sum(axis=1).mean(), rel=1e-6)
-    for run.held_out, says in [
+    for data, says in [
         ([blank], "held_out is masked throughout"),
         (padded(), "ends after one evaluation"),
         ([], "no batch to evaluate on"),
         (None, "held_out is a NoneType; pass a list of batches, or a function"),
     ]:
+        run.held_out = data
         with pytest.raises(ValueError, match=says):
             run.evaluate()
 
