@@ -120,7 +120,7 @@ def test_a_host_that_cannot_write_is_named_and_the_next_save_is_another_one(coun
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_placethat_is_gone_is_not_made_again(count: int, tmp_path: Path) -> None:
+def test_a_place_that_is_gone_is_not_made_again(count: int, tmp_path: Path) -> None:
     writers, folder = hosts(count), tmp_path / "checkpoints"
     folder.mkdir()
     assert not any(save(writers, folder, 1))

@@ -231,14 +231,6 @@ def test_files_that_hold_no_token_ids_are_named(tmp_path: Path) -> None:
         source_of(None, 4, vocabulary=100)
 
 
-@pytest.mark.parametrize("name", ["ids.npy", "ids.bin", "text.txt"])
-def test_a_fifo_is_called_one(tmp_path: Path, name: str) -> None:
-    """A FIFO with a writer was once called "no file", or a file of "0 bytes"."""
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(ValueError, match=rf"{name} is a FIFO, which waits .*; needs a file: copy its content into one"):
-        source_of(tmp_path / name, 4)
-
-
 def test_pad_rows_fills_up_with_zeros_and_masks_them() -> None:
     batch = {"x": np.ones((5, 3), np.int32), "y": (np.ones(5),)}
     padded, mask = pad_rows(batch, 8)
