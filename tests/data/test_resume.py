@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from test_rows_by_index import Listed
 
 from jaxpar.data import Rows, Windows, images, text, token_ids
 from jaxpar.data.positions import from_json, to_json
@@ -62,19 +63,6 @@ def _folder(place: Path) -> images.Images:
 
 def _batches() -> list[dict[str, np.ndarray]]:
     return [{"x": X[i : i + ROWS]} for i in range(0, 40, ROWS)]
-
-
-class ByIndex:
-    """A data set with rows by index and several at once, like Hugging Face's and torch's."""
-
-    def __len__(self) -> int:
-        return len(X)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"x": X[i].tolist()}
-
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        return [self[i] for i in indices]
 
 
 class Loader:
@@ -169,7 +157,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "rows of grain's": lambda place: Rows(_grain_rows()),
     "rows of torch's": lambda place: Rows(_tensors(), last="pad"),
     "torch's subset": lambda place: _module("torch").utils.data.Subset([{"x": x} for x in X], range(41, -1, -1)),
-    "rows by __getitems__": lambda place: ByIndex(),
+    "rows by __getitems__": lambda place: Listed(),
     "Hugging Face's data set": lambda place: _hf(),
     "Hugging Face's iterable": lambda place: _hf().to_iterable_dataset().batch(ROWS, True).with_format("numpy"),
     "Hugging Face's, shuffled anew": lambda place: (

@@ -20,23 +20,13 @@ import numpy as np
 import optax
 import pytest
 from test_processes import model
-from test_trainer import at, batches, losses, trainer
+from test_trainer import at, batches, losses, spoilt, trainer
 
 import jaxpar as jp
 from jaxpar.run.train import finite
 from jaxpar.run.train.folder import Claim, claim_folder
 from jaxpar.run.train.progress import Progress
 from jaxpar.run.train.recorder import Recorder, read
-
-
-def spoilt(*numbers: int) -> Callable[[int], Iterator[Any]]:
-    """Return data whose batches of these steps are NaN."""
-
-    def data(start: int) -> Iterator[Any]:
-        for number, batch in enumerate(batches(start), start + 1):
-            yield {**batch, "x": batch["x"] * (np.nan if number in numbers else 1)}
-
-    return data
 
 
 @functools.cache
@@ -109,12 +99,9 @@ def test_a_run_goes_on_after_nonfinite_loss(how: str, lost: Any, tmp_path: Path,
 def test_a_run_ends_with_the_equation(tmp_path: Path) -> None:
     """The equation is found with the state before the step: the run stops there, although steps are checked late."""
 
-    def data(start: int) -> Iterator[Any]:
-        for number, batch in enumerate(batches(start), start + 1):
-            yield {**batch, "x": batch["x"] * (1e30 if number == 4 else 1)}  # whose square is no float32
-
     seen: list[int] = []
     hook = jp.Hook(on_step=lambda _, metrics: seen.append(int(metrics["step"])))
+    data = spoilt(4, by=1e30)  # whose square is no float32
     failing = trainer(tmp_path, [hook], data, strategy="ddp", on_nonfinite="explain", steps=8)
     says = r"(?s)^step 4: .*\nstep 4: the loss is not finite: .* makes inf at .*\.py"
     with pytest.raises(FloatingPointError, match=says) as error:

@@ -42,6 +42,16 @@ def batches(start: int = 0, rows: int = 16) -> Iterator[dict[str, np.ndarray]]:
         }
 
 
+def spoilt(*numbers: int, by: float = np.nan) -> Callable[[int], Iterator[Any]]:
+    """Return data whose batches of these steps are multiplied by a number."""
+
+    def data(start: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches(start), start + 1):
+            yield {**batch, "x": batch["x"] * (by if number in numbers else 1)}
+
+    return data
+
+
 def trainer(out: Path | None = None, hooks: Any = None, data: Any = batches, **options: Any) -> jp.Trainer:
     optimizer, strategy = options.pop("optimizer", optax.adamw(1e-2)), options.pop("strategy", "single")
     others = {key: options.pop(key) for key in ("held_out", "about", "units") if key in options}
@@ -226,11 +236,7 @@ def test_overwrite_decides_before_it_deletes(tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_is_not_finite_ends_the_run_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    def spoilt(start: int) -> Iterator[Any]:
-        for number, batch in enumerate(batches(start), start + 1):
-            yield {**batch, "x": batch["x"] * (np.nan if number == 4 else 1)}
-
-    failing = trainer(tmp_path, data=spoilt, save_every=3)
+    failing = trainer(tmp_path, data=spoilt(4), save_every=3)
     with pytest.raises(FloatingPointError, match="step 4: loss is nan and grad_norm is nan: batch leaf x holds nan"):
         failing.run()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["3"]
