@@ -13,16 +13,13 @@ def started(
     stderr: int = subprocess.PIPE,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start a process for each command, and kill those that still run when the block ends."""
-    workers = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
-        for command, environment in zip(commands, environments or [os.environ] * len(commands), strict=True)
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for command, environment in zip(commands, environments or [os.environ] * len(commands), strict=True):
+            worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+            workers.append(stack.enter_context(worker))  # which closes its pipes, and waits for it
+            stack.callback(worker.kill)
         yield workers
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
 
 
 class Table(dict[str, str]):
