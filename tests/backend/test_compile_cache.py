@@ -3,6 +3,7 @@
 CPUs stand for GPUs here: a program of one device, without collectives, can be cached on them too.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -26,7 +27,7 @@ from types import SimpleNamespace
 import jax, optax
 import jaxpar as jp
 from jaxpar.backend.compile_cache import keep_compiled
-out, steps, resume = sys.argv[1], int(sys.argv[2]), len(sys.argv) > 3
+out = sys.argv[1]
 counts = {"requests": 0, "hits": 0}
 names = {"/jax/compilation_cache/compile_requests_use_cache": "requests", "/jax/compilation_cache/cache_hits": "hits"}
 def listen(event, **_):
@@ -43,45 +44,42 @@ distributed.global_state.process_id = 1
 init = lambda key: {"w": jax.random.normal(key, (8, 8))}
 model = jp.Model(init=init, loss=lambda params, batch, key: ((batch @ params["w"]) ** 2).mean())
 data = [jax.numpy.ones((4, 8))] * 6
-jp.Trainer(model, optax.adamw(0.1), data, "single", jp.Loop(steps=steps, out=out, resume=resume, quiet=True)).run()
-print("COUNTS", json.dumps(counts))
+for steps in map(int, sys.argv[2:]):
+    counts.update(requests=0, hits=0)
+    loop = jp.Loop(steps=steps, out=out, resume=True, quiet=True)
+    jp.Trainer(model, optax.adamw(0.1), data, "single", loop).run()
+    print("COUNTS", json.dumps(counts))
+    jax.clear_caches()
 """
 
 
 def test_a_step_keeps_what_is_compiled_for_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     cached_devices: list[Any] = []
     monkeypatch.setattr("jaxpar.make.keep_compiled", cached_devices.append)
-    model = jp.Model(
-        init=lambda key: {"w": jax.numpy.ones(8)}, loss=lambda params, batch, key: (batch * params["w"]).mean()
-    )
+    model = jp.Model(lambda key: {"w": jax.numpy.ones(8)}, lambda params, batch, key: (batch * params["w"]).mean())
     jp.make_train_step(model, optax.sgd(0.1), "fsdp", mesh=jax.devices()[2:4])
     assert cached_devices == [jax.devices()[2]]
 
 
-def run(tmp_path: Path, *arguments: str) -> dict[str, int]:
-    """Run `_RUN` in a process; return the numbers of requests to the cache and of hits."""
-    process = subprocess.run(
-        [sys.executable, "-c", _RUN, *arguments],
-        env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "1", "XDG_CACHE_HOME": str(tmp_path / "caches")},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
+def run(tmp_path: Path, *steps: str) -> list[dict[str, int]]:
+    """Run to these steps, in one process; return for each the numbers of requests to the cache and of hits."""
+    command = [sys.executable, "-c", _RUN, str(tmp_path / "out"), *steps]
+    env = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "1", "XDG_CACHE_HOME": str(tmp_path / "caches")}
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     assert process.returncode == 0, process.stderr
     assert "cache" not in process.stderr  # JAX warns there if it cannot write
-    return json.loads(next(x for x in process.stdout.splitlines() if x.startswith("COUNTS")).removeprefix("COUNTS"))
+    lines = [line for line in process.stdout.splitlines() if line.startswith("COUNTS")]
+    return [json.loads(line.removeprefix("COUNTS")) for line in lines]
 
 
 @pytest.mark.slow
 def test_a_resumed_run_compiles_nothing(tmp_path: Path) -> None:
     """Compiling a step of Llama-8B takes minutes, and jax itself lets only one of all hosts' processes write."""
-    out = str(tmp_path / "out")
-    first = run(tmp_path, out, "2")
+    (first,) = run(tmp_path, "2")
     assert first["hits"] == 0
-    resumed = run(tmp_path, out, "4", "resume")
+    resumed, resumed_again = run(tmp_path, "4", "6")
     assert resumed["hits"] >= first["requests"] - 1  # all except the program of the initial values
     # The first resume has cached the program that puts a checkpoint on devices, too.
-    resumed_again = run(tmp_path, out, "6", "resume")
     assert resumed_again["hits"] == resumed_again["requests"] > 0
 
 
@@ -130,12 +128,8 @@ def test_a_folder_that_exists_is_made_private(mode: int, config: dict[str, Any],
     (place / "program-cache").write_text("of whom?")
     place.parent.parent.chmod(0o777)
     place.chmod(mode)
-    if mode & 0o022:
-        with pytest.warns(
-            UserWarning, match=rf"others could write to {place} \(mode {mode:o}\): the programs in it are removed"
-        ):
-            keep_compiled(device())
-    else:
+    says = rf"others could write to {place} \(mode {mode:o}\): the programs in it are removed"
+    with pytest.warns(UserWarning, match=says) if mode & 0o022 else contextlib.nullcontext():
         keep_compiled(device())
     assert place.stat().st_mode & 0o7777 == 0o700
     assert place.parent.parent.stat().st_mode & 0o022 == 0  # others could replace the cache
@@ -144,25 +138,21 @@ def test_a_folder_that_exists_is_made_private(mode: int, config: dict[str, Any],
     assert config["jax_compilation_cache_dir"] == str(place)
 
 
-def test_a_folder_of_another_user_is_not_used(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_others_is_unused(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config.pop("config")
     folder().mkdir(parents=True)
     other_user = os.geteuid() + 1
     with monkeypatch.context() as patch:
         patch.setattr("os.geteuid", lambda: other_user)
-        with pytest.warns(
-            UserWarning, match=r"jaxpar: it belongs to another user, \d+; compiled programs are not cached. JAX"
-        ):
+        says = r"jaxpar: it belongs to another user, \d+; compiled programs are not cached. JAX"
+        with pytest.warns(UserWarning, match=says):
             keep_compiled(device())
     (elsewhere := tmp_path / "elsewhere").mkdir()
     elsewhere.chmod(0o777)
     folder().rmdir()
     folder().symlink_to(elsewhere)
-    with pytest.warns(
-        UserWarning, match=r"others can write to .*elsewhere, to which it is a link; compiled programs are no"
-    ):
+    says = r"others can write to .*elsewhere, to which it is a link; compiled programs are no"
+    with pytest.warns(UserWarning, match=says):
         keep_compiled(device())
     assert not config
     # Once the link leads to a private folder, it is used.
@@ -171,14 +161,11 @@ def test_a_folder_of_another_user_is_not_used(
     assert config["jax_compilation_cache_dir"] == str(folder())
 
 
-def test_a_folder_that_cannot_be_made_is_told(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_made_is_told(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     config.pop("config")
-    with pytest.warns(
-        UserWarning, match=r"Not a directory; compiled programs are not cached. JAX_COMPILATION_CACHE_DIR="
-    ):
+    says = r"Not a directory; compiled programs are not cached. JAX_COMPILATION_CACHE_DIR="
+    with pytest.warns(UserWarning, match=says):
         keep_compiled(device())
     assert not config

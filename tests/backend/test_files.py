@@ -42,6 +42,10 @@ def test_fifos_devices_and_long_files_are_named(tmp_path: Path) -> None:
     for read in (plain, text_of, json_of, load, TrainOptions.load):
         with pytest.raises(ValueError, match=r"fifo is a FIFO, which waits .*; needs a file"):
             read(fifo)
+    for name in ("ids.npy", "ids.bin", "text.txt"):  # a FIFO of data was called "no file", or a file of "0 bytes"
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ValueError, match=rf"{name} is a FIFO, which waits .*; needs a file: copy its content into"):
+            windows_of(tmp_path / name, 4)
     with pytest.raises(ValueError, match="/dev/zero is a device"):
         TrainOptions.load("/dev/zero")
     (long := tmp_path / "long.yaml").write_text("# " + "x" * (1 << 20))
@@ -154,9 +158,8 @@ def test_addresses_are_refused_before_anything_runs(tmp_path: Path, monkeypatch:
     """step.save("gs://bucket/run") once wrote a folder `gs:`, and `jaxpar train --out` ended with a traceback."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed
-    step = jp.make_train_step(
-        jp.Model(init=lambda key: {"w": jnp.ones(2)}, loss=lambda p, b, k: (p["w"] * b).sum()), optax.sgd(0.1), "single"
-    )
+    model = jp.Model(init=lambda key: {"w": jnp.ones(2)}, loss=lambda p, b, k: (p["w"] * b).sum())
+    step = jp.make_train_step(model, optax.sgd(0.1), "single")
     state = step.init(jax.random.key(0))
     saved = step.save(tmp_path / "here", state)
     saved.wait()

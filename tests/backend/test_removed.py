@@ -35,7 +35,7 @@ CALLS: dict[str, Callable[[str], list[Callable[[], Any]]]] = {
 
 
 @pytest.mark.parametrize("name", REMOVED)
-def test_what_was_removed_says_what_to_do_instead(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_removed_says_what_to_do_instead(name: str, capsys: pytest.CaptureFixture) -> None:
     kind, _, attribute = name.partition(".")
     calls = CALLS.get(name, CALLS.get(kind, lambda _: []))(attribute)
     for call in calls:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from ports import free_port
+from workers import started
 
 import jaxpar as jp
 
@@ -38,9 +38,7 @@ LAYOUTS = {
     "copies": ("zero2,precision=bf16", 8),
     "server": ("dp", 8),
 }
-# Name of the layout of two processes with four devices each, which stand for two hosts. They use the first of `PAIRED`.
-TWO_PROCESSES = "two processes"
-PAIRED = ("hsdp", "ddp", "zero2", "copies", "sequence", "chunks", "four axes")
+PAIRED = ("hsdp", "copies", "four axes")  # also on two processes with four devices each, which stand for two hosts
 RULES = {"layers/./up": -1, "layers/./down": -2, "table": None}
 
 
@@ -62,11 +60,6 @@ def model() -> jp.Model:
     return jp.Model(init=init, loss=loss)
 
 
-def batch(number: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(number)
-    return {"row": rng.integers(0, 211, (24, 6)), "y": rng.normal(size=(24, 6, 8)).astype(np.float32)}
-
-
 @functools.cache
 def step(name: str) -> Any:
     strategy, devices = LAYOUTS[name]
@@ -86,9 +79,8 @@ def random_state(folder: Path) -> dict[str, np.ndarray]:
         return jax.device_put((np.abs(values) if positive else values).astype(x.dtype), x.sharding)
 
     state = single.init(jax.random.key(0))
-    state = replace(
-        jax.tree_util.tree_map_with_path(noise, state), step=jax.device_put(np.int32(3), state.step.sharding)
-    )
+    step_3 = jax.device_put(np.int32(3), state.step.sharding)
+    state = replace(jax.tree_util.tree_map_with_path(noise, state), step=step_3)
     single.save(folder, state).wait()
     checkpoint = jp.Checkpoint(folder)
     return {name: checkpoint.read(name) for name in checkpoint.arrays}
@@ -108,54 +100,22 @@ def bits(state: Any) -> list[bytes]:
     return list(parts)
 
 
-def losses(name: str, state: Any) -> list[float]:
-    """Return the losses of the next three steps."""
-    values = []
-    for number in range(3):
-        state, metrics = step(name)(state, batch(number))
-        values.append(float(metrics["loss"]))
-    return values
-
-
-def one_of_two(rank: int, port: str, out: str, names: Sequence[str], origins: Sequence[str], train: bool) -> None:
-    """Check layouts in one of two processes.
-
-    Each layout restores the first origin and saves it. Then it restores its own checkpoint and all other origins, which
-    must be equal to the bit, and with `train` it takes three steps.
-    """
+def one_of_two(rank: int, port: str, out: str, origin: str, names: Sequence[str]) -> None:
+    """In one of two processes, restore a checkpoint under each layout, save it again, and restore that."""
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
-    losses_by_layout = {}
     for name in names:
-        layout_step, folder = step(name), Path(out)
-        state = layout_step.restore(folder / origins[0])
-        own_name = TWO_PROCESSES if name == PAIRED[0] else f"{TWO_PROCESSES}, {name}"
-        layout_step.save(folder / own_name, state, {"batches": 3}).wait()
-        expected = bits(state)
-        for origin in (*origins[1:], own_name):
-            state = layout_step.restore(folder / origin)
-            assert bits(state) == expected, (origin, name)
-        losses_by_layout[name] = losses(name, state) if train else []
-    print("RESULT", json.dumps(losses_by_layout), flush=True)
+        state = step(name).restore(Path(out) / origin)
+        step(name).save(Path(out) / name, state, {"batches": 3}).wait()
+        assert bits(step(name).restore(Path(out) / name)) == bits(state), name
 
 
-def two_processes(out: Path, names: Sequence[str], origins: Sequence[str], train: bool) -> list[dict[str, list[float]]]:
-    """Run `one_of_two` in two processes, and return the losses by layout of each."""
+def two_processes(out: Path, origin: str, names: Sequence[str]) -> None:
+    """Run `one_of_two` in two processes."""
     port = str(free_port())
     code = "import sys, jax; jax.config.update('jax_num_cpu_devices', 4); sys.path[:0] = sys.argv[2:]; " \
            "import json, layouts; layouts.one_of_two(*json.loads(sys.argv[1]))"  # fmt: skip
-    words = [json.dumps([rank, port, str(out), names, origins, train]) for rank in range(2)]
+    words = [json.dumps([rank, port, str(out), origin, names]) for rank in range(2)]
     folders = [str(folder) for folder in Path(__file__).parents[:2]]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, word, *folders], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for word in words
-    ]
-    try:
+    with started([[sys.executable, "-c", code, word, *folders] for word in words]) as workers:
         outputs = [worker.communicate(timeout=900) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
     assert [worker.returncode for worker in workers] == [0, 0], outputs[0][1][-3000:] + outputs[1][1][-3000:]
-    lines = [[line for line in stdout.splitlines() if line.startswith("RESULT")] for stdout, _ in outputs]
-    return [json.loads(line[0].removeprefix("RESULT")) for line in lines]

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from layouts import bits
 
 import jaxpar as jp
 from jaxpar.checkpoint.checkpoints import Checkpoints
@@ -36,13 +37,6 @@ def batch() -> dict[str, np.ndarray]:
     return {"x": np.random.default_rng(0).normal(size=(16, 12)).astype(np.float32)}
 
 
-def bits(state: object) -> list[bytes]:
-    return [
-        np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x).tobytes()
-        for x in jax.tree.leaves(state)
-    ]
-
-
 @pytest.mark.parametrize("strategy", ["single", "dp", "zero1,precision=bf16", "fsdp,precision=f16"])
 def test_a_state_comes_back_bit_by_bit(strategy: str, tmp_path: Path) -> None:
     step = jp.make_train_step(net(), optax.chain(optax.clip(1.0), optax.adamw(1e-2)), strategy)
@@ -65,35 +59,8 @@ def test_a_state_comes_back_bit_by_bit(strategy: str, tmp_path: Path) -> None:
     assert float(again["loss"]) == float(metrics["loss"])
 
 
-def test_what_is_still_being_saved_is_waited_for(tmp_path: Path) -> None:
-    """It was called no complete checkpoint, where another step of the program had begun to save it."""
-    saving, restoring = (jp.make_train_step(net(), optax.sgd(0.1), text) for text in ("ddp", "fsdp"))
-    state = saving.init(jax.random.key(3))
-    saving.save(tmp_path, state)
-    restored = restoring.restore(tmp_path)
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(saving.params(state)), jax.tree.leaves(restoring.params(restored)), strict=True)
-    )
-
-
-def test_arrays_are_saved_as_the_model_has_them(tmp_path: Path) -> None:
-    step = jp.make_train_step(net(), optax.adam(1e-2), "fsdp")
-    state = step.init(jax.random.key(0))
-    step.save(tmp_path, state, {"batches": 0}).wait()
-    saved = jp.Checkpoint(tmp_path)
-    assert (saved.step, saved.strategy, saved.data) == (0, "fsdp=8", {"batches": 0})
-    kernels = {name: x for name, x in saved.arrays.items() if name.endswith("outer/kernel")}
-    assert len(kernels) == 3  # the parameter and two moments
-    assert {*kernels.values()} == {((130, 127), np.dtype("float32"))}  # stored as [136, 127]
-    ours = nnx.to_pure_dict(step.params(state))["outer"]["kernel"]
-    np.testing.assert_array_equal(saved.read("params/outer/kernel"), ours)
-
-
 def test_what_does_not_fit_is_not_restored(tmp_path: Path) -> None:
-    def checkpoints(
-        strategy: str = "fsdp", model: jp.Model | None = None, seed: int = 0, tx: Any = None
-    ) -> Checkpoints:
+    def checkpoints(strategy: str = "fsdp", model: Any = None, seed: int = 0, tx: Any = None) -> Checkpoints:
         step = jp.make_train_step(model or net(), tx or optax.adam(1e-2), strategy)
         return Checkpoints(tmp_path, step, {"seed": seed})
 
@@ -127,18 +94,3 @@ def test_what_does_not_fit_is_not_restored(tmp_path: Path) -> None:
         jp.Checkpoint(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="are for weights_only"):
         saves.step.restore(tmp_path, key=jax.random.key(0))
-
-
-def test_only_the_last_are_kept_and_half_a_checkpoint_is_none(tmp_path: Path) -> None:
-    step = jp.make_train_step(net(), optax.sgd(1e-2), "ddp")
-    state = step.init(jax.random.key(0))
-    with Checkpoints(tmp_path, step, {}, keep=2) as saves:
-        for number in (0, 1, 2):
-            saves.save(number, state)
-            state, _ = step(state, batch())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
-    (tmp_path / "2").rename(tmp_path / "2.orbax-checkpoint-tmp")  # as it is until the last byte is written
-    with Checkpoints(tmp_path, step, {}) as saves:
-        assert [path.name for path in tmp_path.iterdir()] == ["1"]  # at once, not in a thread that outlives the run
-        assert saves.latest == 1
-        saves.restore()

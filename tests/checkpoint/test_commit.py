@@ -9,10 +9,12 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from workers import Table
 
 from jaxpar.checkpoint.about import UNFINISHED, numbers
 from jaxpar.checkpoint.commit import Writer, remove_unfinished, wait
@@ -23,33 +25,12 @@ from jaxpar.hosts.outcomes import Outcomes
 Write = Callable[[Path], object]
 
 
-class Table:
-    """The table of the coordinator. Its processes are threads here."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> str | None:
-        return self.values.get(key)
-
-    def folder(self, name: str) -> dict[str, str]:
-        raise AssertionError(name)
-
-    def wait(self, name: str, seconds: float) -> bool:
-        raise AssertionError(name, seconds)
-
-
 def hosts(count: int) -> list[Writer]:
     table = Table()
     return [Writer(Outcomes(host, count, table if count > 1 else None)) for host in range(count)]
 
 
-def save(
-    writers: list[Writer], folder: Path, number: int, keep: int | None = None, writes: Mapping[int, Write] | None = None
-) -> list[str]:
+def save(writers: list[Writer], folder: Path, number: int, keep: Any = None, writes: Any = None) -> list[str]:
     """Save on every host, and return each host's error or "". `writes` replaces the write of some hosts, by host."""
     write_file = lambda host: lambda place: (place / f"{host}").write_text(str(number)) and None
     commits = [
@@ -102,23 +83,18 @@ def test_a_write_that_fails_is_raised_once_all_have_ended() -> None:
     assert ended == [0, 1, 2]
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_all_write_and_the_last_are_kept(count: int, tmp_path: Path) -> None:
-    writers = hosts(count)
-    for number in (3, 5, 8, 13):
-        assert save(writers, tmp_path, number, keep=2) == [""] * count
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["13", "8"]
-    assert sorted(x.name for x in (tmp_path / "13").iterdir()) == [*map(str, range(count)), "commit_success.txt"]
-
-
 @pytest.mark.parametrize("keep", [None, *range(1, 7)])
-def test_as_many_as_asked_are_kept(keep: int | None, tmp_path: Path) -> None:
+def test_all_write_and_as_many_as_asked_are_kept(keep: int | None, tmp_path: Path) -> None:
     """With 4 or more to keep, the first ones were removed before there were as many: of 12 with keep=4, 2 stayed."""
-    writers = hosts(1)
-    for number in range(1, 9):
-        assert save(writers, tmp_path, number, keep) == [""]
-        newest = range(max(1, number + 1 - (keep or number)), number + 1)
-        assert {path.name for path in tmp_path.iterdir()} == set(map(str, newest))
+    for count in (1, 3):
+        writers, folder, names = hosts(count), tmp_path / str(count), []
+        folder.mkdir()
+        for number in (1, 2, 3, 5, 8, 13, 21, 34):
+            assert save(writers, folder, number, keep) == [""] * count
+            names.append(str(number))
+            assert {path.name for path in folder.iterdir()} == {*names[-(keep or 8) :]}
+        files = sorted(path.name for path in (folder / "34").iterdir())
+        assert files == [*map(str, range(count)), "commit_success.txt"]
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -144,7 +120,7 @@ def test_a_host_that_cannot_write_is_named_and_the_next_save_is_another_one(coun
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_placethat_is_gone_is_not_made_again(count: int, tmp_path: Path) -> None:
+def test_a_place_that_is_gone_is_not_made_again(count: int, tmp_path: Path) -> None:
     writers, folder = hosts(count), tmp_path / "checkpoints"
     folder.mkdir()
     assert not any(save(writers, folder, 1))

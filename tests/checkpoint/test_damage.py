@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ def read_or_error(read: Callable[[], dict[str, bytes]]) -> dict[str, bytes] | st
         return str(error)
 
 
+def after(number: int, state: Any) -> Any:
+    """Return the state with another number of steps."""
+    return replace(state, step=jax.device_put(np.int32(number), state.step.sharding))
+
+
 def kind(path: Path) -> str:
     """Return the kind of a file: "arrays", or its name."""
     return "arrays" if path.parent.name == "d" else path.name
@@ -67,17 +73,12 @@ def test_every_flipped_bit_is_named_or_harmless(sound: Path, folder: Path) -> No
             path = rng.choice(paths)
             content = path.read_bytes()
             position = rng.randrange(len(content))
-            path.write_bytes(
-                content[:position] + bytes([content[position] ^ 1 << rng.randrange(8)]) + content[position + 1 :]
-            )
+            flipped = bytes([content[position] ^ 1 << rng.randrange(8)])
+            path.write_bytes(content[:position] + flipped + content[position + 1 :])
             result = read_or_error(lambda: saved(folder))
             if isinstance(result, str):
-                messages = [
-                    path.name,
-                    *(f": {name} is not what was written" for name in expected),
-                    "was written in form",
-                ]
-                assert any(text in result for text in messages), result
+                messages = [f": {name} is not what was written" for name in expected]
+                assert any(text in result for text in [path.name, "was written in form", *messages]), result
             else:  # a bit of JSON may be a space
                 assert (result, path.name) == (expected, "metadata"), (path, position)
             path.write_bytes(content)
@@ -99,36 +100,27 @@ def test_a_flipped_bit_within_a_large_array_is_not_restored(tmp_path: Path) -> N
         sgd_step.restore(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["half", "nothing", "gone", "noise", "another's"])
-def test_files_that_are_not_whole_are_named(how: str, folder: Path) -> None:
-    for path in files(folder):
-        content = path.read_bytes()
-        path.unlink()
-        if how != "gone":
-            reversed_content = bytes(reversed(content))  # of the same size
-            contents = {
-                "half": content[: len(content) // 2],
-                "nothing": b"",
-                "noise": os.urandom(99),
-                "another's": reversed_content,
-            }
-            path.write_bytes(contents[how])
-        named_file = ABOUT if path.name == "metadata" else path.name
-        with pytest.raises(ValueError, match=rf"{folder}/3 is damaged: .*{named_file} .*; start a new run"):
-            jp.Checkpoint(folder).verify()
-        if named_file != ABOUT:
-            with pytest.raises(ValueError, match=rf"3 is damaged: .*{named_file} "):
-                step("zero3").restore(folder)
+def test_files_that_are_not_whole_are_named(folder: Path) -> None:
+    arrays = [path for path in files(folder) if kind(path) == "arrays"]
+    for path in [*{*files(folder)}.difference(arrays), *arrays[::20]]:
+        content, named_file = path.read_bytes(), ABOUT if path.name == "metadata" else path.name
+        # The last one has the same size.
+        for damaged in (content[: len(content) // 2], b"", None, os.urandom(99), bytes(reversed(content))):
+            path.unlink(missing_ok=True)
+            if damaged is not None:
+                path.write_bytes(damaged)
+            with pytest.raises(ValueError, match=rf"{folder}/3 is damaged: .*{named_file} .*; start a new run"):
+                jp.Checkpoint(folder).verify()
+            if named_file != ABOUT:
+                with pytest.raises(ValueError, match=rf"3 is damaged: .*{named_file} "):
+                    step("zero3").restore(folder)
         path.write_bytes(content)
 
 
 def test_files_of_another_checkpoint_are_named(sound: Path, folder: Path) -> None:
     """The files are of the same arrays after another step: the checksums of all chunks are right."""
     zero3 = step("zero3")
-    state = zero3.restore(folder)
-    object.__setattr__(state, "step", jax.device_put(np.int32(4), state.step.sharding))
-    zero3.save(folder, state).wait()
+    zero3.save(folder, after(4, zero3.restore(folder))).wait()
     shutil.rmtree(folder / "4" / "state")
     shutil.copytree(sound / "3" / "state", folder / "4" / "state")
     with pytest.raises(ValueError, match=r"4 is damaged: state/.* is missing"):
@@ -168,9 +160,7 @@ def test_the_newest_good_one_is_gone_on_from_where_the_user_says_so(folder: Path
     state = zero3.restore(folder)
     with Checkpoints(folder, zero3, {}) as saves:
         for number in (4, 5):  # checkpoints of two more steps, without training
-            state = jax.tree.map(lambda x: x, state)
-            object.__setattr__(state, "step", jax.device_put(np.int32(number), state.step.sharding))
-            saves.save(number, state)
+            saves.save(number, after(number, state))
             saves.wait()
     path = max((folder / "5").rglob("d/*"), key=lambda path: path.stat().st_size)
     path.write_bytes(path.read_bytes()[:-8] + bytes(8))
@@ -180,8 +170,7 @@ def test_the_newest_good_one_is_gone_on_from_where_the_user_says_so(folder: Path
         assert int(saves.restore(good=True).step) == 4
         assert "5 is damaged" in saves.notes[0]
         assert sorted(path.name for path in folder.iterdir()) == ["4", "5.damaged"]
-        object.__setattr__(state, "step", jax.device_put(np.int32(5), state.step.sharding))
-        saves.save(5, state)  # its folder is free again
+        saves.save(5, after(5, state))  # its folder is free again
     jp.Checkpoint(folder / "5").verify()
     shutil.rmtree(folder / "4" / "about")
     (folder / "5" / ABOUT).unlink()
@@ -194,8 +183,7 @@ def test_the_newest_good_one_is_gone_on_from_where_the_user_says_so(folder: Path
 
 def test_a_full_disk_is_said_and_costs_no_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zero3 = step("zero3")
-    state = zero3.restore(folder)
-    object.__setattr__(state, "step", jax.device_put(np.int32(4), state.step.sharding))
+    state = after(4, zero3.restore(folder))
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -206,27 +194,12 @@ def test_a_full_disk_is_said_and_costs_no_checkpoint(folder: Path, monkeypatch: 
         saves.save(4, state)
     jp.Checkpoint(folder / "3").verify()
     monkeypatch.undo()
+    assert (folder / "4.orbax-checkpoint-tmp").is_dir()  # as a killed process leaves it too
     with Checkpoints(folder, zero3, {}) as saves:
+        assert [path.name for path in folder.iterdir()] == ["3"]  # at once, not in a thread that outlives the run
         assert saves.latest == 3
         saves.save(4, state)
     assert sorted(path.name for path in folder.iterdir()) == ["3", "4"]
-
-
-def test_what_is_saved_stays_as_it_was(tmp_path: Path) -> None:
-    """The checkpoint keeps its values although the next step reuses their memory at once."""
-    sgd_step = jp.make_train_step(
-        jp.Model(init=lambda key: {"w": jax.numpy.ones(4)}, loss=lambda p, b, key: (p["w"] * b["x"]).mean()),
-        optax.sgd(1.0),
-    )
-    state = sgd_step.init(jax.random.key(0))
-    for _ in range(2):
-        saves = sgd_step.save(tmp_path, state, {"batches": int(state.step)})
-        state, _ = sgd_step(state, {"x": np.ones((8, 4), np.float32)})
-    saves.wait()
-    checkpoints = [jp.Checkpoint(tmp_path / str(number)) for number in (0, 1)]
-    assert [checkpoint.data for checkpoint in checkpoints] == [{"batches": 0}, {"batches": 1}]
-    np.testing.assert_array_equal(checkpoints[0].read("params/w"), 1)
-    np.testing.assert_allclose(checkpoints[1].read("params/w"), 0.75)
 
 
 @pytest.mark.battery

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from layouts import LAYOUTS, PAIRED, TWO_PROCESSES, bits, losses, random_state, saved, step, two_processes
+from layouts import LAYOUTS, PAIRED, random_state, saved, step, two_processes
 
 from jaxpar.checkpoint.arrays import arrays_of
 from jaxpar.checkpoint.saved import Checkpoint
@@ -43,35 +43,7 @@ def test_two_processes_restore_one_state_and_save_it_again(source: Any, tmp_path
     """Two processes are target and source once, which again covers every pair with them."""
     folder, values = source
     step("chunks").save(tmp_path / "chunks", step("chunks").restore(folder)).wait()
-    two_processes(tmp_path, PAIRED[:1], ["chunks"], train=False)
-    assert saved(tmp_path / TWO_PROCESSES) == {name: x.tobytes() for name, x in values.items()}
-    assert Checkpoint(tmp_path / TWO_PROCESSES).about.hosts == 2
-
-
-@pytest.mark.battery
-def test_every_pair_goes_on_alike(source: Any, tmp_path: Path) -> None:
-    """All ordered pairs, with two processes: masters and moments equal to the bit, the next three losses to 1e-5."""
-    folder, values = source
-    names = list(LAYOUTS)
-    for name in names:
-        step(name).save(tmp_path / name, step(name).restore(folder)).wait()
-    pair = two_processes(tmp_path, PAIRED, names, train=True)
-    assert Checkpoint(tmp_path / TWO_PROCESSES).about.hosts == 2
-    for name in PAIRED[1:]:
-        assert saved(tmp_path / f"{TWO_PROCESSES}, {name}") == {name: x.tobytes() for name, x in values.items()}
-    losses_by_layout: dict[str, list[float]] = {}
-    for target in names:
-        layout_step, reference = step(target), None
-        for origin in (*names, TWO_PROCESSES):
-            state = layout_step.restore(tmp_path / origin)
-            reference = bits(state) if reference is None else reference
-            assert bits(state) == reference, (origin, target)
-        layout_step.save(tmp_path / f"again {target}", state).wait()
-        assert saved(tmp_path / f"again {target}") == {name: x.tobytes() for name, x in values.items()}
-        losses_by_layout[target] = losses(target, state)
-    for rank in pair:
-        losses_by_layout |= {f"{TWO_PROCESSES}, {name}": values for name, values in rank.items()}
-        for target, values_of_target in losses_by_layout.items():
-            assert values_of_target == pytest.approx(
-                losses_by_layout["single"], rel=2e-2 if "copies" in target else 1e-5
-            ), target
+    two_processes(tmp_path, "chunks", PAIRED)
+    for name in PAIRED:
+        assert saved(tmp_path / name) == {name: x.tobytes() for name, x in values.items()}
+        assert Checkpoint(tmp_path / name).about.hosts == 2

@@ -1,6 +1,8 @@
 """Checkpoints are Orbax checkpoints: Orbax alone reads ours, and a step begins with the weights of anybody's."""
 
+import math
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -65,19 +67,14 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 
 def step_of(model: jp.Model, strategy: str, optimizer: Any = OPTIMIZER) -> Any:
-    sizes = [
-        int(part.partition("=")[2]) for part in strategy.split(",") if part[:4] in ("fsdp", "pipe", "data", "tens")
-    ]
-    return jp.make_train_step(model, optimizer, strategy, mesh=jax.devices()[: int(np.prod(sizes)) or 8])
-
-
-STRATEGIES = ["fsdp=8", "pipe=2,data=2,chunks=2,microbatches=2", "tensor=2,fsdp=2", "fsdp=8,zero=1"]
+    sizes = [int(size) for size in re.findall(r"(?:fsdp|pipe|data)=(\d)", strategy)]
+    return jp.make_train_step(model, optimizer, strategy, mesh=jax.devices()[: math.prod(sizes)])
 
 
 @pytest.mark.slow
 def test_orbax_alone_reads_what_jaxpar_saved(tmp_path: Path) -> None:
     """Parameters, moments and counters are equal to the bit, in an environment without jaxpar if there is one."""
-    for number, strategy in enumerate(STRATEGIES):
+    for number, strategy in enumerate(("fsdp=8", "pipe=2,data=2,chunks=2,microbatches=2")):
         step = step_of(NNX, strategy)
         state, _ = step(step.init(jax.random.key(0)), BATCH)
         step.save(tmp_path / str(number), state).wait()
@@ -95,7 +92,7 @@ def test_orbax_alone_reads_what_jaxpar_saved(tmp_path: Path) -> None:
     environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"} | {"JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(words, capture_output=True, text=True, timeout=1800, env=environment)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert ended.stdout.split() == ["0", "57", "1", "57", "2", "57", "3", "57"]
+    assert ended.stdout.split() == ["0", "57", "1", "57"]
 
 
 def saved_by_flax(kind: str, folder: Path) -> Any:
@@ -117,8 +114,10 @@ def saved_by_flax(kind: str, folder: Path) -> Any:
     return variables["params"]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp=8", "pipe=2,data=2,microbatches=2"])
-@pytest.mark.parametrize("kind", ["nnx", "linen", "train state"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [("nnx", "fsdp=8"), ("linen", "pipe=2,data=2,microbatches=2"), ("train state", "fsdp=8")],
+)
 def test_a_step_begins_with_the_weights_that_flax_saved(kind: str, strategy: str, tmp_path: Path) -> None:
     expected = saved_by_flax(kind, tmp_path)
     step = step_of(NNX if kind == "nnx" else LINEN, strategy)
@@ -143,42 +142,32 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     step = step_of(NNX, "fsdp=8")
     with pytest.raises(ValueError, match=r"has no weights for head/bias|has no weights for layers/0"):
         step.restore(tmp_path / "variables", weights_only=True)
+    tree = nnx.to_pure_dict(nnx.state(Net(nnx.Rngs(0)), nnx.Param))
+    tree["head"]["bias"] = np.zeros(7, np.float32)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "wide", nnx.state(nnx.clone(Net(nnx.Rngs(0)), variables=False), nnx.Param))
-        tree = nnx.to_pure_dict(nnx.state(Net(nnx.Rngs(0)), nnx.Param))
-        tree["head"]["bias"] = np.zeros(7, np.float32)
         checkpointer.save(tmp_path / "narrow", tree)
     with pytest.raises(ValueError, match=r"head/bias is float32\[7\] there and float32\[2053\] here; make the mod"):
         step.restore(tmp_path / "narrow", weights_only=True)
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"a/b": 1.0, "a": {"b": 2.0}},
-        {"": 1.0, "x": {"": 2.0, "~": 3.0, "~1": 4.0}},
-        {"layers": [1.0, [2.0, 3.0]], "other": {"0": 4.0, "1": {"0": 5.0}}},
-        {"10": 1.0, "9": 2.0, "a b": {"ü": 3.0}},
-    ],
-)
-def test_a_leaf_is_its_key_path(tree: Any, tmp_path: Path) -> None:
+def test_a_leaf_is_its_key_path(tmp_path: Path) -> None:
     """`{"a/b": x, "a": {"b": y}}` came back with x twice; a state restored with the key "" did not fit its step."""
-    tree = jax.tree.map(lambda x: np.full((8, 8), x, np.float32), tree)
-    model = jp.Model(
-        init=lambda key: tree, loss=lambda p, b, key: sum(jnp.square(b["x"] @ x).mean() for x in jax.tree.leaves(p))
-    )
-    for strategy in ("ddp", "fsdp=4,zero=1"):
-        step = step_of(model, strategy, optax.adam(1e-2))
-        state, _ = step(step.init(jax.random.key(0)), BATCH)
-        folder = tmp_path / strategy
-        step.save(folder, state).wait()
-        restored = step.restore(folder)
-        jax.tree.map(np.testing.assert_array_equal, step.params(restored), step.params(state))
-        jax.tree.map(np.testing.assert_array_equal, restored.optimizer, state.optimizer)
-        step(restored, BATCH)
-        plain = ocp.PyTreeCheckpointer().restore(folder / "1" / "state")
-        state, _ = step(step.restore(folder), BATCH)
-        jax.tree.map(np.testing.assert_array_equal, plain["params"], step.params(step.restore(folder)))
+    keys = {"a/b": 1, "a": {"b": 2}, "": 3, "x": {"": 4, "~": 5, "~1": 6}, "10": 7, "9": 8, "a b": {"ü": 9}}
+    keys |= {"layers": [10, [11, 12]], "other": {"0": 13, "1": {"0": 14}}}
+    tree = jax.tree.map(lambda x: np.full((8, 8), x, np.float32), keys)
+    loss = lambda p, b, key: sum(jnp.square(b["x"] @ x).mean() for x in jax.tree.leaves(p))
+    step = step_of(jp.Model(init=lambda key: tree, loss=loss), "fsdp=4,zero=1", optax.adam(1e-2))
+    state, _ = step(step.init(jax.random.key(0)), BATCH)
+    step.save(tmp_path, state).wait()
+    plain, restored = ocp.PyTreeCheckpointer().restore(tmp_path / "1" / "state"), step.restore(tmp_path)
+    params = step.params(state)
+    for result, expected in (
+        (step.params(restored), params),
+        (restored.optimizer, state.optimizer),
+        (plain["params"], params),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, result, expected)
+    step(restored, BATCH)
 
 
 def test_a_name_is_of_one_key_path() -> None:
@@ -196,27 +185,14 @@ def test_two_leaves_that_orbax_takes_for_one_are_refused(tmp_path: Path) -> None
 
 
 def test_a_checkpoint_in_the_form_before_is_named(tmp_path: Path) -> None:
-    """The error says what to do: use its weights, by their paths, to start a new state."""
     safetensors = pytest.importorskip("safetensors.numpy")
     (tmp_path / "3" / "state").mkdir(parents=True)
     (tmp_path / "3" / "state" / "about.json").write_text('{"crc32": 0, "content": {"version": 2}}')
     weights = {f"params/{name}": np.ones((8, 8), np.float32) for name in ("a/w", "b")}
-    safetensors.save_file(weights, file := tmp_path / "3" / "state" / "arrays-00000.safetensors")
-    model = jp.Model(
-        init=lambda key: {"a": {"w": jnp.zeros((8, 8))}, "b": jnp.zeros((8, 8))},
-        loss=lambda p, b, key: jnp.square(b["x"] @ p["a"]["w"] @ p["b"]).mean(),
-    )
-    step = step_of(model, "fsdp=8", optax.sgd(0.1))
+    safetensors.save_file(weights, tmp_path / "3" / "state" / "arrays-00000.safetensors")
+    step = step_of(NNX, "fsdp=8")
     with pytest.raises(ValueError, match=r"by an earlier jaxpar.* convert .*--weights-only.*init\(key, params="):
         step.restore(tmp_path)
-    tree: dict[str, Any] = {}
-    for name, x in safetensors.load_file(file).items():
-        *above, last = name.removeprefix("params/").split("/")
-        node = tree
-        for part in above:
-            node = node.setdefault(part, {})
-        node[last] = x
-    np.testing.assert_array_equal(step.params(step.init(jax.random.key(0), params=tree))["a"]["w"], 1)
 
 
 def test_weights_of_another_program_are_converted(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from test_rows_by_index import Listed
 
 from jaxpar.data import Rows, Windows, images, text, token_ids
 from jaxpar.data.positions import from_json, to_json
@@ -24,25 +25,23 @@ BREAKS = [(0, 0), (1, 0), (1, 5), (5, 1), (4, 5), (6, 6)]  # batches before the 
 X = np.random.default_rng(0).normal(size=(42, 3)).astype(np.float32)  # 6 batches in 8 rows, the last one short
 
 
-def _grain() -> Any:
-    return pytest.importorskip("grain", reason="grain is not installed (jaxpar[images])")
+def _module(name: str) -> Any:
+    return pytest.importorskip(name, reason=f"{name} is not installed (jaxpar[images]; make hf; pip install datasets)")
 
 
-def _torch() -> Any:
-    return pytest.importorskip("torch", reason="PyTorch is not installed (make hf)")
+def _tensors() -> Any:
+    torch = _module("torch")
+    return torch.utils.data.TensorDataset(torch.from_numpy(X), torch.arange(42))
 
 
 def _stateful_loader(shuffle: bool) -> Any:
-    stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
-    torch = _torch()
+    stateful_dataloader, torch = _module("torchdata.stateful_dataloader"), _module("torch")
     torch.manual_seed(3)
-    data = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.arange(42))
-    return stateful_dataloader.StatefulDataLoader(data, ROWS, shuffle=shuffle, drop_last=True)
+    return stateful_dataloader.StatefulDataLoader(_tensors(), ROWS, shuffle=shuffle, drop_last=True)
 
 
 def _hf() -> Any:
-    datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
-    return datasets.Dataset.from_dict({"x": X.tolist()})
+    return _module("datasets").Dataset.from_dict({"x": X.tolist()})
 
 
 def _tokens(place: Path, suffix: str) -> Path:
@@ -64,19 +63,6 @@ def _folder(place: Path) -> images.Images:
 
 def _batches() -> list[dict[str, np.ndarray]]:
     return [{"x": X[i : i + ROWS]} for i in range(0, 40, ROWS)]
-
-
-class ByIndex:
-    """A data set with rows by index and several at once, like Hugging Face's and torch's."""
-
-    def __len__(self) -> int:
-        return len(X)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"x": X[i].tolist()}
-
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        return [self[i] for i in indices]
 
 
 class Loader:
@@ -131,16 +117,16 @@ class GrainSource:
     """A user's `Source` whose iterators are grain's, with positions that count from the batch of their creation."""
 
     def batches(self, rows: int, seed: int, start: int = 0) -> Iterator[Any]:
-        endless = _grain().MapDataset.source(range(42)).shuffle(seed=seed).repeat().map(lambda i: {"x": X[i]})
+        endless = _module("grain").MapDataset.source(range(42)).shuffle(seed=seed).repeat().map(lambda i: {"x": X[i]})
         return iter(endless[start * rows :].to_iter_dataset().batch(rows))
 
 
 def _grain_rows() -> Any:
-    return _grain().MapDataset.source(range(42)).shuffle(seed=3).map(lambda i: {"x": X[i]})
+    return _module("grain").MapDataset.source(range(42)).shuffle(seed=3).map(lambda i: {"x": X[i]})
 
 
 def _grain_loader(place: Path) -> Any:
-    grain = _grain()
+    grain = _module("grain")
     return grain.DataLoader(
         data_source=[{"x": x} for x in X],
         sampler=grain.samplers.IndexSampler(42, shuffle=True, seed=1, shard_options=grain.sharding.NoSharding()),
@@ -149,10 +135,9 @@ def _grain_loader(place: Path) -> Any:
 
 
 def _torch_loader(shuffle: bool) -> Any:
-    torch = _torch()
-    data = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.arange(42))
+    torch = _module("torch")
     seeded = torch.Generator().manual_seed(7)
-    return torch.utils.data.DataLoader(data, ROWS, shuffle=shuffle, generator=seeded, drop_last=True)
+    return torch.utils.data.DataLoader(_tensors(), ROWS, shuffle=shuffle, generator=seeded, drop_last=True)
 
 
 # The data that a new process would create, with its own folder for files.
@@ -170,13 +155,11 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "rows with drop_last": lambda place: Rows(X, last="drop_last"),
     "rows of a list": lambda place: Rows([{"x": x} for x in X]),
     "rows of grain's": lambda place: Rows(_grain_rows()),
-    "rows of torch's": lambda place: Rows(_torch().utils.data.TensorDataset(_torch().from_numpy(X)), last="pad"),
-    "torch's subset": lambda place: _torch().utils.data.Subset([{"x": x} for x in X], range(41, -1, -1)),
-    "rows by __getitems__": lambda place: ByIndex(),
+    "rows of torch's": lambda place: Rows(_tensors(), last="pad"),
+    "torch's subset": lambda place: _module("torch").utils.data.Subset([{"x": x} for x in X], range(41, -1, -1)),
+    "rows by __getitems__": lambda place: Listed(),
     "Hugging Face's data set": lambda place: _hf(),
-    "Hugging Face's iterable": lambda place: (
-        _hf().to_iterable_dataset().batch(ROWS, drop_last_batch=True).with_format("numpy")
-    ),
+    "Hugging Face's iterable": lambda place: _hf().to_iterable_dataset().batch(ROWS, True).with_format("numpy"),
     "Hugging Face's, shuffled anew": lambda place: (
         _hf().to_iterable_dataset(6).shuffle(seed=1, buffer_size=1).batch(7).with_format("numpy")
     ),
@@ -247,5 +230,5 @@ def test_a_position_may_hold_what_json_does_not() -> None:
     assert (type(read_position["a"][1]), read_position["array"].dtype) == (tuple, np.uint32)
     with pytest.raises(ValueError, match=r"position holds a set at /a/1, which a checkpoint cannot keep; it takes num"):
         to_json({"a": [0, {1}]})
-    tensor = _torch().arange(3)
-    assert _torch().equal(from_json(json.loads(json.dumps(to_json(tensor)))), tensor)
+    tensor = _module("torch").arange(3)
+    assert _module("torch").equal(from_json(json.loads(json.dumps(to_json(tensor)))), tensor)

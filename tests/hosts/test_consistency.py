@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_watchdog import Table
+from workers import Table
 
 from jaxpar.hosts import consistency, ending
 from jaxpar.hosts.environment import Place

@@ -9,23 +9,12 @@ import pytest
 from jaxpar.hosts import gloo, initialize
 from jaxpar.hosts.environment import Place, detect
 
-SLURM = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "0",
-    "SLURM_NTASKS": "16",
-    "SLURM_STEP_NUM_TASKS": "16",
-    "SLURM_STEP_NODELIST": "gpu[007-008]",
-    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
-    "SLURM_PROCID": "9",
-    "SLURM_LOCALID": "1",
-}
-MPI = {
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
-}
+SLURM = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "16",
+         "SLURM_STEP_NODELIST": "gpu[007-008]", "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_PROCID": "9",
+         "SLURM_LOCALID": "1"}  # fmt: skip
+MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+       "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+       "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}  # fmt: skip
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3", "JAXPAR_PROCESSES": "4"}
 
 
@@ -46,9 +35,8 @@ def test_slurm() -> None:
     assert detect({**SLURM, "CUDA_VISIBLE_DEVICES": "5"}, gpus=lambda: 8).gpus is None
     assert detect({**SLURM, "SLURM_GPUS_PER_TASK": "1"}, gpus=lambda: 8).gpus is None
     assert detect({**SLURM, "JAXPAR_LOCAL_DEVICES": "2,3"}).gpus == (2, 3)
-    with pytest.raises(
-        ValueError, match=r"12 GPUs cannot be shared equally among the 8 processes of this host; start a"
-    ):
+    says = r"12 GPUs cannot be shared equally among the 8 processes of this host; start a"
+    with pytest.raises(ValueError, match=says):
         detect(SLURM, gpus=lambda: 12)
     for nodes, first in {"a,b": "a", "n[1,3-4],m": "n1", "n01": "n01", "r[2-3]s": "r2s"}.items():
         coordinator = detect({**SLURM, "SLURM_STEP_NODELIST": nodes, "JAXPAR_PORT": "77"}).coordinator
@@ -63,9 +51,8 @@ def test_open_mpi() -> None:
     assert ipv6.coordinator == "[fe80::b9b]:9"
     assert detect({**SLURM, **MPI}).source == "Open MPI"  # mpirun within an allocation
     open_mpi_5 = {name: value for name, value in MPI.items() if "hnp" not in name}
-    with pytest.raises(
-        ValueError, match=r"Open MPI 5 does not say where process 0 is; start with mpirun -x JAXPAR_COO"
-    ):
+    says = r"Open MPI 5 does not say where process 0 is; start with mpirun -x JAXPAR_COO"
+    with pytest.raises(ValueError, match=says):
         detect(open_mpi_5)
     assert detect({**open_mpi_5, "JAXPAR_COORDINATOR": "a:1"}).coordinator == "a:1"
     assert (detect({**open_mpi_5, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).coordinator or "").startswith("127.0.0.1:")
@@ -80,12 +67,13 @@ def test_kubernetes() -> None:
     assert (place.coordinator, place.process) == ("set-workers-0-0.set:12345", 3)
     place = detect({**jobs, "JAXPAR_PROCESSES": "6"}, name=lambda: "set-workers-1-1.set")
     assert place.process == 4  # of jobs of three pods each
-    with pytest.raises(ValueError, match=r"Kubernetes: .* not coordinator; the pods need a headless service"):
-        detect(POD, name=lambda: "train-3")
-    with pytest.raises(ValueError, match=r"set JAXPAR_PROCESSES to the Job's completions"):
-        detect({**POD, "JAXPAR_PROCESSES": ""}, name=lambda: "train-3.pods.ns")
-    with pytest.raises(ValueError, match=r"JAXPAR_PROCESSES=5 is not a multiple of JOBSET_GLOBAL_REPLICAS=2; set"):
-        detect({**jobs, "JAXPAR_PROCESSES": "5"}, name=lambda: "set-workers-1-1.set")
+    for env, name, says in (
+        (POD, "train-3", "Kubernetes: .* not coordinator; the pods need a headless service"),
+        ({**POD, "JAXPAR_PROCESSES": ""}, "train-3.pods.ns", "set JAXPAR_PROCESSES to the Job's completions"),
+        ({**jobs, "JAXPAR_PROCESSES": "5"}, "set-workers-1-1.set", "=5 is not a multiple of JOBSET_GLOBAL_REPLICAS=2"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            detect(env, name=lambda name=name: name)
 
 
 def test_what_is_said_explicitly_comes_first() -> None:

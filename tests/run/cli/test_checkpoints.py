@@ -1,6 +1,7 @@
 """The commands on checkpoints, applied to checkpoints as `jaxpar train` writes them."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -19,14 +20,12 @@ TINY = "llama-tiny,layers=2,dim=16,heads=2,kv_heads=2,ffn=24"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("run")
-    step = jp.make_train_step(
-        named("llama-tiny", layers=2, dim=16, heads=2, kv_heads=2, ffn=24).model, optax.sgd(0.1), "fsdp"
-    )
+    model = named("llama-tiny", layers=2, dim=16, heads=2, kv_heads=2, ffn=24).model
+    step = jp.make_train_step(model, optax.sgd(0.1), "fsdp")
     state = step.init(jax.random.key(0))
     with Checkpoints(out / "checkpoints", step, {"model": TINY}, keep=3) as saves:
         saves.save(0, state)
-        object.__setattr__(state, "step", state.step + 1)
-        saves.save(1, state)
+        saves.save(1, replace(state, step=state.step + 1))
     return out
 
 

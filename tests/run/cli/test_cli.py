@@ -4,7 +4,6 @@ import dataclasses
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,8 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from test_commands import TINY, output_of
+from workers import started
 
 import jaxpar as jp
 from jaxpar.hardware.devices import peak_flops
@@ -24,8 +25,6 @@ from jaxpar.run.cli.commands import main
 from jaxpar.run.cli.options import CheckOptions, ExplainOptions, TrainOptions, model_of, optimizer_of, units_of
 from jaxpar.run.cli.parsing import parse
 from jaxpar.run.train.recorder import read
-
-TINY = "llama-tiny,layers=1,dim=16,heads=2,kv_heads=1,ffn=16"
 
 
 @pytest.fixture
@@ -44,12 +43,9 @@ def command(text: Path, *words: str) -> list[str]:
 
 def fails(words: list[str], code: int, capsys: pytest.CaptureFixture) -> str:
     """Run a command that must fail, and return its output: one message, and no traceback."""
-    with pytest.raises(SystemExit) as exit_:
-        main(words)
-    output = capsys.readouterr()
-    assert exit_.value.code == code, output
-    assert "Traceback" not in output.err
-    return " ".join(re.sub(r"[─│╭╮╰╯]", " ", output.err + output.out).split())
+    output = output_of(words, code, capsys)
+    assert "Traceback" not in output
+    return " ".join(re.sub(r"[─│╭╮╰╯]", " ", output).split())
 
 
 @pytest.mark.slow
@@ -82,40 +78,12 @@ def test_train_writes_its_run_and_goes_on_with_it(
     assert "; --resume goes on with it, --overwrite removes it, another --out leaves it alone" in output
 
 
-@pytest.mark.slow
-def test_images_train_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    pytest.importorskip("sklearn")
-    words = [
-        "train",
-        "--model",
-        "mlp-tiny",
-        "--steps",
-        "2",
-        "--out",
-        str(tmp_path),
-        "--rows",
-        "64",
-        "--strategy",
-        "ddp",
-    ]
-    main(words)
-    shown = capsys.readouterr().out
-    assert "images/s" in shown
-    assert "accuracy" in shown
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["trian"], "there is no command 'trian' (did you mean 'train'?)"),
-        (
-            ["train", "--stepss", "3"],
-            "jaxpar: train has no option '--stepss' (did you mean '--steps'?); jaxpar",
-        ),
-        (
-            ["train", "--strategi=ddp"],
-            "train has no option '--strategi' (did you mean '--strategy'?); jaxpar",
-        ),
+        (["train", "--stepss", "3"], "jaxpar: train has no option '--stepss' (did you mean '--steps'?); jaxpar"),
+        (["train", "--strategi=ddp"], "train has no option '--strategi' (did you mean '--strategy'?); jaxpar"),
         (["convert", "run", "--dtyp", "3"], "convert has no option '--dtyp' (did you mean '--dtype'?); jaxpar convert"),
         (["train", "ddp"], "train does not take 'ddp'; jaxpar train --help explains each option"),
         (["train", "--steps", "many"], "jaxpar: --steps: 'many' is not a whole number; jaxpar train --help"),
@@ -139,10 +107,7 @@ def test_images_train_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture) -
         (["train", "--rows", "3"], "use --rows 8, or any multiple of 8"),
         (["train", "--on-nonfinite", "halt"], "--on-nonfinite halt is not one of stop, explain, skip, rollback"),
         (["train", "--strategy", "fsdp,prefetch=x"], "jaxpar: prefetch='x' is unknown"),  # an option of the strategy
-        (
-            ["launch", "--least", "3", "--", "x.py"],
-            "--least 3 needs --processes too; give the number of processes to start with",
-        ),
+        (["launch", "--least", "3", "--", "x.py"], "--least 3 needs --processes too; give the number of processes to"),
         (["--verson"], "did you mean '--version'?"),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
         (["train", "--processes", "2"], "give all three"),
@@ -157,9 +122,7 @@ def test_mistakes_are_named_in_one_message(
 
 
 @pytest.mark.slow
-def test_an_image_that_cannot_be_read_is_left_out_as_its_error_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_unreadable_image_is_left_out_as_its_error_says(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The error of the command said `broken='skip'`."""
     for label in "ab":
         (tmp_path / "photos" / label).mkdir(parents=True)
@@ -167,12 +130,14 @@ def test_an_image_that_cannot_be_read_is_left_out_as_its_error_says(
             pixels = np.full((4, 4), 10 * i, np.uint8 if (label, i) != ("a", 3) else np.float32)
             Image.fromarray(pixels).save(tmp_path / "photos" / label / f"{i}.tiff")
     words = ["train", "--model", "mlp-tiny", "--data", str(tmp_path / "photos"), "--out", str(tmp_path / "run")]
-    words += ["--strategy", "ddp", "--rows", "8", "--steps", "5", "--quiet"]
-    output = fails(words, 2, capsys)
+    words += ["--strategy", "ddp", "--rows", "8", "--steps", "5"]
+    output = fails([*words, "--quiet"], 2, capsys)
     assert "1 image cannot be read" in output
     (advice,) = re.findall(r"leave them out with (--broken skip)$", output)
     main([*words, *advice.split(), "--steps", "1"])
-    assert (tmp_path / "run" / "metrics.jsonl").exists()
+    shown = capsys.readouterr().out
+    assert "images/s" in shown
+    assert "accuracy" in shown
 
 
 def test_a_run_that_diverges_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -183,9 +148,7 @@ def test_a_run_that_diverges_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsy
     assert fails(["train"], 1, capsys) == "jaxpar: step 4: loss is nan; try a lower learning rate"
 
 
-def test_files_that_cannot_be_are_named_and_a_closed_pipe_ends_it(
-    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_unusable_files_are_named(text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """These errors were tracebacks."""
 
     def missing(*_: Any) -> None:
@@ -255,15 +218,13 @@ def test_yaml_holds_every_option_and_the_command_line_comes_before_it(tmp_path: 
     ],
 )
 def test_yaml_that_is_wrong_is_refused(yaml: str, says: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml)
+    (path := tmp_path / "run.yaml").write_text(yaml)
     with pytest.raises(ValueError, match=re.escape(says)):
         TrainOptions.load(path)
 
 
 def test_yaml_takes_numbers_as_people_write_them(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("lr: 3e-4\nclip: 1\n")  # PyYAML reads the first as text
+    (path := tmp_path / "run.yaml").write_text("lr: 3e-4\nclip: 1\n")  # PyYAML reads the first as text
     options = TrainOptions.load(path)
     assert (options.lr, options.clip) == (3e-4, 1.0)
     assert isinstance(options.clip, float)
@@ -274,15 +235,12 @@ def test_ctrl_c_saves_and_the_command_shown_goes_on(text: Path, tmp_path: Path, 
     """The command runs in a process and is interrupted. It continues with the command that it prints."""
     out = tmp_path / "run"
     words = [*command(text, "--out", str(out)), "--steps", "100000", "--save-every", "100000"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jaxpar", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
     metrics, deadline = out / "metrics.jsonl", time.monotonic() + 1800
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    shown, errors = process.communicate(timeout=1800)
+    with started([[sys.executable, "-um", "jaxpar", *words]]) as (process,):
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        shown, errors = process.communicate(timeout=1800)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     (step, again) = re.search(r"stopped by SIGINT after step (\d+), saved in .*; to go on: jaxpar (.*)", shown).groups()

@@ -1,6 +1,5 @@
 """Commands that train nothing: what they take, what their help shows, and what reaches the terminal."""
 
-import json
 import re
 import subprocess
 import sys
@@ -73,17 +72,8 @@ def test_models_that_are_none_are_named(user_module: str, capsys: pytest.Capture
     assert "returned a model and a batch, and training takes data: return model, data" in shown
 
 
-def test_a_folder_of_hugging_face_is_a_model(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    (tmp_path / "config.json").write_text(json.dumps({**sizes, "intermediate_size": 8}))
-    model = named_model(str(tmp_path), 8)
-    assert (model.config.layers, model.kind, model.example(4, 8)["tokens"].shape) == (2, "text", (4, 9))
-
-
 @pytest.mark.parametrize("command", ["check", "explain", "plan", "train"])
-def test_help_has_what_counts_and_no_broken_words(
-    command: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_has_no_broken_words(command: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     shown = output_of([command, "--help"], 0, capsys)
     assert max(map(len, shown.splitlines())) <= 80  # what is longer is broken by the terminal, anywhere
@@ -146,9 +136,7 @@ def test_only_errors_of_cpp_reach_the_terminal(
     assert all(part in completed.stdout for part in ("our answer", "[Gloo] timed out")), completed.stdout
 
 
-def test_a_sweep_of_plans_ends_where_more_rows_are_no_faster(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_ends_where_rows_are_no_faster(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     requests: list[Any] = []
 
     def fake_plan(model: Any, batch: Any, target: str, optimizer: Any, **options: Any) -> Plan:

@@ -1,13 +1,15 @@
 """Training a Hugging Face folder, with and without adapters, and a user's function; exports and profiles."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from test_cli import fails
 
 import jaxpar as jp
@@ -21,7 +23,7 @@ CONFIG = llama.Config(vocab=300, dim=16, layers=2, heads=2, kv_heads=1, ffn=16, 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model in three files of bfloat16, with a tokenizer."""
+    """A model in three files of bfloat16, with a tokenizer, beside a file of token ids."""
     model = jp.from_nnx(lambda rngs: llama.Llama(CONFIG, rngs=rngs), llama.loss)
     params, _ = model.create(jax.random.key(3))
     base = tmp_path / "base"
@@ -30,16 +32,15 @@ def folder(tmp_path: Path) -> Path:
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "eos_token_id": [2, 7]}))
     (base / "tokenizer.json").write_text("{}")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 300, 4000).astype("uint16"))
     return base
 
 
 @pytest.mark.slow
 def test_a_folder_is_tuned_and_written_again(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    ids = folder.parent / "ids.npy"
-    np.save(ids, np.random.default_rng(0).integers(0, 300, 4000).astype("uint16"))
     out, tuned = folder.parent / "run", folder.parent / "tuned"
-    words = ["train", "--model", str(folder), "--data", str(ids), "--length", "16", "--steps", "4", "--lr", "1e-9"]
-    words += ["--strategy", "fsdp,precision=bf16", "--out", str(out), "--export", str(tuned), "--evaluate-batches", "1"]
+    words = f"train --model {folder} --data {folder.parent}/ids.npy --length 16 --steps 4 --lr 1e-9".split()
+    words += f"--strategy fsdp,precision=bf16 --out {out} --export {tuned} --evaluate-batches 1".split()
     main([*words, "--profile", "2"])
     shown = capsys.readouterr().out
     assert f"exported: {tuned}, {CONFIG.parameters:,} parameters of {folder} after step 4" in shown
@@ -68,11 +69,9 @@ def test_adapters_are_trained_beside_a_folder_that_stays(folder: Path, capsys: p
     """The export has the base with its adapters, the folder for peft the adapters alone. The frozen base stays bfloat16
     in the state.
     """
-    ids = folder.parent / "ids.npy"
-    np.save(ids, np.random.default_rng(0).integers(0, 300, 4000).astype("uint16"))
     out, tuned, adapters = (folder.parent / name for name in ("run", "tuned", "adapters"))
     model = f"{folder},lora=2,lora_alpha=6.0"
-    words = ["train", "--model", model, "--data", str(ids), "--length", "16", "--lr", "0.01", "--warmup", "0"]
+    words = f"train --model {model} --data {folder.parent}/ids.npy --length 16 --lr 0.01 --warmup 0".split()
     words += ["--strategy", "fsdp,precision=bf16", "--evaluate-batches", "1"]
     main([*words, "--steps", "2", "--out", str(out), "--export", str(tuned), "--export-dtype", "float32"])
     main(["convert", str(out), str(adapters), "--to", "peft"])
@@ -105,9 +104,7 @@ def test_adapters_are_trained_beside_a_folder_that_stays(folder: Path, capsys: p
 
 
 @pytest.mark.slow
-def test_a_model_and_data_of_ones_own_are_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_own_models_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "mine_to_train.py").write_text(
         "import jax, numpy as np, jaxpar as jp\n"
         "from flax import nnx\n"
@@ -133,17 +130,34 @@ def test_a_model_and_data_of_ones_own_are_trained(
     main([*convert, "--weights-only"])
 
 
-def test_a_run_begins_with_given_parameters(tmp_path: Path) -> None:
-    model = jp.from_nnx(lambda rngs: nnx.Linear(4, 4, rngs=rngs), lambda net, batch: (net(batch["x"]) ** 2).mean())
-    params = {"kernel": np.full((4, 4), 2.0, np.float32), "bias": np.zeros(4, np.float32)}
-    data, seen = [{"x": np.ones((8, 4), np.float32)}], []
-    hook = jp.Hook(on_step=lambda trainer, metrics: seen.append(metrics["loss"]))
-    loop = jp.Loop(steps=1, out=tmp_path / "run", quiet=True)
-    jp.Trainer(model, optax.sgd(0.0), data, "ddp", loop, hooks=[hook], params=lambda: params).run()
-    assert seen == [64.0]
+def test_a_run_begins_with_given_parameters_and_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    """The frozen weights beside its adapters are bfloat16 in the state and in its checkpoints."""
+    is_adapter = lambda name: "lora" in name
+    initial = {"kernel": np.full((8, 8), 2.0, np.float32)}
 
-    def never() -> None:
-        raise AssertionError("a resumed run restores its parameters")
+    def init(key: jax.Array) -> Any:
+        return {"kernel": jnp.ones((8, 8)), "lora": {"a": jax.random.normal(key, (8, 2)), "b": jnp.zeros((2, 8))}}
 
-    resumed_loop = jp.Loop(steps=2, out=tmp_path / "run", quiet=True, resume=True)
-    jp.Trainer(model, optax.sgd(0.0), data, "ddp", resumed_loop, params=never).run()
+    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+        return ((batch["x"] @ (params["kernel"] + params["lora"]["a"] @ params["lora"]["b"])) ** 2).mean()
+
+    def data(start: int) -> Iterator[Any]:
+        return ({"x": np.full((8, 8), 1 + number, np.float32)} for number in range(start, 9))
+
+    def run(steps: int, name: str, params: Any, resume: bool = False) -> tuple[list[float], list[np.ndarray]]:
+        loop = jp.Loop(steps=steps, save_every=2, out=tmp_path / name, quiet=True, resume=resume)
+        options = {"trainable": is_adapter, "params": params, "fresh": is_adapter}
+        trainer = jp.Trainer(jp.Model(init, loss), optax.adamw(0.03), data, "fsdp,precision=bf16", loop, **options)
+        params = trainer.step.params(trainer.run())
+        losses = [line["loss"] for line in read(tmp_path / name / "metrics.jsonl") if "loss" in line]
+        return losses, [np.asarray(x) for x in jax.tree.leaves(params)]
+
+    losses, (kernel, a, b) = run(4, "unbroken", initial)
+    assert losses[0] == 256
+    assert kernel.dtype == jnp.bfloat16
+    assert (kernel == 2).all()
+    assert min(np.abs(a).max(), np.abs(b).max()) > 0
+    run(2, "broken", lambda: initial)
+    again, params = run(4, "broken", lambda: pytest.fail("a resumed run restores its parameters"), resume=True)
+    assert again == losses
+    jax.tree.map(np.testing.assert_array_equal, params, [kernel, a, b])

@@ -20,23 +20,13 @@ import numpy as np
 import optax
 import pytest
 from test_processes import model
-from test_trainer import at, batches, losses, masked, trainer
+from test_trainer import at, batches, losses, spoilt, trainer
 
 import jaxpar as jp
 from jaxpar.run.train import finite
 from jaxpar.run.train.folder import Claim, claim_folder
 from jaxpar.run.train.progress import Progress
 from jaxpar.run.train.recorder import Recorder, read
-
-
-def spoilt(*numbers: int) -> Callable[[int], Iterator[Any]]:
-    """Return data whose batches of these steps are NaN."""
-
-    def data(start: int) -> Iterator[Any]:
-        for number, batch in enumerate(batches(start), start + 1):
-            yield {**batch, "x": batch["x"] * (np.nan if number in numbers else 1)}
-
-    return data
 
 
 @functools.cache
@@ -62,13 +52,9 @@ def test_a_loss_that_may_couple_rows_is_run_once_before_the_first_step(monkeypat
 
     def run(loss: Callable[[Any, Any], Any]) -> tuple[list[str], list[int]]:
         messages, steps = list[str](), list[int]()
-        coupled_model = jp.Model(
-            lambda key: {"w": jax.random.normal(key, (12, 8))}, lambda p, batch, key: loss(p, batch)
-        )
+        coupled = jp.Model(lambda key: {"w": jax.random.normal(key, (12, 8))}, lambda p, batch, key: loss(p, batch))
         hook = jp.Hook(on_step=lambda _, metrics: steps.append(int(metrics["step"])))
-        run_trainer = jp.Trainer(
-            coupled_model, optax.sgd(0.1), batches, "ddp", jp.Loop(steps=2, quiet=True), hooks=[hook]
-        )
+        run_trainer = jp.Trainer(coupled, optax.sgd(0.1), batches, "ddp", jp.Loop(steps=2, quiet=True), hooks=[hook])
         monkeypatch.setattr(run_trainer.progress, "say", messages.append)
         with pytest.warns(UserWarning, match="the loss may couple rows"):
             run_trainer.run()
@@ -89,13 +75,11 @@ def test_a_loss_that_may_couple_rows_is_run_once_before_the_first_step(monkeypat
 
 
 @pytest.mark.parametrize(("how", "lost"), [("skip", (4,)), ("rollback", (3, 4))])
-def test_a_run_goes_on_after_a_loss_that_is_not_finite(
-    how: str, lost: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_run_goes_on_after_nonfinite_loss(how: str, lost: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The checkpoint before the bad batch is of step 2. Numbers of steps stay numbers of batches, so a resumed run sees
     the same batches.
     """
-    options = {"strategy": "single", "on_nonfinite": how, "data": spoilt(4), "quiet": False}
+    options = {"on_nonfinite": how, "data": spoilt(4), "quiet": False}
     state = trainer(tmp_path, steps=8, **options).run()
     assert np.asarray(state.params["layers"]).tobytes() == without(*lost)
     assert int(state.step) == 8
@@ -115,16 +99,12 @@ def test_a_run_goes_on_after_a_loss_that_is_not_finite(
 def test_a_run_ends_with_the_equation(tmp_path: Path) -> None:
     """The equation is found with the state before the step: the run stops there, although steps are checked late."""
 
-    def data(start: int) -> Iterator[Any]:
-        for number, batch in enumerate(batches(start), start + 1):
-            yield {**batch, "x": batch["x"] * (1e30 if number == 4 else 1)}  # whose square is no float32
-
     seen: list[int] = []
     hook = jp.Hook(on_step=lambda _, metrics: seen.append(int(metrics["step"])))
+    data = spoilt(4, by=1e30)  # whose square is no float32
     failing = trainer(tmp_path, [hook], data, strategy="ddp", on_nonfinite="explain", steps=8)
-    with pytest.raises(
-        FloatingPointError, match=r"(?s)^step 4: .*\nstep 4: the loss is not finite: .* makes inf at .*\.py"
-    ) as error:
+    says = r"(?s)^step 4: .*\nstep 4: the loss is not finite: .* makes inf at .*\.py"
+    with pytest.raises(FloatingPointError, match=says) as error:
         failing.run()
     assert seen == [1, 2, 3]
     assert "the last checkpoint in" in str(error.value)
@@ -141,34 +121,24 @@ def test_an_overflow_by_float16s_scale_ends_a_run_where_nothing_is_applied_any_m
 
 def test_a_run_that_comes_no_further_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finite, "HOPELESS", 2)
-    options = {"strategy": "single", "steps": 20, "save_every": 2}
+    options = {"steps": 20, "save_every": 2}
     words = r"step 4: loss is nan and grad_norm is nan, 2 in a row are not applied"
     with pytest.raises(FloatingPointError, match=words) as error:
         trainer(tmp_path / "skip", on_nonfinite="skip", data=spoilt(3, 4, 5), **options).run()
     assert "on_nonfinite" not in str(error.value)  # it advised the policy in use
-    with pytest.raises(
-        FloatingPointError,
-        match=r"step 6: .*; rolled back 3 times in a row, at last to the checkpoint of step 4, and",
-    ):
+    words = r"step 6: .*; rolled back 3 times in a row, at last to the checkpoint of step 4, and"
+    with pytest.raises(FloatingPointError, match=words):
         trainer(tmp_path / "back", on_nonfinite="rollback", data=spoilt(*range(3, 20)), **options).run()
     assert sorted(path.name for path in (tmp_path / "back" / "checkpoints").iterdir()) == ["2", "4"]  # of one state
     # Without a checkpoint, the run goes back to the initial values.
-    state = trainer(tmp_path / "first", on_nonfinite="rollback", data=spoilt(1), strategy="single", steps=8).run()
+    state = trainer(tmp_path / "first", on_nonfinite="rollback", data=spoilt(1), steps=8).run()
     assert np.asarray(state.params["layers"]).tobytes() == without(1)
 
 
 # -- replicas, kinds of batches, slow input ----------------------------------------------------------------------------
 
 
-def test_replicas_are_compared_while_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = []
-    run = trainer(strategy="single", steps=5, check_replicas_every=2)
-    monkeypatch.setattr(run.step, "check_replicas", lambda state: steps.append(int(state.step)))
-    run.run()
-    assert steps == [2, 4]
-
-
-def test_a_step_that_is_compiled_again_and_slow_input_are_told(
+def test_compiling_again_and_slow_input_are_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     late, clock = [0], time.perf_counter
@@ -183,7 +153,7 @@ def test_a_step_that_is_compiled_again_and_slow_input_are_told(
 
     shares: list[float] = []
     hook = jp.Hook(on_step=lambda _, metrics: shares.append(metrics["input_share"]))
-    slow_run = trainer(hooks=hook, data=data, strategy="single", quiet=False, print_every=1, prefetch=0)
+    slow_run = trainer(hooks=hook, data=data, quiet=False, print_every=1, prefetch=0)
     slow_run.run()
     shown = capsys.readouterr().out
     assert shown.count("compiled again") == 1  # not when the first shapes come back
@@ -205,7 +175,7 @@ def test_a_folder_that_is_removed_or_taken_ends_the_run(tmp_path: Path) -> None:
         shutil.rmtree(out)
 
     with pytest.raises(ValueError, match=r"removed is no longer this run's: it was removed or moved while"):
-        trainer(out, at(3, remove), strategy="single").run()
+        trainer(out, at(3, remove)).run()
     assert not out.exists()
     out = tmp_path / "taken"
 
@@ -213,7 +183,7 @@ def test_a_folder_that_is_removed_or_taken_ends_the_run(tmp_path: Path) -> None:
         (out / ".owner").write_text(json.dumps({"id": "x", "host": "other", "pid": 7, "began": "1"}))
 
     with pytest.raises(ValueError, match=r"taken is no longer this run's: process 7 on other has taken it"):
-        trainer(out, at(3, take), strategy="single").run()
+        trainer(out, at(3, take)).run()
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["2"]
 
 
@@ -227,8 +197,12 @@ def test_of_two_claims_of_a_folder_the_second_is_refused_until_the_first_is_rele
     second.release()
 
 
-def test_without_its_lock_a_run_still_has_its_folder(tmp_path: Path) -> None:
+def test_with_its_lock_and_without_it_a_run_has_its_folder(tmp_path: Path) -> None:
     with claim_folder(jp.Loop(out=tmp_path)) as claim:
+        for option in ("resume", "overwrite"):
+            says = r"another run is going on in .*; wait for its end, or name another out"
+            with pytest.raises(ValueError, match=says):
+                claim_folder(jp.Loop(out=tmp_path, **{option: True})).__enter__()
         (tmp_path / ".lock").unlink()
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / ".owner").unlink()
@@ -250,7 +224,7 @@ def test_a_full_disk_ends_the_run_with_the_name_of_the_file(name: str, tmp_path:
     """TensorBoard's writer thread died, and the run waited for it for ever."""
     if name == "tensorboard" and importlib.util.find_spec("tensorboardX") is None:
         pytest.skip("tensorboardX is not installed")
-    full_run = trainer(tmp_path, steps=200, save_every=1000, strategy="single")
+    full_run = trainer(tmp_path, steps=200, save_every=1000)
 
     def fill() -> None:
         report: Recorder = full_run.report
@@ -272,12 +246,12 @@ def test_a_full_disk_ends_the_run_with_the_name_of_the_file(name: str, tmp_path:
 
 def test_no_file_is_cut_short_by_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`loss.png` and `config.yaml` were written in place."""
-    trainer(tmp_path, strategy="single", steps=2).run()
+    trainer(tmp_path, steps=2).run()
     picture_bytes = (tmp_path / "loss.png").read_bytes()
     assert sorted(path.name for path in tmp_path.glob(".*")) == [".lock"]
     monkeypatch.setattr("jaxpar.run.train.folder.os.replace", lambda *_: pytest.fail("killed"))
     with pytest.raises(pytest.fail.Exception):
-        trainer(tmp_path, strategy="single", steps=3, resume=True).run()
+        trainer(tmp_path, steps=3, resume=True).run()
     assert (tmp_path / "loss.png").read_bytes() == picture_bytes
     assert sorted(losses(tmp_path)) == [1, 2]
 
@@ -299,28 +273,6 @@ def test_a_terminal_that_is_gone_ends_the_run_as_sighup_does(monkeypatch: pytest
         signal.signal(signal.SIGHUP, old_handler)
     assert signals
     assert set(signals) == {signal.SIGHUP}
-
-
-# -- evaluation --------------------------------------------------------------------------------------------------------
-
-
-def test_a_held_out_batch_that_is_masked_throughout_counts_for_nothing() -> None:
-    """Its loss is 0 / 0. Multiplied by its weight 0, it made the whole evaluation NaN."""
-    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
-    held_out_batches = [{"x": x, "mask": np.full(8, mask, np.float32)} for mask in (1, 0)]
-    run = jp.Trainer(
-        masked(),
-        optax.set_to_zero(),
-        held_out_batches[:1],
-        "single",
-        jp.Loop(steps=1, quiet=True),
-        held_out=held_out_batches,
-    )
-    run.run()
-    assert run.evaluate()["held_out_loss"] == pytest.approx((x**2).sum(axis=1).mean(), rel=1e-6)
-    run.held_out = held_out_batches[1:]
-    with pytest.raises(ValueError, match="held_out is masked throughout"):
-        run.evaluate()
 
 
 # -- ids beyond their limits -------------------------------------------------------------------------------------------
@@ -362,9 +314,7 @@ def labelled(wrong: int | None) -> Callable[[int], Iterator[Any]]:
 def test_a_label_beyond_its_limit_is_named_by_the_step_that_saw_it(strategy: str) -> None:
     """It ended as "loss is nan; try a lower learning rate"."""
     batch = next(labelled(None)(0))
-    checks = (
-        strategy != "dp"
-    )  # compare its communication with the closed form, which a server with several programs lacks
+    checks = strategy != "dp"  # against the closed form, which a server with several programs lacks
     steps = [jp.make_train_step(of_ids(), optax.sgd(0.1), strategy, ids=ids, check=checks) for ids in (None, IDS)]
     without_ids, with_ids = [step(step.init(jax.random.key(0)), batch) for step in steps]
     assert float(without_ids[1]["loss"]) == float(with_ids[1]["loss"])
@@ -372,15 +322,13 @@ def test_a_label_beyond_its_limit_is_named_by_the_step_that_saw_it(strategy: str
     bad = {**batch, "y": np.where(np.arange(16) < 4, 8, batch["y"])}
     assert float(steps[1](with_ids[0], bad)[1]["outside/y"]) == 0.25
     loop = jp.Loop(steps=5, quiet=True)
-    for held_out, says in (
-        ([bad], "held out: batch leaf y holds 8 at row 0"),
-        (None, "step 3: batch leaf y holds -7 at row 13"),
+    run = jp.Trainer(of_ids(), optax.sgd(0.1), labelled(-7), strategy, loop, held_out=[bad], ids=IDS)
+    for action, says in (
+        (run.run, "step 3: batch leaf y holds -7 at row 13"),
+        (run.evaluate, "held out: batch leaf y holds 8 at row 0"),
     ):
-        run = jp.Trainer(
-            of_ids(), optax.sgd(0.1), labelled(None if held_out else -7), strategy, loop, held_out=held_out, ids=IDS
-        )
         with pytest.raises(ValueError, match=f"{says}, but limits allow 0 to 7; use the tokenizer"):
-            run.run()
+            action()
 
 
 @pytest.mark.slow
@@ -398,9 +346,8 @@ def test_labels_that_are_looked_up_where_nothing_is_are_told() -> None:
     assert str(error.value).startswith("step 3: loss is nan: batch leaf y holds 8 at row 13, and the loss looks it up")
     assert "mend these rows, or leave them out" in str(error.value)
     assert "learning rate" not in str(error.value)
-    run(7, optax.sgd(0.1))
     with pytest.raises(FloatingPointError, match=r"loss is nan.*; try a lower learning rate"):
-        run(7, optax.sgd(float("inf")))  # with 1e30 the loss is finite on jax 0.12
+        run(7, optax.sgd(float("inf")))  # without a warning; with 1e30 the loss is finite on jax 0.12
 
 
 def test_ids_that_are_none_are_refused() -> None:

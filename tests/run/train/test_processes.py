@@ -6,7 +6,6 @@ Each feeds its own rows, or both feed the same batch, to a step or to a trainer.
 import json
 import logging
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -15,10 +14,10 @@ import numpy as np
 import optax
 import pytest
 from ports import free_port
+from workers import started
 
 import jaxpar as jp
-from jaxpar.data import Rows, batches, byte_corpus
-from jaxpar.models import llama
+from jaxpar.data import Rows
 
 WORKER = """
 import json, sys
@@ -33,12 +32,10 @@ from test_processes import case, refusals
 results = {name: case(name, rank) for name in sys.argv[3:]}
 print("RESULT", json.dumps([results, refusals(rank)]))
 """
-FOUR_AXES = "pipe=2,fsdp=2,tensor=2,sequence=true,microbatches=2"
 # Who has which rows ("global" or "host"), what takes them, and the strategy.
 CASES = ("global step ddp", "host rows fsdp", "global trainer fsdp", "host step pipe=2,data=4,microbatches=2")
 MORE_CASES = ("host step ddp", "host step zero2", "host step fsdp", "host step hsdp", "global step hsdp",
-        "global trainer ddp", "host trainer ddp", f"host step {FOUR_AXES}",
-        f"global trainer {FOUR_AXES}", f"host trainer {FOUR_AXES}")  # fmt: skip
+              "global trainer ddp", "host trainer ddp", "host trainer pipe=2,data=4,microbatches=2")  # fmt: skip
 
 
 class Compilations(logging.Handler):
@@ -56,19 +53,13 @@ class Compilations(logging.Handler):
         self.names += re.findall(r"Compiling jit\((\w+)\)", record.getMessage())
 
 
-def rows(strategy: str = "ddp") -> dict[str, np.ndarray]:
-    """Return noise; for a pipeline, bytes of Python's source."""
-    if "pipe" in strategy:
-        return next(batches(byte_corpus().train, rows=16, length=12, seed=0))
+def rows() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     return {"x": rng.normal(size=(16, 12)).astype(np.float32), "y": rng.normal(size=(16, 8)).astype(np.float32)}
 
 
-def model(strategy: str = "ddp") -> jp.Model:
-    """Return a model of three scanned layers; for a pipeline, a Llama of bytes."""
-    if "pipe" in strategy:
-        config = llama.Config(vocab=256, dim=16, layers=4, heads=2, kv_heads=2, ffn=24)
-        return jp.from_nnx(lambda rngs: llama.Llama(config, rngs=rngs), llama.loss)
+def model() -> jp.Model:
+    """Return a model of three scanned layers."""
 
     def init(key: jax.Array) -> dict[str, jax.Array]:
         a, b = jax.random.split(key)
@@ -81,11 +72,10 @@ def model(strategy: str = "ddp") -> jp.Model:
     return jp.Model(init=init, loss=loss)
 
 
-def losses(model_strategy: str, strategy: str, rows_of: str, takes: str, batch: Any) -> tuple[Any, list[float]]:
+def losses(strategy: str, rows_of: str, takes: str, batch: Any) -> tuple[Any, list[float]]:
     """Return the step and the losses of three steps and an evaluation.
 
     Args:
-      model_strategy: the strategy whose model and rows are used.
       strategy: the strategy to train under.
       rows_of: who has which rows: "global" or "host".
       takes: what takes the rows: "step", "trainer", or "rows" for a trainer on `Rows`.
@@ -93,21 +83,20 @@ def losses(model_strategy: str, strategy: str, rows_of: str, takes: str, batch: 
     """
     tx, values = optax.sgd(0.1, momentum=0.9), []
     if takes in ("trainer", "rows"):  # with "rows", each host reads its part of the rows
-        data = Rows(rows(model_strategy), shuffle=False) if takes == "rows" else [batch]
+        data = Rows(rows(), shuffle=False) if takes == "rows" else [batch]
         hook = jp.Hook(
             on_step=lambda _, metrics: values.append(metrics["loss"]),
             on_evaluate=lambda _, metrics: values.append(metrics["held_out_loss"]),
         )
         loop = jp.Loop(steps=3, quiet=True)
-        trainer = jp.Trainer(
-            model(model_strategy), tx, data, strategy, loop, held_out=[batch], hooks=[hook], rows=rows_of
-        )
+        options = {"held_out": [batch], "hooks": [hook], "rows": rows_of}
+        trainer = jp.Trainer(model(), tx, data, strategy, loop, **options)
         with jax.log_compiles(), Compilations() as compiled:
             trainer.run()
         assert compiled.names.count("_train") == 1  # two processes compiled it twice: for shapes, and for their batch
         assert trainer.rows == 16
         return trainer.step, values
-    step = jp.make_train_step(model(model_strategy), tx, strategy, rows=rows_of)
+    step = jp.make_train_step(model(), tx, strategy, rows=rows_of)
     state = step.init(jax.random.key(0))
     for _ in range(3):
         state, metrics = step(state, batch)
@@ -118,10 +107,10 @@ def losses(model_strategy: str, strategy: str, rows_of: str, takes: str, batch: 
 def case(name: str, rank: int) -> tuple[dict[str, int], list[float]]:
     """Return the mesh and the losses of one of CASES, in one of two processes."""
     rows_of, takes, strategy = name.split(" ")
-    batch = rows(strategy)
+    batch = rows()
     if rows_of == "host" and "pipe" not in strategy:  # two stages of a pipeline have the same rows
         batch = {name: x[rank * 8 : rank * 8 + 8] for name, x in batch.items()}
-    step, values = losses(strategy, strategy, rows_of, takes, batch)
+    step, values = losses(strategy, rows_of, takes, batch)
     assert jax.tree.leaves(step.shapes(batch))[0].shape[0] == 16
     return dict(step.mesh.shape), values
 
@@ -151,37 +140,6 @@ def refusals(rank: int) -> list[str]:
     return [*messages, str(nonfinite_error.value)]
 
 
-def two_processes(cases: tuple[str, ...]) -> None:
-    port = str(free_port())
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), port, *cases],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        # All strategies of one model have the same losses. Compute them while the workers compile.
-        expected = {name: losses(name, "single", "global", "step", rows(name))[1] for name in ("ddp", FOUR_AXES)}
-        outputs = [worker.communicate(timeout=1800) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for out, errors in outputs:
-        lines = [line for line in out.splitlines() if line.startswith("RESULT")]
-        assert lines, errors[-3000:]
-        results, messages = json.loads(lines[0].removeprefix("RESULT"))
-        for name in cases:
-            expected_losses = expected[FOUR_AXES if "pipe" in name else "ddp"]
-            assert results[name][1] == pytest.approx(expected_losses, rel=1e-5), name
-            if "hsdp" in name:  # data = hosts, fsdp = their devices
-                assert results[name][0] == {"pipe": 1, "data": 2, "fsdp": 4, "tensor": 1}
-        for message, words in zip(messages, MESSAGE_PARTS, strict=True):
-            assert all(word in message for word in words), message
-
-
 MESSAGE_PARTS = (
     ("the batch to train: its checksum is", "on rank 0", "on rank 1", "the same on each, or say rows='host'"),
     ("its shape is ['x'] float32[8, 12]", "float32[16, 12]", "on rank 1", "say rows='host'"),
@@ -194,11 +152,20 @@ MESSAGE_PARTS = (
 
 
 @pytest.mark.slow
-def test_two_hosts_train_as_one_device() -> None:
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.battery)], ids=["some", "more"])
+def test_two_hosts_train_as_one_device(cases: tuple[str, ...]) -> None:
     """A step trained twice on a global batch, and a trainer dropped half of the rows of each host."""
-    two_processes(CASES)
-
-
-@pytest.mark.battery
-def test_two_hosts_train_as_one_device_under_every_strategy() -> None:
-    two_processes(MORE_CASES)
+    port = str(free_port())
+    with started([[sys.executable, "-c", WORKER, str(rank), port, *cases] for rank in range(2)]) as workers:
+        _, expected = losses("single", "global", "step", rows())  # while the workers compile
+        outputs = [worker.communicate(timeout=1800) for worker in workers]
+    for out, errors in outputs:
+        lines = [line for line in out.splitlines() if line.startswith("RESULT")]
+        assert lines, errors[-3000:]
+        results, messages = json.loads(lines[0].removeprefix("RESULT"))
+        for name in cases:
+            assert results[name][1] == pytest.approx(expected, rel=1e-5), name
+            if "hsdp" in name:  # data = hosts, fsdp = their devices
+                assert results[name][0] == {"pipe": 1, "data": 2, "fsdp": 4, "tensor": 1}
+        for message, words in zip(messages, MESSAGE_PARTS, strict=True):
+            assert all(word in message for word in words), message
