@@ -141,7 +141,7 @@ def blocks(name: str, replicas: int, microbatches: int) -> tuple[int, int]:
 def test_cell(name: str, strategy: str, microbatches: int, remat: str) -> None:
     model, batch = entry(name).model, entry(name).batch
     assert entry(name).stacks == kind(name)[0]
-    prefetch = int(microbatches > 1 and strategy != "dp")
+    prefetch = int(strategy != "dp" and (microbatches > 1 or remat == "dots"))
     chosen = jp.Strategy.parse(strategy)
     chosen = dataclasses.replace(chosen, microbatches=microbatches, remat=remat, prefetch=prefetch)
     step = jp.make_train_step(model, SGD, chosen)

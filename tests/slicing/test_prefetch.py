@@ -61,8 +61,9 @@ def params() -> list[jax.Array]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "layer"])
-@pytest.mark.parametrize(("frozen", "at_once"), [(-1, -1), (0, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("remat", "frozen", "at_once"), [("none", -1, -1), ("layer", -1, -1), ("layer", 0, 2), ("none", 4, 1)]
+)
 def test_gradients_of_two_microbatches(remat: str, frozen: int, at_once: int) -> None:
     access, blocks = Ahead(frozen, at_once), jax.random.normal(jax.random.key(1), (2, ROWS, DIM))
     program = slice_program(jx.trace(loss, params(), blocks[0])[0], Slicing(params(), [None] * 5, remat=remat))
@@ -107,16 +108,6 @@ TINY_GPT: Entry = gpt()
 @functools.cache
 def step_of(strategy: str) -> Any:
     return jp.make_train_step(TINY_GPT.model, SGD, strategy)
-
-
-@pytest.mark.slow
-def test_one_microbatch_is_as_on_one_device() -> None:
-    """`tests/parallel/test_transparency.py` has several microbatches."""
-    reference, key = Reference(TINY_GPT.model, jp.Strategy(single=True), 8), jax.random.key(0)
-    grads, params = reference.value_and_grad(key, TINY_GPT.batch)[1], reference.train(SGD, key, TINY_GPT.batch, 2)
-    check(
-        step_of("data=2,fsdp=4,prefetch=1"), TINY_GPT.model, initial(TINY_GPT.model), TINY_GPT.batch, 2, grads, params
-    )
 
 
 @pytest.mark.slow
@@ -182,10 +173,8 @@ def sent(strategy: str, kind: str) -> int:
     ("strategy", "gathers", "scatters"),
     [
         ("fsdp=8", 1, 1),
-        ("fsdp=8,microbatches=2", 1, 1),
         ("data=2,fsdp=4,microbatches=2", 1, 1),
         ("fsdp=8,zero=2,microbatches=2", 0, 1),
-        ("fsdp=8,zero=1,microbatches=2", 0, 0),
     ],
 )
 def test_a_step_sends_one_layer_more(strategy: str, gathers: int, scatters: int) -> None:
