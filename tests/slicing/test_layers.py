@@ -73,8 +73,17 @@ POLICIES = {"named": NAMED, "everything": jax.checkpoint_policies.everything_sav
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "layer", "dots", *(pytest.param(v, id=k) for k, v in POLICIES.items())])
-@pytest.mark.parametrize("sharded_layers", [(), (1,), (1, 2, 3, 5)])
+@pytest.mark.parametrize(
+    ("remat", "sharded_layers"),
+    [
+        ("none", (1, 2, 3, 5)),
+        ("layer", (1,)),
+        ("dots", ()),
+        pytest.param(POLICIES["named"], (1, 2, 3, 5), id="named"),
+        pytest.param(POLICIES["everything"], (1,), id="everything"),
+        ("none", ()),
+    ],
+)
 def test_gradients_are_those_of_the_whole_loss(remat: Any, sharded_layers: tuple[int, ...]) -> None:
     with jax.enable_x64(True):  # in float32 the reference itself is off by 7e-5 of a leaf's scale
         outs, grads, _ = run(sliced(remat, sharded_layers))

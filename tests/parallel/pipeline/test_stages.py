@@ -1,6 +1,6 @@
 """The cost of pipelines, their errors, and optimizers on leaves that stages store in another shape.
 
-Memory is flat in microbatches, messages are those of the schedule, and the program's size is flat in depth.
+Memory is flat in microbatches, and the program's size is flat in depth. `schedule_cells.py` has the messages.
 """
 
 import functools
@@ -14,8 +14,7 @@ import optax
 import pytest
 from cells import OPTIMIZERS, OneDevice
 from flax import nnx
-from schedule_cells import kinds
-from test_pipeline import LAYERS, LENGTH, VOCAB, batch_of, experts, scanned
+from schedule_cells import LENGTH, VOCAB, batch_of, experts, kinds, scanned
 from zoo import cross_entropy
 
 import jaxpar as jp
@@ -90,7 +89,7 @@ STACK_CELLS = [
 @pytest.mark.xdist_group("stages optimizers")  # they share gradients of one device
 @pytest.mark.parametrize(
     ("kind", "strategy", "optimizer"),
-    [(*STACK_CELLS[i % 3], name) for i, name in enumerate(TUNERS)] + [(*STACK_CELLS[0], "muon")],
+    [(*STACK_CELLS[i % 3], name) for i, name in enumerate(TUNERS)],
 )
 def test_optimizer(kind: str, strategy: str, optimizer: str) -> None:
     """Optimizers that read shapes and norms treat leaves stored as stacks or in stages as they do on one device."""
@@ -168,20 +167,6 @@ def test_temporaries_are_what_the_schedule_holds(devices: str, schedule: str, ch
     assert with_48 > 2.5 * with_16 if schedule == "gpipe" else with_48 < 1.01 * with_16
 
 
-def test_messages_are_those_of_the_schedule() -> None:
-    """A rank sends one message in every tick with forwards, and one back in every tick with backwards."""
-    m, p, chunks = 8, 4, 2
-    step = make_step(plain(LAYERS, 12, 20), f"pipe={p},chunks={chunks},microbatches={m}")
-    batch = batch_of(2 * m)
-    ticks = m * chunks + p - 1
-    for ledger in (
-        Ledger.from_jaxpr(step.trace(batch), step.mesh),
-        Ledger.from_hlo(step.compile(batch).as_text(), step.mesh),
-    ):
-        assert ledger.total(kind="collective-permute") == 2 * ticks * 2 * (LENGTH - 1) * 12 * 4
-        assert ledger.total("count", kind="collective-permute") == 2 * ticks
-
-
 @pytest.mark.parametrize("strategy", ["zero3", "pipe=2,microbatches=2"])
 def test_program_of_a_loop_is_flat_in_depth(strategy: str) -> None:
     """Equations are counted before the compiler unrolls loops."""
@@ -198,6 +183,22 @@ def test_ranks_share_the_rows_of_the_epilogue() -> None:
     assert logits(1) in text[4]
     assert logits(4) not in text[4]
     assert logits(5) in text[5]  # 5 rows do not divide among 4 ranks
+
+
+@pytest.mark.parametrize(("zero", "schedule"), [(2, "1f1b"), (2, "zb-h1"), (3, "zb-h1")])
+def test_parameters_that_no_stage_owns_move_once_a_step(zero: int, schedule: str) -> None:
+    """Their gradients were once scattered for every microbatch: 24 of 51 s of a 405B step on 1,024 devices."""
+    sent = []
+    for m in (2, 8):
+        step = make_step(plain(4, 16, 20), f"pipe=2,fsdp=4,zero={zero},schedule={schedule},microbatches={m}", devices=8)
+        ledger = Ledger.from_jaxpr(step.trace(batch_of(32)), step.mesh)
+        sent.append({kind: ledger.total(kind=kind, axes=("pipe", "fsdp")) for kind in ("all-gather", "reduce-scatter")})
+    assert sent == [dict.fromkeys(sent[0], 4 * VOCAB * 16)] * 2
+
+
+def test_layers_of_padding_are_said() -> None:
+    with pytest.warns(UserWarning, match=r"5 layers in 4 x 1 chunks of 2 take the time and the memory of 8"):
+        make_step(plain(5, 16, 20), "pipe=4,microbatches=4").trace(batch_of(8))
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
