@@ -96,7 +96,7 @@ def test_programs_beside_the_training_step(strategy: str) -> None:
 AWKWARD = [0.0, -0.0, np.nan, np.inf, -np.inf, 1.5, -2.0, 7.0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "uint32", "bool", "complex64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64"])
 def test_the_token_changes_no_bit(dtype: str) -> None:
     """The result of an earlier collective, NaN and infinities included, must not reach a later one."""
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))

@@ -17,7 +17,6 @@ from jaxpar.layout.precision import LossScale, Policy
 from jaxpar.step.gradients import block_key
 
 KEY = jax.random.key(0)
-LAYOUTS = ("single", "dp", "ddp", "zero1", "zero2", "zero3", "hsdp")
 ROWS = 16
 X = np.random.default_rng(0).normal(size=(ROWS, 16)).astype(np.float32)
 BATCH = {"x": X}
@@ -56,7 +55,7 @@ def alive(tree: Any) -> list[bool]:
     return [not x.is_deleted() for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "zero2", "zero3"])
 def test_state_life(strategy: str) -> None:
     """Initial values equal those of one device bit by bit; states are donated; parameters passed to `init` are not."""
     step = make(strategy)

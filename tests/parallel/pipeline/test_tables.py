@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from schedule_cells import LOCKSTEP, kinds
 
 from jaxpar.parallel.pipeline.buffers import CODES, WAYS
 from jaxpar.parallel.pipeline.schedules import Schedule
@@ -21,8 +22,6 @@ from jaxpar.strategy.schedules.orders import orders_of
 
 PIPES = range(2, 9)
 UNIT_TIMES = dict.fromkeys("FIW", 1)
-LOCKSTEP = ("gpipe", "1f1b", "1f1b-overlap")
-CHUNKS = {"1f1b-halves": (1,), "zb-h1": (1,), "zb-h2": (1,)}  # the others hold two
 
 
 def fewest_microbatches(kind: str, p: int) -> int:
@@ -33,11 +32,10 @@ def grid(p: int) -> list[Schedule]:
     """Return every schedule that branches, with few microbatches, about p and 2 p, and many."""
     return [
         Schedule(kind, p, m, v)
-        for kind in SCHEDULES
+        for kind, v in kinds()
         if kind not in LOCKSTEP
         for m in sorted({1, 2, 3, p - 1, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p})
         if m >= fewest_microbatches(kind, p)
-        for v in CHUNKS.get(kind, (2,))
     ]
 
 
@@ -240,7 +238,7 @@ def test_nothing_is_lost_in_buffers(p: int) -> None:
 
 
 def test_buffers_do_not_grow_with_the_microbatches() -> None:
-    for kind, v in (("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("v-half", 2), ("v-min", 2), ("dualpipe-v", 2)):
+    for kind, v in ((kind, v) for kind, v in kinds() if kind not in LOCKSTEP):
         room = {(s.rows.stashes, s.rows.keeps, s.rows.buffers) for s in (Schedule(kind, 4, m, v) for m in (16, 32, 64))}
         assert len(room) == 1, kind
 
@@ -360,11 +358,9 @@ def test_a_file_that_is_no_table(tmp_path: Path) -> None:
 
 def all_schedules(p: int) -> list[Schedule]:
     """Return every schedule with each of its numbers of chunks, with few and many microbatches."""
-    chunks = dict.fromkeys(LOCKSTEP, (1, 2, 4)) | CHUNKS
     return [
         Schedule(kind, p, m, v)
-        for kind in SCHEDULES
-        for v in chunks.get(kind, (2,))
+        for kind, v in kinds()
         for m in (1, p - 1, p, 2 * p, 2 * p + 1, 3 * p)
         if m >= fewest_microbatches(kind, p) and not (kind in LOCKSTEP and v > 1 and m % p)
     ]
