@@ -20,6 +20,7 @@ KEY = jax.random.key(0)
 ROWS = 16
 X = np.random.default_rng(0).normal(size=(ROWS, 16)).astype(np.float32)
 BATCH = {"x": X}
+POISON = {"x": np.where(np.arange(ROWS)[:, None] == ROWS - 1, np.nan, X).astype(np.float32)}
 SGD = optax.sgd(0.1, momentum=0.9)
 
 
@@ -209,18 +210,27 @@ def test_batch_norm() -> None:
     same(statistics["zero3"], statistics["single"], 1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:jp.all_rows returns the rows of one microbatch")
-@pytest.mark.parametrize("strategy", ["ddp", "zero3,microbatches=2"])
-def test_contrastive(strategy: str) -> None:
+def contrast(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
     """A contrastive loss compares every row with the rows of all replicas."""
+    all_targets, all_ids = jp.all_rows(batch["x"][:, ::-1] @ params["w"]), jp.all_rows(batch["id"])
+    scores = jax.nn.log_softmax(batch["x"] @ params["w"] @ all_targets.T)
+    return -jnp.where(batch["id"][:, None] == all_ids, scores, 0).sum(axis=1).mean()
 
-    def contrast(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
-        all_targets, all_ids = jp.all_rows(batch["y"] @ params["w"]), jp.all_rows(batch["id"])
-        scores = jax.nn.log_softmax(batch["x"] @ params["w"] @ all_targets.T)
-        return -jnp.where(batch["id"][:, None] == all_ids, scores, 0).sum(axis=1).mean()
 
-    batch = {"x": X, "y": X[::-1].copy(), "id": np.arange(ROWS)}
-    report = jp.verify(jp.Model(init=init, loss=contrast), strategy, batch, steps=1)
+def masked(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
+    """Gradients of a loss with a random mask were divided by the count of another key's mask."""
+    mask = jnp.ones(batch["x"].shape[:1]) if key is None else jax.random.uniform(key, batch["x"].shape[:1])
+    return jp.Mean((jnp.square(batch["x"] @ params["w"]).mean(axis=1) * mask).sum(), mask.sum())
+
+
+@pytest.mark.filterwarnings("ignore:jp.all_rows returns the rows of one microbatch")
+@pytest.mark.filterwarnings("ignore:the loss does not read batch")
+@pytest.mark.parametrize(
+    ("loss", "strategy"),
+    [(contrast, "ddp"), (contrast, "zero3,microbatches=2"), (masked, "zero3"), (masked, "ddp,microbatches=2")],
+)
+def test_rows_of_all_replicas_and_counts_that_are_drawn(loss: Any, strategy: str) -> None:
+    report = jp.verify(jp.Model(init=init, loss=loss), strategy, {"x": X, "id": np.arange(ROWS)}, steps=1)
     assert report.ok, report
 
 
@@ -256,8 +266,7 @@ def test_skipped_steps(strategy: str) -> None:
     state = step.init(KEY)
     state = dataclasses.replace(state, scale=dataclasses.replace(state.scale, scale=state.scale.scale / 2**7))
     initial, scale = jax.device_get((step.params(state), state.optimizer)), float(state.scale.scale)
-    poison = {"x": np.where(np.arange(ROWS)[:, None] == ROWS - 1, np.nan, X).astype(np.float32)}
-    state, metrics = step(state, poison)
+    state, metrics = step(state, POISON)
     assert equal((step.params(state), state.optimizer), initial)
     assert (int(metrics["skipped"]), float(state.scale.scale), int(state.step)) == (1, scale / 2, 1)
     state, metrics = step(state, BATCH)
@@ -271,13 +280,12 @@ def test_skipped_steps(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["dp", "zero1,precision=bf16"])
 def test_a_step_that_is_not_finite_is_not_applied(strategy: str) -> None:
     """A step that is not finite changes the step's number alone; finite steps after it are applied as usual."""
-    mesh = jax.devices()[:4]
-    step = jp.make_train_step(jp.Model(init=init, loss=loss), optax.adam(0.1), strategy, mesh, skip_nonfinite=True)
-    plain = jp.make_train_step(jp.Model(init=init, loss=loss), optax.adam(0.1), strategy, mesh)
+    step, plain = (
+        make(strategy, optimizer=optax.adam(0.1), mesh=jax.devices()[:4], skip_nonfinite=skip) for skip in (True, False)
+    )
     state, plain_state = step.init(KEY), plain.init(KEY)
     initial = jax.device_get((state.params, state.copy, state.optimizer))
-    poison = {"x": np.where(np.arange(ROWS)[:, None] == ROWS - 1, np.nan, X).astype(np.float32)}
-    state, metrics = step(state, poison)
+    state, metrics = step(state, POISON)
     assert equal((state.params, state.copy, state.optimizer), initial)
     assert (bool(metrics["finite"]), int(state.step)) == (False, 1)
     state, metrics = step(state, BATCH)
@@ -392,18 +400,6 @@ def test_repr_is_a_summary() -> None:
     for x in jax.tree.leaves(state):
         x.delete()
     assert repr(state).startswith(f"State(step donated, {stored:,} parameters")
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "ddp,microbatches=2"])
-def test_count_that_is_drawn(strategy: str) -> None:
-    """Gradients of a loss with a random mask were divided by the count of another key's mask."""
-
-    def masked(params: Any, batch: Any, key: jax.Array | None) -> jp.Mean:
-        mask = jnp.ones(batch["x"].shape[:1]) if key is None else jax.random.uniform(key, batch["x"].shape[:1])
-        return jp.Mean((jnp.square(batch["x"] @ params["w"]).mean(axis=1) * mask).sum(), mask.sum())
-
-    report = jp.verify(jp.Model(init=init, loss=masked), strategy, BATCH, steps=1)
-    assert report.ok, report
 
 
 def test_callback_in_a_layer() -> None:
