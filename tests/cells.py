@@ -138,6 +138,12 @@ def check(
     worst = max(found, key=lambda d: d.error)
     assert worst.error <= tolerance, worst
 
+    check_collectives(step, batch)
+
+
+def check_collectives(step: Any, batch: Any) -> Ledger:
+    """Check that the jaxpr has the closed form's collectives, by kind, axes, dtype, count and bytes; return these."""
     closed, written = expected(step, batch), Ledger.from_jaxpr(step.trace(batch), step.mesh)
     for value in ("count", "bytes"):
         assert written.by("kind", "axes", "dtype", value=value) == closed.by("kind", "axes", "dtype", value=value)
+    return closed

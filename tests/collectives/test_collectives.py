@@ -14,8 +14,22 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import collectives
-from jaxpar.collectives import OPS, on
+from jaxpar.collectives import (
+    OPS,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    on,
+    reduce,
+    reduce_scatter,
+    ring_all_reduce,
+    scatter,
+    send_recv,
+    shift,
+)
 from jaxpar.collectives.reductions import DTYPES
 from jaxpar.hardware.devices import gpu_topology
 from jaxpar.inspect.ledger import Ledger
@@ -75,53 +89,45 @@ def parts(y: np.ndarray, n: int) -> np.ndarray:
 def moving_cases(n: int) -> dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], Reference]]:
     """Return name -> (collective that moves data, shape of a buffer, its result on n buffers in NumPy)."""
     last, even, odd = n - 1, (2 * n, 3), (7, 2)
-    shift = [(i, (i + 1) % n) for i in range(n)]
+    next_rank = [(i, (i + 1) % n) for i in range(n)]
     return {
-        "broadcast": (partial(collectives.broadcast, root=last), odd, lambda x: everywhere(x[last], n)),
-        "all_gather": (collectives.all_gather, odd, lambda x: everywhere(np.concatenate(x), n)),
-        "all_gather dim 1": (
-            partial(collectives.all_gather, dim=-1),
-            odd,
-            lambda x: everywhere(np.concatenate(x, 1), n),
-        ),
-        "gather": (partial(collectives.gather, root=last), odd, lambda x: zeros_except(last, np.concatenate(x), n)),
-        "scatter": (partial(collectives.scatter, root=last), even, lambda x: parts(x[last], n)),
-        "scatter padded": (partial(collectives.scatter, pad=True), odd, lambda x: parts(x[0], n)),
-        "all_to_all": (collectives.all_to_all, even, lambda x: np.stack([np.split(y, n) for y in x]).swapaxes(0, 1)),
+        "broadcast": (partial(broadcast, root=last), odd, lambda x: everywhere(x[last], n)),
+        "all_gather": (all_gather, odd, lambda x: everywhere(np.concatenate(x), n)),
+        "all_gather dim 1": (partial(all_gather, dim=-1), odd, lambda x: everywhere(np.concatenate(x, 1), n)),
+        "gather": (partial(gather, root=last), odd, lambda x: zeros_except(last, np.concatenate(x), n)),
+        "scatter": (partial(scatter, root=last), even, lambda x: parts(x[last], n)),
+        "scatter padded": (partial(scatter, pad=True), odd, lambda x: parts(x[0], n)),
+        "all_to_all": (all_to_all, even, lambda x: np.stack([np.split(y, n) for y in x]).swapaxes(0, 1)),
         "all_to_all padded": (
-            partial(collectives.all_to_all, pad=True),
+            partial(all_to_all, pad=True),
             odd,
             lambda x: np.stack([parts(y, n) for y in x]).swapaxes(0, 1),
         ),
         "all_to_all into another dim": (
-            partial(collectives.all_to_all, into=1),
+            partial(all_to_all, into=1),
             even,
             lambda x: np.stack([np.concatenate(p, 1) for p in zip(*(np.split(y, n) for y in x), strict=True)]),
         ),
-        "send_recv": (partial(collectives.send_recv, pairs=shift), odd, lambda x: np.roll(x, 1, axis=0)),
-        "send_recv to one": (
-            partial(collectives.send_recv, pairs=[(last, 0)]),
-            odd,
-            lambda x: zeros_except(0, x[last], n),
-        ),
-        "shift": (partial(collectives.shift, by=1), odd, lambda x: np.roll(x, 1, axis=0)),
-        "shift back": (partial(collectives.shift, by=-2), odd, lambda x: np.roll(x, -2, axis=0)),
-        "barrier": (collectives.barrier, odd, lambda x: x),
+        "send_recv": (partial(send_recv, pairs=next_rank), odd, lambda x: np.roll(x, 1, axis=0)),
+        "send_recv to one": (partial(send_recv, pairs=[(last, 0)]), odd, lambda x: zeros_except(0, x[last], n)),
+        "shift": (partial(shift, by=1), odd, lambda x: np.roll(x, 1, axis=0)),
+        "shift back": (partial(shift, by=-2), odd, lambda x: np.roll(x, -2, axis=0)),
+        "barrier": (barrier, odd, lambda x: x),
     }
 
 
 def reducing_cases(n: int, op: str) -> dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], Reference]]:
     last, odd, r = n - 1, (7, 2), partial(reduced, op)
     table = {
-        "all_reduce": (collectives.all_reduce, odd, lambda x: everywhere(r(x), n)),
-        "ring": (collectives.ring_all_reduce, odd, lambda x: everywhere(r(x), n)),
-        "reduce_scatter": (partial(collectives.reduce_scatter, pad=True), odd, lambda x: parts(r(x), n)),
+        "all_reduce": (all_reduce, odd, lambda x: everywhere(r(x), n)),
+        "ring": (ring_all_reduce, odd, lambda x: everywhere(r(x), n)),
+        "reduce_scatter": (partial(reduce_scatter, pad=True), odd, lambda x: parts(r(x), n)),
     }
     if op in ("sum", "min"):  # an all_reduce for every op
-        table["reduce"] = (partial(collectives.reduce, root=last), odd, lambda x: zeros_except(last, r(x), n))
+        table["reduce"] = (partial(reduce, root=last), odd, lambda x: zeros_except(last, r(x), n))
     if op in ("avg", "max"):  # one of XLA's reductions, and one by all_to_all
         along = lambda x: np.stack(np.split(r(x), n, 1))
-        table["reduce_scatter dim 1"] = (partial(collectives.reduce_scatter, dim=1), (3, 2 * n), along)
+        table["reduce_scatter dim 1"] = (partial(reduce_scatter, dim=1), (3, 2 * n), along)
     return {f"{name} {op}": (partial(f, op=op), shape, reference) for name, (f, shape, reference) in table.items()}
 
 
@@ -195,20 +201,20 @@ def test_costs_are_those_documented(n: int) -> None:
     mesh, s = mesh_of(n), 160 * n
     through_shards = {"all-to-all": s, "all-gather": s}
     expected = {
-        collectives.all_reduce: {"all-reduce": s},
-        partial(collectives.all_reduce, op="max"): {"all-reduce": s},
-        partial(collectives.all_reduce, op="prod"): through_shards,
-        collectives.broadcast: through_shards,
-        collectives.reduce: {"all-reduce": s},
-        collectives.all_gather: {"all-gather": n * s},
-        collectives.reduce_scatter: {"reduce-scatter": s},
-        partial(collectives.reduce_scatter, op="min"): {"all-to-all": s},
-        collectives.scatter: {"all-to-all": s},
-        collectives.gather: {"all-gather": n * s},
-        collectives.all_to_all: {"all-to-all": s},
-        partial(collectives.send_recv, pairs=[(0, n - 1)]): {"collective-permute": s},
-        collectives.barrier: {"all-reduce": 4},
-        collectives.ring_all_reduce: {"collective-permute": 2 * (n - 1) * s // n},
+        all_reduce: {"all-reduce": s},
+        partial(all_reduce, op="max"): {"all-reduce": s},
+        partial(all_reduce, op="prod"): through_shards,
+        broadcast: through_shards,
+        reduce: {"all-reduce": s},
+        all_gather: {"all-gather": n * s},
+        reduce_scatter: {"reduce-scatter": s},
+        partial(reduce_scatter, op="min"): {"all-to-all": s},
+        scatter: {"all-to-all": s},
+        gather: {"all-gather": n * s},
+        all_to_all: {"all-to-all": s},
+        partial(send_recv, pairs=[(0, n - 1)]): {"collective-permute": s},
+        barrier: {"all-reduce": 4},
+        ring_all_reduce: {"collective-permute": 2 * (n - 1) * s // n},
     }
     for f, costs in expected.items():
         assert ledger_of(f, mesh, (40 * n,)).by("kind") == (costs if n > 1 else {}), f
@@ -216,7 +222,7 @@ def test_costs_are_those_documented(n: int) -> None:
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 5), (8, 8), ()])
 def test_ring_sends_2_n_minus_1_chunks(shape: tuple[int, ...]) -> None:
-    ledger = ledger_of(collectives.ring_all_reduce, mesh_of(8), shape)
+    ledger = ledger_of(ring_all_reduce, mesh_of(8), shape)
     (entry,) = ledger
     chunk = -(-int(np.prod(shape)) // 8)
     assert (entry.kind, entry.count, entry.bytes) == ("collective-permute", 14, 14 * 4 * chunk)
@@ -225,7 +231,7 @@ def test_ring_sends_2_n_minus_1_chunks(shape: tuple[int, ...]) -> None:
 def test_ring_gives_all_ranks_the_same_bits_and_the_compiled_program_is_a_ring() -> None:
     mesh = mesh_of(8)
     x = data(8, (1001,), "float32")
-    ring = jax.jit(lambda x: collectives.ring_all_reduce(x, on(mesh)))
+    ring = jax.jit(lambda x: ring_all_reduce(x, on(mesh)))
     y = np.asarray(ring(x))
     assert (y == y[0]).all()
     assert Ledger.from_hlo(ring.lower(x).compile().as_text(), mesh).by("kind") == {"collective-permute": 14 * 4 * 126}
@@ -235,7 +241,7 @@ def test_broadcast_moves_bits() -> None:
     """Negative zeros, NaNs and subnormals arrive as they are; a masked sum would lose them."""
     bits = np.array([0x80000000, 0x7FC00123, 0x00000001, 0xFF800000], "uint32")
     x = np.stack([np.full(4, 7, "float32"), bits.view("float32")])
-    y = np.asarray(collectives.broadcast(x, on(mesh_of(2)), root=1))
+    y = np.asarray(broadcast(x, on(mesh_of(2)), root=1))
     assert (y.view("uint32") == bits).all()
 
 
@@ -264,7 +270,7 @@ def test_some_axes_of_a_mesh() -> None:
     mesh = mesh_of(2, 3)
     x = data(6, (3, 2), "int32")
     groups = jax.shard_map(
-        lambda x: jnp.stack([collectives.all_reduce(x[0], "b"), collectives.ring_all_reduce(x[0], ["b"])])[None],
+        lambda x: jnp.stack([all_reduce(x[0], "b"), ring_all_reduce(x[0], ["b"])])[None],
         mesh=mesh,
         in_specs=P(("a", "b")),
         out_specs=P(("a", "b")),
@@ -272,10 +278,10 @@ def test_some_axes_of_a_mesh() -> None:
     )
     by_group = x.reshape(2, 3, 1, 3, 2).sum(1, keepdims=True, dtype=x.dtype)
     np.testing.assert_array_equal(jax.jit(groups)(x).reshape(2, 3, 2, 3, 2), np.broadcast_to(by_group, (2, 3, 2, 3, 2)))
-    y = collectives.reduce_scatter(x[:3], on(mesh, "b"))
+    y = reduce_scatter(x[:3], on(mesh, "b"))
     np.testing.assert_array_equal(y, reduced("sum", x[:3]).reshape(3, 1, 2))
     assert y.sharding.shard_shape(y.shape) == (1, 1, 2)
-    gathered = collectives.all_gather(x, on(mesh))  # ranks over both axes count as the rows of the mesh do
+    gathered = all_gather(x, on(mesh))  # ranks over both axes count as the rows of the mesh do
     np.testing.assert_array_equal(gathered, everywhere(np.concatenate(x), 6))
 
 
@@ -291,7 +297,7 @@ def test_under_check_vma() -> None:
 
 def test_outside_compiles_once() -> None:
     mesh = mesh_of(2)
-    f = lambda x: collectives.send_recv(x, on(mesh), pairs=[[0, 1]])
+    f = lambda x: send_recv(x, on(mesh), pairs=[[0, 1]])
     f(np.zeros((2, 3), "float32"))
     with jax.no_tracing():
         f(np.ones((2, 3), "float32"))
@@ -299,92 +305,63 @@ def test_outside_compiles_once() -> None:
 
 @pytest.mark.parametrize("value", [np.arange(4.0, dtype="float32"), [1.0, 2.0, 3.0, 4.0]], ids=["numpy", "list"])
 def test_scalars_of_each_rank(value: Any) -> None:
-    assert collectives.all_reduce(value, on(mesh_of(4)), op="max").tolist() == [max(value)] * 4
+    assert all_reduce(value, on(mesh_of(4)), op="max").tolist() == [max(value)] * 4
 
 
 X = np.zeros((8, 16), "float32")
 WRONG = {
-    "axis": (lambda m: collectives.all_reduce(X, on(m, "fdsp")), r"no axis 'fdsp'; use 'a'"),
+    "axis": (lambda m: all_reduce(X, on(m, "fdsp")), r"no axis 'fdsp'; use 'a'"),
     "axis_nearest": (lambda m: on(Mesh(m.devices, ("fsdp",)), "fdsp"), r"did you mean 'fsdp'\?"),
     "mesh": (lambda m: on("a"), r"on\('a'\): needs a jax.sharding.Mesh, such as"),
-    "no_shard_map": (
-        lambda m: collectives.all_reduce(X, "a"),
-        r"axis 'a' is not one .*; call it in a jax.shard_map, or",
-    ),
-    "mesh_as_axes": (lambda m: collectives.all_reduce(X, m), r"outside shard_map give on\(mesh\), inside names of 'a'"),
-    "rows": (
-        lambda m: collectives.all_reduce(X[:6], on(m)),
-        r"x \[6, 16\] must stack the buffers of 8 ranks .* \[8, ...\]",
-    ),
-    "scalar": (lambda m: collectives.all_reduce(np.float32(1), on(m)), r"x \[\] must stack"),
-    "op": (lambda m: collectives.all_reduce(X, on(m), op="mean"), r"op='mean' is unknown; use one of sum, prod, min"),
-    "op_nearest": (lambda m: collectives.reduce(X, on(m), op="summ"), r"did you mean 'sum'\?"),
-    "root": (lambda m: collectives.broadcast(X, on(m), root=8), r"root=8 is not a rank; give one from 0 to 7"),
-    "root_negative": (lambda m: collectives.gather(X, on(m), root=-1), r"root=-1 is not a rank"),
-    "root_float": (lambda m: collectives.scatter(X, on(m), root=1.0), r"root=1.0 is not a rank"),
-    "root_of_reduce": (lambda m: collectives.reduce(X, on(m), root=9), r"root=9 is not a rank"),
+    "no_shard_map": (lambda m: all_reduce(X, "a"), r"axis 'a' is not one .*; call it in a jax.shard_map, or"),
+    "mesh_as_axes": (lambda m: all_reduce(X, m), r"outside shard_map give on\(mesh\), inside names of 'a'"),
+    "rows": (lambda m: all_reduce(X[:6], on(m)), r"x \[6, 16\] must stack the buffers of 8 ranks .* \[8, ...\]"),
+    "scalar": (lambda m: all_reduce(np.float32(1), on(m)), r"x \[\] must stack"),
+    "op": (lambda m: all_reduce(X, on(m), op="mean"), r"op='mean' is unknown; use one of sum, prod, min"),
+    "op_nearest": (lambda m: reduce(X, on(m), op="summ"), r"did you mean 'sum'\?"),
+    "root": (lambda m: broadcast(X, on(m), root=8), r"root=8 is not a rank; give one from 0 to 7"),
     "divide": (
-        lambda m: collectives.reduce_scatter(X[:, :13], on(m)),
+        lambda m: reduce_scatter(X[:, :13], on(m)),
         r"dim 0 of x \[13\] does not divide into 8 parts; make it 16, or pad it with zeros: pad=True",
     ),
-    "divide_scatter": (lambda m: collectives.scatter(X[:, :9], on(m)), r"does not divide into 8 parts; make it 16"),
-    "divide_all_to_all": (lambda m: collectives.all_to_all(X[:, :9], on(m)), r"does not divide into 8 parts"),
-    "dim": (lambda m: collectives.all_gather(X, on(m), dim=1), r"x \[16\] has no dim 1; use 0 to 0"),
-    "dim_into": (lambda m: collectives.all_to_all(X, on(m), into=-2), r"x \[16\] has no dim -2"),
-    "dim_scalar": (
-        lambda m: collectives.all_gather(X[:, 0], on(m)),
-        r"x \[\] has no dim 0; give a scalar as x\[None\]",
-    ),
-    "source_twice": (lambda m: collectives.send_recv(X, on(m), [(0, 1), (0, 2)]), r"rank 0 is the source of two pairs"),
-    "destination_twice": (
-        lambda m: collectives.send_recv(X, on(m), [(0, 3), (1, 3)]),
-        r"rank 3 is the destination of two",
-    ),
-    "pairs": (
-        lambda m: collectives.send_recv(X, on(m), (0, 1)),
-        r"pairs=\(0, 1\) is not a list of pairs; .*\[\(0, 1\)\]",
-    ),
-    "axes_none": (lambda m: collectives.all_reduce(X, None), r"axes=None names no mesh axes; give 'data'"),
-    "dim_none": (lambda m: collectives.all_gather(X, on(m), dim=None), r"x \[16\] has no dim None; use 0 to 0"),
+    "dim": (lambda m: all_gather(X, on(m), dim=1), r"x \[16\] has no dim 1; use 0 to 0"),
+    "dim_into": (lambda m: all_to_all(X, on(m), into=-2), r"x \[16\] has no dim -2"),
+    "dim_scalar": (lambda m: all_gather(X[:, 0], on(m)), r"x \[\] has no dim 0; give a scalar as x\[None\]"),
+    "source_twice": (lambda m: send_recv(X, on(m), [(0, 1), (0, 2)]), r"rank 0 is the source of two pairs"),
+    "destination_twice": (lambda m: send_recv(X, on(m), [(0, 3), (1, 3)]), r"rank 3 is the destination of two"),
+    "pairs": (lambda m: send_recv(X, on(m), (0, 1)), r"pairs=\(0, 1\) is not a list of pairs; .*\[\(0, 1\)\]"),
+    "axes_none": (lambda m: all_reduce(X, None), r"axes=None names no mesh axes; give 'data'"),
+    "dim_none": (lambda m: all_gather(X, on(m), dim=None), r"x \[16\] has no dim None; use 0 to 0"),
     "root_traced": (
-        lambda m: jax.jit(lambda root: collectives.broadcast(X, on(m), root))(2),
+        lambda m: jax.jit(lambda root: broadcast(X, on(m), root))(2),
         r"must be known when the program is traced; give Python values",
     ),
-    "source": (lambda m: collectives.send_recv(X, on(m), [(8, 0)]), r"source=8 is not a rank"),
-    "bool_sum": (lambda m: collectives.all_reduce(X > 0, on(m)), r"op='sum' of bool: cast to int32 to count, or"),
-    "complex_max": (
-        lambda m: collectives.ring_all_reduce(X * 1j, on(m), op="max"),
-        r"complex.*no order; reduce jnp.abs",
-    ),
-    "root_bool": (lambda m: collectives.broadcast(X, on(m), root=True), r"root=True is not a rank"),
-    "op_dict": (
-        lambda m: collectives.all_reduce(X, on(m), op={"a": 1}),
-        r"\{'a': 1\} is a dict; root, dim, op and pairs",
-    ),
-    "by": (lambda m: collectives.shift(X, on(m), 1.5), r"by=1.5 is not a number of ranks; use a whole number"),
-    "dtype": (
-        lambda m: collectives.all_reduce(X.astype(ml_dtypes.int4), on(m)),
-        r"int4 cannot be reduced; cast to one of",
-    ),
+    "source": (lambda m: send_recv(X, on(m), [(8, 0)]), r"source=8 is not a rank"),
+    "bool_sum": (lambda m: all_reduce(X > 0, on(m)), r"op='sum' of bool: cast to int32 to count, or"),
+    "complex_max": (lambda m: ring_all_reduce(X * 1j, on(m), op="max"), r"complex.*no order; reduce jnp.abs"),
+    "root_bool": (lambda m: broadcast(X, on(m), root=True), r"root=True is not a rank"),
+    "op_dict": (lambda m: all_reduce(X, on(m), op={"a": 1}), r"\{'a': 1\} is a dict; root, dim, op and pairs"),
+    "by": (lambda m: shift(X, on(m), 1.5), r"by=1.5 is not a number of ranks; use a whole number"),
+    "dtype": (lambda m: all_reduce(X.astype(ml_dtypes.int4), on(m)), r"int4 cannot be reduced; cast to one of"),
 }
 
 
 def test_buffers_without_elements_and_options_as_arrays() -> None:
     """XLA's verifier refuses an all-gather or a reduce-scatter along a dim of size 0."""
     ranks, empty = on(mesh_of(8)), np.zeros((8, 0, 3), np.float32)
-    for f in (collectives.all_gather, collectives.gather, collectives.reduce_scatter, collectives.broadcast):
+    for f in (all_gather, gather, reduce_scatter, broadcast):
         assert f(empty, ranks).shape == empty.shape
-    assert collectives.all_reduce(empty, ranks, op="prod").shape == empty.shape
-    assert collectives.broadcast(X, ranks, root=jnp.int32(2))[7].tolist() == X[2].tolist()
-    assert collectives.send_recv(X, ranks, np.array([[2, 0]]))[0].tolist() == X[2].tolist()
+    assert all_reduce(empty, ranks, op="prod").shape == empty.shape
+    assert broadcast(X, ranks, root=jnp.int32(2))[7].tolist() == X[2].tolist()
+    assert send_recv(X, ranks, np.array([[2, 0]]))[0].tolist() == X[2].tolist()
 
 
 def test_options_that_are_equal_are_not_the_same() -> None:
     # 1.0 was accepted after 1: their programs had the same key in the cache.
     ranks = on(mesh_of(8))
-    assert collectives.broadcast(X, ranks, root=1).shape == X.shape
+    assert broadcast(X, ranks, root=1).shape == X.shape
     with pytest.raises(ValueError, match=r"root=1\.0 is not a rank"):
-        collectives.broadcast(X, ranks, root=1.0)  # type: ignore[arg-type]
+        broadcast(X, ranks, root=1.0)  # type: ignore[arg-type]
 
 
 def test_meshes_with_explicit_axes() -> None:
@@ -392,8 +369,8 @@ def test_meshes_with_explicit_axes() -> None:
     mesh = jax.make_mesh((8,), ("a",))
     x = np.arange(16.0, dtype="float32").reshape(8, 2)
     for array in (x, jax.device_put(x, NamedSharding(mesh, P("a"))), jax.device_put(x, NamedSharding(mesh, P()))):
-        assert collectives.all_reduce(array, on(mesh)).tolist() == [x.sum(0).tolist()] * 8
-    assert collectives.shift(x, on(mesh), 3).tolist() == np.roll(x, 3, axis=0).tolist()
+        assert all_reduce(array, on(mesh)).tolist() == [x.sum(0).tolist()] * 8
+    assert shift(x, on(mesh), 3).tolist() == np.roll(x, 3, axis=0).tolist()
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -414,7 +391,7 @@ def test_errors(name: str) -> None:
 )
 def test_errors_in_axes(axes: Any, message: str) -> None:
     mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    f = lambda x: collectives.all_reduce(x, axes)
+    f = lambda x: all_reduce(x, axes)
     inside = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False, axis_names={"data", "fsdp"})
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(inside, X)
@@ -428,12 +405,7 @@ def test_on_gpus() -> None:
 
     def program(a: jax.Array, b: jax.Array, c: jax.Array) -> list[jax.Array]:
         ranks = on(mesh)
-        return [
-            collectives.broadcast(a, ranks),
-            collectives.all_reduce(b, ranks),
-            collectives.barrier(c, ranks),
-            collectives.ring_all_reduce(a, ranks),
-        ]
+        return [broadcast(a, ranks), all_reduce(b, ranks), barrier(c, ranks), ring_all_reduce(a, ranks)]
 
     lowered = jax.jit(program).trace(x("float32"), x("float8_e5m2"), x("uint8")).lower(lowering_platforms=("cuda",))
     assert Ledger.from_hlo(lowered.compile().as_text(), mesh).by("kind", "dtype") == {

@@ -14,7 +14,7 @@ from jaxpar.slicing.halves import Halves, pick
 from jaxpar.slicing.pieces import Stack
 from jaxpar.slicing.slicer import Slicing, slice_program
 
-LAYERS, ROWS, LENGTH, DIM, HEADS, FFN = 3, 2, 5, 8, 2, 12
+LAYERS, ROWS, LENGTH, DIM, HEADS, FFN = 2, 2, 5, 8, 2, 12
 SHAPES = [(DIM,), (DIM, 3 * DIM), (DIM, DIM), (DIM, 2 * FFN), (FFN, DIM)]
 
 

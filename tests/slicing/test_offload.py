@@ -10,33 +10,25 @@ from typing import Any
 import jax
 import optax
 import pytest
-from cells import Compiled, check, initial
-from tensor_cells import LENGTH, SHARED_BATCH, batch_of, built
+from cells import Compiled, check
+from tensor_cells import LENGTH, SGD, SHARED_BATCH, STEPS, batch_of, built, one_device, reference
 
 import jaxpar as jp
 from jaxpar.hardware import target
 from jaxpar.hardware.compiled.kernels import Done, Executable, HostCopy, Kernel, Operation, While
 from jaxpar.inspect.predict.prediction import predict
 from jaxpar.models import named
-from jaxpar.parity.parity import Reference
 from jaxpar.program.walk import visit
 
 pytestmark = SHARED_BATCH
 
-MODEL, BATCH = built("scanned")[0], batch_of(8)
 LAYERS, DIM = 5, 64
-SGD = optax.sgd(0.05, momentum=0.9)
+BATCH = batch_of(8)
 
 
 @functools.cache
 def step_of(strategy: str) -> Any:
-    return jp.make_train_step(MODEL, SGD, f"{strategy},offload=activations")
-
-
-@functools.cache
-def one_device() -> Any:
-    reference, key = Reference(MODEL, jp.Strategy(single=True), 8), jax.random.key(0)
-    return reference.value_and_grad(key, BATCH)[1], reference.train(SGD, key, BATCH, 2)
+    return jp.make_train_step(built("scanned")[0], SGD, f"{strategy},offload=activations")
 
 
 CELLS = (
@@ -49,7 +41,8 @@ CELLS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", CELLS)
 def test_parity_with_one_device(strategy: str) -> None:
-    check(step_of(strategy), MODEL, initial(MODEL), BATCH, 2, *one_device())
+    first = one_device("scanned").first
+    check(step_of(strategy), built("scanned")[0], first, BATCH, STEPS, *reference("scanned", 8, 8))
 
 
 def moves(strategy: str) -> dict[Any, tuple[int, int]]:

@@ -59,13 +59,7 @@ def test_every_constraint_refuses_a_strategy(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(type(CONSTRAINTS[0]), "check", noted)
     for fields in BROKEN:
-        with pytest.raises(ValueError, match=r"\w"):
+        # The sentence names a field that was given, and leaves no place of its template empty.
+        with pytest.raises(ValueError, match=rf"^[^{{]*({'|'.join(fields)})[^{{]*$"):
             jp.Strategy(**fields)
     assert {id(one) for one in refusing} == {id(one) for one in CONSTRAINTS}
-
-
-@pytest.mark.parametrize("fields", BROKEN, ids=str)
-def test_a_sentence_names_a_field_that_was_given(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="|".join(fields)) as refused:
-        jp.Strategy(**fields)
-    assert "{" not in str(refused.value)  # no place of a template is left empty

@@ -4,7 +4,6 @@
 """
 
 import functools
-import re
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -73,6 +72,7 @@ def simulate(schedule: Schedule) -> tuple[dict[tuple[int, int], int], dict[tuple
 def test_dependencies(p: int) -> None:
     for schedule in of_pipe(p):
         forwards, backwards = simulate(schedule)
+        use_slots(schedule)
         last = p * schedule.chunks - 1
         last_forwards = {microbatch: forwards[last, microbatch] for microbatch in range(schedule.microbatches)}
         assert {
@@ -91,7 +91,10 @@ def test_dependencies(p: int) -> None:
 
 @pytest.mark.parametrize("p", PIPES)
 def test_time_is_the_closed_form(p: int) -> None:
-    """A forward through one chunk takes 1 / v, a backward 2 / v, and a tick as long as its busiest rank."""
+    """A forward through one chunk takes 1 / v, a backward 2 / v, and a tick as long as its busiest rank.
+
+    Ticks cost no time: ranks that run each operation as soon as its input arrives take as long.
+    """
     for schedule in of_pipe(p):
         m, v = schedule.microbatches, schedule.chunks
         time, busy = Fraction(), [Fraction()] * p
@@ -103,6 +106,7 @@ def test_time_is_the_closed_form(p: int) -> None:
         assert schedule.time == time
         assert schedule.bubble == 1 - busy[0] / time
         assert set(busy) == {Fraction(3 * m)}
+        assert schedule.timed(TIME)[0] == time * v
         if lag := LAG.get(schedule.kind):
             assert schedule.time == 3 * m + Fraction(3 * (p - 1), v)
             assert schedule.bubble == Fraction(p - 1) / (m * v + p - 1)
@@ -130,31 +134,6 @@ def test_activations_in_flight_are_the_closed_form(p: int) -> None:
 
 
 @pytest.mark.parametrize("p", PIPES)
-def test_ranks_that_wait_for_nothing_but_messages_take_as_long(p: int) -> None:
-    """Ticks cost no time: ranks that run each operation as soon as its input arrives take as long."""
-    for schedule in of_pipe(p):
-        m, v = schedule.microbatches, schedule.chunks
-        finished = {("F", -1, microbatch): 0 for microbatch in range(m)}
-        clock = [0] * p
-        for column in schedule.table():
-            for kind in "FB":
-                for rank, op in ((rank, op) for rank, ops in enumerate(column) for op in ops if op.kind == kind):
-                    stage, microbatch = op.chunk * p + rank, op.microbatch
-                    own_forward = "F", stage, microbatch
-                    needed = own_forward if stage == p * v - 1 else ("B", stage + 1, microbatch)
-                    inputs = [("F", stage - 1, microbatch)] if kind == "F" else [own_forward, needed]
-                    clock[rank] = max(clock[rank], *(finished[x] for x in inputs)) + TIME[kind]
-                    finished[kind, stage, microbatch] = clock[rank]
-        assert schedule.time == Fraction(max(clock), v)
-
-
-def test_1f1b_is_flat_in_the_number_of_microbatches() -> None:
-    assert {Schedule("1f1b", 4, m).slots for m in range(7, 200)} == {7}  # 2 p - 1
-    assert {Schedule("1f1b", 4, m, 2).slots for m in range(8, 200, 4)} == {11}  # 3 p - 1
-    assert Schedule("gpipe", 4, 199).slots == 200
-
-
-@pytest.mark.parametrize("p", PIPES)
 def test_phases_say_what_ticks_run(p: int) -> None:
     for schedule in of_pipe(p):
         tick_flags = []
@@ -166,12 +145,6 @@ def test_phases_say_what_ticks_run(p: int) -> None:
         assert [(t, kind) for t, k in enumerate(kinds) for kind in "FB" if kind in k] == [
             c[:2] for c in schedule.columns
         ]
-
-
-@pytest.mark.parametrize("p", PIPES)
-def test_slots_never_clash(p: int) -> None:
-    for schedule in of_pipe(p):
-        use_slots(schedule)
 
 
 def use_slots(schedule: Schedule) -> None:
@@ -231,52 +204,8 @@ def test_docs_have_a_row_for_every_schedule() -> None:
     assert [name for name in SCHEDULES if f"| `{name}`" not in page] == []
 
 
-# -- what torch reads --------------------------------------------------------------------------------------------------
-
-# `_action_regex` of torch.distributed.pipelining.schedules. An empty cell is no action; the row's number is the rank.
-ACTION = re.compile(
-    r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)",
-)
-
-
-@pytest.mark.parametrize("schedule", [Schedule("1f1b", 4, 6), Schedule("1f1b", 2, 4, 3), Schedule("gpipe", 3, 5, 1)])
-def test_torch_can_read_the_csv(schedule: Schedule) -> None:
-    """The file meets what torch's `_load_csv` checks: `_validate_schedule`, and then `_add_send_recv`."""
-    p, stages = schedule.ranks, schedule.ranks * schedule.chunks
-    rows = [[cell.strip() for cell in line.split(",")] for line in schedule.csv()]
-    assert len(rows) == p
-    assert len({len(row) for row in rows}) == 1
-    actions = []
-    for rank, row in enumerate(rows):
-        ran: dict[str, set[tuple[int, int]]] = {"F": set(), "B": set()}
-        actions.append([])
-        for match in (ACTION.fullmatch(cell) for cell in row if cell):
-            assert match is not None
-            stage, kind, microbatch = int(match[1]), match[2], int(match[3])
-            assert stage % p == rank
-            assert kind == "F" or (stage, microbatch) in ran["F"]
-            ran[kind].add((stage, microbatch))
-            actions[-1].append((stage, kind, microbatch))
-        rank_runs = {
-            (stage, microbatch) for stage in range(rank, stages, p) for microbatch in range(schedule.microbatches)
-        }
-        assert ran["F"] == ran["B"] == rank_runs
-    # Run each rank's actions in order: ranks wait for messages, but not for ticks.
-    finished = {(-1, "F", microbatch) for microbatch in range(schedule.microbatches)}
-    finished |= {(stages, "B", microbatch) for microbatch in range(schedule.microbatches)}
-    while any(actions):
-        pending = [actions_left for actions_left in actions if actions_left]
-        ready = [
-            actions_left
-            for actions_left in pending
-            for s, kind, microbatch in actions_left[:1]
-            if (s + (-1 if kind == "F" else 1), kind, microbatch) in finished
-        ]
-        assert ready, "no rank can go on"
-        finished |= {actions_left.pop(0) for actions_left in ready}
-
-
 def test_csv_of_a_small_schedule() -> None:
+    """Cells are as torch's `_Action` reads them, and rows are of one length."""
     assert list(Schedule("1f1b", 2, 2).csv()) == ["0F0,0F1,,,0B0,0B1", ",1F0,1B0,1F1,1B1,"]
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from test_flat import Layer
 
 import jaxpar as jp
 from jaxpar.models import named
@@ -22,6 +21,18 @@ from jaxpar.parallel.pipeline.flat.cut import FLOPS, LINK, crossing, times
 from jaxpar.program import jaxpr as jx
 
 ROWS, STAGES = 16, 4
+
+
+class Layer(nn.Module):
+    heads: int = 8
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array | None = None) -> jax.Array:
+        dim, causal = x_BTD.shape[-1], None if memory_BSD is None else nn.make_causal_mask(x_BTD[..., 0])
+        x_BTD = x_BTD + nn.MultiHeadDotProductAttention(self.heads)(nn.LayerNorm()(x_BTD), mask=causal)
+        if memory_BSD is not None:
+            x_BTD = x_BTD + nn.MultiHeadDotProductAttention(self.heads)(nn.LayerNorm()(x_BTD), memory_BSD)
+        return x_BTD + nn.Dense(dim)(nn.relu(nn.Dense(3 * dim)(nn.LayerNorm()(x_BTD))))
 
 
 class T5(nn.Module):
@@ -32,9 +43,9 @@ class T5(nn.Module):
         embed = nn.Embed(8192, 512)
         memory, x = embed(source_BS), embed(target_BT)
         for _ in range(6):
-            memory = Layer(8)(memory)
+            memory = Layer()(memory)
         for _ in range(6):
-            x = Layer(8)(x, memory)
+            x = Layer()(x, memory)
         return embed.attend(nn.LayerNorm()(x))
 
 
