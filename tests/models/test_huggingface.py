@@ -152,22 +152,6 @@ def test_logits_loss_and_gradients_are_those_of_transformers(hf: Any, config: Co
         assert_close(converted_grads[name], x, name)
 
 
-def test_published_stretches_of_rotary_embedding_are_those_of_transformers(hf: Any) -> None:
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    for size in ("llama3-405b", "llama3.2-1b"):
-        config = llama.SIZES[size]
-        hf_config = hf.LlamaConfig(
-            hidden_size=config.dim,
-            num_attention_heads=config.heads,
-            max_position_embeddings=config.context,
-            rope_theta=config.rope_theta,
-            rope_scaling={**STRETCH, "factor": config.rope_factor},
-        )
-        table = llama.rope_table(2, config.head_dim, config.rope_theta, config.rope_factor)
-        np.testing.assert_allclose(table[1], LlamaRotaryEmbedding(hf_config).inv_freq, rtol=1e-5)
-
-
 @pytest.mark.slow
 def test_a_step_from_given_weights_is_torchs_step_and_goes_back(hf: Any, tmp_path: Path) -> None:
     import torch
@@ -387,13 +371,10 @@ def test_defaults_are_those_of_transformers(hf: Any) -> None:
         ({"head_dim": 16}, "head_dim=16 is not supported.*24 / 3"),
         ({"model_type": "mistral"}, "model_type='mistral'"),
         ({"model_type": ["llama"]}, r"model_type=\['llama'\] is not supported: Llama here has 'llama'"),  # unhashable
-        ({"model_type": {"name": "llama"}}, "model_type={'name': 'llama'} is not supported"),
         ({"rms_norm_eps": float("nan")}, "norm_eps=nan: use a number from 0"),  # all was NaN; JSON's NaN is one
-        ({"rms_norm_eps": -1e-6}, "norm_eps=-1e-06: use a number from 0"),
         ({"rms_norm_eps": 10**400}, "norm_eps=10+: use a number from 0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config=.*has none"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.*'linear'"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.*'dynamic'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "rope_parameters.*'yarn'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.*full_attention"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
