@@ -76,19 +76,12 @@ def step_of(mesh: Any, constrained: bool = True, sharded_optimizer: bool = True,
         "down": place((LAYERS, HIDDEN, WIDTH), None, "tensor", "fsdp"),
     }
     params = {"embed": place((WORDS, WIDTH), "tensor", "fsdp"), "layers": layers}
-    opt_state = jax.eval_shape(ADAM.init, params)
-    like = lambda x: next((p.sharding.spec for p in jax.tree.leaves(params) if p.shape == x.shape), P())
-    spec = lambda x: like(x) if sharded_optimizer else P()
-    opt_state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x))), opt_state
-    )
-    state = {"params": params, "opt_state": opt_state}
+    specs = {p.shape: p.sharding.spec for p in jax.tree.leaves(params)} if sharded_optimizer else {}
+    placed = lambda x: x.update(sharding=NamedSharding(mesh, specs.get(x.shape, P())))
+    state = {"params": params, "opt_state": jax.tree.map(placed, jax.eval_shape(ADAM.init, params))}
     fn = functools.partial(train_step, mesh=mesh, constrained=constrained)
-    jitted = jax.jit(
-        fn,
-        out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
-        donate_argnums=(0,) if donate else (),
-    )
+    out_shardings = (jax.tree.map(lambda x: x.sharding, state), None)
+    jitted = jax.jit(fn, out_shardings=out_shardings, donate_argnums=(0,) if donate else ())
     batch = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32, sharding=NamedSharding(mesh, P("fsdp")))
     return jitted, state, batch
 
@@ -140,10 +133,8 @@ def test_a_dropped_constraint_has_its_line(explanation: Any) -> None:
     # Every device computes all rows, and sums them.
     shape = str([ROWS, LENGTH, HIDDEN // AXES["tensor"]])
     assert f"all-reduce over fsdp of float32{shape} for dot_general at {line('up')}" in broken["all-reduce fsdp"]
-    with pytest.raises(
-        ValueError,
-        match=r"^train_step on 8 x cpu does not keep[^:]*:(?s:.*)all-reduce fsdp, promised 1\.\d+ MB, found 16",
-    ):
+    message = r"^train_step on 8 x cpu does not keep[^:]*:(?s:.*)all-reduce fsdp, promised 1\.\d+ MB, found 16"
+    with pytest.raises(ValueError, match=message):
         proof.require()
 
 
@@ -226,10 +217,8 @@ def test_forms_of_a_program_say_the_same(explanation: Any) -> None:
 @pytest.mark.parametrize("abstract", [True, False])
 def test_a_target_stands_for_the_mesh(abstract: bool, explanation: Any) -> None:
     moved = jp.explain(*step_of(mesh_of(abstract)), target="cpu:8")
-    assert moved.ledger == explanation.ledger
-    assert moved.sites == explanation.sites
-    assert moved.memory == explanation.memory
-    assert moved.arguments == explanation.arguments
+    for part in ("ledger", "sites", "memory", "arguments"):
+        assert getattr(moved, part) == getattr(explanation, part)
     assert moved.prediction is None
 
 
@@ -281,24 +270,26 @@ def test_a_flax_example() -> None:
 
 def test_errors_say_what_to_do() -> None:
     fn, *args = step_of(mesh_of())
-    with pytest.raises(
-        ValueError, match=r"mesh of the arguments has 8 devices \(fsdp=4, tensor=2\), target='cpu:4' has 4"
+    split: Any = "fsdp"
+    no_sharding = jax.ShapeDtypeStruct((8,), jnp.float32)
+    for call, message in (
+        (lambda: jp.explain(fn, *args, target="cpu:4"), r"has 8 devices \(fsdp=4, tensor=2\), target='cpu:4' has 4"),
+        (lambda: jp.explain(*step_of(mesh_of(abstract=True))), r"has no devices; name some, such as target='8xH100'"),
+        (lambda: jp.explain(jnp.sin, no_sharding, target="cpu:8"), "no argument has a NamedSharding"),
+        (lambda: jp.explain(3), "fn is a int; give a function"),
+        (lambda: jp.explain(jax.jit(jnp.sin).lower(1.0), 1.0), "a Lowered has its 1 arguments already"),
+        (
+            lambda: jp.check(fn, *args, promises=jp.Promises(copies={"model": 1e6})),
+            "axis 'model' is promised, the mesh has fsdp, tensor",
+        ),
+        (lambda: jp.Promises(collectives={("allgather", "fsdp"): 1}), "'allgather' is no collective; promise one of"),
+        (lambda: jp.predict(fn, *args, target="cpu:8"), "cpu devices have no peaks and bandwidths"),
+        (lambda: jp.plan_shardings(jnp.sin, split, "8xH100"), r"shardings is 'fsdp'; needs by name, or in a list, the"),
+        (lambda: jp.plan_shardings(jnp.sin, [1.0], "8xH100"), r"shardings is 'dict'; needs by name"),
+        (lambda: jp.plan_shardings(jnp.sin, {}, "8xH100"), "no proposal is valid: shardings is empty"),
     ):
-        jp.explain(fn, *args, target="cpu:4")
-    with pytest.raises(ValueError, match=r"has no devices; name some, such as target='8xH100'"):
-        jp.explain(*step_of(mesh_of(abstract=True)))
-    with pytest.raises(ValueError, match="no argument has a NamedSharding"):
-        jp.explain(jnp.sin, jax.ShapeDtypeStruct((8,), jnp.float32), target="cpu:8")
-    with pytest.raises(ValueError, match="fn is a int; give a function"):
-        jp.explain(3)
-    with pytest.raises(ValueError, match="a Lowered has its 1 arguments already"):
-        jp.explain(jax.jit(jnp.sin).lower(1.0), 1.0)
-    with pytest.raises(ValueError, match="axis 'model' is promised, the mesh has fsdp, tensor"):
-        jp.check(fn, *args, promises=jp.Promises(copies={"model": 1e6}))
-    with pytest.raises(ValueError, match="'allgather' is no collective; promise one of"):
-        jp.Promises(collectives={("allgather", "fsdp"): 1})
-    with pytest.raises(ValueError, match="cpu devices have no peaks and bandwidths"):
-        jp.predict(fn, *args, target="cpu:8")
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.slow
@@ -329,9 +320,7 @@ def test_on_gpus_that_are_not_here(explanation: Any) -> None:
 def test_proposals_are_ranked_by_what_they_take() -> None:
     mesh = AbstractMesh((2, 8), ("fsdp", "tensor"))
     step, *args = step_of(mesh, constrained=False)
-    replicated = tuple(
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())), args)
-    )
+    replicated = tuple(jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, P())), args))
     small = AbstractMesh((2, 4), ("fsdp", "tensor"))
     plan = jp.plan_shardings(step, {"whole": replicated, "split": tuple(args), "small": step_of(small)[1:]}, "16xH100")
     names = list(plan.found)
@@ -346,17 +335,6 @@ def test_proposals_are_ranked_by_what_they_take() -> None:
     assert list(plan.json()["found"]) == names
     with pytest.raises(ValueError, match=r"no proposal is valid: 1: .*8 devices"):
         jp.plan_shardings(step, [step_of(small)[1:]], "16xH100")
-
-
-def test_proposals_that_are_none() -> None:
-    with pytest.raises(
-        ValueError, match=r"shardings is 'fsdp'; needs by name, or in a list, the tuple of fn's arguments"
-    ):
-        jp.plan_shardings(jnp.sin, "fsdp", "8xH100")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"shardings is 'dict'; needs by name"):
-        jp.plan_shardings(jnp.sin, [1.0], "8xH100")
-    with pytest.raises(ValueError, match="no proposal is valid: shardings is empty"):
-        jp.plan_shardings(jnp.sin, {}, "8xH100")
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -397,9 +375,7 @@ def test_arguments_that_are_none_unread_or_bound() -> None:
 def test_programs_of_every_kind_are_moved() -> None:
     mesh = mesh_of()
     explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
-    x = lambda array_mesh: jax.ShapeDtypeStruct(
-        (64, 64), jnp.float32, sharding=NamedSharding(array_mesh, P("fsdp", "tensor"))
-    )
+    placed = lambda mesh: jax.ShapeDtypeStruct((64, 64), "f4", sharding=NamedSharding(mesh, P("fsdp", "tensor")))
     total = lambda x: jax.lax.psum(x, "fsdp")
     mapped = jax.shard_map(total, mesh=mesh, in_specs=P("fsdp", "tensor"), out_specs=P(None, "tensor"))
     bound = jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, P("tensor")))
@@ -412,7 +388,7 @@ def test_programs_of_every_kind_are_moved() -> None:
         if NEWER and array_mesh is explicit:  # refused: `test_explicit_axes_are_refused_where_types_name_devices`
             continue
         with jax.set_mesh(context) if context is not None else contextlib.nullcontext():
-            on_mesh, on_target = jp.explain(fn, x(array_mesh)), jp.explain(fn, x(array_mesh), target="cpu:8")
+            on_mesh, on_target = (jp.explain(fn, placed(array_mesh), target=name) for name in (None, "cpu:8"))
         assert (on_mesh.ledger, on_mesh.sites, on_mesh.axes) == (on_target.ledger, on_target.sites, on_target.axes)
         assert on_mesh.axes == AXES
 

@@ -9,7 +9,6 @@ import pytest
 from test_plan import ADAM, H100, MODEL, cpu_target, line_of
 
 import jaxpar as jp
-from jaxpar.forecast.plan import planner as planning
 from jaxpar.forecast.plan.candidates import Splits, candidates, parts_per_row
 from jaxpar.forecast.plan.estimates import Estimator
 from jaxpar.forecast.plan.neighbours import families, neighbours
@@ -110,19 +109,6 @@ def test_experts_are_not_priced_as_dense() -> None:
     assert plain.sent == pytest.approx(2 * plain.params * 3 / 4 / 1e6, rel=0.01)
 
 
-@pytest.mark.battery
-def test_positions_are_split_where_rows_are_fewer_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    def line_fields(self: Any, strategy: jp.Strategy) -> Any:
-        line = vars(line_of("ddp", matmul=1.0 / strategy.context, exposed=0.0))
-        names = ("memory", "prediction", "kernels", "links", "exposed", "sent", "bubble", "compile_seconds")
-        return {name: line[name] for name in names}
-
-    monkeypatch.setattr(planning._Planner, "_line_fields", line_fields)
-    model = named("llama-tiny", layers=2)
-    plan = jp.plan(model.model, model.example(1, LENGTH), cpu_target(devices=2), ADAM, top=4, cache=False)
-    assert plan.best.context == 2
-
-
 def test_positions_are_split_no_further_than_devices_need() -> None:
     """A plan for 512 rows on 1,024 devices took closed forms of 1,024 parts of a row, for minutes."""
     assert [parts_per_row(n, rows) for n, rows in ((1024, 512), (1024, 1024), (8, 3), (8, 1))] == [2, 1, 4, 8]
@@ -147,6 +133,5 @@ def test_a_long_row_is_split_and_its_program_sends_what_is_promised() -> None:
         assert line.estimate.seconds <= line.seconds
         if line.strategy.context == 2:
             assert any(note.startswith("Attention over context is by") for note in line.prediction["notes"])
-            assert all(
-                measured == pytest.approx(promised, rel=0.02) for *_, promised, measured in line.sent if promised > 1e5
-            )
+            large = [(promised, measured) for *_, promised, measured in line.sent if promised > 1e5]
+            assert all(measured == pytest.approx(promised, rel=0.02) for promised, measured in large)

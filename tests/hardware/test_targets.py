@@ -76,27 +76,18 @@ def test_numbers_are_those_of_the_data_sheets(kind: str) -> None:
     assert hardware.peak("f32") == pytest.approx(f32 * 1e12, rel=2e-3)
     assert 0.7 < hardware.link_efficiency < 0.9
     assert hardware.link_latency < hardware.network_latency
-
-
-@pytest.mark.parametrize("kind", GPUS)
-def test_tensor_cores_times_clock_are_the_peak(kind: str) -> None:
-    """From the compiler's description: cores, and bf16 FLOP per clock and core that the chip's white paper has."""
-    text = KINDS[kind].config
+    # The compiler's description agrees: cores, and bf16 FLOP per clock and core that the chip's white paper has.
+    text = hardware.target_config
+    assert text == hardware.config
+    assert f'device_description_str: "{hardware.device_kind}"' in text
     cores, clock = (float(re.findall(rf"{name}: ([\d.]+)", text)[0]) for name in ("core_count", "clock_rate_ghz"))
     per_clock = {"A": 2048, "H": 4096, "B": 8192}[kind[0]]
     # Tensor cores of Hoppers and Blackwells run at up to 8 % less than the highest clock.
-    assert 0.9 < KINDS[kind].peak("bf16") / (cores * per_clock * clock * 1e9) < 1.01
-
-
-def test_configs_are_complete() -> None:
-    for kind in GPUS:
-        hardware = KINDS[kind]
-        assert hardware.target_config == hardware.config
-        assert f'device_description_str: "{hardware.device_kind}"' in hardware.config
-    assert {kind for kind, hardware in KINDS.items() if hardware.config} == set(GPUS)
+    assert 0.9 < hardware.peak("bf16") / (cores * per_clock * clock * 1e9) < 1.01
 
 
 def test_peaks_by_device_kind() -> None:
+    assert {kind for kind, hardware in KINDS.items() if hardware.config} == set(GPUS)
     assert peaks_of("NVIDIA A100-PCIE-40GB") == KINDS["A100-40GB"].peaks
     assert peak_flops("NVIDIA H200 NVL", "bf16") == 835.5e12  # not the SXM's, whose name is the beginning of its own
     assert peak_flops("NVIDIA B200", "f32") == KINDS["B200"].peak("tf32")
@@ -155,13 +146,11 @@ def test_missing_compilers_say_how_to_install(monkeypatch: pytest.MonkeyPatch) -
         target("v5e:4x4")
 
 
-def test_simulated_devices_run() -> None:
+def test_simulated_devices_are_those_of_this_process() -> None:
     gpus = target("cpu:5")
     assert (gpus.kind, gpus.hosts, gpus.per_host, len(gpus.devices)) == ("cpu", 1, 5, 5)
     assert gpus.hardware.peak("bf16") is None
-    mesh = Mesh(np.array(gpus.devices), ("a",), axis_types=(AxisType.Auto,))
-    total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x.sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P()))
-    assert total(jnp.arange(15.0)) == 105
+    assert gpus.devices == jax.devices()[:5]
 
 
 def test_load_takes_the_rest_from_another(write: Write, no_compiler_needed: list[dict[str, Any]]) -> None:
@@ -216,9 +205,7 @@ def test_files_that_are_wrong(write: Write, text: str, error: str) -> None:
 
 
 def test_capture_of_an_attached_gpu(monkeypatch: pytest.MonkeyPatch, write: Write) -> None:
-    with pytest.raises(
-        ValueError, match=r"capture\('attached'\) needs a GPU, and JAX runs on 'cpu'; describe it in a f"
-    ):
+    with pytest.raises(ValueError, match=r"capture\('attached'\) needs a GPU, and JAX runs on 'cpu'; describe it in"):
         capture()
 
     def attach(device_kind: str) -> None:
@@ -233,12 +220,8 @@ def test_capture_of_an_attached_gpu(monkeypatch: pytest.MonkeyPatch, write: Writ
     assert (h100.kind, h100.link_bandwidth, h100.peak("bf16")) == ("h100", 450e9, 989.4e12)
     attach("NVIDIA H200 NVL")  # the table has its peaks, but not its links
     nvl = capture()
-    assert (nvl.kind, nvl.link_bandwidth, nvl.peak("bf16"), nvl.memory_bytes) == (
-        "attached",
-        None,
-        835.5e12,
-        63693553665,
-    )
+    assert (nvl.kind, nvl.link_bandwidth, nvl.peak("bf16")) == ("attached", None, 835.5e12)
+    assert nvl.memory_bytes == 63_693_553_665
     assert load(write(to_toml(nvl))) == nvl
 
 

@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec
 import jaxpar as jp
 from jaxpar.hardware.devices import gpu_topology
 from jaxpar.inspect.check.findings import check
-from jaxpar.inspect.check.proof import Finding, Proof
-from jaxpar.layout.layout import place_optimizer
+from jaxpar.inspect.check.proof import Proof
 from jaxpar.layout.storage import place
 from jaxpar.models import llama
 from jaxpar.parallel import DDP, rule_of
@@ -68,33 +67,14 @@ def proof_of(strategy: str) -> Proof:
     return check(make_step(strategy, mesh=jax.devices()[:1] if strategy == "single" else None), BATCH)
 
 
-STRATEGIES = (
-    "single",
-    "dp",
-    "ddp",
-    "zero1",
-    "zero1,precision=bf16",
-    "zero2",
-    "zero3",
-    "hsdp",
-    "pipe=2,fsdp=4,microbatches=2",
-    "data=4,tensor=2",
-    "data=2,fsdp=2,tensor=2,zero=2",
-    *(
-        pytest.param(strategy, marks=pytest.mark.battery)
-        for strategy in (
-            "ddp,microbatches=2",
-            "ddp,precision=f16,reduce=compute",
-            "zero2,precision=bf16",
-            "zero3,precision=f16,remat=layer",
-            "tensor=8,precision=bf16",
-        )
-    ),
-)
+STRATEGIES = """single dp ddp zero1 zero1,precision=bf16 zero2 zero3 hsdp pipe=2,fsdp=4,microbatches=2 data=4,tensor=2
+    data=2,fsdp=2,tensor=2,zero=2""".split()
+BATTERY = """ddp,microbatches=2 ddp,precision=f16,reduce=compute zero2,precision=bf16 zero3,precision=f16,remat=layer
+    tensor=8,precision=bf16""".split()
 
 
 @pytest.mark.xdist_group("check")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *(pytest.param(x, marks=pytest.mark.battery) for x in BATTERY)])
 def test_strategies_keep_their_promises(strategy: str) -> None:
     proof = proof_of(strategy)
     assert proof.ok, proof
@@ -104,11 +84,8 @@ def test_strategies_keep_their_promises(strategy: str) -> None:
     assert "promises kept" in text
     assert json.loads(json.dumps(proof.json()))["ok"]
     parts = {finding.part for finding in proof.findings}
-    expected_parts = {
-        "single": {"state", "arguments"},
-        "dp": {"state", "exchanges"},
-    }.get(strategy, {"state", "arguments", "as written", "as compiled"})
-    assert expected_parts <= parts
+    of_few = {"single": {"state", "arguments"}, "dp": {"state", "exchanges"}}
+    assert of_few.get(strategy, {"state", "arguments", "as written", "as compiled"}) <= parts
 
 
 @pytest.mark.slow
@@ -150,10 +127,6 @@ def leaf_whole(path: str, *arguments: Any) -> Any:
     return dataclasses.replace(leaf, dim=None, padded=0) if path == "scale" else leaf
 
 
-def optimizer_whole(state: Any, params: Any, leaves: Any, *_: bool) -> Any:
-    return place_optimizer(state, params, leaves, False)
-
-
 _gradients = Local.gradients
 
 
@@ -175,93 +148,72 @@ def gathered_operands(localiser: Any, eqn: Any, inputs: Any) -> Any:
 
 
 def replicated_output(step: Step, name: str, batch: Any) -> Any:
-    state = step._shardings
-    unsharded_state = dataclasses.replace(
-        state, optimizer=jax.tree.map(lambda _: step.layout.sharding(PartitionSpec()), state.optimizer)
-    )
-    rows = step.layout.sharding(PartitionSpec(("data", "fsdp")))
-    return jax.jit(
-        step._train, in_shardings=(state, {"tokens": rows}), out_shardings=(unsharded_state, None), donate_argnums=0
-    )
+    state, place = step._shardings, step.layout.sharding
+    whole_optimizer = jax.tree.map(lambda _: place(PartitionSpec()), state.optimizer)
+    shardings = (state, {"tokens": place(PartitionSpec(("data", "fsdp")))})
+    outputs = (dataclasses.replace(state, optimizer=whole_optimizer), None)
+    return jax.jit(step._train, in_shardings=shardings, out_shardings=outputs, donate_argnums=0)
 
 
 # name -> (strategy, replacements, expected findings). The strategies keep their promises without the replacements.
-BREAKS: dict[str, tuple[str, dict[str, Any], list[tuple[str, str, str]]]] = {
+BREAKS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "a flag that does nothing": (
         "zero1",
         {"jaxpar.step.core.rule_of": unsharded, "jaxpar.step.gradients.rule_of": unsharded},
         [
-            ("MISSING", "state", "optimizer state 1/0/mu/up"),
-            ("MISSING", "as written", "reduce-scatter fsdp float32"),
-            ("MISSING", "as compiled", "reduce-scatter fsdp"),
-            ("UNPROMISED", "as compiled", "all-reduce fsdp"),
+            "MISSING state: optimizer state 1/0/mu/up",
+            "MISSING as written: reduce-scatter fsdp float32",
+            "MISSING as compiled: reduce-scatter fsdp",
+            "UNPROMISED as compiled: all-reduce fsdp",
         ],
     ),
     "updated shards are not published": (
         "zero1",
         {"jaxpar.step.core.rule_of": unpublished},
-        [("MISSING", "as written", "all-gather fsdp float32")],
+        ["MISSING as written: all-gather fsdp float32"],
     ),
     "gradients are not reduced": (
         "ddp",
         {"jaxpar.parallel.data.ddp.all_reduce": not_reduced},
-        [("MISSING", "as written", "all-reduce data float32"), ("MISSING", "as compiled", "all-reduce data")],
-    ),
-    "nothing is reduced over data": (
-        "hsdp",
-        {"jaxpar.parallel.data.zero.all_reduce": not_reduced},
-        [("MISSING", "as written", "all-reduce data float32"), ("MISSING", "as compiled", "all-reduce data")],
+        ["MISSING as written: all-reduce data float32", "MISSING as compiled: all-reduce data"],
     ),
     "all layers are gathered at once": (
         "zero3",
         {"jaxpar.step.tracing.slice_program": at_once},
-        [("MISSING", "layers", "up"), ("MISSING", "layers", "down")],
+        ["MISSING layers: up", "MISSING layers: down"],
     ),
     "one leaf is not sharded": (
         "zero3",
         {"jaxpar.layout.storage.place": leaf_whole},
-        [("MISSING", "state", "parameters scale"), ("MISSING", "state", "optimizer state 1/0/nu/scale")],
-    ),
-    "the optimizer's state is not sharded": (
-        "zero2",
-        {"jaxpar.step.core.place_optimizer": optimizer_whole},
-        [("MISSING", "state", "optimizer state 1/0/mu/down")],
+        ["MISSING state: parameters scale", "MISSING state: optimizer state 1/0/nu/scale"],
     ),
     "the optimizer's state leaves the step whole": (
         "zero3",
         {"jaxpar.step.core.Step._function": replicated_output},
-        [("MISSING", "state", "optimizer state 1/0/mu/down")],
+        ["MISSING state: optimizer state 1/0/mu/down"],
     ),
     "activations are gathered": (
         "zero3",
         {"jaxpar.step.gradients.Local.gradients": gathered_rows},
-        [("UNPROMISED", "as written", "all-gather fsdp float32"), ("UNPROMISED", "as compiled", "all-gather fsdp")],
+        ["UNPROMISED as written: all-gather fsdp float32", "UNPROMISED as compiled: all-gather fsdp"],
     ),
     "the update gathers": (
         "zero3",
         {"jaxpar.step.update.Update.constrain": whole_update},
-        [("UNPROMISED", "as compiled", "all-gather fsdp")],
+        ["UNPROMISED as compiled: all-gather fsdp"],
     ),
     "tensor ranks gather weights": (
         "data=4,tensor=2",
         {"jaxpar.step.passes.RULES": {**RULES, "dot_general": gathered_operands}},
-        [("UNPROMISED", "tensor", "weights, ")],
+        ["UNPROMISED tensor: weights, "],
     ),
     "tensor has no rule": (
         "data=4,tensor=2",
         {"jaxpar.step.passes.RULES": {**RULES, "dot_general": lambda *_: None}},
-        [("UNPROMISED", "tensor", "for want of a rule, dot_general")],
+        ["UNPROMISED tensor: for want of a rule, dot_general"],
     ),
 }
-
-
-# Defects that are caught by the same promise as another one.
-ALIKE = (
-    "nothing is reduced over data",
-    "the optimizer's state is not sharded",
-    "the optimizer's state leaves the step whole",
-    "activations are gathered",
-)
+ALIKE = ("the optimizer's state leaves the step whole", "activations are gathered")  # caught as others are
 
 
 @pytest.mark.filterwarnings("ignore:tensor=2. dot_general .* has no rule:UserWarning")  # which is what is broken
@@ -273,11 +225,9 @@ def test_a_broken_strategy_is_caught(name: str, monkeypatch: pytest.MonkeyPatch)
     for target, broken in breaks.items():
         monkeypatch.setattr(target, broken)
     proof = check(make_step(strategy), BATCH)
-    for verdict, part, subject in expected_findings:
-        assert any(
-            (finding.verdict, finding.part) == (verdict, part) and finding.what.startswith(subject) and finding.note
-            for finding in proof.broken
-        ), (verdict, part, subject, proof)
+    found = [f"{finding.verdict} {finding.part}: {finding.what}" for finding in proof.broken if finding.note]
+    for expected in expected_findings:
+        assert any(finding.startswith(expected) for finding in found), (expected, proof)
     assert "broken" in str(proof)
     assert max(map(len, str(proof).splitlines())) <= 80
 
@@ -324,10 +274,8 @@ def test_an_optimizer_that_gathers_is_named() -> None:
         (a, b), state = muon.update(stack(grads), state, params)
         return {"a": a, "b": b.mT}, state
 
-    findings = {
-        finding.what: finding
-        for finding in check(make(optax.GradientTransformation(lambda p: muon.init(stack(p)), stacked)), batch).broken
-    }
+    proof = check(make(optax.GradientTransformation(lambda p: muon.init(stack(p)), stacked)), batch)
+    findings = {finding.what: finding for finding in proof.broken}
     assert findings.keys() == {"all-gather fsdp", "all-reduce tensor"}
     note = findings["all-gather fsdp"].note
     assert "suggested spec" in note
@@ -353,26 +301,12 @@ def test_a_state_that_does_not_fit_is_named_by_its_array() -> None:
     assert "params/down of shape [4, 768, 384], the step keeps [3, 768, 384]" in misfit_text
 
 
-def test_a_proof_of_nothing_is_read_as_such() -> None:
-    """A finding's verdict decides: a promise of no bytes is broken if bytes are found."""
-    finding = Finding("as compiled", "all-gather fsdp", 0, 10, "UNPROMISED", "why")
-    assert not Proof("zero3", "8 x cpu", (finding,)).ok
-    assert Proof("zero3", "8 x cpu", ()).ok
-
-
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(200)))
-    return [
-        "check",
-        "--model",
-        "llama-tiny,layers=2,dim=16,heads=2,kv_heads=1,ffn=16",
-        "--length",
-        "8",
-        "--data",
-        str(text),
-    ]
+    model = "llama-tiny,layers=2,dim=16,heads=2,kv_heads=1,ffn=16"
+    return ["check", "--model", model, "--length", "8", "--data", str(text)]
 
 
 @pytest.mark.slow
@@ -398,10 +332,7 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize(
     "strategy",
-    [
-        "zero3,precision=bf16",
-        pytest.param("pipe=2,data=2,tensor=2,microbatches=2", marks=pytest.mark.battery),
-    ],
+    ["zero3,precision=bf16", pytest.param("pipe=2,data=2,tensor=2,microbatches=2", marks=pytest.mark.battery)],
 )
 def test_gpus_that_are_not_there(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU compiler is allowed fewer differences, and a defect shows in its program too."""
@@ -423,9 +354,8 @@ def test_one_layer_that_gpus_compilers_unroll() -> None:
     step = jp.make_train_step(model, optax.sgd(0.1), "fsdp=2,remat=layer", mesh=gpu_topology("2xH100"))
     proof = check(step, {"tokens": jax.ShapeDtypeStruct((4, 65), np.int32)})
     assert proof.ok, proof
-    assert any(
-        finding.found < 0.99 * finding.promised and finding.note.startswith("one layer: ") for finding in proof.findings
-    )
+    halved = [finding for finding in proof.findings if finding.found < 0.99 * finding.promised]
+    assert any(finding.note.startswith("one layer: ") for finding in halved)
 
 
 @pytest.mark.battery

@@ -1,6 +1,7 @@
 """check(overlap=True): what layers send is under way while others are computed, in programs compiled for H100s."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -34,10 +35,15 @@ def make_step(strategy: str, devices: Any, **options: Any) -> Any:
     return jp.make_train_step(jp.Model(init=init, loss=loss), optax.sgd(0.1), strategy, mesh=devices, **options)
 
 
+@functools.cache
+def step_of(strategy: str) -> Any:
+    """Return a step for 16 H100s, which compiles once for all tests."""
+    return make_step(f"fsdp=16,precision=bf16,microbatches=2,{strategy}", target("16xH100").devices)
+
+
 def proof_of(strategy: str, **slower: float) -> Proof:
-    cluster = target("16xH100")
-    step = make_step(f"fsdp=16,precision=bf16,microbatches=2,{strategy}", cluster.devices)
-    return check(step, ROWS, overlap=dataclasses.replace(cluster.hardware, **slower) if slower else True)
+    hardware = target("16xH100").hardware
+    return check(step_of(strategy), ROWS, overlap=dataclasses.replace(hardware, **slower) if slower else True)
 
 
 @pytest.mark.cuda_compiler

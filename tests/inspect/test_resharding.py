@@ -41,9 +41,8 @@ def optimizer_from(fun: Any) -> Any:
 
 
 def make_step(fun: Any, strategy: str = "zero3", model: Any = MODEL) -> Step:
-    return jp.make_train_step(
-        model, optimizer_from(fun), strategy, rules={"head/e": -1} if "tensor" in strategy else None
-    )
+    rules = {"head/e": -1} if "tensor" in strategy else None
+    return jp.make_train_step(model, optimizer_from(fun), strategy, rules=rules)
 
 
 def asking(spec: PartitionSpec) -> Step:
@@ -69,9 +68,8 @@ def test_an_involuntary_rematerialisation_is_named_and_its_spec_spares_it() -> N
         assert "65.54 kB" in move.message
         assert "suggested spec P('fsdp', 'tensor')" in move.message
         assert "ask for P('fsdp', 'tensor') there" in cause(step, move)
-        assert (
-            f"{THIS_FILE.name}:" in move.source
-        )  # neither the line of the update that meets the sharding nor a line of jaxpar
+        # Neither the line of the update that meets the sharding nor a line of jaxpar.
+        assert f"{THIS_FILE.name}:" in move.source
     text = " ".join(str(explanation).split())
     assert "involuntary full rematerialisation; kept as P('fsdp', 'tensor'), asked for as P(('data'," in text
     assert max(map(len, str(explanation).splitlines())) <= 90  # names of axes are not cut
@@ -128,9 +126,8 @@ def in_the_loss(mesh: Any) -> Step:
 
 
 def created(mesh: Any) -> Step:
-    return make_step(
-        lambda g: g, model=jp.Model(init=lambda key: jax.device_put(init(key), on(mesh, "fsdp")), loss=loss)
-    )
+    model = jp.Model(init=lambda key: jax.device_put(init(key), on(mesh, "fsdp")), loss=loss)
+    return make_step(lambda g: g, model=model)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ CONFIGS = {
 }  # fmt: skip
 STRETCH = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 STRETCH |= {"original_max_position_embeddings": 8192}
-parametrize_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+FILES = [("llama2", False), ("llama3", True), ("llama3.1", False), ("llama3.2", True)]  # (config, sharded)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def state_of(model: Any) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-@parametrize_config
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_logits_loss_and_gradients_are_those_of_transformers(hf: Any, config: Config) -> None:
     import torch
 
@@ -134,8 +134,12 @@ def test_logits_loss_and_gradients_are_those_of_transformers(hf: Any, config: Co
 
     result = model(input_ids=torch.tensor(text), labels=torch.tensor(text))
     result.loss.backward()
-    logits = nnx.jit(lambda m, t: m(t))(ours(config, params), text)
+    run = nnx.jit(lambda m, t: m(t))
+    logits = run(ours(config, params), text)
     assert_close(logits, result.logits.detach())
+    if config.rope_factor != 1:  # the stretch is tested here only if it changes the logits
+        unstretched = run(ours(dataclasses.replace(config, rope_factor=1.0), params), text)
+        assert np.abs(logits - unstretched).max() > 1e-2 * np.abs(unstretched).max()
 
     step = jp.make_train_step(jp.from_nnx(lambda rngs: Llama(config, rngs=rngs), llama.loss), optax.sgd(0.1))
     loss, grads = step.value_and_grad(step.init(jax.random.key(0), params=params), {"tokens": text})
@@ -146,31 +150,6 @@ def test_logits_loss_and_gradients_are_those_of_transformers(hf: Any, config: Co
     assert converted_grads.keys() == expected.keys()
     for name, x in expected.items():
         assert_close(converted_grads[name], x, name)
-
-
-def test_the_stretch_of_rotary_embedding_counts_and_is_that_of_transformers(hf: Any) -> None:
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    # The stretch changes the logits: otherwise the test above would not test it.
-    config = CONFIGS["llama3.1"]
-    _, params = from_hf(weights(config), config)
-    run = nnx.jit(lambda m, t: m(t))
-    stretched, plain = (
-        run(ours(c, params), tokens(config)) for c in (config, dataclasses.replace(config, rope_factor=1.0))
-    )
-    assert np.abs(stretched - plain).max() > 1e-2 * np.abs(plain).max()
-
-    for size in ("llama3-405b", "llama3.2-1b"):  # as published
-        config = llama.SIZES[size]
-        hf_config = hf.LlamaConfig(
-            hidden_size=config.dim,
-            num_attention_heads=config.heads,
-            max_position_embeddings=config.context,
-            rope_theta=config.rope_theta,
-            rope_scaling={**STRETCH, "factor": config.rope_factor},
-        )
-        table = llama.rope_table(2, config.head_dim, config.rope_theta, config.rope_factor)
-        np.testing.assert_allclose(table[1], LlamaRotaryEmbedding(hf_config).inv_freq, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -205,11 +184,11 @@ def test_a_step_from_given_weights_is_torchs_step_and_goes_back(hf: Any, tmp_pat
 # -- the same numbers --------------------------------------------------------------------------------------------------
 
 
-@parametrize_config
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_state_dict_of_torch_goes_round_trip_exactly(hf: Any, config: Config, dtype: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("llama2", "float32"), ("llama3.1", "bfloat16"), ("llama3.2", "float16")])
+def test_a_state_dict_of_torch_goes_round_trip_exactly(hf: Any, name: str, dtype: str) -> None:
     import torch
 
+    config = CONFIGS[name]
     model = reference(hf, config).to(getattr(torch, dtype))
     _, params = from_hf(model.state_dict(), model.config)
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {dtype}
@@ -219,14 +198,13 @@ def test_a_state_dict_of_torch_goes_round_trip_exactly(hf: Any, config: Config, 
     assert_same({name: x.astype(np.float32) for name, x in written.items()}, state)
 
 
-@parametrize_config
-@pytest.mark.parametrize("size", ["5GB", "10KB"], ids=["whole", "sharded"])
-def test_a_folder_of_transformers_is_read(hf: Any, config: Config, size: str, tmp_path: Path) -> None:
-    model = reference(hf, config)
-    model.save_pretrained(tmp_path, max_shard_size=size)
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == (size == "10KB")
-    read_config, params = from_hf(str(tmp_path))
-    assert read_config == config
+@pytest.mark.parametrize(("name", "sharded"), FILES)
+def test_a_folder_of_transformers_is_read(hf: Any, name: str, sharded: bool, tmp_path: Path) -> None:
+    model = reference(hf, CONFIGS[name])
+    model.save_pretrained(tmp_path, max_shard_size="10KB" if sharded else "5GB")
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == sharded
+    config, params = from_hf(str(tmp_path))
+    assert config == CONFIGS[name]
     assert_same(to_hf(config, params), state_of(model))
 
 
@@ -248,15 +226,13 @@ def test_a_folder_of_torch_is_read(hf: Any, name: str, tmp_path: Path) -> None:
     assert_same(to_hf(*from_hf(tmp_path)), state_of(model))
 
 
-@parametrize_config
-@pytest.mark.parametrize("max_shard_size", [10**9, 10**4], ids=["whole", "sharded"])
-def test_transformers_loads_what_is_written(
-    hf: Any, config: Config, max_shard_size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("name", "sharded"), FILES)
+def test_transformers_loads_what_is_written(hf: Any, name: str, sharded: bool, tmp_path: Path) -> None:
     import torch
 
+    config = CONFIGS[name]
     state = weights(config)
-    to_hf(*from_hf(state, config), tmp_path, max_shard_size=max_shard_size)
+    to_hf(*from_hf(state, config), tmp_path, max_shard_size=10**4 if sharded else 10**9)
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(model) is hf.LlamaForCausalLM
     assert_same(state_of(model), state)
@@ -278,17 +254,15 @@ def test_transformers_loads_bfloat16_as_such(hf: Any, tmp_path: Path) -> None:
     assert all(torch.equal(x, rounded[name]) for name, x in model.named_parameters())
 
 
-@parametrize_config
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("max_shard_size", [10**9, 5000], ids=["whole", "sharded"])
-def test_a_folder_goes_round_trip_exactly(config: Config, dtype: Any, max_shard_size: int, tmp_path: Path) -> None:
-    state = weights(config, dtype)
+@pytest.mark.parametrize(("name", "sharded"), FILES)
+def test_a_folder_goes_round_trip_exactly(name: str, sharded: bool, tmp_path: Path) -> None:
+    config = CONFIGS[name]
+    state = weights(config, jnp.bfloat16 if name in ("llama3", "llama3.1") else np.float32)
     assert ("lm_head.weight" in state) == (not config.tied)
     _, params = from_hf(state, config)
-    assert_same(to_hf(config, params, tmp_path, max_shard_size=max_shard_size), state)
-    files = list(tmp_path.glob("*.safetensors"))
-    assert (len(files) > 2) == (max_shard_size == 5000)
-    if len(files) > 1:
+    assert_same(to_hf(config, params, tmp_path, max_shard_size=5000 if sharded else 10**9), state)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == sharded
+    if sharded:
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == sum(x.nbytes for x in state.values())
         assert set(index["weight_map"]) == set(state)
@@ -397,13 +371,10 @@ def test_defaults_are_those_of_transformers(hf: Any) -> None:
         ({"head_dim": 16}, "head_dim=16 is not supported.*24 / 3"),
         ({"model_type": "mistral"}, "model_type='mistral'"),
         ({"model_type": ["llama"]}, r"model_type=\['llama'\] is not supported: Llama here has 'llama'"),  # unhashable
-        ({"model_type": {"name": "llama"}}, "model_type={'name': 'llama'} is not supported"),
         ({"rms_norm_eps": float("nan")}, "norm_eps=nan: use a number from 0"),  # all was NaN; JSON's NaN is one
-        ({"rms_norm_eps": -1e-6}, "norm_eps=-1e-06: use a number from 0"),
         ({"rms_norm_eps": 10**400}, "norm_eps=10+: use a number from 0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config=.*has none"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.*'linear'"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.*'dynamic'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "rope_parameters.*'yarn'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.*full_attention"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
@@ -428,32 +399,21 @@ def without(*names: str) -> dict[str, np.ndarray]:
     return {name: x for name, x in weights(CONFIG).items() if not any(map(name.__contains__, names))}
 
 
+def changed(name: str, *shape: int, dtype: Any = float) -> dict[str, np.ndarray]:
+    return weights(CONFIG) | {f"model.{name}": np.ones(shape, dtype)}
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [
         (without("1.mlp.up"), r"lacks model\.layers\.1\.mlp\.up_proj\.weight; see"),
         (without("layers"), r"lacks model\.layers\.0\.input_layernorm\.weight, .* and 24 more"),
         (without("lm_head"), r"lacks lm_head\.weight; set tie_word_embeddings=True"),
-        (
-            without() | {"model.layers.0.self_attn.q_proj.bias": np.ones(24)},
-            r"has model\.layers\.0\.self_attn\.q_proj\.bias, which",
-        ),
-        (
-            without() | {"model.norm.weight": np.ones(25)},
-            r"model\.norm\.weight has shape \(25,\), .* needs \(24,\)",
-        ),
-        (
-            without() | {"model.layers.2.mlp.down_proj.weight": np.ones((40, 24))},
-            r"down_proj.* has shape \(40, 24\), .* needs \(24, 40\)",
-        ),
-        (
-            without() | {"model.norm.weight": np.ones(24, int)},
-            r"model\.norm\.weight is int64, needs a floating",
-        ),
-        (
-            without() | {"model.layers.1.mlp.up_proj.weight": np.ones((40, 24))},
-            r"layers\.1\..* is float64 and .*layers\.0\..* float32; say dtype=",
-        ),
+        (changed("layers.0.self_attn.q_proj.bias", 24), r"has model\.layers\.0\.self_attn\.q_proj\.bias, which"),
+        (changed("norm.weight", 25), r"model\.norm\.weight has shape \(25,\), .* needs \(24,\)"),
+        (changed("layers.2.mlp.down_proj.weight", 40, 24), r"down_proj.* has shape \(40, 24\), .* needs \(24, 40\)"),
+        (changed("norm.weight", 24, dtype=int), r"model\.norm\.weight is int64, needs a floating"),
+        (changed("layers.1.mlp.up_proj.weight", 40, 24), r"s\.1\..* is float64 and .*s\.0\..* float32; say dtype="),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(state: dict[str, np.ndarray], message: str) -> None:

@@ -1,19 +1,14 @@
 """Named models have the published numbers of parameters and operations, and compute what their papers define."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxpar.models import NAMES, Named, gpt, named, resnet
 from jaxpar.program import jaxpr as jx
-
-GPT = {"vocab": 61, "dim": 30, "heads": 3, "layers": 3, "context": 12}
-
 
 # Published numbers of parameters: checkpoints of Meta, OpenAI, Mistral and Qwen, configurations of GaLore, and
 # torchvision's documentation.
@@ -112,11 +107,7 @@ def test_flops_of_images_are_those_of_the_program() -> None:
     # strided convolutions.
     for model in (named("resnet18", size=75), named("resnet50", size=9, blocks=(1, 2)), named("mlp-tiny")):
         assert model.flops(3) == 6 * macs(model, 3, 0, backward=False)
-
-
-@pytest.mark.slow
-def test_multiply_adds_of_an_image_are_as_published() -> None:
-    # From torchvision's documentation, in 10^9. Striding in the first 1x1 convolution of a bottleneck would give 3.8.
+    # Multiply-adds from torchvision's documentation, in 10^9. Striding in a bottleneck's first convolution gives 3.8.
     assert named("resnet18").flops(1) / 6e9 == pytest.approx(1.81, abs=0.005)
     assert named("resnet50").flops(1) / 6e9 == pytest.approx(4.09, abs=0.005)
 
@@ -129,57 +120,14 @@ def image_batch(model: Named, rows: int = 16) -> dict[str, np.ndarray]:
     return {"image": pixels.astype(np.float32), "label": np.arange(rows, dtype=np.int32) * 3 % model.config.classes}
 
 
-@pytest.mark.slow
-def test_gpt_is_the_textbook_formula() -> None:
-    """The formula runs layer by layer, head by head, on one row: no scan, no batching, no library attention."""
-
-    def norm(x: jax.Array, params: Any) -> jax.Array:
-        x = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
-        return x * params["scale"] + params["bias"]
-
-    def linear(x: jax.Array, params: Any) -> jax.Array:
-        return x @ params["kernel"] + params["bias"]
-
-    config = gpt.Config(**GPT)
-    model = nnx.jit(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))()
-    tokens_T = np.random.default_rng(0).integers(config.vocab, size=7)
-    # Scales and biases away from one and zero, so that each of them counts.
-    state = jax.tree.map(
-        lambda x: x + 0.3 * np.cos(np.arange(x.size)).reshape(x.shape), nnx.to_pure_dict(nnx.state(model))
-    )
-    nnx.update(model, state)
-
-    @jax.jit  # one program instead of a thousand small ones
-    def formula(state: Any) -> jax.Array:
-        x = state["embedding"][tokens_T] + state["position"][:7]
-        for i in range(config.layers):
-            layer = jax.tree.map(lambda leaf, i=i: leaf[i], state["layers"])
-            y = norm(x, layer["attention_norm"])
-            q, k, v = (linear(y, layer["attention"][name]).reshape(7, 3, 10) for name in ("query", "key", "value"))
-            heads = []
-            for head in range(config.heads):
-                scores = q[:, head] @ k[:, head].T / math.sqrt(10)
-                heads.append(jax.nn.softmax(jnp.where(np.tri(7, dtype=bool), scores, -jnp.inf)) @ v[:, head])
-            x = x + linear(jnp.concatenate(heads, axis=-1), layer["attention"]["out"])
-            y = linear(norm(x, layer["ffn_norm"]), layer["up"])
-            y = 0.5 * y * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
-            x = x + linear(y, layer["down"])
-        return norm(x, state["norm"]) @ state["embedding"].T
-
-    expected = formula(state)
-    logits = nnx.jit(lambda model, tokens: model(tokens))(model, tokens_T[None])[0]
-    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5 * jnp.abs(expected).max())
-
-
 def test_gpt_knows_no_position_beyond_its_context() -> None:
-    model = named("gpt-tiny", **GPT)
+    model = named("gpt-tiny", context=12)
+    weights = jax.eval_shape(model.model.create, jax.random.key(0))
     with pytest.raises(ValueError, match=r"length=13 is more than the 12 positions .* named\(\.\.\., context=13\)"):
-        jax.eval_shape(
-            model.model.loss, *jax.eval_shape(model.model.create, jax.random.key(0)), model.example(1, 13), None
-        )
+        jax.eval_shape(model.model.loss, *weights, model.example(1, 13), None)
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "resnet-tiny", "mlp-tiny"])
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt-tiny", "resnet-tiny", "mlp-tiny"])
 def test_models_compute_in_the_dtype_of_their_parameters(name: str) -> None:
     model = named(name)
     params, variables = jax.eval_shape(model.model.create, jax.random.key(0))
@@ -206,6 +154,12 @@ def test_image_loss_counts_only_the_mask() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: named("llama-tiny", dim=30), r"dim=30 .* heads=4 .* try dim=32"),
+        (lambda: named("llama-tiny", kv_heads=3), r"kv_heads=3 does not divide heads=4; use one of \[1, 2, 4\]"),
+        (lambda: named("llama-tiny", dropout=1.0), r"dropout=1.0 must lie in \[0, 1\); use 0"),
+        (lambda: named("mixtral-tiny", chosen=9), "chosen=9 of experts=8"),
+        (lambda: named("mixtral-tiny", head_dim=7), "head_dim=7 is odd"),
+        (lambda: named("mixtral-tiny", balance=-1.0), "balance=-1.0"),
         (lambda: gpt.Config(dim=30, heads=4), r"dim=30 does not split into heads=4; try dim=32"),
         (lambda: gpt.Config(dropout=1), r"dropout=1 must lie in \[0, 1\)"),
         (lambda: resnet.Config(stem=5), r"stem=5: use 7, or 3"),
@@ -216,6 +170,6 @@ def test_image_loss_counts_only_the_mask() -> None:
         (lambda: named("llama3-8b", tied=1), r"tied=1: use True or False, such as False"),
     ],
 )
-def test_sizes_of_other_models_that_do_not_fit_say_what_would(make: Any, message: str) -> None:
+def test_sizes_that_do_not_fit_say_what_would(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -30,10 +30,8 @@ def put_back(patch: pytest.MonkeyPatch, module: Any, name: str, correct: str, de
     text = textwrap.dedent(inspect.getsource(getattr(module, name)))
     assert text.count(correct) == 1, "the defect is to be put back elsewhere"
     namespace = dict(vars(module))
-    exec(
-        compile(text.replace(correct, defect), f"{name} before", "exec", __future__.annotations.compiler_flag),
-        namespace,
-    )
+    code = compile(text.replace(correct, defect), f"{name} before", "exec", __future__.annotations.compiler_flag)
+    exec(code, namespace)
     patch.setattr(module, name, namespace[name])
 
 
@@ -50,18 +48,24 @@ def first_three(params: Any, batch: Any, key: Any) -> jax.Array:
     return jnp.square(picked).mean()
 
 
-def rows_batch() -> Any:
-    rng = np.random.default_rng(0)
-    label = rng.integers(0, 5, 8).astype(np.int32)
-    return {"x": rng.normal(size=(8, 4)).astype(np.float32), "label": label}
+RANDOM = np.random.default_rng(0)
+LABEL = RANDOM.integers(0, 5, 8).astype(np.int32)
+BATCH = {"x": RANDOM.normal(size=(8, 4)).astype(np.float32)}
+LABELLED = BATCH | {"label": LABEL}
+
+
+def init(key: jax.Array) -> Any:
+    return {"w": jax.random.normal(key, (4, 5))}
+
+
+SQUARES = jp.Model(init, lambda params, batch, key: ((batch["x"] @ params["w"]) ** 2).mean())
 
 
 @pytest.mark.slow
 def test_rows_that_a_loss_couples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row check took indices that count along another dim for the rows' own, and was silent."""
     monkeypatch.setattr(tracing, "check_coupling", lambda *_, **__: None)
-    model = jp.Model(lambda key: {"w": jax.random.normal(key, (4, 5))}, first_three)
-    report = jp.verify(model, "ddp", rows_batch(), steps=1, mesh=TWO_DEVICES)
+    report = jp.verify(jp.Model(init, first_three), "ddp", LABELLED, steps=1, mesh=TWO_DEVICES)
     assert isinstance(difference := report.where, Bisected)
     assert (difference.primitive, difference.backward) == ("gather", False), str(difference)
     assert line(first_three, "picked = x[") in difference.line
@@ -77,24 +81,21 @@ def centred(params: Any, batch: Any, key: Any) -> jax.Array:
 
 @pytest.mark.slow
 def test_what_sums_rows_is_named_and_not_what_reads_the_sum() -> None:
-    model = jp.Model(lambda key: {"w": jax.random.normal(key, (4, 5))}, centred, rows="independent")
-    difference = jp.bisect(model, "ddp", None, {"x": rows_batch()["x"]}, mesh=TWO_DEVICES)
+    model = jp.Model(init, centred, rows="independent")
+    difference = jp.bisect(model, "ddp", None, BATCH, mesh=TWO_DEVICES)
     assert (difference.primitive, difference.backward) == ("reduce_sum", False), str(difference)
     assert line(centred, "mean = h.mean(0)") in difference.line
 
 
 def test_what_agrees_has_no_equation() -> None:
-    model = jp.Model(
-        lambda key: {"w": jax.random.normal(key, (4, 5))}, lambda p, b, key: ((b["x"] @ p["w"]) ** 2).mean()
-    )
-    difference = jp.bisect(model, "ddp", None, {"x": rows_batch()["x"]}, mesh=TWO_DEVICES)
+    difference = jp.bisect(SQUARES, "ddp", None, BATCH, mesh=TWO_DEVICES)
     assert (difference.primitive, difference.programs) == ("", 1)
     assert str(difference) == "ddp and one device agree within 1e-05: there is no equation to name"
     broken = jp.Model(lambda key: {"w": -jnp.ones((4, 5))}, lambda p, b, key: jnp.log(p["w"]).mean() * b["x"].mean())
     with pytest.raises(ValueError, match=r"not finite on either side, so .*; try step\.trace_nonfinite"):
-        jp.bisect(broken, "ddp", None, {"x": rows_batch()["x"]}, mesh=TWO_DEVICES)
+        jp.bisect(broken, "ddp", None, BATCH, mesh=TWO_DEVICES)
     with pytest.raises(ValueError, match="compares one device with itself"):
-        jp.bisect(model, None, None, {"x": rows_batch()["x"]})
+        jp.bisect(SQUARES, None, None, BATCH)
 
 
 def layers(start: Callable[..., Any], end: Callable[..., Any]) -> jp.Model:
@@ -122,8 +123,8 @@ PLANTED = {  # precision, functions before and after a layer, the primitive that
 @pytest.mark.parametrize("fault", PLANTED)
 def test_what_a_low_precision_does_beyond_its_rounding(fault: str) -> None:
     precision, start, end, primitive = PLANTED[fault]
-    model, batch = layers(start, end), {"x": rows_batch()["x"]}
-    difference = jp.bisect(model, f"single,precision={precision}", "single", batch, mesh=TWO_DEVICES[:1])
+    strategy = f"single,precision={precision}"
+    difference = jp.bisect(layers(start, end), strategy, "single", BATCH, mesh=TWO_DEVICES[:1])
     assert (difference.primitive, difference.backward) == (primitive, False), str(difference)
     assert f"test_bisect.py:{start.__code__.co_firstlineno}:" in difference.line, str(difference)
 
@@ -223,9 +224,7 @@ def test_ties_on_several_tensor_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)}
     # `jp.verify` takes this for rounding: the last bits of the parameters decide which element is largest.
     difference = jp.bisect(model, "tensor=2", None, batch, mesh=TWO_DEVICES)
-    assert (difference.primitive, difference.backward, difference.what) == ("reduce_max", True, "the gradient of up"), (
-        str(difference)
-    )
+    assert (difference.primitive, difference.backward, difference.what) == ("reduce_max", True, "the gradient of up")
     assert line(largest, "best = h.max(") in difference.line
 
 
@@ -268,7 +267,7 @@ def draws(key: jax.Array) -> Any:
 
 @pytest.mark.slow
 def test_a_loss_by_hand_in_other_words_parts_where_its_mathematics_does() -> None:
-    model, batch = jp.Model(draws, by_scan), rows_batch()
+    model, batch = jp.Model(draws, by_scan), LABELLED
     assert jp.bisect(model, None, by_hand(), batch).primitive == ""
     scaled = jp.bisect(model, None, by_hand(scale=0.3), batch)
     assert (scaled.primitive, scaled.iteration, scaled.backward) == ("mul", 0, False), str(scaled)
@@ -282,19 +281,15 @@ def test_a_loss_by_hand_in_other_words_parts_where_its_mathematics_does() -> Non
     assert line(by_scan, "return x + jax.nn.softmax(scores)") in stopped.line, str(stopped)
     with pytest.raises(ValueError, match=r"bisect\(b=draws\) takes 1 arguments; use \(params, batch\)"):
         jp.bisect(model, None, draws, batch)
-    with pytest.raises(
-        ValueError, match=r"bisect\(b=whole_step\) returned a dict; return a scalar: it is taken for a loss of"
-    ):
+    with pytest.raises(ValueError, match=r"bisect\(b=whole_step\) returned a dict; return a scalar: it is taken for"):
         jp.bisect(model, None, whole_step, batch)
     with pytest.raises(KeyError, match="params") as error:
         jp.bisect(model, None, lambda state, batch: by_hand()(state["params"], batch), batch)
     assert "of a step give the loss that it differentiates" in error.value.__notes__[0]
 
 
-@pytest.mark.slow
 def test_two_devices_are_named() -> None:
-    model, batch = jp.Model(draws, by_scan), rows_batch()
-    same = jp.bisect(model, None, None, batch, mesh=TWO_DEVICES[:1], mesh_b=TWO_DEVICES[1:])
+    same = jp.bisect(SQUARES, None, None, BATCH, mesh=TWO_DEVICES[:1], mesh_b=TWO_DEVICES[1:])
     assert str(same).startswith("one device on device 0 and one device on device 1 agree within 1e-05"), str(same)
 
 
@@ -309,28 +304,17 @@ def test_devices_in_another_order_show_the_one_that_is_wrong(monkeypatch: pytest
         return loss, jax.tree.map(lambda x: x * (1 + 5e-4 * (rank + 1)), grads)
 
     monkeypatch.setattr(sides.UnderStrategy, "__call__", wrong)
-    model = jp.Model(
-        lambda key: {"w": jax.random.normal(key, (4, 5))}, lambda p, b, key: ((b["x"] @ p["w"]) ** 2).mean()
-    )
-    difference = jp.bisect(model, "ddp", "ddp", {"x": rows_batch()["x"]}, mesh=TWO_DEVICES, mesh_b=TWO_DEVICES[::-1])
-    assert (difference.primitive, difference.backward, difference.what) == ("dot_general", True, "the gradient of w"), (
-        str(difference)
-    )
-    assert str(difference).startswith(
-        "ddp on devices 0, 1 and ddp on devices 1, 0 part at dot_general, its backward"
-    ), str(difference)
+    difference = jp.bisect(SQUARES, "ddp", "ddp", BATCH, mesh=TWO_DEVICES, mesh_b=TWO_DEVICES[::-1])
+    assert (difference.primitive, difference.backward, difference.what) == ("dot_general", True, "the gradient of w")
+    assert str(difference).startswith("ddp on devices 0, 1 and ddp on devices 1, 0 part at dot_general, its backward")
 
 
 @pytest.mark.parametrize("a", ["ddp", None])
 def test_a_path_is_refused_and_its_advice_works(a: str | None, tmp_path: Path) -> None:
     """Two processes met by a file, and each unpickled code of any process that had made the file first."""
-    model = jp.Model(
-        lambda key: {"w": jax.random.normal(key, (4, 5))}, lambda p, b, key: ((b["x"] @ p["w"]) ** 2).mean()
-    )
-    batch = {"x": rows_batch()["x"]}
     with pytest.raises(ValueError, match=r"was removed from jaxpar; each of two processes ran code that the") as error:
-        jp.bisect(model, a, tmp_path / "meet", batch, mesh=TWO_DEVICES)
+        jp.bisect(SQUARES, a, tmp_path / "meet", BATCH, mesh=TWO_DEVICES)
     assert not [*tmp_path.iterdir()]
     advice = "jp.bisect(model, 'fsdp', None, batch)"
     assert advice in str(error.value)
-    assert eval(advice, {"jp": jp, "model": model, "batch": batch}).primitive == ""
+    assert eval(advice, {"jp": jp, "model": SQUARES, "batch": BATCH}).primitive == ""
