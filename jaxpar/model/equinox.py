@@ -124,7 +124,8 @@ class _Maker:
 
         shapes = jax.eval_shape(leaves, jax.random.key(0))
         ((trees, parts),) = traces
-        return _Parts(*map(jax.tree.unflatten, trees, shapes), *parts[3:])
+        params, other_arrays, state = map(jax.tree.unflatten, trees, shapes)
+        return parts._replace(params=params, other_arrays=other_arrays, state=state)
 
     def with_numbers(self, names: Sequence[str]) -> _Maker:
         """Compute the arrays in static places, whose `names` are for errors."""
