@@ -17,8 +17,9 @@ from jax import lax
 
 from ..program import jaxpr as jx
 from .access import Access, Sender
+from .flights import Flights, Lookahead
 from .halves import pick
-from .pieces import Flights, Lookahead, Segment, Stack, add
+from .pieces import Segment, Stack, add
 from .rolling.loops import RolledLoop
 
 

@@ -25,9 +25,9 @@ from jax import lax
 from ... import collectives
 from ...program import jaxpr as jx
 from ...slicing.access import Access
+from ...slicing.flights import InFlight, Lookahead
 from ...slicing.layer_access import LayerAccess
 from ...slicing.loop import LayerLoop
-from ...slicing.pieces import InFlight, Lookahead
 from ...slicing.program import Program, backward, forward, read
 from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Cut, Message, bypass_variables, epilogue_pieces, prologue_pieces

@@ -42,8 +42,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import collectives
+from ...slicing.flights import InFlight, Lookahead
 from ...slicing.loop import LayerLoop
-from ...slicing.pieces import InFlight, Lookahead, add
+from ...slicing.pieces import add
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Message, bypass_variables, prologue_pieces
