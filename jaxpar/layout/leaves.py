@@ -310,61 +310,85 @@ class Sharing:
     experts: int = 1
 
 
-def place(
-    path: str,
-    shape: tuple[int, ...],
-    dtype: Any,
-    trainable: bool,
-    sharing: Sharing,
-    form: Form = Whole(),
-    tensor: int | None = None,
-    expert: int | None = None,
-    second: bool = False,
-) -> Leaf:
-    """Choose the dim along which a leaf is sharded, and pad it.
+@dataclass(frozen=True)
+class ModelLeaf:
+    """One of the model's own leaves, or a stack of the layers of a Python loop, before it is placed.
 
-    Args:
-      path, dtype, trainable: as in `Leaf`.
-      shape: the shape without the padding of stages, with the layers on dim 0.
-      tensor: the dim of `shape` that is split over the ranks of `tensor`.
-      expert: the dim of `shape` that is split over the ranks of `expert`.
-      second: whether dim 1 is a dim of layers, which is sharded only if no other dim divides.
-
-    Returns:
-      The leaf, sharded along one of the remaining dims, or replicated with a note.
+    Attributes:
+      path, shape, dtype, trainable: as in `Leaf`.
+      tensor, expert: the dims that these axes split.
+      members: its positions among the model's own leaves; one for each layer of a stack.
     """
-    # 1. The axes over which this leaf is sharded, and how many shards they make.
-    pipe, shards, axes = sharing.pipe, sharing.shards, sharing.pipe.shard
-    ranks, experts = (1 if tensor is None else sharing.ranks), (1 if expert is None else sharing.experts)
-    if expert is not None and "expert" in axes:
-        # Each rank of `expert` holds other experts, so that ZeRO cannot shard over that axis again.
-        shards, axes = shards // experts, tuple(axis for axis in axes if axis != "expert")
-    first_dim = 0
-    if isinstance(form, Staged):
-        shape, first_dim = (*form.held, *shape[1:]), len(form.held)
-        tensor, expert = (None if dim is None else dim + first_dim - 1 for dim in (tensor, expert))
-    elif pipe.stages == "cut":
-        # The stages of a cut program share no stack, so that each leaf is spread over `pipe`, even without ZeRO.
-        shards, axes = shards * pipe.ranks, axes if shards > 1 else ("fsdp",)
-    elif pipe.ranks > 1 and shards > 1:
-        # All stages use this leaf. ZeRO shards it over their devices too.
-        shards, axes = shards * pipe.ranks, ("pipe", *axes)
 
-    # 2. The dims to choose from, dims of layers last. A leaf that may be a stack, but is none that we made, may be
-    #    sharded along dim 0 if no other dim serves.
-    stacked = not isinstance(form, Staged) and not second and (isinstance(form, Stacked) or may_stack(shape))
-    dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d not in (tensor, expert)]
-    dims.sort(key=lambda d: second and d == 1)
-    may_shard_first = stacked and not isinstance(form, Stacked) and 0 not in (tensor, expert)
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    trainable: bool
+    tensor: int | None
+    expert: int | None
+    members: tuple[int, ...]
 
-    # 3. The choice. PAD_FROM counts the elements that one rank of `tensor` and `expert` holds.
-    dim, note = None, ""
-    if shards > 1:
-        dim = _choose_dim(shape, shards, dims, may_shard_first, PAD_FROM * ranks * experts)
-        note = _note(shape, shards, dim, {"tensor": tensor, "expert": expert})
-    padded = 0 if dim is None else -(-shape[dim] // shards) * shards
-    splits = (tensor, ranks, expert, experts, pipe.stages == "cut")
-    return Leaf(path, shape, jnp.dtype(dtype), dim, padded, trainable, note, form, axes, *splits)
+    @property
+    def rolled(self) -> bool:
+        """Whether this is a stack of the layers of a Python loop."""
+        return len(self.members) > 1
+
+    def stacked(self, path: str, members: tuple[int, ...]) -> "ModelLeaf":
+        """Return the stack of several layers like this one, along a new dim 0."""
+        # All dims move by one for the new dim of layers.
+        tensor, expert = (None if d is None else d + 1 for d in (self.tensor, self.expert))
+        shape = (len(members), *self.shape)
+        return replace(self, path=path, shape=shape, tensor=tensor, expert=expert, members=members)
+
+    def with_layers_first(self) -> "ModelLeaf":
+        """Move the layers from dim 1 to dim 0, which the stages of a pipeline split."""
+        tensor, expert = (None if d is None else {0: 1, 1: 0}.get(d, d) for d in (self.tensor, self.expert))
+        shape = (self.shape[1], self.shape[0], *self.shape[2:])
+        return replace(self, shape=shape, tensor=tensor, expert=expert)
+
+    def placed(self, sharing: Sharing, form: Form = Whole(), second: bool = False) -> Leaf:
+        """Choose the dim along which the leaf is sharded, and pad it.
+
+        Args:
+          form: how it is stored; with `Staged`, `shape` is without the padding of stages, with the layers on dim 0.
+          second: whether dim 1 is a dim of layers, which is sharded only if no other dim divides.
+
+        Returns:
+          The leaf, sharded along one of the remaining dims, or replicated with a note.
+        """
+        shape, tensor, expert = self.shape, self.tensor, self.expert
+        # 1. The axes over which this leaf is sharded, and how many shards they make.
+        pipe, shards, axes = sharing.pipe, sharing.shards, sharing.pipe.shard
+        ranks, experts = (1 if tensor is None else sharing.ranks), (1 if expert is None else sharing.experts)
+        if expert is not None and "expert" in axes:
+            # Each rank of `expert` holds other experts, so that ZeRO cannot shard over that axis again.
+            shards, axes = shards // experts, tuple(axis for axis in axes if axis != "expert")
+        first_dim = 0
+        if isinstance(form, Staged):
+            shape, first_dim = (*form.held, *shape[1:]), len(form.held)
+            tensor, expert = (None if dim is None else dim + first_dim - 1 for dim in (tensor, expert))
+        elif pipe.stages == "cut":
+            # The stages of a cut program share no stack, so that each leaf is spread over `pipe`, even without ZeRO.
+            shards, axes = shards * pipe.ranks, axes if shards > 1 else ("fsdp",)
+        elif pipe.ranks > 1 and shards > 1:
+            # All stages use this leaf. ZeRO shards it over their devices too.
+            shards, axes = shards * pipe.ranks, ("pipe", *axes)
+
+        # 2. The dims to choose from, dims of layers last. A leaf that may be a stack, but is none that we made, may be
+        #    sharded along dim 0 if no other dim serves.
+        stacked = not isinstance(form, Staged) and not second and (isinstance(form, Stacked) or may_stack(shape))
+        dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d not in (tensor, expert)]
+        dims.sort(key=lambda d: second and d == 1)
+        may_shard_first = stacked and not isinstance(form, Stacked) and 0 not in (tensor, expert)
+
+        # 3. The choice. PAD_FROM counts the elements that one rank of `tensor` and `expert` holds.
+        dim, note = None, ""
+        if shards > 1:
+            dim = _choose_dim(shape, shards, dims, may_shard_first, PAD_FROM * ranks * experts)
+            note = _note(shape, shards, dim, {"tensor": tensor, "expert": expert})
+        padded = 0 if dim is None else -(-shape[dim] // shards) * shards
+        splits = (tensor, ranks, expert, experts, pipe.stages == "cut")
+        return Leaf(self.path, shape, jnp.dtype(self.dtype), dim, padded, self.trainable, note, form, axes, *splits)
 
 
 def _choose_dim(

@@ -98,36 +98,13 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
     Raises:
       ValueError: if the sizes do not multiply to the number of devices, or `mesh` has other axes or sizes.
     """
-    # 1. The devices, in the order in which they fill the mesh.
-    if isinstance(mesh, Mesh):
-        unknown = set(mesh.axis_names) - set(AXES)
-        if unknown:
-            raise ValueError(f"mesh axes {mesh.axis_names} include {sorted(unknown)}; name them among {AXES}")
-        if list(mesh.axis_names) != [a for a in AXES if a in mesh.axis_names]:
-            raise ValueError(f"mesh axes {mesh.axis_names} are out of order; outermost to innermost is {AXES}")
-        devices = list(mesh.devices.flat)
-    else:
-        candidates = jax.devices() if mesh is None else mesh
-        if (
-            not isinstance(candidates, Sequence | np.ndarray)
-            or not len(candidates)
-            or not all(isinstance(d, jax.Device) for d in candidates)
-        ):
-            raise ValueError(
-                f"mesh={candidates!r} is neither a jax.sharding.Mesh nor devices; try mesh=jax.devices()[:4]"
-            )
-        # Host by host, so that the innermost axes, which communicate most, stay inside a host if they fit.
-        devices = sorted(candidates, key=host_of)
-        if len(set(devices)) < len(devices):
-            raise ValueError(f"mesh={candidates!r} holds a device twice; take each once, as in mesh=jax.devices()[:4]")
-        if strategy.single:
-            devices = devices[:1]
+    devices = _devices_of(mesh, strategy.single)
     if devices[0].platform == "cpu":
         warn_unset()
     if strategy.single and len(devices) > 1:
         raise ValueError(f"strategy 'single' takes one device and the mesh has {len(devices)}; pass a mesh of one")
 
-    # 2. The sizes of the axes.
+    # 1. The sizes of the axes.
     num_hosts = len({host_of(d) for d in devices})
     sizes = strategy.sizes(len(devices), num_hosts)
     if isinstance(mesh, Mesh):
@@ -145,7 +122,30 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
             stacklevel=2,
         )
 
-    # 3. The mesh, of Auto axes: outside `shard_map`, XLA's partitioner lays out what a program computes.
+    # 2. The mesh, of Auto axes: outside `shard_map`, XLA's partitioner lays out what a program computes.
     shape = tuple(sizes.values())
     assert math.prod(shape) == len(devices)
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _devices_of(mesh: Mesh | Sequence[jax.Device] | None, is_single: bool) -> list[jax.Device]:
+    """Return the devices in the order in which they fill a mesh; the arguments are as for `make_mesh`."""
+    if isinstance(mesh, Mesh):
+        unknown = set(mesh.axis_names) - set(AXES)
+        if unknown:
+            raise ValueError(f"mesh axes {mesh.axis_names} include {sorted(unknown)}; name them among {AXES}")
+        if list(mesh.axis_names) != [a for a in AXES if a in mesh.axis_names]:
+            raise ValueError(f"mesh axes {mesh.axis_names} are out of order; outermost to innermost is {AXES}")
+        return list(mesh.devices.flat)
+    candidates = jax.devices() if mesh is None else mesh
+    if (
+        not isinstance(candidates, Sequence | np.ndarray)
+        or not len(candidates)
+        or not all(isinstance(d, jax.Device) for d in candidates)
+    ):
+        raise ValueError(f"mesh={candidates!r} is neither a jax.sharding.Mesh nor devices; try mesh=jax.devices()[:4]")
+    # Host by host, so that the innermost axes, which communicate most, stay inside a host if they fit.
+    devices = sorted(candidates, key=host_of)
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"mesh={candidates!r} holds a device twice; take each once, as in mesh=jax.devices()[:4]")
+    return devices[:1] if is_single else devices

@@ -1,7 +1,7 @@
 """All parameter leaves of a model, as the model has them and as a step stores them.
 
-    model's own leaves  -->  _ModelLeaf rows  -->  stacks of Python loops  -->  forms and sharded dims  -->  Storage
-    `_model_leaves`          path, shape, ...      `_stack_loops`               `_place_rows`
+    model's own leaves  -->  ModelLeaf rows  -->  stacks of Python loops  -->  forms and sharded dims  -->  Storage
+    `_model_leaves`          path, shape, ...     `_stack_loops`               `_place_rows`
 
 `make_leaves` runs these steps. Layers of a Python loop become one stack, and the layers of the largest stack become the
 stages of a pipeline. If the model has no such stack, each leaf is stored as the model has it, spread over `pipe`, and
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from ..model.paths import name_of
 from .families import families, inside_stack, on_second_dim, own_leaves, unlike
-from .leaves import Form, Leaf, Pipe, Sharing, Stacked, Staged, Whole, place
+from .leaves import Leaf, ModelLeaf, Pipe, Sharing, Stacked, Staged, Whole
 from .precision import Policy
 
 
@@ -129,48 +129,6 @@ class Storage:
         return [leaf for leaf in leaves if leaf.trainable], jax.tree.unflatten(tree, masters)
 
 
-@dataclass(frozen=True)
-class _ModelLeaf:
-    """One of the model's own leaves, or a stack of the layers of a Python loop, before it is placed.
-
-    Attributes:
-      path, shape, dtype, trainable: as in `Leaf`.
-      tensor, expert: the dims that these axes split.
-      members: its positions among the model's own leaves; one for each layer of a stack.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    trainable: bool
-    tensor: int | None
-    expert: int | None
-    members: tuple[int, ...]
-
-    @property
-    def rolled(self) -> bool:
-        """Whether this is a stack of the layers of a Python loop."""
-        return len(self.members) > 1
-
-    def stacked(self, path: str, members: tuple[int, ...]) -> "_ModelLeaf":
-        """Return the stack of several layers like this one, along a new dim 0."""
-        # All dims move by one for the new dim of layers.
-        tensor, expert = (None if d is None else d + 1 for d in (self.tensor, self.expert))
-        shape = (len(members), *self.shape)
-        return replace(self, path=path, shape=shape, tensor=tensor, expert=expert, members=members)
-
-    def with_layers_first(self) -> "_ModelLeaf":
-        """Move the layers from dim 1 to dim 0, which the stages of a pipeline split."""
-        tensor, expert = (None if d is None else {0: 1, 1: 0}.get(d, d) for d in (self.tensor, self.expert))
-        shape = (self.shape[1], self.shape[0], *self.shape[2:])
-        return replace(self, shape=shape, tensor=tensor, expert=expert)
-
-    def placed(self, sharing: Sharing, form: Form, second: bool = False) -> Leaf:
-        """Return the leaf as a step stores it (`leaves.place`)."""
-        dims = (self.tensor, self.expert)
-        return place(self.path, self.shape, self.dtype, self.trainable, sharing, form, *dims, second)
-
-
 def make_leaves(
     params: Any,
     trainable: Callable[[str], bool] | None,
@@ -221,9 +179,9 @@ def make_leaves(
 
 def _model_leaves(
     params: Any, trainable: Callable[[str], bool] | None, split: Mapping[str, int], mixed: Mapping[str, int]
-) -> list[_ModelLeaf]:
+) -> list[ModelLeaf]:
     """Return a row for each of the model's own leaves; raise ValueError for one that cannot be stored."""
-    rows: list[_ModelLeaf] = []
+    rows: list[ModelLeaf] = []
     for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
         name = name_of(path)
         # Random keys have an extended dtype: they cannot be trained, padded or reduced.
@@ -239,7 +197,7 @@ def _model_leaves(
                 f"rules={{{name!r}: {{'expert': {dim}, 'tensor': {free_dim}}}}}"
             )
         is_trained = _is_trained(name, x.dtype, trainable)
-        rows.append(_ModelLeaf(name, tuple(x.shape), x.dtype, is_trained, split.get(name), mixed.get(name), (i,)))
+        rows.append(ModelLeaf(name, tuple(x.shape), x.dtype, is_trained, split.get(name), mixed.get(name), (i,)))
     return rows
 
 
@@ -261,8 +219,8 @@ def _is_trained(path: str, dtype: Any, trainable: Callable[[str], bool] | None) 
 
 
 def _stack_loops(
-    model_rows: Sequence[_ModelLeaf], params: Any, inside: Callable[[str], bool]
-) -> tuple[list[_ModelLeaf], Any]:
+    model_rows: Sequence[ModelLeaf], params: Any, inside: Callable[[str], bool]
+) -> tuple[list[ModelLeaf], Any]:
     """Replace the alike layers of Python loops by stacks, and return the new rows and their tree.
 
     `inside` returns whether a path lies inside a stack, whose layers are stacked already.
@@ -295,7 +253,7 @@ def _stack_loops(
 
 
 def _place_rows(
-    rows: Sequence[_ModelLeaf], sharing: Sharing, inside: Callable[[str], bool], others: Mapping[str, int]
+    rows: Sequence[ModelLeaf], sharing: Sharing, inside: Callable[[str], bool], others: Mapping[str, int]
 ) -> list[Leaf]:
     """Choose the form and the sharded dim of each row; the largest stack becomes the stages of a pipeline."""
     pipe, has_second_dim = sharing.pipe, on_second_dim([(row.path, row.shape) for row in rows], others)

@@ -10,7 +10,7 @@ A module is a pytree, which `from_equinox` divides into four parts:
 `make` runs under a trace, so that parameters are created sharded. An array in a static place (a static field, the
 closure of a function) would remain a tracer after the trace has ended. `_StaticArrays` puts its numbers there.
 
-Steps and checkpoints see nested dicts of arrays; `_ArrayTree` translates.
+Steps and checkpoints see nested dicts of arrays; `ArrayTree` translates.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ import dataclasses
 import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 
 from ..backend.packages import needed
 from .calls import IN_INIT, check_call, kind_of, traced
 from .model import Model, row_axes
+from .module_arrays import ArrayTree, hidden_values
 
 
 def from_equinox(
@@ -66,17 +65,43 @@ def from_equinox(
         raise ValueError(f"from_equinox(make={make!r}, loss={loss!r}): both must be functions")
     check_call(make, "from_equinox(make=)", "key")
 
-    # 1. Trace `make` once for shapes and the static part.
-    numbers: list[Any] = []  # the values of the static arrays, which replace their tracers; empty in the first trace
-    static_parts: list[tuple[Any, list[str]]] = []  # of each trace: the static part, and the names of its arrays
+    module = EquinoxModule.trace(_Maker(eqx, make), loss)
+    wrap, unwrap, bind = module.params.filled, module.unwrap, module.bind
+    return Model(module.init, module.call, True, wrap, unwrap, bind, rules, rows=rows)
 
-    def parts(key: jax.Array) -> tuple[Any, Any, Any, Any]:
-        """Return parameters, other arrays, state (None without), and the static arrays as traced."""
+
+class _Parts(NamedTuple):
+    """The parts of a module that `make` built; see above."""
+
+    params: Any
+    other_arrays: Any
+    state: Any  # None without an `eqx.nn.State`
+    static: Any
+    static_arrays: _StaticArrays
+
+
+@dataclass(frozen=True, eq=False)
+class _Maker:
+    """A user's `make`, whose modules are divided into their parts.
+
+    Attributes:
+      eqx: the module `equinox`.
+      make: as for `from_equinox`.
+      numbers: the values that replace the arrays in static places; empty to leave those arrays in place.
+    """
+
+    eqx: Any
+    make: Callable[[jax.Array], Any]
+    numbers: Sequence[Any] = ()
+
+    def parts(self, key: jax.Array) -> _Parts:
+        """Call `make` under a trace, and divide its module."""
+        eqx = self.eqx
         with traced("make(key)", IN_INIT):
-            result = make(key)
+            result = self.make(key)
         with_state = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], eqx.nn.State)
         module, state = result if with_state else (result, None)
-        static_arrays = _StaticArrays(eqx, numbers)
+        static_arrays = _StaticArrays(eqx, self.numbers)
         static_arrays.visit(module)
         params, rest = eqx.partition(module, eqx.is_inexact_array)
         if not jax.tree.leaves(params):
@@ -84,75 +109,111 @@ def from_equinox(
                 f"from_equinox: make(key) returned a {type(module).__name__} without a floating-point array"
             )
         other_arrays, static = eqx.partition(rest, eqx.is_array)
-        static_parts.append((static, static_arrays.names))
-        return params, other_arrays, state, static_arrays.arrays
+        return _Parts(params, other_arrays, state, static, static_arrays)
 
-    def shapes() -> list[Any]:
-        """Return the first three of `parts` as trees of shapes."""
-        trees: list[Any] = []
+    def shapes(self) -> _Parts:
+        """Return the parts, with shapes for the arrays of the first three."""
+        traces: list[tuple[list[Any], _Parts]] = []
 
         def leaves(key: jax.Array) -> list[Any]:
             # Return lists, and keep the structures: JAX would compare the static arrays of whole modules by ==.
-            flat = list(map(jax.tree.flatten, parts(key)[:3]))
-            trees[:] = [tree for _, tree in flat]
+            parts = self.parts(key)
+            flat = list(map(jax.tree.flatten, parts[:3]))
+            traces.append(([tree for _, tree in flat], parts))
             return [values for values, _ in flat]
 
-        return [jax.tree.unflatten(*x) for x in zip(trees, jax.eval_shape(leaves, jax.random.key(0)), strict=True)]
+        shapes = jax.eval_shape(leaves, jax.random.key(0))
+        ((trees, parts),) = traces
+        params, other_arrays, state = map(jax.tree.unflatten, trees, shapes)
+        return parts._replace(params=params, other_arrays=other_arrays, state=state)
 
-    part_shapes = shapes()
-    # 2. Arrays in static places would be used after the trace that made them. Compute them, and trace again with their
-    # values. Two keys tell whether they are random.
-    if names := static_parts[-1][1]:
-        compute_static = jax.jit(lambda key: parts(key)[3])
-        first, second = map(compute_static, jax.random.split(jax.random.key(0)))
-        for name, first_value, second_value in zip(names, first, second, strict=True):
-            if not np.array_equal(first_value, second_value, equal_nan=jnp.issubdtype(first_value.dtype, jnp.inexact)):
+    def with_numbers(self, names: Sequence[str]) -> _Maker:
+        """Compute the arrays in static places, whose `names` are for errors."""
+        values, are_random = hidden_values(lambda key: self.parts(key).static_arrays.arrays)
+        for name, is_random in zip(names, are_random, strict=True):
+            if is_random:
                 raise ValueError(
                     f"from_equinox: {name} is static, and make(key) draws it from its key; static values are the same "
                     "for every key; draw it with NumPy (np.random.default_rng(0)), or make it an ordinary field of its "
                     "module, which trainable= can freeze"
                 )
-        numbers[:] = first
-        part_shapes = shapes()
-    params_tree, other_tree, state_tree = map(_ArrayTree, part_shapes)
-    static, stateful = static_parts[-1][0], state_tree.tree.num_leaves > 0
-    loss_arguments = ("module", "state", "batch", "key") if stateful else ("module", "batch", "key")
-    check_call(loss, "from_equinox(loss=)", *loss_arguments)
+        return dataclasses.replace(self, numbers=values)
 
-    # 3. The functions of the model.
-    def init(key: jax.Array) -> tuple[Any, Any]:
-        params, other_arrays, state, _ = parts(key)
-        return params_tree.pure(params), {"module": other_tree.pure(other_arrays), "state": state_tree.pure(state)}
 
-    def module_of(params: Any, variables: Any) -> Any:
-        return eqx.combine(params_tree.filled(params), other_tree.filled(variables["module"]), static)
+@dataclass(frozen=True, eq=False)
+class EquinoxModule:
+    """A module without its arrays, and its loss: the functions of a `Model`.
 
-    def bind(params: Any, variables: Any) -> Any:
-        module = module_of(params, variables)
-        return (module, state_tree.filled(variables["state"])) if stateful else module
+    Attributes:
+      maker: builds the module.
+      loss: as for `from_equinox`.
+      static: the module without its arrays.
+      params, others, state: translate the parameters, the other arrays and the state.
+    """
 
-    def call(params: Any, variables: Any, batch: Any, key: jax.Array | None) -> Any:
-        module = module_of(params, variables)
+    maker: _Maker
+    loss: Callable[..., Any]
+    static: Any
+    params: ArrayTree
+    others: ArrayTree
+    state: ArrayTree
+
+    @classmethod
+    def trace(cls, maker: _Maker, loss: Callable[..., Any]) -> Self:
+        """Trace `make` for shapes and the static part, and check the loss."""
+        shapes = maker.shapes()
+        # Arrays in static places would be used after the trace that made them: trace again with their values.
+        if names := shapes.static_arrays.names:
+            maker = maker.with_numbers(names)
+            shapes = maker.shapes()
+        module = cls(maker, loss, shapes.static, *map(ArrayTree, shapes[:3]))
+        loss_arguments = ("module", "state", "batch", "key") if module.has_state else ("module", "batch", "key")
+        check_call(loss, "from_equinox(loss=)", *loss_arguments)
+        return module
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the module has mutable state."""
+        return self.state.tree.num_leaves > 0
+
+    def init(self, key: jax.Array) -> tuple[Any, Any]:
+        """Return the first parameters and variables."""
+        parts = self.maker.parts(key)
+        variables = {"module": self.others.pure(parts.other_arrays), "state": self.state.pure(parts.state)}
+        return self.params.pure(parts.params), variables
+
+    def _module(self, params: Any, variables: Any) -> Any:
+        """Return the module with these values."""
+        return self.maker.eqx.combine(self.params.filled(params), self.others.filled(variables["module"]), self.static)
+
+    def bind(self, params: Any, variables: Any) -> Any:
+        """Return the module with these values, or the pair of module and state."""
+        module = self._module(params, variables)
+        return (module, self.state.filled(variables["state"])) if self.has_state else module
+
+    def call(self, params: Any, variables: Any, batch: Any, key: jax.Array | None) -> Any:
+        """Call the loss; return its result and the new variables."""
+        eqx, module = self.maker.eqx, self._module(params, variables)
         # The loss of a module expects a key, and in inference nothing may depend on it.
         if key is None:
             module, key = eqx.nn.inference_mode(module), jax.random.key(0)
         module = _average_over_rows(module, eqx)
-        if not stateful:
-            return loss(module, batch, key), variables
-        result = loss(module, state_tree.filled(variables["state"]), batch, key)
+        if not self.has_state:
+            return self.loss(module, batch, key), variables
+        result = self.loss(module, self.state.filled(variables["state"]), batch, key)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], eqx.nn.State)):
             description = f"a tuple of {len(result)}" if isinstance(result, tuple) else kind_of(result)
             raise ValueError(
                 f"loss returned {description}; with an eqx.nn.State return (value, state) or ((value, metrics), state)"
             )
-        return result[0], {**variables, "state": state_tree.pure(result[1])}
+        return result[0], {**variables, "state": self.state.pure(result[1])}
 
-    def unwrap(tree: Any) -> Any:
+    def unwrap(self, tree: Any) -> Any:
         """Return the nested dicts of a module, whole or its parameters alone; nested dicts are returned as they are."""
-        is_pure = jax.tree.structure(tree) == params_tree.dicts
-        return tree if is_pure else params_tree.pure(eqx.filter(tree, eqx.is_inexact_array))
-
-    return Model(init, call, stateful=True, wrap=params_tree.filled, unwrap=unwrap, bind=bind, rules=rules, rows=rows)
+        if jax.tree.structure(tree) == self.params.dicts:
+            return tree
+        eqx = self.maker.eqx
+        return self.params.pure(eqx.filter(tree, eqx.is_inexact_array))
 
 
 def _average_over_rows(module: Any, eqx: Any) -> Any:
@@ -242,29 +303,3 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet
         return None
-
-
-class _ArrayTree:
-    """Translates a pytree of arrays to nested dicts by path and back: checkpoints and steps know no Equinox."""
-
-    def __init__(self, tree: Any):
-        self.tree = jax.tree.structure(tree)
-        # Dicts sort their keys: number the leaves of the pytree, to know their order in the dicts.
-        numbered = self.pure(jax.tree.unflatten(self.tree, range(self.tree.num_leaves)))
-        self.order, self.dicts = jax.tree.leaves(numbered), jax.tree.structure(numbered)
-
-    def pure(self, tree: Any) -> dict[Any, Any]:
-        """Return the nested dicts of a pytree."""
-        return unflatten_dict({(*map(_key, path),): x for path, x in jax.tree_util.tree_leaves_with_path(tree)})
-
-    def filled(self, pure: Any) -> Any:
-        """Return the pytree with the arrays of nested dicts."""
-        leaves: list[Any] = [None] * self.tree.num_leaves
-        for i, leaf in zip(self.order, jax.tree.leaves(pure), strict=True):
-            leaves[i] = leaf
-        return jax.tree.unflatten(self.tree, leaves)
-
-
-def _key(entry: Any) -> Any:
-    """Return the key of an entry of a path: the name of an attribute, the key of an item, or a child's index."""
-    return next(getattr(entry, name) for name in ("name", "key", "idx") if hasattr(entry, name))

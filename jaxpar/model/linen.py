@@ -11,6 +11,7 @@ A model's `init` traces the loss once on an example, with an `Apply` that create
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -131,28 +132,44 @@ def from_linen(
     if not callable(loss):
         raise ValueError(f"from_linen(loss={loss!r}): the loss must be a function loss(apply, batch)")
     check_call(loss, "from_linen(loss=)", "apply", "batch")
-    # 1. Create the variables, on zeros of the example's shapes.
-    shapes = example_shapes(example, "from_linen(example=)")
+    linen = LinenModule(module, loss, example_shapes(example, "from_linen(example=)"))
+    return Model(linen.init, linen.call, stateful=True, bind=linen.bind, rules=rules, names=linen.names, rows=rows)
 
-    def create(key: jax.Array) -> Apply:
-        apply = Apply(module, {}, key, creating=True)
-        with reading(zeros := jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), "the example"):
-            loss(apply, zeros)
+
+@dataclass(frozen=True, eq=False)
+class LinenModule:
+    """A module and its loss: the functions of a `Model`.
+
+    Attributes:
+      module, loss: as for `from_linen`.
+      shapes: the shapes of a batch.
+    """
+
+    module: nn.Module
+    loss: Callable[[Any, Any], Any]
+    shapes: Any
+
+    def _create(self, key: jax.Array) -> Apply:
+        """Call the loss on zeros of the example's shapes; the result has the variables that it created."""
+        apply = Apply(self.module, {}, key, creating=True)
+        with reading(zeros := jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.shapes), "the example"):
+            self.loss(apply, zeros)
         return apply
 
-    # 2. The functions of the model.
-    def names() -> dict[str, tuple[Any, ...]]:
+    def names(self) -> dict[str, tuple[Any, ...]]:
+        """Return the names that annotations give to the dims of parameters, by path."""
         dim_names: dict[str, tuple[Any, ...]] = {}
         # Names are static: an abstract trace collects them.
         with without_mesh():
-            jax.eval_shape(lambda key: dim_names.update(create(key).names), jax.random.key(0))
+            jax.eval_shape(lambda key: dim_names.update(self._create(key).names), jax.random.key(0))
         return dim_names
 
-    def init(key: jax.Array) -> tuple[Any, Any]:
-        apply = create(key)
+    def init(self, key: jax.Array) -> tuple[Any, Any]:
+        """Return the first parameters and variables."""
+        apply = self._create(key)
         if "params" not in apply.variables:
             raise ValueError(
-                f"{type(module).__name__} created no parameters on the example; does the loss call apply(...)?"
+                f"{type(self.module).__name__} created no parameters on the example; does the loss call apply(...)?"
             )
         # Collections that the loss receives are fresh at every call. Only batch_stats stays state: losses written for
         # `module.apply` name it in `mutable` by habit.
@@ -160,9 +177,10 @@ def from_linen(
         variables = {k: v for k, v in apply.variables.items() if k not in transient}
         return apply.variables["params"], variables
 
-    def call(params: Any, variables: Any, batch: Any, key: jax.Array | None) -> Any:
-        apply = Apply(module, {"params": params, **variables}, key)
-        result = loss(apply, batch)
+    def call(self, params: Any, variables: Any, batch: Any, key: jax.Array | None) -> Any:
+        """Call the loss; return its result, the new variables and the new parameters."""
+        apply = Apply(self.module, {"params": params, **variables}, key)
+        result = self.loss(apply, batch)
         new_variables = {k: v for k, v in apply.variables.items() if k != "params"}
         for name in variables:
             if jax.tree.structure(new_variables[name]) != jax.tree.structure(variables[name]):
@@ -172,10 +190,9 @@ def from_linen(
                 )
         return result, new_variables, apply.variables["params"]
 
-    def bind(params: Any, variables: Any) -> Any:
-        return module.bind({"params": params, **variables})
-
-    return Model(init, call, stateful=True, bind=bind, rules=rules, names=names, rows=rows)
+    def bind(self, params: Any, variables: Any) -> Any:
+        """Return the module with these values."""
+        return self.module.bind({"params": params, **variables})
 
 
 def _interceptor(train: bool) -> Callable[..., Any]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jax.core import Tracer
 
 from .calls import IN_INIT, check_call, traced
 from .model import Model, row_axes
+from .module_arrays import ArrayTree, hidden_values
 
 _OF_LINEN = "a Linen module; use jp.from_linen(Net(...), loss, batch), whose loss gets apply"
 
@@ -67,66 +69,77 @@ def from_nnx(
     check_call(make, "from_nnx(make=)", "rngs")
     check_call(loss, "from_nnx(loss=)", "module", "batch")
 
-    # 1. Build and split the module, under a trace.
-    def build(key: jax.Array) -> Any:
-        # Without `use_eager_sharding(False)`, annotated modules would ask for a mesh.
-        with nnx.use_eager_sharding(False), traced("make(rngs)", IN_INIT):
-            module = make(nnx.Rngs(key))
-        if not isinstance(module, nnx.Module):
-            description = (
-                _OF_LINEN if isinstance(module, nn.Module) else f"{type(module).__name__}, needs an nnx.Module"
-            )
-            raise ValueError(f"from_nnx: make(rngs) returned {description}")
-        for _, submodule in nnx.iter_modules(module):
-            for name, value in list(vars(submodule).items()):
-                if isinstance(value, Tracer):  # a plain array: under jit Flax would take it for a static attribute
-                    setattr(submodule, name, nnx.data(value))
-        return module
+    module = NNXModule.trace(make, loss)
+    wrap, unwrap, bind, names = module.params.filled, module.unwrap, module.bind, module.names
+    return Model(module.init, module.call, True, wrap, unwrap, bind, rules, names, rows)
 
-    graphs, array_holders = [], []  # of each trace; they cannot be results of a traced function
 
-    def parts(key: jax.Array) -> Any:
-        graph, *states = nnx.split(module := build(key), nnx.Param, ...)
-        graphs.append(graph)
-        array_holders.append(in_objects := _arrays_in_objects(module))
-        return states, [getattr(obj, name) for obj, name in in_objects]
+@dataclass(frozen=True, eq=False)
+class NNXModule:
+    """A module without its arrays, and its loss: the functions of a `Model`.
 
-    # Not nnx.eval_shape: it turns a plain array (RoPE tables, WeightNorm's scales) into a shape, which NNX would take
-    # for a static attribute.
-    (param_state, other_state), object_arrays = jax.eval_shape(parts, jax.random.key(0))
-    graph, holders = graphs[0], array_holders[0]
-    # 2. Compute the arrays in plain objects. The graph refers to these objects, which hold tracers until now. Two keys
-    # tell whether an array is random.
-    if object_arrays:
-        compute_values = jax.jit(lambda key: parts(key)[1])
-        for (obj, name), first_value, second_value in zip(
-            holders, *map(compute_values, jax.random.split(jax.random.key(0))), strict=True
-        ):
-            if not np.array_equal(first_value, second_value, equal_nan=True):
-                raise ValueError(
-                    f"from_nnx: {name} of a {type(obj).__name__} is random, and NNX does not see it, as the object "
-                    "is no module; make it an nnx.Module, or keep the array in an nnx.Variable of one"
-                )
-            object.__setattr__(obj, name, np.asarray(first_value))
-    params_tree, other_tree = _StateTree(param_state), _StateTree(other_state)
+    Attributes:
+      make, loss: as for `from_nnx`.
+      graph: the module's graph.
+      param_shapes: the `nnx.State` of its parameters, abstract.
+      params: translates parameters.
+      others: translates the other variables.
+    """
 
-    # 3. The functions of the model.
-    def init(key: jax.Array) -> tuple[Any, Any]:
-        _, params, variables = nnx.split(build(key), nnx.Param, ...)
-        return params_tree.pure(params), other_tree.pure(variables)
+    make: Callable[[nnx.Rngs], nnx.Module]
+    loss: Callable[[Any, Any], Any]
+    graph: Any
+    param_shapes: Any
+    params: _StateTree
+    others: _StateTree
 
-    def bind(params: Any, variables: Any) -> Any:
-        return nnx.merge(graph, params_tree.state(params), other_tree.state(variables))
+    @classmethod
+    def trace(cls, make: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Any], Any]) -> Self:
+        """Build and split the module, under a trace."""
+        graphs, array_holders = [], []  # of each trace; they cannot be results of a traced function
 
-    def call(params: Any, variables: Any, batch: Any, key: jax.Array | None) -> Any:
+        def parts(key: jax.Array) -> Any:
+            graph, *states = nnx.split(module := _build(make, key), nnx.Param, ...)
+            graphs.append(graph)
+            array_holders.append(in_objects := _arrays_in_objects(module))
+            return states, [getattr(obj, name) for obj, name in in_objects]
+
+        # Not nnx.eval_shape: it turns a plain array (RoPE tables, WeightNorm's scales) into a shape, which NNX would
+        # take for a static attribute.
+        (param_state, other_state), object_arrays = jax.eval_shape(parts, jax.random.key(0))
+        graph, holders = graphs[0], array_holders[0]
+        # Compute the arrays in plain objects. The graph refers to these objects, which hold tracers until now.
+        if object_arrays:
+            pairs = zip(*hidden_values(lambda key: parts(key)[1]), strict=True)
+            for (obj, name), (value, is_random) in zip(holders, pairs, strict=True):
+                if is_random:
+                    raise ValueError(
+                        f"from_nnx: {name} of a {type(obj).__name__} is random, and NNX does not see it, as the object "
+                        "is no module; make it an nnx.Module, or keep the array in an nnx.Variable of one"
+                    )
+                object.__setattr__(obj, name, np.asarray(value))
+        return cls(make, loss, graph, param_state, _StateTree(param_state), _StateTree(other_state))
+
+    def init(self, key: jax.Array) -> tuple[Any, Any]:
+        """Return the first parameters and variables."""
+        _, params, variables = nnx.split(_build(self.make, key), nnx.Param, ...)
+        return self.params.pure(params), self.others.pure(variables)
+
+    def bind(self, params: Any, variables: Any) -> Any:
+        """Return the module with these values."""
+        return nnx.merge(self.graph, self.params.filled(params), self.others.filled(variables))
+
+    def call(self, params: Any, variables: Any, batch: Any, key: jax.Array | None) -> Any:
+        """Call the loss; return its result, the new variables and the new parameters."""
+
         def call_loss(use_own_axis: bool) -> tuple[Any, Any]:
-            module = bind(params, variables if key is None else other_tree.keyed(variables, key))
+            module = self.bind(params, variables if key is None else self.others.keyed(variables, key))
             if key is None:
                 module.eval()
             _set_norm_axes(module, use_own_axis)
             _embed_in_table_dtype(module)
             numbers = _plain_numbers(module)
-            result = loss(module, batch)
+            result = self.loss(module, batch)
             _warn_changed(numbers, _plain_numbers(module))
             return module, result
 
@@ -138,20 +151,31 @@ def from_nnx(
             # The norm's axis is for `pmap`, and no `pmap` binds it here. It stands for the rows.
             module, result = call_loss(use_own_axis=False)
         _, new_params, new_variables = nnx.split(module, nnx.Param, ...)
-        params_tree.check(new_params)
-        return result, other_tree.updated(variables, new_variables), params_tree.pure(new_params)
+        self.params.check(new_params)
+        return result, self.others.updated(variables, new_variables), self.params.pure(new_params)
 
-    return Model(
-        init,
-        call,
-        stateful=True,
-        wrap=params_tree.state,
-        unwrap=lambda tree: params_tree.pure(tree) if isinstance(tree, nnx.State) else tree,
-        bind=bind,
-        rules=rules,
-        names=lambda: _annotations(param_state),
-        rows=rows,
-    )
+    def unwrap(self, tree: Any) -> Any:
+        """Return the nested dicts of an `nnx.State` of parameters; nested dicts are returned as they are."""
+        return self.params.pure(tree) if isinstance(tree, nnx.State) else tree
+
+    def names(self) -> dict[str, tuple[Any, ...]]:
+        """Return the names that annotations give to the dims of parameters, by path."""
+        return _annotations(self.param_shapes)
+
+
+def _build(make: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> nnx.Module:
+    """Call `make` under a trace, and check its result."""
+    # Without `use_eager_sharding(False)`, annotated modules would ask for a mesh.
+    with nnx.use_eager_sharding(False), traced("make(rngs)", IN_INIT):
+        module = make(nnx.Rngs(key))
+    if not isinstance(module, nnx.Module):
+        description = _OF_LINEN if isinstance(module, nn.Module) else f"{type(module).__name__}, needs an nnx.Module"
+        raise ValueError(f"from_nnx: make(rngs) returned {description}")
+    for _, submodule in nnx.iter_modules(module):
+        for name, value in list(vars(submodule).items()):
+            if isinstance(value, Tracer):  # a plain array: under jit Flax would take it for a static attribute
+                setattr(submodule, name, nnx.data(value))
+    return module
 
 
 def _set_norm_axes(module: nnx.Module, use_own_axis: bool) -> None:
@@ -258,39 +282,28 @@ def _in_unnamed_stack(path: Any, shapes: dict[Any, Any], names_by_path: dict[Any
     return False
 
 
-class _StateTree:
+class _StateTree(ArrayTree):
     """Translates between an `nnx.State` and nested dicts of arrays: flattening a State in every step is slow.
 
     Attributes:
-      tree: the structure of the State.
       types: path -> the type of the variable.
-      filled: the paths of variables that hold an array; the others hold None, such as a cache before its first use.
-      order: for each leaf of the dicts its position in the State; dicts may sort their keys in another order.
+      nonempty: the paths of variables that hold an array; the others hold None, such as a cache before its first use.
     """
 
     def __init__(self, state: Any):
-        self.tree = jax.tree.structure(state)
+        super().__init__(state)
         flat = nnx.to_flat_state(state)
         self.types = {path: type(variable) for path, variable in flat}
-        self.filled = {path for path, variable in flat if jax.tree.leaves(variable)}
-        numbered = jax.tree.unflatten(self.tree, list(range(self.tree.num_leaves)))
-        self.order = jax.tree.leaves(self.pure(numbered))
+        self.nonempty = {path for path, variable in flat if jax.tree.leaves(variable)}
 
-    def pure(self, state: Any) -> dict[Any, Any]:
+    def pure(self, tree: Any) -> dict[Any, Any]:
         """Return the nested dicts of a State. Variables without an array are left out."""
         # Read the raw arrays by `jax.tree.leaves`: `.value` may run hooks.
         leaves_by_path = {
-            path: leaves for path, variable in nnx.to_flat_state(state) if (leaves := jax.tree.leaves(variable))
+            path: leaves for path, variable in nnx.to_flat_state(tree) if (leaves := jax.tree.leaves(variable))
         }
         # A variable may hold a tuple of arrays: its dict has them by index.
         return unflatten_dict({p: x[0] if len(x) == 1 else dict(enumerate(x)) for p, x in leaves_by_path.items()})
-
-    def state(self, pure: Any) -> Any:
-        """Return the State with the arrays of nested dicts."""
-        leaves: list[Any] = [None] * self.tree.num_leaves
-        for i, leaf in zip(self.order, jax.tree.leaves(pure), strict=True):
-            leaves[i] = leaf
-        return jax.tree.unflatten(self.tree, leaves)
 
     def keyed(self, pure: Any, key: jax.Array) -> Any:
         """Return the variables with `key` folded into every random stream, so that no two blocks of rows draw alike."""
@@ -330,13 +343,13 @@ class _StateTree:
         new_leaves = {}
         for path, variable in nnx.to_flat_state(state):
             leaves = jax.tree.leaves(variable)
-            if bool(leaves) != (path in self.filled) and path in self.types:
+            if bool(leaves) != (path in self.nonempty) and path in self.types:
                 old_state, new_state = ("an array", "None") if not leaves else ("None", "an array")
                 name = "/".join(map(str, path))
                 raise ValueError(
                     f"the loss makes {name} {new_state}, and it was {old_state}; create it in the constructor"
                 )
-            if path in self.filled:
+            if path in self.nonempty:
                 new_leaves |= {path: leaves[0]} if len(leaves) == 1 else {(*path, i): x for i, x in enumerate(leaves)}
         self.check(state)
 

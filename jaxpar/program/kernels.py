@@ -14,7 +14,7 @@ import contextvars
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,36 +92,44 @@ def local_kernel(
 
     @functools.wraps(fun, updated=())
     def call(*arrays: Any, **keywords: Any) -> Any:
-        # 1. Check the arguments against `in_dims`.
-        if keywords:
-            raise ValueError(
-                f"kernel {name} got the keyword {next(iter(keywords))!r}; give arrays by position, and bind options "
-                "before wrapping: local_kernel(functools.partial(fun, option=...), ...)"
-            )
-        if len(arrays) != len(arg_dims):
-            raise ValueError(f"kernel {name} got {len(arrays)} arrays, and in_dims={arg_dims} is for {len(arg_dims)}")
-        for i, (x, dim) in enumerate(zip(arrays, arg_dims, strict=True)):
-            if not hasattr(x, "ndim"):
-                raise ValueError(f"argument {i} of kernel {name} is {type(x).__name__}; give an array")
-            _check(f"argument {i} of kernel {name}", x, dim)
+        _check_arguments(name, arrays, keywords, arg_dims)
         if _inside.get():
             # A kernel that another kernel calls is part of it, and needs no equation.
             return fun(*arrays)
-        # 2. Call the kernel for these numbers of dims.
         ranks = tuple(x.ndim for x in arrays)
         if ranks not in by_ranks:
             by_ranks[ranks] = _kernel(fun, arg_dims, result_dims, ranks)
         outs = by_ranks[ranks].jitted(*arrays)
-        # 3. Check the results against `out_dims`.
-        result_arrays = outs if isinstance(outs, tuple) else (outs,)
-        if len(result_arrays) != len(result_dims) or isinstance(outs, tuple) != isinstance(out_dims, Sequence):
-            kind = f"a tuple of {len(result_arrays)}" if isinstance(outs, tuple) else type(outs).__name__
-            raise ValueError(f"kernel {name} returned {kind}, and out_dims={out_dims}; give one dim for each result")
-        for i, (x, dim) in enumerate(zip(result_arrays, result_dims, strict=True)):
-            _check(f"result {i} of kernel {name}", x, dim)
+        _check_results(name, outs, out_dims)
         return outs
 
     return call
+
+
+def _check_arguments(name: str, arrays: Sequence[Any], keywords: Mapping[str, Any], in_dims: Dims) -> None:
+    """Raise ValueError if the arguments of a kernel do not fit `in_dims`."""
+    if keywords:
+        raise ValueError(
+            f"kernel {name} got the keyword {next(iter(keywords))!r}; give arrays by position, and bind options "
+            "before wrapping: local_kernel(functools.partial(fun, option=...), ...)"
+        )
+    if len(arrays) != len(in_dims):
+        raise ValueError(f"kernel {name} got {len(arrays)} arrays, and in_dims={in_dims} is for {len(in_dims)}")
+    for i, (x, dim) in enumerate(zip(arrays, in_dims, strict=True)):
+        if not hasattr(x, "ndim"):
+            raise ValueError(f"argument {i} of kernel {name} is {type(x).__name__}; give an array")
+        _check_dim(f"argument {i} of kernel {name}", x, dim)
+
+
+def _check_results(name: str, outs: Any, out_dims: int | Sequence[int | None] | None) -> None:
+    """Raise ValueError if the results of a kernel do not fit `out_dims`."""
+    arrays = outs if isinstance(outs, tuple) else (outs,)
+    dims = out_dims if isinstance(out_dims, Sequence) else (out_dims,)
+    if len(arrays) != len(dims) or isinstance(outs, tuple) != isinstance(out_dims, Sequence):
+        kind = f"a tuple of {len(arrays)}" if isinstance(outs, tuple) else type(outs).__name__
+        raise ValueError(f"kernel {name} returned {kind}, and out_dims={out_dims}; give one dim for each result")
+    for i, (x, dim) in enumerate(zip(arrays, dims, strict=True)):
+        _check_dim(f"result {i} of kernel {name}", x, dim)
 
 
 def of(eqn: Any) -> LocalKernel | None:
@@ -205,7 +213,7 @@ def _name(fun: Callable[..., Any]) -> str:
     return re.sub(r"\W", "_", getattr(fun, "__name__", type(fun).__name__)).strip("_")
 
 
-def _check(subject: str, x: Any, dim: int | None) -> None:
+def _check_dim(subject: str, x: Any, dim: int | None) -> None:
     if dim is not None and dim >= x.ndim:
         hint = f"use 0 to {x.ndim - 1}, or None" if x.ndim else "use None"
         raise ValueError(f"{subject} has shape {list(x.shape)} and no dim {dim}; {hint}")

@@ -169,7 +169,26 @@ def register(
             f"{subject} comes with {len(examples)} examples, and none uses {name}; a rule needs an example that "
             f"proves it; give a tuple (fun, *arrays) where fun(*arrays) calls {name}.bind"
         )
-    # 2. Every factor needs a known reduction, and an example that can be cut along it.
+    # 2. Prove every claim.
+    for claim in _provable_claims(subject, equations, factors):
+        if reason := _refuted(claim):
+            raise ValueError(
+                f"{subject} says that {claim}, and in {claim.parts} parts of operands "
+                f"{[list(x.shape) for x in claim.operands]} {reason}; each part has to compute its part of the whole; "
+                "write _ for a dim whose elements depend on each other"
+            )
+    PRIMITIVES[name] = Primitive(factors, cheap=cheap)
+    _registered.add(name)
+
+
+def _provable_claims(
+    subject: str, equations: Sequence[tuple[Any, list[np.ndarray]]], factors: Callable[[Any], Iterable[Factor]]
+) -> list[FactorClaim]:
+    """Return the claims of a rule about some equations.
+
+    Raises:
+      ValueError: a factor has an unknown reduction, or no equation can be cut along it.
+    """
     factor_keys = {f[:3]: eqn for eqn, _ in equations for f in factors(eqn)}
     if unknown := {reduction for _, _, reduction in factor_keys} - {"", *_JOINS, *_INDEX_REDUCTIONS}:
         raise ValueError(
@@ -183,16 +202,7 @@ def register(
             f"{subject} joins dims {list(ins)} of the operands and {list(outs)} of the results, and no example has "
             "parts there; a proof needs a size that is a multiple of 2 or 3; give an example with such sizes"
         )
-    # 3. Prove all claims.
-    for claim in claims:
-        if reason := _refuted(claim):
-            raise ValueError(
-                f"{subject} says that {claim}, and in {claim.parts} parts of operands "
-                f"{[list(x.shape) for x in claim.operands]} {reason}; each part has to compute its part of the whole; "
-                "write _ for a dim whose elements depend on each other"
-            )
-    PRIMITIVES[name] = Primitive(factors, cheap=cheap)
-    _registered.add(name)
+    return claims
 
 
 def _refuted(claim: FactorClaim) -> str:

@@ -42,16 +42,19 @@ class Halves:
     Attributes:
       fetched: which leaves the first half reads, and which the second half reads.
       saved: which of the forward's saved values the second half reads; the others are free after the first half.
-      inputs: `inputs(fetched leaves, held inputs, saved, cotangents)` returns the cotangents of the linear inputs, and
-        the residuals for the second half.
-      weights: `weights(fetched leaves, held inputs, saved values that it reads, residuals)` returns the cotangents of
-        the leaves, None for integers.
+      floats: which leaves are floating-point.
+      num_linear: the number of the linear inputs.
+      consts: the arrays that both halves close over.
+      run_first, run_second: the halves as functions of `consts` and their operands.
     """
 
     fetched: tuple[tuple[bool, ...], tuple[bool, ...]]
     saved: tuple[bool, ...]
-    inputs: "Callable[..., tuple[list[Any], WeightGradResiduals]]" = field(repr=False)
-    weights: Callable[..., list[Any]] = field(repr=False)
+    floats: Sequence[bool]
+    num_linear: int
+    consts: Sequence[Any] = field(repr=False)
+    run_first: Callable[..., list[Any]] = field(repr=False)
+    run_second: Callable[..., list[Any]] = field(repr=False)
 
     @classmethod
     def split(
@@ -61,7 +64,6 @@ class Halves:
         floats: Sequence[bool],
         num_held: int,
         num_saved: int,
-        num_cotangents: int,
         twice: bool = False,
     ) -> Self:
         """Split a whole backward into its halves.
@@ -71,25 +73,18 @@ class Halves:
             outputs are the cotangents of the leaves that are `floats`, and then of the linear inputs.
           eqns: its live equations.
           floats: which leaves are floating-point.
-          num_held, num_saved, num_cotangents: the numbers of these inputs.
+          num_held, num_saved: the numbers of these inputs.
           twice: whether the second half recomputes everything that follows without cotangents.
         """
         assert not any(isinstance(x, Tracer) for x in flat.consts)
-        num_leaves, num_floats = len(floats), sum(floats)
-        leaves, operands = flat.invars[:num_leaves], flat.invars[num_leaves:]
-        held_vars, saved_vars, cts = (
-            operands[:num_held],
-            operands[num_held : num_held + num_saved],
-            operands[num_held + num_saved :],
-        )
-        assert len(cts) == num_cotangents
-        ct_leaves, ct_inputs = flat.outvars[:num_floats], flat.outvars[num_floats:]
+        leaves, operands = flat.invars[: len(floats)], flat.invars[len(floats) :]
+        held_vars, saved_vars = operands[:num_held], operands[num_held : num_held + num_saved]
+        cts = operands[num_held + num_saved :]
+        ct_leaves, ct_inputs = flat.outvars[: sum(floats)], flat.outvars[sum(floats) :]
 
         # 1. Cut: the first half has what the inputs' cotangents need, the second what only the leaves' need.
         first = jx.needed(eqns, ct_inputs)
-        first_ids = set(map(id, first))
-        second = [eqn for eqn in jx.needed(eqns, ct_leaves) if id(eqn) not in first_ids]
-        first, second = _move_sums(first, second)
+        first, second = _move_sums(first, _without(jx.needed(eqns, ct_leaves), first))
         crossing = jx.free(second, ct_leaves)
 
         # 2. Choose the residuals. With `twice`, no value that the forward has computed is one.
@@ -102,40 +97,52 @@ class Halves:
         # 3. Assemble the halves. An equation of `weight_eqns` may also be among the recomputed ones; it must run once.
         second = [*recomputed, *second]
         weight_eqns = jx.needed(weight_eqns, jx.free(second, ct_leaves))
-        weight_ids = set(map(id, weight_eqns))
-        second = [*weight_eqns, *(eqn for eqn in second if id(eqn) not in weight_ids)]
-        first = jx.live(first, [*ct_inputs, *residuals])
+        second = [*weight_eqns, *_without(second, weight_eqns)]
+        first_results = [*ct_inputs, *residuals]
+        first = jx.live(first, first_results)
 
         # 4. Find which leaves and saved values each half reads.
-        second_reads = {*jx.free(second, ct_leaves)}
-        saved_reads = tuple(v in second_reads for v in saved_vars)
-        reads = ({*jx.free(first, [*ct_inputs, *residuals])}, second_reads)
-        fetched = tuple(tuple(v in half_reads for v in leaves) for half_reads in reads)
-        run_first = jx.run(
-            first,
-            [*flat.constvars, *pick(fetched[0], leaves), *held_vars, *saved_vars, *cts],
-            [*ct_inputs, *residuals],
-        )
-        run_second = jx.run(
-            second,
-            [*flat.constvars, *pick(fetched[1], leaves), *held_vars, *pick(saved_reads, saved_vars), *residuals],
-            ct_leaves,
-        )
+        first_reads, second_reads = {*jx.free(first, first_results)}, {*jx.free(second, ct_leaves)}
+        saved = tuple(v in second_reads for v in saved_vars)
+        fetched = (tuple(v in first_reads for v in leaves), tuple(v in second_reads for v in leaves))
+        first_operands = [*flat.constvars, *pick(fetched[0], leaves), *operands]
+        second_operands = [*flat.constvars, *pick(fetched[1], leaves), *held_vars, *pick(saved, saved_vars), *residuals]
+        halves = jx.run(first, first_operands, first_results), jx.run(second, second_operands, ct_leaves)
+        return cls(fetched, saved, floats, len(ct_inputs), flat.consts, *halves)
 
-        def inputs(
-            full: Sequence[Any], held_inputs: Sequence[Any], saved: Sequence[Any], cotangents: Sequence[Any]
-        ) -> Any:
-            outputs = run_first(*flat.consts, *full, *held_inputs, *saved, *cotangents)
-            return outputs[: len(ct_inputs)], WeightGradResiduals(outputs[len(ct_inputs) :], halves)
+    def inputs(
+        self, full: Sequence[Any], held_inputs: Sequence[Any], saved: Sequence[Any], cotangents: Sequence[Any]
+    ) -> "tuple[list[Any], WeightGradResiduals]":
+        """Run the first half.
 
-        def weights(
-            full: Sequence[Any], held_inputs: Sequence[Any], saved: Sequence[Any], residuals: WeightGradResiduals
-        ) -> list[Any]:
-            grads = run_second(*flat.consts, *full, *held_inputs, *saved, *residuals.values)
-            return merge(floats, grads, [None] * num_leaves)
+        Args:
+          full: the whole leaves that it reads.
+          held_inputs: the inputs of the forward that are held.
+          saved: the saved values.
+          cotangents: as for the whole backward.
 
-        halves = cls((fetched[0], fetched[1]), saved_reads, inputs, weights)
-        return halves
+        Returns:
+          The cotangents of the linear inputs, and the residuals for the second half.
+        """
+        results = self.run_first(*self.consts, *full, *held_inputs, *saved, *cotangents)
+        return results[: self.num_linear], WeightGradResiduals(results[self.num_linear :], self)
+
+    def weights(
+        self,
+        full: Sequence[Any],
+        held_inputs: Sequence[Any],
+        saved: Sequence[Any],
+        residuals: "WeightGradResiduals",
+    ) -> list[Any]:
+        """Run the second half, with the saved values that it reads; return cotangents of leaves, None for integers."""
+        grads = self.run_second(*self.consts, *full, *held_inputs, *saved, *residuals.values)
+        return merge(self.floats, grads, [None] * len(self.floats))
+
+
+def _without(eqns: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Return the equations that are not among others, by identity."""
+    ids = set(map(id, others))
+    return [eqn for eqn in eqns if id(eqn) not in ids]
 
 
 def _choose_residuals(

@@ -28,12 +28,16 @@ class LayerAccess:
       leaves: the stored value of every parameter leaf of the program.
       slices: the layer that an iteration reads, for each weight of the stack.
       length: the number of layers.
+      start: the layer of iteration 0, for a stage of a pipeline.
+      is_real: bool [layers]; where false, the layer is padding: its outputs are its inputs. None without padding.
     """
 
     access: Access
     leaves: Sequence[Any]
     slices: tuple[Slice, ...]
     length: int
+    start: Any = 0
+    is_real: jax.Array | None = None
 
     # ------------------------------------------------------------------------------------------------------------------
     # Fetches of one layer.
@@ -79,6 +83,11 @@ class LayerAccess:
         fetched = iter(self.fetch(layer, is_fetched))
         return [next(fetched) if is_new else x for is_new, x in zip(is_fetched, prefetched, strict=True)]
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether any leaf of the stack is on the host."""
+        return any(is_on_host(self.leaves[s.leaf]) for s in self.slices)
+
     def copy_from_host(self, layer: Any) -> list[Any]:
         """Copy this device's shard of a layer to the device, for leaves on the host; None for other leaves.
 
@@ -91,16 +100,17 @@ class LayerAccess:
     # ------------------------------------------------------------------------------------------------------------------
     # Accumulated gradients.
 
-    def accumulators(self, into: dict[int, Any], after: jax.Array) -> tuple[Any, Any]:
-        """Return the stacked gradients by leaf (`into`, or zeros), and `accumulate(stacks, cotangents, layer)`.
+    def accumulators(self, gradients: Sequence[Any], after: jax.Array) -> tuple[Any, Any]:
+        """Return the stacked gradients by leaf, and `accumulate(stacks, cotangents, layer)`.
 
         A loop carries the stacks and writes them layer by layer. As results of the scan, their reductions would be
         pipelined across its end, with a layer's whole gradients between iterations.
 
         Args:
-          into: the accumulated gradient of each leaf of the stack; None for zero.
+          gradients: the accumulated gradient of each slice's leaf; None for zero.
           after: an array before which new zeros do not exist.
         """
+        into = {s.leaf: grad for s, grad in zip(self.slices, gradients, strict=True)}
         totals = {s.leaf: self._zero_grads(s, after) if into[s.leaf] is None else into[s.leaf] for s in self.slices}
         # A gradient may overwrite the zeros if no other slice of the leaf writes the layer: that saves a read.
         overwrites = [

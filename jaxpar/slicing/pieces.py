@@ -12,18 +12,10 @@ strategy is a choice of those two functions:
     backward    ... | fetch layer 1, recompute or read what it saved, pull back, give | fetch layer 0, ..., give
 
 So sharded parameters are whole for one layer at a time, and gradients are reduced inside the backward loop.
-A strategy may have its loops communicate for other iterations (`InFlight`), so that no computation waits. An iteration
-then fetches the weights of the next layer and gives the gradient of the previous layer. For L layers:
-
-    forward     computes     0     1    ...  L-1     backward    computes   L-1   L-2   ...   0
-                fetches      1     2    ...  L-1                 fetches    L-2   L-3   ...   0
-                                                                 gives       0*   L-1   ...   1     * microbatch before
-
-The last fetch of each loop is the first layer of the next loop, also across microbatches.
+A strategy may have its loops communicate for other iterations (`flights.py`), so that no computation waits.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,31 +25,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from .access import Access, Sender
+from .flights import InFlight, Lookahead
 from .halves import WeightGradResiduals, pick
 from .layer_access import LayerAccess, identity_cotangents, select
 from .loop import LayerLoop
 from .slices import Slice
 from .stash import Stash
 from .units import Saved, Unit
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weights", "gradients"], meta_fields=[])
-@dataclass(frozen=True)
-class InFlight:
-    """Weights and gradients that one iteration over layers hands to the next, one entry for each slice of the stack.
-
-    Attributes:
-      weights: the whole weights of the layer that is computed next; None for a leaf that each layer fetches itself.
-      gradients: the whole gradients of the previous layer, not yet given. Between two microbatches this is the layer
-        that runs first forwards; before the first microbatch they are zeros. None for a leaf whose gradient each layer
-        gives itself.
-    """
-
-    weights: list[Any]
-    gradients: list[Any]
-
-
-Flights = dict[int, InFlight]  # by the number of the piece
 
 
 @dataclass(frozen=True)
@@ -160,13 +134,32 @@ class Stack:
         n, k = self.consts, self.carry
         return list(values[:n]), list(values[n : n + k]), list(values[n + k :])
 
-    def forward(self, *args: Any, **options: Any) -> Any:
-        """Run the loop that `forwards` returns for these arguments."""
-        return self.forwards(*args, **options).run()
+    def split_cotangents(self, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Split the cotangents of the linear inputs into those of constants, carry and scanned values."""
+        n, k, _ = (sum(part) for part in self.parts(self.unit.linear))
+        return list(cotangents[:n]), list(cotangents[n : n + k]), list(cotangents[n + k :])
 
-    def backward(self, *args: Any, **options: Any) -> Any:
-        """Run the loop that `backwards` returns for these arguments."""
-        return self.backwards(*args, **options).run()
+    def layers(
+        self, access: Access, leaves: Sequence[Any], start: Any = 0, is_real: jax.Array | None = None
+    ) -> LayerAccess:
+        """Return access to the parameters of the layers; the arguments are as for `LayerAccess`."""
+        return LayerAccess(access, leaves, self.slices, self.length, start, is_real)
+
+    def forward(self, access: Access, leaves: Sequence[Any], inputs: list[Any], grad: bool) -> tuple[list[Any], Any]:
+        """Return the outputs, and what `backward` needs; the arguments are as for `Segment`."""
+        return self.forwards(self.layers(access, leaves), inputs, grad).run()
+
+    def backward(
+        self,
+        access: Access,
+        leaves: Sequence[Any],
+        inputs: list[Any],
+        saved: Saved,
+        cotangents: list[Any],
+        into: list[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the gradients and the cotangents of the linear inputs; the arguments are as for `Segment`."""
+        return self.backwards(self.layers(access, leaves), inputs, saved, cotangents, into).run()
 
     def in_flight(self, access: Sender, leaves: Sequence[Any]) -> InFlight | None:
         """Return the state before the first microbatch; None if the loops send nothing for other iterations."""
@@ -174,9 +167,7 @@ class Stack:
         if self.length == 1 or not any(map(any, sends)):
             return None
         # The first layer's weights are fetched before the first loop begins (each entry that is not None).
-        weights = self._layers(access, leaves).prefetch(
-            [() if early else None for early, _ in sends], self._first_layer
-        )
+        weights = self.layers(access, leaves).prefetch([() if early else None for early, _ in sends], self._first_layer)
         # No gradient is pending yet: the first iteration gives zeros.
         pairs = zip(self.unit.shapes, sends, strict=True)
         return InFlight(weights, [jnp.zeros(x.shape, x.dtype) if late else None for x, (_, late) in pairs])
@@ -194,7 +185,7 @@ class Stack:
         layer = self.length - 1 - self._first_layer if back else self._first_layer
         # Without the barrier XLA would merge this fetch with the initial one, and hold the weights in between.
         leaves, flight = lax.optimization_barrier((leaves, flight))
-        return dataclasses.replace(flight, weights=self._layers(access, leaves).prefetch(flight.weights, layer))
+        return dataclasses.replace(flight, weights=self.layers(access, leaves).prefetch(flight.weights, layer))
 
     def landed(self, access: Access, flight: InFlight, grads: list[Any]) -> list[Any]:
         """Return gradients, one for each leaf of the program, with the pending ones of the last microbatch added.
@@ -203,47 +194,39 @@ class Stack:
         """
         # The pending gradients belong to the layer that ran last backwards.
         pending = [None if grads[s.leaf] is None else x for s, x in zip(self.slices, flight.gradients, strict=True)]
-        return self._layers(access, ()).accumulate(grads, pending, self._first_layer)
+        return self.layers(access, ()).accumulate(grads, pending, self._first_layer)
 
     def forwards(
         self,
-        access: Access,
-        leaves: Sequence[Any],
+        layers: LayerAccess,
         inputs: list[Any],
         grad: bool,
-        start: Any = 0,
-        is_real: jax.Array | None = None,
         stash: Stash | None = None,
-        flight: InFlight | None = None,
-        again: bool = False,
+        lookahead: Lookahead | None = None,
     ) -> LayerLoop:
         """Return the loop that runs the layers forwards.
 
         Args:
-          access: how leaves are fetched.
-          leaves: the stored value of every parameter leaf.
+          layers: the parameters of the layers.
           inputs: the values of `self.inputs`.
           grad: whether a backward follows.
-          start: the layer of iteration 0, for a stage of a pipeline.
-          is_real: bool [layers]; where false, the layer is padding: its outputs are its inputs.
           stash: buffers for the saved values; without it they are stacked by layer.
-          flight: the state before the loop, if it fetches for other iterations. It then covers all layers.
-          again: whether the next loop is another forward, which begins with the first layer, and not a backward.
+          lookahead: what the loop fetches for other iterations.
 
         Returns:
           A loop whose result is the outputs; what `backwards` needs (stacked by layer, or the buffers of the stash, or
-          None without `grad`); and, with `flight`, the state after the loop.
+          None without `grad`); and, with `lookahead`, the state in flight after the loop.
         """
-        layers = self._layers(access, leaves)
         consts, init, xs = self.parts(inputs)
 
         def forward_layer(state: Any, iteration: Any, scanned: Any) -> tuple[Any, Any]:
-            (carry, buffers, prefetched, device_copies), (xs, is_real_layer) = state, scanned
+            (carry, buffers, prefetched, device_copies), (xs, is_real) = state, scanned
             inputs = [*consts, *carry, *xs]
             # 1. Fetch this layer, unless the previous iteration did, and start on the next layer's weights.
-            full = layers.fetch(start + iteration, None, prefetched, device_copies)
+            full = layers.fetch(layers.start + iteration, None, prefetched, device_copies)
             device_copies = layers.copy_from_host(iteration + self._layer_step)
-            prefetched = prefetched and layers.prefetch(prefetched, iteration + self._layer_step, again)
+            if lookahead is not None:
+                prefetched = layers.prefetch(prefetched, iteration + self._layer_step, lookahead.again)
             # 2. Compute.
             if grad:
                 outputs, saved = self.unit.forward(full, inputs)
@@ -251,8 +234,8 @@ class Stack:
                 outputs, saved = self.unit.value(full, inputs), None
             # 3. A layer of padding passes its carry on.
             new_carry = outputs[: self.carry]
-            if is_real_layer is not None:
-                new_carry = select(is_real_layer, new_carry, carry)
+            if is_real is not None:
+                new_carry = select(is_real, new_carry, carry)
             # 4. Save for the backward.
             if stash is not None and saved is not None:
                 buffers, saved = stash.put(buffers, iteration, saved.values), None
@@ -260,96 +243,75 @@ class Stack:
                 saved = saved.offloaded()
             return (new_carry, buffers, prefetched, device_copies), (outputs[self.carry :], saved)
 
-        scanned = (xs, is_real)
-        device_copies = layers.copy_from_host(self._first_layer)
-        state = (init, stash.buffers if stash else [], flight.weights if flight else None, device_copies)
-
         def result(state: Any, stacked: Any) -> Any:
             (carry, buffers, prefetched, _), (ys, saved) = state, stacked
             results = [*carry, *ys], buffers if stash else saved
-            return (*results, dataclasses.replace(flight, weights=prefetched)) if flight else results
+            return (*results, dataclasses.replace(lookahead.flight, weights=prefetched)) if lookahead else results
 
-        copies = any(x is not None for x in device_copies)
-        return LayerLoop(forward_layer, state, scanned, self.length, self.reverse, result, flight is not None, copies)
+        weights, copies = lookahead and lookahead.flight.weights, layers.copy_from_host(self._first_layer)
+        state = (init, stash.buffers if stash else [], weights, copies)
+        ahead = lookahead is not None, layers.is_on_host
+        return LayerLoop(forward_layer, state, (xs, layers.is_real), self.length, self.reverse, result, *ahead)
 
     def backwards(
         self,
-        access: Access,
-        leaves: Sequence[Any],
+        layers: LayerAccess,
         inputs: list[Any],
-        saved: Saved,
+        saved: Saved | Stash,
         cotangents: list[Any],
         into: list[Any],
-        start: Any = 0,
-        is_real: jax.Array | None = None,
-        stash: Stash | None = None,
-        flight: InFlight | None = None,
-        again: bool = False,
+        lookahead: Lookahead | None = None,
     ) -> LayerLoop:
         """Return the loop that runs the layers backwards. Arguments that are not listed are as in `forwards`.
 
         Args:
-          saved: what the forward saved, stacked by layer; with a `stash`, its structure alone.
+          saved: what the forward saved, stacked by layer, or the stash where it put that.
           cotangents: one for each active output.
           into: the accumulated gradient of each leaf of the unit, stacked as the leaf; None for zero.
-          stash: where the forward put what it saved.
-          flight: the state before the loop, if it communicates for other iterations.
-          again: whether the next loop is another backward, which begins with the last layer, and not a forward.
+          lookahead: what the loop fetches and gives for other iterations.
 
         Returns:
           A loop whose result is `into` with this use's gradients added; the cotangents of the linear inputs; and, with
-          `flight`, the state after the loop.
+          `lookahead`, the state in flight after the loop.
         """
-        layers = self._layers(access, leaves)
-        consts, _, xs = self.parts(inputs)
-        linear_consts, linear_carry, _ = self.parts(self.unit.linear)
-        n_const, n_carry = sum(linear_consts), sum(linear_carry)
-
-        totals, accumulate = layers.accumulators(dict(zip(self.unit.leaves, into, strict=True)), cotangents[0])
-        from_host = lambda i: None if stash else saved.copied_from_host(jnp.clip(i, 0, self.length - 1))
+        totals, accumulate = layers.accumulators(into, cotangents[0])
+        (consts, _, xs), (ct_carry, ct_consts, ct_ys) = self.parts(inputs), self._initial_cotangents(inputs, cotangents)
         traced_reads: list[Sequence[bool]] = []  # which leaves the backward reads: known once it is traced
 
-        def backward_layer(carry: Any, iteration: Any, scanned: Any) -> tuple[Any, Any]:
-            ct_carry, ct_consts, totals, flight, host_values, device_copies = carry
-            layer_saved, xs, ct_ys, is_real_layer = scanned
+        def backward_layer(state: Any, iteration: Any, scanned: Any) -> tuple[Any, Any]:
+            ct_carry, ct_consts, totals, flight, host_values, device_copies = state
+            layer_saved, xs, ct_ys, is_real = scanned
             # 1. Take what this layer's forward saved, and start the copy of the next layer's values from the host.
+            if isinstance(saved, Stash):
+                layer_saved = saved.at(iteration)
+            else:
+                layer_saved = layer_saved.with_host_values(host_values)
+                host_values = saved.copied_from_host(self._clip(iteration - self._layer_step))
+            # 2. Fetch the weights that the backward reads, and pull the cotangents back.
             # The carry's value, where the backward needs it, is inside `saved`.
             layer_inputs = [*consts, *([None] * self.carry), *xs]
-            if stash is None:
-                layer_saved = layer_saved.with_host_values(host_values)
-            else:
-                layer_saved = dataclasses.replace(saved, values=stash.at(iteration))
-            host_values = from_host(iteration - self._layer_step)
-            # 2. Fetch the weights that the backward reads, and pull the cotangents back.
             reads, pull_back = self.unit.backward(layer_inputs, layer_saved, [*ct_carry, *ct_ys])
             traced_reads[:] = [reads]
-            full = layers.fetch(start + iteration, reads, flight and flight.weights, device_copies)
+            full = layers.fetch(layers.start + iteration, reads, flight and flight.weights, device_copies)
             ct_full, ct_in = pull_back(full)
             device_copies = layers.copy_from_host(iteration - self._layer_step)
-            # 3. A layer of padding is the identity: no gradient, and the carry's cotangents pass through.
-            if is_real_layer is not None:
-                ct_full = select(is_real_layer, ct_full, [0] * len(ct_full))
-                ct_in = select(is_real_layer, ct_in, identity_cotangents(ct_carry, n_const, len(ct_in)))
-            ct_consts = [total + ct for total, ct in zip(ct_consts, ct_in[:n_const], strict=True)]
+            # 3. A layer of padding has no gradient.
+            if is_real is not None:
+                ct_full = select(is_real, ct_full, [0] * len(ct_full))
+            ct_carry, ct_consts, ct_xs = self._add_cotangents(ct_carry, ct_consts, ct_in, is_real)
             # 4. Give the previous layer's pending gradients, prefetch the next layer, and keep this layer's pending.
-            if flight is not None:
-                is_late = [x is not None for x in flight.gradients]
+            if lookahead is not None:
                 # The first iteration gives the gradient of the previous microbatch: `mod` names its layer.
                 totals = accumulate(totals, flight.gradients, jnp.mod(iteration + self._layer_step, self.length))
-                prefetched = layers.prefetch(flight.weights, iteration - self._layer_step, again, reads)
-                pending = [ct if late else None for late, ct in zip(is_late, ct_full, strict=True)]
+                prefetched = layers.prefetch(flight.weights, iteration - self._layer_step, lookahead.again, reads)
+                pending, ct_full = flight.split(ct_full)
                 flight = InFlight(prefetched, pending)
-                ct_full = [None if late else ct for late, ct in zip(is_late, ct_full, strict=True)]
             # 5. Give this layer's other gradients.
-            totals = accumulate(totals, ct_full, start + iteration)
-            ct_carry = ct_in[n_const : n_const + n_carry]
-            return (ct_carry, ct_consts, totals, flight, host_values, device_copies), ct_in[n_const + n_carry :]
+            totals = accumulate(totals, ct_full, layers.start + iteration)
+            return (ct_carry, ct_consts, totals, flight, host_values, device_copies), ct_xs
 
-        zeros = [jnp.zeros_like(c) for c in pick(linear_consts, consts)]
-        scanned = (saved.without_host_values if stash is None else None, xs, cotangents[n_carry:], is_real)
-
-        def result(carry: Any, ct_xs: Any) -> Any:
-            ct_carry, ct_consts, totals, flight, _, _ = carry
+        def result(state: Any, ct_xs: Any) -> Any:
+            ct_carry, ct_consts, totals, flight, _, _ = state
             results = [totals[i] for i in self.unit.leaves], [*ct_consts, *ct_carry, *ct_xs]
             if flight is None:
                 return results
@@ -361,22 +323,19 @@ class Stack:
 
         last_layer = self.length - 1 - self._first_layer
         device_copies = layers.copy_from_host(last_layer)
-        state = (cotangents[:n_carry], zeros, totals, flight, from_host(last_layer), device_copies)
-        copies = any(x is not None for x in device_copies)
-        return LayerLoop(
-            backward_layer, state, scanned, self.length, not self.reverse, result, flight is not None, copies
-        )
+        stacked, host_values = None, None
+        if isinstance(saved, Saved):
+            stacked, host_values = saved.without_host_values, saved.copied_from_host(self._clip(last_layer))
+        state = (ct_carry, ct_consts, totals, lookahead and lookahead.flight, host_values, device_copies)
+        scanned, ahead = (stacked, xs, ct_ys, layers.is_real), (lookahead is not None, layers.is_on_host)
+        return LayerLoop(backward_layer, state, scanned, self.length, not self.reverse, result, *ahead)
 
     def backward_inputs(
         self,
-        access: Access,
-        leaves: Sequence[Any],
+        layers: LayerAccess,
         inputs: list[Any],
-        saved: Saved,
+        saved: Saved | Stash,
         cotangents: list[Any],
-        start: Any = 0,
-        is_real: jax.Array | None = None,
-        stash: Stash | None = None,
         residual_stash: Stash | None = None,
     ) -> tuple[list[Any], Any]:
         """Run the first half of `backward` (`halves.py`). Arguments that are not listed are as in `backwards`.
@@ -388,33 +347,28 @@ class Stack:
           The cotangents of the linear inputs, and the residuals for `backward_weights`: a `WeightGradResiduals`, or
           the buffers of `residual_stash`.
         """
-        layers = self._layers(access, leaves)
-        consts, _, xs = self.parts(inputs)
-        linear_consts, linear_carry, _ = self.parts(self.unit.linear)
-        n_const, n_carry = sum(linear_consts), sum(linear_carry)
+        (consts, _, xs), (ct_carry, ct_consts, ct_ys) = self.parts(inputs), self._initial_cotangents(inputs, cotangents)
 
         def backward_layer(carry: Any, scanned: Any) -> tuple[Any, Any]:
             ct_carry, ct_consts, buffers = carry
-            iteration, layer_saved, xs, ct_ys, is_real_layer = scanned
-            if stash is not None:
-                layer_saved = dataclasses.replace(saved, values=stash.at(iteration))
+            iteration, layer_saved, xs, ct_ys, is_real = scanned
+            if isinstance(saved, Stash):
+                layer_saved = saved.at(iteration)
             layer_inputs, layer_cts = [*consts, *([None] * self.carry), *xs], [*ct_carry, *ct_ys]
             halves = self.unit.halves(layer_inputs, layer_saved, layer_cts)
-            full = layers.fetch(start + iteration, halves.fetched[0])
+            full = layers.fetch(layers.start + iteration, halves.fetched[0])
             held_inputs = pick(self.unit.held, layer_inputs)
             ct_in, residuals = halves.inputs(full, held_inputs, layer_saved.values, layer_cts)
-            if is_real_layer is not None:  # a layer of padding is the identity
-                ct_in = select(is_real_layer, ct_in, identity_cotangents(ct_carry, n_const, len(ct_in)))
-            ct_consts = [total + ct for total, ct in zip(ct_consts, ct_in[:n_const], strict=True)]
+            ct_carry, ct_consts, ct_xs = self._add_cotangents(ct_carry, ct_consts, ct_in, is_real)
             if residual_stash is not None:
                 buffers, residuals = residual_stash.put(buffers, iteration, residuals.values), None
-            return (ct_in[n_const : n_const + n_carry], ct_consts, buffers), (ct_in[n_const + n_carry :], residuals)
+            return (ct_carry, ct_consts, buffers), (ct_xs, residuals)
 
-        zeros = [jnp.zeros_like(c) for c in pick(linear_consts, consts)]
+        stacked = None if isinstance(saved, Stash) else saved
         (ct_carry, ct_consts, buffers), (ct_xs, residuals) = lax.scan(
             backward_layer,
-            (cotangents[:n_carry], zeros, residual_stash.buffers if residual_stash else []),
-            (jnp.arange(self.length), saved if stash is None else None, xs, cotangents[n_carry:], is_real),
+            (ct_carry, ct_consts, residual_stash.buffers if residual_stash else []),
+            (jnp.arange(self.length), stacked, xs, ct_ys, layers.is_real),
             length=self.length,
             reverse=not self.reverse,
         )
@@ -422,58 +376,74 @@ class Stack:
 
     def backward_weights(
         self,
-        access: Access,
-        leaves: Sequence[Any],
+        layers: LayerAccess,
         inputs: list[Any],
-        saved: list[Any],
-        residuals: WeightGradResiduals,
+        saved: list[Any] | Stash,
+        residuals: WeightGradResiduals | Stash,
         into: list[Any],
-        start: Any = 0,
-        is_real: jax.Array | None = None,
-        stash: Stash | None = None,
-        residual_stash: Stash | None = None,
     ) -> list[Any]:
         """Run the second half of `backward` (`halves.py`). Arguments that are not listed are as in `backwards`.
 
         Args:
-          saved: the forward's saved values that this half reads (`Halves.saved`), stacked; unused with a `stash`.
-          residuals: the second result of `backward_inputs`; with `residual_stash`, its structure alone.
-          stash: where the saved values are.
-          residual_stash: where the residuals are.
+          saved: the forward's saved values that this half reads (`Halves.saved`), stacked, or the stash where they are.
+          residuals: the second result of `backward_inputs`, or the stash where they are.
 
         Returns:
           `into` with this use's gradients added.
         """
-        layers = self._layers(access, leaves)
         consts, _, xs = self.parts(inputs)
         # The accumulators must not exist before the operands of this half. Without gradients there are no residuals;
         # any leaf will do then.
-        operands = [stash.buffers if stash else saved, residual_stash.buffers if residual_stash else residuals.values]
+        operands = [
+            saved.buffers if isinstance(saved, Stash) else saved,
+            residuals.buffers if isinstance(residuals, Stash) else residuals.values,
+        ]
         floating = (x for values in operands for x in values if jnp.issubdtype(x.dtype, jnp.floating))
-        first_operand = next(floating, leaves[self.slices[0].leaf])
-        totals, accumulate = layers.accumulators(dict(zip(self.unit.leaves, into, strict=True)), first_operand)
+        totals, accumulate = layers.accumulators(into, next(floating, layers.leaves[self.slices[0].leaf]))
 
         def weight_grads(totals: Any, scanned: Any) -> tuple[Any, None]:
-            iteration, layer_saved, layer_residuals, xs, is_real_layer = scanned
-            if stash is not None:
-                layer_saved = stash.at(iteration)
-            if residual_stash is not None:
-                layer_residuals = dataclasses.replace(residuals, values=residual_stash.at(iteration))
+            iteration, layer_saved, layer_residuals, xs, is_real = scanned
+            if isinstance(saved, Stash):
+                layer_saved = saved.at(iteration)
+            if isinstance(residuals, Stash):
+                layer_residuals = residuals.at(iteration)
             held_inputs = pick(self.unit.held, [*consts, *([None] * self.carry), *xs])
-            full = layers.fetch(start + iteration, residuals.halves.fetched[1])
-            ct_full = residuals.halves.weights(full, held_inputs, layer_saved, layer_residuals)
-            if is_real_layer is not None:  # a layer of padding has no gradient
-                ct_full = select(is_real_layer, ct_full, [0] * len(ct_full))
-            return accumulate(totals, ct_full, start + iteration), None
+            halves = layer_residuals.halves
+            full = layers.fetch(layers.start + iteration, halves.fetched[1])
+            ct_full = halves.weights(full, held_inputs, layer_saved, layer_residuals)
+            if is_real is not None:  # a layer of padding has no gradient
+                ct_full = select(is_real, ct_full, [0] * len(ct_full))
+            return accumulate(totals, ct_full, layers.start + iteration), None
 
-        stacked = (saved if stash is None else None, residuals if residual_stash is None else None)
-        scanned = (jnp.arange(self.length), *stacked, xs, is_real)
+        stacked = [None if isinstance(x, Stash) else x for x in (saved, residuals)]
+        scanned = (jnp.arange(self.length), *stacked, xs, layers.is_real)
         totals, _ = lax.scan(weight_grads, totals, scanned, length=self.length, reverse=not self.reverse)
         return [totals[i] for i in self.unit.leaves]
 
-    def _layers(self, access: Access, leaves: Sequence[Any]) -> LayerAccess:
-        """Return access to the weights of the stack, layer by layer."""
-        return LayerAccess(access, leaves, self.slices, self.length)
+    def _initial_cotangents(self, inputs: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return cotangents before a backward's first layer: of the carry, of the constants (zeros), and of the ys."""
+        linear_consts, linear_carry, _ = self.parts(self.unit.linear)
+        zeros = [jnp.zeros_like(c) for c in pick(linear_consts, self.parts(inputs)[0])]
+        return cotangents[: sum(linear_carry)], zeros, cotangents[sum(linear_carry) :]
+
+    def _add_cotangents(
+        self, ct_carry: list[Any], ct_consts: list[Any], ct_inputs: list[Any], is_real: jax.Array | None
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return cotangents after one layer of a backward: of the carry, of the constants (sums), and of the xs.
+
+        Args:
+          ct_carry, ct_consts: before the layer.
+          ct_inputs: the cotangents of the layer's linear inputs.
+          is_real: false for a layer of padding, which is the identity.
+        """
+        if is_real is not None:
+            ct_inputs = select(is_real, ct_inputs, identity_cotangents(ct_carry, len(ct_consts), len(ct_inputs)))
+        layer_consts, ct_carry, ct_xs = self.split_cotangents(ct_inputs)
+        return ct_carry, [total + ct for total, ct in zip(ct_consts, layer_consts, strict=True)], ct_xs
+
+    def _clip(self, layer: Any) -> jax.Array:
+        """Return a layer's number, or beyond an end that end's."""
+        return jnp.clip(layer, 0, self.length - 1)
 
     @property
     def _first_layer(self) -> int:

@@ -17,8 +17,9 @@ from jax import lax
 
 from ..program import jaxpr as jx
 from .access import Access, Sender
+from .flights import Flights, Lookahead
 from .halves import pick
-from .pieces import Flights, Segment, Stack, add
+from .pieces import Segment, Stack, add
 from .rolling.loops import RolledLoop
 
 
@@ -168,7 +169,8 @@ def forward(
         ordered_leaves = _delay_leaves(leaves, tied, inputs, piece.unit.linear)
         # 2. Run the piece.
         if isinstance(piece, Stack) and i in flights:
-            outputs, saved, flights[i] = piece.forward(access, ordered_leaves, inputs, grad, flight=flights[i])
+            layers = piece.layers(access, ordered_leaves)
+            outputs, saved, flights[i] = piece.forwards(layers, inputs, grad, None, Lookahead(flights[i])).run()
         else:
             outputs, saved = piece.forward(access, ordered_leaves, inputs, grad)
         # 3. Store what it computed and what its backward needs.
@@ -211,11 +213,12 @@ def backward(
         # stacks read whole), and each of them takes its own cotangent.
         ct_outputs = [cts.pop(v) if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
         # 3. Run its backward.
-        args = (access, leaves, inputs, saved, ct_outputs, [grads[leaf] for leaf in piece.unit.leaves])
+        args = (inputs, saved, ct_outputs, [grads[leaf] for leaf in piece.unit.leaves])
         if isinstance(piece, Stack) and i in flights:
-            totals, ct_inputs, flights[i] = piece.backward(*args, flight=flights[i])
+            layers = piece.layers(access, leaves)
+            totals, ct_inputs, flights[i] = piece.backwards(layers, *args, Lookahead(flights[i])).run()
         else:
-            totals, ct_inputs = piece.backward(*args)
+            totals, ct_inputs = piece.backward(access, leaves, *args)
         # 4. Store the gradients, and add up the cotangents of its inputs.
         for leaf, total in zip(piece.unit.leaves, totals, strict=True):
             grads[leaf] = total

@@ -7,6 +7,7 @@ A pipeline runs the forwards of several microbatches before the first backward. 
     slot 1    layer 0 | layer 1 | layer 2        microbatch 3
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,12 @@ class Stash:
     Attributes:
       buffers: one buffer for each saved value.
       slot: the slot of this run of the stack, int32.
+      record: a `Saved` or `WeightGradResiduals`, for what it has besides values. None for plain values.
     """
 
     buffers: list[jax.Array]
     slot: jax.Array
+    record: Any = None
 
     def put(self, buffers: Sequence[jax.Array], layer: jax.Array, values: Sequence[Any]) -> list[jax.Array]:
         """Write one layer's values, one for each buffer, into the slot of buffers that the previous layer returned."""
@@ -40,11 +43,12 @@ class Stash:
         pairs = zip(self.buffers, values, strict=True)
         return [lax.dynamic_update_index_in_dim(buffer, x, self.slot, axis=0) for buffer, x in pairs]
 
-    def at(self, layer: jax.Array) -> list[jax.Array]:
-        """Return one layer's values from the slot."""
-        return [
+    def at(self, layer: jax.Array) -> Any:
+        """Return one layer's values from the slot, in the record."""
+        values = [
             lax.dynamic_slice(x, self._start(x, layer), (1, 1, *x.shape[2:])).reshape(x.shape[2:]) for x in self.buffers
         ]
+        return values if self.record is None else dataclasses.replace(self.record, values=values)
 
     def _start(self, buffer: jax.Array, layer: jax.Array) -> list[Any]:
         """Return the indices at which a layer begins in a buffer."""

@@ -166,7 +166,7 @@ class Unit:
             # Rematerialised calls are inlined, so that the cut may go through them.
             flat, eqns, _, _ = self._trace_backward(saved.forward, *operands, remats=True)
             floats = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in self.shapes)
-            halves = Halves.split(flat, eqns, floats, *map(len, operands), twice=self.twice)
+            halves = Halves.split(flat, eqns, floats, *map(len, operands[:2]), twice=self.twice)
             saved.forward.backwards[kind] = halves
         return halves
 

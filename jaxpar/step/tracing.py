@@ -28,7 +28,7 @@ from ..parallel.pipeline.flat.cut import points, stages_at, stages_of
 from ..parallel.pipeline.schedules import Schedule
 from ..program import jaxpr as jx
 from ..program.lookups import Lookup, lookups
-from ..slicing.pieces import Flights
+from ..slicing.flights import Flights
 from ..slicing.program import Program
 from ..slicing.slicer import Slicing, cut_program, slice_program
 from ..slicing.stacks import described

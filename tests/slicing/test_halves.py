@@ -69,10 +69,11 @@ def whole_backward(stack: Stack, leaves: Any, inputs: Any, cotangents: Any) -> A
 
 def split_backward(stack: Stack, leaves: Any, inputs: Any, cotangents: Any) -> Any:
     _, saved = stack.forward(WholeAccess(), leaves, inputs, True)
-    cts, residuals = stack.backward_inputs(WholeAccess(), leaves, inputs, saved, cotangents)
+    layers = stack.layers(WholeAccess(), leaves)
+    cts, residuals = stack.backward_inputs(layers, inputs, saved, cotangents)
     saved_values = [x for x, on in zip(saved.values, residuals.halves.saved, strict=True) if on]
     into = [None] * len(stack.unit.leaves)
-    return stack.backward_weights(WholeAccess(), leaves, inputs, saved_values, residuals, into), cts
+    return stack.backward_weights(layers, inputs, saved_values, residuals, into), cts
 
 
 def products(jaxpr: Any) -> int:
@@ -106,7 +107,7 @@ def residuals_of(remat: str) -> Any:
 
     def residuals(leaves: Any, inputs: Any, cotangents: Any) -> Any:
         _, saved = stack.forward(WholeAccess(), leaves, inputs, True)
-        return stack.backward_inputs(WholeAccess(), leaves, inputs, saved, cotangents)[1]
+        return stack.backward_inputs(stack.layers(WholeAccess(), leaves), inputs, saved, cotangents)[1]
 
     return jax.eval_shape(residuals, *example_of(stack))
 
@@ -137,7 +138,7 @@ def test_what_both_halves_make_of_constants() -> None:
 
     args = [jax.random.normal(jax.random.key(i), (8, 8)) for i in range(3)]
     flat, _ = trace(backward, *args)
-    halves = Halves.split(flat, flat.eqns, (True,), 0, 1, 1)
+    halves = Halves.split(flat, flat.eqns, (True,), 0, 1)
     w, x, ct = args
     (ct_x,), residuals = halves.inputs(pick(halves.fetched[0], [w]), [], [x], [ct])
     (ct_w,) = halves.weights(pick(halves.fetched[1], [w]), [], pick(halves.saved, [x]), residuals)

@@ -139,9 +139,8 @@ class Walk:
                     tables["read"][slot, rank] = messages[rank].release((op.kind == "F", *place))
                 if self.forwards_only:
                     continue
-                tables["stash"][slot, rank] = (
-                    stash[rank].allocate(place) if op.kind == "F" else stash[rank].allocated[place]
-                )
+                stash_of = stash[rank].allocate if op.kind == "F" else stash[rank].allocated.__getitem__
+                tables["stash"][slot, rank] = stash_of(place)
                 if op.kind == "I":
                     tables["residuals"][slot, rank] = residuals[rank].allocate(place)
                 if op.kind == "W":

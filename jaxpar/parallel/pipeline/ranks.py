@@ -13,6 +13,7 @@ loss of its rows, and the cotangents are gathered.
 `Engine` is the base of both engines. `ticks.py` runs tables in lockstep, `slots.py` tables whose ranks branch.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +25,9 @@ from jax import lax
 from ... import collectives
 from ...program import jaxpr as jx
 from ...slicing.access import Access
+from ...slicing.flights import InFlight, Lookahead
+from ...slicing.layer_access import LayerAccess
 from ...slicing.loop import LayerLoop
-from ...slicing.pieces import InFlight
 from ...slicing.program import Program, backward, forward, read
 from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Cut, Message, bypass_variables, epilogue_pieces, prologue_pieces
@@ -133,8 +135,7 @@ class Engine(Cut):
         message: Message,
         grad: bool,
         stash: Stash | None = None,
-        flight: InFlight | None = None,
-        same_loop_next: bool = False,
+        lookahead: Lookahead | None = None,
     ) -> LayerLoop:
         """Return the loop over one chunk's layers.
 
@@ -144,9 +145,7 @@ class Engine(Cut):
           message: the chunk's input (`chunk_input`).
           grad: whether a backward follows, so that layers save residuals.
           stash: the slot in which layers save them; None to return them stacked.
-          flight: the weights and gradients that loops send ahead, before this loop.
-          same_loop_next: whether the next loop runs in the same direction, and so begins with the first layer of this
-            one.
+          lookahead: what the loop fetches for other loops; None to fetch each layer itself.
 
         Returns:
           A loop whose result is that of `Stack.forwards`, except that the next message replaces the outputs.
@@ -165,9 +164,7 @@ class Engine(Cut):
             return (Message(outputs[:k], by_layer), *rest)
 
         inputs = [*consts, *message.carry, *xs]
-        return self.chunk_stack.forwards(
-            self.access, self.leaves, inputs, grad, *self.local_layers(op), stash, flight, same_loop_next
-        ).then(next_message)
+        return self.chunk_stack.forwards(self.chunk_layers(op), inputs, grad, stash, lookahead).then(next_message)
 
     def epilogue(
         self, env: dict[Any, Any], message: Message, microbatch: jax.Array, grads: list[Any], sums: list[jax.Array]
@@ -216,61 +213,51 @@ class Engine(Cut):
         self,
         env: dict[Any, Any],
         op: Any,
-        saved: Any,
         stash: Stash,
         cts: Message,
         grads: list[Any],
-        flight: InFlight | None = None,
-        same_loop_next: bool = False,
+        lookahead: Lookahead | None = None,
     ) -> LayerLoop:
         """Return the loop over one chunk's layers backwards.
 
         Args:
           env: values of the program's variables, the prologue's included.
           op: the operation; see `Cut`.
-          saved: the structure of the residuals.
-          stash: the slot in which the forward saved them.
+          stash: the slot in which the forward saved residuals.
           cts: cotangents of the chunk's outgoing message.
           grads: accumulated gradients, one for each leaf.
-          flight, same_loop_next: as for `chunk_forward`.
+          lookahead: as for `chunk_forward`.
 
         Returns:
           A loop with the results: accumulated gradients, cotangents for the stage before, cotangents of the prologue's
-          variables, and `flight` after the loop.
+          variables, and the state in flight after the loop (None without `lookahead`).
         """
-        stack_leaves, access = self.stack.unit.leaves, _MaskedAccess(self.access, op["valid"])
-        first_layer, is_layer = self.local_layers(op)
-        if flight is not None:
+        stack_leaves, layers = self.stack.unit.leaves, self.chunk_layers(op)
+        if lookahead is None:
+            layers = dataclasses.replace(layers, access=_MaskedAccess(self.access, op["valid"]))
+        else:
             # Gradients in flight are given in another tick, which may be valid where this one is not. So mask layers
             # when their gradients are made, not when they are given.
             is_valid = jnp.full(self.layers_per_chunk, op["valid"])
-            access, is_layer = self.access, is_valid if is_layer is None else is_layer & is_valid
+            is_real = is_valid if layers.is_real is None else layers.is_real & is_valid
+            layers = dataclasses.replace(layers, is_real=is_real)
 
         def split_result(result: tuple[Any, ...]) -> tuple[list[Any], Message, dict[Any, Any], InFlight | None]:
             totals, cotangents, *rest = result
-            ct_consts, ct_carry, ct_xs = self.split_cotangents(cotangents)
+            ct_consts, ct_carry, ct_xs = self.stack.split_cotangents(cotangents)
             prologue_cts = self.prologue_cotangents(op, ct_consts, ct_carry, ct_xs)
             # Cotangents of outputs by layer pass through unchanged: each stage reads its layers' part of them.
             message = Message(ct_carry, cts.by_layer)
             return replace_grads(grads, stack_leaves, totals), message, prologue_cts, rest[0] if rest else None
 
-        return self.chunk_stack.backwards(
-            access,
-            self.leaves,
-            self.inputs_without_carry(env, op),
-            saved,
-            self.output_cotangents(op, cts),
-            [grads[i] for i in stack_leaves],
-            first_layer,
-            is_layer,
-            stash,
-            flight,
-            same_loop_next,
-        ).then(split_result)
+        inputs, output_cts = self.inputs_without_carry(env, op), self.output_cotangents(op, cts)
+        into = [grads[i] for i in stack_leaves]
+        return self.chunk_stack.backwards(layers, inputs, stash, output_cts, into, lookahead).then(split_result)
 
-    def local_layers(self, op: Any) -> tuple[jax.Array, jax.Array | None]:
-        """Return a chunk's first layer among this rank's, and the mask of layers that are not padding (None: all)."""
-        return op["chunk"] * self.layers_per_chunk, self._is_layer(op)
+    def chunk_layers(self, op: Any) -> LayerAccess:
+        """Return access to a chunk's layers, which are some of this rank's."""
+        first_layer = op["chunk"] * self.layers_per_chunk
+        return self.chunk_stack.layers(self.access, self.leaves, first_layer, self._is_layer(op))
 
     def inputs_without_carry(self, env: dict[Any, Any], op: Any) -> list[Any]:
         """Return the stack's inputs for a backward, with None for the carry: residuals have its values."""
@@ -294,11 +281,6 @@ class Engine(Cut):
                     else jnp.zeros(shape, v.aval.dtype)
                 )
         return chunk_cts
-
-    def split_cotangents(self, cts: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Split the cotangents of a chunk's linear inputs by input: constants, carry, scanned inputs."""
-        consts, carry, _ = (sum(part) for part in self.stack.parts(self.stack.unit.linear))
-        return list(cts[:consts]), list(cts[consts : consts + carry]), list(cts[consts + carry :])
 
     def prologue_cotangents(
         self, op: Any, ct_consts: Sequence[Any], ct_carry: Sequence[Any], ct_xs: Sequence[Any]

@@ -228,7 +228,7 @@ class Slots(Engine):
         def residuals(row: Any) -> Any:
             env, _ = self._prologue(row["microbatch"], False)
             _, saved = self.chunk_forward(env, row, message, True).run()
-            return saved, self.input_grads(env, row, saved, message.select(self.has_cotangent))[1]
+            return saved, self.input_grads(env, row, message.select(self.has_cotangent), saved)[1]
 
         saved, weight_residuals = jax.eval_shape(residuals, row)
         of_weights = weight_residuals.values if "I" in self.kinds else []
@@ -336,12 +336,10 @@ class Slots(Engine):
         env = self.program.environment(self.values(microbatch))
         return env, forward(prologue_pieces(self.program), self.access, self.leaves, env, grad)
 
-    def input_grads(self, env: Any, op: Any, saved: Any, cts: Message, *stashes: Stash) -> tuple[list[Any], Any]:
-        """Return the cotangents of a chunk's inputs, and residuals for W; `stashes` as for `Stack.backward_inputs`."""
+    def input_grads(self, env: Any, op: Any, cts: Message, saved: Any, *stash: Stash) -> tuple[list[Any], Any]:
+        """Return the cotangents of a chunk's inputs, and residuals for W; see `Stack.backward_inputs`."""
         inputs, output_cts = self.inputs_without_carry(env, op), self.output_cotangents(op, cts)
-        return self.chunk_stack.backward_inputs(
-            self.access, self.leaves, inputs, saved, output_cts, *self.local_layers(op), *stashes
-        )
+        return self.chunk_stack.backward_inputs(self.chunk_layers(op), inputs, saved, output_cts, *stash)
 
 
 @dataclass(frozen=True)
@@ -377,26 +375,21 @@ class _Operations:
     def backward(self, stash: list[jax.Array], number: jax.Array, carry: Any) -> Any:
         """Run B: the message becomes the cotangents of the chunk's inputs, and gradients accumulate."""
         (message, _, grads), op, engine = carry, self._operation(number), self.engine
-        slot, stack_leaves = Stash(stash, op["stash"]), engine.stack.unit.leaves
-        totals, cts = engine.chunk_stack.backward(
-            engine.access,
-            engine.leaves,
+        slot, stack_leaves = Stash(stash, op["stash"], self.saved), engine.stack.unit.leaves
+        totals, cts = engine.chunk_stack.backwards(
+            engine.chunk_layers(op),
             engine.inputs_without_carry(self.env, op),
-            self.saved,
+            slot,
             engine.output_cotangents(op, message.select(engine.has_cotangent)),
             [grads[i] for i in stack_leaves],
-            *engine.local_layers(op),
-            slot,
-        )
+        ).run()
         return *self._input_message(message, cts), replace_grads(grads, stack_leaves, totals)
 
     def input_grads(self, stash: list[jax.Array], number: jax.Array, carry: Any) -> Any:
         """Run I: the message becomes the cotangents of the chunk's inputs, and residuals for W are stored."""
         (message, _, residuals), op = carry, self._operation(number)
-        stashes = Stash(stash, op["stash"]), Stash(residuals, op["residuals"])
-        cts, residuals = self.engine.input_grads(
-            self.env, op, self.saved, message.select(self.engine.has_cotangent), *stashes
-        )
+        stashes = Stash(stash, op["stash"], self.saved), Stash(residuals, op["residuals"])
+        cts, residuals = self.engine.input_grads(self.env, op, message.select(self.engine.has_cotangent), *stashes)
         return *self._input_message(message, cts), residuals
 
     def weight_grads(self, stash: list[jax.Array], residuals: list[jax.Array], number: jax.Array, grads: Any) -> Any:
@@ -407,22 +400,18 @@ class _Operations:
         # W reads a part of F's residuals; the others are in the stash until W frees the slot.
         stashes = (
             Stash(pick(self.weight_residuals.halves.saved, stash), op["stash"]),
-            Stash(residuals, op["residuals"]),
+            Stash(residuals, op["residuals"], self.weight_residuals),
         )
         totals = engine.chunk_stack.backward_weights(
-            engine.access,
-            engine.leaves,
+            engine.chunk_layers(op),
             engine.inputs_without_carry(self.env, op),
-            [],
-            self.weight_residuals,
-            [grads[i] for i in stack_leaves],
-            *engine.local_layers(op),
             *stashes,
+            [grads[i] for i in stack_leaves],
         )
         return replace_grads(grads, stack_leaves, totals)
 
     def _input_message(self, message: Message, cts: list[Any]) -> tuple[Message, Any]:
         """Return the message for the stage before, and the cotangents of constants and scanned inputs."""
-        consts, carry, xs = self.engine.split_cotangents(cts)
+        consts, carry, xs = self.engine.stack.split_cotangents(cts)
         by_layer = message.select(self.engine.has_cotangent).by_layer
         return self.engine.merge_cotangents(Message(carry, by_layer), message), (consts, xs)

@@ -42,8 +42,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import collectives
+from ...slicing.flights import InFlight, Lookahead
 from ...slicing.loop import LayerLoop
-from ...slicing.pieces import InFlight, add
+from ...slicing.pieces import add
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Message, bypass_variables, prologue_pieces
@@ -299,9 +300,8 @@ class Pipeline(Engine):
             # Side by side, the backward reads the stash in the same loop: the forward writes all its layers afterwards.
             loop_slot = None if side_by_side else slot
             chunk_input = self.chunk_input(env, op, message)
-            forward_loop = self.chunk_forward(
-                env, op, chunk_input, bool(self.seeds), loop_slot, flight, same_loop_next=not phase.backward
-            )
+            lookahead = flight and Lookahead(flight, again=not phase.backward)
+            forward_loop = self.chunk_forward(env, op, chunk_input, bool(self.seeds), loop_slot, lookahead)
             if side_by_side and slot is not None:
                 backward_loop = self._backward_loop(saved, stash, row, cotangents, epilogue_cts, grads)
                 (outputs, residuals), (grads, input_cts, chunk_prologue_cts, _) = forward_loop.beside(backward_loop)
@@ -356,7 +356,7 @@ class Pipeline(Engine):
           cts: the cotangents from the next rank.
           epilogue_cts: the cotangents from the epilogue, which the last stage reads instead; None without an epilogue.
           grads: accumulated gradients, one for each leaf.
-          flight, same_loop_next: as for `Engine.chunk_forward`.
+          flight, same_loop_next: as for `Lookahead`.
 
         Returns:
           A loop with the results: accumulated gradients, cotangents for the rank before, cotangents of the prologue's
@@ -383,6 +383,5 @@ class Pipeline(Engine):
             grads = backward(prologue_pieces(self.program), self.access, self.leaves, tape, prologue_cts, grads)
             return grads, input_cts, {}, flight
 
-        return self.chunk_backward(env, op, saved, Stash(stash, row["read"]), cts, grads, flight, same_loop_next).then(
-            prologue_backward
-        )
+        slot, lookahead = Stash(stash, row["read"], saved), flight and Lookahead(flight, same_loop_next)
+        return self.chunk_backward(env, op, slot, cts, grads, lookahead).then(prologue_backward)

@@ -218,6 +218,20 @@ def _remat(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Foun
     return [(value, out.dim) for value, out in zip(values, outs, strict=True)]
 
 
+def _traced_vjp(vjp_fun: Any, avals: Sequence[Any], is_float: Sequence[bool]) -> jx.Flat:
+    """Trace a vjp function as a program of its residuals and the cotangents of the outputs that are `is_float`."""
+    leaves, tree = jax.tree.flatten(vjp_fun)
+
+    def backward(leaves: Any, float_cotangents: Any) -> Any:
+        cotangent_iterator = iter(float_cotangents)
+        float0_zeros = lambda s: np.zeros(s.shape, jax.dtypes.float0)  # the cotangent type of integers
+        return jax.tree.unflatten(tree, leaves)(
+            [next(cotangent_iterator) if on else float0_zeros(s) for s, on in zip(avals, is_float, strict=True)]
+        )
+
+    return jx.trace(backward, leaves, [s for s, on in zip(avals, is_float, strict=True) if on])[0]
+
+
 @rule(*jx.CUSTOM)
 def _custom(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found:
     """Rewrite a function with its own derivative as a `custom_vjp` of local programs.
@@ -227,8 +241,6 @@ def _custom(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
     """
     avals = [jax.ShapeDtypeStruct(x.shape, jnp.result_type(x.value)) for x in inputs]
     active_indices = [i for i, x in enumerate(inputs) if x.active]
-    out_avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
-    is_float = [jnp.issubdtype(s.dtype, jnp.inexact) for s in out_avals]
     call = lambda *values: jx.bind(eqn, values)
 
     # 1. Trace the forward with its residuals. Without active inputs, the primal function is enough.
@@ -258,16 +270,9 @@ def _custom(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
         return _in_layout(localiser, results[:n], [out.dim for out in outs]), _values(residuals)
 
     def local_backward(residual_values: Any, cotangents: Any) -> Any:
-        leaves, tree = jax.tree.flatten(vjp_fun)
-
-        def backward(leaves: Any, float_cotangents: Any) -> Any:
-            cotangent_iterator = iter(float_cotangents)
-            float0_zeros = lambda s: np.zeros(s.shape, jax.dtypes.float0)  # the cotangent type of integers
-            return jax.tree.unflatten(tree, leaves)(
-                [next(cotangent_iterator) if on else float0_zeros(s) for s, on in zip(out_avals, is_float, strict=True)]
-            )
-
-        flat, _ = jx.trace(backward, leaves, [s for s, on in zip(out_avals, is_float, strict=True) if on])
+        out_avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+        is_float = [jnp.issubdtype(s.dtype, jnp.inexact) for s in out_avals]
+        flat = _traced_vjp(vjp_fun, out_avals, is_float)
         outputs = zip(cotangents, outs, out_avals, is_float, strict=True)
         cts = [localiser.cotangent(ct, out, s.shape) for ct, out, s, on in outputs if on]
         input_cts = localiser.run(flat, [*_with_values(residuals, residual_values), *cts], linear=True)

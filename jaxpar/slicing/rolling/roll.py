@@ -96,13 +96,9 @@ def roll(
     inputs = _sort_slots(template, rounds, rows, readings)
     order = slice(None) if inputs.is_forward else slice(None, None, -1)  # of the rounds, along the scanned arrays
 
-    # 2. Collect the equations that run before the scan: those before the loop, those that were moved out of its blocks
-    # (keys, rows), and pure ones that the scan or the rest of the program reads.
-    outside = closure([*jx.free([*eqns_before, *eqns_after], flat.outvars), *inputs.atoms], readings.pure_eqns)
-    late_ids = {id(e) for e in readings.sequence[bounds[0] :]}
-    early_ids = {id(e) for e in (*outside, *eqns_before)}
-    early_ids |= {*readings.ahead, *map(id, row_eqns(eqns, rows))} - late_ids
-    early = [e for e in eqns if id(e) in early_ids]
+    # 2. Collect the equations that run before the scan.
+    sources = [*jx.free([*eqns_before, *eqns_after], flat.outvars), *inputs.atoms]
+    early = _early_eqns(eqns, readings, bounds[0], sources, row_eqns(eqns, rows))
     available = {*flat.invars, *flat.constvars, *(v for e in early for v in e.outvars)}
     if any(v not in available for v in (*jx.free(early), *inputs.atoms)):
         raise NotAlike("a block reads a value that is not computed before the loop")
@@ -121,19 +117,16 @@ def roll(
     def rolled(*values: Any) -> list[Any]:
         env = jx.Environment[Any].of(flat, values, jx.array_of)
         _run_in(env, early)
-        scanned, readers = [], []
-        for x in inputs.xs:
-            array, reader = _scanned_array(x, env.__getitem__, span.count)
-            scanned.append(array)
-            readers.append(reader)
+        xs = [_scanned_array(x, env.__getitem__, span.count) for x in inputs.xs]
 
         def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            outputs = body(*consts, *carry, *(reader(x) for reader, x in zip(readers, slices, strict=True)))
+            outputs = body(*consts, *carry, *(reader(x) for (_, reader), x in zip(xs, slices, strict=True)))
             return outputs[: len(carry)], outputs[len(carry) :]
 
         consts = env.read(a for _, a in inputs.consts)
         init = env.read(a for _, a, _ in inputs.carry)
-        final, stacked = lax.scan(step, init, scanned, length=span.count, reverse=not inputs.is_forward)
+        arrays = [array for array, _ in xs]
+        final, stacked = lax.scan(step, init, arrays, length=span.count, reverse=not inputs.is_forward)
         # Later equations read the values of single rounds by the variables of the original program.
         for v, y in zip(ys, stacked, strict=True):
             env.update((var_map[v], y[k]) for k, var_map in enumerate(template.var_maps[order]) if var_map[v] in used)
@@ -142,6 +135,24 @@ def roll(
         return env.read(flat.outvars)
 
     return rolled
+
+
+def _early_eqns(
+    eqns: Sequence[Any], readings: Readings, start: int, sources: Sequence[Any], rows: Sequence[Any]
+) -> list[Any]:
+    """Return the equations that run before the scan.
+
+    They are those before the loop, those that were moved out of its blocks (keys, rows), and pure ones that the scan or
+    the rest of the program reads.
+
+    Args:
+      start: the position at which the loop begins.
+      sources: the variables that the scan or the rest of the program reads.
+      rows: the equations that take rows.
+    """
+    early_ids = {id(e) for e in (*closure(sources, readings.pure_eqns), *readings.sequence[:start])}
+    early_ids |= {*readings.ahead, *map(id, rows)} - {id(e) for e in readings.sequence[start:]}
+    return [e for e in eqns if id(e) in early_ids]
 
 
 def row_eqns(eqns: Sequence[Any], rows: Mapping[Any, Row]) -> list[Any]:

@@ -7,7 +7,8 @@
 The checker shares no code with the functions that write tables, so that a mistake there is found here.
 """
 
-from collections.abc import Mapping
+import itertools
+from dataclasses import dataclass, field
 
 from .operations import WORDS, Op, Placement, Table, place_of, stage_of
 
@@ -26,37 +27,60 @@ def check_table(table: Table, placement: Placement, microbatches: int, chunks: i
       ValueError: naming the slot and rank of the first operation whose dependency is not met, or the first stage that
         lacks an operation.
     """
-    ranks = len(table[0]) if table else 0
-    stages = ranks * chunks
-    slot_of: dict[tuple[str, int, int], int] = {}  # kind ("I" for B too), stage, microbatch -> slot
+    run = _Run(placement, len(table[0]) if table else 0, chunks, microbatches)
+    for slot, column in enumerate(table):
+        if len(column) != run.ranks:
+            raise ValueError(f"slot {slot} has {len(column)} ranks, slot 0 {run.ranks}; give every rank its operations")
+        for rank, ops in enumerate(column):
+            if len(ops) > 1 and [op.kind for op in ops] != ["F", "B"]:
+                names = [f"{run.stage(rank, op)}{op.kind}{op.microbatch}" for op in ops]
+                raise ValueError(
+                    f"slot {slot}, rank {rank} runs {' and '.join(names)} at once; a slot has one operation, or F and "
+                    "then B: put them in separate slots"
+                )
+            for op in ops:
+                run.add(op, rank, slot)
+    run.check_complete()
 
-    def check(op: Op, rank: int, slot: int) -> None:
-        """Raise ValueError if one operation cannot run in its slot."""
+
+@dataclass(frozen=True)
+class _Run:
+    """The operations of a table that have run so far.
+
+    Attributes:
+      placement: which stages are a rank's chunks.
+      ranks, chunks, microbatches: their numbers.
+      slot_of: the slot of each operation, by kind ("I" for B too), stage and microbatch.
+    """
+
+    placement: Placement
+    ranks: int
+    chunks: int
+    microbatches: int
+    slot_of: dict[tuple[str, int, int], int] = field(default_factory=dict)
+
+    def stage(self, rank: int, op: Op) -> int:
+        """Return the stage of a rank's operation."""
+        return stage_of(self.placement, self.ranks, rank, op.chunk)
+
+    def add(self, op: Op, rank: int, slot: int) -> None:
+        """Run an operation; raise ValueError if it cannot run in its slot."""
         cell = f"slot {slot}, rank {rank}"
         kind, chunk, microbatch = op
-        if kind not in WORDS or not 0 <= chunk < chunks or not 0 <= microbatch < microbatches:
+        if kind not in WORDS or not 0 <= chunk < self.chunks or not 0 <= microbatch < self.microbatches:
             raise ValueError(
-                f"{cell}: {tuple(op)} is not of kinds {', '.join(WORDS)}, chunks 0 to {chunks - 1}, microbatches 0 to "
-                f"{microbatches - 1}"
+                f"{cell}: {tuple(op)} is not of kinds {', '.join(WORDS)}, chunks 0 to {self.chunks - 1}, microbatches "
+                f"0 to {self.microbatches - 1}"
             )
-        stage = stage_of(placement, ranks, rank, chunk)
+        stage = self.stage(rank, op)
         name = f"{stage}{kind}{microbatch}"
-        # A whole backward is both halves.
+        # A whole backward is both halves: operations that need I or W accept it.
         kinds = ("B", "I", "W") if kind == "B" else (kind,)
-        if any((part, stage, microbatch) in slot_of for part in kinds):
+        if any((part, stage, microbatch) in self.slot_of for part in kinds):
             raise ValueError(f"{cell}: {name} runs again; a stage runs each microbatch once")
-        needs: list[tuple[str, int, bool]] = []  # kind, stage, whether it may run in this slot too
-        if kind == "F" and stage > 0:
-            needs.append(("F", stage - 1, False))
-        if kind in "BI":
-            needs.append(("F", stage, kind == "B"))
-            if stage < stages - 1:
-                needs.append(("I", stage + 1, False))
-        if kind == "W":
-            needs.append(("I", stage, False))
         # Lower ranks' operations of this slot are in `slot_of` already, so that the slots must be compared.
-        for needed_kind, needed_stage, may_share_slot in needs:
-            needed_slot = slot_of.get((needed_kind, needed_stage, microbatch))
+        for needed_kind, needed_stage, may_share_slot in self._needs(kind, stage):
+            needed_slot = self.slot_of.get((needed_kind, needed_stage, microbatch))
             if needed_slot is None or (needed_slot == slot and not may_share_slot):
                 words = WORDS[needed_kind] if needed_kind != "I" else "backward, or gradient of inputs,"
                 reason = "has not run" if needed_slot is None else "runs in the same slot"
@@ -64,43 +88,28 @@ def check_table(table: Table, placement: Placement, microbatches: int, chunks: i
                     f"{cell}: {name} needs the {words} of microbatch {microbatch} in stage {needed_stage}, which "
                     f"{reason}; it must run in an earlier slot"
                 )
+        self.slot_of.update({(part, stage, microbatch): slot for part in kinds})
 
-    for slot, column in enumerate(table):
-        if len(column) != ranks:
-            raise ValueError(f"slot {slot} has {len(column)} ranks, slot 0 {ranks}; give every rank its operations")
-        for rank, ops in enumerate(column):
-            if len(ops) > 1 and [op.kind for op in ops] != ["F", "B"]:
-                names = [f"{stage_of(placement, ranks, rank, op.chunk)}{op.kind}{op.microbatch}" for op in ops]
+    def _needs(self, kind: str, stage: int) -> list[tuple[str, int, bool]]:
+        """Return the operations that must run first: kind, stage, and whether it may run in the same slot."""
+        needs: list[tuple[str, int, bool]] = []
+        if kind == "F" and stage > 0:
+            needs.append(("F", stage - 1, False))
+        if kind in "BI":
+            needs.append(("F", stage, kind == "B"))
+            if stage < self.ranks * self.chunks - 1:
+                needs.append(("I", stage + 1, False))
+        if kind == "W":
+            needs.append(("I", stage, False))
+        return needs
+
+    def check_complete(self) -> None:
+        """Raise ValueError if a stage does not run a microbatch, forwards and backwards."""
+        stages, microbatches = range(self.ranks * self.chunks), range(self.microbatches)
+        for stage, microbatch, kind in itertools.product(stages, microbatches, ("F", "I", "W")):
+            if (kind, stage, microbatch) not in self.slot_of:
+                missing = kind if ("I", stage, microbatch) in self.slot_of or kind == "F" else "B, or I and W,"
                 raise ValueError(
-                    f"slot {slot}, rank {rank} runs {' and '.join(names)} at once; a slot has one operation, or F and "
-                    "then B: put them in separate slots"
-                )
-            for op in ops:
-                check(op, rank, slot)
-                stage = stage_of(placement, ranks, rank, op.chunk)
-                slot_of[op.kind, stage, op.microbatch] = slot
-                # Operations that need I or W accept a whole backward.
-                if op.kind == "B":
-                    slot_of["I", stage, op.microbatch] = slot_of["W", stage, op.microbatch] = slot
-    _check_complete(slot_of, placement, ranks, chunks, microbatches)
-
-
-def _check_complete(
-    slot_of: Mapping[tuple[str, int, int], int], placement: Placement, ranks: int, chunks: int, microbatches: int
-) -> None:
-    """Raise ValueError if a stage does not run a microbatch, forwards and backwards.
-
-    Args:
-      slot_of: the slot of each operation that runs, by kind ("I" for B too), stage and microbatch.
-      placement: which stages are a rank's chunks.
-    """
-    for stage, microbatch in (
-        (stage, microbatch) for stage in range(ranks * chunks) for microbatch in range(microbatches)
-    ):
-        for kind in ("F", "I", "W"):
-            if (kind, stage, microbatch) not in slot_of:
-                missing = kind if ("I", stage, microbatch) in slot_of or kind == "F" else "B, or I and W,"
-                raise ValueError(
-                    f"stage {stage} (rank {place_of(placement, ranks, stage).rank}) never runs {missing} of microbatch "
-                    f"{microbatch}; every stage runs each of {microbatches} microbatches once"
+                    f"stage {stage} (rank {place_of(self.placement, self.ranks, stage).rank}) never runs {missing} of "
+                    f"microbatch {microbatch}; every stage runs each of {self.microbatches} microbatches once"
                 )

@@ -20,6 +20,22 @@ _MOST_CELLS = 1 << 22  # stages times microbatches: a larger table would fill th
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
+def _parse(rank: int, line: str) -> list[tuple[str, int, int]]:
+    """Return the operations of a rank's line, (kind, stage, microbatch) of each."""
+    cells = [cell.strip() for cell in line.strip().split(",")]
+    cells = [part for cell in cells for part in _OVERLAP.sub(r"\1,\2", cell).split(",")]
+    actions: list[tuple[str, int, int]] = []
+    for cell in filter(None, cells):
+        match = _ACTION.fullmatch(cell)
+        if match is None:
+            raise ValueError(
+                f"rank {rank} has a cell {cell[:40]!r}; use stage, one of F, B, I, W, and microbatch, as in 3F0 "
+                'of up to six digits each (torch\'s format "compute_only", without sends and receives)'
+            )
+        actions.append((match[2], int(match[1]), int(match[3])))
+    return actions
+
+
 def read(lines: Iterable[str]) -> tuple[Orders, Placement, int, int]:
     """Read a table from torch's lines.
 
@@ -36,22 +52,8 @@ def read(lines: Iterable[str]) -> tuple[Orders, Placement, int, int]:
       ValueError: for a cell that is no operation, for one that occurs twice, for more ranks, stages or microbatches
         than any pipeline has, and for stages that lie neither as a loop nor as a V.
     """
-    # 1. Parse the cells: (kind, stage, microbatch) of every operation, for each rank.
-    actions: list[list[tuple[str, int, int]]] = []
-    for rank, line in enumerate(lines):
-        cells = [cell.strip() for cell in line.strip().split(",")]
-        cells = [part for cell in cells for part in _OVERLAP.sub(r"\1,\2", cell).split(",")]
-        actions.append([])
-        for cell in filter(None, cells):
-            match = _ACTION.fullmatch(cell)
-            if match is None:
-                raise ValueError(
-                    f"rank {rank} has a cell {cell[:40]!r}; use stage, one of F, B, I, W, and microbatch, as in 3F0 "
-                    'of up to six digits each (torch\'s format "compute_only", without sends and receives)'
-                )
-            actions[-1].append((match[2], int(match[1]), int(match[3])))
-
-    # 2. Check the operations, and count stages and microbatches.
+    # 1. Parse the cells, check the operations, and count stages and microbatches.
+    actions = [_parse(rank, line) for rank, line in enumerate(lines)]
     ranks, flat_actions = len(actions), [action for rank_actions in actions for action in rank_actions]
     if not flat_actions:
         raise ValueError("the table is empty; give a line for each rank, with cells such as 3F0")
@@ -67,7 +69,7 @@ def read(lines: Iterable[str]) -> tuple[Orders, Placement, int, int]:
             f"ranks and {_MOST_CELLS:,} stages times microbatches at most"
         )
 
-    # 3. Find the placement under which every rank holds the stages that it runs.
+    # 2. Find the placement under which every rank holds the stages that it runs.
     for placement in PLACEMENTS:
         if all(
             place_of(placement, ranks, stage).rank == rank

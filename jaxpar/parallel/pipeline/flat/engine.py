@@ -32,7 +32,7 @@ from ....strategy.schedules.operations import KINDS
 from ..branching import read_row, receive, run_if
 from .exchange import AXIS, Exchange, broadcast
 from .packing import Buffers, widest, zeros
-from .runs import LeafAccess, StageRun, trace_stage
+from .runs import LeafAccess, StageOperations, StageRun
 from .stages import SlotOrder, Stage, is_linear, paces, stages, used
 
 # The fields of `SlotTables` that a slot looks up. Epilogues are parts of the last stage: none sends cotangents.
@@ -218,10 +218,8 @@ class FlatPipeline:
         is_fixed = [index not in changing for index in range(len(inputs))]
         leaves_of = lambda stage: [self._stage_leaf(i) for i in stage.piece.unit.leaves]
         seeds, kinds = self.seeds, self.kinds
-        return [
-            trace_stage(stage, self.program, self.access, leaves_of(stage), inputs, is_fixed, seeds, kinds)
-            for stage in self.stages
-        ]
+        operations = [StageOperations(stage, self.program, self.access, seeds) for stage in self.stages]
+        return [fun.trace(leaves_of(fun.stage), inputs, is_fixed, kinds) for fun in operations]
 
     @functools.cached_property
     def _changing(self) -> list[int]:

@@ -11,7 +11,7 @@ or W, even if both halves read it. Residuals that are inputs of the program, suc
 but read again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -54,17 +54,84 @@ class StageRun:
 
 
 @dataclass(frozen=True)
-class _Backward:
-    """A stage's backward and its halves, to be traced as functions of leaves, tape and operands.
+class StageOperations:
+    """F of a stage, and B, I and W as functions of leaves, tape and operands.
 
-    Each returns cotangents of the incoming variables, gradients of the leaves, and weight residuals.
+    Each backward returns cotangents of the incoming variables, gradients of the leaves, and weight residuals.
+
+    Attributes:
+      stage, program: the stage, and the program that it is a part of.
+      access: how parameters are fetched and gradients given.
+      seeds: cotangents of the program's outputs, by position; None for an evaluation.
+      halves: `input_grads` adds them when it is traced.
     """
 
     stage: Stage
     program: Program
     access: Access
-    seeds: Mapping[int, jax.Array]
-    halves: list[Halves] = field(default_factory=list)  # `input_grads` adds them when it is traced
+    seeds: Mapping[int, jax.Array] | None
+    halves: list[Halves] = field(default_factory=list)
+
+    def trace(self, leaves: Sequence[Any], inputs: Sequence[Any], is_fixed: Sequence[bool], kinds: str) -> StageRun:
+        """Trace the operations.
+
+        Args:
+          leaves: the stage's leaves, abstract.
+          inputs: the program's inputs, abstract.
+          is_fixed: for each input, whether a backward finds the value that the forward found.
+          kinds: the kinds of operations in the schedule.
+        """
+        # 1. F, with its tape as outputs.
+        stage = self.stage
+        incoming = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in stage.incoming]
+        flat, (outgoing, results, tape) = jx.trace(self.forward, list(leaves), list(inputs), incoming)
+        num_values = len(outgoing) + len(results)
+        tape_variables = flat.outvars[num_values:]
+
+        # 2. B, or I and W, as functions of the tape.
+        operations: dict[str, _TracedOperation] = {}
+        if self.seeds is not None:
+            output_cts = [x for x, v in zip(outgoing, stage.outgoing, strict=True) if is_linear(self.program, v)]
+            operations = self._trace_backwards(kinds, leaves, tape, output_cts)
+        tape_reads = {kind: pick(fun.reads(fun.tape), tape_variables) for kind, fun in operations.items()}
+        values = _TapeValues.of(flat, flat.invars[len(leaves) :], is_fixed, tape_reads.values())
+
+        # 3. The functions of arrays.
+        outvars = [*flat.outvars[:num_values], *values.residuals]
+        # `live` drops the parts of the tape that no backward reads.
+        forward_fun = jx.run(jx.live(flat.eqns, outvars), [*flat.constvars, *flat.invars], outvars)
+
+        def run_forward(leaf_values: Sequence[Any], inputs: Sequence[Any], incoming: Sequence[Any]) -> Any:
+            values = forward_fun(*flat.consts, *leaf_values, *inputs, *incoming)
+            return values[: len(outgoing)], values[len(outgoing) : num_values], values[num_values:]
+
+        backwards = {kind: values.reader(fun.function(), tape_reads[kind]) for kind, fun in operations.items()}
+        weight_residuals = Packing.of_avals(operations["I"].shape[2] if "I" in operations else ())
+        return StageRun(run_forward, backwards, Packing.of_avals(v.aval for v in values.residuals), weight_residuals)
+
+    def _trace_backwards(
+        self, kinds: str, leaves: Sequence[Any], tape: Any, output_cts: Sequence[Any]
+    ) -> "dict[str, _TracedOperation]":
+        """Trace B, or I and W, as the schedule has them."""
+        if "I" not in kinds:
+            return {"B": _TracedOperation.trace(self.whole_grads, leaves, tape, output_cts)}
+        inputs = _TracedOperation.trace(self.input_grads, leaves, tape, output_cts)
+        weights = _TracedOperation.trace(self.weight_grads, leaves, tape, inputs.shape[2])
+        # W is traced on all residuals of I. Those that it does not read, such as a frozen leaf's, are not stored.
+        is_read = weights.reads(weights.operands)
+        return {
+            "I": inputs.select_residuals(is_read),
+            "W": replace(weights, operands=pick(is_read, weights.operands)),
+        }
+
+    def forward(self, leaves: Sequence[Any], inputs: Sequence[Any], incoming: Sequence[Any]) -> Any:
+        """Compute F: the outgoing variables, the results, and the tape (None in an evaluation)."""
+        stage, program, env = self.stage, self.program, self.program.environment(inputs)
+        env.update(zip(stage.incoming, incoming, strict=True))
+        program_leaves = _program_leaves(leaves, stage.piece.unit.leaves, len(program.leaves))
+        tape = forward([stage.piece], self.access, program_leaves, env, self.seeds is not None)
+        values = [read(env, v) for v in stage.outgoing], [read(env, program.outputs[i]) for i in stage.results]
+        return *values, tape if self.seeds is not None else None
 
     def whole_grads(self, leaves: Sequence[Any], tape: Any, output_cts: Sequence[Any]) -> Any:
         """Compute B."""
@@ -117,11 +184,12 @@ class _Backward:
 
     def _output_cotangents(self, output_cts: Sequence[Any]) -> dict[Any, Any]:
         """Return the cotangents of the stage's outgoing variables and of its results, by variable."""
+        seeds = self.seeds or {}
         # An output of the program, such as the loss, has a seed; it may be read by a later stage as well.
         cts = dict(zip([v for v in self.stage.outgoing if is_linear(self.program, v)], output_cts, strict=True))
         for i in self.stage.results:
-            if i in self.seeds and not jx.is_literal(v := self.program.outputs[i]):
-                cts[v] = add(cts.get(v), self.seeds[i])
+            if i in seeds and not jx.is_literal(v := self.program.outputs[i]):
+                cts[v] = add(cts.get(v), seeds[i])
         return cts
 
     def _incoming_cotangents(self, cts: Mapping[Any, Any]) -> list[jax.Array]:
@@ -181,100 +249,46 @@ class _TracedOperation:
         return lambda *args: jax.tree.unflatten(tree, fun(*flat.consts, *(x for values in args for x in values)))
 
 
-def _trace_backwards(
-    stage_backward: _Backward, kinds: str, leaves: Sequence[Any], tape: Any, output_cts: Sequence[Any]
-) -> dict[str, _TracedOperation]:
-    """Trace B, or I and W, as the schedule has them."""
-    if "I" not in kinds:
-        return {"B": _TracedOperation.trace(stage_backward.whole_grads, leaves, tape, output_cts)}
-    inputs = _TracedOperation.trace(stage_backward.input_grads, leaves, tape, output_cts)
-    weights = _TracedOperation.trace(stage_backward.weight_grads, leaves, tape, inputs.shape[2])
-    # W is traced on all residuals of I. Those that it does not read, such as a frozen leaf's, are not stored.
-    is_read = weights.reads(weights.operands)
-    return {
-        "I": inputs.select_residuals(is_read),
-        "W": replace(weights, operands=pick(is_read, weights.operands)),
-    }
+@dataclass(frozen=True)
+class _TapeValues:
+    """Where a backward finds the values of the tape.
 
-
-def trace_stage(
-    stage: Stage,
-    program: Program,
-    access: Access,
-    leaves: Sequence[Any],
-    inputs: Sequence[Any],
-    is_fixed: Sequence[bool],
-    seeds: Mapping[int, jax.Array] | None,
-    kinds: str,
-) -> StageRun:
-    """Trace a stage's operations.
-
-    Args:
-      access: how parameters are fetched and gradients given.
-      leaves: the stage's leaves, abstract.
-      inputs: the program's inputs, abstract.
-      is_fixed: for each input, whether a backward finds the value that the forward found.
-      seeds: cotangents of the program's outputs, by position; None for an evaluation.
-      kinds: the kinds of operations in the schedule.
+    Attributes:
+      residuals: the variables in the stash, in order.
+      consts: the constants of the forward's trace, by variable.
+      inputs: the positions of the program's inputs that are read again, by variable.
     """
-    # 1. F, with its tape as outputs.
-    piece, grad = stage.piece, seeds is not None
-    incoming = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in stage.incoming]
 
-    def stage_forward(leaf_values: Sequence[Any], inputs: Sequence[Any], incoming: Sequence[Any]) -> Any:
-        env = program.environment(inputs)
-        env.update(zip(stage.incoming, incoming, strict=True))
-        tape = forward([piece], access, _program_leaves(leaf_values, piece.unit.leaves, len(program.leaves)), env, grad)
-        values = [read(env, v) for v in stage.outgoing], [read(env, program.outputs[i]) for i in stage.results]
-        return *values, tape if grad else None
+    residuals: list[Any]
+    consts: dict[Any, Any]
+    inputs: dict[Any, int]
 
-    flat, (outgoing, results, tape) = jx.trace(stage_forward, list(leaves), list(inputs), incoming)
-    num_values = len(outgoing) + len(results)
-    tape_variables = flat.outvars[num_values:]
+    @classmethod
+    def of(
+        cls, flat: jx.Flat, inputs: Sequence[Any], is_fixed: Sequence[bool], tape_reads: Iterable[Sequence[Any]]
+    ) -> "_TapeValues":
+        """Return the places of the variables of a forward that backwards read.
 
-    # 2. B, or I and W, as functions of the tape.
-    operations: dict[str, _TracedOperation] = {}
-    if seeds is not None:
-        output_cts = [x for x, v in zip(outgoing, stage.outgoing, strict=True) if is_linear(program, v)]
-        operations = _trace_backwards(_Backward(stage, program, access, seeds), kinds, leaves, tape, output_cts)
+        Args:
+          flat: the forward.
+          inputs: its variables of the program's inputs, and then others.
+          is_fixed: for each input, whether a backward finds the value that the forward found.
+          tape_reads: what each backward reads.
+        """
+        positions = {v: i for i, (v, fixed) in enumerate(zip(inputs, is_fixed, strict=False)) if fixed}
+        consts = dict(zip(flat.constvars, flat.consts, strict=True))
+        variables = dict.fromkeys(v for reads in tape_reads for v in reads if not jx.is_literal(v))
+        return cls([v for v in variables if v not in positions and v not in consts], consts, positions)
 
-    # 3. The residuals: the variables of the tape that a backward reads, apart from constants and fixed inputs.
-    input_index = {
-        v: i for i, (v, fixed) in enumerate(zip(flat.invars[len(leaves) :], is_fixed, strict=False)) if fixed
-    }
-    consts = dict(zip(flat.constvars, flat.consts, strict=True))
-    tape_reads = {kind: pick(operation.reads(operation.tape), tape_variables) for kind, operation in operations.items()}
-    read_variables = {v: None for reads in tape_reads.values() for v in reads if not jx.is_literal(v)}
-    residuals = [v for v in read_variables if v not in input_index and v not in consts]
+    def reader(self, fun: Callable[..., Any], tape_reads: Sequence[Any]) -> Callable[..., Any]:
+        """Return a function of leaves, tape and operands as one that finds the tape's values itself."""
 
-    # 4. The functions of arrays.
-    outvars = [*flat.outvars[:num_values], *residuals]
-    # `live` drops the parts of the tape that no backward reads.
-    forward_fun = jx.run(jx.live(flat.eqns, outvars), [*flat.constvars, *flat.invars], outvars)
-
-    def run_forward(leaf_values: Sequence[Any], inputs: Sequence[Any], incoming: Sequence[Any]) -> Any:
-        values = forward_fun(*flat.consts, *leaf_values, *inputs, *incoming)
-        return values[: len(outgoing)], values[len(outgoing) : num_values], values[num_values:]
-
-    def run_backward(kind: str) -> Callable[..., Any]:
-        # Values of the tape come from three places: the stash, constants of the trace, inputs that are read again.
-        fun = operations[kind].function()
-
-        def run(
-            leaf_values: Sequence[Any], inputs: Sequence[Any], stashed: Sequence[Any], operands: Sequence[Any]
-        ) -> Any:
-            env = dict(zip(residuals, stashed, strict=True)) | consts | {v: inputs[i] for v, i in input_index.items()}
-            return fun(leaf_values, [read(env, v) for v in tape_reads[kind]], operands)
+        def run(leaves: Sequence[Any], inputs: Sequence[Any], stashed: Sequence[Any], operands: Sequence[Any]) -> Any:
+            env = dict(zip(self.residuals, stashed, strict=True)) | self.consts
+            env |= {v: inputs[i] for v, i in self.inputs.items()}
+            return fun(leaves, [read(env, v) for v in tape_reads], operands)
 
         return run
-
-    weight_residuals = Packing.of_avals(operations["I"].shape[2] if "I" in operations else ())
-    return StageRun(
-        run_forward,
-        {kind: run_backward(kind) for kind in operations},
-        Packing.of_avals(v.aval for v in residuals),
-        weight_residuals,
-    )
 
 
 def _program_leaves(leaves: Sequence[Any], numbers: Sequence[int], num_leaves: int) -> list[Any]:
