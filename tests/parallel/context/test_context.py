@@ -144,10 +144,10 @@ def test_cell(name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("way", "kinds", "closed"),
     [
-        ("gather", ("all-gather", "reduce-scatter"), lambda *sizes: gather_bytes(*sizes[:2], *sizes[3:])),
+        ("gather", ("all-gather", "reduce-scatter"), lambda _, *sizes: gather_bytes(*sizes)),
         ("ulysses", ("all-to-all",), ulysses_bytes),
-        ("ring", ("collective-permute",), lambda *sizes: ring_bytes(*sizes[:2], *sizes[3:])),
-        ("usp", ("collective-permute", "all-to-all"), lambda *sizes: usp_bytes(*sizes[:-1], 4, sizes[-1])),
+        ("ring", ("collective-permute",), lambda _, *sizes: ring_bytes(*sizes)),
+        ("usp", ("collective-permute", "all-to-all"), lambda queries, keys, c, e: usp_bytes(queries, keys, c, 4, e)),
     ],
 )
 def test_a_layer_sends_the_closed_form(way: str, kinds: tuple[str, ...], closed: Any) -> None:
@@ -155,8 +155,8 @@ def test_a_layer_sends_the_closed_form(way: str, kinds: tuple[str, ...], closed:
     step = jp.make_train_step(cells.built("llama_gqa"), cells.SGD, f"context={c},attention={way}", jax.devices()[:c])
     written = Ledger.from_jaxpr(step.trace(cells.batch_of(4)), step.mesh)
     sent = sum(row.sent for row in written if row.axes in (("context",), ("4 of context",)) and row.kind in kinds)
-    layers = 2
-    assert sent == layers * sum(closed(4, cells.LENGTH, 8, 4, cells.DIM // 8, c, 4))
+    layers, queries, keys = 2, (4, cells.LENGTH, 8, cells.DIM // 8), (4, cells.LENGTH, 4, cells.DIM // 8)
+    assert sent == layers * sum(closed(queries, keys, c, 4))
     assert step.traced(cells.batch_of(4)).notes.attention_mode.name == way
 
 

@@ -16,7 +16,9 @@ from test_attention import reference
 
 from jaxpar.collectives import order as collective_order
 from jaxpar.inspect.ledger import Ledger
+from jaxpar.parallel.context.attention.flash import AttentionOptions
 from jaxpar.parallel.context.ops import (
+    Ring,
     from_zigzag,
     gather_attention,
     gather_bytes,
@@ -35,12 +37,7 @@ from jaxpar.parallel.context.ops.order import ORDERS
 
 B, T, H, K, h = 2, 32, 8, 2, 8
 IDS = np.sort(np.random.default_rng(3).integers(4, size=(B, T)), axis=1).astype(np.int32)
-WAYS = {
-    "gather": gather_attention,
-    "ulysses": ulysses_attention,
-    "ring": ring_attention,
-    "usp": functools.partial(usp_attention, group=2),
-}
+WAYS = {"gather": gather_attention, "ulysses": ulysses_attention, "ring": ring_attention, "usp": usp_attention}
 CASES: dict[str, dict[str, Any]] = {
     "causal": {},
     "everywhere": {"causal": False},
@@ -72,12 +69,15 @@ def arrays(dtype: Any = np.float32, keys: int = T) -> list[np.ndarray]:
     return [np.asarray(jnp.asarray(random.normal(size=shape), dtype)) for shape in shapes]
 
 
-def program(way: str, c: int, order: str, split: Any, **options: Any) -> Any:
-    """Compile the result and the gradients, from queries, keys, values, a cotangent and the arrays named in `split`."""
+def program(
+    way: str, c: int, order: Any, segments: int, causal: bool, window: int | None = None, scale: float | None = None
+) -> Any:
+    """Compile the result and the gradients, from queries, keys, values, a cotangent and `segments` arrays of ids."""
+    ring = Ring("context", order, 2 if way == "usp" else 1)
+    options = AttentionOptions(causal, window, scale, None, segments, False)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, w: jax.Array, *ids: jax.Array) -> Any:
-        ids_by_name = dict(zip(split, ids, strict=True))
-        output, pull = jax.vjp(lambda *x: WAYS[way](*x, axis="context", order=order, **ids_by_name, **options), q, k, v)
+        output, pull = jax.vjp(lambda *x: WAYS[way](ring, options, *x, *ids), q, k, v)
         return output, *pull(w)
 
     ordered = lambda *x: collective_order.in_order(local, mesh(c))(jnp.int32(0), *x)[0]
@@ -87,9 +87,9 @@ def program(way: str, c: int, order: str, split: Any, **options: Any) -> Any:
 
 def run(way: str, c: int, inputs: list[np.ndarray], order: str = "plain", **options: Any) -> list[np.ndarray]:
     """Return the result and the gradients of queries, keys and values, in the user's order."""
-    split = {name: options.pop(name) for name in ("segment_ids", "kv_segment_ids") if name in options}
+    ids = [options.pop(name) for name in ("segment_ids", "kv_segment_ids") if name in options]
     options.setdefault("causal", True)
-    attend = program(way, c, order, split, **options)
+    attend = program(way, c, order, len(ids), **options)
 
     def rank_order(length: int) -> np.ndarray:
         chunks = order_of(c, order if order in ORDERS else "plain")
@@ -97,7 +97,7 @@ def run(way: str, c: int, inputs: list[np.ndarray], order: str = "plain", **opti
 
     to_ranks = lambda x: x[:, rank_order(x.shape[1])]
     from_ranks = lambda x: np.asarray(x)[:, np.argsort(rank_order(x.shape[1]))]
-    return [from_ranks(x).astype(np.float64) for x in attend(*map(to_ranks, (*inputs, *split.values())))]
+    return [from_ranks(x).astype(np.float64) for x in attend(*map(to_ranks, (*inputs, *ids)))]
 
 
 def assert_right(results: list[np.ndarray], inputs: list[np.ndarray], tolerance: float, **options: Any) -> None:
@@ -145,7 +145,7 @@ def test_keys_of_another_length(way: str, order: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("causal", "order"), [(True, "zigzag"), battery(False, "plain")])
-def test_mask(causal: bool, order: str) -> None:
+def test_mask(causal: bool, order: Any) -> None:
     """A mask with split rows, and keys in the user's order, against JAX's own attention."""
     random, (q, k, v, w) = np.random.default_rng(7), map(jnp.asarray, arrays())
     mask = (random.random((B, 1, T, T)) < 0.7) | np.eye(T, dtype=bool)
@@ -154,8 +154,8 @@ def test_mask(causal: bool, order: str) -> None:
     )
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, w: jax.Array, mask: jax.Array) -> Any:
-        options = {"axis": "context", "causal": causal, "order": order, "mask": mask}
-        output, pull = jax.vjp(lambda *x: gather_attention(*x, **options), q, k, v)
+        ring, options = Ring("context", order), AttentionOptions(causal, None, None, None, 0, masked=True)
+        output, pull = jax.vjp(lambda *x: gather_attention(ring, options, *x, mask), q, k, v)
         return (output, *pull(w))
 
     ordered = lambda *x: collective_order.in_order(local, mesh(4))(jnp.int32(0), *x)[0]
@@ -186,7 +186,7 @@ class TestOnCuda:
 def test_a_uniform_cotangent_would_hide_a_sequence_that_is_not_put_back() -> None:
     """Tests need random cotangents: for a result in the wrong order, a uniform one gives the right gradient."""
     q, k, v, w = arrays()
-    attend = program("ring", 4, "zigzag", (), causal=True)
+    attend = program("ring", 4, "zigzag", 0, causal=True)
     for cotangent, is_hidden in ((np.ones_like(w), True), (w, False)):
         dq = from_zigzag(attend(*(to_zigzag(jnp.asarray(x), 4) for x in (q, k, v)), jnp.asarray(cotangent))[1], 4)
         expected = reference(q, k, v)[1](cotangent.astype(np.float64))[0]
@@ -210,22 +210,22 @@ def test_sends_what_the_closed_forms_say(way: str, order: str, window: int | Non
     """The compiled program has as many collectives of each kind, and bytes, as the closed forms."""
     c, e = 4, 4
     x = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in arrays(keys=s)]
-    compiled = program(way, c, order, (), causal=s == T, window=window).lower(*x).compile()
+    compiled = program(way, c, order, 0, causal=s == T, window=window).lower(*x).compile()
     ledger = Ledger.from_hlo(compiled.as_text(), mesh(c))
-    hops = ring_hops(T // c, c, window)
+    hops, queries, keys = ring_hops(T // c, c, window), (B, T, H, h), (B, s, K, h)
     if way == "ring":
-        forward, backward = ring_bytes(B, s, K, h, c, e, hops)
+        forward, backward = ring_bytes(keys, c, e, hops)
         # Permutes: every hop forward; backward the first of keys, later ones of keys and gradients, two of gradients.
         expected = {"collective-permute": (2 * hops + 2, forward + backward)}
     elif way == "usp":
-        forward, backward = usp_bytes(B, s, H, K, h, c, 2, e, T)
-        ring = sum(ring_bytes(B, s, K // 2, h, c // 2, e))
+        forward, backward = usp_bytes(queries, keys, c, 2, e)
+        ring = sum(ring_bytes((B, s, K // 2, h), c // 2, e))
         expected = {"collective-permute": (4, ring), "all-to-all": (6, forward + backward - ring)}
     elif way == "gather":
-        forward, backward = gather_bytes(B, T, K, h, c, e)
+        forward, backward = gather_bytes(keys, c, e)
         expected = {"all-gather": (1, forward), "reduce-scatter": (1, backward)}
     else:
-        expected = {"all-to-all": (6, sum(ulysses_bytes(B, T, H, K, h, c, e)))}
+        expected = {"all-to-all": (6, sum(ulysses_bytes(queries, keys, c, e)))}
     count, sent = (ledger.by("kind", value=value) for value in ("count", "sent"))
     assert {kind: (count[kind], sent[kind]) for kind in count} == expected
 
@@ -250,7 +250,6 @@ def test_orders() -> None:
         ("ring", {"order": "striped"}, r"order='striped'; use one of \('plain', 'zigzag'\)"),
         ("gather", {"keys": 16, "causal": True}, r"8 queries and 4 keys: which is whose\? Use causal=False"),
         ("gather", {"segment_ids": IDS * 1.0}, r"segment_ids is float.*give integers \[2, 8\]"),
-        ("gather", {"kv_segment_ids": IDS}, r"without segment_ids"),
         ("ulysses", {"c": 3, "length": 24}, r"3 ranks do not divide 8 query heads; use ring_attention"),
         ("usp", {"c": 3, "length": 24}, r"groups of 2 of 3 ranks for 8 query and 2 key heads"),
     ],

@@ -20,8 +20,10 @@ from jaxpar.hardware.compiled.kernels import Done, Executable, Kernel, Operation
 from jaxpar.hardware.devices import gpu_topology, target
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.models import llama, named
+from jaxpar.parallel.context.attention.flash import AttentionOptions
 from jaxpar.parallel.context.attention.fused import biased_attention
 from jaxpar.parallel.context.ops import (
+    Ring,
     gather_attention,
     gather_bytes,
     ring_attention,
@@ -34,23 +36,20 @@ from jaxpar.parallel.context.ops import (
 
 pytestmark = [pytest.mark.cuda_compiler, pytest.mark.xdist_group("gpu attention")]
 GROUP = 2  # ranks that share heads
-WAYS = {
-    "gather": gather_attention,
-    "ulysses": ulysses_attention,
-    "ring": ring_attention,
-    "usp": functools.partial(usp_attention, group=GROUP),
-}
+WAYS = {"gather": gather_attention, "ulysses": ulysses_attention, "ring": ring_attention, "usp": usp_attention}
 ROWS, HEADS, GROUPS, SIZE = 1, 32, 8, 128  # Llama-3-8B's
 
 
 @functools.cache
-def compiled(way: str, ranks: int, length: int, part: str = "both", order: str = "zigzag") -> tuple[Any, Mesh]:
+def compiled(way: str, ranks: int, length: int, part: str = "both", order: Any = "zigzag") -> tuple[Any, Mesh]:
     """Compile attention in bfloat16: `part` is "forward", or "both" for forward and backward."""
     mesh = Mesh(np.array(gpu_topology("8xH100")[:ranks]), ("context",))
     spec = P(None, "context")
+    ring = Ring("context", order, GROUP if way == "usp" else 1)
+    options = AttentionOptions(True, None, None, None, 0, masked=False)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array) -> Any:
-        output, pull = jax.vjp(lambda *x: WAYS[way](*x, axis="context", causal=True, order=order), q, k, v)
+        output, pull = jax.vjp(lambda *x: WAYS[way](ring, options, *x), q, k, v)
         return {"forward": output, "both": (output, pull(cotangent))}[part]
 
     array = lambda heads: jax.ShapeDtypeStruct(
@@ -126,9 +125,13 @@ def test_every_block_is_cudnns(way: str, ranks: int) -> None:
 @pytest.mark.parametrize("way", ["gather", "ulysses", "ring", pytest.param("usp", marks=pytest.mark.battery)])
 def test_bytes_forward_are_those_of_the_closed_form(way: str) -> None:
     program, mesh = compiled(way, 8, 32_768, "forward")
-    sizes = ROWS, 32_768, *((HEADS,) if way in ("ulysses", "usp") else ()), GROUPS, SIZE, 8
-    sizes = *sizes, *((GROUP,) if way == "usp" else ()), 2
-    closed = {"gather": gather_bytes, "ulysses": ulysses_bytes, "ring": ring_bytes, "usp": usp_bytes}[way](*sizes)
+    queries, keys = (ROWS, 32_768, HEADS, SIZE), (ROWS, 32_768, GROUPS, SIZE)
+    closed = {
+        "gather": gather_bytes(keys, 8, 2),
+        "ulysses": ulysses_bytes(queries, keys, 8, 2),
+        "ring": ring_bytes(keys, 8, 2),
+        "usp": usp_bytes(queries, keys, 8, GROUP, 2),
+    }[way]
     assert Ledger.from_hlo(program.as_text(), mesh).total("sent") == closed[0]
 
 
