@@ -21,7 +21,7 @@ import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.models import named
 from jaxpar.parallel.context.attention_mode import choose
-from jaxpar.parallel.context.entry import starts
+from jaxpar.parallel.context.entry import WholeLoss, starts
 from jaxpar.parallel.context.ops import gather_bytes, halo_bytes, ring_bytes, ulysses_bytes, usp_bytes
 from jaxpar.parallel.context.recurrences import diagonal
 from jaxpar.program import jaxpr as jx
@@ -285,7 +285,8 @@ def test_a_state_that_another_goes_into_is_no_diagonal_one() -> None:
 def test_where_a_split_begins_is_held() -> None:
     """Rules of differentiation are rewritten after the trace. Sometimes a new equation had the id of a freed one."""
     table, ids = jax.ShapeDtypeStruct((5, 3), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.int32)
-    first_splits = starts(jx.trace(lambda table, ids: table[ids].sum(), table, ids)[0], 1, [1], 2, 2)
+    loss = WholeLoss(jx.trace(lambda table, ids: table[ids].sum(), table, ids)[0], 1, [1], 1)
+    first_splits = starts(loss, 2, 2)
     assert [(key, start.eqn.primitive.name) for key, start in first_splits.items()] == [
         (id(start.eqn), "gather") for start in first_splits.values()
     ]
