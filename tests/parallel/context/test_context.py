@@ -285,8 +285,7 @@ def test_a_state_that_another_goes_into_is_no_diagonal_one() -> None:
 def test_where_a_split_begins_is_held() -> None:
     """Rules of differentiation are rewritten after the trace. Sometimes a new equation had the id of a freed one."""
     table, ids = jax.ShapeDtypeStruct((5, 3), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.int32)
-    loss = WholeLoss(jx.trace(lambda table, ids: table[ids].sum(), table, ids)[0], 1, [1], 1)
-    first_splits = starts(loss, 2, 2)
+    first_splits = starts(WholeLoss(jx.trace(lambda table, ids: table[ids].sum(), table, ids)[0], 1, [1], 1), 2, 2)
     assert [(key, start.eqn.primitive.name) for key, start in first_splits.items()] == [
         (id(start.eqn), "gather") for start in first_splits.values()
     ]
