@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxpar.hardware.compiled.cost import Costs
 from jaxpar.hardware.devices import gpu_topology
 from jaxpar.parallel.expert.ops.experts import experts, swiglu
-from jaxpar.parallel.expert.ops.overflow import Blocks, overflow_route
+from jaxpar.parallel.expert.ops.overflow import OverflowBlocks, overflow_route
 from jaxpar.parallel.expert.ops.tables import order
 
 Tree = Any
@@ -55,7 +55,7 @@ def blocks(x: jax.Array, logits: jax.Array, weights: Tree, k: int) -> jax.Array:
     """Blocks of one expert each, and no buffers."""
     ids, g = gates(logits, k)
     flat, tree = jax.tree.flatten(weights)
-    overflow = overflow_route(Blocks(swiglu, tree, 0, 512 if k == 2 else 128))
+    overflow = overflow_route(OverflowBlocks(swiglu, tree, 0, 512 if k == 2 else 128))
     return overflow(x[0], ids, g, *flat)[0].astype(x.dtype)[None]
 
 

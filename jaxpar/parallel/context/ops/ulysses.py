@@ -74,8 +74,7 @@ def usp_attention(
 ) -> jax.Array:
     """Compute `jp.attention` of a sequence that is split over ranks, inside `shard_map`, by a ring of groups.
 
-    u ranks next to each other exchange positions for heads. Keys and values go round the ring of the c / u
-    groups.
+    u ranks next to each other exchange positions for heads. Keys and values go round the ring of the c / u groups.
 
     ```
     6 ranks, groups of 2, 2 heads, plain order       exchanged: all positions of the group, of one head

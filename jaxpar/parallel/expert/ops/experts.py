@@ -123,9 +123,9 @@ def experts(
     ((2, 5, 8), [1.0, 1.0], [0.0, 0.0])
     """
     _check_arrays(x, router_logits, weights)
-    router, slots = Router(k, scores, normalize, scale, bias, groups, group_limit), Slots(capacity, drop, drop_within)
+    slots = ExpertSlots(capacity, drop, drop_within)
     (b, t, d), logits = x.shape, router_logits.astype(wide(router_logits.dtype))
-    ids, gates, probabilities = router.choose(logits)
+    ids, gates, probabilities = Router(k, scores, normalize, scale, bias, groups, group_limit).choose(logits)
     counts, tokens = count_choices(ids, logits.shape[2]), jnp.asarray(x).reshape(b * t, d)
     y, dropped = slots.compute(expert, weights, tokens, ids, gates)
     y = y.astype(tokens.dtype).reshape(b, t, d)
@@ -149,7 +149,7 @@ def balanced(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Slots:
+class ExpertSlots:
     """The slots of experts, and the choices that keep theirs; the attributes are those arguments of `jp.experts`."""
 
     capacity: float | None

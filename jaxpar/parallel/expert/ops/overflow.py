@@ -68,12 +68,12 @@ def overflow(
       [N, D'] in the dtype of the weights, and `leaves`.
     """
     flat, tree = jax.tree.flatten(leaves)
-    result, *flat = overflow_route(Blocks(expert, tree, slots, block_size(slots)))(x, ids, weights, *flat)
+    result, *flat = overflow_route(OverflowBlocks(expert, tree, slots, block_size(slots)))(x, ids, weights, *flat)
     return result, jax.tree.unflatten(tree, flat)
 
 
 @dataclass(frozen=True)
-class Blocks:
+class OverflowBlocks:
     """The program of `overflow` on flat leaves: a scan over blocks.
 
     Attributes:
@@ -195,7 +195,7 @@ class Blocks:
 
 
 @functools.lru_cache(maxsize=256)
-def overflow_route(blocks: Blocks) -> Callable[..., Any]:
+def overflow_route(blocks: OverflowBlocks) -> Callable[..., Any]:
     """Return `blocks` as a route; cached, since equal arguments must give the same function."""
     # `part` and `spread` belong to this function alone, so that its route needs a unique name.
     name = f"overflow_{next(_numbers)}"

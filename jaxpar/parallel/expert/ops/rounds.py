@@ -67,12 +67,12 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
       A function of x [N, D], ids int32 [N, k], weights float [N, k] and one rank's leaves [E / e, ...]. It returns the
       weighted sum of the results, [N, D'] in the dtype of the weights, and those leaves, as `overflow` returns them.
     """
-    program = Rounds(overflow, slots, ranks)
+    program = OverflowRounds(overflow, slots, ranks)
     return route("rounds", ("rows", "whole"), program.run, program.forward, program.backward)
 
 
 @dataclass(frozen=True)
-class Rounds:
+class OverflowRounds:
     """The program of `rounds`, whose arguments its attributes are: a scan over all rounds that there can be."""
 
     overflow: Callable[..., Any]
