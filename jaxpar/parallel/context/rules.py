@@ -350,7 +350,10 @@ def attend_scored(
 
     # 3. Attend, between the exchanges of positions for heads.
     ring, attend_keys = Ring(AXIS, mode.order, group), by_blocks if mode.name == "gather" else by_rounds
-    attend_heads = lambda q, k, v: attend_keys(Rounds.of(ring, options, q, k, lengths), q, k, v, *operands)
+
+    def attend_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend_keys(Rounds.of(ring, options, q, k, lengths), q, k, v, *operands)
+
     return exchanged(attend_heads, ring, query, key, value)
 
 

@@ -113,7 +113,10 @@ def usp_attention(
         return jax.vmap(lambda x: from_zigzag(x, group))(group_ids) if ring.order == "zigzag" else group_ids
 
     all_ids = [merge_groups(x) for x in gather_ids(ring.axis, *ids)]
-    attend = lambda q, k, v: by_rounds(Rounds.of(ring, options, q, k), q, k, v, *all_ids)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return by_rounds(Rounds.of(ring, options, q, k), q, k, v, *all_ids)
+
     return exchanged(attend, ring, q, k, v)
 
 
