@@ -111,8 +111,8 @@ class Update:
         # 2. Whether the step is applied.
         # Any gradient that is not finite makes the norm not finite, so that no second pass over them is needed.
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        applied, scale, skipped = self._decide(state, grads, finite)
-        metrics = metrics_of(sums) | {"grad_norm": norm, "finite": finite, "skipped": skipped}
+        metrics = metrics_of(sums) | {"grad_norm": norm, "finite": finite}
+        applied, scale, metrics["skipped"] = self._decide(state, grads, finite)
 
         # 3. The optimizer.
         if self.streams is not None:
