@@ -153,8 +153,8 @@ DEFECTS = (
            "return (share * mean).sum(axis=-1)", "return (share * mean).mean(axis=-1)",
            "The balance loss is a mean over experts, where the papers have a sum."),
     Defect("ring-home", "parallel/context/ops/ring.py", "parallel/context/attention/test_attention_ways.py::test_equals_a_softmax",
-           "dkv = rounds.shift(arriving_dkv + block_dkv, -rounds.hops)",
-           "dkv = rounds.shift(arriving_dkv, -rounds.hops)",
+           "dkv = rounds.ring.shift(arriving_dkv + block_dkv, -rounds.hops)",
+           "dkv = rounds.ring.shift(arriving_dkv, -rounds.hops)",
            "The last rank's part of the gradient of keys is lost."),
     # -- step
     Defect("count-turns", "step/gradients.py", "parallel/test_microbatches.py",

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxpar.hardware.compiled.cost import Costs
 from jaxpar.hardware.devices import gpu_topology
 from jaxpar.parallel.expert.ops.experts import experts, swiglu
-from jaxpar.parallel.expert.ops.overflow import overflow
+from jaxpar.parallel.expert.ops.overflow import OverflowBlocks, overflow_route
 from jaxpar.parallel.expert.ops.tables import order
 
 Tree = Any
@@ -54,7 +54,9 @@ def ragged(x: jax.Array, logits: jax.Array, weights: Tree, k: int) -> jax.Array:
 def blocks(x: jax.Array, logits: jax.Array, weights: Tree, k: int) -> jax.Array:
     """Blocks of one expert each, and no buffers."""
     ids, g = gates(logits, k)
-    return overflow(swiglu, x[0], ids, g, weights, 0, size=512 if k == 2 else 128)[0].astype(x.dtype)[None]
+    flat, tree = jax.tree.flatten(weights)
+    overflow = overflow_route(OverflowBlocks(swiglu, tree, 0, 512 if k == 2 else 128))
+    return overflow(x[0], ids, g, *flat)[0].astype(x.dtype)[None]
 
 
 def capacity(x: jax.Array, logits: jax.Array, weights: Tree, k: int) -> jax.Array:

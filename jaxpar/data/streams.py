@@ -102,26 +102,11 @@ def training(
       ValueError: the data have another form, or end before `start`.
     """
     start = start if state is None else state["batches"]
-    position = None if state is None else from_json(state.get("data"))
     if hasattr(data, "__getitems__") and hasattr(data, "__len__"):
         data = Rows(data, name=type(data).__name__)
     # 1. A source: batches by number or from its iterator's position.
     if hasattr(data, "batches"):
-        # The position of grain's iterators counts from the batch at which they were created. Creating one at `start`
-        # and restoring such a position would skip the earlier batches twice: create it at the same batch as before.
-        origin = start if state is None or position is None else state.get("origin", 0)
-        batches = data.batches(rows, seed, origin)
-        if part[1] > 1:
-            if not hasattr(batches, "part"):
-                raise ValueError(
-                    f"rows='host', and {type(data).__name__} yields global batches; leave it out, or use data.Rows"
-                )
-            batches.part = part
-        get_position, origin_entry = restored(batches, position), {"origin": origin} if origin else {}
-        data_state = dict if get_position is None else lambda: {"data": to_json(get_position()), **origin_entry}
-        stream = Stream(batches, start, data_state)
-        stream.fills = getattr(batches, "fills", False)
-        return stream
+        return _of_source(data, rows, seed, start, state, part)
     # 2. A function of the first batch's number.
     if callable(data):
         check_call(data, "data", "start", note="the number of the first batch: 0, or where a resumed run goes on")
@@ -137,10 +122,33 @@ def training(
             f"data is a {type(data).__name__}; pass a jaxpar.data.Source, an iterable of batches, or a function of the "
             "number of the first batch that returns one"
         )
+    position = None if state is None else from_json(state.get("data"))
     passes = _Passes(data, position, 0 if state is None else state.get("pass", 0))
     stream = Stream(passes, 0 if position is None else start, passes.state)
     while stream.number < start:
         next(stream)
+    return stream
+
+
+def _of_source(
+    data: Any, rows: int, seed: int, start: int, state: Mapping[str, Any] | None, part: tuple[int, int]
+) -> Stream:
+    """Return the stream of a source; arguments are as for `training`."""
+    position = None if state is None else from_json(state.get("data"))
+    # The position of grain's iterators counts from the batch at which they were created. Creating one at `start`
+    # and restoring such a position would skip the earlier batches twice: create it at the same batch as before.
+    origin = start if state is None or position is None else state.get("origin", 0)
+    batches = data.batches(rows, seed, origin)
+    if part[1] > 1:
+        if not hasattr(batches, "part"):
+            raise ValueError(
+                f"rows='host', and {type(data).__name__} yields global batches; leave it out, or use data.Rows"
+            )
+        batches.part = part
+    get_position, origin_entry = restored(batches, position), {"origin": origin} if origin else {}
+    data_state = dict if get_position is None else lambda: {"data": to_json(get_position()), **origin_entry}
+    stream = Stream(batches, start, data_state)
+    stream.fills = getattr(batches, "fills", False)
     return stream
 
 

@@ -125,20 +125,12 @@ def _uses_of_leaf(step: Step, step_uses: StepUses, index: int, is_only_use: bool
     # A rank that does not use the leaf still takes part in the sum over ranks.
     nonzero_gradients = _nonzero(*gradients) or (gradients[:1] if index in step_uses.with_gradient else ())
 
-    # 3. Parameters that are gathered after the update. Units behind the leaves are layers of rolled leaves, which are
-    # gathered with their leaf.
-    publications: tuple[Times, ...] = ()
-    is_sharded_leaf = leaf.dim is not None and index < len(step.layout.leaves)
-    if is_sharded_leaf and (leaf.trainable or step.strategy.hpz):
-        num_published_layers = _num_layers(leaf) // num_stages if step.layout.leaves[index].by_layer else 1
-        publications = (Times(num_published_layers, rank_elements // num_published_layers),)
-
     shard_axes = leaf.shard if leaf.dim is not None else ()
     return Uses(
         elements=rank_elements,
         fetched=fetches,
         given=nonzero_gradients,
-        updated=publications,
+        updated=_publications(step, index, num_stages),
         last=is_only_use,
         shard=tuple(axis for axis in shard_axes if shape[axis] > 1 and axis != "data"),
         rest=tuple(axis for axis in summed_over(unit.split) if shape[axis] > 1 and axis not in shard_axes),
@@ -148,6 +140,17 @@ def _uses_of_leaf(step: Step, step_uses: StepUses, index: int, is_only_use: bool
         stored=compute if step.layout.copied else policy.stored(leaf.dtype, leaf.trainable),
         second=("data",) if "data" in shard_axes and shape["data"] > 1 else (),
     )
+
+
+def _publications(step: Step, index: int, num_stages: int) -> tuple[Times, ...]:
+    """Return the all-gathers of one unit's parameters after the update, on a rank of one of `num_stages` stages."""
+    # Units behind the leaves are layers of rolled leaves, which are gathered with their leaf.
+    leaf = step.layout.storage.units[index].local
+    is_sharded_leaf = leaf.dim is not None and index < len(step.layout.leaves)
+    if not is_sharded_leaf or not (leaf.trainable or step.strategy.hpz):
+        return ()
+    num_layers = _num_layers(leaf) // num_stages if step.layout.leaves[index].by_layer else 1
+    return (Times(num_layers, math.prod(leaf.stored) // num_stages // num_layers),)
 
 
 def _nonzero(*entries: Times) -> tuple[Times, ...]:
@@ -217,15 +220,46 @@ def _count_ticks(step: Step, traced: Traced) -> list[StepUses]:
 
     Every part is traced once and counted as often as the schedule runs it.
     """
-    schedule = traced.schedule
-    assert schedule is not None
-    num_microbatches = schedule.microbatches
-    axes = {str(axis): axis_size for axis, axis_size in step.mesh.shape.items() if axis_size > 1}
+    assert traced.schedule is not None
+    parts, part_ranks, unstaged_uses = _trace_parts(step, traced)
 
-    # 1. Trace every part once. A part is one kind of tick: a forward, a backward, or a forward with epilogue. These
-    # three are filled while `run_parts` is traced.
+    def count_program(parts: list[tuple[int, Any]], with_gradient: frozenset[int] = frozenset()) -> StepUses:
+        """Add up the uses in these parts; `unstaged_uses` replaces what they count for unstaged leaves."""
+        use_counts, model_collectives = _count_parts(step, parts)
+        use_counts = [unstaged_uses.get(leaf_index, use_count) for leaf_index, use_count in enumerate(use_counts)]
+        return StepUses(
+            use_counts,
+            model_collectives,
+            len(traced.outputs[0]),
+            traced.counts,
+            False,
+            frozenset(unstaged_uses),
+            with_gradient,
+        )
+
+    all_parts = count_program(parts)
+    if not part_ranks:
+        return [all_parts]
+    with_gradient = frozenset(i for i, use_counts in enumerate(all_parts.use_counts) if use_counts.gradients[0])
+    parts_of_rank = lambda rank: [
+        part for part, part_rank in zip(parts, part_ranks, strict=True) if part_rank in (None, rank)
+    ]
+    return [count_program(parts_of_rank(rank), with_gradient) for rank in range(traced.schedule.ranks)]
+
+
+def _trace_parts(step: Step, traced: Traced) -> tuple[list[tuple[int, Any]], list[int | None], dict[int, UseCounts]]:
+    """Trace every part of a pipeline once: each kind of tick, that is a forward, a backward, a forward with epilogue.
+
+    Returns:
+      The number of runs and the program of each part; the rank that runs each part, None for all, or no list where
+      ranks share one program; and the uses of the leaves that no stage owns.
+    """
+    assert traced.schedule is not None
+    num_microbatches = traced.schedule.microbatches
+    axes = {str(axis): axis_size for axis, axis_size in step.mesh.shape.items() if axis_size > 1}
+    # These three are filled while `run_parts` is traced.
     part_runs: list[int] = []
-    part_ranks: list[int | None] = []  # the rank that runs a part, None for all; empty where ranks share one program
+    part_ranks: list[int | None] = []
     unstaged_uses: dict[int, UseCounts] = {}
 
     def run_parts(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
@@ -249,35 +283,12 @@ def _count_ticks(step: Step, traced: Traced) -> list[StepUses]:
 
     flat, part_outputs = trace(run_parts, traced.leaves, traced.variables, traced.rows, traced.key, axes=axes)
     output_positions = jax.tree.unflatten(jax.tree.structure(part_outputs), list(range(len(flat.outvars))))
-    # 2. Cut the traced program into one for each part, which computes this part's outputs alone.
+    # Cut the traced program into one for each part, which computes this part's outputs alone.
     parts = [
         (num_runs, _without_dead_code(flat, jax.tree.leaves(tick)))
         for num_runs, tick in zip(part_runs, output_positions, strict=True)
     ]
-
-    def count_program(parts: list[tuple[int, Any]], with_gradient: frozenset[int] = frozenset()) -> StepUses:
-        """Add up the uses in these parts; `unstaged_uses` replaces what they count for unstaged leaves."""
-        use_counts, model_collectives = _count_parts(step, parts)
-        use_counts = [unstaged_uses.get(leaf_index, use_count) for leaf_index, use_count in enumerate(use_counts)]
-        return StepUses(
-            use_counts,
-            model_collectives,
-            len(traced.outputs[0]),
-            traced.counts,
-            False,
-            frozenset(unstaged_uses),
-            with_gradient,
-        )
-
-    # 3. Count the parts, for each rank if the ranks run different ones.
-    all_parts = count_program(parts)
-    if not part_ranks:
-        return [all_parts]
-    with_gradient = frozenset(i for i, use_counts in enumerate(all_parts.use_counts) if use_counts.gradients[0])
-    parts_of_rank = lambda rank: [
-        part for part, part_rank in zip(parts, part_ranks, strict=True) if part_rank in (None, rank)
-    ]
-    return [count_program(parts_of_rank(rank), with_gradient) for rank in range(schedule.ranks)]
+    return parts, part_ranks, unstaged_uses
 
 
 def _without_dead_code(flat: Flat, output_positions: Sequence[int]) -> Any:

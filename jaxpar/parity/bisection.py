@@ -77,17 +77,23 @@ def bisect(
             "as mesh_b"
         )
     key = jax.random.key(0) if key is None else key
-
-    # 1. A loss function is compared with the model's loss only if the strategy agrees with one device.
+    # A loss function is compared with the model's loss only if the strategy agrees with one device.
     if callable(b):
         difference = None if a is None else bisect(model, a, None, batch, mesh, key)
         return bisect_losses(model, b, batch, key) if difference is None or not difference.primitive else difference
 
-    # 2. Make both sides. One device takes its precision and row blocks from the strategy with the lowest precision.
-    cut = CutLoss(model, batch, key)
     pairs = [(a, mesh), (b, mesh if mesh_b is None else mesh_b)]
+    return _search(model, batch, key, pairs, names_devices=mesh_b is not None).first_equation()
+
+
+def _search(model: Model, batch: Any, key: jax.Array, pairs: Sequence[tuple[Any, Any]], names_devices: bool) -> _Search:
+    """Make both sides from pairs of a strategy (None: one device) and a mesh, and the search between them.
+
+    One device takes its precision and row blocks from the strategy with the lowest precision.
+    """
+    cut = CutLoss(model, batch, key)
     steps = [s if s is None else UnderStrategy(cut, as_strategy(s), devices, key, batch) for s, devices in pairs]
-    single = UnderStrategy(cut, as_strategy("single"), _devices(mesh)[:1], key, batch)
+    single = UnderStrategy(cut, as_strategy("single"), _devices(pairs[0][1])[:1], key, batch)
     coarseness = lambda side: max(TOLERANCE[name] for name in side.dtypes)
     template = max([step for step in steps if step is not None] or [single], key=coarseness)
     # With several processes, every process runs the one device's program, on one of its local devices.
@@ -95,12 +101,10 @@ def bisect(
         (d for d in _devices(devices) if d.process_index == jax.process_index()), jax.local_devices()[0]
     )
     sides = [step or OneDevice(template, local(devices)) for step, (_, devices) in zip(steps, pairs, strict=True)]
-
-    # 3. Name the sides, and search.
     names = ["one device" if s is None else str(s) for s, _ in pairs]
-    if mesh_b is not None:
+    if names_devices:
         names = [f"{name} on {_device_ids(side)}" for name, side in zip(names, sides, strict=True)]
-    return _Search(cut, sides, template, names).first_equation()
+    return _Search(cut, sides, template, names)
 
 
 def _devices(mesh: Mesh | Sequence[jax.Device] | None) -> list[jax.Device]:

@@ -145,22 +145,19 @@ def verify(
         tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
         if strategy.reduce == "compute":
             tolerance *= step.replicas  # a sum over n ranks in low precision rounds up to n times
-        pairs = (
-            ("gradient", grads, expected_grads),
-            ("parameter", model.unwrap(step.params(state)), expected_params),
-        )
-        compared = [d for kind, a, b in pairs for d in differences(kind, a, b, [0.0] * len(jax.tree.leaves(b)))]
-        if any(d.error > tolerance for d in compared):
-            # Where large terms cancel, a difference may be their rounding. Measure it on one device.
+
+        def cancelling_terms() -> list[list[float]]:
             show("one device: its rounding, where terms cancel")
             epsilon = max(EPSILON[dtype] for dtype in dtypes)
             runs = (
                 lambda *nudge: reference.value_and_grad(key, batch, *nudge)[1],
                 lambda *nudge: reference.train(optimizer, key, batch, steps, *nudge),
             )
-            terms = [[MARGIN * x / tolerance for x in reference.rounding(run, epsilon)] for run in runs]
-            by_terms = [d for (kind, a, b), t in zip(pairs, terms, strict=True) for d in differences(kind, a, b, t)]
-            compared = [lenient if d.error > tolerance else d for d, lenient in zip(compared, by_terms, strict=True)]
+            return [[MARGIN * x / tolerance for x in reference.rounding(run, epsilon)] for run in runs]
+
+        params = model.unwrap(step.params(state))
+        pairs = ("gradient", grads, expected_grads), ("parameter", params, expected_params)
+        compared = _compare(pairs, tolerance, cancelling_terms)
         is_close = bool(np.isfinite(loss)) and _is_close(float(loss), float(expected_loss), tolerance)
         ok = is_close and all(d.error <= tolerance for d in compared)
 
@@ -200,6 +197,22 @@ def _train(
         show(f"{name}: step {number + 1} of {steps}")
         state, _ = step(state, batch)
     return state, loss, grads
+
+
+def _compare(
+    pairs: Sequence[tuple[str, Any, Any]], tolerance: float, cancelling_terms: Callable[[], list[list[float]]]
+) -> list[Difference]:
+    """Compare pairs of trees (their kind, the strategy's, one device's) leaf by leaf.
+
+    Where large terms cancel, a difference may be their rounding. If a leaf differs, `cancelling_terms` measures it: it
+    returns the size of such terms for each leaf of each pair.
+    """
+    compared = [d for kind, a, b in pairs for d in differences(kind, a, b, [0.0] * len(jax.tree.leaves(b)))]
+    if not any(d.error > tolerance for d in compared):
+        return compared
+    terms = zip(pairs, cancelling_terms(), strict=True)
+    by_terms = [d for (kind, a, b), leaf_terms in terms for d in differences(kind, a, b, leaf_terms)]
+    return [lenient if d.error > tolerance else d for d, lenient in zip(compared, by_terms, strict=True)]
 
 
 def _differing_equation(model: Model, name: str, batch: Any, mesh: Any, key: jax.Array) -> Bisected | str:

@@ -20,7 +20,7 @@ from ..layout.leaves import Leaf
 from ..numerics.fp8 import in_fp8, of_blocks
 from ..numerics.logits import Logits, chunked
 from ..parallel.context import RULES as CONTEXT_RULES
-from ..parallel.context import AttentionMode, calls, choose, split_sequence
+from ..parallel.context import AttentionMode, WholeLoss, calls, choose, split_sequence
 from ..parallel.context.attention import spelled
 from ..parallel.expert import RULES as EXPERT_RULES
 from ..parallel.expert import exchange_tokens
@@ -191,9 +191,8 @@ def _split(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
     branching = setting.schedule.kind if out_of_step and setting.schedule else ""
     mode = choose(setting.strategy.attention, loss.flat.eqns, ranks, tensor_ranks, branching, notes.attention_not_taken)
     notes.attention_mode = mode
-    fun = split_sequence(
-        loss.flat, leaves, batch, loss.num_sums, ranks, mode, CONTEXT_RULES, tensor_ranks, not branching
-    )
+    whole_loss = WholeLoss(loss.flat, leaves, batch, loss.num_sums)
+    fun = split_sequence(whole_loss, ranks, mode, CONTEXT_RULES, tensor_ranks, not branching)
     return loss.of_rank(fun, loss.placements, setting.traced_axes)
 
 

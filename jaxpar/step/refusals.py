@@ -18,6 +18,7 @@ from ..parallel.pipeline.flat.cut import points
 from ..parallel.pipeline.schedules import Schedule
 from ..program import jaxpr as jx
 from ..program.walk import visit
+from ..slicing.pieces import Stack
 from ..slicing.program import Program
 from ..strategy import Strategy
 
@@ -32,13 +33,11 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
       variables: a tree of the positions of its new variables among its outputs.
     """
     ranks = layout.mesh.shape["pipe"]
-    chunks = strategy.chunks
     # Stages of a cut program need no layers, and can change variables in turn.
     if layout.storage.cut:
         check_variables(program, jax.tree_util.tree_leaves_with_path(variables), ranks)
         return
     # 1. The loss has a stack of equal layers.
-    stages = ranks * chunks
     unequal = {
         i: reason
         for i, reason in program.unrolled
@@ -57,21 +56,10 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
             f"stacked on dim 0; scan the layers (nnx.scan, nn.scan, jax.lax.scan), or use "
             "stages='cut', which makes stages of any program, or data or fsdp for pipe"
         )
-    # 2. The layers divide among the stages. Padding may fill the last stage, except with rounds of several blocks.
-    length, rounds = program.main.length, max(s.stride for s in program.main.slices)
-    if rounds > 1 and length % stages:
-        raise ValueError(
-            f"pipe={ranks} x chunks={chunks} makes {stages} stages and the model's stack has {length} rounds of "
-            f"{rounds} blocks that alternate; use a number of stages that divides {length}, stages='cut', or data or "
-            "fsdp for pipe"
-        )
-    if length < stages:
-        hint = uneven_block(layout, program.main.slices[0].leaf)
-        raise ValueError(
-            f"pipe={ranks} x chunks={chunks} makes {stages} stages and the model's stack has "
-            f"{length} layers; use at most {length} stages{hint}, or stages='cut' if a Python loop runs them"
-        )
+    # 2. The layers divide among the stages.
+    _check_division(program.main, layout, strategy)
     # 3. The loss scans all layers at once, in order, and changes no variable meanwhile.
+    length = program.main.length
     partial = next((s for s in program.main.slices if s.stride * length != layout.storage.units[s.leaf].layers), None)
     if partial is not None:
         leaf = layout.storage.units[partial.leaf]
@@ -93,6 +81,28 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
                 "time; give stages='cut', which runs them in order, use data or fsdp for pipe, or freeze it "
                 "(BatchNorm: use_running_average=True)"
             )
+
+
+def _check_division(stack: Stack, layout: Layout, strategy: Strategy) -> None:
+    """Raise ValueError if the layers of a stack do not divide among the stages of a pipeline.
+
+    Padding may fill the last stage, except with rounds of several blocks.
+    """
+    ranks, chunks = layout.mesh.shape["pipe"], strategy.chunks
+    stages = ranks * chunks
+    length, rounds = stack.length, max(s.stride for s in stack.slices)
+    if rounds > 1 and length % stages:
+        raise ValueError(
+            f"pipe={ranks} x chunks={chunks} makes {stages} stages and the model's stack has {length} rounds of "
+            f"{rounds} blocks that alternate; use a number of stages that divides {length}, stages='cut', or data or "
+            "fsdp for pipe"
+        )
+    if length < stages:
+        hint = uneven_block(layout, stack.slices[0].leaf)
+        raise ValueError(
+            f"pipe={ranks} x chunks={chunks} makes {stages} stages and the model's stack has "
+            f"{length} layers; use at most {length} stages{hint}, or stages='cut' if a Python loop runs them"
+        )
 
 
 def check_ordered(loss: jx.Flat, devices: int) -> None:

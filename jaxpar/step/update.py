@@ -108,21 +108,11 @@ class Update:
         norm = optax.tree.norm(grads)
         token = order.first_token(norm, self.layout.mesh)
 
-        # 2. Whether the step is applied; None means always, without a select for each array.
+        # 2. Whether the step is applied.
         # Any gradient that is not finite makes the norm not finite, so that no second pass over them is needed.
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        metrics = metrics_of(sums) | {"grad_norm": norm, "finite": finite, "skipped": jnp.int32(0)}
-        applied, scale = None, None
-        if state.scale is not None:
-            # The norm of finite gradients may overflow. The loss scale must not shrink for that.
-            applied = all_finite(grads)
-            scale = state.scale.next(applied)
-            metrics["skipped"] = scale.skipped
-        if self.on_nonfinite != "apply":
-            applied = finite if applied is None else applied & finite
-            if self.on_nonfinite == "stop":
-                is_running = state.step >= 0
-                applied, scale = applied & is_running, where_applied(is_running, scale, state.scale)
+        metrics = metrics_of(sums) | {"grad_norm": norm, "finite": finite}
+        applied, scale, metrics["skipped"] = self._decide(state, grads, finite)
 
         # 3. The optimizer.
         if self.streams is not None:
@@ -151,6 +141,26 @@ class Update:
         # The next step's collectives depend on its number, and so come after all collectives of this step.
         step, metrics = order.behind(token, (number, metrics))
         return State(step, stored, copy, opt_state, variables, scale, state.key), metrics
+
+    def _decide(self, state: State, grads: Any, finite: jax.Array) -> tuple[jax.Array | None, Any, jax.Array]:
+        """Decide whether a step is applied; `finite` tells whether its loss and the norm of its gradients are finite.
+
+        Returns:
+          Bool [], or None for always, without a select for each array; the next loss scale, None if there is none; and
+          the number of skipped steps, for the metrics.
+        """
+        applied, scale, skipped = None, None, jnp.int32(0)
+        if state.scale is not None:
+            # The norm of finite gradients may overflow. The loss scale must not shrink for that.
+            applied = all_finite(grads)
+            scale = state.scale.next(applied)
+            skipped = scale.skipped
+        if self.on_nonfinite != "apply":
+            applied = finite if applied is None else applied & finite
+            if self.on_nonfinite == "stop":
+                is_running = state.step >= 0
+                applied, scale = applied & is_running, where_applied(is_running, scale, state.scale)
+        return applied, scale, skipped
 
     def _changes(self, grads: Any, opt_state: Any, params: Any, loss: jax.Array, token: Token | None) -> Any:
         """Call the optimizer: return ((changes of the parameters, new state), token), all of logical leaves."""

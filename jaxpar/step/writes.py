@@ -103,14 +103,24 @@ def find_writes(
                 f"{_OTHER_KIND}, and compute what is written from jp.all_rows(...)"
             )
 
-    # 3. Refuse strategies under which a step would write more than once, or cannot reach the parameter.
-    first_written = next(iter(written))
-    fault = f"the loss writes to the parameter {leaves[first_written].path}{lines[first_written]}"
+    # 3. Refuse writes to frozen parameters, and strategies that cannot write once on the devices.
     if frozen := [i for i in written if not leaves[i].trainable]:
         raise ValueError(
             f"the loss writes to the parameter {leaves[frozen[0]].path}{lines[frozen[0]]}, which trainable= freezes; a "
             f"frozen parameter keeps its value; let trainable= name it, or {_OTHER_KIND}"
         )
+    first_written = next(iter(written))
+    fault = f"the loss writes to the parameter {leaves[first_written].path}{lines[first_written]}"
+    _check_strategy(strategy, fault)
+
+    # 4. One program for all writes, which reads parameters and variables.
+    outs = list(written.values())
+    eqns = tuple(jx.needed(jx.live(flat.eqns, outs), outs))
+    return Writes(tuple(written), jx.Flat(flat.constvars, flat.consts, flat.invars[:first_row], tuple(outs), eqns))
+
+
+def _check_strategy(strategy: Strategy, fault: str) -> None:
+    """Raise ValueError if a step would write more than once, or cannot reach the parameter; `fault` begins the text."""
     if strategy.microbatches > 1:
         raise ValueError(
             f"{fault}, and each of {strategy.microbatches} microbatches would write again; a step with such a loss has "
@@ -121,11 +131,6 @@ def find_writes(
             f"{fault}, and offload={strategy.offload!r} updates leaves that are on the host block by block; a step "
             f"with such a loss keeps them on the devices; leave {' and '.join(off)} out of offload, or {_OTHER_KIND}"
         )
-
-    # 4. One program for all writes, which reads parameters and variables.
-    outs = list(written.values())
-    eqns = tuple(jx.needed(jx.live(flat.eqns, outs), outs))
-    return Writes(tuple(written), jx.Flat(flat.constvars, flat.consts, flat.invars[:first_row], tuple(outs), eqns))
 
 
 def _sources(flat: jx.Flat) -> list[Any]:

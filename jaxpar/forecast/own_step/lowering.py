@@ -117,16 +117,8 @@ def lower_for_target(fn: Any, args: Any, target: Target) -> tuple[jax.stages.Low
     # 4. Move the shardings of the arrays. `in_shardings` of the jitted function win over the arrays' own.
     in_shardings = {v: s for v, s in _jit_parameter(inputs, params, "in_shardings") if isinstance(s, NamedSharding)}
     donated = {v for v, is_donated in _jit_parameter(inputs, params, "donated_invars") if is_donated}
-    array_shardings = {v: x.sharding for v, x in zip(jaxpr.invars, arrays, strict=True) if x.sharding is not None}
-    moved_shardings = {
-        v: NamedSharding(mover.move_mesh(s.mesh), s.spec) for v, s in (array_shardings | in_shardings).items()
-    }
-    # Without any sharding, a program of one device would be compiled for this machine's default device.
-    default = NamedSharding(mover.mesh, PartitionSpec()) if mover.mesh.size == 1 else None
-    shapes = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=moved_shardings.get(v, default))
-        for v, x in zip(jaxpr.invars, arrays, strict=True)
-    ]
+    sharded_arrays = zip(jaxpr.invars, arrays, strict=True)
+    shapes = [mover.move_array(x, in_shardings.get(v, x.sharding)) for v, x in sharded_arrays]
     out_shardings = [mover(s) if isinstance(s, Sharding) else None for s in params.get("out_shardings", ())]
 
     # 5. Lower.
@@ -187,6 +179,14 @@ class _MeshMover:
             case tuple() if type(value) is tuple:
                 return tuple(map(self, value))
         return value
+
+    def move_array(self, x: jax.ShapeDtypeStruct, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+        """Return the type of an array with its sharding on the target's devices."""
+        # Without any sharding, a program of one device would be compiled for this machine's default device.
+        moved = NamedSharding(self.mesh, PartitionSpec()) if self.mesh.size == 1 else None
+        if sharding is not None:
+            moved = NamedSharding(self.move_mesh(sharding.mesh), sharding.spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=moved)
 
     def move_program(self, closed: Any) -> Any:
         """Return a closed jaxpr, with the meshes of its equations and of the jaxprs within them moved."""

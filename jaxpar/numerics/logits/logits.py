@@ -306,18 +306,12 @@ class _Region:
         # 1. Cut the longest dim of the hidden states.
         token_dims = [d for d in range(hidden.aval.ndim) if d != self.head_product.of_hidden]
         dim = max(token_dims, key=lambda d: hidden.aval.shape[d])
-        length = hidden.aval.shape[dim]
-        n = num_chunks(length, -(-self.tokens // chunk))
-        chunk_length = -(-length // n)
+        n = num_chunks(hidden.aval.shape[dim], -(-self.tokens // chunk))
         region = jx.Flat((), (), tuple(self.invars), tuple(self.outvars), tuple(self.eqns))
-        padding = [(0, chunk_length * n - length if d == dim else 0) for d in range(hidden.aval.ndim)]
 
         # 2. The loop over chunks.
         def run_chunks(states: jax.Array, head: jax.Array, *other_inputs: jax.Array) -> list[jax.Array]:
-            # The padding repeats the last position, whose logits are finite if its own are: 0 times NaN is not zero.
-            states = jnp.pad(states, padding, "edge") if chunk_length * n > length else states
-            shape = states.shape
-            chunks = jnp.moveaxis(states.reshape(*shape[:dim], n, chunk_length, *shape[dim + 1 :]), dim, 0)
+            chunks = _cut_chunks(states, dim, n)
             # A loop adds up gradients in the dtype of its inputs. So inputs with gradients enter in float32, and each
             # chunk casts them; the head's gradient belongs to `wide_head` (`cross_entropy.product`).
             wide_head, fixed_head = _widen(head), lax.stop_gradient(head)
@@ -418,6 +412,17 @@ class _Region:
             outvars,
             (*needed_eqns, *loop_eqns, *eqns_after),
         )
+
+
+def _cut_chunks(x: jax.Array, dim: int, n: int) -> jax.Array:
+    """Cut a dim into n chunks of equal length: [.., positions, ..] -> [n, .., length, ..].
+
+    The padding repeats the last position, whose logits are finite if its own are: 0 times NaN is not zero.
+    """
+    length = -(-x.shape[dim] // n)
+    if missing := length * n - x.shape[dim]:
+        x = jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)], "edge")
+    return jnp.moveaxis(x.reshape(*x.shape[:dim], n, length, *x.shape[dim + 1 :]), dim, 0)
 
 
 def _widen(x: jax.Array) -> jax.Array:

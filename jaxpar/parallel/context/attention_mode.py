@@ -273,13 +273,12 @@ def _is_triangular(call: Call, ranks: int) -> bool:
 
 def _bytes_sent(call: Call, mode: AttentionMode, ranks: int, tensor: int) -> int:
     """Return the bytes that a call sends, forwards and backwards."""
-    (b, t, hq, d), (_, s, hkv, _), itemsize = call.query, call.key, call.itemsize
-    hq, hkv = hq // tensor, hkv // tensor
+    queries, keys = ((b, n, heads // tensor, d) for b, n, heads, d in (call.query, call.key))
     if mode.name == "ulysses":
-        return sum(ulysses_bytes(b, s, hq, hkv, d, ranks, itemsize))
+        return sum(ulysses_bytes(queries, keys, ranks, call.itemsize))
     # In zigzag order a window saves no hops (`Rounds.of`).
     hops = _hops(call, ranks, mode.group) if mode.order == "plain" else None
-    return sum(usp_bytes(b, s, hq, hkv, d, ranks, mode.group, itemsize, t, hops))
+    return sum(usp_bytes(queries, keys, ranks, mode.group, call.itemsize, hops))
 
 
 def _hops(call: Call, ranks: int, group: int) -> int:

@@ -47,21 +47,36 @@ class FirstSplit:
         return [(localiser.take(value, self.dim) if self.side is None else value, self.dim)]
 
 
-def starts(flat: jx.Flat, leaves: int, batch: Collection[int], ranks: int, parts: int) -> dict[int, FirstSplit]:
+@dataclass(frozen=True)
+class WholeLoss:
+    """The traced loss on whole arrays.
+
+    Attributes:
+      flat: its equations. Its first inputs are the parameters.
+      leaves: the number of parameters.
+      batch: the positions of the inputs that are rows of a batch [rows, positions, ...].
+      sums: the number of outputs, from the first on, that are totals and counts.
+    """
+
+    flat: jx.Flat
+    leaves: int
+    batch: Collection[int]
+    sums: int
+
+
+def starts(loss: WholeLoss, ranks: int, parts: int) -> dict[int, FirstSplit]:
     """Return the equations where a split begins, by `id`.
 
     Args:
-      flat: the traced loss. Its first inputs are the parameters.
-      leaves: the number of parameters.
-      batch: the positions of the inputs that belong to the batch.
       ranks: the number of context ranks.
       parts: the number of chunks of a sequence.
 
     Raises:
       ValueError: if there is no such equation.
     """
-    weights = jx.depends(flat.eqns, flat.invars[:leaves])
-    fed = jx.depends(flat.eqns, [flat.invars[i] for i in batch])
+    flat = loss.flat
+    weights = jx.depends(flat.eqns, flat.invars[: loss.leaves])
+    fed = jx.depends(flat.eqns, [flat.invars[i] for i in loss.batch])
     first_splits: dict[int, FirstSplit] = {}
     for eqn in flat.eqns:
         # A split begins where values of the batch alone meet values of parameters alone.

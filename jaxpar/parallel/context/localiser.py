@@ -21,7 +21,7 @@ out where positions are added up.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ from ...program import jaxpr as jx
 from ...program import primitives
 from ..tensor.localiser import Found, Localiser, LocalValue, place
 from .attention_mode import AXIS, GATHER, AttentionMode
-from .entry import FirstSplit, starts
+from .entry import FirstSplit, WholeLoss, starts
 from .ops import from_zigzag, order_of
 from .split import PARTIAL, Split, linear_in_partial_sums, map_rows, pad_positions, part_from_inputs
 
@@ -285,24 +285,14 @@ class ContextLocaliser(Localiser):
 
 
 def split_sequence(
-    flat: jx.Flat,
-    leaves: int,
-    batch: Collection[int],
-    sums: int,
-    ranks: int,
-    mode: AttentionMode,
-    rules: Any,
-    tensor: int = 1,
-    in_lockstep: bool = True,
+    loss: WholeLoss, ranks: int, mode: AttentionMode, rules: Any, tensor: int = 1, in_lockstep: bool = True
 ) -> Callable[..., list[Any]]:
     """Build the program of one of `ranks` context ranks, a function of the same whole inputs.
 
+    The function returns a rank's part of each total and count; their sum over ranks is the result. All other outputs
+    are whole.
+
     Args:
-      flat: the traced loss on whole arrays. Its first inputs are the parameters.
-      leaves: the number of parameters.
-      batch: the positions of the inputs that are rows of a batch [rows, positions, ...].
-      sums: the number of outputs, from the first on, that are totals and counts. The function returns a rank's part of
-        each; their sum over ranks is the result. All other outputs are whole.
       mode: how attention reaches all keys (`attention_mode.py`).
       tensor: the number of ranks that share the heads.
       in_lockstep: whether all ranks run the program at the same time, which direct exchanges of positions need.
@@ -312,15 +302,15 @@ def split_sequence(
         mixes positions and has no rule.
     """
     # Results that nobody reads, such as the last positions for a cache, need no rule.
-    flat = dataclasses.replace(flat, eqns=jx.live(flat.eqns, flat.outvars))
-    first_splits = starts(flat, leaves, batch, ranks, mode.parts(ranks))
+    flat = dataclasses.replace(loss.flat, eqns=jx.live(loss.flat.eqns, loss.flat.outvars))
+    first_splits = starts(dataclasses.replace(loss, flat=flat), ranks, mode.parts(ranks))
     # One number for each position may be gathered (`note`).
     cheap = max(first_split.tokens for first_split in first_splits.values())
 
     def local_program(*values: Any) -> list[Any]:
         options = {"mode": mode, "tensor": tensor, "in_lockstep": in_lockstep}
         localiser = ContextLocaliser(ranks, False, rules, first_splits=first_splits, cheap=cheap, **options)
-        outs = localiser.run(flat, localiser.arguments(flat, values, [None] * leaves), linear=True)
-        return [localiser.as_partial_sum(x) if i < sums else localiser.whole(x) for i, x in enumerate(outs)]
+        outs = localiser.run(flat, localiser.arguments(flat, values, [None] * loss.leaves), linear=True)
+        return [localiser.as_partial_sum(x) if i < loss.sums else localiser.whole(x) for i, x in enumerate(outs)]
 
     return local_program

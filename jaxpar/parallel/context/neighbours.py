@@ -26,7 +26,7 @@ from .attention_mode import AXIS
 from .entry import side_by_side
 from .localiser import ContextLocaliser
 from .ops import order_of, with_neighbours
-from .places import constant, placed, written
+from .places import constant, has_source, placed, with_split
 from .rules import rule
 from .split import PARTIAL, Split
 
@@ -188,7 +188,11 @@ def _pad(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) ->
     offsets = np.arange(-low, shape_of(eqn)[x.dim] - low)
     indices, remainders = np.divmod(offsets, interior + 1)
     sources = np.where((offsets >= 0) & (remainders == 0) & (indices < n), indices, -1)
-    return placed(localiser, eqn, [padded], int(x.dim), sources, fill.value)
+    dim = int(x.dim)
+    if (local_outputs := placed(localiser, eqn, [padded], dim, sources)) is None:
+        return None
+    ((value, split),) = local_outputs
+    return [(jnp.where(has_source(localiser, value, dim, sources), value, fill.value), split)]
 
 
 @rule("concatenate")
@@ -271,7 +275,11 @@ def _scatter(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]
     # Invert the table: from each position of x to its source in y.
     sources = np.full(x.shape[dim], -1)
     sources[targets] = np.arange(len(targets))
-    return written(localiser, eqn, x, y, dim, sources, _SCATTER_JOINS[name.removeprefix("scatter")])
+    value, join = with_split(localiser, eqn, x, Split(dim)).value, _SCATTER_JOINS[name.removeprefix("scatter")]
+    if (local_outputs := placed(localiser, eqn, [y], dim, sources)) is None:
+        return None
+    ((update, split),) = local_outputs
+    return [(jnp.where(has_source(localiser, value, dim, sources), join(value, update), value), split)]
 
 
 def _with_dim(localiser: ContextLocaliser, y: LocalValue, dim: int, window: Sequence[int]) -> LocalValue:

@@ -8,7 +8,7 @@ the positions that a rank lacks, in a fixed sequence of permutes.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,6 @@ def placed(
     inputs: Sequence[LocalValue],
     dim: int,
     sources: np.ndarray,
-    fill: jax.Array | None = None,
     new_split: Split | None = None,
 ) -> Found | None:
     """Return chosen positions of the concatenation of some values along a dim.
@@ -40,8 +39,7 @@ def placed(
       eqn: the equation, for errors.
       inputs: the values, whole or split along `dim`.
       dim: the dim of positions.
-      sources: for each position of the result, its position in the concatenation; -1 for `fill`.
-      fill: the value for -1, zeros if None.
+      sources: for each position of the result, its position in the concatenation; -1 for zeros.
       new_split: the layout of the result; if None, the dim in its own chunks.
 
     Returns:
@@ -53,8 +51,33 @@ def placed(
     """
     if any(x.dim not in (None, dim) for x in inputs):
         return None
+    new_split = new_split or Split(dim)
+    source_slots, num_slots = _source_slots(localiser, inputs, dim, _on_ranks(localiser, sources, new_split))
+    # No round is needed if every source is local.
+    if not localiser.in_lockstep and any(rounds_of(source_slots, num_slots)):
+        if all(math.prod(x.shape) <= localiser.cheap for x in inputs):
+            return None
+        raise ValueError(
+            f"context={localiser.ranks} has positions go to other ranks at {place(eqn)}, and under this schedule ranks "
+            "are not in one layer at one time, as that needs; use schedule='1f1b', or data, fsdp or tensor for context"
+        )
+    return [(rearranged(jnp.concatenate([x.value for x in inputs], dim), source_slots, AXIS, dim), new_split)]
+
+
+def _source_slots(
+    localiser: ContextLocaliser, inputs: Sequence[LocalValue], dim: int, wanted: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """Choose for each wanted position a slot that holds it: the rank's own if it has one, so that nothing is sent.
+
+    Args:
+      inputs: the values, whole or split along `dim`.
+      wanted: int [ranks, local length], positions of their concatenation; -1 for none.
+
+    Returns:
+      Int [ranks, local length], where r s + i is slot i of rank r and -1 is none; and s, the slots of a rank.
+    """
     # 1. Number the slots of all ranks, and note which position of the concatenation each slot holds (-1: none).
-    new_split, offset, positions_of_inputs = new_split or Split(dim), 0, []
+    offset, positions_of_inputs = 0, []
     for x in inputs:
         n = x.shape[dim]
         if x.dim is None:  # every rank holds all positions, in the same slots
@@ -64,30 +87,22 @@ def placed(
         positions_of_inputs.append(np.where(positions < 0, -1, positions + offset))
         offset += n
     slot_positions = np.concatenate(positions_of_inputs, 1)
-    wanted = sources[localiser.positions_of_ranks(len(sources), new_split, beyond=len(sources) - 1)]
     slots, is_filled = np.arange(slot_positions.size).reshape(slot_positions.shape), slot_positions >= 0
 
-    # 2. Choose a slot for each wanted position: the rank's own if it has one, so that nothing is sent.
+    # 2. Choose.
     slot_of_position = np.zeros(offset, int)
     slot_of_position[slot_positions[is_filled]] = slots[is_filled]
-    # [ranks, local length]: r s + i is slot i of rank r, with s slots on each rank.
     source_slots = np.empty_like(wanted)
     for rank, is_local in enumerate(is_filled):
         nearest_slot = slot_of_position.copy()
         nearest_slot[slot_positions[rank][is_local]] = slots[rank][is_local]
         source_slots[rank] = np.where(wanted[rank] < 0, -1, nearest_slot[wanted[rank]])
+    return source_slots, slot_positions.shape[1]
 
-    # 3. Exchange. No round is needed if every source is local.
-    if not localiser.in_lockstep and any(rounds_of(source_slots, slot_positions.shape[1])):
-        if all(math.prod(x.shape) <= localiser.cheap for x in inputs):
-            return None
-        raise ValueError(
-            f"context={localiser.ranks} has positions go to other ranks at {place(eqn)}, and under this schedule ranks "
-            "are not in one layer at one time, as that needs; use schedule='1f1b', or data, fsdp or tensor for context"
-        )
-    # `rearranged` writes zeros for sources of -1; `fill` replaces them.
-    value = rearranged(jnp.concatenate([x.value for x in inputs], dim), source_slots, AXIS, dim)
-    return [(value if fill is None else jnp.where(local_mask(value, wanted >= 0, dim), value, fill), new_split)]
+
+def _on_ranks(localiser: ContextLocaliser, sources: np.ndarray, split: Split) -> np.ndarray:
+    """Return a table of positions as each rank holds them: [ranks, local length]."""
+    return sources[localiser.positions_of_ranks(len(sources), split, beyond=len(sources) - 1)]
 
 
 def with_split(localiser: ContextLocaliser, eqn: Any, x: LocalValue, dim: Split) -> LocalValue:
@@ -98,32 +113,10 @@ def with_split(localiser: ContextLocaliser, eqn: Any, x: LocalValue, dim: Split)
     return LocalValue(*moved[0], x.shape) if moved else LocalValue(localiser.part(x, dim), dim, x.shape)
 
 
-def local_mask(value: jax.Array, mask: np.ndarray, dim: int) -> jax.Array:
-    """Return this rank's row of a mask [ranks, positions], to broadcast against a value with positions along `dim`."""
+def has_source(localiser: ContextLocaliser, value: jax.Array, dim: int, sources: np.ndarray) -> jax.Array:
+    """Return at which of this rank's positions `sources` is not -1, to broadcast against a value split along `dim`."""
+    mask = _on_ranks(localiser, sources, Split(dim)) >= 0
     return jnp.expand_dims(jnp.asarray(mask)[lax.axis_index(AXIS)], [d for d in range(value.ndim) if d != dim])
-
-
-def written(
-    localiser: ContextLocaliser,
-    eqn: Any,
-    x: LocalValue,
-    y: LocalValue,
-    dim: int,
-    sources: np.ndarray,
-    join: Callable[[jax.Array, jax.Array], jax.Array],
-) -> Found | None:
-    """Write positions of y into x: `join(x, y)` at each position of x that has a source in y.
-
-    Both have positions along `dim`. For each position of x, `sources` has the position of y that is written there, -1
-    where x stays unchanged.
-    """
-    value = with_split(localiser, eqn, x, Split(dim)).value
-    if (moved := placed(localiser, eqn, [y], dim, sources)) is None:
-        return None
-    ((update, split),) = moved
-    local_sources = sources[localiser.positions_of_ranks(len(sources), Split(dim), beyond=len(sources) - 1)]
-    is_written = local_mask(value, local_sources >= 0, dim)
-    return [(jnp.where(is_written, join(value, update), value), split)]
 
 
 def constant(x: LocalValue) -> np.ndarray | None:

@@ -32,6 +32,7 @@ from .attention.flash import AttentionOptions
 from .attention_mode import AXIS, AttentionMode, options_of
 from .localiser import ContextLocaliser
 from .ops import (
+    Ring,
     Rounds,
     by_blocks,
     by_rounds,
@@ -297,14 +298,10 @@ def attend(
       key, value: [B, S/c, K, h].
       ids_and_masks: ids of these queries, of these keys, and a mask of these queries and all keys, as `options` say.
     """
-    ids, masks = ids_and_masks[: options.segments], ids_and_masks[options.segments :]
-    arguments: dict[str, Any] = {"axis": AXIS, "causal": options.causal, "scale": options.scale, "order": mode.order}
-    arguments |= {"window": options.window} | dict(zip(("segment_ids", "kv_segment_ids"), ids, strict=False))
-    if masks or mode.name == "gather":
-        return gather_attention(query, key, value, mask=masks[0] if masks else None, **arguments)
-    if mode.name == "usp":
-        return usp_attention(query, key, value, group=mode.group, **arguments)
-    return (ring_attention if mode.name == "ring" else ulysses_attention)(query, key, value, **arguments)
+    if options.masked or mode.name == "gather":
+        return gather_attention(Ring(AXIS, mode.order), options, query, key, value, *ids_and_masks)
+    attend_by_mode = {"usp": usp_attention, "ring": ring_attention, "ulysses": ulysses_attention}[mode.name]
+    return attend_by_mode(Ring(AXIS, mode.order, mode.group), options, query, key, value, *ids_and_masks)
 
 
 def attend_scored(
@@ -330,13 +327,13 @@ def attend_scored(
     function, ranks = options.function, lax.axis_size(AXIS)
     group, (query_heads, key_heads) = mode.sharing(ranks), (x.shape[2] for x in (query, key))
     # On the ring, the axis consists of groups of ranks that share the heads.
-    ring, (ring_index, head_index), operands = ranks // group, divmod(lax.axis_index(AXIS), group), list(score_operands)
+    size, (ring_index, head_index), operands = ranks // group, divmod(lax.axis_index(AXIS), group), list(score_operands)
 
     def map_dim(side: str, change: Callable[[jax.Array, int], jax.Array]) -> list[jax.Array]:
         return [x if d is None else change(x, d) for x, d in zip(operands, function.dims(side), strict=True)]
 
     # 1. Pad and order the operands' positions as the ranks hold them.
-    in_order = lambda x, d: to_zigzag(x, ring, d) if mode.order == "zigzag" else x
+    in_order = lambda x, d: to_zigzag(x, size, d) if mode.order == "zigzag" else x
     operands = map_dim("s", lambda x, d: in_order(pad_positions(x, d, ranks * key.shape[1]), d))
     if group > 1:
         operands = map_dim("t", lambda x, d: in_order(pad_positions(x, d, ranks * query.shape[1]), d))
@@ -352,11 +349,12 @@ def attend_scored(
             operands = map_dim(side, lambda x, d, start=start, n=n: lax.dynamic_slice_in_dim(x, start, n, d))
 
     # 3. Attend, between the exchanges of positions for heads.
-    def attend_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        rounds = Rounds.of(q, k, AXIS, options.causal, None, None, mode.order, group, function, lengths)
-        return (by_blocks if mode.name == "gather" else by_rounds)(rounds, q, k, v, *operands)
+    ring, attend_keys = Ring(AXIS, mode.order, group), by_blocks if mode.name == "gather" else by_rounds
 
-    return exchanged(attend_heads, query, key, value, axis=AXIS, group=group, order=mode.order)
+    def attend_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend_keys(Rounds.of(ring, options, q, k, lengths), q, k, v, *operands)
+
+    return exchanged(attend_heads, ring, query, key, value)
 
 
 Sides = dict[int, int]  # dim -> the operand whose positions it has

@@ -23,7 +23,7 @@ import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.models import named
 from jaxpar.parallel.context.attention_mode import choose
-from jaxpar.parallel.context.entry import starts
+from jaxpar.parallel.context.entry import WholeLoss, starts
 from jaxpar.parallel.context.ops import gather_bytes, halo_bytes, ring_bytes, ulysses_bytes, usp_bytes
 from jaxpar.parallel.context.recurrences import diagonal
 from jaxpar.program import jaxpr as jx
@@ -141,10 +141,10 @@ def test_gradients_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("way", "kinds", "closed"),
     [
-        ("gather", ("all-gather", "reduce-scatter"), lambda *sizes: gather_bytes(*sizes[:2], *sizes[3:])),
+        ("gather", ("all-gather", "reduce-scatter"), lambda _, *sizes: gather_bytes(*sizes)),
         ("ulysses", ("all-to-all",), ulysses_bytes),
-        ("ring", ("collective-permute",), lambda *sizes: ring_bytes(*sizes[:2], *sizes[3:])),
-        ("usp", ("collective-permute", "all-to-all"), lambda *sizes: usp_bytes(*sizes[:-1], 4, sizes[-1])),
+        ("ring", ("collective-permute",), lambda _, *sizes: ring_bytes(*sizes)),
+        ("usp", ("collective-permute", "all-to-all"), lambda queries, keys, c, e: usp_bytes(queries, keys, c, 4, e)),
     ],
 )
 def test_a_layer_sends_the_closed_form(way: str, kinds: tuple[str, ...], closed: Any) -> None:
@@ -152,8 +152,8 @@ def test_a_layer_sends_the_closed_form(way: str, kinds: tuple[str, ...], closed:
     step = jp.make_train_step(cells.built("llama_gqa"), cells.SGD, f"context={c},attention={way}", jax.devices()[:c])
     written = Ledger.from_jaxpr(step.trace(cells.batch_of(4)), step.mesh)
     sent = sum(row.sent for row in written if row.axes in (("context",), ("4 of context",)) and row.kind in kinds)
-    layers = 2
-    assert sent == layers * sum(closed(4, cells.LENGTH, 8, 4, cells.DIM // 8, c, 4))
+    layers, queries, keys = 2, (4, cells.LENGTH, 8, cells.DIM // 8), (4, cells.LENGTH, 4, cells.DIM // 8)
+    assert sent == layers * sum(closed(queries, keys, c, 4))
     assert step.traced(cells.batch_of(4)).notes.attention_mode.name == way
 
 
@@ -240,7 +240,7 @@ def test_states_that_may_be_found_in_chunks(recurrence: str) -> None:
 def test_where_a_split_begins_is_held() -> None:
     """Rules of differentiation are rewritten after the trace. Sometimes a new equation had the id of a freed one."""
     table, ids = jax.ShapeDtypeStruct((5, 3), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.int32)
-    first_splits = starts(jx.trace(lambda table, ids: table[ids].sum(), table, ids)[0], 1, [1], 2, 2)
+    first_splits = starts(WholeLoss(jx.trace(lambda table, ids: table[ids].sum(), table, ids)[0], 1, [1], 1), 2, 2)
     assert [(key, start.eqn.primitive.name) for key, start in first_splits.items()] == [
         (id(start.eqn), "gather") for start in first_splits.values()
     ]

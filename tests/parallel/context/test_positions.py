@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxpar as jp
-from jaxpar.parallel.context import RULES, split_sequence
+from jaxpar.parallel.context import RULES, WholeLoss, split_sequence
 from jaxpar.parallel.context.attention_mode import AXIS, GATHER, AttentionMode
 from jaxpar.program import jaxpr as jx
 
@@ -121,7 +121,7 @@ def results(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, A
 
     def local(name: str) -> Callable[..., Any]:
         flat, _ = jx.trace(_total(name), *args)
-        fun = split_sequence(flat, 2, [2], 1, RANKS, WAYS[request.param], RULES)
+        fun = split_sequence(WholeLoss(flat, 2, [2], 1), RANKS, WAYS[request.param], RULES)
         return lambda *values: fun(*values)[0]
 
     def all_cases(funs: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -159,7 +159,7 @@ def test_what_a_kernel_computes_is_refused_by_its_own_name() -> None:
     args = np.ones((9, DIM), "f"), np.ones((DIM, DIM), "f"), np.zeros((ROWS, LENGTH), "int32")
     flat, _ = jx.trace(total, *args)
     mesh = jax.sharding.AbstractMesh((RANKS,), (AXIS,), axis_types=(AxisType.Auto,))
-    fun = split_sequence(flat, 2, [2], 1, RANKS, GATHER, RULES)
+    fun = split_sequence(WholeLoss(flat, 2, [2], 1), RANKS, GATHER, RULES)
     ranks = jax.shard_map(fun, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
     with pytest.raises(
         ValueError, match=r"sort at .*test_positions.py:\d+:\d+ \(.*sorted_positions\) mixes its positions"

@@ -14,7 +14,7 @@ from jaxpar.model import permutations
 from jaxpar.parallel.expert.ops.dispatch import dispatch
 from jaxpar.parallel.expert.ops.experts import balanced, swiglu
 from jaxpar.parallel.expert.ops.overflow import most_blocks
-from jaxpar.parallel.expert.ops.routing import choose_experts
+from jaxpar.parallel.expert.ops.routing import Router
 from jaxpar.program import jaxpr as jx
 
 Tree = Any
@@ -158,7 +158,8 @@ def test_nodes_are_limited_as_deepseek_v3_says() -> None:
     """
     random = np.random.default_rng(0)
     logits, bias = random.normal(size=(2, 40, 16)), random.normal(size=16)
-    ids, weights, _ = map(np.asarray, choose_experts(logits, 3, "sigmoid", True, 2.5, jnp.asarray(bias), 4, 2))
+    router = Router(3, "sigmoid", True, 2.5, jnp.asarray(bias), 4, 2)
+    ids, weights, _ = map(np.asarray, router.choose(logits))
     by_all = 0
     for row, token in np.ndindex(2, 40):
         scores = 1 / (1 + np.exp(-logits[row, token]))

@@ -76,20 +76,33 @@ def attention(
     >>> attention(x, x, x).shape
     (1, 5, 2, 8)
     """
-    check_inputs(query, key, value, causal, window, segment_ids, kv_segment_ids, scale)
+    if scale is not None and not isinstance(scale, numbers.Real):
+        raise ValueError(f"scale is {type(scale).__name__}; give a number, or multiply the query by it and use scale=1")
+    if kv_segment_ids is not None and segment_ids is None:
+        raise ValueError("kv_segment_ids without segment_ids; give the queries' ids as well")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r}; use one of {IMPLEMENTATIONS}")
-    if mask is not None:
-        _check_mask(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
-    optional = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids, "mask": mask}
-    arrays = {name: x for name, x in optional.items() if x is not None}
+    ids = [x for x in (segment_ids, kv_segment_ids) if x is not None]
     # A Python float: options are static, and part of the key of compiled programs.
     scale = None if scale is None else float(scale)
-    masked = mask is not None
-    options = AttentionOptions(causal, window, scale, implementation, len(arrays) - masked, masked)
-    head_dims = {"mask": 1 if mask is not None and mask.shape[1] != 1 else None}
-    in_dims = (2, 2, 2, *(head_dims.get(name) for name in arrays))
-    return local_kernel(functools.partial(_attention, options), in_dims, 2)(query, key, value, *arrays.values())
+    options = AttentionOptions(causal, window, scale, implementation, len(ids), mask is not None)
+    check_inputs(options, query, key, value, *ids)
+    if mask is None:
+        return attention_kernel(options, query, key, value, *ids)
+    _check_mask(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
+    return attention_kernel(options, query, key, value, *ids, mask)
+
+
+def attention_kernel(
+    options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array, *ids_and_masks: jax.Array
+) -> jax.Array:
+    """Compute `attention` with static options, by one kernel on the heads of each tensor rank.
+
+    `ids_and_masks` are ids of queries, ids of keys and a mask, as `options` say.
+    """
+    ids, masks = ids_and_masks[: options.segments], ids_and_masks[options.segments :]
+    in_dims = (2, 2, 2, *[None] * len(ids), *(1 if x.shape[1] != 1 else None for x in masks))
+    return local_kernel(functools.partial(_attention, options), in_dims, 2)(query, key, value, *ids_and_masks)
 
 
 def biased_attention(
@@ -128,16 +141,10 @@ def _attention(
 
 
 def check_inputs(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    causal: bool,
-    window: int | None,
-    segment_ids: jax.Array | None,
-    kv_segment_ids: jax.Array | None,
-    scale: float | None,
+    options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array, *ids: jax.Array
 ) -> None:
     """Raise ValueError if inputs of `attention` do not fit each other: whole sequences, or one rank's positions."""
+    causal, window = options.causal, options.window
     for name, x in {"query": query, "key": key, "value": value}.items():
         if x.ndim != 4:
             raise ValueError(f"{name} {list(x.shape)} has {x.ndim} dims; give [rows, positions, heads, head_dim]")
@@ -157,14 +164,10 @@ def check_inputs(
         raise ValueError(f"causal=True for {t} queries and {s} keys: which is whose? Use causal=False and a mask")
     if window is not None and (not causal or window < 1):
         raise ValueError(f"window={window}, causal={causal}: a window is 1 or more, and needs causal=True")
-    if scale is not None and not isinstance(scale, numbers.Real):
-        raise ValueError(f"scale is {type(scale).__name__}; give a number, or multiply the query by it and use scale=1")
-    if kv_segment_ids is not None and segment_ids is None:
-        raise ValueError("kv_segment_ids without segment_ids; give the queries' ids as well")
-    for name, x, length in (("segment_ids", segment_ids, t), ("kv_segment_ids", kv_segment_ids, s)):
-        if x is not None and (x.shape != (b, length) or not jnp.issubdtype(x.dtype, jnp.integer)):
+    for name, x, length in zip(("segment_ids", "kv_segment_ids"), ids, (t, s), strict=False):
+        if x.shape != (b, length) or not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; give integers [{b}, {length}]")
-    if segment_ids is not None and kv_segment_ids is None and t != s:
+    if len(ids) == 1 and t != s:
         raise ValueError(f"segment_ids of {t} queries say nothing of {s} keys; give kv_segment_ids")
 
 

@@ -28,13 +28,42 @@ from .softmax import Names
 Named = tuple[Any, Names]  # a variable, and the names of its dims
 
 
+@dataclass(frozen=True)
+class AttentionSite:
+    """An attention that a program spells out.
+
+    Attributes:
+      scope: the program.
+      last: the equation of the product with values, for error texts.
+      sizes: the sizes of rows, heads, groups, "t" and "s", in this order.
+    """
+
+    scope: Scope
+    last: Any
+    sizes: Mapping[Any, int]
+
+    def read_program(self, start: Named, end: Named, sides: str) -> ScoreProgram:
+        """Read the program from scores to scores, or from weights to weights, so that it replays on parts of `sides`.
+
+        Raises:
+          Hindered: some of its elements depend on elements outside their part.
+        """
+        input_value = (start[0], _label_dims(start[1], self.last, sides))
+        reader = ScoreReader(input_value, self.sizes, math.prod([*self.sizes.values()][:-2]))
+        output_value = reader.read(end[0], _label_dims(end[1], self.last, sides), self.scope, self.last)
+        input_layout, output_layout = (
+            ScoreLayout(tuple(tuple(_SCORE_DIMS[_side_of(x)] for x in dims) for dims in names))
+            for _, names in (start, end)
+        )
+        text, steps, operands = "\n".join(reader.text), (*reader.steps,), (*reader.operands,)
+        return ScoreProgram(text, input_layout, output_layout, steps, input_value, output_value, operands)
+
+
 def replayed_attention(
+    site: AttentionSite,
     scores: tuple[Named, Named],
     weights: tuple[Named, Named] | None,
     sinks: Sequence[Any],
-    sizes: Mapping[Any, int],
-    scope: Scope,
-    last: Any,
     causal: bool,
 ) -> tuple[tuple[Any, ...], Callable[..., jax.Array], str]:
     """Read an attention whose scores go through a function before their softmax, to be computed block by block.
@@ -43,9 +72,6 @@ def replayed_attention(
       scores: the product of queries and keys, and the operand of the softmax, without `sinks`.
       weights: the softmax, and the weights of values; None if these are the same.
       sinks: scores without a key, which are terms of the softmax.
-      sizes: the sizes of rows, heads, groups, "t" and "s", in this order.
-      scope: the program.
-      last: the equation of the product with values, for error texts.
       causal: whether no key after a query's own position has any weight.
 
     Returns:
@@ -58,9 +84,9 @@ def replayed_attention(
     ends = [x for x in (scores, weights) if x is not None]
     try:
         # If the programs do not mix heads, some heads can be computed without the others.
-        programs, by_heads = [_read_program(*x, sizes, scope, last, "kgts") for x in ends], True
+        programs, by_heads = [site.read_program(*x, "kgts") for x in ends], True
     except Hindered:
-        programs, by_heads = [_read_program(*x, sizes, scope, last, "ts") for x in ends], False
+        programs, by_heads = [site.read_program(*x, "ts") for x in ends], False
     function = ScoreFunction(programs[0], programs[1] if weights else None, bool(sinks), by_heads)
     kernel = functools.partial(scored_attention, AttentionOptions(causal, None, None, None, 0, False, None, function))
     key_dim = [[part.name for part in dims] for dims in scores[1][1]].index(["s"])
@@ -68,7 +94,7 @@ def replayed_attention(
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *operand_arrays: jax.Array) -> jax.Array:
         b, key_heads, group_size = len(q), k.shape[2], q.shape[2] // k.shape[2]
-        side_sizes = {"t": sizes["t"], "s": sizes["s"], "k": key_heads, "g": group_size}
+        side_sizes = {"t": site.sizes["t"], "s": site.sizes["s"], "k": key_heads, "g": group_size}
         # Operands in the order of `ScoreFunction.operands`: numbers of heads, those of the programs, the sink.
         operands = [jnp.arange(side_sizes[side], dtype=jnp.int32) for side in function.counted_heads]
         values_and_arrays = zip(operand_values, operand_arrays, strict=False)  # arrays of sinks follow
@@ -77,7 +103,7 @@ def replayed_attention(
             # Several sinks act as one, whose score is their log-sum-exp.
             sink = jnp.concatenate(operand_arrays[len(operand_values) :], key_dim).astype(accumulation_dtype(q))
             sink = jax.nn.logsumexp(sink, key_dim, keepdims=True)
-            shape = (b, key_heads, group_size, sizes["t"], 1)
+            shape = (b, key_heads, group_size, site.sizes["t"], 1)
             operands.append(programs[0].output_layout.from_program(sink, shape)[..., 0])
         return local_kernel(kernel, *function.heads())(q, k, v, *operands)
 
@@ -86,9 +112,7 @@ def replayed_attention(
     return read, attend, "by a function of scores and positions" + f" that reads {types}" * bool(types)
 
 
-def read_bias(
-    scores: tuple[Named, Named], sizes: Mapping[Any, int], scope: Scope, last: Any
-) -> tuple[tuple[Any, ...], Callable[..., jax.Array]]:
+def read_bias(site: AttentionSite, scores: tuple[Named, Named]) -> tuple[tuple[Any, ...], Callable[..., jax.Array]]:
     """Read the bias that a program adds to scores, hidden keys included. Arguments are as for `replayed_attention`.
 
     Returns:
@@ -97,9 +121,9 @@ def read_bias(
     Raises:
       Hindered: rows have different biases, or the program cannot be replayed.
     """
-    program = _read_program(*scores, sizes, scope, last, "bkgts")
+    program, sizes = site.read_program(*scores, "bkgts"), site.sizes
     if any(x and x.side == "b" for _, labels in program.operands for x in labels):
-        raise Hindered(last, "adds a bias to scores that is not the same for all rows")
+        raise Hindered(site.last, "adds a bias to scores that is not the same for all rows")
 
     def bias(q: jax.Array, k: jax.Array, *operand_arrays: jax.Array) -> jax.Array:
         # With one row, and scores of zero, the program's result is the bias alone.
@@ -111,24 +135,6 @@ def read_bias(
         return result.reshape(1, q.shape[2], sizes["t"], sizes["s"])
 
     return tuple(x for x, _ in program.operands), bias
-
-
-def _read_program(
-    start: Named, end: Named, sizes: Mapping[Any, int], scope: Scope, last: Any, sides: str
-) -> ScoreProgram:
-    """Read the program from scores to scores, or from weights to weights, so that it replays on parts of `sides`.
-
-    Raises:
-      Hindered: some of its elements depend on elements outside their part.
-    """
-    input_value = (start[0], _label_dims(start[1], last, sides))
-    reader = ScoreReader(input_value, sizes, math.prod([*sizes.values()][:-2]))
-    output_value = reader.read(end[0], _label_dims(end[1], last, sides), scope, last)
-    input_layout, output_layout = (
-        ScoreLayout(tuple(tuple(_SCORE_DIMS[_side_of(x)] for x in dims) for dims in names)) for _, names in (start, end)
-    )
-    text, steps, operands = "\n".join(reader.text), (*reader.steps,), (*reader.operands,)
-    return ScoreProgram(text, input_layout, output_layout, steps, input_value, output_value, operands)
 
 
 def _slice_labelled(value: Value, x: jax.Array, sizes: Mapping[str, int]) -> jax.Array:

@@ -25,7 +25,7 @@ from ....program.walk import CALLS, CUSTOM, called
 from .dims import attention_dims, name_dims, names_of_product, product_dims
 from .fused import attention, biased_attention
 from .hidden import Hindered, Scope, describe, number_of
-from .replayed import read_bias, replayed_attention
+from .replayed import AttentionSite, read_bias, replayed_attention
 from .scores import Scores
 from .softmax import Dim, Names, Weights, chain_to, moved, moves, scaled_by_dims, weighs_by_exp, weights_of
 
@@ -231,17 +231,18 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, result: Spe
         is_biased = result.biases and scores.obstacle and scores.is_affine and not obstacles and t == s
         if not (result.replay or is_biased):
             raise
-        order = {name: dims.sizes[name] for name in (*dims.rows, *dims.heads, *dims.groups, "t", "s")}
+        dim_order = *dims.rows, *dims.heads, *dims.groups, "t", "s"
+        site = AttentionSite(scope, last, {name: dims.sizes[name] for name in dim_order})
         score_ends = (product.outvars[0], product_names), (weights.scores, scores.names)
         causal = scores.causal(t, s)
         if is_biased:
-            read, bias = read_bias(score_ends, order, scope, last)
+            read, bias = read_bias(site, score_ends)
             attend, text = _attend_with_bias(bias, causal, scores.scale), "with a bias"
         else:
             transforms_weights = len(obstacles) > bool(weights.sinks)
             weight_ends = (weights.result, scores.names), (last.invars[side], weight_names)
             weight_ends = weight_ends if transforms_weights else None
-            read, attend, text = replayed_attention(score_ends, weight_ends, weights.sinks, order, scope, last, causal)
+            read, attend, text = replayed_attention(site, score_ends, weight_ends, weights.sinks, causal)
         texts = [*["causal"] * causal, text]
     arrays = (product.invars[1 - key_index], product.invars[key_index], last.invars[1 - side], *read)
     compute = dims.computation(attend, last.outvars[0].aval)

@@ -5,6 +5,7 @@ from .gather import gather_attention as gather_attention
 from .halo import from_chunks as from_chunks
 from .halo import halo_bytes as halo_bytes
 from .halo import with_neighbours as with_neighbours
+from .order import Ring as Ring
 from .order import from_zigzag as from_zigzag
 from .order import order_of as order_of
 from .order import positions as positions

@@ -20,44 +20,30 @@ from jax import lax
 
 from ....collectives.nccl import all_gather, reduce_scatter
 from ....collectives.ranks import Axes, count
-from ..attention.fused import attention, check_inputs
+from ..attention.flash import AttentionOptions
+from ..attention.fused import attention_kernel, check_inputs
 from .blocks import accumulation_dtype
-from .order import Order, check_order, from_zigzag, positions
+from .order import Ring, check_order, from_zigzag, positions
 from .rounds import Rounds
 
 
 def gather_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    axis: Axes,
-    causal: bool,
-    window: int | None = None,
-    mask: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    scale: float | None = None,
-    order: Order = "plain",
+    ring: Ring, options: AttentionOptions, q: jax.Array, k: jax.Array, v: jax.Array, *ids_and_masks: jax.Array
 ) -> jax.Array:
-    """Compute `jp.attention` of a sequence that is split over `axis`, inside `shard_map`, from gathered keys.
+    """Compute `jp.attention` of a sequence that is split over ranks, inside `shard_map`, from gathered keys.
 
     Sends, with e bytes an element: forward an all-gather of (c-1)/c 2 b s hkv d e; backward the reduce-scatter of its
     gradient, in float32. Holds all keys and values of a layer, 2 b s hkv d e.
 
     Args:
+      ring: the ranks, and the positions that they hold, of queries and keys alike: see `positions`.
+      options: the static options of the call. `implementation` is not used.
       q: float [b, t/c, hq, d], this rank's queries.
       k: same dtype, [b, s/c, hkv, d], this rank's keys; hkv divides hq (grouped-query attention).
       v: as `k`.
-      axis: the mesh axis of c ranks.
-      causal: position i sees keys 0 to i; t = s.
-      window: position i sees keys i - window + 1 to i only; needs `causal`.
-      mask: bool [b or 1, hq or 1, t/c or 1, s or 1], True where a query may see a key. Its rows are this rank's
-        queries, in the order in which it holds them. Its columns are all keys, in the user's order, whatever `order`.
-      segment_ids: int [b, t/c]; a query sees the keys of its segment only.
-      kv_segment_ids: int [b, s/c], the segments of keys; `segment_ids` if None.
-      scale: a number; 1 / sqrt(d) if None.
-      order: the positions that ranks hold, of queries and keys alike: see `positions`.
+      ids_and_masks: what `options` say, in this order: the segments of queries, int [b, t/c]; those of keys, int
+        [b, s/c], if they differ; and a mask, bool [b or 1, hq or 1, t/c or 1, s or 1]. Its rows are this rank's
+        queries, in the order in which it holds them. Its columns are all keys, in the user's order.
 
     Returns:
       [b, t/c, hq, d], in the dtype of q; zeros for a query that sees no key. The softmax is float32.
@@ -65,27 +51,27 @@ def gather_attention(
     Raises:
       ValueError: shapes, dtypes or options do not fit.
     """
-    check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
-    check_order(order, q, k)
-    if (causal or segment_ids is not None) and q.shape[1] == k.shape[1] and kv_segment_ids is mask is None:
+    ids, masks = ids_and_masks[: options.segments], ids_and_masks[options.segments :]
+    axis, causal, window = ring.axis, options.causal, options.window
+    check_inputs(options, q, k, v, *ids)
+    check_order(ring.order, q, k)
+    if (causal or ids) and q.shape[1] == k.shape[1] and len(ids) < 2 and not masks:
         # Ids of all ranks, [c, b, t/c]. Block by block, keys before a window (in plain order) and after a query (in
         # zigzag order) are not computed.
-        ids = () if segment_ids is None else (all_gather(segment_ids[None], axis),)
-        return by_blocks(Rounds.of(q, k, axis, causal, window, scale, order), q, k, v, *ids)
+        all_ids = [all_gather(x[None], axis) for x in ids]
+        return by_blocks(Rounds.of(ring, options, q, k), q, k, v, *all_ids)
     # Any other attention is one kernel over all keys, in the user's order.
-    c = count(axis)
-    kv: jax.Array = gather_kv(jnp.stack([k, v]), axis)
-    keys, values = from_zigzag(kv, c, 2) if order == "zigzag" else kv
-    if segment_ids is not None:
-        ids = all_gather(segment_ids if kv_segment_ids is None else kv_segment_ids, axis, 1)
-        kv_segment_ids = from_zigzag(ids, c) if order == "zigzag" else ids
+    in_user_order = lambda x, dim: from_zigzag(x, count(axis), dim) if ring.order == "zigzag" else x
+    keys, values = in_user_order(gather_kv(jnp.stack([k, v]), axis), 2)
+    if ids:
+        ids = ids[0], in_user_order(all_gather(ids[-1], axis, 1), 1)
     if causal:
-        i, j = positions(q.shape[1], axis, order)[:, None], jnp.arange(keys.shape[1])
+        i, j = positions(q.shape[1], axis, ring.order)[:, None], jnp.arange(keys.shape[1])
         is_seen = (j <= i) if window is None else (j <= i) & (j > i - window)
-        mask = is_seen[None, None] if mask is None else mask & is_seen
-    attend = functools.partial(attention, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
+        masks = (masks[0] & is_seen,) if masks else (is_seen[None, None],)
     # Causality is in the mask: the kernel's own would count this rank's queries from position 0.
-    return attend(q, keys, values, causal=False, mask=mask, scale=scale)
+    options = AttentionOptions(False, None, options.scale, None, len(ids), bool(masks))
+    return attention_kernel(options, q, keys, values, *ids, *masks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -116,7 +102,7 @@ def by_blocks(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: ja
 
 def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> tuple[jax.Array, Any]:
     """Return the result, and the residuals of the backward: the gathered keys and values are not gathered again."""
-    kv = all_gather(jnp.stack([k, v])[None], rounds.axis)  # [c, 2, b, s/c, hkv, d]
+    kv = all_gather(jnp.stack([k, v])[None], rounds.ring.axis)  # [c, 2, b, s/c, hkv, d]
     # Round 0 is outside the loop: its step is a Python int, which selects the causal rectangle of a rank's own keys.
     block = lambda step: (rounds.rectangles(step, ids), q, kv[rounds.key_rank(step)])
     attend_round = lambda step, state: rounds.block_ops.attend(*block(step), state)
@@ -139,7 +125,7 @@ def _backward(rounds: Rounds, residuals: Any, cotangent: jax.Array) -> tuple[jax
     dkv = jnp.zeros(kv.shape, accumulation_dtype(q))
     first_sums = backward_round(0, (rounds.block_ops.initial_gradients(q, rounds, ids, final), dkv))
     sums, dkv = lax.fori_loop(1, rounds.hops + 1, backward_round, first_sums)
-    return rounds.cotangents(q, sums, reduce_scatter(dkv, rounds.axis)[0], ids)
+    return rounds.cotangents(q, sums, reduce_scatter(dkv, rounds.ring.axis)[0], ids)
 
 
 by_blocks.defvjp(_forward, _backward)

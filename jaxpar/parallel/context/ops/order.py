@@ -7,15 +7,46 @@
 Four ranks:   plain  01|23|45|67    zigzag  07|16|25|34
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
+from ....collectives.nccl import shift
 from ....collectives.ranks import Axes, count, index
 
 Order = Literal["plain", "zigzag"]
 ORDERS = ("plain", "zigzag")
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ranks over which a sequence is split, as a ring of groups of neighbouring ranks that share heads.
+
+    Attributes:
+      axis: the mesh axis of c ranks.
+      order: the chunks of the sequence that each rank holds.
+      group: u, the number of ranks in a group; u divides c. A group is one place on the ring.
+    """
+
+    axis: Axes
+    order: Order = "plain"
+    group: int = 1
+
+    @property
+    def size(self) -> int:
+        """The number of places, c / u; inside `shard_map`."""
+        return count(self.axis) // self.group
+
+    @property
+    def place(self) -> jax.Array | int:
+        """This device's place on the ring."""
+        return index(self.axis) // self.group
+
+    def shift(self, x: jax.Array, hops: int = 1) -> jax.Array:
+        """Pass a value on along the ring: return the value of the rank `hops` places before this one."""
+        return shift(x, self.axis, hops * self.group)
 
 
 def order_of(ranks: int, order: Order) -> tuple[int, ...]:

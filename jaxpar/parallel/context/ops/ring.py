@@ -30,25 +30,16 @@ from jax import lax
 
 from ....collectives.nccl import all_gather
 from ....collectives.ranks import Axes
+from ..attention.flash import AttentionOptions
 from ..attention.fused import check_inputs
-from .order import Order, check_order
+from .order import Ring, check_order
 from .rounds import Rounds
 
 
 def ring_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    axis: Axes,
-    causal: bool,
-    window: int | None = None,
-    segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    scale: float | None = None,
-    order: Order = "plain",
+    ring: Ring, options: AttentionOptions, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array
 ) -> jax.Array:
-    """Compute `jp.attention` of a sequence that is split over `axis`, inside `shard_map`, on a ring of its ranks.
+    """Compute `jp.attention` of a sequence that is split over a ring of ranks, inside `shard_map`.
 
     Sends, with e bytes an element, permutes of keys and values: forward 2 (c-1) b (s/c) hkv d e, backward the same and
     for their gradients, in float32, 2 c b (s/c) hkv d 4. With a window in plain order there are `ring_hops` hops
@@ -59,10 +50,9 @@ def ring_attention(
     [b or 1, 1, t/c, s/c] (in zigzag order for half the positions) in the dtype of q.
 
     Args:
-      q, k, v, axis, causal, scale: as for `gather_attention`.
-      window: as for `gather_attention`; it saves hops in plain order only.
-      segment_ids, kv_segment_ids: as for `gather_attention`; the ids of all ranks are gathered.
-      order: as for `gather_attention`; zigzag order balances causal work.
+      ring: the ranks. Zigzag order balances causal work, but a window saves hops in plain order only.
+      options, q, k, v: as for `gather_attention`.
+      ids: the segments of this rank's queries and keys, as for `gather_attention`; the ids of all ranks are gathered.
 
     Returns:
       [b, t/c, hq, d], as from `gather_attention`.
@@ -70,20 +60,18 @@ def ring_attention(
     Raises:
       ValueError: shapes, dtypes or options do not fit.
     """
-    check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
-    check_order(order, q, k)
-    ids = gather_ids(axis, segment_ids, kv_segment_ids)
-    return by_rounds(Rounds.of(q, k, axis, causal, window, scale, order), q, k, v, *ids)
+    check_inputs(options, q, k, v, *ids)
+    check_order(ring.order, q, k)
+    return by_rounds(Rounds.of(ring, options, q, k), q, k, v, *gather_ids(ring.axis, *ids))
 
 
-def gather_ids(axis: Axes, *ids: jax.Array | None) -> list[jax.Array]:
-    """All-gather each [b, t/c] that is not None to [ranks, b, t/c].
+def gather_ids(axis: Axes, *ids: jax.Array) -> list[jax.Array]:
+    """All-gather each [b, t/c] to [ranks, b, t/c].
 
     One all-gather moves all of them. Nothing would order two, and ranks that start them in different orders deadlock.
     """
-    arrays = [x for x in ids if x is not None]
-    ends = [*itertools.accumulate(x.shape[1] for x in arrays)]
-    return jnp.split(all_gather(jnp.concatenate(arrays, 1)[None], axis), ends[:-1], 2) if arrays else []
+    ends = [*itertools.accumulate(x.shape[1] for x in ids)]
+    return jnp.split(all_gather(jnp.concatenate(ids, 1)[None], axis), ends[:-1], 2) if ids else []
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -109,12 +97,12 @@ def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax
     kv, state = jnp.stack([k, v]), None
     if rounds.hops:
         # In each round the permute is issued before the compute that it overlaps with.
-        next_kv = rounds.shift(kv)
+        next_kv = rounds.ring.shift(kv)
         state = rounds.block_ops.attend(rounds.rectangles(0, ids), q, kv, None)
 
         def attend_round(carry: Any, step: jax.Array) -> tuple[Any, None]:
             kv, state = carry
-            next_kv = rounds.shift(kv)
+            next_kv = rounds.ring.shift(kv)
             return (next_kv, rounds.block_ops.attend(rounds.rectangles(step, ids), q, kv, state)), None
 
         (kv, state), _ = lax.scan(attend_round, (next_kv, state), jnp.arange(1, rounds.hops))
@@ -138,7 +126,7 @@ def _backward(rounds: Rounds, residuals: Any, cotangent: jax.Array) -> tuple[jax
         sums, dkv = rounds.block_ops.backward(rounds.rectangles(0, ids), q, kv, final, sums)
     else:
         # 1. Own keys. Their gradient stays until the next round's permute.
-        next_kv = rounds.shift(kv)
+        next_kv = rounds.ring.shift(kv)
         sums, dkv = rounds.block_ops.backward(rounds.rectangles(0, ids), q, kv, final, sums)
 
         # 2. Keys of other ranks.
@@ -151,9 +139,9 @@ def _backward(rounds: Rounds, residuals: Any, cotangent: jax.Array) -> tuple[jax
 
         (kv, sums, dkv), _ = lax.scan(backward_round, (next_kv, sums, dkv), jnp.arange(1, rounds.hops))
         # 3. The last keys are passed on no more; their gradient is, and then takes all hops back to its rank.
-        arriving_dkv = rounds.shift(dkv)
+        arriving_dkv = rounds.ring.shift(dkv)
         sums, block_dkv = rounds.block_ops.backward(rounds.rectangles(rounds.hops, ids), q, kv, final, sums)
-        dkv = rounds.shift(arriving_dkv + block_dkv, -rounds.hops)
+        dkv = rounds.ring.shift(arriving_dkv + block_dkv, -rounds.hops)
     return rounds.cotangents(q, sums, dkv, ids)
 
 
@@ -163,13 +151,13 @@ def _shift_together(rounds: Rounds, kv: jax.Array, dkv: jax.Array) -> tuple[jax.
     XLA's GPU scheduler overlapped only one of two separate permutes with compute.
     """
     if kv.dtype == dkv.dtype:
-        shifted = rounds.shift(jnp.stack([kv, dkv]))
+        shifted = rounds.ring.shift(jnp.stack([kv, dkv]))
         return shifted[0], shifted[1]
     # Send bit patterns as integers: on CPUs XLA moves bfloat16 as float32, which need not keep bits that are a NaN.
     bits = jnp.dtype(f"uint{8 * kv.dtype.itemsize}")
     kv_bits, dkv_bits = (lax.bitcast_convert_type(x, bits) for x in (kv, dkv))
     # A float32 gradient has a last dim of 2 halves here: [..., 1 + 2].
-    shifted = rounds.shift(jnp.concatenate([kv_bits[..., None], dkv_bits], -1))
+    shifted = rounds.ring.shift(jnp.concatenate([kv_bits[..., None], dkv_bits], -1))
     return lax.bitcast_convert_type(shifted[..., 0], kv.dtype), lax.bitcast_convert_type(shifted[..., 1:], dkv.dtype)
 
 

@@ -18,13 +18,10 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from ....collectives.nccl import shift
-from ....collectives.ranks import Axes, count, index
 from ..attention.flash import AttentionOptions
 from . import blocks, score_function
 from .blocks import Rectangle
-from .order import Order, positions_of_rank
-from .score_function import ScoreFunction
+from .order import Ring, positions_of_rank
 
 
 def ring_hops(block: int, ranks: int, window: int | None = None) -> int:
@@ -43,74 +40,41 @@ class Rounds:
     """The static description of one attention over split keys: its hops, and the visible rectangles of each round.
 
     Attributes:
-      axis: the mesh axis over which the sequence is split.
-      ranks: the number of ranks on a ring.
+      ring: the ranks. A rank of a round is a place on this ring.
+      options: the options of the call. Of its `window`, None says that no window hides a key. With a `function`,
+        `causal` only tells that rectangles whose keys are all later than all queries can be skipped.
       num_queries, num_keys: the queries and the keys of a rank.
       hops: the number of rounds after round 0.
-      causal: whether a query sees no later keys. With a `function` it only tells that rectangles whose keys are all
-        later than all queries can be skipped.
-      window: query i sees keys i - window + 1 to i only; None for all.
-      scale: the factor of scores.
-      order: the chunks that a rank holds.
-      stride: the distance along the axis between neighbours on a ring; above 1 if that many ranks share the heads of
-        a block.
-      function: what the program does to scores before their softmax, or None.
       lengths: the numbers of queries and keys of the user, if ranks hold more. The surplus repeats the last position.
     """
 
-    axis: Axes
-    ranks: int
+    ring: Ring
+    options: AttentionOptions
     num_queries: int
     num_keys: int
     hops: int
-    causal: bool
-    window: int | None
-    scale: float | None
-    order: Order
-    stride: int = 1
-    function: ScoreFunction | None = None
     lengths: tuple[int, int] | None = None
 
     @classmethod
     def of(
-        cls,
-        q: jax.Array,
-        k: jax.Array,
-        axis: Axes,
-        causal: bool,
-        window: int | None,
-        scale: float | None,
-        order: Order,
-        stride: int = 1,
-        function: ScoreFunction | None = None,
-        lengths: tuple[int, int] | None = None,
+        cls, ring: Ring, options: AttentionOptions, q: jax.Array, k: jax.Array, lengths: tuple[int, int] | None = None
     ) -> Self:
         """Return the rounds of one call, for queries [b, t/c, ..] and keys [b, s/c, ..] of each of the c ranks."""
-        c, (t, s) = count(axis) // stride, (x.shape[1] for x in (q, k))
-        window = None if window is None or window >= c * t else window
+        c, (t, s) = ring.size, (x.shape[1] for x in (q, k))
+        window = None if options.window is None or options.window >= c * t else options.window
         # In zigzag order the chunk before a rank's second chunk is on the next rank, whose keys come by the last hop.
-        hops = ring_hops(t, c, window) if order == "plain" else c - 1
-        scale = None if scale is None else float(scale)
+        hops = ring_hops(t, c, window) if ring.order == "plain" else c - 1
         lengths = None if lengths == (c * t, c * s) else lengths
-        return cls(axis, c, t, s, hops, causal, window, scale, order, stride, function, lengths)
+        return cls(ring, replace(options, window=window), t, s, hops, lengths)
 
     @property
     def block_ops(self) -> Any:
         """The module with `attend`, `finish`, `initial_gradients` and `backward` for blocks of this attention."""
-        return blocks if self.function is None else score_function
-
-    @property
-    def rank(self) -> jax.Array | int:
-        """This device's rank on its ring."""
-        return index(self.axis) // self.stride
-
-    def shift(self, x: jax.Array, hops: int = 1) -> jax.Array:
-        """Pass a value on along the ring: return the value of the rank `hops` places before this one."""
-        return shift(x, self.axis, hops * self.stride)
+        return blocks if self.options.function is None else score_function
 
     def key_rank(self, step: jax.Array | int) -> jax.Array | int:
         """Return the rank on the ring whose keys round `step` attends to."""
-        return (self.rank - step) % self.ranks
+        return (self.ring.place - step) % self.ring.size
 
     def rectangles(self, step: jax.Array | int, ids: tuple[jax.Array, ...]) -> list[Rectangle]:
         """Return the rectangles of round `step` that this rank's queries may see.
@@ -120,22 +84,23 @@ class Rounds:
           ids: int [ranks, b, t/c] segments of queries and, if they differ, [ranks, b, s/c] of keys; or the operands
             of the function of scores, with the keys of all ranks one after the other.
         """
-        rank, key_rank = self.rank, self.key_rank(step)
-        rank_positions = lambda n, rank: positions_of_rank(n, self.ranks, self.order, rank)
+        ring, call = self.ring, self.options
+        rank, key_rank = ring.place, self.key_rank(step)
+        rank_positions = lambda n, rank: positions_of_rank(n, ring.size, ring.order, rank)
 
         def make_rectangle(
             first_query: Any, first_key: Any, size: tuple[int, int], causal: bool, is_visible: Any = None
         ) -> Rectangle:
             # A kernel's window assumes consecutive positions that start alike: a rank's own block in plain order.
-            kernel_window = self.window if causal and self.order == "plain" else None
-            options = AttentionOptions(causal, kernel_window, self.scale, None, 0, False)
+            kernel_window = call.window if causal and ring.order == "plain" else None
+            options = AttentionOptions(causal, kernel_window, call.scale, None, 0, False)
             rectangle = Rectangle(first_query, first_key, *size, options, None, is_visible)
             # Positions in the whole sequence, of this rank's queries and of the visiting keys.
             positions = {
                 "t": rectangle.slice_queries(rank_positions(self.num_queries, rank), 0),
                 "s": rectangle.slice_keys(rank_positions(self.num_keys, key_rank), 0),
             }
-            if self.function is not None:
+            if call.function is not None:
                 # Surplus positions are those of the last real one, so that tables by position need no more entries.
                 is_real_key = None
                 if self.lengths is not None:
@@ -143,12 +108,12 @@ class Rounds:
                     sides = zip(positions.items(), self.lengths, strict=True)
                     positions = {side: jnp.minimum(x, n - 1) for (side, x), n in sides}
                 first = key_rank * self.num_keys + first_key
-                block = score_function.ScoreBlock(self.function, positions, ids, first, is_real_key)
+                block = score_function.ScoreBlock(call.function, positions, ids, first, is_real_key)
                 return replace(rectangle, score_block=block)
             # Otherwise the mask has what the kernel cannot be told: a window off the diagonal, and segments.
             mask = None
-            if self.window is not None and kernel_window is None:
-                mask = (positions["t"][:, None] - positions["s"] < self.window)[None]
+            if call.window is not None and kernel_window is None:
+                mask = (positions["t"][:, None] - positions["s"] < call.window)[None]
             if ids:
                 query_ids, key_ids = ids[0][rank], ids[-1][key_rank]
                 same_segment = rectangle.slice_queries(query_ids)[:, :, None] == rectangle.slice_keys(key_ids)[:, None]
@@ -159,10 +124,10 @@ class Rounds:
 
         # A traced step is never 0: the first round is outside the loops of callers.
         is_own, block_size = isinstance(step, int) and step == 0, (self.num_queries, self.num_keys)
-        if is_own or not self.causal:
-            return [make_rectangle(0, 0, block_size, self.causal)]
-        is_earlier = jnp.asarray(self.rank >= step)  # the keys are of an earlier rank, not wrapped around the ring
-        if self.order == "plain":
+        if is_own or not call.causal:
+            return [make_rectangle(0, 0, block_size, call.causal)]
+        is_earlier = jnp.asarray(ring.place >= step)  # the keys are of an earlier rank, not wrapped around the ring
+        if ring.order == "plain":
             return [make_rectangle(0, 0, block_size, False, is_earlier)]
         half = self.num_queries // 2
         # In zigzag order the second chunk of queries sees every rank's first chunk of keys. Then the first chunk sees

@@ -218,7 +218,7 @@ def initial_gradients(q: jax.Array, rounds: Any, operands: Sequence[jax.Array], 
     `operands` are those of the score function, and `final` is as for `backward`.
     """
     sums = _zeros(q, *operands)
-    if not rounds.function.sink:
+    if not rounds.options.function.sink:
         return sums
     # The sink is in no block. Its value is zero, so that its gradient is -P D.
     output, (row_max, row_sum), cotangent = final

@@ -15,45 +15,37 @@ Dims: b rows, t query positions, s key positions, c ranks, u ranks in a group, h
 head_dim.
 """
 
-import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ....collectives.nccl import all_to_all
-from ....collectives.ranks import Axes, count, spanned
-from ..attention.fused import attention, check_inputs
-from .order import Order, check_order, from_zigzag, to_zigzag
+from ....collectives.ranks import count, spanned
+from ..attention.flash import AttentionOptions
+from ..attention.fused import attention_kernel, check_inputs
+from .order import Ring, check_order, from_zigzag, to_zigzag
 from .ring import by_rounds, gather_ids
 from .rounds import Rounds
 
 
 def ulysses_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    axis: Axes,
-    causal: bool,
-    window: int | None = None,
-    segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    scale: float | None = None,
-    order: Order = "plain",
+    ring: Ring, options: AttentionOptions, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array
 ) -> jax.Array:
-    """Compute `jp.attention` of a sequence that is split over `axis`, inside `shard_map`, by splitting heads instead.
+    """Compute `jp.attention` of a sequence that is split over ranks, inside `shard_map`, by splitting heads instead.
 
     Sends, with e bytes an element: all-to-alls of q, of k and v together, and of the result, (c-1)/c (2 hq t + 2 hkv s)
     b d e / c in all, backward the same. If c does not divide hkv, key heads are repeated until it does: read lcm(c,
     hkv) for hkv.
 
     Args:
+      ring: the ranks, and the positions that they hold; all ranks share heads, whatever its `group`.
       q: float [b, t/c, hq, d], this rank's queries; c divides hq.
-      k, v, axis, causal, window, scale, order: as for `gather_attention`.
-      segment_ids, kv_segment_ids: as for `gather_attention`; the ids of all ranks are gathered.
+      options, k, v: as for `gather_attention`.
+      ids: as for `ring_attention`.
 
     Returns:
       [b, t/c, hq, d], as from `gather_attention`.
@@ -61,42 +53,28 @@ def ulysses_attention(
     Raises:
       ValueError: shapes, dtypes or options do not fit; or c does not divide hq.
     """
-    check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
-    check_order(order, q, k)
+    check_inputs(options, q, k, v, *ids)
+    check_order(ring.order, q, k)
     # Key heads that c does not divide are repeated, but repeated query heads would be computed several times.
-    c, heads = count(axis), q.shape[2]
+    c, heads = count(ring.axis), q.shape[2]
     if heads % c:
         raise ValueError(
             f"{c} ranks do not divide {heads} query heads; use ring_attention or gather_attention, or fewer ranks"
         )
-    in_user_order = lambda x: from_zigzag(x, c) if order == "zigzag" else x
+    in_user_order = lambda x: from_zigzag(x, c) if ring.order == "zigzag" else x
     # Ids of all ranks, [c, b, t/c] -> [b, t].
-    merge_ranks = lambda x: in_user_order(jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1))
-    whole_ids = map(merge_ranks, gather_ids(axis, segment_ids, kv_segment_ids))
-    ids = dict(zip(("segment_ids", "kv_segment_ids"), whole_ids, strict=False))
-    attend = functools.partial(attention, **ids)
-    attend = functools.partial(attend, causal=causal, window=window, scale=scale)
-    return exchanged(attend, q, k, v, axis=axis, group=c, order=order)
+    whole_ids = [in_user_order(jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1)) for x in gather_ids(ring.axis, *ids)]
+    kernel_options = replace(options, implementation=None)
+    attend = lambda q, k, v: attention_kernel(kernel_options, q, k, v, *whole_ids)
+    return exchanged(attend, replace(ring, group=c), q, k, v)
 
 
 def usp_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    axis: Axes,
-    group: int,
-    causal: bool,
-    window: int | None = None,
-    segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    scale: float | None = None,
-    order: Order = "plain",
+    ring: Ring, options: AttentionOptions, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array
 ) -> jax.Array:
-    """Compute `jp.attention` of a sequence that is split over `axis`, inside `shard_map`, by a ring of groups.
+    """Compute `jp.attention` of a sequence that is split over ranks, inside `shard_map`, by a ring of groups.
 
-    `group` ranks next to each other exchange positions for heads. Keys and values go round the ring of the c / group
-    groups.
+    u ranks next to each other exchange positions for heads. Keys and values go round the ring of the c / u groups.
 
     ```
     6 ranks, groups of 2, 2 heads, plain order       exchanged: all positions of the group, of one head
@@ -109,10 +87,9 @@ def usp_attention(
     2 (c/u - 1) b (s/c) hkv d e. Holds the same arrays as the ring.
 
     Args:
-      q, k, v, axis, causal, window, segment_ids, kv_segment_ids, scale: as for `ring_attention`.
-      group: u, the number of ranks that share heads; it divides c, hq and hkv.
-      order: as for `ring_attention`. In zigzag order a group has the two chunks that a rank of a ring of c / u has, in
-        parts.
+      ring: the ranks. Those of a `group` share heads; u divides c, hq and hkv. In zigzag order a group has the two
+        chunks that a rank of a ring of c / u has, in parts.
+      options, q, k, v, ids: as for `ring_attention`.
 
     Returns:
       [b, t/c, hq, d], as from `gather_attention`.
@@ -120,9 +97,9 @@ def usp_attention(
     Raises:
       ValueError: shapes, dtypes or options do not fit; or `group` does not divide ranks and heads.
     """
-    check_inputs(q, k, v, causal, window, segment_ids, kv_segment_ids, scale)
-    check_order(order, q, k)
-    c, heads, groups = count(axis), q.shape[2], k.shape[2]
+    check_inputs(options, q, k, v, *ids)
+    check_order(ring.order, q, k)
+    c, heads, groups, group = count(ring.axis), q.shape[2], k.shape[2], ring.group
     if group < 1 or any(n % group for n in (c, heads, groups)):
         raise ValueError(
             f"groups of {group} of {c} ranks for {heads} query and {groups} key heads; use a divisor of ranks and "
@@ -133,43 +110,42 @@ def usp_attention(
         """Reorder the ids of all ranks, [c, b, t/c], to those of the ring's groups: [c/u, b, u t/c]."""
         group_ids = ids.reshape(c // group, group, *ids.shape[1:])
         group_ids = jnp.moveaxis(group_ids, 1, 2).reshape(c // group, ids.shape[1], -1)
-        return jax.vmap(lambda x: from_zigzag(x, group))(group_ids) if order == "zigzag" else group_ids
+        return jax.vmap(lambda x: from_zigzag(x, group))(group_ids) if ring.order == "zigzag" else group_ids
 
-    ids = map(merge_groups, gather_ids(axis, segment_ids, kv_segment_ids))
+    all_ids = [merge_groups(x) for x in gather_ids(ring.axis, *ids)]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return by_rounds(Rounds.of(q, k, axis, causal, window, scale, order, group), q, k, v, *ids)
+        return by_rounds(Rounds.of(ring, options, q, k), q, k, v, *all_ids)
 
-    return exchanged(attend, q, k, v, axis=axis, group=group, order=order)
+    return exchanged(attend, ring, q, k, v)
 
 
-def exchanged(
-    attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, *, axis: Axes, group: int, order: Order
-) -> jax.Array:
-    """Exchange positions for heads among `group` neighbouring ranks, attend, and exchange the result back.
+def exchanged(attend: Callable[..., jax.Array], ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Exchange positions for heads among the ranks of a group, attend, and exchange the result back.
 
     Args:
       attend: from q [b, u t/c, hq/u, d] and k, v [b, u s/c, hkv/u, d] to the result of q's shape. Key heads are
         repeated until the group divides them.
-      q, k, v, axis: as for `gather_attention`.
-      group: u, the number of ranks that exchange.
-      order: the chunks that ranks hold. `attend` receives the positions of a ring of c / u ranks in this order.
+      ring: the ranks. `attend` receives the positions of a ring of c / u ranks, in its order.
+      q, k, v: as for `gather_attention`.
 
     Returns:
       [b, t/c, hq, d].
     """
+    group, is_zigzag = ring.group, ring.order == "zigzag"
     # Keys and values share an all-to-all, concatenated along d.
     kv = jnp.repeat(jnp.concatenate([k, v], -1), group // math.gcd(group, k.shape[2]), axis=2)
-    q, kv = (_group_all_to_all(x, axis, group, 2, 1) for x in (q, kv))
+    q, kv = (_group_all_to_all(x, ring, 2, 1) for x in (q, kv))
     # In zigzag order the first chunks of a group's ranks follow each other in the sequence. So do their second chunks,
     # from the group's last rank to its first: `from_zigzag` makes both stretches contiguous.
-    q, kv = (from_zigzag(x, group) for x in (q, kv)) if order == "zigzag" else (q, kv)
+    q, kv = (from_zigzag(x, group) for x in (q, kv)) if is_zigzag else (q, kv)
     output = attend(q, *jnp.split(kv, 2, axis=-1))
-    return _group_all_to_all(to_zigzag(output, group) if order == "zigzag" else output, axis, group, 1, 2)
+    return _group_all_to_all(to_zigzag(output, group) if is_zigzag else output, ring, 1, 2)
 
 
-def _group_all_to_all(x: jax.Array, axis: Axes, group: int, split_dim: int, concat_dim: int) -> jax.Array:
-    """All-to-all among `group` neighbouring ranks: split `split_dim` over them, and concatenate along `concat_dim`."""
+def _group_all_to_all(x: jax.Array, ring: Ring, split_dim: int, concat_dim: int) -> jax.Array:
+    """All-to-all among the ranks of a group: split `split_dim` over them, and concatenate along `concat_dim`."""
+    axis, group = ring.axis, ring.group
     if group == count(axis):
         return all_to_all(x, axis, split_dim, into=concat_dim)
     if group == 1:

@@ -6,6 +6,7 @@ Dims: B rows, T tokens of a row, N = B T, D features, F hidden, E experts, k cho
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from .dispatch import combine, dispatch
 from .dropless import dropless
 from .overflow import Expert
-from .routing import BALANCES, SCORES, balance_loss, choose_experts, count_choices, z_loss
+from .routing import Router, balance_loss, check_choice, count_choices, z_loss
 from .tables import wide
 
 DROPS = ("position", "probability")
@@ -121,41 +122,16 @@ def experts(
     >>> y.shape, routing.load.sum(axis=-1).tolist(), routing.dropped.tolist()
     ((2, 5, 8), [1.0, 1.0], [0.0, 0.0])
     """
-    num_experts = _check(
-        x, router_logits, weights, k, capacity, scores, bias, groups, group_limit, balance, drop, drop_within
-    )
-    # 1. Routing.
-    x, (b, t, d) = jnp.asarray(x), x.shape
-    logits = router_logits.astype(wide(router_logits.dtype))
-    ids, gates, probabilities = choose_experts(logits, k, scores, normalize, scale, bias, groups, group_limit or groups)
-    counts = count_choices(ids, num_experts)
-    tokens, flat_ids, flat_gates = x.reshape(b * t, d), ids.reshape(b * t, k), gates.reshape(b * t, k)
-
-    # 2. Experts. Without a capacity `dropless` also computes the choices beyond C.
-    if capacity is None:
-        y, dropped = dropless(tokens, flat_ids, flat_gates, weights, expert), jnp.zeros(b, logits.dtype)
-    else:
-        slot_groups = b if drop_within == "row" else 1
-        # An expert never needs more slots than a group has tokens; with as many, nothing is dropped and rows are
-        # independent even if they share slots.
-        tokens_per_group = b * t // slot_groups
-        slots_per_group = min(tokens_per_group, math.ceil(capacity * tokens_per_group * k / num_experts))
-        couples = _COUPLES if drop_within == "microbatch" and slots_per_group < tokens_per_group else ""
-        by_weight, slots = drop == "probability", slot_groups * slots_per_group
-        dispatch_tokens = dispatch(
-            num_experts, slots, slot_groups, by_weight, couples, slots_per_group < tokens_per_group
-        )
-        rows, slot, choice = dispatch_tokens(tokens, flat_ids, flat_gates)
-        y = combine(slot, jax.vmap(expert)(weights, rows), flat_gates, choice)
-        # The table marks a choice without a slot by E C.
-        dropped = (slot == num_experts * slots).astype(logits.dtype).reshape(b, t * k).mean(axis=1)
-
-    # 3. Shared experts, losses and metrics.
-    y = y.astype(x.dtype).reshape(b, t, d)
+    _check_arrays(x, router_logits, weights)
+    slots = ExpertSlots(capacity, drop, drop_within)
+    (b, t, d), logits = x.shape, router_logits.astype(wide(router_logits.dtype))
+    ids, gates, probabilities = Router(k, scores, normalize, scale, bias, groups, group_limit).choose(logits)
+    counts, tokens = count_choices(ids, logits.shape[2]), jnp.asarray(x).reshape(b * t, d)
+    y, dropped = slots.compute(expert, weights, tokens, ids, gates)
+    y = y.astype(tokens.dtype).reshape(b, t, d)
     if shared is not None:
         y = y + expert(shared, tokens).reshape(b, t, d)
-    losses = balance_loss(balance, counts, probabilities, t * k), z_loss(logits)
-    return y, Routing(*losses, counts / (t * k), dropped)
+    return y, Routing(balance_loss(balance, counts, probabilities, t * k), z_loss(logits), counts / (t * k), dropped)
 
 
 def balanced(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:
@@ -172,21 +148,58 @@ def balanced(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:
     return bias + rate * jnp.sign(load.mean() - load).astype(bias.dtype)
 
 
-def _check(
-    x: jax.Array,
-    logits: jax.Array,
-    weights: Any,
-    k: int,
-    capacity: float | None,
-    scores: str,
-    bias: jax.Array | None,
-    groups: int,
-    group_limit: int | None,
-    balance: str,
-    drop: str,
-    drop_within: str,
-) -> int:
-    """Check the arguments of `experts`, and return the number of experts."""
+@dataclass(frozen=True)
+class ExpertSlots:
+    """The slots of experts, and the choices that keep theirs; the attributes are those arguments of `jp.experts`."""
+
+    capacity: float | None
+    drop: str
+    drop_within: str
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if an option has none of its values."""
+        check_choice("drop", self.drop, DROPS)
+        check_choice("drop_within", self.drop_within, WITHIN)
+        if self.capacity is not None and not 0 < self.capacity < math.inf:
+            raise ValueError(
+                f"capacity={self.capacity} in units of the mean load; use 1.25, say, or None to drop nothing"
+            )
+
+    def compute(
+        self, expert: Expert, weights: Any, tokens: jax.Array, ids: jax.Array, gates: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Compute each token by its experts.
+
+        Args:
+          expert, weights: as for `experts`.
+          tokens: [N, D].
+          ids, gates: the experts of each token and their weights, int32 and float [B, T, k].
+
+        Returns:
+          The weighted sums [N, D] in the dtype of the weights, and the share of each row's choices that was dropped,
+          [B].
+        """
+        (b, t, k), num_experts = ids.shape, jax.tree.leaves(weights)[0].shape[0]
+        flat_ids, flat_gates = ids.reshape(b * t, k), gates.reshape(b * t, k)
+        # Without a capacity `dropless` also computes the choices beyond C.
+        if self.capacity is None:
+            return dropless(tokens, flat_ids, flat_gates, weights, expert), jnp.zeros(b, gates.dtype)
+        slot_groups = b if self.drop_within == "row" else 1
+        # An expert never needs more slots than a group has tokens; with as many, nothing is dropped and rows are
+        # independent even if they share slots.
+        tokens_per_group = b * t // slot_groups
+        slots_per_group = min(tokens_per_group, math.ceil(self.capacity * tokens_per_group * k / num_experts))
+        drops, slots = slots_per_group < tokens_per_group, slot_groups * slots_per_group
+        couples = _COUPLES if drops and self.drop_within == "microbatch" else ""
+        dispatch_tokens = dispatch(num_experts, slots, slot_groups, self.drop == "probability", couples, drops)
+        rows, slot, choice = dispatch_tokens(tokens, flat_ids, flat_gates)
+        y = combine(slot, jax.vmap(expert)(weights, rows), flat_gates, choice)
+        # The table marks a choice without a slot by E C.
+        return y, (slot == num_experts * slots).astype(gates.dtype).reshape(b, t * k).mean(axis=1)
+
+
+def _check_arrays(x: jax.Array, logits: jax.Array, weights: Any) -> None:
+    """Raise ValueError if the shapes of `experts`' arrays do not fit each other."""
     if x.ndim != 3:
         raise ValueError(
             f"x {list(x.shape)} has {x.ndim} dims; give [rows, tokens, features], with tokens 1 if need be"
@@ -200,22 +213,3 @@ def _check(
         raise ValueError(
             f"weights has a leaf {list(misshapen[0].shape)} for {num_experts} experts; needs [{num_experts}, ...]"
         )
-    if not 1 <= k <= num_experts:
-        raise ValueError(f"k={k} experts of {num_experts}; use 1 to {num_experts}")
-    if capacity is not None and not 0 < capacity < math.inf:
-        raise ValueError(f"capacity={capacity} in units of the mean load; use 1.25, say, or None to drop nothing")
-    if bias is not None and bias.shape != (num_experts,):
-        raise ValueError(f"bias {list(bias.shape)} for {num_experts} experts; needs [{num_experts}]")
-    if groups < 1 or num_experts % groups:
-        raise ValueError(f"groups={groups} does not divide {num_experts} experts; use a divisor")
-    if (group_limit is None) != (groups == 1) or not 1 <= (group_limit or 1) <= groups:
-        raise ValueError(f"groups={groups} with group_limit={group_limit}; use both, with a limit of 1 to {groups}")
-    if group_limit is not None and group_limit * (num_experts // groups) < k:
-        raise ValueError(
-            f"group_limit={group_limit} groups of {num_experts // groups} experts have fewer than k={k}; use more"
-        )
-    choices = {"scores": (scores, SCORES), "balance": (balance, BALANCES), "drop": (drop, DROPS)}
-    for name, (value, options) in {**choices, "drop_within": (drop_within, WITHIN)}.items():
-        if value not in options:
-            raise ValueError(f"{name}={value!r}; use one of {options}")
-    return num_experts

@@ -13,6 +13,7 @@ Dims: N tokens, k choices of a token, E experts, C slots of an expert, b tokens 
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -48,7 +49,7 @@ def most_blocks(tokens: int, k: int, experts: int, slots: int, size: int) -> int
 
 
 def overflow(
-    expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, leaves: Any, slots: int, size: int | None = None
+    expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, leaves: Any, slots: int
 ) -> tuple[jax.Array, Any]:
     """Compute the choices beyond the first C of each expert, by position, and return their weighted sum and the leaves.
 
@@ -62,24 +63,36 @@ def overflow(
       ids, weights: int32 and float [N, k].
       leaves: a tree of [E, ...].
       slots: C.
-      size: b; `block_size(slots)` if None.
 
     Returns:
       [N, D'] in the dtype of the weights, and `leaves`.
     """
     flat, tree = jax.tree.flatten(leaves)
-    result, *flat = _overflow(expert, tree, slots, size or block_size(slots))(x, ids, weights, *flat)
+    result, *flat = overflow_route(OverflowBlocks(expert, tree, slots, block_size(slots)))(x, ids, weights, *flat)
     return result, jax.tree.unflatten(tree, flat)
 
 
-@functools.lru_cache(maxsize=256)
-def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[..., Any]:
-    """Return `overflow` of flat leaves as a route; cached, since equal arguments must give the same function."""
+@dataclass(frozen=True)
+class OverflowBlocks:
+    """The program of `overflow` on flat leaves: a scan over blocks.
 
-    def blocks(by_expert: Order, n: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    Attributes:
+      expert: as for `overflow`.
+      tree: the structure of the leaves.
+      slots: C.
+      size: b.
+    """
+
+    expert: Expert
+    tree: Any
+    slots: int
+    size: int
+
+    def table(self, by_expert: Order, n: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return for each block its expert, its first position in the sorted choices, and its number of choices."""
         # Blocks are numbered expert after expert: block j belongs to the first expert whose blocks end after it. Blocks
         # j >= ends[-1] are not needed.
+        slots, size = self.slots, self.size
         num_overflowing = jnp.maximum(by_expert.load - slots, 0)
         num_blocks = (num_overflowing + size - 1) // size
         ends = jnp.cumsum(num_blocks)
@@ -92,44 +105,43 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
             jnp.where(j < ends[-1], jnp.clip(num_overflowing[e] - offset, 0, size), 0),
         )
 
-    def choices(by_expert: Order, start: jax.Array, count: jax.Array) -> jax.Array:
+    def choices(self, by_expert: Order, start: jax.Array, count: jax.Array) -> jax.Array:
         """Return the choices of a block, [b]; N k beyond its `count`."""
-        rank = jnp.arange(size, dtype=jnp.int32)
+        rank = jnp.arange(self.size, dtype=jnp.int32)
         positions = jnp.minimum(start + rank, by_expert.sorted.size - 1)
         return jnp.where(rank < count, by_expert.sorted[positions], by_expert.sorted.size)
 
-    def leaves_of(e: jax.Array, leaves: Any) -> Any:
-        """Return the leaves of expert `e`."""
-        return [jax.lax.dynamic_index_in_dim(leaf, e, keepdims=False) for leaf in leaves]
-
-    def weighted_expert(weights: jax.Array, rows: jax.Array, leaves: Any) -> jax.Array:
+    def weighted_expert(self, weights: jax.Array, rows: jax.Array, leaves: Any) -> jax.Array:
         """Compute rows by one expert, weighted: [b, D] -> [b, D']."""
-        return weights[:, None] * expert(jax.tree.unflatten(tree, leaves), rows).astype(weights.dtype)
+        return weights[:, None] * self.expert(jax.tree.unflatten(self.tree, leaves), rows).astype(weights.dtype)
 
-    # 1. Forward: a scan over the blocks, which adds the results of each to its tokens.
-    def run_blocks(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+    def run(self, x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+        """Compute the blocks one after the other, and add the results of each to its tokens."""
         by_expert, k = order(ids, None, leaves[0].shape[0]), ids.shape[1]
 
         def step(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
             e, start, count = block
 
             def compute(total: jax.Array) -> jax.Array:
-                block_choices = choices(by_expert, start, count)
-                result = weighted_expert(
-                    rows_of(weights.reshape(-1), block_choices), rows_of(x, block_choices // k), leaves_of(e, leaves)
-                )
-                return total.at[block_choices // k].add(result, mode="drop")
+                choices = self.choices(by_expert, start, count)
+                block_weights, rows = rows_of(weights.reshape(-1), choices), rows_of(x, choices // k)
+                result = self.weighted_expert(block_weights, rows, _leaves_of(e, leaves))
+                return total.at[choices // k].add(result, mode="drop")
 
             return where_needed(count > 0, compute, total), None
 
         # D' is known only by tracing the expert on one row.
-        one_row = lambda x, leaves: weighted_expert(weights[:1, 0], x[:1], leaves_of(by_expert.load[0], leaves))
+        one_row = lambda x, leaves: self.weighted_expert(weights[:1, 0], x[:1], _leaves_of(by_expert.load[0], leaves))
         width = jax.eval_shape(one_row, x, leaves).shape[-1]
         zeros = jnp.zeros((x.shape[0], width), weights.dtype)
-        return jax.lax.scan(step, zeros, blocks(by_expert, *ids.shape))[0], *leaves
+        return jax.lax.scan(step, zeros, self.table(by_expert, *ids.shape))[0], *leaves
 
-    # 2. Backward: the same scan computes each block again, and its cotangents.
-    def backward(saved: Any, cotangents: Any) -> Any:
+    def forward(self, x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> Any:
+        """Return the results of `run`, and the inputs as residuals."""
+        return self.run(x, ids, weights, *leaves), (x, ids, weights, leaves)
+
+    def backward(self, saved: Any, cotangents: Any) -> Any:
+        """Return the cotangents of the inputs of `run`: the same scan computes each block again, and its cotangents."""
         (x, ids, weights, leaves), (cotangent, *leaf_cotangents) = saved, cotangents
         by_expert, k = order(ids, None, leaves[0].shape[0]), ids.shape[1]
 
@@ -138,34 +150,26 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
 
             def compute(carry: Any) -> Any:
                 grad_x, grad_weights, grad_expert, grad_leaves, previous_expert = carry
-                block_choices = choices(by_expert, start, count)
-                _, pull = jax.vjp(
-                    weighted_expert,
-                    rows_of(weights.reshape(-1), block_choices),
-                    rows_of(x, block_choices // k),
-                    leaves_of(e, leaves),
-                )
-                block_grad_weights, block_grad_x, block_grad_expert = pull(rows_of(cotangent, block_choices // k))
+                choices = self.choices(by_expert, start, count)
+                block_weights, rows = rows_of(weights.reshape(-1), choices), rows_of(x, choices // k)
+                _, pull = jax.vjp(self.weighted_expert, block_weights, rows, _leaves_of(e, leaves))
+                block_grad_weights, block_grad_x, block_grad_expert = pull(rows_of(cotangent, choices // k))
                 # Blocks of one expert follow each other. Their sum stays in float32 in the carry, and every block
                 # rounds it anew into the leaf's gradient, so that rounding errors do not add up.
                 grad_expert = [
                     jnp.where(e == previous_expert, total, leaf_grad.astype(total.dtype))
                     + block_grad.astype(total.dtype)
                     for total, leaf_grad, block_grad in zip(
-                        grad_expert, leaves_of(e, grad_leaves), block_grad_expert, strict=True
+                        grad_expert, _leaves_of(e, grad_leaves), block_grad_expert, strict=True
                     )
                 ]
                 grad_leaves = [
                     jax.lax.dynamic_update_index_in_dim(leaf, total.astype(leaf.dtype), e, 0)
                     for leaf, total in zip(grad_leaves, grad_expert, strict=True)
                 ]
-                return (
-                    grad_x.at[block_choices // k].add(block_grad_x.astype(grad_x.dtype), mode="drop"),
-                    grad_weights.at[block_choices].set(block_grad_weights, mode="drop"),
-                    grad_expert,
-                    grad_leaves,
-                    e,
-                )
+                grad_x = grad_x.at[choices // k].add(block_grad_x.astype(grad_x.dtype), mode="drop")
+                grad_weights = grad_weights.at[choices].set(block_grad_weights, mode="drop")
+                return grad_x, grad_weights, grad_expert, grad_leaves, e
 
             return where_needed(count > 0, compute, carry), None
 
@@ -176,21 +180,29 @@ def _overflow(expert: Expert, tree: Any, slots: int, size: int) -> Callable[...,
             leaf_cotangents,
             jnp.int32(-1),
         )
-        (grad_x, grad_weights, _, grad_leaves, _), _ = jax.lax.scan(step, start, blocks(by_expert, *ids.shape))
+        (grad_x, grad_weights, _, grad_leaves, _), _ = jax.lax.scan(step, start, self.table(by_expert, *ids.shape))
         return grad_x.astype(x.dtype), None, grad_weights.reshape(weights.shape), *grad_leaves
 
-    def forward(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> Any:
-        return run_blocks(x, ids, weights, *leaves), (x, ids, weights, leaves)
-
-    # 3. The versions for one rank of `context` and of `expert`.
-    def part(ranks: int) -> Callable[..., Any]:
+    def part(self, ranks: int) -> Callable[..., Any]:
         """Return the function for one rank's tokens: they overflow its own C / ranks slots."""
-        return _overflow(expert, tree, slots // ranks, block_size(slots // ranks))
+        slots = self.slots // ranks
+        return overflow_route(replace(self, slots=slots, size=block_size(slots)))
 
-    def spread(ranks: int) -> Callable[..., Any]:
+    def spread(self, ranks: int) -> Callable[..., Any]:
         """Return the function for one rank's experts: its blocks have tokens of all ranks, which come in rounds."""
-        return rounds(_overflow(expert, tree, 0, block_size(slots * ranks)), slots, ranks)
+        received = replace(self, slots=0, size=block_size(self.slots * ranks))
+        return rounds(overflow_route(received), self.slots, ranks)
 
+
+@functools.lru_cache(maxsize=256)
+def overflow_route(blocks: OverflowBlocks) -> Callable[..., Any]:
+    """Return `blocks` as a route; cached, since equal arguments must give the same function."""
     # `part` and `spread` belong to this function alone, so that its route needs a unique name.
     name = f"overflow_{next(_numbers)}"
-    return route(name, ("rows", "whole"), run_blocks, forward, backward, part=part, spread=spread)
+    outs = "rows", "whole"
+    return route(name, outs, blocks.run, blocks.forward, blocks.backward, part=blocks.part, spread=blocks.spread)
+
+
+def _leaves_of(e: jax.Array, leaves: Any) -> Any:
+    """Return the leaves of expert `e`."""
+    return [jax.lax.dynamic_index_in_dim(leaf, e, keepdims=False) for leaf in leaves]

@@ -15,6 +15,7 @@ features. S = C E / e is the number of choices for one rank in a round.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -66,9 +67,19 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
       A function of x [N, D], ids int32 [N, k], weights float [N, k] and one rank's leaves [E / e, ...]. It returns the
       weighted sum of the results, [N, D'] in the dtype of the weights, and those leaves, as `overflow` returns them.
     """
+    program = OverflowRounds(overflow, slots, ranks)
+    return route("rounds", ("rows", "whole"), program.run, program.forward, program.backward)
 
-    # 1. The tables of a round, and how many rounds are needed.
-    def round_tables(by_expert: Order, ids: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+
+@dataclass(frozen=True)
+class OverflowRounds:
+    """The program of `rounds`, whose arguments its attributes are: a scan over all rounds that there can be."""
+
+    overflow: Callable[..., Any]
+    slots: int
+    ranks: int
+
+    def tables(self, by_expert: Order, ids: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the tables of round `number`, from the sorted choices and the expert of each, `ids` int32 [N, k].
 
         Returns:
@@ -77,73 +88,77 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
         """
         # The choices that overflow to one rank are indexed expert after expert. A round takes the next S of them, and
         # `ends` tells the expert of each.
-        local_experts, choices = by_expert.load.size // ranks, ids.size
-        size = slots * local_experts
-        num_overflowing = jnp.maximum(by_expert.load - slots, 0).reshape(ranks, local_experts)
+        local_experts, choices = by_expert.load.size // self.ranks, ids.size
+        size = self.slots * local_experts
+        num_overflowing = self._num_overflowing(by_expert)
         ends = jnp.cumsum(num_overflowing, axis=1)
         index = number * size + jnp.arange(size, dtype=jnp.int32)  # among all choices that overflow to one rank
         local_expert = (index[None, :, None] >= ends[:, None, :]).sum(axis=-1, dtype=jnp.int32)  # [e, S]
         is_filled = index < ends[:, -1:]
         e = jnp.minimum(local_expert, local_experts - 1)
-        expert = e + local_experts * jnp.arange(ranks, dtype=jnp.int32)[:, None]
+        expert = e + local_experts * jnp.arange(self.ranks, dtype=jnp.int32)[:, None]
         first_index = jnp.take_along_axis(ends - num_overflowing, e, axis=1)
-        positions = jnp.clip(by_expert.start[expert] + slots + index - first_index, 0, choices - 1)
+        positions = jnp.clip(by_expert.start[expert] + self.slots + index - first_index, 0, choices - 1)
         choice = jnp.where(is_filled, by_expert.sorted[positions], choices)
         return inverse(choice, choices).reshape(ids.shape), choice, jnp.where(is_filled, e, local_experts)
 
-    def num_rounds(by_expert: Order) -> jax.Array:
+    def _num_overflowing(self, by_expert: Order) -> jax.Array:
+        """Return the number of choices that overflow each expert, int32 [e, E / e]."""
+        return jnp.maximum(by_expert.load - self.slots, 0).reshape(self.ranks, -1)
+
+    def count(self, by_expert: Order) -> jax.Array:
         """Return the number of rounds that the busiest rank needs."""
-        local_experts = by_expert.load.size // ranks
-        busiest_load = jnp.maximum(by_expert.load - slots, 0).reshape(ranks, local_experts).sum(axis=1).max()
+        num_overflowing = self._num_overflowing(by_expert)
+        busiest_load = num_overflowing.sum(axis=1).max()
         # A rank that ran fewer rounds would leave the others waiting in an all-to-all.
-        return lax.pmax(-(-busiest_load // (slots * local_experts)), AXIS)
+        return lax.pmax(-(-busiest_load // (self.slots * num_overflowing.shape[1])), AXIS)
 
-    # 2. One round.
-    def all_to_all(x: jax.Array) -> jax.Array:
-        """Send row r of [e, ...] to rank r."""
-        return lax.all_to_all(x, AXIS, 0, 0, tiled=True)
+    def indices(self, x: jax.Array, ids: jax.Array, experts: int) -> jax.Array:
+        """Return the indices of all rounds that there can be."""
+        return jnp.arange(most_rounds(x.shape[0], ids.shape[1], experts, self.ranks, self.slots), dtype=jnp.int32)
 
-    def run_round(
-        by_expert: Order, ids: jax.Array, number: jax.Array, x: jax.Array, weights: jax.Array, leaves: Any
+    def run_one(
+        self, by_expert: Order, ids: jax.Array, number: jax.Array, x: jax.Array, weights: jax.Array, leaves: Any
     ) -> Any:
         """Run one round: send choices, compute them, send the results back, add them up. Also return the leaves."""
-        slot, choice, local_ids = round_tables(by_expert, ids, number)
-        rows, local_ids = all_to_all(_tokens_of(x, slot, choice)), all_to_all(local_ids)
+        slot, choice, local_ids = self.tables(by_expert, ids, number)
+        rows, local_ids = _all_to_all(_tokens_of(x, slot, choice)), _all_to_all(local_ids)
         # The weights are applied by `combine`, on the rank of the tokens.
         unit_weights = jnp.ones((rows.shape[0] * rows.shape[1], 1), weights.dtype)
-        results, *leaves = overflow(rows.reshape(-1, rows.shape[-1]), local_ids.reshape(-1, 1), unit_weights, *leaves)
-        results = all_to_all(results.astype(x.dtype).reshape(*rows.shape[:2], -1))
+        flat_rows, flat_ids = rows.reshape(-1, rows.shape[-1]), local_ids.reshape(-1, 1)
+        results, *leaves = self.overflow(flat_rows, flat_ids, unit_weights, *leaves)
+        results = _all_to_all(results.astype(x.dtype).reshape(*rows.shape[:2], -1))
         return combine(slot, results, weights, choice), leaves
 
-    def round_indices(x: jax.Array, ids: jax.Array, experts: int) -> jax.Array:
-        """Return the indices of all rounds that there can be."""
-        return jnp.arange(most_rounds(x.shape[0], ids.shape[1], experts, ranks, slots), dtype=jnp.int32)
-
-    # 3. Forward: a scan over all rounds that there can be. The same condition holds on all ranks.
-    def run_rounds(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-        experts = leaves[0].shape[0] * ranks
+    def run(self, x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+        """Run the rounds that are needed, under a condition that is the same on all ranks."""
+        experts = leaves[0].shape[0] * self.ranks
         by_expert = order(ids, None, experts)
-        count = num_rounds(by_expert)
+        count = self.count(by_expert)
 
         def step(total: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
-            compute = lambda total: total + run_round(by_expert, ids, number, x, weights, leaves)[0]
+            compute = lambda total: total + self.run_one(by_expert, ids, number, x, weights, leaves)[0]
             return where_needed(number < count, compute, total), None
 
-        width = jax.eval_shape(overflow, x, ids, weights, *leaves)[0].shape[-1]
+        width = jax.eval_shape(self.overflow, x, ids, weights, *leaves)[0].shape[-1]
         zeros = jnp.zeros((x.shape[0], width), weights.dtype)
-        return lax.scan(step, zeros, round_indices(x, ids, experts))[0], *leaves
+        return lax.scan(step, zeros, self.indices(x, ids, experts))[0], *leaves
 
-    # 4. Backward: the same scan runs each round again, and its derivative.
-    def backward(saved: Any, cotangents: Any) -> Any:
+    def forward(self, x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> Any:
+        """Return the results of `run`, and the inputs as residuals."""
+        return self.run(x, ids, weights, *leaves), (x, ids, weights, leaves)
+
+    def backward(self, saved: Any, cotangents: Any) -> Any:
+        """Return the cotangents of the inputs of `run`: the same scan runs each round again, and its derivative."""
         (x, ids, weights, leaves), (cotangent, *leaf_cotangents) = saved, cotangents
-        experts = leaves[0].shape[0] * ranks
+        experts = leaves[0].shape[0] * self.ranks
         by_expert = order(ids, None, experts)
-        count = num_rounds(by_expert)
+        count = self.count(by_expert)
 
         def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
             def compute(carry: Any) -> Any:
                 grad_x, grad_weights, grad_leaves = carry
-                one_round = lambda x, weights, leaves: run_round(by_expert, ids, number, x, weights, leaves)
+                one_round = lambda x, weights, leaves: self.run_one(by_expert, ids, number, x, weights, leaves)
                 # The leaves pass through a round: their cotangents come out with the round's gradient added.
                 _, pull = jax.vjp(one_round, x, weights, list(leaves))
                 round_grad_x, round_grad_weights, grad_leaves = pull((cotangent, grad_leaves))
@@ -152,13 +167,13 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
             return where_needed(number < count, compute, carry), None
 
         start = jnp.zeros(x.shape, wide(x.dtype)), jnp.zeros_like(weights), list(leaf_cotangents)
-        (grad_x, grad_weights, grad_leaves), _ = lax.scan(step, start, round_indices(x, ids, experts))
+        (grad_x, grad_weights, grad_leaves), _ = lax.scan(step, start, self.indices(x, ids, experts))
         return grad_x.astype(x.dtype), None, grad_weights, *grad_leaves
 
-    def forward(x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> Any:
-        return run_rounds(x, ids, weights, *leaves), (x, ids, weights, leaves)
 
-    return route("rounds", ("rows", "whole"), run_rounds, forward, backward)
+def _all_to_all(x: jax.Array) -> jax.Array:
+    """Send row r of [e, ...] to rank r."""
+    return lax.all_to_all(x, AXIS, 0, 0, tiled=True)
 
 
 def where_needed(needed: jax.Array, compute: Callable[[Any], Any], carry: Any) -> Any:

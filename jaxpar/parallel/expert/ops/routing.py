@@ -7,6 +7,8 @@
 Dims: B rows, T tokens of a row, E experts, k choices of a token, G groups of experts.
 """
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
@@ -18,41 +20,71 @@ BALANCES = ("sequence", "global", "microbatch")
 _TINY = 1e-20  # as in DeepSeek-V3: weights stay finite if all scores of a token underflow
 
 
-def choose_experts(
-    logits: jax.Array,
-    k: int,
-    scores: str,
-    normalize: bool,
-    scale: float,
-    bias: jax.Array | None,
-    groups: int,
-    group_limit: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the experts of each token, their weights, and the scores of all experts.
+def check_choice(name: str, value: str, options: tuple[str, ...]) -> None:
+    """Raise ValueError, which names the argument, unless its value is one of `options`."""
+    if value not in options:
+        raise ValueError(f"{name}={value!r}; use one of {options}")
 
-    Args:
-      logits: float32 [B, T, E].
-      k, scores, normalize, scale, bias, groups, group_limit: as for `jp.experts`.
 
-    Returns:
-      ids int32 [B, T, k], the largest score first; weights float32 [B, T, k]; scores float32 [B, T, E], which sum to 1
-      for each token.
-    """
-    probabilities = jax.nn.softmax(logits, axis=-1) if scores == "softmax" else jax.nn.sigmoid(logits)
-    # Choosing has no gradient. The bias changes which experts are chosen, and not their weights.
-    ranked = jax.lax.stop_gradient(probabilities) + (
-        0 if bias is None else jax.lax.stop_gradient(bias.astype(probabilities.dtype))
-    )
-    if groups > 1:
-        ranked = _limit_groups(ranked, groups, group_limit)
-    _, ids = jax.lax.top_k(ranked, k)
-    weights = jnp.take_along_axis(probabilities, ids, axis=-1)
-    if normalize:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + _TINY)
-    # The balance loss is 1 for an even load only if the scores of a token sum to 1.
-    if scores == "sigmoid":
-        probabilities = probabilities / (probabilities.sum(axis=-1, keepdims=True) + _TINY)
-    return ids, weights * scale, probabilities
+@dataclass(frozen=True)
+class Router:
+    """How tokens choose their experts; the attributes are those arguments of `jp.experts`."""
+
+    k: int
+    scores: str
+    normalize: bool
+    scale: float
+    bias: jax.Array | None
+    groups: int
+    group_limit: int | None
+
+    def _check(self, num_experts: int) -> None:
+        """Raise ValueError if an option has a wrong value for this number of experts."""
+        k, bias, groups, group_limit = self.k, self.bias, self.groups, self.group_limit
+        check_choice("scores", self.scores, SCORES)
+        if not 1 <= k <= num_experts:
+            raise ValueError(f"k={k} experts of {num_experts}; use 1 to {num_experts}")
+        if bias is not None and bias.shape != (num_experts,):
+            raise ValueError(f"bias {list(bias.shape)} for {num_experts} experts; needs [{num_experts}]")
+        if groups < 1 or num_experts % groups:
+            raise ValueError(f"groups={groups} does not divide {num_experts} experts; use a divisor")
+        if (group_limit is None) != (groups == 1) or not 1 <= (group_limit or 1) <= groups:
+            raise ValueError(f"groups={groups} with group_limit={group_limit}; use both, with a limit of 1 to {groups}")
+        if group_limit is not None and group_limit * (num_experts // groups) < k:
+            raise ValueError(
+                f"group_limit={group_limit} groups of {num_experts // groups} experts have fewer than k={k}; use more"
+            )
+
+    def choose(self, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the experts of each token, their weights, and the scores of all experts.
+
+        Args:
+          logits: float32 [B, T, E].
+
+        Returns:
+          ids int32 [B, T, k], the largest score first; weights float32 [B, T, k]; scores float32 [B, T, E], which sum
+          to 1 for each token.
+
+        Raises:
+          ValueError: an option has a wrong value, or one that does not fit the number of experts.
+        """
+        self._check(logits.shape[-1])
+        is_softmax, bias = self.scores == "softmax", self.bias
+        probabilities = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
+        # Choosing has no gradient. The bias changes which experts are chosen, and not their weights.
+        ranked = jax.lax.stop_gradient(probabilities) + (
+            0 if bias is None else jax.lax.stop_gradient(bias.astype(probabilities.dtype))
+        )
+        if self.group_limit is not None:
+            ranked = _limit_groups(ranked, self.groups, self.group_limit)
+        _, ids = jax.lax.top_k(ranked, self.k)
+        weights = jnp.take_along_axis(probabilities, ids, axis=-1)
+        if self.normalize:
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + _TINY)
+        # The balance loss is 1 for an even load only if the scores of a token sum to 1.
+        if not is_softmax:
+            probabilities = probabilities / (probabilities.sum(axis=-1, keepdims=True) + _TINY)
+        return ids, weights * self.scale, probabilities
 
 
 def _limit_groups(ranked: jax.Array, groups: int, group_limit: int) -> jax.Array:
@@ -106,7 +138,11 @@ def balance_loss(kind: str, counts: jax.Array, probabilities: jax.Array, choices
       counts: [B, E], from `count_choices`.
       probabilities: the scores, [B, T, E].
       choices: T k, the choices of a row.
+
+    Raises:
+      ValueError: there is no such kind.
     """
+    check_choice("balance", kind, BALANCES)
     # Counts of choices have no derivative. The gradient flows through the mean scores.
     counts = jax.lax.stop_gradient(counts)
     share = counts * (counts.shape[-1] / choices)  # [B, E], each row's f

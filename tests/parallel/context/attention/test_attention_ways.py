@@ -16,7 +16,9 @@ from test_attention import reference
 
 from jaxpar.collectives import order as collective_order
 from jaxpar.inspect.ledger import Ledger
+from jaxpar.parallel.context.attention.flash import AttentionOptions
 from jaxpar.parallel.context.ops import (
+    Ring,
     from_zigzag,
     gather_attention,
     gather_bytes,
@@ -35,12 +37,7 @@ from jaxpar.parallel.context.ops.order import ORDERS
 
 B, T, H, K, h = 2, 32, 8, 2, 8
 IDS = np.sort(np.random.default_rng(3).integers(4, size=(B, T)), axis=1).astype(np.int32)
-WAYS = {
-    "gather": gather_attention,
-    "ulysses": ulysses_attention,
-    "ring": ring_attention,
-    "usp": functools.partial(usp_attention, group=2),
-}
+WAYS = {"gather": gather_attention, "ulysses": ulysses_attention, "ring": ring_attention, "usp": usp_attention}
 CASES: dict[str, dict[str, Any]] = {
     "causal": {},
     "everywhere": {"causal": False},
@@ -67,12 +64,16 @@ def arrays(dtype: Any = np.float32, keys: int = T) -> list[np.ndarray]:
     return [np.asarray(jnp.asarray(random.normal(size=shape), dtype)) for shape in shapes]
 
 
-def program(way: str, c: int, order: str, split: Any, **options: Any) -> Any:
+def program(
+    way: str, c: int, order: Any, split: Any, causal: bool, window: int | None = None, scale: float | None = None
+) -> Any:
     """Compile the result and the gradients, from queries, keys, values, a cotangent and the arrays named in `split`."""
+    ring = Ring("context", order, 2 if way == "usp" else 1)
+    masked = "mask" in split
+    options = AttentionOptions(causal, window, scale, None, len(split) - masked, masked)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, w: jax.Array, *others: jax.Array) -> Any:
-        named = dict(zip(split, others, strict=True))
-        output, pull = jax.vjp(lambda *x: WAYS[way](*x, axis="context", order=order, **named, **options), q, k, v)
+        output, pull = jax.vjp(lambda *x: WAYS[way](ring, options, *x, *others), q, k, v)
         return output, *pull(w)
 
     ordered = lambda *x: collective_order.in_order(local, mesh(c))(jnp.int32(0), *x)[0]
@@ -179,20 +180,20 @@ def test_sends_what_the_closed_forms_say(way: str, order: str, window: int | Non
     x = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in arrays(keys=s)]
     compiled = program(way, c, order, (), causal=s == T, window=window).lower(*x).compile()
     ledger = Ledger.from_hlo(compiled.as_text(), mesh(c))
-    hops = ring_hops(T // c, c, window)
+    hops, queries, keys = ring_hops(T // c, c, window), (B, T, H, h), (B, s, K, h)
     if way == "ring":
-        forward, backward = ring_bytes(B, s, K, h, c, e, hops)
+        forward, backward = ring_bytes(keys, c, e, hops)
         # Permutes: every hop forward; backward the first of keys, later ones of keys and gradients, two of gradients.
         expected = {"collective-permute": (2 * hops + 2, forward + backward)}
     elif way == "usp":
-        forward, backward = usp_bytes(B, s, H, K, h, c, 2, e, T)
-        ring = sum(ring_bytes(B, s, K // 2, h, c // 2, e))
+        forward, backward = usp_bytes(queries, keys, c, 2, e)
+        ring = sum(ring_bytes((B, s, K // 2, h), c // 2, e))
         expected = {"collective-permute": (4, ring), "all-to-all": (6, forward + backward - ring)}
     elif way == "gather":
-        forward, backward = gather_bytes(B, T, K, h, c, e)
+        forward, backward = gather_bytes(keys, c, e)
         expected = {"all-gather": (1, forward), "reduce-scatter": (1, backward)}
     else:
-        expected = {"all-to-all": (6, sum(ulysses_bytes(B, T, H, K, h, c, e)))}
+        expected = {"all-to-all": (6, sum(ulysses_bytes(queries, keys, c, e)))}
     count, sent = (ledger.by("kind", value=value) for value in ("count", "sent"))
     assert {kind: (count[kind], sent[kind]) for kind in count} == expected
 
@@ -217,7 +218,6 @@ def test_orders() -> None:
         ("ring", {"order": "striped"}, r"order='striped'; use one of \('plain', 'zigzag'\)"),
         ("gather", {"keys": 16, "causal": True}, r"8 queries and 4 keys: which is whose\? Use causal=False"),
         ("gather", {"segment_ids": IDS * 1.0}, r"segment_ids is float.*give integers \[2, 8\]"),
-        ("gather", {"kv_segment_ids": IDS}, r"without segment_ids"),
         ("ulysses", {"c": 3, "length": 24}, r"3 ranks do not divide 8 query heads; use ring_attention"),
         ("usp", {"c": 3, "length": 24}, r"groups of 2 of 3 ranks for 8 query and 2 key heads"),
     ],

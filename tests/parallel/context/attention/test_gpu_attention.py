@@ -21,8 +21,10 @@ from jaxpar.hardware.devices import gpu_topology, target
 from jaxpar.inspect.explain import explain
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.models import llama, named
+from jaxpar.parallel.context.attention.flash import AttentionOptions
 from jaxpar.parallel.context.attention.fused import biased_attention
 from jaxpar.parallel.context.ops import (
+    Ring,
     gather_attention,
     gather_bytes,
     ring_attention,
@@ -33,23 +35,20 @@ from jaxpar.parallel.context.ops import (
 
 pytestmark = [pytest.mark.cuda_compiler, pytest.mark.xdist_group("gpu attention")]
 GROUP = 2  # ranks that share heads
-WAYS = {
-    "gather": gather_attention,
-    "ulysses": ulysses_attention,
-    "ring": ring_attention,
-    "usp": functools.partial(usp_attention, group=GROUP),
-}
+WAYS = {"gather": gather_attention, "ulysses": ulysses_attention, "ring": ring_attention, "usp": usp_attention}
 ROWS, HEADS, GROUPS, SIZE = 1, 32, 8, 128  # Llama-3-8B's
 
 
 @functools.cache
-def compiled(way: str, ranks: int, length: int, part: str = "both", order: str = "zigzag") -> tuple[Any, Mesh]:
+def compiled(way: str, ranks: int, length: int, part: str = "both", order: Any = "zigzag") -> tuple[Any, Mesh]:
     """Compile attention in bfloat16: `part` is "forward", or "both" for forward and backward."""
     mesh = Mesh(np.array(gpu_topology("8xH100")[:ranks]), ("context",))
     spec = P(None, "context")
+    ring = Ring("context", order, GROUP if way == "usp" else 1)
+    options = AttentionOptions(True, None, None, None, 0, masked=False)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array) -> Any:
-        output, pull = jax.vjp(lambda *x: WAYS[way](*x, axis="context", causal=True, order=order), q, k, v)
+        output, pull = jax.vjp(lambda *x: WAYS[way](ring, options, *x), q, k, v)
         return {"forward": output, "both": (output, pull(cotangent))}[part]
 
     array = lambda heads: jax.ShapeDtypeStruct(
@@ -114,17 +113,13 @@ def test_every_block_is_cudnns(way: str, ranks: int) -> None:
     assert not [line for line in text.splitlines() if " dot(" in line or "__cublas" in line]
 
 
-@pytest.mark.parametrize(
-    ("way", "closed"),
-    [
-        ("gather", lambda t, c: gather_bytes(ROWS, t, GROUPS, SIZE, c, 2)),
-        ("ulysses", lambda t, c: ulysses_bytes(ROWS, t, HEADS, GROUPS, SIZE, c, 2)),
-    ],
-)
-def test_bytes_forward_are_those_of_the_closed_form(way: str, closed: Any) -> None:
+@pytest.mark.parametrize("way", ["gather", "ulysses"])
+def test_bytes_forward_are_those_of_the_closed_form(way: str) -> None:
     """Bytes of a ring are those of its hops."""
     program, mesh = compiled(way, 8, 32_768, "forward")
-    assert Ledger.from_hlo(program.as_text(), mesh).total("sent") == closed(32_768, 8)[0]
+    queries, keys = (ROWS, 32_768, HEADS, SIZE), (ROWS, 32_768, GROUPS, SIZE)
+    closed = gather_bytes(keys, 8, 2) if way == "gather" else ulysses_bytes(queries, keys, 8, 2)
+    assert Ledger.from_hlo(program.as_text(), mesh).total("sent") == closed[0]
 
 
 def test_a_bias_and_its_gradient_are_cudnns() -> None:
