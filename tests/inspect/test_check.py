@@ -19,7 +19,7 @@ import jaxpar as jp
 from jaxpar.hardware.devices import gpu_topology
 from jaxpar.inspect.check.findings import check
 from jaxpar.inspect.check.proof import Proof
-from jaxpar.layout.storage import place
+from jaxpar.layout.leaves import Leaf, ModelLeaf
 from jaxpar.models import llama
 from jaxpar.parallel import DDP, rule_of
 from jaxpar.parallel.tensor import RULES
@@ -122,9 +122,12 @@ def at_once(flat: Any, how: Slicing) -> Any:
     return slice_program(flat, dataclasses.replace(how, sharded=[0] * len(how.sharded)))
 
 
-def leaf_whole(path: str, *arguments: Any) -> Any:
-    leaf = place(path, *arguments)
-    return dataclasses.replace(leaf, dim=None, padded=0) if path == "scale" else leaf
+_placed = ModelLeaf.placed
+
+
+def leaf_whole(model_leaf: ModelLeaf, *arguments: Any) -> Leaf:
+    leaf = _placed(model_leaf, *arguments)
+    return dataclasses.replace(leaf, dim=None, padded=0) if leaf.path == "scale" else leaf
 
 
 _gradients = Local.gradients
@@ -184,7 +187,7 @@ BREAKS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     ),
     "one leaf is not sharded": (
         "zero3",
-        {"jaxpar.layout.storage.place": leaf_whole},
+        {"jaxpar.layout.leaves.ModelLeaf.placed": leaf_whole},
         ["MISSING state: parameters scale", "MISSING state: optimizer state 1/0/nu/scale"],
     ),
     "the optimizer's state leaves the step whole": (

@@ -17,7 +17,7 @@ from jax import lax
 
 import jaxpar as jp
 from jaxpar.layout.layout import place_optimizer
-from jaxpar.layout.leaves import Leaf, place
+from jaxpar.layout.leaves import Leaf, ModelLeaf
 from jaxpar.step.gradients import Local
 from jaxpar.step.server import ServerStep
 
@@ -127,9 +127,12 @@ def device_bytes(step: Any) -> dict[str, int]:
 STORED = {"zero2": (1, 1 / 8), "zero3": (1 / 8, 1 / 8), "hsdp": (1 / 4, 1 / 4)}
 
 
-def replicated(path: str, *others: Any) -> Leaf:
-    leaf = place(path, *others)
-    return dataclasses.replace(leaf, dim=None, padded=0) if path == "scale" else leaf  # the smallest
+_placed = ModelLeaf.placed
+
+
+def replicated(model_leaf: ModelLeaf, *others: Any) -> Leaf:
+    leaf = _placed(model_leaf, *others)
+    return dataclasses.replace(leaf, dim=None, padded=0) if leaf.path == "scale" else leaf  # the smallest
 
 
 def optimizer_replicated(state: Any, params: Any, leaves: Sequence[Leaf], *_: bool) -> Any:
@@ -139,7 +142,7 @@ def optimizer_replicated(state: Any, params: Any, leaves: Sequence[Leaf], *_: bo
 @pytest.mark.parametrize("strategy", STORED)
 @pytest.mark.parametrize(
     ("name", "broken"),
-    [("jaxpar.layout.storage.place", replicated), ("jaxpar.step.core.place_optimizer", optimizer_replicated)],
+    [("jaxpar.layout.leaves.ModelLeaf.placed", replicated), ("jaxpar.step.core.place_optimizer", optimizer_replicated)],
     ids=["leaf", "optimizer"],
 )
 def test_layout_sees_what_was_left_replicated(
