@@ -107,7 +107,7 @@ FIGURES = {
     "experts": _script(("docs/experts.md",), "benchmarks/experts.py"),
     "five-axes": _script(("experiments/results/experts.md",), "five_axes.py"),
     "cut-stages": _script(("experiments/results/pipelines.md",), "cut_stages.py"),
-    "schedules": _script(("docs/strategies/pipe-all.md",), "schedules.py"),
+    "schedules": _script(("experiments/results/pipelines.md",), "schedules.py"),
     "pipeline": _script(("experiments/results/pipelines.md",), "pipeline.py"),
     "checkpoint": _script(("docs/checkpoints.md",), "benchmarks/checkpoint.py"),
     "strategies-time": _script(("docs/measurements.md",), "benchmarks/strategies.py"),
