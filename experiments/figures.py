@@ -104,7 +104,7 @@ FIGURES = {
     "plans": _script(("experiments/results/plans.md",), "ten_plans.py"),
     "speedup": _script(("docs/drawn.md",), f"speedup.py && {sys.executable} experiments/speedup.py --rows 1"),
     "planner": _script(("experiments/results/plans.md",), "benchmarks/planner.py"),
-    "experts": _script(("docs/experts.md",), "benchmarks/experts.py"),
+    "experts": _script(("experiments/results/mixtures.md",), "benchmarks/experts.py"),
     "five-axes": _script(("experiments/results/experts.md",), "five_axes.py"),
     "cut-stages": _script(("experiments/results/pipelines.md",), "cut_stages.py"),
     "schedules": _script(("experiments/results/pipelines.md",), "schedules.py"),
