@@ -78,7 +78,7 @@ FIGURES = {
     "mixture": _script(_asset("mixture"), "mixture.py && cp runs/mixture/mixture.svg docs/assets/"),
     "muon": _script(_asset("muon"), "optimizers.py --devices 2 && cp runs/optimizers/muon.svg docs/assets/"),
     "eight-bits": _script(
-        (*_asset("eight-bits"), "docs/recipes/precision.md", "experiments/eight_bits.json"),
+        (*_asset("eight-bits"), "experiments/results/precision.md", "experiments/eight_bits.json"),
         "eight_bits.py && cp runs/eight-bits/eight-bits.svg docs/assets/",
     ),
     "async": _script(
@@ -111,7 +111,7 @@ FIGURES = {
     "pipeline": _script(("experiments/results/pipelines.md",), "pipeline.py"),
     "checkpoint": _script(("docs/checkpoints.md",), "benchmarks/checkpoint.py"),
     "strategies-time": _script(("docs/measurements.md",), "benchmarks/strategies.py"),
-    "torch": _script(("docs/from-pytorch.md",), "benchmarks/torch_gloo.py"),
+    "torch": _script(("experiments/results/cpus.md",), "benchmarks/torch_gloo.py"),
     "handwritten": _script(("docs/measurements.md",), "benchmarks/handwritten.py"),
 }
 
