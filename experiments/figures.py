@@ -88,7 +88,7 @@ FIGURES = {
     ),
     "radar": _script(("docs/radar.md", "experiments/radar.json"), "radar.py"),
     "zero": _script(("docs/memory.md",), "zero_table.py"),
-    "megatron": _script(("docs/memory.md",), "megatron_memory.py", "experiments/megatron_sums.py"),
+    "megatron": _script(("experiments/results/megatron.md",), "megatron_memory.py", "experiments/megatron_sums.py"),
     "published": _script(
         ("experiments/results/published.md", "experiments/published_ratios.csv"),
         "published_throughput.py",

@@ -72,7 +72,7 @@ def name(page: Path) -> str:
 
 
 # Pages whose programs take ten seconds and more: left to CI.
-LONG = ("equinox-haiku", "finetune", "losses", "memory", "nonfinite", "optimizers", "own", "profiling")
+LONG = ("coupled-rows", "equinox-haiku", "finetune", "losses", "memory", "nonfinite", "optimizers", "own", "profiling")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 def test_the_table_of_models_holds_them_all_with_their_parameters() -> None:
-    page = (ROOT / "docs" / "train.md").read_text()
+    page = (ROOT / "docs" / "models.md").read_text()
     rows = re.findall(r"^\| `([\w.-]+)` \| ([\d,]+) ", page, re.M)
     shown = {model: int(count.replace(",", "")) for model, count in rows}
     known = {model: sizes.parameters for family in FAMILIES for model, sizes in family.SIZES.items()}

@@ -79,4 +79,4 @@ def test_the_table_is_what_plan_finds(model: str, devices: int) -> None:
         assert lines["zero1"].costs()["recomputation"] * 1e3 == pytest.approx(247, rel=0.05)
     if devices == 64:
         hsdp, fsdp = (lines[name].links["network"] / 1e9 for name in ("hsdp", "fsdp"))
-        assert f"{hsdp:.1f} GB of a device leave it in place of {fsdp:.1f}" in PAGE
+        assert f"each device sends {hsdp:.1f} GB between hosts instead of {fsdp:.1f}" in PAGE

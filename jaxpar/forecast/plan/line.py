@@ -25,7 +25,7 @@ from ...strategy import Strategy
 from .estimates import Estimate
 
 # Measured step time / predicted step time. Eight of ten published runs that were held out are in this range
-# (docs/predict.md).
+# (experiments/results/published.md).
 ERROR = (0.94, 1.09)
 UNSEEN = (0.72, 1.24)  # the range of twelve of the fifteen runs that were written down before they were predicted
 _SLIGHT = 0.005  # of the best line's seconds: smaller differences are not named as reasons

@@ -38,7 +38,7 @@ from ...hardware.compiled.products import Product
 from ...hardware.hardware import Hardware
 
 _BEST = "the best shape, an upper bound"
-# The factor is from six published runs on B200s (docs/predict.md).
+# The factor is from six published runs on B200s (experiments/results/published.md).
 UPPER_BOUND = (
     "matmuls run at the best shape that anybody measured, attention at an H100's share of the peak; six published runs "
     "took 1.2 to 1.4 times as long"

@@ -47,7 +47,7 @@ RATIO_OF_SUMS = "divides one sum over rows by another; return jp.Mean(total, cou
 # The note on a ratio that each replica computes on its rows, if the ratios are then averaged over replicas.
 RATIO_PER_REPLICA = (
     "averages over replicas what each divides by its own number of rows, as BatchNorm does with mask=; leave mask= "
-    "out, or divide sums over jp.all_rows(x) and jp.all_rows(mask) in a norm of your own (docs/losses.md)"
+    "out, or divide sums over jp.all_rows(x) and jp.all_rows(mask) in a norm of your own (docs/recipes/coupled-rows.md)"
 )
 ADVISE_SAME_SCALE = "make means of both, or multiply what is no sum by the count of jp.Mean"
 FUNCTION_OF_BLOCK_SIZE = "what depends on how many rows a block has, fewer than the batch; use a number that is given"
