@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ...model import permutations
@@ -154,14 +155,18 @@ def _gather(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
         return TENSOR["gather"](localiser, eqn, inputs)
 
     # 1. Known positions.
-    places = constant(indices)
+    column, starts = list(numbers.start_index_map).index(table.dim), constant(indices)
     takes_rows = numbers.offset_dims == tuple(d for d in range(len(table.shape)) if d != table.dim)
-    is_in_bounds = places is not None and ((places >= 0) & (places < table.shape[table.dim])).all()
-    if places is not None and is_in_bounds and takes_rows and len(places.shape) == 2:
-        return placed(localiser, eqn, [table], int(table.dim), places[:, 0])
+    if starts is not None and takes_rows and starts.ndim == 2 and starts.size:
+        # Other dims may be sliced, as in `x[:, places, 1:4]`, if all positions take the same slice.
+        sizes = eqn.params["slice_sizes"]
+        limits = [table.shape[d] - sizes[d] for d in numbers.start_index_map]
+        is_in_bounds = ((starts >= 0) & (starts <= limits)).all()
+        if is_in_bounds and (np.delete(starts, column, 1) == np.delete(starts[0], column)).all():
+            first = dict(zip(numbers.start_index_map, starts[0], strict=True))
+            return placed(localiser, eqn, [_sliced(table, first, sizes)], int(table.dim), starts[:, column])
 
     # 2. The index of the position counts 0, 1, 2, ... along the positions of the indices.
-    column = list(numbers.start_index_map).index(table.dim)
     if table.dim not in numbers.collapsed_slice_dims or indices.made is None:
         return None
     concatenation, columns = indices.made
@@ -177,6 +182,16 @@ def _gather(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
     (value,) = jx.bind(eqn, [table.value, local_indices], indices_are_sorted=False, unique_indices=False)
     batch_dims = [d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims]
     return [(value, batch_dims[dim])]
+
+
+def _sliced(table: LocalValue, first: dict[int, int], sizes: Sequence[int]) -> LocalValue:
+    """Return a value with slices of its dims but the split one; `first` has their starts, 0 if missing."""
+    value, shape = table.value, list(table.shape)
+    for dim, size in enumerate(sizes):
+        if dim != table.dim and size < shape[dim]:
+            start, shape[dim] = int(first.get(dim, 0)), size
+            value = lax.slice_in_dim(value, start, start + size, axis=dim)
+    return LocalValue(value, table.dim, tuple(shape))
 
 
 @rule("jit", "pjit")

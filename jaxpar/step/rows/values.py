@@ -171,10 +171,11 @@ class Value:
 
     @property
     def scalar(self) -> float | None:
-        """The number to which all elements of a whole value are equal; None if unknown."""
+        """The real number to which all elements of a whole value are equal; None if unknown."""
         if self.kind != "whole" or self.number is None or not self.number.uniform:
             return None
-        return float(np.real(self.number.pair[0]))
+        number = self.number.pair[0]
+        return None if np.imag(number) else float(np.real(number))
 
     @property
     def is_zero(self) -> bool:
