@@ -105,6 +105,7 @@ def with_programs(eqn: Any, transform: Callable[[Any], Any], constant: Callable[
         if not isinstance(value, jec.Jaxpr | jec.ClosedJaxpr):
             return value
         jaxpr, consts = opened(value)
+        # An open jaxpr stays open, as its equation expects.
         if not hasattr(value, "consts"):
             return transform(jaxpr)
         return jec.ClosedJaxpr(transform(jaxpr), list(map(constant, consts)))
@@ -233,6 +234,7 @@ def propagate(
     # Calls, remats and custom derivatives, whose program takes the operands as they are.
     inner = called(eqn)
     if inner is None or len(opened(inner)[0].invars) != len(ins) or len(opened(inner)[0].outvars) != len(eqn.outvars):
+        # The program's values cannot be matched with the equation's. A reader of all equations runs it all the same.
         if default is not None:
             for program in programs(eqn):
                 run(program, [default] * len(program.invars), None)
