@@ -180,9 +180,8 @@ def _kernel(fun: Callable[..., Any], in_dims: Dims, out_dims: Dims, ranks: tuple
     try:
         name = _names.get(key)
     except TypeError:  # an option such as a list cannot be hashed
-        # Such a kernel is registered anew in every call.
         key, name = object(), None
-    # A kernel that a layer makes anew in every call keeps its name, so that layers remain alike.
+    # A partial that a layer makes anew in every call keeps its name, so that layers remain alike.
     if name is None:
         name = _names[key] = f"jaxpar_kernel_{len(_kernels)}_{_name(fun)}"
 

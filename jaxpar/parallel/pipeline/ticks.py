@@ -220,6 +220,7 @@ class Pipeline(Engine):
 
     def _initial_carry(self, row: Any) -> tuple[Carry, Any]:
         """Return the first carry, all zeros and without gradients, and the structure of a chunk's residuals."""
+        # 1. Messages, sums and prologues: all that an evaluation needs.
         variables = self.message_variables(self.program)
         message = self.pad_by_layer(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
@@ -227,7 +228,7 @@ class Pipeline(Engine):
         if self.seeds is None:
             return Carry(message, Message([], []), [], None, carries, [], [], sums), None
 
-        # The stash needs the shapes of residuals: trace one chunk's forward.
+        # 2. The stash, which needs the shapes of residuals: trace one chunk's forward.
         def residuals(row: Any) -> Any:
             op = _operation("F", row)
             env = self.program.environment(self.values(op["microbatch"]))
@@ -236,6 +237,7 @@ class Pipeline(Engine):
 
         saved = jax.eval_shape(residuals, row)
         stash = [jnp.zeros((self.schedule.slots, *x.shape), x.dtype) for x in saved.values]
+        # 3. Cotangents that wait for a backward, and weights in flight. `_with_zero_grads` adds the gradients.
         waiting_cts = None
         if self.schedule.waiting:
             ct_variables = Cotangents(variables.select(self.has_cotangent), bypass_variables(self.program))
