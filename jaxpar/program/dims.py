@@ -148,7 +148,7 @@ class Follower:
         name, properties = eqn.primitive.name, primitives.of(eqn)
         marks = frozenset().union(*(x.marks for x in ins), self._note(eqn, ins))
         # 1. Equations whose results are no views: those after the end mark, and unknown primitives, which mix all dims.
-        # Such an equation shows elements of one array, and computes nothing.
+        # An equation that only moves shows elements of one array, and computes nothing.
         only_moves = name in LOOKED_UP or ((properties.moves or properties.view) and sum(map(bool, shapes)) == 1)
         if self._ends in marks and not only_moves:
             return [Followed((), marks)] * len(outs)
