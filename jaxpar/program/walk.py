@@ -234,7 +234,6 @@ def propagate(
     # Calls, remats and custom derivatives, whose program takes the operands as they are.
     inner = called(eqn)
     if inner is None or len(opened(inner)[0].invars) != len(ins) or len(opened(inner)[0].outvars) != len(eqn.outvars):
-        # The program's values cannot be matched with the equation's. A reader of all equations runs it all the same.
         if default is not None:
             for program in programs(eqn):
                 run(program, [default] * len(program.invars), None)

@@ -123,7 +123,7 @@ class _Iteration:
         self._outvars, self._tree = flat.outvars, jax.tree.structure(results)
         self._todo = jx.live(flat.eqns, flat.outvars)
         self.env = jx.Environment.of(flat, jax.tree.leaves((carry, iteration, x)))
-        # What the iteration before has handed over counts as arrived.
+        # Values from the iteration before have arrived already.
         self.arrived = list(flat.invars[: len(jax.tree.leaves(carry))])
         self._ready_exchanges: list[Any] = []
         self._is_exchange: Callable[[Any], bool] = lambda eqn: eqn.primitive.name in _EXCHANGES

@@ -116,7 +116,7 @@ def unread_leaves(loss: jx.Flat, inputs: Any, num_params: int) -> list[str]:
     vars_read = {v for eqn in jx.live(loss.eqns, loss.outvars) for v in eqn.invars if not jx.is_literal(v)}
     # A result may pass an input through, which no equation reads.
     vars_read |= {v for v in loss.outvars if not jx.is_literal(v)}
-    # Put the variables in place of the inputs' leaves, to name them by their paths.
+    # Replace the inputs' leaves by their variables, to name these by their paths.
     input_vars = iter(loss.invars[num_params:])
     batch = jax.tree.map(lambda _: next(input_vars), inputs)[1]
     leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_replicated)

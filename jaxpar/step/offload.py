@@ -404,7 +404,7 @@ def _split(
     """
     home = dict(zip(flat.invars, input_leaf, strict=True))
     variables = (*flat.invars, *flat.constvars, *(v for eqn in flat.eqns for v in eqn.outvars))
-    # A leaf part may read scalars alone besides its leaf's arrays: they are cheap to compute once for all blocks.
+    # A leaf part reads its leaf's arrays and scalars, which the global part computes once for all blocks.
     scalars = {v for v in variables if not v.aval.shape}
 
     # 1. The equations between the scalars and the results of each leaf.

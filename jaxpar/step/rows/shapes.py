@@ -175,7 +175,7 @@ def _draw(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Val
     if rows:
         labels = [Labels(x.labels.array.reshape([*x.labels.array.shape, *[1] * ndim][:ndim])) for x in rows]
         return rows[0].derive(labels=labels[0]) if len({*labels}) == 1 else coupled_with_other_rows(eqn, ins)
-    # Each block has a key of its own, so that draws need not agree.
+    # Blocks have different keys, so that their draws need not agree.
     if any(x.is_keyed for x in ins):
         return Value()
     advice = "use the key that the loss is given, and in evaluate, which gives none, numbers of the batch"
