@@ -76,6 +76,7 @@ class _Walk:
 
         Some ranks along `divergent_axes` may not run this program.
         """
+        # One program may be called many times, and a loop's body once more for each turn of its fixpoint.
         key = (id(closed), tuple(input_axes), divergent_axes)
         if key in self.cache:
             return self.cache[key][1]
@@ -102,7 +103,9 @@ class _Walk:
                 divergence = f"where ranks of {'+'.join(sorted(axes & divergent_axes))} part"
                 line = jx.where(eqn) or "no line of the model"
                 self.findings[f"{kind} over {'+'.join(sorted(axes))}, {divergence}, at {line}"] = None
+            # With groups, each group of ranks has its own result.
             is_replicating = kind in _REPLICATING and eqn.params.get("axis_index_groups") is None
+            # A collective of several operands has one result for each. Otherwise all operands reach its only result.
             by_output = operand_axes if len(operand_axes) == len(eqn.outvars) else [all_operand_axes]
             return [differing - axes if is_replicating else differing | axes for differing in by_output]
         # If all branches of a conditional send the same, ranks that take different branches still meet.
@@ -126,6 +129,7 @@ class _Walk:
         wide_axes = frozenset(axis for axis, size in eqn.params["mesh"].shape.items() if size > 1)
         inner = _Walk(self.findings, wide_axes - self.ignored_axes)
         specs = jax.tree.leaves(eqn.params["in_specs"], is_leaf=lambda x: isinstance(x, PartitionSpec))
+        # An entry of a spec is one axis, a tuple of axes, or None.
         as_tuple = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
         axes_in = lambda spec: {axis for entry in spec for axis in as_tuple(entry)}
         inner.program(eqn.params["jaxpr"], [inner.axes & axes_in(spec) for spec in specs], _NO_AXES)
@@ -139,6 +143,7 @@ def _communication(closed: Any) -> tuple[Any, ...] | None:
         name = eqn.primitive.name
         if name in PRIMITIVES:
             communication.append((times, name, str(eqn.params), *(str(v.aval) for v in eqn.invars)))
+        # The programs of this equation communicate. A scan says how often they run; a while or a cond does not.
         elif jx.communicates([eqn], PRIMITIVES):
             if name in ("while", "cond"):
                 return None

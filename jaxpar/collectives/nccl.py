@@ -85,6 +85,7 @@ def broadcast(x: jax.Array, axes: Axes, root: int = 0) -> jax.Array:
         return x
     by_nccl = lambda x: lax.pbroadcast(x, axes, root)
     by_shards = lambda x: _by_shards(x, axes, lambda flat: scatter(flat, axes, root, pad=True))
+    # `platform_dependent` chooses when the program is lowered, by the mesh's devices and not by the default ones.
     move = jax.custom_vjp(lambda x: lax.platform_dependent(x, cuda=by_nccl, rocm=by_nccl, default=by_shards))
     # lax.pbroadcast's own transpose takes scalars only (jax 0.10 to 0.12).
     move.defvjp(lambda x: (move(x), None), lambda _, cotangent: (reduce(cotangent, axes, root),))
@@ -238,9 +239,11 @@ def send_recv(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax
         (check_rank(source, axes, "source"), check_rank(destination, axes, "destination"))
         for source, destination in pairs
     ]
+    # XLA's permute demands that no rank sends twice or receives twice.
     for role, ranks in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
         if repeated := [rank for i, rank in enumerate(ranks) if rank in ranks[:i]]:
             raise ValueError(f"rank {repeated[0]} is the {role} of two pairs; use it in one, or call send_recv twice")
+    # The one rank can only send to itself.
     if not axes:
         return x if pairs else jnp.zeros_like(x)
     return lax.ppermute(x, axes, pairs)
@@ -305,6 +308,7 @@ def reduce_scatter_as(x: jax.Array, axes: Sequence[str], dim: int, dtype: jnp.dt
     shard_shape = (*x.shape[:dim], num_pieces, part, *x.shape[dim + 1 :])
 
     def scatter_piece(i: int | jax.Array, shard: jax.Array) -> jax.Array:
+        # [.., n, part, ..] in the wider dtype, then [.., 1, part, ..] after the collective.
         piece = lax.dynamic_index_in_dim(split, i, axis=dim + 1, keepdims=False).astype(dtype)
         shard_of_piece = lax.squeeze(reduce_scatter(piece, axes, dim), [dim])
         return lax.dynamic_update_index_in_dim(shard, shard_of_piece, i, axis=dim)
@@ -333,6 +337,7 @@ def scatter_pieces(shape: Sequence[int], dtype: jnp.dtype, dim: int, n: int, wid
         return 1
     max_pieces = min(_MAX_PIECES, size // n // _MIN_SHARD_OF_PIECE)
     divisors = [pieces for pieces in range(1, max_pieces + 1) if shape[dim] // n % pieces == 0]
+    # If no divisor makes the pieces small, the default leads to the largest divisor in the next line.
     smallest = next((pieces for pieces in divisors if size // pieces <= _MAX_PIECE), _MAX_PIECES)
     return smallest if smallest <= _MAX_UNROLLED else divisors[-1] if divisors else 1
 
@@ -347,6 +352,7 @@ def _by_shards(x: jax.Array, axes: Axes, shard: Callable[[jax.Array], jax.Array]
 
 def _zero_unless_root(root: int, x: jax.Array, axes: Axes) -> jax.Array:
     """Return `x` on the root, zeros on other ranks."""
+    # A select rather than a product with 0, which would keep NaN.
     return jnp.where(index(axes) == root, x, jnp.zeros_like(x)) if axes else x
 
 

@@ -40,11 +40,13 @@ def needed(mesh: Mesh) -> bool:
 
 def token_after(x: jax.Array) -> Token:
     """Return a token that cannot exist before an array does; the array has elements, of any dtype."""
+    # One element is enough: a collective's result exists as a whole or not at all.
     first = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
     if jnp.issubdtype(first.dtype, jnp.complexfloating):
         first = lax.real(first)
     if first.dtype == jnp.bool_:
         first = first.astype(jnp.uint8)
+    # Bits rather than the value, which may be NaN, and which a compiler might simplify.
     bits = lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * first.dtype.itemsize}"))
     # At most 64 bits are set, and 64 >> 7 is 0. Compilers do not follow the number of bits.
     return lax.shift_right_logical(lax.population_count(bits), jnp.asarray(7, bits.dtype)).astype(jnp.int32)
@@ -81,6 +83,7 @@ def in_order(fun: Callable[..., Any], mesh: Mesh) -> Callable[..., tuple[Any, To
         return lambda token, *args: (fun(*args), token)
 
     def ordered_fun(token: Token, *args: Any) -> tuple[Any, Token]:
+        # The order is that of the equations in the trace, hence the same on all devices.
         closed, out_types = jax.make_jaxpr(fun, return_shape=True)(*args)
         token, outs = _run_in_order(closed, jax.tree.leaves(args), token)
         return jax.tree.unflatten(jax.tree.structure(out_types), outs), token
@@ -94,8 +97,10 @@ def _run_in_order(closed: Any, values: Sequence[Any], token: Token) -> tuple[Tok
 
     def results(eqn: Any, values: Sequence[Any]) -> list[Any]:
         nonlocal token
+        # Kernels without collectives may run in any order, and stay free of the token.
         if not jx.communicates([eqn], PRIMITIVES):
             return jx.bind(eqn, values)
+        # Loops and calls take the token in, so that the collectives inside them keep the order too.
         is_entered = eqn.primitive.name in _ENTERED
         token, outs = jx.rerun(eqn, values, _run_in_order, token) if is_entered else _collective(eqn, values, token)
         return outs

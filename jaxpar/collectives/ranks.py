@@ -84,6 +84,7 @@ def collective(
                 f"x {list(x.shape)} must stack the buffers of {axes.count} ranks along {_quoted(axes.axes)}; make it "
                 f"[{axes.count}, ...], row i the buffer of rank i"
             )
+        # `jax.jit` compiles every new function anew. So the jitted program is cached by the collective and its options.
         key = _hashable(args), tuple((name, _hashable(value)) for name, value in options.items())
         # 1, 1.0 and True are equal. Their types, which `repr` shows, must not share a program.
         return _outside(call, axes, *key, repr(key))(_placed(x, axes))
@@ -116,6 +117,7 @@ def _hashable(value: Any) -> Any:
         )
     if isinstance(value, np.ndarray | jax.Array):
         value = np.asarray(value).tolist()  # such as root=jnp.int32(2)
+    # `pairs` is usually a list, which no key of a cache may contain.
     if isinstance(value, list | tuple):
         return tuple(_hashable(v) for v in value)
     try:
@@ -134,6 +136,7 @@ def spanned(axes: Axes) -> tuple[str, ...]:
       ValueError: an axis does not belong to the enclosing `shard_map`, or is repeated or out of order.
     """
     names = _names(axes)
+    # First the sizes: they raise for unknown names, which `_check_order` passes over.
     sizes = [_size(name) for name in names]
     _check_order(names, jax.sharding.get_abstract_mesh().axis_names)
     return tuple(name for name, size in zip(names, sizes, strict=True) if size > 1)
@@ -175,6 +178,7 @@ def _names(axes: Any) -> tuple[str, ...]:
 def _size(axis: str) -> int:
     """Return the number of devices along an axis of the enclosing `shard_map`. Raises ValueError without one."""
     try:
+        # JAX's NameError does not say which axes are bound.
         return lax.axis_size(axis)
     except NameError:
         manual_axes = jax.sharding.get_abstract_mesh().manual_axes
@@ -188,6 +192,7 @@ def _size(axis: str) -> int:
 
 def _check_order(names: Sequence[str], mesh_axes: Sequence[Any]) -> None:
     """Check that names are in the mesh's order, without repetitions. Raises ValueError."""
+    # JAX numbers ranks in the order of the names. With one order for all calls, a device has one rank.
     positions = [mesh_axes.index(name) for name in names if name in mesh_axes]
     if positions != sorted(set(positions)):
         ordered = [mesh_axes[i] for i in sorted(set(positions))]

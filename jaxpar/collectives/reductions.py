@@ -40,4 +40,5 @@ def mean(total: jax.Array, axes: Axes) -> jax.Array:
     if not jnp.issubdtype(total.dtype, jnp.integer):
         return total / jnp.asarray(count(axes), total.dtype)
     wide = jnp.int32 if total.dtype.itemsize < 4 else total.dtype  # int8 may not hold the number of ranks
+    # `lax.div` makes -1 / 2 to 0. Python's `//` would round it down to -1.
     return lax.div(total.astype(wide), jnp.asarray(count(axes), wide)).astype(total.dtype)

@@ -43,6 +43,7 @@ def ring_all_reduce(x: jax.Array, axes: Axes, op: str = "sum") -> jax.Array:
         return x
     n, rank = count(axes), index(axes)
     right_neighbours = [(i, (i + 1) % n) for i in range(n)]
+    # [n, chunk]. Padding is reduced with padding alone, and cut off at the end, so that zeros suit every op.
     chunks = jnp.pad(x.reshape(-1), (0, -x.size % n)).reshape(n, -1)
 
     def receive_and_add(partial_sum: jax.Array, step: jax.Array) -> tuple[jax.Array, None]:
@@ -57,6 +58,7 @@ def ring_all_reduce(x: jax.Array, axes: Axes, op: str = "sum") -> jax.Array:
     first_chunk = lax.dynamic_index_in_dim(chunks, rank, keepdims=False)
     complete, _ = lax.scan(receive_and_add, first_chunk, jnp.arange(1, n))  # chunk rank + 1
     # 2. All-gather.
+    # Finished chunks are copied and never added up again, so that all ranks get the same bits.
     _, received = lax.scan(receive, complete, None, n - 1)  # chunks rank, rank - 1, ...
     backwards = jnp.concatenate([complete[None], received])  # row i is chunk rank + 1 - i
     total = backwards[(rank + 1 - jnp.arange(n)) % n].reshape(-1)[: x.size].reshape(x.shape)

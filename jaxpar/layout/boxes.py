@@ -50,8 +50,10 @@ def slices(box: Box, within: Box) -> tuple[slice, ...]:
 def slabs(shape: Sequence[int], itemsize: int, size: int = 1 << 26) -> list[Box]:
     """Cut an array along its first dim into boxes of about `size` bytes; return the boxes."""
     inner_dims = tuple((0, n) for n in shape[1:])
+    # A scalar or an array without elements is one box.
     if not math.prod(shape) or not shape:
         return [(*((0, n) for n in shape[:1]), *inner_dims)]
+    # One row at least, even if it is larger than `size`.
     rows = max(1, size * shape[0] // (math.prod(shape) * itemsize))
     return [((begin, min(begin + rows, shape[0])), *inner_dims) for begin in range(0, shape[0], rows)]
 
@@ -66,12 +68,14 @@ def parts(leaf: Leaf | None, shape: Sequence[int], box: Box) -> Iterator[LeafPar
     """
     form = None if leaf is None else leaf.form
     if isinstance(form, Stacked):
+        # [layers, ...]: each row of the box is a leaf of the model.
         layer_box = _clip(box[1:], shape[1:])
         for layer in range(*box[0]):
             yield LeafPart(layer, layer_box, _view(slices(layer_box, box[1:]), layer - box[0][0]))
     elif isinstance(form, Staged):
         num_layer_dims = len(form.held)
         layer_box = _clip(box[num_layer_dims:], shape[num_layer_dims:])
+        # [chunks, layers, ...] or [layers, ...]: `first` and `last` are positions on the dim over `pipe`.
         inner_index, (first, last) = slices(layer_box, box[num_layer_dims:]), box[num_layer_dims - 1]
         for chunk in range(*box[0]) if num_layer_dims > 1 else (0,):
             chunk_index = (chunk - box[0][0],) if num_layer_dims > 1 else ()
@@ -120,5 +124,6 @@ def _view(inner: tuple[slice, ...], *leading: int | slice, swap: int = 0) -> Cal
 
     It then moves the dim of layers from 0 to `swap`.
     """
+    # The Ellipsis makes a view of an array without dims too. NumPy would copy it to a number.
     index = (*leading, *inner, ...)
     return lambda x: np.swapaxes(x[index], 0, swap) if swap else x[index]

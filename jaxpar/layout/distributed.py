@@ -60,6 +60,7 @@ class Stop:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous_handlers.items():
+            # None stands for a handler that Python has not installed, and cannot install again.
             signal.signal(number, handler or signal.SIG_DFL)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:

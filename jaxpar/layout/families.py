@@ -80,6 +80,7 @@ def _longest_run(signatures: dict[int, Any]) -> tuple[int, int, int]:
     Among runs that cover equally many, the one with the shortest period is returned.
     """
     best = (0, 1, 1)
+    # Blocks may alternate, such as layers with and without experts: a period is a group of blocks that repeats.
     # Shorter periods come first, and only a longer run replaces the best one.
     for period in range(1, 9):
         for first in signatures:

@@ -193,7 +193,9 @@ class Layout:
         Returns:
           The model's own tree; a tree like `places(kind)` for the optimizer's state, or if `as_stacked`.
         """
+        # The reverse order of `to_stored`: padding first, then stages and stacks.
         stored = self._map_places(kind, Stored.unpad, stored)
+        # The optimizer's arrays are padded and nothing more: it was given the leaves in the form that it sees.
         if as_stacked or kind == "optimizer":
             return stored
         model_values: dict[int, Any] = {}  # by position among the model's leaves
@@ -267,6 +269,7 @@ class Layout:
             notes[path] = f"{notes[path]}; {reason}" if path in notes else reason
         if "optimizer" in self.sharded and self.shards > 1:
             for path, x in jax.tree_util.tree_leaves_with_path(self.optimizer, is_leaf=is_stored):
+                # Small arrays, such as counters, are replicated by design.
                 if x.spec == PartitionSpec() and math.prod(x.shape) >= PAD_FROM:
                     notes[f"optimizer/{name_of(path)}"] = f"replicated: {x.shape} is the shape of no sharded parameter"
         return notes
@@ -324,6 +327,7 @@ def place_optimizer(state: Any, params: Any, leaves: Sequence[Leaf], sharded: bo
 
     def place_array(path: Any, x: Any) -> Stored:
         names = _names(path)
+        # The longest suffix first. The empty one is the path of a model that is a single array.
         suffix_leaves = (leaf_by_path.get(names[start:]) for start in range(len(names) + 1))
         leaf = next(
             (leaf for leaf in suffix_leaves if leaf is not None and shape_by_path[leaf.path] == tuple(x.shape)), None

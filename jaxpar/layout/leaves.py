@@ -83,6 +83,7 @@ class Staged:
         """Convert complete stages [*held, ...] to layers in the order of the model, [layers, ...]."""
         if self.held == (self.layers,):
             return x
+        # [*held, ...] -> [layers and padding, ...] -> [layers, ...]
         return self._reverse_odd_chunks(x).reshape(-1, *x.shape[len(self.held) :])[: self.layers]
 
     def in_stages(self, x: jax.Array) -> jax.Array:
@@ -105,6 +106,7 @@ class Staged:
         """Return the model's own leaves that hold the layers [layers, ...]."""
         if self.dim is None:
             return Stacked().to_logical(x)
+        # [layers, ...] to the model's own leaf, with the layers on dim `dim`.
         return [jnp.swapaxes(x, 0, self.dim)]
 
     def to_logical(self, x: jax.Array) -> list[jax.Array]:
@@ -289,6 +291,7 @@ class Pipe:
 
     def held(self, layers: int) -> tuple[int, ...]:
         """Return the dims that the layers of a stack fill in complete stages, padding included (`Staged.held`)."""
+        # The layers of a stage, rounded up, for all ranks: stages have one size.
         layers_per_chunk = -(-layers // (self.ranks * self.chunks)) * self.ranks
         return (layers_per_chunk,) if self.chunks == 1 else (self.chunks, layers_per_chunk)
 
@@ -403,6 +406,7 @@ def _choose_dim(
         return None
     if (dim := next((d for d in dims if shape[d] % shards == 0), None)) is not None:
         return dim
+    # Padding wastes least along the largest dim.
     if dims and math.prod(shape) >= pad_from:
         return max(dims, key=lambda d: shape[d])
     return 0 if may_shard_first and shape[0] % shards == 0 else None

@@ -59,10 +59,12 @@ def simulate(devices: int) -> None:
         raise ValueError(f"simulate({devices}): each device has threads of its own; use at most {MOST_SIMULATED:,}")
     set_flag()  # again: XLA_FLAGS may have been set since the import
     try:
+        # It raises RuntimeError once a backend has started.
         jax.config.update("jax_num_cpu_devices", devices)
         jax.config.update("jax_platforms", "cpu")
         enough_threads(devices)
     except RuntimeError as error:
+        # A second call for as many devices is harmless.
         attached = jax.devices()
         if len(attached) != devices or attached[0].platform != "cpu":
             raise RuntimeError(
@@ -74,6 +76,7 @@ def simulate(devices: int) -> None:
 def check_context(mesh: Mesh) -> None:
     """Raise ValueError if a step on `mesh` is traced within another mesh, set by `jax.set_mesh` or a `shard_map`."""
     outer_mesh = jax.sharding.get_abstract_mesh()
+    # Within the same mesh nothing changes, as in `with jax.set_mesh(step.mesh)`.
     if outer_mesh.empty or (outer_mesh.axis_names, outer_mesh.axis_sizes) == (mesh.axis_names, mesh.axis_sizes):
         return
     outer, own = (
@@ -113,6 +116,7 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
                 raise ValueError(
                     f"mesh has {axis}={size} and the strategy {axis}={sizes[str(axis)]}; make the two agree"
                 )
+    # Hosts may have different numbers of devices. The smallest decides whether `tensor` fits.
     devices_per_host = min(collections.Counter(map(host_of, devices)).values())
     if sizes["tensor"] > 1 and devices_per_host % sizes["tensor"]:
         warnings.warn(
@@ -136,6 +140,7 @@ def _devices_of(mesh: Mesh | Sequence[jax.Device] | None, is_single: bool) -> li
             raise ValueError(f"mesh axes {mesh.axis_names} include {sorted(unknown)}; name them among {AXES}")
         if list(mesh.axis_names) != [a for a in AXES if a in mesh.axis_names]:
             raise ValueError(f"mesh axes {mesh.axis_names} are out of order; outermost to innermost is {AXES}")
+        # A mesh keeps the order that its user gave it.
         return list(mesh.devices.flat)
     candidates = jax.devices() if mesh is None else mesh
     if (

@@ -119,6 +119,7 @@ def quantised(x: jax.Array, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
       float8_e4m3fn of x's shape, and scales of x's dtype, of size 1 along `dims`. Their product approximates x.
     """
     amax = jnp.max(jnp.abs(x), dims, keepdims=True).astype(jnp.float32)
+    # An infinity makes the factor 0, and 0 times its inverse is NaN. A NaN makes it infinite: NaN in float8.
     bits = lax.bitcast_convert_type(_F8_MAX / jnp.maximum(amax, _MIN_AMAX), jnp.uint32)
     # Clearing the mantissa rounds the factor down to a power of two.
     factor = lax.bitcast_convert_type(bits & jnp.uint32(0xFF80_0000), jnp.float32)

@@ -58,6 +58,7 @@ def _format_step(step: Any) -> str:
         return "traced"
     if isinstance(step, jax.ShapeDtypeStruct):
         return "abstract"
+    # A step donates its state, whose arrays are then gone.
     return "donated" if isinstance(step, jax.Array) and step.is_deleted() else str(np.asarray(step))
 
 
@@ -67,5 +68,6 @@ def _format_bytes(leaves: Sequence[Any]) -> str:
     if any(isinstance(x, Tracer) or getattr(x, "sharding", None) is None for x in leaves):
         return f"{sum(size(x, x.shape) for x in leaves):,} bytes"
     devices = frozenset().union(*(x.sharding.device_set for x in leaves))
+    # A replicated array counts on each device with all of its bytes.
     local_bytes = sum(size(x, x.sharding.shard_shape(x.shape)) for x in leaves)
     return f"{local_bytes:,} bytes on each of {len(devices)} x {next(iter(devices)).platform}"

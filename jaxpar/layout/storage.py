@@ -70,6 +70,7 @@ class Storage:
 
         The layers of a pipeline's stages lie on dim 0, chunk by chunk.
         """
+        # [chunks, layers / chunks, ...] -> [layers, ...], padding included: programs read layers by number.
         leaf_values = [
             x.reshape(-1, *x.shape[len(leaf.form.held) :]) if isinstance(leaf.form, Staged) else x
             for leaf, x in zip(self.leaves, local, strict=True)
@@ -102,6 +103,7 @@ class Storage:
         next_unit = len(self.leaves)
         for i, (leaf, members) in enumerate(zip(self.leaves, self.origin, strict=True)):
             if leaf.rolled:
+                # The units of layers follow the stored leaves, in the order of `units`.
                 layer_units = list(range(next_unit, next_unit + len(members)))
                 by_loop.setdefault((leaf.path.partition("*")[0], len(members)), []).append((i, layer_units))
                 next_unit += len(members)
@@ -225,6 +227,7 @@ def _stack_loops(
 
     `inside` returns whether a path lies inside a stack, whose layers are stacked already.
     """
+    # A stack has one shape, dtype and so on, in which its layers must agree.
     properties = [(row.path, (row.shape, row.dtype, row.trainable, (row.tensor, row.expert))) for row in model_rows]
     # If names contain slashes, two parameters may have the same path. Then no path can be trusted.
     has_duplicates = len({row.path for row in model_rows}) < len(model_rows)
@@ -300,6 +303,7 @@ def _lacks_stack(storage: Storage, pipe: Pipe) -> bool:
     if not staged or not all(leaf.rolled for leaf in staged):
         are_kernels = all(len(leaf.logical) > 3 and leaf.logical[0] == leaf.logical[1] for leaf in staged)
         return are_kernels or all(len(leaf.logical) < 3 for leaf in staged)
+    # Each layer of these stacks is a leaf of the model: count whether they are half of its leaves.
     num_stacked = sum(leaf.layers or 0 for leaf in staged)
     shortest = min(leaf.layers or 0 for leaf in staged)
     return 2 * num_stacked < len(storage.models) or shortest < pipe.ranks * pipe.chunks
@@ -310,6 +314,7 @@ def _has_nested_stack(storage: Storage, inside: Callable[[str], bool]) -> bool:
 
     Such a loop was not stacked because `tensor` splits its blocks along different dims; they are alike otherwise.
     """
+    # Without the dims that `tensor` and `expert` split, by which such blocks differ.
     properties = [(leaf.path, (leaf.logical, leaf.dtype, leaf.trainable)) for leaf in storage.models]
     block_leaves = {i for family in families(properties, inside) for members in family.members for i in members}
     is_scanned = lambda leaf: leaf.layers is not None and not leaf.rolled

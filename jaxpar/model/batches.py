@@ -46,6 +46,7 @@ def one_block(batch: Any, blocks: int | Fraction) -> Any:
 
     `blocks` may be a fraction, for a block that is larger than the batch.
     """
+    # An int divided by a `Fraction` with // is an int, as a dim must be.
     block_of_rows = lambda x: jax.ShapeDtypeStruct((x.shape[0] // blocks, *x.shape[1:]), x.dtype)
     return map_rows(jax.eval_shape(lambda x: x, batch), block_of_rows)
 
@@ -91,6 +92,7 @@ def part_of_rows(mesh: Mesh) -> tuple[int, int]:
         blocks_of_host.setdefault(device.process_index, set()).add(
             int(np.ravel_multi_index([place[i] for i in axes], sizes))
         )
+    # Hosts with the same blocks have one part. Sorted, so that all hosts number the parts alike.
     parts = sorted({tuple(sorted(rows)) for rows in blocks_of_host.values()})
     # Different parts must be disjoint, of one size, and together all blocks.
     if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != math.prod(sizes):
@@ -115,6 +117,7 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
     for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_replicated):
         name = name_of(path) or "batch"
         if is_replicated(x):
+            # A marked subtree may have any shapes, but only values that `jit` takes.
             for below, value in jax.tree_util.tree_leaves_with_path(x.value):
                 _check_kind(name_of((*path, *below)) or "batch", value)
             continue
@@ -146,6 +149,7 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
             "microbatches)"
         )
     if num_rows % num_blocks:
+        # With fewer rows than blocks, no row would be left.
         drop = f"drop {num_rows % num_blocks} rows, or " if num_rows > num_blocks else ""
         # 0 if the rows do not divide among the replicas: then no number of microbatches is proposed.
         rows_divide = replicas % hosts == 0 and rows_per_host % (replicas // hosts) == 0
@@ -250,6 +254,7 @@ def narrowed(batch: Any) -> Any:
         dtype = np.dtype(jax.dtypes.canonicalize_dtype(x.dtype))
         if dtype == x.dtype or not x.size:
             return x
+        # The extremes need no memory. The mask is as large as the batch, and made for the error alone.
         limits = np.iinfo(dtype)
         if x.min() < limits.min or x.max() > limits.max:
             does_not_fit = (x < limits.min) | (x > limits.max)

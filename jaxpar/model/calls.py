@@ -44,10 +44,12 @@ def check_call(fun: Callable[..., Any], source: str, *names: str, note: str = ""
         # read the signature of its __init__, because a metaclass such as NNX's shows another one.
         signature = inspect.signature(fun.__init__ if isinstance(fun, type) else fun, follow_wrapped=False)
         if isinstance(fun, type):
+            # An instance is made without `self`.
             signature = signature.replace(parameters=[*signature.parameters.values()][1:])
     except (TypeError, ValueError):  # functions in C have no signature
         return
     try:
+        # The names stand for the arguments: `bind` does not look at values.
         signature.bind(*names)
     except TypeError as error:
         # A lambda is named by the argument that passes it: "from_nnx(make=)" gives "make".
@@ -57,6 +59,7 @@ def check_call(fun: Callable[..., Any], source: str, *names: str, note: str = ""
         parameters = [p for p in signature.parameters.values() if p.default is p.empty]
         by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         hint = f"write it as def {call}"
+        # The function takes these arguments by keyword alone.
         if names and by_name == list(names):
             keywords = ", ".join(f"{n}={n}" for n in names)
             hint = f"wrap it: lambda {', '.join(names)}: {name}({keywords})"
@@ -75,10 +78,12 @@ def describe(batch: Any) -> str:
         return f"an empty {type(batch).__name__}"
     named = [f"{name_of(path)} {kind_of(x)}".strip() for path, x in leaves[:_LISTED]]
     more = f" and {len(leaves) - _LISTED} more" if len(leaves) > _LISTED else ""
+    # A leaf with an empty path is the whole batch.
     kind = f"a {type(batch).__name__} of " if len(leaves[0][0]) else "one array " * hasattr(batch, "dtype")
     return f"{kind}{', '.join(named)}{more}"
 
 
+# The errors of traced arrays from which Python or NumPy wants a number.
 _NUMBERS = (
     jax.errors.ConcretizationTypeError,  # float(x), or bool(x) in an `if`
     jax.errors.TracerArrayConversionError,  # np.asarray(x)
@@ -192,6 +197,7 @@ def _path(x: Any, module: Any, visited_ids: set[int]) -> str:
     elif isinstance(x, Sequence) and not isinstance(x, str | bytes):
         items = enumerate(x)
     else:
+        # Only modules are opened: other objects may hold anything, such as a whole training loop.
         items = vars(x).items() if _is_module(x) else ()
     for name, value in items:
         if value is module:
@@ -221,6 +227,7 @@ def reading(batch: Any, name: str = "the batch") -> Iterator[None]:
     """
     try:
         yield
+    # A missing item raises one of the first four. Floats where integers must be raise one of the last two.
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
         if (request := _missing_item(error, batch)) is not None:
             hint = "read what is there, or give the data these names"
@@ -296,6 +303,7 @@ def _failing_subscript(traceback: TracebackType | None) -> tuple[Any, Mapping[st
 
     The value is None if it is no plain variable.
     """
+    # The last frame is where the error was raised.
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     if traceback is None:
@@ -304,10 +312,12 @@ def _failing_subscript(traceback: TracebackType | None) -> tuple[Any, Mapping[st
     variables = frame.f_locals
     # Bytecode knows its columns in the source, in bytes of UTF-8; an instruction takes two bytes.
     line, end, start, stop = next(itertools.islice(frame.f_code.co_positions(), traceback.tb_lasti // 2, None))
+    # An expression over several lines is not read, since `linecache` gives one line.
     if line is None or line != end:
         return None, variables
     text = linecache.getline(frame.f_code.co_filename, line).encode()[start:stop].decode(errors="replace")
     name = text.partition("[")[0].strip()
+    # The text is a plain name, or no variable has it, as for `x.y` or `f(x)`.
     return variables.get(name, frame.f_globals.get(name)), variables
 
 

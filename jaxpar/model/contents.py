@@ -42,6 +42,7 @@ def chunks(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """Yield an array in chunks of at most `_CHUNK` elements: (index of the first element, elements in order)."""
     flat = x.reshape(-1)
     for start in range(0, flat.size, _CHUNK):
+        # Before every chunk, since another process may write the file while this one reads it.
         check_mapped(flat)
         yield start, flat[start : start + _CHUNK]
 
@@ -51,6 +52,7 @@ def add_array(digest: Any, x: np.ndarray) -> None:
     # `dtype.str` has the byte order. For a dtype that NumPy does not know, such as bfloat16, it would only be "V2".
     digest.update(f"{x.dtype.str if x.dtype.kind != 'V' else x.dtype}{x.shape}".encode())
     for _, chunk in chunks(x):
+        # `reshape(-1)` of a strided array may be strided too, and only contiguous elements have a view as bytes.
         digest.update(np.ascontiguousarray(chunk).view(np.uint8).data)
 
 
@@ -120,6 +122,7 @@ def _limited_leaves(batch: Any, limits: Mapping[str, int]) -> Iterator[tuple[str
         if name not in leaves:
             present = ", ".join(leaves) or "no leaf"
             raise ValueError(f"limits name {name!r}, and the batch has {present}{did_you_mean(name, list(leaves))}")
+        # A `jax.Array` stays one: it may be traced, or lie on several hosts.
         x = leaves[name] if isinstance(leaves[name], jax.Array) else np.asarray(leaves[name])
         if x.dtype.kind not in "iu":
             raise ValueError(f"batch leaf {name} is {x.dtype}{list(x.shape)}, and ids are integers; name another leaf")

@@ -50,6 +50,7 @@ def draws_together(fun: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any
 
     def batched(key: jax.Array) -> Any:
         closed, out_shapes = jax.make_jaxpr(fun, return_shape=True)(key)
+        # Effects, such as prints, must keep their order.
         if jx.opened(closed)[0].effects:
             return fun(key)
         flat = jx.flatten(closed, calls=_is_late)
@@ -99,6 +100,7 @@ def _evaluate(flat: jx.Flat, args: Sequence[Any]) -> list[Any]:
     producers = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
     for group in _groups(flat):
         eqn, *rest_of_group = group
+        # A row of a batch stays unread. A batch that takes all rows of another then takes the array itself.
         if not rest_of_group and (row := _row(eqn, producers)):
             env[eqn.outvars[0]] = _Row(_value(env[row.of]), row.number)
             continue
@@ -106,6 +108,7 @@ def _evaluate(flat: jx.Flat, args: Sequence[Any]) -> list[Any]:
         with jx.source_info_of(eqn):
             if rest_of_group:
                 outs = _run_batch(eqn, values)
+            # The layers are the rows of one batch: `_stack` returns the batch, and nothing is copied.
             elif eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
                 outs = [[_stack(values[0])]]
             else:
@@ -155,6 +158,7 @@ def _run_batch(eqn: Any, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
     # Operands that are equal in all lists are not batched.
     columns = list(zip(*values, strict=True))
     are_equal = [all(_is_same(x, column[0]) for x in column) for column in columns]
+    # Equal operands have equal results, which one run gives.
     if all(are_equal):
         return [jx.bind(eqn, [*map(_value, values[0])])] * len(values)
     operands = [_value(c[0]) if is_equal else _stack(c) for c, is_equal in zip(columns, are_equal, strict=True)]
@@ -168,6 +172,7 @@ def _is_same(x: Any, y: Any) -> bool:
     """Whether two operands are the same value, as far as this is known without comparing arrays."""
     if isinstance(x, _Row) and isinstance(y, _Row):
         return x.of is y.of and x.number == y.number
+    # Scalars are often literals, which are equal arrays and not the same one.
     are_scalars = isinstance(x, np.ndarray) and isinstance(y, np.ndarray) and x.shape == y.shape == ()
     return x is y or (are_scalars and bool(x == y))
 
@@ -202,7 +207,9 @@ def _groups(flat: jx.Flat) -> list[list[Any]]:
             groups.setdefault((eqn_level, kind or id(eqn)), []).append((layer, eqn))
     ordered: list[list[Any]] = []
     for (_, kind), members in sorted(groups.items(), key=lambda item: item[0][0]):
+        # Layers come in the order of the stack, so that the batch is the stack.
         members.sort(key=lambda member: member[0])
+        # A large draw alone or an incomplete stack runs as it is written.
         is_batch = isinstance(kind, _Kind) and kind.complete([layer for layer, _ in members])
         eqns = [eqn for _, eqn in members]
         ordered += [eqns] if is_batch else [[eqn] for eqn in eqns]
@@ -212,6 +219,7 @@ def _groups(flat: jx.Flat) -> list[list[Any]]:
 def _layers(eqns: Sequence[Any]) -> dict[Any, _Layer]:
     """Return the variables that become layers of a stack, directly or through elementwise equations and reshapes."""
     layers: dict[Any, _Layer] = {}
+    # From the stack backwards: an operand belongs to the layer that its result becomes.
     for eqn in reversed(eqns):
         operands = [v for v in eqn.invars if not jx.is_literal(v)]
         if eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
@@ -219,6 +227,7 @@ def _layers(eqns: Sequence[Any]) -> dict[Any, _Layer]:
             layers |= {v: _Layer(out, number, len(eqn.invars)) for number, v in enumerate(operands)}
         elif _is_elementwise(eqn) and (out := eqn.outvars[0]) in layers:
             layer = layers[out]._replace(distance=layers[out].distance + 1)
+            # Operands of another size, such as a standard deviation, are shared by layers and are none themselves.
             layers |= {v: layer for v in operands if v.aval.size == out.aval.size and v not in layers}
     return layers
 
@@ -237,6 +246,7 @@ def _kinds(eqns: Sequence[Any]) -> list[tuple[_Kind | None, int]]:
         if (signature := _signature(eqn, drawn)) is not None:
             drawn.update(eqn.outvars)
             ends = [layers[v] for v in eqn.outvars if v in layers]
+            # Small operands and results: the batch takes little memory, so that no stack is needed.
             if sum(math.prod(v.aval.shape) for v in (*eqn.outvars, *eqn.invars)) <= SMALL:
                 kind = _Kind(signature)
             elif len(ends) == len(eqn.outvars) and len({(end.number, end.layers) for end in ends}) == 1:
@@ -273,4 +283,5 @@ def _hashable(value: Any) -> Any:
 def _threefry(eqn: Any) -> bool:
     """Whether the keys that an equation reads are all of threefry, and there are some."""
     key_dtypes = [v.aval.dtype for v in eqn.invars if jnp.issubdtype(v.aval.dtype, extended)]
+    # Other generators, such as rbg, draw other numbers under `vmap` than singly.
     return bool(key_dtypes) and all(str(dtype) == "key<fry>" for dtype in key_dtypes)

@@ -56,6 +56,7 @@ def from_equinox(
       ValueError: Equinox is not installed, or `make` and `loss` are not such functions.
     """
     eqx = needed("equinox", "from_equinox needs")
+    # Modules come first: one that can be called would pass as a function.
     if isinstance(make, eqx.Module):
         name = type(make).__name__
         raise ValueError(
@@ -99,9 +100,11 @@ class _Maker:
         eqx = self.eqx
         with traced("make(key)", IN_INIT):
             result = self.make(key)
+        # `eqx.nn.make_with_state` returns such a pair.
         with_state = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], eqx.nn.State)
         module, state = result if with_state else (result, None)
         static_arrays = _StaticArrays(eqx, self.numbers)
+        # Before the partition: the static part must have numbers in place of tracers.
         static_arrays.visit(module)
         params, rest = eqx.partition(module, eqx.is_inexact_array)
         if not jax.tree.leaves(params):
@@ -123,6 +126,7 @@ class _Maker:
             return [values for values, _ in flat]
 
         shapes = jax.eval_shape(leaves, jax.random.key(0))
+        # `eval_shape` has called `leaves` once.
         ((trees, parts),) = traces
         params, other_arrays, state = map(jax.tree.unflatten, trees, shapes)
         return parts._replace(params=params, other_arrays=other_arrays, state=state)
@@ -179,6 +183,7 @@ class EquinoxModule:
     def init(self, key: jax.Array) -> tuple[Any, Any]:
         """Return the first parameters and variables."""
         parts = self.maker.parts(key)
+        # Integer tables and the like are variables too, which a step carries along.
         variables = {"module": self.others.pure(parts.other_arrays), "state": self.state.pure(parts.state)}
         return self.params.pure(parts.params), variables
 
@@ -198,6 +203,7 @@ class EquinoxModule:
         if key is None:
             module, key = eqx.nn.inference_mode(module), jax.random.key(0)
         module = _average_over_rows(module, eqx)
+        # Without an `eqx.nn.State` no call of the loss can change a variable.
         if not self.has_state:
             return self.loss(module, batch, key), variables
         result = self.loss(module, self.state.filled(variables["state"]), batch, key)
@@ -213,6 +219,7 @@ class EquinoxModule:
         if jax.tree.structure(tree) == self.params.dicts:
             return tree
         eqx = self.maker.eqx
+        # The filter leaves None where there is no parameter, as `params` has it.
         return self.params.pure(eqx.filter(tree, eqx.is_inexact_array))
 
 
@@ -258,11 +265,13 @@ class _StaticArrays:
             if id(x) in self._visited or isinstance(x, Tracer):
                 continue
             self._visited[id(x)] = x
+            # To JAX every other object is a leaf: a function with a closure, or an object with attributes.
             if not is_module(x):
                 self._replace_arrays(x, type(x).__name__)
                 continue
             for field in dataclasses.fields(x):
                 value = getattr(x, field.name, None)
+                # Fields that JAX sees: arrays there are left alone, and submodules are visited.
                 if not field.metadata.get("static", False):
                     self.visit(value)
                 # Modules are frozen dataclasses, whose own __setattr__ raises an error.
@@ -274,7 +283,9 @@ class _StaticArrays:
         if isinstance(x, Tracer):
             self.arrays.append(x)
             self.names.append(name)
+            # The first visit, without numbers, only lists the arrays. The second comes to them in the same order.
             return self.numbers[len(self.arrays) - 1] if self.numbers else x
+        # A whole module in a static field is static, with all of its arrays.
         if isinstance(x, self.eqx.Module):
             leaves, tree = jax.tree.flatten(x)
             return jax.tree.unflatten(tree, [self._replace_arrays(leaf, name) for leaf in leaves])
@@ -285,6 +296,7 @@ class _StaticArrays:
             # Without arrays return the object itself. `_make` is for named tuples, whose fields are separate arguments.
             return x if all(map(operator.is_, x, values)) else getattr(x, "_make", type(x))(values)
         if isinstance(x, types.FunctionType):
+            # A closure keeps its variables in cells, in the order of their names in the code.
             for variable, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
                 if isinstance(value := _content(cell), Tracer):
                     cell.cell_contents = self._replace_arrays(value, f"{variable} in the function {x.__name__}")

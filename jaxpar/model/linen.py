@@ -69,6 +69,7 @@ class Apply:
                 output, updates = self._module.apply(
                     self.variables, *args, method=method, mutable=[*state_names, *received], rngs=rngs, **kwargs
                 )
+            # Only collections that are state are kept for the next call. Others, such as sown values, are the loss's.
             self.variables = {
                 **self.variables,
                 **{name: updates[name] for name in (*state_names, "params") if name in updates},
@@ -160,6 +161,7 @@ class LinenModule:
         """Return the names that annotations give to the dims of parameters, by path."""
         dim_names: dict[str, tuple[Any, ...]] = {}
         # Names are static: an abstract trace collects them.
+        # `Model.create` hides the mesh for `init`. This trace is outside of it.
         with without_mesh():
             jax.eval_shape(lambda key: dim_names.update(self._create(key).names), jax.random.key(0))
         return dim_names
@@ -182,6 +184,7 @@ class LinenModule:
         apply = Apply(self.module, {"params": params, **variables}, key)
         result = self.loss(apply, batch)
         new_variables = {k: v for k, v in apply.variables.items() if k != "params"}
+        # A step's state has one structure, for which the step is compiled.
         for name in variables:
             if jax.tree.structure(new_variables[name]) != jax.tree.structure(variables[name]):
                 raise ValueError(
@@ -200,6 +203,7 @@ def _interceptor(train: bool) -> Callable[..., Any]:
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
+        # Only `__call__` of these modules takes the switches.
         if context.method_name != "__call__":
             return next_fun(*args, **kwargs)
         switch = "use_running_average" if isinstance(module, nn.BatchNorm) else "deterministic"
@@ -207,6 +211,7 @@ def _interceptor(train: bool) -> Callable[..., Any]:
             # No copy is needed: this bound module lives for one call.
             object.__setattr__(module, "axis_name", averaged_axes(module.axis_name))
         if not train and isinstance(module, nn.BatchNorm | nn.Dropout | nn.MultiHeadDotProductAttention):
+            # Flax refuses a switch that both the module and the call set. `object`, because modules are frozen.
             object.__setattr__(module, switch, None)
             # The loss may pass the switch by position, after the inputs. Drop it there: given twice, it is an error.
             args = args[:1] if isinstance(module, nn.BatchNorm | nn.Dropout) else args

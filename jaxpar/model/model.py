@@ -35,6 +35,7 @@ _MAKES = {
 }
 # The names of metrics that a step reports itself.
 _RESERVED = ("loss", "grad_norm", "skipped", "finite", "stopped")
+# A mesh without axes stands for no mesh.
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 # A loss has no argument for these: `rows_over` and `couplings` set them around its call.
 _rows: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("rows", default=())
@@ -218,6 +219,7 @@ def all_rows(x: jax.Array) -> jax.Array:
 @contextlib.contextmanager
 def couplings() -> Iterator[list[str]]:
     """Record the calls within this context that couple rows, by name."""
+    # Contexts nest, so that the previous value comes back at the end.
     token = _couplings.set(coupled_by := [])
     try:
         yield coupled_by
@@ -279,6 +281,7 @@ def _arrays(tree: Any) -> Any:
       ValueError: a leaf is no array, or is a plain number in a module (a rate of dropout, which no optimizer may
         change).
     """
+    # A user's module is a class of the user's file. Its bases tell the library.
     origins = [f"{base.__module__}." for base in type(tree).__mro__]
     advice = next(
         (advice for library, advice in _MAKES.items() if any(module.startswith(f"{library}.") for module in origins)),
@@ -334,6 +337,7 @@ def _mean(name: str, value: Any) -> Mean:
             raise ValueError(f"{noun} is jp.Mean with a part of shape {jnp.shape(part)}; sum both parts to scalars")
     if name == "loss" and not jnp.issubdtype(jnp.result_type(value.total), jnp.floating):
         raise ValueError(f"the loss is {jnp.result_type(value.total)}; gradients need a floating-point value")
+    # Sums over microbatches and replicas are in float32, whatever dtype the loss has.
     return Mean(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.count, jnp.float32))
 
 

@@ -22,6 +22,7 @@ class ArrayTree:
 
     def __init__(self, tree: Any):
         self.tree = jax.tree.structure(tree)
+        # Leaves as their own numbers: jax sorts the keys of dicts, so that `order` is not 0, 1, 2, ...
         numbered = self.pure(jax.tree.unflatten(self.tree, list(range(self.tree.num_leaves))))
         self.order, self.dicts = jax.tree.leaves(numbered), jax.tree.structure(numbered)
 
@@ -50,5 +51,6 @@ def hidden_values(compute: Callable[[jax.Array], list[jax.Array]]) -> tuple[list
     """
     # Two keys tell whether an array is random.
     first, second = map(jax.jit(compute), jax.random.split(jax.random.key(0)))
+    # NaN equals NaN here: a constant table may hold it.
     is_equal = lambda a, b: np.array_equal(a, b, equal_nan=jnp.issubdtype(a.dtype, jnp.inexact))
     return first, [not is_equal(a, b) for a, b in zip(first, second, strict=True)]

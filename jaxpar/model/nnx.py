@@ -56,6 +56,7 @@ def from_nnx(
     Raises:
       ValueError: `make` or `loss` is no such function.
     """
+    # Modules come first: most can be called, and would pass as functions.
     if isinstance(make, nnx.Module):
         raise ValueError(
             f"from_nnx got a {type(make).__name__}, needs a function that makes one: "
@@ -107,6 +108,7 @@ class NNXModule:
         # Not nnx.eval_shape: it turns a plain array (RoPE tables, WeightNorm's scales) into a shape, which NNX would
         # take for a static attribute.
         (param_state, other_state), object_arrays = jax.eval_shape(parts, jax.random.key(0))
+        # The first trace's. `hidden_values` traces again, and appends.
         graph, holders = graphs[0], array_holders[0]
         # Compute the arrays in plain objects. The graph refers to these objects, which hold tracers until now.
         if object_arrays:
@@ -117,6 +119,7 @@ class NNXModule:
                         f"from_nnx: {name} of a {type(obj).__name__} is random, and NNX does not see it, as the object "
                         "is no module; make it an nnx.Module, or keep the array in an nnx.Variable of one"
                     )
+                # The object may be a frozen dataclass.
                 object.__setattr__(obj, name, np.asarray(value))
         return cls(make, loss, graph, param_state, _StateTree(param_state), _StateTree(other_state))
 
@@ -133,11 +136,13 @@ class NNXModule:
         """Call the loss; return its result, the new variables and the new parameters."""
 
         def call_loss(use_own_axis: bool) -> tuple[Any, Any]:
+            # A new module for each attempt: the first may have changed its own before it failed.
             module = self.bind(params, variables if key is None else self.others.keyed(variables, key))
             if key is None:
                 module.eval()
             _set_norm_axes(module, use_own_axis)
             _embed_in_table_dtype(module)
+            # After our own changes: the warning is about the loss's.
             numbers = _plain_numbers(module)
             result = self.loss(module, batch)
             _warn_changed(numbers, _plain_numbers(module))
@@ -151,6 +156,7 @@ class NNXModule:
             # The norm's axis is for `pmap`, and no `pmap` binds it here. It stands for the rows.
             module, result = call_loss(use_own_axis=False)
         _, new_params, new_variables = nnx.split(module, nnx.Param, ...)
+        # A parameter that the loss adds would be lost: a step carries those of `init`.
         self.params.check(new_params)
         return result, self.others.updated(variables, new_variables), self.params.pure(new_params)
 
@@ -187,6 +193,7 @@ def _set_norm_axes(module: nnx.Module, use_own_axis: bool) -> None:
         if isinstance(submodule, nnx.BatchNorm):
             axis_name = submodule.axis_name if use_own_axis else None
             names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+            # The norm's own axes, which a `vmap` in the model binds, and those over which rows are spread.
             axes = (*(name for name in names if name not in row_axes()), *row_axes())
             submodule.axis_name = axes or None  # type: ignore[assignment]  # lax.pmean takes several axes
 
@@ -260,6 +267,7 @@ def _annotations(state: Any) -> dict[str, tuple[Any, ...]]:
         names = getattr(sharding, "spec", sharding)  # or a NamedSharding
         if names is not None:
             names_by_path[path] = (names,) if isinstance(names, str) else tuple(names)
+    # Give every annotation one name for each dim: None for a stack in front, and for dims at the end.
     padded = {}
     for path, names in names_by_path.items():
         missing = len(shapes[path]) - len(names)
@@ -311,6 +319,7 @@ class _StateTree(ArrayTree):
 
         # Folding keeps streams different from each other, which one common key would not.
         def fold(path: Any, leaf: Any) -> Any:
+            # Only keys are folded: a stream's count of draws stays.
             if not issubclass(self._type(_keys(path)), nnx.RngKey):
                 return leaf
             # Stacked layers have an array of keys.
@@ -343,6 +352,7 @@ class _StateTree(ArrayTree):
         new_leaves = {}
         for path, variable in nnx.to_flat_state(state):
             leaves = jax.tree.leaves(variable)
+            # Variables that are new altogether are left to `check`, which knows those that are sown.
             if bool(leaves) != (path in self.nonempty) and path in self.types:
                 old_state, new_state = ("an array", "None") if not leaves else ("None", "an array")
                 name = "/".join(map(str, path))

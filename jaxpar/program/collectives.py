@@ -80,6 +80,7 @@ def _reduced_eqn(eqn: Any) -> list[Any]:
         is_changed = any(params[name] is not value for name, value in eqn.params.items())
         return [eqn.replace(params=params) if is_changed else eqn]
     names = tuple(axis for axis in axes if not isinstance(axis, int))
+    # The variables between the reduction over dims and the collective; without a collective, the results themselves.
     outs = [jec.Var(v.aval) for v in eqn.outvars] if names else eqn.outvars
     eqns = []
     # A collective may have several operands, a plain reduction has one.

@@ -117,6 +117,7 @@ class Follower:
         carry = settled(list(ins[n : n + k]), step, self._join)
         # In front of each source's dims, a stacked result has the dim that was scanned; a new dim if none was.
         scanned_dims: dict[int, tuple[DimPart, ...]] = {i: dims[0] for x in ins[n + k :] for i, dims in x.views}
+        # A carry takes values from one index of the scanned dim to the next, so that iterations depend on each other.
         if any(x.views for x in carry):
             self.mixed |= {(p.source, p.dim) for row in scanned_dims.values() for p in row}
         new_dim = (DimPart(-1, 0, parts.length),)
@@ -126,6 +127,7 @@ class Follower:
     def _join(self, a: Followed, b: Followed) -> Followed:
         """Join the values of a variable that may be either of two."""
         views = dict(a.views)
+        # A source that only one of the two has keeps its dims.
         for i, dims in b.views:
             views[i] = tuple(self._join_dim(p, q) for p, q in zip(views.get(i, dims), dims, strict=True))
         return Followed(tuple(sorted(views.items())), a.marks | b.marks)
@@ -146,6 +148,7 @@ class Follower:
         name, properties = eqn.primitive.name, primitives.of(eqn)
         marks = frozenset().union(*(x.marks for x in ins), self._note(eqn, ins))
         # 1. Equations whose results are no views: those after the end mark, and unknown primitives, which mix all dims.
+        # An equation that only moves shows elements of one array, and computes nothing.
         only_moves = name in LOOKED_UP or ((properties.moves or properties.view) and sum(map(bool, shapes)) == 1)
         if self._ends in marks and not only_moves:
             return [Followed((), marks)] * len(outs)
@@ -158,6 +161,7 @@ class Follower:
             for i, dims in x.views:
                 out_dims = self._out_dims(eqn, position, dims, shapes, outs)
                 for out, view, rows in zip(outs, views, out_dims, strict=True):
+                    # -1 stands for no source.
                     old_rows = view.setdefault(i, [(DimPart(-1, 0, n),) for n in out])
                     view[i] = [self._join_dim(p, q) for p, q in zip(old_rows, rows, strict=True)]
         # 3. A source's dim that occurs in two dims of one value is combined with itself.

@@ -33,6 +33,7 @@ def source_info_of(eqn: Any) -> Iterator[None]:
     """Within this context, traced equations get the line and the name stack of an equation of the user's program."""
     # The scopes around the interpreter come first, as if the equation were written there.
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    # `ctx` has the settings under which the equation was traced, such as those of random numbers.
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
 
@@ -88,6 +89,7 @@ class Environment(dict[Any, V]):
         return cls(values, literal)
 
     def __getitem__(self, atom: Any) -> V:
+        # `literal` also decides about variables without a value: `itself` keeps them, `number` raises.
         return self._literal(atom) if is_literal(atom) or atom not in self else super().__getitem__(atom)
 
     def read(self, atoms: Iterable[Any]) -> list[V]:

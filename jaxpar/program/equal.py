@@ -43,6 +43,7 @@ def _derivative(eqn: Any) -> Any:
     """Return the program of an equation's backward: the transpose of its derivative."""
     avals: list[Any] = [a.aval for a in eqn.invars]
     invars = [jec.Var(aval) for aval in avals]
+    # A dropped result has no cotangent.
     fun = jx.run([eqn.replace(invars=invars)], invars, [v for v in eqn.outvars if not isinstance(v, jec.DropVar)])
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     return jax.make_jaxpr(lambda *values: jx.pulled(fun, values))(*types)
@@ -69,6 +70,7 @@ def _equal(a: Any, b: Any, rules: bool = True) -> bool:
     if isinstance(a, np.ndarray | jax.Array):
         return isinstance(b, np.ndarray | jax.Array) and a.shape == b.shape and bool(np.array_equal(a, b))
     if isinstance(a, types.FunctionType):
+        # Two traces of one function are different objects with equal code.
         cells = lambda f: [cell.cell_contents for cell in f.__closure__ or ()]
         return isinstance(b, types.FunctionType) and a.__code__ == b.__code__ and _equal(cells(a), cells(b))
     return type(a) is type(b) and bool(a == b)
@@ -89,6 +91,7 @@ def same_program(a: Any, b: Any, rules: bool = True) -> bool:
             same_atom(v, w) if jx.is_literal(v) or jx.is_literal(w) else counterpart.get(v) is w
         )
 
+    # Programs for other shapes may have the same equations.
     if not all(map(has_same_type, counterpart, counterpart.values())):
         return False
     for e, f in zip(a.eqns, b.eqns, strict=True):

@@ -74,6 +74,7 @@ class Evaluation(ABC):
         env = Environment.of(program, ins, literal, constant)
         last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not is_literal(v)}
         last_use |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not is_literal(v)}
+        # The reader sees in `sites` where the current equation is, program by program.
         outer_sites = self.sites
         for i, eqn in enumerate(jaxpr.eqns):
             self.sites = (*outer_sites, eqn)

@@ -128,6 +128,7 @@ def labelled(text: str) -> Rule:
 
     def rule(eqn: Any) -> Iterable[Factor]:
         ins, outs = map(labels, (in_text, out_text), (eqn.invars, eqn.outvars), shapes(eqn))
+        # A label that a term lacks has no dim there: every part takes this operand as it is.
         dims_of = lambda atoms, label: tuple(names.index(label) if label in names else None for names in atoms)
         for label in dict.fromkeys(label for names in (*ins, *outs) for label in names if label != "_"):
             out_dims = dims_of(outs, label)
@@ -192,6 +193,7 @@ def bits(eqn: Any) -> Iterable[Factor]:
 def broadcast(eqn: Any) -> Iterable[Factor]:
     """Yield the dims of the result; the operand has those that are not broadcast."""
     (x, *sizes), (out,) = shapes(eqn)
+    # A dim of size 1 that grows is not cut with the result.
     in_dim = {d: i for i, d in enumerate(eqn.params["broadcast_dimensions"]) if x[i] == out[d]}
     for d in range(len(out)):
         part_params = lambda local, d=d: {"shape": local(out, d)}
@@ -304,6 +306,7 @@ def convolution(eqn: Any) -> Iterable[Factor]:
     group_param = next((name for name in ("feature_group_count", "batch_group_count") if p[name] > 1), "")
     if group_param:
         group_dim = x_rows if group_param == "batch_group_count" else x_features
+        # A part has whole groups, so that their number is a size, which is cut too.
         part_params = lambda local: {group_param: local((p[group_param],), 0)[0]}
         yield Factor((group_dim, kernel_outputs), (out_features,), params=part_params, grouped=group_param)
     else:

@@ -110,6 +110,7 @@ def split(
     pre, rest = hoist(eqns, leaves, fixed)
     rest = list(jx.live(rest, outputs))
     input_vars = set(inputs)
+    # Only values that live equations still read, so that `pre` computes nothing in vain.
     weights = [v for v in jx.free(rest, outputs) if v not in input_vars]
     pre = list(jx.live(pre, weights))
     constants = [v for v in inputs if v in fixed]

@@ -170,6 +170,7 @@ def _unconstrained(eqn: Any) -> Any:
         return jaxpr.replace(**inputs, eqns=eqns, outvars=env.read(jaxpr.outvars))
 
     eqn = with_programs(eqn, unconstrained_jaxpr)
+    # Operations such as `reshape` may name the sharding of their result.
     return eqn.replace(params=eqn.params | {name: None for name in ("sharding", "out_sharding") if name in eqn.params})
 
 
@@ -195,6 +196,7 @@ def pulled(fun: Callable[..., Sequence[Any]], values: Sequence[Any]) -> list[Any
     """Return a function's cotangents of its floating-point arguments, if those of all results are ones."""
     outs, pull = jax.vjp(fun, *values)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    # To JAX the cotangents of integers have dtype float0.
     unit_cotangents = [jnp.ones_like(y) if is_float(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outs]
     cotangents = pull(unit_cotangents)
     return [ct for x, ct in zip(values, cotangents, strict=True) if is_float(x)]
@@ -265,6 +267,7 @@ def user_line(eqn: Any) -> str:
             # A frame is written as "file:line (function)".
             if not of_library(frame.partition(":")[0]):
                 return frame
+        # There are no more frames.
         if len(frames) < num_frames:
             return ""
         num_checked, num_frames = num_frames, 8 * num_frames

@@ -143,6 +143,7 @@ def of(eqn: Any) -> LocalKernel | None:
     kernel = _kernels.get(eqn.params.get("name", "")) if eqn.primitive.name in ("jit", "pjit") else None
     if kernel is None or derived(eqn):
         return None
+    # JAX makes operands of the traced arrays that a kernel closes over.
     if len(eqn.invars) > len(kernel.in_dims):
         raise ValueError(
             f"kernel {_name(kernel.fun)} uses {len(eqn.invars) - len(kernel.in_dims)} traced arrays that are not its "
@@ -180,6 +181,7 @@ def _kernel(fun: Callable[..., Any], in_dims: Dims, out_dims: Dims, ranks: tuple
         name = _names.get(key)
     except TypeError:  # an option such as a list cannot be hashed
         key, name = object(), None
+    # A partial that a layer makes anew in every call keeps its name, so that layers remain alike.
     if name is None:
         name = _names[key] = f"jaxpar_kernel_{len(_kernels)}_{_name(fun)}"
 

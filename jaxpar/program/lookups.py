@@ -75,6 +75,7 @@ def lookups(flat: jx.Flat, inputs: Sequence[int]) -> dict[int, Lookup]:
     reader = _Reader()
     ins = [_Elements(i) if i in inputs else None for i in range(len(flat.invars))]
     reader.run(jx.build(flat.eqns, flat.invars, ()), ins)
+    # A program that compares an input anywhere may expect values out of range.
     return {i: lookup for i, lookup in reader.lookups.items() if i not in reader.compared}
 
 
@@ -113,18 +114,21 @@ class _Reader:
         inside = propagate(eqn, ins, self.run, lambda a, b: a if a == b else None)
         if inside is not None:
             return inside
+        # Equations that only move values have been handled: a comparison that is moved is not used yet.
         self._use(ins)
         if name in _COMPARES and first_elements is not None:
             return [_Compared(first_elements.source)]
         if name == "add" and first_elements is not None and None in ins:
             return [_Elements(first_elements.source, True)]
         if name == "concatenate" and eqn.params["dimension"] == len(eqn.outvars[0].aval.shape) - 1:
+            # Coordinates are joined along the last dim to index vectors.
             sizes = [v.aval.shape[-1] for v in eqn.invars]
             parts = [x if isinstance(x, _Elements) else None for x in ins]
             return [_Vectors(tuple(x for x, n in zip(parts, sizes, strict=True) for _ in range(n)))]
         if name in ("gather", "dynamic_slice"):
             for index, size in self._indices(eqn, ins):
                 source = index.source
+                # A sum alone is another number than the input.
                 if not index.wrapped and (source not in self.lookups or size < self.lookups[source].size):
                     self.lookups[source] = Lookup(size, jx.where(eqn))
         return [None] * len(eqn.outvars)
@@ -147,6 +151,7 @@ class _Reader:
         else:
             dims, sizes = eqn.params["dimension_numbers"].start_index_map, eqn.params["slice_sizes"]
             coordinates = ins[1].parts if isinstance(ins[1], _Vectors) else [ins[1]]
+        # An index vector from elsewhere is one value for several dims, and is not followed.
         if len(coordinates) == len(dims):
             for dim, coordinate in zip(dims, coordinates, strict=True):
                 # A larger slice reads several elements: its start is no index of one.

@@ -57,6 +57,7 @@ class FactorClaim(NamedTuple):
           parts: the results of each part.
         """
         for i, (expected, dim, var) in enumerate(zip(full_results, self.factor.outs, self.eqn.outvars, strict=True)):
+            # Additional dims in front move the result's dims to the right.
             dim = None if dim is None else dim + expected.ndim - len(var.aval.shape)
             joined = self._joined([part[i] for part in parts], dim)
             if joined is None or (joined.shape, joined.dtype) != (expected.shape, expected.dtype):
@@ -117,6 +118,7 @@ def claims_of(eqn: Any, operands: Sequence[np.ndarray], factors: Iterable[Factor
     claims = []
     for f in factors:
         sizes = [s[d] for s, d in zip((*ins, *outs), (*f.ins, *f.outs), strict=True) if d is not None]
+        # The number of groups is cut too.
         sizes += [eqn.params[f.grouped]] if f.grouped else []
         claims += [FactorClaim(eqn, operands, f, n) for n in (2, 3) if sizes and not any(size % n for size in sizes)]
     return claims
@@ -177,6 +179,7 @@ def register(
                 f"{[list(x.shape) for x in claim.operands]} {reason}; each part has to compute its part of the whole; "
                 "write _ for a dim whose elements depend on each other"
             )
+    # Only now, so that a rule that is refuted serves no program.
     PRIMITIVES[name] = Primitive(factors, cheap=cheap)
     _registered.add(name)
 
@@ -189,6 +192,7 @@ def _provable_claims(
     Raises:
       ValueError: a factor has an unknown reduction, or no equation can be cut along it.
     """
+    # Without `params` and `grouped`: a rule makes new functions for `params` in every call.
     factor_keys = {f[:3]: eqn for eqn, _ in equations for f in factors(eqn)}
     if unknown := {reduction for _, _, reduction in factor_keys} - {"", *_JOINS, *_INDEX_REDUCTIONS}:
         raise ValueError(
@@ -208,6 +212,7 @@ def _provable_claims(
 def _refuted(claim: FactorClaim) -> str:
     """Return how an example refutes a claim; "" if it proves it."""
     results = lambda operands, **changes: list(map(np.asarray, jx.bind(claim.eqn, operands, **changes)))
+    # Outside the `try`: an error of the full equation is the user's, and no refutation.
     full_results = results(claim.operands)
     try:
         return claim.difference(full_results, [results(part, **claim.changes()) for part in claim.cut()])

@@ -80,6 +80,7 @@ class Residuals:
             return list(self.saved)
         available, recompute = {*self.known_vars, *self.weights}, {*recompute}
         saved = [v for v in self.saved if v not in recompute]
+        # Results of equations with effects are saved rather than computed twice.
         effects = {v for eqn in self.eqns if _has_effects(eqn) for v in eqn.outvars}
         eqns = jx.needed(self.eqns, self.read, {*saved, *available, *effects})
         return [*saved, *(v for v in jx.free(eqns, self.read) if v not in available and v not in saved)]
@@ -124,6 +125,7 @@ def allowed(
     def saves(eqn: Any) -> bool:
         # A policy returns a bool, or one of JAX's three cases: `Saveable`, `Recompute` and `Offloadable`.
         case = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+        # `Offloadable` names a memory.
         if hasattr(case, "dst"):
             raise ValueError(
                 f"remat is a policy that sends the results of {eqn.primitive} to {case.dst!r}; give one that saves "

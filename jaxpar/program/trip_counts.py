@@ -49,4 +49,5 @@ def share_of(name: str) -> Share | None:
 
 def times(outer: int, trips: int | Fraction) -> int:
     """Return how often a loop's body is executed, if the loop around it executes its body `outer` times."""
+    # Trips may be a share: an average over the outer loop's iterations.
     return round(outer * trips)

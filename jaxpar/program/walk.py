@@ -105,6 +105,7 @@ def with_programs(eqn: Any, transform: Callable[[Any], Any], constant: Callable[
         if not isinstance(value, jec.Jaxpr | jec.ClosedJaxpr):
             return value
         jaxpr, consts = opened(value)
+        # An open jaxpr stays open, as its equation expects.
         if not hasattr(value, "consts"):
             return transform(jaxpr)
         return jec.ClosedJaxpr(transform(jaxpr), list(map(constant, consts)))

@@ -35,6 +35,7 @@ class InFlight:
 
     def split(self, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Split a layer's cotangents into those that the next iteration gives, and those that this iteration gives."""
+        # The entries that are not None are the slices whose gradients wait.
         is_late = [x is not None for x in self.gradients]
         choose = lambda late: [ct if x is late else None for x, ct in zip(is_late, cotangents, strict=True)]
         return choose(True), choose(False)

@@ -76,6 +76,7 @@ class Halves:
           num_held, num_saved: the numbers of these inputs.
           twice: whether the second half recomputes everything that follows without cotangents.
         """
+        # Both halves are kept for later traces, in which a tracer of this one would be stale.
         assert not any(isinstance(x, Tracer) for x in flat.consts)
         leaves, operands = flat.invars[: len(floats)], flat.invars[len(floats) :]
         held_vars, saved_vars = operands[:num_held], operands[num_held : num_held + num_saved]
@@ -99,6 +100,7 @@ class Halves:
         weight_eqns = jx.needed(weight_eqns, jx.free(second, ct_leaves))
         second = [*weight_eqns, *_without(second, weight_eqns)]
         first_results = [*ct_inputs, *residuals]
+        # The second half may recompute what it reads, so that some of the first half is dead now.
         first = jx.live(first, first_results)
 
         # 4. Find which leaves and saved values each half reads.
@@ -164,6 +166,7 @@ def _choose_residuals(
     """
     is_vector = lambda v: v.aval.size == max(v.aval.shape, default=1)
     readable = {v for v in weight_vars if v in {*crossing} or is_vector(v)}
+    # All weights are barred as residuals. Only those that are fetched anyway, or are vectors, may be read instead.
     return residuals_to_save(first, crossing, available | readable, weight_vars, _is_cheap)
 
 
@@ -177,6 +180,7 @@ def _move_sums(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], 
     moved, remaining = list(first), []
     second_vars: set[Any] = set()  # defined by the remaining equations
     for eqn in second:
+        # Equations stay in order, so that one pass finds all that can move.
         is_ready = not any(v in second_vars for v in eqn.invars if not jx.is_literal(v))
         if is_ready and not eqn.effects and (_is_cheap(eqn) or eqn.primitive.name == "reduce_sum"):
             moved.append(eqn)

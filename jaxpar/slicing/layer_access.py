@@ -79,6 +79,7 @@ class LayerAccess:
           mask: which entries to fetch; None for all.
         """
         is_fetched = [x is not None and (mask is None or mask[i]) for i, x in enumerate(prefetched)]
+        # A backward begins with the layer with which the forward ended: clipped, the number is that layer's.
         layer = jnp.mod(layer, self.length) if again else jnp.clip(layer, 0, self.length - 1)
         fetched = iter(self.fetch(layer, is_fetched))
         return [next(fetched) if is_new else x for is_new, x in zip(is_fetched, prefetched, strict=True)]

@@ -103,6 +103,7 @@ def _scan(body: Body, init: Any, xs: Any, length: int, reverse: bool) -> tuple[A
     The iteration's number is read from an array. If it were counted, XLA's collective pipeliner would see that
     iterations write layer after layer, and move collectives that are meant for this iteration to the next one.
     """
+    # Numbers are scanned too, so that in a reversed loop an iteration has the number of its layer.
     return lax.scan(lambda carry, x: body(carry, *x), init, (jnp.arange(length), xs), length=length, reverse=reverse)
 
 
@@ -122,6 +123,7 @@ class _Iteration:
         self._outvars, self._tree = flat.outvars, jax.tree.structure(results)
         self._todo = jx.live(flat.eqns, flat.outvars)
         self.env = jx.Environment.of(flat, jax.tree.leaves((carry, iteration, x)))
+        # Values from the iteration before have arrived already.
         self.arrived = list(flat.invars[: len(jax.tree.leaves(carry))])
         self._ready_exchanges: list[Any] = []
         self._is_exchange: Callable[[Any], bool] = lambda eqn: eqn.primitive.name in _EXCHANGES
@@ -152,6 +154,7 @@ class _Iteration:
         # 2. Place the collectives, largest first, those that come last behind the others.
         flops = _flops_by_window([e for e in self._todo if not level.keys().isdisjoint(e.outvars)], level, exchanges)
         size = lambda eqns: sum(jx.nbytes(v) for e in eqns for v in (*e.invars, *e.outvars))
+        # Empty windows with products come first, then windows with more of them, then later ones.
         rank = lambda i: (flops[i] > 0 and not windows[i], flops[i], i)
         for (is_last, kind, _), eqns in sorted(ahead.items(), key=lambda item: (item[0][0], -size(item[1]))):
             first = max((i for i, window in enumerate(windows) if window), default=0) if is_last else 0
@@ -180,6 +183,7 @@ class _Iteration:
             kind, follows = PRIMITIVES.get(eqn.primitive.name), not sent_vars.isdisjoint(inputs(eqn))
             # A collective serves another iteration if it waits for no exchange and no product here needs it.
             is_unneeded = not eqn_level and kind in _AHEAD_KINDS and needed.isdisjoint(eqn.outvars)
+            # So does a collective of such a collective's result: an all-reduce behind a reduce-scatter.
             if (follows and kind in _AHEAD_KINDS) or is_unneeded:
                 ahead.setdefault((follows or kind == _AHEAD_KINDS[-1], kind, axes_of(eqn)), []).append(eqn)
                 sent_vars.update(eqn.outvars)
@@ -234,6 +238,7 @@ class _Iteration:
     def compute(self) -> None:
         """Run the equations that need no exchange except those that have arrived."""
         blocked = []
+        # In program order, so that one pass finds all that can run.
         for eqn in self._todo:
             if not all(jx.is_literal(v) or v in self.env for v in eqn.invars):
                 blocked.append(eqn)

@@ -60,6 +60,7 @@ def side_by_side(flat: jx.Flat, shared: int, sums: int, groups: int, axes: Mappi
                 "BatchNorm's running statistics, from one to the next; leave concurrent out"
             )
         # An output that does not depend on the group counts once for each group, as it would in each microbatch.
+        # Not `sum(x)`, which would begin with 0 and add one equation more.
         add = lambda x: sum(x[1:], x[0]) if isinstance(x, _PerGroup) else x * groups
         return [add(x) for x in outputs[:sums]] + outputs[sums:]
 
@@ -106,6 +107,7 @@ def _compute_groups(eqns: Sequence[Any], env: jx.Environment[Any], groups: int, 
     group's collective can start. Otherwise XLA combines the collectives of several groups into one, and no group
     computes meanwhile (jax 0.10.2). It does not combine all-to-alls.
     """
+    # An empty `_PerGroup` stays: the equations below compute its values.
     value_of = lambda x, group: x[group] if isinstance(x, _PerGroup) and x else x
     envs = [jx.Environment({v: value_of(x, group) for v, x in env.items()}) for group in range(groups)]
     # The equations that the previous group computes next, and the variables that it has received.

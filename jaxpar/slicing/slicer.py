@@ -206,6 +206,7 @@ def _find_stacks(scans: Sequence[Any], variables: _Variables, slicing: Slicing) 
     slice_dims: dict[int, int] = {}
     for layer_slice, _ in (read for e in scans for read in reads_by_scan[id(e)].values()):
         leaf, dim = layer_slice.leaf, layer_slice.dim
+        # Along a sharded dim, a layer would lie on one device, and not in parts on all. Stages have layers on dim 0.
         if dim != slicing.sharded[leaf] and (dim == 0 or not staged[leaf]):
             slice_dims.setdefault(leaf, dim)
     reads_by_scan = {
@@ -362,6 +363,7 @@ def _trace_layer(
     body = jec.jaxpr_as_fun(parts.body)
 
     def layer(layer_values: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        # The layers that are fetched, and the values that the scan slices as before.
         value_of, other_xs = dict(zip(slices, layer_values, strict=True)), iter(values[n + k :])
         xs = []
         for position in range(len(parts.xs)):
@@ -399,6 +401,7 @@ def _propagate_linear(
     linear, num_carry = list(linear), carry.stop - carry.start
     weight_vars, input_vars = flat.invars[:num_weights], flat.invars[num_weights:]
     while True:
+        # A carry is active if it is so at the start or after any layer: repeat until nothing changes.
         linear_vars = [v for v, is_linear in zip(input_vars, linear, strict=True) if is_linear]
         marked = jx.active(flat.eqns, [*weight_vars, *linear_vars])
         active_outputs = [not jx.is_literal(v) and v in marked and _is_inexact(v) for v in flat.outvars]

@@ -83,6 +83,7 @@ def sliced(eqn: Any, floating: dict[Any, Any], index: dict[Any, int]) -> dict[in
                 step_stride = (step.params["strides"] or (1,) * var.aval.ndim)[dim]
                 start, stride = step.params["start_indices"][dim] + step_stride * start, step_stride * stride
             elif step.primitive.name == "transpose":
+                # Number n along `dim` of the transpose is number n along `order[dim]` of the operand.
                 order = step.params["permutation"]
                 layer_dims = [d for d in order if d != order[dim]]
                 dim = order[dim]

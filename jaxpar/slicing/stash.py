@@ -33,6 +33,7 @@ class Stash:
 
     def put(self, buffers: Sequence[jax.Array], layer: jax.Array, values: Sequence[Any]) -> list[jax.Array]:
         """Write one layer's values, one for each buffer, into the slot of buffers that the previous layer returned."""
+        # Each value becomes a block [1, 1, ...] of one slot and one layer.
         return [
             lax.dynamic_update_slice(buffer, jnp.asarray(x)[None, None], self._start(buffer, layer))
             for buffer, x in zip(buffers, values, strict=True)

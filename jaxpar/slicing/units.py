@@ -99,6 +99,7 @@ class Unit:
         ((tree, num_outputs),) = trees
         residuals = flat.outvars[num_outputs:]
         weight_vars, input_vars = flat.invars[: len(weights)], flat.invars[len(weights) :]
+        # A backward may run in another trace, and takes no tracer that this trace has closed over.
         fixed = [v for v, x in zip(flat.constvars, flat.consts, strict=True) if not isinstance(x, Tracer)]
 
         # 2. Choose smaller values from which the backward can recompute its residuals cheaply. It fetches the weights
@@ -258,6 +259,7 @@ class Saved:
 
 def _trace_key(*arrays: Sequence[Any]) -> Any:
     """Return what a trace depends on: abstract arrays, and the mesh whose axes it may name."""
+    # A weak type promotes in another way, and so makes another program.
     leaves = ((jnp.shape(x), x.dtype, getattr(x, "weak_type", False)) for xs in arrays for x in xs)
     return (jax.sharding.get_abstract_mesh(), *map(len, arrays), *leaves)
 

@@ -16,6 +16,7 @@ from ..model.model import is_replicated
 
 def block_key(key: jax.Array, step: jax.Array | int, block: jax.Array | int) -> jax.Array:
     """Return the random key of one block of rows in one step; it does not depend on which device has the block."""
+    # First by step, then by block: no two pairs share a key, as their sum would let them.
     return jax.random.fold_in(jax.random.fold_in(key, step), block)
 
 

@@ -126,6 +126,7 @@ def misfit(state: Any, expected: Any) -> str:
     Args:
       expected: `step.abstract_state()`, with shardings.
     """
+    # By path, since trees of other structure cannot be compared leaf by leaf.
     present, needed = (
         {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)} for tree in (state, expected)
     )
@@ -167,6 +168,7 @@ def shapes_of(layout: Layout, batch: Any) -> Named:
     """Return the arrays that a step may see, in all their shapes: the model's own, at rest, on a tensor rank."""
     storage = layout.storage
     arrays = [(leaf.path, leaf.shape) for leaf in (*storage.models, *storage.leaves)]
+    # Padded shapes and the parts of tensor ranks appear in errors too.
     arrays += [(leaf.path, shape) for leaf in storage.leaves for shape in (leaf.stored, leaf.local.shape)]
     rows = jax.tree_util.tree_leaves_with_path(batch)
     return [*arrays, *((f"batch {name_of(path)}".rstrip(), tuple(np.shape(x))) for path, x in rows)]
@@ -182,6 +184,7 @@ def naming(fun: Callable[..., Any], arrays: Named) -> Callable[..., Any]:
     @functools.wraps(fun)
     def wrapped(*args: Any) -> Any:
         try:
+            # jax raises while it traces, so that its error passes through here.
             return fun(*args)
         except ValueError as error:
             if text := indivisible(error, arrays):
@@ -211,6 +214,7 @@ def indivisible(error: ValueError, arrays: Named) -> str:
         return ""
     dim, parts = int(dim_match[1]), int(next(n for n in parts_match.groups() if n))
     shape = tuple(int(n) for n in shape_match[1].split(",") if n.strip())
+    # The numbers do not fit the shape, so that the text was another error's.
     if dim >= len(shape) or shape[dim] % parts == 0:
         return ""
 
@@ -229,6 +233,7 @@ def indivisible(error: ValueError, arrays: Named) -> str:
     proposal: list[Any] = [None if d == dim else x for d, x in enumerate(padded_spec)]
     if free_dims:
         proposal[free_dims[0]] = entry
+    # P() says the same as P(None, None).
     while proposal and proposal[-1] is None:
         proposal.pop()
     name = " or ".join(dict.fromkeys(names)) or "an array"
@@ -244,6 +249,7 @@ def _spec_in(text: str) -> tuple[Any, ...]:
     match = re.search(r"(?:spec=|of value )(?:P|PartitionSpec)(\((?:[^()]|\([^()]*\))*\))", text)
     if not match:
         return ()
+    # The text is Python, as jax prints it.
     entries = ast.literal_eval(match[1])
     # A spec of one entry may be printed without the comma that makes it a tuple.
     return entries if match[1].endswith(",)") or "," in match[1] or not match[1][1:-1] else (entries,)
@@ -294,6 +300,7 @@ class Intake:
         """Check a batch, once for each kind, and place it."""
         batch = jax.tree.map(as_array, batch)
         leaves, tree = jax.tree.flatten(batch)
+        # A batch of a known kind needs no second check: its tree, types, shapes and dtypes decide.
         kind = ("fits", tree, *((type(x), np.shape(x), getattr(x, "dtype", None)) for x in leaves))
         if kind not in self._jitted:
             self.check(batch)
@@ -308,6 +315,7 @@ class Intake:
         """
         batch = jax.tree.map(as_array, batch)
         self.check(batch)
+        # A server moves rows itself, as one of its exchanges.
         if self.strategy.server:
             return batch
         placed = globalise(narrowed(batch), self.mesh, self._hosts)

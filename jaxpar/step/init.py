@@ -117,6 +117,7 @@ class FirstState:
 
         def masters_and_variables(key: jax.Array) -> tuple[Any, Any]:
             params, variables = self.model_def.create(key)
+            # Given parameters replace those of the model. XLA drops the draws that nothing reads.
             values = [(initial or {}).get(i, x) for i, x in enumerate(jax.tree.leaves(params))]
             return self._to_masters(values), variables
 

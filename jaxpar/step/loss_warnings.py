@@ -29,6 +29,7 @@ _LARGE_GATHER = 1 << 20  # bytes that tensor ranks gather; fewer cause no warnin
 def warn_padded(layers: int, ranks: int, chunks: int) -> None:
     """Warn if the chunks of a pipeline have room for many more layers than the model has."""
     stages = ranks * chunks
+    # The time of a stage is that of its layers, padding included.
     if -(-layers // stages) * stages > _MAX_PADDING * layers:
         warnings.warn(f"pipe={ranks}, chunks={chunks}: {padded(layers, ranks, chunks)}", stacklevel=2)
 
@@ -48,6 +49,7 @@ def warn_idle(ranks: int, microbatches: int) -> None:
 def warn_gathered(program: Program, layout: Layout) -> None:
     """Warn if ZeRO-3 gathers more than half of the parameters at once."""
     num_params = sum(math.prod(leaf.logical) for leaf in layout.leaves)
+    # Leaves come largest first.
     num_gathered, leaves = gathered(program.pieces, layout.storage.units)
     size = num_gathered * jnp.dtype(layout.policy.compute).itemsize
     if (
@@ -94,6 +96,7 @@ def warn_untrained(loss: jx.Flat, outputs: Any, leaves: Sequence[Leaf]) -> None:
     """
     trained = [v for v, leaf in zip(loss.invars, leaves, strict=False) if leaf.trainable]
     total = loss.outvars[outputs[0]["loss"].total]
+    # The total may itself be a parameter, which no equation reads.
     vars_read = {v for eqn in jx.live(loss.eqns, [total]) for v in eqn.invars if not jx.is_literal(v)} | {total}
     if trained and vars_read.isdisjoint(trained):
         warnings.warn(
@@ -111,7 +114,9 @@ def unread_leaves(loss: jx.Flat, inputs: Any, num_params: int) -> list[str]:
       inputs: abstract (variables, batch, key).
     """
     vars_read = {v for eqn in jx.live(loss.eqns, loss.outvars) for v in eqn.invars if not jx.is_literal(v)}
+    # A result may pass an input through, which no equation reads.
     vars_read |= {v for v in loss.outvars if not jx.is_literal(v)}
+    # Replace the inputs' leaves by their variables, to name these by their paths.
     input_vars = iter(loss.invars[num_params:])
     batch = jax.tree.map(lambda _: next(input_vars), inputs)[1]
     leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_replicated)
@@ -188,11 +193,13 @@ def _widening_cast(loss: jx.Flat, low: Any) -> str:
         if (v := todo.pop()) in seen:
             continue
         seen.add(v)
+        # An input of the program is float32 already: no cast is to blame.
         if v not in index_by_var:
             return ""
         maker = loss.eqns[index_by_var[v]]
         if maker.primitive.name == "convert_element_type" and maker.invars[0].aval.dtype == low:
             casts.append(index_by_var[v])
+        # The operand of a widening cast is not float32, so that the walk ends there.
         todo += float32_inputs(maker)
     return jx.where(loss.eqns[min(casts)]) if casts else ""
 
@@ -200,8 +207,10 @@ def _widening_cast(loss: jx.Flat, low: Any) -> str:
 def recorded_warnings(call: Callable[[], object]) -> list[warnings.WarningMessage]:
     """Return the warnings that a call gives; the user sees them all the same."""
     with warnings.catch_warnings(record=True) as messages:
+        # Filters, by which a warning is shown once, would hide some from the record.
         warnings.simplefilter("always")
         call()
     for message in messages:
+        # Given again outside of the record, with the place where they came from.
         warnings.warn_explicit(message.message, message.category, message.filename, message.lineno)
     return messages

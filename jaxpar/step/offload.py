@@ -233,6 +233,7 @@ class Streams:
         """
 
         def local(constant: Any, carried: Sequence[Any], args: Any) -> list[Any]:
+            # Uninitialised host memory for the first state, every block of which is written.
             empty = [jax.device_put(lax.empty(constant.shape, dtype), HOST) for dtype in dtypes]
             on_blocks = lambda blocks, shape: fun(blocks, args, shape)
             return _over_blocks(on_blocks, constant, [*carried, *empty], reads=not dtypes)
@@ -360,6 +361,7 @@ def streams(
     trainable = [place for place, leaf in zip(all_params, layout.leaves, strict=True) if leaf.trainable]
     if not any(place.host for place in trainable) and "optimizer" not in offloads:
         return None
+    # Blocks are cut from stored arrays, which only a transformation by element may see.
     if multiplies or not as_stacked:
         raise ValueError(
             _not_elementwise("it multiplies matrices" if multiplies else "it looks at each layer by itself")
@@ -382,6 +384,7 @@ def streams(
     init_results = [home if place.host else None for home, place in zip(state_leaf, places, strict=True)]
     init_program = _split(jx.trace(optimizer.init, params)[0], param_leaf, init_results, set(), paths)
     _, update, _ = traced_update(optimizer, params)
+    # Inputs of the update: parameters, gradients, state, and the loss.
     input_places = zip(update.invars, [*trainable, *([None] * n), *places, None], strict=True)
     on_host = {v for v, place in input_places if place is not None and place.host}
     update = _split(update, [*param_leaf, *param_leaf, *state_leaf, None], [*param_leaf, *state_leaf], on_host, paths)
@@ -401,6 +404,7 @@ def _split(
     """
     home = dict(zip(flat.invars, input_leaf, strict=True))
     variables = (*flat.invars, *flat.constvars, *(v for eqn in flat.eqns for v in eqn.outvars))
+    # A leaf part reads its leaf's arrays and scalars, which the global part computes once for all blocks.
     scalars = {v for v in variables if not v.aval.shape}
 
     # 1. The equations between the scalars and the results of each leaf.

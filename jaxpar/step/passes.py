@@ -103,6 +103,7 @@ class PlacedLoss:
           axes: the mesh axes that it may name, with their sizes.
         """
         inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.flat.invars]
+        # Only the parameters become parts. The other inputs of the program follow them as they are.
         parts = [jax.ShapeDtypeStruct(leaf.logical, x.dtype) for leaf, x in zip(placements, inputs, strict=False)]
         flat, _ = jx.trace(fun, *parts, *inputs[len(parts) :], axes=dict(axes))
         return replace(self, flat=flat, placements=placements)
@@ -158,6 +159,7 @@ def _take_attention(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedL
     """
     fused, shared = setting.strategy.kernels == "fused", setting.sizes["context"] > 1
     take = setting.takes_attention
+    # Blocks of a split sequence may have other functions of scores than a softmax; the fused kernel may not.
     replay = not take or (shared and setting.strategy.attention != "gather")
     # Only the kernel on whole sequences takes biases.
     attention = spelled(loss.flat, setting.traced_axes, replay, biases=fused and not shared, take=take)
@@ -176,6 +178,7 @@ def _roll(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
     """Turn Python loops over layers into scans over stacked parameters (slicing/rolling/)."""
     families = setting.layout.storage.families
     flat, notes.loops = roll_loops(loss.flat, families, len(loss.placements), setting.traced_axes, setting.staged)
+    # `unsplit` moves on as well: FP8 looks for the products of layers in it, by the paths of whole parameters.
     return replace(loss, flat=flat, unsplit=flat)
 
 
@@ -183,6 +186,7 @@ def _split(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
     """Take the equations of one context rank, on its positions of the sequence (parallel/context/)."""
     leaves, (variables, rows, _), ranks = len(loss.placements), loss.inputs, setting.sizes["context"]
     tensor_ranks = setting.sizes["tensor"]
+    # The program's inputs are parameters, variables, rows and key, in this order.
     first_row = leaves + len(jax.tree.leaves(variables))
     batch = range(first_row, first_row + len(jax.tree.leaves(rows)))
     # The ranks of such a pipeline are not in the same layer at the same time, so that a hop around all ranks of a ring
@@ -198,6 +202,7 @@ def _split(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
 
 def _exchange(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
     """Take the equations of one expert rank, on its experts and the tokens of all ranks (parallel/expert/)."""
+    # Units are counted without the dim of chunks, as the loss reads them.
     dims = [None if leaf.expert is None else leaf.expert - leaf.stage for leaf in loss.placements]
     fun, exchanges = exchange_tokens(loss.flat, dims, setting.sizes["expert"], EXPERT_RULES)
     loss = loss.of_rank(fun, [leaf.of_experts for leaf in loss.placements], setting.traced_axes)
@@ -212,6 +217,7 @@ def _localise(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
     ruled, ranks = setting.layout.ruled, setting.sizes["tensor"]
     fun, notes.gathered = localise(loss.flat, dims, ruled, ranks, setting.strategy.sequence, RULES)
     loss = loss.of_rank(fun, [leaf.local for leaf in loss.placements], setting.traced_axes)
+    # Warn once the parts are traced: only then is it known what is gathered.
     warn_no_rule(notes.gathered, ranks)
     return loss
 
@@ -258,6 +264,8 @@ def _always(setting: Setting) -> bool:
     return True
 
 
+# The order matters: the first two passes read whole parameters; the next three take one rank's part of them, each from
+# the part that the pass before has left (`PlacedLoss.placements`); the last three rewrite the program of one rank.
 PASSES = (
     LossPass("take attention", _always, _take_attention),
     LossPass("roll", _always, _roll),

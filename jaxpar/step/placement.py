@@ -65,6 +65,7 @@ class ParamPlacement:
         tensor_ranks, experts = sizes["tensor"], sizes["expert"]
         split, expert_split = Dims(), dict[str, int]()
         if tensor_ranks > 1:
+            # Tracing the model's creation takes time, and only some models need its order: it is passed as a function.
             creation = functools.partial(creation_order, model.create)
             split = tensor_dims(shapes, tensor_ranks, user_rules, model_rules, model.names(), creation)
         if experts > 1:
@@ -72,6 +73,7 @@ class ParamPlacement:
 
         # 2. The devices that share a leaf.
         is_v = schedule is not None and schedule.placement == "V"
+        # Paths or counts of blocks cut the program wherever the user says.
         stages = "cut" if strategy.cuts else str(strategy.stages)
         pipe = Pipe(sizes["pipe"], strategy.chunks, is_v, self.shard_axes, stages)
         sharing = Sharing(self.num_shards, pipe, tensor_ranks, experts)

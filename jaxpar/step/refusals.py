@@ -43,6 +43,7 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
         for i, reason in program.unrolled
         if layout.storage.units[i].layers is not None or program.main is None
     }
+    # Blocks that are stored as stages must be one stack, or, without any stack, all lists must be.
     if unequal:
         index, reason = next(iter(unequal.items()))
         raise ValueError(
@@ -60,6 +61,7 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
     _check_division(program.main, layout, strategy)
     # 3. The loss scans all layers at once, in order, and changes no variable meanwhile.
     length = program.main.length
+    # Each iteration takes `stride` layers of a leaf: alternating blocks are one round.
     partial = next((s for s in program.main.slices if s.stride * length != layout.storage.units[s.leaf].layers), None)
     if partial is not None:
         leaf = layout.storage.units[partial.leaf]
@@ -73,6 +75,7 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
             f"pipe={ranks} and the model's stack is run from its last layer to its first; run it forwards, or use "
             "stages='cut'"
         )
+    # A variable that comes out as it went in has the same variable of the program.
     inputs = set(program.inputs)
     for path, position in jax.tree_util.tree_leaves_with_path(variables):
         if program.outputs[position] not in inputs:
@@ -151,6 +154,7 @@ def check_cut(schedule: Schedule, strategy: Strategy, paths: Sequence[str]) -> N
     cuts = points(strategy.cuts, stages, paths)
     for cut in cuts:
         if not below(cut, paths):
+            # Every prefix of a path is a module.
             modules = {"/".join(path.split("/")[:n]) for path in paths for n in range(1, path.count("/") + 2)}
             raise ValueError(
                 f"stages={strategy.stages!r}: no parameter lies below {cut!r}{did_you_mean(cut, sorted(modules))}; use "
@@ -212,6 +216,7 @@ def check_variables(program: Program, variables: Sequence[tuple[Any, Any]], rank
         # A value that no stage computes, such as a constant, counts as the last stage's.
         home = last if jx.is_literal(new) else stage_by_var.get(new, last)
         readers = [stage for stage, piece in enumerate(program.pieces) if old in piece.inputs and stage != home]
+        # An unchanged variable is the same on all stages.
         if new is not old and readers:
             raise ValueError(
                 f"variable {name_of(path)} is changed in stage {home} of pipe={ranks} and read in stage {readers[0]}, "
@@ -294,6 +299,7 @@ def check_independent_of_replicas(program: Program, outputs: Any, num_inputs: in
     # Batch and key differ from replica to replica; the variables, which come first, do not.
     local_inputs = program.inputs[-num_inputs:][len(jax.tree.leaves(variables)) :]
     for path, position in jax.tree_util.tree_leaves_with_path(variables):
+        # A reduction over all of these axes makes a value the same on all replicas.
         if program.depends(local_inputs, position, axes):
             raise ValueError(
                 f"variable {name_of(path)} is updated from this replica's rows alone, so replicas would drift apart; "
@@ -324,6 +330,7 @@ def whole_batch_error(
                 "are; give it to the loss in the batch, and compute its next value by step.model(state) before the step"
             )
     # 2. Groups of rows, which blocks cut. Blocks of the smallest number of rows that the loss takes would not.
+    # `takes` traces the loss for each number. It ends, since the loss takes the rows of the batch.
     needed = next(n for n in range(rows + 1, batch_rows + 1) if takes(n))
     return (
         f"the loss takes the batch's {batch_rows} rows, but not the {rows} of one of its {math.prod(blocks)} blocks "

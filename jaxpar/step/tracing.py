@@ -198,6 +198,7 @@ class Tracing(Setting):
         leaves, tree = jax.tree.flatten((variables, rows, key))
         kind = (tree, self.choices, *((jnp.shape(x), x.dtype) for x in leaves))
         if kind not in self._traced:
+            # Without shardings and weak types, so that arrays and shapes give one trace.
             abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
             self._traced[kind] = self._make(*jax.tree.map(abstract, (variables, rows, key)))
         return self._traced[kind]
@@ -245,6 +246,7 @@ class Tracing(Setting):
 
     def _lookups(self, flat: jx.Flat, variables: Any, rows: Any) -> dict[str, Lookup]:
         """Return the integer leaves of the batch that the loss uses as indices, by path."""
+        # The program's inputs are parameters, variables, rows and key.
         first_row = len(self._params) + len(jax.tree.leaves(variables))
         leaves = enumerate(jax.tree_util.tree_leaves_with_path(rows), first_row)
         names = {i: name_of(path) for i, (path, x) in leaves if jnp.issubdtype(x.dtype, jnp.integer)}
@@ -253,6 +255,7 @@ class Tracing(Setting):
     def _unread(self, unsplit: jx.Flat, inputs: Any) -> list[str]:
         """Return the paths of leaves with rows that the loss reads neither in a step nor, without key, in evaluate."""
         (variables, rows, key), num_params = inputs, len(self._params)
+        # Usually all leaves are read, and no second trace is needed.
         if not (names := unread_leaves(unsplit, inputs, num_params)):
             return []
         # A loss may read a leaf in one of the two modes alone, so that the other one is traced too.
@@ -337,6 +340,7 @@ class Tracing(Setting):
         def loss(leaves: Sequence[Any], inputs: Any) -> Any:
             variables, rows, key = inputs
             try:
+                # The model's own tree, so that the user's code sees its layers as it wrote them.
                 params = storage.of_units(leaves)
                 sums, new_variables, new_params = self.model.forward(params, variables, rows, key, tuple(axes))
             except TypeError as error:  # such as a scan whose carry changes its dtype
@@ -371,6 +375,7 @@ class Tracing(Setting):
         # 1. Errors: programs that cannot run on several devices, in a pipeline, or with this remat.
         check_ordered(unsplit, self.layout.mesh.size)
         check_breakpoints(unsplit, self.layout.mesh.size)
+        # For `print(step.layout)`, and for the text of the warning below.
         self.layout.loops.update(described(program, self.layout.storage))
         if self.schedule is not None:
             check_pipe(program, outputs[1], self.layout, self.strategy)

@@ -159,12 +159,14 @@ class Update:
             applied = finite if applied is None else applied & finite
             if self.on_nonfinite == "stop":
                 is_running = state.step >= 0
+                # After a stop, nothing changes any more, the loss scale included.
                 applied, scale = applied & is_running, where_applied(is_running, scale, state.scale)
         return applied, scale, skipped
 
     def _changes(self, grads: Any, opt_state: Any, params: Any, loss: jax.Array, token: Token | None) -> Any:
         """Call the optimizer: return ((changes of the parameters, new state), token), all of logical leaves."""
         if self.owners is not None and self.owners.bundles:
+            # The order of `update_program`, whose equations the owners run.
             args = jax.tree.leaves((params, grads, opt_state, loss))
             outs, token = self.owners(self.layout.mesh, token, *args)
             return jax.tree.unflatten(self.owners.program.tree, outs), token
@@ -183,6 +185,7 @@ class Update:
         """Return the padded leaf, sharded like the optimizer's state: of a replicated leaf each device takes a part."""
         if "optimizer" not in self.rule.sharded or leaf.dim is None or is_on_host(x):
             return x
+        # Padded first, since XLA shards only dims that the devices divide.
         return jax.lax.with_sharding_constraint(leaf.pad(x), self.layout.sharding(leaf.spec()))
 
     def _shards(self, params: Any) -> Any:
@@ -205,6 +208,7 @@ class Update:
           The parameters; their copy in the compute dtype, or None if the layout stores no copy; and the next token.
         """
         leaves, shards = self.layout.leaves, self._shards(params)
+        # Each device keeps its shard, or every device computed the whole update.
         if not self.rule.published or self.layout.shards == 1:
             return shards, None, token
         old_params = jax.tree.leaves(state.copy if self.layout.copied else state.params)

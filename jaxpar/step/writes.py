@@ -84,6 +84,7 @@ def find_writes(
         _, _, params_after = model.forward(jax.tree.unflatten(layout.storage.model_tree, params), *inputs)
         return [jax.tree.leaves(params_after)[i] for i in candidates]
 
+    # In the masters' dtype, since the loss's dtype would round what is written.
     flat, _ = jx.trace(new_params, stored, inputs, remats=True)
     sources = _sources(flat)
     candidates_with_source = zip(candidates, flat.outvars, sources, strict=True)
@@ -140,6 +141,7 @@ def _sources(flat: jx.Flat) -> list[Any]:
     """
 
     def outputs_of(eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        # A loop's carry that no iteration changes is its own source.
         outs = propagate(eqn, ins, lambda program, ins, _: through(program, ins, outputs_of, None), _same_source)
         return [None] * len(eqn.outvars) if outs is None else outs
 

@@ -92,6 +92,7 @@ class Constraint:
         """Raise ValueError if a strategy breaks the constraint."""
         for name in self.fields:
             if detail := self.broken(strategy, value := getattr(strategy, name)):
+                # The sentence names this field itself, and the strategy's other fields as {others}.
                 other_fields = strategy.text(skip=name) or "data=1"
                 raise ValueError(
                     self.sentence.format(s=strategy, name=name, value=value, others=other_fields, detail=detail)
@@ -116,6 +117,7 @@ def _is_no_size(size: Any) -> bool:
 def _free_axes(s: Any, _: Any) -> str:
     """Return the axes of size -1, joined as the start of an error, if there are several; "" else."""
     free_axes = [axis for axis in AXES if getattr(s, axis) == -1]
+    # The sentence that takes this text adds the last "=-1".
     return "=-1 and ".join(free_axes) * (len(free_axes) > 1)
 
 
@@ -160,6 +162,7 @@ CONSTRAINTS = (
         lambda s, stages: s.pipe == 1 and stages != "auto",
         "stages={value!r} without a pipeline; give pipe= a size, or leave stages out",
     ),
+    # A field that is chosen by name. The errors differ, so that the detail is the whole sentence.
     *(Constraint((name,), partial(_refuse_choice, name), "{detail}") for name in CHOICES),
     Constraint(
         ("single", "server", "sequence", "hpz"),
@@ -202,6 +205,7 @@ CONSTRAINTS = (
     ),
     Constraint(
         ("sync",),
+        # To choose `zero=1` or 2 is the same choice, and a rule or a server makes its own.
         lambda s, sync: sync == "step" and (s.zero != 3 or s.fsdp == 1 or s.rule or s.server),
         "sync='step' with {others}: it accumulates whole gradients of the parameters that zero=3 shards over fsdp; "
         "give fsdp a size and zero=3, or leave it out (zero=1 reduces once a step)",

@@ -18,6 +18,7 @@ from .axes import AXES, SHARDS
 from .constraints import CHOICES, CONSTRAINTS, OFFLOADS, is_int
 from .schedules import SCHEDULES
 
+# `zero3` and `fsdp` are one strategy by two names, the paper's and PyTorch's.
 PRESETS: dict[str, dict[str, Any]] = {
     "single": {"single": True},
     "dp": {"data": -1, "server": True},
@@ -193,6 +194,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         # Give each value one spelling, so that strategies that mean the same are equal and have the same text.
+        # The dataclass is frozen, hence `object.__setattr__`.
         if self.chunks == "auto":
             object.__setattr__(self, "chunks", self.fewest_chunks)
         if isinstance(self.stages, list | tuple) and all(isinstance(x, str) or is_int(x) for x in self.stages):
@@ -228,6 +230,7 @@ class Strategy:
                         f"{_suggest_strategy(name.lower(), fields)}"
                     )
                 values.update(PRESETS[name])
+            # Fields of earlier versions come before unknown ones: their errors say what replaces them.
             elif error := removed(f"Strategy.{name}"):
                 raise ValueError(error)
             elif name not in fields:
@@ -265,6 +268,7 @@ class Strategy:
             if devices % product:
                 divisors = " or ".join(str(d) for d in range(1, devices + 1) if devices % d == 0)
                 raise ValueError(f"{text} does not divide {devices} devices; use {divisors}")
+            # `CONSTRAINTS` allow a single axis of -1.
             sizes[free_axes[0]] = devices // product
         elif product != devices:
             raise ValueError(
@@ -277,12 +281,14 @@ class Strategy:
         """Return whether loops over layers gather and reduce one layer ahead on a `jax.sharding.Mesh`."""
         # With one backward in a step, the gradients that ZeRO shards are also summed over `data` in the loop.
         axes = SHARDS if self.turns > 1 or self.fsdp == 1 else ("data", *SHARDS)
+        # With offloaded parameters, loops bring the next layer from the host instead, and gather it when it runs.
         is_allowed = self.prefetch == "auto" and self.pipe == 1 and "params" not in self.offloads
         return self.prefetch == 1 or (is_allowed and leaves_host(mesh, axes))
 
     @property
     def fewest_chunks(self) -> int:
         """The number of chunks per rank of the schedule if `chunks` is not given."""
+        # A schedule without a name in `SCHEDULES` is refused by a constraint, after `__post_init__` has read this.
         if isinstance(self.schedule, str):
             return SCHEDULES[self.schedule].chunks if self.schedule in SCHEDULES else 1
         return getattr(self.schedule, "chunks", 1)
@@ -302,6 +308,7 @@ class Strategy:
         """Return why other fields do not let `term` of `OFFLOADS` wait on the host; "" if they do."""
         if self.server:
             return "a server's replicas keep it"
+        # A pipeline updates at the end of a step, as any other strategy: its optimizer's state may wait.
         if self.pipe != 1 and term != "optimizer":
             arrays = "layers in the order of a table" if term == "params" else "it in slots"
             return f"stages keep {arrays} on their device"
@@ -339,6 +346,7 @@ class Strategy:
         return ",".join(parts)
 
     def __str__(self) -> str:
+        # `parse` takes no empty text, so that a strategy of defaults alone is written as data=1.
         return "single" if self == Strategy(single=True) else self.text() or "data=1"
 
     def __repr__(self) -> str:

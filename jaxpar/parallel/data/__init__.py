@@ -32,6 +32,7 @@ def register(rule: Rule) -> Rule:
     """
     if not isinstance(rule, Rule):
         raise ValueError(f"register({rule!r}): needs a jaxpar.parallel.Rule")
+    # The name is a value in a strategy's text, as in "data=8,rule=int8".
     if not rule.name.isidentifier() or rule.name in PRESETS:
         raise ValueError(
             f"a rule named {rule.name!r}: use letters, digits and underscores, as in 'int8', and no name of jaxpar's "
@@ -55,6 +56,7 @@ def rule_of(strategy: Strategy) -> Rule:
     if strategy.server:
         return SERVER
     if not strategy.rule:
+        # Each of `sync`, `gather` and `reduce` replaces the rule by a variant of it.
         zero3 = ZERO3_ONCE if strategy.sync == "step" else ZERO3
         zero3 = ROUNDED.get((zero3, strategy.gather), zero3)
         rule = DDP if strategy.fsdp == 1 else {1: ZERO1, 2: ZERO2, 3: zero3}[strategy.zero]

@@ -97,12 +97,14 @@ class RuleAccess:
         Returns:
           [layers, ...], in the order of the model.
         """
+        # [chunks, layers of this rank, ...]: in each chunk, the layers of all ranks follow one another.
         value = value.reshape(form.chunks, -1, *value.shape[1:])
         return form.in_order(collectives.all_gather(value, ["pipe"], 1).reshape(*form.held, *value.shape[2:]))
 
     def _scatter_stages(self, form: Staged, cotangent: jax.Array) -> jax.Array:
         """Reduce-scatter the gradient of all layers to the stages of each rank; transpose of `_gather_stages`."""
         staged = form.in_stages(cotangent)
+        # A single chunk has no dim of chunks yet.
         staged = staged if form.chunks > 1 else staged[None]
         shard = collectives.reduce_scatter(staged, ["pipe"], 1)
         return shard.reshape(-1, *shard.shape[2:])

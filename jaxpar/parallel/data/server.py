@@ -51,6 +51,7 @@ def exchanged(replicas: int, rows: int, weights: int, metrics: int, gradients: i
     bytes_per_replica = {
         "rows of the batch": rows,
         "weights": weights,
+        # A metric is a total and a count in float32.
         "losses": 4 * 2 * metrics,
         "gradients of the losses": 4,
         "gradients": gradients,

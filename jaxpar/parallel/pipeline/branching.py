@@ -28,6 +28,7 @@ def run_if(condition: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: An
       carry: its operand, of the structure of its result.
       scope: the name of the loop in the compiled program.
     """
+    # The first iteration makes the counter 1, which ends the loop.
     continues = lambda state: state[0] < condition.astype(jnp.int32)
     with jax.named_scope(scope):
         return lax.while_loop(continues, lambda state: (state[0] + 1, fun(*state)), (jnp.int32(0), carry))[1]

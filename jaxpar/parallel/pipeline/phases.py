@@ -69,6 +69,7 @@ def group_phases(flags: Iterable[tuple[bool, bool, bool]]) -> list[tuple[int, li
     rounds: list[tuple[int, list[Phase]]] = []
     while phases:
         repeats = 1
+        # Without the start, in which the repetitions differ.
         pattern = [phase[1:] for phase in phases[:2]]
         while len(pattern) == 2 and [phase[1:] for phase in phases[2 * repeats : 2 * repeats + 2]] == pattern:
             repeats += 1
@@ -92,6 +93,7 @@ def stash_slots(table: Table) -> tuple[np.ndarray, np.ndarray]:
         free = list(range(forwards + 1))
         slots: dict[tuple[int, int], int] = {}  # (chunk, microbatch) -> its slot, from F to B
         for tick, column in enumerate(table):
+            # An idle rank writes as well, to a slot that no microbatch has.
             if any(op.kind == "F" for ops in column for op in ops):
                 writes[tick, rank] = free[0]
             # F comes before B in a cell: it takes a slot before B frees one, since the tick writes before B reads.

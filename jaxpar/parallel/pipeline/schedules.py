@@ -270,6 +270,7 @@ class Schedule:
     @property
     def label(self) -> str:
         """Return the schedule's name; for a given table, with a digest of its operations."""
+        # Tables have no names of their own: the digest tells strategies with different tables apart.
         digest = hashlib.sha256("\n".join(self.csv()).encode()).hexdigest()[:8]
         return f"{self.kind}-{digest}" if self.given else self.kind
 
@@ -366,6 +367,7 @@ class Schedule:
         epilogue.
         """
         ticks_of = lambda kind: {microbatch: tick for tick, microbatch in self._last_stage[kind].items()}
+        # The stage's own cotangents are read by B, or by I if its backward has halves.
         epilogue_ticks, backward_ticks = ticks_of("F"), ticks_of("B") | ticks_of("I")
         if self.forwards_only or backward_ticks == epilogue_ticks:
             return 0
@@ -417,6 +419,7 @@ class Schedule:
         `_load_csv(path, format="compute_only")`.
         """
         for rank in range(self.ranks):
+            # A tick in lockstep gives two cells, one for F and one for B.
             ops = [self.op(column.kinds, rank, column.tick) for column in self.columns]
             yield ",".join(f"{self.stage(rank, op.chunk)}{op.kind}{op.microbatch}" if op else "" for op in ops)
 

@@ -182,6 +182,7 @@ class Slots(Engine):
         rank_rows = {name: jnp.asarray(getattr(self.schedule.rows, name))[:, lax.axis_index(AXIS)] for name in _LOOKUPS}
         leaving = [self.schedule.epilogue(slot) for slot in range(self.schedule.ticks)]
         uniform = {name: jnp.array(by_slot) for name, by_slot in {**self.marks, **self.prologue_microbatches()}.items()}
+        # 0 where no microbatch leaves: the mark `leaves` keeps the epilogue from running there.
         return rank_rows | uniform | {"leaving": jnp.array([microbatch or 0 for microbatch in leaving])}
 
     @functools.cached_property

@@ -103,6 +103,7 @@ class Pipeline(Engine):
         # 1. The rows of the schedule's arrays that this rank looks up, [tick] each.
         schedule, rank = self.schedule, lax.axis_index(AXIS)
         rows = {name: jnp.asarray(table)[:, rank] for name, table in schedule.arrays().items()}
+        # 0 where no microbatch leaves: the phases of such ticks have no epilogue that would look it up.
         rows["epilogue"] = jnp.array([schedule.epilogue(tick) or 0 for tick in range(schedule.ticks)])
         rows |= {name: jnp.array(microbatches) for name, microbatches in self.prologue_microbatches().items()}
 
@@ -112,6 +113,7 @@ class Pipeline(Engine):
         if shares_prologues(self.program):
             carry = dataclasses.replace(carry, prologue_carries=self.prologues.compute())
         carry = carry if self.seeds is None else self._with_zero_grads(carry, saved, row)
+        # Until here zeros stood for these weights, whose shapes were enough. This is the only fetch before the ticks.
         carry = dataclasses.replace(carry, flight=carry.flight and self._initial_flight())
 
         # 3. A scan for each phase. Two phases that run in turn are one round, and rounds are an outer scan.
@@ -218,6 +220,7 @@ class Pipeline(Engine):
 
     def _initial_carry(self, row: Any) -> tuple[Carry, Any]:
         """Return the first carry, all zeros and without gradients, and the structure of a chunk's residuals."""
+        # 1. Messages, sums and prologues: all that an evaluation needs.
         variables = self.message_variables(self.program)
         message = self.pad_by_layer(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
@@ -225,7 +228,7 @@ class Pipeline(Engine):
         if self.seeds is None:
             return Carry(message, Message([], []), [], None, carries, [], [], sums), None
 
-        # The stash needs the shapes of residuals: trace one chunk's forward.
+        # 2. The stash, which needs the shapes of residuals: trace one chunk's forward.
         def residuals(row: Any) -> Any:
             op = _operation("F", row)
             env = self.program.environment(self.values(op["microbatch"]))
@@ -234,6 +237,7 @@ class Pipeline(Engine):
 
         saved = jax.eval_shape(residuals, row)
         stash = [jnp.zeros((self.schedule.slots, *x.shape), x.dtype) for x in saved.values]
+        # 3. Cotangents that wait for a backward, and weights in flight. `_with_zero_grads` adds the gradients.
         waiting_cts = None
         if self.schedule.waiting:
             ct_variables = Cotangents(variables.select(self.has_cotangent), bypass_variables(self.program))
@@ -300,6 +304,7 @@ class Pipeline(Engine):
             # Side by side, the backward reads the stash in the same loop: the forward writes all its layers afterwards.
             loop_slot = None if side_by_side else slot
             chunk_input = self.chunk_input(env, op, message)
+            # Without a backward in this tick, the next loop is a forward again, and begins with the first layer.
             lookahead = flight and Lookahead(flight, again=not phase.backward)
             forward_loop = self.chunk_forward(env, op, chunk_input, bool(self.seeds), loop_slot, lookahead)
             if side_by_side and slot is not None:
@@ -317,6 +322,7 @@ class Pipeline(Engine):
                     waiting_cts = jax.tree.map(
                         lambda a, x: lax.dynamic_update_index_in_dim(a, x, position, axis=0), waiting_cts, epilogue_cts
                     )
+            # Every rank sends, idle ones too: a permute has the same ranks in all ticks.
             message = jax.tree.map(lambda x: collectives.shift(x, AXIS, 1), outputs)
 
         # 2. Backward, cotangents to the rank before.
@@ -365,6 +371,7 @@ class Pipeline(Engine):
         op = _operation("B", row)
         env = self.program.environment(self.values(op["microbatch"]))
         tape = forward(prologue_pieces(self.program), self.access, self.leaves, env, True)
+        # The last rank has the last stage in its last chunk alone. All other chunks get cotangents by message.
         is_last_stage = self.is_last & (op["chunk"] == self.schedule.chunks - 1)
         if epilogue_cts is not None:
             cts = jax.tree.map(

@@ -111,6 +111,7 @@ def align(flat: jx.Flat, readings: Readings, loop_pass: Pass, span: Span) -> tup
         try:
             return bounds, rounds, _match(rounds, span, is_within)
         except NotAlike as error:
+            # The error of the best cut is the plainest.
             first_error = first_error or error
             if error.everywhere:  # no other cut helps
                 raise
@@ -147,6 +148,7 @@ def _possible_bounds(readings: Readings, flat: jx.Flat, loop_pass: Pass, span: S
                     True,
                 )
         if k + 1 < span.count and (surplus := first_reads[k + 1] - first_reads[k] - size):
+            # The first equation behind the shorter of the two rounds.
             eqn = sequence[first_reads[k] + min(size, size + surplus)]
             raise NotAlike(
                 f"{span.round_name(k)} has {abs(surplus)} operations {'more' if surplus > 0 else 'less'} than "
@@ -195,6 +197,7 @@ def _match(rounds: Sequence[Round], span: Span, is_within: Callable[[Any], bool]
     Raises:
       NotAlike: two rounds differ.
     """
+    # Not the first round: there a literal may stand for what other rounds take from the round before.
     model = rounds[1]
     var_maps: list[dict[Any, Any]] = []
     outside: dict[Any, list[Any]] = {}  # for each variable that the model reads from outside, each round's atom
@@ -244,6 +247,7 @@ def _check_operation(e: Any, f: Any, span: Span, k: int, is_within: Callable[[An
             f"{e.primitive} ({jx.where(f)}) has {name}={short(e.params[name])} in {span.round_name(1)} and "
             f"{short(f.params[name])} in {span.round_name(k)}",
             k,
+            # Every cut of these rounds has both equations, so that no other cut helps.
             is_within(e) and is_within(f),
         )
 

@@ -212,6 +212,7 @@ class Readings:
         # A variable is live from the equation after the one that defines it up to its last reader.
         for v, i in defined_at.items():
             if last_read.get(v, -1) > i:
+                # The dtype of random keys may have no size.
                 size = v.aval.size * getattr(v.aval.dtype, "itemsize", 8)
                 change[i + 1] += size
                 change[last_read[v] + 1] -= size

@@ -215,6 +215,7 @@ def _evenly_spaced(rows: Sequence[Row | None]) -> tuple[Row, int] | None:
 
 def _carried(atoms: Sequence[Any], var_maps: Sequence[dict[Any, Any]]) -> Any:
     """Return the template's variable whose result the next round reads in this slot, if that holds in every round."""
+    # The first round may read anything, such as the loop's input. The second reads the first one's result.
     if jx.is_literal(atoms[1]):
         return None
     result = next((v for v, round_var in var_maps[0].items() if round_var is atoms[1]), None)

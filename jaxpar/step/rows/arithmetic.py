@@ -138,6 +138,7 @@ def join_values(eqn: Any, a: Value, b: Value) -> Value:
 
 def sum_power(a: Value, b: Value) -> float:
     """Return the power of n of the sum of two values of the same kind."""
+    # A guard such as 1e-6 does not count, whatever its power is.
     if a.is_negligible or b.is_negligible:
         return b.power if a.is_negligible else a.power
     return a.power if a.power == b.power else UNKNOWN_POWER
@@ -202,6 +203,7 @@ def _select(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
         return nonlinear_in_sum(eqn, ins, "a choice by row between values, one of which holds")
     if any(x.kind == "sum" and x.varying_dims for x in cases):
         return nonlinear_in_sum(eqn, ins)
+    # Without the selector: a whole one chooses the same for all rows.
     return combine(eqn, dict(enumerate(cases, 1))) if has_sums else generic(reader, eqn, twin, ins)
 
 

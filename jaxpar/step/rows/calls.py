@@ -47,6 +47,7 @@ def _call(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence
         return routed
     program, twin_program = (None if e is None else jx.called(e) or e.params["call"] for e in (eqn, twin))
     outs = reader.read_program(program, twin_program, ins)
+    # Only a custom derivative may differ from the derivative of the function.
     if eqn.primitive.name not in jx.CUSTOM:
         return outs
     notes = backward_notes(reader, eqn, twin, ins, outs)
@@ -78,6 +79,7 @@ def _routed_outputs(eqn: Any, ins: Sequence[Value]) -> Sequence[Value] | None:
             continue
         labels = x.labels.array.reshape(-1, *[1] * (len(shape) - 1))
         if kind == "routed":
+            # Each slot is numbered by its place, since the rows in it are not known.
             labels = ROUTED_BASE + number_elements(shape, {0, 1})
         outs.append(x.derive(labels=Labels(labels)).with_notes(*notes_of(ins), *note))
     return outs
@@ -103,6 +105,7 @@ def _cond(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Val
     # own rows.
     returning_pairs = [pair for pair in pairs if not is_error(pair[0])] or pairs
     branch_outs = [reader.read_program(branch, branch_twin, operands) for branch, branch_twin in returning_pairs]
+    # Only one branch returns, so that its values are those of the `cond`.
     if len(branch_outs) == 1 < len(pairs):
         return branch_outs[0]
     if eqn.params.get("branches_platforms"):
@@ -119,6 +122,7 @@ def _join_branches(eqn: Any, index: Value, outs: Sequence[Value]) -> Value:
     the loss of all rows NaN on every rank, as on one device, unless a later line tells NaN from numbers.
     """
     non_nan = [x for x in outs if x.scalar is None or not math.isnan(x.scalar)]
+    # A branch that returns NaN alone stands for an error.
     if len(non_nan) == 1 < len(outs) and index.kind != "whole":
         note = Note(jx.user_line(eqn) or UNNAMED_LINE, _NAN_GUARD, only_if_nan_tested=True)
         return non_nan[0].with_notes(note)
@@ -147,6 +151,7 @@ def choose_by(eqn: Any, selector: Value, x: Value) -> Value:
 @rule(*jx.REDUCTIONS, "reduce_scatter", "all_to_all", "ppermute", "pbroadcast", table=ALWAYS)
 def _collective(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Sequence[Value]:
     eqn_axes = {*axes_of(eqn)}
+    # No rows are spread over these axes.
     if not eqn_axes & {*reader.axes}:
         return list(ins)
     if eqn.primitive.name not in jx.REDUCTIONS or not {*reader.axes} <= eqn_axes:

@@ -64,6 +64,7 @@ def check_coupling(
     else:
         notes_by_result = _read(*pair, out, rest, rows_per_block, pair_axes)
         certain = [note for note in notes_by_result.get("loss", ()) if note.is_certain]
+        # In larger blocks the loss may read as a mean after all.
         if certain and all(note.only_scale for note in certain):
             notes_by_result = _read_larger(out, rest, num_rows, 2 * rows_per_block, trace, axes) or notes_by_result
     _report(notes_by_result, math.prod(axes.values()), num_microbatches, num_rows)
@@ -112,6 +113,7 @@ def _read_larger(
 def _trace_blocks(rest: Any, num_rows: int, rows_per_block: int, trace: Trace, axes: Mapping[str, int]) -> TracedPair:
     """Trace the loss on blocks of `rows_per_block` rows on 4 replicas, and of twice as many rows on 2 replicas."""
     name = next(iter(axes), "data")
+    # Replicas that are not on the mesh: a trace needs only their number.
     pair_axes, twin_axes = {**axes, name: 4}, {**axes, name: 2}
     pair = (
         trace(_with_rows(rest, rows_per_block // num_rows), pair_axes),
@@ -154,6 +156,7 @@ def _read(
     def whole_values(tree: Any, is_keyed: bool = False) -> list[Value]:
         return [Value(varying_dims=frozenset(range(len(x.shape))), is_keyed=is_keyed) for x in jax.tree.leaves(tree)]
 
+    # Each row has one label in the whole leaf, [rows, 1, ...].
     rows_value = lambda x: Value("rows", Labels(number_elements((num_rows, *x.shape[1:]), {0})))
     batch_values: list[Value] = []
     for x in jax.tree.leaves(batch, is_leaf=is_replicated):
@@ -187,6 +190,7 @@ def _result_notes(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean,
     # As sums over rows: a whole value c is the sum of c / n. A step adds up totals and counts of blocks, whose ratio is
     # right if both are sums times the same power of n.
     powers = [x.power - (x.kind == "whole") for x in (total, count)]
+    # A total of zero fits every power, and an unknown power that is noted needs no second note.
     powers_fit = powers[0] == powers[1] or total.is_zero or total.has_noted_power or count.has_noted_power
     has_certain_note = any(n.is_certain for n in notes)
     if powers_fit or not powers_known or has_certain_note or "coupled" in (total.kind, count.kind):
@@ -213,6 +217,7 @@ def _output_line(flat: jx.Flat, atom: Any) -> str:
     producer = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
     while not jx.is_literal(atom) and atom in producer:
         eqn = producer[atom]
+        # A cast at the end is often jaxpar's own, to float32.
         operand = eqn.invars[0] if eqn.primitive.name == "convert_element_type" else None
         if operand is None or jx.is_literal(operand) or operand not in producer:
             return jx.where(eqn)

@@ -32,6 +32,7 @@ class Labels:
     __slots__ = ("array", "dims")
 
     def __init__(self, array: np.ndarray) -> None:
+        # One form for equal labels, so that they compare equal: constant dims have size 1.
         for d in range(array.ndim):
             if array.shape[d] > 1 and (array == array.take([0], d)).all():
                 array = array.take([0], d)
@@ -104,6 +105,7 @@ def same_in_all_rows(labels: np.ndarray, values: np.ndarray, twin_values: np.nda
       twin_values: the values in the program for twice the rows. If all values are one number, the twin's must be one
         number too: `arange(n) < 2` is true of all rows in a block of two rows, and not in larger blocks.
     """
+    # A number that is constant for n rows may vary for 2 n, such as `i // n`: then it depends on the place.
     row_dims = [d for d in range(labels.ndim) if labels.shape[d] > 1 and values.ndim == labels.ndim]
     is_constant = lambda array: all((array == array.take([0], d)).all() for d in row_dims)
     if (
@@ -118,6 +120,7 @@ def same_in_all_rows(labels: np.ndarray, values: np.ndarray, twin_values: np.nda
     order, num_rows = np.argsort(labels, kind="stable"), len(np.unique(labels))
     if not num_rows:
         return True
+    # Rows have unequal numbers of elements.
     if len(labels) % num_rows:
         return False
     # One line for each row, [rows, elements]: the stable sort keeps the order of the elements within a row.
@@ -130,6 +133,7 @@ def ordinals_in_row(labels: np.ndarray) -> np.ndarray:
     flat_labels = labels.ravel()
     order = np.argsort(flat_labels, kind="stable")
     ordinals = np.empty(flat_labels.size, np.int64)
+    # In sorted order, the elements of a row follow one another: subtract the position of the first.
     ordinals[order] = np.arange(flat_labels.size) - np.searchsorted(flat_labels[order], flat_labels[order])
     return ordinals.reshape(labels.shape)
 

@@ -144,6 +144,7 @@ def _scan(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Val
 def _in_one_step(x: Value) -> Value:
     """Return a scanned value as one step reads it: without the leading dim of steps."""
     labels = x.labels if x.labels is NO_LABELS else Labels(x.labels.array[0])
+    # A known array differs from step to step. A scalar does not.
     number = x.number if x.scalar is not None else None
     return x.derive(varying_dims=frozenset(d - 1 for d in x.varying_dims if d), labels=labels, number=number)
 
@@ -218,6 +219,7 @@ def _only_adds(body: Any, carry: Any, producer: Any) -> bool:
     readers = lambda v: (
         [e for e in body.eqns if any(a is v for a in e.invars)] + [None for result in body.outvars if result is v]
     )
+    # A carry in low precision may be widened before the addition.
     while len(eqns := readers(carry)) == 1 and eqns[0] is not None and eqns[0].primitive.name == "convert_element_type":
         carry = eqns[0].outvars[0]
     is_read_once = (

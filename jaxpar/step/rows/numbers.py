@@ -44,6 +44,7 @@ class Number:
           output_index: which result of the equation the number is.
         """
         self._pair, self._eqns, self._operands, self._output_index = pair, eqns, operands, output_index
+        # A uniform number is computed as a scalar, however large its array is.
         by_element = pair is None and (primitives.of(eqns[0]).elementwise or eqns[0].primitive.name == "reduce_sum")
         self.uniform = np.ndim(pair[0]) == 0 if pair is not None else by_element and all(x.uniform for x in operands)
 
@@ -53,6 +54,7 @@ class Number:
 
         A stack of pending numbers replaces recursion over operands, whose depth grows with the program's length.
         """
+        # A stack rather than recursion: chains of equations may be longer than Python's limit.
         pending = [self]
         while pending:
             number = pending[-1]
@@ -97,6 +99,7 @@ class Number:
 def _pad(eqn: Any, x: np.ndarray, fill: np.ndarray) -> np.ndarray:
     """Pad like `lax.pad`: with space between elements, and negative padding that cuts elements off."""
     padded = np.full(eqn.outvars[0].aval.shape, fill)
+    # Element i goes to position low + i (interior + 1). Negative padding puts some outside of the array.
     targets = [
         low + np.arange(n) * (1 + interior)
         for n, (low, _, interior) in zip(x.shape, eqn.params["padding_config"], strict=True)
@@ -172,6 +175,7 @@ def computed_numbers(eqn: Any, twin: Any, operands: Sequence[Number | None]) -> 
     name = eqn.primitive.name
     if len(known_operands) < len(operands) or eqn.effects or name in _RANDOM or (not operands and name != "iota"):
         return [None] * len(eqn.outvars)
+    # The elements stay the same number, though their shape changes.
     if (
         known_operands
         and known_operands[0].uniform

@@ -42,6 +42,7 @@ def rule(*names: str, table: dict[str, PrimitiveRule] = RULES) -> Callable[[Rule
     A rule takes the reader, the equation, its twin (or None) and the values of its operands. It returns the values of
     the results, or one value if all results are alike.
     """
+    # `update` returns None, so that the decorator returns the function.
     return lambda fun: table.update(dict.fromkeys(names, fun)) or fun
 
 
@@ -162,6 +163,7 @@ class Reader:
             return [_located(eqn, x) for x in self.read_program(program, twin_program, ins)]
         primitive_rule = ALWAYS.get(name) or RULES.get("coupled" if has_coupled else name, RULES[""])
         outs = primitive_rule(self, eqn, twin, ins)
+        # A rule may return one value for all results.
         outs = [outs] * len(eqn.outvars) if isinstance(outs, Value) else outs
         if name in ALWAYS:
             return [_located(eqn, x) for x in outs]
@@ -281,5 +283,6 @@ def power_between(value: float, twin_value: float) -> float:
     if value == twin_value:
         return 0
     ratio = twin_value / value if value else math.nan
+    # Square roots give powers of 1/2.
     power = round(2 * math.log2(ratio)) / 2 if 0 < ratio < math.inf else UNKNOWN_POWER
     return power if math.isclose(ratio, 2**power, rel_tol=1e-5) else UNKNOWN_POWER

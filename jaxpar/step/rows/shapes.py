@@ -74,6 +74,7 @@ def _move(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Val
     if x.kind != "rows" or not (is_reshape or any(factor_of_dim[d] is None for d in x.labels.dims)):
         outs = generic(reader, eqn, twin, ins)
         return [replace(y, number=x.number if x.kind != "whole" else None) for y in outs]
+    # The equation itself moves the labels, and then the number of each element within its row.
     labels, ordinals = (_MOVE_LABELS[name](eqn, a) for a in (x.labels.array, ordinals_in_row(x.labels.array)))
     return [rearranged_rows(eqn, x, a, b) for a, b in zip(labels, ordinals, strict=True)]
 
@@ -149,6 +150,7 @@ def _side_by_side(eqn: Any, ins: Sequence[Value], sizes: Sequence[int], dim: int
         is_index_column and n == 1 and x.kind == "whole" and x.number is not None
         for x, n in zip(ins, sizes, strict=True)
     ]
+    # Zeros and known index columns add nothing that depends on rows.
     result = combine(eqn, {k: x for k, x in enumerate(ins) if not (is_known[k] or x.is_zero)})
     offsets = enumerate(accumulate(sizes[:-1], initial=0))
     return replace(result, columns=tuple((offset, ins[k].number) for k, offset in offsets if is_known[k]))
@@ -173,6 +175,7 @@ def _draw(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Val
     if rows:
         labels = [Labels(x.labels.array.reshape([*x.labels.array.shape, *[1] * ndim][:ndim])) for x in rows]
         return rows[0].derive(labels=labels[0]) if len({*labels}) == 1 else coupled_with_other_rows(eqn, ins)
+    # Blocks have different keys, so that their draws need not agree.
     if any(x.is_keyed for x in ins):
         return Value()
     advice = "use the key that the loss is given, and in evaluate, which gives none, numbers of the batch"

@@ -79,6 +79,7 @@ def _sorted_rows(reader: Reader, x: Value, dim: int, shape: tuple[int, ...]) -> 
     if not all(replace(x, labels=Labels(line)).covers_equally(reader.rows_per_block) for line in labels.T):
         num_places, num_lines = num_places * num_lines, 1  # only the lines together have all rows
     other_sizes = [n for d, n in enumerate(shape) if d != dim]
+    # Every element has its own place, numbered along the sorted dim first.
     element_numbers = np.moveaxis(np.arange(math.prod(shape)).reshape(shape[dim], *other_sizes), 0, dim)
     new_labels = Labels(ROUTED_BASE * next(_sort_numbers) + element_numbers)
     return replace(x, labels=new_labels, num_places=num_places, num_lines=num_lines)

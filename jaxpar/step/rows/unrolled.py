@@ -50,6 +50,7 @@ class _Group(NamedTuple):
         """
         first, ins, axes = self.eqns[0], [], []
         if not self.operands:
+            # The group takes the rows of an array apart: all rows at once are the array itself.
             x, is_unstack = env[first.invars[0]], first.primitive.name == "unstack"
             # A slice of one row keeps the row's dim, with size 1.
             return [jnp.moveaxis(x, first.params["axis"], 0) if is_unstack else jnp.expand_dims(x, 1)]
@@ -95,6 +96,7 @@ def loops_over_rows(flat: jx.Flat, num_rows: int, axes: Mapping[str, int]) -> jx
     """
     grouping = _group_equations(flat, num_rows)
     groups, row_result_of = grouping.groups, grouping.row_result_of
+    # A group that lacks a row is no loop over all rows.
     complete_groups = {k for k, group in enumerate(groups) if len(group.eqns) == num_rows}
 
     # Evaluates the program with each complete group at once, when the equation of its first row comes.
@@ -119,6 +121,7 @@ def loops_over_rows(flat: jx.Flat, num_rows: int, axes: Mapping[str, int]) -> jx
                     dim = eqn.params.get("dimension", eqn.params.get("axis"))
                     x = jnp.moveaxis(stacked_results[group_result], 0, dim)
                     env[eqn.outvars[0]] = x.reshape(eqn.outvars[0].aval.shape)
+                # The last partial sum is the sum of all rows. The others are dead now, unless something reads them.
                 elif total in stacked_results and last_row == num_rows - 1:
                     env[eqn.outvars[0]] = stacked_results[total].sum(0) + (0 if start is None else env[start])
                 else:
@@ -151,6 +154,7 @@ def _group_equations(flat: jx.Flat, num_rows: int) -> _Grouping:
             partial_sums[eqn.outvars[0]] = partial_sum
         # 2. The row of the equation is the row of its operands, or the row that it slices off.
         ins = list(map(grouping.row_result_of, eqn.invars))
+        # An equation on results of several rows belongs to no row.
         row, *more_rows = {x[1] for x in ins if x} or {_sliced_row(eqn, num_rows)}
         if row is None:
             operands = [str(a) if jx.is_literal(a) else representatives.get(a, a) for a in eqn.invars]
@@ -164,6 +168,7 @@ def _group_equations(flat: jx.Flat, num_rows: int) -> _Grouping:
             x[0] if x else None if jx.is_literal(a) else representatives.get(a, a)
             for x, a in zip(ins, eqn.invars, strict=True)
         ]
+        # Slices of one array have no results of rows as operands: the array itself tells their group.
         operands = tuple(operands) if any(ins) else ()
         indices = candidates.setdefault((eqn.primitive, operands or eqn.invars[0]), [])
         # 3. Row 0 opens a group; a later row joins the first alike group whose next row it is.
@@ -201,6 +206,7 @@ def _partial_sum(eqn: Any, row_result_of: RowResultOf, partial_sums: Mapping[Any
     Returns:
       The group result that is summed, the last row i, and the atom to which row 0 was added (None if there is none).
     """
+    # An addition may have its operands in either order.
     for total, addend in (eqn.invars, eqn.invars[::-1]) if eqn.primitive.name == "add" else ():
         added_row, total_row = row_result_of(addend), row_result_of(total)
         # start + row 0

@@ -137,6 +137,7 @@ class Value:
     @property
     def is_routed(self) -> bool:
         """Whether rows are tokens in an order that the model chose: each slot holds a token of one row, or none."""
+        # A value has either labels of rows or labels of slots, so that one element tells.
         return self.kind == "rows" and self.labels.array.flat[0] >= ROUTED_BASE
 
     @property
@@ -278,6 +279,7 @@ def position_notes(eqn: Any, whole_value: Value, rows: Value, message: str = "")
     # A number that is the same for all rows, here and for twice the rows, does not depend on the place.
     if pair is not None and rows.num_lines == 1 and same_in_all_rows(labels.array, *pair):
         return []
+    # Sorted rows: the place is the sort's, so that the sort is named.
     if rows.num_places and rows.pick_note is not None:
         return [rows.pick_note]
     default_message = (

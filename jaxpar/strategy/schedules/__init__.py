@@ -64,6 +64,7 @@ def lockstep(p: int, m: int, v: int, lag: int) -> Table:
     # The last forward is at tick m v + p - 2, the last backward at tick m v - 1 + lag + p - 1.
     table: list[list[list[Op]]] = [[[] for _ in range(p)] for _ in range(m * v + lag + p - 1)]
     # A group of p microbatches has p operations per chunk. `offset` counts the p v operations of one group.
+    # Forwards enter the table before backwards, since a slot with both is F and then B.
     entries = [(rank, number, *divmod(number, p * v)) for rank in range(p) for number in range(m * v)]
     for rank, number, group, offset in entries:
         table[number + rank][rank].append(Op("F", offset // p, group * p + offset % p))
@@ -74,6 +75,7 @@ def lockstep(p: int, m: int, v: int, lag: int) -> Table:
 
 def gpipe(p: int, m: int, v: int) -> Table:
     """Return the table of GPipe: all forwards, then all backwards (Huang et al. 2019, section 2.3)."""
+    # The last forward is at tick m v + p - 2, and the first backward in the next tick.
     return lockstep(p, m, v, lag=m * v + p - 1)
 
 
@@ -83,6 +85,7 @@ def one_f_one_b(p: int, m: int, v: int) -> Table:
     Since a tick holds a forward and a backward, the first rank holds up to 2 p - 1 microbatches. In the paper, where
     a slot holds one of the two, it holds p.
     """
+    # Microbatch 0 enters the last chunk as forward number (v - 1) p. The last rank runs it p - 1 ticks later.
     return lockstep(p, m, v, lag=v * p - 1)
 
 

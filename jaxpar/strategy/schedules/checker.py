@@ -27,6 +27,7 @@ def check_table(table: Table, placement: Placement, microbatches: int, chunks: i
       ValueError: naming the slot and rank of the first operation whose dependency is not met, or the first stage that
         lacks an operation.
     """
+    # Operations are added slot by slot, so that those of later slots are not there yet when an operation needs them.
     run = _Run(placement, len(table[0]) if table else 0, chunks, microbatches)
     for slot, column in enumerate(table):
         if len(column) != run.ranks:
@@ -96,6 +97,7 @@ class _Run:
         if kind == "F" and stage > 0:
             needs.append(("F", stage - 1, False))
         if kind in "BI":
+            # A slot may hold F and then B, so that a whole backward may share a slot with its forward.
             needs.append(("F", stage, kind == "B"))
             if stage < self.ranks * self.chunks - 1:
                 needs.append(("I", stage + 1, False))
@@ -106,8 +108,10 @@ class _Run:
     def check_complete(self) -> None:
         """Raise ValueError if a stage does not run a microbatch, forwards and backwards."""
         stages, microbatches = range(self.ranks * self.chunks), range(self.microbatches)
+        # A whole backward is in `slot_of` as I and as W too, so that these three kinds cover all tables.
         for stage, microbatch, kind in itertools.product(stages, microbatches, ("F", "I", "W")):
             if (kind, stage, microbatch) not in self.slot_of:
+                # Without I the whole backward is missing; with I, its W alone.
                 missing = kind if ("I", stage, microbatch) in self.slot_of or kind == "F" else "B, or I and W,"
                 raise ValueError(
                     f"stage {stage} (rank {place_of(self.placement, self.ranks, stage).rank}) never runs {missing} of "

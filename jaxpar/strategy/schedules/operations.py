@@ -84,6 +84,7 @@ def place_of(placement: Placement, ranks: int, stage: int) -> StagePlace:
 
 def toward(kind: Kind, stage: int, stages: int) -> int | None:
     """Return the stage that waits for an operation's result; None at the ends of the model and for W."""
+    # W sends nothing: the gradient of weights stays on its rank.
     receiver = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(kind)
     return receiver if receiver is not None and 0 <= receiver < stages else None
 
@@ -107,4 +108,5 @@ def neighbour(
     if placement == "loop" and ranks > 1:
         # From the last rank the ring leads to rank 0, so that a difference of ranks would not be the way.
         return place, 1 if kind == "F" else -1
+    # On a V the receiver is one rank away, or on the same rank at the turn, as on a loop of one rank.
     return place, place.rank - rank

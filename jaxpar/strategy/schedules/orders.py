@@ -68,8 +68,10 @@ def spans(
                     break
                 start = max(start, end_of[needed])
             else:
+                # All inputs have arrived: run the operation.
                 free_from[rank] = end = start + times[op.kind]
                 intervals[rank].append(Interval(start, end))
+                # The previous stage waits for the gradient of inputs, be it from I or from B.
                 completed = ("I" if op.kind == "B" else op.kind, stage, op.microbatch)
                 end_of[completed] = end
                 if completed in waiting:
@@ -105,6 +107,7 @@ def _check_no_deadlock(
         stage = stage_of(placement, ranks, stuck, op.chunk)
         kind, needed_stage = next(need for need in needs(op, stage, stages) if (*need, op.microbatch) not in end_of)
         owner = place_of(placement, ranks, needed_stage).rank
+        # If the owner has run all of its operations, the missing one comes nowhere in its order.
         if owner in visited or num_run[owner] == len(orders[owner]):
             names = f"{needed_stage}{kind}{op.microbatch}"
             names += f" or {needed_stage}B{op.microbatch}" if kind == "I" else ""
@@ -117,6 +120,7 @@ def _check_no_deadlock(
 
 def as_soon_as_possible(orders: Sequence[Sequence[Op]], placement: Placement, chunks: int) -> Table:
     """Return the table in which each rank runs its operations in order, each in the first slot in which it can run."""
+    # Every kind takes one slot here, though B takes twice the time of F: `TIME` has the lengths of slots.
     intervals = spans(orders, placement, chunks, dict.fromkeys("FBIW", 1))
     slots = max((int(rank_intervals[-1].end) for rank_intervals in intervals if rank_intervals), default=0)
     table: list[list[tuple[Op, ...]]] = [[()] * len(orders) for _ in range(slots)]

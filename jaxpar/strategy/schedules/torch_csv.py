@@ -23,6 +23,7 @@ _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 def _parse(rank: int, line: str) -> list[tuple[str, int, int]]:
     """Return the operations of a rank's line, (kind, stage, microbatch) of each."""
     cells = [cell.strip() for cell in line.strip().split(",")]
+    # Two operations that overlap in torch become two cells, which run one after the other.
     cells = [part for cell in cells for part in _OVERLAP.sub(r"\1,\2", cell).split(",")]
     actions: list[tuple[str, int, int]] = []
     for cell in filter(None, cells):
@@ -71,6 +72,7 @@ def read(lines: Iterable[str]) -> tuple[Orders, Placement, int, int]:
 
     # 2. Find the placement under which every rank holds the stages that it runs.
     for placement in PLACEMENTS:
+        # With one chunk a rank both placements fit, and the first, a loop, is taken.
         if all(
             place_of(placement, ranks, stage).rank == rank
             for rank, rank_actions in enumerate(actions)
@@ -83,6 +85,7 @@ def read(lines: Iterable[str]) -> tuple[Orders, Placement, int, int]:
                 ]
                 for rank_actions in actions
             ]
+            # Rounded up: the table's checker then names the stages that are missing.
             return orders, placement, -(-stages // ranks), microbatches
     stages_of_ranks = [sorted({stage for _, stage, _ in rank_actions}) for rank_actions in actions]
     raise ValueError(

@@ -85,6 +85,7 @@ class StageOperations:
         stage = self.stage
         incoming = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in stage.incoming]
         flat, (outgoing, results, tape) = jx.trace(self.forward, list(leaves), list(inputs), incoming)
+        # Messages and results come first among the outputs, and the tape last.
         num_values = len(outgoing) + len(results)
         tape_variables = flat.outvars[num_values:]
 
@@ -165,6 +166,7 @@ class StageOperations:
         unit, ((inputs, saved),) = self.stage.piece.unit, tape
         if saved is None:
             return [], [None] * len(leaves), []
+        # I was traced last, and W is its other half.
         halves = self.halves[-1]
         # W reads a part of the forward's residuals, the inputs that are held, and what I left.
         values, held_inputs = pick(halves.saved, saved[0].values), pick(unit.held, inputs)
@@ -275,8 +277,10 @@ class _TapeValues:
           is_fixed: for each input, whether a backward finds the value that the forward found.
           tape_reads: what each backward reads.
         """
+        # A variable has one place: an input of the program, a constant, or the stash.
         positions = {v: i for i, (v, fixed) in enumerate(zip(inputs, is_fixed, strict=False)) if fixed}
         consts = dict(zip(flat.constvars, flat.consts, strict=True))
+        # A dict as an ordered set: both halves may read one variable.
         variables = dict.fromkeys(v for reads in tape_reads for v in reads if not jx.is_literal(v))
         return cls([v for v in variables if v not in positions and v not in consts], consts, positions)
 
