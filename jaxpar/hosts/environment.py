@@ -207,6 +207,7 @@ def _kubernetes(env: Env, name: Callable[[], str]) -> _Settings | None:
     The pod's name ends in its index, so the name of process 0's pod is the same with 0 as its index.
     """
     if "KUBERNETES_SERVICE_HOST" not in env or "JOB_COMPLETION_INDEX" not in env:
+        # A pod outside an indexed Job has no index, and is a run of its own.
         return None
     num_processes = _number(env, "JAXPAR_PROCESSES", "JAX_NUM_PROCESSES")
     pod_index = _number(env, "JOB_COMPLETION_INDEX")
@@ -232,6 +233,7 @@ def _kubernetes(env: Env, name: Callable[[], str]) -> _Settings | None:
         f"{coordinator_host}.{domain}:{_port(env, None)}" if dot else None,
         num_processes,
         process,
+        # A pod counts as a host of one process.
         1,
         0,
         "the pods need a headless service, and its name as the Job's spec.template.spec.subdomain, to find each other; "
