@@ -256,6 +256,7 @@ class Executable:
         )
 
     def _host_copy(self, instr: Instruction, shapes: dict[str, str]) -> HostCopy:
+        # A copy without a second half blocks the device.
         """Return the copy that an instruction starts between device and host."""
         waits = not instr.opcode.endswith("-start")
         roots = (inner for name in instr.called for inner in self.module.computations[name] if inner.root)
@@ -279,6 +280,7 @@ class Executable:
             return
         if buffers := self.module.moved(instr, shapes):
             axes, ranks = self.module.axes(instr)
+            # In one instruction, or in two that the compiler has marked as synchronous, a collective blocks the device.
             is_split = outer.opcode.endswith("-start") or outer.opcode == "send"
             waits = not is_split or '"is_sync":true' in outer.rest
             groups = tuple(tuple(ids) for ids in self.module.groups(instr))
@@ -322,6 +324,7 @@ def traffic(module: Module, instr: Instruction, shapes: dict[str, str]) -> tuple
     if instr.opcode == "fusion":
         return _traffic_of_fusion(module.computations[instr.called[0]])
     if instr.opcode in _SLICES:
+        # Of a slice, read what is returned, and the indices.
         return nbytes(instr.shape) + sum(nbytes(shapes[index]) for index in instr.operands[1:]), nbytes(instr.shape)
     if instr.opcode in _UPDATES:
         changed = nbytes(shapes[instr.operands[_UPDATES[instr.opcode]]])
