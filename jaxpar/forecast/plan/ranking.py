@@ -72,6 +72,7 @@ class Plan:
 
     def explain(self, number: int) -> str:
         """Return every number of a line, from 1, with its source. Raises ValueError for a line that does not exist."""
+        # Lines are counted from 1, as the table prints them.
         if not 1 <= number <= len(self.lines):
             raise ValueError(f"explain {number}: the plan has lines 1 to {len(self.lines)}")
         return explained(self, number)
@@ -227,6 +228,7 @@ def _memory_rows(plan: Plan, line: Line) -> list[_Row]:
     """Return the parts of a device's memory."""
     memory = line.memory
     at_rest = "the layout's shards at rest"
+    # Donated arguments: outputs reuse their memory, and the total counts it once.
     reused = memory["arguments"] + memory["temporaries"] + memory["outputs"] - memory["total"]
     return [
         ("parameters", size(memory["params"]), at_rest),
