@@ -107,6 +107,7 @@ def detect(
 
 def _to_place(settings: _Settings, env: Env, gpus: Callable[[], int]) -> Place:
     """Check that the settings are complete and consistent, and assign GPUs. Raises ValueError."""
+    # 1. All three settings, or none.
     required = {field: getattr(settings, field) for field in ("coordinator", "processes", "process")}
     if missing := [field for field, value in required.items() if value is None]:
         present = ", ".join(f"{field}={value}" for field, value in required.items() if value is not None)
@@ -120,6 +121,7 @@ def _to_place(settings: _Settings, env: Env, gpus: Callable[[], int]) -> Place:
     assert settings.coordinator is not None
     assert settings.processes is not None
     assert settings.process is not None
+    # 2. Numbers that fit each other, and an address with a port.
     if settings.processes < 1 or not 0 <= settings.process < settings.processes:
         raise ValueError(f"process={settings.process} of processes={settings.processes} ({settings.source}): number "
                          f"them 0 to {max(settings.processes, 1) - 1}")  # fmt: skip

@@ -216,6 +216,7 @@ def _start(
         "PYTHONUNBUFFERED": "1",  # through a pipe a line would come long after it was printed
     }
 
+    # Every process sees only its own GPUs, so that no two of them allocate on one device.
     def env_of(local: int) -> dict[str, str]:
         env = common_env | {"JAXPAR_PROCESS": str(host.process * num_processes + local)}
         if options.devices is not None:
