@@ -113,6 +113,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def run(words: list[str]) -> None:
     """Run the command that the words name. Raises ValueError if it does not exist."""
+    # Commands that import slowly are imported by their own case.
     match words:
         case [] | ["-h" | "--help"]:
             print(_USAGE, end="")  # noqa: T201

@@ -124,6 +124,7 @@ def _plan(options: PlanOptions, rows: int) -> Plan:
     """Return the plan for a global batch of `rows` rows."""
     memory = None if options.memory is None else amount(options.memory, "B")
     tokens = None if options.tokens is None else amount(options.tokens.replace("B", "G"))  # B for billions, not bytes
+    # A user's function says nothing about FLOPs, positions or frozen parameters.
     if is_function(options.model):
         user_model = load_user_model(options.model)
         model, batch = user_model.model, user_model.example(rows)
