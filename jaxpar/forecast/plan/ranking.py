@@ -175,6 +175,7 @@ def _fill(text: str, indent: int) -> str:
 
 def _remarks(plan: Plan) -> Iterator[str]:
     """Yield the strategies without a line, with reasons, and remarks on the columns."""
+    # 1. Strategies without a line, by the kinds of their reasons.
     for title, reasons in (("not compiled", plan.pruned), ("invalid", plan.refused)):
         if not reasons:
             continue
@@ -188,6 +189,7 @@ def _remarks(plan: Plan) -> Iterator[str]:
         if len(kinds) > _MAX_REASONS:
             lines.append(f"  ... and {len(kinds) - _MAX_REASONS} more kinds of reasons in .json()")
         yield "\n".join(lines)
+    # 2. How to read the columns.
     yield _fill(
         f"GB: of {plan.memory / 1e9:.1f} per device, {RESERVE:.0%} reserved for memory that is in no program; ! "
         "does not fit. GB link and GB net: sent by each device within a host and across hosts. ms: predicted for the "
