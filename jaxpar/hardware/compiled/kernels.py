@@ -219,6 +219,7 @@ class Executable:
         self, instr: Instruction, shapes: dict[str, str], siblings: Mapping[str, Instruction]
     ) -> Iterator[Operation]:
         """Yield the operations of one instruction; `shapes` and `siblings` hold all of its computation by name."""
+        # 1. Collectives and copies, of which each runs beside the kernels until its done.
         if instr.collective:
             yield from self._start(instr, instr, shapes)
         elif instr.opcode == "async-start":
@@ -229,6 +230,7 @@ class Executable:
             yield self._kernel(dataclasses.replace(instr, opcode="fusion"), shapes)
         elif instr.opcode.endswith(("-done", "-update")) and instr.opcode != "recv-done":
             yield Done(instr.operands[0])
+        # 2. Loops and branches.
         elif instr.opcode == "while":
             parts = re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", instr.rest)
             # GPUs do not run the condition of a loop whose length is known.
@@ -243,6 +245,7 @@ class Executable:
         elif instr.opcode == "call":
             for called in instr.called:
                 yield from self._block(called)
+        # 3. Everything else is a kernel, unless the compiler resolves it.
         elif instr.opcode not in _FREE and instr.target != "AllocateBuffer":
             yield self._kernel(instr, shapes)
 
