@@ -101,6 +101,7 @@ def _await_answer(call: Callable[[], Any], address: str, seconds: float | None =
         raise ConnectionError(errno.EIO, text, address)
 
     # 1. Run the call. The thread is a daemon, so a call that never returns does not keep the process alive.
+    # A late answer goes into a queue that nobody reads any more, so that it blocks no thread.
     answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
     def run_call() -> None:
@@ -137,6 +138,7 @@ def is_bucket(place: Any) -> TypeIs[UPath]:
 def pieces(place: UPath) -> Iterator[np.ndarray]:
     """Yield the bytes of an object, uint8 [n], 64 MiB at a time."""
     size = place.stat().st_size
+    # A request for each chunk, so that each has the time limit for itself.
     for begin in range(0, size, _CHUNK_BYTES):
         data: Any = place.fs.cat_file(place.path, start=begin, end=min(begin + _CHUNK_BYTES, size))
         if len(data) != min(_CHUNK_BYTES, size - begin):  # a new object has replaced it meanwhile
@@ -149,6 +151,7 @@ def writing(path: Path) -> Iterator[Callable[[Any], object]]:
     """Yield a function that writes bytes to a file; at the end of the block all bytes are on disk."""
     with path.open("wb") as file:
         yield file.write
+        # Callers rename the file afterwards. Without this, a crash could leave the new name with an empty file.
         file.flush()
         os.fsync(file.fileno())
 
@@ -157,6 +160,7 @@ def remove(place: Place) -> None:
     """Remove a file, a link, or a folder with everything in it."""
     if is_bucket(place):
         place.fs.rm(place.path, recursive=True)
+    # `rmtree` refuses a link, and `unlink` removes the link and not its target.
     elif place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
     else:

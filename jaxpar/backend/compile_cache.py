@@ -80,6 +80,7 @@ def secure(cache_folder: Path) -> str:
     """
     write_by_others = stat.S_IWGRP | stat.S_IWOTH
     for path in (cache_folder.parent.parent, cache_folder.parent, cache_folder):
+        # `mkdir` does nothing for an existing folder, and the umask may take bits away: the permissions are set below.
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Check a link and its target: whoever owns the link can make it point elsewhere.
         link_status, status = path.lstat(), path.stat()
@@ -88,6 +89,7 @@ def secure(cache_folder: Path) -> str:
                 raise PermissionError(errno.EPERM, f"it belongs to another user, {owner}", str(path))
         if path != cache_folder and status.st_mode & write_by_others:
             path.chmod(stat.S_IMODE(status.st_mode) & ~write_by_others)
+    # `status` is that of the last of the three folders, the cache itself.
     if not status.st_mode & write_by_others:
         cache_folder.chmod(0o700)
         return ""

@@ -56,6 +56,7 @@ def set_flag() -> None:
     XLA_FLAGS stays unchanged if it sets these fusions already, or if it is the name of a file with flags.
     """
     flags = os.environ.get("XLA_FLAGS", "").strip()
+    # A value without a dash at its beginning names a file of flags, to which nothing can be added here.
     if is_wrong() and NAME not in flags and (not flags or flags.startswith("-")) and not backends_are_initialized():
         os.environ["XLA_FLAGS"] = f"{flags} {FLAG}".strip()
 
@@ -123,6 +124,7 @@ def failing(environment: Mapping[str, str]) -> dict[str, str]:
     """
     cpu_environment = {**environment, "JAX_PLATFORMS": "cpu"}
     children = {
+        # -P keeps the folder of this file out of sys.path, where its files would hide modules of the same names.
         name: subprocess.Popen([sys.executable, "-P", __file__, name], env=cpu_environment, stderr=subprocess.DEVNULL)
         for name in CANARIES
     }

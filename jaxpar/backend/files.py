@@ -15,6 +15,7 @@ from .buckets import PACKAGES, Place, bucket, is_bucket
 from .packages import needed
 
 PathT = TypeVar("PathT", bound=Any)
+# The scheme has two characters or more, unlike a drive of Windows (C:/).
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _KINDS = {
     stat.S_IFIFO: "a FIFO, which waits for somebody to write",
@@ -86,6 +87,7 @@ def plain(path: PathT) -> PathT:
       ValueError: it is something else.
       OSError: it does not exist.
     """
+    # `stat` follows links, so that a link to a FIFO is refused as well.
     if kind := _KINDS.get(stat.S_IFMT(path.stat().st_mode)):
         raise ValueError(f"{path} is {kind}; needs a file: copy its content into one, or remove it")
     return path
@@ -129,6 +131,7 @@ def member(folder: Path, name: Any, source: Path | None = None) -> Path:
     Raises:
       ValueError: there is no such file, or the name or a link leads out of the folder.
     """
+    # A downloaded index may name any file of this machine, directly or by a link.
     prefix = f"{source}: " if source else ""
     if not isinstance(name, str) or not name or "\0" in name:
         raise ValueError(f"{prefix}{name!r} is no name of a file; needs one in {folder}: fetch the model once more")
@@ -150,6 +153,7 @@ def member(folder: Path, name: Any, source: Path | None = None) -> Path:
 
 def sync(path: Place, deep: bool = True) -> None:
     """Flush a folder, and with `deep` all files below it, from the operating system's cache to the disk."""
+    # A bucket shows an object only when it is stored, so that there is nothing to flush.
     for root, _, files in os.walk(path) if isinstance(path, Path) else ():
         # "." is the folder itself: without it, a crash may lose the names of new files.
         for name in (*(files if deep else ()), "."):

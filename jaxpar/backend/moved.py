@@ -40,6 +40,7 @@ class MovedModules(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec for an older name, and None for any other name."""
+        # As a package, or Python would not ask for the older names of modules inside it.
         return spec_from_loader(fullname, self, is_package=True) if fullname in MOVED else None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -49,4 +50,5 @@ class MovedModules(MetaPathFinder, Loader):
                 f"{module.__name__} is now {new_name}; import it from there", DeprecationWarning, stacklevel=2
             )
             contents = vars(importlib.import_module(new_name))
+            # Names such as __name__ and __spec__ stay the older module's own.
             vars(module).update({name: value for name, value in contents.items() if not name.startswith("__")})

@@ -130,6 +130,8 @@ def _redirect(descriptor: int, python_file: TextIO | None, is_noise: Callable[[b
     read, write = os.pipe()
     if os.fork() == 0:
         _copy_lines(read, original, is_noise, close=(0, 1, 2, write))
+    # From here on C++ code writes into the pipe. This process closes its other copies: the filter ends when the last
+    # writing end is closed.
     os.dup2(write, descriptor)
     os.close(write)
     os.close(read)
@@ -165,6 +167,7 @@ def _copy_lines(read: int, target: int, is_noise: Callable[[bytes], bool], close
         with open(read, "rb", buffering=0) as source:
             unfinished_line = b""
             while chunk := source.read(1 << 16):
+                # A read may end within a line, whose end then comes with a later chunk.
                 *lines, unfinished_line = (unfinished_line + chunk).split(b"\n")
                 for line in lines:
                     if not is_noise(line):

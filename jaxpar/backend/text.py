@@ -89,6 +89,7 @@ def table(rows: Sequence[Sequence[str]], align: str, cut: int | None = None) -> 
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if cut is not None:
+        # The width that the other columns, with two blanks between each two, leave for this one.
         widths[cut] = min(widths[cut], WIDTH - sum(widths) + widths[cut] - 2 * (len(widths) - 1))
     # Keep the end of a cell: of a path, the end tells more.
     shorten = lambda cell, width: cell if len(cell) <= width else "..." + cell[3 - width :]

@@ -39,6 +39,7 @@ def numbers(folder: Place) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, in order."""
     if not folder.is_dir():
         return []
+    # `isdecimal` alone would accept 007, and digits of other scripts.
     numbered = [path for path in folder.iterdir() if path.name.isdecimal() and str(int(path.name)) == path.name]
     # On disk a folder gets its name once it is complete. A bucket cannot rename, so a last file marks the end there.
     is_complete = lambda path: (path / COMPLETE).is_file() if is_bucket(path) else path.is_dir()
@@ -88,6 +89,7 @@ class About:
         """Return the content of the JSON file, with the CRC-32 of all other values."""
         arrays = {name: {"shape": list(shape), "dtype": dtype.name} for name, (shape, dtype) in self.arrays.items()}
         versions = {"version": VERSION, "jax": jax.__version__}
+        # The checksum is of the values as `read` gets them.
         content = json.loads(json.dumps({**versions, **vars(self), "arrays": arrays}))  # tuples become lists
         return {**content, "crc32": _crc(content)}
 
@@ -102,6 +104,7 @@ class About:
             )
         try:
             content = json.loads((folder / ABOUT).read_bytes())
+            # Check the sum before any value is used.
             if content.pop("crc32") != _crc(content):
                 raise ValueError("its checksum is another")
             if (version := content.pop("version")) != VERSION:
@@ -110,11 +113,13 @@ class About:
             del content["jax"]
             arrays, paths = content.pop("arrays"), content.pop("paths")
             arrays = {name: (tuple(x["shape"]), np.dtype(jnp.dtype(x["dtype"]))) for name, x in arrays.items()}
+            # An unknown or missing field is a TypeError of the dataclass, and counts as damage below.
             about = cls(arrays=arrays, paths={name: tuple(map(str, path)) for name, path in paths.items()}, **content)
             # The checksum proves nothing about who wrote the file: check the types of all values as well.
             sizes = [size for size, _ in about.files.values()]  # raises an error for values that are not pairs
             naturals = [about.step, about.hosts, *sizes, *(n for shape, _ in arrays.values() for n in shape)]
             texts, objects = [about.strategy, *about.kinds.values()], [about.run, about.data]
+            # `type`, not `isinstance`: True is an int.
             are_valid = [type(n) is int and n >= 0 for n in naturals] + [isinstance(x, str) for x in texts]
             if not all([*are_valid, *(isinstance(x, dict) for x in objects)]):
                 raise TypeError("a number, a text or an object has another type")
@@ -139,6 +144,7 @@ def files_of(folder: Place) -> dict[str, Any]:
     The checksum is a CRC-32 for a file on disk, and the tag of the object for a file in a bucket.
     """
     if is_bucket(folder):
+        # A key begins with the bucket's name and the folder: cut them off.
         root = len(folder.path.rstrip("/")) + 1
         objects: Any = folder.fs.find(folder.path, detail=True)
         tag = lambda info: str(info.get("ETag") or info.get("md5Hash"))
@@ -156,6 +162,7 @@ def _checksum(path: Path) -> int:
     end = _END if path.parent.name == "d" else size  # OCDBT keeps the chunks of arrays in folders named "d"
     with path.open("rb") as file:
         crc = zlib.crc32(file.read(end))
+        # `max`, so that a file shorter than both ends counts its bytes once.
         file.seek(max(end, size - end))
         return zlib.crc32(file.read(), crc)
 
@@ -177,6 +184,7 @@ def check_files(about: About, folder: Place) -> None:
 def resolved_strategy(step: Step) -> Strategy:
     """Return the strategy of a step with the actual sizes of its axes instead of -1 or "hosts"."""
     sizes = {axis: step.mesh.shape[axis] for axis in ROWS}
+    # A strategy of one device has no axes to give sizes to.
     return step.strategy if step.strategy.single else dataclasses.replace(step.strategy, **sizes)
 
 

@@ -86,6 +86,7 @@ class Array:
         # A rolled leaf stacks equal layers of a Python loop, and each layer is a leaf of the model.
         if self.leaf.rolled:
             return self.leaf.logical[1:]
+        # A pipeline stores the layers on dim 0, wherever the model's leaf has them: swap the two dims back.
         shape = list(self.leaf.logical)
         if isinstance(self.leaf.form, Staged) and (dim := self.leaf.form.dim):
             shape[0], shape[dim] = shape[dim], shape[0]
@@ -104,6 +105,7 @@ class Array:
 
         Along each dim, the size of a chunk is the greatest common divisor of all borders.
         """
+        # spacing[name][dim] is the greatest common divisor so far; 0 means that no border was seen.
         spacing = [[0] * len(self.logical) for _ in self.names]
         for box in self.boxes():
             for part in parts(self.leaf, self.inner, box):
@@ -111,6 +113,7 @@ class Array:
                     # The last chunk may be smaller, so that the end is no border. A border at 0 changes no divisor.
                     cuts = [bound for bound in bounds if bound < size]
                     spacing[part.member][dim] = math.gcd(spacing[part.member][dim], *cuts)
+        # Without a border the dim is one chunk, of at least 1 for a dim without elements.
         return [tuple(step or max(1, n) for step, n in zip(steps, self.logical, strict=True)) for steps in spacing]
 
 
@@ -175,6 +178,7 @@ def _places(step: Step, state: Any) -> Iterator[tuple[Stored | None, tuple[str, 
         if field in ("params", "copy", "optimizer"):
             places = jax.tree.leaves(layout.places(field), is_leaf=is_stored) if leaves else []
         else:
+            # The other fields have no place in the layout, and are replicated.
             places = [None] * len(leaves)
         for (keys, _), place in zip(leaves, places, strict=True):
             yield place, names_in(keys, place), field == "copy"
@@ -208,6 +212,7 @@ def extra_arrays(step: Step, extra: Mapping[str, Any]) -> tuple[list[Array], lis
     arrays, values = [], []
     replicated = step.layout.sharding(PartitionSpec())
     for keys, x in flatten(dict(extra), (EXTRA,)):
+        # With several processes, an array of one process alone must become one that all devices hold.
         if not isinstance(x, jax.Array) or (jax.process_count() > 1 and x.is_fully_addressable):
             x = jax.device_put(x, replicated)
         data, key_impl = _data_and_key_impl(x)
@@ -221,6 +226,7 @@ def extra_arrays(step: Step, extra: Mapping[str, Any]) -> tuple[list[Array], lis
 
 def _data_and_key_impl(x: Any) -> tuple[Any, str | None]:
     """Return the shape and dtype of an array, or of the data of random keys, and the implementation of the keys."""
+    # Under `eval_shape` no key is computed. Its implementation is no array, so it leaves the trace by this list.
     key_impls: list[str] = []
 
     def data(x: jax.Array) -> jax.Array:

@@ -102,6 +102,7 @@ class Checkpoints:
             (number, save), self._pending_save = self._pending_save, None
             wait(save)
             self._known_steps.add(number)
+            # Only now may the next save write into the buffers: the thread has read them.
             _buffers_by_step[self.step], self._buffers = self._buffers, {}
 
     @functools.cached_property
@@ -131,6 +132,7 @@ class Checkpoints:
         """
         from .write import finish, save_items  # imports Orbax, which takes a second
 
+        # One save at a time: the thread of the save before this one may still read the buffers.
         self.wait()
         # The last step may also be a multiple of the interval between saves. It is saved once.
         if number in self._known_steps:
@@ -145,6 +147,7 @@ class Checkpoints:
         arrays = [*self._arrays, *added_arrays]
         saved, items, paths = plan_items(self.step, arrays, extra)
         boxes = held(arrays, (state, values), self._buffers)
+        # Reading the number waits for the devices, as `held` has done already.
         if (state_step := int(np.asarray(state.step))) != number:
             raise ValueError(f"the state is of step {state_step}, and number={number}; save it with its step")
         for name, array in saved.items():
@@ -184,9 +187,11 @@ class Checkpoints:
         number = self.latest
         if number is None:
             raise ValueError(f"{self.folder} holds no complete checkpoint; start the run anew")
+        # 1. Check that the checkpoint is of this run, and read it.
         saved = Checkpoint(self.folder / str(number))
         check_same_run(saved.run, self.about, saved.folder, self._changed)
         state = restored(self.step, saved)
+        # 2. Tell the user about differences that are allowed.
         for name in self._changed:
             if (saved_value := saved.run.get(name)) != (value := self.about.get(name)):
                 self.notes.append(f"{saved.folder} was saved with {name} {saved_value!r}, and goes on with {value!r}")
@@ -207,6 +212,7 @@ class Checkpoints:
             try:
                 if (saved := Checkpoint(self.folder / str(number))).is_foreign:
                     raise DamagedError(saved.folder, "it has no item `about`")
+                # Stop at the newest sound one: older checkpoints are not read.
                 saved.verify()
                 break
             except DamagedError as error:

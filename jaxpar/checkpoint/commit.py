@@ -85,6 +85,7 @@ class Writer:
         """
         value, error, problem = None, None, ""
         try:
+            # No Exception may leave this function before the exchange: the other hosts wait for this host's outcome.
             value = action()
         except Exception as failure:  # from a disk, a bucket, or a bug
             error, problem = failure, describe(failure) or type(failure).__name__
@@ -131,6 +132,8 @@ class Writer:
             "part": lambda: write(unfinished),
             "commit": on_process_0(complete),
         }
+        # Each action ends with an exchange of outcomes, so that no host begins an action before all have ended the one
+        # before.
         for name, action in actions.items():
             _, cause, problem = self.attempt_on_all_hosts(f"save/{name}", action, _reason)
             if problem:
@@ -150,12 +153,14 @@ def wait(save: Future[None]) -> None:
     try:
         save.result()
     finally:
+        # An error is raised once: waiting for the save again must not raise it again.
         _pending_saves.pop(save, None)
 
 
 def wait_for(folder: Place | str) -> None:
     """Wait for all saves of this process into a folder of checkpoints, given that folder or one of the checkpoints."""
     path = place(folder, "folder").absolute()
+    # A copy of the items, because `wait` removes its own.
     for save, save_folder in list(_pending_saves.items()):
         if save_folder in (path, path.parent):
             wait(save)
@@ -198,6 +203,7 @@ def remove_unfinished(folder: Place) -> None:
     if is_bucket(folder):
         complete = {str(number) for number in numbers(folder)}
         paths = list(folder.iterdir()) if folder.exists() else []
+        # In a bucket an unfinished checkpoint has its number as its name already, and lacks the last file.
         unfinished = [path for path in paths if path.name.isdecimal() and path.name not in complete]
     else:
         unfinished = list(folder.glob(f"*{UNFINISHED}"))

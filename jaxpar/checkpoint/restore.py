@@ -49,6 +49,7 @@ def restored(step: Step, saved: Checkpoint) -> State:
             f"{saved.folder} has no item `about`: another program wrote it, or a part of it is missing; take its "
             "weights alone with weights_only=True"
         )
+    # 1. The arrays of the step, and those that it finds in the checkpoint.
     arrays, tree = arrays_of(step)
     field_of = lambda name: name.partition("/")[0]
     initial_scale = {name_of(keys): np.asarray(x) for keys, x in flatten(LossScale.create(), ("scale",))}
@@ -66,7 +67,9 @@ def restored(step: Step, saved: Checkpoint) -> State:
         read_arrays = iter(_read(saved, needed))
         return [make_scale(array) if array.names[0] in unsaved else next(read_arrays) for array in arrays]
 
+    # 2. Read them; a loss scale that was not saved is new.
     state = jax.tree.unflatten(tree, run_on_all_hosts("restore", read_values))
+    # The state and its description are files of their own, and somebody may have copied only one of them.
     if (number := int(state.step)) != saved.step:
         raise DamagedError(saved.folder, f"about says step {saved.step}, and the state is of step {number}")
     return state
@@ -120,6 +123,7 @@ def weights(step: Step, saved: Checkpoint, key: jax.Array, fresh: Fresh | None) 
     initial_values = {array.names: x for array, x in initial_leaves if is_needed(array)}
     # 4. Read the others into it.
     values = iter(run_on_all_hosts("restore", lambda: _read(saved, needed, saved_names, initial_values)))
+    # Fields that were not read are None here: `begin` makes the optimizer's state anew.
     state = jax.tree.unflatten(tree, [next(values) if is_needed(array) else None for array in arrays])
     return step.begin(key, state.params, state.variables)
 
@@ -164,6 +168,7 @@ def _read(
     """
     names = {name: name for array in arrays for name in array.names} if names is None else names
     shards_by_array: list[list[jax.Array]] = [[] for _ in arrays]
+    # Each entry: functions that wait for the reads, the box, the index of its array, the devices that get the box.
     queue = collections.deque[tuple[list[Callable[[], object]], np.ndarray, int, list[jax.Device]]]()
     num_bytes = 0
 
@@ -178,6 +183,7 @@ def _read(
         shards_by_array[array_index] += jax.block_until_ready(shards)
         return box.nbytes
 
+    # 1. Begin to read every box of this host; place the oldest ones as soon as too many bytes are being read.
     for array_index, array in enumerate(arrays):
         initial = (initial_values or {}).pop(array.names, None)
         initial_shards = {}
@@ -198,6 +204,7 @@ def _read(
                 num_bytes += box.nbytes
             while num_bytes > _READ_AHEAD_BYTES:
                 num_bytes -= place_first_box()
+    # 2. Place the boxes that are left, and assemble the arrays from their shards.
     while queue:
         place_first_box()
     assemble = jax.make_array_from_single_device_arrays

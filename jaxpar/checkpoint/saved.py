@@ -57,6 +57,7 @@ class Checkpoint:
         # The checksums of chunks do not detect a file that belongs to another checkpoint.
         if not self.is_foreign:
             check_files(self.about, self.folder)
+        # The tree of an item is opened once, and its arrays share the cache.
         tree = functools.cache(lambda item: self._foreign_tree or Tree(self.folder / item))
         opened = {}
         for name, (shape, dtype) in self.arrays.items():
@@ -84,6 +85,7 @@ class Checkpoint:
                     array.read(box, array.dtype)
             except DamagedError as error:
                 problems.append(error.problem)
+        # If an array is damaged, this read would raise its error a second time.
         if not problems and "step" in self.arrays and not self.is_foreign and int(self.read("step")) != self.step:
             problems.append(f"step is {int(self.read('step'))}, and about says {self.step}")
         if problems:

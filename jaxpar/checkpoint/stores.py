@@ -46,7 +46,9 @@ class Tree:
         name = ".".join(keys)
         spec = {
             "driver": self._driver,
+            # Without a database, each array is a folder with an object for each chunk.
             "kvstore": {**self._database, "path": f"{name}/"} if self._database else kvstore(self.folder / name),
+            # The files of a complete checkpoint do not change: do not ask for newer ones at each read.
             "recheck_cached_metadata": False,
             "recheck_cached_data": False,
             # Orbax may leave out chunks of zeros. If it has written them too, a missing chunk is damage.
@@ -133,6 +135,7 @@ class OpenedArray:
         source = self.check()[tuple(slice(*bounds) for bounds in box)]
         if source.dtype.numpy_dtype != into.dtype:
             source = ts.cast(source, into.dtype)
+        # Move the box to the origin, where `into` begins. A scalar has no dim to move along.
         written = ts.array(into).write(source.translate_to[(0,) * source.rank] if source.rank else source)
         return lambda: self._result(written)
 

@@ -80,11 +80,14 @@ class _SavedArrayHandler(ocp.type_handlers.NumpyHandler):
         for array, info in zip(values, infos, strict=True):
             if not array.boxes:
                 continue
+            # Every process asks to create the array: the first one does, and the others open it.
             store = await ts.open(_write_spec(array, info), create=True, open=True, context=limits)
             while array.boxes:
                 box, values_or_function = array.boxes.pop()
                 x = np.asarray(values_or_function() if callable(values_or_function) else values_or_function)
                 index = tuple(slice(*bounds) for bounds in box)
+                # TensorStore may refer to these values without a copy: nobody writes into the buffers before the save
+                # has ended.
                 pending.append(store[index].write(x, can_reference_source_data_indefinitely=True))
                 num_bytes += x.nbytes
                 if num_bytes > _MAX_BYTES_IN_FLIGHT:

@@ -88,6 +88,7 @@ class Corpus:
     @cached_property
     def unigram_entropy(self) -> float:
         """The entropy of a byte, from the counts of the whole corpus."""
+        # A model that is the counts themselves: the cross-entropy is then the entropy.
         counts = _unigrams(self.train) + _unigrams(self.held_out)
         return _cross_entropy(counts, counts)
 
@@ -100,6 +101,7 @@ class Corpus:
     @cached_property
     def unigram_bits(self) -> float:
         """The held-out cross-entropy of byte frequencies fitted to `train`, one added to every count."""
+        # Without the one added, a byte that `train` lacks would cost infinitely many bits.
         return _cross_entropy(_unigrams(self.held_out), _unigrams(self.train) + 1)
 
     @cached_property
@@ -115,6 +117,7 @@ def _unigrams(text: np.ndarray) -> np.ndarray:
 
 def _bigrams(text: np.ndarray) -> np.ndarray:
     """Count pairs (byte, next byte), [256, 256]."""
+    # int64 first: a uint8 would overflow at the product.
     return np.bincount(text[:-1].astype(np.int64) * 256 + text[1:], minlength=256 * 256).reshape(256, 256)
 
 
@@ -167,13 +170,17 @@ def _files(root: Place, stdlib: bool) -> Sequence[Place]:
 
     With `stdlib`, root is Python's standard library: take only its modules, without tests and installed packages.
     """
+    # 1. A file, which is the whole corpus.
     if not root.is_dir():
         return [plain(root)]
     skipped_names = TEST_FOLDERS | PACKAGE_FOLDERS if stdlib else set()
     is_included = lambda name: name not in skipped_names and not name.startswith(".")
+    # 2. The objects of a bucket. It has no folders to walk, and one listing has all keys.
     if is_bucket(root):
         listing = sorted(below(root).items(), key=lambda item: item[0].as_posix())
         return [file for name, file in listing if all(map(is_included, name.parts))]
+    # 3. The files of a folder on disk. The walk returns them in the order of the file system, which differs between
+    # machines: sort them at the end.
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         # Changing the list in place prunes the walk: installed packages have ten times as many files.
@@ -207,6 +214,7 @@ class Text:
         if self.corpus is None:
             return {}
         losses = {"unigram": self.corpus.unigram_bits, "bigram": self.corpus.bigram_bits}
+        # Entropies are in bits and losses in nats: a bit is ln 2 nats.
         return {name: bits * math.log(2) for name, bits in losses.items()}
 
     @cached_property
@@ -246,6 +254,7 @@ def text(path: Place | str | None, length: int, vocabulary: int = 256) -> Text:
       ValueError: the file or folder does not exist, is too short or has another form, or contains a token that is not
         below `vocabulary`.
     """
+    # 1. Training and held-out text: ids from a file with one of two suffixes, else the bytes of files.
     if path is not None and place(path, "path").suffix in (".npy", ".bin"):
         ids = token_ids(path, vocabulary)
         train, rest = np.split(ids, [ids.size - ids.size // HELD_OUT])
@@ -259,6 +268,7 @@ def text(path: Place | str | None, length: int, vocabulary: int = 256) -> Text:
         train, rest = corpus.train, corpus.held_out
         files = f" in {corpus.files:,} files" if corpus.files > 1 else ""
         description = f"{corpus.source}: {train.size + rest.size:,} bytes{files}"
+    # 2. Each of the two needs one window.
     _window_view(train, length)  # raises ValueError if the text is too short
     if rest.size <= length:
         raise ValueError(
@@ -289,6 +299,8 @@ def batches(text: np.ndarray, rows: int, length: int, seed: int, start: int = 0)
 
     # A generator for each batch, seeded by its number: batch i does not depend on the batches before it.
     def batch(step: int) -> Batch:
+        # [B] first tokens; indexing the view [n - T, T+1] with them copies B windows, and reads no others from the
+        # disk.
         starts = np.random.default_rng((seed, step)).integers(len(all_windows), size=rows)
         check_mapped(text)
         return {"tokens": all_windows[starts].astype(np.int32)}
@@ -309,11 +321,13 @@ def windows(text: np.ndarray, rows: int, length: int) -> Iterator[Batch]:
     num_predictions = text.size - 1
     batch_predictions = rows * length
     for begin in range(0, num_predictions, batch_predictions):
+        # One more token than predictions: the last token of a row is the first one of the next row.
         padded = np.zeros(batch_predictions + 1, np.int32)
         check_mapped(text)
         segment = text[begin : begin + batch_predictions + 1]
         padded[: segment.size] = segment
         tokens = np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length].copy()  # [B, T+1]
+        # Prediction i is of token i + 1. The numbers go on behind the end of the text, where the mask is 0.
         positions = np.arange(begin, begin + batch_predictions)
         mask = (positions < num_predictions).astype(np.float32).reshape(rows, length)
         yield {"tokens": tokens, "mask": mask}
@@ -343,6 +357,7 @@ def pad_rows(batch: Any, multiple: int) -> tuple[Any, np.ndarray]:
     Raises:
       ValueError: the leaves have different numbers of rows, or `multiple` is no whole number from 1.
     """
+    # A bool is an Integral in Python.
     if not isinstance(multiple, Integral) or isinstance(multiple, bool) or multiple < 1:
         raise ValueError(f"pad_rows(batch, {multiple!r}): needs a whole number from 1, such as step.replicas")
     row_shapes = {

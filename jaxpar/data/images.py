@@ -84,12 +84,14 @@ class Images:
         Computing it reads every file once, as an epoch does.
         """
 
+        # An item is a path with `folder` and an array with `digits`.
         def digest_item(item: Item) -> bytes:
             content = item[0].read_bytes() if hasattr(item[0], "read_bytes") else np.ascontiguousarray(item[0]).data
             return hashlib.sha256(content).digest() + item[1].to_bytes(4)
 
         digest = hashlib.sha256()
         with ThreadPoolExecutor(THREADS) as threads:
+            # The threads return digests in the order of the items, so that the checksum does not depend on their speed.
             for items in (self.train, self.rest):
                 digest.update(f"{len(items)} ".encode())
                 for item_digest in threads.map(digest_item, items):
@@ -99,6 +101,7 @@ class Images:
     @property
     def baselines(self) -> Mapping[str, float]:
         """The held-out loss of the classes' frequencies in `train`, one added to every count, in nats per image."""
+        # One is added to every count: a class that `train` lacks would cost infinitely many nats.
         counts = Counter(label for _, label in self.train)
         total = len(self.train) + len(self.classes)
         return {"prior": sum(math.log(total / (counts[label] + 1)) for _, label in self.rest) / len(self.rest)}
@@ -106,6 +109,7 @@ class Images:
     def batches(self, rows: int, seed: int, start: int = 0) -> Iterator[Batch]:
         """Return endless batches {"image", "label"}; batch i depends only on (seed, i)."""
         endless = needed("grain", "images need").MapDataset.source(self.train).shuffle(seed=seed).repeat()
+        # Slicing reads nothing: grain shuffles indices, and an image is read when its row is drawn.
         return self._read(endless[start * rows :], rows)
 
     def held_out(self, rows: int) -> Iterator[Batch]:
@@ -272,6 +276,7 @@ def _decode(file: Place, size: int) -> np.ndarray:
         content = io.BytesIO(file.read_bytes()) if is_bucket(file) else plain(file)
         with Image.open(content, formats=FORMATS) as image:
             # Opening reads the header only: check it before pixels are allocated.
+            # Pillow itself only warns from this number of pixels on, and refuses at twice the number.
             num_pixels, max_pixels = math.prod(image.size), Image.MAX_IMAGE_PIXELS
             if max_pixels is not None and num_pixels > max_pixels:
                 raise ValueError(f"its {num_pixels:,} pixels are more than PIL.Image.MAX_IMAGE_PIXELS, {max_pixels:,}")
@@ -294,6 +299,7 @@ def _decode(file: Place, size: int) -> np.ndarray:
 def _check_range(image: Any) -> None:
     """Raise ValueError unless mode and tags of an opened image say which values are black and white."""
     has_known_range = image.mode in (*_EIGHT_BITS, *_SIXTEEN_BITS)
+    # A TIFF without this tag has unsigned values; with it, the tag has one number for each channel.
     if has_known_range and set(_tags(image).get(_SAMPLE_FORMAT, [])) <= {_UNSIGNED}:
         return
     numbers = "signed integers" if has_known_range else _MODE_NUMBERS.get(image.mode, "of another kind")
@@ -306,6 +312,7 @@ def _check_range(image: Any) -> None:
 def _to_eight_bits(square: Any, image: Any) -> np.ndarray:
     """Convert grey pixels of 12 or 16 bits, cropped from `image`, to uint8 [H, W, 3]: their range becomes 0..255."""
     tags = _tags(image)
+    # uint32: 65,535 times 255 does not fit into 16 bits.
     grey = np.asarray(square).astype(np.uint32) * 255 // (2 ** tags.get(_BITS, (16,))[0] - 1)
     if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:  # Pillow inverts only images of fewer bits
         grey = 255 - grey

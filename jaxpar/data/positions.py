@@ -45,6 +45,8 @@ def restored(data: Any, position: Any) -> Callable[[], Any] | None:
 
 def epochs(data: Any) -> list[Callable[[int], Any]]:
     """List the methods `set_epoch` of data, a loader's data set and its sampler, to be called before every pass."""
+    # A torch DataLoader itself has no `set_epoch`. Its sampler has one (DistributedSampler), or its data set
+    # (Hugging Face).
     components = [data, *(getattr(data, name, None) for name in ("dataset", "sampler"))]
     return [set_epoch for component in components if callable(set_epoch := getattr(component, "set_epoch", None))]
 
@@ -64,6 +66,7 @@ def to_json(position: Any, place: str = "") -> Any:
     """
     if position is None or isinstance(position, bool | int | float | str):
         return position
+    # latin-1 maps each byte to one character and back, so that no byte string is refused.
     if isinstance(position, bytes):
         return {"bytes": position.decode("latin-1")}
     if isinstance(position, list | tuple):
@@ -77,6 +80,7 @@ def to_json(position: Any, place: str = "") -> Any:
         return dict(items) if is_plain else {"items": [[to_json(key, place), x] for key, x in items]}
     if type(position).__module__ == "torch" and hasattr(position, "numpy"):
         return {"tensor": to_json(position.numpy(force=True), place)["array"]}
+    # Only kinds whose `dtype.str` reads back as the same dtype: bfloat16, of kind V, would come back as raw bytes.
     if isinstance(position, np.ndarray | np.generic) and position.dtype.kind in "biuf":
         values = np.asarray(position)
         encoded = base64.b64encode(np.ascontiguousarray(values).tobytes()).decode()
@@ -103,6 +107,7 @@ def from_json(position: Any) -> Any:
         return {from_json(key): from_json(x) for key, x in content}
     if tag in ("array", "tensor"):
         dtype, shape, encoded = content
+        # `frombuffer` returns a read-only view. A loader may write to its state, and torch warns of such arrays.
         values = np.frombuffer(base64.b64decode(encoded), dtype).reshape(shape).copy()
         return importlib.import_module("torch").from_numpy(values) if tag == "tensor" else values
     return {key: from_json(x) for key, x in position.items()}

@@ -62,6 +62,7 @@ class Ahead:
         """Wait for the next batch and return it."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error is not None or self._closed)
+            # Batches that were read before an error come first: the error is raised in its turn.
             if self._ready:
                 batch, self._position = self._ready.popleft()
                 self._changed.notify_all()
@@ -78,6 +79,7 @@ class Ahead:
         """End the thread after the batch that it is reading."""
         with self._changed:
             self._closed = True
+            # Nobody takes these batches any more: free their memory on the devices.
             self._ready.clear()
             self._changed.notify_all()
         self._thread.join(_CLOSE_TIMEOUT)
@@ -99,6 +101,7 @@ class Ahead:
                 batch = self._prepare(next(self._batches))
                 with self._changed:
                     if not self._closed:
+                        # The position is that after this batch, so read it before the next one.
                         self._ready.append((batch, self._batches_state()))
                         self._changed.notify_all()
         except BaseException as error:  # StopIteration too: `__next__` raises it in the consumer

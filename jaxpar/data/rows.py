@@ -37,6 +37,7 @@ class Rows:
 
     def __init__(self, data: Any, *, last: str = "mask", shuffle: bool = True, name: str = "rows"):
         self.data, self.last, self.shuffle, self.name = data, last, shuffle, name
+        # A list is a sequence of rows here, and not a tree of arrays as it is for JAX.
         self.columns = isinstance(data, dict | tuple | np.ndarray | jax.Array)
         self.size = _count(data) if self.columns else _length(data)
         # Only to check `last` and the size now, not when the first batch is read.
@@ -54,6 +55,7 @@ class Rows:
         It covers all values of arrays, and up to 256 evenly spaced rows of other data sets.
         """
         digest = hashlib.sha256()
+        # Rounding may give an index twice; `unique` also sorts.
         sample = np.unique(np.linspace(0, self.size - 1, min(self.size, _FINGERPRINT_ROWS)).astype(int))
         for path, array in jax.tree_util.tree_leaves_with_path(self.data if self.columns else self._read(sample)):
             digest.update(name_of(path).encode())
@@ -72,6 +74,7 @@ class Rows:
     def once(self, rows: int) -> Iterator[Any]:
         """Yield all rows once, in order, for evaluation: batches of `rows` with a "mask" [B], the last filled up."""
         sampler, position = Sampler(self.size, shuffle=False), Position()
+        # After the last batch of the data, the position is at the beginning of epoch 1.
         while position.epoch == 0:
             indices, mask, position = sampler.batch(position, rows)
             yield _add_mask(self._read(indices), mask)
@@ -109,6 +112,7 @@ class RowBatches:
         sampler.check(rows)
         self.source, self.sampler, self.rows, self.position, self.part = source, sampler, rows, position, (0, 1)
         self.fills = sampler.last == "mask" and sampler.size % rows > 0
+        # Read one row now: otherwise a missing place for the mask would be found only at the end of the first epoch.
         if self.fills and not isinstance(first_batch := source._read(np.arange(1)), dict):
             raise ValueError(
                 f"{sampler.size} rows in batches of {rows} leave a short one, and a {type(first_batch).__name__} has "

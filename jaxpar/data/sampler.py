@@ -105,6 +105,7 @@ class Sampler:
         if position.row + (rows if self.last == "drop_last" else 1) > self.size:
             position = Position(position.epoch + 1)
         order = self.order(position.epoch)
+        # Fewer than `rows` indices at the end of an epoch.
         indices = order[position.row : position.row + rows]
         mask = np.ones(rows, np.float32)
         if self.last == "mask":
@@ -117,6 +118,7 @@ class Sampler:
     def after(self, batches: int, rows: int) -> Position:
         """Return the position after `batches` batches of `rows` rows, counted from the first."""
         self.check(rows)
+        # A short last batch counts, unless it is left out.
         batches_per_epoch = self.size // rows if self.last == "drop_last" else -(-self.size // rows)
         return Position(batches // batches_per_epoch, batches % batches_per_epoch * rows)
 
@@ -133,5 +135,6 @@ class Sampler:
 def _order(size: int, seed: int | None, epoch: int) -> np.ndarray:
     """Return the cached order of an epoch, read-only; `seed` None keeps the order of the data."""
     order = np.arange(size) if seed is None else np.random.default_rng((seed, epoch)).permutation(size)
+    # The cache returns this very array to every caller.
     order.flags.writeable = False
     return order

@@ -102,6 +102,7 @@ def training(
       ValueError: the data have another form, or end before `start`.
     """
     start = start if state is None else state["batches"]
+    # Hugging Face's data sets are iterable, but yield single rows: read them by index instead.
     if hasattr(data, "__getitems__") and hasattr(data, "__len__"):
         data = Rows(data, name=type(data).__name__)
     # 1. A source: batches by number or from its iterator's position.
@@ -109,6 +110,7 @@ def training(
         return _of_source(data, rows, seed, start, state, part)
     # 2. A function of the first batch's number.
     if callable(data):
+        # Check the signature first, so that a TypeError inside the user's function is not taken for a wrong signature.
         check_call(data, "data", "start", note="the number of the first batch: 0, or where a resumed run goes on")
         batches = data(start)
         if not isinstance(batches, Iterable):
@@ -124,6 +126,9 @@ def training(
         )
     position = None if state is None else from_json(state.get("data"))
     passes = _Passes(data, position, 0 if state is None else state.get("pass", 0))
+    # With a position the data continue from it. Without one they begin at batch 0, and the loop drops the batches
+    # before
+    # `start`.
     stream = Stream(passes, 0 if position is None else start, passes.state)
     while stream.number < start:
         next(stream)
@@ -233,6 +238,7 @@ def held_out(data: Data, rows: int, max_batches: int | None) -> Iterator[Any]:
         data = Rows(data, name=type(data).__name__)
 
     def new_pass() -> Any:
+        # A `Source` has `held_out`, `Rows` have `once`.
         for name in ("held_out", "once"):
             if hasattr(data, name):
                 return getattr(data, name)(rows)
@@ -248,6 +254,7 @@ def weight_of(batch: Any) -> float:
     if not (isinstance(batch, dict) and "mask" in batch):
         return rows_of(batch)
     mask = batch["mask"]
+    # A `jax.Array` may have rows on other hosts, which NumPy cannot read.
     return float(jnp.sum(mask) if isinstance(mask, jax.Array) else np.sum(mask))
 
 
@@ -273,9 +280,11 @@ class Fitting:
         if not rows or rows % blocks == 0:
             self._max_rows = max(self._max_rows, rows)
             return batch
+        # Row indices that go round: the first rows fill up the batch.
         indices = np.arange(max(self._max_rows, -(-rows // blocks) * blocks)) % rows
         is_replicated = lambda x: isinstance(x, Replicated)  # has no rows
         filled = jax.tree.map(lambda x: x if is_replicated(x) else np.asarray(x)[indices], batch, is_leaf=is_replicated)
+        # Indexing has copied the leaf, so that the caller's mask stays as it was.
         filled["mask"][rows:] = 0
         if not self._is_checked:
             self._check(filled)

@@ -78,6 +78,7 @@ def _map_npy(file: Path, path: Place) -> np.ndarray:
         raise ValueError(f"{path} {problem}; write one array of integers [n] with numpy.save")
     try:
         return np.load(file, mmap_mode="r", allow_pickle=False)
+    # An error of the disk is not one of the file's form.
     except OSError:
         raise
     except Exception as error:  # for a damaged header, NumPy raises its parsers' errors: TokenError, OverflowError, ...
@@ -96,10 +97,12 @@ def local_copy(path: UPath) -> Path:
       OSError: the disk is full, or the bucket does not answer.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpar" / "data"
+    # A folder for each address: the copies in it are older versions of one file.
     folder = base / hashlib.sha256(str(path).encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     # `ukey` changes with the file's contents, so the name of an outdated copy differs.
     copy = folder / f"{path.fs.ukey(path.path)[:16]}{path.suffix}"
+    # Processes of this machine wait here while one of them copies, and then find the copy.
     with FileLock(folder / ".lock"):
         if not copy.exists():
             for outdated in folder.glob(f"*{path.suffix}*"):
@@ -141,6 +144,7 @@ class Windows(Sequence[dict[str, np.ndarray]]):
         """Return the window with this index, which may be negative."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
+        # Reading beyond the end of a file that was cut off would end the process by SIGBUS.
         check_mapped(self.ids)
         begin = index % len(self) * self.length
         return {"tokens": self.ids[begin : begin + self.length + 1].astype(np.int32)}

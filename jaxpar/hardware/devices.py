@@ -76,10 +76,12 @@ def target(name: str, hardware: Hardware | None = None, memory_bytes: float | No
     if (digits := max(map(len, re.findall(r"\d+", name)), default=0)) > 18:
         raise ValueError(f"target={name[:60]!r} has a number of {digits} digits; use at most {_MAX_DEVICES:,} devices")
     with_memory = lambda kind: kind if memory_bytes is None else replace(kind, memory_bytes=int(memory_bytes))
+    # 1. Names with a colon: CPU devices, and slices of TPUs.
     if cpu := re.fullmatch(r"cpu:(\d+)", name):
         return _cpu(name, int(cpu[1]))
     if tpu := re.fullmatch(r"(\w+):\d+(?:x\d+)*", name):
         return _tpu(name, with_memory(_find_kind(name, tpu[1], hardware)))
+    # 2. GPUs: a count, perhaps of hosts and of their devices, and a kind.
     match = re.fullmatch(r"([1-9]\d*)x(?:([1-9]\d*)x)?([^\d:].*)", name)
     if match is None:
         raise ValueError(
@@ -91,6 +93,7 @@ def target(name: str, hardware: Hardware | None = None, memory_bytes: float | No
     if (num_devices := int(first) * int(second or 1)) > _MAX_DEVICES:
         raise ValueError(f"target={name!r} has {num_devices:,} devices; use at most {_MAX_DEVICES:,}")
     gpu = with_memory(load(kind) if kind.endswith(".toml") and hardware is None else _find_kind(name, kind, hardware))
+    # 3. Their hosts. Fewer devices than a host has are on one host.
     if second:
         return _gpu(name, gpu, int(first), int(second))
     per_host = gpu.per_host
@@ -119,6 +122,7 @@ def mark_on_host(lowered: jax.stages.Lowered, arguments: Sequence[int]) -> None:
     Shardings cannot say this for devices without memories, so it is written into the StableHLO module.
     """
     module: Any = lowered.compiler_ir("stablehlo")
+    # The module also has functions that the main one calls.
     main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
     with module.context:
         all_attributes = list(main.attributes["arg_attrs"])

@@ -110,6 +110,7 @@ class Hardware:
         """`config` with this kind's memory and bandwidth, by which the compiler schedules and rematerializes."""
         text = self.config
         for name, value in (("device_memory_size", self.memory_bytes), ("memory_bandwidth", self.memory_bandwidth)):
+            # A number that the kind does not know stays as the compiler's own description has it.
             if value is not None:
                 text = re.sub(rf"\b{name}: \d+", f"{name}: {value:.0f}", text)
         return text
@@ -170,6 +171,7 @@ def peak_flops(device_kind: str, precision: str) -> float | None:
 def _gpu(kind: str, device_kind: str, config: str, **numbers: Any) -> Hardware:
     """Return a kind of NVIDIA GPU: its memory from a file in `configs/`, its latencies from NCCL, unless given."""
     text = (pathlib.Path(__file__).parent / "configs" / config).read_text()
+    # Exactly one match each, or unpacking raises an error.
     (memory,) = re.findall(r"\bdevice_memory_size: (\d+)", text)
     (bandwidth,) = re.findall(r"\bmemory_bandwidth: (\d+)", text)
     numbers = {

@@ -31,6 +31,7 @@ def load(path: str | pathlib.Path) -> Hardware:
       ValueError: the file cannot be read, `kind` is missing, a field or `like` is unknown, or a number is not above 0.
     """
     path = pathlib.Path(path)
+    # 1. Parse the file, and check every field.
     try:
         fields = tomllib.loads(text_of(path))
     except (OSError, ValueError, RecursionError) as error:  # TOML's errors are ValueErrors that name no file
@@ -43,12 +44,14 @@ def load(path: str | pathlib.Path) -> Hardware:
     fields |= {name: int(fields[name]) for name in _INTEGERS if name in fields}  # TOML's 40e9 is a float
     if "kind" not in fields:
         raise ValueError(f'{path} gives no kind; name it, as in kind = "H100-96GB"')
+    # 2. Fill in what the file leaves to another file or another kind.
     if "config" in fields and "{" not in fields["config"]:  # a proto's text always has braces
         fields["config"] = _read_config(path, fields["config"])
     # Peaks are merged by dtype; every other field replaces that of `like`.
     if like is not None:
         peaks = {**KINDS[like].peaks, **fields.pop("peaks", {})}
         return dataclasses.replace(KINDS[like], peaks=peaks, **fields)
+    # `device_kind` of the file comes last, and wins.
     return Hardware(**{"device_kind": fields["kind"]} | fields)
 
 
@@ -70,6 +73,7 @@ def capture(kind: str = "attached") -> Hardware:
     name = device.device_kind
     base = of_device_kind(name) or Hardware(kind=kind, device_kind=name, peaks=peaks_of(name))
     stats = device.memory_stats() or {}
+    # What links and network give cannot be asked of the device: keep the table's numbers.
     return dataclasses.replace(
         base,
         kind=kind,

@@ -132,9 +132,11 @@ class Reach:
     def of(cls, start: Start, hosts: Sequence[int]) -> "Reach":
         """Return the reach of a collective's widest group; `hosts`: the host of each device, in the mesh's order."""
         if start.kind == "collective-permute":
+            # A permute's groups are pairs. All wait for the slowest, one that crosses hosts if there is any.
             crosses_hosts = any(hosts[source] != hosts[target] for source, target in start.groups)
             return cls(2, 1 + crosses_hosts, 2 - crosses_hosts)
         num_hosts = [len({hosts[device] for device in group}) for group in start.groups]
+        # The group that spans most hosts is the slowest.
         widest = max(range(len(num_hosts)), key=lambda i: num_hosts[i])
         size = len(start.groups[widest])
         return cls(size, num_hosts[widest], -(-size // num_hosts[widest]))
@@ -173,7 +175,9 @@ def collective_seconds(kind: str, size: int, reach: Reach, hardware: Hardware) -
             rounds, steps = 1.0, n - 1
         case _:  # a permute
             rounds, steps = 1.0, 1
+    # How often a message goes round the ring: twice in an all-reduce, once in the others.
     passes = steps // (n - 1) if steps > 1 else 1
+    # A ring visits the hosts one by one, so that each round crosses the network hosts - 1 times.
     network_steps = min(steps, passes * (reach.hosts - 1)) if reach.hosts > 1 else 0
 
     # 2. The candidates: (seconds of latency, bytes sent, bytes/s, name) of each protocol and algorithm.
@@ -205,6 +209,7 @@ def _bandwidth(reach: Reach, hardware: Hardware) -> float:
     """Return the bytes/s of a device in a ring: what the narrower of link and network gives. Raises ValueError."""
     limits = {}
     if reach.local > 1:
+        # `and` keeps an unknown bandwidth None, for the error below.
         limits["link_bandwidth"] = hardware.link_bandwidth and hardware.link_bandwidth * (hardware.link_efficiency or 1)
     if reach.hosts > 1:
         # Each host has an adapter for each of its devices, and the ring leaves it once.

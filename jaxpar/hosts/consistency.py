@@ -78,6 +78,7 @@ def told(subject: str, statement: str, patience: float = 10.0) -> dict[int, str]
     if jax.process_count() == 1:
         return {0: statement}
     store, deadline = Coordinator(), time.monotonic() + patience
+    # Counted alike in all processes, so that statements of an earlier call are never read.
     count = _counts[subject] = _counts.get(subject, 0) + 1
     key = f"told/{subject}/{count}"
     store.set(f"{key}/{jax.process_index()}", statement)
@@ -123,6 +124,7 @@ class Comparison:
                 verdict = str(error)
             self.store.set(f"{self.key}/verdict", verdict)
         else:
+            # Each process compares itself with process 0, so that its own texts need not travel.
             reference = json.loads(self._wait(lambda: self.store.get(f"{self.key}/zero"), subject))
             differences = self._differences(reference, local_notes, digests, texts)
             self.store.set(f"{self.key}/said/{self.place.process}", json.dumps([self.host, differences]))
@@ -256,6 +258,7 @@ def versions() -> dict[str, str]:
 def program(jaxpr: Any) -> str:
     """Return a jaxpr as text that is the same in every process, with digests of the constants that it closes over."""
     text = re.sub(r"0x[0-9a-f]+", "0x", str(jaxpr))  # a function's address in memory differs between processes
+    # A constant that spans hosts is one array for all of them, and no host can read it whole.
     consts = [x for x in getattr(jaxpr, "consts", ()) if not isinstance(x, jax.Array) or x.is_fully_addressable]
     return "\n".join([text, *(f"constant {shapes(x)} {digest(x)}" for x in consts)])
 

@@ -70,6 +70,7 @@ def fail(error: BaseException | str, status: int = 1) -> None:
     Returns once they know. The caller then exits, with this status. Does nothing in a run of one process.
     """
     global _failure_status
+    # After the first failure, of which all know, a later one changes only the exit status.
     has_failed_before, _failure_status = _failure_status is not None, status
     if _watch is None or has_failed_before:
         return
@@ -78,6 +79,7 @@ def fail(error: BaseException | str, status: int = 1) -> None:
     _watch.report_failure(error if isinstance(error, str) else f"{type(error).__name__}: {error}", may_follow)
     verdict = _watch.verdict
     name = describe(_watch.place.process, _watch.beat)
+    # The verdict is about another process: its end is the cause, and this process's error is the consequence.
     if may_follow and verdict is not None and not verdict.sentence.startswith(name):
         exit_now(
             f"\njaxpar: {verdict.sentence}. It broke off a collective of rank {_watch.place.process}, which ends too.",
@@ -154,6 +156,7 @@ def _excepthook_after(earlier_hook: object):  # noqa: ANN202, a closure
     """Return an excepthook that calls the earlier one, and then reports the failure."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # The traceback first: `fail` waits until the others know.
         earlier_hook(kind, error, trace)  # type: ignore[operator]
         fail(error, 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 

@@ -107,6 +107,7 @@ def detect(
 
 def _to_place(settings: _Settings, env: Env, gpus: Callable[[], int]) -> Place:
     """Check that the settings are complete and consistent, and assign GPUs. Raises ValueError."""
+    # 1. All three settings, or none.
     required = {field: getattr(settings, field) for field in ("coordinator", "processes", "process")}
     if missing := [field for field, value in required.items() if value is None]:
         present = ", ".join(f"{field}={value}" for field, value in required.items() if value is not None)
@@ -120,6 +121,7 @@ def _to_place(settings: _Settings, env: Env, gpus: Callable[[], int]) -> Place:
     assert settings.coordinator is not None
     assert settings.processes is not None
     assert settings.process is not None
+    # 2. Numbers that fit each other, and an address with a port.
     if settings.processes < 1 or not 0 <= settings.process < settings.processes:
         raise ValueError(f"process={settings.process} of processes={settings.processes} ({settings.source}): number "
                          f"them 0 to {max(settings.processes, 1) - 1}")  # fmt: skip
@@ -207,6 +209,7 @@ def _kubernetes(env: Env, name: Callable[[], str]) -> _Settings | None:
     The pod's name ends in its index, so the name of process 0's pod is the same with 0 as its index.
     """
     if "KUBERNETES_SERVICE_HOST" not in env or "JOB_COMPLETION_INDEX" not in env:
+        # A pod outside an indexed Job has no index, and is a run of its own.
         return None
     num_processes = _number(env, "JAXPAR_PROCESSES", "JAX_NUM_PROCESSES")
     pod_index = _number(env, "JOB_COMPLETION_INDEX")
@@ -232,6 +235,7 @@ def _kubernetes(env: Env, name: Callable[[], str]) -> _Settings | None:
         f"{coordinator_host}.{domain}:{_port(env, None)}" if dot else None,
         num_processes,
         process,
+        # A pod counts as a host of one process.
         1,
         0,
         "the pods need a headless service, and its name as the Job's spec.template.spec.subdomain, to find each other; "

@@ -129,6 +129,7 @@ def _join(place: Place, bind: str | None, timeout: int, watchdog_limit: float) -
     """Connect this process with the others; the steps are those at the top of this file, from the second on."""
     assert place.coordinator is not None
     listen_address = None
+    # 2. Check the address before jax does, in whose C++ code an error ends the process.
     if place.process == 0:
         listen_address = bind or coordinator_address(place.coordinator)
         check_free(listen_address)
@@ -136,6 +137,7 @@ def _join(place: Place, bind: str | None, timeout: int, watchdog_limit: float) -
         gpus = f", of {len(place.gpus)} GPUs each" if place.gpus else ""
         run = f"{place.processes} processes ({place.source}){per_host}{gpus}"
         print(f"jaxpar: {run}; process 0 listens on {listen_address}", file=sys.stderr, flush=True)  # noqa: T201
+    # 3. Connect. Within this block, an abort by jax's client is explained.
     with ending.joining(place, timeout):
         jax.distributed.initialize(
             place.coordinator,
@@ -148,9 +150,11 @@ def _join(place: Place, bind: str | None, timeout: int, watchdog_limit: float) -
             heartbeat_timeout_seconds=max(100, round(2 * watchdog_limit)),
             coordinator_bind_address=listen_address,
         )
+    # 4. and 5. Before any device exists, and as soon as the table does.
     listen_towards(place.coordinator)
     store = Coordinator()
     ending.start(store, place, watchdog_limit)
+    # 6. The machines.
     # A JAX device knows its process, but not its host, which may have several processes (`backend/machines.py`).
     store.set(f"machines/{place.process}", Beat.first().machine)
     if not store.wait("machines", timeout):

@@ -142,6 +142,7 @@ def find_lost(peers: Mapping[int, Peer], now: float, silence_limit: float) -> Ve
     """Return the verdict on the first process that is gone, or silent for `silence_limit` seconds; else None."""
     for rank, peer in peers.items():
         state = _process_state(peer.beat)
+        # A process that reported its failure may be gone before the others know: the failure is the reason.
         if state == "gone" and not peer.beat.failure:
             return Verdict(f"{describe(rank, peer.beat)} is lost: its process is gone; it {peer.beat.progress_text}")
         if (silence := now - peer.heard_at) > silence_limit:
@@ -165,6 +166,7 @@ def find_stuck(peers: Mapping[int, Peer], now: float, silence_limit: float) -> V
                 )
         return None
     for rank, peer in peers.items():
+        # The time behind begins when the process is first seen behind, and goes on at later looks.
         peer.behind_since = None if peer.beat.progress == furthest else peer.behind_since or now
         if peer.behind_since is not None and (delay := now - peer.behind_since) > silence_limit:
             num_finished, is_inside = divmod(furthest[1], 2)
@@ -185,6 +187,7 @@ def find_all_stuck(peers: Mapping[int, Peer], now: float) -> Verdict | None:
     # One process within its time is enough: the others may wait for it.
     if any(now - peer.active_since <= peer.beat.patience for peer in peers.values()):
         return None
+    # The shortest time: none of them has begun anything else for so long.
     delay = min(now - peer.active_since for peer in peers.values())
     clauses = [f"{describe(rank, beat)} is {beat.activity}, which took {beat.longest:.1f} s at most before "
                f"(it {beat.progress_text})" for rank, beat in beats.items()]  # fmt: skip

@@ -142,6 +142,7 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
     min_processes, restart, has_shrunk = options.least or num_processes, 0, False
     while True:
         outcome = run_once(command, host, num_processes, options, restart)
+        # A signal to the launcher ends everything, as does a run without a failure.
         if outcome.received_signal is not None or not outcome.failures:
             return outcome.status
         if has_shrunk and outcome.status == _USER_ERROR and num_processes > min_processes:
@@ -215,6 +216,7 @@ def _start(
         "PYTHONUNBUFFERED": "1",  # through a pipe a line would come long after it was printed
     }
 
+    # Every process sees only its own GPUs, so that no two of them allocate on one device.
     def env_of(local: int) -> dict[str, str]:
         env = common_env | {"JAXPAR_PROCESS": str(host.process * num_processes + local)}
         if options.devices is not None:
@@ -258,6 +260,7 @@ def share_of_gpus(env: Mapping[str, str], local: int, num_processes: int) -> str
 def free_port() -> int:
     """Return a port of loopback on which nothing listens."""
     with socket.socket() as probe:
+        # The system chooses a free port. Another process could still take it before the coordinator does.
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 

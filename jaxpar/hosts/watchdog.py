@@ -147,11 +147,13 @@ class Watch:
 
     def begin_step(self) -> None:
         """Note that a training step begins."""
+        # An odd position is within a step.
         self.beat.position |= 1
         self.begin_activity(TRAINING if self.waits_for_steps else "in a step")
 
     def end_step(self) -> None:
         """Note that the step is done, or dispatched."""
+        # Even again: `| 1` first, so that a step whose beginning nobody noted counts as well.
         self.beat.position, self.beat.has_stepped = (self.beat.position | 1) + 1, True
         if not self.waits_for_steps:
             self.begin_activity("between steps")
@@ -180,6 +182,7 @@ class Watch:
 
     def on_jax_event(self, event: str, *_: object, **__: object) -> None:
         """Listen to jax's monitoring: a program that has been lowered is compiled next, until its compilation ends."""
+        # Programs that other threads compile say nothing about what this process does.
         if threading.current_thread() is not threading.main_thread():
             return
         if event.endswith("/jaxpr_to_mlir_module_duration") and self.beat.activity != COMPILING:
@@ -193,6 +196,7 @@ class Watch:
 
         If the failure may follow from another process's end, wait as long as finding that end takes.
         """
+        # In one line and short: it goes into the table with every beat.
         self.beat.failure, self.beat.may_follow = " ".join(reason.split())[:500], may_follow
         deadline = self.clock() + (self.silence_limit + _SPREAD_TIME if may_follow else _SPREAD_TIME)
         while self.verdict is None and self.clock() < deadline and not self._closed.wait(self.interval / 4):
@@ -212,6 +216,7 @@ class Watch:
 
     def exchange(self) -> None:
         """Publish this process's beat, and read the others' and the verdict. Raises if the coordinator is gone."""
+        # Read once: the other thread may set a verdict meanwhile.
         rank, verdict = self.place.process, self.verdict
         self.beat.count += 1
         self.beat.knows_verdict = verdict is not None
@@ -318,6 +323,7 @@ def _end_process(watch: Watch, verdict: Verdict) -> None:
 
 def exit_now(sentence: str, status: int) -> None:
     """Print a sentence on stderr, and end this process at once, without its exit handlers."""
+    # `os._exit` flushes nothing, and what the script printed must not be lost.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()

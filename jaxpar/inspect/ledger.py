@@ -91,6 +91,7 @@ class Ledger(tuple[Collective, ...]):
         Raises:
           ValueError: there is no such field, or a collective runs in a loop of unknown length.
         """
+        # `sent` is a property and no field.
         self._check(*fields, *({value} - {"sent"}))
         sums: dict[Any, int] = {}
         for collective in self:
@@ -199,6 +200,7 @@ def _program_operations(
 def _eqn_operations(mesh: Any, eqn: Any, inner_operations: Sequence[list[Operation]]) -> Iterable[Operation]:
     """Return the operations of one equation: a start, a choice, a loop, or the operations of its inner programs."""
     name, all_inner_operations = eqn.primitive.name, tuple(itertools.chain(*inner_operations))
+    # JAX names asynchronous collectives with `_start`.
     if kind := PRIMITIVES.get(name.removesuffix("_start")):
         eqn_axes = axes_of(eqn)
         if unknown := set(eqn_axes) - set(mesh.axis_names):

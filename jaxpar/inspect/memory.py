@@ -117,6 +117,7 @@ def _stash_bytes(step: Step, batch: Any) -> list[int]:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         loss, rows = step.local.bound(stored, variables, batch, key)
         piped = Piped(step.tracing, loss, variables, rows, jax.random.split(key, schedule.microbatches))
+        # The seed is any cotangent: only shapes are traced.
         return piped.pipeline(jnp.float32(1)).held()
 
     step.check(batch)

@@ -168,6 +168,7 @@ def settle(step: AnyStep, batch: Any) -> AnyStep:
       ValueError: no program fits. The message tells by how much, what uses the memory, and the nearest budget that
         fits.
     """
+    # Where the devices' numbers are unknown, an H100's rank the choices.
     stacks, budget, hardware = stacks_of(step, batch), _budget_bytes(step), _hardware(step) or KINDS["H100"]
     # A device's share of its host's memory, without the state that is there already.
     host_room = (1 - RESERVE) * (hardware.host_memory_bytes or math.inf) / hardware.per_host
@@ -271,6 +272,7 @@ def cheapest(stacks: Sequence[_Stack], device_room: float, host_room: float, let
 
     def descend(choices: tuple[str, ...]) -> tuple[str, ...]:
         """Move to the best neighbour while it is better."""
+        # Strictly better each time, so that the descent ends.
         while True:
             best_neighbour = min(_neighbours(stacks, choices, letters), key=rank, default=choices)
             if rank(best_neighbour) >= rank(choices):
@@ -305,6 +307,7 @@ def _refusal(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], 
     offload_hint = (
         "" if {*possible_offloads} <= {*step.strategy.offloads} else f"offload='{'+'.join(possible_offloads)}', "
     )
+    # In MB, and half a percent more than the smallest program took.
     budget_hint = f"budget='{math.ceil(1.005e-6 * total)}MB'"
     return (
         f"budget={size(budget)}: {step.strategy} needs {size(total)} at least, {size(total - budget)} more: "

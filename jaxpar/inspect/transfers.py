@@ -71,6 +71,7 @@ class Rehearsal:
         """
         shape, source = tuple(x.shape), getattr(x, "sharding", None)
         holders = {self.server} if source is None else source.device_set
+        # Without a sharding the server has all of it.
         elements_present = math.prod(shape if source is None else source.shard_shape(shape))
         elements_needed = math.prod(target_sharding.shard_shape(shape))
         missing = (

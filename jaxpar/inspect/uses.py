@@ -223,6 +223,7 @@ def _count_ticks(step: Step, traced: Traced) -> list[StepUses]:
     assert traced.schedule is not None
     parts, part_ranks, unstaged_uses = _trace_parts(step, traced)
 
+    # The parts of a rank, or of all ranks where they share one program.
     def count_program(parts: list[tuple[int, Any]], with_gradient: frozenset[int] = frozenset()) -> StepUses:
         """Add up the uses in these parts; `unstaged_uses` replaces what they count for unstaged leaves."""
         use_counts, model_collectives = _count_parts(step, parts)
@@ -240,6 +241,7 @@ def _count_ticks(step: Step, traced: Traced) -> list[StepUses]:
     all_parts = count_program(parts)
     if not part_ranks:
         return [all_parts]
+    # A leaf with a gradient on some rank is summed over ranks, also on a rank that does not use it.
     with_gradient = frozenset(i for i, use_counts in enumerate(all_parts.use_counts) if use_counts.gradients[0])
     parts_of_rank = lambda rank: [
         part for part, part_rank in zip(parts, part_ranks, strict=True) if part_rank in (None, rank)

@@ -56,6 +56,7 @@ class Config(Sizes):
 
     def flops(self, rows: int, length: int) -> float:
         """Return the operations forward and backward, counted as in `llama.Config.flops`."""
+        # The embedding counts once, as the output head: looking up tokens and positions multiplies nothing.
         weights = self.layers * 12 * self.dim**2 + self.vocab * self.dim
         return float(rows * length * (6 * weights + 12 * self.layers * self.dim * length))
 
@@ -92,10 +93,12 @@ class Attention(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.head_dim = config.head_dim
         self.query, self.key, self.value = (_linear(config.dim, config.dim, rngs) for _ in range(3))
+        # Each layer has two branches, attention and feed-forward, that add to the residual stream.
         self.out = _linear(config.dim, config.dim, rngs, branches=2 * config.layers)
 
     def __call__(self, x_BTD: jax.Array, attend: Attend = attention) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
+        # [B, T, H, h] each.
         query, key, value = (
             project(x_BTD).reshape(*x_BTD.shape[:2], -1, self.head_dim)
             for project in (self.query, self.key, self.value)
@@ -147,6 +150,7 @@ class GPT(nnx.Module):
 
     def extend(self, tokens_BT: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
         """Tokens [B, T] from position `start` on -> logits [B, T, V] and the cache; see `parts/cache.py`."""
+        # `dynamic_slice`, because `start` is a tracer in the scan that generates.
         position_TD = jax.lax.dynamic_slice_in_dim(self.position[...], start, tokens_BT.shape[1])
         x_BTD, cache = run_with_cache(self.layers, self._embed(tokens_BT, position_TD), cache, start)
         return self._logits(x_BTD), cache

@@ -123,10 +123,12 @@ class Convolution(nnx.Module):
 
     def __init__(self, kernel: int, inputs: int, outputs: int, stride: int, *, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")  # He et al. 2015, arXiv:1502.01852
+        # As in torchvision. "SAME" would pad an even image on one side only if the stride is 2.
         size, padding = (kernel, kernel), kernel // 2
         self.conv = nnx.Conv(
             inputs, outputs, size, stride, padding=padding, use_bias=False, kernel_init=init, rngs=rngs
         )
+        # Flax's momentum is the share of the old statistics that stays: 0.9 here is 0.1 in torch.
         self.norm = nnx.BatchNorm(outputs, momentum=0.9, epsilon=1e-5, rngs=rngs)
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:

@@ -95,6 +95,7 @@ def _search(model: Model, batch: Any, key: jax.Array, pairs: Sequence[tuple[Any,
     steps = [s if s is None else UnderStrategy(cut, as_strategy(s), devices, key, batch) for s, devices in pairs]
     single = UnderStrategy(cut, as_strategy("single"), _devices(pairs[0][1])[:1], key, batch)
     coarseness = lambda side: max(TOLERANCE[name] for name in side.dtypes)
+    # Without any strategy, the step of one device is the template.
     template = max([step for step in steps if step is not None] or [single], key=coarseness)
     # With several processes, every process runs the one device's program, on one of its local devices.
     local = lambda devices: next(
@@ -129,6 +130,7 @@ class _Search:
         self.results: dict[Site | None, Furthest] = {}  # every site that was run; None: the loss without a cut
         self.a, self.b = names
         self.one_device = OneDevice(template, jax.local_devices()[0])
+        # The model itself may compute in a lower precision than both sides.
         model_dtypes = self.one_device.reference().model_dtypes(template.batch)
         self.dtypes = [*(name for side in sides for name in side.dtypes), *model_dtypes]
         self.tolerance = max(TOLERANCE[name] for name in self.dtypes)
@@ -155,6 +157,7 @@ class _Search:
         eqn, site, iteration = eqns[index], (index,), None
         if eqn.primitive.name == "scan" and (inner_indices := self.cut.indices_with_rows((index,))):
             parts = scan_parts(eqn)
+            # A reversed scan runs its last iteration first.
             order = range(parts.length)[::-1] if parts.reverse else range(parts.length)
             iteration = self.first_difference(order, lambda n: (index, n, inner_indices[-1]))
             if iteration is not None:
@@ -174,6 +177,7 @@ class _Search:
         """Return the first index whose cut differs, and all later ones; None if not even the last cut differs."""
         if not indices or not self.differs(site(indices[-1])):
             return None
+        # All cuts before `low` agree, and the one at `high` differs.
         low, high = 0, len(indices) - 1
         while low < high:
             middle = (low + high) // 2

@@ -48,10 +48,13 @@ class CutLoss:
         self.sizes: dict[Site, list[RowDim | None]] = {}
         self.row_dims = dict[Any, RowDim | None]()
         self._traced_eqns: Sequence[Any] = ()
+        # The loss of a model without variables has no argument for them.
         stateful = lambda params, variables, batch, key: self._loss(params, variables, batch, key)
         stateless = lambda params, batch, key: self._loss(params, {}, batch, key)[0]
         identity: Any = lambda tree: tree
         self.model = dataclasses.replace(
+            # `inner.call` wraps the parameters itself: the cut loss gets the plain tree, and must not wrap it a second
+            # time.
             model,
             loss=stateful if model.stateful else stateless,
             wrap=identity,
@@ -60,8 +63,10 @@ class CutLoss:
             optimizer=None,
         )
         # A dim that doubles with the rows is a dim of rows.
+        # 1. Trace for one and for two times the rows.
         eqns, doubled_eqns = (self._trace(batch, key, times) for times in (1, 2))
         self._all_eqns, self.eqns = eqns, without_casts(eqns)
+        # 2. Find the dims of rows, in the program and in the bodies of its scans.
         self._measure(eqns, doubled_eqns, rows_of(batch), ())
         for index, (x, y) in enumerate(zip(self.eqns, without_casts(doubled_eqns), strict=True)):
             if x.primitive.name == "scan":
@@ -83,6 +88,7 @@ class CutLoss:
         """Return the equation that sums over rows, if `eqn` reads values that depend on such a sum; else `eqn`."""
         producers = {v: producer for producer in self._all_eqns for v in producer.outvars}
         pending = [v for v in eqn.invars if not is_literal(v)]
+        # Back over values without rows, to the first one that is made of values with rows.
         while pending:
             producer = producers.get(v := pending.pop())
             if producer is not None and self.row_dims.get(v) is None:
@@ -99,6 +105,7 @@ class CutLoss:
             return jax.ShapeDtypeStruct((times * x.shape[0], *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
 
         rows = map_rows(batch, repeat_rows)
+        # Traced for its effect alone: `_loss` stores the equations.
         jax.eval_shape(lambda key, rows: self.model.call(*self.model.create(key), rows, key), key, rows)
         return self._traced_eqns
 
@@ -133,6 +140,7 @@ class CutLoss:
         if self.site is None:
             means, variables = inner(*args)
             return means["loss"], variables
+        # The rest of the program is evaluated too: its parameters have gradients then, if zero ones.
         evaluation = _Evaluation(self, (), self.site)
         inputs = [*flat.consts, *jax.tree.leaves(args)]
         outs = evaluation.evaluate(eqns, (*flat.constvars, *flat.invars), flat.outvars, inputs)
@@ -187,6 +195,7 @@ class _Evaluation:
         The backward computes it again from the value. The residuals of all values and iterations would take more memory
         than a step has.
         """
+        # The number is a mean over elements. Times the rows it is a sum over rows, which ranks and microbatches add up.
         self.num_rows = x.shape[dim] // size
         self.number = self.number + jax.checkpoint(functools.partial(_number, row_dim=dim))(x) * self.num_rows
 
@@ -197,6 +206,7 @@ class _Evaluation:
         num_consts, num_carries = len(parts.consts), len(parts.carry)
 
         def step(carry: Any, xs: Any) -> Any:
+            # Within the body, the site is the number of an equation, and the place is the scan.
             inner = _Evaluation(self.cut, (place,), (site,))
             values = [*body.consts, *inputs[:num_consts], *carry, *xs]
             outs = inner.evaluate(body.eqns, (*body.constvars, *body.invars), body.outvars, values)
@@ -225,6 +235,7 @@ def _number(x: Any, row_dim: int) -> Any:
     """
     x = jnp.where(jnp.abs(x) < jnp.finfo(x.dtype).max, x, 0).astype(jnp.float32)
     x = jnp.asinh(x)
+    # No weight along the rows: which rank has a row must not change the number.
     for d in (d for d in range(x.ndim) if d != row_dim):
         x = x * (1 + 0.5 * jnp.cos(lax.broadcasted_iota(jnp.float32, x.shape, d)))
     return (x * (x + 0.5 * jnp.abs(x))).sum() / max(x.size, 1)

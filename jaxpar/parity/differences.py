@@ -80,10 +80,12 @@ def differences(kind: str, tree: Any, reference: Any, terms: Sequence[float] | N
     floor = (_UNMEASURED if terms is None else _FLOOR) * largest
     compared = []
     for (path, a, b), cancelling in zip(leaves, terms or [0.0] * len(leaves), strict=True):
+        # 1e-30, so that trees of zeros do not give 0 / 0.
         scales = {"leaf": float(np.abs(b).max(initial=0)), "tree": max(floor, 1e-30), "terms": cancelling}
         scale = max(scales, key=lambda name: scales[name])
         with np.errstate(invalid="ignore"):  # inf - inf
             error = float(np.abs(a - b).max(initial=0) / scales[scale])
+        # Least squares: r = a.b / b.b.
         ratio = float((a * b).sum() / (b * b).sum()) if (b * b).sum() > 0 else 1.0
         error = error if np.isfinite(error) else float("inf")
         compared.append(Difference(kind, path, error, ratio, _hint(a, b, ratio), scale))
@@ -137,6 +139,7 @@ def furthest(
     if not any(all(np.isfinite(x).all() for x in jax.tree.leaves(tree)) for tree in (grads, reference_grads)):
         raise ValueError("a gradient is not finite on either side, in every cut; try step.trace_nonfinite")
     # Judge every leaf by the more lenient of its two scales: rounding unmeasured, and measured.
+    # With rounding / tolerance as its scale, a leaf may be off by exactly this rounding. Number 0 is the loss's.
     terms = [x / tolerance for x in rounding[1:]] or None
     compared = (differences("gradient", grads, reference_grads, scales) for scales in (None, terms))
     lenient = [min(pair, key=lambda d: d.error) for pair in zip(*compared, strict=True)]

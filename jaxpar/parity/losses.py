@@ -53,6 +53,7 @@ def bisect_losses(model: Model, loss: Callable[..., Any], batch: Any, key: jax.A
     """
     name = getattr(loss, "__name__", repr(loss))
     model_loss, user_loss = _model_loss(model), _user_loss(loss, name, model)
+    # The keys are those of a step: 1 for its random numbers, then the step's number, then the block's.
     args = jax.tree.map(jnp.asarray, (*model.create(key), batch, block_key(jax.random.fold_in(key, 1), 0, 0)))
     tolerance = max(TOLERANCE[dtype] for dtype in Reference(model, as_strategy("single"), 1).model_dtypes(batch))
 
@@ -96,6 +97,7 @@ def bisect_losses(model: Model, loss: Callable[..., Any], batch: Any, key: jax.A
 def _user_loss(loss: Callable[..., Any], name: str, model: Model) -> Callable[..., jax.Array]:
     """Return a user's loss as a function of parameters, variables, batch and key, which returns a scalar."""
     num_args = len(inspect.signature(loss).parameters)
+    # A comparison of two booleans: four arguments are for a stateful model alone.
     if num_args not in (2, 3, 4) or (num_args == 4) > model.stateful:
         raise ValueError(f"bisect(b={name}) takes {num_args} arguments; use (params, batch) or (params, batch, key)")
 
@@ -197,6 +199,7 @@ class _Results(Evaluation):
         # For each result: the index of the first unaligned result that it follows from. None if it is aligned.
         origins: list[int | None] = []
         for result, is_aligned in zip(self.results, aligned, strict=True):
+            # The first of the unaligned results that the operands follow from, or else this result.
             operand_origins = [origin for i in result.operands if (origin := origins[i]) is not None]
             origins.append(None if is_aligned else min(operand_origins, default=result.index))
         return None if (origin := origins[self.outputs[output].index]) is None else self.results[origin]
@@ -213,6 +216,7 @@ class _Results(Evaluation):
         stacked = {size: np.stack(numbers) for size, numbers in fingerprints.items()}
         aligned: list[bool] = []
         for result in self.results:
+            # Without a result of this size, none is near.
             among = stacked.get(result.size, np.full((1, 3), np.inf))
             # The norm is the scale of all three numbers: the terms of weighted sums may cancel.
             near = np.abs(among - result.fingerprint) <= 3 * tolerance * max(result.fingerprint[0], 1e-30)

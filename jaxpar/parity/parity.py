@@ -135,6 +135,7 @@ def verify(
         expected_loss, expected_grads = reference.value_and_grad(key, batch)
         show(f"one device: {steps} steps")
         expected_params = reference.train(optimizer, key, batch, steps)
+        # Only with several microbatches can the two losses of one device differ.
         uncut_loss: float | None = None
         if step.strategy.microbatches > 1:
             show("one device: the whole batch at once")
@@ -207,6 +208,7 @@ def _compare(
     Where large terms cancel, a difference may be their rounding. If a leaf differs, `cancelling_terms` measures it: it
     returns the size of such terms for each leaf of each pair.
     """
+    # First without cancelling terms: measuring them takes several more runs.
     compared = [d for kind, a, b in pairs for d in differences(kind, a, b, [0.0] * len(jax.tree.leaves(b)))]
     if not any(d.error > tolerance for d in compared):
         return compared
@@ -237,6 +239,7 @@ def _recording_gradients(optimizer: optax.GradientTransformation) -> optax.Gradi
     inner = taking_value(optimizer)
 
     def init(params: Any) -> Any:
+        # (gradients, inner state): the layout stores the gradients as it stores a moment.
         return jax.tree.map(jnp.zeros_like, params), inner.init(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -261,6 +264,7 @@ def _first_step(step: Any, state: Any, batch: Any) -> tuple[Any, jax.Array]:
 
 def _recorded_gradients(step: Any, state: Any) -> Any:
     """Return the gradients that the optimizer saw last, in the model's tree; None for frozen parameters."""
+    # From the shards to the optimizer's view, and from there to the model's tree if the optimizer sees stacks.
     grads, _ = step.layout.to_logical(jax.tree.map(np.asarray, state.optimizer), "optimizer")
     return step.layout.to_logical(grads) if step.update.as_stacked else grads
 

@@ -56,6 +56,7 @@ class Reference:
         policy = Policy.of(self.strategy)
         # 1. Cast the master parameters to the precision in which the strategy computes.
         declared = jax.eval_shape(self.model.create, jax.random.key(0))[0]
+        # Gradients are those of the masters, through the cast, as in a step.
         masters, params = params, jax.tree.map(lambda x, d: x.astype(policy.computed(d.dtype)), params, declared)
         written_params = params
         means: list[Mean] = []
@@ -115,6 +116,7 @@ class Reference:
         computed_avals = (v.aval for eqn, _ in visit(jx.opened(traced)[0].eqns) for v in eqn.outvars)
         dtypes = {aval.dtype for aval in computed_avals if hasattr(aval, "dtype")}
         dtypes.update(x.dtype for x in jax.tree.leaves(abstract_state[0]))
+        # float32 is always among them, so that no tolerance is below its own.
         return [
             "f32",
             *(name for name, dtype in {"bf16": jnp.bfloat16, "f16": jnp.float16}.items() if jnp.dtype(dtype) in dtypes),
@@ -127,6 +129,7 @@ class Reference:
         """
         check_rows(batch, self.replicas, self.microbatches)
         params, variables = self._start(key, nudge, sample)
+        # 1 is the key of a state's random numbers (`step/init.py`), and 0 the number of the first step.
         (loss, _), grads = self._grad(params, variables, batch, jax.random.fold_in(key, 1), 0)
         return loss, _trained(grads)
 
@@ -150,6 +153,7 @@ class Reference:
         transformation, update = self._update_of(optimizer)
         state = transformation.init(_trained(params))
         for step in range(steps):
+            # The loss comes back with the parameters that it wrote itself, which the update then changes.
             (loss, (variables, params)), grads = self._grad(params, variables, batch, jax.random.fold_in(key, 1), step)
             params, state = update(grads, state, params, loss)
         return params
@@ -181,6 +185,7 @@ class Reference:
           run: computes the result for (nudge, sample), see `value_and_grad`.
           epsilon: the largest relative change of an initial value.
         """
+        # Nothing changes in the first run, from which the others differ by rounding alone.
         expected_leaves = jax.tree.leaves(run(0.0, 0))
         nudged_runs = (jax.tree.leaves(run(epsilon, sample)) for sample in range(_NUM_SAMPLES))
         changes = [list(map(_largest_change, expected_leaves, nudged_leaves)) for nudged_leaves in nudged_runs]

@@ -68,6 +68,7 @@ class OneDevice:
     def reference(self, site: Site | None = None) -> Reference:
         """Return the plain program of the loss cut at a site."""
         model = self.template.cut.cut_at(site)
+        # The step gives the number of replicas and the completed strategy. It is not compiled.
         step = make_train_step(model, None, self.template.strategy, self.template.mesh)
         return Reference(model, step.strategy, step.replicas)
 

@@ -105,6 +105,7 @@ def lower_for_target(fn: Any, args: Any, target: Target) -> tuple[jax.stages.Low
 
     # 3. Move its meshes.
     moved_program = mover.move_program(program)
+    # The constants of the outer program are inputs of the jitted one. Without a `jit` they are part of the program.
     const_values = dict(zip(jaxpr.constvars, map(_uncommitted, consts), strict=True)) if params else {}
 
     # The name `arrays` appears in the compiled text, where `program.py` maps `arrays[i]` back to the argument's path.
@@ -236,6 +237,7 @@ def _distinct_meshes(closed: Any, arrays: Any) -> list[Any]:
     """Return each mesh that occurs in the arguments' shardings or in the program, once."""
     meshes: dict[Any, None] = {x.sharding.mesh: None for x in arrays if x.sharding is not None}  # an ordered set
 
+    # Parameters such as `in_shardings` are tuples of shardings.
     def collect(value: Any) -> None:
         for x in value if isinstance(value, tuple) else (value,):
             mesh = x.mesh if isinstance(x, NamedSharding) else x

@@ -117,6 +117,7 @@ def program_of(fn: Any, args: Sequence[Any], target: Target | str | None = None,
             if ", is_scheduled=true" not in compiled.partition("\n")[0]:
                 raise ValueError(
                     f"the text is no compiled program's, which is a scheduled HloModule: it begins {compiled[:40]!r}; "
+                    # A text has no mesh and no shardings.
                     "give compiled.as_text(), or the lowered or compiled object itself"
                 )
             return _read_program(compiled, None, None, mesh, target, {})
@@ -150,6 +151,7 @@ def program_of(fn: Any, args: Sequence[Any], target: Target | str | None = None,
         if all(shapes(args[i]) == shapes(info) for i, info in zip(positions, infos, strict=True))
     ]
     paths = argument_paths(fn, infos, array_positions[0]) if len(array_positions) == 1 else None
+    # The outputs and inputs may name no mesh while constraints inside the program do.
     if mesh is None and (mesh := _mesh_of(compiled)) is None and devices_of(text) > 1:
         mesh = _widest(find_meshes(fn, args))
     return _read_program(text, compiled, paths, mesh, None, {})
@@ -189,6 +191,7 @@ def _read_program(
         platform, kind = _platform_of(text), "" if devices is None else devices.flat[0].device_kind
     else:
         shardings = _shardings(compiled)
+        # A program without arrays has no shardings: it runs on the default device.
         compiled_for = np.array([*shardings[0].device_set] if shardings else jax.devices()[:1])
         devices = compiled_for if devices is None and num_devices == 1 else devices
         platform, kind = compiled_for[0].platform, compiled_for[0].device_kind

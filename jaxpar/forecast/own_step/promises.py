@@ -100,6 +100,7 @@ def check(
     # 2. Compare.
     findings = [
         *_memory_findings(promises, explanation),
+        # Involuntary gathers are forbidden unless the author allows them.
         *_collective_findings(promises, explanation),
         *_copy_findings(promises, explanation),
     ]

@@ -94,6 +94,7 @@ def plan_shardings(
         except ValueError as error:
             refused[name] = str(error)
         else:
+            # Without a prediction nothing can be ranked. It lacks for all proposals, since they share the target.
             if explanation.prediction is None:
                 raise ValueError(f"target={target!r} has no peaks and bandwidths to rank by; use GPUs, as '8xH100'")
             explanations[name] = explanation

@@ -71,6 +71,7 @@ class JittedExplanation:
 
         An argument is large if a device stores 1 MB of it, or a hundredth of all arguments' bytes.
         """
+        # In a small program nothing has a megabyte: a hundredth of all arguments is large there.
         threshold = min(LARGE, sum(x.held for x in self.arguments or ()) / 100)
         large = (x for x in self.arguments or () if x.copied and x.held >= threshold)
         return tuple(sorted(large, key=lambda x: -x.held))

@@ -95,6 +95,7 @@ def sites_of(program: JittedProgram) -> tuple[Site, ...]:
         for dtype, nbytes, origin in reader.operands(collective):
             # A combined instruction has one `Collective` per dtype: each takes the operands of that dtype.
             if dtype == collective.dtype:
+                # The origin is part of the key: equal collectives of two lines are two sites.
                 key = (collective.kind, collective.axes, dtype, *origin)
                 groups.setdefault(key, []).append((collective, nbytes))
 
@@ -134,6 +135,7 @@ class _OriginReader:
         self.computation_of = {i.name: name for name, block in module.computations.items() for i in block}
         self._instructions = {name: {i.name: i for i in block} for name, block in module.computations.items()}
         self._parameter_sources = {i.source for i in module.computations[module.entry] if i.opcode == "parameter"}
+        # A combined instruction is asked for once per dtype, and its users are searched once.
         self._operands: dict[str, list[tuple[str, int, Origin]]] = {}
 
     @cached_property
@@ -198,6 +200,7 @@ class _OriginReader:
         If the result is only moved, return the first instruction with a JAX name that moves it.
         """
         for user in users.get(i.name, ()):
+            # Of a tuple of results, follow the element that is asked for.
             if user.opcode == "get-tuple-element" and re.search(rf"\bindex={index}\b", user.rest) is None:
                 continue
             is_moved = user.opcode in ("get-tuple-element", "copy", "bitcast") or user.opcode.endswith("-done")

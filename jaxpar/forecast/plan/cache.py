@@ -85,6 +85,7 @@ def plan_key(model: Model, optimizer: Any, batch: Any, target: Target, rules: An
     params, variables = jax.eval_shape(model.create, jax.random.key(0))
     rng_key = jax.eval_shape(lambda: jax.random.key(0))
     loss = jax.make_jaxpr(model.call)(params, variables, batch, rng_key)
+    # The state's structure decides the update's program, so that the state need not be hashed itself.
     state = jax.eval_shape(optimizer.init, params)
     update = jax.make_jaxpr(optimizer.update)(params, state, params)
 

@@ -54,6 +54,7 @@ def candidates(target: Target, rows: int, precision: str, splits: Splits = NO_SP
         return
     planned = [name for name, recipe in SCHEDULES.items() if recipe.planned]
     for pipe, context in itertools.product(powers(n), powers(splits.context)):
+        # `tensor` divides the devices of a stage and those of a host.
         for tensor in powers(math.gcd(n // pipe, target.per_host)):
             replicas, remainder = divmod(n, pipe * context * tensor)
             if remainder or rows % replicas:
@@ -62,6 +63,7 @@ def candidates(target: Target, rows: int, precision: str, splits: Splits = NO_SP
             if pipe == 1:
                 microbatches = powers(rows_per_replica)
             else:
+                # A pipeline needs a multiple of its ranks as microbatches.
                 microbatches = [k * pipe for k in _MICROBATCHES if rows_per_replica % (k * pipe) == 0]
             schedules = [(Strategy.schedule, 1)] if pipe == 1 else list(itertools.product(planned, (1, 2)))
             for axes in _replica_axes(replicas, target, tensor * context, splits.expert, context):
@@ -90,6 +92,7 @@ def _replica_axes(
         # One replica whose positions are not split has no axis to shard over.
         if replicas == 1 == context:
             continue
+        # As many replicas as one host has room for, and as divide all of them.
         within = math.gcd(data_ranks, max(1, target.per_host // (devices_per_replica * expert)))
         for zero in (1, 2, 3):
             # fsdp=1 would mean no ZeRO; fsdp=-1 is ZeRO over the other axes alone.

@@ -219,6 +219,7 @@ class Estimator:
 
         # 2. Activations, and what a device stores at the same time.
         one_pass = loss.saved_fixed + loss.saved_per_row * rows / m * s.concurrent
+        # A slot of the schedule holds one microbatch's activations of one stage.
         saved = one_pass * schedule.slots / (pipe * s.chunks) if schedule else one_pass
         if s.prefetches(state.mesh) and s.fsdp != 1 and loss.num_layers > 1:
             # One more layer of weights under ZeRO-3, and one more layer of gradients under ZeRO-2 and 3.
@@ -236,6 +237,7 @@ class Estimator:
         # 4. Communication: `blocking` stops the kernels, `hideable` may overlap with them.
         blocking, hideable = 0.0, self._weight_seconds(s, shape, state)
         for (kind, axes), (times, size) in loss.sent.items():
+            # A rank of a pipeline runs its share of the layers, and so of their collectives.
             seconds = m * times / pipe * self._seconds(kind, size / times * rows / m, shape, axes)
             # A ring's hops overlap with the attention of the previous block, tokens with other microbatches' experts,
             # and all collectives of a concurrent microbatch with the other microbatch.
@@ -276,6 +278,7 @@ class Estimator:
         hardware = self.target.hardware
         # Forward, gradients of activations, gradients of trained weights, and recomputation.
         passes = 2 + state.trained / state.elements + {"layer": 1, "twice": 2}.get(str(s.remat), 0)
+        # Without FP8 or TF32 units, products run at float32's peak.
         peak = hardware.peak(_PEAK[s.precision]) or hardware.peak("f32")
         bandwidth = hardware.memory_bandwidth
         assert peak is not None  # `plan` refuses such targets
@@ -374,6 +377,7 @@ class Estimator:
         # Devices are numbered with the last mesh axis fastest: the axes after `axes` lie between neighbours of a group.
         stride = math.prod(shape[a] for a in list(shape)[list(shape).index(axes[-1]) + 1 :])
         ranks = math.prod(shape[a] for a in axes)
+        # Neighbours of a group are `stride` devices apart, so that a host has fewer of them.
         ranks_per_host = max(1, min(ranks, self.target.per_host // stride))
         reach = Reach(ranks, -(-ranks // ranks_per_host), ranks_per_host)
         return collective_seconds(kind, int(size), reach, self.target.hardware)[0]

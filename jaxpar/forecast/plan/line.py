@@ -130,6 +130,7 @@ def line_fields(
     """
     # 1. Memory.
     program = Executable(compiled.as_text() or "", step.mesh)
+    # A step of a plan has one program; only a server has several.
     (memory,) = of_step(step, batch, compiled).values()
     hardware = target.hardware
     host_room = (1 - RESERVE) * (hardware.host_memory_bytes or math.inf) / hardware.per_host

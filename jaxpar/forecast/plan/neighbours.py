@@ -56,6 +56,7 @@ def neighbours(strategy: Strategy, target: Target, rows: int, splits: Splits = N
         axes = shape | change
         if axes["expert"] > splits.expert or axes["context"] > splits.context:
             continue
+        # fsdp is 1 after the change and was not before.
         if axes["fsdp"] == 1 != strategy.fsdp:
             # Keep ZeRO over the remaining axes, unless there are none, or the change chose plain replicas.
             keeps_zero = axes["expert"] * axes["context"] > 1 and not {"data", "fsdp"} <= {*change}
@@ -112,6 +113,7 @@ def _changes(strategy: Strategy, target: Target, shape: dict[str, int]) -> list[
     # 5. Context ranks, and the sizes of axes.
     if shape["context"] > 1:
         changes += [{"attention": mode} for mode in ("auto", "ring", "gather", "usp")]
+    # Move a factor of two from one axis to another.
     for halved in AXES:
         for doubled in AXES:
             if halved != doubled and shape[halved] % 2 == 0:
@@ -136,6 +138,7 @@ def _repaired(strategy: Strategy, change: dict[str, Any], rows_per_replica: int)
     """Return the strategy with a change and all that follows from it; None if a size would be 0."""
     names = ("pipe", "data", "fsdp", "tensor", "microbatches", "chunks")
     values = {name: getattr(strategy, name) for name in names} | change
+    # Half of 1 is 0.
     if any(values[name] == 0 for name in names):
         return None
     # A strategy refuses `concurrent` with a pipeline, and chunks or a schedule without one.
@@ -170,5 +173,6 @@ def _sensible(strategy: Strategy, target: Target, rows: int) -> bool:
     shape = strategy.sizes(len(target.devices), target.hosts)
     replicas = math.prod(shape[axis] for axis in ROWS)
     if rows % (replicas * strategy.microbatches) or shape["tensor"] > max(target.per_host, 1):
+        # Interleaved chunks run microbatches in groups of as many as there are ranks.
         return False
     return strategy.chunks == 1 or strategy.microbatches % strategy.pipe == 0

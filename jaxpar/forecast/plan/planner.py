@@ -92,6 +92,7 @@ def plan(
     # 1. Check the arguments before anything that takes time.
     if not isinstance(model, Model):
         raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}")
+    # Raises an error for a precision that does not exist.
     Strategy(precision=precision)
     target = planned_for(target, memory_bytes)
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
@@ -231,6 +232,7 @@ class _Planner:
                 bar.advance(task)
 
         for members in families(queue, self.target)[: max(1, top // 2)]:
+            # Only lines of this family count for `_next_of_family`.
             previous_best, num_lines = self._best_line(), len(self.lines)
             while (pair := self._next_of_family(members, self.lines[num_lines:], top)) is not None:
                 compile_(*pair)
@@ -396,6 +398,7 @@ class _Planner:
                 # A program that is too large is the fault of its strategy; the compiler's other errors are not.
                 if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
                     raise
+                # A refusal is stored as well: to find it again would take as long as compiling.
                 fields = {"refused": str(error)}
             if cache:
                 cache.put(fields, *key)

@@ -72,6 +72,7 @@ class Plan:
 
     def explain(self, number: int) -> str:
         """Return every number of a line, from 1, with its source. Raises ValueError for a line that does not exist."""
+        # Lines are counted from 1, as the table prints them.
         if not 1 <= number <= len(self.lines):
             raise ValueError(f"explain {number}: the plan has lines 1 to {len(self.lines)}")
         return explained(self, number)
@@ -174,6 +175,7 @@ def _fill(text: str, indent: int) -> str:
 
 def _remarks(plan: Plan) -> Iterator[str]:
     """Yield the strategies without a line, with reasons, and remarks on the columns."""
+    # 1. Strategies without a line, by the kinds of their reasons.
     for title, reasons in (("not compiled", plan.pruned), ("invalid", plan.refused)):
         if not reasons:
             continue
@@ -187,6 +189,7 @@ def _remarks(plan: Plan) -> Iterator[str]:
         if len(kinds) > _MAX_REASONS:
             lines.append(f"  ... and {len(kinds) - _MAX_REASONS} more kinds of reasons in .json()")
         yield "\n".join(lines)
+    # 2. How to read the columns.
     yield _fill(
         f"GB: of {plan.memory / 1e9:.1f} per device, {RESERVE:.0%} reserved for memory that is in no program; ! "
         "does not fit. GB link and GB net: sent by each device within a host and across hosts. ms: predicted for the "
@@ -227,6 +230,7 @@ def _memory_rows(plan: Plan, line: Line) -> list[_Row]:
     """Return the parts of a device's memory."""
     memory = line.memory
     at_rest = "the layout's shards at rest"
+    # Donated arguments: outputs reuse their memory, and the total counts it once.
     reused = memory["arguments"] + memory["temporaries"] + memory["outputs"] - memory["total"]
     return [
         ("parameters", size(memory["params"]), at_rest),

@@ -112,6 +112,7 @@ def _costs_of(operations: Sequence[Operation], executions: int | None, condition
 
 def _weight(costs: Sequence[Cost]) -> tuple[int, int]:
     """Return (FLOPs, bytes) of a branch, to compare branches."""
+    # A loop of unknown length counts as one iteration, which is enough to compare branches.
     kernels = [(cost.kernel, cost.executions or 1) for cost in costs]
     flops = sum(kernel.flops * executions for kernel, executions in kernels)
     return flops, sum((kernel.read + kernel.written) * executions for kernel, executions in kernels)

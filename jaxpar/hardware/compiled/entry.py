@@ -104,6 +104,7 @@ class Nesting:
         """
         ledgers = [list(walk(self)) for walk in walks]
         heaviest = max(range(len(ledgers)), key=lambda i: sum(collective.bytes for collective in ledgers[i]))
+        # If every branch communicates alike, it does not matter which one runs.
         are_equal = all(merged(ledger) == merged(ledgers[0]) for ledger in ledgers)
         return (
             collective if are_equal else dataclasses.replace(collective, conditional=True)

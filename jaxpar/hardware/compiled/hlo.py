@@ -51,6 +51,7 @@ class Instruction:
     @property
     def collective(self) -> str:
         """The kind of collective that the instruction is or starts; "" if it is none."""
+        # A send and its receive are a permute in two halves: the send counts for both.
         kind = "collective-permute" if self.opcode == "send" else self.opcode.removesuffix("-start")
         return kind if kind in KINDS else ""
 
@@ -76,6 +77,7 @@ class Instruction:
     def trips(self) -> int | Fraction | None:
         """The iterations of a `while` by XLA's count, else by its name (see `share`); None if neither tells."""
         match = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)
+        # `share` is None for a loop whose name says nothing.
         return int(match[1]) if match else self.share and self.share.runs
 
     @property
@@ -120,6 +122,7 @@ class Module:
                 shape, rest = _split(match[3]) if match[3].startswith("(") else match[3].split(" ", 1)
                 opcode, rest = rest.strip().split("(", 1)
                 arguments, rest = _split("(" + rest)
+                # Only operands have a percent sign. Literals of constants have none.
                 operands = tuple(re.findall(r"%([\w.\-]+)", arguments))
                 block.append(Instruction(match[2], shape, opcode, operands, rest, bool(match[1])))
 
@@ -281,6 +284,7 @@ def bits(dtype: str) -> int:
     [16, 8, 4, 8]
     """
     match = re.search(r"\d+", dtype)
+    # pred has no number, and takes a byte.
     return int(match[0]) if match else 8
 
 
@@ -316,6 +320,8 @@ def _groups(attributes: str, num_devices: int) -> list[list[int]]:
         group_coordinates = coordinates.copy()
         for name, num_outer, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", match[4]):
             size, axis = int(part or sizes[name]), list(sizes).index(name)
+            # Of a part of an axis, `num_outer` groups lie outside, and neighbours within it are `stride` coordinates
+            # apart.
             stride = sizes[name] // (int(num_outer or 1) * size)
             group_coordinates[axis] -= coordinates[axis] // stride % size * stride
         _, label = np.unique(group_coordinates, axis=1, return_inverse=True)
@@ -359,6 +365,7 @@ def _axes_of(groups: frozenset[frozenset[int]], mesh: tuple[tuple[str, int], ...
             lines = np.moveaxis(grid, dims, range(-count, 0)).reshape(-1, math.prod(sizes[axis] for axis in axes))
             if groups == frozenset(map(frozenset, lines.tolist())):
                 return axes
+            # The groups lie within these lines and do not fill them.
             if all(any(group <= set(line) for line in lines.tolist()) for group in groups):
                 return (f"{max(map(len, groups))} of {'+'.join(axes)}",)
     raise AssertionError(f"groups {groups} lie outside the mesh {mesh}")

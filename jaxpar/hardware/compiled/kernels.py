@@ -219,6 +219,7 @@ class Executable:
         self, instr: Instruction, shapes: dict[str, str], siblings: Mapping[str, Instruction]
     ) -> Iterator[Operation]:
         """Yield the operations of one instruction; `shapes` and `siblings` hold all of its computation by name."""
+        # 1. Collectives and copies, of which each runs beside the kernels until its done.
         if instr.collective:
             yield from self._start(instr, instr, shapes)
         elif instr.opcode == "async-start":
@@ -229,6 +230,7 @@ class Executable:
             yield self._kernel(dataclasses.replace(instr, opcode="fusion"), shapes)
         elif instr.opcode.endswith(("-done", "-update")) and instr.opcode != "recv-done":
             yield Done(instr.operands[0])
+        # 2. Loops and branches.
         elif instr.opcode == "while":
             parts = re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", instr.rest)
             # GPUs do not run the condition of a loop whose length is known.
@@ -243,6 +245,7 @@ class Executable:
         elif instr.opcode == "call":
             for called in instr.called:
                 yield from self._block(called)
+        # 3. Everything else is a kernel, unless the compiler resolves it.
         elif instr.opcode not in _FREE and instr.target != "AllocateBuffer":
             yield self._kernel(instr, shapes)
 
@@ -256,6 +259,7 @@ class Executable:
         )
 
     def _host_copy(self, instr: Instruction, shapes: dict[str, str]) -> HostCopy:
+        # A copy without a second half blocks the device.
         """Return the copy that an instruction starts between device and host."""
         waits = not instr.opcode.endswith("-start")
         roots = (inner for name in instr.called for inner in self.module.computations[name] if inner.root)
@@ -279,6 +283,7 @@ class Executable:
             return
         if buffers := self.module.moved(instr, shapes):
             axes, ranks = self.module.axes(instr)
+            # In one instruction, or in two that the compiler has marked as synchronous, a collective blocks the device.
             is_split = outer.opcode.endswith("-start") or outer.opcode == "send"
             waits = not is_split or '"is_sync":true' in outer.rest
             groups = tuple(tuple(ids) for ids in self.module.groups(instr))
@@ -322,6 +327,7 @@ def traffic(module: Module, instr: Instruction, shapes: dict[str, str]) -> tuple
     if instr.opcode == "fusion":
         return _traffic_of_fusion(module.computations[instr.called[0]])
     if instr.opcode in _SLICES:
+        # Of a slice, read what is returned, and the indices.
         return nbytes(instr.shape) + sum(nbytes(shapes[index]) for index in instr.operands[1:]), nbytes(instr.shape)
     if instr.opcode in _UPDATES:
         changed = nbytes(shapes[instr.operands[_UPDATES[instr.opcode]]])

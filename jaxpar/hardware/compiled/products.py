@@ -82,6 +82,7 @@ def _dot(instr: Instruction, shapes: dict[str, str], dimension_numbers: str) -> 
     """
     (lhs_dtype, lhs), (rhs_dtype, rhs) = (arrays(shapes[operand])[0] for operand in instr.operands[:2])
     dims = {
+        # HLO writes the dims as {1}, cuBLAS as ["1"].
         (side, role): [int(dim) for dim in re.findall(r"\d+", match[1])]
         for side in ("lhs", "rhs")
         for role in ("contracting", "batch")
@@ -89,6 +90,7 @@ def _dot(instr: Instruction, shapes: dict[str, str], dimension_numbers: str) -> 
     }
     batch = math.prod(lhs[dim] for dim in dims.get(("lhs", "batch"), ()))
     k = math.prod(lhs[dim] for dim in dims.get(("lhs", "contracting"), ()))
+    # The left operand has batch x m x k elements, the right one batch x k x n.
     m, n = math.prod(lhs) // (batch * k), math.prod(rhs) // (batch * k)
     return _product("matmul", instr, _wider(lhs_dtype, rhs_dtype), (batch, m, n, k), 2 * batch * m * n * k)
 
@@ -121,6 +123,7 @@ def _convolution(instr: Instruction, operand: tuple, weights: tuple, result: tup
     # Groups of rows (the filter's gradient of a grouped convolution) are already gone from the result's rows.
     out_features = sizes["r"]["f"]
     m, k = math.prod(result[1]) // out_features, math.prod(weights[1]) // sizes["w"]["o"]
+    # Each pair multiplies, in each row, every output feature with the input features of its group.
     flops_per_pair = 2 * sizes["r"]["b"] * out_features * sizes["w"]["i"]
     shape = groups * row_groups, m, out_features // (groups * row_groups), k
     dtype = _wider(operand[0], weights[0])

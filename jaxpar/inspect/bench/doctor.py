@@ -143,6 +143,7 @@ def installed_versions() -> dict[str, str]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    # CUDA's version is not a package's: the client of the GPU knows it.
     if jax.default_backend() == "gpu":
         versions["CUDA"] = " ".join(jax.local_devices()[0].client.platform_version.split())
     if _DRIVER.exists():
@@ -278,6 +279,7 @@ def clock_skew(processes: ProcessGroup) -> tuple[float, float]:
                 start, local_time = time.perf_counter(), wall_clock()
                 processes.publish(f"{key}/ask", None)
                 remote_time = processes.receive(f"{key}/answer", 0)
+                # Process 0's time was read about in the middle between the two readings here.
                 half_interval = (time.perf_counter() - start) / 2
                 tries.append((local_time + half_interval - remote_time, half_interval))
     return min(tries, key=lambda measured: measured[1])
@@ -324,10 +326,12 @@ def check_folder(processes: ProcessGroup, folder: Path, labels: Sequence[str]) -
         )
     # 2. Wait until all have written, and read the files of all others.
     processes.gather("written", True)
+    # With a problem a process reads nothing, but still takes part in every `gather`, for which the others wait.
     for process in range(processes.count if not problem else 0):
         if not _wait_for_text(file_of(process), run_id):
             problem = f"{labels[processes.index]} does not see in {folder} what {labels[process]} has written there"
             break
+    # A process alone tries its own lock, through a second object.
     if (
         not problem
         and (processes.index or processes.count == 1)
@@ -404,6 +408,7 @@ def check_collectives(strategy: str, num_bytes: int | None, processes: ProcessGr
             wrong = f"{wrong_elements} elements of an all-reduce over {axis} are wrong"
             yield Diagnosis("collectives", summary, wrong, "jaxpar doctor on each host alone, to find whose link it is")
             continue
+        # [ranks of the axis, groups]; the first group stands for all.
         groups = mesh.devices.swapaxes(0, mesh.axis_names.index(axis)).reshape(mesh.shape[axis], -1)
         group_hosts = hosts_of(groups[:, 0]).tolist()
         is_across_hosts = len(set(group_hosts)) > 1
@@ -444,6 +449,7 @@ def _all_reduce(mesh: Mesh, axis: str, num_bytes: int) -> tuple[float, int]:
     def repeated(values: jax.Array, num_repetitions: jax.Array) -> jax.Array:
         return lax.fori_loop(0, num_repetitions, lambda _, sums: nccl.all_reduce(sums, axis), values)
 
+    # Repeated all-reduces grow by the factor n each time, so that only one is checked.
     def wrong(sums: jax.Array) -> jax.Array:
         return lax.psum(
             (sums != num_devices * pattern() + num_devices * (num_devices - 1) // 2).sum(dtype=jnp.int32), all_axes

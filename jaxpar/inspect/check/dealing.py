@@ -158,6 +158,7 @@ def check_rows(step: Step, state: State, batch: Any) -> RowCheck:
         tried_groups[group] = permuted_order, dealing
         if dealing.same or not dealing.finite:
             break
+    # Every size of groups shows coupled rows: report single rows.
     else:
         group = 1
     # 2. Give each block half of its rows, each twice, which shows a loss that uses the number of rows.
@@ -295,6 +296,7 @@ def _perturbed(state: State, epsilon: float) -> State:
             for x, factor in zip(leaves, factors, strict=True)
         ]
 
+    # A step computes with the copy in the compute dtype where it has one.
     leaves, tree = jax.tree.flatten((state.params, state.copy))
     perturbed = jax.jit(change, out_shardings=[x.sharding for x in leaves])(leaves)
     params, copy = jax.tree.unflatten(tree, perturbed)

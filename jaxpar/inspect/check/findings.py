@@ -158,6 +158,7 @@ def _layer_findings(step: Step, batch: Any) -> Iterator[Finding]:
 
     def layer_and_stack_bytes(leaf: Leaf) -> tuple[int, int]:
         """Return the bytes of one layer and of all layers, on a tensor rank."""
+        # The dims up to `stage` count layers; the others are one layer.
         stack_bytes = math.prod(leaf.local.stored) * step.policy.computed(leaf.dtype).itemsize
         return stack_bytes // math.prod(leaf.shape[: leaf.stage + 1]), stack_bytes
 
@@ -190,6 +191,7 @@ def _written_findings(closed: Ledger, written: Ledger) -> Iterator[Finding]:
     bytes_by_source, counts_by_source = (
         [ledger.by(*fields, value=value) for ledger in (closed, written)] for value in ("bytes", "count")
     )
+    # Keys of both, in order: a collective that only one of them has is a difference too.
     for key in dict.fromkeys((*bytes_by_source[0], *bytes_by_source[1])):
         (promised_bytes, written_bytes), (expected_count, written_count) = (
             [by_key.get(key, 0) for by_key in sums] for sums in (bytes_by_source, counts_by_source)
@@ -333,6 +335,7 @@ def _server_findings(step: ServerStep, batch: Any) -> Iterator[Finding]:
     state = step.abstract_home()
     arrays = jax.tree.leaves((state.params, state.optimizer))
     for holding, array in zip(shares(step, state), arrays, strict=True):
+        # An array that is on several devices is counted on each, so that a copy shows.
         server_bytes = _local_bytes(array, array.sharding) * len(array.sharding.device_set)
         verdict = _verdict(server_bytes, holding.bytes, holding.bytes)
         note = "" if verdict == "ok" else "the server has it"

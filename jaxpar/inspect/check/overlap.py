@@ -79,6 +79,7 @@ def hidden(step: Step, batch: Any, program: Executable, hardware: Hardware) -> I
     if not groups:
         yield Finding("overlap", "no loop over layers sends", 0, 0, note=note)
     for label, parts in groups.items():
+        # A wait of up to a tenth of a collective's seconds is no finding.
         exposed_parts = [part for part in parts if part.exposed > WAITS * part.seconds]
         allowed_seconds = (
             OF_ACTIVATIONS * sum(part.seconds for part in parts) if label.startswith(_ACTIVATIONS) else 0.0

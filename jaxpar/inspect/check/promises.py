@@ -78,6 +78,7 @@ def shares(step: Step, state: Any) -> list[Holding]:
         matching_leaves = [
             leaf
             for leaf in optimizer_leaves
+            # A leaf's path may be a part of a longer one: compare whole components at the end.
             if f"/{name}".endswith(f"/{leaf.path}") and tuple(array.shape) in (leaf.shape, leaf.stored)
         ]
         leaf = max(matching_leaves, key=lambda leaf: len(leaf.path), default=None)
@@ -90,6 +91,7 @@ def _elements(leaf: Leaf, sizes: Mapping[str, int], is_sharded: bool) -> int:
     """Return the elements of a leaf that a device should store."""
     num_parts = leaf.ranks * leaf.experts * (sizes["pipe"] if leaf.of_a_stage else 1)
     if not is_sharded:
+        # Every device stores its part of the leaf, or all of it if no axis splits it.
         return math.prod(leaf.stored if leaf.spread else leaf.shape) // num_parts
     # Dims that `fsdp` may shard: no other axis splits them, and they are not the stack of layers.
     shardable_dims = [
@@ -139,6 +141,7 @@ def gathered_weights(jaxpr: Any, leaves: int, axis: str = "tensor") -> dict[str,
     Returns:
       Source line -> bytes of the largest gather on that line, of one execution.
     """
+    # A closed jaxpr has its equations one level deeper.
     shard_map_eqn = next(
         (eqn for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns if eqn.primitive.name == "shard_map"), None
     )

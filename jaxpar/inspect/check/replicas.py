@@ -38,6 +38,7 @@ def checksums(mesh: Mesh, specs: Sequence[PartitionSpec]) -> Callable[[Sequence[
     sharded_checksums = jax.shard_map(
         local_checksums, mesh=mesh, in_specs=tuple(specs), out_specs=row_per_device, check_vma=False
     )
+    # Keys have no arithmetic: take their bits.
     key_bits = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     return jax.jit(lambda arrays: sharded_checksums(*map(key_bits, arrays)), out_shardings=replicated)
 
@@ -56,15 +57,18 @@ def differing(tree: Any, sums: np.ndarray, mesh: Mesh) -> str:
     device_name = lambda device: f"device {device.id} of process {device.process_index}"
     device_names = lambda positions: few([device_name(devices[position]) for position in positions], 4)
     for (path, x), array_sums in zip(jax.tree_util.tree_leaves_with_path(tree), sums.T, strict=True):
+        # 1. Group the devices by the part of the array that they store, and by checksum.
         indices_by_device = x.sharding.devices_indices_map(tuple(x.shape))
         positions_by_index: dict[Any, dict[int, list[int]]] = {}  # index -> checksum -> positions of devices
         # Devices with the same index into the array store the same part of it.
         for position, device in enumerate(devices):
+            # (start, stop), since slices can be hashed only from Python 3.12 on.
             index = tuple(
                 dim_slice.indices(dim_size)[:2]
                 for dim_slice, dim_size in zip(indices_by_device[device], x.shape, strict=True)
             )
             positions_by_index.setdefault(index, {}).setdefault(int(array_sums[position]), []).append(position)
+        # 2. One part with several checksums is enough for the array to be named.
         if positions_by_sum := next(
             (positions_by_sum for positions_by_sum in positions_by_index.values() if len(positions_by_sum) > 1), None
         ):
@@ -100,6 +104,7 @@ def checksum(x: jax.Array) -> jax.Array:
     itemsize = jnp.dtype(x.dtype).itemsize
     # The words of block b are numbered from b times the words per block, as if the array were read at once.
     blocks = Blocks.of(x.shape, itemsize)
+    # An element of more than 4 bytes has several words.
     words_per_block = jnp.uint32(math.prod(blocks.block) * itemsize // min(itemsize, 4))
     add_block = lambda block_index, partial_sum: (
         partial_sum + _checksum(blocks.take(x, block_index), words_per_block * block_index.astype(jnp.uint32))
@@ -115,6 +120,7 @@ def _checksum(x: jax.Array, first_word: jax.Array) -> jax.Array:
     # `bitcast_convert_type` takes neither booleans nor complex numbers.
     words = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, _WORDS[min(itemsize, 4)])
     num_words = math.prod(words.shape)
+    # uint32 wraps around, which is the modulus of the sum.
     odd_factors = 2 * (first_word + jax.lax.iota(jnp.uint32, num_words)) + jnp.uint32(1)
     return (words.reshape(-1).astype(jnp.uint32) * odd_factors).sum(dtype=jnp.uint32)
 

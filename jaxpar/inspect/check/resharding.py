@@ -152,6 +152,7 @@ def moves(step: Step, program: Executable, jaxpr: Any, min_bytes: int) -> list[M
 
 def cause(step: Step, move: Move) -> str:
     """Return why the partitioner makes a move, and what to try."""
+    # 1. An optimizer that sees other shapes than the stored ones.
     if not step.update.as_stacked:
         # The optimizer sees shapes that differ from the stored ones, so that no spec would help.
         stages = step.strategy.pipe * step.strategy.chunks
@@ -160,12 +161,14 @@ def cause(step: Step, move: Move) -> str:
             "loops as stacks); use one that works element by element, such as optax.adamw"
             + (f", or a number of layers that {stages} divides" if step.schedule is not None else "")
         )
+    # 2. An elementwise operation needs no other sharding than the leaf's own, so that somebody asked for another.
     if move.spec is not None and (move.involuntary or move.operation in _ELEMENTWISE):
         requested = f" ({_spec_text(move.wanted)})" if move.wanted is not None else ""
         return (
             f"the optimizer asks for another sharding{requested} than that in which {move.leaf} is kept; ask for "
             f"{_spec_text(move.spec)} there, or leave the constraint out"
         )
+    # 3. An operation that needs more than a shard: name the axes that would have to go, if there are any.
     alternative = ""
     if move.spec is not None and move.kept is not None and move.spec != move.kept:
         kept_axes, suggested_axes = (
@@ -361,6 +364,7 @@ def _source_leaf(
         for candidate in frontier:
             # JAX names arguments like state.optimizer[0].mu['head']['kernel'].
             name = candidate.source.replace("\\", "") if candidate.opcode == "parameter" else ""
+            # Keys in quotes, or names and numbers outside of them.
             state_path = "/".join(re.findall(r"(?<=\[')[^']*|\w+", name))
             if leaf_path := next(
                 (path for path in paths if state_path.startswith("state/") and state_path.endswith(f"/{path}")), ""

@@ -113,6 +113,7 @@ class Explanation:
 
     def json(self) -> dict[str, Any]:
         """Return everything as dicts, lists, text and numbers, with exact bytes."""
+        # `across` goes into the entries of the ledger, as sets of tuples are no JSON.
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "across"}
         ledger = [
             dataclasses.asdict(collective)

@@ -109,6 +109,7 @@ def _fused_attention_remark(step: Step, costs: Costs) -> Iterator[str]:
     # Seconds need a known memory bandwidth.
     if step.strategy.kernels != "fused" or hardware is None or hardware.memory_bandwidth is None:
         return
+    # Queries x keys of each head, at the width of the operands.
     score_bytes = {"attention": 0, "attention backward": 0}
     for cost in costs:
         for product in cost.kernel.products:
@@ -168,6 +169,7 @@ def _checks(step: Step, closed_form: Ledger, written_ledger: Ledger, compiled_le
             if expected_entries or compiled_bytes < SCALARS
             else "beside the closed form"
         )
+        # Bytes on the wire depend on the kind, so they are not the buffers' bytes.
         sent_bytes = [
             sum(collective.sent for collective in entries) for entries in (expected_entries, compiled_entries)
         ]

@@ -129,12 +129,14 @@ class Replay:
         model, model_tree = self.step.model_def, jax.tree.unflatten(self.tree, params)
 
         def total_of_block(rows: Any, key: Any) -> tuple[Any, Any, Any]:
+            # With all rows, the blocks of all replicas run under the axis "rows", along which the loss takes them.
             sums, new_variables = model.call(model_tree, variables, rows, key, ("rows",) * self.takes_all_rows)
             return sums["loss"].total, sums["loss"].count, new_variables
 
         if not self.takes_all_rows:
             return total_of_block(rows, key)
         total, count, new_variables = call_on_blocks(total_of_block, rows, key)
+        # All replicas write the same variables: take the first one's.
         return total.sum(), count.sum(), jax.tree.map(lambda x: x[0], new_variables)
 
     def gradients(self, seed: Any, params: Sequence[Any], variables: Any, rows: Any, key: Any) -> list[Any]:
@@ -162,6 +164,7 @@ class Replay:
             # As in the step, a microbatch reads the variables that the previous one has left.
             self.variables_read[microbatch, replica] = variables
             total, count, new_variables = self._jitted_total(*self.block_inputs(microbatch, replica))
+            # The total in float32 as in the step, where it may overflow; the count only has to be exact.
             total_sum, count_sum = total_sum + np.float32(total), count_sum + float(count)
             bad_blocks += [(microbatch, replica)] * (not np.isfinite(float(total)))
             if (microbatch, replica + 1) not in blocks:

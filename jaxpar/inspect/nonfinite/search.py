@@ -224,6 +224,7 @@ class _CauseTracker(Evaluation):
         operands = []
         for operand in inputs:
             if isinstance(operand.x, jax.Array | np.ndarray) and jnp.issubdtype(operand.x.dtype, jnp.number):
+                # Other dtypes, such as keys, have no range.
                 low, high = _finite_range(operand.x)
                 # For an elementwise equation, the operand's element that gave the result's.
                 facing = np.asarray(operand.x[place]).item() if operand.x.shape == result.shape else None

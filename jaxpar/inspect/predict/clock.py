@@ -131,6 +131,7 @@ class Clock:
                 case Start() | HostCopy():
                     # It runs after everything that started before it in its stream.
                     queue[operation.name] = self._queued_seconds(operation, times)
+                    # A synchronous one stops the kernels at once.
                     elapsed += self._wait_for(queue, operation.name, times) if operation.waits else 0.0
                 case Done():
                     elapsed += self._wait_for(queue, operation.name, times)
@@ -218,6 +219,7 @@ class Clock:
             self._seconds[operation.name], self._parts[operation.name] = (
                 self._new_copy(operation) if isinstance(operation, HostCopy) else self._new_collective(operation)
             )
+        # Its time alone; what it waits for is counted when it is waited for.
         part = self._parts[operation.name]
         part.executions += times
         part.seconds += times * self._seconds[operation.name]

@@ -127,6 +127,7 @@ def estimated_seconds(flops: Mapping[str, float], size: int, hardware: Hardware)
     Raises:
       ValueError: `hardware` lacks the peak or the memory bandwidth.
     """
+    # A kernel that only moves the bytes. Products can but take longer.
     seconds = kernel_seconds(Kernel("", "", "memory", "", (), size, 0), hardware)[0]
     for dtype, count in flops.items():
         name, peak = _peak_name_and_flops(Product("matmul", dtype, 1, 1, 1, 1, round(count), round(count)), hardware)
@@ -186,6 +187,7 @@ def _attention_share(product: Product, hardware: Hardware) -> tuple[float, str]:
     if _family(hardware) == "A100":
         return (0.63, "fa2") if backward else (0.73, "fa2")
     head_dim = min((64, 128, 256), key=lambda measured_dim: abs(measured_dim - product.k))
+    # Between two measured lengths, interpolate over the logarithm of the length.
     log_length = math.log2(max(product.n, 1))
     speeds = {
         causal: float(np.interp(log_length, np.log2(_LENGTHS), _ATTENTION[head_dim, causal]))
@@ -230,6 +232,7 @@ def _sustained(family: str, name: str) -> tuple[float, str]:
 
 def _family(hardware: Hardware) -> str:
     """Return the measured family of a device, "A100", "H100" or "B200"; else "". An H200 is an H100 (semi)."""
+    # Boards with PCIe were not measured.
     match = re.search("(A100|H100|H200|B200)(?!.*PCIe)", hardware.device_kind)
     return match[1].replace("H200", "H100") if match else ""
 

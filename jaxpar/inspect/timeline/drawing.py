@@ -31,6 +31,7 @@ def draw(schedule: Schedule, width: int = 80, color: bool = False) -> Iterator[T
     `F3`, or `F3.1` if there are chunks.
     """
     num_ranks, num_microbatches, num_chunks = schedule.ranks, schedule.microbatches, schedule.chunks
+    # A letter and the microbatch's number; without colours also a dot and the chunk's number.
     cell_width = 1 + len(str(num_microbatches - 1)) + (0 if color or num_chunks == 1 else 1 + len(str(num_chunks - 1)))
     total_time, characters_available = _total_time(schedule.columns), width - _LABEL_WIDTH
     # Cells are wide enough for their text, and up to two characters wider if the schedule fits into one band.
@@ -61,6 +62,7 @@ def draw(schedule: Schedule, width: int = 80, color: bool = False) -> Iterator[T
                         f"{op.microbatch:<{op_characters}}", style=f"{INK} on {tint(op.kind, op.chunk, num_chunks)}"
                     )
                 else:
+                    # Dashes fill the cell of a backward, which is twice as wide.
                     name = f"{op.kind}{op.microbatch}" + (f".{op.chunk}" if num_chunks > 1 else "")
                     line.append(f"{name:{'-' if op.kind == 'B' else ' '}<{op_characters}}")
                 line.append("." * (cell_characters - op_characters), style="dim")
@@ -121,6 +123,7 @@ def _tick_ruler(band: Columns, characters_per_unit: int) -> str:
     """Return a line with the numbers of ticks where they begin, as many as fit."""
     line, position, previous_tick = "", 0, -1
     for tick, _, length in band:
+        # A number needs a blank in front of it, or it is left out.
         if tick != previous_tick and len(line) <= max(0, position - 1):
             line = f"{line:<{position}}{tick}"
         position, previous_tick = position + characters_per_unit * length, tick

@@ -25,6 +25,7 @@ def tint(kind: str, chunk: int, chunks: int) -> str:
     """Return the colour of a chunk's operations, lighter from chunk to chunk: F blue, B orange, I violet, W green."""
     first, last = (value.to_bytes(3, "big") for value in _TINTS[kind])
     share = chunk / max(1, chunks - 1)
+    # Red, green and blue are mixed one by one.
     return "#" + bytes(round(a + (b - a) * share) for a, b in zip(first, last, strict=True)).hex()
 
 
@@ -78,6 +79,7 @@ def _lane(schedule: Schedule, rank: int, time_width: float, y: int) -> Iterator[
                 f'<rect class="op" x="{x:g}" y="{y}" width="{width:g}" height="{_LANE}" rx="3" fill="{fill}"/>'
                 f'<text class="op" x="{x + width / 2:g}" y="{y + 17}">{op.microbatch}</text></g>'
             )
+        # Idle time too takes its width.
         x += length * time_width
 
 

@@ -58,6 +58,7 @@ class ParameterRow(NamedTuple):
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
+        # Reversed, [in, out] here is [out, in] in the file.
         """The shape of each of its tensors, as stored in the file."""
         return self.shape[len(self.leading_dims) :][:: -1 if self.pattern.transposed else 1]
 
@@ -168,6 +169,7 @@ class Architecture:
             raise ValueError(
                 f"rope_scaling (rope_parameters) is {parameters!r}; needs a dict such as {{'rope_type': 'llama3', ...}}"
             )
+        # Older configs call the type "type", newer ones "rope_type", and some have both: the newer name counts.
         rope = {"type": "default"} | {name: value for name, value in parameters.items() if value is not None}
         legacy_type = rope.pop("type")
         rope_type = rope.pop("rope_type", legacy_type)
@@ -209,6 +211,7 @@ class Architecture:
     def check_derived(self, options: Mapping[str, Any], config: Any) -> None:
         """Raise ValueError if `config.json` has another value for an option that follows from our config."""
         for name, (value, refusal) in self.derived.items():
+            # An option that config.json lacks follows from the others, as it does in transformers.
             if refusal and options.get(name, value(config)) != value(config):
                 raise ValueError(f"{name}={options[name]!r}{refusal.format(c=config)}")
 

@@ -112,6 +112,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: int) -> N
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
+        # A tensor that is larger than a file may be gets a file for itself.
         if shards[-1] and size + tensor.nbytes > max_shard_size:
             shards, size = [*shards, []], 0
         shards[-1].append(name)
@@ -135,6 +136,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: int) -> N
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one safetensors file: header length, JSON header, then the tensors one by one."""
     # transformers reads from this metadata that the weights have PyTorch's layout.
+    # 1. The header needs only shapes and dtypes, so that no tensor is read for it.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -142,6 +144,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
         header[name] = {"dtype": SAFETENSORS[tensor.dtype.name], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # tensors begin at a multiple of 8 bytes
+    # 2. The tensors, in the order of their offsets.
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in tensors.values():
@@ -163,6 +166,7 @@ def _find_model(folder: Path) -> tuple[Path, Callable[[Path, contextlib.ExitStac
 
 
 def _read_safetensors(file: Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:
+    # The handle stays open as long as tensors are read: `read` is called later.
     """Map a safetensors file into memory until `stack` closes; return its tensors by name."""
     mapped = stack.enter_context(needed("safetensors", "these weights need").safe_open(file, framework="np"))
     return {

@@ -133,6 +133,7 @@ class Family:
             # 2. Check the tensors against the parameters of this config.
             arch, shapes = self._architecture(config), self._shapes(config)
             rows = arch.rows({path: shape for path, shape in shapes.items() if not self.is_unsaved(path)})
+            # A tied head is no parameter of the model, and would count as an unexpected tensor.
             tensors = _drop_tied_head(arch, tensors) if config.tied else tensors
             self._check_tensors(arch, config, rows, tensors)
             # 3. Read them.
@@ -244,6 +245,7 @@ class Family:
         # Adapters, which have no tensors in the files, become part of their kernels.
         saved_params, tensors = self.fold(config, saved_params), {}
         for row in self._architecture(config).rows({path: param.shape for path, param in saved_params.items()}):
+            # float32 parameters may be written as bfloat16; the cast is made tensor by tensor, when each is read.
             param = saved_params[row.path]
             tensor_dtype = np.dtype(param.dtype if dtype is None else jnp.dtype(dtype))
             if tensor_dtype.name not in SAFETENSORS:
@@ -278,6 +280,7 @@ def _read_tensor(
     read_layer: Callable[..., np.ndarray], index: tuple[int, ...], dtype: np.dtype, transposed: bool
 ) -> np.ndarray:
     """Return the tensor at `index`, (layer, expert) of a parameter, cast and transposed as in the file."""
+    # The index is (layer,), (layer, expert), or () for a parameter outside the layers.
     array = read_layer(*index[:1])[index[1:]].astype(dtype, copy=False)
     return array.T if transposed else array
 

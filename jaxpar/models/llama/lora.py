@@ -30,6 +30,7 @@ class LoRALinear(nnx.Linear):
         super().__init__(fan_in, fan_out, use_bias=False, rngs=rngs, **options)
         self.scale = scale
         self.lora_a = nnx.LoRAParam(nnx.initializers.normal(fan_in**-0.5)(rngs.params(), (fan_in, rank)))
+        # With B at zero, the model begins as the one without adapters.
         self.lora_b = nnx.LoRAParam(jnp.zeros((rank, fan_out)))
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
@@ -53,12 +54,14 @@ class MergedKernel:
         self._stacks, self._scale = (kernel, lora_a, lora_b), scale
 
     def __getitem__(self, layer: int) -> np.ndarray:
+        # In float32: the update is small beside its kernel, and a sum in bfloat16 would round most of it away.
         kernel, lora_a, lora_b = (np.asarray(stack[layer]).astype(np.float32) for stack in self._stacks)
         return kernel + np.float32(self._scale) * (lora_a @ lora_b)
 
 
 def merge_adapters(params: Mapping[str, Any], scale: float) -> dict[str, Any]:
     """Return the parameters by path without adapters; each kernel that had one becomes a `MergedKernel`."""
+    # Kernels without an adapter, embedding, norms and head stay as they are.
     merged = {path: param for path, param in params.items() if not is_adapter(path)}
     for path in merged:
         module = path.removesuffix("/kernel")

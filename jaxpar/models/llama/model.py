@@ -70,6 +70,7 @@ class Config(Sizes):
         """The exact number of parameters."""
         attention = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         layer = attention + 3 * self.dim * self.ffn + 2 * self.dim
+        # A tied embedding is the head as well, and counts once.
         base = self.layers * layer + self.dim + (1 if self.tied else 2) * self.vocab * self.dim
         return base + self._adapters
 
@@ -171,6 +172,7 @@ def rope_table(length: int, head_dim: int, theta: float, factor: float = 1.0) ->
 
 def rope(x_BTHh: jax.Array, angles: jax.Array) -> jax.Array:
     """Rotate the pair (i, i + h/2) of every head by `angles` [T, h/2]; the result has the shape and dtype of x."""
+    # [T, 1, h/2]: one angle for all heads.
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
     a, b = jnp.split(x_BTHh.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHh.dtype)
@@ -184,6 +186,7 @@ class Attention(nnx.Module):
         self.query = _projection(config, config.dim, config.heads * config.head_dim, rngs)
         self.key = _projection(config, config.dim, config.kv_heads * config.head_dim, rngs)
         self.value = _projection(config, config.dim, config.kv_heads * config.head_dim, rngs)
+        # Each layer has two branches, attention and feed-forward, that add to the residual stream.
         self.out = _projection(config, config.heads * config.head_dim, config.dim, rngs, branches=2 * config.layers)
 
     def __call__(self, x_BTD: jax.Array, angles: jax.Array, attend: Attend = attention) -> jax.Array:
@@ -193,6 +196,7 @@ class Attention(nnx.Module):
         return self.out(mixed.reshape(*x_BTD.shape[:2], -1))
 
     def heads(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        # The number of heads follows from the kernel: keys and values may have fewer than queries.
         """Return the query [B, T, H, h] and the key and value [B, T, K, h], before rotation."""
         query, key, value = (
             project(x_BTD).reshape(*x_BTD.shape[:2], -1, self.head_dim)
@@ -259,6 +263,7 @@ class Llama(nnx.Module):
 
     def extend(self, tokens_BT: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
         """Tokens [B, T] from position `start` on -> logits [B, T, V] and the cache; see `parts/cache.py`."""
+        # All angles that the cache has room for, and of them those of the new positions: `start` may be a tracer.
         angles = jax.lax.dynamic_slice_in_dim(self._angles(cache.positions), start, tokens_BT.shape[1])
         x_BTD, cache = run_with_cache(self.layers, self.embedding[...][tokens_BT], cache, start, angles)
         return self._logits(x_BTD), cache

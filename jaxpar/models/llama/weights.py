@@ -96,6 +96,7 @@ def save_adapters(config: Config, params: Any, path: str | Path, base: str = "")
     for param_path, param in LLAMA.by_path(config, params).items():
         if is_adapter(param_path):
             projection, _, leaf = param_path.rpartition("/")
+            # The adapter's module has the name of the kernel's tensor in the files.
             module = _LLAMA.patterns[f"{projection}/kernel"].name.removesuffix(".weight")
             stack = on_host(param_path, param)
             module_names.add(module.rpartition(".")[2])
@@ -115,6 +116,7 @@ def save_adapters(config: Config, params: Any, path: str | Path, base: str = "")
         "target_modules": sorted(module_names),
         "lora_dropout": 0.0,
         "bias": "none",
+        # Our matrices are transposed to torch's order above, so peft must not transpose them again.
         "fan_in_fan_out": False,
         "inference_mode": True,
     }

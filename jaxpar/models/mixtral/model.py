@@ -89,6 +89,7 @@ class Config(MixtureSizes):
         A position costs 6 operations per matmul weight that it uses, and 12 L H h T for attention, counted as in
         `llama`. Empty slots of the experts' buffers are not counted.
         """
+        # A token runs through the experts that it chose, and the router scores it against all.
         layer = self._attention + self.dim * self.experts + 3 * self.chosen * self.dim * self.ffn
         weights = self.layers * layer + self.vocab * self.dim
         return float(rows * length * (6 * weights + 12 * self.layers * self.heads * self.head_dim * length))
@@ -140,6 +141,7 @@ class Attention(llama.Attention):
     def heads(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the query [B, T, H, h] and the key and value [B, T, K, h], before rotation."""
         query, key, value = super().heads(x_BTD)
+        # Over the features of each head, before rotation.
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
@@ -226,6 +228,7 @@ def loss(module: Mixtral, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, A
     config = module.config
 
     def read_routing(routing: Routing) -> tuple[Routing, jax.Array]:
+        # [L, B] to [B]: a sum over layers, weighted in the loss.
         return routing, (config.balance * routing.balance + config.z * routing.z).sum(axis=0)
 
     return routed_loss(module.routed, batch, read_routing)

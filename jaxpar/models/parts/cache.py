@@ -44,6 +44,7 @@ class Cache:
     def create(cls, layers: int, rows: int, positions: int, heads: int, head_dim: int, dtype: Any) -> Cache:
         """Allocate an empty cache with room for `positions` positions: 2 L B S K h elements."""
         zeros = jnp.zeros((layers, rows, positions, heads, head_dim), dtype)
+        # One array twice: arrays never change, and `extend` returns new ones.
         return cls(zeros, zeros)
 
     @property
@@ -85,4 +86,5 @@ def run_with_cache(
 
         return layer(x, *extras, attend), extended_caches.pop()
 
+    # The cache's leading dim is the layers', so that each layer gets its slice and returns it.
     return run_with(layers, x, cache, step)

@@ -51,6 +51,7 @@ def loss(module: nnx.Module, batch: dict[str, jax.Array]) -> tuple[Any, dict[str
         raise ValueError(f"label is {label.dtype}{list(label.shape)}; needs integers [{image.shape[0]}], a class a row")
     if mask is not None and mask.shape != label.shape:
         raise ValueError(f"mask is {list(mask.shape)}; needs {list(label.shape)}, one number a row")
+    # Softmax in float32: in bfloat16, exp and the sum over classes would keep 8 bits.
     logits = module(image).astype(jnp.float32)
     row_losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
     is_correct = (logits.argmax(axis=-1) == label).astype(jnp.float32)

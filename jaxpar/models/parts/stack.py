@@ -13,11 +13,13 @@ from flax import nnx
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> Any:
     """Build `layers` modules by `make(rngs)`, with different random numbers, as one module of leaves [layers, ...]."""
+    # Each layer gets a random stream of its own; `vmap` over the streams stacks the layers' leaves.
     return nnx.split_rngs(splits=layers)(nnx.vmap(make))(rngs)
 
 
 def run(stacked: Any, x: jax.Array, *extras: jax.Array) -> jax.Array:
     """Apply `x = layer(x, *extras)` for every layer of the stack in order; `extras` are the same for all layers."""
+    # No layer has an input or a result of its own.
     return run_with(stacked, x, None, lambda layer, x, _: (layer(x, *extras), None))[0]
 
 

@@ -42,6 +42,7 @@ def loss(module: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array | Mean:
     Returns:
       The mean over all B T predictions; with a mask a `jp.Mean`, the weighted sum and the sum of the weights.
     """
+    # Tokens 0 to T-1 are the input, tokens 1 to T the targets.
     tokens, mask = checked_batch(batch)
     return loss_from_logits(module(tokens[:, :-1]), tokens, mask)
 
@@ -75,6 +76,7 @@ def checked_batch(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | N
 
 
 def _mean(token_losses: jax.Array, mask: jax.Array | None) -> jax.Array | Mean:
+    # Not their quotient: microbatches and devices may hold different weights, and only sums can be added.
     """Average the losses [B, T] of all predictions; with a mask return weighted sum and weight apart."""
     return token_losses.mean() if mask is None else Mean(jnp.sum(token_losses * mask), jnp.sum(mask))
 
@@ -111,6 +113,7 @@ def generate(
         raise ValueError(f"prompt has shape {list(prompt.shape)}, needs [rows, tokens] with one token or more")
     if count < 1:
         raise ValueError(f"count={count} adds nothing; use 1 or more")
+    # The window must not be longer than what the model has positions for.
     if (context := getattr(getattr(module, "config", None), "context", None)) is None:
         raise ValueError(
             f"module is a {type(module).__name__}, which is no Llama or GPT; pass step.model(state) of one"

@@ -68,11 +68,13 @@ def _backward(config: ScaledProduct, residuals: tuple[jax.Array, jax.Array], g: 
     # The last dims of dx are the summed dims of w, in the order of w. Bring all dims into the order of x.
     summed_pairs = sorted(zip(sums[config.weight], sums[1 - config.weight], strict=True))
     dims_of_dx = (*batch[1 - config.weight], *free_of_x, *(d for _, d in summed_pairs))
+    # dims_of_dx[i] is the dim of x that dim i of dx belongs to; `argsort` inverts that order.
     dx = lax.transpose(dx, [int(d) for d in np.argsort(dims_of_dx)])
 
     # dw = x^T g stays unquantised: the transpose of the same product in the compute dtype.
     as_operands = lambda w, x: (x, w) if config.weight else (w, x)
     plain_product = lambda w: lax.dot_general(*as_operands(w, x), config.numbers, preferred_element_type=config.dtype)
+    # The product is linear in w, and x is a constant of it.
     (dw,) = jax.linear_transpose(plain_product, w)(g)
     return as_operands(dw, dx)
 
@@ -89,6 +91,7 @@ def _scaled_dot(config: ScaledProduct, numbers: Numbers, dtype: Any, a: jax.Arra
         sums, batch = numbers
         by_row = config.scaling == "row"
         scaled_dims = (
+            # Each operand's scale has size 1 on the dims that share it.
             sums if by_row else [[d for d in range(v.ndim) if d not in batch[side]] for side, v in enumerate((a, b))]
         )
         (a8, a_scale), (b8, b_scale) = (quantised(v, dims) for v, dims in zip((a, b), scaled_dims, strict=True))

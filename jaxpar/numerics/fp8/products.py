@@ -87,6 +87,7 @@ def _reasons(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any, exce
       exceptions: `Strategy.fp8_except`, parts of paths joined by ":".
     """
     products, env = _products(flat, len(leaves))
+    # A parameter of three dims or more that a scan cuts along one dim is a stack of matrices.
     scan_inputs = [x for eqn in flat.eqns if eqn.primitive.name == "scan" for x in jx.scan_parts(eqn).xs]
     views = [view for x in scan_inputs if not jx.is_literal(x) for view in env.get(x, NOTHING).views]
     scanned_params = {i for i, dims in views if flat.invars[i].aval.ndim > 2 and len(dims[0]) == 1}
@@ -106,6 +107,7 @@ def _reasons(flat: jx.Flat, leaves: Sequence[tuple[str, bool]], dtype: Any, exce
             reason = f"{eqn.primitive.name} has no FP8 kernel in XLA"
         else:
             reason = _unfit_reason(eqn, side, dtype)
+        # An exception that names a leaf which stays anyway has not been used: it is reported below.
         for part in () if reason else excepted:
             if part and fnmatchcase(f"/{path}/", f"*/{part}/*"):  # matches whole names of the path
                 unmatched.pop(part, None)
@@ -151,6 +153,7 @@ def _products(flat: jx.Flat, num_params: int) -> tuple[list[tuple[Any, int, list
     _Weights(note_product, _DATA).follow(flat.eqns, env)
     products = []
     for eqn, ins in operands.values():
+        # A value that depends on the batch as well is no weight.
         param_sides = [side for side in (0, 1) if ins[side].views and _DATA not in ins[side].marks]
         if len(param_sides) == 1 and _DATA in ins[1 - param_sides[0]].marks:
             products.append((eqn, param_sides[0], [i for i, _ in ins[param_sides[0]].views]))

@@ -84,6 +84,7 @@ class Chunk(ContextLocaliser):
 
 def _edge(localiser: Chunk, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Communicate with other ranks of `tensor`, along a dim that is not split into chunks."""
+    # Whole values go the common way. An edge along the split dim would need the other chunks.
     (x,) = inputs
     if x.dim is None or (x.dim == eqn.params["dim"] and eqn.primitive.name not in ("tensor_enter", "tensor_leave")):
         return None
@@ -116,6 +117,7 @@ def _custom(localiser: Chunk, eqn: Any, inputs: Sequence[LocalValue]) -> Found |
     """Run a function that has its own derivative, with this chunk's part of each one-hot that it reads."""
     if permutations.of(eqn) is not None:
         return None
+    # Inputs of one shape are split alike: a one-hot has the split of the logits that it meets.
     split_dims = {x.shape: x.dim for x in inputs if x.dim is not None}
     part = lambda x, dim: LocalValue(localiser.part(x, dim), dim, x.shape, x.active)
     inputs = [part(x, split_dims[x.shape]) if x.made is not None and x.shape in split_dims else x for x in inputs]

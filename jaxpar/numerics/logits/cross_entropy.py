@@ -97,6 +97,7 @@ def cross_entropy(
     ids = jnp.where(padded < 0, head.shape[1], padded)
     ids = ids if ignore is None else jnp.where(padded == ignore, 0, ids)
     _, nats = lax.scan(chunk_nats, None, (cut(hidden, 1), cut(ids, 0)))
+    # [chunks, ..., positions] -> [..., T]: positions behind chunks undo the stride of `cut`, and padding is cut off.
     nats = compute_first(jnp.moveaxis(nats, 0, -1).reshape(*rows, t + padding)[..., :t])
     return nats if ignore is None else jnp.where(labels == ignore, 0, nats)
 
@@ -139,6 +140,7 @@ class HeadProduct:
 
     def __call__(self, hidden: jax.Array, head: jax.Array) -> jax.Array:
         """Return the logits."""
+        # dim 0 or 1 of the head holds features, and a swap changes only the order of the operands.
         operands = [(hidden, self.of_hidden), (head, self.of_head)]
         (a, i), (b, j) = reversed(operands) if self.swapped else operands
         numbers = (([i], [j]), ([], []))
@@ -168,6 +170,7 @@ def _product_bwd(
     head_product: HeadProduct, residuals: tuple[jax.Array, jax.Array], logits_grad: jax.Array
 ) -> tuple[jax.Array, None, jax.Array]:
     hidden, narrow = residuals
+    # The product is linear in the hidden states.
     (hidden_grad,) = jax.linear_transpose(lambda h: head_product(h, narrow), hidden)(logits_grad)
     return hidden_grad, None, head_product.head_grad(hidden, logits_grad)
 
@@ -185,6 +188,7 @@ def num_chunks(t: int, min_chunks: int) -> int:
     Returns `min_chunks` (or T, if that is less) where no such number divides T, which then needs padding.
     """
     min_chunks = min(min_chunks, t)
+    # From few chunks to many: the first number that divides T needs no padding.
     return next((n for n in range(min_chunks, 2 * min_chunks) if t % n == 0), min_chunks)
 
 

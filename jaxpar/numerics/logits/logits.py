@@ -71,6 +71,7 @@ def chunked(flat: jx.Flat, leaves: int, chunk: int | str, axes: dict[str, int]) 
       axes: the mesh axes that the program may name, name -> size.
     """
     logits_by_place: dict[str, Logits] = {}
+    # A float32 has 4 bytes.
     min_elements = {"whole": math.inf, "auto": LARGE / 4}.get(str(chunk), 0)
     leaf_vars, batch_vars = flat.invars[:leaves], flat.invars[leaves:]
     for region, holder in _nested_regions(flat, leaves, min_elements).values():
@@ -138,6 +139,7 @@ def _head_product(eqn: Any, batch_dependent: set[Any]) -> HeadProduct | None:
         hidden, head = eqn.invars[side], eqn.invars[1 - side]
         if jx.is_literal(head) or head in batch_dependent or hidden not in batch_dependent:
             continue
+        # One summed dim and no batch dims: any other product is no head.
         if batch[0] or len(contracted[0]) != 1:
             continue
         if head.aval.ndim == 2 <= hidden.aval.ndim and jnp.issubdtype(head.aval.dtype, jnp.floating):
@@ -242,6 +244,7 @@ class _Region:
         trained_vars = jx.depends(flat.eqns, leaf_vars)
         num_logits = math.prod(shape_of(product_eqn))
         size = lambda v: 0 if jx.is_literal(v) else math.prod(v.aval.shape)
+        # Half as large already counts: a slice of the logits without the last position is not as large as they are.
         is_large = lambda v: 2 * size(v) > num_logits
         dependent_vars = _dependents(flat, product_eqn)
         # 1. Its equations, and the variables that are read outside.
@@ -262,6 +265,7 @@ class _Region:
         # 3. Its results must be a few numbers for each token.
         hidden, head = product_eqn.invars[::-1] if head_product.swapped else product_eqn.invars
         words = head.aval.shape[1 - head_product.of_head]
+        # More than a few numbers for each token: size(v) / tokens > MAX_NUMBERS_PER_TOKEN, without a division.
         large_results = {v for v in outvars if size(v) * words > MAX_NUMBERS_PER_TOKEN * num_logits or is_large(v)}
         outer_eqns = (eqn for eqn in flat.eqns if id(eqn) not in region_ids)
         reader = next((eqn for eqn in outer_eqns if not large_results.isdisjoint(_reads(eqn))), None)
@@ -304,6 +308,7 @@ class _Region:
         hidden, _, *other_vars = self.invars
         self._check_operands()
         # 1. Cut the longest dim of the hidden states.
+        # The longest dim can be cut into the most chunks.
         token_dims = [d for d in range(hidden.aval.ndim) if d != self.head_product.of_hidden]
         dim = max(token_dims, key=lambda d: hidden.aval.shape[d])
         n = num_chunks(hidden.aval.shape[dim], -(-self.tokens // chunk))
@@ -374,6 +379,7 @@ class _Region:
           x: the result of one chunk: along which dim it is split, or that it is a partial sum.
         """
         if x.partial:
+            # Partial sums add up in float32, as a loop would otherwise round after each chunk.
             value = _widen(ys).sum(0).astype(ys.dtype)
         elif not isinstance(x.dim, Split) or x.dim.overlap > 0:
             raise StayWholeError("what is made of them is no number a token")
@@ -392,6 +398,7 @@ class _Region:
         remaining = [(i, eqn) for i, eqn in enumerate(flat.eqns) if id(eqn) not in replaced_ids]
         # 1. The loop runs where the region ended. Equations that read its results move behind it.
         needs_loop = lambda eqn: not self.dependent_vars.isdisjoint(_reads(eqn))
+        # Equations between the region's that do not depend on the logits keep their place before the loop.
         eqns_before = [eqn for i, eqn in remaining if i < last and not needs_loop(eqn)]
         eqns_after = [eqn for i, eqn in remaining if i > last or needs_loop(eqn)]
         # 2. The loop reads the region's inputs, and later equations read the loop's results.

@@ -58,6 +58,7 @@ def sees_stacked(optimizer: Any, storage: Storage) -> bool:
         return True
     try:
         stored, logical = (_expressions_of(optimizer, storage, as_stacked) for as_stacked in (True, False))
+    # The paths of stored leaves and of the model's own differ. Compare each stored leaf with all leaves in it.
     except (_Unclear, ValueError, TypeError, KeyError, AttributeError, IndexError):
         # All but the first: the optimizer needs the model's own tree, as masks may.
         return False
@@ -134,6 +135,7 @@ def _expressions(
         """Return the name of an array of the state without the path of its leaf, and that leaf's number."""
         name = name_of(path)
         keys = name.split("/")
+        # From the whole name to its last key: the longest end that is the path of a leaf.
         for n in range(len(keys)):
             number = leaf_numbers.get("/".join(keys[n:]))
             if number is not None:
@@ -186,6 +188,7 @@ def _equation(eqn: Any, values: list[_Value], shapes: Sequence[tuple[int, ...]])
     """Return the symbolic value of each result of an equation, from its operands' values."""
     if eqn.primitive.name != "cond" or values[0].leaf is not None or values[0].partial:
         return [_symbolic_result(eqn, values, shapes)]
+    # Either branch may run, so that an element's result is an expression of what both of them make.
     branch = lambda program, ins, which: _evaluated(jx.flatten(program), ins, shapes)
     results = propagate(eqn, values, branch, lambda a, b: _joined("cond", (a, b)))
     assert results is not None
@@ -210,6 +213,7 @@ def _symbolic_result(eqn: Any, values: list[_Value], shapes: Sequence[tuple[int,
         only_zeros_remain = all(value.expression == ("constant", 0.0) for value in remaining_values)
         if len(expressions) == 1 and name == "add" and only_zeros_remain:
             summed_leaves = [value.partial for value in partial_sums]
+            # The sets are disjoint, or a leaf would count twice.
             if sum(map(len, summed_leaves)) == len(frozenset().union(*summed_leaves)):
                 return _Value(expression, None, frozenset().union(*summed_leaves)).complete(len(shapes))
         raise _Unclear(name)
@@ -217,6 +221,7 @@ def _symbolic_result(eqn: Any, values: list[_Value], shapes: Sequence[tuple[int,
         return values[0]  # still a scalar: it is the same for every leaf that it is combined with
     if not primitives.of(eqn).elementwise or (shape and shape not in shapes):
         raise _Unclear(name)
+    # Text, since parameters such as dtypes and functions need not be hashable.
     params = tuple(sorted((k, str(v)) for k, v in eqn.params.items() if k not in _IGNORED))
     return _joined((name, params), values)
 

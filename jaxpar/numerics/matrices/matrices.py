@@ -109,6 +109,7 @@ class MatrixValue:
           The shape of all pieces with one dim per axis, [*axes, *piece_shape]. And the order that puts the dims of the
           axes that shard a dim of the matrix directly before that dim.
         """
+        # For each dim of the matrix: the axes that shard it, outermost first, and then its piece.
         order = [i for k, d in enumerate(self.matrix_dims) for i in (*map(axes.index, self.axes[d]), len(axes) + k)]
         return [*(self.sizes[axis] for axis in axes), *self.piece_shape], order
 
@@ -124,6 +125,7 @@ class MatrixValue:
         shape, order = self._rank_dims(axes)
         x = x.reshape([self.shape[d] for d in self.matrix_dims])
         x = jnp.pad(x, [(0, self.padded_shape[d] - self.shape[d]) for d in self.matrix_dims])
+        # `argsort` of a permutation is its inverse.
         return x.reshape([shape[i] for i in order]).transpose(np.argsort(order)).reshape(-1, self.piece_size)
 
 
@@ -179,6 +181,7 @@ class Kind:
     def unpad_results(self, results: Sequence[Sequence[jax.Array]]) -> dict[Any, jax.Array]:
         """Return the value of each variable that the regions make, from each output's padded values for every leaf."""
         rows = zip(self.outs, results, *(region.outs for region in self.regions), strict=True)
+        # Cut the padding off, and give up the last dim of 1 that a number per matrix has.
         unpad = lambda layout, x, var: x[tuple(map(slice, layout.shape))].reshape(var.aval.shape)
         return {
             var: unpad(layout, x, var)
@@ -236,6 +239,7 @@ class Bundle:
         for k, kind in enumerate(self.kinds):
             for j, layout in enumerate(getattr(kind, side)):
                 if layout is not None and not layout.with_owner:
+                    # Values with the owners are not sent, and scalars are known to all.
                     offsets[k, j] = filled.get(layout.dtype, [0] * self.ranks)
                     filled[layout.dtype] = [
                         start + n * layout.piece_size for start, n in zip(offsets[k, j], self.counts[k], strict=True)
@@ -256,6 +260,7 @@ class Bundle:
 
     def __str__(self) -> str:
         owners = f"{self.ranks} ranks of {'+'.join(self.axes)}"
+        # The prefix is for divided matrices alone: times 0 it is empty.
         prefix = f"a share on each of {self.kinds[0].replicas} replicas of {'+'.join(self.copies)}, which gather all; "
         prefix *= bool(self.copies)
         if not self.axes:
@@ -327,6 +332,7 @@ class Bundle:
             rows["outs"] = {dtype: jnp.zeros((self.ranks, width), dtype) for dtype, width in out_widths.items()}
         rank, owned_results = index(self.axes), list[Any]()
         for k, kind in enumerate(self.kinds):
+            # Arrays live with owners only if all ranks own equally many matrices: rank 0's number serves for all.
             owned = {
                 j: jnp.zeros((self.counts[k][0], *layout.piece_shape), layout.dtype)
                 for j, layout in enumerate(kind.outs)

@@ -181,6 +181,7 @@ def _by_program(program: jx.Flat, shapes: Mapping[str, tuple[int, ...]]) -> dict
                     summed, free = _summed_and_free(eqn, side, dims)
                     if eqn.primitive.name == "conv_general_dilated" and _is_depthwise(eqn):
                         depthwise.add(i)
+                    # With one element on either side it is a vector or a scalar, and no matrix.
                     elif math.prod(p.size for p in summed) > 1 < math.prod(p.size for p in free):
                         reduction, output = (
                             tuple(sorted({p.dim for p in parts if p.source == i})) for parts in (summed, free)
@@ -236,6 +237,7 @@ def _summed_and_free(eqn: Any, side: int, dims: followed.Dims) -> tuple[list[fol
     else:
         ragged = params.get("ragged_dot_dimension_numbers")
         contracted, batch = params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+        # A ragged product has the experts on its group dim: one matrix for each.
         groups = [] if ragged is None or side == 0 else [*ragged.rhs_group_dimensions]
         summed, excluded = [int(d) for d in contracted[side]], [int(d) for d in (*batch[side], *groups)]
     parts_of = lambda positions: [part for d in positions for part in dims[d]]
@@ -274,6 +276,7 @@ def _by_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
         dims = tuple(d for d in range(len(shape)) if d not in batch_dims)
         head_dim = next((dim for matches, dim in head_patterns if matches(path) and has_heads(path, shapes)), None)
         is_kernel = len(dims) == 4 and shape[dims[0]] == shape[dims[1]]  # [k, k, in, out]
+        # The order of these tests matters: names of norms and heads say more than shapes do.
         if is_norm(path) or len(dims) < 2 or _VECTOR.fullmatch(path):
             reason = "a norm's, or a vector"
         elif any(matches(path) for matches in end_patterns):

@@ -121,6 +121,7 @@ class Owners:
                     values, last = lax.optimization_barrier((values, last))
                 results, token = node(values, mesh, token)
                 env.update(results)
+                # A number of these results, for which the next bundle's barrier waits.
                 last = next(iter(results.values())).ravel()[0]
             elif isinstance(node, tuple):
                 (eqn, branches), (which, *operands) = node, env.read(node[0].invars)
@@ -176,6 +177,7 @@ class Dealer(NamedTuple):
         # Count the FLOPs without owners. Ranks that shard a batch dim have a part of the matrices each.
         repeated = sum(max(branches, key=lambda branch: branch.flops).repeated for branches in branches_by_eqn.values())
         region_by_eqn = {id(eqn): region for region in itertools.chain(*alike) for eqn in region.eqns}
+        # What is in no bundle and no `cond` runs on every rank that has its matrices.
         for eqn in (eqn for eqn in eqns if id(eqn) not in conditionals and id(eqn) not in owned):
             region = region_by_eqn.get(id(eqn))
             batch_axes = [self.rest[region.leaf][d] for d in region.batch] if region else []
@@ -276,6 +278,7 @@ class Dealer(NamedTuple):
             )
             num_replicas, flops = self._num_ranks(divided_over), flops_of(matrix_program.eqns)
             kind = Kind(tuple(regions), matrix_program, ins, outs, per_leaf, num_replicas, flops)
+            # A kind that is dealt out evenly has an exchange for itself, whose rows need no padding.
             key = (divided_over, None if kind.share % ranks else region.leaf)
             kinds_by_bundle.setdefault(key, []).append(kind)
         return [
@@ -316,6 +319,7 @@ class Dealer(NamedTuple):
         divides = lambda *over: (
             bool(batch) and region.shape[region.batch[0]] % self._num_ranks((*value_axes[batch[0]], *over)) == 0
         )
+        # An array that the rest of the program reads must be where the leaf is.
         only_region_reads = var in region.state or not has_leaf_dims
         with_replica = bool(copies) and only_region_reads and divides(*copies)
         with_owner = not axes or (only_region_reads and divides(*copies, *axes))
@@ -325,6 +329,8 @@ class Dealer(NamedTuple):
             matrix_dims = [d for d in range(len(shape)) if d not in batch]
             if batch:
                 value_axes[batch[0]] = (*value_axes[batch[0]], *copies * with_replica, *axes * with_owner)
+            # Without owners, the value is sharded along the leaf's own dims, or, if it has others, along the longest
+            # one.
             if not with_owner:
                 value_axes |= (
                     {d: axes_by_dim[d] for d in matrix_dims}

@@ -163,6 +163,7 @@ def update_program(optimizer: Any, tree: Any, masters: tuple[Any, ...]) -> Updat
     state_outs = flat.outvars[len(flat.outvars) - len(state_values) :]
     state_numbers = {v: i for side in (state_ins, state_outs) for i, v in enumerate(side) if not jx.is_literal(v)}
     inputs = (*leaf_values, *leaf_values, *state_values, followed.NOTHING)
+    # The leaf values twice: for the parameters, and for their gradients.
     program = UpdateProgram.from_inputs(flat, inputs, state_numbers, jax.tree.structure(results))
     return program if program.leaves else None
 
@@ -209,6 +210,7 @@ def multiplied(eqn: Any, ins: Sequence[followed.Followed]) -> list[tuple[int, fr
     for side, operand in enumerate(ins):
         for i, dims in operand.views:
             positions: Sequence[int] = ()
+            # Factorisations work on the last two dims.
             if primitives.of(eqn).factorises:
                 positions = range(max(len(dims) - 2, 0), len(dims))
             elif name == "dot_general":
@@ -216,6 +218,7 @@ def multiplied(eqn: Any, ins: Sequence[followed.Followed]) -> list[tuple[int, fr
                 # Without free dims, the result is a sum of squares or an inner product.
                 has_free_dims = eqn.outvars[0].aval.ndim > len(batch[0])
                 positions = [d for d in range(len(dims)) if has_free_dims and contracted[0] and d not in batch[side]]
+            # A product inside another equation: which dims it takes is not known, so all of them.
             elif _has_products([eqn]):
                 positions = range(len(dims))
             if parts := [p for d in positions for p in dims[d] if p.size > 1]:
@@ -295,6 +298,7 @@ def region_of(program: UpdateProgram, leaf: int, shape: tuple[int, ...]) -> Regi
     inputs_of = lambda numbers: jx.free(eqns[k] for k in sorted(numbers))
     num_elements_read = lambda numbers: sum(math.prod(v.aval.shape) for v in inputs_of(numbers) if views(v))
     grown = set(chosen)
+    # Backwards, so that all readers of a result have been decided before the equation that makes it.
     for k in range(max(chosen), -1, -1):
         readers = [users[v] for v in eqns[k].outvars if v in users]
         only_region_reads = readers and all(numbers <= grown for numbers in readers)
@@ -363,6 +367,7 @@ def _cut(flat: jx.Flat, cut_dims: Sequence[int | None], num_parts: int) -> jx.Fl
 
     def part(*xs: Any) -> list[Any]:
         values = [LocalValue(x, dim, v.aval.shape) for v, x, dim in zip(flat.invars, xs, cut_dims[:n], strict=True)]
+        # A result whose dim is not the one that was asked for is found below.
         results = localiser.run(flat, values)
         result_dims[:] = [result.dim for result in results]
         return [result.value for result in results]

@@ -204,6 +204,7 @@ def choose(
 def _check(asked: str, heads: _Heads, schedule: str) -> None:
     """Raise ValueError if the mode that the user asked for is impossible with these heads and this schedule."""
     ranks = heads.ranks
+    # 1. Some heads on each rank: they must be independent of the others, and whole.
     if asked in ("ulysses", "usp") and heads.mixed:
         raise ValueError(
             f"attention={asked!r} has some of the heads on each rank, and what {heads.mixed} makes of scores mixes "
@@ -219,11 +220,13 @@ def _check(asked: str, heads: _Heads, schedule: str) -> None:
             f"attention='ulysses' of scores that {heads.scored[0].line} makes others of: {heads.uneven[0][1]} key "
             f"heads{heads.owner} must divide context={ranks}, or be divided by it; use attention='ring'"
         )
+    # 2. Hops of a ring: all devices take each at the same time.
     if asked in RINGS and schedule:
         raise ValueError(
             f"attention={asked!r} with schedule={schedule!r}, whose ranks are not in one layer at one time: a hop of "
             "the ring needs all devices; use attention='gather' or 'ulysses', or schedule='1f1b'"
         )
+    # 3. Groups of ranks that share heads: there must be a group of more than one.
     if asked == "usp" and heads.group == 1:
         raise ValueError(
             f"attention='usp' shares heads among some of context={ranks} ranks, and no divisor of it divides "

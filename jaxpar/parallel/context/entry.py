@@ -152,6 +152,7 @@ def _of_patches(eqn: Any, flat: jx.Flat, parts: int) -> FirstSplit | None:
             is_view = reader.primitive.name in ("reshape", "squeeze")
             if is_view and sizes(new_shape) == sizes(merged):
                 return FirstSplit(reader, None, wide_dims(new_shape)[wide_dims(merged).index(dim)], tokens)
+            # Elementwise equations and views that keep the sizes pass the patches on.
             if primitives.of(reader).elementwise or (is_view and sizes(new_shape) == sizes(shape)):
                 patches.update(reader.outvars)
     return None

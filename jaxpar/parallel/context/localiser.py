@@ -113,6 +113,7 @@ class ContextLocaliser(Localiser):
     def _take_chunks(self, value: jax.Array, dim: int, overlap: int) -> jax.Array:
         """Slice this rank's chunks out of one row."""
         chunk, num_following = self.chunk(value.shape[dim], overlap), max(overlap, 0)
+        # The places of all chunks, with the overlap behind the last one.
         length = chunk * self.mode.parts(self.ranks) + num_following
         if length > value.shape[dim]:
             value = pad_positions(value, dim, length)

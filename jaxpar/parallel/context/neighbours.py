@@ -107,6 +107,7 @@ def moved(
     dim = localiser.split(x.dim)
     chunk = localiser.chunk(x.shape[dim] // dim.rows, dim.overlap)
     overlap = overlap_of(localiser, length, chunk)
+    # The borders of all chunks stay: nothing moves.
     if start == 0 == overlap and dim.overlap <= 0 and fill is None:
         return [(x.value, Split(int(dim), dim.rows))] if dim.rows == 1 else None
     if overlap is None or (chunk_windows := windows(localiser, x, start, chunk + max(overlap, 0), fill)) is None:
@@ -154,6 +155,7 @@ def picked(localiser: ContextLocaliser, x: LocalValue, start: int, limit: int) -
     pieces = []
     # Each iteration takes the positions up to the end of the current chunk.
     while start < limit:
+        # A split dim may hold several rows, one after the other.
         row, position = divmod(start, n)
         chunk_index = min(position // chunk, len(chunk_order) - 1)  # the last chunk also holds the overlap after it
         owner, slot = divmod(chunk_order.index(chunk_index), localiser.mode.parts(1))
@@ -268,6 +270,7 @@ def _scatter(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]
         y, targets = _with_dim(localiser, y, dim, numbers.update_window_dims), starts.reshape(-1)
     else:  # one window of consecutive positions
         targets = starts.reshape(-1) + np.arange(y.shape[dim])
+    # `placed` takes one source for each position of x, and y must be written as a whole.
     are_unique = len(np.unique(targets)) == len(targets) == y.shape[dim]
     fits = are_unique and targets.min() >= 0 and targets.max() < x.shape[dim]
     if not fits or any(x.shape[d] != y.shape[d] for d in range(len(x.shape)) if d != dim):

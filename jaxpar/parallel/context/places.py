@@ -91,6 +91,7 @@ def _source_slots(
 
     # 2. Choose.
     slot_of_position = np.zeros(offset, int)
+    # A position that several ranks hold comes from one of them, unless the rank itself has it (below).
     slot_of_position[slot_positions[is_filled]] = slots[is_filled]
     source_slots = np.empty_like(wanted)
     for rank, is_local in enumerate(is_filled):

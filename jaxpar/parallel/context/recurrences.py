@@ -53,6 +53,7 @@ def _cumulative(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalVal
         return follow(localiser, eqn, inputs)
     chunk, num_following = localiser.chunk(n, dim.overlap), max(dim.overlap, 0)
     is_reverse = eqn.params["reverse"]
+    # Rows that are merged would need a prefix each.
     if dim.rows > 1 or (is_reverse and num_following):
         return None
     join = _CUMULATIVE_JOINS[eqn.primitive.name]

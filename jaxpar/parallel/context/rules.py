@@ -179,6 +179,7 @@ def _gather(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
     local_indices = localiser.part(indices, dim)
     local_positions = lax.broadcasted_iota(local_indices.dtype, local_indices.shape[:-1], dim)
     local_indices = local_indices.at[..., column].set(local_positions)
+    # Promises about all indices need not hold for this rank's.
     (value,) = jx.bind(eqn, [table.value, local_indices], indices_are_sorted=False, unique_indices=False)
     batch_dims = [d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims]
     return [(value, batch_dims[dim])]
@@ -243,6 +244,7 @@ def _separate_dims(
         num_arrays = 3 + options.segments  # then masks follow: one with a single row is broadcast, and stays whole
         has_rows = [i < num_arrays or x.shape[0] > 1 for i, x in enumerate(inputs)]
         return [Split(0, *dim.as_tuple[1:]) if by_row else None for by_row in has_rows]
+    # Each chunk of heads must be whole on every rank.
     heads = [x.shape[2] for x in inputs[:3]]
     if dim.as_tuple != (2, 1, 0) or any(n % localiser.mode.parts(localiser.ranks) for n in heads):
         return None

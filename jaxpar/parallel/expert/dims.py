@@ -215,6 +215,7 @@ def _expert_leaves(leaves: Leaves, strict: bool = False, named: bool = True) -> 
                 and (is_named or _EXPERTS.fullmatch(path))
             ]
             if kernels:
+                # The number of experts is that of the first kernel: the other leaves must agree.
                 count, depth = kernels[0][1][-3], len(shape)
                 dims.update((path, len(s) - 3) for path, s in kernels if s[-3] == count)
                 dims.update(  # leaves of more dims: gate and up projection stacked, [E, 2, a, b]
@@ -229,5 +230,6 @@ def _expert_leaves(leaves: Leaves, strict: bool = False, named: bool = True) -> 
                     for path, s in siblings
                     if "bias" in path and len(s) == depth and s[-2] == count and s[:-2] == shape[:-2]
                 )
+                # The innermost module that has both decides; modules around it may have more routers.
                 break
     yield from sorted(dims)

@@ -46,6 +46,7 @@ class TokenExchange(ExpertLocaliser):
         # The leaves must be split along their first dim, and the rest equal on all ranks: every expert reads it.
         can_exchange = all(x.dim == 0 for x in leaves) and all(x.weight for x in rest)
         if can_exchange and token_bytes <= expert_bytes:
+            # Trace the exchange at the model's shapes, and rewrite the result for this rank like any other program.
             with jx.source_info_of(run.eqns[-1]):
                 flat, _ = jx.trace(run.exchanged, *(jax.ShapeDtypeStruct(x.shape, x.value.dtype) for x in inputs))
                 (env[run.out],) = self.run(flat, inputs)

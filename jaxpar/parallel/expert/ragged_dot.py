@@ -141,6 +141,7 @@ class ExpertRun:
             width = math.prod(v.aval.shape[1:])
             value = x[:, column : column + width].reshape(x.shape[0], *v.aval.shape[1:])
             env[v], column = LocalValue(value, BY_ROWS, v.aval.shape, active=True), column + width
+        # Nobody reads the sizes: with rows of one expert, a grouped matmul is a plain one.
         env[self.sizes] = LocalValue(None, None, self.sizes.aval.shape, weight=True)
         for v, value in zip((*self.leaves, *self.rest), leaves, strict=True):
             env[v] = LocalValue(value, None, value.shape, weight=True)

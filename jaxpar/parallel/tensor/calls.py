@@ -101,6 +101,7 @@ def _loop_layouts(
         jax.eval_shape(trace_step, values, *step_inputs)
         # A value may only become split, become active, or stop being a weight. Each can happen once, so the loop ends.
         changed = False
+        # The outputs end with the stacked results of a scan, or the condition of a `while`, which are not carried.
         for x, out in zip(carried, body_outputs, strict=False):
             if x.dim is None and out.dim is not None:
                 x.dim, x.origin, changed = out.dim, out.origin, True

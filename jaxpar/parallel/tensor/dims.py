@@ -263,6 +263,7 @@ def _claims(
                     + (f"use -{rank} to {rank - 1}, or None" if rank else "it has none, use None")
                 )
             dim = None if value is None else value % rank
+            # Two rules may name one leaf if they agree.
             if chosen.setdefault(path, dim) != dim:
                 raise ValueError(
                     f"{source}: {deciding_key[path]!r}: {rules[deciding_key[path]]} and {key!r}: {value} disagree on "
@@ -300,6 +301,7 @@ def _presets(shapes: _Shapes) -> dict[str, int | None]:
         if end in ("kernel", "w") and not any(f"{above}{name}/{end}" in shapes for name in ("query", "key")):
             continue  # without query and key it is the value of a state, not of attention
         table = [*by_heads, *flat] if has_heads(path, shapes) else flat
+        # The first rule that matches decides.
         for dim in [dim for end, dim in table if end.fullmatch(path)][:1]:
             if dim is None or len(shape) + dim >= 0:
                 chosen[path] = None if dim is None else len(shape) + dim

@@ -222,6 +222,7 @@ class Localiser:
           names: the path of each parameter whose split a rule asked for; empty strings for the other parameters.
         """
         args = [LocalValue(x, None, v.aval.shape) for v, x in zip(flat.invars, values, strict=True)]
+        # The inputs behind the parameters have neither dims nor names.
         for x, dim, name in zip(args, dims, names or [""] * len(dims), strict=False):
             x.dim, x.origin, x.weight = dim, name, True
             # Integer parameters, such as seeds, have no cotangent.

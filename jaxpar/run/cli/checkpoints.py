@@ -60,6 +60,7 @@ def verify(options: VerifyOptions) -> None:
             saved = Checkpoint(checkpoint_folder)
             saved.verify()
         except ValueError as error:
+            # A folder that does not exist is the user's error, and no damage.
             if parent is None and not checkpoint_folder.is_dir():
                 raise
             num_damaged += 1
@@ -80,6 +81,7 @@ def convert(options: ConvertOptions) -> None:
         result = converted(saved, options.target, options.weights_only, options.dtype)
         print(f"written: {result}")  # noqa: T201
         return
+    # The folder knows the name if `jaxpar train` wrote it; `about` of another loop may lack one.
     name = options.model or saved.run.get("model")
     if not isinstance(name, str):
         raise ValueError(f"{saved.folder} does not say which model it is of; name it: --model llama-tiny,layers=2")

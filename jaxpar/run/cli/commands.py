@@ -94,6 +94,7 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"jaxpar: {message}", file=sys.stderr)  # noqa: T201
         ending.fail(error, status := 1 if isinstance(error, FloatingPointError) else 2)
         sys.exit(status)
+    # Before OSError, of which it is a subclass.
     except BrokenPipeError:  # the reader of the output has closed it, as `head` does
         if sys.stdout is not None:
             discard_output()
@@ -112,6 +113,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def run(words: list[str]) -> None:
     """Run the command that the words name. Raises ValueError if it does not exist."""
+    # Commands that import slowly are imported by their own case.
     match words:
         case [] | ["-h" | "--help"]:
             print(_USAGE, end="")  # noqa: T201
@@ -170,6 +172,7 @@ def _run_command(
     try:
         call(parse(options, command, words, default))
     except (ValueError, FloatingPointError) as error:
+        # Change the text in place, so that class, notes and traceback stay.
         error.args = (in_flags(str(error), options), *error.args[1:])
         raise
 
@@ -189,6 +192,7 @@ def _default(words: list[str], cls: type[TrainOptions] = TrainOptions) -> TrainO
         parser.add_argument(name, type=Path)
     parser.add_argument("--resume", nargs="?", const=True)
     try:
+        # All words but these three options are left to `parse`.
         known_args, _ = parser.parse_known_args(words)
     except argparse.ArgumentError:
         return cls()  # `parse` reads the words again, and raises the error
@@ -223,6 +227,7 @@ def train(options: TrainOptions) -> None:
         say(f"to compare with: {values} {trainer.units.loss}")
     # 3. Train.
     trainer.run()
+    # With steps=0 the run has only explained its step.
     if options.steps == 0:
         return
     # 4. Export, and show a sample.
@@ -274,6 +279,7 @@ def _explain_user_step(options: ExplainOptions) -> None:
 
     assert options.step is not None
     excluded = {"picture": options.picture, "config": options.config}
+    # These two have defaults, so that only a change shows that the user gave them.
     changed = [name for name in ("model", "strategy") if getattr(options, name) != _EXPLAIN_DEFAULTS[name]]
     excluded |= {name: getattr(options, name) for name in changed}
     if option := next((name for name, value in excluded.items() if value is not None), None):
@@ -316,6 +322,7 @@ def _with_folder(options: TrainOptions) -> TrainOptions:
     if may_restart():
         raise ValueError("a run that may be restarted needs a folder to continue from; add --out FOLDER")
     # Clocks of hosts differ: all use the time of process 0.
+    # int32 holds the seconds until 2038. Without x64, JAX has no wider integer.
     seconds = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
     name = re.sub(r"[^\w.=-]+", "-", f"{options.model}-{options.strategy}")
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
@@ -328,6 +335,7 @@ def _save_config(options: TrainOptions, trainer: Trainer, metrics: dict[str, flo
         return
     assert options.out is not None
     path = options.out / "config.yaml"
+    # A resumed run may change some options. The file then has the new values, and the output says what they were.
     earlier = TrainOptions.load(path) if path.exists() else options
     for name in (field.name for field in dataclasses.fields(TrainOptions) if field.name not in INVOCATION_OPTIONS):
         if getattr(earlier, name) != getattr(options, name):

@@ -34,6 +34,7 @@ def converted(
     Raises:
       ValueError: if the folder exists, the dtype does not, or an array is damaged.
     """
+    # 1. Check the arguments.
     if (target := place(target, "target").absolute()).exists():
         raise ValueError(f"{target} already exists; name another folder")
     try:
@@ -42,6 +43,7 @@ def converted(
         raise ValueError(
             f"dtype={dtype!r} is not a dtype of numbers; use one such as 'bfloat16' or 'float32'"
         ) from error
+    # 2. Describe the arrays; none is read yet.
     weight_fields, about = ("params", "variables", "step"), saved.about
     names = [name for name in saved.arrays if not weights_only or name.partition("/")[0] in weight_fields]
     shapes, paths, items = {}, {}, dict[str, Any]()
@@ -54,11 +56,14 @@ def converted(
         boxes: list[Any] = [(box, functools.partial(saved.opened[name].read, box, array_dtype)) for box in pieces]
         shapes[name], paths[name] = (shape, array_dtype), keys_of(name) if saved.is_foreign else about.path(name)
         # Put the array into the nested dicts of its item.
+        # The key path of an extra array begins with the name of its item. Paths in the state do not.
         node, keys = items, paths[name] if paths[name][0] == EXTRA else (STATE, *paths[name])
         for key in keys[:-1]:
             node = node.setdefault(key, {})
+        # Each slab is one chunk, so that no chunk is written in parts. A chunk of an empty array has the size 1.
         chunk = tuple(max(1, stop - start) for start, stop in pieces[0])
         node[keys[-1]] = SavedArray(shape, array_dtype, chunk, boxes)
+    # 3. Write them, as one host. All checkpoints in the new folder stay.
     kinds = {name: kind for name, kind in about.kinds.items() if name in shapes}
     about = dataclasses.replace(about, hosts=1, arrays=shapes, paths=paths, kinds=kinds)
     from ...checkpoint.write import finish, save_items  # imports Orbax, which takes a second

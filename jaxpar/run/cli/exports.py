@@ -66,6 +66,7 @@ def export(model: str, source: Place, target: Path, dtype: str | None = None) ->
         path = target / "config.json"
         ids = {name: source_config[name] for name in _TOKEN_IDS if name in source_config}
         path.write_text(json.dumps({**json.loads(path.read_text()), **ids}, indent=2) + "\n")
+        # A link in a downloaded folder may lead to any file of this machine: `member` refuses it.
         for file in sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}):
             shutil.copy(member(folder, file.name), target / file.name)
     num_params = dataclasses.replace(config, lora=0).parameters  # adapters are merged into the weights

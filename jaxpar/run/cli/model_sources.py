@@ -109,6 +109,7 @@ def call_user_function(reference: str, option: str, returns: str) -> Any:
     module_name, _, function_name = reference.partition(":")
     # The script `jaxpar` does not have the current folder in its path, unlike `python -m jaxpar`.
     if (current_folder := str(Path.cwd())) not in sys.path:
+        # In front of the installed packages: the user means the module in this folder.
         sys.path.insert(0, current_folder)
     try:
         module = importlib.import_module(module_name)
@@ -160,6 +161,7 @@ def load_user_model(reference: str) -> UserModel:
             "to check, explain and plan, a batch of arrays or jax.ShapeDtypeStruct serves as well"
         )
     user_model = UserModel(*result)
+    # One batch, whose number of rows is free here; but its leaves must agree on it.
     if user_model.data is None:
         check_rows(user_model.data_or_batch, 1, 1, 1)
     return user_model
@@ -167,6 +169,7 @@ def load_user_model(reference: str) -> UserModel:
 
 def is_data(value: Any) -> bool:
     """Return whether a value is data to train on (a function, list or loader), not a batch (a tree of arrays)."""
+    # A list is data, because a batch is a dict, a tuple or an array.
     if callable(value) or hasattr(value, "batches") or isinstance(value, list):
         return True
     return isinstance(value, Iterable) and not isinstance(value, dict | tuple) and not hasattr(value, "shape")

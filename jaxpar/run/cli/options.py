@@ -143,6 +143,7 @@ class TrainOptions(Loop):
 
     def dump(self) -> str:
         """Return all options of the run as YAML, for `load`."""
+        # YAML has no paths and no addresses: store them as text.
         as_yaml = lambda v: str(v) if isinstance(v, Path) or is_bucket(v) else v
         values = {name: as_yaml(v) for name, v in vars(self).items() if name not in INVOCATION_OPTIONS}
         return yaml.safe_dump(values, sort_keys=False)
@@ -161,9 +162,12 @@ def _show_only(*names: str) -> Callable[[type[Class]], type[Class]]:
     """
 
     def hide(cls: type[Class]) -> type[Class]:
+        # Keep the extras of the hints: they hold the help that tyro shows.
         hints = typing.get_type_hints(TrainOptions, include_extras=True)
         for field in dataclasses.fields(TrainOptions):
             if field.name not in names:
+                # The decorator `dataclass` runs after this one, and takes the annotation and the default from the
+                # class.
                 cls.__annotations__[field.name] = tyro.conf.Suppress[hints[field.name]]
                 setattr(cls, field.name, field.default)
         return cls
@@ -294,6 +298,7 @@ def model_of(options: TrainOptions) -> tuple[Named, data.Text | images.Images]:
     model = named_model(options.model, options.length)
     if model.kind == "text":
         return model, data.text(options.data, options.length, model.config.vocab)
+    # Without --data: handwritten digits, which need no download.
     source = images.digits() if options.data is None else images.folder(options.data, model.config.size, options.broken)
     # The data decide the sizes of an image model, such as its number of classes, unless the options do.
     name, changes = _split_model(options.model)
@@ -357,6 +362,7 @@ def optimizer_named(
     For Muon, the model and a batch, or its shapes, tell which parameters are hidden matrices.
     """
     if name == "adamw":
+        # b2 is 0.95 as for GPT-3 (Brown et al. 2020, appendix B), and not Optax's 0.999.
         return optax.adamw(rate, b2=0.95, weight_decay=decay)
     # Liu et al. 2025, arXiv:2502.16982, section 2.2: updates have the RMS of AdamW's, so that one rate serves both.
     return optax.contrib.muon(
@@ -377,6 +383,7 @@ def units_of(options: TrainOptions, model: Named, source: data.Text | images.Ima
         return Units("images", 1, "nats", 1.0, flops, source.baselines)
     if source.corpus is None:
         return Units("tokens", options.length, "nats/token", 1.0, flops, source.baselines)
+    # These are in bits, the unit of the loss that is shown; `baselines` of the source are in nats.
     entropies = {"unigram entropy": source.corpus.unigram_entropy, "bigram entropy": source.corpus.bigram_entropy}
     return Units("tokens", options.length, "bits/byte", 1 / math.log(2), flops, entropies)
 
@@ -404,8 +411,10 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any]) -> tuple[Trainer, Na
         return user_trainer, None
     model, source = model_of(options)
     units = units_of(options, model, source)
+    # With steps=0 nothing is trained: a step with adapters can be explained without a folder's weights.
     if model.trainable and options.steps and not is_folder(options.model):
         raise ValueError(f"--model {options.model}: adapters need the weights of a folder; give one: ./folder,lora=16")
+    # A function: only a new run calls it, so that a resumed run reads no weights that it does not use.
     params = (lambda: llama.from_hf(folder_path(options.model))[1]) if is_folder(options.model) else None
     trainer = Trainer(
         model.model,

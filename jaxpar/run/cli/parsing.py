@@ -49,6 +49,7 @@ def parse(options: type[Options], command: str, words: Sequence[str], default: O
     """
     words = list(words)
     # 1. `--resume` may stand alone, as a flag does. tyro wants a value behind it.
+    # From the last word to the first, so that the other positions stay valid.
     for i in reversed([i for i, word in enumerate(words) if word == "--resume"]):
         if words[i + 1 : i + 2] != ["latest-good"]:
             words = [*words[: i + 1], "True", *words[i + 1 :]]
@@ -63,6 +64,7 @@ def parse(options: type[Options], command: str, words: Sequence[str], default: O
     unchecked: Any = type(options.__name__, (options,), {"__post_init__": lambda _: None, "__doc__": options.__doc__})
     extra = {} if default is None else {"default": unchecked(**vars(default))}
     stderr = io.StringIO()
+    # tyro prints an error and exits. Here an error is an exception, and goes the way of all others.
     try:
         with contextlib.redirect_stderr(stderr):
             parsed, unknown = tyro.cli(
@@ -86,6 +88,7 @@ def parse(options: type[Options], command: str, words: Sequence[str], default: O
 
 def _reject(unknown: Sequence[str], options: type, command: str) -> None:
     """Raise ValueError for the words that no option takes, if there are any: about options before other words."""
+    # Words that look like options come first: what follows a misspelt option may be its value.
     for word in sorted(unknown, key=lambda word: not word.startswith("-")):
         if not word.startswith("-"):
             raise ValueError(f"{command} does not take {word!r}; {_help_hint(command)}")
@@ -118,6 +121,8 @@ def in_flags(text: str, options: Any) -> str:
     # Longest first, so that `save_every=` does not match a shorter name that it ends with.
     names = "|".join(sorted(set(_names(options)) - _STRATEGY_OPTIONS, key=len, reverse=True))
     value = rf"(?P<value>{_QUOTED}|{_BARE})"
+    # A name right behind `word(` is an argument of a Python call, and one behind a comma or = is a strategy's: both
+    # stay.
     return re.sub(rf"(?<![\w.,=/'\"-])(?<!\w\()(?P<name>{names})={value}?", flag, text) if names else text
 
 
@@ -128,6 +133,7 @@ def _flag(name: str) -> str:
 
 def _names(options: Any) -> list[str]:
     """Return the names of the options that are shown in the help and have a flag: no hidden or positional ones."""
+    # tyro marks hidden and positional options in the annotation. Take the marks from two examples.
     hints = typing.get_type_hints(options, include_extras=True)
     annotations: list[Any] = [tyro.conf.Suppress[int], tyro.conf.Positional[int]]
     markers = [marker for annotation in annotations for marker in annotation.__metadata__]
@@ -143,6 +149,7 @@ def _sentence(box: str) -> str:
     """Return the sentence in a box that tyro prints, without the box, its title and the help below."""
     lines = [line.strip("│ ") for line in box.splitlines()[1:]]
     is_rule = lambda line: not line.strip("╰╯─-")
+    # Blank lines and rules come first. The next rule ends the sentence.
     text = " ".join(itertools.takewhile(lambda x: not is_rule(x), itertools.dropwhile(is_rule, lines))).rstrip(".")
     text = text.removeprefix("Error parsing ")
     for pattern, template in _NUMBER_ERRORS.items():

@@ -103,6 +103,7 @@ def _sweep(options: PlanOptions) -> None:
             # An error at the first batch is the user's. At a larger one it ends the sweep.
             if not last_speed:
                 raise
+            # The first batch fitted, so a larger one that cannot be split is the end of the sweep, and no failure.
             print(textwrap.fill(f"{rows:,} rows: {error}", WIDTH, subsequent_indent="  "))  # noqa: T201
             return
         sentence = f"{rows:,} rows: {summary(result)}"
@@ -113,6 +114,7 @@ def _sweep(options: PlanOptions) -> None:
         best = result.lines[0]
         if not best.fits and not last_speed:
             sys.exit(1)
+        # The second test also ends a sweep in which twice the rows take twice the time.
         if not best.fits or (speed := best.prediction["rows_per_second"]) < _SPEEDUP_TO_CONTINUE * last_speed:
             return
         rows, last_speed = 2 * rows, speed
@@ -122,6 +124,7 @@ def _plan(options: PlanOptions, rows: int) -> Plan:
     """Return the plan for a global batch of `rows` rows."""
     memory = None if options.memory is None else amount(options.memory, "B")
     tokens = None if options.tokens is None else amount(options.tokens.replace("B", "G"))  # B for billions, not bytes
+    # A user's function says nothing about FLOPs, positions or frozen parameters.
     if is_function(options.model):
         user_model = load_user_model(options.model)
         model, batch = user_model.model, user_model.example(rows)
@@ -134,6 +137,7 @@ def _plan(options: PlanOptions, rows: int) -> Plan:
         model,
         batch,
         options.target,
+        # Without an optimizer, `plan` takes AdamW.
         optimizer_named(options.optimizer, 3e-4, 0.1, model, batch) if options.optimizer == "muon" else None,
         flops=flops,
         strategies=options.strategy or None,

@@ -65,6 +65,7 @@ def main(options: TimelineOptions, console: Console | None = None) -> None:
         schedule = Schedule.read(options.table)
     else:
         recipe = SCHEDULES.get(options.schedule)  # `Schedule` raises an error for an unknown one
+        # By default the number that the schedule needs: two for a V, one for most.
         chunks = options.chunks or (1 if recipe is None else recipe.chunks)
         schedule = Schedule(options.schedule, options.pipe, options.microbatches, chunks)
     # 2. Draw it, with bytes if the options name a model.
@@ -86,6 +87,7 @@ def main(options: TimelineOptions, console: Console | None = None) -> None:
 def _slot_bytes(options: TimelineOptions, schedule: Schedule) -> int:
     """Return the bytes that a rank stores for one microbatch's forward through one chunk of the named model."""
     assert options.model is not None
+    # Each rank needs a device, although nothing runs: the layout of a pipeline is over devices.
     with contextlib.suppress(RuntimeError):  # jax may run already, perhaps with enough devices
         simulate(schedule.ranks)
     if len(jax.devices()) < schedule.ranks:

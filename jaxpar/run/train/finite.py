@@ -82,6 +82,8 @@ class Finite:
             return ""
         suspects = find_suspects()
         cause = f": {suspects}" if suspects else ""
+        # Neither the loss scale nor `skip` has left this step out: its update is in the parameters, or the step has
+        # stopped.
         if has_stopped or not self._skipped_in_row:
             raise NotFiniteError(number, self.advice(f"{message}{cause}", suspects) + explain_origin())
         if self._skipped_in_row >= HOPELESS:
@@ -109,6 +111,7 @@ class Finite:
             ) from error
         self._rollbacks_in_row += 1
         self.rollbacks += 1
+        # The advice behind the semicolon is for a run that ends here.
         problem = str(error).partition(";")[0]
         return f"{problem}; rolled back to {target}, and on with the batch of step {error.step + 1}"
 

@@ -54,6 +54,7 @@ class Claim:
         owner = _read(self.out / _OWNER)
         is_this_process = owner and all(owner[name] == self._owner[name] for name in ("host", "pid", "began"))
         # Only a process of this host can be looked up. A claim from another host counts as a leftover.
+        # Alive: a process with this number runs, and it began when the owner did.
         is_alive = owner and owner["host"] == self._owner["host"] and owner == {**owner, **_process(int(owner["pid"]))}
         if is_alive and not (is_this_process and owner["id"] not in _live):
             return f"another run, {owner['pid']}, is going on in {self.out}; wait for its end, or name another out="
@@ -65,6 +66,7 @@ class Claim:
         """Remove the claim from the folder, if it is still this run's."""
         assert self.out is not None
         _live.discard(str(self._owner["id"]))
+        # Another run may have taken the folder meanwhile: then the claim is its own.
         if _read(self.out / _OWNER) == self._owner:
             (self.out / _OWNER).unlink()
 
@@ -90,6 +92,7 @@ class Claim:
         if self.out is None:
             return
         problem = self.loss_reason() if jax.process_index() == 0 else ""
+        # The other hosts get only the fact. The text is on process 0, which raises it.
         if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.bool_(problem)) and not problem:
             problem = f"{self.out} is no longer this run's; the error of process 0 says why"
         if problem:
@@ -136,6 +139,7 @@ class Staging:
             stat = path.stat()
             if self._copied_versions.get(path) != (version := (stat.st_size, stat.st_mtime_ns)):
                 out.fs.put_file(str(path), (out / path.relative_to(self.folder).as_posix()).path)
+                # Noted after the copy: a copy that failed is tried again at the next save.
                 self._copied_versions[path] = version
 
     def __enter__(self) -> Staging:
@@ -160,6 +164,7 @@ def claim_folder(loop: Loop) -> Iterator[Claim]:
         yield claim
         return
     # 1. Every host looks for an earlier run.
+    # An empty folder does not count as a run's.
     existing = [name for name in WRITTEN if (out / name).is_file() or any((out / name).rglob("*"))]
     if existing and not (loop.resume or loop.overwrite):
         raise ValueError(
@@ -179,6 +184,7 @@ def claim_folder(loop: Loop) -> Iterator[Claim]:
                     if isinstance(out, Path):  # a bucket cannot lock: `Claim.check` detects another run there
                         stack.enter_context(FileLock(out / ".lock", blocking=False))
                 except OSError as error:
+                    # A network file system without locks: the claim still finds runs of this host.
                     if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
                         raise
                     message = f"files in {out} cannot be locked; make sure that no two runs use it at once"
@@ -191,6 +197,7 @@ def claim_folder(loop: Loop) -> Iterator[Claim]:
                 problem = f"another run is going on in {out}; wait for its end, or name another out="
             except OSError as error:
                 problem = f"out={str(out)!r} cannot be used: {error.strerror}; name a folder that you may write to"
+            # Only names that a run writes, never the folder itself: other files of the user may be in it.
             for path in (out / name for name in existing if loop.overwrite and not problem):
                 remove(path)
         # 3. A problem of process 0 ends all hosts, which would wait for it otherwise.
@@ -239,6 +246,7 @@ def _process(pid: int | None = None) -> dict[str, str | int]:
     """
     pid = os.getpid() if pid is None else pid
     try:
+        # Signal 0 is not delivered. It asks whether the process exists.
         os.kill(pid, 0)
     except ProcessLookupError:
         return {"pid": -1}

@@ -67,6 +67,7 @@ class Input:
           ValueError: in every process, if these differ between processes.
         """
         self._step.compare(first)
+        # The first batch may be full and a later one filled up: check now that the loss weighs rows by the mask.
         if isinstance(self._batches, Stream) and self._batches.fills:
             self._step.check_weighs(first)
         if self._prefetch:
@@ -82,6 +83,7 @@ class Input:
         """
         begin = time.perf_counter()
         batch = next(self._batches)
+        # Without a thread the batch is put on its devices here, while the step still runs.
         if not self._prefetch:
             batch = self._step.place(self._fit(batch, self._step.blocks))
         # If the step still runs, the devices had work all the time.

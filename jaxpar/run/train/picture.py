@@ -73,6 +73,7 @@ def _figure() -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
+    # The canvas attaches itself to the figure, which can then be saved without a display.
     FigureCanvasAgg(figure)
     return figure
 
@@ -103,6 +104,7 @@ def _draw_losses(axes: Any, losses: Any, held_out: Any, units: Units) -> None:
         axes.axhline(value, color=_INK, linewidth=1, linestyle="--")
     axes.set_ylabel(units.loss)
     axes.set(xlim=(0, last_step), ylim=(0, None))
+    # `_spread` takes labels from the lowest to the highest.
     labels.sort(key=lambda label: label[0])
     for height, (_, text, style) in zip(
         _spread([label[0] / axes.get_ylim()[1] for label in labels]), labels, strict=True
@@ -136,6 +138,7 @@ def _segments(lines: Sequence[Mapping[str, Any]]) -> str:
         return changes[0][1] if changes else ""
     ends = [step - 1 for step, _ in changes[1:]] + [max(x["step"] for x in lines)]
     parts = [f"steps {step} to {end}: {setup}" for (step, setup), end in zip(changes, ends, strict=True)]
+    # More than three parts would fill the picture with lines of title.
     middle = [f"{len(parts) - 2} other strategies"] if len(parts) > 3 else parts[1:-1]
     return "\n".join([parts[0], *middle, parts[-1]])
 
@@ -145,6 +148,7 @@ def _draw_loads(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:
     names = sorted(loads(lines[0]), key=loads(lines[0]).__getitem__)
     shares = np.array([[x[name] for x in lines] for name in names], float)  # [experts, steps]; null becomes NaN
     steps = [x["step"] for x in lines]
+    # A cell reaches half the way to the next step that was recorded, so that gaps leave no holes.
     edges = [steps[0] - 0.5, *((a + b) / 2 for a, b in itertools.pairwise(steps)), steps[-1] + 0.5]
     rows = np.arange(len(names) + 1) - 0.5
     mesh = axes.pcolormesh(edges, rows, shares, cmap="RdBu_r", vmin=0, vmax=_MAX_LOAD)
@@ -152,6 +156,7 @@ def _draw_loads(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:
     for expert, share in enumerate(mean_shares):
         axes.annotate(f"{share:.2f}", (1.01, expert), xycoords=("axes fraction", "data"), color=_INK, fontsize=8,
                       va="center")  # fmt: skip
+    # Downwards, with expert 0 at the top.
     axes.set(ylabel="expert", yticks=range(len(names)), ylim=(len(names) - 0.5, -0.5))
     bar = axes.figure.colorbar(mesh, ax=axes, pad=0.08, ticks=(0, _EVEN_LOAD, _MAX_LOAD), extend="max")
     bar.set_label("load, times the mean", color=_INK)
@@ -161,6 +166,7 @@ def _draw_loads(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:
 
 def _draw_dropped(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:
     """Draw the percentage of dropped routing choices, and its last value."""
+    # A value that was not finite is null in the file.
     steps, percentages = [x["step"] for x in lines], [100 * (x["dropped"] or 0) for x in lines]
     axes.plot(steps, percentages, color=_LINE, linewidth=0.9, clip_on=False)
     axes.annotate(f"{percentages[-1]:.1f}%", (steps[-1], percentages[-1]), (0, 4), textcoords="offset points",

@@ -28,6 +28,7 @@ class Profile:
         """Start the trace at once if the run is too short to skip steps."""
         if trainer.loop.out is None:
             raise ValueError(f"profile={self.steps} needs somewhere to write to: give the run's folder as out=")
+        # Two steps to skip and then the steps to trace must fit into the run.
         if trainer.loop.steps < trainer.number + 2 + self.steps:
             self._start(trainer)
         else:
@@ -54,6 +55,7 @@ class Profile:
         self._first_traced, self._start_after = trainer.number + 1, None
 
     def _stop(self, trainer: Any) -> None:
+        # The last traced step still runs: without waiting, the trace would end within it.
         jax.block_until_ready(trainer.state)
         jax.profiler.stop_trace()
         folder, first, self._first_traced = self._folder(trainer), self._first_traced, 0

@@ -132,6 +132,7 @@ class Progress:
             yield
         finally:
             ended.set()
+            # Wait for the thread, or it could write over the line that is restored below.
             thread.join()
             if self._bar is not None:
                 self._bar.line.plain = last_line
@@ -179,6 +180,7 @@ class Progress:
     def on_evaluate(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         """Print the held-out metrics: the loss first, and of the experts' loads the smallest and the largest."""
         units, parts = trainer.units, []
+        # A mixture may have hundreds of experts: two loads stand for all.
         load_names = loads(metrics)
         for name, value in metrics.items():
             if name == "held_out_loss":

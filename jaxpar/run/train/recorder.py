@@ -60,6 +60,7 @@ class Recorder:
         """Write one line and the TensorBoard scalars."""
         folder = trainer.files
         if self._file is not None and folder is not None:
+            # JSON has no NaN and no infinity: null stands for them.
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             with self._writing(folder / "metrics.jsonl"):
                 self._file.write(json.dumps(finite | self._start_fields) + "\n")
@@ -155,6 +156,7 @@ def read(path: Place) -> list[dict[str, Any]]:
       ValueError: if another line is not JSON with a step.
     """
     lines = path.read_bytes().splitlines() if path.exists() else []
+    # A run writes whole lines. Only a kill leaves one without its brace, and only at the end.
     if lines and not lines[-1].endswith(b"}"):
         lines.pop()
     return [_line(path, number, line) for number, line in enumerate(lines, 1)]
@@ -162,6 +164,7 @@ def read(path: Place) -> list[dict[str, Any]]:
 
 def lines_until(path: Place, step: float) -> bytes:
     """Return the content of a `metrics.jsonl` up to and including a step."""
+    # Rewritten from the parsed lines, so that a line that was cut short is gone as well.
     return "".join(f"{json.dumps(line)}\n" for line in read(path) if line["step"] <= step).encode()
 
 

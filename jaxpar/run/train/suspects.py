@@ -35,6 +35,7 @@ def suspects(batch: Any, lookups: Mapping[str, Lookup]) -> str:
       lookups: the arrays in which the loss looks up ids, by the path of the batch leaf that holds the ids.
     """
     local_findings = [*nonfinite_leaves(batch), *(text for _, text in out_of_range_leaves(batch, lookups))]
+    # At most four, because a batch that is all NaN would have every leaf here.
     findings_by_host = consistency.told("what is wrong with a batch", few(local_findings, 4))
     return "; ".join(dict.fromkeys(text for text in findings_by_host.values() if text))
 
@@ -48,6 +49,7 @@ def nonfinite_leaves(batch: Any) -> Iterator[str]:
             # NumPy has no `isfinite` for bfloat16 and narrower types; float32 holds their values exactly.
             values = part.astype(np.float32) if part.dtype.kind == "V" else part
             if not (is_finite := np.isfinite(values)).all():
+                # `argmin` of booleans is the position of the first False.
                 index = tuple(map(int, np.unravel_index(int(np.argmin(is_finite)), part.shape)))
                 yield f"batch leaf {name_of(path) or 'batch'} holds {values[index]} at {row_of(index, begin)}{_rank()}"
                 break
@@ -57,6 +59,7 @@ def out_of_range_leaves(batch: Any, lookups: Mapping[str, Lookup]) -> Iterator[t
     """Yield the path of each leaf with an id out of range on this host, and a text about its first such id."""
     leaves = {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(batch)}
     for name, (size, line) in lookups.items():
+        # The ids are checked on the host: on the devices an id that is out of range raises no error.
         for begin, part in parts(leaves[name]):
             if part.size and (first_outside := outside(part, size)) is not None:
                 value, index = first_outside

@@ -126,6 +126,7 @@ class Trainer:
         if hasattr(data, "batches"):  # a Source makes as many rows as the loop wants
             check_row_count(self.loop.rows, self.step)
         self.progress, self.report = Progress(self.loop.quiet or jax.process_index() > 0), Recorder()
+        # Process 0 writes the files and prints, for all hosts.
         built_in = [self.report, self.progress] if jax.process_index() == 0 else []
         self.hooks = [*built_in, *(validate_hook(hook) for hook in hooks)]
         self._initial_params, self._fresh, self._make_extra = params, fresh, extra
@@ -368,6 +369,7 @@ class Trainer:
         total, pending, fit = 0.0, None, Fitting(self.step.check_weighs)
 
         def add(weight: float, metrics: Any, batch: Any) -> None:
+            # `float` waits for the devices.
             values = {name: float(value) for name, value in metrics.items()}
             for name, value in without_id_shares(values, batch, self.ids, "held out").items():
                 # A batch that is masked throughout has the mean 0 / 0, which must not spoil the sum.
@@ -428,6 +430,7 @@ class Trainer:
             state = self.initial() if saves.latest is None else saves.restore()
             if self.extra and saves.latest is not None:
                 self.extra = self.step.restore_extra(saves.folder, self.extra)
+            # The number stays that of the failing step, although the state is an earlier one.
             step = np.asarray(error.step, np.int32)
             number = jax.make_array_from_callback((), state.step.sharding, lambda _: step)
             self.state = dataclasses.replace(state, step=number)

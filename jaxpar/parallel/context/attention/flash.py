@@ -251,8 +251,10 @@ def vmap_as_rows(cuda: Callable[..., Any], default: Callable[..., Any]) -> Calla
 @functools.cache
 def refusal(query: tuple[int, ...], key: tuple[int, ...], dtype: str) -> str:
     """Return why JAX would not let cuDNN compute these shapes in this dtype, in JAX's words; "" if it would."""
+    # `flash_attention` pads odd lengths, so that the question is about even ones.
     even_shape = lambda shape: jax.ShapeDtypeStruct((shape[0], shape[1] + shape[1] % 2, *shape[2:]), dtype)
     try:
+        # A value has the shape of its key.
         jax.eval_shape(functools.partial(cudnn_forward, UNMASKED), even_shape(query), even_shape(key), even_shape(key))
     except RuntimeError as error:  # JAX has no function that answers this: its checks raise what cuDNN does not take
         return str(error).rstrip(".")

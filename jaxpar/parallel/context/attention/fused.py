@@ -101,6 +101,7 @@ def attention_kernel(
     `ids_and_masks` are ids of queries, ids of keys and a mask, as `options` say.
     """
     ids, masks = ids_and_masks[: options.segments], ids_and_masks[options.segments :]
+    # A mask with one head is the same for all tensor ranks.
     in_dims = (2, 2, 2, *[None] * len(ids), *(1 if x.shape[1] != 1 else None for x in masks))
     return local_kernel(functools.partial(_attention, options), in_dims, 2)(query, key, value, *ids_and_masks)
 
@@ -129,6 +130,7 @@ def _attention(
             "head_dim, or implementation='xla'"
         )
     if options.implementation == "xla" or reason:
+        # The scores are computed again in the backward, so that they are no residuals.
         output = jax.checkpoint(functools.partial(jax_attention, "xla", options))(query, key, value, *arrays)
     else:
         output = flash_attention(options, query, key, value, *arrays)
@@ -145,6 +147,7 @@ def check_inputs(
 ) -> None:
     """Raise ValueError if inputs of `attention` do not fit each other: whole sequences, or one rank's positions."""
     causal, window = options.causal, options.window
+    # 1. Four dims, and one dtype that the kernels take.
     for name, x in {"query": query, "key": key, "value": value}.items():
         if x.ndim != 4:
             raise ValueError(f"{name} {list(x.shape)} has {x.ndim} dims; give [rows, positions, heads, head_dim]")
@@ -152,6 +155,7 @@ def check_inputs(
             raise ValueError(
                 f"{name} is {x.dtype}, query {query.dtype}; give all three in one of bfloat16, float16, float32"
             )
+    # 2. Shapes that fit each other.
     (b, t, heads, h), (_, s, key_heads, _) = query.shape, key.shape
     if key.shape != value.shape or (key.shape[0], key.shape[3]) != (b, h):
         raise ValueError(
@@ -160,10 +164,12 @@ def check_inputs(
         )
     if heads % key_heads:
         raise ValueError(f"{key_heads} key heads do not divide {heads} query heads; use a divisor of {heads}")
+    # 3. Causality and a window compare positions of one sequence.
     if causal and t != s:
         raise ValueError(f"causal=True for {t} queries and {s} keys: which is whose? Use causal=False and a mask")
     if window is not None and (not causal or window < 1):
         raise ValueError(f"window={window}, causal={causal}: a window is 1 or more, and needs causal=True")
+    # 4. An id for each query and, if there are two arrays, for each key.
     for name, x, length in zip(("segment_ids", "kv_segment_ids"), ids, (t, s), strict=False):
         if x.shape != (b, length) or not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; give integers [{b}, {length}]")

@@ -165,6 +165,7 @@ def describe(atom: Any, labels: Labels, scope: Scope, reader: Any) -> Value:
         return _describe_array(np.asarray(scope.consts[atom]), labels, reader)
     elif atom in scope.outer and scope.parent is not None:
         value = describe(scope.outer[atom], labels, scope.parent, reader)
+        # The ids stay the same, and are read by this program's variable.
         return replace(value, atom=atom) if isinstance(value, Ids) else value
     if not _may_be_ids(atom, labels):
         type_text = atom.aval.str_short()
@@ -218,6 +219,7 @@ def _describe_result(eqn: Any, labels: Labels, scope: Scope) -> Value:
         if side in ("t", "s"):
             return TokenPosition(side, 0)
         if side is None:
+            # The only position along a dim of one element is 0.
             return Constant(0)
     elif name == "broadcast_in_dim":
         dims, shape = params["broadcast_dimensions"], operands[0].aval.shape
@@ -297,12 +299,14 @@ def _describe_elementwise(eqn: Any, operands: Sequence[Callable[[], Value]], lab
             name == "sub" or name in _COMPARISONS
         ):
             distances = _distances(eqn, labels)
+            # i + x against j + y is the distance (i - j) + (x - y) against 0; reversed if the key comes first.
             return _table(compute((distances if side == "t" else -distances) + (x - y), 0))
         # Ids of queries against the same ids of keys.
         case [Ids(root, _, side) as first_ids, Ids(second_root, _, second_side) as second_ids] if (
             root == second_root and {side, second_side} == {"t", "s"}
         ):
             if name in ("eq", "ne"):
+                # Row 0 is for unequal ids, row 1 for equal ones.
                 rows = np.array([[name == "ne"], [name == "eq"]])
                 return _table(
                     rows.repeat(len(_distances(eqn, labels)), 1), frozenset([first_ids if side == "t" else second_ids])

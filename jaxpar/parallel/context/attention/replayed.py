@@ -207,6 +207,7 @@ class ScoreReader:
         # An input of a loop's body or the like is read in the program around it.
         if len(sides) == 2 and eqn is None and atom in scope.outer and scope.parent is not None:
             return self.read(scope.outer[atom], labels, scope.parent, reader)
+        # Only what runs along queries and keys is as large as the scores, and must be replayed.
         if len(sides) == 2 and eqn is not None:
             if (labels_of_operands := operand_labels(eqn, labels)) is None or atom is self.start[0]:
                 raise Hindered(eqn, f"computes {eqn.primitive.name} along queries or keys")

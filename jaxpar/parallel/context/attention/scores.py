@@ -106,6 +106,7 @@ class Scores:
             raise Hindered(eqn, f"lets query i see keys from i - {farthest:g} to i - {nearest:g}")
         if (ids or nearest == 0) and t != s:
             raise Hindered(eqn, f"hides keys of {t} queries and {s} keys")
+        # A window of n keys reaches from distance 0 to n - 1.
         return nearest == 0, None if farthest == math.inf else distances[-1] + 1, tuple(x.atom for x in ids)
 
     def causal(self, t: int, s: int) -> bool:

@@ -136,6 +136,7 @@ def _masked_sum(scores: Any, exp_eqn: Any, scope: Scope, summed_eqn: Any) -> Any
     mask_eqn = scope.producer(scores)
     if mask_eqn is None or summed_eqn is None or {mask_eqn.primitive.name, summed_eqn.primitive.name} != {"select_n"}:
         return None
+    # The operands of `select_n` are the condition, the case for False and the case for True.
     (score_mask, low, _), (sum_mask, zero, unmasked) = mask_eqn.invars, summed_eqn.invars
     is_same = _base(score_mask, scope) is _base(sum_mask, scope) and _producer_behind(unmasked, scope) is exp_eqn
     numbers = [getattr(_base(x, scope), "val", None) for x in (low, zero)]

@@ -207,6 +207,7 @@ def _plain_forward(options: AttentionOptions, q: jax.Array, k: jax.Array, v: jax
 def _plain_backward(options: AttentionOptions, *arrays: jax.Array) -> tuple:
     """Return dQ, dK and dV by the equations above; `arrays` are those of `_rectangle_backward`."""
     output, lse, cotangent, q, k, v, *mask = arrays
+    # [B, n, K, H / K, h]: the query heads of each key head.
     wide, by_key_head = accumulation_dtype(q), (q.shape[0], -1, k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
 
     def backward_chunk(sums: tuple, first: jax.Array | int, n: int) -> tuple:

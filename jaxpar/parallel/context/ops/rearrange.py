@@ -56,6 +56,7 @@ def rearranged(x: jax.Array, source: np.ndarray, axis: Axes, dim: int) -> jax.Ar
         for (sender, receiver), places in pairs.items():
             send_indices[sender, : len(places)] = places - sender * n
             is_from_sender = owner[receiver] == sender
+            # `places` is sorted, so that `searchsorted` finds where each position is in the message.
             table[receiver][is_from_sender] = offset + np.searchsorted(places, source[receiver][is_from_sender])
         buffers.append(send_recv(jnp.take(x, jnp.asarray(send_indices)[rank], axis=dim), axis, [*pairs]))
         offset += size

@@ -61,6 +61,7 @@ class Rounds:
     ) -> Self:
         """Return the rounds of one call, for queries [b, t/c, ..] and keys [b, s/c, ..] of each of the c ranks."""
         c, (t, s) = ring.size, (x.shape[1] for x in (q, k))
+        # A window as long as the sequence hides no key.
         window = None if options.window is None or options.window >= c * t else options.window
         # In zigzag order the chunk before a rank's second chunk is on the next rank, whose keys come by the last hop.
         hops = ring_hops(t, c, window) if ring.order == "plain" else c - 1

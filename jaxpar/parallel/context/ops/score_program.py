@@ -123,6 +123,7 @@ class ScoreProgram:
           The result, [b, k, g, t, s] in the dtype of `x`.
         """
         env = dict(zip(self.operands, operands, strict=True))
+        # Blocks have the dtype of sums, and the program has dtypes of its own.
         env[self.start] = self.input_layout.to_program(x).astype(self.start[0].aval.dtype)
         for step in self.steps:
             values = [y.val if jx.is_literal(y) else env[y] for y in step.operands]
@@ -137,6 +138,7 @@ def _replay(step: ScoreStep, values: Sequence[jax.Array], positions: Mapping[str
     changes: dict[str, Any] = {}
     if eqn.primitive.name == "iota":
         d = params["dimension"]
+        # A dim without a label is whole in every block.
         entries = jnp.arange(params["shape"][d]) if (x := labels[d]) is None else positions[x.side] + x.start
         return lax.broadcast_in_dim(entries.astype(params["dtype"]), block_shape(params["shape"]), (d,))
     if eqn.primitive.name == "random_bits":
@@ -183,6 +185,7 @@ def _random_bits(key: jax.Array, shape: Sequence[int], positions: Sequence[jax.A
 def _high_bits(a: jax.Array, b: int) -> jax.Array:
     """Return the upper 32 bits of the product of two uint32, by products of their 16-bit halves."""
     low, high = a & 0xFFFF, a >> 16
+    # The carry out of the lowest product belongs to the middle one.
     middle = high * jnp.uint32(b & 0xFFFF) + (low * jnp.uint32(b & 0xFFFF) >> 16)
     return high * jnp.uint32(b >> 16) + (middle >> 16) + ((low * jnp.uint32(b >> 16) + (middle & 0xFFFF)) >> 16)
 

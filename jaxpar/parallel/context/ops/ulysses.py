@@ -134,6 +134,7 @@ def exchanged(attend: Callable[..., jax.Array], ring: Ring, q: jax.Array, k: jax
     """
     group, is_zigzag = ring.group, ring.order == "zigzag"
     # Keys and values share an all-to-all, concatenated along d.
+    # Key heads are repeated by the least factor with which the group divides them.
     kv = jnp.repeat(jnp.concatenate([k, v], -1), group // math.gcd(group, k.shape[2]), axis=2)
     q, kv = (_group_all_to_all(x, ring, 2, 1) for x in (q, kv))
     # In zigzag order the first chunks of a group's ranks follow each other in the sequence. So do their second chunks,

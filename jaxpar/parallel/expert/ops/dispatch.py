@@ -59,6 +59,7 @@ def dispatch(
         """Return the function for one rank's tokens, in slots of its own."""
 
         def local(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            # By position and without drops: nothing is lost, whichever choices get these slots.
             rows, slot, choice = dispatch(experts, slots // ranks, 1, False, "", False)(*arrays)
             return rows, _renumber(slot, experts, slots // ranks, slots), choice
 

@@ -147,11 +147,13 @@ def combine(ranks: int) -> Callable[..., Any]:
         partial_sums = add_all(
             all_weights[..., j, None] * rows_of(flat, local_slot[..., j]).astype(weights.dtype) for j in range(k)
         )
+        # Sent in the dtype of the experts' results, and summed in float32.
         return _reduce_scatter(partial_sums.astype(out.dtype)).astype(weights.dtype)
 
     def backward(saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[Any, Any, Any, Any]:
         slot, out, weights, choice = saved
         (tokens, k), (experts, slots) = slot.shape, choice.shape
+        # Sent in the dtype of the experts' results, as in the forward.
         all_cotangents = (
             _all_gather(cotangent.astype(out.dtype)).reshape(-1, cotangent.shape[-1]).astype(cotangent.dtype)
         )

@@ -108,6 +108,7 @@ class OverflowBlocks:
     def choices(self, by_expert: Order, start: jax.Array, count: jax.Array) -> jax.Array:
         """Return the choices of a block, [b]; N k beyond its `count`."""
         rank = jnp.arange(self.size, dtype=jnp.int32)
+        # Beyond its count a block reads some other choice, which the next line replaces.
         positions = jnp.minimum(start + rank, by_expert.sorted.size - 1)
         return jnp.where(rank < count, by_expert.sorted[positions], by_expert.sorted.size)
 
@@ -126,6 +127,7 @@ class OverflowBlocks:
                 choices = self.choices(by_expert, start, count)
                 block_weights, rows = rows_of(weights.reshape(-1), choices), rows_of(x, choices // k)
                 result = self.weighted_expert(block_weights, rows, _leaves_of(e, leaves))
+                # Token N, of the choice N k, is beyond the last one, and is dropped.
                 return total.at[choices // k].add(result, mode="drop")
 
             return where_needed(count > 0, compute, total), None

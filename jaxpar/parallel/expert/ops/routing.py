@@ -93,6 +93,7 @@ def _limit_groups(ranked: jax.Array, groups: int, group_limit: int) -> jax.Array
     by_group = ranked.reshape(*ranked.shape[:-1], groups, group_size)
     best_scores, _ = jax.lax.top_k(by_group, min(2, group_size))
     _, group_ids = jax.lax.top_k(best_scores.sum(axis=-1), group_limit)
+    # [.., G]: a group is chosen at most once, so that the sum of its one-hots is 0 or 1.
     is_chosen = jax.nn.one_hot(group_ids, groups, dtype=ranked.dtype).sum(axis=-2) > 0
     return jnp.where(is_chosen[..., None], by_group, -jnp.inf).reshape(ranked.shape)
 

@@ -56,6 +56,7 @@ def tables(by_expert: Order, slots: int) -> tuple[jax.Array, jax.Array]:
     """Return the tables `slot`, int32 [N k], and `choice`, int32 [E, C], of `slots` = C slots for each expert."""
     choices = by_expert.sorted.size
     rank = jnp.arange(slots, dtype=jnp.int32)
+    # Slots beyond an expert's load read some other choice, and the next line marks them empty.
     index = jnp.minimum(by_expert.start[:, None] + rank, choices - 1)
     choice = jnp.where(rank < by_expert.load[:, None], by_expert.sorted[index], choices)
     return inverse(choice, choices), choice
