@@ -26,7 +26,7 @@ NO_SUBJECT = re.compile(
 LIMITS = {
     "vague names in 1,000": 4,
     "summaries without a subject in 1,000": 0,
-    "lines of code for each comment line": 15.5,
+    "lines of code for each comment line": 12,
     "functions over 60 lines": 13,
     "functions over 80 lines": 0,
     "functions with over 6 parameters": 16,

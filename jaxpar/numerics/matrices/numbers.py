@@ -192,7 +192,6 @@ def _by_program(program: jx.Flat, shapes: Mapping[str, tuple[int, ...]]) -> dict
     param_vars, batch_vars = program.invars[: len(shapes)], program.invars[len(shapes) :]
     env = {v: followed.source(i, shape) for i, (v, shape) in enumerate(zip(param_vars, shapes.values(), strict=True))}
     env.update(dict.fromkeys(batch_vars, followed.Followed((), frozenset({_BATCH}))))
-    # Equations that the loss does not depend on, such as metrics, tell nothing about a leaf.
     followed.Follower(note_reads, ends=_BATCH).follow(jx.live(program.eqns, program.outvars), env)
 
     # 2. Decide for each leaf. A hidden matrix reads what other weights made, and makes what other weights read.

@@ -127,7 +127,6 @@ def experts(
     (b, t, d), logits = x.shape, router_logits.astype(wide(router_logits.dtype))
     ids, gates, probabilities = Router(k, scores, normalize, scale, bias, groups, group_limit).choose(logits)
     counts, tokens = count_choices(ids, logits.shape[2]), jnp.asarray(x).reshape(b * t, d)
-    # The router's statistics are of all choices, whether they keep their slots or not.
     y, dropped = slots.compute(expert, weights, tokens, ids, gates)
     y = y.astype(tokens.dtype).reshape(b, t, d)
     if shared is not None:
