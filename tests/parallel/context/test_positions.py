@@ -78,7 +78,7 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "last in front": lambda x, w: jnp.concatenate([x[:, -2:], x[:, :-2]], 1) @ w,
     "ends exchanged": lambda x, w: jnp.concatenate([x[:, 14:], x[:, 2:14], x[:, :2]], 1) @ w,
     "some in the middle": lambda x, w: x[:, 6:9] @ w + x[:, 2:][:, 11:].sum(1, keepdims=True) + x[:, -1:] * w[0],
-    # The slice of features was dropped: the error was a shape's, or the sum that of all features.
+    # The slice of features was dropped, so that the error was one of shapes.
     "places of some features": lambda x, w: (x @ w)[:, jnp.array([3, 0, 9]), 1:4] ** 2,
     "none of them": lambda x, w: jnp.concatenate([x[:, 16:], x, x[:, 3:3]], 1) @ w,
     "some of padded": lambda x, w: jnp.pad(x, ((0, 0), (2, 0), (0, 0)), constant_values=3.0)[:, 15:] @ w,
