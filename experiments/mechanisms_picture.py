@@ -128,14 +128,14 @@ def draw_ring() -> str:
 
 
 def draw_collectives() -> str:
-    whole = named_values()
+    all_chunks = named_values()
     calls: dict[str, tuple[jax.Array, Callable[[jax.Array], jax.Array]]] = {
-        "broadcast": (whole, lambda x: collectives.broadcast(x, "d")),
-        "reduce": (whole, lambda x: collectives.reduce(x, "d")),
-        "all-reduce": (whole, lambda x: collectives.all_reduce(x, "d")),
-        "all-gather": (jnp.diagonal(whole)[:, None], lambda x: collectives.all_gather(x, "d")),
-        "reduce-scatter": (whole, lambda x: collectives.reduce_scatter(x, "d")),
-        "all-to-all": (whole, lambda x: collectives.all_to_all(x, "d")),
+        "broadcast": (all_chunks, lambda x: collectives.broadcast(x, "d")),
+        "reduce": (all_chunks, lambda x: collectives.reduce(x, "d")),
+        "all-reduce": (all_chunks, lambda x: collectives.all_reduce(x, "d")),
+        "all-gather": (jnp.diagonal(all_chunks)[:, None], lambda x: collectives.all_gather(x, "d")),
+        "reduce-scatter": (all_chunks, lambda x: collectives.reduce_scatter(x, "d")),
+        "all-to-all": (all_chunks, lambda x: collectives.all_to_all(x, "d")),
     }
     size, wide, high = 22, 306, 150
 

@@ -162,7 +162,7 @@ def own_leaves(flat: Sequence[tuple[str, tuple[int, ...], bool]]) -> frozenset[s
 
 
 def inside_stack(
-    flat: Sequence[tuple[str, tuple[int, ...]]], others: Mapping[str, int] = MappingProxyType({})
+    flat: Sequence[tuple[str, tuple[int, ...]]], non_layer_dims: Mapping[str, int] = MappingProxyType({})
 ) -> Callable[[str], bool]:
     """Return a predicate on paths: does the path lie inside a stack with the layers on dim 0?
 
@@ -170,12 +170,12 @@ def inside_stack(
 
     Args:
       flat: the model's paths and shapes.
-      others: for some paths, a dim that is known not to be layers (of experts, for example).
+      non_layer_dims: for some paths, a dim that is known not to be layers (of experts, for example).
     """
     # Matrices may share their first dim by chance. Stacked vectors, biases or scales of norms, show that it is layers.
     stack_paths = {
         name
-        for name, shapes in _shapes_below(flat, others, 0).items()
+        for name, shapes in _shapes_below(flat, non_layer_dims, 0).items()
         if len(shapes) > 1
         and all(map(may_stack, shapes))
         and len({shape[0] for shape in shapes}) == 1
@@ -184,18 +184,20 @@ def inside_stack(
     return lambda path: any(path.startswith(f"{name}/") for name in stack_paths)
 
 
-def _shapes_below(flat: Sequence[tuple[str, tuple[int, ...]]], others: Mapping[str, int], dim: int) -> dict[str, Any]:
+def _shapes_below(
+    flat: Sequence[tuple[str, tuple[int, ...]]], non_layer_dims: Mapping[str, int], dim: int
+) -> dict[str, Any]:
     """Return the shapes of the leaves below each path; () for a leaf whose `dim` is known not to be layers."""
     shapes_by_path: dict[str, list[tuple[int, ...]]] = {}
     for path, shape in flat:
         keys = path.split("/")
         for n in range(1, len(keys)):
-            shapes_by_path.setdefault("/".join(keys[:n]), []).append(() if others.get(path) == dim else shape)
+            shapes_by_path.setdefault("/".join(keys[:n]), []).append(() if non_layer_dims.get(path) == dim else shape)
     return shapes_by_path
 
 
 def on_second_dim(
-    flat: Sequence[tuple[str, tuple[int, ...]]], others: Mapping[str, int] = MappingProxyType({})
+    flat: Sequence[tuple[str, tuple[int, ...]]], non_layer_dims: Mapping[str, int] = MappingProxyType({})
 ) -> Callable[[str], bool]:
     """Return a predicate on paths: does the path lie inside a stack with the layers on dim 1?
 
@@ -204,12 +206,12 @@ def on_second_dim(
 
     Args:
       flat: the model's paths and shapes.
-      others: for some paths, a dim that is known not to be layers, such as the features of S4 that `nn.vmap` maps.
+      non_layer_dims: for some paths, a dim that is known not to be layers, such as features that `nn.vmap` maps.
     """
     varies = lambda values: len({*values}) > 1
     stack_paths = {
         name
-        for name, shapes in _shapes_below(flat, others, 1).items()
+        for name, shapes in _shapes_below(flat, non_layer_dims, 1).items()
         if all(len(shape) > 1 and shape[1] <= LAYERS for shape in shapes)
         and not varies(shape[1] for shape in shapes)
         and any(len(shape) > 2 for shape in shapes)

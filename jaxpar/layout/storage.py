@@ -137,7 +137,7 @@ def make_leaves(
     sharing: Sharing,
     split: Mapping[str, int] = MappingProxyType({}),
     mixed: Mapping[str, int] = MappingProxyType({}),
-    others: Mapping[str, int] = MappingProxyType({}),
+    non_layer_dims: Mapping[str, int] = MappingProxyType({}),
 ) -> Storage:
     """Choose how the devices of `sharing` store the leaves of a model.
 
@@ -145,16 +145,16 @@ def make_leaves(
       trainable: returns whether the leaf of a path is trained; None trains all floating-point leaves.
       split: by path, the dim that `tensor` splits.
       mixed: by path, the dim of experts, which `expert` splits.
-      others: by path, a dim that is known not to be layers, such as one that `vmap` made. It looks like a stack.
+      non_layer_dims: by path, a dim that is known not to be layers, such as one that `vmap` made.
 
     Raises:
       ValueError: for a parameter that is a key, or if two axes are to split the same dim.
     """
     # 1. Store the layers of Python loops as stacks, and choose the sharded dims.
     model_rows, tree = _model_leaves(params, trainable, split, mixed), jax.tree.structure(params)
-    inside = inside_stack([(row.path, row.shape) for row in model_rows], others)
+    inside = inside_stack([(row.path, row.shape) for row in model_rows], non_layer_dims)
     rows, stored_tree = _stack_loops(model_rows, params, inside)
-    leaves = _place_rows(rows, sharing, inside, others)
+    leaves = _place_rows(rows, sharing, inside, non_layer_dims)
 
     # 2. Place the model's own leaves for the trees that are handed out and for optimizers that need them. A layer is
     #    sharded like its stack, whatever its own shape suggests, because the optimizer's arrays are stored like it.
@@ -256,15 +256,15 @@ def _stack_loops(
 
 
 def _place_rows(
-    rows: Sequence[ModelLeaf], sharing: Sharing, inside: Callable[[str], bool], others: Mapping[str, int]
+    rows: Sequence[ModelLeaf], sharing: Sharing, inside: Callable[[str], bool], non_layer_dims: Mapping[str, int]
 ) -> list[Leaf]:
     """Choose the form and the sharded dim of each row; the largest stack becomes the stages of a pipeline."""
-    pipe, has_second_dim = sharing.pipe, on_second_dim([(row.path, row.shape) for row in rows], others)
+    pipe, has_second_dim = sharing.pipe, on_second_dim([(row.path, row.shape) for row in rows], non_layer_dims)
     # Whether the layers are on dim 1 and must move to dim 0 to be split into stages.
     swapped = [not row.rolled and has_second_dim(row.path) and not inside(row.path) for row in rows]
     layers_first = [row.with_layers_first() if swap else row for row, swap in zip(rows, swapped, strict=True)]
     # Dim 0 of some leaves is known not to be layers; they cannot be in the largest stack.
-    candidates = [(row.path, row.shape, row.rolled) for row in layers_first if others.get(row.path) != 0]
+    candidates = [(row.path, row.shape, row.rolled) for row in layers_first if non_layer_dims.get(row.path) != 0]
     staged_paths = own_leaves(candidates) if pipe.ranks > 1 else frozenset()
     # With a single chunk, a V and a loop store layers in the same order.
     v_ranks = pipe.ranks if pipe.turns and pipe.chunks > 1 else 0

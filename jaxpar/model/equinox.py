@@ -152,14 +152,14 @@ class EquinoxModule:
       maker: builds the module.
       loss: as for `from_equinox`.
       static: the module without its arrays.
-      params, others, state: translate the parameters, the other arrays and the state.
+      params, other_arrays, state: translate the parameters, the other arrays and the state.
     """
 
     maker: _Maker
     loss: Callable[..., Any]
     static: Any
     params: ArrayTree
-    others: ArrayTree
+    other_arrays: ArrayTree
     state: ArrayTree
 
     @classmethod
@@ -184,12 +184,14 @@ class EquinoxModule:
         """Return the first parameters and variables."""
         parts = self.maker.parts(key)
         # Integer tables and the like are variables too, which a step carries along.
-        variables = {"module": self.others.pure(parts.other_arrays), "state": self.state.pure(parts.state)}
+        variables = {"module": self.other_arrays.pure(parts.other_arrays), "state": self.state.pure(parts.state)}
         return self.params.pure(parts.params), variables
 
     def _module(self, params: Any, variables: Any) -> Any:
         """Return the module with these values."""
-        return self.maker.eqx.combine(self.params.filled(params), self.others.filled(variables["module"]), self.static)
+        return self.maker.eqx.combine(
+            self.params.filled(params), self.other_arrays.filled(variables["module"]), self.static
+        )
 
     def bind(self, params: Any, variables: Any) -> Any:
         """Return the module with these values, or the pair of module and state."""

@@ -84,7 +84,7 @@ class NNXModule:
       graph: the module's graph.
       param_shapes: the `nnx.State` of its parameters, abstract.
       params: translates parameters.
-      others: translates the other variables.
+      other_variables: translates the other variables.
     """
 
     make: Callable[[nnx.Rngs], nnx.Module]
@@ -92,7 +92,7 @@ class NNXModule:
     graph: Any
     param_shapes: Any
     params: _StateTree
-    others: _StateTree
+    other_variables: _StateTree
 
     @classmethod
     def trace(cls, make: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Any], Any]) -> Self:
@@ -126,18 +126,18 @@ class NNXModule:
     def init(self, key: jax.Array) -> tuple[Any, Any]:
         """Return the first parameters and variables."""
         _, params, variables = nnx.split(_build(self.make, key), nnx.Param, ...)
-        return self.params.pure(params), self.others.pure(variables)
+        return self.params.pure(params), self.other_variables.pure(variables)
 
     def bind(self, params: Any, variables: Any) -> Any:
         """Return the module with these values."""
-        return nnx.merge(self.graph, self.params.filled(params), self.others.filled(variables))
+        return nnx.merge(self.graph, self.params.filled(params), self.other_variables.filled(variables))
 
     def call(self, params: Any, variables: Any, batch: Any, key: jax.Array | None) -> Any:
         """Call the loss; return its result, the new variables and the new parameters."""
 
         def call_loss(use_own_axis: bool) -> tuple[Any, Any]:
             # A new module for each attempt: the first may have changed its own before it failed.
-            module = self.bind(params, variables if key is None else self.others.keyed(variables, key))
+            module = self.bind(params, variables if key is None else self.other_variables.keyed(variables, key))
             if key is None:
                 module.eval()
             _set_norm_axes(module, use_own_axis)
@@ -158,7 +158,7 @@ class NNXModule:
         _, new_params, new_variables = nnx.split(module, nnx.Param, ...)
         # A parameter that the loss adds would be lost: a step carries those of `init`.
         self.params.check(new_params)
-        return result, self.others.updated(variables, new_variables), self.params.pure(new_params)
+        return result, self.other_variables.updated(variables, new_variables), self.params.pure(new_params)
 
     def unwrap(self, tree: Any) -> Any:
         """Return the nested dicts of an `nnx.State` of parameters; nested dicts are returned as they are."""

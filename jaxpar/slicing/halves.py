@@ -141,10 +141,10 @@ class Halves:
         return merge(self.floats, grads, [None] * len(self.floats))
 
 
-def _without(eqns: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Return the equations that are not among others, by identity."""
-    ids = set(map(id, others))
-    return [eqn for eqn in eqns if id(eqn) not in ids]
+def _without(eqns: Sequence[Any], excluded: Sequence[Any]) -> list[Any]:
+    """Return the equations that are not among the excluded ones, by identity."""
+    excluded_ids = set(map(id, excluded))
+    return [eqn for eqn in eqns if id(eqn) not in excluded_ids]
 
 
 def _choose_residuals(
