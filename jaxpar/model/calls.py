@@ -175,16 +175,21 @@ def _layer(error: BaseException) -> str:
     if not modules:
         return ""
     inner, kind = modules[-1], type(modules[-1]).__name__
-    path = getattr(inner, "module_name", None) or "/".join(getattr(inner, "path", ()))  # Haiku, Linen
-    if not path:  # NNX and Equinox: search the modules of the outer frames for it
+    # A Linen module sets itself up when it is asked for an attribute that it lacks, and may raise.
+    if _is_module(inner, "flax.linen"):
+        path = "/".join(inner.path)
+    elif _is_module(inner, "haiku"):
+        path = inner.module_name
+    else:  # search the modules of the outer frames for it
         outer_modules = (x for variables in frames for x in variables.values() if _is_module(x) and x is not inner)
         path = next((inner_path for x in outer_modules if (inner_path := _path(x, inner, set()))), "")
     return f"{path} ({kind})" if path else kind
 
 
-def _is_module(x: Any) -> bool:
-    """Whether a value is a module of any library that is loaded."""
-    libraries = [sys.modules[name] for name in ("flax.nnx", "flax.linen", "equinox", "haiku") if name in sys.modules]
+def _is_module(x: Any, *names: str) -> bool:
+    """Whether a value is a module of one of these libraries, or of any, if it is loaded."""
+    names = names or ("flax.nnx", "flax.linen", "equinox", "haiku")
+    libraries = [sys.modules[name] for name in names if name in sys.modules]
     return isinstance(x, tuple(library.Module for library in libraries))
 
 

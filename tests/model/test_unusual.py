@@ -227,3 +227,22 @@ def test_a_vmapped_batch_norm_of_nnx_is_over_all_rows(name: str) -> None:
     batch = {name: random.normal(size=size).astype("float32") for name, size in (("x", (8, 5)), ("y", 8), ("w", 8))}
     report = jp.verify(jp.from_nnx(Net, loss), "data=2,tensor=2", batch, steps=2, mesh=jax.devices()[:4])
     assert report.ok, report
+
+
+def test_an_error_inside_a_vmapped_linen_module_is_said() -> None:
+    """Asking a Linen module for its place made it set itself up: "The scope None is no longer valid" hid the error."""
+
+    class Cached(nn.Module):
+        def setup(self) -> None:
+            self.dense = nn.Dense(4)
+            self.last = self.variable("cache", "last", jnp.zeros, (3,))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.dense(x + self.last.value)
+
+    rows = nn.vmap(Cached, variable_axes={"params": None, "cache": 0}, split_rngs={"params": False})()
+    batch = {"x": np.ones((8, 3), np.float32)}
+    model = jp.from_linen(rows, lambda apply, batch: apply(batch["x"]).mean(), batch)
+    step = jp.make_train_step(model, optax.sgd(0.1), "ddp", mesh=jax.devices()[:4])
+    with pytest.raises(ValueError, match=r"cache/last \[8, 3\] has one value for each of the batch's 8 rows"):
+        step.trace(batch)
