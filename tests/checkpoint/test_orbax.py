@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from flax.traverse_util import unflatten_dict
 
 import jaxpar as jp
 from jaxpar.checkpoint.arrays import keys_of, name_of
@@ -67,14 +68,17 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 
 def step_of(model: jp.Model, strategy: str, optimizer: Any = OPTIMIZER) -> Any:
-    sizes = [int(size) for size in re.findall(r"(?:fsdp|pipe|data)=(\d)", strategy)]
+    sizes = [int(size) for size in re.findall(r"(?:fsdp|pipe|data|tensor)=(\d)", strategy)]
     return jp.make_train_step(model, optimizer, strategy, mesh=jax.devices()[: math.prod(sizes)])
+
+
+STRATEGIES = ["fsdp=8", "pipe=2,data=2,chunks=2,microbatches=2", "tensor=2,fsdp=2", "fsdp=8,zero=1"]
 
 
 @pytest.mark.slow
 def test_orbax_alone_reads_what_jaxpar_saved(tmp_path: Path) -> None:
     """Parameters, moments and counters are equal to the bit, in an environment without jaxpar if there is one."""
-    for number, strategy in enumerate(("fsdp=8", "pipe=2,data=2,chunks=2,microbatches=2")):
+    for number, strategy in enumerate(STRATEGIES):
         step = step_of(NNX, strategy)
         state, _ = step(step.init(jax.random.key(0)), BATCH)
         step.save(tmp_path / str(number), state).wait()
@@ -92,7 +96,7 @@ def test_orbax_alone_reads_what_jaxpar_saved(tmp_path: Path) -> None:
     environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"} | {"JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(words, capture_output=True, text=True, timeout=1800, env=environment)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert ended.stdout.split() == ["0", "57", "1", "57"]
+    assert ended.stdout.split() == ["0", "57", "1", "57", "2", "57", "3", "57"]
 
 
 def saved_by_flax(kind: str, folder: Path) -> Any:
@@ -114,10 +118,8 @@ def saved_by_flax(kind: str, folder: Path) -> Any:
     return variables["params"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [("nnx", "fsdp=8"), ("linen", "pipe=2,data=2,microbatches=2"), ("train state", "fsdp=8")],
-)
+@pytest.mark.parametrize("strategy", ["fsdp=8", "pipe=2,data=2,microbatches=2"])
+@pytest.mark.parametrize("kind", ["nnx", "linen", "train state"])
 def test_a_step_begins_with_the_weights_that_flax_saved(kind: str, strategy: str, tmp_path: Path) -> None:
     expected = saved_by_flax(kind, tmp_path)
     step = step_of(NNX if kind == "nnx" else LINEN, strategy)
@@ -185,14 +187,22 @@ def test_two_leaves_that_orbax_takes_for_one_are_refused(tmp_path: Path) -> None
 
 
 def test_a_checkpoint_in_the_form_before_is_named(tmp_path: Path) -> None:
+    """The error says what to do: use its weights, by their paths, to start a new state."""
     safetensors = pytest.importorskip("safetensors.numpy")
     (tmp_path / "3" / "state").mkdir(parents=True)
     (tmp_path / "3" / "state" / "about.json").write_text('{"crc32": 0, "content": {"version": 2}}')
     weights = {f"params/{name}": np.ones((8, 8), np.float32) for name in ("a/w", "b")}
-    safetensors.save_file(weights, tmp_path / "3" / "state" / "arrays-00000.safetensors")
-    step = step_of(NNX, "fsdp=8")
+    safetensors.save_file(weights, file := tmp_path / "3" / "state" / "arrays-00000.safetensors")
+    model = jp.Model(
+        init=lambda key: {"a": {"w": jnp.zeros((8, 8))}, "b": jnp.zeros((8, 8))},
+        loss=lambda p, b, key: jnp.square(b["x"] @ p["a"]["w"] @ p["b"]).mean(),
+    )
+    step = step_of(model, "fsdp=8", optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"by an earlier jaxpar.* convert .*--weights-only.*init\(key, params="):
         step.restore(tmp_path)
+    paths = {tuple(name.removeprefix("params/").split("/")): x for name, x in safetensors.load_file(file).items()}
+    state = step.init(jax.random.key(0), params=unflatten_dict(paths))
+    np.testing.assert_array_equal(step.params(state)["a"]["w"], 1)
 
 
 def test_weights_of_another_program_are_converted(tmp_path: Path) -> None:
