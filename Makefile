@@ -9,7 +9,7 @@
 #   make soak       every strategy family on every model, 200 steps each, beside busy processes and on one core (SECONDS=120 FROM=0 JOBS=1)
 #   make fuzz       random programs under random strategies beside one device, random losses that couple rows (SECONDS=600 SEED=0 FROM=0 COUNT=100 JOBS=2)
 #   make campaign   runs that are killed and broken on purpose: what they lose, and how they end (SECONDS=600, SHORT=1)
-#   make radar      a dozen strategies compiled for H100s by this jax: every collective beside the traced one, what hides, docs/radar.md
+#   make radar      a dozen strategies compiled for H100s by this jax: every collective beside the traced one, what hides, experiments/results/radar.md
 #   make gpu-compiler   what compiling for GPUs without a GPU takes (about 1.5 GB); tests that need it then run
 #   make bench      how fast it is beside plain jit, code by hand and torch; fails if 10% worse than stored (STORE=1 stores)
 #   make package    a wheel and an sdist, built, installed into an empty environment, and tried

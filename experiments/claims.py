@@ -2,7 +2,7 @@
 
 python experiments/claims.py
 python experiments/claims.py --only ring_is_flat mean_of_means
-python experiments/claims.py --page docs/claims.md
+python experiments/claims.py --page experiments/results/claims.md
 
 On simulated devices, whose programs are those of accelerators and whose times are not. Writes NAME.json, and with
 `--page` the page of the docs.
@@ -83,7 +83,7 @@ def page(found: Mapping[str, Found]) -> str:
         f"{len(found)} claims: {said}. This page is made by",
         "",
         "```sh",
-        "python experiments/claims.py --page docs/claims.md",
+        "python experiments/claims.py --page experiments/results/claims.md",
         "```",
         "",
         f"Where nothing else is said the model is `{MODEL}`, P = {chosen().parameters:,} parameters in float32, "

@@ -71,8 +71,8 @@ FIGURES = {
     "tutorial": _script(("docs/tutorial.md",), "tutorial_page.py", "docs/tutorial.ipynb"),
     "compare": _script(_asset("compare", "compare-dark"), f"compare.py{_COPY}", "experiments/compare_picture.py"),
     "claims": _script(
-        ("docs/claims.md",),
-        "claims.py --page docs/claims.md",
+        ("experiments/results/claims.md",),
+        "claims.py --page experiments/results/claims.md",
         *(f"experiments/claims_of_{kind}.py" for kind in ("traffic", "memory", "mathematics", "time")),
     ),
     "mixture": _script(_asset("mixture"), "mixture.py && cp runs/mixture/mixture.svg docs/assets/"),
@@ -86,7 +86,7 @@ FIGURES = {
         "async_compare.py && cp runs/async/async.svg experiments/async_server/",
         "experiments/async_picture.py",
     ),
-    "radar": _script(("docs/radar.md", "experiments/radar.json"), "radar.py"),
+    "radar": _script(("experiments/results/radar.md", "experiments/radar.json"), "radar.py"),
     "zero": _script(("docs/memory.md",), "zero_table.py"),
     "megatron": _script(("experiments/results/megatron.md",), "megatron_memory.py", "experiments/megatron_sums.py"),
     "published": _script(

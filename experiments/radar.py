@@ -1,6 +1,6 @@
 """A radar of compilers: a dozen strategies compiled for H100s by the jax that is installed, beside what others made.
 
-python experiments/radar.py                   # make radar: compiles, stores, draws docs/radar.md
+python experiments/radar.py                   # make radar: compiles, stores, draws experiments/results/radar.md
 python experiments/radar.py --only fsdp       # prints some, and stores nothing
 make radar PYTHON=python3.13 VENV=.venv313    # with the jax of another environment
 
@@ -36,7 +36,7 @@ from jaxpar.program.collectives import PRIMITIVES, axes_of
 from jaxpar.program.jaxpr import live, opened, programs
 
 ROOT = Path(__file__).parents[1]
-STORED, PAGE = Path(__file__).with_suffix(".json"), ROOT / "docs" / "radar.md"
+STORED, PAGE = Path(__file__).with_suffix(".json"), ROOT / "experiments" / "results" / "radar.md"
 LLAMA = "llama-60m", {"layers": 8, "dim": 2048, "heads": 16, "kv_heads": 16, "ffn": 4096, "vocab": 4096}
 MIXTRAL = "mixtral-tiny", {"layers": 4, "dim": 1024, "heads": 8, "kv_heads": 8, "ffn": 2048, "vocab": 4096}
 LENGTH, ROWS = 1024, 16  # rows of a device
@@ -235,7 +235,7 @@ def _listed(sizes: dict[str, int]) -> str:
 
 
 def drawn(page: str, results: dict[str, dict[str, Any]]) -> str:
-    """docs/radar.md with the tables of what is stored by version of jax, the newest first."""
+    """experiments/results/radar.md with the tables of what is stored by version of jax, the newest first."""
     versions = sorted(results, key=lambda version: [int(part) for part in version.split(".")], reverse=True)
     lines = [page.partition("\n## jax")[0].rstrip()]
     for version, before in zip(versions, [*versions[1:], None], strict=True):

@@ -80,7 +80,7 @@ LONG = ("coupled-rows", "equinox-haiku", "finetune", "losses", "memory", "nonfin
     [
         pytest.param(page, id=name(page), marks=[pytest.mark.slow] if page.stem in LONG else [])
         for page in PAGES
-        if "```python" in page.read_text()
+        if re.search("```(python|diff)", page.read_text())
     ],
 )
 def test_snippets_print_what_the_page_shows(page: Path) -> None:
@@ -226,6 +226,17 @@ def test_the_table_of_models_holds_them_all_with_their_parameters() -> None:
     known = {model: sizes.parameters for family in FAMILIES for model, sizes in family.SIZES.items()}
     assert shown == known
     assert known.keys() == {*NAMES}
+
+
+def test_the_page_of_the_command_line_has_every_command_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    main(["--help"])
+    listed = re.findall(r"^  ([\w-]+)  +\w", capsys.readouterr().out, re.M)
+    assert sorted(re.findall(r"^\| `jaxpar ([\w-]+)`", page, re.M)) == sorted(listed)
+    # The launcher sets the rest for the processes that it starts.
+    by_launcher = {"LAUNCHER", "RESTART", "RESTARTS"}
+    code = "".join(path.read_text() for path in (ROOT / "jaxpar").rglob("*.py"))
+    assert set(re.findall(r"`(?:JAXPAR)?_(\w+)", page)) == set(re.findall(r"JAXPAR_([A-Z_]*[A-Z])", code)) - by_launcher
 
 
 def test_what_other_libraries_call_it_is_a_strategy() -> None:

@@ -1,4 +1,4 @@
-"""docs/radar.md says what experiments/radar.py stored, and that looks at every collective of a program."""
+"""The page of the radar says what experiments/radar.py stored, and that looks at every collective of a program."""
 
 import copy
 import json
