@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import re
 import sys
 import tempfile
 from collections import defaultdict
@@ -56,6 +57,7 @@ os.environ |= {
 }
 
 import pytest  # noqa: E402
+from defects import DEFECTS  # noqa: E402
 
 from jaxpar.hardware.devices import missing_compiler  # noqa: E402
 
@@ -64,6 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--battery", action="store_true", help="every cell of the battery, not only its covering array")
     parser.addoption("--sample", type=int, default=1, help="of the cells of each test one in so many, in their order")
     parser.addoption("--from", type=int, default=0, help="the place of the first of these")
+    parser.addoption("--half", action="store_true", help="of tests that no planted defect needs, each second")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -73,10 +76,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         cells[item.nodeid.partition("[")[0]].append(item)
     each, first = config.getoption("--sample"), config.getoption("--from")
-    kept = {item for some in cells.values() for item in some[first % min(each, len(some)) :: each]}
+    half = config.getoption("--half")
+    tests = [test for i, test in enumerate(cells) if not half or i % 2 == first // each % 2 or needed(test)]
+    kept = {item for test in tests for item in cells[test][first % min(each, len(cells[test])) :: each]}
     deselect(config, items, [item for item in items if item not in kept])
     # Of tests in no group, those that start processes take longest: at the end one worker would wait for the other.
     items.sort(key=lambda item: item.path.parent.name not in ("hosts", "train"))
+
+
+def needed(test: str) -> bool:
+    """Return whether a planted defect names this test, its file or its folder as what must find it."""
+    return any(re.match(rf"tests/{re.escape(defect.tests)}(/|::|$)", test) for defect in DEFECTS)
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item], others: list[pytest.Item]) -> None:

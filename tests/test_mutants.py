@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import rooms
+from conftest import needed
 from defects import DEFECTS, Defect
 from mutants import chosen
 
@@ -68,3 +69,11 @@ def test_a_room_that_does_not_exist_is_told_which_do(monkeypatch: pytest.MonkeyP
     assert "  parallel/pipeline" in listed
     assert len(listed) == len(rooms.rooms())
     assert all(rooms.paths_of(room) for room in rooms.rooms())
+
+
+def test_what_a_planted_defect_needs_is_always_run() -> None:
+    for defect in DEFECTS:
+        assert needed(f"tests/{defect.tests}")
+    assert needed("tests/collectives/test_order.py::test_of_a_file_that_is_named_whole")
+    assert not needed("tests/layout/test_state.py::test_pad")  # named is test_padding
+    assert not needed("jaxpar/collectives/order.py::jaxpar.collectives.order")
