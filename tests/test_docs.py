@@ -2,6 +2,7 @@
 somewhere.
 """
 
+import ast
 import contextlib
 import doctest
 import functools
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import metadata
 from pathlib import Path
@@ -226,6 +228,22 @@ def test_the_table_of_models_holds_them_all_with_their_parameters() -> None:
     known = {model: sizes.parameters for family in FAMILIES for model, sizes in family.SIZES.items()}
     assert shown == known
     assert known.keys() == {*NAMES}
+
+
+def test_the_page_of_errors_quotes_messages_of_the_code() -> None:
+    def texts(tree: ast.Module) -> Iterator[str]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+
+    said = [text for path in (ROOT / "jaxpar").rglob("*.py") for text in texts(ast.parse(path.read_text()))]
+    messages = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs" / "errors.md").read_text(), re.M)
+    assert len(messages) > 15
+    for message in messages:
+        pattern = re.compile(".*".join(re.escape(part) for part in message.split("...")))
+        assert any(pattern.search(text) for text in said), f"docs/errors.md quotes {message!r}, which nothing says"
 
 
 def test_the_page_of_the_command_line_has_every_command_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
