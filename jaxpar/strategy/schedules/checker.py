@@ -70,8 +70,8 @@ class _Run:
         kind, chunk, microbatch = op
         if kind not in WORDS or not 0 <= chunk < self.chunks or not 0 <= microbatch < self.microbatches:
             raise ValueError(
-                f"{cell}: {tuple(op)} is not of kinds {', '.join(WORDS)}, chunks 0 to {self.chunks - 1}, microbatches "
-                f"0 to {self.microbatches - 1}"
+                f"{cell}: {tuple(op)} is no operation of this table; use kinds {', '.join(WORDS)}, chunks 0 to "
+                f"{self.chunks - 1} and microbatches 0 to {self.microbatches - 1}"
             )
         stage = self.stage(rank, op)
         name = f"{stage}{kind}{microbatch}"
