@@ -53,7 +53,7 @@ def on(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Ranks:
       ValueError: the mesh lacks an axis, or axes are repeated or out of the mesh's order.
     """
     if not isinstance(mesh, Mesh):
-        raise ValueError(f"on({mesh!r}): needs a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))")
+        raise ValueError(f"on({mesh!r}) takes a jax.sharding.Mesh; give one, such as jax.make_mesh((8,), ('data',))")
     names = tuple(mesh.axis_names) if axes is None else _names(axes)
     for name in names:
         if name not in mesh.axis_names:
@@ -187,7 +187,7 @@ def _size(axis: str) -> int:
             if manual_axes
             else "call it in a jax.shard_map, or with on(mesh)"
         )
-        raise ValueError(f"axis {axis!r} is not one that a shard_map here runs over; {hint}") from None
+        raise ValueError(f"no shard_map around this call runs over the axis {axis!r}; {hint}") from None
 
 
 def _check_order(names: Sequence[str], mesh_axes: Sequence[Any]) -> None:
