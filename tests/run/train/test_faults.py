@@ -190,7 +190,7 @@ def test_a_folder_that_is_removed_or_taken_ends_the_run(tmp_path: Path) -> None:
 def test_of_two_claims_of_a_folder_the_second_is_refused_until_the_first_is_released(tmp_path: Path) -> None:
     first, second = Claim(tmp_path), Claim(tmp_path)
     assert first.take() == ""
-    assert second.take().startswith(f"another run, {os.getpid()}, is going on in {tmp_path}; wait for its end")
+    assert second.take().startswith(f"another run, process {os.getpid()}, is going on in {tmp_path}; wait for its end")
     first.release()
     assert second.take() == ""
     assert first.loss_reason().startswith(f"{tmp_path} is no longer this run's: process {os.getpid()} on ")
@@ -207,7 +207,7 @@ def test_with_its_lock_and_without_it_a_run_has_its_folder(tmp_path: Path) -> No
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / ".owner").unlink()
         claim.check()  # hidden files were swept up, and nobody has taken the folder
-        with pytest.raises(ValueError, match=rf"another run, {os.getpid()}, is going on"):
+        with pytest.raises(ValueError, match=rf"another run, process {os.getpid()}, is going on"):
             claim_folder(jp.Loop(out=tmp_path, resume=True)).__enter__()
     assert not (tmp_path / ".owner").exists()
     # A process with the same number but another start time is another process.
