@@ -71,8 +71,8 @@ def local_kernel(
       inside a derivative that the loss itself takes, it is no kernel, but the `jit` into which JAX transforms it.
 
     Raises:
-      ValueError: a dim is negative, or, when called: the number of arguments, an argument that is no array, a keyword,
-        a dim that an array lacks, or another number of results.
+      ValueError: a dim is negative or no whole number. When the result is called: a keyword is given, the numbers of
+        arguments or of results do not fit the dims, an argument is no array, or an array lacks a dim.
 
     >>> import jax.numpy as jnp
     >>> double = local_kernel(lambda x, table: 2 * x + table, in_dims=(1, None), out_dims=1)

@@ -165,22 +165,22 @@ def cut_program(flat: jx.Flat, slicing: Slicing, groups: Groups) -> Program:
         else:
             ordered.append((eqn, leaves_read))
     # The caller chooses the stages by the equations, and by the parameters that they read.
-    parts = groups([eqn for eqn, _ in ordered], [leaves_read for _, leaves_read in ordered])
+    eqn_groups = groups([eqn for eqn, _ in ordered], [leaves_read for _, leaves_read in ordered])
 
     # 3. Build the segments from the last to the first.
     pieces: list[Segment | Stack] = []
     needed = dict.fromkeys(v for v in flat.outvars if not jx.is_literal(v))
-    for number in reversed(range(len(parts))):
-        defined = {v for e in parts[number] for v in e.outvars}
-        is_last = number == len(parts) - 1
+    for number in reversed(range(len(eqn_groups))):
+        defined = {v for e in eqn_groups[number] for v in e.outvars}
+        is_last = number == len(eqn_groups) - 1
         # An output of the program that is a parameter, or follows from parameters alone, belongs to the last stage.
         outputs = [v for v in needed if v in defined or (is_last and (v in index or v in floating))]
-        piece = _segment(parts[number], outputs, variables, False, slicing)
+        piece = _segment(eqn_groups[number], outputs, variables, False, slicing)
         assert piece is not None
         needed = {v: None for v in needed if v not in set(piece.outputs)}
         needed.update((v, None) for v in piece.inputs)
         pieces.insert(0, piece)
-    return _program(flat, eqns, leaves, pieces, groups=tuple(map(tuple, parts)))
+    return _program(flat, eqns, leaves, pieces, groups=tuple(map(tuple, eqn_groups)))
 
 
 def _replicate_early(eqns: Sequence[Any]) -> list[Any]:
