@@ -168,7 +168,9 @@ def check_rank(rank: Any, axes: Axes, name: str) -> int:
 def _names(axes: Any) -> tuple[str, ...]:
     """Return the names of axes as a tuple. Raises ValueError if they are no names."""
     if isinstance(axes, Mesh):
-        raise ValueError(f"axes is a mesh: outside shard_map give on(mesh), inside names of {_quoted(axes.axis_names)}")
+        raise ValueError(
+            f"axes is a mesh; give on(mesh) outside shard_map, and inside names of {_quoted(axes.axis_names)}"
+        )
     names = (axes,) if isinstance(axes, str) else axes
     if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"axes={axes!r} names no mesh axes; give 'data', ('data', 'fsdp'), or on(mesh)")

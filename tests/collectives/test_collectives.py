@@ -314,7 +314,10 @@ WRONG = {
     "axis_nearest": (lambda m: on(Mesh(m.devices, ("fsdp",)), "fdsp"), r"did you mean 'fsdp'\?"),
     "mesh": (lambda m: on("a"), r"on\('a'\) takes a jax.sharding.Mesh; give one, such as"),
     "no_shard_map": (lambda m: all_reduce(X, "a"), r"over the axis 'a'; call it in a jax.shard_map, or"),
-    "mesh_as_axes": (lambda m: all_reduce(X, m), r"outside shard_map give on\(mesh\), inside names of 'a'"),
+    "mesh_as_axes": (
+        lambda m: all_reduce(X, m),
+        r"axes is a mesh; give on\(mesh\) outside shard_map, and inside names of 'a'",
+    ),
     "rows": (lambda m: all_reduce(X[:6], on(m)), r"x \[6, 16\] must stack the buffers of 8 ranks .* \[8, ...\]"),
     "scalar": (lambda m: all_reduce(np.float32(1), on(m)), r"x \[\] must stack"),
     "op": (lambda m: all_reduce(X, on(m), op="mean"), r"op='mean' is unknown; use one of sum, prod, min"),

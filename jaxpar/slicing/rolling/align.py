@@ -221,7 +221,9 @@ def _match(rounds: Sequence[Round], span: Span, is_within: Callable[[Any], bool]
         # `zip` stops at the shorter round.
         if len(current.eqns) != len(model.eqns):
             raise NotAlike(
-                f"{span.round_name(k)} has {len(current.eqns)} equations, {span.round_name(1)} {len(model.eqns)}", k
+                f"{span.round_name(k)} has {len(current.eqns)} equations, and {span.round_name(1)} has "
+                f"{len(model.eqns)}",
+                k,
             )
         var_maps.append(var_map)
 

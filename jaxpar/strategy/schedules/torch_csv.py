@@ -61,7 +61,8 @@ def read(lines: Iterable[str]) -> tuple[Orders, Placement, int, int]:
     for rank, rank_actions in enumerate(actions):
         if len(rank_actions) > len({*rank_actions}):
             (kind, stage, microbatch), _ = collections.Counter(rank_actions).most_common(1)[0]
-            raise ValueError(f"rank {rank} has {stage}{kind}{microbatch} twice; a stage runs each microbatch once")
+            name = f"{stage}{kind}{microbatch}"
+            raise ValueError(f"rank {rank} has {name} twice; a stage runs each microbatch once: leave one of them out")
     stages = 1 + max(stage for _, stage, _ in flat_actions)
     microbatches = 1 + max(microbatch for _, _, microbatch in flat_actions)
     if ranks > _MOST_RANKS or stages * microbatches > _MOST_CELLS:

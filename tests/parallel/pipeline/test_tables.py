@@ -300,7 +300,7 @@ def test_bad_tables() -> None:
 def test_bad_tables_of_other_shapes() -> None:
     with pytest.raises(ValueError, match="the table is empty"):
         Schedule.from_table(())
-    with pytest.raises(ValueError, match="slot 1 has 1 ranks, slot 0 2"):
+    with pytest.raises(ValueError, match="slot 1 has 1 ranks, and slot 0 has 2; give each slot all ranks"):
         Schedule.from_table((((Op("F", 0, 0),), ()), ((),)))
     f_and_b = ((Op("F", 0, 0), Op("B", 0, 0)),)
     assert not Schedule.from_table((f_and_b,)).branches
