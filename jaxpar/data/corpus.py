@@ -272,7 +272,7 @@ def text(path: Place | str | None, length: int, vocabulary: int = 256) -> Text:
     _window_view(train, length)  # raises ValueError if the text is too short
     if rest.size <= length:
         raise ValueError(
-            f"length={length} needs more than {length} held out, but of {description}, {rest.size:,} are; "
+            f"length={length} needs more than {length} held out, and {rest.size:,} are, of {description}; "
             f"use {f'a length below {rest.size} or ' if rest.size > 1 else ''}more text"
         )
     return Text(f"{description}, {rest.size:,} of them held out", length, train, rest, corpus)

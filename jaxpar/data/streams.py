@@ -146,7 +146,7 @@ def _of_source(
     if part[1] > 1:
         if not hasattr(batches, "part"):
             raise ValueError(
-                f"rows='host', and {type(data).__name__} yields global batches; leave it out, or use data.Rows"
+                f"rows='host', and {type(data).__name__} yields global batches; leave rows out, or use data.Rows"
             )
         batches.part = part
     get_position, origin_entry = restored(batches, position), {"origin": origin} if origin else {}
