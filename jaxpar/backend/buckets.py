@@ -64,7 +64,7 @@ def bucket(address: str) -> UPath:
 class _TimedFileSystem:
     """A file system of fsspec whose calls raise ConnectionError with the address if they get no answer in time.
 
-    The libraries themselves retry for minutes, and wait forever for a server that stops to receive.
+    The libraries themselves retry for minutes, and wait forever for a server that has stopped receiving.
     """
 
     def __init__(self, file_system: Any, scheme: str):

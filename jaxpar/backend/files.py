@@ -40,8 +40,8 @@ def local(path: os.PathLike[str] | str, name: str) -> Path:
     """
     if address := _address(path):
         raise ValueError(
-            f"{name}={address!r} is an address, needs a path on this machine's file systems; mount the bucket "
-            "(gcsfuse, mount-s3, rclone mount) and name its folder, or copy the files to a disk"
+            f"{name}={address!r} is an address, and only a path on this machine's file systems will do; mount the "
+            "bucket (gcsfuse, mount-s3, rclone mount) and name its folder, or copy the files to a disk"
         )
     return Path(path)
 
@@ -61,8 +61,8 @@ def place(path: os.PathLike[str] | str | Place, name: str) -> Place:
     scheme, _, key = address.partition("://")
     if scheme.lower() not in PACKAGES or not key.strip("/"):
         raise ValueError(
-            f"{name}={address!r} is an address, needs s3://BUCKET/..., gs://BUCKET/... or a path on this machine's "
-            "file systems; mount what it names, or copy the files to a disk"
+            f"{name}={address!r} is not an address in a bucket; give s3://BUCKET/..., gs://BUCKET/... or a path on "
+            "this machine's file systems (mount what it names, or copy the files to a disk)"
         )
     for package in (PACKAGES[scheme.lower()], "upath"):
         needed(package, f"{name}={address!r} needs")
@@ -89,7 +89,7 @@ def plain(path: PathT) -> PathT:
     """
     # `stat` follows links, so that a link to a FIFO is refused as well.
     if kind := _KINDS.get(stat.S_IFMT(path.stat().st_mode)):
-        raise ValueError(f"{path} is {kind}; needs a file: copy its content into one, or remove it")
+        raise ValueError(f"{path} is {kind}; give a regular file: copy its content into one, or remove it")
     return path
 
 
@@ -97,12 +97,12 @@ def text_of(path: Place, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """Return the text of a regular file; raise ValueError if it is no UTF-8 or larger than `max_bytes`."""
     if (size := plain(path).stat().st_size) > max_bytes:
         raise ValueError(
-            f"{path} has {size:,} bytes, needs at most {max_bytes:,}; see that it is the file that is meant"
+            f"{path} has {size:,} bytes, and at most {max_bytes:,} are read; check that it is the right file"
         )
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text: {error}; see that it is the file that is meant") from error
+        raise ValueError(f"{path} is no UTF-8 text: {error}; check that it is the right file") from error
 
 
 def json_of(path: Path) -> dict[str, Any]:
@@ -113,7 +113,9 @@ def json_of(path: Path) -> dict[str, Any]:
         problem = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{path} cannot be read as JSON: {problem}; mend the file, or fetch it once more") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, needs an object {{...}}; fetch the file once more")
+        raise ValueError(
+            f"{path} holds a {type(content).__name__} instead of an object {{...}}; fetch the file once more"
+        )
     return content
 
 
@@ -134,12 +136,12 @@ def member(folder: Path, name: Any, source: Path | None = None) -> Path:
     # A downloaded index may name any file of this machine, directly or by a link.
     prefix = f"{source}: " if source else ""
     if not isinstance(name, str) or not name or "\0" in name:
-        raise ValueError(f"{prefix}{name!r} is no name of a file; needs one in {folder}: fetch the model once more")
+        raise ValueError(f"{prefix}{name!r} is no name of a file in {folder}; fetch the model once more")
     # 1. The name itself: no absolute path and no "..".
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"{prefix}{name!r} leads out of {folder}; needs a file in it: fetch the model from where you "
-                         "trust it")  # fmt: skip
+        raise ValueError(f"{prefix}{name!r} leads out of {folder}, and must name a file in it; fetch the model from a "
+                         "source that you trust")  # fmt: skip
     # 2. The file behind links, which may be elsewhere in a folder of Hugging Face's cache.
     root = folder.resolve()
     allowed_root = root.parent.parent if root.parent.name == "snapshots" else root

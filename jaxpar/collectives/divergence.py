@@ -100,7 +100,7 @@ class _Walk:
         if kind := PRIMITIVES.get(name.removesuffix("_start")):
             axes = self._axes_of(eqn)
             if axes & divergent_axes:
-                divergence = f"where ranks of {'+'.join(sorted(axes & divergent_axes))} part"
+                divergence = f"where ranks of {'+'.join(sorted(axes & divergent_axes))} diverge"
                 line = jx.where(eqn) or "no line of the model"
                 self.findings[f"{kind} over {'+'.join(sorted(axes))}, {divergence}, at {line}"] = None
             # With groups, each group of ranks has its own result.

@@ -53,7 +53,7 @@ def on(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Ranks:
       ValueError: the mesh lacks an axis, or axes are repeated or out of the mesh's order.
     """
     if not isinstance(mesh, Mesh):
-        raise ValueError(f"on({mesh!r}): needs a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))")
+        raise ValueError(f"on({mesh!r}) takes a jax.sharding.Mesh; give one, such as jax.make_mesh((8,), ('data',))")
     names = tuple(mesh.axis_names) if axes is None else _names(axes)
     for name in names:
         if name not in mesh.axis_names:
@@ -168,7 +168,9 @@ def check_rank(rank: Any, axes: Axes, name: str) -> int:
 def _names(axes: Any) -> tuple[str, ...]:
     """Return the names of axes as a tuple. Raises ValueError if they are no names."""
     if isinstance(axes, Mesh):
-        raise ValueError(f"axes is a mesh: outside shard_map give on(mesh), inside names of {_quoted(axes.axis_names)}")
+        raise ValueError(
+            f"axes is a mesh; give on(mesh) outside shard_map, and inside names of {_quoted(axes.axis_names)}"
+        )
     names = (axes,) if isinstance(axes, str) else axes
     if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"axes={axes!r} names no mesh axes; give 'data', ('data', 'fsdp'), or on(mesh)")
@@ -187,7 +189,7 @@ def _size(axis: str) -> int:
             if manual_axes
             else "call it in a jax.shard_map, or with on(mesh)"
         )
-        raise ValueError(f"axis {axis!r} is not one that a shard_map here runs over; {hint}") from None
+        raise ValueError(f"no shard_map around this call runs over the axis {axis!r}; {hint}") from None
 
 
 def _check_order(names: Sequence[str], mesh_axes: Sequence[Any]) -> None:

@@ -28,9 +28,9 @@ def check_op(op: Any, dtype: jnp.dtype) -> None:
         raise ValueError(f"op={op!r} is unknown; use one of {', '.join(OPS)}{did_you_mean(op, OPS)}")
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     if dtype.name == "bool" and op not in ("min", "max"):
-        raise ValueError(f"op={op!r} of bool: cast to int32 to count, or use op='max' for any, 'min' for all")
+        raise ValueError(f"op={op!r} is not for bool; cast to int32 to count, or use op='max' for any, 'min' for all")
     if is_complex and op in ("min", "max"):
-        raise ValueError(f"op={op!r} of {dtype}: complex numbers have no order; reduce jnp.abs(x)")
+        raise ValueError(f"op={op!r} is not for {dtype}, since complex numbers have no order; reduce jnp.abs(x)")
     if not is_complex and dtype.name not in DTYPES:
         raise ValueError(f"{dtype} cannot be reduced; cast to one of {', '.join(DTYPES)}")
 

@@ -272,7 +272,7 @@ def text(path: Place | str | None, length: int, vocabulary: int = 256) -> Text:
     _window_view(train, length)  # raises ValueError if the text is too short
     if rest.size <= length:
         raise ValueError(
-            f"length={length} needs more than {length} held out, but of {description}, {rest.size:,} are; "
+            f"length={length} needs more than {length} held out, and {rest.size:,} are, of {description}; "
             f"use {f'a length below {rest.size} or ' if rest.size > 1 else ''}more text"
         )
     return Text(f"{description}, {rest.size:,} of them held out", length, train, rest, corpus)
@@ -359,7 +359,9 @@ def pad_rows(batch: Any, multiple: int) -> tuple[Any, np.ndarray]:
     """
     # A bool is an Integral in Python.
     if not isinstance(multiple, Integral) or isinstance(multiple, bool) or multiple < 1:
-        raise ValueError(f"pad_rows(batch, {multiple!r}): needs a whole number from 1, such as step.replicas")
+        raise ValueError(
+            f"multiple={multiple!r} is no whole number from 1; give one to pad_rows, such as step.replicas"
+        )
     row_shapes = {
         jax.tree_util.keystr(path): np.shape(leaf)[:1] for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
     }

@@ -211,8 +211,8 @@ def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
         groups.append([(file, label) for file in files])
     if max(map(len, groups)) < HELD_OUT:
         raise ValueError(
-            f"{root} has at most {max(map(len, groups))} images of a class, and none can be held out; "
-            f"{HELD_OUT} of one class are needed"
+            f"{root} has at most {max(map(len, groups))} images of a class, and none can be held out; add images "
+            f"until one class has {HELD_OUT}"
         )
     # 3. The source.
     classes = tuple(subfolder.name for subfolder in folders)
@@ -225,7 +225,10 @@ def _drop_broken(images: Images) -> Images:
     broken = _find_broken((*images.train, *images.rest), images.read)
     train, rest = ([item for item in items if item[0] not in broken] for items in (images.train, images.rest))
     if broken and not (train and rest):
-        raise ValueError(f"{_describe_broken(broken)}, and none is left to {'train on' if not train else 'hold out'}")
+        raise ValueError(
+            f"{_describe_broken(broken)}, and none is left to {'train on' if not train else 'hold out'}; mend them, or "
+            "add images"
+        )
     description = f"{images.description}; {_describe_broken(broken)} and left out" if broken else images.description
     return replace(images, description=description, train=train, rest=rest)
 

@@ -86,8 +86,8 @@ def to_json(position: Any, place: str = "") -> Any:
         encoded = base64.b64encode(np.ascontiguousarray(values).tobytes()).decode()
         return {"array": [values.dtype.str, list(values.shape), encoded]}
     raise ValueError(
-        f"the data's position holds a {type(position).__name__} at {place or '/'}, which a checkpoint cannot keep; it "
-        "takes numbers, strings, bytes, arrays, and lists, tuples and dicts of them"
+        f"the data's position holds a {type(position).__name__} at {place or '/'}, which a checkpoint cannot keep; let "
+        "the data return numbers, strings, bytes, arrays, and lists, tuples and dicts of them"
     )
 
 

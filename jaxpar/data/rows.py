@@ -171,7 +171,7 @@ def _count(data: Any) -> int:
     """Return the number of rows in a pytree of arrays; raise ValueError if they differ."""
     shapes = {name_of(path) or "data": np.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(data)}
     if () in shapes.values() or len({shape[0] for shape in shapes.values()}) != 1:
-        raise ValueError(f"arrays of a data set need the same number of rows on dim 0, got {shapes}")
+        raise ValueError(f"arrays of a data set need the same number of rows on dim 0, got {shapes}; cut them alike")
     return next(iter(shapes.values()))[0]
 
 
@@ -179,7 +179,7 @@ def _length(data: Any) -> int:
     """Return the number of rows in a data set with `len(data)` and `data[i]`."""
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise ValueError(
-            f"a data set of rows is a {type(data).__name__}; pass arrays [n, ...] in a dict or tuple, or an "
+            f"the data set is a {type(data).__name__}; pass arrays [n, ...] in a dict or tuple, or an "
             "object with len(data) and data[i]"
         )
     return len(data)

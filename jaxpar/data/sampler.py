@@ -36,7 +36,10 @@ class Position(NamedTuple):
     def read(cls, state: Mapping[str, Any]) -> Position:
         """Return the position of a checkpoint, `_asdict` by way of JSON; raise ValueError if it is none."""
         if set(state) != set(cls._fields) or not all(isinstance(n, int) and n >= 0 for n in state.values()):
-            raise ValueError(f"a position in the data is {dict(state)}; it needs epoch and row, whole numbers from 0")
+            raise ValueError(
+                f"a position in the data is {dict(state)}; it needs epoch and row, whole numbers from 0: resume with "
+                "the data that the run was trained on"
+            )
         return cls(**state)
 
 

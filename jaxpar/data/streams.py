@@ -127,8 +127,7 @@ def training(
     position = None if state is None else from_json(state.get("data"))
     passes = _Passes(data, position, 0 if state is None else state.get("pass", 0))
     # With a position the data continue from it. Without one they begin at batch 0, and the loop drops the batches
-    # before
-    # `start`.
+    # before `start`.
     stream = Stream(passes, 0 if position is None else start, passes.state)
     while stream.number < start:
         next(stream)
@@ -147,7 +146,7 @@ def _of_source(
     if part[1] > 1:
         if not hasattr(batches, "part"):
             raise ValueError(
-                f"rows='host', and {type(data).__name__} yields global batches; leave it out, or use data.Rows"
+                f"rows='host', and {type(data).__name__} yields global batches; leave rows out, or use data.Rows"
             )
         batches.part = part
     get_position, origin_entry = restored(batches, position), {"origin": origin} if origin else {}
@@ -222,7 +221,8 @@ def held_out(data: Data, rows: int, max_batches: int | None) -> Iterator[Any]:
       data: a `Source`, `Rows`, a function without arguments that returns an iterator, or an iterable that can be read
         again.
       rows: rows of a batch, for a `Source` or `Rows`.
-      max_batches: takes this many batches, spread evenly; counting them reads the data once more. None takes all.
+      max_batches: takes at most this many batches, evenly spaced; counting them reads the data once more. None takes
+        all.
 
     Raises:
       ValueError: the data have another form.

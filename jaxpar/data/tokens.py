@@ -53,8 +53,8 @@ def token_ids(path: Place | str, vocabulary: int) -> np.ndarray:
         dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
         if (size := file.stat().st_size) % dtype.itemsize or not size:
             raise ValueError(
-                f"{path} has {size} bytes, for a vocabulary of {vocabulary} it needs {dtype} ids: "
-                f"a multiple of {dtype.itemsize}; save other types as .npy"
+                f"{path} has {size} bytes, and ids of a vocabulary of {vocabulary} are {dtype}, which takes a multiple "
+                f"of {dtype.itemsize}; write the file anew, or save other types as .npy"
             )
         ids = np.memmap(file, dtype, mode="r")
     # 2. Check all ids. Under jit, JAX does not: an id beyond the vocabulary would silently read another row.
@@ -143,7 +143,7 @@ class Windows(Sequence[dict[str, np.ndarray]]):
     def __getitem__(self, index: Any) -> Any:
         """Return the window with this index, which may be negative."""
         if not -len(self) <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
+            raise IndexError(f"there is no window {index}; the data set has {len(self)}, from 0")
         # Reading beyond the end of a file that was cut off would end the process by SIGBUS.
         check_mapped(self.ids)
         begin = index % len(self) * self.length

@@ -152,7 +152,10 @@ class Comparison:
             # A process that has ended, or is past this comparison, would not come within any time.
             for rank in missing:
                 if reason := self.ask(rank):
-                    raise ValueError(f"rank {rank} will not compare {subject} with the others: {reason}")
+                    raise ValueError(
+                        f"rank {rank} will not compare {subject} with the others: {reason}; let all processes run the "
+                        "same script, with batches of the same shapes"
+                    )
             names = f"rank {', '.join(map(str, missing))}"
             if waited > self.patience:
                 raise ValueError(f"{names} has not come to compare {subject} within {self.patience:.0f} s, though it "

@@ -148,7 +148,7 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         if has_shrunk and outcome.status == _USER_ERROR and num_processes > min_processes:
             # This number may not divide the rows or the layers. That is no new failure, so it costs no restart.
             num_processes -= 1
-            _print(f"{outcome}; {num_processes} processes are tried")
+            _print(f"{outcome}; the run is tried with {num_processes} processes")
             continue
         if restart == options.restarts or outcome.status == _USER_ERROR:
             after_restarts = f"after {restart} restarts " if restart else ""

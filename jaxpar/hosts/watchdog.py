@@ -64,7 +64,7 @@ def _parse_seconds(variable: str, text: str, default: float, subject: str, zero_
         value = float(text)
     except ValueError as error:
         raise ValueError(
-            f"{variable}={text!r} is not a number of seconds; set it to {default:g}, or to 0 for none"
+            f"{variable}={text!r} is not a number of seconds; set it to {default:g}, or to 0 for {zero_means}"
         ) from error
     if not (value == 0 or 5 <= value < float("inf")):
         raise ValueError(f"{subject} is too quick for a busy host; use 5 or more, or 0 for {zero_means}")

@@ -224,8 +224,10 @@ class Follower:
 
 
 def _size(row: Iterable[DimPart]) -> int:
+    """Return the size of a dim, from its parts."""
     return math.prod(p.size for p in row)
 
 
 def _sources(row: Iterable[DimPart]) -> Mixed:
+    """Return the dims of sources, (source, dim), from which a dim comes."""
     return {(p.source, p.dim) for p in row if p.source >= 0}

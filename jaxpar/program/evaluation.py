@@ -1,6 +1,6 @@
 """Run a program one equation at a time, so that a reader learns something of every value: its origin, its size.
 
-    class Reader(Evaluation):         decides what it knows of a value, beside the array `x`
+    class Reader(Evaluation):         decides what it knows of a value in addition to the array `x`
         given(x, name)                a value that enters the program
         made(x, at, ins, within)      a value that an equation computes
 

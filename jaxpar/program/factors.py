@@ -120,9 +120,9 @@ def labelled(text: str) -> Rule:
             labels_of_atoms.append([*first, *(f"...{n}" for n in reversed(range(num_free))), *last])
         if len(terms.split(",")) != len(atoms) or list(map(len, labels_of_atoms)) != list(map(len, atom_shapes)):
             raise ValueError(
-                f"the rule {text!r} says {terms!r}, and an equation has {len(atoms)} there, of shapes "
-                f"{list(map(list, atom_shapes))}; a rule needs a term for each and a letter for each dim; write ... "
-                "for any number of dims"
+                f"the rule {text!r} says {terms!r} where an equation has arrays of shapes "
+                f"{list(map(list, atom_shapes))}; a rule needs a term for each array and a letter for each dim; write "
+                "... for any number of dims"
             )
         return labels_of_atoms
 

@@ -24,7 +24,7 @@ from .walk import opened
 
 Dims = tuple[int | None, ...]
 _kernels: "dict[str, LocalKernel]" = {}  # by the name of the `jit` equation
-_names: dict[Any, str] = {}  # (identity of the function, in_dims, out_dims, ranks) -> that name
+_names: dict[Any, str] = {}  # (identity of the function, in_dims, out_dims, ndims) -> that name
 # Whether a kernel is being traced.
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
 
@@ -37,14 +37,14 @@ class LocalKernel:
       fun: the function that the user wrapped; it returns one array or a tuple of arrays, one for each of `out_dims`.
       in_dims: for each argument the dim that may be split over tensor ranks; None if every rank needs the full array.
       out_dims: the same for each result; `(dim,)` if `fun` returns one array.
-      ranks: the number of dims of each argument.
+      ndims: the number of dims of each argument.
       jitted: `fun` under the name by which `of` finds it.
     """
 
     fun: Callable[..., Any]
     in_dims: Dims
     out_dims: Dims
-    ranks: tuple[int, ...]
+    ndims: tuple[int, ...]
     jitted: Callable[..., Any]
 
 
@@ -71,8 +71,8 @@ def local_kernel(
       inside a derivative that the loss itself takes, it is no kernel, but the `jit` into which JAX transforms it.
 
     Raises:
-      ValueError: a dim is negative, or, when called: the number of arguments, an argument that is no array, a keyword,
-        a dim that an array lacks, or another number of results.
+      ValueError: a dim is negative or no whole number. When the result is called: a keyword is given, the numbers of
+        arguments or of results do not fit the dims, an argument is no array, or an array lacks a dim.
 
     >>> import jax.numpy as jnp
     >>> double = local_kernel(lambda x, table: 2 * x + table, in_dims=(1, None), out_dims=1)
@@ -88,7 +88,7 @@ def local_kernel(
             raise ValueError(f"kernel {name}: {option}={dims} holds {invalid[0]!r}; use dims from 0, or None")
 
     # The name of a kernel stands for one number of dims of each argument, which `of` compares.
-    by_ranks: dict[tuple[int, ...], LocalKernel] = {}
+    by_ndims: dict[tuple[int, ...], LocalKernel] = {}
 
     @functools.wraps(fun, updated=())
     def call(*arrays: Any, **keywords: Any) -> Any:
@@ -96,10 +96,10 @@ def local_kernel(
         if _inside.get():
             # A kernel that another kernel calls is part of it, and needs no equation.
             return fun(*arrays)
-        ranks = tuple(x.ndim for x in arrays)
-        if ranks not in by_ranks:
-            by_ranks[ranks] = _kernel(fun, arg_dims, result_dims, ranks)
-        outs = by_ranks[ranks].jitted(*arrays)
+        ndims = tuple(x.ndim for x in arrays)
+        if ndims not in by_ndims:
+            by_ndims[ndims] = _kernel(fun, arg_dims, result_dims, ndims)
+        outs = by_ndims[ndims].jitted(*arrays)
         _check_results(name, outs, out_dims)
         return outs
 
@@ -114,10 +114,12 @@ def _check_arguments(name: str, arrays: Sequence[Any], keywords: Mapping[str, An
             "before wrapping: local_kernel(functools.partial(fun, option=...), ...)"
         )
     if len(arrays) != len(in_dims):
-        raise ValueError(f"kernel {name} got {len(arrays)} arrays, and in_dims={in_dims} is for {len(in_dims)}")
+        raise ValueError(
+            f"kernel {name} got {len(arrays)} arrays, and in_dims={in_dims} is for {len(in_dims)}; give each its dim"
+        )
     for i, (x, dim) in enumerate(zip(arrays, in_dims, strict=True)):
         if not hasattr(x, "ndim"):
-            raise ValueError(f"argument {i} of kernel {name} is {type(x).__name__}; give an array")
+            raise ValueError(f"argument {i} of kernel {name} is a {type(x).__name__}; give an array")
         _check_dim(f"argument {i} of kernel {name}", x, dim)
 
 
@@ -150,7 +152,7 @@ def of(eqn: Any) -> LocalKernel | None:
             "arguments; pass them, each with its dim in in_dims"
         )
     # `vmap` adds a dim to the arguments.
-    if tuple(v.aval.ndim for v in eqn.invars) != kernel.ranks:
+    if tuple(v.aval.ndim for v in eqn.invars) != kernel.ndims:
         return None
     return kernel if len(eqn.outvars) == len(kernel.out_dims) else _of_some_results(kernel, eqn)
 
@@ -174,9 +176,9 @@ def _of_some_results(kernel: LocalKernel, eqn: Any) -> LocalKernel | None:
     return dataclasses.replace(kernel, fun=used_results, out_dims=tuple(kernel.out_dims[i] for i in positions))
 
 
-def _kernel(fun: Callable[..., Any], in_dims: Dims, out_dims: Dims, ranks: tuple[int, ...]) -> LocalKernel:
+def _kernel(fun: Callable[..., Any], in_dims: Dims, out_dims: Dims, ndims: tuple[int, ...]) -> LocalKernel:
     """Return the registered kernel of these parts; a new kernel in every call if `fun` cannot be hashed."""
-    key = (_identity(fun), in_dims, out_dims, ranks)
+    key = (_identity(fun), in_dims, out_dims, ndims)
     try:
         name = _names.get(key)
     except TypeError:  # an option such as a list cannot be hashed
@@ -194,7 +196,7 @@ def _kernel(fun: Callable[..., Any], in_dims: Dims, out_dims: Dims, ranks: tuple
 
         # `jit` takes the name of its equation from the function.
         named.__name__ = named.__qualname__ = name
-        _kernels[name] = LocalKernel(fun, in_dims, out_dims, ranks, jax.jit(named))
+        _kernels[name] = LocalKernel(fun, in_dims, out_dims, ndims, jax.jit(named))
     return _kernels[name]
 
 
@@ -210,12 +212,14 @@ def _identity(fun: Callable[..., Any]) -> Any:
 
 
 def _name(fun: Callable[..., Any]) -> str:
+    """Return the name of a kernel's function for names of equations and errors."""
     while isinstance(fun, functools.partial):
         fun = fun.func
     return re.sub(r"\W", "_", getattr(fun, "__name__", type(fun).__name__)).strip("_")
 
 
 def _check_dim(subject: str, x: Any, dim: int | None) -> None:
+    """Raise ValueError if an array lacks a dim."""
     if dim is not None and dim >= x.ndim:
         hint = f"use 0 to {x.ndim - 1}, or None" if x.ndim else "use None"
         raise ValueError(f"{subject} has shape {list(x.shape)} and no dim {dim}; {hint}")

@@ -1,8 +1,8 @@
 """Find inputs of a program that are used as indices without a check, such as the labels of a cross-entropy.
 
-    logits[rows, labels]                      -> labels: of 4
-    jnp.take_along_axis(logits, labels, 1)    -> labels: of 4
-    jnp.where(labels < 0, 0, labels) first    -> nothing: the program expects other values
+    logits[rows, labels]                      -> labels index a dim of size 4
+    jnp.take_along_axis(logits, labels, 1)    -> the same
+    jnp.where(labels < 0, 0, labels) first    -> no lookup: the program expects labels out of range
 
 Under `jit`, NumPy's indices from the end and beyond it raise no error: -1 reads the last element, and an index beyond
 the end is clamped, or reads NaN (https://docs.jax.dev/en/latest/notebooks/Common_Gotchas_in_JAX.html#out-of-bounds-indexing).

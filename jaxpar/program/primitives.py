@@ -23,10 +23,11 @@ class Primitive:
       cheap: a backward computes it again instead of reading a result that the forward saved.
       view: it takes no time, since a reader of its result may read its operand.
       kernel: XLA runs it as a separate kernel, not fused into the reader of its result.
-      linear: the operands in which it is linear while the others are fixed, and its derivative too: "all" together,
-        "each" alone, the "first", or the "cases", which are all but the first.
-      scaling: for a primitive that is not linear, the effect on the results if all operands are multiplied by c > 0:
-        they are multiplied by c, the "first" power, or stay the same, "none".
+      linear: the operands in which it is linear while the others are fixed: "all" together, "each" alone, the "first",
+        or the "cases", which are all but the first. JAX's derivative must be the same function: `stop_gradient`, whose
+        derivative is zero, is not linear here.
+      scaling: for a primitive that is not linear, the power of c by which the results are multiplied if all operands
+        are multiplied by c > 0: the "first" power, or "none", so that they stay the same.
       compares: results say how operands compare.
       draws: it draws random "keys", or random "numbers", from a key.
       zero: elementwise, and zero where all operands are zero.

@@ -128,8 +128,9 @@ def allowed(
         # `Offloadable` names a memory.
         if hasattr(case, "dst"):
             raise ValueError(
-                f"remat is a policy that sends the results of {eqn.primitive} to {case.dst!r}; give one that saves "
-                "them, as jax.checkpoint_policies.save_only_these_names, and offload='activations'"
+                f"remat is a policy that sends the results of {eqn.primitive} to {case.dst!r}, and jaxpar sends values "
+                "to the host by offload alone; give a policy that saves them, such as "
+                "jax.checkpoint_policies.save_only_these_names, and offload='activations'"
             )
         return case if isinstance(case, bool) else "Saveable" in type(case).__name__
 

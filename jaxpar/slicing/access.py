@@ -12,7 +12,7 @@ import jax
 
 
 class Access(Protocol):
-    """How a strategy moves one parameter leaf. `index` is the leaf; `sliced` says that the value is a layer of it."""
+    """How a strategy moves one parameter leaf: `index` is its number, and `sliced` says that the value is one layer."""
 
     def fetch(self, index: int, value: jax.Array, sliced: bool) -> jax.Array:
         """Return the whole leaf in the compute dtype, from the shard that this device stores."""

@@ -52,6 +52,7 @@ class LayerAccess:
         """Return one layer's whole weights.
 
         Args:
+          layer: the number of the layer.
           reads: which weights to return, by slice; None for all.
           prefetched: for each slice, the weight if it is fetched already, else None.
           device_copies: for each slice, the shard that `copy_from_host` returned, else None.

@@ -155,10 +155,10 @@ class _Iteration:
         flops = _flops_by_window([e for e in self._todo if not level.keys().isdisjoint(e.outvars)], level, exchanges)
         size = lambda eqns: sum(jx.nbytes(v) for e in eqns for v in (*e.invars, *e.outvars))
         # Empty windows with products come first, then windows with more of them, then later ones.
-        rank = lambda i: (flops[i] > 0 and not windows[i], flops[i], i)
+        preference = lambda i: (flops[i] > 0 and not windows[i], flops[i], i)
         for (is_last, kind, _), eqns in sorted(ahead.items(), key=lambda item: (item[0][0], -size(item[1]))):
             first = max((i for i, window in enumerate(windows) if window), default=0) if is_last else 0
-            best = max(range(first, len(windows)), key=rank)
+            best = max(range(first, len(windows)), key=preference)
             windows[min(_AHEAD_KINDS.index(kind), len(windows) - 1) if is_cut else best].append(eqns)
         return windows
 
@@ -169,8 +169,9 @@ class _Iteration:
           cuts: equations, by id, that count as exchanges too.
 
         Returns:
-          The level of each value of this iteration: the number of exchanges that it is behind. The level at which each
-          exchange, by id, starts. And the collectives for other iterations, by whether they come last, kind and axes.
+          The level of each value of this iteration, which is the number of exchanges that it waits for; the level at
+          which each exchange, by id, starts; and the collectives for other iterations, by whether they come last, kind
+          and axes.
         """
         inputs = lambda eqn: [v for v in eqn.invars if not jx.is_literal(v)]
         needed = self._needed_for_products()

@@ -179,8 +179,8 @@ class Stack:
           access: how leaves are fetched.
           leaves: the stored value of every parameter leaf.
           flight: the state after the previous loop.
-          back: False after a forward without a backward: the first layer is next. True after a backward whose forward
-            ran earlier: the last layer is next.
+          back: whether the next loop runs backwards, and so begins with the layer that runs last forwards; False if it
+            runs forwards.
         """
         layer = self.length - 1 - self._first_layer if back else self._first_layer
         # Without the barrier XLA would merge this fetch with the initial one, and hold the weights in between.
@@ -442,7 +442,7 @@ class Stack:
         return ct_carry, [total + ct for total, ct in zip(ct_consts, layer_consts, strict=True)], ct_xs
 
     def _clip(self, layer: Any) -> jax.Array:
-        """Return a layer's number, or beyond an end that end's."""
+        """Return a layer's number; beyond an end of the stack, the number of the layer at that end."""
         return jnp.clip(layer, 0, self.length - 1)
 
     @property

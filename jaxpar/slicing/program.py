@@ -55,7 +55,7 @@ class Program:
 
     @property
     def unrolled(self) -> tuple[tuple[int, str], ...]:
-        """Loops with layers that run one by one: the first leaf of each, and the first difference between layers."""
+        """Loops that did not become one stack: the first leaf of each, and the first difference between its layers."""
         return tuple((loop.leaf, loop.difference) for loop in self.loops if loop.difference is not None)
 
     @property
@@ -137,7 +137,7 @@ class Program:
 
     def only(self, position: int) -> Callable[[Sequence[Any]], jax.Array]:
         """Return one output, which may not depend on parameters, as a function of the inputs (constants aside)."""
-        # `needed` drops equations with effects too: this runs in addition to the program.
+        # `needed` drops equations with effects, unlike `live`. They run in the program, and must not run here again.
         output = [self.outputs[position]]
         fun = jx.run(jx.live(jx.needed(self.eqns, output), output), self.inputs, output)
         return lambda values: fun(*self.consts, *values)[0]

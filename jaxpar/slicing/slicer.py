@@ -24,7 +24,7 @@ from ..program import primitives
 from ..program.hoist import closure, split
 from .pieces import Segment, Stack
 from .program import Program
-from .slices import Chain, Slice, sliced
+from .slices import Chain, Slice, find_reads
 from .units import Unit
 
 
@@ -130,6 +130,7 @@ def _program(
     return Program(tuple(pieces), tuple(eqns), flat.consts, tuple(leaves), inputs, tuple(flat.outvars), uses, **options)
 
 
+# Divides equations into groups, given the numbers of the leaves that each equation reads.
 Groups = Callable[[Sequence[Any], Sequence[frozenset[int]]], list[list[Any]]]
 
 
@@ -141,7 +142,8 @@ def cut_program(flat: jx.Flat, slicing: Slicing, groups: Groups) -> Program:
 
     Args:
       slicing: its parameters; `slicing.remat` applies to each segment as a whole.
-      groups: `groups(equations, leaves that each reads)` returns the other equations in groups, in order.
+      groups: `groups(equations, leaves that each reads)` returns the equations in groups, in order. It gets all
+        equations except those of values that each segment computes itself.
     """
     # 1. Sort the variables. The model's own rematerialisation is removed where each segment has another one.
     flat = flat if slicing.remat == "none" else _without_remats(flat)
@@ -163,22 +165,22 @@ def cut_program(flat: jx.Flat, slicing: Slicing, groups: Groups) -> Program:
         else:
             ordered.append((eqn, leaves_read))
     # The caller chooses the stages by the equations, and by the parameters that they read.
-    parts = groups([eqn for eqn, _ in ordered], [leaves_read for _, leaves_read in ordered])
+    eqn_groups = groups([eqn for eqn, _ in ordered], [leaves_read for _, leaves_read in ordered])
 
     # 3. Build the segments from the last to the first.
     pieces: list[Segment | Stack] = []
     needed = dict.fromkeys(v for v in flat.outvars if not jx.is_literal(v))
-    for number in reversed(range(len(parts))):
-        defined = {v for e in parts[number] for v in e.outvars}
-        is_last = number == len(parts) - 1
+    for number in reversed(range(len(eqn_groups))):
+        defined = {v for e in eqn_groups[number] for v in e.outvars}
+        is_last = number == len(eqn_groups) - 1
         # An output of the program that is a parameter, or follows from parameters alone, belongs to the last stage.
         outputs = [v for v in needed if v in defined or (is_last and (v in index or v in floating))]
-        piece = _segment(parts[number], outputs, variables, False, slicing)
+        piece = _segment(eqn_groups[number], outputs, variables, False, slicing)
         assert piece is not None
         needed = {v: None for v in needed if v not in set(piece.outputs)}
         needed.update((v, None) for v in piece.inputs)
         pieces.insert(0, piece)
-    return _program(flat, eqns, leaves, pieces, groups=tuple(map(tuple, parts)))
+    return _program(flat, eqns, leaves, pieces, groups=tuple(map(tuple, eqn_groups)))
 
 
 def _replicate_early(eqns: Sequence[Any]) -> list[Any]:
@@ -200,7 +202,7 @@ def _replicate_early(eqns: Sequence[Any]) -> list[Any]:
 def _find_stacks(scans: Sequence[Any], variables: _Variables, slicing: Slicing) -> tuple[dict[int, Reads], Any]:
     """Return what each scan, by the id of its equation, reads of leaves; and the scan that a pipeline cuts."""
     staged = slicing.staged or [False] * len(slicing.params)
-    reads_by_scan = {id(e): sliced(e, variables.floating, variables.leaves) for e in scans}
+    reads_by_scan = {id(e): find_reads(e, variables.floating, variables.leaves) for e in scans}
 
     # 1. A leaf is sliced along one dim by all stacks: the first that is possible.
     slice_dims: dict[int, int] = {}
@@ -238,7 +240,7 @@ def _staged_elements(slices: set[Slice], length: int, params: Sequence[Any], sta
     )
 
 
-# What must not run again in every segment that reads it.
+# Primitives that run once: their results are passed to later segments, and not computed again in each.
 _EXPENSIVE = (*primitives.PRODUCTS, *primitives.having("nested"), "sort", "pure_callback")
 
 
@@ -263,7 +265,8 @@ def _segment(
       eqns: its equations, without floating ones.
       outputs: its variables that later pieces read.
       keep: whether the backward reuses the fetched parameters, as in `Segment`.
-      stage: for a stage of `cut_program`, which exists even without outputs, its rematerialisation.
+      stage: for a stage of `cut_program`, the options that say what it recomputes; a stage exists even without
+        outputs. None for a segment between stacks.
     """
     index, active, floating = variables.leaves, variables.active, variables.floating
     if not outputs and stage is None:

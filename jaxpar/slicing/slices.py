@@ -55,8 +55,8 @@ class Slice:
 Chain = tuple[Callable[[jax.Array], jax.Array], ...]
 
 
-def sliced(eqn: Any, floating: dict[Any, Any], index: dict[Any, int]) -> dict[int, tuple[Slice, Chain]]:
-    """Return the scanned inputs of a `scan` that are layers of parameters.
+def find_reads(eqn: Any, floating: dict[Any, Any], index: dict[Any, int]) -> dict[int, tuple[Slice, Chain]]:
+    """Find the scanned inputs of a `scan` that are layers of parameters.
 
     Args:
       floating: the equations that depend on parameters alone, by the variables that they define.
@@ -93,7 +93,7 @@ def sliced(eqn: Any, floating: dict[Any, Any], index: dict[Any, int]) -> dict[in
             else:
                 break
             var = atoms[0]
-        # A stack along a later dim must be short enough to be one of layers (`LAYERS`).
+        # Along a later dim, only a stack of at most `LAYERS` is taken for one of layers.
         if not jx.is_literal(var) and var in index and (dim == 0 or parts.length <= LAYERS):
             slices_by_position[position] = (Slice(index[var], start, stride, dim), tuple(chain))
     return slices_by_position

@@ -31,6 +31,7 @@ class _Choice:
     """The values of a field that is chosen by name.
 
     Attributes:
+      names: the names.
       suffix: the text of an error after the names: other values that the field takes, or why it takes no others.
       accepts: returns whether a value that is none of the names is accepted.
     """
@@ -111,6 +112,7 @@ def _refuse_choice(name: str, _: Any, value: Any) -> str:
 
 
 def _is_no_size(size: Any) -> bool:
+    """Return whether a value cannot be the size of an axis."""
     return not is_int(size) or (size < 1 and size != -1)
 
 
@@ -195,20 +197,20 @@ CONSTRAINTS = (
     Constraint(
         ("attention",),
         lambda s, attention: attention != "auto" and s.context == 1,
-        "attention={value!r} says how context ranks attend; give context= a size, or leave it out",
+        "attention={value!r} says how context ranks attend; give context= a size, or leave attention out",
     ),
     # Data parallelism.
     Constraint(
         ("prefetch",),
         lambda s, prefetch: prefetch == 1 and s.server,
-        "prefetch=1 with {others}: a server has no shards; use prefetch=0, or leave it out",
+        "prefetch=1 with {others}: a server has no shards to gather; use prefetch=0, or leave prefetch out",
     ),
     Constraint(
         ("sync",),
         # To choose `zero=1` or 2 is the same choice, and a rule or a server makes its own.
         lambda s, sync: sync == "step" and (s.zero != 3 or s.fsdp == 1 or s.rule or s.server),
         "sync='step' with {others}: it accumulates whole gradients of the parameters that zero=3 shards over fsdp; "
-        "give fsdp a size and zero=3, or leave it out (zero=1 reduces once a step)",
+        "give fsdp a size and zero=3, or leave sync out (zero=1 reduces once a step)",
     ),
     Constraint(
         ("hpz",),

@@ -216,7 +216,7 @@ class Strategy:
           ValueError: naming the part that is wrong, and the nearest name.
         """
         if not isinstance(text, str):
-            raise ValueError(f"Strategy.parse({text!r}): needs text, such as 'fsdp' or 'data=2,fsdp=4'")
+            raise ValueError(f"Strategy.parse({text!r}): a strategy is text here; give 'fsdp' or 'data=2,fsdp=4', say")
         fields = {f.name: f for f in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
         assigned: set[str] = set()  # a preset's fields may be assigned once more

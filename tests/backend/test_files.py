@@ -40,16 +40,18 @@ def model(folder: Path, places: object = None, **changes: object) -> Path:
 def test_fifos_devices_and_long_files_are_named(tmp_path: Path) -> None:
     os.mkfifo(fifo := tmp_path / "fifo")
     for read in (plain, text_of, json_of, load, TrainOptions.load):
-        with pytest.raises(ValueError, match=r"fifo is a FIFO, which waits .*; needs a file"):
+        with pytest.raises(ValueError, match=r"fifo is a FIFO, which waits .*; give a regular file"):
             read(fifo)
     for name in ("ids.npy", "ids.bin", "text.txt"):  # a FIFO of data was called "no file", or a file of "0 bytes"
         os.mkfifo(tmp_path / name)
-        with pytest.raises(ValueError, match=rf"{name} is a FIFO, which waits .*; needs a file: copy its content into"):
+        with pytest.raises(
+            ValueError, match=rf"{name} is a FIFO, which waits .*; give a regular file: copy its content into"
+        ):
             windows_of(tmp_path / name, 4)
     with pytest.raises(ValueError, match="/dev/zero is a device"):
         TrainOptions.load("/dev/zero")
     (long := tmp_path / "long.yaml").write_text("# " + "x" * (1 << 20))
-    with pytest.raises(ValueError, match="has 1,048,578 bytes, needs at most 1,048,576"):
+    with pytest.raises(ValueError, match="has 1,048,578 bytes, and at most 1,048,576 are read"):
         TrainOptions.load(long)
 
 
@@ -57,7 +59,7 @@ def test_fifos_devices_and_long_files_are_named(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[" * 100_000, "nested too deeply"),
-        ("[]", "holds a list, needs an object"),
+        ("[]", "holds a list instead of an object"),
         ('{"a":', "cannot be read as JSON: Expecting value"),
         (b"\xff", "no UTF-8 text"),
     ],
@@ -179,16 +181,16 @@ def test_addresses_are_refused_before_anything_runs(tmp_path: Path, monkeypatch:
     ):
         with pytest.raises(ValueError, match=missing):
             use("gs://bucket/run.npy")
-    says = r"='gs://bucket/run.npy' is an address, needs a path on this machine's file systems; mount the bucket"
+    says = r"='gs://bucket/run.npy' is an address, and only a path on this machine's file systems will do; mount"
     for use in (lambda path: TrainOptions(export=Path(path)), from_hf, cache_folder):
         with pytest.raises(ValueError, match=says):
             use("gs://bucket/run.npy")
     for path in ("hf://datasets/x", "HTTPS://host/x", "s3://"):
-        with pytest.raises(ValueError, match=f"out='{path}' is an address, needs s3://BUCKET/"):
+        with pytest.raises(ValueError, match=f"out='{path}' is not an address in a bucket; give s3://BUCKET/"):
             place(path, "out")
     for path in ("s3://bucket/x", "hf://datasets/x"):
         for form in (path, Path(path)):
-            with pytest.raises(ValueError, match=f"out='{path}' is an address, needs a path"):
+            with pytest.raises(ValueError, match=f"out='{path}' is an address, and only a path"):
                 local(form, "out")
     for path in ("runs/x", "/a/b:/c", "./gs:x", "a:b"):
         assert local(path, "out") == place(path, "out") == Path(path)

@@ -312,9 +312,12 @@ X = np.zeros((8, 16), "float32")
 WRONG = {
     "axis": (lambda m: all_reduce(X, on(m, "fdsp")), r"no axis 'fdsp'; use 'a'"),
     "axis_nearest": (lambda m: on(Mesh(m.devices, ("fsdp",)), "fdsp"), r"did you mean 'fsdp'\?"),
-    "mesh": (lambda m: on("a"), r"on\('a'\): needs a jax.sharding.Mesh, such as"),
-    "no_shard_map": (lambda m: all_reduce(X, "a"), r"axis 'a' is not one .*; call it in a jax.shard_map, or"),
-    "mesh_as_axes": (lambda m: all_reduce(X, m), r"outside shard_map give on\(mesh\), inside names of 'a'"),
+    "mesh": (lambda m: on("a"), r"on\('a'\) takes a jax.sharding.Mesh; give one, such as"),
+    "no_shard_map": (lambda m: all_reduce(X, "a"), r"over the axis 'a'; call it in a jax.shard_map, or"),
+    "mesh_as_axes": (
+        lambda m: all_reduce(X, m),
+        r"axes is a mesh; give on\(mesh\) outside shard_map, and inside names of 'a'",
+    ),
     "rows": (lambda m: all_reduce(X[:6], on(m)), r"x \[6, 16\] must stack the buffers of 8 ranks .* \[8, ...\]"),
     "scalar": (lambda m: all_reduce(np.float32(1), on(m)), r"x \[\] must stack"),
     "op": (lambda m: all_reduce(X, on(m), op="mean"), r"op='mean' is unknown; use one of sum, prod, min"),
@@ -337,7 +340,7 @@ WRONG = {
         r"must be known when the program is traced; give Python values",
     ),
     "source": (lambda m: send_recv(X, on(m), [(8, 0)]), r"source=8 is not a rank"),
-    "bool_sum": (lambda m: all_reduce(X > 0, on(m)), r"op='sum' of bool: cast to int32 to count, or"),
+    "bool_sum": (lambda m: all_reduce(X > 0, on(m)), r"op='sum' is not for bool; cast to int32 to count, or"),
     "complex_max": (lambda m: ring_all_reduce(X * 1j, on(m), op="max"), r"complex.*no order; reduce jnp.abs"),
     "root_bool": (lambda m: broadcast(X, on(m), root=True), r"root=True is not a rank"),
     "op_dict": (lambda m: all_reduce(X, on(m), op={"a": 1}), r"\{'a': 1\} is a dict; root, dim, op and pairs"),
@@ -383,10 +386,10 @@ def test_errors(name: str) -> None:
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ("dta", r"axis 'dta' is not one that a shard_map here runs over; use .*did you mean 'data'"),
+        ("dta", r"no shard_map around this call runs over the axis 'dta'; use .*did you mean 'data'"),
         (("fsdp", "data"), r"out of the mesh's order; use 'data', 'fsdp'"),
         (("data", "data"), r"'data', 'data' are repeated or out of the mesh's order; use 'data'"),
-        ("tensor", r"axis 'tensor' is not one"),
+        ("tensor", r"runs over the axis 'tensor'"),
     ],
 )
 def test_errors_in_axes(axes: Any, message: str) -> None:

@@ -90,7 +90,7 @@ def test_rounds_are_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that needs fewer rounds would leave the others waiting."""
     monkeypatch.setattr(rounds.lax, "pmax", lambda x, axis: x)
     rounds.rounds.cache_clear()
-    with pytest.raises(ValueError, match="all-to-all over expert, where ranks of expert part"):
+    with pytest.raises(ValueError, match="all-to-all over expert, where ranks of expert diverge"):
         make_step("one_expert", "expert=4", 4).trace(expert_cells.batch_of())
     rounds.rounds.cache_clear()
 
@@ -103,7 +103,7 @@ def test_messages_within_a_pipelines_operations_are_seen(monkeypatch: pytest.Mon
         return loop(self, name, does_run, lambda *args: send(fun(*args)), carry)
 
     monkeypatch.setattr(Slots, "_loop", loop_with_messages)
-    with pytest.raises(ValueError, match="collective-permute over pipe, where ranks of pipe part"):
+    with pytest.raises(ValueError, match="collective-permute over pipe, where ranks of pipe diverge"):
         make_step("einsum", "pipe=2,expert=2,microbatches=2,schedule=zb-h1", 4).trace(expert_cells.batch_of())
 
 
@@ -113,7 +113,7 @@ def test_a_condition_on_rows_exchanges_no_tokens(monkeypatch: pytest.MonkeyPatch
     assert not_reached(step.trace(expert_cells.batch_of())) == []
     assert any("cond at " in place for place in step.traced(expert_cells.batch_of()).notes.experts_gathered)
     monkeypatch.setattr(ExpertLocaliser, "alike", lambda self, x: True)
-    with pytest.raises(ValueError, match="all-to-all over expert, where ranks of expert part"):
+    with pytest.raises(ValueError, match="all-to-all over expert, where ranks of expert diverge"):
         make_step("skipped", "expert=2,fsdp=2", 4).trace(expert_cells.batch_of())
 
 

@@ -180,7 +180,7 @@ def test_images_that_cannot_be_read_are_left_out_by_name_where_that_is_asked_for
     for file in root.rglob("09.JPG"):
         file.write_bytes(b"")
     (root / "red" / "19.JPG").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"cannot be read .*, and none is left to hold out"):
+    with pytest.raises(ValueError, match=r"cannot be read .*, and none is left to hold out; mend them, or add images"):
         images.folder(root, 4, broken="skip")
 
 

@@ -82,7 +82,7 @@ def test_rows_that_make_no_batch_are_named() -> None:
     says = r"2 rows of texts make no batch .*; rows need the same keys and shapes: pad or cut"
     with pytest.raises(ValueError, match=says):
         next(Rows([{"t": [1, 2]}, {"t": [1]}], name="texts").batches(2, seed=0))
-    with pytest.raises(ValueError, match="a data set of rows is a generator; pass arrays"):
+    with pytest.raises(ValueError, match="the data set is a generator; pass arrays"):
         Rows(x for x in X)
     with pytest.raises(ValueError, match=r"same number of rows on dim 0, got \{'x': \(7, 2\), 'y': \(3,\)\}"):
         Rows({"x": X, "y": np.ones(3)})
@@ -96,7 +96,7 @@ def test_windows_of_token_ids_are_rows(tmp_path: Path) -> None:
     targets = np.concatenate([b["tokens"][:, 1:][b["mask"] == 1].ravel() for b in Rows(windows).once(10)])
     assert targets.tolist() == list(range(1, 993))
     assert windows[-1]["tokens"].dtype == np.int32
-    with pytest.raises(IndexError, match="window 124 of 124"):
+    with pytest.raises(IndexError, match="there is no window 124; the data set has 124"):
         windows[124]
     with pytest.raises(ValueError, match="length=1000 needs token ids"):
         Windows(windows.ids, 1000)

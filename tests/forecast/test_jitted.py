@@ -347,10 +347,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     report = json.loads(capsys.readouterr().out)
     assert (report["name"], report["memory"]["arguments"], report["ledger"]) == ("sin", 32, [])
     for words, message in {
-        ("my_steps:bad",): r"--step my_steps:bad returned a \w+; needs a function without arguments that returns",
+        ("my_steps:bad",): r"--step my_steps:bad returned a \w+; give a function without arguments that returns",
         ("my_steps:none",): r"my_steps has no function 'none'; write def none\(\): return step, \(state, batch\)",
         ("steps.py",): "--step steps.py is no package.module:function",
-        ("my_steps:make", "--strategy", "ddp"): "--step is a step by itself, and has no --strategy",
+        ("my_steps:make", "--strategy", "ddp"): "--step names a whole step, which takes no --strategy",
     }.items():
         with pytest.raises(ValueError, match=message):
             run(["explain", "--step", *words])

@@ -456,7 +456,7 @@ def test_a_program_without_matmuls_has_no_mfu() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--batch", "0"], "--batch 0: use a whole number from 1"),
+        (["--batch", "0"], "--batch 0 is too small; use a whole number from 1"),
         (["--seq", "9000"], "length=9000 is beyond the context of llama3-8b, which is 8192"),
         (["--target", "8xH1000", "--seq", "9000"], "did you mean H100"),  # of the two mistakes it said the other
         (["--model", "lama3-8b"], "did you mean 'llama3-8b'?"),

@@ -65,7 +65,14 @@ def test_of_programs_the_first_line_that_differs_is_shown() -> None:
 
 def test_who_never_comes_is_named() -> None:
     first, second, third = compare_in_threads({0: {}, 1: {}, 2: {}}, absent=2)
-    assert first == second == "rank 2 will not compare the options with the others: its script has ended"
+    assert (
+        first
+        == second
+        == (
+            "rank 2 will not compare the options with the others: its script has ended; let all processes run the same "
+            "script, with batches of the same shapes"
+        )
+    )
     assert third == "never returned"
 
 

@@ -123,7 +123,7 @@ print("trained", again)
     assert sorted(stdout.splitlines()) == ["[0] trained 1", "[1] trained 1"]
     assert "rank 2 was ended by SIGKILL" in stderr
     assert "started again with 3 processes, restart 1 of 1" in stderr
-    assert "2 processes are tried" in stderr
+    assert "the run is tried with 2 processes" in stderr
     assert launch.launch(LaunchOptions(processes=2, restarts=1), ["-c", "raise SystemExit(4)"]) == 4
     assert "after 1 restarts the run ends with status 4" in capfd.readouterr().err
     status = launch.launch(LaunchOptions(processes=1, restarts=5), ["-c", "raise SystemExit(2)"])

@@ -72,7 +72,7 @@ def test_wrong_sums_a_wrong_compiler_and_a_folder_that_is_none(
     assert "a sum over 8 dims: ended by SIGSEGV; sums of products over 40,000 rows: wrong numbers" in printed
     assert f"try: XLA_FLAGS={FLAG} in every process" in printed
     assert printed.count("    try: ") == 3
-    assert printed.endswith("3 off\n")
+    assert printed.endswith("3 problems\n")
 
 
 @pytest.mark.slow

@@ -197,5 +197,5 @@ def test_batches_of_our_models_are_checked() -> None:
 @pytest.mark.parametrize("multiple", [0, -8, 4.0, True, "8"])
 def test_rows_are_padded_to_a_count(multiple: Any) -> None:
     # ZeroDivisionError; batches cut to nothing.
-    with pytest.raises(ValueError, match=r"pad_rows\(batch, .*\): needs a whole number from 1"):
+    with pytest.raises(ValueError, match=r"multiple=.* is no whole number from 1; give one"):
         jp.pad_rows(BATCH, multiple)

@@ -100,9 +100,9 @@ def test_unused_results_are_left_out() -> None:
             ("scaled: in_dims=(-1, None)", "-1", "from 0, or None"),
         ),
         (lambda: jp.local_kernel(scaled, (1, None), ("x",)), ("out_dims=('x',)", "from 0, or None")),
-        (lambda: wrapped()(X), ("got 1 arrays", "in_dims=(1, None) is for 2")),
+        (lambda: wrapped()(X), ("got 1 arrays", "in_dims=(1, None) is for 2; give each its dim")),
         (lambda: wrapped()(X, X[:, 0], by=3), ("the keyword 'by'", "functools.partial")),
-        (lambda: wrapped()(X, [1.0, 2.0]), ("argument 1 of kernel scaled is list", "give an array")),
+        (lambda: wrapped()(X, [1.0, 2.0]), ("argument 1 of kernel scaled is a list", "give an array")),
         (
             lambda: wrapped()(X[0], X[:, 0]),
             ("argument 0 of kernel scaled", "shape [3] and no dim 1", "0 to 0"),

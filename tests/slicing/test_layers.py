@@ -123,7 +123,7 @@ def test_a_policy_says_what_is_kept() -> None:
         names_which_can_be_saved=[], names_which_can_be_offloaded=["shared"], offload_src="device",
         offload_dst="pinned_host",
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"sends the results of name to 'pinned_host'; .* offload='activations'"):
+    with pytest.raises(ValueError, match=r"sends the results of name to 'pinned_host', .* offload='activations'"):
         run(sliced(offloads))
 
 

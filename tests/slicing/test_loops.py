@@ -239,7 +239,7 @@ def test_what_is_said_of_a_loop_from_the_end() -> None:
     lines, first = inspect.getsourcelines(test_what_is_said_of_a_loop_from_the_end)
     line = next(first + i for i, text in enumerate(lines) if text.rstrip().endswith("# here"))
     assert "layers 2 to 0 scanned" in step.layout.loops["layers/*"]
-    assert re.search(rf"block 3 has 1 operations more than block 5, at sin .*test_loops\.py:{line}\b", str(step.layout))
+    assert re.search(rf"block 3 has 1 more operation than block 5, at sin .*test_loops\.py:{line}\b", str(step.layout))
 
 
 def test_a_pipeline_names_blocks_of_unequal_width() -> None:

@@ -261,7 +261,7 @@ def test_explain_says_what_is_held_besides() -> None:
         ("fsdp=8,prefetch=true", "prefetch=True is unknown; use one of auto, 0 or 1"),
         (
             "dp,prefetch=1",
-            "prefetch=1 with data=-1,server=true: a server has no shards; use prefetch=0, or leave it out",
+            "prefetch=1 with data=-1,server=true: a server has no shards to gather; use prefetch=0, or leave prefetch ",
         ),
     ],
 )

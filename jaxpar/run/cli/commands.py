@@ -283,7 +283,7 @@ def _explain_user_step(options: ExplainOptions) -> None:
     changed = [name for name in ("model", "strategy") if getattr(options, name) != _EXPLAIN_DEFAULTS[name]]
     excluded |= {name: getattr(options, name) for name in changed}
     if option := next((name for name, value in excluded.items() if value is not None), None):
-        raise ValueError(f"--step is a step by itself, and has no --{option}; leave one of the two out")
+        raise ValueError(f"--step names a whole step, which takes no --{option}; leave one of the two out")
     if options.target is not None:
         jax.config.update("jax_platforms", "cpu")  # without this, machines without GPUs lack the GPU compiler
     if options.target is None or options.devices is not None:

@@ -59,6 +59,6 @@ def main(options: DoctorOptions) -> None:
     if prints and options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))  # noqa: T201
     elif prints:
-        print(f"{num_problems} off" if num_problems else "all well")  # noqa: T201
+        print(f"{num_problems} problem{'s' * (num_problems > 1)}" if num_problems else "all well")  # noqa: T201
     if num_problems:
         sys.exit(1)

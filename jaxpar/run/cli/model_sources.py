@@ -141,7 +141,7 @@ def load_user_step(reference: str) -> tuple[Any, ...]:
     if not (isinstance(result, tuple) and len(result) == 2 and callable(result[0]) and isinstance(result[1], tuple)):
         problem = f"returned a {type(result).__name__}" if is_function(reference) else "is no package.module:function"
         raise ValueError(
-            f"--step {reference} {problem}; needs a function without arguments that returns (step, args): what "
+            f"--step {reference} {problem}; give a function without arguments that returns (step, args): what "
             "jax.jit gives or takes, and a tuple of its arguments, arrays or jax.ShapeDtypeStruct with their shardings"
         )
     return result[0], *result[1]
@@ -156,7 +156,7 @@ def load_user_model(reference: str) -> UserModel:
     result = call_user_function(reference, "--model", "model, data")
     if not (isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], Model)):
         raise ValueError(
-            f"--model {reference} returned a {type(result).__name__}; needs (model, data) or (model, data, held_out): "
+            f"--model {reference} returned a {type(result).__name__}; return (model, data) or (model, data, held_out): "
             f"a jp.Model, from {MAKERS}, and what jp.Trainer takes as data; "
             "to check, explain and plan, a batch of arrays or jax.ShapeDtypeStruct serves as well"
         )

@@ -124,12 +124,14 @@ class TrainOptions(Loop):
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name}={getattr(self, name)} is too small; use {minimum} or more")
         if self.profile is not None and self.profile < 1:
-            raise ValueError(f"profile={self.profile}: trace one step or more")
+            raise ValueError(f"profile={self.profile} traces no step; use 1 or more")
         for name in ("lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} is not a positive number")
+                raise ValueError(f"{name}={getattr(self, name)} is not a positive number; use a finite one above 0")
         if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay={self.weight_decay} is not a number from 0; use 0 for none, such as 0.1")
+            raise ValueError(
+                f"weight_decay={self.weight_decay} is not a number from 0; use one such as 0.1, or 0 for none"
+            )
 
     @property
     def again(self) -> str:
@@ -281,7 +283,7 @@ def _convert(path_and_name: str, value: Any, hint: Any) -> Any:
             return value
     kind_name = lambda kind: " or ".join(map(repr, typing.get_args(kind))) or kind.__name__
     names = " or ".join("nothing" if kind is types.NoneType else kind_name(kind) for kind in kinds)
-    raise ValueError(f"{path_and_name} is {value!r}, needs {names}")
+    raise ValueError(f"{path_and_name} is {value!r}; it must be {names}")
 
 
 def _is_number(value: Any) -> bool:

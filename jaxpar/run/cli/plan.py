@@ -62,9 +62,9 @@ class PlanOptions:
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "top"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: use a whole number from 1")
+                raise ValueError(f"--{name} {getattr(self, name)} is too small; use a whole number from 1")
         if self.price is not None and not 0 <= self.price < float("inf"):
-            raise ValueError(f"--price {self.price}: use a number from 0, of an hour of one device")
+            raise ValueError(f"--price {self.price} is no price; use a number from 0, for an hour of one device")
         if self.sweep and (self.explain is not None or self.json):
             raise ValueError("--sweep prints a line for each batch; leave out --explain and --json, or the sweep")
 

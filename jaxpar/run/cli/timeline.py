@@ -92,7 +92,8 @@ def _slot_bytes(options: TimelineOptions, schedule: Schedule) -> int:
         simulate(schedule.ranks)
     if len(jax.devices()) < schedule.ranks:
         raise ValueError(
-            f"pipe={schedule.ranks} ranks need as many devices, and jax already runs on {len(jax.devices())}"
+            f"pipe={schedule.ranks} ranks need as many devices, and jax already runs on {len(jax.devices())}; draw the "
+            "timeline before anything else uses a device"
         )
     model = named(options.model)
     strategy = Strategy(

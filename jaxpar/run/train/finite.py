@@ -107,13 +107,14 @@ class Finite:
         if self._rollbacks_in_row == _MAX_ROLLBACKS:
             raise NotFiniteError(
                 error.step,
-                f"{error}; rolled back {_MAX_ROLLBACKS} times in a row, at last to {target}, and the fault came again",
+                f"{error}; the run went back {_MAX_ROLLBACKS} times in a row, at last to {target}, and the fault came "
+                "again",
             ) from error
         self._rollbacks_in_row += 1
         self.rollbacks += 1
         # The advice behind the semicolon is for a run that ends here.
         problem = str(error).partition(";")[0]
-        return f"{problem}; rolled back to {target}, and on with the batch of step {error.step + 1}"
+        return f"{problem}; the run goes back to {target}, and on with the batch of step {error.step + 1}"
 
     def advice(self, problem: str, suspects: str = "") -> str:
         """Return an error text: the problem, and what to try.

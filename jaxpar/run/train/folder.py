@@ -57,7 +57,8 @@ class Claim:
         # Alive: a process with this number runs, and it began when the owner did.
         is_alive = owner and owner["host"] == self._owner["host"] and owner == {**owner, **_process(int(owner["pid"]))}
         if is_alive and not (is_this_process and owner["id"] not in _live):
-            return f"another run, {owner['pid']}, is going on in {self.out}; wait for its end, or name another out="
+            process = f"process {owner['pid']}"
+            return f"another run, {process}, is going on in {self.out}; wait for its end, or name another out="
         write_whole(self.out / _OWNER, json.dumps(self._owner).encode())
         _live.add(str(self._owner["id"]))
         return ""

@@ -40,7 +40,7 @@ class Loop:
     evaluate_every: int = 100
     """steps between evaluations on held-out data; the run also evaluates at its end"""
     evaluate_batches: int | None = None
-    """held-out batches of an evaluation, spread evenly over the data; by default all of them"""
+    """largest number of held-out batches of an evaluation, evenly spaced in the data; by default all of them"""
     save_every: int = 100
     """steps between checkpoints; the run also saves at its end, and when it is stopped"""
     keep: int = 2

@@ -19,7 +19,7 @@ class Profile:
 
     def __init__(self, steps: int):
         if steps < 1:
-            raise ValueError(f"profile={steps}: trace one step or more")
+            raise ValueError(f"profile={steps} traces no step; use 1 or more")
         self.steps = steps
         self._first_traced = 0  # number of the first traced step while the trace runs, else 0
         self._start_after: int | None = None  # the trace starts after this step; None once it has started
@@ -27,7 +27,7 @@ class Profile:
     def on_start(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Start the trace at once if the run is too short to skip steps."""
         if trainer.loop.out is None:
-            raise ValueError(f"profile={self.steps} needs somewhere to write to: give the run's folder as out=")
+            raise ValueError(f"profile={self.steps} needs a folder to write to; give the run's folder as out=")
         # Two steps to skip and then the steps to trace must fit into the run.
         if trainer.loop.steps < trainer.number + 2 + self.steps:
             self._start(trainer)

@@ -26,13 +26,13 @@ class NotAlike(Exception):
     """The blocks of a loop do not make a scan.
 
     Attributes:
-      block: the number, among the rounds that were compared, of the one that differs.
+      round_index: the number of the round that differs, among the rounds that were compared.
       everywhere: whether it differs wherever the blocks are cut apart.
     """
 
-    def __init__(self, message: str, block: int = 0, everywhere: bool = False):
+    def __init__(self, message: str, round_index: int = 0, everywhere: bool = False):
         super().__init__(message)
-        self.block, self.everywhere = block, everywhere
+        self.round_index, self.everywhere = round_index, everywhere
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ def _possible_bounds(readings: Readings, flat: jx.Flat, loop_pass: Pass, span: S
         if k + 1 < span.count and (surplus := first_reads[k + 1] - first_reads[k] - size):
             # The first equation behind the shorter of the two rounds.
             eqn = sequence[first_reads[k] + min(size, size + surplus)]
+            count = f"{abs(surplus)} {'more' if surplus > 0 else 'fewer'} operation{'s' * (abs(surplus) > 1)}"
             raise NotAlike(
-                f"{span.round_name(k)} has {abs(surplus)} operations {'more' if surplus > 0 else 'less'} than "
-                f"{span.round_name(0)}, at {eqn.primitive} ({jx.where(eqn)})",
+                f"{span.round_name(k)} has {count} than {span.round_name(0)}, at {eqn.primitive} ({jx.where(eqn)})",
                 k + 1,
                 True,
             )
@@ -188,7 +188,7 @@ def _difference(e: Any, f: Any) -> str:
 def _match(rounds: Sequence[Round], span: Span, is_within: Callable[[Any], bool]) -> Template:
     """Return one program for all rounds.
 
-    The second round gives its equations. In the first round, two of the values that enter may be one variable.
+    The second round gives its equations. The first round cannot: two of the values that enter it may be one variable.
 
     Args:
       span: the blocks, for errors.
@@ -221,7 +221,9 @@ def _match(rounds: Sequence[Round], span: Span, is_within: Callable[[Any], bool]
         # `zip` stops at the shorter round.
         if len(current.eqns) != len(model.eqns):
             raise NotAlike(
-                f"{span.round_name(k)} has {len(current.eqns)} equations, {span.round_name(1)} {len(model.eqns)}", k
+                f"{span.round_name(k)} has {len(current.eqns)} equations, and {span.round_name(1)} has "
+                f"{len(model.eqns)}",
+                k,
             )
         var_maps.append(var_map)
 

@@ -21,7 +21,7 @@ from ...program.walk import called, propagate
 _WIDE_INTEGERS = ("int32", "uint32", "int64", "uint64")  # an int8 cannot hold every layer's number
 
 
-def sliced(flat: jx.Flat, trace: Callable[[Callable[..., list[Any]], jx.Flat], jx.Flat]) -> jx.Flat:
+def slice_rows(flat: jx.Flat, trace: Callable[[Callable[..., list[Any]], jx.Flat], jx.Flat]) -> jx.Flat:
     """Return a program whose scans slice the arrays from which they took the rows of their iterations.
 
     Args:
@@ -30,7 +30,9 @@ def sliced(flat: jx.Flat, trace: Callable[[Callable[..., list[Any]], jx.Flat], j
     defined_by = {v: eqn for eqn in flat.eqns for v in eqn.outvars} | dict(
         zip(flat.constvars, flat.consts, strict=True)
     )
-    loops = {id(eqn): loop for eqn in flat.eqns if eqn.primitive.name == "scan" and (loop := _sliced(eqn, defined_by))}
+    loops = {
+        id(eqn): loop for eqn in flat.eqns if eqn.primitive.name == "scan" and (loop := _slicing_scan(eqn, defined_by))
+    }
     if not loops:
         return flat
     # Trace the program again, with these scans replaced.
@@ -38,7 +40,7 @@ def sliced(flat: jx.Flat, trace: Callable[[Callable[..., list[Any]], jx.Flat], j
     return trace(lambda *values: jx.evaluate(flat, values, compute), flat)
 
 
-def _sliced(eqn: Any, defined_by: Mapping[Any, Any]) -> Callable[[Sequence[Any]], list[Any]] | None:
+def _slicing_scan(eqn: Any, defined_by: Mapping[Any, Any]) -> Callable[[Sequence[Any]], list[Any]] | None:
     """Return a scan as a function of its operands that slices arrays; None if it takes no rows by its number.
 
     Args:

@@ -19,7 +19,7 @@ import jax.extend.core as jec
 
 from ...program import jaxpr as jx
 from .align import NotAlike, Span
-from .indexing import sliced
+from .indexing import slice_rows
 from .readings import Pass, Readings, Row, find_rows, key_derivations
 from .roll import roll, row_eqns
 
@@ -38,7 +38,7 @@ class RolledLoop:
       depth: the number of its blocks.
       spans: the scans, of each pass in order.
       unrolled: the blocks that run one by one.
-      difference: if there are such blocks, the first difference between blocks.
+      difference: the first difference between blocks, if some run one by one or a pass became several scans; else None.
     """
 
     leaf: int
@@ -71,7 +71,7 @@ class _Lists:
 
 
 def roll_loops(
-    flat: jx.Flat, families: Sequence[StackMembers], params: int, axes: dict[str, int], own: Sequence[bool] = ()
+    flat: jx.Flat, families: Sequence[StackMembers], params: int, axes: dict[str, int], staged: Sequence[bool] = ()
 ) -> tuple[jx.Flat, list[RolledLoop]]:
     """Roll the loops of a program into scans.
 
@@ -81,14 +81,14 @@ def roll_loops(
         reads.
       params: the number of parameters.
       axes: mesh axes that the program may name, name -> size.
-      own: for each leaf, whether the stages of a pipeline divide its layers. If no scan reads a layer of these, it is
-        read from the stack.
+      staged: for each leaf, whether the stages of a pipeline divide its layers; empty without a pipeline. A layer of
+        such a leaf that no scan reads is read from the stack.
 
     Returns:
       The program with scans, and what became of each loop.
     """
     # 1. Prepare: loops that index their layers slice them, and stacks that the loss makes itself are the stored ones.
-    flat = sliced(flat, lambda fun, flat: _traced(fun, flat, axes))
+    flat = slice_rows(flat, lambda fun, flat: _traced(fun, flat, axes))
     flat, remaining_families = join(flat, families)
 
     # 2. Roll each loop.
@@ -100,8 +100,8 @@ def roll_loops(
             loops.append(loop)
 
     # 3. In a pipeline, a rank has no separate layers: read those that are not in a scan from their stack.
-    staged = [[(stack, members) for stack, members in family if own and own[stack]] for family in families]
-    stack_of = _layers_of(flat, staged)
+    staged_families = [[(stack, layers) for stack, layers in family if staged and staged[stack]] for family in families]
+    stack_of = _layers_of(flat, staged_families)
     if any(v in stack_of for v in jx.free(jx.live(flat.eqns, flat.outvars), flat.outvars)):
         program, inputs = flat, flat.invars
 
@@ -247,7 +247,7 @@ def _find_spans(
                     difference = difference or str(error)
                     # Try again with the rounds before the one that differs. If the second differs, no span has this
                     # period.
-                    count = min(error.block, span.count - 1) if error.block > 1 else 0
+                    count = min(error.round_index, span.count - 1) if error.round_index > 1 else 0
                     span = Span(block, period, count, last_block)
             # No larger period can do better than to reach the end.
             if longest is not None and longest[0].stop == loop_pass.stop:

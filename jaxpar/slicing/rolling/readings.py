@@ -92,7 +92,7 @@ class Readings:
     Attributes:
       block_of: the block of each parameter of the loop, and of each variable that follows from one block's parameters
         alone.
-      block_eqns: the equations that define the latter, by variable.
+      block_eqns: for each variable that follows from one block's parameters alone, the equation that defines it.
       pure_eqns: all equations that depend on parameters alone, also of several blocks (a norm of all weights) or of
         none, by the variables that they define.
       sequence: the other equations in program order. Positions of reads refer to it.

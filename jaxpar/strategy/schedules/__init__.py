@@ -106,10 +106,11 @@ class Recipe(NamedTuple):
       words: a description for the command line.
       table: `table(ranks, microbatches, chunks)` returns the table. If there is none for these numbers, it raises
         ValueError with numbers that fit.
-      planned: whether `jp.plan` tries it; false if another schedule has the same bubble and takes less memory.
+      planned: whether `jp.plan` tries it for every pipeline; false if another schedule has the same bubble and takes
+        less memory.
       placement: which stages are a rank's chunks.
-      near: whether `jp.plan` tries it instead of the schedule of the fastest pipeline found: it is faster with few
-        microbatches, and slower with many.
+      near: whether `jp.plan` also tries it for the fastest pipeline found, as it is faster with few microbatches and
+        slower with many.
       chunks: the smallest number of chunks per rank.
     """
 

@@ -31,7 +31,9 @@ def check_table(table: Table, placement: Placement, microbatches: int, chunks: i
     run = _Run(placement, len(table[0]) if table else 0, chunks, microbatches)
     for slot, column in enumerate(table):
         if len(column) != run.ranks:
-            raise ValueError(f"slot {slot} has {len(column)} ranks, slot 0 {run.ranks}; give every rank its operations")
+            raise ValueError(
+                f"slot {slot} has {len(column)} ranks, and slot 0 has {run.ranks}; give each slot all ranks"
+            )
         for rank, ops in enumerate(column):
             if len(ops) > 1 and [op.kind for op in ops] != ["F", "B"]:
                 names = [f"{run.stage(rank, op)}{op.kind}{op.microbatch}" for op in ops]
@@ -70,15 +72,15 @@ class _Run:
         kind, chunk, microbatch = op
         if kind not in WORDS or not 0 <= chunk < self.chunks or not 0 <= microbatch < self.microbatches:
             raise ValueError(
-                f"{cell}: {tuple(op)} is not of kinds {', '.join(WORDS)}, chunks 0 to {self.chunks - 1}, microbatches "
-                f"0 to {self.microbatches - 1}"
+                f"{cell}: {tuple(op)} is no operation of this table; use kinds {', '.join(WORDS)}, chunks 0 to "
+                f"{self.chunks - 1} and microbatches 0 to {self.microbatches - 1}"
             )
         stage = self.stage(rank, op)
         name = f"{stage}{kind}{microbatch}"
         # A whole backward is both halves: operations that need I or W accept it.
         kinds = ("B", "I", "W") if kind == "B" else (kind,)
         if any((part, stage, microbatch) in self.slot_of for part in kinds):
-            raise ValueError(f"{cell}: {name} runs again; a stage runs each microbatch once")
+            raise ValueError(f"{cell}: {name} runs again; a stage runs each microbatch once: leave one of them out")
         # Lower ranks' operations of this slot are in `slot_of` already, so that the slots must be compared.
         for needed_kind, needed_stage, may_share_slot in self._needs(kind, stage):
             needed_slot = self.slot_of.get((needed_kind, needed_stage, microbatch))
@@ -115,5 +117,5 @@ class _Run:
                 missing = kind if ("I", stage, microbatch) in self.slot_of or kind == "F" else "B, or I and W,"
                 raise ValueError(
                     f"stage {stage} (rank {place_of(self.placement, self.ranks, stage).rank}) never runs {missing} of "
-                    f"microbatch {microbatch}; every stage runs each of {self.microbatches} microbatches once"
+                    f"microbatch {microbatch}; every stage runs each of {self.microbatches} microbatches once: add it"
                 )

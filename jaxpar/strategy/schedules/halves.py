@@ -29,11 +29,12 @@ ranks and m = 6 microbatches:
 from .operations import Kind, Op, Orders, Table
 from .orders import as_soon_as_possible
 
-# The kinds that a rank tries to run, in this order, if its turn is F, or I.
+# The kinds that a rank tries to run, in this order, if it prefers F, or I.
 _PREFERENCE: dict[Kind, tuple[Kind, ...]] = {"F": ("F", "I", "W"), "I": ("I", "F", "W")}
 
 
 def _require_one_chunk(name: str, v: int) -> None:
+    """Raise ValueError if ranks hold several chunks."""
     if v > 1:
         raise ValueError(
             f"schedule={name!r} holds one chunk a rank, not chunks={v}; use chunks=1, or zb-v with chunks=2"
@@ -41,6 +42,7 @@ def _require_one_chunk(name: str, v: int) -> None:
 
 
 def _zero_bubble(name: str, p: int, m: int, v: int, limit: int) -> Table:
+    """Return the table of a zero-bubble schedule, whose ranks hold at most `limit` activations."""
     _require_one_chunk(name, v)
     return as_soon_as_possible(_zero_bubble_orders(p, m, limit), "loop", 1)
 
@@ -56,7 +58,7 @@ def _zero_bubble_orders(p: int, m: int, limit: int) -> Orders:
     orders: Orders = [[] for _ in range(p)]
     num_run: list[dict[Kind, int]] = [{"F": 0, "I": 0, "W": 0} for _ in range(p)]
     num_arrived: list[dict[Kind, int]] = [{"F": 0 if rank else m, "I": 0} for rank in range(p)]
-    turns: list[Kind] = ["F"] * p  # which of F and I runs where both can
+    preferred: list[Kind] = ["F"] * p  # which of F and I a rank runs if it can run both
     # Each iteration is one slot.
     while any(counts["W"] < m for counts in num_run):
         # A message that is sent in this slot can be used from the next slot on.
@@ -68,17 +70,17 @@ def _zero_bubble_orders(p: int, m: int, limit: int) -> Orders:
                 "I": counts["I"] < num_arrived[rank]["I"],
                 "W": counts["W"] < counts["I"],
             }
-            kind: Kind | None = next((choice for choice in _PREFERENCE[turns[rank]] if can_run[choice]), None)
+            kind: Kind | None = next((choice for choice in _PREFERENCE[preferred[rank]] if can_run[choice]), None)
             if kind is None:
                 continue
             orders[rank].append(Op(kind, 0, counts[kind]))
             counts[kind] += 1
             # The last rank's forward is followed by its own backward, so that the message stays on the rank.
             if kind == "F":
-                turns[rank] = "I"
+                preferred[rank] = "I"
                 messages.append((rank + 1, "F") if rank + 1 < p else (rank, "I"))
             elif kind == "I":
-                turns[rank] = "F"
+                preferred[rank] = "F"
                 if rank > 0:
                     messages.append((rank - 1, "I"))
         for receiver, allowed_kind in messages:

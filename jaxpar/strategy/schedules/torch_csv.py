@@ -30,8 +30,8 @@ def _parse(rank: int, line: str) -> list[tuple[str, int, int]]:
         match = _ACTION.fullmatch(cell)
         if match is None:
             raise ValueError(
-                f"rank {rank} has a cell {cell[:40]!r}; use stage, one of F, B, I, W, and microbatch, as in 3F0 "
-                'of up to six digits each (torch\'s format "compute_only", without sends and receives)'
+                f"rank {rank} has a cell {cell[:40]!r}; write stage, one of F, B, I, W, and microbatch, as in 3F0, "
+                'with up to six digits each (torch\'s format "compute_only", without sends and receives)'
             )
         actions.append((match[2], int(match[1]), int(match[3])))
     return actions
@@ -61,7 +61,8 @@ def read(lines: Iterable[str]) -> tuple[Orders, Placement, int, int]:
     for rank, rank_actions in enumerate(actions):
         if len(rank_actions) > len({*rank_actions}):
             (kind, stage, microbatch), _ = collections.Counter(rank_actions).most_common(1)[0]
-            raise ValueError(f"rank {rank} has {stage}{kind}{microbatch} twice; a stage runs each microbatch once")
+            name = f"{stage}{kind}{microbatch}"
+            raise ValueError(f"rank {rank} has {name} twice; a stage runs each microbatch once: leave one of them out")
     stages = 1 + max(stage for _, stage, _ in flat_actions)
     microbatches = 1 + max(microbatch for _, _, microbatch in flat_actions)
     if ranks > _MOST_RANKS or stages * microbatches > _MOST_CELLS:
@@ -89,6 +90,6 @@ def read(lines: Iterable[str]) -> tuple[Orders, Placement, int, int]:
             return orders, placement, -(-stages // ranks), microbatches
     stages_of_ranks = [sorted({stage for _, stage, _ in rank_actions}) for rank_actions in actions]
     raise ValueError(
-        f"ranks hold stages {', '.join(map(str, stages_of_ranks))}; with {ranks} ranks, rank s holds s, s + {ranks}, "
-        f"... (loop), or s and {2 * ranks - 1} - s (V)"
+        f"ranks hold stages {', '.join(map(str, stages_of_ranks))}; with {ranks} ranks, let rank s hold s, s + "
+        f"{ranks}, ... (a loop), or s and {2 * ranks - 1} - s (a V)"
     )

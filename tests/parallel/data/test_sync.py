@@ -38,5 +38,5 @@ def test_two_microbatches_reduce_as_much_as_one_and_gather_twice() -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp=8,zero=2", "ddp", "dp"])
 def test_whole_gradients_are_of_zero3(strategy: str) -> None:
-    with pytest.raises(ValueError, match=r"sync='step' with .*; give fsdp a size and zero=3, or leave it out"):
+    with pytest.raises(ValueError, match=r"sync='step' with .*; give fsdp a size and zero=3, or leave sync out"):
         jp.Strategy.parse(f"{strategy},sync=step")

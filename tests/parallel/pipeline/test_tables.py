@@ -286,7 +286,7 @@ BAD = (
     ({(4, 0): None}, r"stage 0 \(rank 0\) never runs W of microbatch 0"),
     ({(4, 1): Op("W", 0, 0)}, r"slot 4, rank 1: 1W0 runs again"),
     ({(4, 1): Op("B", 0, 0)}, r"slot 4, rank 1: 1B0 runs again"),
-    ({(1, 0): Op("X", 0, 0)}, r"slot 1, rank 0: .*is not of kinds F, B, I, W"),  # type: ignore[arg-type]
+    ({(1, 0): Op("X", 0, 0)}, r"slot 1, rank 0: .*is no operation of this table; use kinds F, B, I, W"),  # type: ignore[arg-type]
 )
 
 
@@ -300,7 +300,7 @@ def test_bad_tables() -> None:
 def test_bad_tables_of_other_shapes() -> None:
     with pytest.raises(ValueError, match="the table is empty"):
         Schedule.from_table(())
-    with pytest.raises(ValueError, match="slot 1 has 1 ranks, slot 0 2"):
+    with pytest.raises(ValueError, match="slot 1 has 1 ranks, and slot 0 has 2; give each slot all ranks"):
         Schedule.from_table((((Op("F", 0, 0),), ()), ((),)))
     f_and_b = ((Op("F", 0, 0), Op("B", 0, 0)),)
     assert not Schedule.from_table((f_and_b,)).branches
@@ -322,7 +322,7 @@ def test_from_csv() -> None:
     overlapped = Schedule.from_csv(["0F0,0F1,,(0F2;0B0)OVERLAP_F_B,0B1,0B2", "1F0,1B0,1F1,1B1,1F2,1B2"])
     assert overlapped.microbatches == 3
     for lines, message in (
-        (["0F0,0B0", "1F0,1SEND_B0"], r"rank 1 has a cell '1SEND_B0'; use stage"),
+        (["0F0,0B0", "1F0,1SEND_B0"], r"rank 1 has a cell '1SEND_B0'; write stage"),
         (["0F0,0B0,2F0,2B0", "1F0,1B0,2F1"], r"ranks hold stages \[0, 2\], \[1, 2\]"),
         (["0B0,0F0", "1F0,1B0"], r"rank 0 cannot go on: 0B0 needs 0F0, which rank 0 does not run before it"),
         (["0F0,0B0", "1F0"], r"rank 0 cannot go on: 0B0 needs 1I0 or 1B0, which rank 1 does not run before it"),
@@ -330,7 +330,7 @@ def test_from_csv() -> None:
         (["0F0,0I0,0W0", "1F0,1W0,1I0"], r"rank 1 cannot go on: 1W0 needs 1I0"),  # rank 0 waits for it
         ([""], "the table is empty"),
         # 5,000 digits gave "Exceeds the limit (4300 digits)"; the other tables filled the memory.
-        ([f"{'9' * 5000}F0"], r"rank 0 has a cell '9{40}'; use stage, .* up to six digits"),
+        ([f"{'9' * 5000}F0"], r"rank 0 has a cell '9{40}'; write stage, .* up to six digits"),
         (["0F999999,0B0", "999999F0"], r"1,000,000 stages and 1,000,000 microbatches; use 4,096 ranks and"),
         ([f"{rank}F0,{rank}B0" for rank in range(5000)], "the table has 5,000 ranks"),
         (["0F0,0F1,0B0,0F1"], "rank 0 has 0F1 twice"),
@@ -344,12 +344,12 @@ def test_a_file_that_is_no_table(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_bytes("0F0,0B0".encode("utf-16"))
     for read in (lambda: Schedule.of(str(path), 1, 1, 1), lambda: timeline.main(timeline.TimelineOptions(table=path))):
-        with pytest.raises(ValueError, match=r"mine.csv is no UTF-8 text: .*; see that it is the file that is meant"):
+        with pytest.raises(ValueError, match=r"mine.csv is no UTF-8 text: .*; check that it is the right file"):
             read()
     path.write_bytes(b" " * ((1 << 24) + 1))
-    with pytest.raises(ValueError, match=r"mine.csv has 16,777,217 bytes, needs at most 16,777,216"):
+    with pytest.raises(ValueError, match=r"mine.csv has 16,777,217 bytes, and at most 16,777,216 are read"):
         Schedule.read(path)
-    with pytest.raises(ValueError, match="is a folder; needs a file"):
+    with pytest.raises(ValueError, match="is a folder; give a regular file"):
         Schedule.read(tmp_path)
 
 

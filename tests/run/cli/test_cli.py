@@ -209,9 +209,9 @@ def test_yaml_holds_every_option_and_the_command_line_comes_before_it(tmp_path: 
     ("yaml", "says"),
     [
         ("stepps: 3", "option 'stepps', which does not exist (did you mean 'steps'?)"),
-        ("steps: many", "steps is 'many', needs int"),
-        ("steps: 1.5", "steps is 1.5, needs int"),
-        ("quiet: 1", "quiet is 1, needs bool"),
+        ("steps: many", "steps is 'many'; it must be int"),
+        ("steps: 1.5", "steps is 1.5; it must be int"),
+        ("quiet: 1", "quiet is 1; it must be bool"),
         ("- steps", "holds a list"),
         ("steps: [", "cannot be read as YAML"),
         ("steps: -2", "steps=-2 is too small"),

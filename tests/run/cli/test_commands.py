@@ -60,7 +60,7 @@ def test_explain_shows_a_model_of_ones_own(user_module: str, capsys: pytest.Capt
 def test_models_that_are_none_are_named(user_module: str, capsys: pytest.CaptureFixture) -> None:
     for reference, message in (
         (f"{user_module}:nope", r"mine_of_test has no function 'nope'; write def nope\(\): return model, data"),
-        (f"{user_module}:three", r"returned a int; needs \(model, data\)"),
+        (f"{user_module}:three", r"returned a int; return \(model, data\)"),
         (f"{user_module}:of", r"is of\(size\), and is called as of\(\): .*'size'; write it as def of\(\)"),
         ("no_such_module:make", "there is no module 'no_such_module'"),
     ):

@@ -84,8 +84,10 @@ def test_a_run_goes_on_after_nonfinite_loss(how: str, lost: Any, tmp_path: Path,
     assert np.asarray(state.params["layers"]).tobytes() == without(*lost)
     assert int(state.step) == 8
     lines = [line for line in read(tmp_path / "metrics.jsonl") if "loss" in line]
-    told = {"skip": "; it is not applied",
-            "rollback": "; rolled back to the checkpoint of step 2, and on with the batch of step 5"}[how]  # fmt: skip
+    told = {
+        "skip": "; it is not applied",
+        "rollback": "; the run goes back to the checkpoint of step 2, and on with the batch of step 5",
+    }[how]
     says = "step 4: loss is nan and grad_norm is nan: batch leaf x holds nan at row 0, [0]"
     assert says + told in capsys.readouterr().out
     if how == "skip":
@@ -126,7 +128,7 @@ def test_a_run_that_comes_no_further_stops(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(FloatingPointError, match=words) as error:
         trainer(tmp_path / "skip", on_nonfinite="skip", data=spoilt(3, 4, 5), **options).run()
     assert "on_nonfinite" not in str(error.value)  # it advised the policy in use
-    words = r"step 6: .*; rolled back 3 times in a row, at last to the checkpoint of step 4, and"
+    words = r"step 6: .*; the run went back 3 times in a row, at last to the checkpoint of step 4, and"
     with pytest.raises(FloatingPointError, match=words):
         trainer(tmp_path / "back", on_nonfinite="rollback", data=spoilt(*range(3, 20)), **options).run()
     assert sorted(path.name for path in (tmp_path / "back" / "checkpoints").iterdir()) == ["2", "4"]  # of one state
@@ -190,7 +192,7 @@ def test_a_folder_that_is_removed_or_taken_ends_the_run(tmp_path: Path) -> None:
 def test_of_two_claims_of_a_folder_the_second_is_refused_until_the_first_is_released(tmp_path: Path) -> None:
     first, second = Claim(tmp_path), Claim(tmp_path)
     assert first.take() == ""
-    assert second.take().startswith(f"another run, {os.getpid()}, is going on in {tmp_path}; wait for its end")
+    assert second.take().startswith(f"another run, process {os.getpid()}, is going on in {tmp_path}; wait for its end")
     first.release()
     assert second.take() == ""
     assert first.loss_reason().startswith(f"{tmp_path} is no longer this run's: process {os.getpid()} on ")
@@ -207,7 +209,7 @@ def test_with_its_lock_and_without_it_a_run_has_its_folder(tmp_path: Path) -> No
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / ".owner").unlink()
         claim.check()  # hidden files were swept up, and nobody has taken the folder
-        with pytest.raises(ValueError, match=rf"another run, {os.getpid()}, is going on"):
+        with pytest.raises(ValueError, match=rf"another run, process {os.getpid()}, is going on"):
             claim_folder(jp.Loop(out=tmp_path, resume=True)).__enter__()
     assert not (tmp_path / ".owner").exists()
     # A process with the same number but another start time is another process.
