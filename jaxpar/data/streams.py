@@ -9,7 +9,6 @@ any other iterable                       the batches before the position are rea
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -221,8 +220,8 @@ def held_out(data: Data, rows: int, max_batches: int | None) -> Iterator[Any]:
       data: a `Source`, `Rows`, a function without arguments that returns an iterator, or an iterable that can be read
         again.
       rows: rows of a batch, for a `Source` or `Rows`.
-      max_batches: takes at most this many batches, evenly spaced; counting them reads the data once more. None takes
-        all.
+      max_batches: takes this many batches, evenly spaced, or all if there are fewer; counting them reads the data once
+        more. None takes all.
 
     Raises:
       ValueError: the data have another form.
@@ -244,9 +243,12 @@ def held_out(data: Data, rows: int, max_batches: int | None) -> Iterator[Any]:
                 return getattr(data, name)(rows)
         return data() if callable(data) else data
 
-    # Every `stride`-th batch, from the first on. The data may have no length, so count the batches by a pass.
-    stride = 1 if max_batches is None else max(1, -(-sum(1 for _ in new_pass()) // max_batches))
-    return (jax.tree.map(as_array, batch) for batch in itertools.islice(new_pass(), 0, None, stride))
+    if max_batches is None:
+        return (jax.tree.map(as_array, batch) for batch in new_pass())
+    # The data may have no length, so count the batches by a pass.
+    count = sum(1 for _ in new_pass())
+    chosen = {i * count // max_batches for i in range(max_batches)}
+    return (jax.tree.map(as_array, batch) for i, batch in enumerate(new_pass()) if i in chosen)
 
 
 def weight_of(batch: Any) -> float:

@@ -171,10 +171,10 @@ def _slurm(env: Env) -> _Settings | None:
 
 
 def _first_node(nodes: str) -> str:
-    """Return the first host of SLURM's list: node[007-009,12],gpu1 -> node007."""
-    parts = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
-    assert parts is not None  # every part may be empty
-    return f"{parts[1]}{parts[2] or ''}{parts[3]}"
+    """Return the first host of SLURM's list: node[007-009,12],gpu1 -> node007, rack[1-2]node[3-4] -> rack1node3."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)  # commas within brackets do not end it
+    assert first is not None  # it may be empty
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
 
 
 def _mpi(env: Env) -> _Settings | None:

@@ -290,7 +290,7 @@ class _Iteration:
         for eqn, count in zip(compute_eqns, flops, strict=True):
             remaining_flops -= count
             room += 1.5 * total_bytes * count / max(1, sum(flops))  # half more, so that none waits for the last product
-            fitting = [chain for chain in chains if chain[1] <= room][:1] if remaining_flops else chains
+            fitting = [chain for chain in chains if chain[1] <= room][:1] if remaining_flops else [*chains]
             for chain in fitting if count else ():
                 hold(self.env, scalars(chain[0]), self.env, [v for v in eqn.invars if not jx.is_literal(v)])
                 for copy_eqn in chain[0]:

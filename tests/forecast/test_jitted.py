@@ -351,6 +351,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         ("my_steps:none",): r"my_steps has no function 'none'; write def none\(\): return step, \(state, batch\)",
         ("steps.py",): "--step steps.py is no package.module:function",
         ("my_steps:make", "--strategy", "ddp"): "--step names a whole step, which takes no --strategy",
+        ("my_steps:make", "--rows", "999"): "--step names a whole step, which takes no --rows",  # it was ignored
     }.items():
         with pytest.raises(ValueError, match=message):
             run(["explain", "--step", *words])

@@ -38,7 +38,13 @@ def test_slurm() -> None:
     says = r"12 GPUs cannot be shared equally among the 8 processes of this host; start a"
     with pytest.raises(ValueError, match=says):
         detect(SLURM, gpus=lambda: 12)
-    for nodes, first in {"a,b": "a", "n[1,3-4],m": "n1", "n01": "n01", "r[2-3]s": "r2s"}.items():
+    for nodes, first in {
+        "a,b": "a",
+        "n[1,3-4],m": "n1",
+        "n01": "n01",
+        "r[2-3]s": "r2s",
+        "r[1-2]n[3-4],m": "r1n3",
+    }.items():
         coordinator = detect({**SLURM, "SLURM_STEP_NODELIST": nodes, "JAXPAR_PORT": "77"}).coordinator
         assert coordinator == f"{first}:77"
 

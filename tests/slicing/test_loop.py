@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxpar.slicing.loop import LayerLoop
+from jaxpar.slicing.loop import LayerLoop, _spread
 
 LENGTH = 3
 
@@ -96,3 +96,21 @@ def test_what_is_sent_for_the_next_layer_runs_beside_the_largest_products() -> N
     products_and_gathers = [name for name in names if name in ("optimization_barrier", "all_gather", "dot_general")]
     product, barrier = "dot_general", "optimization_barrier"
     assert products_and_gathers == [product, product, product, barrier, "all_gather", barrier, product, barrier]
+
+
+def test_all_copies_for_the_next_layer_start_before_the_last_product() -> None:
+    """Every second one started after it, where no product hid it: a loop removed from the list that it went through."""
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+
+    def step(weights: list[jax.Array], x: jax.Array) -> Any:
+        weights = [jax.device_put(w, host) for w in weights]
+
+        def body(carry: Any, i: jax.Array, _: None) -> Any:
+            layer = lambda w: jax.device_put(lax.dynamic_index_in_dim(w, i, keepdims=False), device)
+            return (jnp.tanh(carry[0] @ carry[1]), *map(layer, weights)), ()
+
+        return _spread(body)((x, x, x, x), jnp.int32(1), None)
+
+    equations = jax.make_jaxpr(step)([jnp.ones((4, 8, 8))] * 3, jnp.ones((8, 8))).eqns
+    order = [e.primitive.name for e in equations if e.primitive.name in ("device_put", "dot_general")]
+    assert order == ["device_put"] * 6 + ["dot_general"]  # 3 to the host, 3 back

@@ -278,12 +278,12 @@ def _explain_user_step(options: ExplainOptions) -> None:
     from ...forecast.own_step import explain  # only this needs it
 
     assert options.step is not None
-    excluded = {"picture": options.picture, "config": options.config}
-    # These two have defaults, so that only a change shows that the user gave them.
-    changed = [name for name in ("model", "strategy") if getattr(options, name) != _EXPLAIN_DEFAULTS[name]]
-    excluded |= {name: getattr(options, name) for name in changed}
-    if option := next((name for name, value in excluded.items() if value is not None), None):
-        raise ValueError(f"--step names a whole step, which takes no --{option}; leave one of the two out")
+    # Only a value other than the default shows that the user gave an option.
+    changed = (name for name, default in _EXPLAIN_DEFAULTS.items() if getattr(options, name) != default)
+    if option := next((name for name in changed if name not in ("step", "target", "devices", "json")), None):
+        raise ValueError(
+            f"--step names a whole step, which takes no --{option.replace('_', '-')}; leave one of the two out"
+        )
     if options.target is not None:
         jax.config.update("jax_platforms", "cpu")  # without this, machines without GPUs lack the GPU compiler
     if options.target is None or options.devices is not None:

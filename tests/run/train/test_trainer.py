@@ -330,7 +330,8 @@ def test_evaluation_is_exact_over_unequal_batches() -> None:
 
 def test_some_of_the_held_out_batches_are_spread_over_all() -> None:
     assert list(held_out(range(10), 1, None)) == list(range(10))
-    assert list(held_out(range(10), 1, 3)) == [0, 4, 8]
+    assert list(held_out(range(10), 1, 3)) == [0, 3, 6]
+    assert list(held_out(range(10), 1, 6)) == [0, 1, 3, 5, 6, 8]  # it took every second one, so 5
     assert list(held_out(range(2), 1, 3)) == [0, 1]
 
 
