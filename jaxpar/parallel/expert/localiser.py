@@ -137,7 +137,7 @@ class ExpertLocaliser(Localiser):
         # 3. Send each rank the slots of its experts: [E, C, ..] -> [E/e, e C, ..].
         return lax.all_to_all(self.whole(x), AXIS, to.dim, to.slots, tiled=True)
 
-    def alike(self, x: LocalValue) -> bool:
+    def is_equal_on_ranks(self, x: LocalValue) -> bool:
         """Whether a value is the same on all ranks: one that comes from a rank's rows is not."""
         return x.weight
 

@@ -228,7 +228,7 @@ def names_in(entry: Any) -> Iterator[str]:
 def _annotated(path: str, shape: tuple[int, ...], entry: tuple[Any, ...], table: Any, user_names: Any) -> int | None:
     """Return the dim of one leaf that its annotation puts on `tensor`; the user's names come before the table's."""
     if len(entry) > len(shape):
-        raise ValueError(f"{path} {list(shape)} is annotated with {entry}; give as many names as it has dims")
+        raise ValueError(f"{path} {list(shape)} is annotated with {entry}; give no more names than it has dims")
     for names in (user_names,) if NORM.fullmatch(path) else (user_names, table):
         dims = [dim for dim, part in enumerate(entry) if any(names.get(name) for name in names_in(part))]
         if len(dims) > 1:
