@@ -144,7 +144,7 @@ def calls(eqns: Sequence[Any]) -> Iterator[Call]:
 
 
 def choose(
-    asked: str,
+    requested: str,
     eqns: Sequence[Any],
     ranks: int,
     tensor: int,
@@ -154,7 +154,7 @@ def choose(
     """Choose the attention mode of a program on `ranks` context ranks.
 
     Args:
-      asked: the mode that the user asked for, or "auto" for the one that sends the fewest bytes.
+      requested: the mode that the user asked for, or "auto" for the one that sends the fewest bytes.
       eqns: the program.
       tensor: the number of tensor ranks that share the heads.
       schedule: the schedule of a pipeline whose ranks run different operations at the same time, "" for any other. It
@@ -166,7 +166,7 @@ def choose(
     """
     all_calls = list(calls(eqns))
     free_calls = [call for call in all_calls if not call.needs_gather]
-    if asked == "gather":
+    if requested == "gather":
         return GATHER
     # 1. Without a call that other modes can compute, only gather is possible.
     if not free_calls:
@@ -175,60 +175,60 @@ def choose(
         if obstacles := {call.line: call.needs_gather for call in all_calls} | dict(not_taken):
             line = next(iter(obstacles))
             why = f"the attention at {line} {obstacles[line]}"
-        if asked != "auto":
+        if requested != "auto":
             raise ValueError(
-                f"attention={asked!r} needs attention by a softmax of scores, and {why}; use causal=, window= and "
+                f"attention={requested!r} needs attention by a softmax of scores, and {why}; use causal=, window= and "
                 "segment_ids= of jp.attention, or attention='gather'"
             )
         return AttentionMode("gather", why)
 
     # 2. Check the mode that the user asked for, and take it.
     heads = _Heads.of(free_calls, ranks, tensor)
-    _check(asked, heads, schedule)
+    _check(requested, heads, schedule)
     # In plain order, the last rank of a causal ring would compute most blocks, and the first rank one.
     order = "zigzag" if any(_is_triangular(call, ranks) for call in free_calls) else "plain"
     ring = AttentionMode("ring", "it was asked for", 1, order)
     usp = replace(ring, name="usp", group=heads.group)
     ulysses = AttentionMode("ulysses", ring.why)
-    if asked == "usp" and heads.group < ranks:
+    if requested == "usp" and heads.group < ranks:
         return replace(usp, why=f"{usp.why}, in groups of {heads.group} ranks")
-    if asked == "usp":
+    if requested == "usp":
         return replace(ulysses, why=f"{usp.why} as usp, whose only group has all ranks")
-    if asked in ("ulysses", "ring"):
-        return ulysses if asked == "ulysses" else ring
+    if requested in ("ulysses", "ring"):
+        return ulysses if requested == "ulysses" else ring
 
     # 3. Choose for "auto".
     return _choose_cheapest(free_calls, heads, schedule, (ulysses, usp, ring))
 
 
-def _check(asked: str, heads: _Heads, schedule: str) -> None:
+def _check(requested: str, heads: _Heads, schedule: str) -> None:
     """Raise ValueError if the mode that the user asked for is impossible with these heads and this schedule."""
     ranks = heads.ranks
     # 1. Some heads on each rank: they must be independent of the others, and whole.
-    if asked in ("ulysses", "usp") and heads.mixing_line:
+    if requested in ("ulysses", "usp") and heads.mixing_line:
         raise ValueError(
-            f"attention={asked!r} has some of the heads on each rank, and the function of scores at "
+            f"attention={requested!r} has some of the heads on each rank, and the function of scores at "
             f"{heads.mixing_line} mixes heads, or merges them with other dims; use attention='ring'"
         )
-    if asked == "ulysses" and heads.undivided:
+    if requested == "ulysses" and heads.undivided:
         raise ValueError(
             f"attention='ulysses' gives each of context={ranks} ranks whole heads, and does not divide "
             f"{heads.undivided[0][0]} query heads{heads.owner_text}; use attention='ring', or a context= that divides "
             "them"
         )
-    if asked == "ulysses" and heads.uneven:
+    if requested == "ulysses" and heads.uneven:
         raise ValueError(
             f"attention='ulysses' with the function of scores at {heads.scored[0].line}: its {heads.uneven[0][1]} key "
             f"heads{heads.owner_text} must divide context={ranks}, or be divided by it; use attention='ring'"
         )
     # 2. Hops of a ring: all devices take each at the same time.
-    if asked in RINGS and schedule:
+    if requested in RINGS and schedule:
         raise ValueError(
-            f"attention={asked!r} with schedule={schedule!r}, whose ranks are not in one layer at one time: all "
+            f"attention={requested!r} with schedule={schedule!r}, whose ranks are not in one layer at one time: all "
             "devices must take a hop of the ring together; use attention='gather' or 'ulysses', or schedule='1f1b'"
         )
     # 3. Groups of ranks that share heads: there must be a group of more than one.
-    if asked == "usp" and heads.group == 1:
+    if requested == "usp" and heads.group == 1:
         raise ValueError(
             f"attention='usp' shares heads among some of context={ranks} ranks, and no divisor of it divides "
             f"{heads.counts[0][0]} query and {heads.counts[0][1]} key heads{heads.owner_text}; use attention='ring'"

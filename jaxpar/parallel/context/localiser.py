@@ -45,7 +45,7 @@ class ContextLocaliser(Localiser):
 
     Attributes:
       first_splits: the equations where a split begins, by `id`.
-      cheap: the number of elements that may be gathered for lack of a rule.
+      max_gathered: the number of elements that may be gathered for lack of a rule.
       mode: how attention reaches all keys.
       tensor: the number of ranks that share the heads.
       in_lockstep: whether all ranks run the program at the same time, so that they can exchange positions directly.
@@ -55,7 +55,7 @@ class ContextLocaliser(Localiser):
     """
 
     first_splits: dict[int, FirstSplit] = field(default_factory=dict)
-    cheap: int = 0
+    max_gathered: int = 0
     mode: AttentionMode = GATHER
     tensor: int = 1
     in_lockstep: bool = True
@@ -274,7 +274,7 @@ class ContextLocaliser(Localiser):
     def note(self, eqn: Any, x: LocalValue) -> None:
         """Raise ValueError if an equation without a rule would gather features of all positions."""
         # One number for each position may be gathered; features may not.
-        if x.dim is None or math.prod(x.shape) <= self.cheap:
+        if x.dim is None or math.prod(x.shape) <= self.max_gathered:
             return
         # Block-sparse attention, such as BigBird's, gathers blocks of keys.
         masked = " (where it picks keys to attend to, give all of them and mask=)" * (eqn.primitive.name == "gather")
@@ -309,11 +309,13 @@ def split_sequence(
     flat = dataclasses.replace(loss.flat, eqns=jx.live(loss.flat.eqns, loss.flat.outvars))
     first_splits = find_first_splits(dataclasses.replace(loss, flat=flat), ranks, mode.parts(ranks))
     # One number for each position may be gathered (`note`).
-    cheap = max(first_split.tokens for first_split in first_splits.values())
+    max_gathered = max(first_split.tokens for first_split in first_splits.values())
 
     def local_program(*values: Any) -> list[Any]:
         options = {"mode": mode, "tensor": tensor, "in_lockstep": in_lockstep}
-        localiser = ContextLocaliser(ranks, False, rules, first_splits=first_splits, cheap=cheap, **options)
+        localiser = ContextLocaliser(
+            ranks, False, rules, first_splits=first_splits, max_gathered=max_gathered, **options
+        )
         outs = localiser.run(flat, localiser.arguments(flat, values, [None] * loss.leaves), linear=True)
         return [localiser.as_partial_sum(x) if i < loss.sums else localiser.whole(x) for i, x in enumerate(outs)]
 

@@ -46,7 +46,7 @@ def refuse_reach(localiser: ContextLocaliser, eqn: Any, x: LocalValue, reach: in
     `reach` is the number of neighbouring positions of `x`, its input, that it needs.
     """
     assert x.dim is not None
-    if math.prod(x.shape) > localiser.cheap:
+    if math.prod(x.shape) > localiser.max_gathered:
         dim = localiser.split(x.dim)
         n = x.shape[dim] // dim.rows
         other_axes = "data, fsdp, tensor or pipe instead of context, since it reaches over the whole sequence"
@@ -322,7 +322,7 @@ def _convolution(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalVa
     local_length = x.value.shape[x.dim]
     if stride > 1 and windows_cover_once(eqn, [x.dim]) and localiser.rows == 1:
         multiple, n = stride * localiser.mode.parts(localiser.ranks), x.shape[x.dim]
-        if n % multiple and math.prod(x.shape) > localiser.cheap:
+        if n % multiple and math.prod(x.shape) > localiser.max_gathered:
             raise ValueError(
                 f"context={localiser.ranks} splits the {n} positions of {place(eqn)}, whose windows of {stride} need a "
                 f"multiple of {multiple}; use {n + -n % multiple} positions, or tensor, fsdp or pipe instead of context"

@@ -55,12 +55,12 @@ def place_positions(
     source_slots, num_slots = _source_slots(localiser, inputs, dim, _on_ranks(localiser, sources, new_split))
     # No round is needed if every source is local.
     if not localiser.in_lockstep and any(rounds_of(source_slots, num_slots)):
-        if all(math.prod(x.shape) <= localiser.cheap for x in inputs):
+        if all(math.prod(x.shape) <= localiser.max_gathered for x in inputs):
             return None
         raise ValueError(
             f"context={localiser.ranks} sends positions to other ranks at {place(eqn)}, which needs all ranks in one "
-            "layer at one time, and under this schedule they are not; use schedule='1f1b', or data, fsdp or tensor "
-            "instead of context"
+            "layer at one time, and under this schedule they are not; use schedule='1f1b' with stages='layers', or "
+            "data, fsdp or tensor instead of context"
         )
     return [(rearrange_positions(jnp.concatenate([x.value for x in inputs], dim), source_slots, AXIS, dim), new_split)]
 

@@ -93,7 +93,7 @@ def _scan(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -
     if (local_outputs := _picking_scan(localiser, eqn, inputs)) is not None:
         return local_outputs
     # Small values of the steps, such as masks, are gathered.
-    if not any(x.dim == 0 and math.prod(x.shape) > localiser.cheap for x in steps):
+    if not any(x.dim == 0 and math.prod(x.shape) > localiser.max_gathered for x in steps):
         return TENSOR["scan"](localiser, eqn, inputs)
     return _recurrence(localiser, eqn, inputs) if diagonal(parts) else None
 

@@ -64,7 +64,7 @@ def _reshape(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]
     dim = reshape_split(x.shape, localiser.split(x.dim), shape, parts)
     if dim is not None:
         return [(jx.bind(eqn, [x.value], new_sizes=localiser.local(shape, dim))[0], dim)]
-    if math.prod(x.shape) <= localiser.cheap:
+    if math.prod(x.shape) <= localiser.max_gathered:
         return None
     raise ValueError(
         f"context={localiser.ranks} splits dim {x.dim} of {list(x.shape)} into {parts} parts, and {place(eqn)} to "

@@ -165,11 +165,12 @@ def _rule_dims(
       table: path pattern -> dim; rules for names of dims are skipped.
       strict: whether a rule that matches no leaf is an error.
     """
+    source = "rules" if strict else "the model's rules"
     dim_by_path: dict[str, int | None] = {}
     for key, dim in table.items():
         if dim == AXIS:
             continue
-        matches = pattern("rules", key).fullmatch
+        matches = pattern(source, key).fullmatch
         paths = [path for path in shapes if matches(path)]
         if strict and not paths:
             raise ValueError(
@@ -178,7 +179,9 @@ def _rule_dims(
         for path in paths:
             n = len(shapes[path])
             if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool) or not -n <= dim < n):
-                raise ValueError(f"rules: {key!r}: {path} {list(shapes[path])} has no dim {dim!r}; use {-n} to {n - 1}")
+                raise ValueError(
+                    f"{source}: {key!r}: {path} {list(shapes[path])} has no dim {dim!r}; use {-n} to {n - 1}"
+                )
             dim_by_path[path] = None if dim is None else dim % n
     return dim_by_path
 

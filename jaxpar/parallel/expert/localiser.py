@@ -48,7 +48,7 @@ class SlotDims:
         """Return the dims of a value that has `n` more dims in front."""
         return SlotDims(self.dim + n, self.slots + n)
 
-    def moved(self, to: Callable[[int], int]) -> "SlotDims":
+    def map_dims(self, to: Callable[[int], int]) -> "SlotDims":
         """Return the dims after `to` has mapped each of them to a dim of another value."""
         return SlotDims(to(self.dim), to(self.slots))
 
@@ -128,7 +128,7 @@ class ExpertLocaliser(Localiser):
             operand, dims = x.broadcast
             # 2. A broadcast of a value that has both dims: exchange the smaller value, and broadcast the result.
             if to.dim in dims and to.slots in dims:
-                operand_dims = to.moved(dims.index)
+                operand_dims = to.map_dims(dims.index)
                 if all(
                     operand.shape[i] == x.shape[j]
                     for i, j in ((operand_dims.dim, to.dim), (operand_dims.slots, to.slots))

@@ -342,7 +342,7 @@ def _check_division(chosen: Mapping[str, int | None], shapes: _Shapes, size: int
     undivided = [(path, dim) for path in shapes if (dim := chosen.get(path)) is not None and shapes[path][dim] % size]
     if undivided:
         (path, dim), shape = undivided[0], shapes[undivided[0][0]]
-        fewer = f"use tensor={common}, " if (common := math.gcd(shape[dim], size)) > 1 else ""
+        smaller_axis = f"use tensor={common}, " if (common := math.gcd(shape[dim], size)) > 1 else ""
         whole_rules = ", ".join(f"{end!r}: None" for end in dict.fromkeys(_end(path) for path, _ in undivided))
         num_split = sum(dim is not None for dim in chosen.values())
         # Leaving leaves whole helps only if some leaf stays split.
@@ -350,7 +350,7 @@ def _check_division(chosen: Mapping[str, int | None], shapes: _Shapes, size: int
         remedy = leave_whole if num_split > len(undivided) else "use data or fsdp instead of tensor"
         raise ValueError(
             f"{path} {list(shape)} has {shape[dim]} on dim {dim}, which tensor={size} does not divide; pad it to "
-            f"{-(-shape[dim] // size) * size}, {fewer}or {remedy}"
+            f"{-(-shape[dim] // size) * size}, {smaller_axis}or {remedy}"
         )
 
 
