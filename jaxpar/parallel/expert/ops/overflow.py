@@ -30,7 +30,7 @@ Expert = Callable[[Any, jax.Array], jax.Array]
 def block_size(slots: int) -> int:
     """Return b, a quarter of a buffer: the last block of an expert is half empty on average.
 
-    It is at least 128 rows, since a GPU's matmul of fewer is no faster.
+    It is at least 128 rows, or the whole buffer if that is smaller: a GPU's matmul of fewer rows is no faster.
     """
     return min(slots, max(128, -(-slots // 4)))
 
