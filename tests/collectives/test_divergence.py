@@ -112,7 +112,7 @@ def test_a_condition_on_rows_exchanges_no_tokens(monkeypatch: pytest.MonkeyPatch
     step = make_step("skipped", "expert=2,fsdp=2", 4)
     assert not_reached(step.trace(expert_cells.batch_of())) == []
     assert any("cond at " in place for place in step.traced(expert_cells.batch_of()).notes.experts_gathered)
-    monkeypatch.setattr(ExpertLocaliser, "alike", lambda self, x: True)
+    monkeypatch.setattr(ExpertLocaliser, "is_equal_on_ranks", lambda self, x: True)
     with pytest.raises(ValueError, match="all-to-all over expert, where ranks of expert diverge"):
         make_step("skipped", "expert=2,fsdp=2", 4).trace(expert_cells.batch_of())
 

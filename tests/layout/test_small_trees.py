@@ -76,7 +76,7 @@ def test_a_rule_for_experts_of_a_leaf_whose_path_ends_others() -> None:
     """Every suffix of "kernel" matches "layers/kernel" too, which ended in StopIteration. And no path was escaped."""
     for path in ("kernel", "k(1)/kernel"):
         leaves = [(path, (2, 1, 6)), ("layers/k/kernel" if "(" in path else "layers/kernel", (3,))]
-        with pytest.raises(ValueError, match="is of 2 experts, say so") as error:
+        with pytest.raises(ValueError, match="holds 2 experts, say so") as error:
             expert_dims(leaves, 2, {}, {}, {})
         assert expert_dims(leaves, 2, apart(suggested(error.value))[0], {}, {}) == {path: 0}
 

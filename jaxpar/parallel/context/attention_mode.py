@@ -87,14 +87,14 @@ class _Heads:
       tensor: the number of tensor ranks that share the heads; 1 if each of them computes all heads.
       counts: for each call, the query and key heads of a tensor rank.
       scored: the calls with a function of scores.
-      mixed: the line of a function of scores that mixes heads; "" if none does.
+      mixing_line: the line of a function of scores that mixes heads; "" if none does.
     """
 
     ranks: int
     tensor: int
     counts: list[tuple[int, int]]
     scored: list[Call]
-    mixed: str
+    mixing_line: str
 
     @classmethod
     def of(cls, calls: Sequence[Call], ranks: int, tensor: int) -> "_Heads":
@@ -103,8 +103,8 @@ class _Heads:
         tensor = tensor if is_divided else 1
         counts = [(call.query[2] // tensor, call.key[2] // tensor) for call in calls]
         scored = [call for call in calls if call.options.function is not None]
-        mixed = next((call.line for call in scored if not call.options.function.by_heads), "")
-        return cls(ranks, tensor, counts, scored, mixed)
+        mixing_line = next((call.line for call in scored if not call.options.function.by_heads), "")
+        return cls(ranks, tensor, counts, scored, mixing_line)
 
     @property
     def undivided(self) -> list[tuple[int, int]]:
@@ -122,7 +122,7 @@ class _Heads:
         return math.gcd(self.ranks, *itertools.chain(*self.counts))
 
     @property
-    def owner(self) -> str:
+    def owner_text(self) -> str:
         """A text that names the tensor rank that has the heads; "" without tensor ranks."""
         return f" of a tensor rank (tensor={self.tensor})" if self.tensor > 1 else ""
 
@@ -144,7 +144,7 @@ def calls(eqns: Sequence[Any]) -> Iterator[Call]:
 
 
 def choose(
-    asked: str,
+    requested: str,
     eqns: Sequence[Any],
     ranks: int,
     tensor: int,
@@ -154,7 +154,7 @@ def choose(
     """Choose the attention mode of a program on `ranks` context ranks.
 
     Args:
-      asked: the mode that the user asked for, or "auto" for the one that sends the fewest bytes.
+      requested: the mode that the user asked for, or "auto" for the one that sends the fewest bytes.
       eqns: the program.
       tensor: the number of tensor ranks that share the heads.
       schedule: the schedule of a pipeline whose ranks run different operations at the same time, "" for any other. It
@@ -166,7 +166,7 @@ def choose(
     """
     all_calls = list(calls(eqns))
     free_calls = [call for call in all_calls if not call.needs_gather]
-    if asked == "gather":
+    if requested == "gather":
         return GATHER
     # 1. Without a call that other modes can compute, only gather is possible.
     if not free_calls:
@@ -174,63 +174,64 @@ def choose(
         # The reason names the first call.
         if obstacles := {call.line: call.needs_gather for call in all_calls} | dict(not_taken):
             line = next(iter(obstacles))
-            why = f"that of {line} {obstacles[line]}"
-        if asked != "auto":
+            why = f"the attention at {line} {obstacles[line]}"
+        if requested != "auto":
             raise ValueError(
-                f"attention={asked!r} is for attention by a softmax of scores, and {why}; use causal=, window= and "
+                f"attention={requested!r} needs attention by a softmax of scores, and {why}; use causal=, window= and "
                 "segment_ids= of jp.attention, or attention='gather'"
             )
         return AttentionMode("gather", why)
 
     # 2. Check the mode that the user asked for, and take it.
     heads = _Heads.of(free_calls, ranks, tensor)
-    _check(asked, heads, schedule)
+    _check(requested, heads, schedule)
     # In plain order, the last rank of a causal ring would compute most blocks, and the first rank one.
     order = "zigzag" if any(_is_triangular(call, ranks) for call in free_calls) else "plain"
     ring = AttentionMode("ring", "it was asked for", 1, order)
     usp = replace(ring, name="usp", group=heads.group)
     ulysses = AttentionMode("ulysses", ring.why)
-    if asked == "usp" and heads.group < ranks:
+    if requested == "usp" and heads.group < ranks:
         return replace(usp, why=f"{usp.why}, in groups of {heads.group} ranks")
-    if asked == "usp":
+    if requested == "usp":
         return replace(ulysses, why=f"{usp.why} as usp, whose only group has all ranks")
-    if asked in ("ulysses", "ring"):
-        return ulysses if asked == "ulysses" else ring
+    if requested in ("ulysses", "ring"):
+        return ulysses if requested == "ulysses" else ring
 
     # 3. Choose for "auto".
     return _choose_cheapest(free_calls, heads, schedule, (ulysses, usp, ring))
 
 
-def _check(asked: str, heads: _Heads, schedule: str) -> None:
+def _check(requested: str, heads: _Heads, schedule: str) -> None:
     """Raise ValueError if the mode that the user asked for is impossible with these heads and this schedule."""
     ranks = heads.ranks
     # 1. Some heads on each rank: they must be independent of the others, and whole.
-    if asked in ("ulysses", "usp") and heads.mixed:
+    if requested in ("ulysses", "usp") and heads.mixing_line:
         raise ValueError(
-            f"attention={asked!r} has some of the heads on each rank, and what {heads.mixed} makes of scores mixes "
-            "heads, or merges them with other dims; use attention='ring'"
+            f"attention={requested!r} has some of the heads on each rank, and the function of scores at "
+            f"{heads.mixing_line} mixes heads, or merges them with other dims; use attention='ring'"
         )
-    if asked == "ulysses" and heads.undivided:
+    if requested == "ulysses" and heads.undivided:
         raise ValueError(
             f"attention='ulysses' gives each of context={ranks} ranks whole heads, and does not divide "
-            f"{heads.undivided[0][0]} query heads{heads.owner}; use attention='ring', or a context= that divides them"
+            f"{heads.undivided[0][0]} query heads{heads.owner_text}; use attention='ring', or a context= that divides "
+            "them"
         )
-    if asked == "ulysses" and heads.uneven:
+    if requested == "ulysses" and heads.uneven:
         raise ValueError(
-            f"attention='ulysses' of scores that {heads.scored[0].line} makes others of: {heads.uneven[0][1]} key "
-            f"heads{heads.owner} must divide context={ranks}, or be divided by it; use attention='ring'"
+            f"attention='ulysses' with the function of scores at {heads.scored[0].line}: its {heads.uneven[0][1]} key "
+            f"heads{heads.owner_text} must divide context={ranks}, or be divided by it; use attention='ring'"
         )
     # 2. Hops of a ring: all devices take each at the same time.
-    if asked in RINGS and schedule:
+    if requested in RINGS and schedule:
         raise ValueError(
-            f"attention={asked!r} with schedule={schedule!r}, whose ranks are not in one layer at one time: a hop of "
-            "the ring needs all devices; use attention='gather' or 'ulysses', or schedule='1f1b'"
+            f"attention={requested!r} with schedule={schedule!r}, whose ranks are not in one layer at one time: all "
+            "devices must take a hop of the ring together; use attention='gather' or 'ulysses', or schedule='1f1b'"
         )
     # 3. Groups of ranks that share heads: there must be a group of more than one.
-    if asked == "usp" and heads.group == 1:
+    if requested == "usp" and heads.group == 1:
         raise ValueError(
             f"attention='usp' shares heads among some of context={ranks} ranks, and no divisor of it divides "
-            f"{heads.counts[0][0]} query and {heads.counts[0][1]} key heads{heads.owner}; use attention='ring'"
+            f"{heads.counts[0][0]} query and {heads.counts[0][1]} key heads{heads.owner_text}; use attention='ring'"
         )
 
 
@@ -241,22 +242,20 @@ def _choose_cheapest(
     ulysses, usp, ring = modes
     ranks = heads.ranks
     # Ulysses gives each rank whole heads.
-    divides_heads = not (heads.undivided or heads.uneven or heads.mixed)
+    divides_heads = not (heads.undivided or heads.uneven or heads.mixing_line)
     q, k = (heads.undivided or heads.uneven or heads.counts)[0]
-    divides = f"divides {q} query heads" if divides_heads else f"does not divide {q} query and {k} key heads"
-    divides = f"context={ranks} {divides}{heads.owner}"
+    verb = f"divides {q} query heads" if divides_heads else f"does not divide {q} query and {k} key heads"
+    division_text = f"context={ranks} {verb}{heads.owner_text}"
 
     # 1. Cases that leave no choice.
     if schedule:
         why = f"ranks of schedule={schedule} are not in one layer at one time, as a ring needs"
-        return replace(ulysses, why=divides) if divides_heads else AttentionMode("gather", why)
-    if heads.mixed:
-        return replace(ring, why=f"what {heads.mixed} makes of scores is of all heads")
+        return replace(ulysses, why=division_text) if divides_heads else AttentionMode("gather", why)
+    if heads.mixing_line:
+        return replace(ring, why=f"the function of scores at {heads.mixing_line} mixes heads")
     # With a function of scores, a rank that has all keys would compute hidden ones as well.
     if causal_line := next((call.line for call in heads.scored if call.options.causal), ""):
-        return replace(
-            ring, why=f"of the causal scores that {causal_line} makes others of, it leaves out those of hidden keys"
-        )
+        return replace(ring, why=f"it skips hidden keys in the causal function of scores at {causal_line}")
 
     # 2. Compare what the possible modes send.
     candidates = [ulysses] * divides_heads + [usp] * (1 < heads.group < ranks) + [ring]
@@ -266,7 +265,7 @@ def _choose_cheapest(
     ratios = ", ".join(
         f"{mode.name} {sent[mode] / sent[cheapest]:.2f} times as much" for mode in dearer if sent[cheapest]
     )
-    return replace(cheapest, why=f"{divides}{f', and it sends least ({ratios})' if ratios else ''}")
+    return replace(cheapest, why=f"{division_text}{f', and it sends least ({ratios})' if ratios else ''}")
 
 
 def _is_triangular(call: Call, ranks: int) -> bool:

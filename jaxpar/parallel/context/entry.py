@@ -64,7 +64,7 @@ class WholeLoss:
     sums: int
 
 
-def starts(loss: WholeLoss, ranks: int, parts: int) -> dict[int, FirstSplit]:
+def find_first_splits(loss: WholeLoss, ranks: int, parts: int) -> dict[int, FirstSplit]:
     """Return the equations where a split begins, by `id`.
 
     Args:
@@ -88,7 +88,7 @@ def starts(loss: WholeLoss, ranks: int, parts: int) -> dict[int, FirstSplit]:
         first_split = None
         if len(eqn.invars) == len(sides) == 2:
             makes_patches = eqn.primitive.name == "conv_general_dilated" and sides == ["fed", "weight"]
-            first_split = _of_patches(eqn, flat, parts) if makes_patches else _of_product(eqn, sides)
+            first_split = _split_of_patches(eqn, flat, parts) if makes_patches else _split_of_product(eqn, sides)
         if first_split is not None:
             first_splits[id(first_split.eqn)] = first_split
     if not first_splits:
@@ -96,12 +96,12 @@ def starts(loss: WholeLoss, ranks: int, parts: int) -> dict[int, FirstSplit]:
             f"context={ranks} splits sequences, and the loss looks up no ids [rows, positions] of the batch in a "
             "parameter, nor multiplies [rows, positions, features] by one, nor takes patches of [rows, height, width, "
             "channels] or [rows, channels, height, width] by a convolution whose strides are its window; use data, "
-            "fsdp or tensor for context"
+            "fsdp or tensor instead of context"
         )
     return first_splits
 
 
-def _of_product(eqn: Any, sides: Sequence[str]) -> FirstSplit | None:
+def _split_of_product(eqn: Any, sides: Sequence[str]) -> FirstSplit | None:
     """Return the split that a lookup or a product begins.
 
     Rows and positions of the batch must remain separate dims of its result, and share no dim with the weight.
@@ -121,7 +121,7 @@ def _of_product(eqn: Any, sides: Sequence[str]) -> FirstSplit | None:
     return FirstSplit(eqn, side, dim, math.prod(shape[:2]))
 
 
-def _of_patches(eqn: Any, flat: jx.Flat, parts: int) -> FirstSplit | None:
+def _split_of_patches(eqn: Any, flat: jx.Flat, parts: int) -> FirstSplit | None:
     """Return the split that a convolution into patches begins.
 
     If the number of rows of patches allows it, each rank convolves only its own. Otherwise every rank convolves all,
@@ -133,7 +133,7 @@ def _of_patches(eqn: Any, flat: jx.Flat, parts: int) -> FirstSplit | None:
     if numbers.lhs_spec != numbers.out_spec or not are_consecutive or params["batch_group_count"] > 1:
         return None
     tokens, dim = math.prod(shape) // shape[channel_dim], window_dims[0]
-    if not side_by_side(eqn, window_dims) or tokens == shape[0]:
+    if not windows_cover_once(eqn, window_dims) or tokens == shape[0]:
         return None
     # Each rank convolves whole rows of patches.
     if shape[dim] % parts == 0:
@@ -158,7 +158,7 @@ def _of_patches(eqn: Any, flat: jx.Flat, parts: int) -> FirstSplit | None:
     return None
 
 
-def side_by_side(eqn: Any, dims: Collection[int]) -> bool:
+def windows_cover_once(eqn: Any, dims: Collection[int]) -> bool:
     """Return whether the windows of a convolution cover these dims of its first operand exactly once."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     kernel = eqn.invars[1].aval.shape

@@ -34,7 +34,7 @@ from ...program import jaxpr as jx
 from ...program import primitives
 from ..tensor.localiser import Found, Localiser, LocalValue, place
 from .attention_mode import AXIS, GATHER, AttentionMode
-from .entry import FirstSplit, WholeLoss, starts
+from .entry import FirstSplit, WholeLoss, find_first_splits
 from .ops import from_zigzag, order_of
 from .split import PARTIAL, Split, linear_in_partial_sums, map_rows, pad_positions, part_from_inputs
 
@@ -45,16 +45,17 @@ class ContextLocaliser(Localiser):
 
     Attributes:
       first_splits: the equations where a split begins, by `id`.
-      cheap: the number of elements that may be gathered for lack of a rule.
+      max_gathered: the number of elements that may be gathered for lack of a rule.
       mode: how attention reaches all keys.
       tensor: the number of ranks that share the heads.
       in_lockstep: whether all ranks run the program at the same time, so that they can exchange positions directly.
       eqns: the equations of the program that is being rewritten.
-      rows, overlap: the meaning of a plain int as a dim in the rule of the current equation, from its inputs' splits.
+      rows, overlap: how `split` completes a plain int as a dim, while an equation is rewritten: by the rows and the
+        overlap of its inputs.
     """
 
     first_splits: dict[int, FirstSplit] = field(default_factory=dict)
-    cheap: int = 0
+    max_gathered: int = 0
     mode: AttentionMode = GATHER
     tensor: int = 1
     in_lockstep: bool = True
@@ -70,9 +71,11 @@ class ContextLocaliser(Localiser):
             return x.value
         dim = self.split(x.dim)
         n = x.shape[dim] // dim.rows
-        return x.once("whole", lambda: map_rows(lambda y, d: self._gathered(y, d, n, dim.overlap), x.value, dim))
+        return x.once(
+            "whole", lambda: map_rows(lambda y, d: self._gather_positions(y, d, n, dim.overlap), x.value, dim)
+        )
 
-    def _gathered(self, value: jax.Array, dim: int, n: int, overlap: int) -> jax.Array:
+    def _gather_positions(self, value: jax.Array, dim: int, n: int, overlap: int) -> jax.Array:
         """All-gather the n positions of a dim, in the user's order."""
         gathered = lax.all_gather(value, AXIS, axis=dim, tiled=True)
         # Ranks hold chunks in zigzag order: restore the user's order.
@@ -113,7 +116,7 @@ class ContextLocaliser(Localiser):
     def _take_chunks(self, value: jax.Array, dim: int, overlap: int) -> jax.Array:
         """Slice this rank's chunks out of one row."""
         chunk, num_following = self.chunk(value.shape[dim], overlap), max(overlap, 0)
-        # The places of all chunks, with the overlap behind the last one.
+        # The places of all chunks, with the overlap after the last one.
         length = chunk * self.mode.parts(self.ranks) + num_following
         if length > value.shape[dim]:
             value = pad_positions(value, dim, length)
@@ -175,7 +178,7 @@ class ContextLocaliser(Localiser):
             return None
         is_owned = self.row_positions(n, dim.overlap) < n
         if dim.overlap > 0:
-            # The next chunk owns the positions of the overlap; behind the last chunk, that chunk does.
+            # The next chunk owns the positions of an overlap. No chunk follows the last one, which owns its overlap.
             chunk, parts = self.chunk(n, dim.overlap), self.mode.parts(self.ranks)
             is_in_chunk = jnp.arange(chunk + dim.overlap) < chunk
             is_owned &= jnp.concatenate([is_in_chunk | (i == parts - 1) for i in self.chunks()])
@@ -212,7 +215,7 @@ class ContextLocaliser(Localiser):
 
     def run(self, flat: jx.Flat, args: Sequence[LocalValue], linear: bool = False) -> list[LocalValue]:
         """Return the outputs of a flat program. They may be partial sums only if the program is linear in them."""
-        # `keys_of` reads the equations after a product. Inner programs restore those of the outer one.
+        # `keys_of` reads the equations after a product. Inner programs restore the outer equations.
         outer, self.eqns = self.eqns, flat.eqns
         try:
             outs = super().run(flat, args)
@@ -271,17 +274,17 @@ class ContextLocaliser(Localiser):
     def note(self, eqn: Any, x: LocalValue) -> None:
         """Raise ValueError if an equation without a rule would gather features of all positions."""
         # One number for each position may be gathered; features may not.
-        if x.dim is None or math.prod(x.shape) <= self.cheap:
+        if x.dim is None or math.prod(x.shape) <= self.max_gathered:
             return
         # Block-sparse attention, such as BigBird's, gathers blocks of keys.
         masked = " (where it picks keys to attend to, give all of them and mask=)" * (eqn.primitive.name == "gather")
         advice = (
-            f"attend by jp.attention or jax.nn.dot_product_attention{masked}, keep rows and positions as dims of their "
-            "own ([rows, positions, ...])"
+            f"attend by jp.attention or jax.nn.dot_product_attention{masked}, keep rows and positions as "
+            "separate dims ([rows, positions, ...])"
         )
         raise ValueError(
             f"context={self.ranks} splits dim {x.dim} of {list(x.shape)}, and {place(eqn)} mixes its positions, for "
-            f"which there is no rule; {advice}, or use tensor, fsdp or pipe for context"
+            f"which there is no rule; {advice}, or use tensor, fsdp or pipe instead of context"
         )
 
 
@@ -299,18 +302,20 @@ def split_sequence(
       in_lockstep: whether all ranks run the program at the same time, which direct exchanges of positions need.
 
     Raises:
-      ValueError: if no sequence is found, or the ranks do not divide it. When the function is traced: if an equation
-        mixes positions and has no rule.
+      ValueError: if no sequence is found. When the function is traced: if an equation mixes positions and has no rule,
+        or its rule needs a number of positions that the ranks divide.
     """
     # Results that nobody reads, such as the last positions for a cache, need no rule.
     flat = dataclasses.replace(loss.flat, eqns=jx.live(loss.flat.eqns, loss.flat.outvars))
-    first_splits = starts(dataclasses.replace(loss, flat=flat), ranks, mode.parts(ranks))
+    first_splits = find_first_splits(dataclasses.replace(loss, flat=flat), ranks, mode.parts(ranks))
     # One number for each position may be gathered (`note`).
-    cheap = max(first_split.tokens for first_split in first_splits.values())
+    max_gathered = max(first_split.tokens for first_split in first_splits.values())
 
     def local_program(*values: Any) -> list[Any]:
         options = {"mode": mode, "tensor": tensor, "in_lockstep": in_lockstep}
-        localiser = ContextLocaliser(ranks, False, rules, first_splits=first_splits, cheap=cheap, **options)
+        localiser = ContextLocaliser(
+            ranks, False, rules, first_splits=first_splits, max_gathered=max_gathered, **options
+        )
         outs = localiser.run(flat, localiser.arguments(flat, values, [None] * loss.leaves), linear=True)
         return [localiser.as_partial_sum(x) if i < loss.sums else localiser.whole(x) for i, x in enumerate(outs)]
 

@@ -23,10 +23,10 @@ from ...program import jaxpr as jx
 from ..tensor.localiser import Found, LocalValue, place
 from ..tensor.primitives import follow, shape_of
 from .attention_mode import AXIS
-from .entry import side_by_side
+from .entry import windows_cover_once
 from .localiser import ContextLocaliser
 from .ops import order_of, with_neighbours
-from .places import constant, has_source, placed, with_split
+from .places import constant, has_source, place_positions, with_split
 from .rules import rule
 from .split import PARTIAL, Split
 
@@ -46,7 +46,7 @@ def refuse_reach(localiser: ContextLocaliser, eqn: Any, x: LocalValue, reach: in
     `reach` is the number of neighbouring positions of `x`, its input, that it needs.
     """
     assert x.dim is not None
-    if math.prod(x.shape) > localiser.cheap:
+    if math.prod(x.shape) > localiser.max_gathered:
         dim = localiser.split(x.dim)
         n = x.shape[dim] // dim.rows
         other_axes = "data, fsdp, tensor or pipe instead of context, since it reaches over the whole sequence"
@@ -99,7 +99,7 @@ def windows(
     return filled_windows
 
 
-def moved(
+def slice_in_chunks(
     localiser: ContextLocaliser, x: LocalValue, start: int, length: int, fill: jax.Array | None = None
 ) -> Found | None:
     """Return x[start : start + length] along its split dim, in the chunks of x, with `fill` outside of x."""
@@ -120,7 +120,7 @@ def _slice(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) 
     """Slice a split dim in one of four ways, the cheapest that fits.
 
     All positions stay as they are. If a slice drops some of the first and last positions, the others move along. A
-    slice of at most a chunk becomes a partial sum. Any other slice exchanges positions (`placed`).
+    slice of at most a chunk becomes a partial sum. Any other slice exchanges positions (`place_positions`).
     """
     (x,) = inputs
     assert x.dim is not None
@@ -140,13 +140,13 @@ def _slice(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) 
         return [(lax.slice_in_dim(value, 0, 0, axis=int(dim)), None)]
     shape = tuple(m if d == dim else k for d, (m, k) in enumerate(zip(x.shape, shape_of(eqn), strict=True)))
     sliced = LocalValue(value, dim, shape)
-    local_outputs = moved(localiser, sliced, start, limit - start) if limit - start > 1 == step else None
+    local_outputs = slice_in_chunks(localiser, sliced, start, limit - start) if limit - start > 1 == step else None
     if local_outputs is None and limit - start <= localiser.chunk(n, dim.overlap) and step == 1:
-        return [(picked(localiser, sliced, start, limit), PARTIAL)]
-    return local_outputs or placed(localiser, eqn, [sliced], int(dim), np.arange(start, limit, step))
+        return [(slice_as_partial_sum(localiser, sliced, start, limit), PARTIAL)]
+    return local_outputs or place_positions(localiser, eqn, [sliced], int(dim), np.arange(start, limit, step))
 
 
-def picked(localiser: ContextLocaliser, x: LocalValue, start: int, limit: int) -> jax.Array:
+def slice_as_partial_sum(localiser: ContextLocaliser, x: LocalValue, start: int, limit: int) -> jax.Array:
     """Return x[start : limit] along its split dim as a partial sum: zeros except for positions that the rank owns."""
     assert x.dim is not None
     dim, chunk_order = localiser.split(x.dim), order_of(localiser.ranks, localiser.mode.order)
@@ -184,14 +184,17 @@ def _pad(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) ->
     (value,) = jx.bind(eqn, [x.value, fill.value], padding_config=tuple(config))
     n, shape = x.shape[x.dim], tuple(x.shape[d] if d == x.dim else k for d, k in enumerate(shape_of(eqn)))
     padded = LocalValue(value, x.dim, shape)
-    if not interior and (local_outputs := moved(localiser, padded, -low, n + low + high, fill.value)) is not None:
+    if (
+        not interior
+        and (local_outputs := slice_in_chunks(localiser, padded, -low, n + low + high, fill.value)) is not None
+    ):
         return local_outputs
     # Interior padding puts position i at low + i (interior + 1).
     offsets = np.arange(-low, shape_of(eqn)[x.dim] - low)
     indices, remainders = np.divmod(offsets, interior + 1)
     sources = np.where((offsets >= 0) & (remainders == 0) & (indices < n), indices, -1)
     dim = int(x.dim)
-    if (local_outputs := placed(localiser, eqn, [padded], dim, sources)) is None:
+    if (local_outputs := place_positions(localiser, eqn, [padded], dim, sources)) is None:
         return None
     ((value, split),) = local_outputs
     return [(jnp.where(has_source(localiser, value, dim, sources), value, fill.value), split)]
@@ -220,9 +223,9 @@ def _concatenate(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalVa
     if (
         not are_short
         or (other_lengths and localiser.in_lockstep)
-        or (local_outputs := moved(localiser, x, -offsets[longest], sum(lengths))) is None
+        or (local_outputs := slice_in_chunks(localiser, x, -offsets[longest], sum(lengths))) is None
     ):
-        return placed(localiser, eqn, inputs, axis, np.arange(sum(lengths)))
+        return place_positions(localiser, eqn, inputs, axis, np.arange(sum(lengths)))
 
     # 2. Write the other values, whole, at this rank's positions.
     ((value, dim),) = local_outputs
@@ -245,7 +248,9 @@ def _reverse(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]
     (value,) = jx.bind(eqn, [x.value], dimensions=tuple(dims - {int(x.dim)}))
     if x.dim not in dims:
         return [(value, x.dim)]
-    return placed(localiser, eqn, [LocalValue(value, x.dim, x.shape)], int(x.dim), np.arange(x.shape[x.dim])[::-1])
+    return place_positions(
+        localiser, eqn, [LocalValue(value, x.dim, x.shape)], int(x.dim), np.arange(x.shape[x.dim])[::-1]
+    )
 
 
 _SCATTER_JOINS = {"": lambda _, y: y, "-add": jnp.add, "-mul": jnp.multiply, "-min": jnp.minimum, "-max": jnp.maximum}
@@ -270,7 +275,7 @@ def _scatter(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]
         y, targets = _with_dim(localiser, y, dim, numbers.update_window_dims), starts.reshape(-1)
     else:  # one window of consecutive positions
         targets = starts.reshape(-1) + np.arange(y.shape[dim])
-    # `placed` takes one source for each position of x, and y must be written as a whole.
+    # `place_positions` takes one source for each position of x, and y must be written as a whole.
     are_unique = len(np.unique(targets)) == len(targets) == y.shape[dim]
     fits = are_unique and targets.min() >= 0 and targets.max() < x.shape[dim]
     if not fits or any(x.shape[d] != y.shape[d] for d in range(len(x.shape)) if d != dim):
@@ -279,7 +284,7 @@ def _scatter(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]
     sources = np.full(x.shape[dim], -1)
     sources[targets] = np.arange(len(targets))
     value, join = with_split(localiser, eqn, x, Split(dim)).value, _SCATTER_JOINS[name.removeprefix("scatter")]
-    if (local_outputs := placed(localiser, eqn, [y], dim, sources)) is None:
+    if (local_outputs := place_positions(localiser, eqn, [y], dim, sources)) is None:
         return None
     ((update, split),) = local_outputs
     return [(jnp.where(has_source(localiser, value, dim, sources), join(value, update), value), split)]
@@ -315,12 +320,12 @@ def _convolution(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalVa
     window_dim = numbers.lhs_spec.index(x.dim) - 2
     out_dim, stride = numbers.out_spec[2 + window_dim], params["window_strides"][window_dim]
     local_length = x.value.shape[x.dim]
-    if stride > 1 and side_by_side(eqn, [x.dim]) and localiser.rows == 1:
+    if stride > 1 and windows_cover_once(eqn, [x.dim]) and localiser.rows == 1:
         multiple, n = stride * localiser.mode.parts(localiser.ranks), x.shape[x.dim]
-        if n % multiple and math.prod(x.shape) > localiser.cheap:
+        if n % multiple and math.prod(x.shape) > localiser.max_gathered:
             raise ValueError(
-                f"context={localiser.ranks} splits the {n} positions of {place(eqn)}, whose windows of {stride} want a "
-                f"multiple of {multiple}; use {n + -n % multiple} positions, or tensor, fsdp or pipe for context"
+                f"context={localiser.ranks} splits the {n} positions of {place(eqn)}, whose windows of {stride} need a "
+                f"multiple of {multiple}; use {n + -n % multiple} positions, or tensor, fsdp or pipe instead of context"
             )
         cuts_windows = localiser.overlap or n % multiple or local_length * localiser.ranks != n
         return None if cuts_windows else [(jx.bind(eqn, [x.value, kernel.value])[0], Split(out_dim))]

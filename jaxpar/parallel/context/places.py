@@ -3,8 +3,8 @@
     x[::-1] of 8 positions on 2 ranks    rank 0: 0 1 2 3 -> 7 6 5 4      a source for each place of each rank:
                                          rank 1: 4 5 6 7 -> 3 2 1 0      local, or a slot of another rank
 
-`placed` computes this table of sources as NumPy arrays, while the program is traced. `ops.rearranged` then exchanges
-the positions that a rank lacks, in a fixed sequence of permutes.
+`place_positions` computes this table of sources as NumPy arrays, while the program is traced. Then
+`ops.rearrange_positions` exchanges the positions that a rank lacks, in a fixed sequence of permutes.
 """
 
 import math
@@ -21,11 +21,11 @@ from ...program import jaxpr as jx
 from ..tensor.localiser import Found, LocalValue, place
 from .attention_mode import AXIS
 from .localiser import ContextLocaliser
-from .ops import rearranged, rounds_of
+from .ops import rearrange_positions, rounds_of
 from .split import Split
 
 
-def placed(
+def place_positions(
     localiser: ContextLocaliser,
     eqn: Any,
     inputs: Sequence[LocalValue],
@@ -55,13 +55,14 @@ def placed(
     source_slots, num_slots = _source_slots(localiser, inputs, dim, _on_ranks(localiser, sources, new_split))
     # No round is needed if every source is local.
     if not localiser.in_lockstep and any(rounds_of(source_slots, num_slots)):
-        if all(math.prod(x.shape) <= localiser.cheap for x in inputs):
+        if all(math.prod(x.shape) <= localiser.max_gathered for x in inputs):
             return None
         raise ValueError(
-            f"context={localiser.ranks} has positions go to other ranks at {place(eqn)}, and under this schedule ranks "
-            "are not in one layer at one time, as that needs; use schedule='1f1b', or data, fsdp or tensor for context"
+            f"context={localiser.ranks} sends positions to other ranks at {place(eqn)}, which needs all ranks in one "
+            "layer at one time, and under this schedule they are not; use schedule='1f1b' with stages='layers', or "
+            "data, fsdp or tensor instead of context"
         )
-    return [(rearranged(jnp.concatenate([x.value for x in inputs], dim), source_slots, AXIS, dim), new_split)]
+    return [(rearrange_positions(jnp.concatenate([x.value for x in inputs], dim), source_slots, AXIS, dim), new_split)]
 
 
 def _source_slots(
@@ -110,8 +111,12 @@ def with_split(localiser: ContextLocaliser, eqn: Any, x: LocalValue, dim: Split)
     """Return the value split along `dim`, with its rows and overlap."""
     if x.dim is not None and localiser.split(x.dim).as_tuple == dim.as_tuple:
         return x
-    moved = placed(localiser, eqn, [x], int(dim), np.arange(x.shape[dim]), new_split=dim) if x.dim is not None else None
-    return LocalValue(*moved[0], x.shape) if moved else LocalValue(localiser.part(x, dim), dim, x.shape)
+    local_outputs = (
+        place_positions(localiser, eqn, [x], int(dim), np.arange(x.shape[dim]), new_split=dim)
+        if x.dim is not None
+        else None
+    )
+    return LocalValue(*local_outputs[0], x.shape) if local_outputs else LocalValue(localiser.part(x, dim), dim, x.shape)
 
 
 def has_source(localiser: ContextLocaliser, value: jax.Array, dim: int, sources: np.ndarray) -> jax.Array:

@@ -93,7 +93,7 @@ def _scan(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -
     if (local_outputs := _picking_scan(localiser, eqn, inputs)) is not None:
         return local_outputs
     # Small values of the steps, such as masks, are gathered.
-    if not any(x.dim == 0 and math.prod(x.shape) > localiser.cheap for x in steps):
+    if not any(x.dim == 0 and math.prod(x.shape) > localiser.max_gathered for x in steps):
         return TENSOR["scan"](localiser, eqn, inputs)
     return _recurrence(localiser, eqn, inputs) if diagonal(parts) else None
 
@@ -171,9 +171,9 @@ def _recurrence(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalVal
     # Places beyond the end would change the last state.
     if (padded_length := localiser.local_length(parts.length) * localiser.ranks) != parts.length:
         raise ValueError(
-            f"context={localiser.ranks} splits the {parts.length} positions of {place(eqn)}, whose states want a "
+            f"context={localiser.ranks} splits the {parts.length} positions of {place(eqn)}, whose states need a "
             f"multiple of {localiser.mode.parts(localiser.ranks)}; use {padded_length} positions, or tensor, fsdp or "
-            "pipe for context"
+            "pipe instead of context"
         )
     body = jec.jaxpr_as_fun(jec.ClosedJaxpr(*jx.opened(parts.body)))
     options = {name: eqn.params[name] for name in ("reverse", "unroll") if name in eqn.params}

@@ -35,16 +35,16 @@ from .localiser import ContextLocaliser
 from .ops import (
     Ring,
     Rounds,
+    attend_by_heads,
     by_blocks,
     by_rounds,
-    exchanged,
     gather_attention,
     ring_attention,
     to_zigzag,
     ulysses_attention,
     usp_attention,
 )
-from .places import constant, placed, with_split
+from .places import constant, place_positions, with_split
 from .split import PARTIAL, Split, counting_dim, pad_positions, reshape_split
 
 Rule = Callable[[Any, Any, Sequence[LocalValue]], Found | None]
@@ -64,13 +64,13 @@ def _reshape(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]
     dim = reshape_split(x.shape, localiser.split(x.dim), shape, parts)
     if dim is not None:
         return [(jx.bind(eqn, [x.value], new_sizes=localiser.local(shape, dim))[0], dim)]
-    if math.prod(x.shape) <= localiser.cheap:
+    if math.prod(x.shape) <= localiser.max_gathered:
         return None
     raise ValueError(
         f"context={localiser.ranks} splits dim {x.dim} of {list(x.shape)} into {parts} parts, and {place(eqn)} to "
-        f"{list(shape)} cuts through them; keep rows and positions as dims of their own, or let the outermost of the "
-        f"dims that positions become be a multiple of {parts}: in jp.cross_entropy by a chunk= {localiser.ranks} times "
-        "as large"
+        f"{list(shape)} cuts through them; keep rows and positions as separate dims, or make the outermost of the dims "
+        f"that positions become a multiple of {parts} (in jp.cross_entropy, by a chunk= {localiser.ranks} times as "
+        "large)"
     )
 
 
@@ -84,15 +84,15 @@ def _custom(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
     # With a capacity, a token's slot depends on all tokens before it, on other ranks too.
     if route.part is None:
         raise ValueError(
-            f"context={localiser.ranks} splits the tokens of a row, and {line} gives them slots in their order: a "
-            "capacity drops what finds none; use capacity=None, which drops nothing, or data, fsdp or tensor for "
-            "context"
+            f"context={localiser.ranks} splits the tokens of a row, and {line} gives slots to all of them in their "
+            "order: its capacity drops the tokens beyond the slots; use capacity=None, which drops nothing, or data, "
+            "fsdp or tensor instead of context"
         )
     slots = [v.aval.shape[1] for v, kind in zip(eqn.outvars, route.outs, strict=True) if kind == "routed"]
     if any(n % parts for n in slots):
         raise ValueError(
             f"context={localiser.ranks} splits the {slots[0]} slots of an expert at {line} into {parts} parts, which "
-            "do not divide them; use another number of positions, or data, fsdp or tensor for context"
+            "do not divide them; use another number of positions, or data, fsdp or tensor instead of context"
         )
     tokens = next((x.dim for x in inputs if x.dim == 0), None)
     if tokens is None or localiser.overlap:
@@ -164,7 +164,7 @@ def _gather(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
         is_in_bounds = ((starts >= 0) & (starts <= limits)).all()
         if is_in_bounds and (np.delete(starts, column, 1) == np.delete(starts[0], column)).all():
             first = dict(zip(numbers.start_index_map, starts[0], strict=True))
-            return placed(localiser, eqn, [_sliced(table, first, sizes)], int(table.dim), starts[:, column])
+            return place_positions(localiser, eqn, [_sliced(table, first, sizes)], int(table.dim), starts[:, column])
 
     # 2. The index of the position counts 0, 1, 2, ... along the positions of the indices.
     if table.dim not in numbers.collapsed_slice_dims or indices.made is None:
@@ -266,7 +266,7 @@ def _attention(
         value = for_tensor(kernel.fun, (2, 2, 2), 2)(inputs[0].value, *map(localiser.whole, inputs[1:3]))
         return [(value, inputs[0].dim)]
 
-    # 1. Split query, key and value in chunks of their own.
+    # 1. Split query, key and value into chunks without overlap.
     (query, key), positions = inputs[:2], Split(1)
     t, s = query.shape[1], key.shape[1]
     values = [with_split(localiser, eqn, x, positions).value for x in inputs[:3]]
@@ -371,7 +371,7 @@ def attend_scored(
     def attend_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return attend_keys(Rounds.of(ring, options, q, k, lengths), q, k, v, *operands)
 
-    return exchanged(attend_heads, ring, query, key, value)
+    return attend_by_heads(attend_heads, ring, query, key, value)
 
 
 Sides = dict[int, int]  # dim -> the operand whose positions it has

@@ -31,23 +31,23 @@ def register(rule: Rule) -> Rule:
       ValueError: if `rule` is no `Rule`, or its name, `sharded` or `promise` is invalid.
     """
     if not isinstance(rule, Rule):
-        raise ValueError(f"register({rule!r}): needs a jaxpar.parallel.Rule")
+        raise ValueError(f"register got {rule!r}; give a jaxpar.parallel.Rule")
     # The name is a value in a strategy's text, as in "data=8,rule=int8".
     if not rule.name.isidentifier() or rule.name in PRESETS:
         raise ValueError(
-            f"a rule named {rule.name!r}: use letters, digits and underscores, as in 'int8', and no name of jaxpar's "
-            f"own ({', '.join(PRESETS)})"
+            f"a rule cannot be named {rule.name!r}; use letters, digits and underscores, as in 'int8', and none of "
+            f"jaxpar's own names ({', '.join(PRESETS)})"
         )
     if unknown := rule.sharded - {*_TREES}:
         raise ValueError(f"rule {rule.name!r} shards {sorted(unknown)}; use some of {', '.join(_TREES)}, or none")
     if not isinstance(rule.promise, Promise):
-        raise ValueError(f"rule {rule.name!r} promises {rule.promise!r}; needs a jaxpar.parallel.Promise")
+        raise ValueError(f"rule {rule.name!r} promises {rule.promise!r}; give a jaxpar.parallel.Promise")
     _RULES[rule.name] = rule
     return rule
 
 
 def rule_of(strategy: Strategy) -> Rule:
-    """Return the rule of a strategy: the user's rule that it names, else ZeRO if `fsdp` has devices, else ddp.
+    """Return the rule of a strategy: the server's, or the user's rule that it names, else ZeRO over `fsdp`, else ddp.
 
     Raises:
       ValueError: if the name is not registered; if the rule shards and `fsdp` is 1; or if it does not and `fsdp` is
@@ -71,6 +71,6 @@ def rule_of(strategy: Strategy) -> Rule:
     # A rule that shards needs `fsdp` devices to shard over; with `fsdp` devices, a rule without would waste them.
     if bool(rule.sharded) != (strategy.fsdp != 1):
         shards = f"shards {', '.join(sorted(rule.sharded))}" if rule.sharded else "shards nothing"
-        advice = "give fsdp a size, as in fsdp=-1" if rule.sharded else "use data for fsdp, as in data=-1"
+        advice = "give fsdp a size, as in fsdp=-1" if rule.sharded else "use data instead of fsdp, as in data=-1"
         raise ValueError(f"rule={strategy.rule!r} {shards} and fsdp={strategy.fsdp}; {advice}")
     return rule

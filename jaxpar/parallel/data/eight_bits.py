@@ -219,7 +219,7 @@ ROUNDED = {
 }
 # rule -> the rule that also reduces gradients in int8.
 REDUCED = {rule: _with_quantised_gradients(rule) for rule in (DDP, ZERO1, ZERO2, ZERO3, ZERO3_ONCE, *ROUNDED.values())}
-# From each rule that gathers weights in FP8 to the same rule without.
+# rule that gathers weights in FP8 -> the same rule that gathers them unquantised.
 _WITHOUT_FP8 = {rounded: rule for (rule, rounding), rounded in ROUNDED.items() if rounding == "fp8"}
 _WITHOUT_FP8 |= {REDUCED[rounded]: REDUCED[rule] for rounded, rule in _WITHOUT_FP8.items()}
 

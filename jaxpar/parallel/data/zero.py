@@ -85,7 +85,7 @@ def publish(leaves: Sequence[Leaf], shards: Sequence[jax.Array], old_params: Seq
     """All-gather the updated shards into whole parameters.
 
     Args:
-      shards: this device's updated shard of each parameter, float32.
+      shards: this device's updated shard of each parameter, in the dtype in which it is stored.
       old_params: the whole parameters before the update. They give the dtype, and XLA reuses their memory where the
         step donates them.
 

@@ -1,5 +1,6 @@
-"""The layout of expert parallelism: which dim of which parameter counts experts, and is split over the axis `expert`
-(GShard: Lepikhin et al. 2020, arXiv:2006.16668, section 3).
+"""Choose the dim of each parameter that counts experts, and is split over the mesh axis `expert`.
+
+Source: GShard, Lepikhin et al. 2020, arXiv:2006.16668, section 3.
 
 The first of these that names a leaf decides:
 
@@ -46,7 +47,7 @@ def apart(rules: Rules | None) -> tuple[dict[str, int | str | None], Rules | Non
         if isinstance(value, Mapping):
             if other_axes := [axis for axis in value if axis not in (AXIS, "tensor")]:
                 raise ValueError(
-                    f"rules: {key!r}: {other_axes[0]!r} is no axis that splits leaves; use 'expert', 'tensor'"
+                    f"rules: {key!r}: {other_axes[0]!r} is no axis that splits leaves; use 'expert' or 'tensor'"
                 )
             expert_rules.update({key: value[AXIS]} if AXIS in value else {})
             tensor_rules.update({key: value["tensor"]} if "tensor" in value else {})
@@ -102,8 +103,8 @@ def expert_dims(
     dims = {path: dim for path, dim in dim_by_path.items() if dim is not None}
     if not dims:
         raise ValueError(
-            f"expert={ranks} splits no parameter, as no leaf [experts, ...] stands beside a router; "
-            f"{_hint(shapes, ranks)}use fsdp or data for expert"
+            f"expert={ranks} splits no parameter, as no leaf [experts, ...] is in one module with a router; "
+            f"{_hint(shapes, ranks)}use fsdp or data instead of expert"
         )
     for path, dim in dims.items():
         if shapes[path][dim] % ranks:
@@ -125,7 +126,7 @@ def _hint(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> str:
     experts = [path for path in shapes if "expert" in path.lower()]
     if not guessed and experts and all(len(shapes[path]) < 3 for path in experts):
         first = f"{experts[0]} {list(shapes[experts[0]])}"
-        return f"{first} is one expert's alone: stack them all in one leaf, by nn.vmap, say, or "
+        return f"{first} holds a single expert: stack all experts in one leaf, by nn.vmap for example, or "
     divisible = [path for path, shape in shapes.items() if len(shape) > 2 and not shape[-3] % ranks]
     if not guessed and not divisible:
         return ""
@@ -142,8 +143,8 @@ def _hint(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> str:
         )
         rules[next(filter(is_unambiguous, [*ends, f"^{re.escape(path)}"]))] = {AXIS: dim}
     if likely and likely not in experts:  # any leaf of three dims: the model may well have no experts
-        return f"if {likely} {list(shapes[likely])} is of {shapes[likely][-3]} experts, say so: rules={rules}, or "
-    return f"say which dim is that of experts: rules={rules}, or "
+        return f"if {likely} {list(shapes[likely])} holds {shapes[likely][-3]} experts, say so: rules={rules}, or "
+    return f"say which dim counts experts: rules={rules}, or "
 
 
 def looks_stacked(leaves: Leaves) -> dict[str, int]:
@@ -164,20 +165,23 @@ def _rule_dims(
       table: path pattern -> dim; rules for names of dims are skipped.
       strict: whether a rule that matches no leaf is an error.
     """
+    source = "rules" if strict else "the model's rules"
     dim_by_path: dict[str, int | None] = {}
     for key, dim in table.items():
         if dim == AXIS:
             continue
-        matches = pattern("rules", key).fullmatch
+        matches = pattern(source, key).fullmatch
         paths = [path for path in shapes if matches(path)]
         if strict and not paths:
             raise ValueError(
-                f"rules: {key!r} matches the end of no parameter's path; the first is {next(iter(shapes))}"
+                f"rules: {key!r} matches the end of no parameter's path; use one such as {next(iter(shapes))!r}"
             )
         for path in paths:
             n = len(shapes[path])
             if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool) or not -n <= dim < n):
-                raise ValueError(f"rules: {key!r}: {path} {list(shapes[path])} has no dim {dim!r}; use {-n} to {n - 1}")
+                raise ValueError(
+                    f"{source}: {key!r}: {path} {list(shapes[path])} has no dim {dim!r}; use {-n} to {n - 1}"
+                )
             dim_by_path[path] = None if dim is None else dim % n
     return dim_by_path
 
@@ -215,7 +219,7 @@ def _expert_leaves(leaves: Leaves, strict: bool = False, named: bool = True) -> 
                 and (is_named or _EXPERTS.fullmatch(path))
             ]
             if kernels:
-                # The number of experts is that of the first kernel: the other leaves must agree.
+                # The first kernel tells the number of experts: the other leaves must agree.
                 count, depth = kernels[0][1][-3], len(shape)
                 dims.update((path, len(s) - 3) for path, s in kernels if s[-3] == count)
                 dims.update(  # leaves of more dims: gate and up projection stacked, [E, 2, a, b]

@@ -48,7 +48,9 @@ class TokenExchange(ExpertLocaliser):
         if can_exchange and token_bytes <= expert_bytes:
             # Trace the exchange at the model's shapes, and rewrite the result for this rank like any other program.
             with jx.source_info_of(run.eqns[-1]):
-                flat, _ = jx.trace(run.exchanged, *(jax.ShapeDtypeStruct(x.shape, x.value.dtype) for x in inputs))
+                flat, _ = jx.trace(
+                    run.compute_as_mixture, *(jax.ShapeDtypeStruct(x.shape, x.value.dtype) for x in inputs)
+                )
                 (env[run.out],) = self.run(flat, inputs)
             return
         if can_exchange:

@@ -48,7 +48,7 @@ class SlotDims:
         """Return the dims of a value that has `n` more dims in front."""
         return SlotDims(self.dim + n, self.slots + n)
 
-    def moved(self, to: Callable[[int], int]) -> "SlotDims":
+    def map_dims(self, to: Callable[[int], int]) -> "SlotDims":
         """Return the dims after `to` has mapped each of them to a dim of another value."""
         return SlotDims(to(self.dim), to(self.slots))
 
@@ -128,7 +128,7 @@ class ExpertLocaliser(Localiser):
             operand, dims = x.broadcast
             # 2. A broadcast of a value that has both dims: exchange the smaller value, and broadcast the result.
             if to.dim in dims and to.slots in dims:
-                operand_dims = to.moved(dims.index)
+                operand_dims = to.map_dims(dims.index)
                 if all(
                     operand.shape[i] == x.shape[j]
                     for i, j in ((operand_dims.dim, to.dim), (operand_dims.slots, to.slots))
@@ -137,7 +137,7 @@ class ExpertLocaliser(Localiser):
         # 3. Send each rank the slots of its experts: [E, C, ..] -> [E/e, e C, ..].
         return lax.all_to_all(self.whole(x), AXIS, to.dim, to.slots, tiled=True)
 
-    def alike(self, x: LocalValue) -> bool:
+    def is_equal_on_ranks(self, x: LocalValue) -> bool:
         """Whether a value is the same on all ranks: one that comes from a rank's rows is not."""
         return x.weight
 

@@ -12,8 +12,8 @@ row and of its expert's leaves:
 
     1. `runs` finds the longest runs of a program, backwards from each last grouped matmul.
     2. `ExpertRun.expert` is that function, for n rows of one expert.
-    3. `ExpertRun.exchanged` computes the run as `jp.experts` does without a capacity (`ops/dropless.py`): it exchanges
-       the first slots of every expert at once, and the rest in rounds.
+    3. `ExpertRun.compute_as_mixture` computes the run as `jp.experts` does without a capacity (`ops/dropless.py`): it
+       exchanges the first slots of every expert at once, and the rest in rounds.
 """
 
 import math
@@ -31,7 +31,7 @@ from ...program import primitives
 from ..tensor.localiser import Found, LocalValue
 from .localiser import ExpertLocaliser, SlotDims
 from .ops.dropless import dropless, slots_of
-from .ops.tables import wide
+from .ops.tables import accumulation_dtype
 
 PRIMITIVE = "ragged_dot_general"
 
@@ -106,7 +106,7 @@ class ExpertRun:
         bytes_per_token = sum(jx.nbytes(v) // tokens for v in (*self.rows, self.out))
         return num_experts * slots_of(tokens, 1, num_experts) * bytes_per_token, sum(map(jx.nbytes, self.leaves))
 
-    def exchanged(self, sizes: jax.Array, *values: jax.Array) -> jax.Array:
+    def compute_as_mixture(self, sizes: jax.Array, *values: jax.Array) -> jax.Array:
         """Compute the result as a mixture in which each row has chosen one expert.
 
         `values` are the values of `rows`, `leaves` and `rest`. Returns the value of `out`.
@@ -120,7 +120,7 @@ class ExpertRun:
         # `dropless` passes an expert its leaves alone. The values that all rows read become leaves, equal for every
         # expert.
         shared = [jnp.broadcast_to(value, (sizes.size, *value.shape)) for value in rest]
-        gates = jnp.ones(ids.shape, wide(x.dtype))
+        gates = jnp.ones(ids.shape, accumulation_dtype(x.dtype))
         result = dropless(x, ids, gates, [*leaves, *shared], self.expert)
         return result.reshape(self.out.aval.shape).astype(self.out.aval.dtype)
 
@@ -199,7 +199,7 @@ def _is_grouped_matmul(eqn: Any) -> bool:
 
 
 def _copied_from(v: Any, producers: dict[Any, Any]) -> Any:
-    """Return the variable of which this one is a copy, with the same elements."""
+    """Return the variable that this one is a copy of, with the same elements."""
     while v in producers and (kind := primitives.of(producers[v])).view and kind.elementwise:
         v = producers[v].invars[0]
     return v

@@ -41,7 +41,7 @@ class SlotTables:
       residuals: the slot of the second stash. I writes the residuals of its weight gradients there, and W reads and
         frees them.
       read: the message buffer that holds the operation's input. For F, the activations from the stage before. For B and
-        I, the cotangents from the stage behind; in the last stage, from the epilogue. 0 for the first stage's F and for
+        I, the cotangents from the next stage; in the last stage, from the epilogue. 0 for the first stage's F and for
         W, which read no message.
       from_previous: the message buffer for the message from rank - 1 (around the ring), written at the end of the slot.
         Without a message, this is a free buffer, which may be overwritten. The four buffers of a slot differ where two
@@ -51,7 +51,7 @@ class SlotTables:
       from_epilogue: the same for the cotangents that the epilogue makes of the microbatch that leaves the last stage.
       sent: bool [slot, 4], in the order of `WAYS`: whether any rank receives a message that way in the slot.
       stashes: the number of stash slots.
-      keeps: the number of slots for residuals.
+      keeps: the number of slots of the second stash, for `residuals`.
       buffers: the number of message buffers.
     """
 

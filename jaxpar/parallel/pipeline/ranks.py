@@ -148,7 +148,7 @@ class Engine(Cut):
           lookahead: what the loop fetches for other loops; None to fetch each layer itself.
 
         Returns:
-          A loop whose result is that of `Stack.forwards`, except that the next message replaces the outputs.
+          A loop with the result of `Stack.forwards`, except that the next message replaces the outputs.
         """
         k, is_first = self.stack.carry, self._stage(op) == 0
         consts, _, xs = self._stack_inputs(env, op)

@@ -101,7 +101,7 @@ class Schedule:
         if (cells := self.ranks * self.microbatches * self.chunks) > _MAX_CELLS:
             raise ValueError(
                 f"pipe={self.ranks} x microbatches={self.microbatches} x chunks={self.chunks} makes {cells:,} cells; "
-                f"use less, {_MAX_CELLS:,} at most"
+                f"use smaller numbers, for {_MAX_CELLS:,} cells at most"
             )
         self.table()  # raises if the kind has no table for these numbers
 
@@ -121,14 +121,14 @@ class Schedule:
         """
         table_ops = [op for column in table for ops in column for op in ops]
         if not table_ops:
-            raise ValueError("the table is empty; give for each slot and rank its operations")
+            raise ValueError("the table is empty; give the operations of each slot and rank")
         chunks, microbatches = 1 + max(op.chunk for op in table_ops), 1 + max(op.microbatch for op in table_ops)
         check_table(table, placement, microbatches, chunks)
         # Only in lockstep can a rank run F and B in one slot: the slots of a branching program hold one operation.
         if any(len(ops) > 1 for column in table for ops in column) and not in_lockstep(table, placement, chunks):
             raise ValueError(
-                "F and B share a slot, and messages wait: a rank that branches runs one operation in a slot; put F and "
-                "B in slots of their own"
+                "F and B share a slot in a table whose messages wait: its ranks branch, and run one operation in a "
+                "slot; put F and B in separate slots"
             )
         return Schedule(name, len(table[0]), microbatches, chunks, given=Given(table, placement))
 
@@ -179,7 +179,7 @@ class Schedule:
         if counts != (requested := (ranks, microbatches, chunks)):
             texts = ["pipe={}, microbatches={}, chunks={}".format(*numbers) for numbers in (counts, requested)]
             raise ValueError(
-                f"schedule={schedule.label} has {texts[0]}, and the strategy {texts[1]}; use the table's numbers"
+                f"schedule={schedule.label} has {texts[0]}, and the strategy has {texts[1]}; use the table's numbers"
             )
         return schedule
 
@@ -270,7 +270,7 @@ class Schedule:
     @property
     def label(self) -> str:
         """Return the schedule's name; for a given table, with a digest of its operations."""
-        # Tables have no names of their own: the digest tells strategies with different tables apart.
+        # The name of a table need not be unique: the digest tells strategies with different tables apart.
         digest = hashlib.sha256("\n".join(self.csv()).encode()).hexdigest()[:8]
         return f"{self.kind}-{digest}" if self.given else self.kind
 

@@ -23,9 +23,9 @@ Other collectives run inside operations. Their groups lie within one pipe rank, 
 Each operation is a loop of one iteration or none (`branching.py`).
 """
 
-import collections as counts
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -165,7 +165,7 @@ class Slots(Engine):
 
         A slot lasts as long as the longest operation of any rank.
         """
-        longest = counts.Counter(
+        longest = Counter(
             next(kind for kind in "BIFW" if kind in slot_kinds)  # from the longest: I includes recomputation, if any
             for column in self.schedule.table()
             if (slot_kinds := "".join(op.kind for ops in column for op in ops))

@@ -138,7 +138,7 @@ def _while(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Foun
     carried, body_outputs = _loop_layouts(
         localiser, init, eqn.invars[k:], lambda carry: [*step(carry), *condition(carry)]
     )
-    if not localiser.alike(body_outputs[-1]):
+    if not localiser.is_equal_on_ranks(body_outputs[-1]):
         return None
     dims = [x.dim for x in carried]
     final_carry = jax.lax.while_loop(
@@ -337,7 +337,7 @@ def _cond(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found
       The local outputs; None if ranks may take different branches, and so wait for each other in their collectives.
     """
     index, *operands = inputs
-    if not localiser.alike(index):
+    if not localiser.is_equal_on_ranks(index):
         return None
     branches = [jx.flatten(branch) for branch in eqn.params["branches"]]
     branch_outputs: list[list[LocalValue]] = []

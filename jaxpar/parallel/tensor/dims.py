@@ -228,7 +228,7 @@ def names_in(entry: Any) -> Iterator[str]:
 def _annotated(path: str, shape: tuple[int, ...], entry: tuple[Any, ...], table: Any, user_names: Any) -> int | None:
     """Return the dim of one leaf that its annotation puts on `tensor`; the user's names come before the table's."""
     if len(entry) > len(shape):
-        raise ValueError(f"{path} {list(shape)} is annotated with {entry}; give as many names as it has dims")
+        raise ValueError(f"{path} {list(shape)} is annotated with {entry}; give no more names than it has dims")
     for names in (user_names,) if NORM.fullmatch(path) else (user_names, table):
         dims = [dim for dim, part in enumerate(entry) if any(names.get(name) for name in names_in(part))]
         if len(dims) > 1:
@@ -342,7 +342,7 @@ def _check_division(chosen: Mapping[str, int | None], shapes: _Shapes, size: int
     undivided = [(path, dim) for path in shapes if (dim := chosen.get(path)) is not None and shapes[path][dim] % size]
     if undivided:
         (path, dim), shape = undivided[0], shapes[undivided[0][0]]
-        fewer = f"use tensor={common}, " if (common := math.gcd(shape[dim], size)) > 1 else ""
+        smaller_axis = f"use tensor={common}, " if (common := math.gcd(shape[dim], size)) > 1 else ""
         whole_rules = ", ".join(f"{end!r}: None" for end in dict.fromkeys(_end(path) for path, _ in undivided))
         num_split = sum(dim is not None for dim in chosen.values())
         # Leaving leaves whole helps only if some leaf stays split.
@@ -350,7 +350,7 @@ def _check_division(chosen: Mapping[str, int | None], shapes: _Shapes, size: int
         remedy = leave_whole if num_split > len(undivided) else "use data or fsdp instead of tensor"
         raise ValueError(
             f"{path} {list(shape)} has {shape[dim]} on dim {dim}, which tensor={size} does not divide; pad it to "
-            f"{-(-shape[dim] // size) * size}, {fewer}or {remedy}"
+            f"{-(-shape[dim] // size) * size}, {smaller_axis}or {remedy}"
         )
 
 

@@ -145,7 +145,7 @@ class Localiser:
         """All-gather the ranks' values, [ranks, ...]."""
         return edges.all_gather_replicated(value[None], 0, self.ranks)
 
-    def alike(self, x: LocalValue) -> bool:
+    def is_equal_on_ranks(self, x: LocalValue) -> bool:
         """Return whether the whole value is the same on all ranks."""
         return True
 
@@ -174,6 +174,9 @@ class Localiser:
 
         Raises:
           ValueError: if `ranks` does not divide the positions of an embedding.
+
+        Warns:
+          UserWarning: if `ranks` does not divide the positions of another sum, which is then whole on each rank.
         """
         if not (self.sequence and residual and len(shape) > 2 and shape[1] > 1):
             return edges.leave(value, self.ranks), None
@@ -222,7 +225,7 @@ class Localiser:
           names: the path of each parameter whose split a rule asked for; empty strings for the other parameters.
         """
         args = [LocalValue(x, None, v.aval.shape) for v, x in zip(flat.invars, values, strict=True)]
-        # The inputs behind the parameters have neither dims nor names.
+        # The inputs after the parameters have neither dims nor names.
         for x, dim, name in zip(args, dims, names or [""] * len(dims), strict=False):
             x.dim, x.origin, x.weight = dim, name, True
             # Integer parameters, such as seeds, have no cotangent.
@@ -296,7 +299,8 @@ def localise(
       second is filled when the function is traced.
 
     Raises:
-      ValueError: if a split dim is reshaped to one that `ranks` does not divide.
+      ValueError: when the function is traced, if a split dim is reshaped to one that `ranks` does not divide; with
+        `sequence`, also if `ranks` does not divide the positions of an embedding.
     """
     localiser = Localiser(ranks, sequence, rules)
 

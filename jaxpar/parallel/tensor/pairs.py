@@ -9,7 +9,7 @@ So order, shapes and paths tell which products follow one another:
     several [a, b] in a row, a != b       one product: gate and up, or mean and variance
     [k, k, 1, b] or [k, k, b / g, b]      between a pair: depthwise and grouped convolutions, by whole groups
     [b], [.., b]                          between a pair: biases, scales of norms
-    [a, b] alone, called kernel or w      row-parallel, if it is worth it: an all-reduce of b features forwards and an
+    [a, b] alone, a kernel, w or weight   row-parallel, if it is worth it: an all-reduce of b features forwards and an
                                           all-gather of a backwards
     tables, by their names                by rows, or by features if the rows do not divide
 

@@ -35,13 +35,13 @@ def pattern(table: str, key: str) -> re.Pattern[str]:
         compiled = re.compile(f"(?:.*/)?(?:{key})")
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(
-            f"{table}: {key[:100]!r} is no regular expression ({error}); escape what stands for itself: "
+            f"{table}: {key[:100]!r} is no regular expression ({error}); to match these characters themselves, use "
             f"{re.escape(key[:100])!r}"
         ) from None
     if part := _ambiguous_repetition(key):
         raise ValueError(
-            f"{table}: {key[:100]!r} repeats {part[:100]!r}, which repeats or chooses within, and may take for ever to "
-            "match; write it without the outer or the inner repetition, such as 'layers/.*/kernel'"
+            f"{table}: {key[:100]!r} repeats {part[:100]!r}, which itself repeats or has alternatives, and may "
+            "take for ever to match; write it without the outer or the inner repetition, such as 'layers/.*/kernel'"
         )
     return compiled
 

@@ -23,7 +23,7 @@ import jaxpar as jp
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.models import named
 from jaxpar.parallel.context.attention_mode import choose
-from jaxpar.parallel.context.entry import WholeLoss, starts
+from jaxpar.parallel.context.entry import WholeLoss, find_first_splits
 from jaxpar.parallel.context.ops import gather_bytes, halo_bytes, ring_bytes, ulysses_bytes, usp_bytes
 from jaxpar.parallel.context.recurrences import diagonal
 from jaxpar.program import jaxpr as jx
@@ -240,7 +240,9 @@ def test_states_that_may_be_found_in_chunks(recurrence: str) -> None:
 def test_where_a_split_begins_is_held() -> None:
     """Rules of differentiation are rewritten after the trace. Sometimes a new equation had the id of a freed one."""
     table, ids = jax.ShapeDtypeStruct((5, 3), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.int32)
-    first_splits = starts(WholeLoss(jx.trace(lambda table, ids: table[ids].sum(), table, ids)[0], 1, [1], 1), 2, 2)
+    first_splits = find_first_splits(
+        WholeLoss(jx.trace(lambda table, ids: table[ids].sum(), table, ids)[0], 1, [1], 1), 2, 2
+    )
     assert [(key, start.eqn.primitive.name) for key, start in first_splits.items()] == [
         (id(start.eqn), "gather") for start in first_splits.values()
     ]
@@ -308,7 +310,7 @@ def test_positions_that_go_elsewhere_are_sent_once() -> None:
     step = jp.make_train_step(model, cells.SGD, "context=4", jax.devices()[:4])
     written = Ledger.from_jaxpr(step.trace(cells.batch_of(4)), step.mesh)
     assert sum(row.sent for row in written if row.kind == "collective-permute") == 2 * 4 * 4 * 8 * 4
-    with pytest.raises(ValueError, match=r"go to other ranks at rev at .*; use schedule='1f1b'"):
+    with pytest.raises(ValueError, match=r"sends positions to other ranks at rev at .*; use schedule='1f1b'"):
         traced(model, "context=2,pipe=2,microbatches=2,schedule=zb-h1,stages=cut")
 
 
@@ -350,7 +352,7 @@ def test_windows_that_a_chunk_cuts_are_told_how_many_positions_fit() -> None:
     loss = lambda apply, batch: jnp.square(apply(batch["tokens"])).mean()
     model = jp.from_linen(Windows(), loss, batch(32))
     assert traced(model, "context=2", batch(32)).program.pieces
-    with pytest.raises(ValueError, match=r"the 36 positions of .* want a multiple of 8; use 40 positions"):
+    with pytest.raises(ValueError, match=r"the 36 positions of .* need a multiple of 8; use 40 positions"):
         traced(model, "context=2", batch(36))
 
 
@@ -387,7 +389,7 @@ def test_a_fourier_transform_of_the_sequence_is_not_advised_longer_ones() -> Non
     """A convolution with a kernel as long as the sequence transforms 2 T - 1 positions."""
     length = lambda x: 2 * x.shape[1] - 1
     mixes = lambda x: jnp.fft.irfft(jnp.fft.rfft(x, length(x), axis=1), length(x), axis=1)[:, : x.shape[1]]
-    with pytest.raises(ValueError, match=r"fft at .* or use tensor, fsdp or pipe for context") as error:
+    with pytest.raises(ValueError, match=r"fft at .* or use tensor, fsdp or pipe instead of context") as error:
         traced(reader(mixes), "context=2")
     assert "longer sequences" not in str(error.value)
 

@@ -162,7 +162,7 @@ def test_a_stack_that_is_used_outside_its_loop_too(zero: int) -> None:
             "data=8,rule=int",
             r"rule='int' is not registered; use one of int8, mine \(did you mean 'int8'\?\), or call jaxpar",
         ),
-        ("fsdp=8,rule=int8", "rule='int8' shards nothing and fsdp=8; use data for fsdp"),
+        ("fsdp=8,rule=int8", "rule='int8' shards nothing and fsdp=8; use data instead of fsdp"),
         ("data=8,rule=mine", "rule='mine' shards grads, optimizer, params and fsdp=1; give fsdp a size"),
         ("data=8,rule=8", "rule=8 is not the name of a rule"),
         ("fsdp=8,zero=2,rule=mine", "zero choose rules of jaxpar's own; leave them out, or leave rule out"),
@@ -177,11 +177,11 @@ def test_a_rule_that_cannot_be_is_refused(strategy: str, message: str, int8: Rul
 
 def test_what_cannot_be_registered_says_so(int8: Rule) -> None:
     for rule, message in [
-        ("int8", "needs a jaxpar.parallel.Rule"),
-        (dataclasses.replace(int8, name="8 bits"), "a rule named '8 bits': use letters"),
-        (dataclasses.replace(int8, name="zero2"), "no name of jaxpar's own"),
+        ("int8", "give a jaxpar.parallel.Rule"),
+        (dataclasses.replace(int8, name="8 bits"), "a rule cannot be named '8 bits'; use letters"),
+        (dataclasses.replace(int8, name="zero2"), "none of jaxpar's own names"),
         (dataclasses.replace(int8, sharded=frozenset({"weights"})), r"shards \['weights'\]; use some of params"),
-        (dataclasses.replace(int8, promise=None), "promises None; needs a jaxpar.parallel.Promise"),
+        (dataclasses.replace(int8, promise=None), "promises None; give a jaxpar.parallel.Promise"),
     ]:
         with pytest.raises(ValueError, match=message):
             register(rule)  # type: ignore[arg-type]

@@ -204,16 +204,16 @@ APART = [(f"moe/expert_{i}/up", (16, 32)) for i in range(4)]
         (LEAVES, 2, {"moe/up": 7}, "has no dim 7; use -4 to 3"),
         (LEAVES, 2, {"mine": "expert"}, "'expert' is for a name of dims"),
         (LEAVES, 2, {"moe/up": None}, "expert=2 splits no parameter"),
-        ([("w", (4, 4))], 2, {}, "no leaf .* stands beside a router; use fsdp or data"),
+        ([("w", (4, 4))], 2, {}, "no leaf .* is in one module with a router; use fsdp or data instead"),
         # It was the embedding of positions that was named, whose dims are three.
         (
             [("positions", (1, 8, 16)), ("moe/router/kernel", (16, 4)), *APART],
             2,
             {},
-            r"moe/expert_0/up \[16, 32\] is one expert's alone: stack them",
+            r"moe/expert_0/up \[16, 32\] holds a single expert: stack all",
         ),
         # A kernel of attention was named as if it were of experts.
-        ([("query", (4, 2, 2))], 2, {}, r"; if query \[4, 2, 2\] is of 4 experts, say so: rules=\{'query'"),
+        ([("query", (4, 2, 2))], 2, {}, r"; if query \[4, 2, 2\] holds 4 experts, say so: rules=\{'query'"),
     ],
 )
 def test_errors_name_what_is_wrong(leaves: Any, ranks: int, rules: Any, says: str) -> None:

@@ -283,13 +283,13 @@ def test_what_couples_rows_is_said_by_its_line() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"k": 5}, "k=5 experts of 4; use 1 to 4"),
-        ({"capacity": 0.0}, "capacity=0.0 in units of the mean load"),
+        ({"k": 5}, "k=5 experts cannot be chosen from 4; use 1 to 4"),
+        ({"capacity": 0.0}, "capacity=0.0, in units of the mean load, must be above 0"),
         ({"groups": 3, "group_limit": 1}, "groups=3 does not divide 4"),
-        ({"groups": 2}, "groups=2 with group_limit=None; use both"),
+        ({"groups": 2}, "groups=2 with group_limit=None; use groups of 2 or more with a group_limit"),
         ({"k": 3, "groups": 2, "group_limit": 1}, "fewer than k=3"),
         ({"balance": "local"}, "balance='local'; use one of"),
-        ({"bias": jnp.zeros(3)}, r"bias \[3\] for 4 experts"),
+        ({"bias": jnp.zeros(3)}, r"bias \[3\] does not fit 4 experts; give"),
     ],
     ids=str,
 )

@@ -46,7 +46,7 @@ def exchanged(w: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
     read = lambda v: v.val if jx.is_literal(v) else env[v]
     for eqn in flat.eqns:
         if eqn is run.eqns[-1]:
-            env[run.out] = run.exchanged(*map(read, (run.sizes, *run.rows, *run.leaves, *run.rest)))
+            env[run.out] = run.compute_as_mixture(*map(read, (run.sizes, *run.rows, *run.leaves, *run.rest)))
         elif id(eqn) not in inside:
             env.update(zip(eqn.outvars, jx.bind(eqn, list(map(read, eqn.invars))), strict=True))
     return read(flat.outvars[0])

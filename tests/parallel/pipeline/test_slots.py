@@ -68,7 +68,9 @@ def test_a_strategy_takes_a_table_by_name_as_value_and_from_a_file(tmp_path: Pat
         if argument is not value:
             assert jp.Strategy.parse(str(strategy)).schedule == name
     mismatched = dataclasses.replace(strategy, microbatches=8, schedule=value)
-    with pytest.raises(ValueError, match=rf"{value.label} has pipe=4, microbatches=5, .* strategy pipe=4, micro.*=8"):
+    with pytest.raises(
+        ValueError, match=rf"{value.label} has pipe=4, microbatches=5, .* strategy has pipe=4, micro.*=8"
+    ):
         jp.make_train_step(model_of("experts"), SGD, mismatched, mesh=jax.devices()[:4])
     with pytest.raises(ValueError, match=r"schedule=none\.csv: there is no such file"):
         Schedule.of("none.csv", 4, 5, 1)

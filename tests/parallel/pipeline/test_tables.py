@@ -307,7 +307,7 @@ def test_bad_tables_of_other_shapes() -> None:
     with pytest.raises(ValueError, match="slot 0, rank 0 runs 0F0 and 0I0 at once"):
         Schedule.from_table((((Op("F", 0, 0), Op("I", 0, 0)),),))
     waiting = ((Op("F", 0, 0),), ()), ((), ()), ((), f_and_b[0]), ((Op("B", 0, 0),), ())
-    with pytest.raises(ValueError, match="F and B share a slot, and messages wait"):
+    with pytest.raises(ValueError, match="F and B share a slot in a table whose messages wait"):
         Schedule.from_table(waiting)
 
 

@@ -71,7 +71,7 @@ UP = "ffn/up/kernel [3, 24, 42]"
         ({"up/kernel": True}, "rules: 'up/kernel': True is no dim"),
         ({"up/kernel": 1.0}, "rules: 'up/kernel': 1.0 is no dim"),
         ({"mlp": "tensor"}, "rules: 'mlp': 'tensor' ... the model is not annotated ... {'ffn/up/kernel': -1}"),
-        ({"up/(kernel": -1}, "rules: 'up/(kernel' is no regular expression ... for itself: 'up/\\\\(kernel'"),
+        ({"up/(kernel": -1}, "rules: 'up/(kernel' is no regular expression ... themselves, use 'up/\\\\(kernel'"),
         ({"fnn/up/kernel": -1}, "rules: 'fnn/up/kernel' matches the end of no ... did you mean 'ffn/up/kernel'?"),
         ({"zzz": None}, f"rules: 'zzz' matches the end of no ... leaves are {UP}, ffn/down"),
         ({"up/.*": -3}, "rules: 'up/.*': -3 is no dim of ffn/up/bias [3, 42]; use -2 to 1, or None"),
@@ -147,7 +147,7 @@ ONE: Leaves = [("up", (4, 6))]
         (
             ONE,
             {"names": {"up": ("layers", "embed", "mlp")}},
-            "up [4, 6] is annotated with ('layers', 'embed', 'mlp'); give as many names as it has dims",
+            "up [4, 6] is annotated with ('layers', 'embed', 'mlp'); give no more names than it has dims",
         ),
         (ONE, {"model_rules": [1]}, "the model's rules: [1] is a list; use a dict"),
         (ONE, {"model_rules": {"up": 2}}, "the model's rules: 'up': 2 is no dim of up [4, 6]"),

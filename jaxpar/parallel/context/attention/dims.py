@@ -2,7 +2,7 @@
 
 A program may have these dims in any order, and merged. Their names follow from its two products:
 
-    queries  keys               both share rows and heads, and sum "h"; each has positions of its own, "t" and "s"
+    queries  keys               both share rows and heads, and sum "h"; their positions differ, "t" and "s"
     weights  values             both share rows and heads, and sum "s"
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .hidden import Hindered
+from .hidden import Obstacle
 from .softmax import Dim, Names
 
 
@@ -30,7 +30,7 @@ def name_dims(product: Any, key_index: int) -> tuple[Names, Names]:
     The summed dim is "h". Among shared dims, rows come before heads.
 
     Raises:
-      Hindered: the dims of queries or keys are no rows, positions, heads and features.
+      Obstacle: the dims of queries or keys are no rows, positions, heads and features.
     """
     summed, shared = product_dims(product)
     query_index = 1 - key_index
@@ -38,15 +38,15 @@ def name_dims(product: Any, key_index: int) -> tuple[Names, Names]:
     free = lambda i, shape: [d for d, n in enumerate(shape) if n != 1 and d not in summed[i] + shared[i]]
     free_query_dims, free_key_dims = free(query_index, query), free(key_index, key)
     if len(summed[0]) != 1 or len(free_key_dims) != 1:
-        raise Hindered(product, "has keys of more or fewer dims than rows, positions, heads and features")
+        raise Obstacle(product, "has keys of more or fewer dims than rows, positions, heads and features")
     # Of two free dims of queries, the positions are the one with as many entries as keys.
     position_dims = [d for d in free_query_dims if len(free_query_dims) == 1 or query[d] == key[free_key_dims[0]]]
     if len(shared[0]) > 2:  # there may be any number of dims of one element, as `[None]` makes under vmap
         wide = [n for n, d in enumerate(shared[query_index]) if query[d] != 1]
         shared = tuple([dims[n] for n in wide] for dims in shared)
     if len(position_dims) != 1 or len(free_query_dims) > 2 or len(shared[0]) > 2:
-        raise Hindered(
-            product, f"has queries {list(query)} and keys {list(key)}, whose positions and heads do not show"
+        raise Obstacle(
+            product, f"has queries {list(query)} and keys {list(key)}, whose positions and heads cannot be told apart"
         )
     # Shared dims keep the order that they have in queries: [rows, heads].
     order = sorted(range(len(shared[0])), key=lambda n: shared[query_index][n])
@@ -60,7 +60,7 @@ def name_dims(product: Any, key_index: int) -> tuple[Names, Names]:
 
 
 def names_of_product(eqn: Any, operands: Sequence[Names]) -> Names:
-    """Return the names of a product's dims from those of its operands: shared dims, then the free dims of each."""
+    """Return the names of a product's dims from its operands' names: shared dims, then the free dims of each."""
     summed, shared = product_dims(eqn)
     free = lambda i: [x for d, x in enumerate(operands[i]) if d not in summed[i] + shared[i]]
     return (*(operands[0][d] for d in shared[0]), *free(0), *free(1))
@@ -71,8 +71,8 @@ class AttentionDims(NamedTuple):
 
     Attributes:
       query: the names of the dims of queries.
-      key: those of keys.
-      value: those of values.
+      key: the names of the dims of keys.
+      value: the names of the dims of values.
       result: the dims of the result, one after the other.
       sizes: the size of each name.
       rows: the names of rows: one or none.
@@ -127,7 +127,7 @@ def attention_dims(
     `softmax_dims` are the named dims that the softmax sums.
 
     Raises:
-      Hindered: the softmax is not over keys, or values or the result have other dims than keys and queries.
+      Obstacle: the softmax is not over keys, or values or the result have other dims than keys and queries.
     """
     summed, shared = product_dims(last)
     # A dim of values that the product shares or sums has the name of its partner among the weights' dims.
@@ -141,9 +141,9 @@ def attention_dims(
     softmax_names = [dim.name for dim in softmax_dims]
     summed_names = [dim.name for d in summed[side] for dim in weight_names[d]]
     if softmax_names != ["s"] or summed_names != ["s"] or {*value_names} != {*key_names}:
-        raise Hindered(last, "weighs values that do not go with the keys, head by head")
+        raise Obstacle(last, "weighs values that do not go with the keys, head by head")
     if {*result} != query_dims or len(result) != len(query_dims):
-        raise Hindered(last, "has a result with other dims than its queries")
+        raise Obstacle(last, "has a result with other dims than its queries")
     sizes = {dim.name: dim.size for dim in (*query_dims, *itertools.chain(*key_names))}
     rows, heads = ([name for name in sizes if name == ("b", n)] for n in range(2))
     groups = [name for name in sizes if name[0] == "g"]

@@ -203,7 +203,7 @@ def cudnn_backward(
     The result and its statistics may be those over more keys than `arrays` have, as on a ring.
     """
     # JAX has no function for the backward pass alone. In the derivative of a second forward pass, the results of the
-    # first take the place of its own, and the compiler drops the second pass, whose results nobody reads.
+    # first replace its results, and the compiler drops the second pass, whose results nobody reads.
     second_output, vjp = _vjp("cudnn", options, arrays)
     leaves, tree = jax.tree.flatten(vjp)
     substitute = lambda x: (

@@ -166,7 +166,7 @@ def check_inputs(
         raise ValueError(f"{key_heads} key heads do not divide {heads} query heads; use a divisor of {heads}")
     # 3. Causality and a window compare positions of one sequence.
     if causal and t != s:
-        raise ValueError(f"causal=True for {t} queries and {s} keys: which is whose? Use causal=False and a mask")
+        raise ValueError(f"causal=True needs as many queries as keys, not {t} and {s}; use causal=False and a mask")
     if window is not None and (not causal or window < 1):
         raise ValueError(f"window={window}, causal={causal}: a window is 1 or more, and needs causal=True")
     # 4. An id for each query and, if there are two arrays, for each key.
@@ -174,7 +174,7 @@ def check_inputs(
         if x.shape != (b, length) or not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; give integers [{b}, {length}]")
     if len(ids) == 1 and t != s:
-        raise ValueError(f"segment_ids of {t} queries say nothing of {s} keys; give kv_segment_ids")
+        raise ValueError(f"segment_ids has ids for {t} queries and none for {s} keys; give kv_segment_ids as well")
 
 
 def _check_mask(mask: jax.Array, sizes: tuple[int, int, int, int]) -> None:

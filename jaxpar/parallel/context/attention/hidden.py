@@ -27,8 +27,8 @@ from ....program import primitives
 Labels = tuple[Any, ...]
 
 
-class Hindered(Exception):
-    """Raised where a program cannot be replaced by an attention: the equation's line, and why."""
+class Obstacle(Exception):
+    """The reason why an attention cannot be replaced, with the line of an equation; raised and caught in this room."""
 
     def __init__(self, eqn: Any, why: str):
         super().__init__(f"{why} ({jx.where(eqn)})")
@@ -131,10 +131,10 @@ def ones_dropped(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def number_of(value: Value, eqn: Any) -> float:
-    """Return the number that a description is; raise Hindered if it is none."""
+    """Return the number that a value is known to be; raise Obstacle if it is none."""
     if isinstance(value, Constant):
         return value.value
-    raise Hindered(eqn, "takes what is no number")
+    raise Obstacle(eqn, "takes a value that is no known number")
 
 
 def describe(atom: Any, labels: Labels, scope: Scope, reader: Any) -> Value:
@@ -142,11 +142,11 @@ def describe(atom: Any, labels: Labels, scope: Scope, reader: Any) -> Value:
 
     Args:
       atom: a literal or variable of the program `scope`.
-      labels: the labels of its dims, which align with those of the scores.
+      labels: the labels of its dims, which align with the dims of the scores.
       reader: the equation that takes it, for error texts.
 
     Raises:
-      Hindered: the value is no function of positions and ids that this module understands.
+      Obstacle: the value is no function of positions and ids that this module understands.
     """
     if jx.is_literal(atom):
         return _describe_array(np.asarray(atom.val), labels, reader)
@@ -155,9 +155,9 @@ def describe(atom: Any, labels: Labels, scope: Scope, reader: Any) -> Value:
         try:
             value = _describe_result(eqn, labels, scope)
             if isinstance(value, TokenPosition) and atom.aval.dtype.name not in _POSITION_DTYPES:
-                raise Hindered(eqn, f"counts positions in {atom.aval.dtype}, which wraps or rounds")
+                raise Obstacle(eqn, f"counts positions in {atom.aval.dtype}, which wraps or rounds")
             return value
-        except Hindered:
+        except Obstacle:
             # Integers that a program computes in some other way may still be ids: any integers are, if compared.
             if not _may_be_ids(atom, labels):
                 raise
@@ -169,7 +169,7 @@ def describe(atom: Any, labels: Labels, scope: Scope, reader: Any) -> Value:
         return replace(value, atom=atom) if isinstance(value, Ids) else value
     if not _may_be_ids(atom, labels):
         type_text = atom.aval.str_short()
-        raise Hindered(reader, f"takes {type_text}, which is no function of positions and no ids of queries and keys")
+        raise Obstacle(reader, f"takes {type_text}, which is neither a function of positions nor ids")
     return Ids(atom, atom, next(x for x in labels if x in ("t", "s")))
 
 
@@ -190,7 +190,7 @@ def _describe_array(array: np.ndarray, labels: Labels, reader: Any) -> Value:
     if wide_labels == ["t", "s"] and (squeezed[1:, 1:] == squeezed[:-1, :-1]).all():
         # All diagonals are constant: the first row has the distances up to 0, backwards, and the first column the rest.
         return _table(np.concatenate([squeezed[0, :0:-1], squeezed[:, 0]]))
-    raise Hindered(reader, f"takes an array {list(array.shape)} that is no band of positions")
+    raise Obstacle(reader, f"takes an array {list(array.shape)} that depends on more than distances")
 
 
 def _table(values: np.ndarray, ids: frozenset[Ids] = frozenset()) -> Table:
@@ -203,12 +203,12 @@ def _distances(eqn: Any, labels: Labels) -> np.ndarray:
     """Return the distances i - j of the queries and keys along which an equation's result runs: 1 - S to T - 1."""
     size = {x: n for x, n in zip(labels, eqn.outvars[0].aval.shape, strict=True) if x in ("t", "s")}
     if len(size) != 2:
-        raise Hindered(eqn, f"computes {eqn.primitive.name} of positions or ids")
+        raise Obstacle(eqn, f"computes {eqn.primitive.name} of positions or ids")
     return np.arange(1 - size["s"], size["t"])
 
 
 def _describe_result(eqn: Any, labels: Labels, scope: Scope) -> Value:
-    """Describe the result of an equation from its operands; raise Hindered if that is impossible."""
+    """Describe the result of an equation from its operands; raise Obstacle if that is impossible."""
     name, operands, params, primitive = eqn.primitive.name, eqn.invars, eqn.params, primitives.of(eqn)
     describe_operand = lambda atom, labels: describe(atom, labels, scope, eqn)
     # An operand of an elementwise equation has the dims of the result, or is a scalar.
@@ -245,7 +245,7 @@ def _describe_result(eqn: Any, labels: Labels, scope: Scope) -> Value:
         return describe_operand(operands[0], labels)
     elif name in _FUNCTIONS:
         return _describe_elementwise(eqn, [lambda x=x: describe_elementwise(x) for x in operands], labels)
-    raise Hindered(eqn, f"computes {name} of positions or ids")
+    raise Obstacle(eqn, f"computes {name} of positions or ids")
 
 
 def _slice(value: Value, start_of: Mapping[Any, int], sizes: Mapping[Any, int], eqn: Any, labels: Labels) -> Value:
@@ -259,22 +259,22 @@ def _slice(value: Value, start_of: Mapping[Any, int], sizes: Mapping[Any, int], 
             # Query i and key j of the slice are query i + start and key j + start; column 0 is distance 1 - S.
             columns = _distances(eqn, labels) + start_of["t"] - start_of["s"] + sizes["s"] - 1
             return Table(values[:, columns], is_known[:, columns])
-    raise Hindered(eqn, "cuts ids")
+    raise Obstacle(eqn, "slices ids")
 
 
 def _describe_elementwise(eqn: Any, operands: Sequence[Callable[[], Value]], labels: Labels) -> Value:
     """Describe the result of an elementwise equation, whose dims have these labels.
 
-    `operands` has a function that describes each operand. One that raises Hindered is no obstacle where another operand
+    `operands` has a function that describes each operand. One that raises Obstacle is no obstacle where another operand
     decides: False in "and", True in "or".
     """
     name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
     descriptions: list[Value] = []
-    failures: list[Hindered] = []
+    failures: list[Obstacle] = []
     for describe_operand in operands:
         try:
             descriptions.append(describe_operand())
-        except Hindered as failure:
+        except Obstacle as failure:
             failures.append(failure)
     if failures:  # keys that a mask hides stay hidden, whatever the unknown operand is
         deciding_value = {"and": False, "or": True}.get(name) if dtype.name == "bool" else None
@@ -316,10 +316,10 @@ def _describe_elementwise(eqn: Any, operands: Sequence[Callable[[], Value]], lab
             tables = [x for x in numbers if isinstance(x, Table)]
             ids = frozenset[Ids]().union(*(x.ids for x in tables))
             if len(ids) > 1:
-                raise Hindered(eqn, "compares two kinds of ids")
+                raise Obstacle(eqn, "compares two kinds of ids")
             values = compute(*(x.values if isinstance(x, Table) else x.value for x in numbers))
             return Table(values, np.all([x.is_known for x in tables], 0), ids) if tables else Constant(values[()])
-    raise Hindered(eqn, f"computes {name} of what is no position, or of ids that are not the same")
+    raise Obstacle(eqn, f"computes {name} of values that are no positions, or of different ids")
 
 
 # Dtypes that represent every position and every distance exactly.

@@ -22,7 +22,7 @@ from ..ops.blocks import accumulation_dtype
 from ..ops.score_function import ScoreFunction, scored_attention
 from ..ops.score_program import DimLabel, Labels, ScoreLayout, ScoreProgram, ScoreStep, Value, operand_labels
 from .flash import AttentionOptions
-from .hidden import Hindered, Scope
+from .hidden import Obstacle, Scope
 from .softmax import Names
 
 Named = tuple[Any, Names]  # a variable, and the names of its dims
@@ -46,7 +46,7 @@ class AttentionSite:
         """Read the program from scores to scores, or from weights to weights, so that it replays on parts of `sides`.
 
         Raises:
-          Hindered: some of its elements depend on elements outside their part.
+          Obstacle: some of its elements depend on elements outside their part.
         """
         input_value = (start[0], _label_dims(start[1], self.last, sides))
         reader = ScoreReader(input_value, self.sizes, math.prod([*self.sizes.values()][:-2]))
@@ -79,13 +79,13 @@ def replayed_attention(
       these variables; a description for people.
 
     Raises:
-      Hindered: the function cannot be replayed on a block.
+      Obstacle: the function cannot be replayed on a block.
     """
     ends = [x for x in (scores, weights) if x is not None]
     try:
         # If the programs do not mix heads, some heads can be computed without the others.
         programs, by_heads = [site.read_program(*x, "kgts") for x in ends], True
-    except Hindered:
+    except Obstacle:
         programs, by_heads = [site.read_program(*x, "ts") for x in ends], False
     function = ScoreFunction(programs[0], programs[1] if weights else None, bool(sinks), by_heads)
     kernel = functools.partial(scored_attention, AttentionOptions(causal, None, None, None, 0, False, None, function))
@@ -95,7 +95,7 @@ def replayed_attention(
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *operand_arrays: jax.Array) -> jax.Array:
         b, key_heads, group_size = len(q), k.shape[2], q.shape[2] // k.shape[2]
         side_sizes = {"t": site.sizes["t"], "s": site.sizes["s"], "k": key_heads, "g": group_size}
-        # Operands in the order of `ScoreFunction.operands`: numbers of heads, those of the programs, the sink.
+        # Operands in the order of `ScoreFunction.operands`: numbers of heads, operands of the programs, the sink.
         operands = [jnp.arange(side_sizes[side], dtype=jnp.int32) for side in function.counted_heads]
         values_and_arrays = zip(operand_values, operand_arrays, strict=False)  # arrays of sinks follow
         operands += [_slice_labelled(value, x, side_sizes) for value, x in values_and_arrays]
@@ -119,11 +119,11 @@ def read_bias(site: AttentionSite, scores: tuple[Named, Named]) -> tuple[tuple[A
       The variables that the bias reads; the bias [1, H, T, S], from queries, keys and the values of these variables.
 
     Raises:
-      Hindered: rows have different biases, or the program cannot be replayed.
+      Obstacle: rows have different biases, or the program cannot be replayed.
     """
     program, sizes = site.read_program(*scores, "bkgts"), site.sizes
     if any(x and x.side == "b" for _, labels in program.operands for x in labels):
-        raise Hindered(site.last, "adds a bias to scores that is not the same for all rows")
+        raise Obstacle(site.last, "adds a bias to scores that is not the same for all rows")
 
     def bias(q: jax.Array, k: jax.Array, *operand_arrays: jax.Array) -> jax.Array:
         # With one row, and scores of zero, the program's result is the bias alone.
@@ -157,11 +157,11 @@ def _label_dims(names: Names, eqn: Any, sides: str) -> Labels:
     """Return the labels of a value's dims, for those that run along one of `sides`.
 
     Raises:
-      Hindered: a dim merges one of these sides with something else.
+      Obstacle: a dim merges one of these sides with something else.
     """
     sides_by_dim = [[side for dim in dims if (side := _side_of(dim)) in sides] for dims in names]
     if any(dim_sides and len(dims) > 1 for dim_sides, dims in zip(sides_by_dim, names, strict=True)):
-        raise Hindered(eqn, "merges positions or heads of scores with other dims")
+        raise Obstacle(eqn, "merges positions or heads of scores with other dims")
     return tuple(DimLabel(dim_sides[0]) if dim_sides else None for dim_sides in sides_by_dim)
 
 
@@ -190,13 +190,13 @@ class ScoreReader:
     def read(self, atom: Any, labels: Labels, scope: Scope, reader: Any) -> Any:
         """Add the steps that compute an atom of the program `scope` to `steps`, or the atom to `operands`.
 
-        `labels` are those of its dims, and `reader` is the equation that takes it, for error texts.
+        `labels` are the labels of its dims, and `reader` is the equation that takes it, for error texts.
 
         Returns:
           The literal, or the value, which is known once the steps have run.
 
         Raises:
-          Hindered: it cannot be replayed on a block, and is too large for an operand.
+          Obstacle: it cannot be replayed on a block, and is too large for an operand.
         """
         if jx.is_literal(atom):
             return atom
@@ -210,7 +210,7 @@ class ScoreReader:
         # Only what runs along queries and keys is as large as the scores, and must be replayed.
         if len(sides) == 2 and eqn is not None:
             if (labels_of_operands := operand_labels(eqn, labels)) is None or atom is self.start[0]:
-                raise Hindered(eqn, f"computes {eqn.primitive.name} along queries or keys")
+                raise Obstacle(eqn, f"computes {eqn.primitive.name} along queries or keys")
             atoms_and_labels = zip(eqn.invars, labels_of_operands, strict=True)
             operands = [self.read(x, x_labels, scope, eqn) for x, x_labels in atoms_and_labels]
             self.steps.append(ScoreStep(eqn, tuple(operands), value))
@@ -218,7 +218,9 @@ class ScoreReader:
             self._name(value, f"{eqn.primitive.name} {sorted(map(str, eqn.params.items()))} {operand_names}")
         else:
             if len(sides) == 1 and math.prod(atom.aval.shape) > self.max_entries * self.sizes[min(sides)]:
-                raise Hindered(reader, f"takes {atom.aval.str_short()}, more than a number for each head of a position")
+                raise Obstacle(
+                    reader, f"takes {atom.aval.str_short()}, which has more than one number for each head and position"
+                )
             self.operands.append(value)
             self._name(value, "operand")
         return value

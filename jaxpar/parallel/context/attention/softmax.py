@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ....program import jaxpr as jx
 from ....program import primitives
-from .hidden import Hindered, Scope, ones_dropped
+from .hidden import Obstacle, Scope, ones_dropped
 
 
 class Dim(NamedTuple):
@@ -52,12 +52,12 @@ class Weights:
 
 
 def weights_of(atom: Any, scope: Scope) -> Weights | None:
-    """Return the softmax that an operand of a product is, perhaps moved, cast and multiplied; None if it is none."""
+    """Return the softmax from which an operand of a product follows by moves, casts and factors; None without one."""
     eqn = None if jx.is_literal(atom) else scope.producer(atom)
     if eqn is None:
         return None
     weights = _softmax_with_sinks(eqn, scope) if eqn.primitive.name == "slice" else _softmax(eqn, scope)
-    scales = eqn.primitive.name in ("mul", "div", "select_n") or scaled_by_dims(eqn)
+    scales = eqn.primitive.name in ("mul", "div", "select_n") or scales_along_dims(eqn)
     if weights is not None or not (moves(eqn) or scales):
         return weights
     for i, x in enumerate(eqn.invars):
@@ -70,7 +70,7 @@ def weights_of(atom: Any, scope: Scope) -> Weights | None:
     return None
 
 
-def scaled_by_dims(eqn: Any) -> bool:
+def scales_along_dims(eqn: Any) -> bool:
     """Whether an equation multiplies each number of an operand by one of the other, which has some of its dims.
 
     Such a product sums nothing, for example of weights and a number for each head (transformers' `head_mask`).
@@ -118,7 +118,7 @@ def _softmax(eqn: Any, scope: Scope) -> Weights | None:
     (dim, *more_dims), shift_eqn = sum_eqn.params["axes"], scope.producer(exp_eqn.invars[0])
     if more_dims or shift_eqn is None or shift_eqn.primitive.name != "sub":
         return None
-    # The softmax is that of the unshifted scores.
+    # It is the softmax of the unshifted scores.
     scores, shift = shift_eqn.invars
     if _varies_along(shift, dim, scope) or jx.is_literal(scores) or scores.aval.shape != eqn.outvars[0].aval.shape:
         return None
@@ -191,7 +191,7 @@ def weighs_by_exp(atom: Any, scope: Scope) -> bool:
         return False
     if eqn.primitive.name == "exp":
         chain = chain_to(eqn.invars[0], scope)
-        # The product of a layer, unlike that of queries and keys, shares no dim of rows or heads.
+        # The product of a layer, unlike a product of queries and keys, shares no dim of rows or heads.
         return chain is not None and bool(chain[0].params["dimension_numbers"][1][0])
     same_size = [x for x in eqn.invars if math.prod(x.aval.shape) == math.prod(atom.aval.shape)]
     return (primitives.of(eqn).elementwise or moves(eqn)) and any(weighs_by_exp(x, scope) for x in same_size)
@@ -219,7 +219,7 @@ def _reshapes(eqn: Any) -> bool:
 
 
 def _producer_behind(atom: Any, scope: Scope) -> Any:
-    """Return the equation that computes a value, behind casts, dims of one element and repetition along dims."""
+    """Return the equation that computes a value, before casts, dims of one element and repetition along dims."""
     while (eqn := scope.producer(atom)) is not None:
         same_shape = ones_dropped(eqn.invars[0].aval.shape) == ones_dropped(eqn.outvars[0].aval.shape)
         if not _casts(eqn) and not (_reshapes(eqn) and (same_shape or eqn.primitive.name == "broadcast_in_dim")):
@@ -252,11 +252,11 @@ def moves(eqn: Any) -> bool:
     return name == "transpose" or _casts(eqn) or _reshapes(eqn)
 
 
-def moved(eqn: Any, names: Names) -> Names:
-    """Return the names of the dims of the result of an equation that `moves`, from those of its operand.
+def names_after(eqn: Any, names: Names) -> Names:
+    """Return the names of a result's dims from the names of its operand's dims, for an equation that `moves`.
 
     Raises:
-      Hindered: a reshape cuts through a named dim.
+      Obstacle: a reshape cuts through a named dim.
     """
     if eqn.primitive.name == "transpose":
         return tuple(names[int(d)] for d in eqn.params["permutation"])
@@ -269,7 +269,7 @@ def moved(eqn: Any, names: Names) -> Names:
         while math.prod(dim.size for dim in merged) < n and remaining:
             merged.append(remaining.pop(0))
         if math.prod(dim.size for dim in merged) != n:
-            raise Hindered(eqn, "cuts dims of scores elsewhere than they were")
+            raise Obstacle(eqn, "reshapes scores so that their dims are cut")
         result.append(tuple(merged))
     return tuple(result)
 

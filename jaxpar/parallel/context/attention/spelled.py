@@ -24,10 +24,10 @@ from ....program import jaxpr as jx
 from ....program.walk import CALLS, CUSTOM, called
 from .dims import attention_dims, name_dims, names_of_product, product_dims
 from .fused import attention, biased_attention
-from .hidden import Hindered, Scope, describe, number_of
+from .hidden import Obstacle, Scope, describe, number_of
 from .replayed import AttentionSite, read_bias, replayed_attention
 from .scores import Scores
-from .softmax import Dim, Names, Weights, chain_to, moved, moves, scaled_by_dims, weighs_by_exp, weights_of
+from .softmax import Dim, Names, Weights, chain_to, moves, names_after, scales_along_dims, weighs_by_exp, weights_of
 
 Chain = Sequence[tuple[Any, int]]  # equations in a row, each with the index of the operand that comes from the last one
 
@@ -102,7 +102,7 @@ def _constants(flat: jx.Flat) -> dict[Any, Any]:
 
 
 def _find(scope: Scope, result: Spelled) -> bool:
-    """Find the attention of a program and of those that it holds, and note it in the scope and the result.
+    """Find the attention of a program and its inner programs, and note it in the scope and the result.
 
     Returns:
       Whether there is something to replace.
@@ -127,12 +127,12 @@ def _find(scope: Scope, result: Spelled) -> bool:
 
 
 def _inner_program(eqn: Any) -> tuple[Any, int] | None:
-    """Return the program that an equation holds and that may be rewritten: the body of a scan, or what is recomputed.
+    """Return the inner program of an equation that may be rewritten: the body of a scan or of a rematerialised call.
 
     Returns:
       The program, and the number of its first inputs that are operands of the equation unchanged; or None.
     """
-    # `flatten` has inlined calls, except for kernels. A function with a derivative of its own must stay in one piece.
+    # `flatten` has inlined calls, except for kernels. A function with a custom derivative must stay in one piece.
     if eqn.primitive.name in (*CALLS, *CUSTOM) or (body := called(eqn)) is None:
         return None
     return body, len(jx.scan_parts(eqn).consts if eqn.primitive.name == "scan" else eqn.invars)
@@ -171,7 +171,7 @@ def _run_inner(eqn: Any, inner: Scope, values: Sequence[Any]) -> list[Any]:
     run_program = _rewritten(inner)
     if eqn.primitive.name != "scan":
         closed, consts = jx.opened(jax.make_jaxpr(run_program)(*values))
-        assert not consts, "what is rematerialised closes over no array"
+        assert not consts, "the program of a rematerialised call closes over no array"
         return jx.bind(eqn, values, jaxpr=closed)
     # Extra inputs are the same in all iterations: the body closes over them.
     n = len(inner.extra_inputs)
@@ -179,11 +179,11 @@ def _run_inner(eqn: Any, inner: Scope, values: Sequence[Any]) -> list[Any]:
 
 
 def _find_here(scope: Scope, result: Spelled) -> list[SpelledAttention]:
-    """Return every attention of a program, without those of programs that it holds; note why others are none."""
+    """Return the attention among a program's own equations, without inner programs; note why the others are none."""
     attentions = []
     for eqn in scope.eqns:
         # Attention ends in a product that sums over keys.
-        if eqn.primitive.name != "dot_general" or scaled_by_dims(eqn):
+        if eqn.primitive.name != "dot_general" or scales_along_dims(eqn):
             continue
         # Either operand of a product may be the weights.
         for side in (0, 1):
@@ -191,8 +191,8 @@ def _find_here(scope: Scope, result: Spelled) -> list[SpelledAttention]:
                 if (weights := weights_of(eqn.invars[side], scope)) is not None:
                     attentions.append(_attention(eqn, side, weights, scope, result))
                 elif weighs_by_exp(eqn.invars[side], scope):
-                    raise Hindered(eqn, "weighs values by an exponential of scores in no known form of a softmax")
-            except Hindered as obstacle:
+                    raise Obstacle(eqn, "weighs values by an exponential of scores in no known form of a softmax")
+            except Obstacle as obstacle:
                 result.not_taken[jx.where(eqn)] = str(obstacle)
     return attentions
 
@@ -203,11 +203,11 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, result: Spe
     `weights` is their softmax, and `result` tells whether functions of scores and biases may be replaced.
 
     Raises:
-      Hindered: it is no attention, or none that can be replaced.
+      Obstacle: it is no attention, or none that can be replaced.
     """
     # 1. Follow the scores from the product of queries and keys to the softmax.
     if (chain := chain_to(weights.scores, scope)) is None:
-        raise Hindered(last, "weighs values by a softmax of what is no product of two")
+        raise Obstacle(last, "weighs values by a softmax of scores that are no product of queries and keys")
     product, score_eqns = chain
     key_index = 0 if _is_keys(product, score_eqns, weights) else 1
     query_names, key_names = name_dims(product, key_index)
@@ -218,7 +218,7 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, result: Spe
     # 2. Follow the weights from the softmax to the product with values.
     weight_names, obstacles = _follow_weights(last, weights, scores)
     if weights.sinks:
-        obstacles = [Hindered(last, "has a softmax of more than its keys"), *obstacles]
+        obstacles = [Obstacle(last, "has a softmax of more than its keys"), *obstacles]
     # 3. Name the dims of values and of the result.
     dims = attention_dims(last, side, scores.names[weights.dim], query_names, key_names, weight_names)
     t, s = dims.sizes["t"], dims.sizes["s"]
@@ -227,7 +227,7 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, result: Spe
         causal, window, read = scores.options(t, s, last, *obstacles)
         attend = _attend_with_options(t, causal, window, scores.scale)
         texts = [*["causal"] * causal, *[f"window={window}"] * bool(window), *["segments"] * bool(read)]
-    except Hindered:
+    except Obstacle:
         is_biased = result.biases and scores.obstacle and scores.is_affine and not obstacles and t == s
         if not (result.replay or is_biased):
             raise
@@ -249,35 +249,35 @@ def _attention(last: Any, side: int, weights: Weights, scope: Scope, result: Spe
     return SpelledAttention(last, arrays, compute, ", ".join(texts) or "all keys", weights.scores.aval)
 
 
-def _follow_weights(last: Any, weights: Weights, scores: Scores) -> tuple[Names, list[Hindered]]:
+def _follow_weights(last: Any, weights: Weights, scores: Scores) -> tuple[Names, list[Obstacle]]:
     """Follow the weights from the softmax to the product with values.
 
     Returns:
       The names of their dims there, and the obstacles to `jp.attention`: equations that scale or drop weights.
 
     Raises:
-      Hindered: an equation is not linear in the weights.
+      Obstacle: an equation is not linear in the weights.
     """
-    names, obstacles = scores.names, list[Hindered]()
+    names, obstacles = scores.names, list[Obstacle]()
     dependents = jx.depends(scores.scope.eqns, [weights.result]) if weights.following else set()
     for eqn, operand in weights.following:
         if moves(eqn):
-            names = moved(eqn, names)
+            names = names_after(eqn, names)
             continue
         # Not linear: a product of two values that both depend on the softmax, or weights as divisor or condition.
         arguments = [x for i, x in enumerate(eqn.invars) if i != operand and not jx.is_literal(x)]
         if dependents.intersection(arguments) or (eqn.primitive.name, operand) in (("div", 1), ("select_n", 0)):
-            raise Hindered(eqn, f"computes {eqn.primitive.name} of weights, which is not linear")
+            raise Obstacle(eqn, f"computes {eqn.primitive.name} of weights, which is not linear")
         if eqn.primitive.name == "select_n" and replace(scores, names=names).replacing_number(eqn, operand) != 0:
-            raise Hindered(eqn, "takes other numbers than 0 for some weights")
-        if scaled_by_dims(eqn):
+            raise Obstacle(eqn, "replaces some weights by other numbers than 0")
+        if scales_along_dims(eqn):
             # `dot_general` puts the shared dims first in its result.
             _, shared = product_dims(eqn)
             free = [dims for d, dims in enumerate(names) if d not in shared[operand]]
             names = (*(names[d] for d in shared[operand]), *free)
             if _is_one(eqn.invars[1 - operand], scores.scope, eqn):
                 continue
-        obstacles.append(Hindered(eqn, f"computes {eqn.primitive.name} of weights, as dropout does"))
+        obstacles.append(Obstacle(eqn, f"computes {eqn.primitive.name} of weights, as dropout does"))
     return names, obstacles
 
 
@@ -301,7 +301,7 @@ def _is_one(atom: Any, scope: Scope, reader: Any) -> bool:
     """Whether all numbers of an array are 1, for example a mask of heads that nobody passed."""
     try:
         return number_of(describe(atom, tuple("b" for _ in atom.aval.shape), scope, reader), reader) == 1
-    except Hindered:
+    except Obstacle:
         return False
 
 
@@ -309,11 +309,11 @@ def _is_keys(product: Any, score_eqns: Chain, weights: Weights) -> bool:
     """Whether the first operand of a product is the keys: whether the softmax is over a dim of it.
 
     Raises:
-      Hindered: a reshape on the way to the softmax cuts through dims.
+      Obstacle: a reshape on the way to the softmax cuts through dims.
     """
     # Name all dims by their operand, and follow the names to the softmax.
     mark = lambda i: tuple((Dim(i, n),) if n != 1 else () for n in product.invars[i].aval.shape)
     names = names_of_product(product, (mark(0), mark(1)))
     for eqn, _ in score_eqns:
-        names = moved(eqn, names) if moves(eqn) else names
+        names = names_after(eqn, names) if moves(eqn) else names
     return [dim.name for dim in names[weights.dim]] == [0]

@@ -10,7 +10,7 @@ from .order import from_zigzag as from_zigzag
 from .order import order_of as order_of
 from .order import positions as positions
 from .order import to_zigzag as to_zigzag
-from .rearrange import rearranged as rearranged
+from .rearrange import rearrange_positions as rearrange_positions
 from .rearrange import rounds_of as rounds_of
 from .ring import by_rounds as by_rounds
 from .ring import ring_attention as ring_attention
@@ -22,6 +22,6 @@ from .traffic import gather_bytes as gather_bytes
 from .traffic import ring_bytes as ring_bytes
 from .traffic import ulysses_bytes as ulysses_bytes
 from .traffic import usp_bytes as usp_bytes
-from .ulysses import exchanged as exchanged
+from .ulysses import attend_by_heads as attend_by_heads
 from .ulysses import ulysses_attention as ulysses_attention
 from .ulysses import usp_attention as usp_attention

@@ -25,7 +25,7 @@ from ....collectives.ranks import Axes, index
 Pair = tuple[int, int]  # (sender, receiver)
 
 
-def rearranged(x: jax.Array, source: np.ndarray, axis: Axes, dim: int) -> jax.Array:
+def rearrange_positions(x: jax.Array, source: np.ndarray, axis: Axes, dim: int) -> jax.Array:
     """Send positions between ranks, so that each rank holds the positions that `source` assigns to it.
 
     In each round of `rounds_of`, every rank sends as many positions as the largest message of the round has. The
@@ -72,7 +72,7 @@ def rounds_of(source: np.ndarray, n: int) -> Iterator[dict[Pair, np.ndarray]]:
     much as its longest message. Among equally long ones, messages over the same distance are taken together.
 
     Args:
-      source: int [c, m], as for `rearranged`.
+      source: int [c, m], as for `rearrange_positions`.
       n: the number of positions of each rank before.
 
     >>> rolled = np.roll(np.arange(8), 3).reshape(4, 2)

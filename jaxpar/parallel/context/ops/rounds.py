@@ -102,7 +102,8 @@ class Rounds:
                 "s": rectangle.slice_keys(rank_positions(self.num_keys, key_rank), 0),
             }
             if call.function is not None:
-                # Surplus positions are those of the last real one, so that tables by position need no more entries.
+                # Surplus queries and keys have the position of the last real one, so that tables by position need no
+                # more entries.
                 is_real_key = None
                 if self.lengths is not None:
                     is_real_key = positions["s"] < self.lengths[1]

@@ -42,7 +42,7 @@ class ScoreFunction:
     Attributes:
       scores: from the products to the scores of the softmax.
       weights: from the softmax to the weights of values, and linear in it, as dropout is; None for the softmax itself.
-      sink: whether the softmax has a term besides the scores; its operand `SINK` is then the last.
+      sink: whether the softmax has a term that belongs to no key; its operand `SINK` is then the last.
       by_heads: whether some heads can be computed without the others. The numbers of heads that the programs read
         (`HEADS`) are then the first operands.
     """
@@ -54,7 +54,7 @@ class ScoreFunction:
 
     @property
     def operands(self) -> tuple[Value, ...]:
-        """All operands: numbers of heads, those of the score program, those of the weight program, the sink."""
+        """All operands: numbers of heads, operands of the score program and of the weight program, the sink."""
         weight_operands = () if self.weights is None else self.weights.operands
         numbers = [HEADS[side] for side in self.counted_heads]
         return (*numbers, *self.scores.operands, *weight_operands, *[SINK] * self.sink)
@@ -98,7 +98,7 @@ class ScoreBlock:
 
     @property
     def sink(self) -> jax.Array | None:
-        """The score [b, H, t] of the softmax's term besides the keys, or None."""
+        """The score [b, H, t] of the softmax's term that belongs to no key, or None."""
         if not self.function.sink:
             return None
         b, k, g, t = self.operands[-1].shape
@@ -215,7 +215,7 @@ def finish(q: jax.Array, acc: jax.Array, row_max: jax.Array, row_sum: jax.Array)
 def initial_gradients(q: jax.Array, rounds: Any, operands: Sequence[jax.Array], final: Any) -> tuple[jax.Array, ...]:
     """Return the gradients of queries and of float operands to which `backward` adds: zeros, but for the sink.
 
-    `operands` are those of the score function, and `final` is as for `backward`.
+    `operands` are the operands of the score function, and `final` is as for `backward`.
     """
     sums = _zeros(q, *operands)
     if not rounds.options.function.sink:

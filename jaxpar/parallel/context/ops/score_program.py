@@ -123,7 +123,7 @@ class ScoreProgram:
           The result, [b, k, g, t, s] in the dtype of `x`.
         """
         env = dict(zip(self.operands, operands, strict=True))
-        # Blocks have the dtype of sums, and the program has dtypes of its own.
+        # Blocks have the dtype of sums, and the program computes in other dtypes.
         env[self.start] = self.input_layout.to_program(x).astype(self.start[0].aval.dtype)
         for step in self.steps:
             values = [y.val if jx.is_literal(y) else env[y] for y in step.operands]

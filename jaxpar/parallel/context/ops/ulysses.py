@@ -66,7 +66,7 @@ def ulysses_attention(
     whole_ids = [in_user_order(jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1)) for x in gather_ids(ring.axis, *ids)]
     kernel_options = replace(options, implementation=None)
     attend = lambda q, k, v: attention_kernel(kernel_options, q, k, v, *whole_ids)
-    return exchanged(attend, replace(ring, group=c), q, k, v)
+    return attend_by_heads(attend, replace(ring, group=c), q, k, v)
 
 
 def usp_attention(
@@ -102,8 +102,8 @@ def usp_attention(
     c, heads, groups, group = count(ring.axis), q.shape[2], k.shape[2], ring.group
     if group < 1 or any(n % group for n in (c, heads, groups)):
         raise ValueError(
-            f"groups of {group} of {c} ranks for {heads} query and {groups} key heads; use a divisor of ranks and "
-            "heads, or ring_attention"
+            f"groups of {group} ranks do not divide {c} ranks, {heads} query heads and {groups} key heads; use a "
+            "divisor of all three, or ring_attention"
         )
 
     def merge_groups(ids: jax.Array) -> jax.Array:
@@ -117,10 +117,12 @@ def usp_attention(
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return by_rounds(Rounds.of(ring, options, q, k), q, k, v, *all_ids)
 
-    return exchanged(attend, ring, q, k, v)
+    return attend_by_heads(attend, ring, q, k, v)
 
 
-def exchanged(attend: Callable[..., jax.Array], ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def attend_by_heads(
+    attend: Callable[..., jax.Array], ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array
+) -> jax.Array:
     """Exchange positions for heads among the ranks of a group, attend, and exchange the result back.
 
     Args:

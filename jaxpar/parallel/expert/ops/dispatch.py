@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ....model.permutations import route
 from . import gather
-from .tables import add_all, places, rows_of, sum_over_choices
+from .tables import add_all, grouped_tables, rows_of, sum_over_choices
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def dispatch(
 
     def dispatch_tokens(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         # Choice n k + j is of token n. Empty slots have choice N k: row N is beyond the last, and reads as zeros.
-        slot, choice = places(ids, weights, experts, slots, groups, by_weight)
+        slot, choice = grouped_tables(ids, weights, experts, slots, groups, by_weight)
         return rows_of(x, choice // ids.shape[1]), slot, choice
 
     def forward(*arrays: jax.Array) -> tuple[Any, Any]:
@@ -56,7 +56,7 @@ def dispatch(
         return gather.dispatch(experts, slots, groups, by_weight, ranks)
 
     def part(ranks: int) -> Callable[..., Any]:
-        """Return the function for one rank's tokens, in slots of its own."""
+        """Return the function for one rank's tokens, in slots that no other rank uses."""
 
         def local(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             # By position and without drops: nothing is lost, whichever choices get these slots.

@@ -15,7 +15,7 @@ from .dispatch import combine, dispatch
 from .overflow import Expert, overflow
 
 FIRST = 1.25  # C in units of an expert's mean load; see docs/experts.md
-_SLOTS = 8  # C is a multiple of this, so that the ranks of `context` divide it
+_SLOTS = 8  # unless an expert has a slot for every token, C is a multiple of this: ranks of `context` divide it
 
 
 def slots_of(tokens: int, k: int, experts: int) -> int:

@@ -16,7 +16,7 @@ from .dispatch import combine, dispatch
 from .dropless import dropless
 from .overflow import Expert
 from .routing import Router, balance_loss, check_choice, count_choices, z_loss
-from .tables import wide
+from .tables import accumulation_dtype
 
 DROPS = ("position", "probability")
 WITHIN = ("row", "microbatch")
@@ -124,7 +124,7 @@ def experts(
     """
     _check_arrays(x, router_logits, weights)
     slots = ExpertSlots(capacity, drop, drop_within)
-    (b, t, d), logits = x.shape, router_logits.astype(wide(router_logits.dtype))
+    (b, t, d), logits = x.shape, router_logits.astype(accumulation_dtype(router_logits.dtype))
     ids, gates, probabilities = Router(k, scores, normalize, scale, bias, groups, group_limit).choose(logits)
     counts, tokens = count_choices(ids, logits.shape[2]), jnp.asarray(x).reshape(b * t, d)
     y, dropped = slots.compute(expert, weights, tokens, ids, gates)
@@ -162,7 +162,8 @@ class ExpertSlots:
         check_choice("drop_within", self.drop_within, WITHIN)
         if self.capacity is not None and not 0 < self.capacity < math.inf:
             raise ValueError(
-                f"capacity={self.capacity} in units of the mean load; use 1.25, say, or None to drop nothing"
+                f"capacity={self.capacity}, in units of the mean load, must be above 0 and finite; use 1.25, for "
+                "example, or None to drop nothing"
             )
 
     def compute(
@@ -201,15 +202,16 @@ class ExpertSlots:
 def _check_arrays(x: jax.Array, logits: jax.Array, weights: Any) -> None:
     """Raise ValueError if the shapes of `experts`' arrays do not fit each other."""
     if x.ndim != 3:
-        raise ValueError(
-            f"x {list(x.shape)} has {x.ndim} dims; give [rows, tokens, features], with tokens 1 if need be"
-        )
+        raise ValueError(f"x {list(x.shape)} has {x.ndim} dims; give [rows, tokens, features], where tokens may be 1")
     if logits.ndim != 3 or logits.shape[:2] != x.shape[:2]:
-        raise ValueError(f"router_logits {list(logits.shape)}; needs {[*x.shape[:2]]} and the number of experts")
+        raise ValueError(
+            f"router_logits {list(logits.shape)} does not fit x {list(x.shape)}; give [{x.shape[0]}, {x.shape[1]}, "
+            "number of experts]"
+        )
     num_experts = logits.shape[2]
     if not (leaves := jax.tree.leaves(weights)):
         raise ValueError("weights has no leaves; give a tree of arrays [E, ...], one part for each expert")
     if misshapen := [leaf for leaf in leaves if leaf.shape[:1] != (num_experts,)]:
         raise ValueError(
-            f"weights has a leaf {list(misshapen[0].shape)} for {num_experts} experts; needs [{num_experts}, ...]"
+            f"weights has a leaf {list(misshapen[0].shape)} for {num_experts} experts; give [{num_experts}, ...]"
         )

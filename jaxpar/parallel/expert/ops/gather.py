@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....model.permutations import route
-from .tables import add_all, places, rows_of, sum_over_choices, wide
+from .tables import accumulation_dtype, add_all, grouped_tables, rows_of, sum_over_choices
 
 AXIS = "expert"
 
@@ -55,7 +55,7 @@ def _reduce_scatter(parts: jax.Array) -> jax.Array:
 
     It is an all-to-all and a local sum in float32 or wider; `psum_scatter` would sum in the dtype of the parts.
     """
-    return lax.all_to_all(parts, AXIS, 0, 0, tiled=True).astype(wide(parts.dtype)).sum(axis=0)
+    return lax.all_to_all(parts, AXIS, 0, 0, tiled=True).astype(accumulation_dtype(parts.dtype)).sum(axis=0)
 
 
 def _local_slots(slot: jax.Array, experts: int, slots: int, ranks: int) -> jax.Array:
@@ -111,7 +111,7 @@ def dispatch(experts: int, slots: int, groups: int, by_weight: bool, ranks: int)
     """
 
     def gather_and_dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        slot, choice = places(ids, weights, experts, slots, groups, by_weight)
+        slot, choice = grouped_tables(ids, weights, experts, slots, groups, by_weight)
         rows = rows_of(_all_gather(x).reshape(-1, x.shape[-1]), _tokens_in_slots(choice, *ids.shape))
         return rows, slot, choice
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from ....model.permutations import route
 from .rounds import rounds, where_needed
-from .tables import Order, order, rows_of, wide
+from .tables import Order, accumulation_dtype, order, rows_of
 
 _numbers = itertools.count()
 Expert = Callable[[Any, jax.Array], jax.Array]
@@ -30,7 +30,7 @@ Expert = Callable[[Any, jax.Array], jax.Array]
 def block_size(slots: int) -> int:
     """Return b, a quarter of a buffer: the last block of an expert is half empty on average.
 
-    It is at least 128 rows, since a GPU's matmul of fewer is no faster.
+    It is at least 128 rows, or the whole buffer if that is smaller: a GPU's matmul of fewer rows is no faster.
     """
     return min(slots, max(128, -(-slots // 4)))
 
@@ -176,9 +176,9 @@ class OverflowBlocks:
             return where_needed(count > 0, compute, carry), None
 
         start = (
-            jnp.zeros(x.shape, wide(x.dtype)),
+            jnp.zeros(x.shape, accumulation_dtype(x.dtype)),
             jnp.zeros(weights.size, weights.dtype),
-            [jnp.zeros(leaf.shape[1:], wide(leaf.dtype)) for leaf in leaves],
+            [jnp.zeros(leaf.shape[1:], accumulation_dtype(leaf.dtype)) for leaf in leaves],
             leaf_cotangents,
             jnp.int32(-1),
         )

@@ -26,7 +26,7 @@ from ....model.permutations import route
 from ....program import trip_counts
 from .dispatch import combine
 from .gather import AXIS
-from .tables import Order, inverse, order, rows_of, sum_over_choices, wide
+from .tables import Order, accumulation_dtype, inverse, order, rows_of, sum_over_choices
 
 
 @functools.partial(jax.custom_vjp)
@@ -166,7 +166,7 @@ class OverflowRounds:
 
             return where_needed(number < count, compute, carry), None
 
-        start = jnp.zeros(x.shape, wide(x.dtype)), jnp.zeros_like(weights), list(leaf_cotangents)
+        start = jnp.zeros(x.shape, accumulation_dtype(x.dtype)), jnp.zeros_like(weights), list(leaf_cotangents)
         (grad_x, grad_weights, grad_leaves), _ = lax.scan(step, start, self.indices(x, ids, experts))
         return grad_x.astype(x.dtype), None, grad_weights, *grad_leaves
 

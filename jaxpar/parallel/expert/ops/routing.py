@@ -43,16 +43,20 @@ class Router:
         k, bias, groups, group_limit = self.k, self.bias, self.groups, self.group_limit
         check_choice("scores", self.scores, SCORES)
         if not 1 <= k <= num_experts:
-            raise ValueError(f"k={k} experts of {num_experts}; use 1 to {num_experts}")
+            raise ValueError(f"k={k} experts cannot be chosen from {num_experts}; use 1 to {num_experts}")
         if bias is not None and bias.shape != (num_experts,):
-            raise ValueError(f"bias {list(bias.shape)} for {num_experts} experts; needs [{num_experts}]")
+            raise ValueError(f"bias {list(bias.shape)} does not fit {num_experts} experts; give [{num_experts}]")
         if groups < 1 or num_experts % groups:
             raise ValueError(f"groups={groups} does not divide {num_experts} experts; use a divisor")
         if (group_limit is None) != (groups == 1) or not 1 <= (group_limit or 1) <= groups:
-            raise ValueError(f"groups={groups} with group_limit={group_limit}; use both, with a limit of 1 to {groups}")
+            raise ValueError(
+                f"groups={groups} with group_limit={group_limit}; use groups of 2 or more with a group_limit of 1 to "
+                "groups, or neither of them"
+            )
         if group_limit is not None and group_limit * (num_experts // groups) < k:
             raise ValueError(
-                f"group_limit={group_limit} groups of {num_experts // groups} experts have fewer than k={k}; use more"
+                f"group_limit={group_limit} groups of {num_experts // groups} experts have fewer than k={k} experts; "
+                "use a larger group_limit, or a smaller k"
             )
 
     def choose(self, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -108,14 +112,14 @@ def _mean_of_rows(x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x.mean(axis=0), x.shape)
 
 
-_of_microbatch = route(
+_mean_over_microbatch = route(
     "mean_of_microbatch",
     ("rows",),
     _mean_of_rows,
     lambda x: (_mean_of_rows(x), None),
     lambda _, cotangent: (_mean_of_rows(cotangent),),
-    couples="balance='microbatch' takes means over one replica's rows; use balance='global' for those of all replicas, "
-    "or 'sequence' for each row's own",
+    couples="balance='microbatch' takes means over one replica's rows; use balance='global' for means over the rows of "
+    "all replicas, or 'sequence' for means of each row",
     part=lambda ranks: _mean_of_rows,  # [B, E] has no dim of tokens for ranks of `context` to split
     certain=True,
 )
@@ -151,7 +155,7 @@ def balance_loss(kind: str, counts: jax.Array, probabilities: jax.Array, choices
     if kind == "global":
         share = all_rows(share).mean(axis=0)
     if kind == "microbatch":
-        share, mean = _of_microbatch(share), _of_microbatch(mean)
+        share, mean = _mean_over_microbatch(share), _mean_over_microbatch(mean)
     return (share * mean).sum(axis=-1)
 
 

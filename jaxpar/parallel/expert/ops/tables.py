@@ -69,7 +69,7 @@ def inverse(choice: jax.Array, choices: int) -> jax.Array:
     return slot.at[choice.reshape(-1)].set(jnp.arange(choice.size, dtype=jnp.int32))[:choices]
 
 
-def places(
+def grouped_tables(
     ids: jax.Array, weights: jax.Array, experts: int, slots: int, groups: int, by_weight: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Return the tables `slot` [N, k] and `choice` [E, C] for tokens in groups that share no slots.
@@ -109,7 +109,7 @@ def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
 def sum_over_choices(x: jax.Array, slot: jax.Array) -> jax.Array:
     """Return the sum over a token's choices of the values in their slots: x [.., D], slot [N, k] -> [N, D]."""
     flat = x.reshape(-1, x.shape[-1])
-    total = add_all(rows_of(flat, slot[:, j]).astype(wide(flat.dtype)) for j in range(slot.shape[1]))
+    total = add_all(rows_of(flat, slot[:, j]).astype(accumulation_dtype(flat.dtype)) for j in range(slot.shape[1]))
     return total.astype(flat.dtype)
 
 
@@ -118,6 +118,6 @@ def add_all(parts: Iterable[jax.Array]) -> jax.Array:
     return functools.reduce(operator.add, parts)
 
 
-def wide(dtype: Any) -> Any:
+def accumulation_dtype(dtype: Any) -> Any:
     """Return the dtype in which sums over `dtype` are computed: float32 or wider."""
     return jnp.promote_types(dtype, jnp.float32)

@@ -152,15 +152,15 @@ def points(cuts: Sequence[str], stages: int, paths: Sequence[str]) -> tuple[str,
     outer = [stem for stem in stems if not any(stem != prefix and stem.startswith(prefix) for prefix in stems)]
     if 0 in counts:
         raise ValueError(
-            f"stages={':'.join(cuts)!r} leaves a stage without blocks; give each of the {stages} one at least"
+            f"stages={':'.join(cuts)!r} leaves a stage without blocks; give each of the {stages} stages one at least"
         )
     if len(outer) != 1:
         choices = ", ".join(f"{size} ({stem.rstrip('/_')})" for stem, size in sizes.items() if "/" not in stem[:-1])
         raise ValueError(
             f"stages={':'.join(cuts)!r} gives {sum(counts)} blocks to {stages} stages, and {len(outer) or 'no'} lists "
             f"of modules have so many: {choices or 'there is none'}; use counts that add up to one of them, or paths "
-            "of modules, or cut. Layers that a scan runs are dealt out evenly (stages='layers'): ranks run as many as "
-            "the fullest, and share embedding and head, so that other counts win nothing"
+            "of modules, or stages='cut'. Layers that a scan runs are dealt out evenly (stages='layers'): ranks run as "
+            "many as the fullest, and share embedding and head, so that other counts win nothing"
         )
     return tuple(f"{outer[0]}{first}" for first in itertools.accumulate(counts[:-1]))
 

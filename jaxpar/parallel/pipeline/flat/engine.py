@@ -150,7 +150,7 @@ class FlatPipeline:
         return stages(self.program)
 
     @property
-    def forwards(self) -> bool:
+    def is_evaluation(self) -> bool:
         """Return whether this is an evaluation, without backwards."""
         return self.seeds is None
 
@@ -170,7 +170,7 @@ class FlatPipeline:
         rank = lax.axis_index(AXIS)
         return {name: jnp.asarray(getattr(self.rows, name))[:, rank] for name in _LOOKUPS}
 
-    def _used(self) -> list[list[int]]:
+    def _leaves_by_rank(self) -> list[list[int]]:
         """Return the leaves that each rank's stages read."""
         return used(self.program, self.schedule)
 
@@ -180,7 +180,7 @@ class FlatPipeline:
         moved = [
             None if leaf.dim is None else jax.typeof(x) for leaf, x in zip(self.access.leaves, self.parts, strict=True)
         ]
-        return Exchange.of_parts(self._used(), moved)
+        return Exchange.of_parts(self._leaves_by_rank(), moved)
 
     def _stage_leaf(self, index: int) -> jax.ShapeDtypeStruct:
         """Return a leaf as its stage reads it: [pipe, *part] if `pipe` shards it, else as stored."""
@@ -193,7 +193,7 @@ class FlatPipeline:
         """Return the abstract gradients as they accumulate, of the leaves that have one."""
         # `give` decides: it may reduce-scatter over `fsdp` at every use, or leave the gradient whole.
         shapes = {}
-        for i in sorted({i for leaves in self._used() for i in leaves}):
+        for i in sorted({i for leaves in self._leaves_by_rank() for i in leaves}):
             if self.access.leaves[i].trainable:
                 grad = lambda x, i=i: self.access.give(i, self.access.fetch(i, x, False), False)
                 shapes[i] = jax.eval_shape(grad, self._stage_leaf(i))
@@ -207,7 +207,7 @@ class FlatPipeline:
         for i, x in self.grad_shapes.items():
             if self.access.leaves[i].dim is not None:
                 moved[i] = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-        return Exchange.of_parts(self._used(), moved)
+        return Exchange.of_parts(self._leaves_by_rank(), moved)
 
     @functools.cached_property
     def stage_runs(self) -> list[StageRun]:
@@ -248,11 +248,11 @@ class FlatPipeline:
             widest(packings)
             for packings in ((run.stash for run in self.stage_runs), (run.weight_residuals for run in self.stage_runs))
         )
-        shapes = {} if self.forwards else self.grad_shapes
+        shapes = {} if self.is_evaluation else self.grad_shapes
         replicated_grads = {
             i: jnp.zeros(x.shape, x.dtype) for i, x in shapes.items() if self.access.leaves[i].dim is None
         }
-        grads = {} if self.forwards else zeros(self.grad_exchange.widths, self.schedule.ranks)
+        grads = {} if self.is_evaluation else zeros(self.grad_exchange.widths, self.schedule.ranks)
         # Sums over microbatches are float32 whatever the loss computes in.
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
         return FlatCarry(
@@ -325,7 +325,7 @@ class FlatPipeline:
         updated = list(variables)
         for index in self._changing:
             updated[index] = results.get(self.changed[index], variables[index])
-        if not self.forwards:
+        if not self.is_evaluation:
             stash = run.stash.write(stash, row["stash"] + number, residuals)
         return stage.outgoing_packing.pack(outgoing, self.message_widths), stash, sums, updated
 
@@ -339,7 +339,7 @@ class FlatPipeline:
         """
         (row, weights, stash), (message, weight_residuals, grads, replicated_grads) = operands, carry
         inputs, rank = self.values(row["microbatch"] + number), self.schedule.place(stage.number).rank
-        # 1. The operation on cotangents from the stage behind, W on what I left.
+        # 1. B and I read cotangents from the next stage, W the residuals that I left.
         if kind == "W":
             values = run.weight_residuals.read(weight_residuals, row["residuals"] + number)
         else:

@@ -90,20 +90,20 @@ class Exchange:
 
         Args:
           buffers: [pipe, width].
-          zero: a 0 that the position depends on, so that XLA cannot move the read out of its loop (`engine.py`).
+          zero: a 0 that the start of the read depends on, so that XLA cannot move it out of its loop (`engine.py`).
         """
-        room = self.packings[rank].rooms[self.used[rank].index(leaf)]
-        flat = buffers[room.dtype]
+        field = self.packings[rank].fields[self.used[rank].index(leaf)]
+        flat = buffers[field.dtype]
         # A column of all rows: one part from each rank.
-        x = lax.dynamic_slice(flat, (jnp.int32(0), room.start + zero), (flat.shape[0], room.size))
-        return x.reshape(flat.shape[0], *room.shape)
+        x = lax.dynamic_slice(flat, (jnp.int32(0), field.start + zero), (flat.shape[0], field.size))
+        return x.reshape(flat.shape[0], *field.shape)
 
     def add(self, buffers: Buffers, rank: int, leaf: int, x: jax.Array, zero: jax.Array) -> Buffers:
         """Return the buffers with `x`, [pipe, *part], added to a leaf; `zero` as for `read`."""
-        room = self.packings[rank].rooms[self.used[rank].index(leaf)]
-        flat, start = buffers[room.dtype], (jnp.int32(0), room.start + zero)
-        total = lax.dynamic_slice(flat, start, (flat.shape[0], room.size)) + x.reshape(flat.shape[0], -1)
-        return buffers | {room.dtype: lax.dynamic_update_slice(flat, total, start)}
+        field = self.packings[rank].fields[self.used[rank].index(leaf)]
+        flat, start = buffers[field.dtype], (jnp.int32(0), field.start + zero)
+        total = lax.dynamic_slice(flat, start, (flat.shape[0], field.size)) + x.reshape(flat.shape[0], -1)
+        return buffers | {field.dtype: lax.dynamic_update_slice(flat, total, start)}
 
 
 def _all_to_all(buffers: Buffers) -> Buffers:

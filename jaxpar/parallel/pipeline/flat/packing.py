@@ -4,7 +4,7 @@
     message before stage 2    float32 | y [8, 128]                    | skip [8, 64]            |
 
 Every message has the width of the largest, since all ranks send buffers of one shape. A stash and a message buffer have
-a further dim in front: [slots, width]. An array is written and read at its position, without a copy of the others.
+a further dim in front: [slots, width]. An array is written to and read from its field, without a copy of the others.
 """
 
 import math
@@ -25,8 +25,8 @@ def key_data(x: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Room:
-    """The position of an array in the buffer of its dtype.
+class Field:
+    """The place of an array in the buffer of its dtype, as of a field in a struct.
 
     Attributes:
       dtype: the name of the dtype; for keys, the dtype of their data.
@@ -53,29 +53,29 @@ class Room:
 
 @dataclass(frozen=True)
 class Packing:
-    """The rooms of arrays in buffers.
+    """Arrays one after the other in the buffers of their dtypes.
 
     Attributes:
-      rooms: the room of each array.
+      fields: the field of each array.
       widths: dtype name -> the number of elements of all arrays.
     """
 
-    rooms: tuple[Room, ...]
+    fields: tuple[Field, ...]
     widths: Mapping[str, int]
 
     @classmethod
     def of_avals(cls, avals: Iterable[Any]) -> "Packing":
         """Return the packing of abstract arrays, one after the other in the buffer of their dtype."""
-        rooms, widths = [], dict[str, int]()
+        fields, widths = [], dict[str, int]()
         for aval in avals:
-            # Random keys have a dtype of their own; their data are integers, which buffers can hold.
+            # Random keys have a special dtype; their data are integers, which buffers can hold.
             keys = aval.dtype._impl.name if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else None
             data = aval if keys is None else jax.eval_shape(key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
             name = jnp.dtype(data.dtype).name
-            room = Room(name, widths.get(name, 0), tuple(data.shape), keys)
-            widths[name] = room.start + room.size
-            rooms.append(room)
-        return cls(tuple(rooms), widths)
+            field = Field(name, widths.get(name, 0), tuple(data.shape), keys)
+            widths[name] = field.start + field.size
+            fields.append(field)
+        return cls(tuple(fields), widths)
 
     @property
     def bytes(self) -> int:
@@ -86,8 +86,8 @@ class Packing:
         """Return buffers of `widths` with the arrays, and zeros after them; a value of None packs zeros."""
         # Every dtype of `widths` has a buffer, also if these arrays have none of that dtype.
         parts: dict[str, list[jax.Array]] = {name: [] for name in widths}
-        for room, x in zip(self.rooms, values, strict=True):
-            parts[room.dtype].append(jnp.zeros(room.size, room.dtype) if x is None else key_data(x).reshape(-1))
+        for field, x in zip(self.fields, values, strict=True):
+            parts[field.dtype].append(jnp.zeros(field.size, field.dtype) if x is None else key_data(x).reshape(-1))
         # Up to the width of the widest message: ranks send and receive one shape.
         padding = lambda name: jnp.zeros(widths[name] - self.widths.get(name, 0), name)
         return {name: jnp.concatenate([*flats, padding(name)]) for name, flats in parts.items()}
@@ -95,18 +95,18 @@ class Packing:
     def unpack(self, buffers: Buffers) -> list[jax.Array]:
         """Return the arrays in buffers [width], as `pack` makes them."""
         return [
-            room.reshape(lax.slice_in_dim(buffers[room.dtype], room.start, room.start + room.size))
-            for room in self.rooms
+            field.reshape(lax.slice_in_dim(buffers[field.dtype], field.start, field.start + field.size))
+            for field in self.fields
         ]
 
     def write(self, buffers: Buffers, index: jax.Array, values: Sequence[Any]) -> Buffers:
         """Return buffers [n, width] with the arrays in row `index`."""
         written = dict(buffers)
-        for room, x in zip(self.rooms, values, strict=True):
-            if room.size:
+        for field, x in zip(self.fields, values, strict=True):
+            if field.size:
                 # One update per array, rather than per row: XLA writes in place, and packs no row first.
-                written[room.dtype] = lax.dynamic_update_slice(
-                    written[room.dtype], key_data(x).reshape(1, -1), (index, jnp.int32(room.start))
+                written[field.dtype] = lax.dynamic_update_slice(
+                    written[field.dtype], key_data(x).reshape(1, -1), (index, jnp.int32(field.start))
                 )
         return written
 
@@ -114,10 +114,10 @@ class Packing:
         """Return the arrays in row `index` of buffers [n, width], as `write` leaves them."""
         # An empty array needs no read.
         return [
-            room.reshape(lax.dynamic_slice(buffers[room.dtype], (index, jnp.int32(room.start)), (1, room.size)))
-            if room.size
-            else room.reshape(jnp.zeros((0,), room.dtype))
-            for room in self.rooms
+            field.reshape(lax.dynamic_slice(buffers[field.dtype], (index, jnp.int32(field.start)), (1, field.size)))
+            if field.size
+            else field.reshape(jnp.zeros((0,), field.dtype))
+            for field in self.fields
         ]
 
 

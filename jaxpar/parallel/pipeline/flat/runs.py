@@ -1,8 +1,8 @@
 """Trace the operations of a stage, each once, as functions of arrays.
 
     F    leaves, inputs, message from the stage before          -> message, results, residuals for the stash
-    B    leaves, inputs, residuals, cotangents from behind      -> cotangents, gradients
-    I    leaves, inputs, residuals, cotangents from behind      -> cotangents, weight residuals
+    B    leaves, inputs, residuals, cotangents from next stage  -> cotangents, gradients
+    I    leaves, inputs, residuals, cotangents from next stage  -> cotangents, weight residuals
     W    leaves, inputs, residuals, weight residuals            -> gradients
 
 A schedule has either B, or its halves I and W (`slicing/halves.py`). I computes the gradient of inputs, which the stage
@@ -156,7 +156,7 @@ class StageOperations:
         input_cts, weight_residuals = halves.inputs(
             self._fetch(halves.fetched[0], leaves), pick(unit.held, inputs), saved[0].values, active_cts
         )
-        # An incoming variable may also pass through the stage: then it has cotangents from behind already.
+        # An incoming variable may also pass through the stage: then it has cotangents from the next stage already.
         for v, ct in zip(pick(unit.linear, piece.inputs), input_cts, strict=True):
             cts[v] = add(cts.get(v), ct)
         return self._incoming_cotangents(cts), [], weight_residuals.values
@@ -168,7 +168,7 @@ class StageOperations:
             return [], [None] * len(leaves), []
         # I was traced last, and W is its other half.
         halves = self.halves[-1]
-        # W reads a part of the forward's residuals, the inputs that are held, and what I left.
+        # W reads a part of the forward's residuals, the inputs that are held, and the residuals that I left.
         values, held_inputs = pick(halves.saved, saved[0].values), pick(unit.held, inputs)
         cts = halves.weights(
             self._fetch(halves.fetched[1], leaves),
@@ -208,7 +208,7 @@ class _TracedOperation:
       flat: the program; its arguments are leaves, tape and operands.
       leaves: its variables of the leaves.
       tape: its variables of the tape.
-      operands: its variables of the cotangents from behind, for W of the weight residuals.
+      operands: its variables of the cotangents from the next stage, for W of the weight residuals.
       shape: the abstract results: cotangents, gradients, weight residuals.
     """
 
@@ -244,7 +244,7 @@ class _TracedOperation:
 
     def function(self) -> Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Any]:
         """Return the operation as a function of the leaves, the values that it reads of the tape, and the operands."""
-        # What the operation does not read of the tape is no argument, so that nothing has to stash it.
+        # Tape values that the operation does not read are no arguments, so that nothing has to stash them.
         flat, tape = self.flat, pick(self.reads(self.tape), self.tape)
         invars = [*flat.constvars, *self.leaves, *tape, *self.operands]
         fun, tree = jx.run(jx.live(flat.eqns, flat.outvars), invars, flat.outvars), jax.tree.structure(self.shape)
@@ -275,7 +275,7 @@ class _TapeValues:
           flat: the forward.
           inputs: its variables of the program's inputs, and then others.
           is_fixed: for each input, whether a backward finds the value that the forward found.
-          tape_reads: what each backward reads.
+          tape_reads: the variables of the tape that each backward reads.
         """
         # A variable has one place: an input of the program, a constant, or the stash.
         positions = {v: i for i, (v, fixed) in enumerate(zip(inputs, is_fixed, strict=False)) if fixed}

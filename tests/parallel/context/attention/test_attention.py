@@ -289,7 +289,7 @@ def test_layers_of_a_loop_are_alike() -> None:
         ({"key": np.ones((B, T, K, h))}, ("key is float64, query float32", "bfloat16, float16, float32")),
         ({"value": np.ones((B, S, K, h), np.float32)}, ("value [3, 5, 2, 8]", "[3, S, K, 8]")),
         ({"query": np.ones((B, T, 5, h), np.float32)}, ("2 key heads do not divide 5 query heads", "divisor of 5")),
-        ({"query": np.ones((B, S, H, h), np.float32)}, ("5 queries and 7 keys", "causal=False and a mask")),
+        ({"query": np.ones((B, S, H, h), np.float32)}, ("queries as keys, not 5 and 7", "causal=False and a mask")),
         ({"window": 2, "causal": False}, ("window=2, causal=False", "needs causal=True")),
         ({"window": 0}, ("window=0", "1 or more")),
         ({"scale": np.ones(1)}, ("scale is ndarray", "multiply the query")),

@@ -216,10 +216,10 @@ def test_orders() -> None:
     [
         ("ring", {"causal": False, "window": 3}, r"window=3, causal=False"),
         ("ring", {"order": "striped"}, r"order='striped'; use one of \('plain', 'zigzag'\)"),
-        ("gather", {"keys": 16, "causal": True}, r"8 queries and 4 keys: which is whose\? Use causal=False"),
+        ("gather", {"keys": 16, "causal": True}, r"needs as many queries as keys, not 8 and 4; use causal=False"),
         ("gather", {"segment_ids": IDS * 1.0}, r"segment_ids is float.*give integers \[2, 8\]"),
         ("ulysses", {"c": 3, "length": 24}, r"3 ranks do not divide 8 query heads; use ring_attention"),
-        ("usp", {"c": 3, "length": 24}, r"groups of 2 of 3 ranks for 8 query and 2 key heads"),
+        ("usp", {"c": 3, "length": 24}, r"groups of 2 ranks do not divide 3 ranks, 8 query heads and 2 key heads"),
     ],
 )
 def test_errors(way: str, change: dict[str, Any], message: str) -> None:

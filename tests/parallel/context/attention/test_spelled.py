@@ -453,31 +453,31 @@ def alibi_of_grouped_queries(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Ar
 REPLAYED, UNKNOWN = "by a function of scores and positions", "by an exponential of scores in no known form of a softmax"
 # Why a spelling is no `jp.attention`, and how it is described where its function of scores is replayed, if it is.
 REASONS: dict[Spelling, tuple[str, str]] = {
-    of_fewer_keys_and_causal: ("hides keys of 14 queries and 9 keys", REPLAYED),
+    of_fewer_keys_and_causal: ("hides keys by position or id, with 14 queries and 9 keys", REPLAYED),
     of_fewer_keys_by_distance_and_padded: ("computes gather of positions", f"{REPLAYED} that reads "),
     alibi_of_grouped_queries: ("computes reshape of positions or ids", f"{REPLAYED} that reads "),
     alibi: ("adds a bias to scores", f"{REPLAYED} that reads "),
     soft_cap: ("computes tanh of scores", f"causal, {REPLAYED}"),
     both_sides: ("lets query i see keys from i - 3 to i - -3", f"{REPLAYED} that reads "),
-    padding: ("no function of positions and no ids", f"{REPLAYED} that reads bool[2,1,1,14]"),
+    padding: ("neither a function of positions nor ids", f"{REPLAYED} that reads bool[2,1,1,14]"),
     hidden_a_little: ("hides keys by -5, which is above -10000", REPLAYED),
     hidden_less_by_a_scale: ("hides keys by -2000, which is above -10000", REPLAYED),
     future: ("lets query i see keys from i - -1 to i - -inf", REPLAYED),
-    wrapping: ("computes sub of what is no position", f"{REPLAYED} that reads uint32"),
+    wrapping: ("computes sub of values that are no positions", f"{REPLAYED} that reads uint32"),
     rounding: ("counts positions in bfloat16", f"{REPLAYED} that reads bfloat16"),
     dropped: ("computes div of weights, as dropout does", REPLAYED),
     dropped_by_flax: ("computes mul of weights, as dropout does", f"causal, {REPLAYED}"),
-    two_kinds_of_ids: ("ids that are not the same", f"{REPLAYED} that reads int32"),
+    two_kinds_of_ids: ("or of different ids", f"{REPLAYED} that reads int32"),
     with_a_sink: ("has a softmax of more than its keys", f"causal, {REPLAYED}"),
     where_of_softmax: ("computes select_n of weights", f"causal, {REPLAYED}"),
-    unseen: ("no function of positions and no ids", f"{REPLAYED} that reads bool"),
+    unseen: ("neither a function of positions nor ids", f"{REPLAYED} that reads bool"),
     of_queries: ("weighs values that do not go with the keys", ""),
     shaw: (r"test_spelled.py:\d+:\d+ \(shaw\)", ""),
     transformer_xl: ("computes reshape (of|along)", ""),
     one_more_in_the_sum: (f"weighs values {UNKNOWN}", ""),
     divided_at_the_end: (f"weighs values {UNKNOWN}", ""),
     squared_weights: ("computes mul of weights, which is not linear", ""),
-    others_for_weights: ("takes other numbers than 0 for some weights", ""),
+    others_for_weights: ("replaces some weights by other numbers than 0", ""),
 }
 
 
@@ -670,9 +670,7 @@ def test_the_mode_goes_by_what_a_function_of_scores_needs(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys.modules[__name__], "T", 24)
     assert chosen(alibi, "auto") == "ulysses"
     assert chosen(soft_cap, "auto") == "ring"
-    assert re.search(
-        "causal scores that .* makes others of, it leaves out those of hidden", mode_of(soft_cap, "auto").why
-    )
+    assert re.search("it skips hidden keys in the causal function of scores at", mode_of(soft_cap, "auto").why)
     assert chosen(beside_other_heads, "auto") == chosen(beside_other_heads, "ring") == "ring"
     for attention in ("ulysses", "usp"):
         with pytest.raises(ValueError, match=r"test_spelled.py:\d+.* mixes heads, .*; use attention='ring'"):
