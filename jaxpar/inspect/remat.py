@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from ..backend.text import amount, size
-from ..hardware.compiled.compiler_remarks import unread
+from ..hardware.compiled.compiler_remarks import why_unread
 from ..hardware.hardware import KINDS, RESERVE, Hardware, of_device_kind
 from ..program import jaxpr as jx
 from ..program.collectives import PRIMITIVES
@@ -207,7 +207,7 @@ def _compiled_cost(step: Step, batch: Any, stacks: Sequence[_Stack], choices: Se
     # The compiled program's memory is exact, its time is predicted.
     compiled, hardware = step.compile(batch), _hardware(step)
     (memory,) = of_step(step, batch, compiled).values()
-    if hardware is None or unread(step.mesh.devices.flat[0].platform):
+    if hardware is None or why_unread(step.mesh.devices.flat[0].platform):
         seconds = _total_cost(stacks, choices).seconds
     else:
         seconds = predict(compiled, step, batch, hardware).seconds

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from ...backend.text import size
-from ...hardware.compiled.entry import Nesting, whole
+from ...hardware.compiled.entry import Nesting, buffer_bytes
 from ...hardware.compiled.hlo import Instruction, Module, arrays, buffers, short
 from ...hardware.compiled.kernels import MOVES
 from ...inspect.check.resharding import only_cut, users_of
@@ -173,7 +173,7 @@ class _OriginReader:
                 shape = self._instructions[computation][name].shape
                 dims = next((dims for _, dims in arrays(shape)), ())
                 origin = self._line(named), self._operation(named), self._argument(computation, name), dims, involuntary
-                sizes = whole(collective.kind, collective.ranks or 1, buffers(shape))
+                sizes = buffer_bytes(collective.kind, collective.ranks or 1, buffers(shape))
                 entries += [(dtype, nbytes, origin) for dtype, nbytes in sizes.items()]
             self._operands[collective.instruction] = entries
         return self._operands[collective.instruction]

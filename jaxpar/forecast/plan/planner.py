@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...backend.text import size
-from ...hardware.compiled.compiler_remarks import unread
+from ...hardware.compiled.compiler_remarks import why_unread
 from ...hardware.devices import Target
 from ...hardware.devices import target as target_of
 from ...hardware.hardware import KINDS, RESERVE
@@ -120,7 +120,7 @@ def planned_for(target: Target | str, memory_bytes: float | None = None) -> Targ
     without_compiler = "|".join(["cpu", *(name for name, kind in KINDS.items() if not kind.config)])
     if isinstance(target, str) and (kind := re.fullmatch(rf"(?:\d+x)*({without_compiler})(?::[\dx]+)?", target)):
         # `target_of` would first ask for a compiler that does not help.
-        why = unread("tpu") if kind[1] != "cpu" else "CPU devices have no peaks and bandwidths to plan by"
+        why = why_unread("tpu") if kind[1] != "cpu" else "CPU devices have no peaks and bandwidths to plan by"
         raise ValueError(f"target={target!r}: {why}; plan for GPUs, such as '8xH100'")
     target = target if isinstance(target, Target) else target_of(target, memory_bytes=memory_bytes)
     if target.hardware.memory_bytes is None or not target.hardware.peaks:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from ...backend.text import few
-from ...hardware.compiled.compiler_remarks import unread
+from ...hardware.compiled.compiler_remarks import why_unread
 from ...hardware.compiled.cost import Costs
 from ...hardware.compiled.kernels import Executable
 from ...hardware.hardware import Hardware
@@ -65,7 +65,7 @@ def check(
         between programs. A broken promise does not raise here: call `Proof.require`.
     """
     step.check(batch)
-    if why := unread(step.mesh.devices.flat[0].platform):
+    if why := why_unread(step.mesh.devices.flat[0].platform):
         raise ValueError(
             f"check: {why}; check the same strategy on as many simulated devices, and jp.verify(model, strategy, batch)"
         )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ...backend.machines import hosts_of, leaves_host
 from ...backend.text import few, size
 from ...hardware.compiled.compiler_remarks import remarks as compiler_remarks
-from ...hardware.compiled.compiler_remarks import unread
+from ...hardware.compiled.compiler_remarks import why_unread
 from ...hardware.compiled.cost import Costs
 from ...hardware.compiled.kernels import Executable, Operation, Start
 from ...hardware.hardware import of_device_kind
@@ -215,7 +215,7 @@ def _step_remarks(
     yield from _logits_remarks(step, notes)
     yield from _fp8_remarks(step, notes.fp8)
     # 2. What the platform's compiler hides or changes.
-    if reason := unread(step.mesh.devices.flat[0].platform):
+    if reason := why_unread(step.mesh.devices.flat[0].platform):
         yield f"Of the compiled program: {reason}. The closed form and the jaxpr are as everywhere."
     yield from _expert_remarks(step, notes)
     if step.mesh.devices.flat[0].platform == "cpu":

@@ -29,7 +29,7 @@ import jax
 
 from ...backend.machines import hosts_of
 from ...backend.text import size
-from ...hardware.compiled.compiler_remarks import remarks, unread
+from ...hardware.compiled.compiler_remarks import remarks, why_unread
 from ...hardware.compiled.cost import Costs
 from ...hardware.compiled.kernels import Executable
 from ...hardware.compiled.memory import program_memory
@@ -209,7 +209,7 @@ def predict(
       ValueError: `hardware` lacks a number that the program needs; the step has `server=True`; the program is for
         devices of another platform; or it is for TPUs, whose programs are not read.
     """
-    if reason := unread(step.mesh.devices.flat[0].platform):
+    if reason := why_unread(step.mesh.devices.flat[0].platform):
         raise ValueError(f"predict: {reason}; predict for GPUs, such as target('8xH100')")
     platform = step.mesh.devices.flat[0].platform
     needed_platform = (
