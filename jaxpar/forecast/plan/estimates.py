@@ -323,7 +323,7 @@ class Estimator:
         one_row, two_rows = (_with_rows(self.batch, n * s.expert) for n in (1, 2))
         cost, cost_of_two = forward(step, one_row), forward(step, two_rows)
         sent: dict[Any, tuple[int, float]] = {}
-        for collective in count(step, step.traced(one_row))[0].own if step.mesh.size > 1 else ():
+        for collective in count(step, step.traced(one_row))[0].model_collectives if step.mesh.size > 1 else ():
             # Conditional rounds send tokens that overflow an expert's buffer. Balanced experts have no overflow.
             if collective.count and not collective.conditional:
                 times, size = sent.get((collective.kind, collective.axes), (0, 0.0))

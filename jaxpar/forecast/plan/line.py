@@ -18,7 +18,7 @@ from ...hardware.hardware import RESERVE
 from ...inspect.expected import expected
 from ...inspect.ledger import Ledger
 from ...inspect.memory import of_step
-from ...inspect.predict.prediction import longer, predict
+from ...inspect.predict.prediction import predict, time_differences
 from ...parallel.pipeline.chunks import padded
 from ...step.core import Step
 from ...strategy import Strategy
@@ -200,7 +200,7 @@ def _reasons(line: Line, best: Line, rank: int) -> Iterator[str]:
     if rank == 0:
         return
     # The parts that cost more than in the best line, and the one that saves most.
-    differences = longer(line.costs(), best.costs())
+    differences = time_differences(line.costs(), best.costs())
     causes = [f"{1e3 * s:+,.0f} ms {name}" for s, name in differences[:3] if s > _SLIGHT * best.seconds]
     savings = [f"{1e3 * s:+,.0f} ms {name}" for s, name in differences[::-1][:1] if s < -_SLIGHT * best.seconds]
     within = ", within the error" if line.ties(best) else ""
