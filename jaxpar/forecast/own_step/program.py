@@ -111,12 +111,14 @@ def program_of(fn: Any, args: Sequence[Any], target: Target | str | None = None,
     program = getattr(fn, "compiled", getattr(fn, "lowered", fn))
     if isinstance(program, str | jax.stages.Compiled | jax.stages.Lowered):
         if args:
-            raise ValueError(f"a {type(program).__name__} has its {len(args)} arguments already; leave them out")
+            raise ValueError(
+                f"a {type(program).__name__} has its arguments already; leave out the {len(args)} given here"
+            )
         compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
         if isinstance(compiled, str):
             if ", is_scheduled=true" not in compiled.partition("\n")[0]:
                 raise ValueError(
-                    f"the text is no compiled program's, which is a scheduled HloModule: it begins {compiled[:40]!r}; "
+                    f"the text is not a compiled program (a scheduled HloModule): it begins {compiled[:40]!r}; "
                     # A text has no mesh and no shardings.
                     "give compiled.as_text(), or the lowered or compiled object itself"
                 )

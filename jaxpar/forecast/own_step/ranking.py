@@ -39,7 +39,7 @@ class ShardingPlan:
         """Return the name of the best proposal. Raises ValueError if no proposal fits."""
         name, explanation = next(iter(self.found.items()))
         if not _prediction(explanation).fits:
-            raise ValueError(f"no proposal fits {explanation.devices}; {self.why[name]}")
+            raise ValueError(f"no proposal fits {explanation.devices}; the smallest, {name}, {self.why[name]}")
         return name
 
     def json(self) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def plan_shardings(
     if not isinstance(shardings, Mapping) or not all(isinstance(args, tuple) for args in shardings.values()):
         value = shardings if isinstance(shardings, str) else type(shardings).__name__
         raise ValueError(
-            f"shardings is {value!r}; needs by name, or in a list, the "
-            "tuple of fn's arguments with their shardings: {'fsdp': (state, batch), ...}"
+            f"shardings is {value!r}; give, by name or in a list, tuples of fn's arguments with their shardings: "
+            "{'fsdp': (state, batch), ...}"
         )
 
     # 2. Compile each.

@@ -135,7 +135,10 @@ def line_fields(
     hardware = target.hardware
     host_room = (1 - RESERVE) * (hardware.host_memory_bytes or math.inf) / hardware.per_host
     if memory.host > host_room:
-        raise ValueError(f"{size(memory.host)} on the host for each device, which has room for {size(int(host_room))}")
+        needed, room = size(memory.host), size(int(host_room))
+        raise ValueError(
+            f"the program needs {needed} on the host for each device, and the host has room for {room}; offload less"
+        )
 
     # 2. Time and communication.
     prediction = predict(program, step, batch, hardware, flops)
