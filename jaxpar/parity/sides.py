@@ -52,7 +52,7 @@ class OneDevice:
 
     Attributes:
       template: the side whose precision, row blocks, key and batch are used.
-      dtypes: low precisions besides the template's: none.
+      dtypes: none, since one device adds no low precision to the template's.
     """
 
     template: UnderStrategy
