@@ -9,10 +9,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from report import LINES, MB, pictures
 
-from jaxpar.inspect.explain.picture import HELD, SENT
+from jaxpar.inspect.explain.picture import COLLECTIVE_COLORS, MEMORY_COLORS
 
-STORED = {name: HELD[name] for name in ("parameters", "gradients", "optimizer state")}
-STORED["activations, the rest"] = HELD["the rest"]
+STORED = {name: MEMORY_COLORS[name] for name in ("parameters", "gradients", "optimizer state")}
+STORED["activations, the rest"] = MEMORY_COLORS["the rest"]
 NAMES = {"collective-permute": "messages between stages"}
 
 
@@ -86,7 +86,7 @@ def _sent(axis: Any, trials: Sequence[Any]) -> None:
     for place, trial in enumerate(trials):
         left = 0
         for kind, value in trial.sent.items():
-            axis.barh(place, value / MB, left=left / MB, color=SENT.get(kind, "0.5"), height=0.66)
+            axis.barh(place, value / MB, left=left / MB, color=COLLECTIVE_COLORS.get(kind, "0.5"), height=0.66)
             left += value
         axis.text(left / MB, place, f" {left / MB:.1f}" if left else " nothing", va="center")
         axis.plot(
@@ -95,7 +95,7 @@ def _sent(axis: Any, trials: Sequence[Any]) -> None:
     _bars(axis, [t.name for t in trials], 1.18 * most / MB)
     axis.set(title="sent per device and step, MB; dp: through its server")
     seen = dict.fromkeys(kind for t in trials for kind, value in t.sent.items() if value > 1e-3 * most)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=SENT.get(kind, "0.5")) for kind in seen]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLLECTIVE_COLORS.get(kind, "0.5")) for kind in seen]
     handles.append(plt.Line2D([], [], color=plt.rcParams["text.color"], linewidth=1.6))
     _below(axis, handles, [*(NAMES.get(kind, kind) for kind in seen), "closed form"])
 

@@ -22,7 +22,7 @@ from strategies_picture import LAYERS, STYLE, model
 import jaxpar as jp
 from jaxpar import collectives
 from jaxpar.collectives import ring
-from jaxpar.inspect.explain.picture import SENT
+from jaxpar.inspect.explain.picture import COLLECTIVE_COLORS
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.program import jaxpr as jx
 
@@ -173,8 +173,8 @@ def events(jaxpr: Any) -> Iterator[str]:
 def draw_fsdp() -> str:
     merged = [kind for kind, _ in itertools.groupby(events(step_of("zero3").trace(BATCH).jaxpr))]
     assert merged.count("use") == 2 * LAYERS
-    names = {"gather": ("all-gather", SENT["all-gather"]), "use": ("products", COLORS[0])}
-    names["scatter"] = "reduce-scatter", SENT["reduce-scatter"]
+    names = {"gather": ("all-gather", COLLECTIVE_COLORS["all-gather"]), "use": ("products", COLORS[0])}
+    names["scatter"] = "reduce-scatter", COLLECTIVE_COLORS["reduce-scatter"]
 
     def lines() -> Iterator[str]:
         x, uses, turn = 124.0, 0, 0.0

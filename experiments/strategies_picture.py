@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxpar as jp
-from jaxpar.inspect.explain.picture import HELD, SENT
+from jaxpar.inspect.explain.picture import COLLECTIVE_COLORS, MEMORY_COLORS
 from jaxpar.inspect.ledger import Ledger
 
 DEVICES, LAYERS, DIM, ROWS = 4, 4, 64, 16
@@ -91,10 +91,12 @@ def svg(table: list[Row]) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
             f"<title>{title}</title><style>{STYLE}</style>",
-            *_legend(LEFT, 20, list(PARTS.values()), HELD),
+            *_legend(LEFT, 20, list(PARTS.values()), MEMORY_COLORS),
             *(f'<text class="mid" x="{_at(i) + MEMORY / 2:g}" y="66">device {i}</text>' for i in range(DEVICES)),
             f'<text x="{RIGHT}" y="66">on the wire of device 0</text>',
-            *_legend(LEFT, 42, ["all-reduce", "reduce-scatter", "all-gather", "broadcast", "gather"], SENT),
+            *_legend(
+                LEFT, 42, ["all-reduce", "reduce-scatter", "all-gather", "broadcast", "gather"], COLLECTIVE_COLORS
+            ),
             *(line for number, one in enumerate(table) for line in _line(one, TOP + ROW * number)),
             "</svg>\n",
         ]
@@ -124,18 +126,18 @@ def _line(row: Row, y: int) -> Iterator[str]:
             # A shard stands where it is in the whole.
             offset = wide * (device % ranks) if wide < 0.99 * room else 0
             if wide:
-                color = HELD[PARTS[part]]
+                color = MEMORY_COLORS[PARTS[part]]
                 yield f'<rect x="{start + offset:g}" y="{y}" width="{wide:.4g}" height="24" fill="{color}"/>'
             start += room
     x = float(RIGHT)
     if row.activations:
         what = {"all-reduce": "all-reduces of activations", "collective-permute": "messages between stages"}
         kind = max(row.sent, key=lambda kind: (kind == "collective-permute", row.sent[kind]))
-        yield f'<rect x="{x}" y="{y}" width="6" height="24" fill="{SENT[kind]}"/>'
+        yield f'<rect x="{x}" y="{y}" width="6" height="24" fill="{COLLECTIVE_COLORS[kind]}"/>'
         yield f'<text x="{x + 13}" y="{y + 17}">{what[kind]}</text>'
         return
     for kind, value in row.sent.items():
-        yield f'<rect x="{x:g}" y="{y}" width="{WIRE * value:.4g}" height="24" fill="{SENT[kind]}"/>'
+        yield f'<rect x="{x:g}" y="{y}" width="{WIRE * value:.4g}" height="24" fill="{COLLECTIVE_COLORS[kind]}"/>'
         x += WIRE * value
     text = f"{sum(row.sent.values()):.3g} P" if row.sent else "nothing"
     yield f'<text x="{x + 7 * bool(row.sent):g}" y="{y + 17}">{text}</text>'

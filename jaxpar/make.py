@@ -283,7 +283,7 @@ class TrainStep(Step):
         from .inspect.nonfinite import Replay
 
         batch = self._agreed("trace", state, batch)
-        return Replay(self, state, batch, device or self.mesh.local_devices[0]).found()
+        return Replay(self, state, batch, device or self.mesh.local_devices[0]).locate()
 
     def evaluate(self, state: State, batch: Any) -> Metrics:
         """Return the loss and its metrics, without update and without dropout."""

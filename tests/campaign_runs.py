@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from jaxpar.backend.buckets import Place
 from jaxpar.backend.files import place
-from jaxpar.checkpoint.saved import numbers
+from jaxpar.checkpoint.saved import complete_steps
 
 _WORKER = Path(__file__).with_name("campaign_worker.py")
 _ENVIRONMENT = {
@@ -246,13 +246,13 @@ def last(out: Place) -> int | None:
 
 def complete(out: Place) -> int | None:
     """The step of the last complete checkpoint of a run."""
-    return max(numbers(out / "checkpoints"), default=None)
+    return max(complete_steps(out / "checkpoints"), default=None)
 
 
 def unfinished(folder: Place) -> list[str]:
     """What is in a folder of checkpoints, and is none."""
     with contextlib.suppress(FileNotFoundError):
-        return sorted({x.name for x in folder.iterdir()} - set(map(str, numbers(folder))))
+        return sorted({x.name for x in folder.iterdir()} - set(map(str, complete_steps(folder))))
     return []
 
 

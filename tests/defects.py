@@ -225,7 +225,7 @@ DEFECTS = (
            "step.mesh.size * at_rest[\"grads\"]", "at_rest[\"grads\"]",
            "A server is said to hold the gradients of one replica."),
     Defect("reduce-rounds", "hardware/links.py", "inspect/test_predict.py::test_collectives_of_one_host",
-           "rounds, steps = 2 * (n - 1) / n, 2 * (n - 1)", "rounds, steps = (n - 1) / n, 2 * (n - 1)",
+           "sent_share, steps = 2 * (n - 1) / n, 2 * (n - 1)", "sent_share, steps = (n - 1) / n, 2 * (n - 1)",
            "A predicted all-reduce sends half of what a ring sends."),
     Defect("explain-sent", "hardware/compiled/entry.py",
            "inspect/test_ledger.py::test_the_buffer_of_an_all_gather_is_its_output",

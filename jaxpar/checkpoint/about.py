@@ -35,7 +35,7 @@ _END = 1 << 16  # bytes at each end of a file of arrays that its checksum covers
 HINT = "resume with the settings of that run, take its weights alone with weights_only=True, or start a new run"
 
 
-def numbers(folder: Place) -> list[int]:
+def complete_steps(folder: Place) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, in order."""
     if not folder.is_dir():
         return []
@@ -50,7 +50,7 @@ class DamagedError(ValueError):
     """Error about a part of a checkpoint that is missing, incomplete, or not what was written (`problem`)."""
 
     def __init__(self, folder: Place, problem: str):
-        self.problem, steps = problem, [number for number in numbers(folder.parent) if str(number) != folder.name]
+        self.problem, steps = problem, [step for step in complete_steps(folder.parent) if str(step) != folder.name]
         advice = f'remove that folder to go on from step {steps[-1]}, or resume with "latest-good"' if steps else ""
         super().__init__(f"{folder} is damaged: {problem}; {advice or 'start a new run'}")
 
@@ -106,10 +106,10 @@ class About:
             content = json.loads((folder / ABOUT).read_bytes())
             # Check the sum before any value is used.
             if content.pop("crc32") != _crc(content):
-                raise ValueError("its checksum is another")
+                raise ValueError("its checksum differs")
             if (version := content.pop("version")) != VERSION:
-                advice = f"this jaxpar reads {VERSION}; use the version of jaxpar that wrote it"
-                raise DamagedError(folder, f"{ABOUT} was written in form {str(version)[:20]}, {advice}")
+                advice = f"this jaxpar reads version {VERSION}; use the jaxpar that wrote it"
+                raise DamagedError(folder, f"{ABOUT} has version {str(version)[:20]} of the format; {advice}")
             del content["jax"]
             arrays, paths = content.pop("arrays"), content.pop("paths")
             arrays = {name: (tuple(x["shape"]), np.dtype(jnp.dtype(x["dtype"]))) for name, x in arrays.items()}
@@ -227,7 +227,7 @@ def check_fits(
     # 1. Every needed array exists, with the same shape, dtype and implementation of random keys.
     for name, array in needed.items():
         if name not in saved.arrays:
-            raise ValueError(f"{of_another}: {name} is here and not there{did_you_mean(name, saved.arrays)}; {hint}")
+            raise ValueError(f"{of_another}: it lacks {name}{did_you_mean(name, saved.arrays)}; {hint}")
         saved_form = (*saved.arrays[name], saved.kinds.get(name))
         needed_form = (array.logical, array.dtype, array.key_impl)
         has_same_shape = needed_form[0] == saved_form[0]
@@ -240,4 +240,4 @@ def check_fits(
     # 2. There is no other array, which would belong to another model or optimizer.
     if extra_names := [name for name in saved.arrays if name not in needed and name not in optional]:
         suggestion = did_you_mean(extra_names[0], needed)
-        raise ValueError(f"{of_another}: {extra_names[0]} is there and not here{suggestion}; {hint}")
+        raise ValueError(f"{of_another}: it has {extra_names[0]}, which the step lacks{suggestion}; {hint}")

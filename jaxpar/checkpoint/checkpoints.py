@@ -4,7 +4,7 @@ A checkpoint is an Orbax step folder, named by its step. It has the items `state
 trees are saved with the state. `Checkpoints.save` has three parts:
 
     plan_items      decides the name and path of every saved array
-    held            copies this host's part from the devices; after that the next step may run
+    copied_boxes    copies this host's part from the devices; after that the next step may run
     write           in a thread: Orbax writes the copies (`write.py`), and all hosts commit (`commit.py`)
 
 The last `keep` checkpoints stay. An older one is removed only after a newer one is complete.
@@ -28,7 +28,7 @@ from ..backend.files import place
 from ..layout.boxes import Box, box_of, parts
 from ..layout.state import State
 from ..step.core import Step
-from .about import About, DamagedError, check_same_run, numbers, resolved_strategy
+from .about import About, DamagedError, check_same_run, complete_steps, resolved_strategy
 from .arrays import (
     EXTRA,
     Array,
@@ -48,7 +48,7 @@ from .saved import STATE, Checkpoint
 
 _Boxes = dict[str, list[tuple[Box, np.ndarray]]]  # boxes and values of the model leaves, by name
 Buffers = dict[tuple[str, int], np.ndarray]  # host memory for the copy of an array's shard, by array and device
-# The buffers of each step's last save, which the next save uses again (see `held`).
+# The buffers of each step's last save, which the next save uses again (see `copied_boxes`).
 _buffers_by_step: weakref.WeakKeyDictionary[Step, Buffers] = weakref.WeakKeyDictionary()
 
 
@@ -112,7 +112,7 @@ class Checkpoints:
     @property
     def latest(self) -> int | None:
         """The step of the last complete checkpoint; None if there is none."""
-        return next(reversed(numbers(self.folder)), None)
+        return next(reversed(complete_steps(self.folder)), None)
 
     def save(
         self, number: int, state: State, data: Mapping[str, Any] | None = None, extra: Mapping[str, Any] | None = None
@@ -137,7 +137,7 @@ class Checkpoints:
         # The last step may also be a multiple of the interval between saves. It is saved once.
         if number in self._known_steps:
             return
-        if number in numbers(self.folder):
+        if number in complete_steps(self.folder):
             raise ValueError(
                 f"{self.folder}/{number} already exists, from another run; name another folder, or remove that one"
             )
@@ -146,8 +146,8 @@ class Checkpoints:
         added_arrays, values = extra_arrays(self.step, extra or {})
         arrays = [*self._arrays, *added_arrays]
         saved, items, paths = plan_items(self.step, arrays, extra)
-        boxes = held(arrays, (state, values), self._buffers)
-        # Reading the number waits for the devices, as `held` has done already.
+        boxes = copied_boxes(arrays, (state, values), self._buffers)
+        # Checked after the copy: reading the number waits for the devices, and `copied_boxes` first starts all copies.
         if (state_step := int(np.asarray(state.step))) != number:
             raise ValueError(f"the state is of step {state_step}, and number={number}; save it with its step")
         for name, array in saved.items():
@@ -208,7 +208,7 @@ class Checkpoints:
           ValueError: if all checkpoints are damaged. Then none is renamed.
         """
         problems: dict[int, str] = {}
-        for number in reversed(numbers(self.folder)):
+        for number in reversed(complete_steps(self.folder)):
             try:
                 if (saved := Checkpoint(self.folder / str(number))).is_foreign:
                     raise DamagedError(saved.folder, "it has no item `about`")
@@ -219,7 +219,7 @@ class Checkpoints:
                 problems[number] = str(error)
         else:
             if problems:
-                raise ValueError(f"{self.folder} holds no checkpoint that is whole: {'; '.join(problems.values())}")
+                raise ValueError(f"{self.folder} holds no undamaged checkpoint: {'; '.join(problems.values())}")
         for number in problems:
             new_name = f"{number}.damaged"
             while (self.folder / new_name).exists():
@@ -264,7 +264,7 @@ def plan_items(
     return saved, items, {name: keys for name, keys in paths.items() if keys != keys_of(name)}
 
 
-def held(arrays: Sequence[Array], state: Any, buffers: Buffers) -> _Boxes:
+def copied_boxes(arrays: Sequence[Array], state: Any, buffers: Buffers) -> _Boxes:
     """Copy from the devices what this host saves, and return it as boxes of the model leaves, by name.
 
     If several devices hold a box, only its first replica is saved. Values that are in the host's memory already

@@ -35,7 +35,7 @@ from ..backend.text import reason
 from ..hosts import ending
 from ..hosts.outcomes import Outcomes
 from ..hosts.store import Coordinator
-from .about import COMPLETE, UNFINISHED, numbers
+from .about import COMPLETE, UNFINISHED, complete_steps
 
 Value = TypeVar("Value")
 Action = Callable[[Place], object]
@@ -121,7 +121,7 @@ class Writer:
             sync(final)
             sync(folder, deep=False)
             # Old checkpoints go only now that the new one is safe.
-            older = [step for step in numbers(folder) if step < number]
+            older = [step for step in complete_steps(folder) if step < number]
             surplus = len(older) + 1 - keep if keep else 0
             for step in older[: max(surplus, 0)]:
                 _discard(folder / str(step))
@@ -137,7 +137,7 @@ class Writer:
         for name, action in actions.items():
             _, cause, problem = self.attempt_on_all_hosts(f"save/{name}", action, _reason)
             if problem:
-                text = f"a checkpoint could not be written to {folder}: {problem}. Older ones are as they were"
+                text = f"a checkpoint could not be written to {folder}: {problem}. Older checkpoints are unchanged"
                 raise ValueError(text) from cause
 
 
@@ -201,7 +201,7 @@ def remove_unfinished(folder: Place) -> None:
     """Remove the unfinished checkpoints that killed processes have left. Waits for this process's own saves there."""
     concurrent.futures.wait([save for save, save_folder in _pending_saves.items() if save_folder == folder])
     if is_bucket(folder):
-        complete = {str(number) for number in numbers(folder)}
+        complete = {str(number) for number in complete_steps(folder)}
         paths = list(folder.iterdir()) if folder.exists() else []
         # In a bucket an unfinished checkpoint has its number as its name already, and lacks the last file.
         unfinished = [path for path in paths if path.name.isdecimal() and path.name not in complete]

@@ -109,7 +109,9 @@ def weights(step: Step, saved: Checkpoint, key: jax.Array, fresh: Fresh | None) 
         # Random keys among the variables need no warning.
         reported = [name.removeprefix("variables/") for name in initial if needed_by_name[name].key_impl is None]
         if reported:
-            warnings.warn(f"{saved.folder} has no {few(reported)}: they begin as the model's own", stacklevel=2)
+            warnings.warn(
+                f"{saved.folder} has no {few(reported)}: they begin with the model's initial values", stacklevel=2
+            )
     if missing:
         names = few([name.removeprefix("params/") for name in missing])
         available = few([name.removeprefix("params/") for name in saved.arrays])
@@ -138,7 +140,7 @@ def extras(step: Step, saved: Checkpoint, like: Mapping[str, Any]) -> dict[str, 
     needed_by_name = {array.names[0]: array for array in arrays}
     if missing := [name.removeprefix(f"{EXTRA}/") for name in needed_by_name if name not in saved.arrays]:
         saved_extras = [name.removeprefix(f"{EXTRA}/") for name in saved.arrays if name.startswith(f"{EXTRA}/")]
-        available = few(saved_extras) if saved_extras else "nothing there"
+        available = few(saved_extras) if saved_extras else "nothing else"
         raise ValueError(f"{saved.folder} has no {few(missing)} beside its state; it has {available}")
     check_fits(saved.about, needed_by_name, saved.folder, saved.arrays)
     values = run_on_all_hosts("restore", lambda: _read(saved, arrays))

@@ -10,7 +10,7 @@ from ..backend.buckets import Place
 from ..backend.files import place
 from ..backend.text import few
 from ..layout.boxes import slabs
-from .about import TREE, About, DamagedError, check_files, numbers
+from .about import TREE, About, DamagedError, check_files, complete_steps
 from .arrays import EXTRA
 from .stores import OpenedArray, Tree
 
@@ -44,7 +44,7 @@ class Checkpoint:
         self.about = self._foreign_tree.about() if self._foreign_tree else About.read(folder)
         # Somebody may have renamed the folder; then a run would go on from the wrong step.
         if not self.is_foreign and folder.name.isdecimal() and int(folder.name) != self.about.step:
-            raise DamagedError(folder, f"its name says {folder.name}, it holds the state after step {self.about.step}")
+            raise DamagedError(folder, f"its name says {folder.name}, and its state is of step {self.about.step}")
         self.step, self.strategy, self.arrays = self.about.step, self.about.strategy, self.about.arrays
         self.run, self.data = self.about.run, self.about.data
 
@@ -103,7 +103,7 @@ def _last_checkpoint(folder: Place) -> Place:
     if (folder / "about").is_dir() or (folder / STATE).is_dir() or _foreign_tree(folder) is not None:
         return folder
     for parent in (folder, folder / "checkpoints"):
-        if steps := numbers(parent):
+        if steps := complete_steps(parent):
             return parent / str(steps[-1])
     if folder.name.isdecimal():
         return folder  # a damaged checkpoint: reading it says what it lacks

@@ -63,7 +63,8 @@ class Tree:
 
         if is_s3(self.folder):
             raise ValueError(
-                f"{self.folder} was written by another program, whose checkpoints are read from disk or gs://; copy it"
+                f"{self.folder} was written by another program, whose checkpoints are read from a disk or gs://; copy "
+                "it there"
             )
         try:
             tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(str(self.folder))).tree

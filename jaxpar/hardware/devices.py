@@ -168,7 +168,11 @@ def _gpu(name: str, hardware: Hardware, hosts: int, per_host: int) -> Target:
     if not hardware.config:
         raise ValueError(
             f"target={name!r}: {hardware.kind} has no config for the compiler; "
-            + (f"name a slice of TPUs by its shape, as '{hardware.kind}:4x4'" if _is_tpu(hardware) else "give it one")
+            + (
+                f"name a slice of TPUs by its shape, as '{hardware.kind}:4x4'"
+                if _is_tpu(hardware)
+                else "give it a config in a file (jaxpar.hardware.kinds.load)"
+            )
         )
     if reason := missing_compiler():
         raise ImportError(f"target={name!r} needs the CUDA compiler, and {reason}; {INSTALL}")

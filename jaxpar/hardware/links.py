@@ -142,7 +142,7 @@ class Reach:
         return cls(size, num_hosts[widest], -(-size // num_hosts[widest]))
 
     @property
-    def name(self) -> str:
+    def medium(self) -> str:
         """The slowest medium that the collective uses, "link" or "network"."""
         return "network" if self.hosts > 1 else "link"
 
@@ -166,18 +166,18 @@ def collective_seconds(kind: str, size: int, reach: Reach, hardware: Hardware) -
     bandwidth = _bandwidth(Reach(n, reach.hosts, 1) if is_direct else reach, hardware)
     match kind:
         case "all-reduce":
-            rounds, steps = 2 * (n - 1) / n, 2 * (n - 1)
+            sent_share, steps = 2 * (n - 1) / n, 2 * (n - 1)
         case "all-gather" | "reduce-scatter":
-            rounds, steps = (n - 1) / n, n - 1
+            sent_share, steps = (n - 1) / n, n - 1
         case "all-to-all" | "ragged-all-to-all":
-            rounds, steps = (n - reach.local) / n if is_direct else (n - 1) / n, 1
+            sent_share, steps = (n - reach.local) / n if is_direct else (n - 1) / n, 1
         case "collective-broadcast":
-            rounds, steps = 1.0, n - 1
+            sent_share, steps = 1.0, n - 1
         case _:  # a permute
-            rounds, steps = 1.0, 1
-    # How often a message goes round the ring: twice in an all-reduce, once in the others.
+            sent_share, steps = 1.0, 1
+    # How often a message passes around the ring: twice in an all-reduce, once in the others.
     passes = steps // (n - 1) if steps > 1 else 1
-    # A ring visits the hosts one by one, so that each round crosses the network hosts - 1 times.
+    # A ring visits the hosts one by one, so that each pass crosses the network hosts - 1 times.
     network_steps = min(steps, passes * (reach.hosts - 1)) if reach.hosts > 1 else 0
 
     # 2. The candidates: (seconds of latency, bytes sent, bytes/s, name) of each protocol and algorithm.
@@ -189,7 +189,9 @@ def collective_seconds(kind: str, size: int, reach: Reach, hardware: Hardware) -
         is_plateau = protocol.name == "Simple" and kind == "all-reduce" and network_steps and size >= 2**16 * n
         local_seconds = (steps - network_steps) * protocol.local_step
         latency = protocol.launch + local_seconds + network_steps * protocol.network_step
-        candidates.append((latency * (1.4 if is_plateau else 1.0), size * rounds, protocol.bandwidth, protocol.name))
+        candidates.append(
+            (latency * (1.4 if is_plateau else 1.0), size * sent_share, protocol.bandwidth, protocol.name)
+        )
     if kind == "all-reduce" and reach.hosts > 1:
         depth = math.ceil(math.log2(reach.hosts))
         for protocol in protocols("tree", hardware, bandwidth, reach.hosts, reach.local, size):
@@ -201,7 +203,7 @@ def collective_seconds(kind: str, size: int, reach: Reach, hardware: Hardware) -
     latency, sent, rate, name = min(candidates, key=lambda candidate: candidate[0] + candidate[1] / candidate[2])
     if hardware.collective_latency:
         latency = max(latency, _MIN_SECONDS - sent / rate)
-    reason = f"{sent / 1e6:,.1f} MB at {rate / 1e9:.0f} GB/s + {latency * 1e6:.0f} us, {n} devices by {reach.name}"
+    reason = f"{sent / 1e6:,.1f} MB at {rate / 1e9:.0f} GB/s + {latency * 1e6:.0f} us, {n} devices by {reach.medium}"
     return latency + sent / rate, f"{reason}, {name}" if name else reason
 
 

@@ -6,7 +6,8 @@ common: the sums of losses and metrics, the messages between stages, and the mod
 
 - In every tick with a forward, a pipeline sends one message with the activations to the next rank. In every tick with
   a backward, it sends one with their cotangents to the previous rank.
-- Ranks that share the epilogue reduce-scatter the last rank's activations and all-gather the cotangents, m times.
+- Ranks that share the epilogue reduce-scatter the last rank's activations and all-gather the cotangents, once for each
+  microbatch.
 - Leaves outside the stages are reduced over `pipe` too, and ZeRO shards them over it. A stage's leaf that is also
   used outside the stack is all-gathered for that use.
 - Where the ranks run different programs (stages that are parts of a cut program), the rank that sends most counts.
@@ -65,7 +66,7 @@ def expected(step: Step, batch: Any) -> Ledger:
 
 def _sent_for_leaves(step: Step, traced: Traced, step_uses: StepUses) -> list[Collective]:
     """Return the collectives that the uses of leaves cost, and the model's own."""
-    rule, sent = rule_of(step.strategy), list(step_uses.own)
+    rule, sent = rule_of(step.strategy), list(step_uses.model_collectives)
     units, sizes = step.layout.storage.units, step.mesh.shape
     for leaf, use_counts, uses_of_leaf in zip(
         units, step_uses.use_counts, leaf_uses(step, traced, step_uses), strict=True

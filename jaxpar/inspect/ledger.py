@@ -32,8 +32,8 @@ import jax
 
 from ..backend.text import table
 from ..hardware.compiled.entry import Collective as Collective
-from ..hardware.compiled.entry import Nesting, merged, whole
-from ..hardware.compiled.kernels import Choice, Done, Executable, Kernel, Operation, Start, While, of_ranks
+from ..hardware.compiled.entry import Nesting, buffer_bytes, merged
+from ..hardware.compiled.kernels import Choice, Done, Executable, Kernel, Operation, Start, While, loops_of_ranks
 from ..program.collectives import KINDS, PRIMITIVES, axes_of
 from ..program.jaxpr import live
 from ..program.trip_counts import share_of
@@ -169,7 +169,7 @@ def collectives(operations: Sequence[Operation], nesting: Nesting) -> Iterator[C
         elif isinstance(operation, Choice):
             yield from nesting.branches([functools.partial(collectives, branch) for branch in operation.branches])
     # A device runs only its own rank's loops, so they count like the branches of a conditional.
-    if loops_by_rank := of_ranks(operations):
+    if loops_by_rank := loops_of_ranks(operations):
         yield from nesting.branches([functools.partial(collectives, loops) for loops in loops_by_rank.values()])
 
 
@@ -215,7 +215,7 @@ def _eqn_operations(mesh: Any, eqn: Any, inner_operations: Sequence[list[Operati
             axes, group_size = (f"{len(index_groups[0])} of {'+'.join(axes)}",), len(index_groups[0])
         # A ragged all-to-all also takes offsets and sizes; only its first operand is sent.
         avals = [var.aval for var in eqn.invars[: 1 if kind == "ragged-all-to-all" else None]]
-        buffers = whole(kind, group_size, ((aval.dtype.name, aval.size * aval.dtype.itemsize) for aval in avals))
+        buffers = buffer_bytes(kind, group_size, ((aval.dtype.name, aval.size * aval.dtype.itemsize) for aval in avals))
         return [Start("", "", kind, axes, sum(buffers.values()), (), True, buffers, group_size)]
     if name == "cond":
         return [Choice("", tuple(map(tuple, inner_operations)))]

@@ -106,7 +106,7 @@ def slot_bytes(step: Step, batch: Any) -> int:
 
 
 def _stash_bytes(step: Step, batch: Any) -> list[int]:
-    """Return the bytes that slots hold from forwards to backwards, and from I to W."""
+    """Return the bytes that slots hold from forwards to backwards, and from input (I) to weight (W) gradients."""
     schedule = step.schedule
     assert schedule is not None
     # Traced abstractly under `shard_map`, so that shapes are per device.

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from ..backend.text import amount, size
-from ..hardware.compiled.compiler_remarks import unread
+from ..hardware.compiled.compiler_remarks import why_unread
 from ..hardware.hardware import KINDS, RESERVE, Hardware, of_device_kind
 from ..program import jaxpr as jx
 from ..program.collectives import PRIMITIVES
@@ -207,7 +207,7 @@ def _compiled_cost(step: Step, batch: Any, stacks: Sequence[_Stack], choices: Se
     # The compiled program's memory is exact, its time is predicted.
     compiled, hardware = step.compile(batch), _hardware(step)
     (memory,) = of_step(step, batch, compiled).values()
-    if hardware is None or unread(step.mesh.devices.flat[0].platform):
+    if hardware is None or why_unread(step.mesh.devices.flat[0].platform):
         seconds = _total_cost(stacks, choices).seconds
     else:
         seconds = predict(compiled, step, batch, hardware).seconds
@@ -302,7 +302,7 @@ def _refusal(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], 
     total, state = tried[choices].device, sum(step.layout.bytes.values())
     layer_bytes = _total_cost(stacks, choices).device
     state_text = f"{size(state)} of parameters, gradients and optimizer state, {size(layer_bytes)} that layers leave, "
-    other_text = f"{size(total - state - layer_bytes)} besides (logits, gathered layers, buffers)"
+    other_text = f"and {size(total - state - layer_bytes)} of logits, gathered layers and buffers"
     possible_offloads = [term for term in OFFLOADS if not step.strategy.kept_on_device(term)]
     offload_hint = (
         "" if {*possible_offloads} <= {*step.strategy.offloads} else f"offload='{'+'.join(possible_offloads)}', "
@@ -310,9 +310,9 @@ def _refusal(step: Step, stacks: Sequence[_Stack], tried: dict[tuple[str, ...], 
     # In MB, and half a percent more than the smallest program took.
     budget_hint = f"budget='{math.ceil(1.005e-6 * total)}MB'"
     return (
-        f"budget={size(budget)}: {step.strategy} needs {size(total)} at least, {size(total - budget)} more: "
-        f"{state_text}{other_text}; the nearest that fits is {budget_hint}, or use {offload_hint}more microbatches "
-        "or devices"
+        f"budget={size(budget)} is too small: {step.strategy} needs at least {size(total)}, {size(total - budget)} "
+        f"more: {state_text}{other_text}; the nearest budget that fits is {budget_hint}, or use {offload_hint}more "
+        "microbatches or devices"
     )
 
 

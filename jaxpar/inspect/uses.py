@@ -3,8 +3,8 @@
 One use of a stacked leaf [L, ...] is L fetches of one layer.
 
 A pipeline of p ranks and v chunks (`parallel/pipeline/schedules.py`) runs L / (p v) layers in a tick with a forward,
-and again in a tick with a backward. Idle ranks run them too, together with the prologue. The epilogue runs in m ticks.
-A leaf that no stage owns is fetched once, and its gradient is reduced once.
+and again in a tick with a backward. Idle ranks run them too, together with the prologue. The epilogue runs in one tick
+for each microbatch. A leaf that no stage owns is fetched once, and its gradient is reduced once.
 
 The count is made in two steps. `_MarkingAccess` puts a marker equation into the jaxpr at every fetch and every
 gradient, and `_count_parts` adds up these markers, each times the trips of the loops around it.
@@ -52,7 +52,7 @@ class StepUses:
 
     Attributes:
       use_counts: one for each unit of the layout (`Storage.units`).
-      own: the collectives that the model itself calls.
+      model_collectives: the collectives that the model itself calls.
       num_metrics: the number of metrics, the loss included.
       has_count: whether the loss counts rows or tokens; then a count is summed before the backward.
       is_single_turn: whether each use runs once: one turn, no pipeline.
@@ -61,7 +61,7 @@ class StepUses:
     """
 
     use_counts: list[UseCounts]
-    own: list[Collective]
+    model_collectives: list[Collective]
     num_metrics: int
     has_count: bool
     is_single_turn: bool
@@ -223,9 +223,11 @@ def _count_ticks(step: Step, traced: Traced) -> list[StepUses]:
     assert traced.schedule is not None
     parts, part_ranks, unstaged_uses = _trace_parts(step, traced)
 
-    # The parts of a rank, or of all ranks where they share one program.
     def count_program(parts: list[tuple[int, Any]], with_gradient: frozenset[int] = frozenset()) -> StepUses:
-        """Add up the uses in these parts; `unstaged_uses` replaces what they count for unstaged leaves."""
+        """Add up the uses in the parts of one rank, or of all ranks if they share one program.
+
+        `unstaged_uses` replaces the counts of unstaged leaves.
+        """
         use_counts, model_collectives = _count_parts(step, parts)
         use_counts = [unstaged_uses.get(leaf_index, use_count) for leaf_index, use_count in enumerate(use_counts)]
         return StepUses(

@@ -28,7 +28,7 @@ from ..program.walk import scan_parts
 from ..strategy import Strategy, as_strategy
 from .bisected import Bisected
 from .cut import CutLoss, Site, scan_body, without_casts
-from .differences import TOLERANCE, Furthest, furthest
+from .differences import TOLERANCE, LargestDifference, largest_difference
 from .losses import bisect_losses
 from .sides import OneDevice, UnderStrategy
 
@@ -127,7 +127,7 @@ class _Search:
 
     def __init__(self, cut: CutLoss, sides: Sequence[Side], template: UnderStrategy, names: Sequence[str]):
         self.cut, self.sides = cut, sides
-        self.results: dict[Site | None, Furthest] = {}  # every site that was run; None: the loss without a cut
+        self.results: dict[Site | None, LargestDifference] = {}  # every site that was run; None: the loss without a cut
         self.a, self.b = names
         self.one_device = OneDevice(template, jax.local_devices()[0])
         # The model itself may compute in a lower precision than both sides.
@@ -189,7 +189,7 @@ class _Search:
         if site not in self.results:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the loss without a cut has given its warnings already
-                compare = functools.partial(furthest, *(side(site) for side in self.sides), self.tolerance)
+                compare = functools.partial(largest_difference, *(side(site) for side in self.sides), self.tolerance)
                 result = compare(values_only=self.values_only)
                 # Measuring the rounding takes several runs more: only where a difference depends on it.
                 if self.has_mixed_precision and result.allowed < result.error < float("inf"):

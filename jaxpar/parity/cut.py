@@ -37,16 +37,16 @@ class CutLoss:
     Attributes:
       model: the model, with the cut loss as its loss.
       eqns: the equations of the loss, without casts.
-      sizes: the dim of rows of every result of every equation; None if a result has no such dim, or is no
+      row_dims_by_site: the dim of rows of every result of every equation; None if a result has no such dim, or is no
         floating-point number. An equation in a scan has the place of the scan and its place in the body as its key.
-      row_dims: the same for every variable, of any dtype.
+      row_dims_by_var: the dim of rows of every variable, of any dtype.
     """
 
     def __init__(self, model: Model, batch: Any, key: jax.Array):
         self.inner = model
         self.site: Site | None = None
-        self.sizes: dict[Site, list[RowDim | None]] = {}
-        self.row_dims = dict[Any, RowDim | None]()
+        self.row_dims_by_site: dict[Site, list[RowDim | None]] = {}
+        self.row_dims_by_var = dict[Any, RowDim | None]()
         self._traced_eqns: Sequence[Any] = ()
         # The loss of a model without variables has no argument for them.
         stateful = lambda params, variables, batch, key: self._loss(params, variables, batch, key)
@@ -67,10 +67,10 @@ class CutLoss:
         eqns, doubled_eqns = (self._trace(batch, key, times) for times in (1, 2))
         self._all_eqns, self.eqns = eqns, without_casts(eqns)
         # 2. Find the dims of rows, in the program and in the bodies of its scans.
-        self._measure(eqns, doubled_eqns, rows_of(batch), ())
+        self._find_row_dims(eqns, doubled_eqns, rows_of(batch), ())
         for index, (x, y) in enumerate(zip(self.eqns, without_casts(doubled_eqns), strict=True)):
             if x.primitive.name == "scan":
-                self._measure(scan_body(x).eqns, scan_body(y).eqns, rows_of(batch), (index,))
+                self._find_row_dims(scan_body(x).eqns, scan_body(y).eqns, rows_of(batch), (index,))
 
     def cut_at(self, site: Site | None) -> Model:
         """Return the model of the loss that is cut at a site. It is valid until the next call.
@@ -82,7 +82,7 @@ class CutLoss:
 
     def indices_with_rows(self, place: Site) -> list[int]:
         """Return the equations that make something with rows, in the program (place `()`) or in the scan at a place."""
-        return [site[-1] for site, sizes in self.sizes.items() if site[:-1] == place and any(sizes)]
+        return [site[-1] for site, row_dims in self.row_dims_by_site.items() if site[:-1] == place and any(row_dims)]
 
     def summing_eqn(self, eqn: Any) -> Any:
         """Return the equation that sums over rows, if `eqn` reads values that depend on such a sum; else `eqn`."""
@@ -91,9 +91,9 @@ class CutLoss:
         # Back over values without rows, to the first one that is made of values with rows.
         while pending:
             producer = producers.get(v := pending.pop())
-            if producer is not None and self.row_dims.get(v) is None:
+            if producer is not None and self.row_dims_by_var.get(v) is None:
                 operands = [w for w in producer.invars if not is_literal(w)]
-                if any(self.row_dims.get(w) is not None for w in operands):
+                if any(self.row_dims_by_var.get(w) is not None for w in operands):
                     return producer
                 pending += operands
         return eqn
@@ -109,18 +109,18 @@ class CutLoss:
         jax.eval_shape(lambda key, rows: self.model.call(*self.model.create(key), rows, key), key, rows)
         return self._traced_eqns
 
-    def _measure(self, eqns: Sequence[Any], doubled_eqns: Sequence[Any], num_rows: int, place: Site) -> None:
-        """Store the dims of rows of the results of some equations; `doubled_eqns` are the same for twice the rows.
+    def _find_row_dims(self, eqns: Sequence[Any], doubled_eqns: Sequence[Any], num_rows: int, place: Site) -> None:
+        """Find and store the dims of rows of the results of some equations; `doubled_eqns` have twice the rows.
 
         `place` is `()` for the program, or the place of the scan whose body they are.
         """
         index = -1
         for x, y in zip(eqns, doubled_eqns, strict=True):
             row_dims = [_row_dim(v, w, num_rows) for v, w in zip(x.outvars, y.outvars, strict=True)]
-            self.row_dims.update(zip(x.outvars, row_dims, strict=True))
+            self.row_dims_by_var.update(zip(x.outvars, row_dims, strict=True))
             if x.primitive.name not in _CASTS:
                 index += 1
-                self.sizes[*place, index] = [
+                self.row_dims_by_site[*place, index] = [
                     row_dim if jnp.issubdtype(v.aval.dtype, jnp.floating) else None
                     for v, row_dim in zip(x.outvars, row_dims, strict=True)
                 ]
@@ -170,7 +170,7 @@ class _Evaluation:
     def evaluate(self, eqns: Sequence[Any], invars: Any, outvars: Any, inputs: Sequence[Any]) -> list[Any]:
         """Return the values of `outvars`, and add up `number` on the way."""
         env = jx.Environment(zip(invars, inputs, strict=True))
-        sizes: dict[Any, RowDim | None] = {}
+        row_dims: dict[Any, RowDim | None] = {}
         uncast: dict[Any, Any] = {}  # cast variable -> the variable that was cast
         index, cut_index, cuts_inside = -1, self.site[0], len(self.site) > 1
         for i, eqn in enumerate(eqns):
@@ -179,14 +179,14 @@ class _Evaluation:
             is_site = not is_cast and index == cut_index
             env.compute(eqn, self.scan if is_site and cuts_inside else jx.bind)
             if not is_cast:
-                sizes.update(zip(eqn.outvars, self.cut.sizes[*self.place, index], strict=True))
+                row_dims.update(zip(eqn.outvars, self.cut.row_dims_by_site[*self.place, index], strict=True))
             elif not is_literal(x := eqn.invars[0]) and jnp.issubdtype((y := eqn.outvars[0]).aval.dtype, jnp.floating):
-                sizes[y], uncast[y] = sizes.get(x), uncast.get(x, x)
+                row_dims[y], uncast[y] = row_dims.get(x), uncast.get(x, x)
             if is_site and not cuts_inside:
                 # A value and its casts count once, since only one side may have the casts.
-                alive_vars = {uncast.get(v, v): v for v in jx.free(eqns[i + 1 :], outvars) if sizes.get(v)}
+                alive_vars = {uncast.get(v, v): v for v in jx.free(eqns[i + 1 :], outvars) if row_dims.get(v)}
                 for v in alive_vars.values():
-                    self.add(env[v], *sizes[v])  # type: ignore[misc]
+                    self.add(env[v], *row_dims[v])  # type: ignore[misc]
         return env.read(outvars)
 
     def add(self, x: Any, dim: int, size: int) -> None:

@@ -28,7 +28,7 @@ MARGIN = 16  # times the rounding measured in a few runs, which are only a sampl
 _FLOOR = 1e-3  # of the tree's largest element
 # The floor if rounding is not measured. A leaf whose true gradient is zero is rounding alone: measured at up to 9e-8 of
 # the tree's largest element, about one float32 epsilon.
-_UNMEASURED = 1e-2
+_FLOOR_UNMEASURED = 1e-2
 
 
 def dtypes_of(strategy: Strategy) -> list[str]:
@@ -77,7 +77,7 @@ def differences(kind: str, tree: Any, reference: Any, terms: Sequence[float] | N
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(reference), strict=True)
     ]
     largest = max((np.abs(b).max(initial=0) for _, _, b in leaves), default=0.0)
-    floor = (_UNMEASURED if terms is None else _FLOOR) * largest
+    floor = (_FLOOR_UNMEASURED if terms is None else _FLOOR) * largest
     compared = []
     for (path, a, b), cancelling in zip(leaves, terms or [0.0] * len(leaves), strict=True):
         # 1e-30, so that trees of zeros do not give 0 / 0.
@@ -93,8 +93,8 @@ def differences(kind: str, tree: Any, reference: Any, terms: Sequence[float] | N
 
 
 @dataclass(frozen=True)
-class Furthest:
-    """The part of a loss and its gradients that differs most from another's.
+class LargestDifference:
+    """The part of a loss and its gradients that differs most from the other side's.
 
     Attributes:
       what: "the value", or the gradient's name.
@@ -109,14 +109,16 @@ class Furthest:
     leaf: int | None
 
 
-def furthest(
+def largest_difference(
     result: tuple[float, Any],
     reference: tuple[float, Any],
     tolerance: float,
     rounding: Sequence[float] = (0.0,),
     values_only: bool = False,
-) -> Furthest:
-    """Compare losses, and, if these agree, gradients.
+) -> LargestDifference:
+    """Return the largest difference of two losses, or, if these agree, of their gradients.
+
+    If the gradients agree too, it is the losses' difference.
 
     Args:
       result, reference: a loss and its gradients, each.
@@ -129,13 +131,13 @@ def furthest(
     """
     (loss, grads), (reference_loss, reference_grads) = result, reference
     if not np.isfinite([loss, reference_loss]).any():
-        raise ValueError("the loss is not finite on either side, so that nothing differs; try step.trace_nonfinite")
+        raise ValueError("the loss is not finite on either side, and nothing can be compared; try step.trace_nonfinite")
     magnitude = max(abs(reference_loss), 1e-30)
     allowed = max(tolerance, rounding[0] / magnitude)
     are_finite = np.isfinite([loss, reference_loss]).all()
     error = abs(loss - reference_loss) / magnitude if are_finite else float("inf")
     if error > allowed or values_only:
-        return Furthest("the value", error, allowed, None)
+        return LargestDifference("the value", error, allowed, None)
     if not any(all(np.isfinite(x).all() for x in jax.tree.leaves(tree)) for tree in (grads, reference_grads)):
         raise ValueError("a gradient is not finite on either side, in every cut; try step.trace_nonfinite")
     # Judge every leaf by the more lenient of its two scales: rounding unmeasured, and measured.
@@ -145,8 +147,8 @@ def furthest(
     lenient = [min(pair, key=lambda d: d.error) for pair in zip(*compared, strict=True)]
     worst_leaf = max(range(len(lenient)), key=lambda leaf: lenient[leaf].error)
     if (worst := lenient[worst_leaf]).error > tolerance:
-        return Furthest(f"the gradient of {worst.path}", worst.error, tolerance, worst_leaf)
-    return Furthest("the value", error, allowed, None)
+        return LargestDifference(f"the gradient of {worst.path}", worst.error, tolerance, worst_leaf)
+    return LargestDifference("the value", error, allowed, None)
 
 
 def _float64(x: Any) -> np.ndarray:

@@ -29,11 +29,11 @@ from ..program.evaluation import Evaluation, is_backward, line_of, scope_of
 from ..step.blocks import block_key
 from ..strategy import as_strategy
 from .bisected import Bisected
-from .differences import TOLERANCE, furthest
+from .differences import TOLERANCE, largest_difference
 from .reference import Reference
 
 _USAGE = (
-    "a loss of (params, batch); of a step give the loss that it differentiates: if that agrees, the optimizers differ"
+    "a loss of (params, batch); for a step, give the loss that it differentiates: if that agrees, the optimizers differ"
 )
 
 
@@ -59,13 +59,13 @@ def bisect_losses(model: Model, loss: Callable[..., Any], batch: Any, key: jax.A
 
     # 1. Compare the compiled gradients.
     model_result, user_result = [_value_and_grad(program, args) for program in (model_loss, user_loss)]
-    difference = furthest(user_result, model_result, tolerance)
+    difference = largest_difference(user_result, model_result, tolerance)
     names = "the model's own loss", name
     if difference.error <= difference.allowed:
         return Bisected(*names, "", "", "", None, False, "", 0.0, tolerance, 1)
 
     # 2. Evaluate both, and search back from the output that differs most. Output 0 is the loss; the gradients follow,
-    #    also for integer parameters, which `furthest` leaves out.
+    #    also for integer parameters, which `largest_difference` leaves out.
     float_outputs = [i for i, x in enumerate(jax.tree.leaves(args[0]), 1) if jnp.issubdtype(x.dtype, jnp.inexact)]
     output = 0 if difference.leaf is None else float_outputs[difference.leaf]
     model_results, user_results = (_Results(program, args) for program in (model_loss, user_loss))
@@ -82,7 +82,7 @@ def bisect_losses(model: Model, loss: Callable[..., Any], batch: Any, key: jax.A
     if in_model and in_user:
         counterpart = f"in {name}: {in_user}"
     else:
-        counterpart = f"this is of {name if in_user else names[0]}: the other has every result of it"
+        counterpart = f"this equation is of {name if in_user else names[0]}, which has every result of the other loss"
     num_aligned, num_results = sum(user_results.are_aligned(model_results, tolerance)), len(user_results.results)
     overlap = (
         f"{num_aligned} of {num_results} results of {name} are, by value, among the model's own "
@@ -217,11 +217,11 @@ class _Results(Evaluation):
         aligned: list[bool] = []
         for result in self.results:
             # Without a result of this size, none is near.
-            among = stacked.get(result.size, np.full((1, 3), np.inf))
+            candidates = stacked.get(result.size, np.full((1, 3), np.inf))
             # The norm is the scale of all three numbers: the terms of weighted sums may cancel.
-            near = np.abs(among - result.fingerprint) <= 3 * tolerance * max(result.fingerprint[0], 1e-30)
+            is_near = np.abs(candidates - result.fingerprint) <= 3 * tolerance * max(result.fingerprint[0], 1e-30)
             in_forward = forward_agrees and not is_backward(result.sites)
-            is_aligned = not result.sites or in_forward or bool(near.all(1).any())
+            is_aligned = not result.sites or in_forward or bool(is_near.all(1).any())
             aligned.append(is_aligned or (result.is_part and aligned[result.operands[0]]))
         return aligned
 

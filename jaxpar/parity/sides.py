@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..inspect.nonfinite.replay import whole
+from ..inspect.nonfinite.replay import whole_array
 from ..layout.precision import all_finite
 from ..make import make_train_step
 from ..strategy import Strategy
@@ -43,7 +43,7 @@ class UnderStrategy:
             # float16 starts with a loss scale that overflows on purpose. A training step would halve it as well.
             state = dataclasses.replace(state, scale=dataclasses.replace(scale, scale=scale.scale / 2))
             loss, grads = step.value_and_grad(state, self.batch)
-        return float(loss), jax.tree.map(lambda x: np.asarray(whole(x)), grads)
+        return float(loss), jax.tree.map(lambda x: np.asarray(whole_array(x)), grads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class OneDevice:
 
     Attributes:
       template: the side whose precision, row blocks, key and batch are used.
-      dtypes: low precisions besides the template's: none.
+      dtypes: none, since one device adds no low precision to the template's.
     """
 
     template: UnderStrategy

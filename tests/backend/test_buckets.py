@@ -32,7 +32,7 @@ from jaxpar.backend import buckets
 from jaxpar.backend.buckets import Place, below, pieces, remove
 from jaxpar.checkpoint import stores, write
 from jaxpar.checkpoint.checkpoints import Checkpoints
-from jaxpar.checkpoint.saved import numbers
+from jaxpar.checkpoint.saved import complete_steps
 from jaxpar.data import images, tokens
 from jaxpar.run.cli import checkpoints as commands
 from jaxpar.run.cli.commands import _default
@@ -209,7 +209,7 @@ def test_a_checkpoint_is_what_has_its_last_file(bucket: Place, capsys: pytest.Ca
         step.save(str(folder), state, {"next": 3}, keep=2, extra={"twice": step.params(state)})
         state, _ = step(state, next(batches(0)))
     restored = restoring_step.restore(str(folder))  # waits for the uploads
-    assert numbers(folder) == [1, 2]
+    assert complete_steps(folder) == [1, 2]
     saved = jp.Checkpoint(str(folder))
     saved.verify()
     assert (saved.step, saved.data) == (2, {"next": 3})
@@ -249,7 +249,7 @@ writer().begin(place("{bucket}/a", "a"), 1, None, lambda folder: time.sleep(1) o
 """
     ended = subprocess.run([sys.executable, "-c", program], timeout=1800, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert numbers(bucket / "a") == [1]
+    assert complete_steps(bucket / "a") == [1]
 
 
 @pytest.mark.slow
@@ -321,9 +321,9 @@ def test_a_run_in_a_bucket_is_one_on_disk(bucket: Place, tmp_path: Path) -> None
     hook = jp.Hook(on_save=lambda trainer, metrics: saves.append((wait_for_save(trainer), len(losses(out)))))
 
     def wait_for_save(trainer: Any) -> int | None:
-        while not numbers(out / "checkpoints") or numbers(out / "checkpoints")[-1] < trainer.number:
+        while not complete_steps(out / "checkpoints") or complete_steps(out / "checkpoints")[-1] < trainer.number:
             time.sleep(0.01)
-        return numbers(out / "checkpoints")[-1]
+        return complete_steps(out / "checkpoints")[-1]
 
     trainer(str(out), steps=4, hooks=[hook]).run()
     assert saves == [(2, 2), (4, 4)]
@@ -361,7 +361,7 @@ def test_a_run_whose_bucket_stops_to_answer_or_is_taken_ends(
     takes = hook_at(3, lambda: (bucket / "taken" / ".owner").write_bytes(owner))
     with pytest.raises(ValueError, match="taken is no longer this run's: process 7 on other has taken it"):
         trainer(bucket / "taken", hooks=[takes]).run()
-    assert numbers(bucket / "taken" / "checkpoints") == [2]  # the folder belongs to the other process
+    assert complete_steps(bucket / "taken" / "checkpoints") == [2]  # the folder belongs to the other process
     assert not (bucket / "taken" / "loss.png").exists()
     assert (bucket / "taken" / ".owner").read_bytes() == owner
     goes = hook_at(3, lambda: remove(bucket.parent))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from workers import Table
 
-from jaxpar.checkpoint.about import UNFINISHED, numbers
+from jaxpar.checkpoint.about import UNFINISHED, complete_steps
 from jaxpar.checkpoint.commit import Writer, remove_unfinished, wait
 from jaxpar.checkpoint.write import _wait_for_writes
 from jaxpar.hosts import outcomes
@@ -189,10 +189,10 @@ def test_odd_neighbours_are_no_dead_end(tmp_path: Path) -> None:
     (folder / "0100").mkdir(parents=True)
     (folder / "200").write_text("")
     (folder / "3.orbax-checkpoint-tmp").symlink_to(tmp_path / "elsewhere")
-    assert numbers(folder) == []
+    assert complete_steps(folder) == []
     assert save(hosts(1), folder, 3, keep=1) == [""]
     assert save(hosts(1), folder, 4, keep=1) == [""]
-    assert numbers(folder) == [4]
+    assert complete_steps(folder) == [4]
     (folder / "5.orbax-checkpoint-tmp").symlink_to(tmp_path / "elsewhere")
     remove_unfinished(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["0100", "200", "4"]

@@ -78,7 +78,7 @@ def test_every_flipped_bit_is_named_or_harmless(sound: Path, folder: Path) -> No
             result = read_or_error(lambda: saved(folder))
             if isinstance(result, str):
                 messages = [f": {name} is not what was written" for name in expected]
-                assert any(text in result for text in [path.name, "was written in form", *messages]), result
+                assert any(text in result for text in [path.name, "of the format", *messages]), result
             else:  # a bit of JSON may be a space
                 assert (result, path.name) == (expected, "metadata"), (path, position)
             path.write_bytes(content)
@@ -151,7 +151,7 @@ def test_crafted_descriptions_are_refused_in_a_sentence(sound: Path, folder: Pat
 
 def test_the_folder_is_named_by_the_step_of_its_state(folder: Path) -> None:
     (folder / "3").rename(folder / "7")
-    with pytest.raises(ValueError, match=r"7 is damaged: its name says 7, it holds the state after step 3"):
+    with pytest.raises(ValueError, match=r"7 is damaged: its name says 7, and its state is of step 3"):
         step("single").restore(folder)
 
 
@@ -176,7 +176,7 @@ def test_the_newest_good_one_is_gone_on_from_where_the_user_says_so(folder: Path
     (folder / "5" / ABOUT).unlink()
     with (
         Checkpoints(folder, zero3, {}) as saves,
-        pytest.raises(ValueError, match=rf"holds no checkpoint that is whole: .*{ABOUT}.*no item `about`"),
+        pytest.raises(ValueError, match=rf"holds no undamaged checkpoint: .*{ABOUT}.*no item `about`"),
     ):
         saves.restore(good=True)
 
@@ -189,7 +189,7 @@ def test_a_full_disk_is_said_and_costs_no_checkpoint(folder: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(write, "_write_spec", full)
-    message = r"could not be written to .*: No space left on device; make room.* Older ones are as they were"
+    message = r"could not be written to .*: No space left on device; make room.* Older checkpoints are unchanged"
     with pytest.raises(ValueError, match=message), Checkpoints(folder, zero3, {}) as saves:
         saves.save(4, state)
     jp.Checkpoint(folder / "3").verify()

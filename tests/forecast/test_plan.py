@@ -271,7 +271,7 @@ def test_a_plan_says_what_a_slower_host_costs() -> None:
     assert line.costs()["exposed copies to and from the host"] > 0
     assert any("With 24 GB/s each way to the host instead of 48" in note for note in line.prediction["notes"])
     small = dataclasses.replace(two_gpus, hardware=dataclasses.replace(two_gpus.hardware, host_memory_bytes=8 << 10))
-    with pytest.raises(ValueError, match="on the host for each device, which has room for"):
+    with pytest.raises(ValueError, match="on the host for each device, and the host has room for"):
         jp.plan(model, batch, small, ADAM, **options)
 
 
@@ -422,7 +422,7 @@ def test_nothing_that_keeps_more_is_compiled_after_what_does_not_fit() -> None:
     estimator = Estimator(MODEL, ADAM, cpu_target(), BATCH)
     line = line_of("fsdp=8,remat=dots", matmul=1.0, exposed=0.0)
     lines = [dataclasses.replace(line, memory={"total": 21, "arguments": 5})]
-    keeps_less = "does not fit: fsdp=8,remat=dots, which keeps less, needs 21 B"
+    keeps_less = "does not fit: fsdp=8,remat=dots, which saves fewer activations, needs 21 B"
     for name, why in (("fsdp=8", keeps_less), ("fsdp=8,remat=layer", None), ("fsdp=8,zero=1", None)):
         strategy = jp.Strategy.parse(name)
         assert reason_to_skip(strategy, estimator.estimate(strategy), lines, 20, 16) == why

@@ -75,7 +75,7 @@ def test_ways_of_attention_that_are_one_program_are_compiled_once() -> None:
     lines = [dataclasses.replace(line, estimate=closed_forms.estimate(auto))]
     assert usp in list(neighbours(auto, HOST, 4, Splits(context=2)))
     why = {mode: reason_to_skip(mode, closed_forms.estimate(mode), lines, 20, 16) for mode in (usp, ring)}
-    assert why == {usp: f"as {auto}, by closed forms: both attend in the same way", ring: None}
+    assert why == {usp: f"the same as {auto} by closed forms: both compute attention in the same way", ring: None}
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ def test_rows_dealt_otherwise_show_what_couples_them(loss: Loss) -> None:
     row_check = row_check_of(loss)
     assert row_check.coupled
     assert not row_check.ok
-    assert [dealing.what for dealing in row_check.dealings] == ["dealt otherwise"]
+    assert [dealing.what for dealing in row_check.dealings] == ["rows permuted between blocks"]
     with pytest.raises(ValueError, match=r"(?s)rows are COUPLED.*off by .*jp\.all_rows\(x\).*rows='independent'"):
         row_check.require()
 
@@ -171,7 +171,7 @@ def test_groups_that_no_block_parts_are_dealt_whole() -> None:
     row_check = row_check_of(grouped)
     assert row_check.ok
     assert row_check.group == 2
-    assert "rows are independent, but for groups of 2, which no block parts" in str(row_check)
+    assert "rows are independent, except within groups of 2, which no block separates" in str(row_check)
     # Blocks of two rows each: nothing to tell groups from.
     assert row_check_of(grouped, "data=2,fsdp=2,microbatches=2").coupled
 

@@ -25,7 +25,7 @@ from jaxpar.hardware.compiled.hlo import arrays
 from jaxpar.hardware.compiled.kernels import Start, While
 from jaxpar.inspect.explain.explanation import Explanation, _strategy_in_words, ledger_table
 from jaxpar.inspect.explain.findings import _axes_across_hosts, explain
-from jaxpar.inspect.explain.picture import held
+from jaxpar.inspect.explain.picture import memory_parts
 from jaxpar.inspect.ledger import Collective, Ledger
 from jaxpar.inspect.memory import saved
 from jaxpar.step.server import Live, ServerStep
@@ -184,7 +184,7 @@ def test_saved_activations_by_hand(strategy: str, values: int) -> None:
 def test_parts_of_memory_add_up() -> None:
     for strategy in ("zero3", "dp"):
         for memory in explanation_of(strategy).memory.values():
-            parts = held(memory)
+            parts = memory_parts(memory)
             assert all(part >= 0 for part in parts.values())
             assert sum(parts.values()) == max(memory.total, memory.params + memory.grads + memory.optimizer)
 
@@ -289,7 +289,7 @@ def test_an_update_that_has_to_move_leaves_is_explained() -> None:
 
     model = jp.Model(init=init, loss=loss)
     explanation = jp.make_train_step(model, optax.lamb(1e-3), "pipe=2,fsdp=4,microbatches=2").explain(BATCH)
-    (remark,) = (remark for remark in explanation.remarks if remark.startswith("The update sends"))
+    (remark,) = (remark for remark in explanation.remarks if remark.startswith("The update also sends"))
     assert explanation.moves[0].leaf in ("w", "v")
     assert f" of {explanation.moves[0].leaf} [" in remark
     assert "a number of layers that 2 divides" in remark

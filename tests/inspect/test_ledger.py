@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.hardware.compiled.entry import whole
+from jaxpar.hardware.compiled.entry import buffer_bytes
 from jaxpar.inspect.ledger import Collective, Ledger
 
 SIZES, AXES = (1, 2, 4, 1), ("pipe", "data", "fsdp", "tensor")
@@ -284,9 +284,9 @@ def test_asynchronous_forms_of_the_gpu() -> None:
 
 def test_the_buffer_of_an_all_gather_is_its_output() -> None:
     buffers = [("float32", 8), ("float32", 4), ("int32", 4)]
-    assert whole("all-gather", 4, buffers) == {"float32": 48, "int32": 16}
-    assert whole("all-reduce", 4, buffers) == {"float32": 12, "int32": 4}
-    assert whole("all-reduce", 1, buffers) == {}
+    assert buffer_bytes("all-gather", 4, buffers) == {"float32": 48, "int32": 16}
+    assert buffer_bytes("all-reduce", 4, buffers) == {"float32": 12, "int32": 4}
+    assert buffer_bytes("all-reduce", 1, buffers) == {}
 
 
 def test_sums_and_table() -> None:
@@ -316,7 +316,7 @@ def test_errors(mesh: Mesh) -> None:
     abstract = AbstractMesh(SIZES, AXES)
     with pytest.raises(ValueError, match="mesh has 8 devices, the program 4; give the mesh"):
         Ledger.from_hlo(hlo("replica_groups={}").replace("num_partitions=8", "num_partitions=4"), abstract)
-    with pytest.raises(ValueError, match=r"form of replica_groups not known: 'ring\(8\)"):
+    with pytest.raises(ValueError, match=r"the form of replica_groups is not known: 'ring\(8\)"):
         Ledger.from_hlo(hlo("replica_groups=ring(8)"), abstract)
     with pytest.raises(ValueError, match="HLO dtype 'q7' of a collective is not known"):
         Ledger.from_hlo(hlo("replica_groups={}", dtype="q7"), abstract)

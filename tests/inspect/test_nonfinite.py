@@ -318,7 +318,7 @@ def test_the_replay_is_the_steps_mathematics() -> None:
     step = jp.make_train_step(model, optax.sgd(0.1), "data=2,fsdp=4,microbatches=2")
     state = step.init(jax.random.key(0))
     replay = Replay(step, state, batch, jax.devices()[0])
-    assert replay.found().what == ""
+    assert replay.locate().what == ""
     loss, grads = step.value_and_grad(state, batch)
     assert replay.loss == pytest.approx(float(loss), rel=1e-6)
     np.testing.assert_allclose(replay.grads["w"], grads["w"], rtol=1e-5, atol=1e-6)

@@ -360,7 +360,7 @@ def test_a_program_that_does_not_fit_says_so_first(predicted: Any) -> None:
     small = dataclasses.replace(prediction, usable=prediction.memory - 1)
     assert small.fits is small.json()["fits"] is False
     first_line, second_line, *_ = str(small).splitlines()
-    assert first_line.startswith(f"does not fit: it takes {size(prediction.memory)} of a device, and may take ")
+    assert first_line.startswith(f"does not fit: it needs {size(prediction.memory)} of a device, and may use ")
     assert "ms a step" in second_line
 
 

@@ -285,7 +285,7 @@ def test_a_loss_by_hand_in_other_words_parts_where_its_mathematics_does() -> Non
         jp.bisect(model, None, whole_step, batch)
     with pytest.raises(KeyError, match="params") as error:
         jp.bisect(model, None, lambda state, batch: by_hand()(state["params"], batch), batch)
-    assert "of a step give the loss that it differentiates" in error.value.__notes__[0]
+    assert "for a step, give the loss that it differentiates" in error.value.__notes__[0]
 
 
 def test_two_devices_are_named() -> None:

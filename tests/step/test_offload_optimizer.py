@@ -18,7 +18,7 @@ from tensor_cells import SHARED_BATCH, batch_of, built
 
 import jaxpar as jp
 from jaxpar.checkpoint.arrays import arrays_of
-from jaxpar.checkpoint.checkpoints import held
+from jaxpar.checkpoint.checkpoints import copied_boxes
 from jaxpar.hardware import target
 from jaxpar.hardware.compiled.kernels import Executable, HostCopy, While
 from jaxpar.inspect.predict.prediction import predict
@@ -139,7 +139,7 @@ def test_each_array_comes_and_goes_once_and_stays_where_it_is(offload: str, tmp_
 
     host_arrays = [x for x in jax.tree.leaves(states[0]) if x.sharding.memory_kind == "pinned_host"]
     views = [np.asarray(shard.data) for x in host_arrays for shard in x.addressable_shards]
-    boxes = held(arrays_of(offloaded)[0], states[0], {})
+    boxes = copied_boxes(arrays_of(offloaded)[0], states[0], {})
     are_views = [any(np.shares_memory(x, view) for view in views) for parts in boxes.values() for _, x in parts]
     assert sum(are_views) == len(views)  # a save copies none of them
     assert offloaded.save(tmp_path, states[0]).latest == 1  # which is why a save waits until they are written

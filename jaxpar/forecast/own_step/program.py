@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ...backend.machines import hosts_of
-from ...hardware.compiled.compiler_remarks import unread
-from ...hardware.compiled.kernels import Executable, devices_of
+from ...hardware.compiled.compiler_remarks import why_unread
+from ...hardware.compiled.kernels import Executable, num_devices_of
 from ...hardware.compiled.memory import program_memory
 from ...hardware.devices import Target
 from ...hardware.devices import target as target_of
@@ -111,12 +111,14 @@ def program_of(fn: Any, args: Sequence[Any], target: Target | str | None = None,
     program = getattr(fn, "compiled", getattr(fn, "lowered", fn))
     if isinstance(program, str | jax.stages.Compiled | jax.stages.Lowered):
         if args:
-            raise ValueError(f"a {type(program).__name__} has its {len(args)} arguments already; leave them out")
+            raise ValueError(
+                f"a {type(program).__name__} has its arguments already; leave out the {len(args)} given here"
+            )
         compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
         if isinstance(compiled, str):
             if ", is_scheduled=true" not in compiled.partition("\n")[0]:
                 raise ValueError(
-                    f"the text is no compiled program's, which is a scheduled HloModule: it begins {compiled[:40]!r}; "
+                    f"the text is not a compiled program (a scheduled HloModule): it begins {compiled[:40]!r}; "
                     # A text has no mesh and no shardings.
                     "give compiled.as_text(), or the lowered or compiled object itself"
                 )
@@ -152,7 +154,7 @@ def program_of(fn: Any, args: Sequence[Any], target: Target | str | None = None,
     ]
     paths = argument_paths(fn, infos, array_positions[0]) if len(array_positions) == 1 else None
     # The outputs and inputs may name no mesh while constraints inside the program do.
-    if mesh is None and (mesh := _mesh_of(compiled)) is None and devices_of(text) > 1:
+    if mesh is None and (mesh := _mesh_of(compiled)) is None and num_devices_of(text) > 1:
         mesh = _widest(find_meshes(fn, args))
     return _read_program(text, compiled, paths, mesh, None, {})
 
@@ -170,7 +172,7 @@ def _read_program(
       names: the name of a parameter in the text -> the argument's path, if the two differ.
     """
     # 1. The mesh.
-    num_devices, notes = devices_of(text), list[str]()
+    num_devices, notes = num_devices_of(text), list[str]()
     if target is not None and len(target.devices) != num_devices:
         raise ValueError(
             f"the program is for {num_devices} devices, target={target.name!r} has {len(target.devices)}; name a "
@@ -195,7 +197,7 @@ def _read_program(
         compiled_for = np.array([*shardings[0].device_set] if shardings else jax.devices()[:1])
         devices = compiled_for if devices is None and num_devices == 1 else devices
         platform, kind = compiled_for[0].platform, compiled_for[0].device_kind
-    if why := unread(platform):
+    if why := why_unread(platform):
         raise ValueError(f"{why}; compile it for GPUs, as target='8xH100', or for CPU devices")
 
     # 3. The rest follows from the text and the compiled object.

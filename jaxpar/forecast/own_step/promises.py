@@ -93,17 +93,20 @@ def check(
     groups = [axis for _, axes in promises.collectives or () for axis in _axes(axes)]
     promised_axes = [axis for group in groups for axis in group.rpartition(" of ")[2].split("+")]  # "2 of data+fsdp"
     if unknown := {*promised_axes, *promises.copies} - {*program.mesh.axis_names}:
-        raise ValueError(f"axis {sorted(unknown)[0]!r} is promised, the mesh has {', '.join(program.mesh.axis_names)}")
+        axis, axes = sorted(unknown)[0], ", ".join(program.mesh.axis_names)
+        raise ValueError(f"axis {axis!r} is promised, and the mesh has {axes}; promise one of these")
     if explanation.memory is None and (promises.memory is not None or promises.copies):
-        raise ValueError("a text does not tell of memory and copies; give the compiled object, or the function")
+        raise ValueError(
+            "the text of a program does not tell its memory and copies; give the compiled object, or the function"
+        )
 
     # 2. Compare.
     findings = [
         *_memory_findings(promises, explanation),
-        # Involuntary gathers are forbidden unless the author allows them.
         *_collective_findings(promises, explanation),
         *_copy_findings(promises, explanation),
     ]
+    # Involuntary gathers are forbidden unless the author allows them.
     involuntary = [site for site in explanation.sites if site.involuntary]
     if not promises.involuntary:
         sent = sum(site.sent for site in involuntary)

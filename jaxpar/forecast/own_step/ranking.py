@@ -12,7 +12,7 @@ from typing import Any
 from ...backend.text import WIDTH, size, table
 from ...hardware.devices import Target
 from ...inspect.predict import Prediction
-from ...inspect.predict.prediction import longer
+from ...inspect.predict.prediction import time_differences
 from .report import JittedExplanation, explain
 
 _MAX_CAUSES = 3  # parts of a step, and copied arguments, that a reason names
@@ -39,7 +39,7 @@ class ShardingPlan:
         """Return the name of the best proposal. Raises ValueError if no proposal fits."""
         name, explanation = next(iter(self.found.items()))
         if not _prediction(explanation).fits:
-            raise ValueError(f"no proposal fits {explanation.devices}; {self.why[name]}")
+            raise ValueError(f"no proposal fits {explanation.devices}; the smallest, {name}, {self.why[name]}")
         return name
 
     def json(self) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def plan_shardings(
     if not isinstance(shardings, Mapping) or not all(isinstance(args, tuple) for args in shardings.values()):
         value = shardings if isinstance(shardings, str) else type(shardings).__name__
         raise ValueError(
-            f"shardings is {value!r}; needs by name, or in a list, the "
-            "tuple of fn's arguments with their shardings: {'fsdp': (state, batch), ...}"
+            f"shardings is {value!r}; give, by name or in a list, tuples of fn's arguments with their shardings: "
+            "{'fsdp': (state, batch), ...}"
         )
 
     # 2. Compile each.
@@ -130,7 +130,7 @@ def _reason(explanation: JittedExplanation, best: JittedExplanation) -> str:
         return f"does not fit: {size(prediction.memory or 0)} is {size(excess)} too much{copies}"
     if explanation is best:
         return ""
-    differences = longer(_seconds_by_kind(explanation), _seconds_by_kind(best))[:_MAX_CAUSES]
+    differences = time_differences(_seconds_by_kind(explanation), _seconds_by_kind(best))[:_MAX_CAUSES]
     # Differences below half a percent of the step explain nothing.
     causes = [(seconds, kind) for seconds, kind in differences if seconds > 0.005 * best_prediction.seconds]
     listed = ", ".join(f"{1e3 * seconds:+,.2f} ms {kind}" for seconds, kind in causes) or "a little of everything"

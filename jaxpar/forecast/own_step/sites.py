@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from ...backend.text import size
-from ...hardware.compiled.entry import Nesting, whole
+from ...hardware.compiled.entry import Nesting, buffer_bytes
 from ...hardware.compiled.hlo import Instruction, Module, arrays, buffers, short
 from ...hardware.compiled.kernels import MOVES
 from ...inspect.check.resharding import only_cut, users_of
@@ -173,34 +173,36 @@ class _OriginReader:
                 shape = self._instructions[computation][name].shape
                 dims = next((dims for _, dims in arrays(shape)), ())
                 origin = self._line(named), self._operation(named), self._argument(computation, name), dims, involuntary
-                sizes = whole(collective.kind, collective.ranks or 1, buffers(shape))
+                sizes = buffer_bytes(collective.kind, collective.ranks or 1, buffers(shape))
                 entries += [(dtype, nbytes, origin) for dtype, nbytes in sizes.items()]
             self._operands[collective.instruction] = entries
         return self._operands[collective.instruction]
 
-    def _operation(self, i: Instruction) -> str:
+    def _operation(self, instr: Instruction) -> str:
         """Return JAX's name of an instruction's operation; "" if there is none.
 
         Instructions that the compiler made have no name, or, if it inserts them for an argument, the argument's path.
         """
-        return "" if i.source in self._parameter_sources else i.source.partition(";")[0].rpartition("/")[2]
+        return "" if instr.source in self._parameter_sources else instr.source.partition(";")[0].rpartition("/")[2]
 
-    def _line(self, i: Instruction) -> str:
+    def _line(self, instr: Instruction) -> str:
         """Return file and line of an instruction: the innermost outside libraries, else the innermost of all."""
-        lines = list(self.module.lines(i))
+        lines = list(self.module.lines(instr))
         user_lines = (line for line in lines if not of_library(line[0]))
         file, number = next(user_lines, lines[0] if lines else ("", ""))
         return f"{short(file)}:{number}" if file else ""
 
     # -- which operation a collective serves ---------------------------------------------------------------------------
 
-    def _first_use(self, users: Mapping[str, Sequence[Instruction]], i: Instruction, index: int) -> Instruction | None:
+    def _first_use(
+        self, users: Mapping[str, Sequence[Instruction]], instr: Instruction, index: int
+    ) -> Instruction | None:
         """Return the first instruction with a JAX name that uses result `index`, and does more than move it.
 
         If the result is only moved, return the first instruction with a JAX name that moves it.
         """
-        for user in users.get(i.name, ()):
-            # Of a tuple of results, follow the element that is asked for.
+        for user in users.get(instr.name, ()):
+            # If the result is a tuple, follow the element that is asked for.
             if user.opcode == "get-tuple-element" and re.search(rf"\bindex={index}\b", user.rest) is None:
                 continue
             is_moved = user.opcode in ("get-tuple-element", "copy", "bitcast") or user.opcode.endswith("-done")
@@ -222,12 +224,14 @@ class _OriginReader:
 
     # -- whether a gathered array is only sliced again -----------------------------------------------------------------
 
-    def _is_cut_by_device(self, computation: str, users: Mapping[str, Sequence[Instruction]], i: Instruction) -> bool:
+    def _is_cut_by_device(
+        self, computation: str, users: Mapping[str, Sequence[Instruction]], instr: Instruction
+    ) -> bool:
         """Return whether a result is sliced at the device's own place, rather than at an index of the user's program.
 
         A user's `dynamic_slice` of a gathered array is a choice of the program, and no involuntary gather.
         """
-        pending, seen = [i.name], set[str]()
+        pending, seen = [instr.name], set[str]()
         while pending:
             name = pending.pop()
             for user in users.get(name, ()):
@@ -260,30 +264,30 @@ class _OriginReader:
 
     def _argument(self, computation: str, name: str) -> str:
         """Return the path of the argument that a value is, or is a part of; "" if the program computed it."""
-        i = self._instructions[computation].get(name)
-        if i is None:
+        instr = self._instructions[computation].get(name)
+        if instr is None:
             return ""
-        if i.opcode == "parameter":
-            path = i.source.replace("\\", "") if computation == self.module.entry else ""
+        if instr.opcode == "parameter":
+            path = instr.source.replace("\\", "") if computation == self.module.entry else ""
             return self.names.get(path, path)
-        if i.opcode == "get-tuple-element":
-            return self._element(computation, i)
-        if i.opcode == "fusion":
-            inner = (x for called in i.called for x in self.module.computations[called])
+        if instr.opcode == "get-tuple-element":
+            return self._element(computation, instr)
+        if instr.opcode == "fusion":
+            inner = (x for called in instr.called for x in self.module.computations[called])
             # Scalars may be computed: they are the index of a slice.
             if not all(x.opcode in MOVES or not _is_wide(x) for x in inner):
                 return ""
             instructions = self._instructions[computation]
-            wide = [x for x in i.operands if (operand := instructions.get(x)) is not None and _is_wide(operand)]
+            wide = [x for x in instr.operands if (operand := instructions.get(x)) is not None and _is_wide(operand)]
             return self._argument(computation, wide[0]) if len(wide) == 1 else ""
-        return self._argument(computation, i.operands[0]) if i.opcode in _FORWARDING and i.operands else ""
+        return self._argument(computation, instr.operands[0]) if instr.opcode in _FORWARDING and instr.operands else ""
 
-    def _element(self, computation: str, i: Instruction) -> str:
+    def _element(self, computation: str, instr: Instruction) -> str:
         """Return the path of the argument that an element of a tuple is.
 
         An element that a loop carries is followed out of the loop, if no iteration changes it.
         """
-        source, match = self._instructions[computation].get(i.operands[0]), re.search(r"\bindex=(\d+)", i.rest)
+        source, match = self._instructions[computation].get(instr.operands[0]), re.search(r"\bindex=(\d+)", instr.rest)
         index = int(match[1]) if match else 0
         if source is not None and source.opcode == "opt-barrier":
             source = self._instructions[computation].get(source.operands[0])
@@ -318,6 +322,6 @@ class _OriginReader:
         return is_same_element and carry is not None and carry.opcode == "parameter"
 
 
-def _is_wide(i: Instruction) -> bool:
+def _is_wide(instr: Instruction) -> bool:
     """Return whether an instruction's result is more than a scalar or a constant table of the compiler."""
-    return i.opcode != "constant" and any(math.prod(dims) > 1 for _, dims in arrays(i.shape))
+    return instr.opcode != "constant" and any(math.prod(dims) > 1 for _, dims in arrays(instr.shape))

@@ -209,7 +209,7 @@ class Estimator:
         pipe, m, stages = shape["pipe"], s.microbatches, shape["pipe"] * s.chunks
         if 0 < 2 * loss.num_layers <= stages:
             raise ValueError(
-                f"{loss.num_layers} layers leave half or more of {pipe} x {s.chunks} stages empty; try less"
+                f"{loss.num_layers} layers leave half or more of {pipe} x {s.chunks} stages empty; use fewer stages"
             )
         state = _cached(self._states, _layout_key(strategy), lambda: self._stored_state(strategy))
         rows = rows_of(self.batch) / math.prod(shape[axis] for axis in ROWS)
@@ -234,15 +234,15 @@ class Estimator:
         longest = stages * math.ceil(loss.num_layers / stages) / loss.num_layers if loss.num_layers else 1.0
         compute = m * longest * self._microbatch_seconds(s, shape, loss, state, rows / m) / (1 - bubble)
 
-        # 4. Communication: `blocking` stops the kernels, `hideable` may overlap with them.
-        blocking, hideable = 0.0, self._weight_seconds(s, shape, state)
+        # 4. Communication: `blocking` stops the kernels, `overlappable` may run beside them.
+        blocking, overlappable = 0.0, self._weight_seconds(s, shape, state)
         for (kind, axes), (times, size) in loss.sent.items():
             # A rank of a pipeline runs its share of the layers, and so of their collectives.
             seconds = m * times / pipe * self._seconds(kind, size / times * rows / m, shape, axes)
             # A ring's hops overlap with the attention of the previous block, tokens with other microbatches' experts,
             # and all collectives of a concurrent microbatch with the other microbatch.
             if kind == "collective-permute" or "expert" in axes or s.concurrent > 1:
-                hideable += seconds
+                overlappable += seconds
             else:
                 blocking += seconds
         if state.owners is not None:
@@ -266,7 +266,7 @@ class Estimator:
                 saved *= 2 / max(2, loss.num_layers)  # two layers are on the device at a time
             blocking += max(0.0, overlapped_bytes / speed - compute)
 
-        seconds, sent = compute + blocking + max(0.0, hideable - compute), blocking + hideable
+        seconds, sent = compute + blocking + max(0.0, overlappable - compute), blocking + overlappable
         return Estimate(
             **state.bytes, activations=int(saved), seconds=seconds, compute=compute, sent=sent, bubble=bubble
         )
@@ -323,7 +323,7 @@ class Estimator:
         one_row, two_rows = (_with_rows(self.batch, n * s.expert) for n in (1, 2))
         cost, cost_of_two = forward(step, one_row), forward(step, two_rows)
         sent: dict[Any, tuple[int, float]] = {}
-        for collective in count(step, step.traced(one_row))[0].own if step.mesh.size > 1 else ():
+        for collective in count(step, step.traced(one_row))[0].model_collectives if step.mesh.size > 1 else ():
             # Conditional rounds send tokens that overflow an expert's buffer. Balanced experts have no overflow.
             if collective.count and not collective.conditional:
                 times, size = sent.get((collective.kind, collective.axes), (0, 0.0))

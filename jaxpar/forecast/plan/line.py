@@ -18,7 +18,7 @@ from ...hardware.hardware import RESERVE
 from ...inspect.expected import expected
 from ...inspect.ledger import Ledger
 from ...inspect.memory import of_step
-from ...inspect.predict.prediction import longer, predict
+from ...inspect.predict.prediction import predict, time_differences
 from ...parallel.pipeline.chunks import padded
 from ...step.core import Step
 from ...strategy import Strategy
@@ -135,7 +135,10 @@ def line_fields(
     hardware = target.hardware
     host_room = (1 - RESERVE) * (hardware.host_memory_bytes or math.inf) / hardware.per_host
     if memory.host > host_room:
-        raise ValueError(f"{size(memory.host)} on the host for each device, which has room for {size(int(host_room))}")
+        needed, room = size(memory.host), size(int(host_room))
+        raise ValueError(
+            f"the program needs {needed} on the host for each device, and the host has room for {room}; offload less"
+        )
 
     # 2. Time and communication.
     prediction = predict(program, step, batch, hardware, flops)
@@ -200,7 +203,7 @@ def _reasons(line: Line, best: Line, rank: int) -> Iterator[str]:
     if rank == 0:
         return
     # The parts that cost more than in the best line, and the one that saves most.
-    differences = longer(line.costs(), best.costs())
+    differences = time_differences(line.costs(), best.costs())
     causes = [f"{1e3 * s:+,.0f} ms {name}" for s, name in differences[:3] if s > _SLIGHT * best.seconds]
     savings = [f"{1e3 * s:+,.0f} ms {name}" for s, name in differences[::-1][:1] if s < -_SLIGHT * best.seconds]
     within = ", within the error" if line.ties(best) else ""

@@ -173,6 +173,6 @@ def _sensible(strategy: Strategy, target: Target, rows: int) -> bool:
     shape = strategy.sizes(len(target.devices), target.hosts)
     replicas = math.prod(shape[axis] for axis in ROWS)
     if rows % (replicas * strategy.microbatches) or shape["tensor"] > max(target.per_host, 1):
-        # Interleaved chunks run microbatches in groups of as many as there are ranks.
         return False
+    # Interleaved chunks run microbatches in groups of as many as there are ranks.
     return strategy.chunks == 1 or strategy.microbatches % strategy.pipe == 0

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...backend.text import size
-from ...hardware.compiled.compiler_remarks import unread
+from ...hardware.compiled.compiler_remarks import why_unread
 from ...hardware.devices import Target
 from ...hardware.devices import target as target_of
 from ...hardware.hardware import KINDS, RESERVE
@@ -120,12 +120,12 @@ def planned_for(target: Target | str, memory_bytes: float | None = None) -> Targ
     without_compiler = "|".join(["cpu", *(name for name, kind in KINDS.items() if not kind.config)])
     if isinstance(target, str) and (kind := re.fullmatch(rf"(?:\d+x)*({without_compiler})(?::[\dx]+)?", target)):
         # `target_of` would first ask for a compiler that does not help.
-        why = unread("tpu") if kind[1] != "cpu" else "CPU devices have no peaks and bandwidths to plan by"
+        why = why_unread("tpu") if kind[1] != "cpu" else "CPU devices have no peaks and bandwidths to plan by"
         raise ValueError(f"target={target!r}: {why}; plan for GPUs, such as '8xH100'")
     target = target if isinstance(target, Target) else target_of(target, memory_bytes=memory_bytes)
     if target.hardware.memory_bytes is None or not target.hardware.peaks:
         raise ValueError(
-            f"target={target.name!r} has no memory, peaks and bandwidths to plan by; use a kind that has, as '8xH100'"
+            f"target={target.name!r} has no memory, peaks and bandwidths to plan by; use a kind with these, as '8xH100'"
         )
     return target
 
@@ -437,14 +437,16 @@ def reason_to_skip(strategy: Strategy, estimate: Estimate, lines: Sequence[Line]
     # 1. Its lower bound on time is above a compiled program's time.
     fitting = [line for line in lines if line.fits]
     if fitting and (best := min(line.seconds for line in fitting)) < estimate.seconds:
-        return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms, and {1e3 * best:,.0f} ms were found"
+        return (
+            f"at least {1e3 * estimate.seconds:,.0f} ms by closed forms, and a compiled one takes {1e3 * best:,.0f} ms"
+        )
 
     # 2. A line has the same program, or saves fewer activations and does not fit.
     for line in lines:
         if line.estimate == estimate and alike_but("attention", line.strategy, strategy):
-            return f"as {line.strategy}, by closed forms: both attend in the same way"
+            return f"the same as {line.strategy} by closed forms: both compute attention in the same way"
         if not line.fits and keeps_more(strategy, line.strategy):
-            return f"does not fit: {line.strategy}, which keeps less, needs {size(line.memory['total'])}"
+            return f"does not fit: {line.strategy}, which saves fewer activations, needs {size(line.memory['total'])}"
 
     # 3. Similar programs exceed their closed forms so far that this one will not fit. Take the one nearest to its
     #    closed form: ZeRO-1 with microbatches is far above its own, and says nothing about others.
@@ -462,5 +464,5 @@ def reason_to_skip(strategy: Strategy, estimate: Estimate, lines: Sequence[Line]
 
     # 4. Enough strategies were compiled.
     if len(lines) >= top and (fitting or len(lines) >= 2 * top):
-        return f"{1e3 * estimate.seconds:,.0f} ms at least by closed forms: not among the {top} that were compiled"
+        return f"at least {1e3 * estimate.seconds:,.0f} ms by closed forms: not among the {top} that were compiled"
     return None

@@ -74,7 +74,7 @@ class Plan:
         """Return every number of a line, from 1, with its source. Raises ValueError for a line that does not exist."""
         # Lines are counted from 1, as the table prints them.
         if not 1 <= number <= len(self.lines):
-            raise ValueError(f"explain {number}: the plan has lines 1 to {len(self.lines)}")
+            raise ValueError(f"explain {number}: the plan has lines 1 to {len(self.lines)}; give one of these")
         return explained(self, number)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Remarks on slow decisions of a compiler, rematerialization and XLA's attention; platforms that are not read."""
+"""Remarks on slow decisions of a compiler (rematerialization, XLA's attention), and platforms that are not read."""
 
 from collections.abc import Iterable, Iterator
 
@@ -31,7 +31,7 @@ def remarks(costs: Iterable[Cost], platform: str) -> Iterator[str]:
         )
 
 
-def unread(platform: str) -> str:
+def why_unread(platform: str) -> str:
     """Return why programs for a platform are not read, in a sentence; "" if they are."""
     if platform != "tpu":
         return ""

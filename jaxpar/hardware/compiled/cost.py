@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ...program import trip_counts
-from .kernels import Choice, Executable, Kernel, Operation, While, of_ranks
+from .kernels import Choice, Executable, Kernel, Operation, While, loops_of_ranks
 from .products import Product
 
 
@@ -106,7 +106,7 @@ def _costs_of(operations: Sequence[Operation], executions: int | None, condition
             branches = [list(_costs_of(branch, executions, True)) for branch in operation.branches]
             yield from max(branches, key=_weight)
     # Each rank runs only its own loops, as if they were branches of one conditional.
-    if rank_costs := [list(_costs_of(loops, executions, True)) for loops in of_ranks(operations).values()]:
+    if rank_costs := [list(_costs_of(loops, executions, True)) for loops in loops_of_ranks(operations).values()]:
         yield from max(rank_costs, key=_weight)
 
 

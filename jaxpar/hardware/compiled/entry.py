@@ -112,7 +112,7 @@ class Nesting:
         )
 
 
-def whole(kind: str, group: int, buffers: Iterable[tuple[str, int]]) -> dict[str, int]:
+def buffer_bytes(kind: str, group: int, buffers: Iterable[tuple[str, int]]) -> dict[str, int]:
     """Return the bytes, by dtype, of the whole buffer that a device takes part in.
 
     This is the output of an all-gather, and the input of every other kind.

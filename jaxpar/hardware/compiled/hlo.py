@@ -25,7 +25,7 @@ import numpy as np
 
 from ...program.collectives import KINDS
 from ...program.trip_counts import Share, share_of
-from .entry import whole
+from .entry import buffer_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,11 +127,14 @@ class Module:
                 block.append(Instruction(match[2], shape, opcode, operands, rest, bool(match[1])))
 
     def moved(self, instr: Instruction, shapes: Mapping[str, str]) -> dict[str, int]:
-        """Return the bytes of a collective's buffers by dtype, as `whole` counts them; `shapes`: those of all names."""
+        """Return the bytes of a collective's buffers by dtype, as `buffer_bytes` counts them.
+
+        `shapes` are those of all instructions of its computation, by name.
+        """
         # The other operands of a ragged all-to-all are its output, offsets and sizes.
         operands = instr.operands[:1] if instr.collective == "ragged-all-to-all" else instr.operands
         inputs = (array for operand in operands for array in buffers(shapes[operand]))
-        return whole(instr.collective, self.axes(instr)[1], inputs)
+        return buffer_bytes(instr.collective, self.axes(instr)[1], inputs)
 
     def axes(self, instr: Instruction) -> tuple[tuple[str, ...], int]:
         """Return the mesh axes that a collective runs over, and the number of devices in a group."""
@@ -294,7 +297,8 @@ def dtype_of(hlo: str) -> str:
     match = re.fullmatch(r"(f|bf|s|u|c)(\d+)(e\w+)?", hlo)
     if not match and hlo != "pred":
         raise ValueError(
-            f"HLO dtype {hlo!r} of a collective is not known; known are pred and {', '.join(names)} + bits"
+            f"HLO dtype {hlo!r} of a collective is not known; known are pred, and a number of bits after "
+            f"{', '.join(names)}"
         )
     return f"{names[match[1]]}{match[2]}{'_' * bool(match[3])}{match[3] or ''}" if match else "bool"
 
@@ -320,15 +324,16 @@ def _groups(attributes: str, num_devices: int) -> list[list[int]]:
         group_coordinates = coordinates.copy()
         for name, num_outer, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", match[4]):
             size, axis = int(part or sizes[name]), list(sizes).index(name)
-            # Of a part of an axis, `num_outer` groups lie outside, and neighbours within it are `stride` coordinates
-            # apart.
+            # If a group is a part of an axis, `num_outer` groups lie outside it, and neighbours within it are `stride`
+            # coordinates apart.
             stride = sizes[name] // (int(num_outer or 1) * size)
             group_coordinates[axis] -= coordinates[axis] // stride % size * stride
         _, label = np.unique(group_coordinates, axis=1, return_inverse=True)
         ids = _iota(match[2] or str(num_devices), match[3]).ravel()
         return [ids[label.ravel() == group].tolist() for group in range(label.max() + 1)]
     raise ValueError(
-        f"form of replica_groups not known: {text[:60]!r}; known: {{{{0,1}}}}, [4,2]<=[2,4]T(1,0), mesh['a'=2] {{'a'}}"
+        f"the form of replica_groups is not known: {text[:60]!r}; known forms are {{{{0,1}}}}, [4,2]<=[2,4]T(1,0) and "
+        "mesh['a'=2] {'a'}"
     )
 
 

@@ -148,7 +148,7 @@ class While:
 
 @dataclass(frozen=True)
 class Choice:
-    """A conditional, of whose branches one runs.
+    """A conditional: one of its branches runs.
 
     Attributes:
       name: name of its instruction.
@@ -164,8 +164,8 @@ class Choice:
 Operation = Kernel | Start | HostCopy | Done | While | Choice
 
 
-def of_ranks(operations: Sequence[Operation]) -> dict[int, list[Operation]]:
-    """Return the loops that one rank alone runs, by rank. A device runs one rank's, like one branch of several."""
+def loops_of_ranks(operations: Sequence[Operation]) -> dict[int, list[Operation]]:
+    """Return the loops that only one rank runs, by rank. A device runs its own rank's, like one branch of several."""
     loops: dict[int, list[Operation]] = {}
     for operation in operations:
         if isinstance(operation, While) and operation.rank is not None:
@@ -173,7 +173,7 @@ def of_ranks(operations: Sequence[Operation]) -> dict[int, list[Operation]]:
     return loops
 
 
-def devices_of(text: str) -> int:
+def num_devices_of(text: str) -> int:
     """Return the number of devices that a compiled program is for."""
     header = match[0] if (match := re.search(r"^HloModule.*", text, re.MULTILINE)) else ""
     return math.prod(int(number) for number in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
@@ -196,7 +196,7 @@ class Executable:
 
     def __init__(self, text: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None) -> None:
         self._with_collectives = mesh is not None
-        if mesh is not None and (num_devices := devices_of(text)) != mesh.size:
+        if mesh is not None and (num_devices := num_devices_of(text)) != mesh.size:
             raise ValueError(
                 f"mesh has {mesh.size} devices, the program {num_devices}; give the mesh that it was compiled for"
             )
@@ -219,7 +219,7 @@ class Executable:
         self, instr: Instruction, shapes: dict[str, str], siblings: Mapping[str, Instruction]
     ) -> Iterator[Operation]:
         """Yield the operations of one instruction; `shapes` and `siblings` hold all of its computation by name."""
-        # 1. Collectives and copies, of which each runs beside the kernels until its done.
+        # 1. Collectives and copies. Each of them runs beside the kernels until its done.
         if instr.collective:
             yield from self._start(instr, instr, shapes)
         elif instr.opcode == "async-start":
@@ -259,8 +259,8 @@ class Executable:
         )
 
     def _host_copy(self, instr: Instruction, shapes: dict[str, str]) -> HostCopy:
-        # A copy without a second half blocks the device.
         """Return the copy that an instruction starts between device and host."""
+        # A copy without a second half blocks the device.
         waits = not instr.opcode.endswith("-start")
         roots = (inner for name in instr.called for inner in self.module.computations[name] if inner.root)
         result = next(roots, instr)

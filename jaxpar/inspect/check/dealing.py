@@ -114,9 +114,9 @@ class RowCheck:
         """Raise ValueError if the loss couples rows, with the figures and what to do."""
         if self.coupled:
             raise ValueError(
-                f"{self}\ntake what needs all rows from jp.all_rows(x), with microbatches=1, since it returns those of "
-                "one microbatch; return jp.Mean(total, count) for a mean over anything but rows, and do not use the "
-                f"number of rows; or, where blocks are meant to be on their own, give rows='independent' to {MAKERS}"
+                f"{self}\ncompute what needs all rows from jp.all_rows(x), with microbatches=1, since it returns the "
+                "rows of one microbatch; return jp.Mean(total, count) for a mean over anything but rows; do not use "
+                f"the number of rows; or, if blocks are independent on purpose, give rows='independent' to {MAKERS}"
             )
 
     def __repr__(self) -> str:
@@ -124,7 +124,9 @@ class RowCheck:
 
     def __str__(self) -> str:
         verdict = "are COUPLED" if self.coupled else "are independent" if self.ok else "may still be coupled"
-        groups = f", but for groups of {self.group}, which no block parts" * (self.group > 1 and not self.coupled)
+        groups = f", except within groups of {self.group}, which no block separates" * (
+            self.group > 1 and not self.coupled
+        )
         summary = f"rows {verdict}{groups}: {self.blocks}, {self.evaluations} evaluations of the gradients"
         return "\n- ".join([summary, *map(str, self.dealings), *(f"not judged: {reason}" for reason in self.unjudged)])
 
@@ -154,7 +156,7 @@ def check_rows(step: Step, state: State, batch: Any) -> RowCheck:
         permuted_order = (_permuted_rows(shape, traced.draws)[..., None] * group + np.arange(group)).reshape(
             -1, rows_per_block
         )
-        dealing = measurements.compared("dealt otherwise", block_order, permuted_order)
+        dealing = measurements.compared("rows permuted between blocks", block_order, permuted_order)
         tried_groups[group] = permuted_order, dealing
         if dealing.same or not dealing.finite:
             break
@@ -195,7 +197,7 @@ class _Measurements:
         self.values: dict[Any, Values] = {}
 
     def measured(self, order: np.ndarray, is_perturbed: bool = False) -> Values:
-        """Return the values for rows in this order; or for parameters perturbed in their last bit."""
+        """Return the values for rows in this order; if `is_perturbed`, for parameters perturbed in their last bit."""
         order = np.ascontiguousarray(order, np.int32).reshape(-1)
         if (cache_key := (order.tobytes(), is_perturbed)) not in self.values:
             state = _perturbed(self.state, self.epsilon) if is_perturbed else self.state
@@ -248,7 +250,7 @@ def _permuted_rows(shape: tuple[int, int, int], keep_place: bool) -> np.ndarray:
         block_of_row = permuted // shape[-1]
         if (block_of_row != block_of_row[..., :1]).any():  # with few rows, chance may exchange whole blocks
             return permuted
-    raise AssertionError("two blocks of two rows can always be dealt otherwise")
+    raise AssertionError("two blocks of two rows can always exchange rows")
 
 
 def _lowest_epsilon(step: Step, eqns: Any) -> float:
@@ -284,7 +286,10 @@ def _trace_error(step: Step, shapes: Any) -> str:
 
 
 def _perturbed(state: State, epsilon: float) -> State:
-    """Return the state with its parameters changed at random by up to `epsilon`, relatively: in their last bit."""
+    """Return the state with its parameters changed at random by up to `epsilon`, relatively.
+
+    `epsilon` is that of the compute dtype, so that about the last bit changes of what the loss computes with.
+    """
 
     def change(leaves: list[jax.Array]) -> list[jax.Array]:
         keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -296,7 +301,8 @@ def _perturbed(state: State, epsilon: float) -> State:
             for x, factor in zip(leaves, factors, strict=True)
         ]
 
-    # A step computes with the copy in the compute dtype where it has one.
+    # A step computes with the copy in the compute dtype where it has one, and with the parameters otherwise. It never
+    # reads both, so that they may change differently.
     leaves, tree = jax.tree.flatten((state.params, state.copy))
     perturbed = jax.jit(change, out_shardings=[x.sharding for x in leaves])(leaves)
     params, copy = jax.tree.unflatten(tree, perturbed)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from ...backend.text import few
-from ...hardware.compiled.compiler_remarks import unread
+from ...hardware.compiled.compiler_remarks import why_unread
 from ...hardware.compiled.cost import Costs
 from ...hardware.compiled.kernels import Executable
 from ...hardware.hardware import Hardware
@@ -35,8 +35,8 @@ from ..expected import expected
 from ..ledger import Ledger
 from ..step_view import StepView as Step
 from ..transfers import rehearse
-from .overlap import hardware_of, hidden
-from .promises import ALLOWED, LARGE, SCALARS, Holding, bounds, gathered_weights, not_by_layer, shares
+from .overlap import hardware_of, overlap_findings
+from .promises import ALLOWED, LARGE, SCALARS, Holding, bounds, expected_holdings, gathered_weights, not_by_layer
 from .proof import Finding, Proof, Verdict
 from .resharding import Move, cause, moves
 
@@ -65,7 +65,7 @@ def check(
         between programs. A broken promise does not raise here: call `Proof.require`.
     """
     step.check(batch)
-    if why := unread(step.mesh.devices.flat[0].platform):
+    if why := why_unread(step.mesh.devices.flat[0].platform):
         raise ValueError(
             f"check: {why}; check the same strategy on as many simulated devices, and jp.verify(model, strategy, batch)"
         )
@@ -78,7 +78,7 @@ def check(
         findings = [*_state_findings(step, batch, compiled), *_layer_findings(step, batch)]
         program = Executable(compiled.as_text() or "", step.mesh)
         findings += _collective_findings(step, batch, program)
-        findings += hidden(step, batch, program, hardware) if hardware else ()
+        findings += overlap_findings(step, batch, program, hardware) if hardware else ()
     devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
     return Proof(str(step.strategy), devices, tuple(findings))
 
@@ -94,7 +94,7 @@ def _state_findings(step: Step, batch: Any, compiled: jax.stages.Compiled) -> It
     # 1. Each array of the parameters, their copy and the optimizer state.
     arrays, tree = jax.tree.flatten(abstract_trees)
     entry_shardings = tree.flatten_up_to(checked_trees(entry_state))
-    holdings = shares(step, state)
+    holdings = expected_holdings(step, state)
     for holding, array, entry_sharding, exit_sharding in zip(
         holdings, arrays, entry_shardings, tree.flatten_up_to(exit_shardings), strict=True
     ):
@@ -206,7 +206,7 @@ def _written_findings(closed: Ledger, written: Ledger) -> Iterator[Finding]:
         note = f"the step calls it {written_count} times, the closed form {expected_count}; " + (
             "a rule (jaxpar/parallel/) leaves it out: jp.verify(model, strategy, batch) shows which gradients suffer"
             if is_missing
-            else "what calls it belongs neither to the strategy nor to the loss: look for it in step.trace(batch)"
+            else "neither the strategy nor the loss calls it: look for its caller in step.trace(batch)"
         )
         yield Finding(
             "as written", description, promised_bytes, written_bytes, "MISSING" if is_missing else "UNPROMISED", note
@@ -258,7 +258,8 @@ def _cause_of_moves(step: Step, moves_of_key: Sequence[Move]) -> str:
     """Return what the partitioner moves and why, if the program's text tells."""
     if not moves_of_key:
         return "the compiler added it; see step.explain(batch).ledger, and compiled.as_text() for where it stands"
-    return f"the update has it, the largest: {moves_of_key[0].message}; {cause(step, moves_of_key[0])}"
+    largest = moves_of_key[0]
+    return f"the partitioner adds it to the update; the largest move: {largest.message}; {cause(step, largest)}"
 
 
 def _product_findings(step: Step, fp8_paths: Sequence[str], jaxpr: Any, program: Executable) -> Iterator[Finding]:
@@ -334,9 +335,9 @@ def _server_findings(step: ServerStep, batch: Any) -> Iterator[Finding]:
     # At home, on the server, every array is whole and on one device.
     state = step.abstract_home()
     arrays = jax.tree.leaves((state.params, state.optimizer))
-    for holding, array in zip(shares(step, state), arrays, strict=True):
+    for holding, array in zip(expected_holdings(step, state), arrays, strict=True):
         # An array that is on several devices is counted on each, so that a copy shows.
         server_bytes = _local_bytes(array, array.sharding) * len(array.sharding.device_set)
         verdict = _verdict(server_bytes, holding.bytes, holding.bytes)
-        note = "" if verdict == "ok" else "the server has it"
+        note = "" if verdict == "ok" else "the server should store it whole, and no other device should"
         yield Finding("state", f"{holding.kind} {holding.path}", holding.bytes, server_bytes, verdict, note)

@@ -24,10 +24,10 @@ from ..predict import Part, predict
 from ..step_view import StepView as Step
 from .proof import Finding
 
-# The largest exposed seconds that keep the promise.
-WAITS = 0.1  # one collective: this share of its seconds
-OF_ACTIVATIONS = 0.5  # all collectives of activations over an axis together: this share of their seconds
-SMALL = 0.01  # all collectives of a kind over an axis together: this share of the step's seconds
+# The largest share of seconds that may be exposed without breaking the promise.
+_EXPOSED_SHARE = 0.1  # of one collective's seconds
+_EXPOSED_SHARE_OF_ACTIVATIONS = 0.5  # of the seconds of all collectives of activations over an axis together
+_EXPOSED_SHARE_OF_STEP = 0.01  # of the step's seconds, by all collectives of a kind over an axis together
 _ACTIVATIONS = "activations"
 _PARAMETERS = ("all-gather", "reduce-scatter", "all-reduce")
 
@@ -41,7 +41,7 @@ def hardware_of(step: Step) -> Hardware:
     device = step.mesh.devices.flat[0]
     if step.strategy.server:
         raise ValueError(
-            f"overlap with {step.strategy}: a server sends between programs, and hides nothing; leave it out"
+            f"overlap with {step.strategy}: a server sends between programs, where nothing overlaps; leave overlap out"
         )
     if device.platform != "gpu":
         raise ValueError(
@@ -57,7 +57,7 @@ def hardware_of(step: Step) -> Hardware:
     return hardware
 
 
-def hidden(step: Step, batch: Any, program: Executable, hardware: Hardware) -> Iterator[Finding]:
+def overlap_findings(step: Step, batch: Any, program: Executable, hardware: Hardware) -> Iterator[Finding]:
     """Yield a finding for each kind and axes of collectives that should overlap, and one for each that does not.
 
     A finding's amounts are the bytes that a device sends, and the bytes that it sends while kernels run. Raises
@@ -72,20 +72,23 @@ def hidden(step: Step, batch: Any, program: Executable, hardware: Hardware) -> I
             groups.setdefault(f"{kind} {'+'.join(part.axes)}", []).append(part)
     exposed_seconds = sum(part.exposed for parts in groups.values() for part in parts)
     note = (
-        f"as predicted for {hardware.kind}, {_milliseconds(exposed_seconds)} of a step of "
-        f"{_milliseconds(prediction.seconds)} wait for what is promised to be hidden, "
-        f"{_milliseconds(prediction.exposed - exposed_seconds)} for other collectives"
+        f"as predicted for {hardware.kind}, a step of {_milliseconds(prediction.seconds)} waits "
+        f"{_milliseconds(exposed_seconds)} for collectives that are promised to overlap, and "
+        f"{_milliseconds(prediction.exposed - exposed_seconds)} for others"
     )
     if not groups:
         yield Finding("overlap", "no loop over layers sends", 0, 0, note=note)
     for label, parts in groups.items():
         # A wait of up to a tenth of a collective's seconds is no finding.
-        exposed_parts = [part for part in parts if part.exposed > WAITS * part.seconds]
+        exposed_parts = [part for part in parts if part.exposed > _EXPOSED_SHARE * part.seconds]
         allowed_seconds = (
-            OF_ACTIVATIONS * sum(part.seconds for part in parts) if label.startswith(_ACTIVATIONS) else 0.0
+            _EXPOSED_SHARE_OF_ACTIVATIONS * sum(part.seconds for part in parts)
+            if label.startswith(_ACTIVATIONS)
+            else 0.0
         )
         # Waits that are small in sum, or allowed for activations, break no promise.
-        if sum(part.exposed for part in exposed_parts) <= max(allowed_seconds, SMALL * prediction.seconds):
+        small_seconds = _EXPOSED_SHARE_OF_STEP * prediction.seconds
+        if sum(part.exposed for part in exposed_parts) <= max(allowed_seconds, small_seconds):
             exposed_parts = []
         for part in exposed_parts:
             instructions = (i for block in program.module.computations.values() for i in block)
@@ -144,9 +147,9 @@ def _cause_and_hint(step: Step, part: Part, leaf_paths: str, line: str) -> str:
     if not part.asynchronous:
         cause = "it is synchronous"
     elif part.exposed > 0.99 * part.seconds:
-        cause = "nothing is computed between its start and its done"
+        cause = "no kernel runs between its start and its done"
     else:
-        cause = "what is computed between its start and its done takes less"
+        cause = "the kernels between its start and its done take less time"
     strategy = step.strategy
     has_prefetch, turns = strategy.prefetches(step.mesh), strategy.turns if strategy.pipe == 1 else 1
     # The next larger number of concurrent microbatches that divides the turns; 0 if there is none.
@@ -154,11 +157,12 @@ def _cause_and_hint(step: Step, part: Part, leaf_paths: str, line: str) -> str:
     if _promised_kind(step, part) == _ACTIVATIONS or has_prefetch:
         hint = f"concurrent={larger_concurrent} fetches a layer once for so many microbatches, "
         hint *= larger_concurrent > 0  # dropped if no larger number is possible
-        hint += f"more rows a device give more to hide it behind, fewer ranks of {'+'.join(part.axes)} less to wait for"
+        axes = "+".join(part.axes)
+        hint += f"more rows a device give more compute to overlap with, fewer ranks of {axes} less to wait for"
     elif step.schedule is None or step.schedule.in_turn:
-        hint = "prefetch=1 sends it beside another layer"
+        hint = "prefetch=1 sends it while another layer computes"
     else:
-        hint = "zero=1 sends it once a step, and schedule=1f1b with prefetch=1 beside another layer"
+        hint = "zero=1 sends it once a step, and schedule=1f1b with prefetch=1 while another layer computes"
     subject = f" of {leaf_paths}" * bool(leaf_paths)
     subject += f" at {line}" * bool(line and not line.startswith("jaxpar/"))
     return f"{_milliseconds(part.exposed)} of its {_milliseconds(part.seconds)} a step wait{subject}: {cause}; {hint}"

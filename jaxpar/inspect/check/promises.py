@@ -32,11 +32,11 @@ LARGE = 1_000_000  # bytes per step; smaller unpromised collectives break no pro
 ALLOWED = {
     "norms": f"the optimizer adds up scalars: {SCALARS} B at most",
     "small": f"what the optimizer adds is less than {LARGE // 1_000_000} MB",
-    "last message": "a loop of one tick is unrolled, and its message, which nobody reads, not sent",
+    "last message": "a loop of one tick is unrolled, and its message, which nobody reads, is not sent",
     "one layer": "a loop of one layer is unrolled, and what it would send twice is sent once",
-    "widened": "the CPU compiler has collectives of bfloat16 in float32",
+    "widened": "the CPU compiler runs collectives of bfloat16 in float32",
     "merged": "the CPU compiler drops what keeps the gathers of one leaf apart, and gathers once for all its uses",
-    "equal": "the CPU compiler reduces equal gradients once: of two biases of which the model reads the sum alone",
+    "equal": "the CPU compiler reduces equal gradients once: those of two biases whose sum alone the model reads",
 }
 
 
@@ -49,8 +49,8 @@ class Holding:
     bytes: int
 
 
-def shares(step: Step, state: Any) -> list[Holding]:
-    """Return what a device should store of each array of an abstract state.
+def expected_holdings(step: Step, state: Any) -> list[Holding]:
+    """Return what a device should store of each array of an abstract state, in the order of its leaves.
 
     The rule's promise tells which trees `fsdp` shards (`Promise.holds`). Where a copy in low precision is stored, the
     float32 masters belong to the optimizer. `pipe` splits the layers, `tensor` the leaves that its rules name. A leaf

@@ -50,7 +50,8 @@ class Proof:
       strategy: as text.
       devices: number and kind, "8 x cpu".
       findings: every promise.
-      own: whether the step was not made by jaxpar; then its author promises, and `strategy` is the step's name.
+      own: whether the step is the user's own, made without jaxpar. Its author then states the promises, and `strategy`
+        is the step's name.
     """
 
     strategy: str

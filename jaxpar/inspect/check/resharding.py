@@ -102,7 +102,7 @@ class Move:
 
 
 def moves(step: Step, program: Executable, jaxpr: Any, min_bytes: int) -> list[Move]:
-    """Return the moves of a compiled step, the largest first; among equal sizes, those with a known parameter first.
+    """Return the partitioner's moves, the largest first; among equal sizes, those with a known parameter first.
 
     Args:
       jaxpr: `step.trace(batch)`, where constraints of the optimizer are found.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ...backend.machines import hosts_of, leaves_host
 from ...backend.text import few, size
 from ...hardware.compiled.compiler_remarks import remarks as compiler_remarks
-from ...hardware.compiled.compiler_remarks import unread
+from ...hardware.compiled.compiler_remarks import why_unread
 from ...hardware.compiled.cost import Costs
 from ...hardware.compiled.kernels import Executable, Operation, Start
 from ...hardware.hardware import of_device_kind
@@ -99,7 +99,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
 
 
 def _fused_attention_remark(step: Step, costs: Costs) -> Iterator[str]:
-    """Yield what `kernels=fused` saves, at least, since XLA may have some arrays in float32.
+    """Yield the bytes and seconds that `kernels=fused` saves, at least: XLA may store some arrays in float32.
 
     Spelled out, attention passes its scores through memory 4 times forward: the product writes the scores, the softmax
     reads them and writes weights, and a product reads the weights. Backward it is 7 times: weights are read, their
@@ -120,8 +120,8 @@ def _fused_attention_remark(step: Step, costs: Costs) -> Iterator[str]:
     if forward:
         seconds = estimated_seconds({}, 4 * forward + 7 * backward, hardware)
         yield (
-            f"kernels=fused: a device makes no scores in its attention, {size(forward)} a step, which would pass its "
-            f"memory 4 times forward and 7 times backward: at least {1e3 * seconds:.3g} ms of a step, as predicted for "
+            f"kernels=fused: a device stores no scores of attention. In a step, {size(forward)} of them would pass its "
+            f"memory 4 times forward and 7 times backward: at least {1e3 * seconds:.3g} ms, as predicted for "
             f"{hardware.kind}."
         )
 
@@ -177,10 +177,10 @@ def _checks(step: Step, closed_form: Ledger, written_ledger: Ledger, compiled_le
             name,
             *key,
             expected_bytes,
-            count(expected_entries) or 0,
-            count(written_entries),
+            _num_executions(expected_entries) or 0,
+            _num_executions(written_entries),
             compiled_bytes,
-            count(compiled_entries),
+            _num_executions(compiled_entries),
             *sent_bytes,
         )
 
@@ -215,8 +215,8 @@ def _step_remarks(
     yield from _logits_remarks(step, notes)
     yield from _fp8_remarks(step, notes.fp8)
     # 2. What the platform's compiler hides or changes.
-    if reason := unread(step.mesh.devices.flat[0].platform):
-        yield f"Of the compiled program: {reason}. The closed form and the jaxpr are as everywhere."
+    if reason := why_unread(step.mesh.devices.flat[0].platform):
+        yield f"About the compiled program: {reason}. The closed form and the jaxpr are as on other devices."
     yield from _expert_remarks(step, notes)
     if step.mesh.devices.flat[0].platform == "cpu":
         yield (
@@ -232,7 +232,7 @@ def _step_remarks(
         move = partitioner_moves[0]
         reason = cause(step, move)
         yield (
-            f"The update sends {total} besides, the largest {move.count} x {size(move.bytes)}: {move}. "
+            f"The update also sends {total}, the largest {move.count} x {size(move.bytes)}: {move}. "
             f"{reason[0].upper()}{reason[1:]}."
         )
 
@@ -264,12 +264,12 @@ def _pipeline_remarks(step: Step, program: Program) -> Iterator[str]:
 
 def _attention_remarks(step: Step, notes: Notes) -> Iterator[str]:
     """Yield which attention was recognised in the model's equations, and how `context` computes attention."""
-    fate, verb = "goes by blocks, as jp.attention does: none of", "is kept"
+    treatment, verb = "goes by blocks, as jp.attention does: none of", "is kept"
     if not step.tracing.takes_attention:
-        fate, verb = "stays so:", "are whole"
+        treatment, verb = "stays so:", "are whole"
     for line, (mask, scores) in notes.attention_spelled.items():
         scores_text = f"{scores.str_short()}, {size(math.prod(scores.shape) * scores.dtype.itemsize)}"
-        yield f"{line}: attention that is spelled out, {mask}, {fate} its scores, {scores_text}, {verb}."
+        yield f"{line}: attention that is spelled out, {mask}, {treatment} its scores, {scores_text}, {verb}."
     for line, reason in notes.attention_not_taken.items():
         yield f"{line}: attention that is spelled out stays so, since it {reason}."
     if (mode := notes.attention_mode) is not None:
@@ -373,7 +373,7 @@ def _prefetch_remarks(step: Step, batch: Any) -> Iterator[str]:
     if weights or gradients:
         parts = [f"the weights of the next are gathered, {size(weights)}"] if weights else []
         parts += [f"the gradients of the one before are reduced, {size(gradients)}"] if gradients else []
-        yield f"prefetch=1: while a layer runs, {' and '.join(parts)}; a device holds these besides."
+        yield f"prefetch=1: while a layer runs, {' and '.join(parts)}; a device stores these in addition."
     elif step.strategy.prefetch == 1:
         yield "prefetch=1: no loop over layers gathers weights or reduces gradients here, and nothing is sent ahead."
 
@@ -390,7 +390,7 @@ def _placement_remarks(step: Step, batch: Any) -> Iterator[str]:
             )
 
 
-def count(collectives: Sequence[Collective]) -> int | None:
+def _num_executions(collectives: Sequence[Collective]) -> int | None:
     """Return the number of executions of some collectives together; None if one of them is unknown."""
     counts = [collective.count for collective in collectives]
     return None if None in counts else sum(count for count in counts if count is not None)

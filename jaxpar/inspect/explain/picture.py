@@ -14,14 +14,14 @@ from ..memory import Memory
 # Legible on white and on black, since the figure has no background.
 _INK = "#808080"
 # The pictures of docs and experiments use the same colours.
-HELD = {
+MEMORY_COLORS = {
     "parameters": "#4c8dd6",
     "gradients": "#d9822b",
     "optimizer state": "#3fa05a",
     "saved activations": "#a07bd0",
     "the rest": "#8c959f",
 }
-SENT = {
+COLLECTIVE_COLORS = {
     "all-reduce": "#c8553d",
     "reduce-scatter": "#e0b13c",
     "all-gather": "#2aa5a0",
@@ -53,15 +53,15 @@ class Bar:
     across: bool = False
 
 
-def picture(words: str, strategy: str, memory: dict[str, Memory], bars: list[Bar], sent: str, path: Path) -> None:
+def picture(title: str, strategy: str, memory: dict[str, Memory], bars: list[Bar], bars_title: str, path: Path) -> None:
     """Draw a device's memory and the bytes that it sends into a file.
 
     Args:
-      words: the title.
+      title: the title of the picture.
       strategy: the subtitle.
       memory: kind of device -> its memory.
       bars: the bytes sent.
-      sent: the title of the bars.
+      bars_title: the title of the bars.
       path: the file, whose suffix gives its format.
 
     Raises:
@@ -73,23 +73,23 @@ def picture(words: str, strategy: str, memory: dict[str, Memory], bars: list[Bar
     FigureCanvasAgg(figure)
     if path.suffix.removeprefix(".") not in figure.canvas.get_supported_filetypes():
         raise ValueError(f"{path} has a suffix that is no kind of picture; use .svg, .png or .pdf")
-    figure.suptitle(f"{words}\n{strategy}", color=_INK, fontsize=10, x=0.01, ha="left")
+    figure.suptitle(f"{title}\n{strategy}", color=_INK, fontsize=10, x=0.01, ha="left")
     left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": (1, 1.25)})
     _draw_memory(left, memory)
     _draw_sent(right, bars)
-    for axes, name in ((left, "memory of a device"), (right, sent)):
+    for axes, name in ((left, "memory of a device"), (right, bars_title)):
         axes.set_title(name, color=_INK, fontsize=9, loc="left")
         axes.set_ylim(rows - 0.4, -0.6)  # both halves have the same height of bars, and the first bar on top
         axes.tick_params(colors=_INK, labelsize=8, length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(_INK)
-    patches = [Patch(color=color, label=name) for name, color in HELD.items()]
+    patches = [Patch(color=color, label=name) for name, color in MEMORY_COLORS.items()]
     figure.legend(handles=patches, loc="outside lower left", ncols=3, **_LEGEND_STYLE)
     figure.legend(handles=_legend_handles(right, bars), loc="outside lower right", ncols=3, **_LEGEND_STYLE)
     figure.savefig(path, dpi=160, transparent=True)
 
 
-def held(memory: Memory) -> dict[str, int]:
+def memory_parts(memory: Memory) -> dict[str, int]:
     """Return the parts of a device's memory, which sum to the compiler's total.
 
     The traced size of saved activations excludes those on the host. It is capped to the room that the compiler leaves,
@@ -106,12 +106,12 @@ def _draw_memory(axes: Any, memory: dict[str, Memory]) -> None:
     """Draw one stacked bar of memory for each kind of device."""
     for row, device_memory in enumerate(memory.values()):
         offset = 0
-        for name, num_bytes in held(device_memory).items():
-            axes.barh(row, num_bytes, left=offset, height=0.55, color=HELD[name])
+        for name, num_bytes in memory_parts(device_memory).items():
+            axes.barh(row, num_bytes, left=offset, height=0.55, color=MEMORY_COLORS[name])
             offset += num_bytes
         axes.text(offset, row, f"  {size(device_memory.total)}", color=_INK, va="center", fontsize=8)
     axes.set(yticks=range(len(memory)), yticklabels=list(memory))
-    _set_byte_axis(axes, max(sum(held(device_memory).values()) for device_memory in memory.values()))
+    _set_byte_axis(axes, max(sum(memory_parts(device_memory).values()) for device_memory in memory.values()))
 
 
 def _draw_sent(axes: Any, bars: list[Bar]) -> None:
@@ -127,7 +127,7 @@ def _draw_sent(axes: Any, bars: list[Bar]) -> None:
 
 def _color(kind: str) -> str:
     """Return the colour of a kind of collective."""
-    return SENT.get(kind, _INK)
+    return COLLECTIVE_COLORS.get(kind, _INK)
 
 
 def _legend_handles(axes: Any, bars: list[Bar]) -> list[Any]:

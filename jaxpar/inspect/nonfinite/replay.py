@@ -102,7 +102,7 @@ class Replay:
         on_device = lambda x: jax.device_put(x, device)
         model_leaves = jax.tree.leaves(step.model_def.unwrap(step.params(state)))
         self.params = [
-            on_device(whole(x)).astype(policy.computed(param.dtype))
+            on_device(whole_array(x)).astype(policy.computed(param.dtype))
             for x, param in zip(model_leaves, models, strict=True)
         ]
         self.paths = [param.path for param in models]
@@ -110,9 +110,9 @@ class Replay:
         self.loss, self.grads = 0.0, dict[str, jax.Array]()
         self.variables_read: dict[tuple[int, int], Any] = {}  # (microbatch, replica) -> variables
         self.tree = step.layout.storage.model_tree
-        self.variables = jax.tree.map(lambda x: on_device(whole(x)), state.variables)
-        self.key = on_device(whole(state.key))
-        self.batch = jax.tree.map(whole, step.place(batch))
+        self.variables = jax.tree.map(lambda x: on_device(whole_array(x)), state.variables)
+        self.key = on_device(whole_array(state.key))
+        self.batch = jax.tree.map(whole_array, step.place(batch))
         self.rows_per_block = rows_of(self.batch) // (self.num_replicas * self.num_microbatches)
         self.scale = 1.0 if state.scale is None else float(state.scale.scale)
         options = cpu_options(device.platform)
@@ -151,7 +151,7 @@ class Replay:
 
     # -- The search ----------------------------------------------------------------------------------------------------
 
-    def found(self) -> Nonfinite:
+    def locate(self) -> Nonfinite:
         """Return where the step's NaN or infinity begins: in a forward, a backward, or a sum over all blocks."""
         blocks = [
             (microbatch, replica)
@@ -178,8 +178,9 @@ class Replay:
             fault = self.find_fault(mean_loss, self.block_inputs(*blocks[0]))
             message = (
                 f"the loss's mean is not finite: {fault}\n  the count of the loss is 0 over all rows: give no batch "
+                "that is masked throughout"
             )
-            return Nonfinite(self.number, "mean", f"{message}that is masked throughout", fault)
+            return Nonfinite(self.number, "mean", message, fault)
         if not np.isfinite(total_sum):
             return self.overflow("the loss")
         self.loss = float(total_sum) / count_sum
@@ -313,8 +314,8 @@ class Replay:
         return f" ({', '.join(parts)})" if parts else ""
 
 
-def whole(x: Any) -> Any:
-    """Return an array with the parts of all hosts, on this host. All-gathers it if other hosts have parts of it."""
+def whole_array(x: Any) -> Any:
+    """Return an array with the parts of all hosts, on this host; all-gathers it if other hosts have parts of it."""
     if not isinstance(x, jax.Array):
         return x
     if x.is_fully_replicated:

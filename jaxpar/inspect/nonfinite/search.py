@@ -112,7 +112,7 @@ class Fault:
         return "\n  ".join(lines)
 
 
-MASK = "standing"  # the cause of an infinity that is written in the program, such as a mask's
+MASK = "mask"  # the cause of an infinity that is written in the program, such as a mask's
 Cause = Fault | Brought | str | None
 
 

@@ -12,7 +12,7 @@ Kernels run one after another. Collectives, and copies to and from the host, run
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...hardware.compiled.kernels import Choice, Done, HostCopy, Kernel, Operation, Start, While, of_ranks
+from ...hardware.compiled.kernels import Choice, Done, HostCopy, Kernel, Operation, Start, While, loops_of_ranks
 from ...hardware.hardware import Hardware
 from ...hardware.links import Reach, collective_seconds
 from ...program import trip_counts
@@ -160,7 +160,7 @@ class Clock:
             rank: sum(
                 float(loop.trips or 0) * self._run_all(loop.body, {}, 0)[0] for loop in loops if isinstance(loop, While)
             )
-            for rank, loops in of_ranks(operations).items()
+            for rank, loops in loops_of_ranks(operations).items()
         }
         return max(seconds_by_rank, key=lambda rank: seconds_by_rank[rank], default=None)
 
@@ -230,7 +230,7 @@ class Clock:
         """Return the seconds of one collective, and its part."""
         reach = Reach.of(start, self.hosts)
         seconds, reason = collective_seconds(start.kind, start.bytes, reach, self.hardware)
-        placement = {"axes": start.axes, "way": reach.name, "asynchronous": not start.waits}
+        placement = {"axes": start.axes, "way": reach.medium, "asynchronous": not start.waits}
         return seconds, Part(start.name, start.source, start.kind, reason, **placement)
 
     def _new_copy(self, copy: HostCopy) -> tuple[float, Part]:

@@ -29,7 +29,7 @@ import jax
 
 from ...backend.machines import hosts_of
 from ...backend.text import size
-from ...hardware.compiled.compiler_remarks import remarks, unread
+from ...hardware.compiled.compiler_remarks import remarks, why_unread
 from ...hardware.compiled.cost import Costs
 from ...hardware.compiled.kernels import Executable
 from ...hardware.compiled.memory import program_memory
@@ -42,7 +42,9 @@ from .efficiency import EXPECTED_PACE, FASTEST_PACE, SLOWEST_PACE, UPPER_BOUND, 
 WIDTH = 100
 
 
-def longer(seconds_by_name: Mapping[str, float], other_seconds: Mapping[str, float]) -> list[tuple[float, str]]:
+def time_differences(
+    seconds_by_name: Mapping[str, float], other_seconds: Mapping[str, float]
+) -> list[tuple[float, str]]:
     """Return (difference in seconds to another step, name), the largest first; negative where this step is faster."""
     names = dict.fromkeys((*seconds_by_name, *other_seconds))
     return sorted(
@@ -172,7 +174,7 @@ class Prediction:
         # First of all: a program that does not fit cannot run as fast as predicted.
         if self.fits is False:
             needed, usable = size(self.memory or 0), size(self.usable or 0)
-            fault = f"does not fit: it takes {needed} of a device, and may take {usable}; the program below cannot run"
+            fault = f"does not fit: it needs {needed} of a device, and may use {usable}; the program below cannot run"
             heading = f"{textwrap.fill(fault, WIDTH)}\n{heading}"
         summary = [f"{self.hfu:.1%} of the peak" + (f", MFU {self.mfu:.1%}" if self.mfu is not None else "")]
         summary.append(f"kernels {1e3 * self.compute:.1f} ms, of which {1e3 * self.slowed:.1f} ms beside collectives")
@@ -209,7 +211,7 @@ def predict(
       ValueError: `hardware` lacks a number that the program needs; the step has `server=True`; the program is for
         devices of another platform; or it is for TPUs, whose programs are not read.
     """
-    if reason := unread(step.mesh.devices.flat[0].platform):
+    if reason := why_unread(step.mesh.devices.flat[0].platform):
         raise ValueError(f"predict: {reason}; predict for GPUs, such as target('8xH100')")
     platform = step.mesh.devices.flat[0].platform
     needed_platform = (

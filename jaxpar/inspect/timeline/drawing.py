@@ -130,7 +130,7 @@ def _tick_ruler(band: Columns, characters_per_unit: int) -> str:
     return line[:position]
 
 
-def held(schedule: Schedule, size: int | None = None) -> list[str]:
+def activations_in_flight(schedule: Schedule, size: int | None = None) -> list[str]:
     """Return the most activations that each rank stores, as text; `size` is the bytes of one, if known."""
     counts = [schedule.in_flight(rank) for rank in range(schedule.ranks)]
     return [f"{count}" + (f" ({bytes_of(count * size, '.3g')})" if size else "") for count in counts]
@@ -138,7 +138,7 @@ def held(schedule: Schedule, size: int | None = None) -> list[str]:
 
 def summary(schedule: Schedule, size: int | None = None) -> dict[str, str]:
     """Return the drawing in numbers: time, bubble and activations in flight; `size` is the bytes of one, if known."""
-    num_chunks, stored_by_rank = schedule.chunks, held(schedule, size)
+    num_chunks, stored_by_rank = schedule.chunks, activations_in_flight(schedule, size)
     in_flight_text = (
         f"{stored_by_rank[0]} on every rank"
         if len(set(stored_by_rank)) == 1

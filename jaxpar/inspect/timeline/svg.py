@@ -35,11 +35,11 @@ def kinds_of(schedule: Schedule) -> list[Kind]:
     return [kind for kind in KINDS if kind in kinds]
 
 
-def svg(schedule: Schedule, held: list[str]) -> str:
+def svg(schedule: Schedule, in_flight_texts: list[str]) -> str:
     """Return the picture as SVG text.
 
     Args:
-      held: for each rank, the text to the right of its lane: the activations that it stores.
+      in_flight_texts: for each rank, the text to the right of its lane: the activations that it stores.
     """
     num_ranks, num_chunks, columns = schedule.ranks, schedule.chunks, schedule.columns
     total_time = sum(column.length for column in columns)
@@ -62,7 +62,7 @@ def svg(schedule: Schedule, held: list[str]) -> str:
             f'<text class="end" x="{_LEFT - 10}" y="{y + 18}">rank {rank}</text>',
             f'<rect class="idle" x="{_LEFT}" y="{y}" width="{total_time * time_width:g}" height="{_LANE}"/>',
             *_lane(schedule, rank, time_width, y),
-            f'<text x="{_LEFT + total_time * time_width + 10:g}" y="{y + 18}">{held[rank]}</text>',
+            f'<text x="{_LEFT + total_time * time_width + 10:g}" y="{y + 18}">{in_flight_texts[rank]}</text>',
         ]
     return "\n".join([*lines, *_axis(total_time, time_width, bottom, num_chunks), "</svg>"]) + "\n"
 

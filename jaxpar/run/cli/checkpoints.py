@@ -14,7 +14,7 @@ import tyro
 
 from ...backend.files import place
 from ...backend.text import size
-from ...checkpoint.saved import Checkpoint, numbers
+from ...checkpoint.saved import Checkpoint, complete_steps
 from . import exports
 from .convert import converted
 
@@ -51,9 +51,9 @@ class ConvertOptions:
 def verify(options: VerifyOptions) -> None:
     """Run `jaxpar verify-checkpoint`."""
     folder = place(options.folder, "folder")
-    parent = next((parent for parent in (folder, folder / "checkpoints") if numbers(parent)), None)
+    parent = next((parent for parent in (folder, folder / "checkpoints") if complete_steps(parent)), None)
     # Without numbered checkpoints inside, the folder itself should be one.
-    checkpoint_folders = [folder] if parent is None else [parent / str(number) for number in numbers(parent)]
+    checkpoint_folders = [folder] if parent is None else [parent / str(number) for number in complete_steps(parent)]
     num_damaged = 0
     for checkpoint_folder in checkpoint_folders:
         try:

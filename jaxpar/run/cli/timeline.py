@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 
 from ...inspect.memory import slot_bytes
-from ...inspect.timeline.drawing import draw, held, summary
+from ...inspect.timeline.drawing import activations_in_flight, draw, summary
 from ...inspect.timeline.svg import svg
 from ...layout.mesh import simulate
 from ...make import make_train_step
@@ -77,7 +77,7 @@ def main(options: TimelineOptions, console: Console | None = None) -> None:
         console.print(textwrap.fill(f"{name:<11}{text}", console.width, subsequent_indent=" " * 11), soft_wrap=True)
     # 3. Write the files.
     if options.svg:
-        options.svg.write_text(svg(schedule, held(schedule, bytes_per_slot)))
+        options.svg.write_text(svg(schedule, activations_in_flight(schedule, bytes_per_slot)))
     if options.csv:
         options.csv.write_text("\n".join(schedule.csv()) + "\n")
     if written := [str(path) for path in (options.svg, options.csv) if path]:
