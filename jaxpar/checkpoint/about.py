@@ -7,10 +7,11 @@ belong to this run (`check_same_run`)? Does it have the arrays that a step needs
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,25 +96,30 @@ class About:
 
     @classmethod
     def read(cls, folder: Place) -> About:
-        """Read the description. Raises DamagedError if it is not what was written, ValueError for an earlier format."""
+        """Read the description. Raises DamagedError if it is not what was written, ValueError for another format."""
         if (folder / "state" / "about.json").is_file():
             raise ValueError(
                 f"{folder} was written by an earlier jaxpar, in another format. To go on from its weights, run "
                 f"`jaxpar convert {folder} weights --weights-only` with that version, and give the parameters, which "
                 "weights/*/state/arrays-00000.safetensors then holds by path, to step.init(key, params=...)"
             )
-        try:
+        with _damage(folder):
             content = json.loads((folder / ABOUT).read_bytes())
             # Check the sum before any value is used.
             if content.pop("crc32") != _crc(content):
                 raise ValueError("its checksum differs")
-            if (version := content.pop("version")) != VERSION:
-                advice = f"this jaxpar reads version {VERSION}; use the jaxpar that wrote it"
-                raise DamagedError(folder, f"{ABOUT} has version {str(version)[:20]} of the format; {advice}")
+            version = content.pop("version")
+        # No damage: `resume="latest-good"` must not set such a checkpoint aside.
+        if version != VERSION:
+            raise ValueError(
+                f"{folder} has version {str(version)[:20]} of jaxpar's format, and this jaxpar reads version "
+                f"{VERSION}; use the jaxpar that wrote it"
+            )
+        with _damage(folder):
             del content["jax"]
             arrays, paths = content.pop("arrays"), content.pop("paths")
             arrays = {name: (tuple(x["shape"]), np.dtype(jnp.dtype(x["dtype"]))) for name, x in arrays.items()}
-            # An unknown or missing field is a TypeError of the dataclass, and counts as damage below.
+            # An unknown or missing field is a TypeError of the dataclass, and counts as damage.
             about = cls(arrays=arrays, paths={name: tuple(map(str, path)) for name, path in paths.items()}, **content)
             # The checksum proves nothing about who wrote the file: check the types of all values as well.
             sizes = [size for size, _ in about.files.values()]  # raises an error for values that are not pairs
@@ -123,14 +129,21 @@ class About:
             are_valid = [type(n) is int and n >= 0 for n in naturals] + [isinstance(x, str) for x in texts]
             if not all([*are_valid, *(isinstance(x, dict) for x in objects)]):
                 raise TypeError("a number, a text or an object has another type")
-            return about
-        except (ConnectionError, DamagedError):  # a bucket that does not answer is not damaged
-            raise
-        except OSError as error:
-            raise DamagedError(folder, f"{ABOUT} cannot be read: {error.strerror}") from error
-        except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-            raise DamagedError(folder, f"{ABOUT} is not what was written ({reason})") from error
+        return about
+
+
+@contextlib.contextmanager
+def _damage(folder: Place) -> Iterator[None]:
+    """Raise DamagedError in place of what reading a damaged description raises."""
+    try:
+        yield
+    except ConnectionError:  # a bucket that does not answer is not damaged
+        raise
+    except OSError as error:
+        raise DamagedError(folder, f"{ABOUT} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        raise DamagedError(folder, f"{ABOUT} is not what was written ({reason})") from error
 
 
 def _crc(content: Any) -> int:

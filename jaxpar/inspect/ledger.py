@@ -91,8 +91,9 @@ class Ledger(tuple[Collective, ...]):
         Raises:
           ValueError: there is no such field, or a collective runs in a loop of unknown length.
         """
-        # `sent` is a property and no field.
-        self._check(*fields, *({value} - {"sent"}))
+        self._check(*fields)
+        if value not in ("bytes", "sent", "count"):
+            raise ValueError(f"value={value!r} cannot be summed; use 'bytes', 'sent' or 'count'")
         sums: dict[Any, int] = {}
         for collective in self:
             if collective.count is None:

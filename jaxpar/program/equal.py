@@ -4,6 +4,7 @@ Layers of a Python loop are found by it: their equations are equal up to the var
 their values, functions by code and closure, and rules of differentiation by the programs that they trace to.
 """
 
+import contextlib
 import functools
 import types
 from typing import Any
@@ -55,8 +56,15 @@ def short(value: Any) -> str:
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
-def _equal(a: Any, b: Any, rules: bool = True) -> bool:
-    """Return whether two parameters are equal: programs by their equations, functions by code and closure."""
+def _equal(a: Any, b: Any, rules: bool = True, within: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Return whether two parameters are equal: programs by their equations, functions by code and captured values.
+
+    Args:
+      a, b: the parameters.
+      rules: as in `differing`.
+      within: the identities of the functions whose captured values are being compared: a recursive function captures
+        itself.
+    """
     if a is b:
         return True
     if isinstance(a, dict | list | tuple):
@@ -64,16 +72,28 @@ def _equal(a: Any, b: Any, rules: bool = True) -> bool:
             return False
         # Keys may be of types that cannot be compared; as text they have an order.
         items = (lambda x: sorted(x.items(), key=lambda item: str(item[0]))) if isinstance(a, dict) else list
-        return all(_equal(x, y, rules) for x, y in zip(items(a), items(b), strict=True))
+        return all(_equal(x, y, rules, within) for x, y in zip(items(a), items(b), strict=True))
     if hasattr(jx.opened(a)[0], "eqns"):
         return hasattr(jx.opened(b)[0], "eqns") and same_program(a, b, rules)
     if isinstance(a, np.ndarray | jax.Array):
         return isinstance(b, np.ndarray | jax.Array) and a.shape == b.shape and bool(np.array_equal(a, b))
     if isinstance(a, types.FunctionType):
         # Two traces of one function are different objects with equal code.
-        cells = lambda f: [cell.cell_contents for cell in f.__closure__ or ()]
-        return isinstance(b, types.FunctionType) and a.__code__ == b.__code__ and _equal(cells(a), cells(b))
+        if not isinstance(b, types.FunctionType) or a.__code__ != b.__code__:
+            return False
+        pair = (id(a), id(b))
+        return pair in within or _equal(_captured(a), _captured(b), rules, within | {pair})
     return type(a) is type(b) and bool(a == b)
+
+
+def _captured(function: types.FunctionType) -> list[Any]:
+    """Return the values that a function holds besides its code: those of its closure, and the defaults of arguments."""
+    contents = []
+    for cell in function.__closure__ or ():
+        # A cell is empty if its variable has not been assigned yet, or was deleted.
+        with contextlib.suppress(ValueError):
+            contents.append(cell.cell_contents)
+    return [contents, function.__defaults__, function.__kwdefaults__]
 
 
 def same_program(a: Any, b: Any, rules: bool = True) -> bool:

@@ -244,12 +244,15 @@ ENTRY %main (p: f32[40,8,16], i: s32[], q: bf16[40,8,16]) -> bf16[40,8,16] {
   %ids = s32[7,1]{1,0} parameter(4)
   %grads = f32[900,64]{1,0} parameter(5)
   %new = f32[7,64]{1,0} parameter(6)
+  %layer = bf16[1,8,16]{2,1,0} parameter(7)
   %step = (bf16[1,8,16]{2,1,0}, bf16[40,8,16]{2,1,0}) fusion(%p, %i, %q), kind=kLoop, calls=%slice_of_layer
   %looked = bf16[7,64]{1,0} fusion(%table, %ids), kind=kLoop, calls=%rows
   %summed = f32[900,64]{1,0} fusion(%grads, %ids, %new), kind=kInput, calls=%added
   %apart = ((bf16[900,64], s32[7,1]), bf16[7,64]{1,0}, u32[]) fusion-start(%table, %ids), kind=kLoop, calls=%rows
   %back = bf16[7,64]{1,0} fusion-done(%apart)
   %copy = f32[40,8,16]{2,1,0} copy(%p)
+  %bare = bf16[40,8,16]{2,1,0} dynamic-update-slice(%q, %layer, %i, %i, %i)
+  %pair = (f32[900,64], f32[900,64]) scatter(%grads, %grads, %ids, %new, %new), to_apply=%add
   ROOT %out = bf16[40,8,16]{2,1,0} get-tuple-element(%step), index=1
 }
 """
@@ -265,6 +268,8 @@ def test_slices_count_and_not_what_they_are_cut_from() -> None:
         "apart": (2 * 7 * row + 4 * 7, 2 * 7 * row),  # on a stream of its own, as jax 0.12 launches them
         "summed": (2 * 4 * 7 * row + 4 * 7, 4 * 7 * row),
         "copy": (4 * 40 * layer, 4 * 40 * layer),
+        "bare": (2 * layer + 3 * 4, 2 * layer),  # the update counted twice
+        "pair": (2 * 2 * 4 * 7 * row + 4 * 7, 2 * 4 * 7 * row),  # the second target counted as the update
     }
     assert Costs.from_hlo(STACK).bytes == sum(map(sum, read_and_written.values()))
 

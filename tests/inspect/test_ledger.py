@@ -325,6 +325,8 @@ def test_errors(mesh: Mesh) -> None:
         Ledger.from_jaxpr(jaxpr, AbstractMesh((8,), ("data",)))
     with pytest.raises(ValueError, match=r"a collective has no \['axis'\]; use kind, axes, dtype, count, bytes"):
         Ledger().by("axis")
+    with pytest.raises(ValueError, match="value='kind' cannot be summed; use 'bytes', 'sent' or 'count'"):
+        Ledger().by("axes", value="kind")
     with pytest.raises(ValueError, match=r"axes='fsdp' is no tuple of axes; use for example axes=\('fsdp',\)"):
         Ledger().total(axes="fsdp")
     with pytest.raises(ValueError, match="kind='allgather' is no collective; use all-reduce, all-gather"):

@@ -38,7 +38,7 @@ _FREE = frozenset(
 _HOST = ":S(5)"  # a layout in the host's memory, by XLA's number of that memory
 _HOST_COPIES = frozenset("fusion fusion-start copy copy-start dynamic-slice dynamic-update-slice".split())
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the position of the operand with the new values
+_UPDATES = frozenset(("dynamic-update-slice", "scatter"))  # they write into their first operand
 
 
 @dataclass(frozen=True)
@@ -330,11 +330,19 @@ def traffic(module: Module, instr: Instruction, shapes: dict[str, str]) -> tuple
         # Of a slice, read what is returned, and the indices.
         return nbytes(instr.shape) + sum(nbytes(shapes[index]) for index in instr.operands[1:]), nbytes(instr.shape)
     if instr.opcode in _UPDATES:
-        changed = nbytes(shapes[instr.operands[_UPDATES[instr.opcode]]])
-        return changed + sum(nbytes(shapes[operand]) for operand in instr.operands[1:]), changed
+        # The rest of the first operand stays where it is. A scatter reads the elements to which it adds.
+        sources, changed = _updates_of(instr), sum(nbytes(shapes[operand]) for operand in _updates_of(instr))
+        indices = instr.operands[2:] if instr.opcode != "scatter" else instr.operands[len(sources) : -len(sources)]
+        read = changed + sum(nbytes(shapes[operand]) for operand in indices)
+        return read + changed * (instr.opcode == "scatter"), changed
     read = sum(nbytes(shapes[operand]) for operand in instr.operands)
     # The shape of a copy-start contains its operand too.
     return read, read if instr.opcode == "copy-start" else nbytes(instr.shape)
+
+
+def _updates_of(instr: Instruction) -> Sequence[str]:
+    """Return the operands with the new values: of a scatter, (n targets, indices, n updates), the last n."""
+    return instr.operands[1:2] if instr.opcode != "scatter" else instr.operands[len(instr.operands) // 2 + 1 :]
 
 
 def _traffic_of_fusion(block: list[Instruction]) -> tuple[int, int]:
@@ -367,7 +375,7 @@ def _traffic_of_fusion(block: list[Instruction]) -> tuple[int, int]:
         if instr.opcode in ("bitcast", "reshape") and instr.operands:
             return bytes_written(instructions[instr.operands[0]])
         if instr.opcode in _UPDATES:
-            return nbytes(instructions[instr.operands[_UPDATES[instr.opcode]]].shape)
+            return sum(nbytes(instructions[operand].shape) for operand in _updates_of(instr))
         return 0 if instr.opcode == "parameter" else nbytes(instr.shape)
 
     parameters = [instr for instr in block if instr.opcode == "parameter" and arrays(instr.shape)]
