@@ -6,7 +6,7 @@ leaf which of its dims are input dims (summed by a product), output dims and bat
     with a batch       `_by_program` traces the loss and looks at each product that reads the leaf: exact
     without a batch    `_by_names` decides by paths and shapes: a guess
 
-`astray` warns of an optimizer that multiplies leaves that are no hidden matrices.
+`matrix_warning` is about an optimizer that multiplies leaves that are no hidden matrices.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Matrices:
         def dimension_numbers(path: Any, x: Any) -> MuonDimensionNumbers | None:
             leaf = self.leaves.get(name_of(path))
             if leaf is None or leaf.shape != tuple(x.shape):
-                mismatch = "is none of the model's" if leaf is None else f"is {list(leaf.shape)} in the model"
+                mismatch = "is no leaf of the model" if leaf is None else f"is {list(leaf.shape)} in the model"
                 raise ValueError(
                     f"{name_of(path)} {list(x.shape)} {mismatch}; use jp.matrices(model) of the model that is trained, "
                     "on its own tree of parameters"
@@ -299,7 +299,9 @@ def _by_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
     return result
 
 
-def astray(loss: jx.Flat, leaves: Leaves, multiplied: Mapping[str, frozenset[int]], factors: bool) -> str | None:
+def matrix_warning(
+    loss: jx.Flat, leaves: Leaves, multiplied: Mapping[str, frozenset[int]], factors: bool
+) -> str | None:
     """Return the text of a warning about an optimizer that multiplies leaves that are no hidden matrices.
 
     Args:
@@ -325,8 +327,8 @@ def astray(loss: jx.Flat, leaves: Leaves, multiplied: Mapping[str, frozenset[int
         return None
     paths_by_problem = {
         "layers of a stack with one another, as if they were rows of a matrix:": mixing_layers,
-        "what is no hidden matrix:": not_hidden,
-        "nothing of": missed,
+        "leaves that are no hidden matrices:": not_hidden,
+        "no dims of these hidden matrices:": missed,
     }
     problems = (
         f"{problem} {few([f'{path} {list(roles[path].shape)}' for path in paths])}"
@@ -334,6 +336,6 @@ def astray(loss: jx.Flat, leaves: Leaves, multiplied: Mapping[str, frozenset[int
         if paths
     )
     return (
-        f"the optimizer multiplies {'; '.join(problems)}. Say which dims are of matrices: optax.contrib.muon(..., "
-        "muon_weight_dimension_numbers=jp.matrices(model, batch))"
+        f"the optimizer multiplies {'; '.join(problems)}. Pass the dims of the hidden matrices: "
+        "optax.contrib.muon(..., muon_weight_dimension_numbers=jp.matrices(model, batch))"
     )
