@@ -278,14 +278,14 @@ class Pipe:
     Attributes:
       ranks: the number of ranks.
       chunks: the number of chunks of layers that each rank holds.
-      turns: whether the ranks hold odd chunks in reverse order, as in a V.
+      is_v: whether the ranks hold odd chunks in reverse order, as in a V.
       shard: the axes over which ZeRO shards, also without a pipeline.
       stages: what becomes a stage (`Strategy.stages`).
     """
 
     ranks: int = 1
     chunks: int = 1
-    turns: bool = False
+    is_v: bool = False
     shard: tuple[str, ...] = ("fsdp",)
     stages: str = "auto"
 
@@ -424,7 +424,7 @@ def _note(shape: tuple[int, ...], shards: int, dim: int | None, split_dims: Mapp
         return f"replicated: {shape} has no elements"
     exceptions = [f"{d}, which is on {axis}," for axis, d in split_dims.items() if d is not None]
     subject = f"no dim but {' and '.join(exceptions)}" if exceptions else "no dim"
-    return f"replicated: {subject} of {shape} divides by {shards}, and it is small"
+    return f"replicated: {subject} of {shape} is divisible by {shards}, and it is small"
 
 
 def may_stack(shape: tuple[int, ...]) -> bool:
