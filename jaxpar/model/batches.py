@@ -27,7 +27,7 @@ from .model import Replicated, is_replicated
 from .paths import name_of
 
 GIVEN = ("global", "host")  # the values of a step's `rows=`: whether a host passes all rows, or its own
-WHOSE = "rows are global, the same on every host, or with rows='host' each host's own"  # a hint in errors
+WHOSE = "rows='global' takes the same rows on every host, rows='host' each host's own"  # a hint in errors
 
 
 def batch_specs(batch: Any) -> Any:
@@ -98,8 +98,8 @@ def part_of_rows(mesh: Mesh) -> tuple[int, int]:
     if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != math.prod(sizes):
         owned = ", ".join(str(list(rows)) for rows in blocks_of_host.values())
         raise ValueError(
-            f"rows='host' and hosts share some rows, or have unequal parts: of {math.prod(sizes)} parts of a batch "
-            f"they have {owned}; give global rows, the same on every host"
+            f"rows='host' needs hosts with equal parts of the rows that do not overlap, and of {math.prod(sizes)} "
+            f"blocks of a batch the hosts have {owned}; use rows='global', and give the same rows on every host"
         )
     return parts.index(tuple(sorted(blocks_of_host[jax.process_index()]))), len(parts)
 
@@ -158,7 +158,7 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
         most_microbatches = max(divisors, default=1)
         fewer = f"use microbatches={most_microbatches}, or " if most_microbatches > 1 else ""
         if hosts > 1 or jax.process_count() > 1:
-            drop = f"{WHOSE}; here rows are {'own' if hosts > 1 else 'global'}: {drop}"
+            drop = f"{WHOSE}; here rows={GIVEN[hosts > 1]!r}: {drop}"
         raise ValueError(
             f"batch has {num_rows} rows{per_host}; {replicas} replicas x {microbatches} microbatches need a multiple "
             f"of {num_blocks}: {drop}{fewer}pad with jp.pad_rows(batch, {-(-num_blocks // hosts)}), whose mask goes "
