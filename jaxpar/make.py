@@ -27,7 +27,7 @@ from .layout.state import State
 from .model.model import Model
 from .parallel.tensor.dims import Rules
 from .step import unseen
-from .step.agreement import Agreement, kind_of
+from .step.agreement import Agreement, batch_kind
 from .step.checks import check_made_of, check_state, is_traced
 from .step.core import Step
 from .step.gradients import Metrics
@@ -332,7 +332,7 @@ class TrainStep(Step):
 
         Raises ValueError if none fits the memory budget: what fills the memory, and the nearest budget that would do.
         """
-        if (kind := kind_of(batch)) not in self._settled:
+        if (kind := batch_kind(batch)) not in self._settled:
             from .inspect.remat import settle
 
             trial = copy.copy(self)
@@ -471,7 +471,7 @@ class TrainStep(Step):
 
     def _prove(self, batch: Any, compiled: jax.stages.Compiled | None = None) -> None:
         """Raise ValueError unless the program for batches of this shape keeps the strategy's promises; once each."""
-        if (kind := kind_of(batch)) in self._proven:
+        if (kind := batch_kind(batch)) in self._proven:
             return
         from .inspect.check import check
 
