@@ -181,8 +181,8 @@ def _advice(x: Any) -> str:
     """Return the advice for a leaf that `jax.jit` does not accept."""
     # A masked array is an ndarray too: it comes first.
     if isinstance(x, np.ma.MaskedArray):
-        return "fill what is masked, x.filled(0), and give the mask as a leaf of its own, ~np.ma.getmaskarray(x)"
-    advice = "keep text, dates and records out of the batch, or give numbers, as x.astype('int64') makes of dates"
+        return "fill masked values, x.filled(0), and give the mask as another leaf, ~np.ma.getmaskarray(x)"
+    advice = "keep text, dates and records out of the batch, or convert them to numbers, dates by x.astype('int64')"
     if not isinstance(x, np.ndarray):
         return advice if isinstance(x, str | bytes) else "give it as a NumPy array of numbers, np.asarray(x)"
     if x.dtype.kind in "iufc":  # with another byte order, or with more bits than JAX has, such as float128
@@ -190,7 +190,7 @@ def _advice(x: Any) -> str:
         reason = "jax has no such numbers" if x.dtype.isnative else "its bytes are in the order of other machines"
         return f"{reason}, convert it by x.astype({np.dtype(closest_dtype).name!r})"
     if x.dtype.kind == "O":
-        return "make one array of numbers of it, x.astype('float32'), or np.stack(x) where its items are arrays"
+        return "convert it to one array of numbers, x.astype('float32'), or np.stack(x) if its items are arrays"
     return advice
 
 
@@ -261,7 +261,7 @@ def narrowed(batch: Any) -> Any:
             indices = np.unravel_index(int(np.argmax(does_not_fit)), x.shape)
             raise ValueError(
                 f"batch leaf {name_of(path) or 'batch'} holds {x[indices]} in row {indices[0]}, and as {dtype} would "
-                f"be {x[indices].astype(dtype)}; see where it comes from, or enable jax_enable_x64"
+                f"be {x[indices].astype(dtype)}; correct the value, or enable jax_enable_x64"
             )
         return x.astype(dtype)
 

@@ -235,7 +235,7 @@ def reading(batch: Any, name: str = "the batch") -> Iterator[None]:
     # A missing item raises one of the first four. Floats where integers must be raise one of the last two.
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
         if (request := _missing_item(error, batch)) is not None:
-            hint = "read what is there, or give the data these names"
+            hint = "read a leaf that it has, or give the data these names"
             if request == _BY_NAME:
                 hint = "make dicts of a loader's tuples, ({'x': x, 'y': y} for x, y in loader), or read them by number"
             at_line = f"{place}," if (place := _place(error)) else ""
