@@ -453,7 +453,10 @@ class TrainStep(Step):
         if weights_only:
             return weights(self, saved, jax.random.key(0) if key is None else key, fresh)
         if key is not None or fresh is not None:
-            raise ValueError("key= and fresh= are for weights_only=True: a whole state has its own key and parameters")
+            raise ValueError(
+                "key= and fresh= need weights_only=True, since a whole state has its own key and parameters; pass it, "
+                "or leave them out"
+            )
         return restored(self, saved)
 
     def restore_extra(self, folder: Place | str, like: Mapping[str, Any]) -> dict[str, Any]:

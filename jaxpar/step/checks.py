@@ -101,8 +101,8 @@ def check_state(state: Any) -> None:
     if any(is_deleted):
         path, _ = jax.tree_util.tree_leaves_with_path(state)[is_deleted.index(True)]
         raise ValueError(
-            f"the state has {name_of(path)} of an earlier state, which was donated to a step; copy what is to be used "
-            "again before that step: kept = jax.tree.map(jnp.copy, state.params)"
+            f"the state has {name_of(path)} of an earlier state, which was donated to a step; before that step, "
+            "copy arrays that you use again: kept = jax.tree.map(jnp.copy, state.params)"
         )
 
 

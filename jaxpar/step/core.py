@@ -236,7 +236,7 @@ class Step(FirstState, Intake):
 
     @functools.cached_property
     def _typed_state(self) -> State:
-        """The state of which programs are traced: shapes with shardings (`abstract_state`).
+        """The abstract state on which programs are traced: shapes with shardings (`abstract_state`).
 
         If a sharding cannot name the host's memory, the type of the array does.
         """

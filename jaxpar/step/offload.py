@@ -251,7 +251,7 @@ def where_applied(applied: Any, new_tree: Any, old_tree: Any) -> Any:
 def _over_blocks(
     fun: Callable[[list[Any], Any], list[Any]], constant: Any, carried: Sequence[Any], reads: bool
 ) -> list[Any]:
-    """Apply a function to all blocks of one device's arrays, in place of `carried`.
+    """Apply a function to all blocks of one device's arrays, and update `carried` in place.
 
     Args:
       fun: `fun(blocks, shape of a block)` -> new blocks of `carried`. Its blocks are of `constant`, then of `carried`.
@@ -364,12 +364,12 @@ def streams(
     # Blocks are cut from stored arrays, which only a transformation by element may see.
     if multiplies or not as_stacked:
         raise ValueError(
-            _not_elementwise("it multiplies matrices" if multiplies else "it looks at each layer by itself")
+            _not_elementwise("it multiplies matrices" if multiplies else "it treats each layer separately")
         )
     if "optimizer" in offloads and not any(place.host for place in places):
         raise ValueError(
-            f"offload='optimizer' moves state like a parameter's, of {PAD_FROM:,} elements or more, and this optimizer "
-            "has none; leave 'optimizer' out"
+            f"offload='optimizer' moves arrays of {PAD_FROM:,} elements or more that mirror a parameter, such as "
+            "momenta, and this optimizer has none; leave 'optimizer' out"
         )
 
     # 2. The leaf, by position, that each input and result of the two programs belongs to; None for any other.

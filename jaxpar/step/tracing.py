@@ -65,8 +65,8 @@ class Traced:
     Attributes:
       program: the loss in pieces, segments and layer stacks (`slicing/program.py`).
       outputs: `({metric: Mean}, variables)`, with the position of each output among the program's instead of its value.
-      leaves: what the program reads of each parameter, as `jax.ShapeDtypeStruct`: in the compute dtype, a tensor rank's
-        part, and of layers that pipeline stages own the layers of one rank.
+      leaves: the part of each parameter that the program reads, as `jax.ShapeDtypeStruct` in the compute dtype: one
+        tensor rank's part; of layers that pipeline stages own, the layers of one rank.
       variables: the model's variables.
       rows: the rows of one microbatch of one replica, [rows, ...].
       key: the key of dropout.

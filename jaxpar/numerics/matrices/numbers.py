@@ -213,7 +213,7 @@ def _by_program(program: jx.Flat, shapes: Mapping[str, tuple[int, ...]]) -> dict
         elif not any(read.sources & weights for read in leaf_reads):
             reason = "it reads the batch itself: where the model begins"
         elif i not in feeding:
-            reason = "what it makes goes into the loss: where the model ends"
+            reason = "its results go into the loss: where the model ends"
         else:
             result[name] = Matrix(shape, leaf_reads[0].reduction, leaf_reads[0].output, "as the loss reads it")
             continue
@@ -282,7 +282,7 @@ def _by_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
             reason = "by its name, where the model begins or ends"
         # A matrix outside all layers is an embedding or a head.
         elif (block_paths or stack_dims) and path not in block_paths and not batch_dims:
-            reason = "beside the layers, where the model begins or ends; give a batch to know"
+            reason = "outside the layers, where the model begins or ends; give a batch to know"
         elif is_kernel and shape[dims[2]] == 1:
             reason = "depthwise, by its shape"
         elif len(dims) == 3 and head_dim is not None:
