@@ -171,7 +171,7 @@ def power_name(power: float) -> str:
     if math.isnan(power):
         return "a sum over rows times a function of their number"
     usual_names = {0.0: "a sum over rows", -1.0: "a mean over rows"}
-    return usual_names.get(power, f"a sum over rows times the {power:g}-th power of their number")
+    return usual_names.get(power, f"a sum over rows times n^{power:g}, for n rows")
 
 
 @rule("div")

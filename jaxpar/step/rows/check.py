@@ -208,12 +208,15 @@ def _result_notes(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean,
         )
     else:
         total_name, count_name = map(_describe, powers)
-        message = f"{subject} is jp.Mean of {total_name} (total) and {count_name} (count); return two sums over rows"
+        message = (
+            f"{subject} is jp.Mean(total, count) with {total_name} as total and {count_name} as count; return two sums "
+            "over rows"
+        )
     return [*notes, Note(line, message, only_scale=True)]
 
 
 def _describe(power: float) -> str:
-    return "a mean over rows, or a value that is the same for all" if power == -1 else power_name(power)
+    return "a mean over rows (or a value that is the same for all)" if power == -1 else power_name(power)
 
 
 def _output_line(flat: jx.Flat, atom: Any) -> str:

@@ -186,7 +186,7 @@ CASES = {
     ),
     "means in jp.Mean": Case(
         lambda w, batch, key: jp.Mean(squares(w, batch).mean(), batch["mask"].sum()),
-        "a sum over rows (count); return two sums over rows",
+        "a sum over rows as count; return two sums over rows",
         mean_of(masked_sum),
     ),
     "decay in a sum": Case(
