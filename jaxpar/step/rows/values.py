@@ -66,7 +66,7 @@ class Note:
 
     Attributes:
       line: the user's line.
-      message: what the equation does, and what to write instead.
+      message: what the equation does, a phrase whose subject is the line; and what to write instead.
       is_certain: whether the equation couples rows for certain.
       in_backward: whether the equation is part of a derivative.
       only_scale: whether no rows meet, and only the scale is wrong: the result is a sum over rows, say, and no mean.
