@@ -27,7 +27,7 @@ from .layout.state import State
 from .model.model import Model
 from .parallel.tensor.dims import Rules
 from .step import unseen
-from .step.agreement import Agreement, kind_of
+from .step.agreement import Agreement, batch_kind
 from .step.checks import check_made_of, check_state, is_traced
 from .step.core import Step
 from .step.gradients import Metrics
@@ -180,7 +180,7 @@ class TrainStep(Step):
 
         Raises ValueError if a path is missing or unknown, or a leaf's shape is not the model's.
         """
-        self._look()
+        self._check_finite()
         return super().with_params(state, params)
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
@@ -201,20 +201,20 @@ class TrainStep(Step):
         # 1. Checks before anything runs.
         if not self.updates:
             raise ValueError(
-                "this step was made with optimizer=None, and takes none: use step.value_and_grad(state, batch), and "
-                "step.with_params(state, params) with what you make of it; or give an optimizer"
+                "this step was made with optimizer=None, so it cannot update; use step.value_and_grad(state, batch), "
+                "and step.with_params(state, params) with your own update, or give an optimizer"
             )
         if self.proves:
             self._prove(batch)
         if self.traces and is_traced(state, batch):
             raise ValueError(
-                "trace_nonfinite=True looks at what a step has given, and within a jit of your own there is nothing to "
-                "see yet; use skip_nonfinite=True, and step.trace_nonfinite(state, batch) where metrics['finite'] is "
+                "trace_nonfinite=True reads the results of steps on the host, and within a jit of your own they have "
+                "no values; use skip_nonfinite=True, and step.trace_nonfinite(state, batch) if metrics['finite'] is "
                 "False"
             )
         # A state that is not the last one returned begins another loop, and ends the one before.
         if self._calls and self._calls[-1].state is not state:
-            self._look()
+            self._check_finite()
 
         # 2. The step. In a run of several processes, each first compares its batch and program with the others'.
         if not self._agreement.needed or is_traced(state, batch):
@@ -228,8 +228,8 @@ class TrainStep(Step):
         # 3. Check the steps that are done, without waiting for this one.
         if self.traces:
             self._calls.append(_Call(next_state, metrics.pop("stopped"), batch))
-            unseen.expect(self._look)
-            self._look(wait=False)
+            unseen.expect(self._check_finite)
+            self._check_finite(wait=False)
         return next_state, metrics
 
     def wait(self, state: State) -> State:
@@ -237,11 +237,11 @@ class TrainStep(Step):
 
         Raises NonfiniteError if, with `trace_nonfinite=True`, one of the last steps was not finite.
         """
-        self._look()
+        self._check_finite()
         return jax.block_until_ready(state)
 
-    def _look(self, wait: bool = True) -> None:
-        """Raise NonfiniteError if the step of a call was not finite. No later step was applied either.
+    def _check_finite(self, wait: bool = True) -> None:
+        """Raise NonfiniteError if the step of an unchecked call was not finite; no later step was applied either.
 
         Args:
           wait: check all calls, else only those that are done. Several processes must check the same calls, since the
@@ -253,14 +253,14 @@ class TrainStep(Step):
                 # Later steps changed nothing, so that the last state still has the values before the faulty step.
                 last_state, undone = (calls[-1] if calls else call).state, tuple(later.batch for later in calls)
                 calls.clear()
-                unseen.forget(self._look)
+                unseen.forget(self._check_finite)
                 from .inspect.nonfinite import NonfiniteError
 
                 # `Update` made the number negative: -n for the faulty step n, which started from the number n - 1.
                 finding = self.trace_nonfinite(replace(last_state, step=-last_state.step - 1), call.batch)
                 raise NonfiniteError(finding, replace(last_state, step=-last_state.step), call.batch, undone)
         if not calls:
-            unseen.forget(self._look)
+            unseen.forget(self._check_finite)
 
     def trace_nonfinite(self, state: State, batch: Any, device: jax.Device | None = None) -> "Nonfinite":
         """Find where the NaN or infinity of a step begins.
@@ -295,7 +295,7 @@ class TrainStep(Step):
 
     def _agreed(self, name: str, state: State, batch: Any) -> Any:
         """Place a batch once several processes have compared it; first check that earlier steps were finite."""
-        self._look()
+        self._check_finite()
         if self._agreement.needed and not is_traced(state, batch):
             batch = self.place(batch)
             self._agreement.on_batch(name, batch)
@@ -332,7 +332,7 @@ class TrainStep(Step):
 
         Raises ValueError if none fits the memory budget: what fills the memory, and the nearest budget that would do.
         """
-        if (kind := kind_of(batch)) not in self._settled:
+        if (kind := batch_kind(batch)) not in self._settled:
             from .inspect.remat import settle
 
             trial = copy.copy(self)
@@ -418,7 +418,7 @@ class TrainStep(Step):
         Raises ValueError if the save before could not be written.
         """
         # A state with parameters that stopped changing is not worth saving.
-        self._look()
+        self._check_finite()
         # Saves to one folder wait for each other, so that they share one `Checkpoints`.
         saves = self._saves.get(key := (str(folder), keep))
         if saves is None:
@@ -453,7 +453,10 @@ class TrainStep(Step):
         if weights_only:
             return weights(self, saved, jax.random.key(0) if key is None else key, fresh)
         if key is not None or fresh is not None:
-            raise ValueError("key= and fresh= are for weights_only=True: a whole state has its own key and parameters")
+            raise ValueError(
+                "key= and fresh= need weights_only=True, since a whole state has its own key and parameters; pass it, "
+                "or leave them out"
+            )
         return restored(self, saved)
 
     def restore_extra(self, folder: Place | str, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -471,7 +474,7 @@ class TrainStep(Step):
 
     def _prove(self, batch: Any, compiled: jax.stages.Compiled | None = None) -> None:
         """Raise ValueError unless the program for batches of this shape keeps the strategy's promises; once each."""
-        if (kind := kind_of(batch)) in self._proven:
+        if (kind := batch_kind(batch)) in self._proven:
             return
         from .inspect.check import check
 

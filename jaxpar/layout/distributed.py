@@ -17,8 +17,7 @@ def attach(devices: int | None, default: int = 8) -> None:
     """Simulate `devices` CPU devices in each process; if None, `default` devices if jax sees one CPU device alone.
 
     Args:
-      devices: at least 1. None keeps accelerators, several processes and devices that
-        are simulated already.
+      devices: at least 1. None keeps accelerators, several processes, and devices that are simulated already.
 
     Raises:
       ValueError: if the number is below 1.

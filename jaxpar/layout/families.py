@@ -126,7 +126,7 @@ def unlike(leaves: Sequence[tuple[str, tuple[int, ...]]], prefix: str, member: s
     return None
 
 
-def own_leaves(flat: Sequence[tuple[str, tuple[int, ...], bool]]) -> frozenset[str]:
+def largest_stack(flat: Sequence[tuple[str, tuple[int, ...], bool]]) -> frozenset[str]:
     """Return the paths of the leaves that look like the model's largest stack of layers.
 
     The leaves of a stack share their first dim, the number of layers, and the first part of their paths. Some of them

@@ -278,14 +278,14 @@ class Pipe:
     Attributes:
       ranks: the number of ranks.
       chunks: the number of chunks of layers that each rank holds.
-      turns: whether the ranks hold odd chunks in reverse order, as in a V.
+      is_v: whether the ranks hold odd chunks in reverse order, as in a V.
       shard: the axes over which ZeRO shards, also without a pipeline.
       stages: what becomes a stage (`Strategy.stages`).
     """
 
     ranks: int = 1
     chunks: int = 1
-    turns: bool = False
+    is_v: bool = False
     shard: tuple[str, ...] = ("fsdp",)
     stages: str = "auto"
 
@@ -349,12 +349,12 @@ class ModelLeaf:
         shape = (self.shape[1], self.shape[0], *self.shape[2:])
         return replace(self, shape=shape, tensor=tensor, expert=expert)
 
-    def placed(self, sharing: Sharing, form: Form = Whole(), second: bool = False) -> Leaf:
+    def placed(self, sharing: Sharing, form: Form = Whole(), layers_second: bool = False) -> Leaf:
         """Choose the dim along which the leaf is sharded, and pad it.
 
         Args:
           form: how it is stored; with `Staged`, `shape` is without the padding of stages, with the layers on dim 0.
-          second: whether dim 1 is a dim of layers, which is sharded only if no other dim divides.
+          layers_second: whether dim 1 is a dim of layers, which is sharded only if no other dim divides.
 
         Returns:
           The leaf, sharded along one of the remaining dims, or replicated with a note.
@@ -379,9 +379,9 @@ class ModelLeaf:
 
         # 2. The dims to choose from, dims of layers last. A leaf that may be a stack, but is none that we made, may be
         #    sharded along dim 0 if no other dim serves.
-        stacked = not isinstance(form, Staged) and not second and (isinstance(form, Stacked) or may_stack(shape))
+        stacked = not isinstance(form, Staged) and not layers_second and (isinstance(form, Stacked) or may_stack(shape))
         dims = [d for d in range(1 if stacked else first_dim, len(shape)) if d not in (tensor, expert)]
-        dims.sort(key=lambda d: second and d == 1)
+        dims.sort(key=lambda d: layers_second and d == 1)
         may_shard_first = stacked and not isinstance(form, Stacked) and 0 not in (tensor, expert)
 
         # 3. The choice. PAD_FROM counts the elements that one rank of `tensor` and `expert` holds.
@@ -424,7 +424,7 @@ def _note(shape: tuple[int, ...], shards: int, dim: int | None, split_dims: Mapp
         return f"replicated: {shape} has no elements"
     exceptions = [f"{d}, which is on {axis}," for axis, d in split_dims.items() if d is not None]
     subject = f"no dim but {' and '.join(exceptions)}" if exceptions else "no dim"
-    return f"replicated: {subject} of {shape} divides by {shards}, and it is small"
+    return f"replicated: {subject} of {shape} is divisible by {shards}, and it is small"
 
 
 def may_stack(shape: tuple[int, ...]) -> bool:

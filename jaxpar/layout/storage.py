@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ..model.paths import name_of
-from .families import families, inside_stack, on_second_dim, own_leaves, unlike
+from .families import families, inside_stack, largest_stack, on_second_dim, unlike
 from .leaves import Leaf, ModelLeaf, Pipe, Sharing, Stacked, Staged, Whole
 from .precision import Policy
 
@@ -136,7 +136,7 @@ def make_leaves(
     trainable: Callable[[str], bool] | None,
     sharing: Sharing,
     split: Mapping[str, int] = MappingProxyType({}),
-    mixed: Mapping[str, int] = MappingProxyType({}),
+    expert_split: Mapping[str, int] = MappingProxyType({}),
     non_layer_dims: Mapping[str, int] = MappingProxyType({}),
 ) -> Storage:
     """Choose how the devices of `sharing` store the leaves of a model.
@@ -144,14 +144,14 @@ def make_leaves(
     Args:
       trainable: returns whether the leaf of a path is trained; None trains all floating-point leaves.
       split: by path, the dim that `tensor` splits.
-      mixed: by path, the dim of experts, which `expert` splits.
+      expert_split: by path, the dim of experts, which `expert` splits.
       non_layer_dims: by path, a dim that is known not to be layers, such as one that `vmap` made.
 
     Raises:
       ValueError: for a parameter that is a key, or if two axes are to split the same dim.
     """
     # 1. Store the layers of Python loops as stacks, and choose the sharded dims.
-    model_rows, tree = _model_leaves(params, trainable, split, mixed), jax.tree.structure(params)
+    model_rows, tree = _model_leaves(params, trainable, split, expert_split), jax.tree.structure(params)
     inside = inside_stack([(row.path, row.shape) for row in model_rows], non_layer_dims)
     rows, stored_tree = _stack_loops(model_rows, params, inside)
     leaves = _place_rows(rows, sharing, inside, non_layer_dims)
@@ -180,7 +180,7 @@ def make_leaves(
 
 
 def _model_leaves(
-    params: Any, trainable: Callable[[str], bool] | None, split: Mapping[str, int], mixed: Mapping[str, int]
+    params: Any, trainable: Callable[[str], bool] | None, split: Mapping[str, int], expert_split: Mapping[str, int]
 ) -> list[ModelLeaf]:
     """Return a row for each of the model's own leaves; raise ValueError for one that cannot be stored."""
     rows: list[ModelLeaf] = []
@@ -192,14 +192,14 @@ def _model_leaves(
                 f"parameter {name} is {x.dtype}, which is no number; keep keys with the variables "
                 "(Model(stateful=True)), or use the loss's own key"
             )
-        if (dim := mixed.get(name)) is not None and dim == split.get(name):
+        if (dim := expert_split.get(name)) is not None and dim == split.get(name):
             free_dim = next((d for d in range(x.ndim) if d != dim), None)
             raise ValueError(
-                f"tensor and expert are both to split dim {dim} of {name} {list(x.shape)}; name another dim for one: "
+                f"tensor and expert would both split dim {dim} of {name} {list(x.shape)}; name another dim for one: "
                 f"rules={{{name!r}: {{'expert': {dim}, 'tensor': {free_dim}}}}}"
             )
         is_trained = _is_trained(name, x.dtype, trainable)
-        rows.append(ModelLeaf(name, tuple(x.shape), x.dtype, is_trained, split.get(name), mixed.get(name), (i,)))
+        rows.append(ModelLeaf(name, tuple(x.shape), x.dtype, is_trained, split.get(name), expert_split.get(name), (i,)))
     return rows
 
 
@@ -211,7 +211,7 @@ def check_trains(params: Any, trainable: Callable[[str], bool] | None) -> None:
     first_names = ", ".join(name for name, _ in leaves[:5]) or "none"
     advice = "at least one must be floating-point" if trainable is None else "trainable= must be true for some path"
     if not leaves:
-        advice = "init has to return at least one array of floating-point numbers; run a loss without any by jax.jit"
+        advice = "init has to return at least one floating-point array; run a loss without parameters by jax.jit"
     raise ValueError(f"no trainable parameters among {len(leaves)} leaves ({first_names}); {advice}")
 
 
@@ -265,9 +265,9 @@ def _place_rows(
     layers_first = [row.with_layers_first() if swap else row for row, swap in zip(rows, swapped, strict=True)]
     # Dim 0 of some leaves is known not to be layers; they cannot be in the largest stack.
     candidates = [(row.path, row.shape, row.rolled) for row in layers_first if non_layer_dims.get(row.path) != 0]
-    staged_paths = own_leaves(candidates) if pipe.ranks > 1 else frozenset()
+    staged_paths = largest_stack(candidates) if pipe.ranks > 1 else frozenset()
     # With a single chunk, a V and a loop store layers in the same order.
-    v_ranks = pipe.ranks if pipe.turns and pipe.chunks > 1 else 0
+    v_ranks = pipe.ranks if pipe.is_v and pipe.chunks > 1 else 0
     leaves: list[Leaf] = []
     for row, front_row, swap in zip(rows, layers_first, swapped, strict=True):
         if row.path not in staged_paths:

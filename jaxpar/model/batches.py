@@ -27,7 +27,7 @@ from .model import Replicated, is_replicated
 from .paths import name_of
 
 GIVEN = ("global", "host")  # the values of a step's `rows=`: whether a host passes all rows, or its own
-WHOSE = "rows are global, the same on every host, or with rows='host' each host's own"  # a hint in errors
+WHOSE = "rows='global' takes the same rows on every host, rows='host' each host's own"  # a hint in errors
 
 
 def batch_specs(batch: Any) -> Any:
@@ -98,8 +98,8 @@ def part_of_rows(mesh: Mesh) -> tuple[int, int]:
     if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != math.prod(sizes):
         owned = ", ".join(str(list(rows)) for rows in blocks_of_host.values())
         raise ValueError(
-            f"rows='host' and hosts share some rows, or have unequal parts: of {math.prod(sizes)} parts of a batch "
-            f"they have {owned}; give global rows, the same on every host"
+            f"rows='host' needs hosts with equal parts of the rows that do not overlap, and of {math.prod(sizes)} "
+            f"blocks of a batch the hosts have {owned}; use rows='global', and give the same rows on every host"
         )
     return parts.index(tuple(sorted(blocks_of_host[jax.process_index()]))), len(parts)
 
@@ -158,7 +158,7 @@ def check_rows(batch: Any, replicas: int, microbatches: int, hosts: int = 1) -> 
         most_microbatches = max(divisors, default=1)
         fewer = f"use microbatches={most_microbatches}, or " if most_microbatches > 1 else ""
         if hosts > 1 or jax.process_count() > 1:
-            drop = f"{WHOSE}; here rows are {'own' if hosts > 1 else 'global'}: {drop}"
+            drop = f"{WHOSE}; here rows={GIVEN[hosts > 1]!r}: {drop}"
         raise ValueError(
             f"batch has {num_rows} rows{per_host}; {replicas} replicas x {microbatches} microbatches need a multiple "
             f"of {num_blocks}: {drop}{fewer}pad with jp.pad_rows(batch, {-(-num_blocks // hosts)}), whose mask goes "
@@ -181,8 +181,8 @@ def _advice(x: Any) -> str:
     """Return the advice for a leaf that `jax.jit` does not accept."""
     # A masked array is an ndarray too: it comes first.
     if isinstance(x, np.ma.MaskedArray):
-        return "fill what is masked, x.filled(0), and give the mask as a leaf of its own, ~np.ma.getmaskarray(x)"
-    advice = "keep text, dates and records out of the batch, or give numbers, as x.astype('int64') makes of dates"
+        return "fill masked values, x.filled(0), and give the mask as another leaf, ~np.ma.getmaskarray(x)"
+    advice = "keep text, dates and records out of the batch, or convert them to numbers, dates by x.astype('int64')"
     if not isinstance(x, np.ndarray):
         return advice if isinstance(x, str | bytes) else "give it as a NumPy array of numbers, np.asarray(x)"
     if x.dtype.kind in "iufc":  # with another byte order, or with more bits than JAX has, such as float128
@@ -190,7 +190,7 @@ def _advice(x: Any) -> str:
         reason = "jax has no such numbers" if x.dtype.isnative else "its bytes are in the order of other machines"
         return f"{reason}, convert it by x.astype({np.dtype(closest_dtype).name!r})"
     if x.dtype.kind == "O":
-        return "make one array of numbers of it, x.astype('float32'), or np.stack(x) where its items are arrays"
+        return "convert it to one array of numbers, x.astype('float32'), or np.stack(x) if its items are arrays"
     return advice
 
 
@@ -261,7 +261,7 @@ def narrowed(batch: Any) -> Any:
             indices = np.unravel_index(int(np.argmax(does_not_fit)), x.shape)
             raise ValueError(
                 f"batch leaf {name_of(path) or 'batch'} holds {x[indices]} in row {indices[0]}, and as {dtype} would "
-                f"be {x[indices].astype(dtype)}; see where it comes from, or enable jax_enable_x64"
+                f"be {x[indices].astype(dtype)}; correct the value, or enable jax_enable_x64"
             )
         return x.astype(dtype)
 

@@ -1,7 +1,7 @@
 """Errors about the functions that users pass to jaxpar, in terms of the user's code.
 
     check_call   before any call: does the function accept the arguments that jaxpar passes?
-    traced       around a call under a trace: which line of which layer asked for a number or a mesh, and what to write
+    traced       around a call under a trace: which line of which layer asked for a value or a mesh, and what to write
     reading      around a call with a batch: which leaf did the function ask for that the batch does not have?
 
 An error from deep inside Flax or JAX says none of this. Here it is read from the frames of the traceback.
@@ -83,8 +83,8 @@ def describe(batch: Any) -> str:
     return f"{kind}{', '.join(named)}{more}"
 
 
-# The errors of traced arrays from which Python or NumPy wants a number.
-_NUMBERS = (
+# The errors of traced arrays whose value Python or NumPy needs.
+_VALUE_ERRORS = (
     jax.errors.ConcretizationTypeError,  # float(x), or bool(x) in an `if`
     jax.errors.TracerArrayConversionError,  # np.asarray(x)
     jax.errors.TracerIntegerConversionError,  # range(x), a_list[x]
@@ -94,18 +94,18 @@ _INTEGERS = re.compile(r"(?<!Shapes )must (?:be|have)[\w ]*\binteger|numpy\.inte
 
 
 class Advice(NamedTuple):
-    """Why an array has no numbers in a trace, and what to write instead.
+    """Why an array has no value in a trace, and what to write instead.
 
     Attributes:
-      number: the advice where a program asks for the number itself, `float(x)`.
+      value: the advice where a program asks for the value itself, `float(x)`.
       numpy: the advice where it passes the array to a function of NumPy.
     """
 
-    number: str
+    value: str
     numpy: str
 
 
-_SHARDED = "it is traced by jax.jit, so that parameters are created sharded, and arrays have no numbers there"
+_SHARDED = "it is traced by jax.jit, so that parameters are created sharded, and arrays have no values there"
 IN_INIT = Advice(
     f"{_SHARDED}; compute this one with NumPy or Python (np.linspace for jnp.linspace; np.random.default_rng(0) for a "
     "random one)",
@@ -113,7 +113,7 @@ IN_INIT = Advice(
     "the array is not drawn from a key, make it with NumPy too",
 )
 _TRACED_ONCE = (
-    "it is traced once for all batches, and arrays have no numbers there; stay with jnp (jnp.where in place of if), "
+    "it is traced once for all batches, and arrays have no values there; stay with jnp (jnp.where in place of if), "
     "and return as a metric, (value, {'name': x}), what you want to see"
 )
 IN_LOSS = Advice(_TRACED_ONCE, _TRACED_ONCE)
@@ -123,17 +123,17 @@ IN_LOSS = Advice(_TRACED_ONCE, _TRACED_ONCE)
 def traced(function: str, advice: Advice) -> Iterator[None]:
     """Explain the errors of a user's function that is called within this context, under a trace.
 
-    Where the function asks for the number of an array, or for a mesh, the error becomes a ValueError that names the
+    Where the function asks for the value of an array, or for a mesh, the error becomes a ValueError that names the
     line and the layer. Any other error gets line and layer as a note.
 
     Args:
-      advice: why arrays have no numbers there, and what to write (`IN_INIT`, `IN_LOSS`).
+      advice: why arrays have no values there, and what to write (`IN_INIT`, `IN_LOSS`).
     """
     try:
         yield
-    except _NUMBERS as error:
-        instead = advice.numpy if isinstance(error, jax.errors.TracerArrayConversionError) else advice.number
-        raise ValueError(f"{function} asks for the number of an array{_place(error)}: {instead}") from error
+    except _VALUE_ERRORS as error:
+        instead = advice.numpy if isinstance(error, jax.errors.TracerArrayConversionError) else advice.value
+        raise ValueError(f"{function} asks for the value of an array{_place(error)}: {instead}") from error
     except (ValueError, RuntimeError) as error:
         # JAX advises to enter a mesh. That would not help here, because a model must not see any mesh.
         if "PartitionSpec" not in str(error) or " mesh" not in str(error):
@@ -235,7 +235,7 @@ def reading(batch: Any, name: str = "the batch") -> Iterator[None]:
     # A missing item raises one of the first four. Floats where integers must be raise one of the last two.
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
         if (request := _missing_item(error, batch)) is not None:
-            hint = "read what is there, or give the data these names"
+            hint = "read a leaf that it has, or give the data these names"
             if request == _BY_NAME:
                 hint = "make dicts of a loader's tuples, ({'x': x, 'y': y} for x, y in loader), or read them by number"
             at_line = f"{place}," if (place := _place(error)) else ""

@@ -33,8 +33,8 @@ def check_mapped(x: Any) -> None:
         name = name or getattr(x, "filename", None)
     if isinstance(x, mmap.mmap) and x.size() < len(x):
         raise ValueError(
-            f"{name or 'a file'} had {len(x):,} bytes when it was opened and has {x.size():,} now; write it anew, "
-            "under another name until it is whole, and go on with resume"
+            f"{name or 'a file'} had {len(x):,} bytes when it was opened and has {x.size():,} now; write it again, "
+            "under another name until it is complete, and continue with resume"
         )
 
 

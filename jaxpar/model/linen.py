@@ -50,9 +50,9 @@ class Apply:
     def __call__(self, *args: Any, method: Any = None, mutable: Any = (), **kwargs: Any) -> Any:
         """Call the module; see the class."""
         if "rngs" in kwargs:
-            raise ValueError("apply(rngs=...): leave it out; there is a key for each step and block of rows")
+            raise ValueError("apply(rngs=...): leave it out; jaxpar passes a key for each step and block of rows")
         if args and isinstance(args[0], Mapping) and "params" in args[0]:
-            raise ValueError("apply(variables, ...): leave them out, apply(x); parameters and statistics are seen to")
+            raise ValueError("apply(variables, ...): leave them out, apply(x); jaxpar passes parameters and statistics")
         received = (mutable,) if isinstance(mutable, str) else tuple(mutable)
         self.received |= set(received)
         rngs = {}  # none in `evaluate`: a module that draws then raises an error

@@ -183,7 +183,9 @@ class Model:
             )
         for name in metrics:
             if not isinstance(name, str):
-                raise ValueError(f"loss returned a metric named {name!r}, a {type(name).__name__}; name it by a str")
+                raise ValueError(
+                    f"loss returned a metric named {name!r}, a {type(name).__name__}; give it a str as name"
+                )
         reserved = [name for name in metrics if name in _RESERVED]
         if reserved:
             raise ValueError(f"loss returned a metric named {reserved[0]!r}, which jaxpar reports itself; rename it")
@@ -364,7 +366,10 @@ def _with_old_dtypes(old: Any, new: Any, noun: str) -> Any:
     """
     old_leaves, tree = jax.tree_util.tree_flatten_with_path(old)
     if jax.tree.structure(new) != tree:
-        raise ValueError(f"the loss changes the structure of the {noun}s from {tree} to {jax.tree.structure(new)}")
+        raise ValueError(
+            f"the loss changes the structure of the {noun}s from {tree} to {jax.tree.structure(new)}; return the tree "
+            "that it was given, with other values"
+        )
     values = []
     for (path, a), b in zip(old_leaves, jax.tree.leaves(new), strict=True):
         if jnp.shape(a) != jnp.shape(b):

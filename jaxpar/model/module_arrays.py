@@ -1,4 +1,4 @@
-"""The arrays of users' modules: nested dicts of those that JAX sees, and the numbers of those that it does not see."""
+"""The arrays of users' modules: nested dicts of those that JAX sees, and the values of those that it does not see."""
 
 from __future__ import annotations
 

@@ -357,7 +357,8 @@ class _StateTree(ArrayTree):
                 old_state, new_state = ("an array", "None") if not leaves else ("None", "an array")
                 name = "/".join(map(str, path))
                 raise ValueError(
-                    f"the loss makes {name} {new_state}, and it was {old_state}; create it in the constructor"
+                    f"the loss changes {name} from {old_state} to {new_state}, and a step's variables keep their "
+                    "structure; create it in the constructor"
                 )
             if path in self.nonempty:
                 new_leaves |= {path: leaves[0]} if len(leaves) == 1 else {(*path, i): x for i, x in enumerate(leaves)}

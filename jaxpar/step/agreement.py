@@ -37,13 +37,13 @@ class Agreement:
 
     def note(self, batch: Any) -> None:
         """Note the first batch of each kind as the user gave it, before it becomes an array of several processes."""
-        if not self.needed or (local_kind := kind_of(batch)) in self._compared or is_global(batch):
+        if not self.needed or (local_kind := batch_kind(batch)) in self._compared or is_global(batch):
             return
         # With rows="host" every process has other rows, so that shapes alone are compared.
         checksum = {"its checksum": consistency.digest(batch)} if self._step.rows == "global" else {}
         digests = {"its shape": consistency.shapes(batch), **checksum}
         # `on_batch` sees the global batch, and looks the digests up by its kind.
-        self._batch_digests.setdefault(kind_of(self._step.shapes(batch)), digests)
+        self._batch_digests.setdefault(batch_kind(self._step.shapes(batch)), digests)
         self._compared.add(local_kind)
 
     def on_batch(self, name: str, batch: Any) -> None:
@@ -51,16 +51,16 @@ class Agreement:
 
         Shapes must agree, and values too if rows are global. `batch` is the global batch.
         """
-        if not self.needed or (name, kind := kind_of(batch)) in self._compared:
+        if not self.needed or (name, kind := batch_kind(batch)) in self._compared:
             return
         digests = self._batch_digests.get(kind, {"its shape": consistency.shapes(batch)})
-        advice = "as many rows on each" if self._step.rows == "host" else "the same on each, or say rows='host'"
+        advice = "as many rows on each" if self._step.rows == "host" else "the same on each, or pass rows='host'"
         consistency.compare(f"the batch to {name}", digests, hint=f"{WHOSE}: give {advice}")
         self._compared.add((name, kind))
 
     def on_program(self, batch: Any) -> None:
         """Raise ValueError in every process if any is about to run another step on a batch of these shapes."""
-        if not self.needed or ("program", kind := kind_of(batch)) in self._compared:
+        if not self.needed or ("program", kind := batch_kind(batch)) in self._compared:
             return
         # Batches first: their error is plainer than the difference of programs that follows from it.
         self.note(batch)
@@ -83,7 +83,7 @@ class Agreement:
         }
 
 
-def kind_of(batch: Any) -> Any:
+def batch_kind(batch: Any) -> Any:
     """Return the kind of a batch: its tree, shapes and dtypes, for which one program is compiled."""
     leaves, tree = jax.tree.flatten(batch)
     return (tree, *((np.shape(x), getattr(x, "dtype", None)) for x in leaves))

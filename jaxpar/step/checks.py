@@ -55,7 +55,7 @@ def check_made_of(
         raise ValueError(f"rows={rows!r}: use 'global' (the same batch on every host) or 'host' (each its own rows)")
     for name, limit in (ids or {}).items():
         if not isinstance(limit, int) or limit < 1:
-            raise ValueError(f"ids={{{name!r}: {limit!r}}}: needs how many ids there are, a whole number from 1")
+            raise ValueError(f"ids={{{name!r}: {limit!r}}}: give the number of ids, a whole number from 1")
     if check not in (True, False, "overlap"):
         raise ValueError(f"check={check!r}: use True, False or 'overlap'")
 
@@ -101,8 +101,8 @@ def check_state(state: Any) -> None:
     if any(is_deleted):
         path, _ = jax.tree_util.tree_leaves_with_path(state)[is_deleted.index(True)]
         raise ValueError(
-            f"the state has {name_of(path)} of an earlier state, which was donated to a step; copy what is to be used "
-            "again before that step: kept = jax.tree.map(jnp.copy, state.params)"
+            f"the state has {name_of(path)} of an earlier state, which was donated to a step; before that step, "
+            "copy arrays that you use again: kept = jax.tree.map(jnp.copy, state.params)"
         )
 
 
@@ -113,10 +113,10 @@ def check_reached(program: Any) -> None:
     # take them for different.
     if unreached := not_reached(program, but=("tensor",)):
         raise ValueError(
-            "the step would hang, as some ranks of a collective may never come to it:\n"
+            "the step would hang, since some ranks may never reach a collective:\n"
             + "".join(f"- {collective}\n" for collective in unreached)
-            + "a condition or a loop's end there differs from rank to rank; make it the same on all, from "
-            "jp.all_rows(x), say, or take what needs all rows out of the branch or the loop"
+            + "a branch or a loop around it depends on values that differ from rank to rank; compute these from "
+            "jp.all_rows(x), so that all ranks have the same, or move what needs all rows out of the branch or the loop"
         )
 
 
@@ -133,9 +133,9 @@ def misfit(state: Any, expected: Any) -> str:
     # 1. Arrays that only one of the two has.
     for name in (*needed, *present):
         if (name in present) != (name in needed):
-            relation = "lacks" if name in needed else "has, and the step has not,"
+            relation = f"lacks {name}" if name in needed else f"has {name}, and the step has none"
             return (
-                f"the state {relation} {name}: it is of another model, optimizer or precision; take its weights alone, "
+                f"the state {relation}: it is of another model, optimizer or precision; take its weights alone, "
                 "step.init(key, params=other.params(state))"
             )
     # 2. Arrays of another shape, or on other devices.
@@ -326,8 +326,8 @@ class Intake:
         """Raise ValueError if the loss does not depend on the batch's "mask", so that rows of padding would count."""
         if not self.traced(batch).reads("mask"):
             raise ValueError(
-                "a short batch is filled up with rows whose mask is 0, and the loss does not depend on batch['mask']: "
-                "return jp.Mean((losses * batch['mask']).sum(), batch['mask'].sum()), or let batches be full "
+                "a short batch is padded with rows whose mask is 0, and the loss does not depend on batch['mask']: "
+                "return jp.Mean((losses * batch['mask']).sum(), batch['mask'].sum()), or make all batches full "
                 "(last='pad' or 'drop_last' of jaxpar.data.Rows)"
             )
 

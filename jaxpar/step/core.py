@@ -37,7 +37,7 @@ from ..model.batches import batch_shardings, batch_specs, is_array, one_block
 from ..model.model import Model, Replicated
 from ..model.paths import name_of
 from ..numerics.matrices.elementwise import sees_stacked
-from ..numerics.matrices.numbers import astray
+from ..numerics.matrices.numbers import matrix_warning
 from ..numerics.matrices.owners import Dealer, Owners
 from ..numerics.matrices.whole_matrices import axes_at_rest, update_program
 from ..parallel.data import rule_of
@@ -93,7 +93,7 @@ class Step(FirstState, Intake):
 
         # 2. How each array of the optimizer is stored, and who multiplies whole matrices.
         as_stacked = sees_stacked(self.optimizer, storage)
-        places, owners, find_astray = self._place_optimizer(storage, shapes, as_stacked)
+        places, owners, warn_matrices = self._place_optimizer(storage, shapes, as_stacked)
 
         # 3. The layout: all of this on a mesh, in the dtypes of the strategy.
         has_copy = self.rule.published and placement.num_shards > 1 and self.policy.compute != jnp.float32
@@ -106,7 +106,7 @@ class Step(FirstState, Intake):
         row_axes = {axis: mesh.shape[axis] for axis in ROWS if mesh.shape[axis] > 1}
         self.replicas = math.prod(row_axes.values())
         setting = {"layout": self.layout, "strategy": strategy, "axes": row_axes, "schedule": self.schedule}
-        self.tracing = Tracing(model=model, astray=find_astray, **setting)
+        self.tracing = Tracing(model=model, matrix_warning=warn_matrices, **setting)
         self.update = Update(self.optimizer, self.layout, self.rule, as_stacked, on_nonfinite, owners, streamed)
         self.local = Local(self.tracing, dict(ids or {}))
         self._jitted: dict[Any, Any] = {}
@@ -119,8 +119,8 @@ class Step(FirstState, Intake):
           as_stacked: whether the optimizer sees leaves as they are stored.
 
         Returns:
-          A `Stored` for each array; the owners of whole matrices, or None; and a function that finds leaves which the
-          optimizer should not multiply (`Tracing.astray`), or None.
+          A `Stored` for each array; the owners of whole matrices, or None; and a function that warns of leaves which
+          the optimizer should not multiply (`Tracing.matrix_warning`), or None.
         """
         # 1. The abstract state. An array that mirrors a parameter is stored like the parameter's shard.
         leaves_seen, params_seen = storage.seen(as_stacked)
@@ -135,8 +135,8 @@ class Step(FirstState, Intake):
             return places, None, None
         owners = Dealer(leaves_seen, axes_at_rest(storage, is_sharded, self.mesh.shape), self.mesh)(program)
         multiplied = {leaf.path: program.leaves.get(i, frozenset()) for i, leaf in enumerate(leaves_seen)}
-        find_astray = functools.partial(astray, multiplied=multiplied, factors=program.factors)
-        return owners.stored(places), owners, find_astray
+        warn_matrices = functools.partial(matrix_warning, multiplied=multiplied, factors=program.factors)
+        return owners.stored(places), owners, warn_matrices
 
     chosen: tuple[Any, ...] = ()  # what remat="auto" chose for each value (`inspect/remat.py`)
     settle: Callable[[Any], Any] | None = None  # with remat="auto": shapes of a batch -> this step with its choices
@@ -236,7 +236,7 @@ class Step(FirstState, Intake):
 
     @functools.cached_property
     def _typed_state(self) -> State:
-        """The state of which programs are traced: shapes with shardings (`abstract_state`).
+        """The abstract state on which programs are traced: shapes with shardings (`abstract_state`).
 
         If a sharding cannot name the host's memory, the type of the array does.
         """
@@ -286,7 +286,7 @@ class Step(FirstState, Intake):
         return step.tracing(state.variables, block, state.key)
 
     def may_couple(self, batch: Any) -> bool:
-        """Return whether the loss may couple rows, which its program did not settle and a warning told."""
+        """Return whether reading the program left open if the loss couples rows; a warning then named the lines."""
         return bool(self.traced(batch).notes.doubts)
 
     def _run_program(self, name: str, state: State, batch: Any) -> Any:

@@ -29,7 +29,7 @@ from ..program.buffers import on_device
 from .checks import check_state, is_traced
 from .update import Update
 
-BEGIN_ANEW = "where some are to begin anew, say which: fresh=lambda path: 'lora' in path"
+BEGIN_ANEW = "name those that begin with the model's initial values, such as fresh=lambda path: 'lora' in path"
 
 
 class FirstState:
@@ -178,7 +178,8 @@ class FirstState:
         for i, x in by_index.items():
             if tuple(jnp.shape(x)) != models[i].shape:
                 raise ValueError(
-                    f"params= has {models[i].path} of shape {tuple(jnp.shape(x))}, the model needs {models[i].shape}"
+                    f"params= has {models[i].path} of shape {tuple(jnp.shape(x))}, the model needs {models[i].shape}; "
+                    "pass parameters of this model"
                 )
         return by_index
 
@@ -210,7 +211,7 @@ def check_here(layout: Layout) -> None:
     if is_away(device):
         raise ValueError(
             f"the step is for {layout.mesh.size} x {device.device_kind}, which are not here: it can be compiled, "
-            "explained, checked and predicted; to run it give make_train_step devices that are here, as "
+            "explained, checked and predicted; to run it, pass devices that are here to make_train_step, such as "
             "mesh=jax.devices(), or no mesh"
         )
 

@@ -82,7 +82,7 @@ def warn_no_rule(gathered: Mapping[str, int], ranks: int) -> None:
         if size >= _LARGE_GATHER:
             warnings.warn(
                 f"tensor={ranks}: {place} has no rule for split values and gathers {size:,} bytes on every "
-                "rank; leave the leaves that it uses whole (rules={...: None}), or wrap it by jp.local_kernel",
+                "rank; leave the leaves that it uses whole (rules={...: None}), or wrap it in jp.local_kernel",
                 stacklevel=2,
             )
 
@@ -145,9 +145,9 @@ def warn_rows_of_a_microbatch(noted: Sequence[str], rows: int, microbatches: int
     if "all_rows" in noted and microbatches > 1:
         warnings.warn(
             f"jp.all_rows returns the rows of one microbatch, {rows} of the {rows * microbatches} rows of the batch, "
-            f"so the result is not that of the whole batch; use microbatches=1 in place of {microbatches}, with "
-            "remat=layer or more devices where memory is short, or, if the rows of a microbatch are what you mean, "
-            f"give rows='independent' to {MAKERS}",
+            f"so the result is not that of the whole batch; use microbatches=1 instead of {microbatches} (with "
+            "remat=layer or more devices if memory is short), or, if the loss is meant to use the rows of a "
+            f"microbatch, pass rows='independent' to {MAKERS}",
             stacklevel=2,
         )
 
@@ -166,14 +166,15 @@ def warn_precision(loss: jx.Flat, low: Any, name: str) -> None:
     # A few float32 matmuls may be meant, such as those of a router.
     if low == jnp.float32 or flops <= 0.5 * total_flops:
         return
-    cause = "an operand that is no parameter is float32 there; cast it (inputs, dtype= of the module)"
+    cause = f"an operand that is no parameter is float32 there; cast it to jnp.{low.name}, or pass dtype= to its module"
     if cast := _widening_cast(loss, low):
         cause = (
-            f"{low.name} becomes float32 at {cast}, and is so from there on; cast what comes of it (or dtype= there)"
+            f"{low.name} becomes float32 at {cast}, and stays float32; cast the result there to jnp.{low.name}, or "
+            "pass dtype= to its module"
         )
     warnings.warn(
         f"precision={name!r}, but {flops / total_flops:.0%} of the matmuls' operations are in float32, first at "
-        f"{line}: {cause} to jnp.{low.name}",
+        f"{line}: {cause}",
         stacklevel=2,
     )
 

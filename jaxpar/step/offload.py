@@ -251,7 +251,7 @@ def where_applied(applied: Any, new_tree: Any, old_tree: Any) -> Any:
 def _over_blocks(
     fun: Callable[[list[Any], Any], list[Any]], constant: Any, carried: Sequence[Any], reads: bool
 ) -> list[Any]:
-    """Apply a function to all blocks of one device's arrays, in place of `carried`.
+    """Apply a function to all blocks of one device's arrays, and update `carried` in place.
 
     Args:
       fun: `fun(blocks, shape of a block)` -> new blocks of `carried`. Its blocks are of `constant`, then of `carried`.
@@ -364,12 +364,12 @@ def streams(
     # Blocks are cut from stored arrays, which only a transformation by element may see.
     if multiplies or not as_stacked:
         raise ValueError(
-            _not_elementwise("it multiplies matrices" if multiplies else "it looks at each layer by itself")
+            _not_elementwise("it multiplies matrices" if multiplies else "it treats each layer separately")
         )
     if "optimizer" in offloads and not any(place.host for place in places):
         raise ValueError(
-            f"offload='optimizer' moves state like a parameter's, of {PAD_FROM:,} elements or more, and this optimizer "
-            "has none; leave 'optimizer' out"
+            f"offload='optimizer' moves arrays of {PAD_FROM:,} elements or more that mirror a parameter, such as "
+            "momenta, and this optimizer has none; leave 'optimizer' out"
         )
 
     # 2. The leaf, by position, that each input and result of the two programs belongs to; None for any other.
@@ -415,12 +415,12 @@ def _split(
         free_vars = jx.free(eqns, results)
         leaves[i] = _LeafProgram(eqns, results, [v for v in free_vars if v in scalars])
         if any(home.get(v) != i for v in free_vars if v not in scalars):
-            raise ValueError(_not_elementwise(f"what becomes of {paths[i]} depends on other arrays"))
+            raise ValueError(_not_elementwise(f"the update of {paths[i]} depends on other arrays"))
         for eqn in eqns:
             is_broadcast = eqn.primitive.name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
             shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
             if not is_broadcast and not (primitives.of(eqn).elementwise and len(shapes) == 1):
-                raise ValueError(_not_elementwise(f"of {paths[i]} it takes {eqn.primitive.name}"))
+                raise ValueError(_not_elementwise(f"it applies {eqn.primitive.name} to {paths[i]}"))
 
     # 2. The equations of all other results, and of the scalars that leaf parts read.
     global_results = [k for k, leaf in enumerate(result_leaf) if leaf is None]
@@ -428,13 +428,14 @@ def _split(
     outs = [*(flat.outvars[k] for k in global_results), *scalars_read]
     eqns = jx.needed(flat.eqns, outs)
     if host_leaves := [home[v] for v in jx.free(eqns, outs) if v in on_host]:
-        raise ValueError(_not_elementwise(f"a number is made of all of {paths[host_leaves[0]]} or its moments"))
+        raise ValueError(_not_elementwise(f"it computes a number from all of {paths[host_leaves[0]]} or its moments"))
     return _Program(flat, leaves, global_results, eqns, outs)
 
 
 def _not_elementwise(reason: str) -> str:
     """Return the text of an error about an optimizer that does not work element by element."""
     return (
-        "offload='optimizer' or 'params' brings what an update reads to the device a block at a time, and this "
-        f"optimizer does not work element by element: {reason}; use one that does, as optax.adamw, or leave it out"
+        "offload='optimizer' or 'params' copies the arrays of an update to the device block by block, and this "
+        f"optimizer does not work element by element: {reason}; use one that does, such as optax.adamw, or leave these "
+        "parts of offload out"
     )

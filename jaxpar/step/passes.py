@@ -166,10 +166,10 @@ def _take_attention(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedL
     notes.attention_spelled = {line: (keys, attention.scores[line]) for line, keys in attention.taken.items()}
     notes.attention_not_taken = dict(attention.not_taken)
     if fused and not attention.taken and not any(calls(loss.flat.eqns)):
-        reasons = "; ".join(f"that of {line} {reason}" for line, reason in attention.not_taken.items())
+        reasons = "; ".join(f"the attention at {line} {reason}" for line, reason in attention.not_taken.items())
         raise ValueError(
-            f"kernels='fused' is for attention, and the loss has none that a kernel takes: "
-            f"{reasons or 'it spells none out'}; leave kernels out"
+            "kernels='fused' runs attention by a kernel, and the loss has no attention that a kernel can run: "
+            f"{reasons or 'none was found'}; leave kernels out"
         )
     return replace(loss, flat=attention.flat)
 

@@ -79,8 +79,8 @@ class ParamPlacement:
         sharing = Sharing(self.num_shards, pipe, tensor_ranks, experts)
 
         # 3. The leaves. A dim of experts, or one that tensor ranks share without a rule, may look like a dim of layers.
-        no_layers = looks_stacked(shapes) | expert_split | {path: split[path] for path in split.found}
-        storage = make_leaves(params, trainable, sharing, split, expert_split, no_layers)
+        non_layer_dims = looks_stacked(shapes) | expert_split | {path: split[path] for path in split.found}
+        storage = make_leaves(params, trainable, sharing, split, expert_split, non_layer_dims)
         if schedule is not None:
             check_prefetch(schedule, strategy, storage.cut)
         if schedule is not None and storage.cut:

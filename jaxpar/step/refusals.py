@@ -47,15 +47,15 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
     if unequal:
         index, reason = next(iter(unequal.items()))
         raise ValueError(
-            f"pipe={ranks} spreads layers that are the same program, and those of {layout.leaves[index].path} "
-            f"differ: {reason}; make them alike, or use stages='cut', which makes stages of any program, or data or "
-            "fsdp for pipe"
+            f"pipe={ranks} needs layers with the same program, and the layers of {layout.leaves[index].path} differ: "
+            f"{reason}; make them alike, or use stages='cut', which makes stages of any program, or data or fsdp "
+            "instead of pipe"
         )
     if program.main is None:
         raise ValueError(
-            f"pipe={ranks} spreads the layers of a layer stack, and the loss scans none whose parameters are "
-            f"stacked on dim 0; scan the layers (nnx.scan, nn.scan, jax.lax.scan), or use "
-            "stages='cut', which makes stages of any program, or data or fsdp for pipe"
+            f"pipe={ranks} divides the layers of a layer stack, and the loss scans no layers whose parameters are "
+            "stacked on dim 0; scan the layers (nnx.scan, nn.scan, jax.lax.scan), or use stages='cut', which makes "
+            "stages of any program, or data or fsdp instead of pipe"
         )
     # 2. The layers divide among the stages.
     _check_division(program.main, layout, strategy)
@@ -66,14 +66,14 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
     if partial is not None:
         leaf = layout.storage.units[partial.leaf]
         raise ValueError(
-            f"pipe={ranks} spreads all {leaf.layers} layers of {leaf.path}, and the loss scans "
-            f"{partial.stride * length} of them at once; scan all of them in one loop, use stages='cut', or data or "
-            "fsdp for pipe"
+            f"pipe={ranks} divides all {leaf.layers} layers of {leaf.path}, and the loss scans "
+            f"{partial.stride * length} of them in a loop; scan all of them in one loop, or use stages='cut', or data "
+            "or fsdp instead of pipe"
         )
     if program.main.reverse:
         raise ValueError(
-            f"pipe={ranks} and the model's stack is run from its last layer to its first; run it forwards, or use "
-            "stages='cut'"
+            f"pipe={ranks} runs a stack from its first layer to its last, and the model runs it from its last layer to "
+            "its first; run it forwards, or use stages='cut'"
         )
     # A variable that comes out as it went in has the same variable of the program.
     inputs = set(program.inputs)
@@ -81,8 +81,8 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
         if program.outputs[position] not in inputs:
             raise ValueError(
                 f"variable {name_of(path)} changes from microbatch to microbatch, which pipe={ranks} runs at the same "
-                "time; give stages='cut', which runs them in order, use data or fsdp for pipe, or freeze it "
-                "(BatchNorm: use_running_average=True)"
+                "time; use stages='cut', which runs them in order, or data or fsdp instead of pipe, or freeze the "
+                "variable (BatchNorm: use_running_average=True)"
             )
 
 
@@ -97,8 +97,8 @@ def _check_division(stack: Stack, layout: Layout, strategy: Strategy) -> None:
     if rounds > 1 and length % stages:
         raise ValueError(
             f"pipe={ranks} x chunks={chunks} makes {stages} stages and the model's stack has {length} rounds of "
-            f"{rounds} blocks that alternate; use a number of stages that divides {length}, stages='cut', or data or "
-            "fsdp for pipe"
+            f"{rounds} blocks that alternate; use a number of stages that divides {length}, or stages='cut', or data "
+            "or fsdp instead of pipe"
         )
     if length < stages:
         hint = uneven_block(layout, stack.slices[0].leaf)
@@ -163,23 +163,23 @@ def check_cut(schedule: Schedule, strategy: Strategy, paths: Sequence[str]) -> N
     if cuts and len(cuts) != stages - 1:
         raise ValueError(
             f"stages={strategy.stages!r} makes {len(cuts) + 1} stages and pipe={schedule.ranks} x "
-            f"chunks={schedule.chunks} has {stages}; name {stages - 1} modules, at which the second and those after it "
-            "begin"
+            f"chunks={schedule.chunks} has {stages}; name {stages - 1} modules, each the beginning of a stage after "
+            "the first"
         )
     # Options that need all ranks in the same layer, or leaves that are stored in one piece.
-    reason = f"the model has no stack of alike layers, or stages='cut', so that pipe={schedule.ranks} cuts its program"
+    reason = f"pipe={schedule.ranks} cuts the program (stages='cut', or the model has no stack of alike layers)"
     if strategy.attention in ("ring", "usp"):
         raise ValueError(
-            f"attention={strategy.attention!r}: {reason}, whose ranks are not in one layer at one time; a hop of the "
-            "ring needs all devices; use attention='gather' or 'ulysses'"
+            f"attention={strategy.attention!r}: {reason}, so that its ranks are in different layers at a time, and a "
+            "hop of the ring needs all devices; use attention='gather' or 'ulysses'"
         )
     if strategy.rule:
         raise ValueError(
-            f"rule={strategy.rule!r}: {reason}, which moves leaves in parts that jaxpar's own rules know; use zero=1 "
-            "to 3"
+            f"rule={strategy.rule!r}: {reason}, and moves leaves in parts that only jaxpar's own rules know; use "
+            "zero=1 to 3"
         )
     if strategy.hpz:
-        raise ValueError(f"hpz=True: {reason}, which moves leaves to where they are used once a step; leave hpz out")
+        raise ValueError(f"hpz=True: {reason}, and moves each leaf to its stage once a step; leave hpz out")
 
 
 def check_prefetch(schedule: Schedule, strategy: Strategy, cut: bool) -> None:
@@ -191,10 +191,10 @@ def check_prefetch(schedule: Schedule, strategy: Strategy, cut: bool) -> None:
     """
     if strategy.prefetch == 1 and (cut or not schedule.in_turn):
         reason = (
-            "stages are parts of a program, and no loops over layers" if cut else "not every tick runs the same layers"
+            "stages are parts of a program, not loops over layers" if cut else "not every tick runs the same layers"
         )
         raise ValueError(
-            f"prefetch=1 in {strategy}: {reason}; use schedule=1f1b with chunks=1 and layers, or prefetch=0"
+            f"prefetch=1 in {strategy}: {reason}; use schedule=1f1b with chunks=1 and stages of layers, or prefetch=0"
         )
 
 
@@ -220,7 +220,7 @@ def check_variables(program: Program, variables: Sequence[tuple[Any, Any]], rank
         if new is not old and readers:
             raise ValueError(
                 f"variable {name_of(path)} is changed in stage {home} of pipe={ranks} and read in stage {readers[0]}, "
-                "which runs another microbatch at that time; use data or fsdp for pipe, or freeze it"
+                "which runs another microbatch at that time; use data or fsdp instead of pipe, or freeze the variable"
             )
 
 
@@ -236,7 +236,7 @@ def check_remat(program: Program, layout: Layout, strategy: Strategy, schedule: 
     if remat == "twice" and not any(op.kind == "W" for column in table for ops in column for op in ops):
         raise ValueError(
             "remat='twice' recomputes a layer in each half of its backward, and here backwards are whole; use "
-            "remat='layer', or a schedule with halves, as pipe=4,schedule=zb-h1"
+            "remat='layer', or a schedule that splits backwards, such as pipe=4,schedule=zb-h1"
         )
     if remat not in ("none", "auto") and not program.stacks and not program.groups:
         lengths = {eqn.params["length"] for eqn in program.eqns if eqn.primitive.name == "scan"}
@@ -256,12 +256,12 @@ def check_remat(program: Program, layout: Layout, strategy: Strategy, schedule: 
     # The host's copy engine moves one contiguous piece, which a layer is only on dim 0.
     if "params" in strategy.offloads and any(s.dim for stack in program.stacks for s in stack.slices):
         raise ValueError(
-            f"offload={strategy.offload!r} brings layers that lie in one piece to the device, and a stack has its "
+            f"offload={strategy.offload!r} copies layers that lie in one piece to the device, and a stack has its "
             "layers on another dim than the first; scan over dim 0 (variable_axes={'params': 0}), or leave 'params' out"
         )
     if "activations" in strategy.offloads and not program.stacks:
         raise ValueError(
-            f"offload={strategy.offload!r} sends what the layers of a layer stack leave to the host, and the model has "
+            f"offload={strategy.offload!r} keeps the saved activations of a layer stack on the host, and the model has "
             "no stack; scan the layers (nnx.scan, nn.scan, jax.lax.scan), or use more microbatches"
         )
 
@@ -326,16 +326,17 @@ def whole_batch_error(
         if x.shape[:1] == (batch_rows,):
             return (
                 f"variable {name_of(path)} {list(x.shape)} has one value for each of the batch's {batch_rows} rows, "
-                f"and a block has {rows} ({error}): all replicas have the same variables, which are not cut as rows "
-                "are; give it to the loss in the batch, and compute its next value by step.model(state) before the step"
+                f"and a block has {rows} ({error}): all replicas have the same variables, which are not divided as "
+                "rows are; pass it to the loss in the batch, and compute its next value by step.model(state) before "
+                "the step"
             )
     # 2. Groups of rows, which blocks cut. Blocks of the smallest number of rows that the loss takes would not.
     # `takes` traces the loss for each number. It ends, since the loss takes the rows of the batch.
     needed = next(n for n in range(rows + 1, batch_rows + 1) if takes(n))
     return (
         f"the loss takes the batch's {batch_rows} rows, but not the {rows} of one of its {math.prod(blocks)} blocks "
-        f"({blocks[0]} replicas x {blocks[1]} microbatches), which cut groups of rows: {error}; give groups a dim of "
-        f"their own, a row for each, or {needed * math.prod(blocks)} rows, or use fewer blocks"
+        f"({blocks[0]} replicas x {blocks[1]} microbatches), which cut groups of rows: {error}; make each group one "
+        f"row of the batch, or give {needed * math.prod(blocks)} rows, or use fewer blocks"
     )
 
 

@@ -65,8 +65,8 @@ class Traced:
     Attributes:
       program: the loss in pieces, segments and layer stacks (`slicing/program.py`).
       outputs: `({metric: Mean}, variables)`, with the position of each output among the program's instead of its value.
-      leaves: what the program reads of each parameter, as `jax.ShapeDtypeStruct`: in the compute dtype, a tensor rank's
-        part, and of layers that pipeline stages own the layers of one rank.
+      leaves: the part of each parameter that the program reads, as `jax.ShapeDtypeStruct` in the compute dtype: one
+        tensor rank's part; of layers that pipeline stages own, the layers of one rank.
       variables: the model's variables.
       rows: the rows of one microbatch of one replica, [rows, ...].
       key: the key of dropout.
@@ -176,13 +176,14 @@ class Tracing(Setting):
     """Traces the loss of one model under one strategy; the attributes of `Setting` come first.
 
     Attributes:
-      astray: a function of a loss and its leaves that returns a warning about an optimizer of matrices, or None.
+      matrix_warning: for an optimizer of matrices, a function of a loss and its leaves that returns the text of a
+        warning, or None.
       choices: for each stack, what happens to the values that its layers save (`Residuals.kept`); empty until
         remat="auto" has chosen.
     """
 
     model: Model
-    astray: Callable[[jx.Flat, Sequence[tuple[str, tuple[int, ...]]]], str | None] | None = None
+    matrix_warning: Callable[[jx.Flat, Sequence[tuple[str, tuple[int, ...]]]], str | None] | None = None
     choices: tuple[str, ...] = ()
     # Tracings with other choices share this dict, so that a warning is not repeated for each of them.
     _traced: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
@@ -285,7 +286,7 @@ class Tracing(Setting):
         if len(eqns) < ranks * chunks:
             raise ValueError(
                 f"pipe={ranks} x chunks={chunks} makes {ranks * chunks} stages of a loss that has {len(eqns)} "
-                "operations; use fewer, or data or fsdp for pipe"
+                "operations; use fewer stages, or data or fsdp instead of pipe"
             )
         return stages_of(eqns, ranks * chunks)
 
@@ -346,9 +347,9 @@ class Tracing(Setting):
             except TypeError as error:  # such as a scan whose carry changes its dtype
                 if (precision := self.strategy.precision) != "f32":
                     error.add_note(
-                        f"precision={precision!r} gives the loss its parameters in {self.layout.policy.compute}; where "
-                        "it works with precision='f32', a module that is told to compute in another dtype meets them: "
-                        "give it the same (dtype=), or cast what it returns"
+                        f"precision={precision!r} gives the loss its parameters in {self.layout.policy.compute}; if it "
+                        "works with precision='f32', one of its modules computes in another dtype: pass the same "
+                        "dtype= to that module, or cast what it returns"
                     )
                 raise
             # Without a key the loss is evaluated, and no write of an evaluation lasts.
@@ -394,7 +395,7 @@ class Tracing(Setting):
         warned = {path for earlier in self._traced.values() for path in earlier.notes.unread}
         warn_unread([path for path in notes.unread if path not in warned])
         leaves = [(leaf.path, leaf.logical) for leaf in self.layout.storage.units]
-        if self.astray and (warning := self.astray(unsplit, leaves)):
+        if self.matrix_warning and (warning := self.matrix_warning(unsplit, leaves)):
             warnings.warn(warning, stacklevel=2)
 
         # 3. Rows that the loss couples. With another number of rows, or other choices, it couples the same.

@@ -45,8 +45,8 @@ from .tracing import Sums
 from .writes import Writes
 
 _TRACED = (
-    "it is traced by jax.jit, and arrays have no numbers there; optax.inject_hyperparams makes an array of each number "
-    "that it is given or that is a default: name those that decide shapes or branches in static_args=, such as "
+    "it is traced by jax.jit, and arrays have no values there; optax.inject_hyperparams turns each number, given or "
+    "default, into an array: name those that decide shapes or branches in static_args=, such as "
     "static_args=('min_dim_size_to_factor',) for adafactor; in an optimizer of your own, stay with jnp (jnp.where in "
     "place of if)"
 )
@@ -177,8 +177,8 @@ class Update:
             if "required keyword-only argument" not in str(error):
                 raise
             raise ValueError(
-                f"the optimizer asks for more than gradients, parameters and the loss's value: {error}; use one "
-                "without a line search, or give step.value_and_grad to it yourself"
+                f"the optimizer needs more than gradients, parameters and the loss's value: {error}; use one without a "
+                "line search, or call it yourself with the results of step.value_and_grad"
             ) from error
 
     def constrain(self, leaf: Leaf, x: jax.Array) -> jax.Array:
@@ -247,7 +247,7 @@ def transforming(call_name: str, params: Any) -> Iterator[None]:
         if isinstance(error, AttributeError) and isinstance(error.obj, Mapping):
             fault = f"asks for .{error.name} of the parameters"
         elif isinstance(error, ValueError) and innermost.endswith(("jax/_src/tree.py", "jax/_src/tree_util.py")):
-            fault = f"has a tree, such as a mask or labels, that is not built as they are ({_first_line(error)})"
+            fault = f"has a tree, such as a mask or labels, of another structure ({_first_line(error)})"
         else:
             raise
         paths = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]

@@ -99,16 +99,16 @@ def find_writes(
     for i, out in written.items():
         if {*jx.free(programs[i], [] if jx.is_literal(out) else [out])} & {*flat.invars[first_row:]}:
             raise ValueError(
-                f"the loss writes to the parameter {leaves[i].path}{lines[i]} from the rows or the random "
-                f"key that one block has; a step can keep a write that depends on parameters and variables alone; "
-                f"{_OTHER_KIND}, and compute what is written from jp.all_rows(...)"
+                f"the loss writes to the parameter {leaves[i].path}{lines[i]} a value that depends on the rows or the "
+                f"random key of one block; a step can keep writes that depend on parameters and variables alone; "
+                f"{_OTHER_KIND}, and compute the value from jp.all_rows(...)"
             )
 
     # 3. Refuse writes to frozen parameters, and strategies that cannot write once on the devices.
     if frozen := [i for i in written if not leaves[i].trainable]:
         raise ValueError(
             f"the loss writes to the parameter {leaves[frozen[0]].path}{lines[frozen[0]]}, which trainable= freezes; a "
-            f"frozen parameter keeps its value; let trainable= name it, or {_OTHER_KIND}"
+            f"frozen parameter keeps its value; let trainable= choose it too, or {_OTHER_KIND}"
         )
     first_written = next(iter(written))
     fault = f"the loss writes to the parameter {leaves[first_written].path}{lines[first_written]}"

@@ -92,5 +92,5 @@ def test_what_does_not_fit_is_not_restored(tmp_path: Path) -> None:
         saves.save(0, state)
     with pytest.raises(ValueError, match="is not a folder"):
         jp.Checkpoint(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="are for weights_only"):
+    with pytest.raises(ValueError, match="need weights_only=True"):
         saves.step.restore(tmp_path, key=jax.random.key(0))

@@ -179,7 +179,7 @@ def test_a_file_that_is_cut_short_under_a_run_is_named(name: str, tmp_path: Path
     stream, held_out, rows = source.batches(4, seed=0), source.held_out(4), Rows({"x": ids.reshape(-1, 8)})
     next(stream)
     os.truncate(path, 1000)
-    says = rf"{name} had 400,\d\d\d bytes when it was opened and has 1,000 now; write it anew"
+    says = rf"{name} had 400,\d\d\d bytes when it was opened and has 1,000 now; write it again"
     for read in (
         lambda: next(stream),
         lambda: next(held_out),

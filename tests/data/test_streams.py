@@ -190,7 +190,7 @@ def test_integers_that_32_bits_cannot_hold_are_named() -> None:
     loss = float(step.evaluate(state, batch)["loss"])
     assert loss == float(step.evaluate(state, {**batch, "x": np.ones((8, 4), np.int32)})["loss"])
     batch["x"][3, 1] = 2**32 + 5
-    with pytest.raises(ValueError, match="batch leaf x holds 4294967301 in row 3, and as int32 would be 5; see where"):
+    with pytest.raises(ValueError, match="batch leaf x holds 4294967301 in row 3, and as int32 would be 5; correct"):
         step.evaluate(state, batch)
     with pytest.raises(ValueError, match="batch leaf x holds 4294967301 in row 3"):
         step.send(batch)

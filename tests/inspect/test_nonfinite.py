@@ -163,8 +163,8 @@ import jax, jax.numpy as jnp, numpy as np, optax
 import jaxpar as jp
 from jaxpar.make import TrainStep
 jp.initialize()
-look = TrainStep._look  # no call looks, as where its step is still running
-TrainStep._look = lambda step, wait=True: look(step, wait) if wait else None
+look = TrainStep._check_finite  # no call looks, as where its step is still running
+TrainStep._check_finite = lambda step, wait=True: look(step, wait) if wait else None
 
 def main():
     x = np.ones((8, 4), "float32")
@@ -192,8 +192,8 @@ def test_a_process_that_reads_no_loss_says_at_its_end_that_a_step_was_not_finite
 
 
 def test_the_next_step_that_is_made_says_that_an_earlier_one_was_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    look = TrainStep._look  # no call looks, as where its step is still running
-    monkeypatch.setattr(TrainStep, "_look", lambda step, wait=True: look(step, wait) if wait else None)
+    look = TrainStep._check_finite  # no call looks, as where its step is still running
+    monkeypatch.setattr(TrainStep, "_check_finite", lambda step, wait=True: look(step, wait) if wait else None)
     model, batch = mean_squares(lambda p, b, key: jnp.square(b["x"] @ p["w"]).mean())
     make = lambda: jp.make_train_step(model, optax.sgd(0.1), "single", trace_nonfinite=True)
     step = make()

@@ -373,7 +373,7 @@ def test_padding() -> None:
     assert equal(step.params(state), params)
     assert state.params["odd"].shape == (136, 131)
     assert step.layout.notes["odd"] == "padded: dim 0 from 131 to 136"
-    assert step.layout.notes["small"].startswith("replicated: no dim of (3,) divides by 8")
+    assert step.layout.notes["small"].startswith("replicated: no dim of (3,) is divisible by 8")
     for _ in range(2):
         state, _ = step(state, BATCH)
     stored = [x for x in jax.tree.leaves((state.params, state.optimizer)) if x.shape == (136, 131)]

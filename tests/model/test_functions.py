@@ -99,7 +99,7 @@ def test_functions_that_can_be_called_are_taken() -> None:
         (
             lambda m, b: m(b["image"]).mean(),
             BATCH,
-            r"asks the batch for 'image', and it is a dict of x float32\[1, 4\], y int32\[1\]; read what is there",
+            r"asks the batch for 'image', and it is a dict of x float32\[1, 4\], y int32\[1\]; read a leaf that it has",
         ),
         (lambda m, b: m(b["X"]).mean(), BATCH, r"for 'X' \(did you mean 'x'\?\)|for 'X', and"),
         (

@@ -13,7 +13,7 @@ import pytest
 from cells import check_collectives
 
 import jaxpar as jp
-from jaxpar.layout.families import own_leaves
+from jaxpar.layout.families import largest_stack
 from jaxpar.parity.parity import TOLERANCE, differences
 from jaxpar.step import loss_warnings
 
@@ -312,10 +312,10 @@ def test_leaves_whose_first_dim_is_the_number_of_layers_by_chance() -> None:
     pool = {"query/kernel": (64, 4, 16), "query/bias": (4, 16), "out/kernel": (4, 16, 64), "out/bias": (64,)}
     blocks = [(f"img/blocks/{path}", shape, False) for path, shape in block.items()]
     pooling = [(f"img/pool/{path}", shape, False) for path, shape in pool.items()]
-    assert own_leaves([*blocks, *pooling]) == {path for path, _, _ in blocks}
+    assert largest_stack([*blocks, *pooling]) == {path for path, _, _ in blocks}
     blocks = [("conv2/*/kernel", (3, 3, 3, 16, 16), True), ("conv2/*/bias", (3, 16), True)]
     classifier = [("fc/kernel", (7, 7, 24, 480), False), ("fc/bias", (480,), False)]
-    assert own_leaves([*classifier, *blocks]) == {path for path, _, _ in blocks}
+    assert largest_stack([*classifier, *blocks]) == {path for path, _, _ in blocks}
 
 
 def test_more_than_half_of_the_parameters_at_once_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

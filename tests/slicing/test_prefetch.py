@@ -157,7 +157,7 @@ def test_what_a_phase_of_ticks_needs_is_gathered_behind_the_one_before() -> None
 
 def test_pipelines_whose_ticks_run_other_layers_are_refused() -> None:
     for more in ("schedule=gpipe", "schedule=zb-h1", "chunks=2", "stages=cut"):
-        with pytest.raises(ValueError, match=r"prefetch=1 in .*; use schedule=1f1b with chunks=1 and layers"):
+        with pytest.raises(ValueError, match=r"prefetch=1 in .*; use schedule=1f1b with chunks=1 and stages of layers"):
             step_of(f"pipe=2,fsdp=4,microbatches=2,{more},prefetch=1")
 
 

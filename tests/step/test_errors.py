@@ -514,7 +514,7 @@ def test_a_loss_whose_groups_of_rows_blocks_cut() -> None:
         groups = jnp.square(batch["x"] @ params["w"]).sum(-1).reshape(-1, 4)
         return jnp.square(groups.max(1)).sum() / groups.shape[0]
 
-    parts = "takes the batch's 24 rows, but not the 3 of one of its 8 blocks", "(-1, 4)", "groups a dim of their own"
+    parts = "takes the batch's 24 rows, but not the 3 of one of its 8 blocks", "(-1, 4)", "make each group one row"
     rows = lambda n: {"x": np.ones((n, 2), np.float32)}
     model = jp.Model(weights, grouped, rows="independent")
     raises(lambda: build(model=model).traced(rows(24)), *parts, "32 rows, or use fewer blocks")
@@ -570,7 +570,7 @@ def test_a_variable_with_a_value_for_each_row() -> None:
 def test_optimizers_that_a_trace_cannot_run() -> None:
     """`optax.inject_hyperparams(optax.adafactor)` ended in JAX's TracerBoolConversionError, of no optimizer."""
     injected = optax.inject_hyperparams(optax.adafactor)
-    parts = "optimizer.init asks for the number of an array", "static_args="
+    parts = "optimizer.init asks for the value of an array", "static_args="
     raises(lambda: build(optimizer=injected(0.1)), *parts)
     raises(lambda: build(optimizer=optax.inject_hyperparams(optax.lbfgs)(0.1)), *parts)
     static = optax.inject_hyperparams(optax.adafactor, static_args=("min_dim_size_to_factor",))
@@ -580,7 +580,7 @@ def test_optimizers_that_a_trace_cannot_run() -> None:
         update = lambda updates, state, params=None: (choice(optax.tree.norm(updates) < 1, updates), state)
         return build("single", optimizer=optax.GradientTransformation(lambda params: optax.EmptyState(), update))
 
-    parts = "optimizer.update asks for the number", "test_errors.py", "jnp.where in place of if"
+    parts = "optimizer.update asks for the value", "test_errors.py", "jnp.where in place of if"
     raises(lambda: step_of(lambda small, x: x if small else {"w": 0 * x["w"]}).compile({"x": X}), *parts)
     step_of(lambda small, x: {"w": jnp.where(small, x["w"], 0)}).compile({"x": X})
 
@@ -598,7 +598,7 @@ def test_masks_that_are_built_from_a_module() -> None:
         "optimizer.init sees the parameters as a dict of inner/bias, inner/kernel, outer/bias, ...",
         "by a func",
     )
-    raises(lambda: make(jax.tree.map(lambda p: p.ndim > 1, state)), sees, "is not built as they are", makes)
+    raises(lambda: make(jax.tree.map(lambda p: p.ndim > 1, state)), sees, "of another structure", makes)
     raises(lambda: make(lambda params: {"inner": params.inner}), sees, "asks for .inner of the parameters", makes)
     make(lambda params: jax.tree.map(lambda p: p.ndim > 1, params))
     make(lambda params: jax.tree_util.tree_map_with_path(lambda path, p: "bias" not in str(path), params))

@@ -173,7 +173,7 @@ class Large(Clipped):
             None,
             ("first/kernel", "jnp.clip(", "2 microbatches", "leave microbatches out"),
         ),
-        (Clipped, "ddp", lambda path: "last" in path, ("first/kernel", "trainable= freezes", "let trainable= name it")),
+        (Clipped, "ddp", lambda path: "last" in path, ("first/kernel", "trainable= freezes", "trainable= choose it")),
         (Large, "ddp,offload=optimizer", None, ("first/kernel", "leave optimizer out of offload")),
     ],
 )

@@ -195,7 +195,7 @@ def num_chunks(t: int, min_chunks: int) -> int:
 def _check(hidden: jax.Array, head: jax.Array, labels: jax.Array, chunk: int) -> None:
     if hidden.ndim < 2 or head.ndim != 2 or hidden.shape[-1] != head.shape[0]:
         raise ValueError(
-            f"hidden {list(hidden.shape)} and head {list(head.shape)}; give [..., positions, features] and "
+            f"hidden is {list(hidden.shape)} and head is {list(head.shape)}; give [..., positions, features] and "
             "[features, vocab], such as embedding.T"
         )
     if not (jnp.issubdtype(hidden.dtype, jnp.floating) and jnp.issubdtype(head.dtype, jnp.floating)):

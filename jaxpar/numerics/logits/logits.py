@@ -270,7 +270,7 @@ class _Region:
         outer_eqns = (eqn for eqn in flat.eqns if id(eqn) not in region_ids)
         reader = next((eqn for eqn in outer_eqns if not large_results.isdisjoint(_reads(eqn))), None)
         subject = "the loss returns" if reader is None else f"{reader.primitive.name} at {jx.where(reader)} reads"
-        reason = f"{subject} more than {MAX_NUMBERS_PER_TOKEN} numbers a token of what is made of them"
+        reason = f"{subject} more than {MAX_NUMBERS_PER_TOKEN} numbers per token that depend on them"
         invars = [hidden, head, *(v for v in jx.free(eqns) if v not in (hidden, head))]
         return cls(
             product_eqn,
@@ -365,7 +365,7 @@ class _Region:
         if self.reason_whole:
             raise StayWholeError(self.reason_whole)
         if any(v is head or v is hidden for e in self.eqns if e is not self.product_eqn for v in e.invars):
-            raise StayWholeError("what is made of them reads the head, or the hidden states, again")
+            raise StayWholeError("the cross-entropy reads the head or the hidden states again")
         num_logits = math.prod(shape_of(self.product_eqn))
         if any(not jx.is_literal(v) and 2 * math.prod(v.aval.shape) > num_logits for v in other_vars):
             raise StayWholeError("they meet a value of their size that is no one-hot")
@@ -382,7 +382,7 @@ class _Region:
             # Partial sums add up in float32, as a loop would otherwise round after each chunk.
             value = _widen(ys).sum(0).astype(ys.dtype)
         elif not isinstance(x.dim, Split) or x.dim.overlap > 0:
-            raise StayWholeError("what is made of them is no number a token")
+            raise StayWholeError("a result of the cross-entropy is neither split by token nor a sum over tokens")
         else:
             d, rows = int(x.dim), x.dim.rows
             ys = ys.reshape(*ys.shape[: d + 1], rows, -1, *ys.shape[d + 2 :])  # [chunks, .., rows, positions, ..]

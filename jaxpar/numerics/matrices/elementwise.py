@@ -58,11 +58,11 @@ def sees_stacked(optimizer: Any, storage: Storage) -> bool:
         return True
     try:
         stored, logical = (_expressions_of(optimizer, storage, as_stacked) for as_stacked in (True, False))
-    # The paths of stored leaves and of the model's own differ. Compare each stored leaf with all leaves in it.
     except (_Unclear, ValueError, TypeError, KeyError, AttributeError, IndexError):
         # All but the first: the optimizer needs the model's own tree, as masks may.
         return False
     scalars_agree = stored.pop(None) == logical.pop(None)
+    # The paths of stored leaves and of the model's own differ. Compare each stored leaf with all leaves in it.
     origins = zip(storage.leaves, storage.origin, strict=True)
     return scalars_agree and all(
         stored.get(leaf.path) == logical.get(storage.models[i].path)

@@ -6,7 +6,7 @@ leaf which of its dims are input dims (summed by a product), output dims and bat
     with a batch       `_by_program` traces the loss and looks at each product that reads the leaf: exact
     without a batch    `_by_names` decides by paths and shapes: a guess
 
-`astray` warns of an optimizer that multiplies leaves that are no hidden matrices.
+`matrix_warning` is about an optimizer that multiplies leaves that are no hidden matrices.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Matrices:
         def dimension_numbers(path: Any, x: Any) -> MuonDimensionNumbers | None:
             leaf = self.leaves.get(name_of(path))
             if leaf is None or leaf.shape != tuple(x.shape):
-                mismatch = "is none of the model's" if leaf is None else f"is {list(leaf.shape)} in the model"
+                mismatch = "is no leaf of the model" if leaf is None else f"is {list(leaf.shape)} in the model"
                 raise ValueError(
                     f"{name_of(path)} {list(x.shape)} {mismatch}; use jp.matrices(model) of the model that is trained, "
                     "on its own tree of parameters"
@@ -213,7 +213,7 @@ def _by_program(program: jx.Flat, shapes: Mapping[str, tuple[int, ...]]) -> dict
         elif not any(read.sources & weights for read in leaf_reads):
             reason = "it reads the batch itself: where the model begins"
         elif i not in feeding:
-            reason = "what it makes goes into the loss: where the model ends"
+            reason = "its results go into the loss: where the model ends"
         else:
             result[name] = Matrix(shape, leaf_reads[0].reduction, leaf_reads[0].output, "as the loss reads it")
             continue
@@ -282,7 +282,7 @@ def _by_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
             reason = "by its name, where the model begins or ends"
         # A matrix outside all layers is an embedding or a head.
         elif (block_paths or stack_dims) and path not in block_paths and not batch_dims:
-            reason = "beside the layers, where the model begins or ends; give a batch to know"
+            reason = "outside the layers, where the model begins or ends; give a batch to know"
         elif is_kernel and shape[dims[2]] == 1:
             reason = "depthwise, by its shape"
         elif len(dims) == 3 and head_dim is not None:
@@ -299,7 +299,9 @@ def _by_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
     return result
 
 
-def astray(loss: jx.Flat, leaves: Leaves, multiplied: Mapping[str, frozenset[int]], factors: bool) -> str | None:
+def matrix_warning(
+    loss: jx.Flat, leaves: Leaves, multiplied: Mapping[str, frozenset[int]], factors: bool
+) -> str | None:
     """Return the text of a warning about an optimizer that multiplies leaves that are no hidden matrices.
 
     Args:
@@ -325,8 +327,8 @@ def astray(loss: jx.Flat, leaves: Leaves, multiplied: Mapping[str, frozenset[int
         return None
     paths_by_problem = {
         "layers of a stack with one another, as if they were rows of a matrix:": mixing_layers,
-        "what is no hidden matrix:": not_hidden,
-        "nothing of": missed,
+        "leaves that are no hidden matrices:": not_hidden,
+        "no dims of these hidden matrices:": missed,
     }
     problems = (
         f"{problem} {few([f'{path} {list(roles[path].shape)}' for path in paths])}"
@@ -334,6 +336,6 @@ def astray(loss: jx.Flat, leaves: Leaves, multiplied: Mapping[str, frozenset[int
         if paths
     )
     return (
-        f"the optimizer multiplies {'; '.join(problems)}. Say which dims are of matrices: optax.contrib.muon(..., "
-        "muon_weight_dimension_numbers=jp.matrices(model, batch))"
+        f"the optimizer multiplies {'; '.join(problems)}. Pass the dims of the hidden matrices: "
+        "optax.contrib.muon(..., muon_weight_dimension_numbers=jp.matrices(model, batch))"
     )

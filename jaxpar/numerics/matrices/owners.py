@@ -121,7 +121,7 @@ class Owners:
                     values, last = lax.optimization_barrier((values, last))
                 results, token = node(values, mesh, token)
                 env.update(results)
-                # A number of these results, for which the next bundle's barrier waits.
+                # One element of these results, for which the next bundle's barrier waits.
                 last = next(iter(results.values())).ravel()[0]
             elif isinstance(node, tuple):
                 (eqn, branches), (which, *operands) = node, env.read(node[0].invars)
@@ -217,7 +217,7 @@ class Dealer(NamedTuple):
             if matrix_program := one_matrix(regions[0]):
                 groups.setdefault(self._axes(regions[0]), []).append((regions, matrix_program))
             elif any(self.rest[regions[0].leaf]):
-                notes |= self._note(regions, "as the layout keeps it: its program is none of one matrix after another")
+                notes |= self._note(regions, "as the layout keeps it: its program cannot take one matrix at a time")
         bundles: list[Bundle] = []
         for (axes, replica_axes), group in groups.items():
             # All subsets of the replica axes, the empty one first: then every replica repeats the work.

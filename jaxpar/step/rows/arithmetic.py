@@ -127,11 +127,11 @@ def join_values(eqn: Any, a: Value, b: Value) -> Value:
     elif a.kind == b.kind == "rows":
         return coupled_with_other_rows(eqn, [a, b])
     else:
-        message = f"{name} gives a sum over rows, or something else"
+        message = f"returns from {name} a sum over rows in one case, and another kind of value in another"
         return coupled([a, b], Note.of_eqn(eqn, message, is_certain=False))
     # The power is unknown because the two differ, and no note says so yet.
     if math.isnan(power) and not math.isnan(a.power + b.power):
-        message = f"{name} gives what depends on how many rows a block has, or not"
+        message = f"returns from {name} a value that depends on how many rows a block has, but not in all cases"
         joint = joint.with_notes(Note.of_eqn(eqn, message, is_certain=False))
     return joint.with_notes(*a.notes, *b.notes)
 
@@ -169,9 +169,9 @@ def _add_to_sum(eqn: Any, total: Value, power: float, addend: Value, description
 def power_name(power: float) -> str:
     """Return the name that messages give to a sum over rows with this power."""
     if math.isnan(power):
-        return "a sum over rows times what depends on their number"
+        return "a sum over rows times a function of their number"
     usual_names = {0.0: "a sum over rows", -1.0: "a mean over rows"}
-    return usual_names.get(power, f"a sum over rows times rows^{power:g}")
+    return usual_names.get(power, f"a sum over rows times n^{power:g}, for n rows")
 
 
 @rule("div")
@@ -185,13 +185,13 @@ def _div(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Valu
         return generic(reader, eqn, twin, ins)
     if dividend.kind == "sum" and divisor.number is not None:
         # `jnp.nanmean`: the divisor counts values that are not NaN, and is the number of rows if nothing is NaN.
-        message = "divides by how many values are no NaN, of which blocks may have more and less; return jp.Mean"
+        message = "divides by the number of values that are not NaN, which may differ between blocks; return jp.Mean"
         count = reader.with_power(Value(number=divisor.number))
         outs = generic(reader, eqn, twin, [dividend, count])
         return [x.with_notes(Note.of_eqn(eqn, message, is_certain=False)) for x in outs]
     if dividend.kind == "sum":
         return coupled(ins, Note.of_eqn(eqn, RATIO_OF_SUMS))
-    return nonlinear_in_sum(eqn, ins, "a division by")
+    return nonlinear_in_sum(eqn, ins, "divides by")
 
 
 @rule("select_n")
@@ -200,7 +200,7 @@ def _select(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
     selector, *cases = ins
     has_sums = any(x.kind == "sum" for x in cases)
     if selector.kind == "sum" or (selector.kind == "rows" and (has_sums or any(x.has_mean for x in cases))):
-        return nonlinear_in_sum(eqn, ins, "a choice by row between values, one of which holds")
+        return nonlinear_in_sum(eqn, ins, "chooses, row by row, between values that hold")
     if any(x.kind == "sum" and x.varying_dims for x in cases):
         return nonlinear_in_sum(eqn, ins)
     # Without the selector: a whole one chooses the same for all rows.

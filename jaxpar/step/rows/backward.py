@@ -54,7 +54,7 @@ def backward_notes(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], ou
         lambda: (_pullback(eqn, reader.axes), twin and _pullback(twin, reader.twin_axes)),
     )
     if isinstance(program, str):
-        message = f"the derivative of a function cannot be read ({program})"
+        message = f"has a derivative of its own, which jaxpar cannot trace ({program})"
         return [Note.of_eqn(eqn, message, is_certain=False)]
     # Without a twin the powers stay unknown, which is only a warning.
     twin_program = None if isinstance(twin_program, str) else twin_program
@@ -120,8 +120,11 @@ def _cotangent_notes(eqn: Any, x: Value, ct: Value) -> list[Note]:
     has_other_rows = ct.kind == "rows" == x.kind and ct.labels != x.labels
     has_partial_sums = ct.kind == "sum" and ct.varying_dims
     if ct.kind not in allowed_kinds or ct.has_mean or has_other_rows or has_partial_sums:
-        message = "the derivative of a function gives rows what follows from other rows too, or a sum to each block"
+        message = (
+            "has a derivative of its own (custom_vjp, custom_jvp), in which the gradient of a row depends on other "
+            "rows, or the gradient of a parameter is no sum over rows; compute each row's part from that row alone"
+        )
         return notes or [Note.of_eqn(eqn, message)]
     if ct.power != power:
-        return notes or [Note.of_eqn(eqn, f"the derivative of a function is {FUNCTION_OF_BLOCK_SIZE}")]
+        return notes or [Note.of_eqn(eqn, f"has a derivative of its own, which is {FUNCTION_OF_BLOCK_SIZE}")]
     return notes

@@ -36,8 +36,8 @@ from .values import (
 )
 
 _NAN_GUARD = (
-    "makes a block's rows NaN where one of them is bad, and not all rows, and a later line tells NaN from numbers; use "
-    "on_error='raise' (EQX_ON_ERROR=raise), or decide by each row alone"
+    "makes all rows of a block NaN if one of them is bad, and a later line tests for NaN; use on_error='raise' "
+    "(EQX_ON_ERROR=raise), or check each row by itself"
 )
 
 
@@ -145,7 +145,7 @@ def choose_by(eqn: Any, selector: Value, x: Value) -> Value:
         return join_values(eqn, selector.derive(labels=labels, power=x.power), x)
     if selector.kind == "coupled":
         return coupled([selector, x])
-    return nonlinear_in_sum(eqn, [selector, x], "a choice by")
+    return nonlinear_in_sum(eqn, [selector, x], "chooses by")
 
 
 @rule(*jx.REDUCTIONS, "reduce_scatter", "all_to_all", "ppermute", "pbroadcast", table=ALWAYS)
@@ -155,7 +155,7 @@ def _collective(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Se
     if not eqn_axes & {*reader.axes}:
         return list(ins)
     if eqn.primitive.name not in jx.REDUCTIONS or not {*reader.axes} <= eqn_axes:
-        message = f"{eqn.primitive.name} over some of the axes that spread rows"
+        message = f"calls {eqn.primitive.name} over some, but not all, of the mesh axes over which rows are spread"
         note = Note.of_eqn(eqn, message, is_certain=False)
         return [coupled([x], note) for x in ins]
     # `tiled` marks a gather: its blocks must be laid end to end along the dim of rows.
@@ -171,18 +171,19 @@ def _gather_notes(reader: Reader, eqn: Any, twin: Any, k: int, x: Value) -> list
         order = x.labels.array.ravel()
         if not x.labels.covers_equally(reader.rows_per_block) or not x.labels.dims <= {dim}:
             message = (
-                "jp.all_rows needs all rows of the block along dim 0, one after another; give it rows as they come"
+                "passes to jp.all_rows an array without all rows of the block along dim 0, one after another; pass "
+                "rows as the batch has them"
             )
         elif (order[1:] < order[:-1]).any():
             message = (
-                "jp.all_rows of rows in another order than the batch's, as of two views that are laid end to end, in "
-                "which blocks take turns; gather first, jnp.concatenate([jp.all_rows(a), jp.all_rows(b)])"
+                "passes rows to jp.all_rows in another order than the batch's, such as two views end to end, which "
+                "then alternate block by block; gather first: jnp.concatenate([jp.all_rows(a), jp.all_rows(b)])"
             )
         else:
             return []
         return [Note.of_eqn(eqn, message)]
     if x.kind == "whole" and dim in x.varying_dims and not x.is_keyed and reader.size_power(eqn, twin, [(k, dim)]):
-        message = "jp.all_rows of a row's place in its block, the same in each; put it into the batch"
+        message = "passes to jp.all_rows a row's place in its block, the same in each block; put it into the batch"
         return [Note.of_eqn(eqn, message)]
     return []
 

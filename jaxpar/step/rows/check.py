@@ -31,7 +31,11 @@ from .values import ADVISE_ALL_ROWS, FUNCTION_OF_BLOCK_SIZE, TAKES_SOME_ROWS, No
 Trace = Callable[[Any, Mapping[str, int]], jx.Flat]
 TracedPair = tuple[tuple[jx.Flat, jx.Flat], Mapping[str, int]]  # program and twin, and the mesh axes of the program
 _MAX_LISTED = 6
-_HOW_TO_SILENCE = f"If this is what you mean, give rows='independent' to {MAKERS}"
+_IF_BLOCKWISE = f"If each block is meant to use its own rows alone, pass rows='independent' to {MAKERS}"
+_IF_INDEPENDENT = (
+    f"step.check_rows(state, batch) runs the loss to find out. If you know that its rows are independent, pass "
+    f"rows='independent' to {MAKERS}"
+)
 
 
 def check_coupling(
@@ -54,8 +58,8 @@ def check_coupling(
         # Without the twin no power is known, so that no note is certain: at most a warning.
         notes_by_result = _read(flat, None, out, rest, num_rows, axes)
         message = (
-            f"what it makes of how many rows a block has is not known: it cannot be traced with twice {num_rows} rows "
-            f"({reason_of(error)})"
+            f"it cannot be traced with {2 * num_rows} rows, twice as many as a block has, so that its dependence on "
+            f"their number is unknown ({reason_of(error)})"
         )
         last_note = Note("the loss", message, False)
         notes_by_result = {
@@ -105,7 +109,7 @@ def _read_larger(
         pair, pair_axes = _trace_blocks(rest, num_rows, rows_per_block, trace, axes)
     except Exception:  # this runs the user's code, with a number of rows that it may not accept: keep the first reading
         return None
-    message = f"reads as a mean over rows in blocks of {rows_per_block} rows and more, and not in those of fewer"
+    message = f"reads as a mean over rows in blocks of {rows_per_block} rows or more, but not in smaller blocks"
     notes_by_result = _read(*pair, out, rest, rows_per_block, pair_axes)
     return {name: [*notes, Note("the loss", message, False)] for name, notes in notes_by_result.items()}
 
@@ -200,16 +204,19 @@ def _result_notes(name: str, flat: jx.Flat, values: Sequence[Value], mean: Mean,
         message = f"{subject} is {FUNCTION_OF_BLOCK_SIZE}"
     elif count.kind == "whole" and count.scalar == 1:
         message = (
-            f"{subject} is {_describe(powers[0])}; take the mean, .mean() for .sum(), which divides by the number of "
-            "rows, or return jp.Mean(total, count)"
+            f"{subject} is {_describe(powers[0])}; return a mean (.mean() instead of .sum()), or jp.Mean(total, count)"
         )
     else:
-        message = f"{subject} is jp.Mean of {' and '.join(map(_describe, powers))}; give two sums over rows"
+        total_name, count_name = map(_describe, powers)
+        message = (
+            f"{subject} is jp.Mean(total, count) with {total_name} as total and {count_name} as count; return two sums "
+            "over rows"
+        )
     return [*notes, Note(line, message, only_scale=True)]
 
 
 def _describe(power: float) -> str:
-    return "a mean over rows, or the same for all" if power == -1 else power_name(power)
+    return "a mean over rows (or a value that is the same for all)" if power == -1 else power_name(power)
 
 
 def _output_line(flat: jx.Flat, atom: Any) -> str:
@@ -237,18 +244,20 @@ def _report(
     # 1. The loss: an error if a note is certain, else a warning.
     if certain and all(n.only_scale for n in certain):
         raise ValueError(
-            f"the loss is not a mean over rows, and {blocks} see only their own, so the result would not be one "
-            f"device's:\n{_bullet_list(certain)}"
+            f"the loss is not a mean over rows, and each of {blocks} sees only its own rows, so the result would "
+            f"differ from one device's:\n{_bullet_list(certain)}"
         )
     if certain:
         raise ValueError(
-            f"the loss couples rows, and {blocks} see only their own, so the result would not be one device's:\n"
-            f"{_bullet_list(certain)}{_microbatch_advice(certain, num_rows, num_microbatches)}\n{_HOW_TO_SILENCE}"
+            f"the loss couples rows, and each of {blocks} sees only its own rows, so the result would differ from "
+            f"one device's:\n{_bullet_list(certain)}{_all_rows_advice(certain, num_rows, num_microbatches)}\n"
+            f"{_IF_BLOCKWISE}"
         )
     if loss_notes:
-        advice = _microbatch_advice(loss_notes, num_rows, num_microbatches)
+        advice = _all_rows_advice(loss_notes, num_rows, num_microbatches)
         warnings.warn(
-            f"the loss may couple rows, which {blocks} spread:\n{_bullet_list(loss_notes)}{advice}\n{_HOW_TO_SILENCE}",
+            f"the loss may couple rows, and each of {blocks} sees only its own rows:\n"
+            f"{_bullet_list(loss_notes)}{advice}\n{_IF_INDEPENDENT}",
             stacklevel=2,
         )
     # 2. Metrics. They only inform, so that they give no error, and only a certain coupling is worth a warning.
@@ -256,19 +265,26 @@ def _report(
         if name != "loss" and (certain := [n for n in notes if n.is_certain]):
             fault = "is not a mean over rows" if all(n.only_scale for n in certain) else "couples rows"
             warnings.warn(
-                f"metric {name!r} {fault}, and is averaged over {blocks} that see only their own:\n"
-                f"{_bullet_list(certain)}{_microbatch_advice(certain, num_rows, num_microbatches)}",
+                f"metric {name!r} {fault}, and each of {blocks} computes it from its own rows alone:\n"
+                f"{_bullet_list(certain)}{_all_rows_advice(certain, num_rows, num_microbatches)}",
                 stacklevel=2,
             )
 
 
-def _microbatch_advice(notes: Sequence[Note], num_rows: int, num_microbatches: int) -> str:
-    """Return a warning about `jp.all_rows` if notes advise it and a batch has several microbatches; else ""."""
-    if num_microbatches == 1 or not any("jp.all_rows" in n.message for n in notes):
+def _all_rows_advice(notes: Sequence[Note], num_rows: int, num_microbatches: int) -> str:
+    """Return a line that explains `jp.all_rows`, if notes advise it; else "".
+
+    Args:
+      num_rows: the number of rows of a microbatch on all replicas together.
+    """
+    if not any("jp.all_rows" in n.message for n in notes):
         return ""
+    meaning = "\njp.all_rows(x) gathers the rows of x from all replicas (docs/recipes/coupled-rows.md)"
+    if num_microbatches == 1:
+        return meaning
     return (
-        f"\njp.all_rows(x) returns the rows of one microbatch, {num_rows} of the {num_rows * num_microbatches} rows of "
-        f"the batch: use microbatches=1 with it, in place of {num_microbatches}"
+        f"{meaning}. It returns the rows of one microbatch, {num_rows} of the {num_rows * num_microbatches} rows of "
+        f"the batch: use microbatches=1 with it instead of {num_microbatches}"
     )
 
 

@@ -32,6 +32,7 @@ from .reader import Reader, input_shapes, output_shape, rule
 from .values import (
     ADVISE_ALL_ROWS,
     ADVISE_GATHER,
+    FINE_IF_UNDONE,
     FUNCTION_OF_BLOCK_SIZE,
     PICKS_ROWS,
     TAKES_SOME_ROWS,
@@ -53,8 +54,9 @@ LINEAR |= {"dynamic_update_slice", "scatter", "scatter-add", "stop_gradient"}
 PRODUCTS = {name for name, record in PRIMITIVES.items() if record.linear == "each"}
 # Primitives, other than comparisons, that may do nothing to small integers.
 _BOUNDS = {"and", "clamp", "convert_element_type", "div", "floor", "max", "min", "rem", "round", "sign"}
-_PLAIN_NAMES = {"approx_top_k": "sort", "fft": "Fourier transform", "reduce_max": "maximum", "reduce_min": "minimum"}
-_PLAIN_NAMES |= {"reduce_or": "any", "reduce_and": "all"}
+# What messages say that a primitive does, up to the object "over rows"; see `_action`.
+_ACTIONS = {"fft": "takes a Fourier transform", "reduce_max": "takes the maximum", "reduce_min": "takes the minimum"}
+_ACTIONS |= {"approx_top_k": "applies sort", "reduce_or": "applies any", "reduce_and": "applies all"}
 _INVERSE_TRANSFORMS = (jax.lax.FftType.IFFT, jax.lax.FftType.IRFFT)
 
 
@@ -118,11 +120,10 @@ class FactorSpace:
         if not reduced:
             return replace(x, labels=Labels(self.to_result(j, x.labels.array)))
         if x.is_routed and not x.num_places:
-            message = f"{name} over the tokens of experts, which are of many rows; {ADVISE_ALL_ROWS}"
+            message = f"applies {name} over the tokens of an expert, which belong to many rows; {ADVISE_ALL_ROWS}"
             return coupled([x], Note.of_eqn(self.eqn, message))
         if reductions != {"sum"}:
-            message = f"{_PLAIN_NAMES.get(name, name)} over rows; {ADVISE_ALL_ROWS}"
-            return coupled([x], Note.of_eqn(self.eqn, message))
+            return coupled([x], Note.of_eqn(self.eqn, f"{_action(name)} over rows; {ADVISE_ALL_ROWS}"))
         if not x.covers_equally(reader.rows_per_block):
             # Sums over some rows each may add up to a sum over all: remember which rows this one has.
             partial_sum = coupled([x], x.pick_note or row_groups_note(self.eqn))
@@ -143,7 +144,7 @@ def generic(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
         return [_of_whole(reader, eqn, twin, ins, space, j) for j in results]
     has_mean = any(x.has_mean for x in rows.values())
     if has_mean and name not in LINEAR and (name not in PRODUCTS or len(rows) > 1):
-        action = "a product with" if name in PRODUCTS else f"{name} of rows that hold"
+        action = "multiplies by" if name in PRODUCTS else f"applies {name} to rows that hold"
         return for_all_results(nonlinear_in_sum(eqn, ins, action))
     # 1. All rows must have the same labels over the factors.
     arrays = {k: space.to_factors(k, x.labels.array) for k, x in rows.items()}
@@ -153,7 +154,7 @@ def generic(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
     if len({*labels.values()}) > 1:
         # An outer product keeps the dims of both rows, so that a diagonal may be taken later.
         is_pairwise = all(space.outs[0][i] is not None for operand in labels.values() for i in operand.dims)
-        action = "a product of" if name in PRODUCTS else ""
+        action = "multiplies" if name in PRODUCTS else ""
         return for_all_results(replace(coupled_with_other_rows(eqn, ins, action), is_pairwise=is_pairwise))
     (k, x), *_ = rows.items()
     x = x.derive(labels=labels[k], has_mean=has_mean, pick_note=first_pick_note(rows.values()))
@@ -163,7 +164,7 @@ def generic(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
     wholes = [space.whole_operand(k, y) for k, y in enumerate(ins) if y.kind == "whole"]
     place_notes = [note for y in wholes for note in position_notes(eqn, y, x, message)]
     if has_mean and place_notes and name in PRODUCTS:
-        return for_all_results(nonlinear_in_sum(eqn, ins, "a product, row by row, with"))
+        return for_all_results(nonlinear_in_sum(eqn, ins, "multiplies, row by row,"))
     # 3. Give each result its power and its dims.
     x = x.with_notes(*place_notes)
     return [space.result(reader, j, result_with_power(reader, twin, ins, space, x, j)) for j in results]
@@ -216,7 +217,10 @@ def _bound_notes(eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Note]:
         expected = [number.array.flat[0], *points][unchanged[0]].astype(out_aval.dtype)
         if (jx.bind(eqn, points)[0] == expected).all():
             return []
-    message = f"{name} of places does nothing in this block, and may in the whole batch"
+    message = (
+        f"applies {name} to places in the block, which changes nothing in a block this small, but may in the whole "
+        "batch; put the places into the batch"
+    )
     return [Note.of_eqn(eqn, message, is_certain=False)]
 
 
@@ -238,7 +242,8 @@ def result_with_power(
     operand_dim = lambda i: next((k, d) for k, d in enumerate(space.factors[i].ins) if d is not None)
     growth = reader.size_power(eqn, twin, [operand_dim(i) for i in summed_factors])
     if growth and x.kind != "whole":
-        x = x.with_notes(Note.of_eqn(eqn, "sums over as many numbers as a block has rows", is_certain=False))
+        message = "sums over a dim whose size depends on how many rows a block has"
+        x = x.with_notes(Note.of_eqn(eqn, message, is_certain=False))
     # 3. How the equation combines them.
     have_same_power = all(p == first for p in more) or (len(ins) > 1 and eqn.invars[0] is eqn.invars[1])
     is_rounded = not is_inexact(eqn.outvars[j]) and any(map(is_inexact, eqn.invars))
@@ -262,9 +267,14 @@ def result_with_power(
     else:
         # A comparison of integers is often the check of an index against a size, as in every lookup: a warning only.
         is_certain = not primitives.of(eqn).compares or any(map(is_inexact, eqn.invars))
-        message = f"{name} of {FUNCTION_OF_BLOCK_SIZE}"
+        message = f"applies {name} to {FUNCTION_OF_BLOCK_SIZE}"
         return replace(x, power=UNKNOWN_POWER).with_notes(Note.of_eqn(eqn, message, is_certain))
     return replace(x, power=power)
+
+
+def _action(name: str) -> str:
+    """Return what messages say that a primitive does, up to the object "over rows"."""
+    return _ACTIONS.get(name, f"applies {name}")
 
 
 def coupled_along_dim(eqn: Any, ins: Sequence[Value]) -> Value:
@@ -272,11 +282,10 @@ def coupled_along_dim(eqn: Any, ins: Sequence[Value]) -> Value:
     name = eqn.primitive.name
     if not primitives.of(eqn).factors:
         return coupled(ins, Note.of_eqn(eqn, f"{name} may mix rows: jaxpar has no rule for it", is_certain=False))
-    message = f"{_PLAIN_NAMES.get(name, name)} over rows; {ADVISE_ALL_ROWS}"
-    is_certain = name not in ("reduce", "pad")
+    message, is_certain = f"{_action(name)} over rows; {ADVISE_ALL_ROWS}", name not in ("reduce", "pad")
     if name in ("sort", "approx_top_k") and len(ins) > 1:
         # A sort of several operands may be undone later: tokens are sorted by their experts and put back.
-        message, is_certain = message.replace(";", ", of no effect if results go back to their rows; else"), False
+        message, is_certain = f"{_action(name)} over rows, {FINE_IF_UNDONE}", False
     return coupled(ins, Note.of_eqn(eqn, message, is_certain))
 
 
@@ -297,7 +306,7 @@ def _of_sums(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value], space: F
         or (name == "pad" and not ins[1].is_zero)
         or weights_rows
     ):
-        action = "a product with" if name in PRODUCTS else ""
+        action = "multiplies by" if name in PRODUCTS else ""
         result = _guarded(eqn, ins) or nonlinear_in_sum(eqn, ins, action)
         return [result] * len(eqn.outvars)
     # 2. Follow the dims of partial sums to each result, where they may be summed up, but not taken apart.
@@ -330,7 +339,10 @@ def _guarded(eqn: Any, ins: Sequence[Value]) -> Value | None:
     is_maximum = name == "max" and len(other_scalars) == 1 and other_scalars[0] is not None and other_scalars[0] <= 1
     if not is_compared and not is_maximum:
         return None
-    message = f"{name} of a sum over rows, which a block without terms would change; jp.Mean needs no guard"
+    message = (
+        f"guards a sum over rows against zero ({name}), which gives another result if a block's sum is zero; leave the "
+        "guard out, since jp.Mean needs none"
+    )
     return (Value() if is_compared else x.derive()).with_notes(Note.of_eqn(eqn, message, is_certain=False))
 
 
@@ -363,7 +375,7 @@ def _of_coupled(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> Va
         return replace(result, notes=_doubted(result.notes, PICKS_ROWS, "sort over rows"))
     # 5. An inverse Fourier transform may undo a transform over rows.
     if name == "fft" and eqn.params["fft_type"] in _INVERSE_TRANSFORMS:
-        return replace(result, notes=_doubted(result.notes, _PLAIN_NAMES["fft"]))
+        return replace(result, notes=_doubted(result.notes, _ACTIONS["fft"]))
     # 6. The diagonal of a product of rows with rows holds each row with itself.
     if more or not x.is_pairwise or not (record.elementwise or record.moves):
         return result
@@ -389,7 +401,7 @@ def _summed_rows(eqn: Any, ins: Sequence[Value]) -> frozenset[int]:
 
 
 def _doubted(notes: Collection[Note], *phrases: str) -> frozenset[Note]:
-    """Return the notes, those whose message has any of these phrases as no longer certain."""
+    """Return the notes; those whose message has any of these phrases are no longer certain."""
     return frozenset(
         replace(n, is_certain=n.is_certain and not any(phrase in n.message for phrase in phrases)) for n in notes
     )

@@ -40,7 +40,7 @@ class Labels:
         self.dims = frozenset(d for d, n in enumerate(array.shape) if n > 1)
 
     def covers_equally(self, num_rows: int) -> bool:
-        """Return whether each of all rows has as many elements as any other row."""
+        """Return whether all `num_rows` rows have elements, and equally many."""
         _, counts = np.unique(self.array, return_counts=True)
         return len(counts) == num_rows and bool((counts == counts[0]).all())
 

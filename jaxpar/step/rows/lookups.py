@@ -38,7 +38,7 @@ def _gather(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
     (x, indices), numbers = ins, eqn.params["dimension_numbers"]
     operand_shape, indices_shape = input_shapes(eqn)
     if indices.kind == "sum" or (indices.kind == "rows" and (indices.has_mean or x.kind == "sum")):
-        return nonlinear_in_sum(eqn, ins, "a lookup at")
+        return nonlinear_in_sum(eqn, ins, "looks up at indices that hold")
     if reader.in_loop and x.kind == "sum":
         # A loop may add up at each row's place, and this lookup may take the row's own again.
         return nonlinear_in_sum(eqn, ins, is_certain=False)
@@ -74,7 +74,7 @@ def _gather(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
     )
     if all(is_same(d) for d in numbers.start_index_map if d not in picked_dims):
         return result
-    message = "gather at what depends on a row's place in its block"
+    message = "looks up at indices that depend on a row's place in its block; put these indices into the batch"
     return result.with_notes(Note.of_eqn(eqn, message, is_certain=False))
 
 
@@ -82,7 +82,7 @@ def _gather(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[V
 def _dynamic_slice(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value] | Value:
     (x, *starts), sizes, operand_shape = ins, eqn.params["slice_sizes"], input_shapes(eqn)[0]
     if any(s.kind == "sum" for s in starts):
-        return nonlinear_in_sum(eqn, ins, "a slice that starts at")
+        return nonlinear_in_sum(eqn, ins, "starts a slice at")
     if x.kind == "rows" and any(sizes[d] != operand_shape[d] for d in x.labels.dims):
         note = Note.of_eqn(eqn, f"{TAKES_SOME_ROWS}; {ADVISE_ALL_ROWS}", is_certain=not reader.in_loop)
         return coupled(ins, note)
@@ -99,7 +99,7 @@ def _dynamic_update_slice(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Val
     space = FactorSpace(eqn)
     if any(y.kind == "rows" and space.to_factors(k, y.labels.array) is None for k, y in enumerate(ins)):
         is_certain = x.kind == "rows" and not reader.in_loop
-        return coupled(ins, Note.of_eqn(eqn, f"writes rows at other places; {ADVISE_ALL_ROWS}", is_certain))
+        return coupled(ins, Note.of_eqn(eqn, f"writes rows to the places of other rows; {ADVISE_ALL_ROWS}", is_certain))
     return generic(reader, eqn, twin, ins)
 
 
@@ -108,7 +108,7 @@ def _scatter(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[
     (x, indices, updates), name, space = ins, eqn.primitive.name, FactorSpace(eqn)
     if indices.kind == "sum" or indices.has_mean:
         # `jnp.repeat(experts, counts)` marks where the tokens of each expert begin. What it orders may be put back.
-        return nonlinear_in_sum(eqn, ins, "an update at indices that hold", not x.kind == updates.kind == "whole")
+        return nonlinear_in_sum(eqn, ins, "updates at indices that hold", not x.kind == updates.kind == "whole")
     if "sum" in (x.kind, updates.kind):
         if any(y.kind == "rows" for y in ins):
             return nonlinear_in_sum(eqn, ins)
@@ -122,7 +122,7 @@ def _scatter(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[
     if (result := _at_own_places(eqn, twin, ins)) is not None:
         return result
     # 3. Each place gets a sum over rows, if no place and no update tells rows apart.
-    note = Note.of_eqn(eqn, f"{name} of rows at computed indices; {ADVISE_ALL_ROWS}", is_certain=False)
+    note = Note.of_eqn(eqn, f"applies {name} to rows at computed indices; {ADVISE_ALL_ROWS}", is_certain=False)
     tells_rows_apart = indices.columns or indices.notes or indices.labels.array.ndim - 1 in indices.labels.dims
     tells_rows_apart = tells_rows_apart or any(y.kind == "whole" and y.varying_dims for y in (indices, updates))
     window_dims = {*eqn.params["dimension_numbers"].update_window_dims}
@@ -137,7 +137,7 @@ def _scatter(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[
     if rows is updates and indices.kind == "rows":
         update_labels = Labels(updates.labels.array.squeeze(tuple(window_dims)))
         if update_labels != Labels(indices.labels.array[..., 0]):
-            return coupled_with_other_rows(eqn, ins, "updates by")
+            return coupled_with_other_rows(eqn, ins, "updates")
     if not rows.covers_equally(reader.rows_per_block):
         return coupled(ins, rows.pick_note or row_groups_note(eqn))
     total = Value("sum", power=updates.power, pick_note=updates.pick_note)
@@ -174,7 +174,7 @@ def _repetitions(eqn: Any, twin: Any, columns: Sequence[np.ndarray], d: int) -> 
     """Return how often the indices meet each place of dim `d`, in the program and for twice the rows.
 
     Returns:
-      One number if both are the same. It is 0 where not all places are met, or not equally often.
+      The set of both numbers. A number is 0 if not all places are met, or not equally often.
     """
     sides = zip(columns, map(input_shapes, (eqn, twin)), strict=False)
     counted = [

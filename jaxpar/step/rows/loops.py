@@ -60,7 +60,7 @@ def _settle(
         if step and joined_carry == carry:
             return [*carry, *outs]
         carry = joined_carry
-    note = Note.of_eqn(eqn, "a loop that jaxpar cannot follow", is_certain=False)
+    note = Note.of_eqn(eqn, "runs a loop that jaxpar cannot follow", is_certain=False)
     return [coupled([x], note) for x in (*carry, *outs)]
 
 
@@ -84,7 +84,7 @@ def _join_steps(eqn: Any, passes_through: Sequence[bool]) -> Callable[[int, Valu
 
 def _after_counted_steps(eqn: Any, x: Value) -> Value:
     """Return a carry that changes in each step, where the number of steps depends on the number of rows."""
-    note = Note.of_eqn(eqn, "a loop of as many steps as a block has rows, or so", is_certain=False)
+    note = Note.of_eqn(eqn, "runs a loop whose number of steps depends on how many rows a block has", is_certain=False)
     return x.derive(power=UNKNOWN_POWER).with_notes(note)
 
 
@@ -109,7 +109,7 @@ def _while(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Va
     def end(x: Value) -> Value:
         if condition.kind in ("coupled", "sum"):
             notes = [replace(note, is_certain=False) for note in condition.notes]
-            message = "a loop that ends when all rows of a block have ended"
+            message = "runs a loop until all rows of a block have ended"
             return coupled([x], *notes, Note.of_eqn(eqn, message, False))
         if condition.kind == "whole" and condition.power and not condition.is_keyed:
             return _after_counted_steps(eqn, x).with_notes(*condition.notes)
@@ -168,7 +168,7 @@ def _scan_over_rows(
     try:
         program, twin_program = reader.memoize(("at once", id(eqn), id(twin)), (eqn, twin), programs)
     except NotImplementedError as error:  # vmap has no rule for a primitive, such as ragged_dot with different groups
-        note = Note.of_eqn(eqn, f"a loop over rows that jax cannot run for all of them at once: {error}", False)
+        note = Note.of_eqn(eqn, f"runs a loop over rows that jax.vmap cannot run for all rows at once ({error})", False)
         return [coupled(ins, note)] * len(eqn.outvars)
     # 2. The kind of each carry.
     producers = [next((e for e in body.eqns if v in e.outvars), eqn) for v in body.outvars[:num_carries]]
@@ -189,7 +189,7 @@ def _scan_over_rows(
             return join_values(eqn, carry_in, carry_out)
         if carry_out.kind == "coupled":
             return coupled([carry_out])
-        message = f"carries from row to row, in a loop over them; {ADVISE_ALL_ROWS}"
+        message = f"carries values from row to row in a loop over rows; {ADVISE_ALL_ROWS}"
         return coupled([carry_out], Note.of_eqn(producers[i], message))
 
     outs = _settle(eqn, carry, read, join)

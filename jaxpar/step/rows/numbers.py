@@ -50,10 +50,7 @@ class Number:
 
     @property
     def pair(self) -> tuple[Any, Any]:
-        """The arrays in the program and in its twin; None for a side that cannot be computed.
-
-        A stack of pending numbers replaces recursion over operands, whose depth grows with the program's length.
-        """
+        """The arrays in the program and in its twin; None for a side that cannot be computed."""
         # A stack rather than recursion: chains of equations may be longer than Python's limit.
         pending = [self]
         while pending:

@@ -110,7 +110,7 @@ class Reader:
         for i, eqn in enumerate(jaxpr.eqns):
             ins = [self.value_of(env, v, k, twins[i].invars if i in twins else ()) for k, v in enumerate(eqn.invars)]
             env.update(zip(eqn.outvars, self.read_equation(eqn, twins.get(i), ins), strict=True))
-        message = "is another program for twice the rows, so that what it makes of their number is not known"
+        message = "computes by another program for twice the rows, so that its dependence on their number is unknown"
         notes = [Note.of_eqn(unpaired, message, is_certain=False)] if unpaired is not None else []
         atoms = enumerate(jaxpr.outvars)
         return [self.value_of(env, v, k, twin.outvars if twin is not None else ()).with_notes(*notes) for k, v in atoms]
@@ -242,7 +242,8 @@ def _parameter_notes(eqn: Any, twin: Any, ins: Sequence[Value]) -> Iterator[Note
         if value != twin_value and value == value:
             # The derivative of `x[i]` pads a row's cotangent with zeros, at the place where the row was.
             puts_row_back = name == "padding_config" and ins[0].kind == "rows" and not ins[0].labels.dims
-            yield Note.of_eqn(eqn, f"{eqn.primitive.name} by {FUNCTION_OF_BLOCK_SIZE}", is_certain=not puts_row_back)
+            message = f"passes to {eqn.primitive.name} {FUNCTION_OF_BLOCK_SIZE}"
+            yield Note.of_eqn(eqn, message, is_certain=not puts_row_back)
 
 
 def _groups_alike(eqn: Any, twin: Any, factor: factors.Factor) -> bool:
@@ -270,7 +271,7 @@ def pair_equations(eqns: Sequence[Any], twin_eqns: Sequence[Any]) -> tuple[dict[
 
 def column_notes(eqn: Any, x: Value) -> list[Note]:
     """Return a note if a known column of indices, which are rows, is not the same for each row."""
-    message = f"{eqn.primitive.name} with a row's place in its block; put it into the batch"
+    message = f"applies {eqn.primitive.name} to a row's place in its block; put it into the batch"
     is_same = all(same_in_all_rows(x.labels.array[..., 0], *x.column(c)) for c, _ in x.columns)
     return [] if is_same else [Note.of_eqn(eqn, message, is_certain=False)]
 

@@ -91,7 +91,7 @@ def rearranged_rows(
       pick_note: the note to give if the picked rows turn out to be coupled; by default one that names the primitive.
     """
     name, new_labels = eqn.primitive.name, Labels(labels)
-    action = {"rev": "reverse order over rows", "unstack": "takes rows one by one"}.get(name, TAKES_SOME_ROWS)
+    action = {"rev": "reverses the order of rows", "unstack": "takes rows one by one"}.get(name, TAKES_SOME_ROWS)
     # A strided slice often takes one of each pair of rows, and blocks may hold whole pairs.
     is_strided = name == "slice" and max(eqn.params["strides"] or [1]) > 1
     default_note = Note.of_eqn(eqn, f"{action}; {ADVISE_ALL_ROWS}", is_certain=not is_strided)
@@ -102,7 +102,7 @@ def rearranged_rows(
         return coupled([x], pick_note)
     if same_in_all_rows(labels, ordinals):
         return result
-    message = "takes of each row what depends on its place in its block"
+    message = "takes from each row elements that depend on the row's place in its block"
     return result.with_notes(Note.of_eqn(eqn, message, is_certain=False))
 
 
@@ -178,7 +178,7 @@ def _draw(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Val
     # Blocks have different keys, so that their draws need not agree.
     if any(x.is_keyed for x in ins):
         return Value()
-    advice = "use the key that the loss is given, and in evaluate, which gives none, numbers of the batch"
+    advice = "use the key that the loss gets; evaluate passes None, so read random numbers from the batch there"
     pick_note = Note.of_eqn(eqn, f"draws with a key that is the same in all blocks; {advice}", False)
     return [
         Value(varying_dims=frozenset(range(len(output_shape(eqn, j)))), pick_note=pick_note)

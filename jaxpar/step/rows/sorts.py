@@ -22,7 +22,7 @@ from .generic import generic
 from .labels import Labels
 from .numbers import MAX_ELEMENTS
 from .reader import Reader, input_shapes, output_shape, rule
-from .values import ADVISE_ALL_ROWS, ROUTED_BASE, Note, Value, coupled
+from .values import ADVISE_ALL_ROWS, FINE_IF_UNDONE, ROUTED_BASE, Note, Value, coupled
 
 # Numbers the sorts that are read. A number for each equation would not do: a function that is called twice has one
 # equation for both sorts. 1 is the range of routed tokens.
@@ -39,7 +39,7 @@ def _sort(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Val
     has_other_operand = any(x.kind != "rows" and (x.kind != "whole" or dim in x.varying_dims) for x in ins)
     # Each step of a loop sorts separately, and labels cannot tell the results of different steps apart.
     is_sortable = not (reader.in_loop or has_other_operand) and 0 < math.prod(shape) <= MAX_ELEMENTS
-    note = Note.of_eqn(eqn, f"sort over rows; {ADVISE_ALL_ROWS}")
+    note = Note.of_eqn(eqn, f"applies sort over rows; {ADVISE_ALL_ROWS}")
     sorted_rows = (
         {x.labels: _sorted_rows(reader, x, dim, shape) for x in ins if x.kind == "rows"}
         if is_sortable and returns_all
@@ -61,8 +61,7 @@ def _sort(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Val
 
 def _sort_order(eqn: Any, ins: Sequence[Value]) -> Value:
     """Return the value of the order that a sort gives: coupled, but rows may be put back by it."""
-    message = f"sort over rows, of no effect if results go back to their rows; else {ADVISE_ALL_ROWS}"
-    return coupled(ins, Note.of_eqn(eqn, message, is_certain=False))
+    return coupled(ins, Note.of_eqn(eqn, f"applies sort over rows, {FINE_IF_UNDONE}", is_certain=False))
 
 
 def _sorted_rows(reader: Reader, x: Value, dim: int, shape: tuple[int, ...]) -> Value | None:

@@ -39,18 +39,25 @@ ROUTED_BASE = 1 << 40
 GUARD_LIMIT = 1e-4  # a smaller constant that is added to a sum guards a division, and changes it by rounding only
 
 UNNAMED_LINE = "a function of JAX"  # stands for the line of an equation if no line of the user's is known
-ADVISE_GATHER = "give it jp.all_rows(x) for one of them"
-ADVISE_ALL_ROWS = "compute it from jp.all_rows(x)"
+ADVISE_GATHER = "pass jp.all_rows(x) for one of the two"
+ADVISE_ALL_ROWS = "compute this from jp.all_rows(x)"
 PICKS_ROWS = f"picks rows by computed indices; {ADVISE_ALL_ROWS}"
 TAKES_SOME_ROWS = "takes some of the rows"
-RATIO_OF_SUMS = "divides one sum over rows by another; return jp.Mean(total, count), or use sums of jp.all_rows(x)"
+RATIO_OF_SUMS = (
+    "divides one sum over rows by another; return jp.Mean(total, count), or compute both sums from jp.all_rows(x)"
+)
 # The note on a ratio that each replica computes on its rows, if the ratios are then averaged over replicas.
 RATIO_PER_REPLICA = (
-    "averages over replicas what each divides by its own number of rows, as BatchNorm does with mask=; leave mask= "
-    "out, or divide sums over jp.all_rows(x) and jp.all_rows(mask) in a norm of your own (docs/recipes/coupled-rows.md)"
+    "averages over replicas the ratios that each computes from its own number of rows, as BatchNorm does with mask=; "
+    "leave mask= out, or write a norm that computes its sums from jp.all_rows(x) and jp.all_rows(mask) "
+    "(docs/recipes/coupled-rows.md)"
 )
-ADVISE_SAME_SCALE = "make means of both, or multiply what is no sum by the count of jp.Mean"
-FUNCTION_OF_BLOCK_SIZE = "what depends on how many rows a block has, fewer than the batch; use a number that is given"
+ADVISE_SAME_SCALE = "take means of both, or multiply the term that is no sum by the count of jp.Mean"
+FUNCTION_OF_BLOCK_SIZE = (
+    "a value that depends on how many rows a block has, and a block has fewer than the batch; use a fixed number"
+)
+# Continues a message on a sort: tokens are sorted by their experts, say, and put back.
+FINE_IF_UNDONE = f"which is fine if its results are put back into the order of the rows; otherwise {ADVISE_ALL_ROWS}"
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Note:
 
     Attributes:
       line: the user's line.
-      message: what the equation does, and what to write instead.
+      message: what the equation does, a phrase whose subject is the line; and what to write instead.
       is_certain: whether the equation couples rows for certain.
       in_backward: whether the equation is part of a derivative.
       only_scale: whether no rows meet, and only the scale is wrong: the result is a sum over rows, say, and no mean.
@@ -146,7 +153,7 @@ class Value:
         return Labels(self.labels.array % ROUTED_BASE // self.num_lines) if self.num_places else self.labels
 
     def covers_equally(self, num_rows: int) -> bool:
-        """Return whether each of all rows has as many elements; for sorted rows, each place of a line."""
+        """Return whether all rows have equally many elements; for sorted rows, whether all places of a line have."""
         if not self.num_places:
             return self.labels.covers_equally(num_rows)
         # Count the elements of every slot (place and line), and compare the places of each line.
@@ -233,29 +240,37 @@ def nonlinear_in_sum(eqn: Any, ins: Sequence[Value], action: str = "", is_certai
     """Return the coupled result of an equation that is not linear in an operand that holds a sum over rows.
 
     Args:
-      action: what the equation does, up to the object "a sum or mean over rows"; by default "<primitive> of".
+      action: what the equation does, up to the object "a sum or mean over rows"; by default "applies <primitive> to".
       is_certain: whether the equation couples rows for certain.
     """
     # Sums over groups of rows: a block that holds whole groups gives the right result.
     if partial_sums := [x for x in ins if x.kind == "sum" and x.varying_dims]:
         return coupled(ins, *(x.pick_note or row_groups_note(eqn) for x in partial_sums))
-    action = action or eqn.primitive.name + " of"
+    action = action or f"applies {eqn.primitive.name} to"
     return coupled(ins, Note.of_eqn(eqn, f"{action} a sum or mean over rows; {ADVISE_ALL_ROWS}", is_certain))
 
 
 def coupled_with_other_rows(eqn: Any, ins: Sequence[Value], action: str = "") -> Value:
-    """Return the coupled result of an equation in which rows meet other rows; `action` says what it does."""
+    """Return the coupled result of an equation in which rows meet other rows.
+
+    Args:
+      action: what the equation does, up to the object "rows with other rows"; by default the message names the
+        primitive.
+    """
     # Rows that were picked meet other rows because of the pick: name that equation instead.
     pick_note = first_pick_note(x for x in ins if x.kind != "whole")
-    usual_mistake = "if a row was to meet itself alone, [rows] beside [rows, 1] is the mistake"
+    usual_mistake = "if each row should meet itself alone, look for shapes [rows] and [rows, 1], which broadcast"
     advice = ADVISE_GATHER if action else f"{ADVISE_GATHER}; {usual_mistake}"
-    message = f"{action or eqn.primitive.name + ' of'} rows with other rows; {advice}"
-    return coupled(ins, pick_note or Note.of_eqn(eqn, message))
+    message = f"{action} rows with other rows" if action else f"combines rows with other rows by {eqn.primitive.name}"
+    return coupled(ins, pick_note or Note.of_eqn(eqn, f"{message}; {advice}"))
 
 
 def row_groups_note(eqn: Any) -> Note:
     """Return the note on sums over groups of rows, as a reshape makes them: a block may end within a group."""
-    message = f"{eqn.primitive.name} of sums over groups of rows, which blocks may part; give groups a dim of their own"
+    message = (
+        f"computes with sums over groups of rows ({eqn.primitive.name}), and a block may end within a group; make each "
+        "group one row of the batch"
+    )
     return Note.of_eqn(eqn, message, is_certain=False)
 
 
@@ -283,6 +298,7 @@ def position_notes(eqn: Any, whole_value: Value, rows: Value, message: str = "")
     if rows.num_places and rows.pick_note is not None:
         return [rows.pick_note]
     default_message = (
-        f"{eqn.primitive.name} with a value that depends on a row's place in its block; put it into the batch"
+        f"combines rows by {eqn.primitive.name} with a value that depends on a row's place in its block; put that "
+        "value into the batch"
     )
     return [whole_value.pick_note or Note.of_eqn(eqn, message or default_message, is_certain=False)]

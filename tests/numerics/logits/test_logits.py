@@ -171,7 +171,7 @@ def best_of_many(x: Any, p: Any, ids: Any) -> Any:
     [
         (sorted_tokens, "sort at .*sorted_tokens"),
         (lambda x, p, ids: optax.softmax_cross_entropy(x @ p["head"], jnp.cumsum(one_hot(ids), 1)), "no one-hot"),
-        (best_of_many, "reads more than 8 numbers a token"),
+        (best_of_many, "reads more than 8 numbers per token"),
         (jax.checkpoint(by_optax), "within jax.checkpoint"),
         (lambda x, p, ids: jax.lax.map(lambda row: by_optax(row[0], p, row[1]), (x, ids)), "within a loop"),
         (

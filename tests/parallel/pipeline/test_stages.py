@@ -354,7 +354,7 @@ def test_rules_of_differentiation_are_looked_at(remat: bool) -> None:
     model = jp.Model(drawn(), loss)
     report = jp.verify(model, "fsdp=2", batch_of(8), mesh=jax.devices()[:2])
     assert report.ok, report
-    with pytest.raises(ValueError, match="that are the same program"):
+    with pytest.raises(ValueError, match="needs layers with the same program"):
         make_step(model, "pipe=2,microbatches=2", devices=2).trace(batch_of(8))
 
 

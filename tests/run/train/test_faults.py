@@ -353,7 +353,7 @@ def test_labels_that_are_looked_up_where_nothing_is_are_told() -> None:
 
 
 def test_ids_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"ids=\{'y': 0\}: needs how many ids there are"):
+    with pytest.raises(ValueError, match=r"ids=\{'y': 0\}: give the number of ids"):
         jp.make_train_step(of_ids(), optax.sgd(0.1), "ddp", ids={"y": 0})
     step = jp.make_train_step(of_ids(), optax.sgd(0.1), "ddp", ids={"x": 8})
     with pytest.raises(ValueError, match=r"leaf x is float32\[.*\], and ids are integers; name another leaf"):

@@ -141,11 +141,11 @@ def refusals(rank: int) -> list[str]:
 
 
 MESSAGE_PARTS = (
-    ("the batch to train: its checksum is", "on rank 0", "on rank 1", "the same on each, or say rows='host'"),
-    ("its shape is ['x'] float32[8, 12]", "float32[16, 12]", "on rank 1", "say rows='host'"),
+    ("the batch to train: its checksum is", "on rank 0", "on rank 1", "the same on each, or pass rows='host'"),
+    ("its shape is ['x'] float32[8, 12]", "float32[16, 12]", "on rank 1", "pass rows='host'"),
     ("its shape is ['x'] float32[8, 12]", "float32[16, 12]", "on rank 1", "give as many rows on each"),
-    ("12 rows (6 from each of 2 hosts)", "multiple of 8", "here rows are own", "jp.pad_rows(batch, 4)"),
-    ("12 rows;", "multiple of 8", "rows are global, the same on every host", "jp.pad_rows(batch, 8)"),
+    ("12 rows (6 from each of 2 hosts)", "multiple of 8", "here rows='host'", "jp.pad_rows(batch, 4)"),
+    ("12 rows;", "multiple of 8", "rows='global' takes the same rows on every host", "jp.pad_rows(batch, 8)"),
     # This error named neither host nor leaf, and blamed the learning rate.
     ("step 1: loss is nan", "batch leaf x holds nan at row 11, [0] of rank 1 on ", "mend these rows"),
 )

@@ -149,34 +149,34 @@ masked_sum = lambda w, batch: (squares(w, batch) * batch["mask"]).sum()
 decay = lambda w: 0.1 * jnp.square(w).sum()
 
 CASES = {
-    "statistics": Case(normalised(identity), "compute it from jp.all_rows(x)", normalised(jp.all_rows)),
+    "statistics": Case(normalised(identity), "compute this from jp.all_rows(x)", normalised(jp.all_rows)),
     "balance": Case(
-        balanced(identity), "a product with a sum or mean over rows; compute it from jp.all_rows", balanced(jp.all_rows)
+        balanced(identity), "multiplies by a sum or mean over rows; compute this from", balanced(jp.all_rows)
     ),
-    "ranks": Case(ranked(identity), "compute it from jp.all_rows(x)", ranked(jp.all_rows)),
-    "pairs": Case(contrasted(identity), "give it jp.all_rows(x) for one of them", contrasted(jp.all_rows)),
+    "ranks": Case(ranked(identity), "compute this from jp.all_rows(x)", ranked(jp.all_rows)),
+    "pairs": Case(contrasted(identity), "pass jp.all_rows(x) for one of the two", contrasted(jp.all_rows)),
     "views": Case(
         views(lambda a, b: jp.all_rows(jnp.concatenate([a, b]))),
-        "blocks take turns; gather first, jnp.concatenate([jp.all_rows(a), jp.all_rows(b)])",
+        "alternate block by block; gather first: jnp.concatenate([jp.all_rows(a), jp.all_rows(b)])",
         views(lambda a, b: jnp.concatenate([jp.all_rows(a), jp.all_rows(b)])),
     ),
     "half of the rows": Case(
         lambda w, batch, key: jnp.square(jp.all_rows(batch["x"][:4] @ w).mean(0) - batch["y"]).mean(),
-        "needs all rows of the block along dim 0, one after another; give it rows as they come",
+        "without all rows of the block along dim 0, one after another; pass rows as the batch has them",
         lambda w, batch, key: jnp.square(jp.all_rows(batch["x"] @ w)[:4].mean(0) - batch["y"]).mean(),
     ),
     "one column": Case(
         lambda w, batch, key: jnp.square(batch["x"] @ w[:, :1] - batch["mask"]).mean(),
-        "if a row was to meet itself alone, [rows] beside [rows, 1] is the mistake",
+        "if each row should meet itself alone, look for shapes [rows] and [rows, 1], which broadcast",
         lambda w, batch, key: jnp.square((batch["x"] @ w)[:, 0] - batch["mask"]).mean(),
     ),
     "ratio": Case(
         masked(identity), "return jp.Mean(total, count)", mean_of(masked_sum)
     ),
-    "ratio of all": Case(masked(identity), "or use sums of jp.all_rows(x)", masked(jp.all_rows)),
+    "ratio of all": Case(masked(identity), "or compute both sums from jp.all_rows(x)", masked(jp.all_rows)),
     "sum": Case(
         lambda w, batch, key: squares(w, batch).sum(),
-        "the loss is a sum over rows; take the mean, .mean() for .sum()",
+        "the loss is a sum over rows; return a mean (.mean() instead of .sum())",
         lambda w, batch, key: squares(w, batch).mean(),
     ),
     "sum and count": Case(
@@ -186,33 +186,33 @@ CASES = {
     ),
     "means in jp.Mean": Case(
         lambda w, batch, key: jp.Mean(squares(w, batch).mean(), batch["mask"].sum()),
-        "give two sums over rows",
+        "a sum over rows as count; return two sums over rows",
         mean_of(masked_sum),
     ),
     "decay in a sum": Case(
         mean_of(lambda w, batch: masked_sum(w, batch) + decay(w)),
-        "multiply what is no sum by the count of jp.Mean",
+        "multiply the term that is no sum by the count of jp.Mean",
         mean_of(lambda w, batch: masked_sum(w, batch) + decay(w) * batch["mask"].sum()),
     ),
     "sum and decay": Case(
         lambda w, batch, key: squares(w, batch).sum() + decay(w),
-        "make means of both",
+        "take means of both",
         lambda w, batch, key: squares(w, batch).mean() + decay(w),
     ),
     "number of rows": Case(
         lambda w, batch, key: jnp.tanh(batch["x"] @ w / len(batch["x"])).mean(),
-        "use a number that is given",
+        "use a fixed number",
         lambda w, batch, key: jnp.tanh(batch["x"] @ w / ROWS).mean(),
     ),
     # All replicas draw the same numbers, and one device draws other numbers for each row. It passed.
     "key": Case(
         drawn(keyed=False),
-        "draws with a key that is the same in all blocks; use the key that the loss is given",
+        "draws with a key that is the same in all blocks; use the key that the loss gets",
         drawn(keyed=True),
     ),
     "place": Case(
         lambda w, batch, key: jnp.tanh(squares(w, batch) * jnp.arange(len(batch["x"]))).mean(),
-        "put it into the batch",
+        "put that value into the batch",
         lambda w, batch, key: jnp.tanh(squares(w, batch) * batch["weight"]).mean(),
     ),
     "weights": Case(
@@ -220,22 +220,22 @@ CASES = {
         "put the weights into the batch",
         lambda w, batch, key: batch["weight"] @ squares(w, batch) / len(batch["x"]),
     ),
-    "groups": Case(grouped, "groups of rows, which blocks may part; give groups a dim of their own", in_groups),
+    "groups": Case(grouped, "a block may end within a group; make each group one row of the batch", in_groups),
     "guard": Case(
         lambda w, batch, key: jp.Mean(masked_sum(w, batch), jnp.maximum(batch["mask"].sum(), 1)),
-        "jp.Mean needs no guard",
+        "leave the guard out, since jp.Mean needs none",
         mean_of(masked_sum),
     ),
     "no NaN": Case(
         lambda w, batch, key: jnp.nanmean(squares(w, batch)),
-        "values are no NaN, of which blocks may have more and less; return jp.Mean",
+        "values that are not NaN, which may differ between blocks; return jp.Mean",
         lambda w, batch, key: jp.Mean(
             jnp.nansum(squares(w, batch)), jnp.isfinite(batch["x"] + batch["y"]).all(1).astype(jnp.float32).sum()
         ),
     ),
     "there and back": Case(
         lambda w, batch, key: (squares(w, batch)[jnp.argsort(batch["weight"])] * batch["weight"]).mean(),
-        "compute it from jp.all_rows(x)",
+        "compute this from jp.all_rows(x)",
         lambda w, batch, key: (
             jp.all_rows(squares(w, batch))[jnp.argsort(jp.all_rows(batch["weight"]))] * jp.all_rows(batch["weight"])
         ).mean(),
@@ -257,9 +257,9 @@ def test_advice_is_followed(name: str) -> None:
 def test_a_sum_is_no_coupling() -> None:
     """The error said that a sum couples rows, and advised rows='independent', which does not make it a mean."""
     message = message_of(lambda w, batch, key: squares(w, batch).sum())
-    assert message.startswith("the loss is not a mean over rows, and 2 replicas see only their own")
+    assert message.startswith("the loss is not a mean over rows, and each of 2 replicas sees only its own rows")
     assert "couple" not in message
-    assert message.endswith("or return jp.Mean(total, count)")
+    assert message.endswith("or jp.Mean(total, count)")
 
 
 def test_all_rows_are_those_of_a_microbatch() -> None:

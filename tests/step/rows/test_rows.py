@@ -85,7 +85,7 @@ def triplet(w: jax.Array, batch: Batch) -> jax.Array:
 def discrepancy(w: jax.Array, batch: Batch) -> jax.Array:
     """Maximum mean discrepancy with a Gaussian kernel."""
     x, y = batch["x"] @ w, batch["y"]
-    kernel = lambda a, b: jnp.exp(-jnp.square(a[:, None] - b[None]).sum(-1)).mean()  # sub of rows with other rows
+    kernel = lambda a, b: jnp.exp(-jnp.square(a[:, None] - b[None]).sum(-1)).mean()  # rows with other rows by sub
     return kernel(x, x) + kernel(y, y) - 2 * kernel(x, y)
 
 
@@ -106,7 +106,7 @@ def over_rows(w: jax.Array, batch: Batch) -> jax.Array:
     """Run a recurrence from row to row."""
 
     def step(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        carry = jnp.tanh(carry + x @ w)  # carries from row to row
+        carry = jnp.tanh(carry + x @ w)  # carries values from row to row
         return carry, carry
 
     return jax.lax.scan(step, jnp.zeros(WIDTH), batch["x"])[1].mean()
@@ -127,13 +127,13 @@ def kernel_of_two_rows(w: jax.Array, batch: Batch) -> jax.Array:
 
 
 def views_beside_each_other(w: jax.Array, batch: Batch) -> jax.Array:
-    views = jp.all_rows(jnp.stack([batch["x"] @ w, batch["y"]]))  # needs all rows of the block along dim 0
+    views = jp.all_rows(jnp.stack([batch["x"] @ w, batch["y"]]))  # an array without all rows of the block
     return jnp.square(views.mean((0, 1)) - batch["y"]).mean()
 
 
 def gathered_places(w: jax.Array, batch: Batch) -> jax.Array:
     place = jnp.arange(len(batch["x"]))
-    right = place[:, None] == jp.all_rows(place)[None]  # jp.all_rows of a row's place in its block
+    right = place[:, None] == jp.all_rows(place)[None]  # passes to jp.all_rows a row's place in its block
     return -jnp.where(right, jax.nn.log_softmax(batch["x"] @ w @ jp.all_rows(batch["y"]).T), 0).sum(1).mean()
 
 
@@ -199,14 +199,14 @@ centred.defjvp(lambda x, dx: (x[0], dx[0] - dx[0].mean(0)))
 def moving_average(w: jax.Array, batch: Batch) -> jax.Array:
     """Weight rows by their place. The reader took it for their sum."""
     x = jnp.tanh(batch["x"] @ w)
-    end, _ = jax.lax.scan(lambda c, row: (0.9 * c + 0.1 * row.mean(), None), 0.0, x)  # carries from row to row
+    end, _ = jax.lax.scan(lambda c, row: (0.9 * c + 0.1 * row.mean(), None), 0.0, x)  # carries values from row to row
     return end / len(x)
 
 
 def running_sums(w: jax.Array, batch: Batch) -> jax.Array:
     """Return every partial sum. The reader took each for the sum of all rows."""
     x = jnp.tanh(batch["x"] @ w)
-    _, sums = jax.lax.scan(lambda c, row: (c + row.mean(), c + row.mean()), 0.0, x)  # carries from row to row
+    _, sums = jax.lax.scan(lambda c, row: (c + row.mean(), c + row.mean()), 0.0, x)  # carries values from row to row
     return sums.mean() / len(x)
 
 
@@ -230,7 +230,7 @@ def other_row_in_python(w: jax.Array, batch: Batch) -> jax.Array:
 
 def mean_in_python(w: jax.Array, batch: Batch) -> jax.Array:
     x, mean = batch["x"], (batch["x"] @ w).mean(0)
-    return jnp.stack([jnp.tanh(x[i] @ w - mean) for i in range(len(x))]).mean()  # tanh of rows that hold a sum or mean
+    return jnp.stack([jnp.tanh(x[i] @ w - mean) for i in range(len(x))]).mean()  # tanh to rows that hold a sum or mean
 
 
 COUPLED = [ppo, triplet, discrepancy, vicreg, over_rows, beside_the_diagonal, kernel_of_two_rows]
@@ -247,17 +247,17 @@ COUPLED_IN_A_LINE: dict[str, tuple[Loss, str]] = {
     "one segment": (lambda w, b: jnp.square(_segments(w, b, jnp.zeros_like, 1)).mean(), "a sum or mean over rows"),
     "segments of the next": (
         lambda w, b: jnp.square(_segments(w, b, lambda row: (row + 1) % len(b["x"])) - b["y"]).mean(),
-        "sub of rows with other rows",
+        "combines rows with other rows by sub",
     ),
     "segments reversed": (
         lambda w, b: jnp.square(_segments(w, b, lambda row: row[::-1]) - b["y"]).mean(),
-        "sub of rows with other rows",
+        "combines rows with other rows by sub",
     ),
-    "mixup": (lambda w, b: jnp.square((b["x"] + b["x"][::-1]) @ w - b["y"]).mean(), "reverse order over rows"),
+    "mixup": (lambda w, b: jnp.square((b["x"] + b["x"][::-1]) @ w - b["y"]).mean(), "reverses the order of rows"),
     "cumulative": (lambda w, b: jnp.square(jnp.cumsum(b["x"] @ w, axis=0)).mean(), "cumsum over rows"),
     "global maximum": (lambda w, b: jnp.square(b["x"] @ w / jnp.abs(b["x"] @ w).max()).mean(), "maximum over rows"),
-    "log of a mean": (lambda w, b: jnp.log(jnp.square(b["x"] @ w).mean()), "log of a sum or mean over rows"),
-    "root of a mean": (lambda w, b: jnp.linalg.norm(b["x"] @ w) / len(b["x"]), "sqrt of a sum or mean over rows"),
+    "log of a mean": (lambda w, b: jnp.log(jnp.square(b["x"] @ w).mean()), "log to a sum or mean over rows"),
+    "root of a mean": (lambda w, b: jnp.linalg.norm(b["x"] @ w) / len(b["x"]), "sqrt to a sum or mean over rows"),
     "last row": (lambda w, b: jnp.square(b["y"] - (b["x"] @ w)[-1]).mean(), "takes some of the rows"),
     "first rows": (lambda w, b: (b["x"] @ w)[jnp.arange(4), 0].mean(), "picks rows by computed indices"),
     # The reader took these for `x[jnp.arange(len(x)), labels]`: they trained silently with wrong gradients.
@@ -289,8 +289,8 @@ COUPLED_IN_A_LINE: dict[str, tuple[Loss, str]] = {
         "a value that depends on how many rows a block has",
     ),
     # The reader read only the forward of a function, and not its own derivative: gradients were 1.97 off.
-    "normed gradient": (lambda w, b: jnp.square(normed(b["x"] @ w)).mean(), "sqrt of a sum or mean over rows"),
-    "centred tangent": (lambda w, b: jnp.square(centred(b["x"] @ w)).mean(), "gives rows what follows from other rows"),
+    "normed gradient": (lambda w, b: jnp.square(normed(b["x"] @ w)).mean(), "sqrt to a sum or mean over rows"),
+    "centred tangent": (lambda w, b: jnp.square(centred(b["x"] @ w)).mean(), "the gradient of a row depends on"),
 }
 
 
@@ -586,7 +586,7 @@ def test_groups_and_strides_of_as_few_rows_as_a_block_has(rows: int) -> None:
     for number, loss in enumerate(groups):
         messages = traced(model_of(loss), "data=2", batch)
         if rows == 2:
-            assert any("reads as a mean over rows in blocks of 4 rows and more" in message for message in messages), (
+            assert any("reads as a mean over rows in blocks of 4 rows or more" in message for message in messages), (
                 number
             )
         else:
@@ -642,7 +642,7 @@ def test_batch_norm_of_a_mask_is_named_and_what_is_advised_works() -> None:
         LinenNormed(), lambda apply, b: weighed(apply(b["x"], b["mask"], train=apply.train), b), BATCH
     )
     for model in (normed(FlaxNorm), linen):
-        with pytest.raises(ValueError, match="as BatchNorm does with mask=; leave mask= out, or divide sums over"):
+        with pytest.raises(ValueError, match="as BatchNorm does with mask=; leave mask= out, or write a norm"):
             traced(model, "data=2")
     assert traced(normed(MaskedNorm), "data=2") == []
     assert jp.verify(normed(MaskedNorm), "data=2,fsdp=2", BATCH, mesh=jax.devices()[:4]).ok
@@ -727,7 +727,7 @@ def of_segments(segment_of: Callable[[Any], Any]) -> Loss:
     return lambda w, b: jnp.tanh(_segments(w, b, segment_of)).mean()
 
 
-PLACE, SCATTER = "a row's place in its block", "scatter-add of rows at computed indices"
+PLACE, SCATTER = "a row's place in its block", "applies scatter-add to rows at computed indices"
 # The rows of the batch, of which a block has a quarter; a loss; and words of the one warning.
 WARNED: list[tuple[int, Loss, str]] = [
     (32, opaque, "pure_callback may mix rows"),
@@ -735,8 +735,8 @@ WARNED: list[tuple[int, Loss, str]] = [
     (32, softmax_by_hand, "maximum over rows"),
     (32, ragged, "sort over rows"),
     (32, until_all_are_small, "all rows of a block have ended"),
-    (32, on_the_diagonal, "a product of rows with other rows"),
-    (32, row_by_row, "a loop over rows that jax cannot run for all of them at once: ragged_dot"),
+    (32, on_the_diagonal, "multiplies rows with other rows"),
+    (32, row_by_row, "a loop over rows that jax.vmap cannot run for all rows at once (ragged_dot"),
     (32, of_no_rule, "another program for twice"),
     # A scan over rows and places: the reader forgot that places differ from step to step, and it passed.
     (
@@ -748,15 +748,15 @@ WARNED: list[tuple[int, Loss, str]] = [
     (
         32,
         lambda w, b: jnp.stack([(1.0 + i) * jnp.tanh(b["x"][i] @ w) for i in range(len(b["x"]))]).mean(),
-        "mul with a value that depends on a row's place",
+        "by mul with a value that depends on a row's place",
     ),
     # The reader took a number that is the same for two rows, and not for four, for a constant.
     (8, lambda w, b: jnp.where(jnp.arange(len(b["x"]))[:, None] < 2, b["x"] @ w, 0).mean(), PLACE),
     # A mask that is true for all rows of a block, and of twice as many, trained without a warning.
-    (32, lambda w, b: jnp.where(jnp.arange(len(b["x"]))[:, None] < 16, b["x"] @ w, 0).mean(), "lt of places"),
-    (32, lambda w, b: ((b["x"] @ w) * (1.0 + jnp.arange(len(b["x"])) // 16)[:, None]).mean(), "div of places"),
+    (32, lambda w, b: jnp.where(jnp.arange(len(b["x"]))[:, None] < 16, b["x"] @ w, 0).mean(), "applies lt to places"),
+    (32, lambda w, b: ((b["x"] @ w) * (1.0 + jnp.arange(len(b["x"])) // 16)[:, None]).mean(), "applies div to places"),
     # The divisor is the same for 2 rows and for 4.
-    (8, lambda w, b: square(w, b).sum() / max(len(b["x"]) // 4, 1), "a mean over rows in blocks of 4 rows and more"),
+    (8, lambda w, b: square(w, b).sum() / max(len(b["x"]) // 4, 1), "a mean over rows in blocks of 4 rows or more"),
     # Rows that go back to where they were: they were refused, and the reader cannot prove that they go back.
     (32, sorted_back, "sort over rows"),
     (32, put_back, "picks rows"),
@@ -765,7 +765,7 @@ WARNED: list[tuple[int, Loss, str]] = [
     (
         32,
         lambda w, b: jnp.square(jnp.roll(jnp.tanh(jnp.roll(b["x"] @ w, 1, 0)), -1, 0) - b["y"]).mean(),
-        "its place in its block",
+        "the row's place in its block",
     ),
     (32, lambda w, b: sum(x.mean() for x in jnp.split(square(w, b), 2)) / 2, "takes some of the rows"),
     (16, slope(lambda x: jnp.stack([jnp.tanh(row) * row.sum() for row in x])), "rows"),
@@ -777,9 +777,9 @@ WARNED: list[tuple[int, Loss, str]] = [
     (32, of_segments(lambda row: jnp.tile(row[::7], 7)), SCATTER),
     (32, of_segments(lambda row: jnp.where(jnp.arange(row.size) < 5, row[-1], row)), SCATTER),
     (32, of_segments(lambda row: row - 1), SCATTER),
-    (32, of_segments(lambda row: row % 16), "rem of places"),
-    (32, of_segments(lambda row: jnp.minimum(row, 15)), "min of places"),
-    (32, of_segments(lambda row: row + (row >> 4)), "shift_right_arithmetic of places"),
+    (32, of_segments(lambda row: row % 16), "applies rem to places"),
+    (32, of_segments(lambda row: jnp.minimum(row, 15)), "applies min to places"),
+    (32, of_segments(lambda row: row + (row >> 4)), "applies shift_right_arithmetic to places"),
 ]
 
 
@@ -797,7 +797,7 @@ def test_what_may_couple_rows_is_a_warning(rows: int, loss: Loss, words: str) ->
     assert "may couple rows" in message
     assert words in message
     named = {int(line) for line in re.findall(r"test_rows\.py:(\d+)", message)}
-    assert named or "in blocks of 4 rows and more" in message  # which is of the loss as a whole
+    assert named or "in blocks of 4 rows or more" in message  # which is of the loss as a whole
     inner = [cell.cell_contents.__code__ for cell in loss.__closure__ or ()]
     assert named <= set().union(*map(lines_of, (loss.__code__, square.__code__, _segments.__code__, *inner)))
     assert traced(model_of(loss, rows="independent"), batch=batch) == []
@@ -819,7 +819,7 @@ REFUSED: list[tuple[int, Loss, str]] = [
     (
         16,
         lambda w, b: jnp.tanh(1 + jnp.pad(b["x"] @ w, ((0, 0), (len(b["x"]), 0)))[:, :WIDTH]).mean(),
-        "pad by what depends on how many rows",
+        "passes to pad a value that depends on how many rows",
     ),
     # A block with only the rows that a slice drops gave a ZeroDivisionError.
     (8, lambda w, b: jnp.concatenate([jnp.tanh(b["x"][:2] @ w), b["x"][2:] @ w]).mean(), SOME),
@@ -846,7 +846,7 @@ def test_a_metric_that_couples_rows_is_a_warning() -> None:
 
     (message,) = traced(model_of(measured))
     assert "metric 'perplexity'" in message
-    assert "exp of" in message
+    assert "applies exp to" in message
 
 
 def test_it_asks_only_where_rows_are_spread() -> None:

@@ -143,7 +143,7 @@ def test_what_all_of_top_k_puts_back_is_a_warning_in_a_loop_too() -> None:
     for loss in (lambda h, b: put_back(h, None)[0].mean(), in_a_loop(put_back)):
         kind, message = verdict_on(loss)
         assert kind == "warned"
-        assert "sort over rows, of no effect if results go back to their rows" in message
+        assert "applies sort over rows, which is fine if its results are put back" in message
     assert verdict_on(in_a_loop(best))[0] == "refused"
 
 

@@ -646,7 +646,7 @@ def test_a_table_of_distances_is_read_for_a_ranks_queries_where_keys_are_gathere
     ("name", "text", "message", "advised"),
     [
         ("decays", "context=4,attention=ulysses", r"by a softmax of scores, .*; use causal=.*'gather'", "context=4"),
-        ("bert", "fsdp=4,kernels=fused", r"for attention, .*context_cells.py:\d+.*; leave kernels out", "fsdp=4"),
+        ("bert", "fsdp=4,kernels=fused", r"by a kernel, .*context_cells.py:\d+.*; leave kernels out", "fsdp=4"),
     ],
 )
 def test_what_is_not_taken_is_refused_with_its_line(name: str, text: str, message: str, advised: str) -> None:

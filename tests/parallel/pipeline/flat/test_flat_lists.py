@@ -46,7 +46,7 @@ def twice(x: jax.Array, blocks: Sequence[Any]) -> jax.Array:
 LISTS: dict[str, tuple[Any, int, str]] = {
     "in_turn": (in_turn, 5, "differ"),
     "other_first": (other_first, 4, "differ"),
-    "backwards": (backwards, 4, "run from its last layer to its first; run it forwards"),
+    "backwards": (backwards, 4, "runs it from its last layer to its first; run it forwards"),
     "twice": (twice, 4, ""),
 }
 
