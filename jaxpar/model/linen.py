@@ -53,7 +53,12 @@ class Apply:
             raise ValueError("apply(rngs=...): leave it out; jaxpar passes a key for each step and block of rows")
         if args and isinstance(args[0], Mapping) and "params" in args[0]:
             raise ValueError("apply(variables, ...): leave them out, apply(x); jaxpar passes parameters and statistics")
-        received = (mutable,) if isinstance(mutable, str) else tuple(mutable)
+        if mutable is True or isinstance(mutable, nn.DenyList):
+            raise ValueError(
+                f"apply(mutable={mutable!r}): name the collections that the loss reads, as mutable=['intermediates']; "
+                "jaxpar keeps statistics and other state without it"
+            )
+        received = (mutable,) if isinstance(mutable, str) else tuple(mutable or ())
         self.received |= set(received)
         rngs = {}  # none in `evaluate`: a module that draws then raises an error
         if self._key is not None:

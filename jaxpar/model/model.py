@@ -376,5 +376,6 @@ def _with_old_dtypes(old: Any, new: Any, noun: str) -> Any:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(f"{noun} {name} changes shape from {jnp.shape(a)} to {jnp.shape(b)}; keep it fixed")
         # One step's variables are the next step's arguments: with other dtypes it would be compiled anew.
-        values.append(b if a.dtype == b.dtype else b.astype(a.dtype))
+        # The loss may also return a Python number.
+        values.append(b if getattr(b, "dtype", None) == a.dtype else jnp.asarray(b, a.dtype))
     return jax.tree.unflatten(tree, values)

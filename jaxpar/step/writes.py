@@ -14,6 +14,7 @@ and variables alone: replicas have different rows, and microbatches would write 
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,6 +160,6 @@ def _line(flat: jx.Flat, out: Any) -> str:
     maker = None if jx.is_literal(out) else next((eqn for eqn in flat.eqns if out in eqn.outvars), None)
     if maker is None or not (line := jx.where(maker)):
         return ""
-    file, line_number = line.partition(" ")[0].split(":")[:2]
-    code = linecache.getline(file, int(line_number)).strip() if line_number.isdecimal() else ""
+    file_and_number = re.match(r"(.+?):(\d+)", line)  # the path may have spaces
+    code = linecache.getline(file_and_number[1], int(file_and_number[2])).strip() if file_and_number else ""
     return f" at {line}" + f", `{code}`" * bool(code)

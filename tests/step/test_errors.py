@@ -423,6 +423,10 @@ def output(module: Any, batch: Any) -> jax.Array:
             lambda: jp.from_nnx(lambda rngs: Reshaping(rngs=rngs), output),
             ("variable last", "(2,) to (3,)", "keep it fixed"),
         ),
+        (
+            lambda: jp.from_linen(nn.Dense(2), lambda apply, b: apply(b["x"], mutable=True)[0].mean(), {"x": X}),
+            ("apply(mutable=True): name the collections", "mutable=['intermediates']"),
+        ),
         (lambda: jp.from_linen(sown("aux"), output, example={"x": X}), ("collection 'aux'", "sown", "mutable=['aux']")),
         (
             lambda: jp.Model(

@@ -1,6 +1,7 @@
 """Writes of a module to its own parameters in the forward pass were dropped, even on the one device of `verify`."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -232,3 +233,32 @@ def test_a_plain_number_that_the_loss_changes_is_warned_of() -> None:
         warnings.simplefilter("error")
         state, _ = step(step.init(jax.random.key(0)), BATCH)
     assert float(jax.tree.leaves(state.variables)[0]) == 1
+
+
+def test_a_write_is_placed_in_a_file_whose_path_has_spaces(tmp_path: Path) -> None:
+    """Reading its line ended in `not enough values to unpack`."""
+    (tmp_path / "my models").mkdir()
+    path = tmp_path / "my models" / "clip.py"
+    path.write_text("import jax.numpy as jnp\ndef clip(x): return jnp.clip(x, -0.1, 0.1)\n")
+    names: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+
+    class Spaced(Net):
+        def write(self, x: jax.Array) -> None:
+            self.first.kernel[...] = names["clip"](self.first.kernel[...])
+
+    step = jp.make_train_step(jp.from_nnx(lambda rngs: Spaced(rngs), loss), optax.sgd(0.1), "ddp,microbatches=2")
+    with pytest.raises(ValueError, match=r"my models/clip.py:2.*`def clip"):
+        step.traced(BATCH)
+
+
+def test_a_variable_may_become_a_plain_number() -> None:
+    """It ended in `'float' object has no attribute 'dtype'`."""
+    model = jp.Model(
+        init=lambda key: ({"w": jnp.ones((8, 8))}, {"n": jnp.zeros(())}),
+        loss=lambda params, variables, batch, key: (jnp.square(batch["x"] @ params["w"]).mean(), {"n": 1.5}),
+        stateful=True,
+    )
+    step = jp.make_train_step(model, optax.sgd(0.1), "ddp")
+    state, _ = step(step.init(jax.random.key(0)), BATCH)
+    assert float(state.variables["n"]) == 1.5

@@ -22,6 +22,7 @@ from .backward import backward_notes
 from .labels import Labels, number_elements
 from .reader import ALWAYS, Reader, output_shape, rule
 from .values import (
+    FUNCTION_OF_BLOCK_SIZE,
     RATIO_OF_SUMS,
     RATIO_PER_REPLICA,
     ROUTED_BASE,
@@ -99,8 +100,14 @@ def _linear_solve(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> 
 @rule("cond", table=ALWAYS)
 def _cond(reader: Reader, eqn: Any, twin: Any, ins: Sequence[Value]) -> list[Value]:
     index, *operands = ins
-    twins = twin.params["branches"] if twin is not None else [None] * len(eqn.params["branches"])
-    pairs = list(zip(eqn.params["branches"], twins, strict=True))
+    branches = eqn.params["branches"]
+    twins = list(twin.params["branches"]) if twin is not None else [None]
+    if twin is not None and len(twins) != len(branches):
+        # A `switch` may have a branch for each row of a block, and then has more of them for twice the rows.
+        message = f"chooses among as many branches as {FUNCTION_OF_BLOCK_SIZE}"
+        index = index.with_notes(Note.of_eqn(eqn, message, is_certain=False))
+    # Without a twin of its own, a branch is compared with the last one.
+    pairs = [(branch, twins[min(i, len(twins) - 1)]) for i, branch in enumerate(branches)]
     # A guard that raises an error decides whether there is a result, and not which result. So each block may check its
     # own rows.
     returning_pairs = [pair for pair in pairs if not is_error(pair[0])] or pairs

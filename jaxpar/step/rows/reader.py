@@ -229,10 +229,13 @@ def _parameter_notes(eqn: Any, twin: Any, ins: Sequence[Value]) -> Iterator[Note
         if name in grouped and _groups_alike(eqn, twin, grouped[name]):
             continue
         if isinstance(value, tuple) and name in ("start_indices", "limit_indices", "padding_config"):
+            (shape, *_), (twin_shape, *_) = input_shapes(eqn), input_shapes(twin)
+            if len(shape) != len(twin_shape):
+                message = f"gives {eqn.primitive.name} an array with as many dims as {FUNCTION_OF_BLOCK_SIZE}"
+                yield Note.of_eqn(eqn, message, is_certain=False)
+                continue
             # Along dims whose size depends on the number of rows, these parameters must differ.
-            fixed_dims = [
-                d for d, (n, m) in enumerate(zip(input_shapes(eqn)[0], input_shapes(twin)[0], strict=True)) if n == m
-            ]
+            fixed_dims = [d for d, (n, m) in enumerate(zip(shape, twin_shape, strict=True)) if n == m]
             value, twin_value = [value[d] for d in fixed_dims], [twin_value[d] for d in fixed_dims]
         elif not isinstance(value, int | float | str):
             continue

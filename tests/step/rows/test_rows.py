@@ -6,6 +6,7 @@ import re
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -560,6 +561,33 @@ def test_a_loss_that_does_not_gives_no_alarm(loss: Loss) -> None:
     uses_all_rows = loss is with_all_rows
     assert traced(model_of(loss), "data=2" if uses_all_rows else "data=2,microbatches=2") == []
     assert uses_all_rows or traced(model_of(loss), "data=1,microbatches=4") == []
+
+
+def test_a_derivative_of_a_package_whose_name_begins_with_jax_is_read() -> None:
+    """jaxopt's folder begins with jax's, so that its derivatives were trusted unread."""
+    names: dict[str, Any] = {}
+    source = (
+        inspect.getsource(normed.fun) + "normed.defvjp(lambda x: (x, None), lambda _, ct: (ct / jnp.linalg.norm(ct),))"
+    )
+    file = f"{Path(jax.__file__).parent}opt/losses.py"
+    exec(compile(f"import jax\nfrom jax import numpy as jnp\n{source}", file, "exec"), names)
+    with pytest.raises(ValueError, match="couples rows"):
+        traced(model_of(lambda w, batch: jnp.square(names["normed"](batch["x"] @ w)).mean()))
+
+
+def test_dims_and_branches_may_depend_on_the_number_of_rows() -> None:
+    """The check ended in `zip() argument 2 is longer`."""
+
+    def padded(w: jax.Array, batch: Batch) -> jax.Array:
+        errors = square(w, batch)
+        return jnp.pad(errors.reshape([2] * (len(errors).bit_length() - 1)), 1).sum() / len(errors)
+
+    def branches(w: jax.Array, batch: Batch) -> jax.Array:
+        errors = square(w, batch)
+        return jax.lax.switch(jnp.int32(1), [lambda x: x.mean()] * len(errors), errors)
+
+    assert "pad" in traced(model_of(padded))[0]
+    assert "chooses among as many branches" in traced(model_of(branches))[0]
 
 
 @pytest.mark.parametrize("name", ["resnet", "resnet_linen"])
