@@ -170,8 +170,8 @@ def rope_table(positions: int | jax.Array, head_dim: int, theta: float, factor: 
         turns = 8192 * frequencies / (2 * jnp.pi)
         unscaled_weight = jnp.clip((turns - 1) / (4 - 1), 0, 1)
         frequencies *= unscaled_weight + (1 - unscaled_weight) / factor
-    position = jnp.asarray(positions) if jnp.ndim(positions) else jnp.arange(positions)
-    return position.astype(jnp.float32)[..., None] * frequencies
+    position = jnp.asarray(positions, jnp.float32) if jnp.ndim(positions) else jnp.arange(positions, dtype=jnp.float32)
+    return position[..., None] * frequencies
 
 
 def rope(x_BTHh: jax.Array, angles: jax.Array) -> jax.Array:
