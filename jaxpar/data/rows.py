@@ -62,14 +62,23 @@ class Rows:
             add_array(digest, np.asarray(array))
         return f"{self.size:,} rows, sha256 {digest.hexdigest()[:16]}"
 
-    def batches(self, rows: int, seed: int, start: int = 0) -> RowBatches:
-        """Return endless global batches of `rows` rows, from batch `start` on.
+    def batches(self, rows: int, seed: int, start: int = 0, epochs: int | None = None) -> RowBatches:
+        """Return global batches of `rows` rows, from batch `start` on; see `RowBatches`.
 
-        Epochs follow each other, so a loop over the batches must end itself, as with `itertools.islice`. See
-        `RowBatches`; for one pass over the data use `once`.
+        Args:
+          rows: the number of rows in a batch.
+          seed: determines the orders of the epochs.
+          start: the number of the first batch, counted from the beginning of the first epoch.
+          epochs: the number of epochs, counted from the first, after which the batches end, also after `restore`. None
+            means endless batches: epochs follow each other, and a loop over them must end itself.
+
+        Raises:
+          ValueError: no batch can have `rows` rows, or `epochs` is no whole number from 1.
         """
+        if epochs is not None and (not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1):
+            raise ValueError(f"epochs={epochs!r}: use a whole number from 1, or None for batches that never end")
         sampler = Sampler(self.size, self.last, self.shuffle, seed)
-        return RowBatches(self, sampler, rows, sampler.after(start, rows))
+        return RowBatches(self, sampler, rows, sampler.after(start, rows), epochs)
 
     def once(self, rows: int) -> Iterator[Any]:
         """Yield all rows once, in order, for evaluation: batches of `rows` with a "mask" [B], the last filled up."""
@@ -100,16 +109,18 @@ class Rows:
 
 
 class RowBatches:
-    """An endless iterator of batches whose position is two integers, the same on every host.
+    """An iterator of batches whose position is two integers, the same on every host.
 
     Attributes:
       part: (index, count) of the part of every batch that this host reads, for a step with `rows="host"`; see
         `jaxpar.make.TrainStep.part`. (0, 1) reads whole batches.
       fills: whether batches may contain rows whose mask is 0.
+      epochs: the number of epochs before the batches end; None if they never do.
     """
 
-    def __init__(self, source: Rows, sampler: Sampler, rows: int, position: Position):
+    def __init__(self, source: Rows, sampler: Sampler, rows: int, position: Position, epochs: int | None = None):
         sampler.check(rows)
+        self.epochs = epochs
         self.source, self.sampler, self.rows, self.position, self.part = source, sampler, rows, position, (0, 1)
         self.fills = sampler.last == "mask" and sampler.size % rows > 0
         # Read one row now: otherwise a missing place for the mask would be found only at the end of the first epoch.
@@ -123,7 +134,9 @@ class RowBatches:
         return self
 
     def __next__(self) -> Any:
-        """Read the next batch, or this host's part of it."""
+        """Read the next batch, or this host's part of it; raise StopIteration after the last epoch."""
+        if self.epochs is not None and self.sampler.begin(self.position, self.rows).epoch >= self.epochs:
+            raise StopIteration
         indices, mask, next_position = self.sampler.batch(self.position, self.rows)
         index, count = self.part
         # Hosts read equal parts, in the order of their indices.

@@ -104,9 +104,7 @@ class Sampler:
           ValueError: no batch can have `rows` rows.
         """
         self.check(rows)
-        # A position may come from a run with smaller batches: with "drop_last", a full batch may not fit any more.
-        if position.row + (rows if self.last == "drop_last" else 1) > self.size:
-            position = Position(position.epoch + 1)
+        position = self.begin(position, rows)
         order = self.order(position.epoch)
         # Fewer than `rows` indices at the end of an epoch.
         indices = order[position.row : position.row + rows]
@@ -117,6 +115,12 @@ class Sampler:
         indices = np.concatenate([indices, np.resize(order, rows - indices.size)])
         next_position = Position(position.epoch, position.row + rows)
         return indices, mask, next_position if next_position.row < self.size else Position(position.epoch + 1)
+
+    def begin(self, position: Position, rows: int) -> Position:
+        """Return where the batch of `rows` rows at a position begins: there, or at the next epoch."""
+        # With "drop_last", a full batch may not fit any more.
+        is_over = position.row + (rows if self.last == "drop_last" else 1) > self.size
+        return Position(position.epoch + 1) if is_over else position
 
     def after(self, batches: int, rows: int) -> Position:
         """Return the position after `batches` batches of `rows` rows, counted from the first."""

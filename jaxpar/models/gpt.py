@@ -21,7 +21,7 @@ from ..parallel.context.attention.fused import attention
 from .parts.cache import Attend, Cache, run_with_cache
 from .parts.config import check_sizes
 from .parts.stack import run, stack
-from .parts.text import Sizes
+from .parts.text import Sizes, packed
 from .parts.text import loss as loss
 
 
@@ -137,16 +137,21 @@ class GPT(nnx.Module):
         self.layers = stack(lambda rngs: Layer(config, rngs=rngs), config.layers, rngs)
         self.norm = _norm(config.dim, rngs)
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Tokens int32 [B, T] -> logits [B, T, V] in the dtype of the parameters. Raises ValueError for T > context."""
+    def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
+        """Tokens int32 [B, T] -> logits [B, T, V] in the dtype of the parameters. Raises ValueError for T > context.
+
+        `segments_BT`, int [B, T], is the document of each token, for rows with several documents; see `loss`.
+        """
         length = tokens_BT.shape[1]
         if length > self.config.context:
             raise ValueError(
                 f"length={length} is more than the {self.config.context} positions that the model has embeddings for; "
                 f"use a length up to {self.config.context}, or named(..., context={length})"
             )
-        x_BTD = self._embed(tokens_BT, self.position[:length])
-        return self._logits(run(self.layers, x_BTD))
+        if segments_BT is None:
+            return self._logits(run(self.layers, self._embed(tokens_BT, self.position[:length])))
+        positions_BT, attend = packed(segments_BT)
+        return self._logits(run(self.layers, self._embed(tokens_BT, self.position[...][positions_BT]), attend))
 
     def extend(self, tokens_BT: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
         """Tokens [B, T] from position `start` on -> logits [B, T, V] and the cache; see `parts/cache.py`."""
@@ -160,9 +165,9 @@ class GPT(nnx.Module):
         config, dtype = self.config, self.layers.attention.key.kernel.dtype
         return Cache.create(config.layers, rows, positions, config.heads, config.head_dim, dtype)
 
-    def _embed(self, tokens_BT: jax.Array, position_TD: jax.Array) -> jax.Array:
-        """Add the embeddings of tokens and positions, [B, T, D]."""
-        return self.dropout(self.embedding[...][tokens_BT] + position_TD)
+    def _embed(self, tokens_BT: jax.Array, position: jax.Array) -> jax.Array:
+        """Add the embeddings of tokens and positions, [B, T, D]; those of positions are [T, D] or [B, T, D]."""
+        return self.dropout(self.embedding[...][tokens_BT] + position)
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return the logits [B, T, V]: the final norm, then the embedding as the output head."""

@@ -62,6 +62,30 @@ def test_tuples_have_no_place_for_a_mask() -> None:
     assert {tuple(batch[1]) for batch in in_order} == {(0, 1, 2), (3, 4, 5)}
 
 
+@pytest.mark.parametrize(("last", "in_an_epoch"), [("mask", 3), ("pad", 3), ("drop_last", 2)])
+def test_batches_end_after_their_epochs(last: str, in_an_epoch: int) -> None:
+    """They were endless, whatever the caller wanted: `for batch in Rows(data).batches(...)` never returned."""
+    rows = Rows({"x": np.arange(8)}, last=last)
+    read = [batch["x"].tolist() for batch in rows.batches(3, 0, epochs=2)]
+    endless = rows.batches(3, 0, epochs=None)
+    assert read == [next(endless)["x"].tolist() for _ in range(2 * in_an_epoch)]
+    # A resumed run reads what is left, also in batches of another size, and batches that have ended stay so.
+    resumed = rows.batches(3, 0, epochs=2)
+    next(resumed)
+    position = resumed.state()
+    other = rows.batches(5, 0, epochs=2)
+    other.restore(position)
+    assert len(list(other)) == {"mask": 3, "pad": 3, "drop_last": 2}[last]
+    assert not list(other)
+    assert len(list(rows.batches(3, 0, start=in_an_epoch, epochs=2))) == in_an_epoch
+
+
+@pytest.mark.parametrize("epochs", [0, -1, 1.5, True])
+def test_epochs_are_counted_from_one(epochs: Any) -> None:
+    with pytest.raises(ValueError, match=r"epochs=.*whole number from 1, or None for batches that never end"):
+        Rows({"x": np.arange(8)}).batches(3, 0, epochs=epochs)
+
+
 def test_hosts_take_parts_of_one_batch() -> None:
     data = Rows({"row": np.arange(50)})
     batches, *hosts = (data.batches(12, seed=4) for _ in range(4))

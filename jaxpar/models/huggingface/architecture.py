@@ -7,18 +7,23 @@ a row of `config.json` connects a field of our config with an option:
     optional    norm_eps -> ("rms_norm_eps", 1e-6)         has transformers' default if absent
     fixed       "hidden_act" -> ("silu", "swish")          must be one of these if present
     derived     "head_dim" -> DerivedOption(...)           follows from our config
+
+`options.py` has the options that no architecture reads.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, NamedTuple
 
 _PLACEHOLDER = re.compile(r"{(\w+)}")
+_ROPE_OPTIONS = {
+    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"
+}  # fmt: skip
 
 
 class TensorPattern(NamedTuple):
@@ -107,6 +112,7 @@ class Architecture:
       version4_names: option names of version 5 of transformers -> their names in version 4, which are read and written.
       rope_theta: the base of rotary embedding if `config.json` has none.
       rope_scaling: everything that `rope_scaling` may contain except its factor; None if the model scales nothing.
+      redundant: options that only say what the architecture is, whatever their value.
     """
 
     model_type: str
@@ -120,6 +126,14 @@ class Architecture:
     version4_names: Mapping[str, str] = field(default_factory=dict)
     rope_theta: float = 10_000.0
     rope_scaling: Mapping[str, Any] | None = None
+    redundant: Collection[str] = ()
+
+    @property
+    def known_options(self) -> set[str]:
+        """The names of all options that the tables of this architecture account for."""
+        optional_names = (name for name, _ in self.optional.values())
+        names = {*self.required.values(), *optional_names, *self.fixed, *self.derived, *self.version4_names}
+        return names | set(self.redundant) | _ROPE_OPTIONS | {"model_type", "architectures"}
 
     def rows(self, shapes: Mapping[str, tuple[int, ...]]) -> list[ParameterRow]:
         """Return a row for each parameter of a model, from the parameters' shapes by path."""

@@ -31,6 +31,7 @@ from ...backend.text import few
 from ...model.paths import name_of
 from .architecture import Architecture, ParameterRow
 from .files import Tensor, as_tensor, copy_into, open_tensors, write
+from .options import check_unread
 
 _MAX_MISSING = 1000  # the search for missing tensors ends here: a malformed config may claim 10**9 layers
 
@@ -61,7 +62,7 @@ class Family:
         """Return the config of this model from a config of transformers.
 
         Absent options have transformers' defaults; the required sizes have none. Options that do not change the
-        function (token ids, caches, initial values) are ignored.
+        function (token ids, caches, initial values) are ignored, and unknown ones are named in a warning.
 
         Args:
           source: a config of transformers or its dict, such as the contents of `config.json`. A config of this model is
@@ -87,6 +88,8 @@ class Family:
                 f"{' or '.join(map(repr, by_model_type))}; write that model in Flax, and pass it to jp.from_nnx"
             )
         arch = by_model_type[model_type]
+        _check_architectures(arch, options.get("architectures"), self.support_phrase)
+        check_unread(options, arch.known_options, self.support_phrase)
         config = self.config(**arch.config_fields(options, self.support_phrase))
         arch.check_derived(options, config)
         return config
@@ -119,6 +122,9 @@ class Family:
         Raises:
           ValueError: the model here does not support an option of `config`, or tensors are missing, unexpected or of
             another shape. The error names them.
+
+        Warns:
+          UserWarning: `config` has options that the model here does not know. The warning names them.
         """
         with contextlib.ExitStack() as stack:
             # 1. The config, and the tensors by name, not yet read.
@@ -301,6 +307,20 @@ def _read_config(folder: Path) -> Any:
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; download it too, or pass config=")
     return json_of(member(folder, "config.json"))
+
+
+def _check_architectures(arch: Architecture, class_names: Any, support_phrase: str) -> None:
+    """Raise ValueError if `config.json` names the classes of its model, and that of the architecture is not among them.
+
+    A config without `model_type` may be that of any model, and a repository's own class may compute anything.
+    """
+    listed = [class_names] if isinstance(class_names, str) else list(class_names or ())
+    # Early conversions of Llama have the class LLaMAForCausalLM.
+    if listed and arch.class_name.lower() not in (str(name).lower() for name in listed):
+        raise ValueError(
+            f"architectures={class_names!r} is not supported: {support_phrase} {arch.class_name!r}; write that model "
+            "in Flax, and pass it to jp.from_nnx; or, if it computes the same, remove architectures from the config"
+        )
 
 
 def _by_path(params: Any) -> dict[str, Any]:

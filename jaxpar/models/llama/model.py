@@ -15,6 +15,7 @@ Dims: B rows, T positions, D dim, H heads, K kv_heads, h head_dim = D / H, F ffn
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from ...parallel.context.attention.fused import attention
 from ..parts.cache import Attend, Cache, run_with_cache
 from ..parts.config import check_sizes
 from ..parts.stack import run, stack
-from ..parts.text import Sizes
+from ..parts.text import Sizes, packed
 from ..parts.text import chunked_loss as chunked_loss
 from ..parts.text import loss as loss
 from .lora import LoRALinear
@@ -153,10 +154,12 @@ class RMSNorm(nnx.Module):
         return (normed * self.scale[...].astype(jnp.float32)).astype(x_BTD.dtype)
 
 
-def rope_table(length: int, head_dim: int, theta: float, factor: float = 1.0) -> jax.Array:
+def rope_table(positions: int | jax.Array, head_dim: int, theta: float, factor: float = 1.0) -> jax.Array:
     """Return the angles of rotary embedding in radians, float32 [T, h/2] (Su et al. 2021, arXiv:2104.09864, 3.2.2).
 
         angle[t, i] = t * theta ** (-2 i / h)
+
+    `positions` is T, for positions 0 to T - 1; or an array of positions, int [B, T], for angles [B, T, h/2].
 
     With a `factor`, frequencies are scaled as in Llama 3.1 (`apply_scaling` of its reference code), by their turns in
     the 8,192 positions of its first training. Frequencies of less than one turn are divided by `factor`, those of four
@@ -167,13 +170,17 @@ def rope_table(length: int, head_dim: int, theta: float, factor: float = 1.0) ->
         turns = 8192 * frequencies / (2 * jnp.pi)
         unscaled_weight = jnp.clip((turns - 1) / (4 - 1), 0, 1)
         frequencies *= unscaled_weight + (1 - unscaled_weight) / factor
-    return jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies
+    position = jnp.asarray(positions, jnp.float32) if jnp.ndim(positions) else jnp.arange(positions, dtype=jnp.float32)
+    return position[..., None] * frequencies
 
 
 def rope(x_BTHh: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotate the pair (i, i + h/2) of every head by `angles` [T, h/2]; the result has the shape and dtype of x."""
-    # [T, 1, h/2]: one angle for all heads.
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    """Rotate the pair (i, i + h/2) of every head by `angles`; the result has the shape and dtype of x.
+
+    `angles` are [T, h/2], or [B, T, h/2] for rows with positions of their own.
+    """
+    # [..., T, 1, h/2]: one angle for all heads.
+    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
     a, b = jnp.split(x_BTHh.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHh.dtype)
 
@@ -190,7 +197,7 @@ class Attention(nnx.Module):
         self.out = _projection(config, config.heads * config.head_dim, config.dim, rngs, branches=2 * config.layers)
 
     def __call__(self, x_BTD: jax.Array, angles: jax.Array, attend: Attend = attention) -> jax.Array:
-        """[B, T, D] and angles [T, h/2] -> [B, T, D]."""
+        """[B, T, D] and angles [T, h/2] or [B, T, h/2] -> [B, T, D]."""
         query, key, value = self.heads(x_BTD)
         mixed = attend(rope(query, angles), rope(key, angles), value)
         return self.out(mixed.reshape(*x_BTD.shape[:2], -1))
@@ -230,7 +237,7 @@ class Layer(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
     def __call__(self, x_BTD: jax.Array, angles: jax.Array, attend: Attend = attention) -> jax.Array:
-        """[B, T, D] and angles [T, h/2] -> [B, T, D]."""
+        """[B, T, D] and angles [T, h/2] or [B, T, h/2] -> [B, T, D]."""
         x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), angles, attend))
         return x_BTD + self.dropout(self.ffn(self.ffn_norm(x_BTD)))
 
@@ -249,13 +256,16 @@ class Llama(nnx.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tied else linear(config.dim, config.vocab, rngs)
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Tokens int32 [B, T] -> logits [B, T, V] in the dtype of the parameters."""
-        return self._logits(run(self.layers, self.embedding[...][tokens_BT], self._angles(tokens_BT.shape[1])))
+    def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
+        """Tokens int32 [B, T] -> logits [B, T, V] in the dtype of the parameters.
 
-    def hidden(self, tokens_BT: jax.Array) -> jax.Array:
+        `segments_BT`, int [B, T], is the document of each token, for rows with several documents; see `loss`.
+        """
+        return self._logits(self._last_layer(tokens_BT, segments_BT))
+
+    def hidden(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
         """Tokens int32 [B, T] -> the normed output of the last layer [B, T, D], which the head reads."""
-        return self.norm(run(self.layers, self.embedding[...][tokens_BT], self._angles(tokens_BT.shape[1])))
+        return self.norm(self._last_layer(tokens_BT, segments_BT))
 
     def to_logits(self) -> jax.Array:
         """The head's weights [D, V]."""
@@ -273,9 +283,20 @@ class Llama(nnx.Module):
         config, dtype = self.config, self.layers.attention.key.kernel.dtype
         return Cache.create(config.layers, rows, positions, config.kv_heads, config.head_dim, dtype)
 
-    def _angles(self, length: int) -> jax.Array:
-        """Return the rotary angles [T, h/2] of positions 0 to `length` - 1."""
-        return rope_table(length, self.config.head_dim, self.config.rope_theta, self.config.rope_factor)
+    def _last_layer(self, tokens_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+        """Return the output of the last layer, [B, T, D]."""
+        return run(self.layers, self.embedding[...][tokens_BT], *self._layer_arguments(tokens_BT, segments_BT))
+
+    def _layer_arguments(self, tokens_BT: jax.Array, segments_BT: jax.Array | None) -> tuple[Any, ...]:
+        """Return what every layer takes besides x: angles [T, h/2], or with segments [B, T, h/2], and attention."""
+        if segments_BT is None:
+            return (self._angles(tokens_BT.shape[1]),)
+        positions_BT, attend = packed(segments_BT)
+        return self._angles(positions_BT), attend
+
+    def _angles(self, positions: int | jax.Array) -> jax.Array:
+        """Return the rotary angles [T, h/2] of positions 0 to `positions` - 1, or [B, T, h/2] of positions [B, T]."""
+        return rope_table(positions, self.config.head_dim, self.config.rope_theta, self.config.rope_factor)
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return the logits [B, T, V]: the final norm, then the head or the embedding."""

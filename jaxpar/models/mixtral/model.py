@@ -186,11 +186,11 @@ class Layer(nnx.Module):
         self.ffn = Mixture(config, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, angles: jax.Array, attend: Attend = attention) -> jax.Array:
-        """[B, T, D] and angles [T, h/2] -> [B, T, D]."""
+        """[B, T, D] and angles [T, h/2] or [B, T, h/2] -> [B, T, D]."""
         return self.routed(x_BTD, angles, attend)[0]
 
     def routed(self, x_BTD: jax.Array, angles: jax.Array, attend: Attend = attention) -> tuple[jax.Array, Routing]:
-        """[B, T, D] and angles [T, h/2] -> [B, T, D], and how its tokens were routed."""
+        """[B, T, D] and angles [T, h/2] or [B, T, h/2] -> [B, T, D], and how its tokens were routed."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), angles, attend)
         mixed_BTD, routing = self.ffn(self.ffn_norm(x_BTD))
         return x_BTD + mixed_BTD, routing
@@ -202,10 +202,10 @@ class Mixtral(llama.Llama):
     layer = Layer
     config: Config  # type: ignore[assignment]
 
-    def routed(self, tokens_BT: jax.Array) -> tuple[jax.Array, Routing]:
+    def routed(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None) -> tuple[jax.Array, Routing]:
         """Tokens int32 [B, T] -> logits [B, T, V], and how every layer routed its tokens, leaves [L, B, ...]."""
-        angles = self._angles(tokens_BT.shape[1])
-        step = lambda layer, x, _: layer.routed(x, angles)
+        arguments = self._layer_arguments(tokens_BT, segments_BT)
+        step = lambda layer, x, _: layer.routed(x, *arguments)
         x_BTD, routing = run_with(self.layers, self.embedding[...][tokens_BT], None, step)
         return self._logits(x_BTD), routing
 
@@ -214,7 +214,8 @@ def loss(module: Mixtral, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, A
     """Return `text.loss` plus the routers' balance loss and z-loss, and metrics.
 
     The two router losses are summed over layers and weighted by `config.balance` and `config.z`. With a mask, each row
-    weighs in them as much as it has predictions that count.
+    weighs in them as much as it has predictions that count. Documents of one row share its router losses and, with a
+    `capacity`, the slots of its experts.
 
     Args:
       module: the model.
@@ -235,29 +236,29 @@ def loss(module: Mixtral, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, A
 
 
 def routed_loss(
-    routed: Callable[[jax.Array], tuple[jax.Array, Any]],
+    routed: Callable[..., tuple[jax.Array, Any]],
     batch: dict[str, jax.Array],
     read_routing: Callable[[Any], tuple[Routing, jax.Array]],
 ) -> tuple[Any, dict[str, Any]]:
     """Return the loss and metrics of `loss` for any model with mixtures.
 
     Args:
-      routed: tokens [B, T] -> logits [B, T, V], and what its layers return about routing.
+      routed: tokens [B, T] and perhaps segments [B, T] -> logits [B, T, V], and what its layers return about routing.
       batch: as for `text.loss`.
       read_routing: what the layers return -> its `Routing`, leaves [L, B, ...], and what each row adds to the loss [B].
     """
-    tokens, mask = text.checked_batch(batch)
-    logits, layer_results = routed(tokens[:, :-1])
-    nats: Any = text.loss_from_logits(logits, tokens, mask)
+    predictions = text.predictions_of(batch)
+    logits, layer_results = routed(*predictions.inputs)
+    nats: Any = text.loss_from_logits(logits, predictions)
     routing, row_losses = read_routing(layer_results)
     # Metrics of each row, [B], averaged over layers.
     row_metrics = {"balance": routing.balance.mean(axis=0), "dropped": routing.dropped.mean(axis=0)}
     if (experts := routing.load.shape[-1]) <= _MAX_LOAD_METRICS:
         load = experts * routing.load.mean(axis=0)  # [B, E]
         row_metrics |= {f"load_{e}": load[:, e] for e in range(experts)}
-    if mask is None:
+    if predictions.weights is None:
         return nats + row_losses.mean(), {"nats": nats, **{name: x.mean() for name, x in row_metrics.items()}}
     # Weigh rows by their predictions that count, so that all terms have the same count, that of `nats`.
-    row_weights = mask.sum(axis=1)
+    row_weights = predictions.weights.sum(axis=1)
     metrics = {name: Mean(jnp.sum(x * row_weights), nats.count) for name, x in row_metrics.items()}
     return Mean(nats.total + jnp.sum(row_losses * row_weights), nats.count), {"nats": nats, **metrics}

@@ -37,7 +37,7 @@ _ARCHITECTURES = (
         patterns={**ENDS, **in_layers(ATTENTION | _MIXTRAL_MIXTURE)},
         required={**_REQUIRED, "ffn": "intermediate_size", "experts": "num_local_experts"},
         optional={**_OPTIONAL, "norm_eps": ("rms_norm_eps", 1e-5)},
-        fixed={**ALWAYS, "sliding_window": ()},
+        fixed=ALWAYS,
         implied={"qk_norm": False, "normalize": True},
         rope_theta=1_000_000.0,
     ),
@@ -51,6 +51,7 @@ _ARCHITECTURES = (
         derived={"intermediate_size": DerivedOption(lambda config: config.ffn)},  # the width of dense layers; unused
         implied={"qk_norm": True},
         version4_names={"num_local_experts": "num_experts"},
+        redundant=("use_qk_norm",),
         rope_theta=1_000_000.0,
     ),
 )

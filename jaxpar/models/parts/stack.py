@@ -17,7 +17,7 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -
     return nnx.split_rngs(splits=layers)(nnx.vmap(make))(rngs)
 
 
-def run(stacked: Any, x: jax.Array, *extras: jax.Array) -> jax.Array:
+def run(stacked: Any, x: jax.Array, *extras: Any) -> jax.Array:
     """Apply `x = layer(x, *extras)` for every layer of the stack in order; `extras` are the same for all layers."""
     # No layer has an input or a result of its own.
     return run_with(stacked, x, None, lambda layer, x, _: (layer(x, *extras), None))[0]

@@ -5,10 +5,19 @@
     grow     The text fits into the window. A cache holds keys and values; each token costs one position's compute.
     slide    The window is full. Every token shifts the positions of all others, so the model sees the window anew.
 
+A row may hold several documents, one after the other (Krell et al. 2021, arXiv:2107.02027). The leaf `segments` numbers
+them, and model and loss then compute what they would with one document in each row:
+
+    tokens       a0 a1 a2 b0 b1 b2 b3  .        predictions   a0->a1  a1->a2  a2->b0  b0->b1  b1->b2  b2->b3  b3->.
+    segments      0  0  0  1  1  1  1 -1        weights          1       1       0       1       1       1       0
+    positions     0  1  2  0  1  2  3  0
+
 Dims: B rows, T positions, W window, V vocab.
 """
 
 import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,6 +30,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...backend.cpu_compiler import cpu_options
 from ...model.model import Mean
 from ...numerics.logits.cross_entropy import CHUNK, cross_entropy
+from ...parallel.context.attention.fused import attention
+from .cache import Attend
+
+# Names of segments in other libraries: batches with one of them are refused.
+_OTHER_NAMES_OF_SEGMENTS = ("segment_ids", "segment", "doc_ids", "document_ids")
 
 
 class Sizes:
@@ -31,25 +45,55 @@ class Sizes:
         return {"tokens": jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)}
 
 
+@dataclass(frozen=True)
+class Predictions:
+    """The inputs and targets of a text model, from one batch.
+
+    Attributes:
+      inputs: the arguments of the module: tokens int [B, T], and segments int [B, T] if the batch has some.
+      targets: int [B, T], the token after each input.
+      weights: [B, T], how much each prediction counts; None if all count 1.
+    """
+
+    inputs: tuple[jax.Array, ...]
+    targets: jax.Array
+    weights: jax.Array | None
+
+    def mean(self, losses: jax.Array) -> jax.Array | Mean:
+        """Average the losses [B, T] of all predictions; with weights, return the weighted sum and the total weight."""
+        if self.weights is None:
+            return losses.mean()
+        # Not their quotient: microbatches and devices may hold different weights, and only sums can be added.
+        return Mean(jnp.sum(losses * self.weights), jnp.sum(self.weights))
+
+
 def loss(module: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array | Mean:
     """Return the mean next-token cross-entropy in nats, float32.
 
     Args:
-      module: tokens [B, T] -> logits [B, T, V].
-      batch: {"tokens": int [B, T+1]}, and optionally "mask" [B, T]: `mask[:, t]` weighs the prediction of
-        `tokens[:, t + 1]`.
+      module: tokens [B, T] -> logits [B, T, V]; for batches with segments, (tokens, segments [B, T]) -> logits.
+      batch: {"tokens": int [B, T+1]}, and optionally
+
+        - "mask" [B, T]: `mask[:, t]` weighs the prediction of `tokens[:, t + 1]`;
+        - "segments" int [B, T+1]: the document of each token, for rows with several documents. Neighbours with equal
+          numbers belong to one document. No token sees another document, positions begin at 0 in each, and no document
+          predicts the first token of the next. Negative numbers mark padding, which has no loss.
 
     Returns:
-      The mean over all B T predictions; with a mask a `jp.Mean`, the weighted sum and the sum of the weights.
+      The mean over all B T predictions; with a mask or segments a `jp.Mean`, the weighted sum and the sum of the
+      weights.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, or the batch has segments by another name.
     """
-    # Tokens 0 to T-1 are the input, tokens 1 to T the targets.
-    tokens, mask = checked_batch(batch)
-    return loss_from_logits(module(tokens[:, :-1]), tokens, mask)
+    predictions = predictions_of(batch)
+    return loss_from_logits(module(*predictions.inputs), predictions)
 
 
-def loss_from_logits(logits: jax.Array, tokens: jax.Array, mask: jax.Array | None) -> jax.Array | Mean:
-    """Return `loss` from the model's logits [B, T, V] and the batch's tokens [B, T+1]."""
-    return _mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]), mask)
+def loss_from_logits(logits: jax.Array, predictions: Predictions) -> jax.Array | Mean:
+    """Return `loss` from the model's logits [B, T, V]."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), predictions.targets)
+    return predictions.mean(losses)
 
 
 def chunked_loss(module: Any, batch: dict[str, jax.Array], chunk: int = CHUNK) -> jax.Array | Mean:
@@ -58,13 +102,18 @@ def chunked_loss(module: Any, batch: dict[str, jax.Array], chunk: int = CHUNK) -
     Use it for long rows and large vocabularies, whose logits [B, T, V] do not fit into memory. It computes the logits
     of `chunk` tokens at a time and recomputes them in the backward pass, which costs a third more compute in the head.
     """
-    tokens, mask = checked_batch(batch)
-    return _mean(cross_entropy(module.hidden(tokens[:, :-1]), module.to_logits(), tokens[:, 1:], chunk=chunk), mask)
+    predictions = predictions_of(batch)
+    hidden = module.hidden(*predictions.inputs)
+    return predictions.mean(cross_entropy(hidden, module.to_logits(), predictions.targets, chunk=chunk))
 
 
-def checked_batch(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
-    """Return the tokens and the mask (or None) of a batch; raise ValueError if their shapes or dtypes do not fit."""
-    tokens, mask = batch["tokens"], batch.get("mask")
+def predictions_of(batch: Mapping[str, jax.Array]) -> Predictions:
+    """Return the inputs, targets and weights of a batch, whose leaves `loss` describes.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, or the batch has segments by another name.
+    """
+    tokens, mask, segments = batch["tokens"], batch.get("mask"), batch.get("segments")
     if tokens.ndim != 2 or tokens.shape[1] < 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
             f"tokens are {tokens.dtype}{list(tokens.shape)}; needs integers [rows, T + 1] with T from 1, each row its "
@@ -72,13 +121,43 @@ def checked_batch(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | N
         )
     if mask is not None and mask.shape != tokens[:, 1:].shape:
         raise ValueError(f"mask is {list(mask.shape)}; needs {list(tokens[:, 1:].shape)}, one number a prediction")
-    return tokens, mask
+    # Tokens 0 to T-1 are the input, tokens 1 to T the targets.
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if segments is None:
+        # Without its documents, a packed row would train on text that runs from one document into the next.
+        for name in (name for name in _OTHER_NAMES_OF_SEGMENTS if name in batch):
+            raise ValueError(
+                f"the batch has {name}, which text models do not read; they need the document of each token as "
+                f"segments, integers [rows, {tokens.shape[1]}], negative for padding: rename {name}, or leave it out"
+            )
+        return Predictions((inputs,), targets, mask)
+    if segments.shape != tokens.shape or not jnp.issubdtype(segments.dtype, jnp.signedinteger):
+        raise ValueError(
+            f"segments are {segments.dtype}{list(segments.shape)}; needs signed integers [rows, {tokens.shape[1]}], "
+            "the document of each token, negative for padding"
+        )
+    # A prediction counts if its input and its target are tokens of one document.
+    is_within = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0)
+    weights = is_within.astype(jnp.float32) if mask is None else mask * is_within
+    return Predictions((inputs, segments[:, :-1]), targets, weights)
 
 
-def _mean(token_losses: jax.Array, mask: jax.Array | None) -> jax.Array | Mean:
-    # Not their quotient: microbatches and devices may hold different weights, and only sums can be added.
-    """Average the losses [B, T] of all predictions; with a mask return weighted sum and weight apart."""
-    return token_losses.mean() if mask is None else Mean(jnp.sum(token_losses * mask), jnp.sum(mask))
+def packed(segments_BT: jax.Array) -> tuple[jax.Array, Attend]:
+    """Return how a model computes rows with several documents.
+
+    Args:
+      segments_BT: the document of each token, int [B, T].
+
+    Returns:
+      The position of each token in its document, int32 [B, T], and attention within documents.
+    """
+    place_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1], dtype=jnp.int32), segments_BT.shape)
+    # A token begins a document if its left neighbour belongs to another one. The first place counts as a start below.
+    is_start = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))
+    # The place where its document begins is the same for all tokens of a document, and no other document has it. So
+    # it also separates two documents of the same number.
+    start_BT = jax.lax.cummax(jnp.where(is_start, place_BT, 0), axis=1)
+    return place_BT - start_BT, functools.partial(attention, segment_ids=start_BT)
 
 
 def generate(
