@@ -331,7 +331,7 @@ class _Region:
                     n,
                     False,
                     RULES,
-                    cheap=2**62,
+                    max_gathered=2**62,
                     index=index,
                     product_eqn=self.product_eqn,
                     head_product=self.head_product,
