@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from chats import conversation, write_lines, write_tokenizer
 
 import jaxpar as jp
 from jaxpar.hardware import missing_compiler
@@ -74,7 +75,18 @@ def name(page: Path) -> str:
 
 
 # Pages whose programs take ten seconds and more: left to CI.
-LONG = ("coupled-rows", "equinox-haiku", "finetune", "losses", "memory", "nonfinite", "optimizers", "own", "profiling")
+LONG = (
+    "chats",
+    "coupled-rows",
+    "equinox-haiku",
+    "finetune",
+    "losses",
+    "memory",
+    "nonfinite",
+    "optimizers",
+    "own",
+    "profiling",
+)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +97,9 @@ LONG = ("coupled-rows", "equinox-haiku", "finetune", "losses", "memory", "nonfin
         if re.search("```(python|diff)", page.read_text())
     ],
 )
-def test_snippets_print_what_the_page_shows(page: Path) -> None:
+def test_snippets_print_what_the_page_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """The snippets of a page are one program; a `text` block after one is what it prints.
 
     A `diff` block is two programs, which print the same; the new one goes on.
@@ -94,6 +108,9 @@ def test_snippets_print_what_the_page_shows(page: Path) -> None:
         if f"import {package} as" in page.read_text():
             pytest.importorskip(package, reason=f"{package} is not installed")
     blocks = snippets(page)
+    if any(block.language == "python" and "./Llama-3.2-1B" in block.text for block in blocks):
+        monkeypatch.chdir(tmp_path)
+        provide_model(request.getfixturevalue("llama_folder"))
     program: dict[str, object] = {"__name__": "__main__"}
     for block, after in zip(blocks, [*blocks[1:], Snippet("", "", 0)], strict=True):
         programs = [(block.text, program)] if block.language == "python" else []
@@ -130,10 +147,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What stands for a model that was downloaded."""
-    sizes = llama.Config(vocab=64, dim=16, layers=1, heads=2, kv_heads=1, ffn=16, tied=True)
+    vocab = write_tokenizer(folder := tmp_path_factory.mktemp("hf"))
+    sizes = llama.Config(vocab=vocab, dim=16, layers=1, heads=2, kv_heads=1, ffn=16, tied=True)
     params, _ = jp.from_nnx(lambda rngs: llama.Llama(sizes, rngs=rngs), llama.loss).create(jax.random.key(0))
-    llama.to_hf(sizes, params, folder := tmp_path_factory.mktemp("hf"), dtype="bfloat16")
+    llama.to_hf(sizes, params, folder, dtype="bfloat16")
     return folder
+
+
+def provide_model(folder: Path) -> None:
+    """Put the model, and data for it, into the current folder."""
+    shutil.copytree(folder, "Llama-3.2-1B", dirs_exist_ok=True)
+    np.save("ids.npy", np.arange(4000) % 64)
+    write_lines(Path("chats.jsonl"), *[conversation("Hi", "Hello!")] * 40)
 
 
 @pytest.mark.xdist_group("commands")
@@ -163,8 +188,7 @@ def test_commands_exist(
                 continue
             short = [] if "--steps 0" in line else SHORT[words[1]].split()
             if any(word.startswith("./Llama-3.2-1B") for word in words):
-                shutil.copytree(llama_folder, tmp_path / "Llama-3.2-1B", dirs_exist_ok=True)
-                np.save("ids.npy", np.arange(4000) % 64)
+                provide_model(llama_folder)
             if "--step" in words:
                 steps = "import jax.numpy as jnp\nmake = lambda: (jnp.sin, (jnp.ones(8),))\n"
                 (tmp_path / "steps.py").write_text(steps)

@@ -29,6 +29,7 @@ from ..model.contents import check_mapped, chunks
 from .tokens import token_ids
 
 MAX_READERS = 16  # threads that read files
+BROKEN = ("error", "skip")  # the treatment of images that cannot be read, and of lines that are no documents
 HELD_OUT = 20  # one file in 20, or one byte in 20, is held out
 TEST_FOLDERS = {"test", "tests", "idle_test"}  # two thirds of the standard library, with other code than the rest
 PACKAGE_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
@@ -149,7 +150,7 @@ def byte_corpus(path: Place | str | None = None) -> Corpus:
     if not root.exists():
         raise ValueError(f"there is no file or folder {root}; give one that exists, or none for Python's own source")
     with ThreadPoolExecutor(MAX_READERS) as threads:  # to overlap the latencies of a bucket
-        contents = threads.map(lambda file: file.read_bytes(), _files(root, stdlib=path is None))
+        contents = threads.map(lambda file: file.read_bytes(), files_below(root, stdlib=path is None))
         texts = [np.frombuffer(content, np.uint8) for content in contents]
     # Empty files count neither in `Corpus.files` nor in the choice of held-out files.
     texts = [text for text in texts if text.size]
@@ -165,7 +166,7 @@ def byte_corpus(path: Place | str | None = None) -> Corpus:
     return Corpus(str(root), len(texts), train, held_out)
 
 
-def _files(root: Place, stdlib: bool) -> Sequence[Place]:
+def files_below(root: Place, stdlib: bool = False) -> Sequence[Place]:
     """List the files of a corpus, a file or folder, in the order of their paths.
 
     With `stdlib`, root is Python's standard library: take only its modules, without tests and installed packages.

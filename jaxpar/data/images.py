@@ -29,10 +29,10 @@ from ..backend.files import place, plain
 from ..backend.packages import needed
 from ..backend.text import did_you_mean, few
 from . import Batch, pad_rows
+from .corpus import BROKEN
 
 HELD_OUT = 10  # one image in 10 of each class is held out
 THREADS = min(16, os.cpu_count() or 1)  # threads that decode images
-BROKEN = ("error", "skip")  # what `folder` does with unreadable files
 
 # The formats that are decoded, by Pillow's names. Pillow has 40 others. One of them, EPS, runs the file as a program of
 # Ghostscript.

@@ -137,3 +137,39 @@ def test_generation_says_what_it_needs(change: dict[str, Any], message: str) -> 
         text.generate(model, **({"prompt": [[1]], "count": 1, "key": jax.random.key(0)} | change))
     with pytest.raises(ValueError, match="module is a Linear, which is no Llama or GPT"):
         text.generate(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), [[1]], 1, jax.random.key(0))
+
+
+@pytest.mark.parametrize("window", [4, None])
+def test_a_row_ends_at_a_stop_token_and_the_call_with_its_last_row(window: int | None) -> None:
+    """Behind the end of a row stands the first stop token; other rows go on as if it were alone."""
+    prompt = np.asarray([[3, 1, 4], [1, 5, 9]])
+    run = lambda **options: np.asarray(
+        text.generate(Sums(), prompt, 6, jax.random.key(0), temperature=0, window=window, **options)
+    )
+    whole = run()
+    first, second = int(whole[0, 4]), int(whole[1, 6])
+    stopped = run(stop=[second, first])
+    for row, expected in zip(stopped, whole, strict=True):
+        ends = [i for i in range(3, 9) if expected[i] in (first, second)]
+        end = ends[0] + 1 if ends else 9
+        assert row[:end].tolist() == expected[:end].tolist()
+        assert {*row[end:].tolist()} <= {second}
+    assert (run(stop=first)[0, 5:] == first).all()
+    unused = min({*range(31)} - {*whole.ravel().tolist()})
+    np.testing.assert_array_equal(run(stop=unused), whole)
+    with pytest.raises(ValueError, match=r"stop=\[-1\] are no token ids; needs one from 0"):
+        run(stop=[-1])
+
+
+def test_cached_rows_stop_too() -> None:
+    """A `Llama` keeps a cache, whose loop ends with the last row."""
+    model = named("llama-tiny", dim=32, heads=4, layers=1, context=16)
+    module, prompt = model.model.bind(*jax.jit(model.model.create)(jax.random.key(0))), np.asarray([[1, 2], [3, 4]])
+    whole = np.asarray(jp.generate(module, prompt, 8, jax.random.key(1)))
+    stop = int(whole[0, 4])
+    stopped = np.asarray(jp.generate(module, prompt, 8, jax.random.key(1), stop=stop))
+    for row, expected in zip(stopped, whole, strict=True):
+        end = 2 + [*expected[2:].tolist(), stop].index(stop) + 1
+        assert row[:end].tolist() == expected[:end].tolist()
+        assert (row[end:] == stop).all()
+    assert (stopped[0, 5:] == stop).all()

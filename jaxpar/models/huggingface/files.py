@@ -83,13 +83,20 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     with contextlib.ExitStack() as stack:
         for file in files:
-            try:
-                tensors |= read_file(file, stack)
-            except ValueError:  # raised here, with a text for users
-                raise
-            except Exception as error:  # safetensors and torch raise many types, and neither need be installed
-                raise ValueError(f"{file} cannot be read: {error}; fetch it once more") from error
+            tensors |= open_file(file, stack, read_file)
         yield tensors
+
+
+def open_file(
+    file: Path, stack: contextlib.ExitStack, read_file: Callable[..., dict[str, Tensor]] | None = None
+) -> dict[str, Tensor]:
+    """Return the tensors of one file, safetensors if `read_file` is None, which can be read until `stack` closes."""
+    try:
+        return (read_file or _read_safetensors)(file, stack)
+    except ValueError:  # raised here, with a text for users
+        raise
+    except Exception as error:  # safetensors and torch raise many types, and neither need be installed
+        raise ValueError(f"{file} cannot be read: {error}; fetch it once more") from error
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: int) -> None:

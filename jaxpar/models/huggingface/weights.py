@@ -137,7 +137,7 @@ class Family:
                 config = self.to_config(_read_config(folder) if config is None else config)
                 tensors = stack.enter_context(open_tensors(folder))
             # 2. Check the tensors against the parameters of this config.
-            arch, shapes = self._architecture(config), self._shapes(config)
+            arch, shapes = self._architecture(config), self.shapes(config)
             rows = arch.rows({path: shape for path, shape in shapes.items() if not self.is_unsaved(path)})
             # A tied head is no parameter of the model, and would count as an unexpected tensor.
             tensors = _drop_tied_head(arch, tensors) if config.tied else tensors
@@ -191,7 +191,7 @@ class Family:
         Raises:
           ValueError: paths or shapes differ from those of a model of this config.
         """
-        shapes, params_by_path = self._shapes(config), _by_path(params)
+        shapes, params_by_path = self.shapes(config), _by_path(params)
         if params_by_path.keys() != shapes.keys():
             missing = few(sorted(shapes.keys() - params_by_path.keys())) or "nothing"
             unexpected = few(sorted(params_by_path.keys() - shapes.keys())) or "nothing"
@@ -215,7 +215,7 @@ class Family:
         alternatives = " or ".join(str(dict(arch.implied)) for arch in self.architectures)
         raise ValueError(f"{config} has no form in transformers: needs {alternatives}")
 
-    def _shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
+    def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by path; no array is allocated."""
         # `eval_shape` traces the initialization without running it.
         model = nnx.eval_shape(lambda: self.module(config, rngs=nnx.Rngs(0)))

@@ -1,6 +1,7 @@
 """Llama: the model, its adapters, and conversion of its weights and configuration from and to Hugging Face."""
 
 from .lora import LoRALinear as LoRALinear
+from .lora import PeftConfig as PeftConfig
 from .lora import is_adapter as is_adapter
 from .model import RULES as RULES
 from .model import SIZES as SIZES
@@ -19,3 +20,4 @@ from .weights import from_hf as from_hf
 from .weights import save_adapters as save_adapters
 from .weights import save_hf as save_hf
 from .weights import to_hf as to_hf
+from .weights import with_adapters as with_adapters

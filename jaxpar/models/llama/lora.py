@@ -2,20 +2,83 @@
 
     y = x W + (alpha / r) (x A) B        W [in, out] frozen; A [in, r] starts random, B [r, out] starts at zero
 
-All seven projections of a layer have an adapter (Dettmers et al. 2023, arXiv:2305.14314, section 4); embedding, norms
-and head have none. After training, W + (alpha / r) A B are the kernels of a `Llama` without adapters: `to_hf` writes
-these, while `save_adapters` writes A and B alone, in the format of the package `peft`.
+All seven projections of a layer have an adapter (Dettmers et al. 2023, arXiv:2305.14314, section 4), or those in
+`lora_targets`; embedding, norms and head have none. After training, W + (alpha / r) A B are the kernels of a `Llama`
+without adapters: `to_hf` writes these, while `save_adapters` writes A and B alone, in the format of the package `peft`:
+
+    adapter_config.json          r, lora_alpha, target_modules, and the name of the base   (`PeftConfig.read`)
+    adapter_model.safetensors    base_model.model.<module of transformers>.lora_A.weight [r, in], lora_B.weight [out, r]
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+from ...backend.files import json_of, member
+
+PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")  # of a layer; each may have an adapter
+# Keys of adapter_config.json that leave the function as it is, and those that `PeftConfig.read` reads. Others are
+# refused unless they are off: a later version of peft may add one that changes it.
+_HARMLESS = {
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights",
+    "megatron_core", "qalora_group_size", "eva_config", "loftq_config", "runtime_config",
+}  # fmt: skip
+# Other initial values, such as PiSSA's, change the base too.
+_INITIAL_VALUES = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+class PeftConfig(NamedTuple):
+    """The contents of an `adapter_config.json`.
+
+    Attributes:
+      rank, alpha: r, and the factor of which alpha / r scales the adapters.
+      modules: the last names of the modules with an adapter, such as q_proj; None if the file has a pattern.
+      base: the name or folder of the model that the adapters were trained on; "" if it is not stated.
+      dropout: the rate of dropout on the input of adapters, which peft applies in training, and `Llama` never.
+    """
+
+    rank: int
+    alpha: float
+    modules: frozenset[str] | None
+    base: str
+    dropout: float
+
+    @classmethod
+    def read(cls, folder: Path) -> PeftConfig:
+        """Read the file in a folder; raise ValueError if its adapters compute another function than `LoRALinear`."""
+        file = member(folder, "adapter_config.json")
+        options = json_of(file)
+        if options.get("peft_type") != "LORA":
+            raise ValueError(f"{file}: peft_type={options.get('peft_type')!r} is not supported: Llama here has 'LORA'")
+        unsupported = [name for name, x in options.items() if name not in _HARMLESS and x not in (None, False, {}, [])]
+        unsupported += [] if options.get("bias", "none") == "none" else ["bias"]
+        unsupported += [] if options.get("init_lora_weights") in _INITIAL_VALUES else ["init_lora_weights"]
+        if unsupported:
+            raise ValueError(
+                f"{file}: {', '.join(f'{name}={options[name]!r}' for name in unsupported)} is not supported; merge the "
+                "adapters in peft, and train the merged model: model.merge_and_unload().save_pretrained(FOLDER)"
+            )
+        rank, alpha, dropout = (options.get(name, 0) for name in ("r", "lora_alpha", "lora_dropout"))
+        is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+        if not isinstance(rank, int) or not all(map(is_number, (rank, alpha, dropout))) or rank < 1:
+            raise ValueError(
+                f"{file}: r={rank!r}, lora_alpha={alpha!r}, lora_dropout={dropout!r}; needs a whole number from 1, and "
+                "two numbers: fetch the file once more"
+            )
+        # Rank-stabilized LoRA (Kalajdzievski 2023, arXiv:2312.03732) scales by alpha / sqrt(r).
+        alpha = alpha * rank**0.5 if options.get("use_rslora") else alpha
+        modules = options.get("target_modules")
+        names = frozenset(str(x).rpartition(".")[2] for x in modules) if isinstance(modules, list) else None
+        return cls(rank, float(alpha), names, options.get("base_model_name_or_path") or "", float(dropout))
 
 
 def is_adapter(path: str) -> bool:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ...backend.text import few
 from ...parallel.context.attention.fused import attention
 from ..parts.cache import Attend, Cache, run_with_cache
 from ..parts.config import check_sizes
@@ -28,7 +29,7 @@ from ..parts.stack import run, stack
 from ..parts.text import Sizes, packed
 from ..parts.text import chunked_loss as chunked_loss
 from ..parts.text import loss as loss
-from .lora import LoRALinear
+from .lora import PROJECTIONS, LoRALinear
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Config(Sizes):
     dropout: float = 0.0  # rate on each residual branch, drawn from the `dropout` stream
     lora: int = 0  # rank of the adapter of every projection in a layer (`lora.py`); 0 for no adapters
     lora_alpha: float = 16.0  # adapters are scaled by lora_alpha / lora
+    lora_targets: str = "+".join(PROJECTIONS)  # the projections with an adapter, such as query+value
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -56,6 +58,11 @@ class Config(Sizes):
             raise ValueError(
                 f"dim={self.dim} does not split into heads={self.heads} of an even size, which rotary embedding needs; "
                 f"try dim={2 * self.heads * max(1, round(self.dim / (2 * self.heads)))}"
+            )
+        if unknown := sorted(set(self.lora_targets.split("+")) - {*PROJECTIONS}):
+            raise ValueError(
+                f"lora_targets={self.lora_targets!r} names {few(unknown)}; join some of these by +: "
+                f"{', '.join(PROJECTIONS)}"
             )
         if self.heads % self.kv_heads:
             divisors = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
@@ -77,9 +84,11 @@ class Config(Sizes):
 
     @property
     def _adapters(self) -> int:
-        """The number of parameters in adapters: rank x (in + out) for each projection."""
-        attention = 4 * self.dim + self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * self.lora * (attention + 3 * (self.dim + self.ffn))
+        """The number of parameters in adapters: rank x (in + out) for each projection that has one."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        outputs = {"query": queries, "key": keys, "value": keys, "out": queries}  # of `out` it is the input
+        widths = [self.dim + outputs.get(name, self.ffn) for name in self.lora_targets.split("+")]
+        return self.layers * self.lora * sum(widths)
 
     def flops(self, rows: int, length: int) -> float:
         """Return the operations of a step, forward and backward (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
@@ -133,9 +142,11 @@ def linear(fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> n
     return nnx.Linear(fan_in, fan_out, use_bias=False, kernel_init=init, rngs=rngs)
 
 
-def _projection(config: Config, fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1) -> nnx.Linear:
-    """Build a projection of a layer as `linear` does, with an adapter if the config has adapters."""
-    if not config.lora:
+def _projection(
+    config: Config, name: str, fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1
+) -> nnx.Linear:
+    """Build a projection of a layer as `linear` does, with an adapter if the config has one for this name."""
+    if not config.lora or name not in config.lora_targets.split("+"):
         return linear(fan_in, fan_out, rngs, branches=branches)
     init = nnx.initializers.normal((fan_in * branches) ** -0.5)
     return LoRALinear(fan_in, fan_out, config.lora, config.lora_alpha / config.lora, kernel_init=init, rngs=rngs)
@@ -190,11 +201,13 @@ class Attention(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.head_dim = config.head_dim
-        self.query = _projection(config, config.dim, config.heads * config.head_dim, rngs)
-        self.key = _projection(config, config.dim, config.kv_heads * config.head_dim, rngs)
-        self.value = _projection(config, config.dim, config.kv_heads * config.head_dim, rngs)
+        self.query = _projection(config, "query", config.dim, config.heads * config.head_dim, rngs)
+        self.key = _projection(config, "key", config.dim, config.kv_heads * config.head_dim, rngs)
+        self.value = _projection(config, "value", config.dim, config.kv_heads * config.head_dim, rngs)
         # Each layer has two branches, attention and feed-forward, that add to the residual stream.
-        self.out = _projection(config, config.heads * config.head_dim, config.dim, rngs, branches=2 * config.layers)
+        self.out = _projection(
+            config, "out", config.heads * config.head_dim, config.dim, rngs, branches=2 * config.layers
+        )
 
     def __call__(self, x_BTD: jax.Array, angles: jax.Array, attend: Attend = attention) -> jax.Array:
         """[B, T, D] and angles [T, h/2] or [B, T, h/2] -> [B, T, D]."""
@@ -216,9 +229,9 @@ class SwiGLU(nnx.Module):
     """Gated feed-forward (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
-        self.gate = _projection(config, config.dim, config.ffn, rngs)
-        self.up = _projection(config, config.dim, config.ffn, rngs)
-        self.down = _projection(config, config.ffn, config.dim, rngs, branches=2 * config.layers)
+        self.gate = _projection(config, "gate", config.dim, config.ffn, rngs)
+        self.up = _projection(config, "up", config.dim, config.ffn, rngs)
+        self.down = _projection(config, "down", config.ffn, config.dim, rngs, branches=2 * config.layers)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""

@@ -7,18 +7,26 @@ are rows of `huggingface/architecture.py`; `mixtral/weights.py` reuses most of t
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
+from ...backend.files import local, member
+from ...backend.text import few
 from ..huggingface.architecture import Architecture, DerivedOption, TensorPattern, in_layers, linear
-from ..huggingface.files import Tensor, write_file
+from ..huggingface.files import Tensor, open_file, write_file
 from ..huggingface.weights import Family, on_host
-from .lora import is_adapter, merge_adapters
+from .lora import PROJECTIONS, PeftConfig, is_adapter, merge_adapters
 from .model import Config, Llama
 
+_ADAPTERS = "adapter_model.safetensors"  # the name in peft's checkpoints
 # Our path -> the tensors, of everything outside the layers.
 ENDS = {
     "embedding": TensorPattern("model.embed_tokens.weight"),
@@ -64,12 +72,103 @@ LLAMA = Family(
     "Llama", "Llama here has", Config, Llama, (_LLAMA,), is_adapter,
     lambda config, params: merge_adapters(params, config.lora_alpha / config.lora) if config.lora else params,
 )  # fmt: skip
-from_hf = LLAMA.from_hf
-"""`Family.from_hf` of a `LlamaForCausalLM`."""
 to_hf = LLAMA.to_hf
 """`Family.to_hf` of a `LlamaForCausalLM`."""
 save_hf = LLAMA.save_hf
 """`Family.save_hf` of a `LlamaForCausalLM`."""
+
+
+def from_hf(
+    source: str | Path | Mapping[str, Any], config: Any = None, dtype: Any = None, adapter: str | Path | None = None
+) -> tuple[Config, dict[str, Any]]:
+    """Read the sizes and weights of a `LlamaForCausalLM`, and adapters that `peft` or `save_adapters` wrote.
+
+    Args:
+      source, config, dtype: see `Family.from_hf`. The source may also be a folder of adapters whose
+        `adapter_config.json` names the folder of their base.
+      adapter: a folder with `adapter_config.json` and `adapter_model.safetensors`.
+
+    Returns:
+      `(config, params)`, as `Family.from_hf`. With adapters, the config has their rank, scale and targets, and `params`
+      contains them: `step.init(key, params=params)` without `fresh=` goes on with them, and `to_hf` merges them.
+
+    Raises:
+      ValueError: as `Family.from_hf`; or the adapters compute another function than those of `Llama`, do not fit the
+        base, or name a base that is no folder.
+    """
+    if adapter is None and isinstance(source, str | Path) and (Path(source) / "adapter_config.json").exists():
+        source, adapter = PeftConfig.read(Path(source)).base, source
+        if not Path(source).is_dir() or not source:
+            raise ValueError(
+                f"{adapter} has adapters of {source or 'an unnamed model'!r}, which is no folder here; download that "
+                f"model, and name its folder: from_hf(FOLDER, adapter={str(adapter)!r})"
+            )
+    config, params = LLAMA.from_hf(source, config, dtype)
+    if adapter is None:
+        return config, params
+    folder = local(adapter, "adapter")
+    config = with_adapters(config, folder)
+    with contextlib.ExitStack() as stack:
+        tensors = _open_adapters(folder, stack)
+        for path, names in _adapter_names(config.layers).items():
+            if path.split("/")[-2] in config.lora_targets.split("+"):
+                # [r, in] or [out, r] in the file.
+                matrices = [np.asarray(tensors[name].read()).T for name in names]
+                *keys, leaf = path.split("/")
+                module = functools.reduce(lambda tree, key: tree[key], keys, params)
+                module[leaf] = np.stack(matrices).astype(matrices[0].dtype if dtype is None else jnp.dtype(dtype))
+    return config, params
+
+
+def with_adapters(config: Config, folder: Path) -> Config:
+    """Return the config of a base with the adapters in a folder; raise ValueError if they do not fit the base."""
+    options = PeftConfig.read(folder)
+    names = _adapter_names(config.layers)
+    with contextlib.ExitStack() as stack:
+        shapes = {name: tensor.shape for name, tensor in _open_adapters(folder, stack).items()}
+    # 1. The targets are the projections with a tensor, whatever pattern chose them.
+    path_of = {name: path for path, tensor_names in names.items() for name in tensor_names}
+    if unexpected := sorted(shapes.keys() - path_of.keys()):
+        raise ValueError(f"{folder} has {few(unexpected)}, and a Llama of {config.layers} layers has no such projection"
+                         "; give the base that the adapters were trained on")  # fmt: skip
+    targets = [x for x in PROJECTIONS if any(path.split("/")[-2] == x for path in map(path_of.get, shapes) if path)]
+    config = dataclasses.replace(config, lora=options.rank, lora_alpha=options.alpha, lora_targets="+".join(targets))
+    # 2. Each of them has both matrices in every layer, as the base needs them.
+    for path, shape in LLAMA.shapes(config).items():
+        for name in names[path] if is_adapter(path) else ():
+            if shapes.get(name) != (needed := shape[:0:-1]):
+                stored = list(shapes[name]) if name in shapes else "absent"
+                raise ValueError(
+                    f"{folder}: {name} is {stored}, needs {list(needed)} on this base; give the base that the adapters "
+                    f"were trained on ({options.base or 'not stated'})"
+                )
+    # 3. A module that has no tensor would silently have no adapter.
+    written = {name.split(".")[-3] for name in shapes}
+    if options.modules is not None and options.modules != written:
+        raise ValueError(f"{folder}: target_modules are {sorted(options.modules)}, and the file has tensors of "
+                         f"{sorted(written)}; fetch the adapters once more")  # fmt: skip
+    return config
+
+
+def _adapter_names(layers: int) -> dict[str, list[str]]:
+    """Return the names of the tensors, one for each layer, of every adapter matrix that a Llama may have, by path."""
+    modules = {path.removesuffix("/kernel"): pattern.name for path, pattern in _LLAMA.patterns.items()}
+    return {
+        f"{path}/lora_{matrix.lower()}": [
+            f"base_model.model.{name.removesuffix('.weight').format(layer=layer)}.lora_{matrix}.weight"
+            for layer in range(layers)
+        ]
+        for path, name in modules.items()
+        if path.rpartition("/")[2] in PROJECTIONS
+        for matrix in "AB"
+    }
+
+
+def _open_adapters(folder: Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:
+    """Return the tensors of a folder of adapters, which can be read until `stack` closes."""
+    if not (folder / _ADAPTERS).exists():
+        raise ValueError(f"{folder} has no {_ADAPTERS}; write it in peft: model.save_pretrained(FOLDER)")
+    return open_file(member(folder, _ADAPTERS), stack)
 
 
 def save_adapters(config: Config, params: Any, path: str | Path, base: str = "") -> None:
@@ -86,34 +185,29 @@ def save_adapters(config: Config, params: Any, path: str | Path, base: str = "")
     """
     if not config.lora:
         raise ValueError("this model has no adapters; train one that has: dataclasses.replace(config, lora=16)")
-    path, file_name = Path(path), "adapter_model.safetensors"  # the name in peft's checkpoints
-    if (path / file_name).exists():
-        raise ValueError(f"{path} already holds {file_name}; choose another folder, or remove it")
+    path = Path(path)
+    if (path / _ADAPTERS).exists():
+        raise ValueError(f"{path} already holds {_ADAPTERS}; choose another folder, or remove it")
     # 1. Name and transpose the adapters: "layers/attention/query/lora_a" [L, in, r] becomes, for each layer,
     #    "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" [r, in].
     adapters: dict[str, Tensor] = {}
-    module_names: set[str] = set()
+    names = _adapter_names(config.layers)
     for param_path, param in LLAMA.by_path(config, params).items():
         if is_adapter(param_path):
-            projection, _, leaf = param_path.rpartition("/")
-            # The adapter's module has the name of the kernel's tensor in the files.
-            module = _LLAMA.patterns[f"{projection}/kernel"].name.removesuffix(".weight")
             stack = on_host(param_path, param)
-            module_names.add(module.rpartition(".")[2])
-            for layer in range(config.layers):
+            for layer, name in enumerate(names[param_path]):
                 matrix = np.asarray(stack[layer]).astype(np.float32).T
-                name = f"base_model.model.{module.format(layer=layer)}.lora_{leaf[-1].upper()}.weight"
                 adapters[name] = Tensor(matrix.shape, lambda matrix=matrix: matrix, matrix.dtype)
     # 2. Write them, and the options that peft needs.
     path.mkdir(parents=True, exist_ok=True)
-    write_file(path / file_name, adapters)
+    write_file(path / _ADAPTERS, adapters)
     adapter_config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": config.lora,
         "lora_alpha": config.lora_alpha,
-        "target_modules": sorted(module_names),
+        "target_modules": sorted({name.split(".")[-3] for name in adapters}),
         "lora_dropout": 0.0,
         "bias": "none",
         # Our matrices are transposed to torch's order above, so peft must not transpose them again.

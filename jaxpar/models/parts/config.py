@@ -14,6 +14,7 @@ _DESCRIPTIONS = {
     float: "a number from 0",
     bool: "True or False",
     tuple: "whole numbers from 1",
+    str: "names",
 }
 
 
@@ -39,7 +40,7 @@ class MixtureSizes(Sizes):
 
 
 def check_sizes(config: Any) -> None:
-    """Check every field of a config against the type of its default: integer, float, boolean or tuple of integers.
+    """Check every field of a config against the type of its default: number, boolean, text or tuple of integers.
 
     Raises:
       ValueError: a field has another type than its default, an integer is less than 1 or does not fit into 32 bits,
@@ -53,6 +54,8 @@ def check_sizes(config: Any) -> None:
         elif kind is int:
             # bool is a subclass of int, and 0.0 == 0: neither is a size.
             fits = _is_size(value) or (field.default == 0 and value == 0 and not isinstance(value, bool | float))
+        elif kind is str:
+            fits = isinstance(value, str)
         else:
             fits = isinstance(value, bool) == (kind is bool) and isinstance(value, Real) and _in_float32(value)
         if not fits:

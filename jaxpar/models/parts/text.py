@@ -1,6 +1,6 @@
 """The batch that text models take, the losses that they train on, and the generation of text.
 
-`generate` has two phases, one `jax.lax.scan` each, in one program:
+`generate` has two phases, one `jax.lax.while_loop` each, in one program:
 
     grow     The text fits into the window. A cache holds keys and values; each token costs one position's compute.
     slide    The window is full. Every token shifts the positions of all others, so the model sees the window anew.
@@ -16,7 +16,7 @@ Dims: B rows, T positions, W window, V vocab.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ from .cache import Attend
 
 # Names of segments in other libraries: batches with one of them are refused.
 _OTHER_NAMES_OF_SEGMENTS = ("segment_ids", "segment", "doc_ids", "document_ids")
+
+Draw = Callable[[jax.Array], jax.Array]  # logits [B, V] -> the next token of each row, int32 [B]
 
 
 class Sizes:
@@ -161,8 +163,9 @@ def packed(segments_BT: jax.Array) -> tuple[jax.Array, Attend]:
 
 
 def generate(
-    module: Any, prompt: Any, count: int, key: jax.Array, temperature: float = 1.0, window: int | None = None
-) -> jax.Array:
+    module: Any, prompt: Any, count: int, key: jax.Array, temperature: float = 1.0, window: int | None = None,
+    stop: int | Sequence[int] = (),
+) -> jax.Array:  # fmt: skip
     """Continue each row of a prompt, token by token.
 
     Args:
@@ -173,12 +176,15 @@ def generate(
       temperature: divides the logits [B, V] before a token is drawn; 0 takes the most probable token.
       window: how many of the last tokens the model sees. None means all of them, up to the model's `context`. A model
         is at its best within the length that it was trained on.
+      stop: the ids at which a row ends, such as `jaxpar.data.Tokenizer.stop`. Computation ends with the last row.
 
     Returns:
-      int32 [B, T + count], on every device of the module. With several hosts, all hosts call this function alike.
+      int32 [B, T + count], on every device of the module. Behind its end a row is filled up with the first id of
+      `stop`. With several hosts, all hosts call this function alike.
 
     Raises:
-      ValueError: there is no prompt or nothing to add, or the window is larger than the model's context.
+      ValueError: there is no prompt or nothing to add, an id of `stop` is negative, or the window is larger than the
+        model's context.
 
     All tokens of a call are computed by one compiled program, which later calls of the same shapes reuse. While the
     text fits into the window, keys and values are cached, and a token costs a forward pass over one position. Once the
@@ -192,6 +198,9 @@ def generate(
         raise ValueError(f"prompt has shape {list(prompt.shape)}, needs [rows, tokens] with one token or more")
     if count < 1:
         raise ValueError(f"count={count} adds nothing; use 1 or more")
+    stop_ids = np.atleast_1d(np.asarray(stop, np.int32))
+    if stop_ids.ndim != 1 or (stop_ids < 0).any():
+        raise ValueError(f"stop={stop} are no token ids; needs one from 0, or a list of them")
     # The window must not be longer than what the model has positions for.
     if (context := getattr(getattr(module, "config", None), "context", None)) is None:
         raise ValueError(
@@ -211,7 +220,7 @@ def generate(
         "key_impl": jax.random.key_impl(key),
     }
     return _compiled_generation(_replicated_sharding(state))(
-        graph, state, prompt, key_data, np.float32(temperature), **static
+        graph, state, prompt, key_data, np.float32(temperature), stop_ids, **static
     )
 
 
@@ -236,12 +245,14 @@ def _generate_tokens(
     prompt_BT: jax.Array,
     key_data: jax.Array,
     temperature: jax.Array,
+    stop: jax.Array,
     key_impl: Any,
     num_cached: int,
     num_sliding: int,
     window: int,
 ) -> jax.Array:
     """Return the prompt [B, T], continued by `num_cached` tokens with the cache and then `num_sliding` without."""
+    rows, length = prompt_BT.shape
     keys = jax.random.split(jax.random.wrap_key_data(key_data, impl=key_impl), num_cached + num_sliding)
 
     def module() -> Any:
@@ -250,38 +261,75 @@ def _generate_tokens(
         module.eval()
         return module
 
-    def draw_tokens(logits_BV: jax.Array, key: jax.Array) -> jax.Array:
+    def draw_tokens(logits_BV: jax.Array, position: jax.Array) -> jax.Array:
+        key = keys[position - length]
         # Gumbel's trick: argmax(logits + temperature * gumbel) is a draw from softmax(logits / temperature). At
         # temperature 0 it is the largest logit, without a division by 0.
         logits_BV = logits_BV.astype(jnp.float32)
         return jnp.argmax(logits_BV + temperature * jax.random.gumbel(key, logits_BV.shape), axis=-1)
 
-    def grow(carry: tuple[Any, jax.Array, jax.Array], key: jax.Array) -> tuple[Any, jax.Array]:
+    def grow(carry: tuple[Any, jax.Array, jax.Array], draw: Draw) -> tuple[Any, jax.Array]:
         cache, logits_BV, position = carry
-        token_B = draw_tokens(logits_BV, key)
+        token_B = draw(logits_BV)
         logits_B1V, cache = module().extend(token_B[:, None], cache, position)
         return (cache, logits_B1V[:, 0], position + 1), token_B
 
-    def slide(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def slide(carry: tuple[jax.Array, jax.Array], draw: Draw) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         # Tokens fill the window from the left. Attention is causal, so it never sees the positions not yet filled.
         tokens_BW, num_filled = carry
-        token_B = draw_tokens(module()(tokens_BW)[:, num_filled - 1], key)
+        token_B = draw(module()(tokens_BW)[:, num_filled - 1])
         is_full = num_filled == window
         tokens_BW = jnp.where(is_full, jnp.roll(tokens_BW, -1, axis=1), tokens_BW)
         position = jnp.where(is_full, window - 1, num_filled)
         return (tokens_BW.at[:, position].set(token_B), position + 1), token_B
 
-    tokens_BT = prompt_BT
+    cached_end = length + num_cached
+    fill = stop[0] if stop.size else jnp.int32(0)
+    tokens_BT = jnp.concatenate([prompt_BT, jnp.full((rows, num_cached + num_sliding), fill)], axis=1)
+    added = tokens_BT, jnp.zeros(rows, bool)
     # 1. Fill the cache with the prompt, then add tokens one position at a time.
     if num_cached:
-        rows, length = prompt_BT.shape
-        cache = module().empty(rows, length + num_cached)
+        cache = module().empty(rows, cached_end)
         logits_BTV, cache = module().extend(prompt_BT, cache, jnp.int32(0))
         carry = cache, logits_BTV[:, -1], jnp.int32(length)
-        tokens_BT = jnp.concatenate([prompt_BT, jax.lax.scan(grow, carry, keys[:num_cached])[1].T], axis=1)
+        added = _add_tokens(grow, draw_tokens, carry, added, (length, cached_end), stop)
     # 2. Slide the window over the last tokens, padded on the right if they do not fill it.
     if num_sliding:
-        visible = tokens_BT[:, -window:]
+        visible = added[0][:, max(0, cached_end - window) : cached_end]
         carry = jnp.pad(visible, [(0, 0), (0, window - visible.shape[1])]), jnp.int32(visible.shape[1])
-        tokens_BT = jnp.concatenate([tokens_BT, jax.lax.scan(slide, carry, keys[num_cached:])[1].T], axis=1)
-    return tokens_BT
+        added = _add_tokens(slide, draw_tokens, carry, added, (cached_end, cached_end + num_sliding), stop)
+    return added[0]
+
+
+def _add_tokens(
+    step: Callable[[Any, Draw], tuple[Any, jax.Array]],
+    draw_tokens: Callable[[jax.Array, jax.Array], jax.Array],
+    carry: Any,
+    added: tuple[jax.Array, jax.Array],
+    span: tuple[int, int],
+    stop: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Set tokens by `step` from one position up to another, or until all rows are done.
+
+    Args:
+      step: (carry, draw) -> the next carry, and the tokens [B] that it has drawn.
+      draw_tokens: (logits [B, V], position) -> tokens [B].
+      carry: the first carry.
+      added: the tokens [B, T + count], filled up with the first id of `stop`, and whether each row is done, bool [B].
+      span: the first position, and the one behind the last.
+      stop: the ids at which a row ends, [S].
+
+    Returns:
+      `added`, with these positions.
+    """
+
+    def body(state: Any) -> Any:
+        position, carry, tokens_BT, is_done_B = state
+        # A row that is done keeps what its positions were filled up with.
+        draw = lambda logits_BV: jnp.where(is_done_B, tokens_BT[:, position], draw_tokens(logits_BV, position))
+        carry, token_B = step(carry, draw)
+        is_done_B |= (token_B[:, None] == stop).any(axis=1)
+        return position + 1, carry, tokens_BT.at[:, position].set(token_B), is_done_B
+
+    unfinished = lambda state: (state[0] < span[1]) & ~state[-1].all()
+    return jax.lax.while_loop(unfinished, body, (jnp.int32(span[0]), carry, *added))[2:]

@@ -24,19 +24,20 @@ from jax.experimental import multihost_utils
 from ...backend.files import place
 from ...backend.removed import removed
 from ...backend.text import did_you_mean
-from ...data import Text
+from ...data import Chat, Text, Tokenizer
 from ...data.streams import training
 from ...hosts import consistency, ending, launch
 from ...hosts.initialize import initialize, may_restart
 from ...layout.distributed import attach
 from ...make import TrainStep, make_train_step
+from ...models import Named
 from ...strategy import Strategy
 from ..train.folder import write_whole
 from ..train.loop import PER_PROCESS_OPTIONS, Hook
 from ..train.progress import discard_output
 from ..train.trainer import Trainer
 from . import exports
-from .model_sources import is_folder, is_function, load_user_model, load_user_step
+from .model_sources import folder_path, is_folder, is_function, load_user_model, load_user_step
 from .options import (
     INVOCATION_OPTIONS,
     CheckOptions,
@@ -212,6 +213,7 @@ def train(options: TrainOptions) -> None:
     consistency.compare(
         "the options", {name: value for name, value in vars(options).items() if name not in PER_PROCESS_OPTIONS}
     )
+    options = exports.with_adapter(options)
     if options.export is not None:
         exports.check_exportable(options.model, options.export, options.length)
     # 2. The model and its data.
@@ -220,8 +222,8 @@ def train(options: TrainOptions) -> None:
     trainer, model = trainer_of(options, [Hook(on_start=functools.partial(_save_config, options))])
     source, say, activity = trainer.data, trainer.progress.say, trainer.progress.activity
     say(f"{options.model} on {getattr(source, 'description', 'its own data')}")
-    if is_folder(options.model) and isinstance(source, Text) and source.corpus is not None:
-        say("text is read as bytes, which are no tokens of this model; its tokenizer makes ids for --data ids.npy")
+    if options.adapter is not None:
+        say(exports.describe_adapter(options.adapter))
     if trainer.units.lines:
         values = ", ".join(f"{name} {value:.3f}" for name, value in trainer.units.lines.items())
         say(f"to compare with: {values} {trainer.units.loss}")
@@ -245,6 +247,10 @@ def train(options: TrainOptions) -> None:
             sample = _sample(trainer, options, source.corpus.held_out[: options.length // 2], generate)
         say("a sample, after the beginning of the held-out text:")
         say(sample)
+    if options.sample and isinstance(source, Chat) and source.question is not None and model is not None:
+        with activity(f"compiling and writing an answer of up to {options.sample} tokens"):
+            answer = _answer(trainer, options, source, model)
+        say(f"a prompt that was held out:\n{_printable(source.question.text)}\nand its answer:\n{_printable(answer)}")
 
 
 def check(options: CheckOptions) -> None:
@@ -347,6 +353,20 @@ def _sample(trainer: Trainer, options: TrainOptions, prompt: np.ndarray, generat
     """Return a prompt of bytes, uint8 [n], and the continuation by the trained model, as printable text."""
     module, key = trainer.step.model(trainer.state), jax.random.key(options.seed)
     tokens = generate(module, prompt[None], options.sample, key, window=options.length)
-    text = bytes(token for token in np.asarray(tokens)[0].tolist() if token < 256).decode(errors="replace")
-    # A model that has learnt little writes control characters, and a terminal would obey them.
+    return _printable(bytes(x for x in np.asarray(tokens)[0].tolist() if x < 256).decode(errors="replace"))
+
+
+def _answer(trainer: Trainer, options: TrainOptions, source: Chat, model: Named) -> str:
+    """Return the trained model's answer to the source's question: its most probable tokens."""
+    assert source.question is not None
+    assert model.generate is not None
+    tokenizer = Tokenizer(folder_path(options.model))
+    ((prompt, _),) = tokenizer.encode([source.question])
+    module, stop = trainer.step.model(trainer.state), tokenizer.stop
+    tokens = model.generate(module, prompt[None], options.sample, jax.random.key(0), temperature=0, stop=stop)
+    return tokenizer.decode(np.asarray(tokens)[0, prompt.size :].tolist())
+
+
+def _printable(text: str) -> str:
+    """Return a text without control characters, which an untrained model writes and a terminal would obey."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

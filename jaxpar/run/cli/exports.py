@@ -18,12 +18,44 @@ from ...checkpoint.saved import Checkpoint
 from ...models import llama
 from .convert import weights_of
 from .model_sources import folder_path, is_folder, is_function
-from .options import named_model
+from .options import TrainOptions, named_model
 
 # Files that are copied from the folder that a run started from.
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
                     "chat_template*", "generation_config.json")  # fmt: skip
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def with_adapter(options: TrainOptions) -> TrainOptions:
+    """Return the options with the rank, scale and targets of `--adapter` behind the folder in `--model`.
+
+    So the run's config.yaml tells other commands of the adapters that the run has.
+
+    Raises:
+      ValueError: the model is no folder, has other adapters, or they do not fit it.
+    """
+    if options.adapter is None:
+        return options
+    if not is_folder(options.model):
+        raise ValueError(f"adapter={str(options.adapter)!r} needs the folder of its base: model='./folder'")
+    config = named_model(options.model, options.length).config
+    adapted = llama.with_adapters(config, options.adapter)
+    settings = ("lora", "lora_alpha", "lora_targets")
+    stated = [name for name in settings if f",{name}=" in options.model]
+    if differing := [name for name in stated if getattr(config, name) != getattr(adapted, name)]:
+        raise ValueError(
+            f"model={options.model!r} has another {differing[0]} than {options.adapter}, which has "
+            f"{getattr(adapted, differing[0])}; leave it out there"
+        )
+    added = "".join(f",{name}={getattr(adapted, name)}" for name in settings if name not in stated)
+    return dataclasses.replace(options, model=options.model + added)
+
+
+def describe_adapter(folder: Path) -> str:
+    """Return a line for people about the adapters that a run starts from."""
+    options = llama.PeftConfig.read(folder)
+    dropout = f"; their dropout of {options.dropout} is not computed" if options.dropout else ""
+    return f"starts from the adapters in {folder}, of rank {options.rank}, trained on {options.base or '?'}{dropout}"
 
 
 def check_exportable(model: str, target: Path, length: int = 1) -> llama.Config:

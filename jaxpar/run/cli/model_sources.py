@@ -35,7 +35,7 @@ from ...models.llama.weights import LLAMA
 from ...models.parts import text
 
 # The changes that leave the weights of a folder valid.
-_CHANGEABLE = ("lora", "lora_alpha", "dropout", "context")
+_CHANGEABLE = ("lora", "lora_alpha", "lora_targets", "dropout", "context")
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,9 @@ from .model_sources import folder_path, is_folder, is_function, load_user_model,
 INVOCATION_OPTIONS = ("config", "resume", "changed_data", "overwrite", "coordinator", "processes", "process")
 # Options of the run that may change when it is resumed. The checkpoint's layout decides which strategies and devices
 # fit, and the fingerprint of the data decides whether they are the same.
-CHANGEABLE_OPTIONS = ("out", "data", "broken", "strategy", "devices", "steps", "evaluate_every", "evaluate_batches",
-                      "save_every", "keep", "print_every", "prefetch", "on_nonfinite", "check_replicas_every", "quiet",
-                      "sample", "export", "export_dtype", "profile")  # fmt: skip
+CHANGEABLE_OPTIONS = ("out", "data", "bytes", "broken", "adapter", "strategy", "devices", "steps", "evaluate_every",
+                      "evaluate_batches", "save_every", "keep", "print_every", "prefetch", "on_nonfinite",
+                      "check_replicas_every", "quiet", "sample", "export", "export_dtype", "profile")  # fmt: skip
 _STRATEGY_HELP = (
     f"a preset ({', '.join(PRESETS)}), and name=value to change, or these alone: fsdp,precision=bf16 or data=2,fsdp=4; "
     f"names: {', '.join(field.name for field in dataclasses.fields(Strategy))}"
@@ -79,10 +79,13 @@ class TrainOptions(Loop):
     model: Annotated[str, tyro.conf.arg(help=_TRAIN_MODEL_HELP)] = "llama-tiny"
     strategy: Annotated[str, tyro.conf.arg(help=_STRATEGY_HELP)] = "fsdp"
     data: Annotated[Place | None, _PLACE] = None
-    """text: a file or folder of bytes, or token ids as .npy or .bin; images: a folder with one subfolder per class; or
-    the address of either, s3://bucket/... or gs://..."""
+    """text: a file or folder of bytes, token ids as .npy or .bin, or, for a folder with a tokenizer, chats or texts as
+    .jsonl; images: a folder with one subfolder per class; or the address of any, s3://bucket/... or gs://..."""
+    bytes: bool = False
+    """text: take the raw bytes of --data for tokens, also of .json and .jsonl, and for a folder of Hugging Face"""
     broken: Literal["error", "skip"] = "error"
-    """reaction to images that cannot be read: end the run (a long one before it begins), or skip and list them"""
+    """reaction to images that cannot be read and lines of .jsonl that are no documents: end the run (for images a long
+    one before it begins), or skip and list them"""
     length: int = 64
     """text: tokens that each row predicts, the length of a window"""
     out: Annotated[Place | None, _PLACE] = None
@@ -99,7 +102,9 @@ class TrainOptions(Loop):
     clip: float = 1.0
     """largest global norm of the gradients; larger ones are scaled down to it"""
     sample: int = 200
-    """text: number of bytes to generate at the end; 0 for none"""
+    """text: number of bytes or tokens to generate at the end; 0 for none"""
+    adapter: Path | None = None
+    """folder of adapters in the format of peft, to start from beside a folder of Hugging Face's Llama"""
     export: Path | None = None
     """Llamas: write a folder for Hugging Face's transformers at the end"""
     export_dtype: str | None = None
@@ -177,8 +182,8 @@ def _show_only(*names: str) -> Callable[[type[Class]], type[Class]]:
     return hide
 
 
-_STEP_OPTIONS = ("rows", "model", "strategy", "data", "length", "optimizer", "devices", "config", "coordinator",
-                 "processes", "process")  # fmt: skip
+_STEP_OPTIONS = ("rows", "model", "strategy", "data", "bytes", "length", "optimizer", "devices", "config",
+                 "coordinator", "processes", "process")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,7 +296,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) is not None
 
 
-def model_of(options: TrainOptions) -> tuple[Named, data.Text | images.Images]:
+def model_of(options: TrainOptions) -> tuple[Named, data.Text | data.Chat | images.Images]:
     """Return the model and the data that the options name, for a name or a folder.
 
     Raises:
@@ -299,12 +304,36 @@ def model_of(options: TrainOptions) -> tuple[Named, data.Text | images.Images]:
     """
     model = named_model(options.model, options.length)
     if model.kind == "text":
-        return model, data.text(options.data, options.length, model.config.vocab)
+        return model, _text_source(options, model)
     # Without --data: handwritten digits, which need no download.
     source = images.digits() if options.data is None else images.folder(options.data, model.config.size, options.broken)
     # The data decide the sizes of an image model, such as its number of classes, unless the options do.
     name, changes = _split_model(options.model)
     return named(name, **{**source.sizes, **changes}), source
+
+
+def _text_source(options: TrainOptions, model: Named) -> data.Text | data.Chat:
+    """Return the source of text that `--data` names; raise ValueError if its bytes would silently be the tokens."""
+    path, vocabulary = options.data, model.config.vocab
+    if path is None or options.bytes or (path := place(path, "data")).suffix in (".npy", ".bin"):
+        return data.text(path, options.length, vocabulary)
+    suffixes = {file.suffix for file in data.files_below(path)} if path.is_dir() else {path.suffix}
+    if data.JSONL in suffixes and is_folder(options.model):
+        return data.chat(path, data.Tokenizer(folder_path(options.model)), options.length, vocabulary, options.broken)
+    # A folder may have a .json beside the files that are meant.
+    if data.JSONL in suffixes or suffixes == {".json"}:
+        advice = (
+            f"{options.model} has no tokenizer; name a folder of Hugging Face: model='./folder'"
+            if data.JSONL in suffixes
+            else "write one object a line, into a file .jsonl"
+        )
+        raise ValueError(f"--data {path} is JSON, whose raw bytes are no text: {advice}; or train on them: bytes=True")
+    if is_folder(options.model) and path.exists():
+        raise ValueError(
+            f"--data {path} would be read as bytes, which are no tokens of {options.model}; write its texts into a "
+            'file .jsonl, {"text": "..."} a line, or train on them: bytes=True'
+        )
+    return data.text(path, options.length, vocabulary)
 
 
 def named_model(text: str, length: int) -> Named:
@@ -377,13 +406,13 @@ def optimizer_named(
     )
 
 
-def units_of(options: TrainOptions, model: Named, source: data.Text | images.Images) -> Units:
+def units_of(options: TrainOptions, model: Named, source: data.Text | data.Chat | images.Images) -> Units:
     """Return the units of a run: bits per byte for text read as bytes, nats per token, or images."""
     flops = model.flops(options.rows, options.length)
     # The loss is in nats. Text that is read as bytes is shown in bits per byte.
     if isinstance(source, images.Images):
         return Units("images", 1, "nats", 1.0, flops, source.baselines)
-    if source.corpus is None:
+    if isinstance(source, data.Chat) or source.corpus is None:
         return Units("tokens", options.length, "nats/token", 1.0, flops, source.baselines)
     # These are in bits, the unit of the loss that is shown; `baselines` of the source are in nats.
     entropies = {"unigram entropy": source.corpus.unigram_entropy, "bigram entropy": source.corpus.bigram_entropy}
@@ -411,13 +440,18 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any]) -> tuple[Trainer, Na
             about=options.about,
         )
         return user_trainer, None
+    if is_folder(options.model) and options.data is None and options.steps and not options.bytes:
+        raise ValueError(
+            f"the default data are bytes, which are no tokens of {options.model}; name yours: --data chats.jsonl"
+        )
     model, source = model_of(options)
     units = units_of(options, model, source)
     # With steps=0 nothing is trained: a step with adapters can be explained without a folder's weights.
     if model.trainable and options.steps and not is_folder(options.model):
         raise ValueError(f"--model {options.model}: adapters need the weights of a folder; give one: ./folder,lora=16")
     # A function: only a new run calls it, so that a resumed run reads no weights that it does not use.
-    params = (lambda: llama.from_hf(folder_path(options.model))[1]) if is_folder(options.model) else None
+    read_params = lambda: llama.from_hf(folder_path(options.model), adapter=options.adapter)[1]
+    params = read_params if is_folder(options.model) else None
     trainer = Trainer(
         model.model,
         optimizer_of(options, model.model, model.example(1, options.length)),
@@ -429,6 +463,6 @@ def trainer_of(options: TrainOptions, hooks: Iterable[Any]) -> tuple[Trainer, Na
         about=options.about,
         params=params,
         trainable=model.trainable,
-        fresh=model.trainable,  # adapters are new: a folder has no weights for them
+        fresh=None if options.adapter else model.trainable,  # a base has no weights for new adapters
     )
     return trainer, model
