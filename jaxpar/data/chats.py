@@ -8,7 +8,7 @@ Each line is a document. The loss counts the assistant's messages, the completio
 share a row (`pack`):
 
     tokens      a a a a b b b 0        int32 [T+1]
-    segments    1 1 1 1 2 2 2 0        int32 [T+1], the document of each token in its row; 0 fills up the row
+    segments    0 0 0 0 1 1 1 -1       int32 [T+1], the document of each token in its row; -1 fills up the row
     mask          0 1 1 0 1 1 0        float32 [T], whether the prediction of tokens[1:] counts
 
 Dims: B rows, T positions ("length").
@@ -56,9 +56,9 @@ class Packed(Sequence[dict[str, np.ndarray]]):
 
     def __getitem__(self, index: Any) -> Any:
         """Return the row with this index: "tokens", "segments" and "mask", see the top of this file."""
-        tokens, segments, counts = (np.zeros(self.length + 1, dtype) for dtype in (np.int32, np.int32, bool))
-        begin = 0
-        for number, document in enumerate(self.rows[index], 1):
+        tokens, counts = (np.zeros(self.length + 1, dtype) for dtype in (np.int32, bool))
+        segments, begin = np.full(self.length + 1, -1, np.int32), 0
+        for number, document in enumerate(self.rows[index]):
             ids, is_counted = self.documents[document]
             tokens[begin : begin + ids.size], counts[begin : begin + ids.size] = ids, is_counted
             segments[begin : begin + ids.size] = number

@@ -5,12 +5,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from chats import TAGGED, TEMPLATE, conversation, write_lines, write_tokenizer
 
+import jaxpar as jp
 from jaxpar.data import Packed, Tokenizer, chat
 from jaxpar.data.chats import pack
+from jaxpar.models import named
 
 TALK = conversation("the sky", "is blue", "and the grass", "is green\U0001f33f")
 CHATS = [conversation(f"the sky {i}", "is blue " * (i % 5 + 1)) for i in range(60)]
@@ -72,10 +75,10 @@ def test_documents_share_rows_and_count_by_themselves(tokenizer: Tokenizer, tmp_
         tokens, segments, mask = (row[name] for name in ("tokens", "segments", "mask"))
         assert (tokens.shape, segments.shape, mask.shape) == ((97,), (97,), (96,))
         assert (tokens.dtype, segments.dtype, mask.dtype) == (np.int32, np.int32, np.float32)
-        assert segments[0] == 1
+        assert segments[0] == 0
         assert not mask[segments[1:] != segments[:-1]].any()  # nothing predicts the first token of a document
-        assert not tokens[segments == 0].any()
-        for number in range(1, segments.max() + 1):
+        assert not tokens[segments == -1].any()
+        for number in range(segments.max() + 1):
             ids, counts = tokens[segments == number], np.append(False, mask > 0)[segments == number]
             seen.append((tuple(ids.tolist()), counted(tokenizer, ids, counts)))
     expected = [(tuple(ids.tolist()), counted(tokenizer, ids, counts)) for ids, counts in data.train.documents]
@@ -248,5 +251,23 @@ def test_a_packed_data_set_needs_no_tokenizer() -> None:
     documents = [(np.array([4, 5, 6], np.int32), np.array([False, False, True])) for _ in range(2)]
     (row,) = Packed(documents, 6)
     assert row["tokens"].tolist() == [4, 5, 6, 4, 5, 6, 0]
-    assert row["segments"].tolist() == [1, 1, 1, 2, 2, 2, 0]
+    assert row["segments"].tolist() == [0, 0, 0, 1, 1, 1, -1]
     assert row["mask"].tolist() == [0, 1, 0, 0, 1, 0]
+
+
+def test_packed_documents_have_the_loss_of_documents_alone() -> None:
+    random = np.random.default_rng(0)
+    documents = [(random.integers(1, 256, n, dtype=np.int32), random.random(n) < 0.7) for n in (9, 14, 5, 11, 3, 7)]
+
+    def total_and_count(data: Packed) -> tuple[float, float]:
+        rows = [data[i] for i in range(len(data))]
+        batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        step = jp.make_train_step(named("llama-tiny", layers=1).model, None, "single", mesh=jax.devices()[:1])
+        state = step.init(jax.random.key(0))
+        return float(step.evaluate(state, batch)["loss"]) * batch["mask"].sum(), batch["mask"].sum()
+
+    apart = [total_and_count(Packed([document], 20)) for document in documents]
+    loss, count = total_and_count(packed := Packed(documents, 20))
+    assert len(packed) < len(documents)
+    assert count == sum(n for _, n in apart)
+    assert loss == pytest.approx(sum(nats for nats, _ in apart), rel=1e-5)

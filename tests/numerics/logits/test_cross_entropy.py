@@ -150,7 +150,7 @@ def test_logits_are_never_there_as_a_whole() -> None:
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        ({"head": np.ones((D + 1, V))}, ("hidden [4, 12, 8]", "head [9, 16]", "embedding.T")),
+        ({"head": np.ones((D + 1, V))}, ("hidden is [4, 12, 8]", "head is [9, 16]", "embedding.T")),
         ({"labels": np.zeros((B, T))}, ("labels are float", "integers [4, 12]")),
         ({"labels": np.zeros((B, T + 1), int)}, ("[4, 13]", "integers [4, 12]")),
         ({"chunk": 0}, ("chunk=0", "from 1 on")),
