@@ -12,6 +12,7 @@ saved values are chosen by `program/residuals.py`.
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,9 +104,11 @@ class Unit:
         fixed = [v for v, x in zip(flat.constvars, flat.consts, strict=True) if not isinstance(x, Tracer)]
 
         # 2. Choose smaller values from which the backward can recompute its residuals cheaply. It fetches the weights
-        # that it reads in any case; without a policy, no other weight is fetched to recompute a cheap value.
+        # that it reads in any case; without a policy, no other matrix is fetched to recompute a cheap value.
         read_vars = {v for v in residuals if not jx.is_literal(v)}
-        readable_weights = weight_vars if self.policy else read_vars & {*weight_vars}
+        # The exception are vectors, such as the bias of a norm: they are no larger than a row of what they recompute.
+        is_vector = lambda v: math.prod(v.aval.shape) == max(v.aval.shape, default=1)
+        readable_weights = weight_vars if self.policy else [v for v in weight_vars if v in read_vars or is_vector(v)]
         available = {*fixed, *pick(self.held, input_vars), *readable_weights}
         required = allowed(flat.eqns, residuals, available, self.policy) if self.policy else residuals
         may_rerun = lambda eqn: cheap(eqn) or (self.gathers_again and eqn.primitive.name == "tensor_gather")
@@ -191,7 +194,7 @@ class Unit:
             return merge(floats, ct_full, [None] * len(full)), ct_inputs
 
         flat, results = jx.trace(pull, list(self.shapes), held_inputs, values, cotangents, remats=remats)
-        # `pull` takes all leaves, but most backwards read only the matrices: only these are fetched again.
+        # `pull` takes all leaves, but most backwards read only some of them: only these are fetched again.
         eqns = jx.live(oriented(flat.eqns, flat.outvars), flat.outvars)
         read_vars = set(jx.free(eqns, flat.outvars))
         reads = tuple(v in read_vars for v in flat.invars[: len(self.shapes)])

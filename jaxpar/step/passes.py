@@ -2,7 +2,7 @@
 
     equations on all ranks  --take attention, roll-->  the same on all ranks
                             --split, exchange, localise-->  one rank of `context`, `expert`, `tensor`
-                            --chunk, double, quantise-->  less memory, more overlap, float8 products
+                            --chunk, pick, double, quantise-->  less memory and traffic, more overlap, float8 products
 
 `PASSES` lists them in order. A pass takes a `PlacedLoss` and returns another with the same values on all devices
 together. A `PlacedLoss` knows which part of each parameter its equations read, so that a later pass finds the dims that
@@ -19,6 +19,7 @@ from ..layout.layout import Layout
 from ..layout.leaves import Leaf
 from ..numerics.fp8 import in_fp8, of_blocks
 from ..numerics.logits import Logits, chunked
+from ..numerics.picks import with_picks
 from ..parallel.context import RULES as CONTEXT_RULES
 from ..parallel.context import AttentionMode, WholeLoss, calls, choose, split_sequence
 from ..parallel.context.attention import spelled
@@ -124,6 +125,7 @@ class Notes:
       tokens_gathered: by line, where they gather the tokens of all ranks: bytes of these, and bytes of an exchange.
       gathered: by line, bytes that tensor ranks gather because an operation has no rule.
       logits: which logits of a cross-entropy are made in chunks.
+      picks: by line, lookups of one element per row whose backward is a select, and bytes of the table.
       fp8: under precision="fp8", by path of a leaf, why its products are not in FP8; "" if they are.
       doubts: how the loss may couple rows.
       unread: paths of the batch's leaves that the loss does not read, in a step or without a key in evaluate.
@@ -140,6 +142,7 @@ class Notes:
     tokens_gathered: dict[str, tuple[int, int]] = field(default_factory=dict)
     gathered: dict[str, int] = field(default_factory=dict)
     logits: dict[str, Logits] = field(default_factory=dict)
+    picks: dict[str, int] = field(default_factory=dict)
     fp8: dict[str, str] = field(default_factory=dict)
     doubts: Sequence[str] = ()
     unread: Sequence[str] = ()
@@ -228,6 +231,12 @@ def _chunk(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
     return replace(loss, flat=flat)
 
 
+def _pick(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
+    """Look up one element per row, such as a label's logit, so that the backward is a select (numerics/picks.py)."""
+    flat, notes.picks = with_picks(loss.flat)
+    return replace(loss, flat=flat)
+
+
 def _double(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
     """Put the equations of concurrent microbatches side by side; they share parameters and variables."""
     num_shared, concurrent = len(loss.placements) + len(jax.tree.leaves(loss.inputs[0])), setting.strategy.concurrent
@@ -265,7 +274,7 @@ def _always(setting: Setting) -> bool:
 
 
 # The order matters: the first two passes read whole parameters; the next three take one rank's part of them, each from
-# the part that the pass before has left (`PlacedLoss.placements`); the last three rewrite the program of one rank.
+# the part that the pass before has left (`PlacedLoss.placements`); the last four rewrite the program of one rank.
 PASSES = (
     LossPass("take attention", _always, _take_attention),
     LossPass("roll", _always, _roll),
@@ -273,6 +282,7 @@ PASSES = (
     LossPass("exchange", lambda setting: setting.sizes["expert"] > 1, _exchange),
     LossPass("localise", lambda setting: setting.sizes["tensor"] > 1, _localise),
     LossPass("chunk", _always, _chunk),
+    LossPass("pick", _always, _pick),
     LossPass("double", lambda setting: setting.strategy.concurrent > 1, _double),
     LossPass("quantise", lambda setting: setting.strategy.precision == "fp8", _quantise),
 )

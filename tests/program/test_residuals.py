@@ -72,3 +72,15 @@ def test_of_a_step() -> None:
     widths = 4 * config.dim + 2 * config.kv_heads * config.head_dim + 2 * config.ffn
     numbers = 4  # of two norms, for every position
     assert layer == pytest.approx(4 * ROWS * LENGTH * (widths + numbers), rel=1e-3)
+
+
+def test_of_a_layer_with_biases() -> None:
+    """A LayerNorm's bias is fetched to compute its result again. The result was saved beside the norm's input."""
+    gpt = {layers: named("gpt-tiny", layers=layers) for layers in (2, 3)}
+    batch = gpt[2].example(ROWS, LENGTH)
+    steps = {n: jp.make_train_step(gpt[n].model, optax.sgd(0.1), "single,precision=bf16") for n in gpt}
+    layer = forward(steps[3], batch).saved - forward(steps[2], batch).saved
+    # The inputs of two norms; query, key, value and attention's result; the feed-forward's product, 4 times as wide.
+    widths = 10 * gpt[2].config.dim
+    numbers = 8 + gpt[2].config.heads  # of two norms and of attention, for every position, in float32
+    assert layer == pytest.approx(ROWS * LENGTH * (2 * widths + 4 * numbers), rel=1e-3)

@@ -357,7 +357,8 @@ def _traffic_of_fusion(block: list[Instruction]) -> tuple[int, int]:
         """Return the bytes that users read of an array with `width` bits per element; infinity for the whole array."""
         total = 0.0
         for user, position in users.get(name, ()):
-            if user.opcode in ("bitcast", "reshape", "tuple"):
+            # A cast reads the elements that its own readers read, in the dtype before it.
+            if user.opcode in ("bitcast", "reshape", "tuple", "convert"):
                 total += bytes_read(user.name, width)
             elif user.opcode in _SLICES and position == 0:
                 total += width / 8 * sum(math.prod(dims) for _, dims in arrays(user.shape))

@@ -37,6 +37,8 @@ from ..step_view import StepView as Step
 from ..transfers import Transfer, rehearse
 from .explanation import Check, Explanation
 
+LARGE_TABLE = 1 << 30  # bytes of a table, from which on a remark says what its lookup saves
+
 
 def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None) -> Explanation:
     """Explain a training step for a batch of these shapes; see `Step.explain`. Nothing runs.
@@ -278,7 +280,7 @@ def _attention_remarks(step: Step, notes: Notes) -> Iterator[str]:
 
 
 def _logits_remarks(step: Step, notes: Notes) -> Iterator[str]:
-    """Yield which logits are computed in chunks, and which are whole and why."""
+    """Yield which logits are computed in chunks, which are whole and why, and what lookups in large ones save."""
     for line, logits in notes.logits.items():
         num_bytes = 4 * logits.tokens * logits.words
         prefix = f"{line}: the logits of {logits.tokens:,} tokens, {size(num_bytes)} in float32, are "
@@ -288,6 +290,12 @@ def _logits_remarks(step: Step, notes: Notes) -> Iterator[str]:
             yield f"{prefix}made {logits.chunks} times a part of them, {size(chunk_bytes)}, and again in the backward."
         else:
             yield f"{prefix}whole: {logits.why}."
+    for line, table in notes.picks.items():
+        if table >= LARGE_TABLE:
+            yield (
+                f"{line}: the backward of this lookup, of one element per row of {size(table)}, is a select. It writes "
+                f"and reads {size(2 * table)} less than a scatter."
+            )
     if isinstance(step.strategy.logits, int) and not notes.logits:
         yield (
             f"logits={step.strategy.logits}: nothing is made in chunks, since the loss has no cross-entropy of more "

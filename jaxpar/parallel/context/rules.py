@@ -29,6 +29,7 @@ from ...program.walk import called, propagate
 from ..tensor import RULES as TENSOR
 from ..tensor.localiser import BY_FACTORS, Found, LocalValue, place
 from ..tensor.primitives import follow, registering, shape_of
+from ..tensor.sums import with_column
 from .attention.flash import AttentionOptions
 from .attention_mode import AXIS, AttentionMode, options_of
 from .localiser import ContextLocaliser
@@ -178,7 +179,7 @@ def _gather(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue])
     # Locally, a rank's positions are numbered from 0.
     local_indices = localiser.part(indices, dim)
     local_positions = lax.broadcasted_iota(local_indices.dtype, local_indices.shape[:-1], dim)
-    local_indices = local_indices.at[..., column].set(local_positions)
+    local_indices = with_column(local_indices, column, local_positions)
     # Promises about all indices need not hold for this rank's.
     (value,) = jx.bind(eqn, [table.value, local_indices], indices_are_sorted=False, unique_indices=False)
     batch_dims = [d for d in range(len(shape_of(eqn))) if d not in numbers.offset_dims]

@@ -7,6 +7,7 @@
 program: each stage runs on its own devices.
 """
 
+from collections import Counter
 from collections.abc import Collection
 
 import jax
@@ -45,6 +46,10 @@ class RuleAccess:
         # A use completes the leaf's gradient if it is the only use, lies in a stack, and runs once per step.
         runs_once = strategy.turns == 1 and self.pipe == 1
         self.last = [runs_once and uses == (True,) for uses in program.uses]
+        # A stack may read one leaf twice, as w[i] and w[i + 1]: their gradients add up too.
+        slices = Counter(s.leaf for stack in program.stacks for s in stack.slices)
+        self.only = [runs_once and len(uses) == 1 and slices[i] <= 1 for i, uses in enumerate(program.uses)]
+        self.sizes = layout.mesh.shape
         self.prefetch = strategy.prefetches(layout.mesh)
 
     def _use(self, index: int, sliced: bool) -> Use:
@@ -59,8 +64,13 @@ class RuleAccess:
         else:
             # The local value of a stage's leaf has all its layers on dim 0.
             dim = leaf.inner(False) if leaf.layers is None else leaf.inner(True) + 1
-        replica_axes = tuple(a for a in summed_over(self.split[index]) if a not in shard_axes)
-        return Use(dim, shard, replica_axes, self.last[index], self.policy.reduced(leaf.dtype), second)
+        summed = summed_over(self.split[index])
+        replica_axes = tuple(a for a in summed if a not in shard_axes)
+        # A gradient to which nothing is added is exact in the dtype in which it was computed. In float32 it would take
+        # twice the memory and traffic until the update, which casts it (`finish`) as it reads it.
+        is_sum = not self.only[index] or any(self.sizes[a] > 1 for a in summed)
+        dtype = self.policy.reduced(leaf.dtype) if is_sum else self.policy.computed(leaf.dtype)
+        return Use(dim, shard, replica_axes, self.last[index], dtype, second)
 
     def sends(self, index: int) -> tuple[bool, bool]:
         """Return how a loop over layers overlaps a leaf's communication with compute.
@@ -111,7 +121,8 @@ class RuleAccess:
 
     def finish(self, index: int, gradient: jax.Array) -> jax.Array:
         """Return the gradient that the update receives, from the accumulated one."""
-        return self.rules[index].finish(gradient, self._use(index, False))
+        gradient = self.rules[index].finish(gradient, self._use(index, False))
+        return gradient.astype(self.policy.reduced(self.leaves[index].dtype))
 
 
 class SpreadAccess:

@@ -29,7 +29,7 @@ class Use:
         too.
       last: whether this is the leaf's only use in the step (one use, in a stack, one microbatch). Its gradient is then
         complete, and is reduced inside the backward loop instead of at the end of the step.
-      dtype: the dtype in which gradients are reduced and accumulated.
+      dtype: the dtype in which gradients are reduced and accumulated; the compute dtype if nothing is added to them.
       second: the axes over which the stored shard is split once more, with `Strategy.hpz`. The step gathers over them
         before all uses. Gradients that are reduced over `shard` are then scattered over them.
     """

@@ -132,7 +132,7 @@ def _gather(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
     is_local = (local_rows >= 0) & (local_rows < local_size) & (~is_out_of_bounds if fills else True)
 
     # 2. Look up: rows of other ranks read row 0, and are zeroed.
-    local_indices = start_indices.at[..., column].set(jnp.where(is_local, local_rows, 0))
+    local_indices = with_column(start_indices, column, jnp.where(is_local, local_rows, 0))
     (features,) = jx.bind(eqn, [table.value, local_indices], indices_are_sorted=False, unique_indices=False)
     spread = lambda x: jnp.broadcast_to(
         jnp.expand_dims(x, [d for d in range(len(shape)) if d not in batch_dims]), shape
@@ -148,3 +148,12 @@ def _gather(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
         is_filled = filled.value if dim is None else localiser.part(filled, dim)
         value = jnp.where(is_filled, jnp.nan if fill is None else fill, value)
     return [(value, dim)]
+
+
+def with_column(indices: jax.Array, column: int, values: jax.Array) -> jax.Array:
+    """Return index vectors [..., coordinates] with other values [...] of one coordinate.
+
+    It joins columns, and updates nothing in place, so that `numerics/picks.py` sees what the other coordinates count.
+    """
+    before, after = (lax.slice_in_dim(indices, *ends, axis=-1) for ends in ((0, column), (column + 1, None)))
+    return jnp.concatenate([before, values[..., None].astype(indices.dtype), after], -1)
