@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..program.buffers import zeros_after
+from ..program.buffers import uninitialized
 from .ranks import Axes as Axes
 from .ranks import Ranks as Ranks
 from .ranks import check_rank, collective, count, spanned
@@ -313,8 +313,7 @@ def reduce_scatter_as(x: jax.Array, axes: Sequence[str], dim: int, dtype: jnp.dt
         shard_of_piece = lax.squeeze(reduce_scatter(piece, axes, dim), [dim])
         return lax.dynamic_update_index_in_dim(shard, shard_of_piece, i, axis=dim)
 
-    # Zeros that depend on x, so that the compiler does not allocate them long before.
-    shard = zeros_after(x, shard_shape, dtype)
+    shard = uninitialized(shard_shape, dtype)  # every piece is written
     if num_pieces <= _MAX_UNROLLED:
         for i in range(num_pieces):
             shard = scatter_piece(i, shard)
