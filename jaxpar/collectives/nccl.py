@@ -313,7 +313,8 @@ def reduce_scatter_as(x: jax.Array, axes: Sequence[str], dim: int, dtype: jnp.dt
         shard_of_piece = lax.squeeze(reduce_scatter(piece, axes, dim), [dim])
         return lax.dynamic_update_index_in_dim(shard, shard_of_piece, i, axis=dim)
 
-    # Zeros that depend on x, so that the compiler does not allocate them long before.
+    # Zeros that depend on x, so that the compiler does not allocate them long before. An uninitialized buffer depends
+    # on nothing: with it, a ZeRO-3 step of a Llama needs over 5% more temporaries (`tests/step/test_gpu.py`).
     shard = zeros_after(x, shard_shape, dtype)
     if num_pieces <= _MAX_UNROLLED:
         for i in range(num_pieces):

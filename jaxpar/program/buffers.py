@@ -1,4 +1,4 @@
-"""Where buffers are, in the device's memory or the host's, and hints that keep large ones from existing too early.
+"""Where buffers are, in the device's memory or the host's; whether they are filled; and from when on they exist.
 
 XLA orders a program by its data dependencies alone. Zeros depend on nothing. XLA may therefore fill the buffer of a
 loop's results, or of a scatter, before earlier loops run, and hold it meanwhile:
@@ -6,12 +6,16 @@ loop's results, or of a scatter, before earlier loops run, and hold it meanwhile
     zeros(result)                       zeros_after(x, result)
     zeros | loop 1 ... loop 2           loop 1 ... x | zeros | loop 2
 
-Each function here adds a dependency and changes no value. Their savings were measured on the step of
-`experiments/benchmarks/handwritten.py`.
+`zero_after`, `zeros_after` and `anchor` add a dependency and change no value. Their savings were measured on the step
+of `experiments/benchmarks/handwritten.py`.
+
+A buffer that a loop writes whole needs no zeros (`uninitialized`). For Llama-3.2-1B with 4 rows of 2,048 tokens, zeros
+for saved values and gradients, and copies of them, are 12 GB of each step.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +37,59 @@ def is_on_host(x: jax.Array) -> bool:
 def on_device(x: jax.Array) -> jax.Array:
     """Return an array of a traced program in the device's memory: a copy, if it is in the host's."""
     return jax.device_put(x, DEVICE) if is_on_host(x) else x
+
+
+def uninitialized(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """Return a buffer that is allocated and not filled.
+
+    Invariant: every element is written before it is read. A buffer that is added to needs zeros. So does one that idle
+    ranks read before it is written, also if a select drops their results: NaN times 0 is NaN, and a kernel that takes
+    its sizes from such memory may write anywhere.
+
+    On GPUs and TPUs the elements are whatever the memory holds. On CPUs they are zeros, so that a program that breaks
+    the invariant fails in the same way in every run.
+    """
+    return lax.empty(tuple(shape), dtype)
+
+
+def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length: int, reverse: bool = False) -> Any:
+    """Run `lax.scan`, which fills the buffers of stacked results with zeros first, without filling them.
+
+    Each iteration writes its y into `uninitialized` buffers that the loop carries. Results in the host's memory are
+    left to `lax.scan`, and weakly typed ones too, since a buffer has a dtype.
+
+    Args:
+      body: `body(carry, x)` returns the carry and a y.
+      init, xs, length, reverse: as for `lax.scan`; no array of `xs` may be empty.
+
+    Returns:
+      The last carry, and the ys of all iterations, [length, ...].
+    """
+    # 1. Trace an iteration for the shapes of its y. The loop runs these equations, so that no body is traced twice.
+    first = jax.tree.map(lambda x: lax.index_in_dim(x, 0, keepdims=False), xs)
+    traced, shapes = jax.make_jaxpr(body, return_shape=True)(init, first)
+    run, (carry_tree, y_tree) = jec.jaxpr_as_fun(traced), map(jax.tree.structure, shapes)
+    y_avals = traced.out_avals[carry_tree.num_leaves :]
+    is_carried = [not aval.weak_type and aval.memory_space == DEVICE for aval in y_avals]
+    select = lambda wanted, ys: [y for y, carried in zip(ys, is_carried, strict=True) if carried is wanted]
+    # An index that may be negative becomes a `select`, which would hide from XLA that the loop fills the buffer.
+    write = functools.partial(lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False)
+
+    # 2. Run the loop. The number of an iteration is read from an array. If it were counted, XLA's collective pipeliner
+    # would see that iterations write layer after layer, and move collectives that are meant for this iteration to the
+    # next one.
+    def fill(state: Any, scanned: Any) -> Any:
+        (carry, buffers), (number, x) = state, scanned
+        results = run(*jax.tree.leaves((carry, x)))
+        carry, ys = jax.tree.unflatten(carry_tree, results[: carry_tree.num_leaves]), results[carry_tree.num_leaves :]
+        buffers = [write(buffer, y, number) for buffer, y in zip(buffers, select(True, ys), strict=True)]
+        return (carry, buffers), select(False, ys)
+
+    buffers = [uninitialized((length, *aval.shape), aval.dtype) for aval in select(True, y_avals)]
+    state, scanned = (init, buffers), (jnp.arange(length), xs)
+    (carry, buffers), stacked = lax.scan(fill, state, scanned, length=length, reverse=reverse)
+    filled, stacked = iter(buffers), iter(stacked)
+    return carry, jax.tree.unflatten(y_tree, [next(filled if carried else stacked) for carried in is_carried])
 
 
 def zero_after(x: jax.Array, dtype: Any) -> jax.Array:

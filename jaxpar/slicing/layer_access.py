@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..program.buffers import is_on_host, on_device, zeros_after
+from ..program.buffers import is_on_host, on_device, uninitialized, zeros_after
 from .access import Access
 from .halves import pick
 from .slices import Slice
@@ -113,13 +113,17 @@ class LayerAccess:
           after: an array before which new zeros do not exist.
         """
         into = {s.leaf: grad for s, grad in zip(self.slices, gradients, strict=True)}
-        totals = {s.leaf: self._zero_grads(s, after) if into[s.leaf] is None else into[s.leaf] for s in self.slices}
-        # A gradient may overwrite the zeros if no other slice of the leaf writes the layer: that saves a read.
-        overwrites = [
-            into[s.leaf] is None
-            and not any(s.overlaps(o, self.length) for o in self.slices if o is not s and o.leaf == s.leaf)
+        layers_of = {i: [layer for s in self.slices if s.leaf == i for layer in s.layers(self.length)] for i in into}
+        # If no two slices of a new gradient share a layer, each writes its layers instead of adding to them. If they
+        # write all layers of the leaf, no zeros are needed.
+        overwritten = {i for i, grad in into.items() if grad is None and len({*layers_of[i]}) == len(layers_of[i])}
+        totals = {
+            s.leaf: self._new_grads(s, after, len(layers_of[s.leaf]) if s.leaf in overwritten else 0)
+            if into[s.leaf] is None
+            else into[s.leaf]
             for s in self.slices
-        ]
+        }
+        overwrites = [s.leaf in overwritten for s in self.slices]
         return totals, lambda totals, cotangents, layer: self.accumulate(totals, cotangents, layer, overwrites)
 
     def accumulate(
@@ -142,8 +146,15 @@ class LayerAccess:
                 totals[s.leaf] = s.write(total, grad, layer)
         return totals
 
-    def _zero_grads(self, layer_slice: Slice, after: jax.Array) -> jax.Array | None:
-        """Return zeros for the gradients that the layers will give, not before `after`; None if they give none."""
+    def _new_grads(self, layer_slice: Slice, after: jax.Array, num_written: int) -> jax.Array | None:
+        """Return a buffer for the gradients that the layers will give; None if they give none.
+
+        Args:
+          layer_slice: any slice of the leaf.
+          after: an array before which zeros do not exist.
+          num_written: the number of layers that are written before they are read. If these are all layers of the leaf,
+            the buffer is uninitialized; else it holds zeros.
+        """
         shard, leaf, dim = self.leaves[layer_slice.leaf], layer_slice.leaf, layer_slice.dim
 
         def grad_of_layer(shard: jax.Array) -> jax.Array | None:
@@ -156,7 +167,8 @@ class LayerAccess:
         if grad is None:
             return None
         stacked = (*grad.shape[:dim], shard.shape[dim], *grad.shape[dim:])
-        return zeros_after(after, stacked, grad.dtype)
+        is_filled = num_written == shard.shape[dim]
+        return uninitialized(stacked, grad.dtype) if is_filled else zeros_after(after, stacked, grad.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..program import jaxpr as jx
-from ..program.buffers import HOST
+from ..program.buffers import HOST, scan
 from ..program.collectives import KINDS, PRIMITIVES, axes_of
 from ..program.primitives import PRODUCTS
 
@@ -104,7 +104,7 @@ def _scan(body: Body, init: Any, xs: Any, length: int, reverse: bool) -> tuple[A
     iterations write layer after layer, and move collectives that are meant for this iteration to the next one.
     """
     # Numbers are scanned too, so that in a reversed loop an iteration has the number of its layer.
-    return lax.scan(lambda carry, x: body(carry, *x), init, (jnp.arange(length), xs), length=length, reverse=reverse)
+    return scan(lambda carry, x: body(carry, *x), init, (jnp.arange(length), xs), length, reverse)
 
 
 class _Iteration:

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..program.buffers import scan
 from .access import Access, Sender
 from .flights import InFlight, Lookahead
 from .halves import WeightGradResiduals, pick
@@ -365,7 +366,7 @@ class Stack:
             return (ct_carry, ct_consts, buffers), (ct_xs, residuals)
 
         stacked = None if isinstance(saved, Stash) else saved
-        (ct_carry, ct_consts, buffers), (ct_xs, residuals) = lax.scan(
+        (ct_carry, ct_consts, buffers), (ct_xs, residuals) = scan(
             backward_layer,
             (ct_carry, ct_consts, residual_stash.buffers if residual_stash else []),
             (jnp.arange(self.length), stacked, xs, ct_ys, layers.is_real),

@@ -46,10 +46,9 @@ class Slice:
         layer_index = self.start + self.stride * iteration
         return lax.dynamic_update_index_in_dim(leaf, layer, layer_index, self.dim, allow_negative_indices=False)
 
-    def overlaps(self, other: "Slice", length: int) -> bool:
-        """Whether two slices of one leaf share a layer in a loop of `length` iterations."""
-        layers, other_layers = (range(s.start, s.start + s.stride * length, s.stride) for s in (self, other))
-        return bool({*layers} & {*other_layers})
+    def layers(self, length: int) -> range:
+        """Return the layers that a loop of `length` iterations reads."""
+        return range(self.start, self.start + self.stride * length, self.stride)
 
 
 Chain = tuple[Callable[[jax.Array], jax.Array], ...]

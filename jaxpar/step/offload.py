@@ -39,7 +39,7 @@ from ..layout.leaves import PAD_FROM
 from ..numerics.matrices.elementwise import traced_update
 from ..program import jaxpr as jx
 from ..program import primitives
-from ..program.buffers import HOST, is_on_host, on_device
+from ..program.buffers import HOST, is_on_host, on_device, uninitialized
 
 BLOCK = 64 << 20  # bytes: 1.4 ms at 48 GB/s, which hides the fixed cost of an iteration
 
@@ -234,7 +234,7 @@ class Streams:
 
         def local(constant: Any, carried: Sequence[Any], args: Any) -> list[Any]:
             # Uninitialised host memory for the first state, every block of which is written.
-            empty = [jax.device_put(lax.empty(constant.shape, dtype), HOST) for dtype in dtypes]
+            empty = [jax.device_put(uninitialized(constant.shape, dtype), HOST) for dtype in dtypes]
             on_blocks = lambda blocks, shape: fun(blocks, args, shape)
             return _over_blocks(on_blocks, constant, [*carried, *empty], reads=not dtypes)
 

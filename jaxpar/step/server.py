@@ -27,6 +27,7 @@ from ..collectives import order
 from ..layout.precision import LossScale
 from ..layout.state import State
 from ..model.batches import as_array, batch_shardings, batch_specs, dealt
+from ..program.buffers import scan
 from ..program.filter_primitives import without_filter_primitives
 from ..strategy.axes import AXES, ROWS
 from .checks import check_state, is_traced
@@ -184,7 +185,8 @@ class ServerStep(Step):
                 sums, variables, tape = loss.forward(variables, rows, key)
                 return variables, (sums, _without_stored(tape, loss.stored))
 
-            variables, (sums, tapes) = lax.scan(micro, variables, (self.local.keys(key, step, alike), rows))
+            keys = self.local.keys(key, step, alike)
+            variables, (sums, tapes) = scan(micro, variables, (keys, rows), keys.shape[0])
             sums = self.local.reduce_sums(sum_leading_dim(sums), rows)
             return (_add_replica_dim(sums), variables), _add_replica_dim(tapes)
 

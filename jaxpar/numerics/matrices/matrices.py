@@ -29,6 +29,7 @@ from ...collectives.order import Token
 from ...parallel.data.contract import Sent
 from ...program import jaxpr as jx
 from ...program import trip_counts
+from ...program.buffers import uninitialized
 from .whole_matrices import Region
 
 
@@ -329,12 +330,13 @@ class Bundle:
         offsets_by_kind = [[(k, starts) for (k, _), starts in side.items()] for side in (in_offsets, out_offsets)]
         out_rows = "ins" if offsets_by_kind[0] == offsets_by_kind[1] and in_widths == out_widths else "outs"
         if out_rows == "outs":
-            rows["outs"] = {dtype: jnp.zeros((self.ranks, width), dtype) for dtype, width in out_widths.items()}
+            # Each rank writes the pieces of the matrices that it owns, and `_unpack` reads no others.
+            rows["outs"] = {dtype: uninitialized((self.ranks, width), dtype) for dtype, width in out_widths.items()}
         rank, owned_results = index(self.axes), list[Any]()
         for k, kind in enumerate(self.kinds):
             # Arrays live with owners only if all ranks own equally many matrices: rank 0's number serves for all.
             owned = {
-                j: jnp.zeros((self.counts[k][0], *layout.piece_shape), layout.dtype)
+                j: uninitialized((self.counts[k][0], *layout.piece_shape), layout.dtype)
                 for j, layout in enumerate(kind.outs)
                 if layout.with_owner
             }

@@ -25,11 +25,11 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from ...collectives import all_gather
 from ...collectives.ranks import count
 from ...layout.layout import Layout
+from ...program.buffers import uninitialized
 from .contract import Promise, Rule, Sent, Use, Uses
 from .zero import accumulate_whole_grad, finish_grad_shard, finish_whole_grad, publish, reductions, scatter_grad
 
@@ -50,11 +50,11 @@ def secondary(layout: Layout, stored: Sequence[jax.Array]) -> list[jax.Array]:
     """
     # `publish` gathers stored leaves over their shard axes. With padded=-1 no dim has the padded size, so that it
     # removes no padding: the second shards are padded like the stored leaves. With trainable=True it gathers frozen
-    # leaves too.
+    # leaves too, so that it writes all of every array.
     leaves = [replace(leaf, shard=("data",), padded=-1, trainable=True) for leaf in layout.leaves]
     shape = lambda leaf, x: [n * count(["data"]) if d == leaf.dim else n for d, n in enumerate(x.shape)]
-    zeros = lambda leaf, x: jnp.zeros(shape(leaf, x), layout.policy.computed(leaf.dtype))
-    return publish(leaves, stored, list(map(zeros, leaves, stored)))
+    empty = lambda leaf, x: uninitialized(shape(leaf, x), layout.policy.computed(leaf.dtype))
+    return publish(leaves, stored, list(map(empty, leaves, stored)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

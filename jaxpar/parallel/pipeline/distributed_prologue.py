@@ -21,6 +21,7 @@ from jax import lax
 
 from ... import collectives
 from ...program import jaxpr as jx
+from ...program.buffers import scan
 from ...slicing.access import Access
 from ...slicing.pieces import Stack
 from ...slicing.program import Program, backward, forward, read
@@ -82,7 +83,10 @@ class SharedPrologues:
         return -(-self.microbatches // self.ranks)
 
     def zeros(self) -> list[jax.Array]:
-        """Return zeros for the first carries, or for their cotangents, [per_rank, ...]."""
+        """Return zeros for the first carries, or for their cotangents, [per_rank, ...].
+
+        A rank with fewer microbatches needs them: `backward` reads the cotangents of one more, which nobody stores.
+        """
         return [jnp.zeros((self.per_rank, *v.aval.shape), v.aval.dtype) for v in self.carry_variables]
 
     def compute(self) -> list[jax.Array]:
@@ -94,7 +98,7 @@ class SharedPrologues:
             forward(prologue_pieces(self.program), self.access, self.leaves, env, False)
             return None, [read(env, v) for v in self.carry_variables]
 
-        return lax.scan(prologue, None, jnp.arange(self.per_rank))[1]
+        return scan(prologue, None, jnp.arange(self.per_rank), self.per_rank)[1]
 
     def broadcast(self, carries: Sequence[jax.Array], microbatch: jax.Array) -> dict[Any, jax.Array]:
         """Return the first carry of a microbatch on all ranks, by variable; communicates an all-reduce.

@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...program import trip_counts
+from ...program.buffers import uninitialized
 from ...slicing.halves import WeightGradResiduals, pick
 from ...slicing.program import backward, forward
 from ...slicing.stash import Stash
@@ -117,7 +118,7 @@ class Slots(Engine):
         return run_if(condition, body, carry, f"{scope(name)}/{trips}")
 
     def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the stash of forwards' residuals and the stash of I's residuals for W, all zeros."""
+        """Return the stash of forwards' residuals and the stash of I's residuals for W."""
         state, _, _ = self._initial_state(read_row(self.rows(), jnp.int32(0)))
         return state.stash, state.residuals
 
@@ -214,11 +215,13 @@ class Slots(Engine):
     # The state before the first slot.
 
     def _initial_state(self, row: Any) -> tuple[SlotCarry, Any, WeightGradResiduals | None]:
-        """Return the first state, all zeros, and the structures of the residuals of F, and of I for W."""
+        """Return the first state, and the structures of the residuals of F, and of I for W."""
         # 1. Message buffers and sums: all that an evaluation needs.
         tables, variables = self.schedule.rows, self.message_variables(self.program)
         message = self.pad_by_layer(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
+        # Idle ranks send messages on, and epilogues compute on them in all ranks: these must be zeros.
         zeros = lambda n, tree: jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), tree)
+        stash = lambda n, values: [uninitialized((n, *x.shape), x.dtype) for x in values]
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
         carries = self.prologues.zeros() if shares_prologues(self.program) else []
         state = SlotCarry(zeros(tables.buffers, message), [], [], carries, [], [None] * len(self.leaves), sums)
@@ -235,8 +238,9 @@ class Slots(Engine):
         of_weights = weight_residuals.values if "I" in self.kinds else []
         state = dataclasses.replace(
             state,
-            stash=zeros(tables.stashes, saved.values),
-            residuals=zeros(tables.keeps, of_weights),
+            # Only the operations of the table run, so that each slot is written before it is read.
+            stash=stash(tables.stashes, saved.values),
+            residuals=stash(tables.keeps, of_weights),
             prologue_cts=carries,
         )
 

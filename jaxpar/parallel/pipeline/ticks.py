@@ -42,6 +42,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import collectives
+from ...program.buffers import uninitialized
 from ...slicing.flights import InFlight, Lookahead
 from ...slicing.loop import LayerLoop
 from ...slicing.pieces import add
@@ -209,7 +210,7 @@ class Pipeline(Engine):
         return row | {name: jnp.int32(0) for name in ("epilogue", "entering", "returning")}
 
     def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the stash of forwards' residuals, all zeros, and the stash for W, which is empty in lockstep."""
+        """Return the stash of forwards' residuals, and the stash for W, which is empty in lockstep."""
         return self._initial_carry(self._first_row())[0].stash, []
 
     def _phase_body(self, phase: Phase, saved: Any, carry: Carry, rows: Any) -> Callable[..., Any]:
@@ -219,8 +220,9 @@ class Pipeline(Engine):
         return lambda carry, row: (body(carry, row), None)
 
     def _initial_carry(self, row: Any) -> tuple[Carry, Any]:
-        """Return the first carry, all zeros and without gradients, and the structure of a chunk's residuals."""
-        # 1. Messages, sums and prologues: all that an evaluation needs.
+        """Return the first carry, without gradients, and the structure of a chunk's residuals."""
+        # 1. Messages, sums and prologues: all that an evaluation needs. Idle ranks compute on the first messages, and a
+        # model may look up or loop by their values: these must be zeros.
         variables = self.message_variables(self.program)
         message = self.pad_by_layer(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
@@ -236,13 +238,15 @@ class Pipeline(Engine):
             return self.chunk_forward(env, op, self.chunk_input(env, op, message), True).run()[1]
 
         saved = jax.eval_shape(residuals, row)
-        stash = [jnp.zeros((self.schedule.slots, *x.shape), x.dtype) for x in saved.values]
+        # Idle ranks read the stash and the waiting cotangents too, but only where an earlier tick has written: all
+        # ranks write a slot in each tick with a forward, and run each epilogue.
+        stash = [uninitialized((self.schedule.slots, *x.shape), x.dtype) for x in saved.values]
         # 3. Cotangents that wait for a backward, and weights in flight. `_with_zero_grads` adds the gradients.
         waiting_cts = None
         if self.schedule.waiting:
             ct_variables = Cotangents(variables.select(self.has_cotangent), bypass_variables(self.program))
             n = self.schedule.waiting
-            waiting_cts = jax.tree.map(lambda v: jnp.zeros((n, *v.aval.shape), v.aval.dtype), ct_variables)
+            waiting_cts = jax.tree.map(lambda v: uninitialized((n, *v.aval.shape), v.aval.dtype), ct_variables)
         no_grads: list[jax.Array | None] = [None] * len(self.leaves)
         flight = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(self._initial_flight))
         return Carry(

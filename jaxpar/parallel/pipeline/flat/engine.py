@@ -31,7 +31,7 @@ from ....slicing.program import Program
 from ....strategy.schedules.operations import KINDS
 from ..branching import read_row, receive, run_if
 from .exchange import AXIS, Exchange, broadcast
-from .packing import Buffers, widest, zeros
+from .packing import Buffers, empty, widest, zeros
 from .runs import LeafAccess, StageOperations, StageRun
 from .stages import SlotOrder, Stage, is_linear, paces, stages, used
 
@@ -113,7 +113,7 @@ class FlatPipeline:
         return grads, state.sums, self._broadcast_variables(state.variables)
 
     def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the stash of forwards' residuals and the stash of I's residuals for W, all zeros."""
+        """Return the stash of forwards' residuals and the stash of I's residuals for W."""
         state = self.initial_state()
         return list(state.stash.values()), list(state.residuals.values())
 
@@ -242,7 +242,7 @@ class FlatPipeline:
     # Slots.
 
     def initial_state(self) -> FlatCarry:
-        """Return the state before the first slot: zeros, and the variables' values."""
+        """Return the state before the first slot: empty stashes, zeros, and the variables' values."""
         # Stages share a stash: its slots are as wide as the widest stage's residuals.
         stash, residuals = (
             widest(packings)
@@ -257,8 +257,8 @@ class FlatPipeline:
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
         return FlatCarry(
             zeros(self.message_widths, self.rows.buffers),
-            zeros(stash, self.rows.stashes),
-            zeros(residuals, self.rows.keeps),
+            empty(stash, self.rows.stashes),
+            empty(residuals, self.rows.keeps),
             grads,
             replicated_grads,
             sums,

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ....program.buffers import uninitialized
+
 Buffers = dict[str, jax.Array]  # dtype name -> buffer
 
 
@@ -133,3 +135,8 @@ def widest(packings: Iterable[Packing]) -> dict[str, int]:
 def zeros(widths: Mapping[str, int], *lead: int) -> Buffers:
     """Return buffers [*lead, width] of zeros."""
     return {name: jnp.zeros((*lead, n), name) for name, n in widths.items()}
+
+
+def empty(widths: Mapping[str, int], *lead: int) -> Buffers:
+    """Return buffers [*lead, width], of which only the rooms that `Packing.write` has written may be read."""
+    return {name: uninitialized((*lead, n), name) for name, n in widths.items()}
