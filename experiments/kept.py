@@ -26,15 +26,20 @@ class Kept:
 
 
 def kept(step: Step, batch: Any, layers: int) -> list[Kept]:
-    """What the first loop of so many iterations, the layers' forwards, stacks up for that over their backwards.
+    """Return the arrays that the first loop of so many iterations, the layers' forwards, keeps for the backwards.
 
+    Each iteration writes them into buffers [layers, ...] that the loop carries (`jaxpar.program.buffers.scan`).
     Constants are left out, such as the zeros that a derivative of `where` wants: XLA takes them out of loops.
     """
     loops = (jx.scan_parts(eqn) for eqn in _scans(step.trace(batch).jaxpr))
     forward = next(loop for loop in loops if loop.length == layers)
     body, _ = jx.opened(forward.body)
     found = []
-    for var in body.outvars[len(forward.carry) :]:
+    for out in body.outvars:
+        write = next((eqn for eqn in body.eqns if out in eqn.outvars), None)
+        if write is None or write.params.get("name") != "dynamic_update_index_in_dim":
+            continue
+        var = write.invars[1]  # (buffer, the layer's array, index)
         eqn = _computes(body, var)
         if eqn is None or not all(jx.is_literal(v) for v in eqn.invars):
             source = "an input" if eqn is None else f"{eqn.primitive.name} at {jx.where(eqn)}"

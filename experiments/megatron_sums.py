@@ -59,10 +59,12 @@ def terms(setting: Setting, config: gpt.Config, length: int) -> list[Term]:
             Term("product of out, summed over ranks", None, 2, "sequence"),
             Term("product of up", None, 8, "always"),
         ]
+    # A norm's result is computed again, unless each tensor rank reads all of it.
+    norm_result = 2 if setting.tensor > 1 and not setting.sequence else 0
     return [
         # And four numbers for every position, in float32.
         Term("inputs of 2 norms", 4, 2 * (2 + 16 / config.dim), "sequence"),
-        Term("input of query, key, value", 2, 2, "sequence"),
+        Term("input of query, key, value", 2, norm_result, "sequence"),
         Term("query, key, value", 6, 6, "always"),
         # The paper's: softmax, mask and result of its dropout. JAX's: exp and a sum, and a rank of its heads
         # their mask. cuDNN's: the sum.
@@ -70,7 +72,7 @@ def terms(setting: Setting, config: gpt.Config, length: int) -> list[Term]:
         if setting.plain
         else Term("scores", 0, statistic, "always"),
         Term("input of out", 2, 2, "always"),
-        Term("input of up", 2, 2, "sequence"),
+        Term("input of up", 2, norm_result, "sequence"),
         Term("input of GELU", 8, 8, "always"),
         Term("input of down", 8, 0, "always"),  # GELU's result, computed again
         Term("masks of 2 dropouts", 2, 2 if setting.dropout else 0, "sequence"),

@@ -8,7 +8,6 @@ prefetch                  batches read ahead in a thread
 """
 
 from ..model.contents import check_ids as check_ids
-from .chats import JSONL as JSONL
 from .chats import Chat as Chat
 from .chats import Packed as Packed
 from .chats import chat as chat
@@ -18,7 +17,6 @@ from .corpus import Source as Source
 from .corpus import Text as Text
 from .corpus import batches as batches
 from .corpus import byte_corpus as byte_corpus
-from .corpus import files_below as files_below
 from .corpus import pad_rows as pad_rows
 from .corpus import text as text
 from .corpus import windows as windows

@@ -273,8 +273,8 @@ def text(path: Place | str | None, length: int, vocabulary: int = 256) -> Text:
     _window_view(train, length)  # raises ValueError if the text is too short
     if rest.size <= length:
         raise ValueError(
-            f"length={length} needs more than {length} held out, and {rest.size:,} are, of {description}; "
-            f"use {f'a length below {rest.size} or ' if rest.size > 1 else ''}more text"
+            f"length={length} needs more than {length} held-out tokens, and of {description}, {rest.size:,} are held "
+            f"out; use {f'a length below {rest.size} or ' if rest.size > 1 else ''}more text"
         )
     return Text(f"{description}, {rest.size:,} of them held out", length, train, rest, corpus)
 

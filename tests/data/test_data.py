@@ -206,7 +206,13 @@ def test_token_ids_that_do_not_fit_are_named(tmp_path: Path) -> None:
             "has 201 bytes, and ids of a vocabulary of 100 are uint16, which takes a multiple",
         ),
         ("t.npy", "uint16", [1] * 200, 300, "length=300 needs windows of 301 tokens, .* has 190; use a length"),
-        ("t.npy", "uint16", [1] * 200, 10, "length=10 needs more than 10 held out, but .*t.npy: 200 tokens, 10 are"),
+        (
+            "t.npy",
+            "uint16",
+            [1] * 200,
+            10,
+            "more than 10 held-out tokens, and of .*t.npy: 200 tokens, 10 are held out",
+        ),
     ):
         with pytest.raises(ValueError, match=says):
             source_of(saved(np.asarray(ids, dtype), tmp_path / name), length, 100)

@@ -26,6 +26,8 @@ from ...backend.files import place, text_of
 from ...backend.removed import removed
 from ...backend.text import did_you_mean
 from ...data import images
+from ...data.chats import JSONL
+from ...data.corpus import files_below
 from ...model.model import Model
 from ...models import Named, llama, named
 from ...numerics.matrices.numbers import matrices
@@ -317,14 +319,14 @@ def _text_source(options: TrainOptions, model: Named) -> data.Text | data.Chat:
     path, vocabulary = options.data, model.config.vocab
     if path is None or options.bytes or (path := place(path, "data")).suffix in (".npy", ".bin"):
         return data.text(path, options.length, vocabulary)
-    suffixes = {file.suffix for file in data.files_below(path)} if path.is_dir() else {path.suffix}
-    if data.JSONL in suffixes and is_folder(options.model):
+    suffixes = {file.suffix for file in files_below(path)} if path.is_dir() else {path.suffix}
+    if JSONL in suffixes and is_folder(options.model):
         return data.chat(path, data.Tokenizer(folder_path(options.model)), options.length, vocabulary, options.broken)
     # A folder may have a .json beside the files that are meant.
-    if data.JSONL in suffixes or suffixes == {".json"}:
+    if JSONL in suffixes or suffixes == {".json"}:
         advice = (
             f"{options.model} has no tokenizer; name a folder of Hugging Face: model='./folder'"
-            if data.JSONL in suffixes
+            if JSONL in suffixes
             else "write one object a line, into a file .jsonl"
         )
         raise ValueError(f"--data {path} is JSON, whose raw bytes are no text: {advice}; or train on them: bytes=True")

@@ -299,7 +299,7 @@ def test_two_axes_do_not_split_one_dim() -> None:
     loss = lambda p, b, key: jnp.einsum("bhi,hio->bo", jnp.tanh(b["x"] @ p["in"]).reshape(-1, 2, 4), p["w"]).mean()
     init = lambda key: {"in": jax.random.normal(key, (4, 8)), "w": jax.random.normal(key, (2, 4, 6))}
     model_of = lambda rules: jp.Model(init=init, loss=loss, rules={"in": None} | rules)
-    with pytest.raises(ValueError, match=r"both to split dim 1 of w \[2, 4, 6\]; name another dim") as error:
+    with pytest.raises(ValueError, match=r"both split dim 1 of w \[2, 4, 6\]; name another dim") as error:
         jp.make_train_step(model_of({"w": {"tensor": -2, "expert": -2}}), optax.sgd(0.1), "expert=2,tensor=2,data=2")
     rules = ast.literal_eval(str(error.value).partition("rules=")[2])
     batch = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype("float32")}
