@@ -87,7 +87,7 @@ FIGURES = {
         "experiments/async_picture.py",
     ),
     "radar": _script(("experiments/results/radar.md", "experiments/radar.json"), "radar.py"),
-    "zero": _script(("docs/memory.md",), "zero_table.py"),
+    "zero": _script(("experiments/results/papers.md",), "zero_table.py"),
     "megatron": _script(("experiments/results/megatron.md",), "megatron_memory.py", "experiments/megatron_sums.py"),
     "published": _script(
         ("experiments/results/published.md", "experiments/published_ratios.csv"),

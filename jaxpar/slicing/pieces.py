@@ -148,7 +148,7 @@ class Stack:
 
     def forward(self, access: Access, leaves: Sequence[Any], inputs: list[Any], grad: bool) -> tuple[list[Any], Any]:
         """Return the outputs, and what `backward` needs; the arguments are as for `Segment`."""
-        return self.forwards(self.layers(access, leaves), inputs, grad).run()
+        return self.forward_loop(self.layers(access, leaves), inputs, grad).run()
 
     def backward(
         self,
@@ -160,7 +160,7 @@ class Stack:
         into: list[Any],
     ) -> tuple[list[Any], list[Any]]:
         """Return the gradients and the cotangents of the linear inputs; the arguments are as for `Segment`."""
-        return self.backwards(self.layers(access, leaves), inputs, saved, cotangents, into).run()
+        return self.backward_loop(self.layers(access, leaves), inputs, saved, cotangents, into).run()
 
     def in_flight(self, access: Sender, leaves: Sequence[Any]) -> InFlight | None:
         """Return the state before the first microbatch; None if the loops send nothing for other iterations."""
@@ -197,7 +197,7 @@ class Stack:
         pending = [None if grads[s.leaf] is None else x for s, x in zip(self.slices, flight.gradients, strict=True)]
         return self.layers(access, ()).accumulate(grads, pending, self._first_layer)
 
-    def forwards(
+    def forward_loop(
         self,
         layers: LayerAccess,
         inputs: list[Any],
@@ -215,8 +215,8 @@ class Stack:
           lookahead: what the loop fetches for other iterations.
 
         Returns:
-          A loop whose result is the outputs; what `backwards` needs (stacked by layer, or the buffers of the stash, or
-          None without `grad`); and, with `lookahead`, the state in flight after the loop.
+          A loop whose result is the outputs; what `backward_loop` needs (stacked by layer, or the buffers of the
+          stash, or None without `grad`); and, with `lookahead`, the state in flight after the loop.
         """
         consts, init, xs = self.parts(inputs)
 
@@ -254,7 +254,7 @@ class Stack:
         ahead = lookahead is not None, layers.is_on_host
         return LayerLoop(forward_layer, state, (xs, layers.is_real), self.length, self.reverse, result, *ahead)
 
-    def backwards(
+    def backward_loop(
         self,
         layers: LayerAccess,
         inputs: list[Any],
@@ -263,7 +263,7 @@ class Stack:
         into: list[Any],
         lookahead: Lookahead | None = None,
     ) -> LayerLoop:
-        """Return the loop that runs the layers backwards. Arguments that are not listed are as in `forwards`.
+        """Return the loop that runs the layers backwards. Arguments that are not listed are as in `forward_loop`.
 
         Args:
           saved: what the forward saved, stacked by layer, or the stash where it put that.
@@ -339,7 +339,7 @@ class Stack:
         cotangents: list[Any],
         residual_stash: Stash | None = None,
     ) -> tuple[list[Any], Any]:
-        """Run the first half of `backward` (`halves.py`). Arguments that are not listed are as in `backwards`.
+        """Run the first half of `backward` (`halves.py`). Arguments that are not listed are as in `backward_loop`.
 
         Args:
           residual_stash: where to put the residuals for the second half; without it they are stacked by layer.
@@ -383,7 +383,7 @@ class Stack:
         residuals: WeightGradResiduals | Stash,
         into: list[Any],
     ) -> list[Any]:
-        """Run the second half of `backward` (`halves.py`). Arguments that are not listed are as in `backwards`.
+        """Run the second half of `backward` (`halves.py`). Arguments that are not listed are as in `backward_loop`.
 
         Args:
           saved: the forward's saved values that this half reads (`Halves.saved`), stacked, or the stash where they are.

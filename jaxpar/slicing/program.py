@@ -170,7 +170,7 @@ def forward(
         # 2. Run the piece.
         if isinstance(piece, Stack) and i in flights:
             layers = piece.layers(access, ordered_leaves)
-            outputs, saved, flights[i] = piece.forwards(layers, inputs, grad, None, Lookahead(flights[i])).run()
+            outputs, saved, flights[i] = piece.forward_loop(layers, inputs, grad, None, Lookahead(flights[i])).run()
         else:
             outputs, saved = piece.forward(access, ordered_leaves, inputs, grad)
         # 3. Store what it computed and what its backward needs.
@@ -216,7 +216,7 @@ def backward(
         args = (inputs, saved, ct_outputs, [grads[leaf] for leaf in piece.unit.leaves])
         if isinstance(piece, Stack) and i in flights:
             layers = piece.layers(access, leaves)
-            totals, ct_inputs, flights[i] = piece.backwards(layers, *args, Lookahead(flights[i])).run()
+            totals, ct_inputs, flights[i] = piece.backward_loop(layers, *args, Lookahead(flights[i])).run()
         else:
             totals, ct_inputs = piece.backward(access, leaves, *args)
         # 4. Store the gradients, and add up the cotangents of its inputs.

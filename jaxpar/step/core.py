@@ -379,9 +379,8 @@ class Step(FirstState, Intake):
             place       layout/             all of it on every device, on its part of each leaf
             update      step/update.py      the optimizer, on logical leaves that stay sharded
         """
-        scheduled = self.local.gradients
-        placed = self._placed(scheduled, batch)
-        return self.update(state, *placed(state), writes=self.tracing.writes)
+        placed_gradients = self._placed(self.local.gradients, batch)
+        return self.update(state, *placed_gradients(state), writes=self.tracing.writes)
 
     def _value_and_grad(self, state: State, batch: Any) -> tuple[jax.Array, Any]:
         """Return the loss and its gradients, for `_function` to compile."""
@@ -416,7 +415,7 @@ class Step(FirstState, Intake):
           batch: the batch, or its shapes.
 
         Returns:
-          state -> (gradients as `_unscaled` returns them, new variables, the sums of each metric over all rows).
+          state -> (gradients as `_grads_for_update` returns them, new variables, each metric's sums over all rows).
         """
         run = self.mapped(gradients, batch, (self.layout.specs("grads"), _REPLICATED, _REPLICATED))
 
@@ -424,7 +423,7 @@ class Step(FirstState, Intake):
             scale = state.scale.scale if state.scale is not None else jnp.float32(1)
             weights, variables = self._weights(state), state.variables
             (grads, variables, sums), _ = run(state.step, weights, variables, state.key, state.step, scale)
-            return self._unscaled(grads, state), variables, sums
+            return self._grads_for_update(grads, state), variables, sums
 
         return placed
 
@@ -464,7 +463,7 @@ class Step(FirstState, Intake):
         """Return the parameters that forward and backward read: the copy in the compute dtype, if there is one."""
         return state.copy if self.layout.copied else state.params
 
-    def _unscaled(self, grads: Sequence[jax.Array | None], state: State) -> Any:
+    def _grads_for_update(self, grads: Sequence[jax.Array | None], state: State) -> Any:
         """Convert the gradient of each leaf, as the rule reduced it, to the gradient of the unscaled loss.
 
         Returns unpadded gradients in the dtype of the masters, in the tree of the leaves, None if frozen.

@@ -10,7 +10,7 @@ where `scale` is 1, but for the loss scale of float16.
 `Local.gradients` computes it in this order:
 
     count     the sum of all counts, before any backward runs (`_count`)
-    backward  every block with the cotangent `seed`, one microbatch after another (`accumulate`) or as a pipeline;
+    backward  every block with the cotangent `seed`, one microbatch after another (`run_microbatches`) or as a pipeline;
               the strategy's rule (`parallel/data/`) fetches parameters and reduces gradients within it
     finish    the reductions that the rule left until the end (`finish_grads`)
 
@@ -77,8 +77,8 @@ def take_first(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def accumulate(loss: Loss, variables: Any, blocks: Any, seed: jax.Array) -> tuple[list[Any], Any, Sums]:
-    """Run the forward and backward of one microbatch after another, and sum their gradients.
+def run_microbatches(loss: Loss, variables: Any, blocks: Any, seed: jax.Array) -> tuple[list[Any], Any, Sums]:
+    """Run the forward and backward of one microbatch after another, and carry the gradients, to which each adds.
 
     Args:
       loss: the loss on this device's parameters.
@@ -204,7 +204,7 @@ class Local:
         if self.tracing.schedule is not None:
             grads, variables, sums = self._run_pipeline(Piped(self.tracing, loss, variables, rows, keys), seed)
         else:
-            grads, variables, sums = accumulate(loss, variables, blocks, seed)
+            grads, variables, sums = run_microbatches(loss, variables, blocks, seed)
             sums = self.reduce_sums(sums, rows)
         # 3. The reductions that happen once per step.
         return self.finish_grads(loss, grads), variables, sums
@@ -254,7 +254,7 @@ class Local:
         return jax.tree.map(split, (rows, keys))
 
     def _count(self, loss: Loss, variables: Any, blocks: Any) -> jax.Array:
-        """Return the loss's count over all rows, which every backward divides by.
+        """Return the loss's count over all rows, by which the seed of every backward is divided.
 
         Communicates an all-reduce of one number, if the count depends on the batch.
         """

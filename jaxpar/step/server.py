@@ -257,7 +257,7 @@ class ServerStep(Step):
         """Return (gradients, variables, sums) over all replicas, from each replica's; gradients are unscaled."""
         # The variables are equal on all replicas, and come without a dim of replicas.
         grads, variables, sums = gathered
-        return self._unscaled(sum_leading_dim(grads), state), variables, sum_leading_dim(sums)
+        return self._grads_for_update(sum_leading_dim(grads), state), variables, sum_leading_dim(sums)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["tree", "stored_positions"])

@@ -45,14 +45,14 @@ def check(**options: Any) -> Any:
 def test_one_part_in_ten_thousand_of_one_leaf_is_seen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unscaled = Step._unscaled
+    unscaled = Step._grads_for_update
 
     def wrong(step: Step, grads: Any, state: Any) -> Any:
         grads = unscaled(step, grads, state)
         grads["attention"]["query"]["bias"] *= 1.0001
         return grads
 
-    monkeypatch.setattr(Step, "_unscaled", wrong)
+    monkeypatch.setattr(Step, "_grads_for_update", wrong)
     report = check(equation=False)
     assert not report.ok
     assert report.worst.path == "attention/query/bias"

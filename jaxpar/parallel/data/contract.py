@@ -27,8 +27,8 @@ class Use:
       shard: the mesh axes over which it is sharded: `fsdp`, and also `pipe` for a leaf that all stages share.
       rest: the replica axes, all other axes along which devices use the same values. Gradients are summed over them
         too.
-      last: whether this is the leaf's only use in the step (one use, in a stack, one microbatch). Its gradient is then
-        complete, and is reduced inside the backward loop instead of at the end of the step.
+      last: whether no other use of the leaf follows or precedes in the step: one use, in a stack, one microbatch. Its
+        gradient is then complete, and is reduced inside the backward loop instead of at the end of the step.
       dtype: the dtype in which gradients are reduced and accumulated; the compute dtype if nothing is added to them.
       second: the axes over which the stored shard is split once more, with `Strategy.hpz`. The step gathers over them
         before all uses. Gradients that are reduced over `shard` are then scattered over them.
@@ -164,7 +164,7 @@ class Rule:
       sharded: which of "params", "grads", "optimizer" are sharded over `fsdp` between steps; "grads" are the gradients
         that the update receives, whether or not they accumulate whole.
       fetch: maps the stored parameter to the whole leaf, or one layer of it. Runs at every use, forward and backward.
-      give: maps the local gradient of one use to the gradient that accumulates, in the reduce dtype.
+      give: maps the local gradient of one use to what this use adds to the accumulated gradient, in the reduce dtype.
       finish: maps the accumulated gradient to the gradient of the update. Runs once per step.
       promise: the memory and the communication of these functions.
       published: whether updated shards are all-gathered into the stored parameters.

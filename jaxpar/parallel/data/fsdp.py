@@ -31,7 +31,7 @@ from ...collectives.ranks import count
 from ...layout.layout import Layout
 from ...program.buffers import uninitialized
 from .contract import Promise, Rule, Sent, Use, Uses
-from .zero import accumulate_whole_grad, finish_grad_shard, finish_whole_grad, publish, reductions, scatter_grad
+from .zero import finish_grad_shard, finish_whole_grad, give_whole_grad, publish, reductions, scatter_grad
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Parameters, inside `shard_map`. ZeRO-1 and ZeRO-2 have the functions for gradients.
@@ -84,7 +84,7 @@ ZERO3_ONCE = Rule(
     name="ZeRO-3",
     sharded=frozenset({"params", "grads", "optimizer"}),
     fetch=gather_params,
-    give=accumulate_whole_grad,
+    give=give_whole_grad,
     finish=finish_whole_grad,
     promise=Promise(holds=frozenset({"params", "optimizer"}), sends=partial(zero3_sends, once=True)),
 )

@@ -34,7 +34,7 @@ from .ddp import use_params
 # Gradients, inside `shard_map`. Parameters are stored whole, as under ddp.
 
 
-def accumulate_whole_grad(grad: jax.Array, use: Use) -> jax.Array:
+def give_whole_grad(grad: jax.Array, use: Use) -> jax.Array:
     """Return what one use adds to the accumulator under ZeRO-1: its whole local gradient, [*leaf] in `use.dtype`.
 
     If this is the leaf's only use in the step (`use.last`), return the reduced shard, [*leaf / N].
@@ -46,7 +46,7 @@ def accumulate_whole_grad(grad: jax.Array, use: Use) -> jax.Array:
 
 
 def finish_whole_grad(accumulated: jax.Array, use: Use) -> jax.Array:
-    """Reduce the gradient that `accumulate_whole_grad` summed, unless it was reduced in the backward already."""
+    """Reduce the gradient that `give_whole_grad` summed, unless it was reduced in the backward already."""
     return accumulated if use.last else reduce_grad(accumulated, use)
 
 
@@ -171,7 +171,7 @@ ZERO1 = Rule(
     name="ZeRO-1",
     sharded=frozenset({"optimizer", "grads"}),
     fetch=use_params,
-    give=accumulate_whole_grad,
+    give=give_whole_grad,
     finish=finish_whole_grad,
     promise=Promise(holds=frozenset({"optimizer"}), sends=zero1_sends),
     published=True,

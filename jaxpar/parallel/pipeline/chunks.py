@@ -11,7 +11,8 @@
                              computes the prologue of the microbatch that it works on
 
 With L layers, p ranks and v chunks per rank, a chunk has ceil(L / (p v)) layers. The last chunks are padded with
-identity layers if L is not a multiple of p v.
+identity layers if L is not a multiple of p v. `Staged` (`layout/leaves.py`) stores the layers so that each rank has
+those of its chunks, also in the order of a V.
 """
 
 import dataclasses

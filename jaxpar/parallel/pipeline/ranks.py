@@ -148,7 +148,7 @@ class Engine(Cut):
           lookahead: what the loop fetches for other loops; None to fetch each layer itself.
 
         Returns:
-          A loop with the result of `Stack.forwards`, except that the next message replaces the outputs.
+          A loop with the result of `Stack.forward_loop`, except that the next message replaces the outputs.
         """
         k, is_first = self.stack.carry, self._stage(op) == 0
         consts, _, xs = self._stack_inputs(env, op)
@@ -164,7 +164,7 @@ class Engine(Cut):
             return (Message(outputs[:k], by_layer), *rest)
 
         inputs = [*consts, *message.carry, *xs]
-        return self.chunk_stack.forwards(self.chunk_layers(op), inputs, grad, stash, lookahead).then(next_message)
+        return self.chunk_stack.forward_loop(self.chunk_layers(op), inputs, grad, stash, lookahead).then(next_message)
 
     def epilogue(
         self, env: dict[Any, Any], message: Message, microbatch: jax.Array, grads: list[Any], sums: list[jax.Array]
@@ -252,7 +252,7 @@ class Engine(Cut):
 
         inputs, output_cts = self.inputs_without_carry(env, op), self.output_cotangents(op, cts)
         into = [grads[i] for i in stack_leaves]
-        return self.chunk_stack.backwards(layers, inputs, stash, output_cts, into, lookahead).then(split_result)
+        return self.chunk_stack.backward_loop(layers, inputs, stash, output_cts, into, lookahead).then(split_result)
 
     def chunk_layers(self, op: Any) -> LayerAccess:
         """Return access to a chunk's layers, which are some of this rank's."""

@@ -381,7 +381,7 @@ class _Operations:
         """Run B: the message becomes the cotangents of the chunk's inputs, and gradients accumulate."""
         (message, _, grads), op, engine = carry, self._operation(number), self.engine
         slot, stack_leaves = Stash(stash, op["stash"], self.saved), engine.stack.unit.leaves
-        totals, cts = engine.chunk_stack.backwards(
+        totals, cts = engine.chunk_stack.backward_loop(
             engine.chunk_layers(op),
             engine.inputs_without_carry(self.env, op),
             slot,
