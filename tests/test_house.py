@@ -127,7 +127,7 @@ def test_a_rooms_page_is_short_and_names_its_files() -> None:
 
 def test_the_tour_names_what_is_there() -> None:
     steps = re.findall(r"^\d\. (.*(?:\n   .*)*)", HOUSE.partition("## Follow one gradient")[2], re.MULTILINE)
-    assert len(steps) == 7
+    assert len(steps) == 9
     for step in steps:
         names = re.findall(r"`([\w./]+)`", step)
         texts = [(PACKAGE / name).read_text() for name in names if name.endswith(".py")]

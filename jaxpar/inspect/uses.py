@@ -30,7 +30,7 @@ from ..program.jaxpr import Flat, build, live, opened, trace
 from ..program.walk import visit
 from ..slicing.access import WholeAccess
 from ..slicing.program import Program
-from ..step.gradients import accumulate
+from ..step.gradients import run_microbatches
 from ..step.pipeline import Piped
 from ..step.tracing import Loss, Traced
 from ..strategy.axes import summed_over
@@ -207,7 +207,9 @@ def _count_turns(step: Step, traced: Traced) -> StepUses:
     def gradients_of_turns(leaves: list[Any], variables: Any, rows: Any, key: Any) -> Any:
         # Only shapes matter: every turn gets the same rows and key.
         blocks = jax.tree.map(lambda x: jnp.stack([x] * num_turns), (rows, key))
-        return accumulate(Loss(traced, _MarkingAccess(step, traced.program), leaves), variables, blocks, jnp.float32(1))
+        return run_microbatches(
+            Loss(traced, _MarkingAccess(step, traced.program), leaves), variables, blocks, jnp.float32(1)
+        )
 
     # Turns are a loop in the jaxpr; its trip count is part of `_markers`.
     flat, _ = trace(gradients_of_turns, traced.leaves, *traced.inputs, axes=traced.traced_axes)

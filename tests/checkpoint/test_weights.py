@@ -70,7 +70,7 @@ def test_weights_begin_a_new_state_and_adapters_may_be_fresh(tmp_path: Path) -> 
 
     lora = jp.make_train_step(model(2), optax.adam(1e-2), "fsdp", trainable=LORA)
     missing = "layers/0/lora/a.* and 3 more"
-    with pytest.raises(ValueError, match=f"no weights for {missing}; it has .*; where some .* fresh=lambda"):
+    with pytest.raises(ValueError, match=f"no weights for {missing}; it has .*; name those that begin .* fresh=lambda"):
         lora.restore(tmp_path, weights_only=True)
     with pytest.raises(ValueError, match=f"params= lacks {missing}; pass .* fresh=lambda"):
         lora.init(jax.random.key(1), params=old.params(state))

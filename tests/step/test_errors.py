@@ -491,7 +491,7 @@ def test_numbers_beyond_reason() -> None:
     raises(lambda: build("pipe=8,microbatches=1000000000"), "microbatches=1000000000 is not a count", "1 to 65,536")
     raises(lambda: build("pipe=8,chunks=1000000000"), "chunks=1000000000 is not a count", "1 to 65,536")
     raises(lambda: Schedule("1f1b", 8, 10**9), "microbatches=1000000000 is not a count", "1 to 65,536")
-    raises(lambda: Schedule("1f1b", 2**12, 2**12), "makes 16,777,216 cells", "4,194,304 at most")
+    raises(lambda: Schedule("1f1b", 2**12, 2**12), "makes 16,777,216 cells", "for 4,194,304 cells at most")
     raises(lambda: jp.simulate(10**9), "simulate(1000000000)", "at most 4,096")
     for name, num_devices in (("1000000000xH100", "1,000,000,000"), ("40000x8xH100", "320,000")):
         raises(lambda name=name: target(name), f"target={name!r} has {num_devices} devices", "at most 131,072")

@@ -25,6 +25,7 @@ HANDED_DOWN = {
     ("slicing", "parallel/pipeline"): "the same, where only some ranks' gradients count",
     ("program", "parallel/pipeline"): "one tick, to be traced",
     ("program", "collectives"): "a property of values, followed through what an equation holds",
+    ("program", "numerics"): "a rewriting, for the programs that an equation holds",
     ("parallel/pipeline", "step"): "the rows of a microbatch, by its number",
 }
 
