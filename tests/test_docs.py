@@ -79,7 +79,7 @@ LONG = (
     "chats",
     "coupled-rows",
     "equinox-haiku",
-    "finetune",
+    "inference",
     "losses",
     "memory",
     "nonfinite",

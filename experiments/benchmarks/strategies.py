@@ -4,6 +4,9 @@ The model has the widths of Llama-3-8B and 8 of its 32 layers (2.80 B parameters
 bf16, remat by layer, AdamW. Needs the CUDA compiler, no GPU: `make gpu-compiler`, then
 
     JAX_PLATFORMS=cpu python experiments/benchmarks/strategies.py
+
+All of Llama-3-8B, rows of 8,192 tokens, 64 H100s, pipe=4,fsdp=8,tensor=2,microbatches=16 takes 12.43 GB per device, and
+10.48 GB with sequence=true. Layers send only Megatron-LM's all-reduces (tests/parallel/tensor/test_gpu_tensor.py).
 """
 
 import jax
