@@ -37,5 +37,7 @@ def test_hosts_that_share_some_rows_give_global_ones(monkeypatch: pytest.MonkeyP
     shape = [{"pipe": 2, "data": 4}.get(axis, 1) for axis in AXES]
     mesh: Any = SimpleNamespace(axis_names=AXES, devices=devices.reshape(shape))
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    with pytest.raises(ValueError, match=r"of 4 blocks of a batch the hosts have \[0, 1, 2, 3\], \[0, 1\], \[2, 3\]; use"):
+    with pytest.raises(
+        ValueError, match=r"of 4 blocks of a batch the hosts have \[0, 1, 2, 3\], \[0, 1\], \[2, 3\]; use"
+    ):
         part_of_rows(mesh)
