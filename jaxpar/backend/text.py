@@ -55,10 +55,15 @@ def did_you_mean(name: Any, valid_names: Iterable[Any], form: str = " ({})", lea
 def reason(error: BaseException, max_length: int = 300) -> str:
     """Return an error's text in one line, without the description of the array that TensorStore appends.
 
+    Of a longer text, the middle is left out: TensorStore writes its cause, such as a full disk, behind several paths.
+
     >>> reason(ValueError("no  such   key [tensorstore_spec='...']"))
     'no such key'
+    >>> reason(ValueError("cannot open " + 100 * "path/" + ": disk full"), max_length=24)
+    'cannot open  ... /: disk full'
     """
-    return " ".join(str(error).split()).partition(" [tensorstore_spec")[0][:max_length]
+    text = " ".join(str(error).split()).partition(" [tensorstore_spec")[0]
+    return text if len(text) <= max_length else f"{text[: max_length // 2]} ... {text[-(max_length // 2) :]}"
 
 
 def few(names: Sequence[str], max_names: int = 3) -> str:
