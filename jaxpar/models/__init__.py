@@ -1,4 +1,4 @@
-"""Models to train and to read, by name: `named("llama-tiny")`.
+"""Models by name, to train and to read as examples: `named("llama-tiny")`.
 
 Each model is a file or folder with its sizes, its module in plain Flax NNX, its loss and its rules for `tensor`. No
 step, strategy or trainer depends on them.
@@ -68,7 +68,7 @@ class Named:
         return self.config.flops(rows, length)
 
 
-# (file with `Config`, `SIZES`, `RULES` and `loss`; module; kind) of every family of models.
+# Every family of models: (Python module with `Config`, `SIZES`, `RULES` and `loss`; NNX module; kind).
 _FAMILIES: list[tuple[Any, Callable[..., nnx.Module], Kind]] = [
     (llama, Llama, "text"),
     (mixtral, Mixtral, "text"),

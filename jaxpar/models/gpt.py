@@ -155,7 +155,7 @@ class GPT(nnx.Module):
 
     def extend(self, tokens_BT: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
         """Tokens [B, T] from position `start` on -> logits [B, T, V] and the cache; see `parts/cache.py`."""
-        # `dynamic_slice`, because `start` is a tracer in the scan that generates.
+        # `dynamic_slice`, because `start` is a tracer in the loop of `generate`.
         position_TD = jax.lax.dynamic_slice_in_dim(self.position[...], start, tokens_BT.shape[1])
         x_BTD, cache = run_with_cache(self.layers, self._embed(tokens_BT, position_TD), cache, start)
         return self._logits(x_BTD), cache

@@ -48,8 +48,9 @@ class Config(Sizes):
 
 SIZES = {"mlp-tiny": Config(), "mlp-large": Config(size=28, hidden=4096, layers=8)}
 
-# The dim of each kernel that `tensor` splits: always `hidden`, of inputs or of outputs. The layers of a scan are all
-# split alike. Each is therefore split by its inputs and sums its outputs: none may hand split features to the next.
+# The dim of each kernel that `tensor` splits: always `hidden`, of inputs or of outputs. All layers of a scan are split
+# alike, so a layer cannot pass split features to the next one: each is split by its inputs, and the ranks' outputs are
+# summed.
 RULES = {"into/kernel": -1, "(linear|out)/kernel": -2}
 
 

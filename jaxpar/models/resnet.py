@@ -98,7 +98,7 @@ def _branch(inputs: int, outputs: int, stride: int, bottleneck: bool) -> list[tu
     """List (kernel, input channels, output channels, stride) of the convolutions of a block."""
     if not bottleneck:
         return [(3, inputs, outputs, stride), (3, outputs, outputs, 1)]
-    # The 3x3 convolution has a quarter of the channels between blocks.
+    # The 3x3 convolution has a quarter of the channels that the block returns.
     inner = outputs // 4
     return [(1, inputs, inner, 1), (3, inner, inner, stride), (1, inner, outputs, 1)]
 
@@ -123,7 +123,7 @@ class Convolution(nnx.Module):
 
     def __init__(self, kernel: int, inputs: int, outputs: int, stride: int, *, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")  # He et al. 2015, arXiv:1502.01852
-        # As in torchvision. "SAME" would pad an even image on one side only if the stride is 2.
+        # As in torchvision. With stride 2, "SAME" would pad an even image on one side only.
         size, padding = (kernel, kernel), kernel // 2
         self.conv = nnx.Conv(
             inputs, outputs, size, stride, padding=padding, use_bias=False, kernel_init=init, rngs=rngs

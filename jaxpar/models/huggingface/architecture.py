@@ -63,8 +63,8 @@ class ParameterRow(NamedTuple):
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        # Reversed, [in, out] here is [out, in] in the file.
         """The shape of each of its tensors, as stored in the file."""
+        # Reversed, [in, out] here is [out, in] in the file.
         return self.shape[len(self.leading_dims) :][:: -1 if self.pattern.transposed else 1]
 
     def tensor_names(self) -> Iterator[str]:
@@ -103,13 +103,15 @@ class Architecture:
     Attributes:
       model_type: its name in `config.json`, such as "llama".
       class_name: the name of its class in `config.json`, such as "LlamaForCausalLM".
-      patterns: the tensors of each parameter, by the parameter's path. `embedding` and `head/kernel` have these paths.
+      patterns: the tensors of each parameter, by the parameter's path. The paths `embedding` and `head/kernel` must be
+        among them.
       required: fields of our config -> options that `config.json` must have.
       optional: fields of our config -> (option, its value if absent, or a function of the required fields).
       fixed: options -> the values that our model computes, if any; the first one is written.
-      derived: further options that are written.
+      derived: options that follow from our config: they are written, and checked when `config.json` is read.
       implied: fields of our config that have one value in this architecture.
-      version4_names: option names of version 5 of transformers -> their names in version 4, which are read and written.
+      version4_names: option names of version 5 of transformers -> their names in version 4. Both are read, and those of
+        version 4 are written.
       rope_theta: the base of rotary embedding if `config.json` has none.
       rope_scaling: everything that `rope_scaling` may contain except its factor; None if the model scales nothing.
       redundant: options that only say what the architecture is, whatever their value.

@@ -142,8 +142,8 @@ def write(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: int) -> N
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one safetensors file: header length, JSON header, then the tensors one by one."""
-    # transformers reads from this metadata that the weights have PyTorch's layout.
-    # 1. The header needs only shapes and dtypes, so that no tensor is read for it.
+    # 1. The header needs only shapes and dtypes, so that no tensor is read for it. Its metadata tells transformers that
+    # the weights have PyTorch's layout.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -173,8 +173,8 @@ def _find_model(folder: Path) -> tuple[Path, Callable[[Path, contextlib.ExitStac
 
 
 def _read_safetensors(file: Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:
-    # The handle stays open as long as tensors are read: `read` is called later.
     """Map a safetensors file into memory until `stack` closes; return its tensors by name."""
+    # `stack` keeps the file open after this function returns, because `Tensor.read` is called later.
     mapped = stack.enter_context(needed("safetensors", "these weights need").safe_open(file, framework="np"))
     return {
         name: Tensor(tuple(mapped.get_slice(name).get_shape()), lambda name=name: mapped.get_tensor(name))

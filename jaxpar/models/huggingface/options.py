@@ -5,16 +5,16 @@
     the rest                                   ignored with a warning that names them
 
 transformers ignores options that a model's class does not know. A config without `model_type`, or with the wrong one,
-would so lose what distinguishes its model from a Llama. The table has the options of models whose tensors have a
-Llama's names: Granite, MiniCPM, SmolLM3, Mistral, Qwen, Gemma, Cohere, OLMo, Phi, GLM, Llama 4 and gpt-oss.
+would thus lose what distinguishes its model from a Llama. `NEUTRAL` has the options of models whose tensors have the
+same names as a Llama's: Granite, MiniCPM, SmolLM3, Mistral, Qwen, Gemma, Cohere, OLMo, Phi, GLM, Llama 4 and gpt-oss.
 """
 
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
-# Options -> the values with which they change nothing. Of a list, each element must be such a value. null counts as
-# absent. Numbers compare as in Python: 1 is 1.0 and True.
+# Options -> the values with which they change nothing; () if there are none. Each element of a list must be such a
+# value. null counts as absent. Numbers compare as in Python: 1 is 1.0 and True.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Multipliers of activations: Granite, MiniCPM, Cohere, Falcon-H1.
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "scale_emb"), (1,)),
@@ -97,7 +97,7 @@ def check_unread(options: Mapping[str, Any], read: Collection[str], support_phra
         warnings.warn(
             f"config has {', '.join(unknown)}, which the model here does not know and ignores. If they change what the "
             "model computes, its results are wrong: compare logits with transformers, then remove them from the config",
-            stacklevel=4,  # the caller of `from_hf`
+            stacklevel=4,  # the caller of `Family.from_hf`
         )
 
 

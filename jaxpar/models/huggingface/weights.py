@@ -46,7 +46,7 @@ class Family:
       config: the dataclass of its sizes.
       module: (config, rngs=) -> NNX module.
       architectures: reading chooses one by `model_type` of `config.json`, writing by fields of the config.
-      is_unsaved: tells by its path whether a parameter is in no file of the model, as an adapter is.
+      is_unsaved: tells by its path whether the files of the model lack a parameter, as they lack adapters.
       fold: (config, parameters by path) -> the parameters that the files contain.
     """
 
@@ -159,7 +159,8 @@ class Family:
           path: a folder to create, or an existing one without weights. `config.json` and safetensors files are written
             there, for `from_pretrained` of transformers. Copy the tokenizer and `generation_config.json` from the
             original model.
-          dtype: the dtype of the tensors; None keeps the dtype of `params`, which for `step.params(state)` is float32.
+          dtype: the dtype of the tensors; None keeps the dtype of `params`. In `step.params(state)` trained parameters
+            are float32, and frozen ones have the compute dtype.
           max_shard_size: the largest number of bytes in a file.
 
         Returns:
@@ -208,7 +209,7 @@ class Family:
         return {path: params_by_path[path] for path in shapes}
 
     def _architecture(self, config: Any) -> Architecture:
-        """Return the architecture whose implied fields this config has."""
+        """Return the first architecture whose `implied` values this config has."""
         for arch in self.architectures:
             if all(getattr(config, name) == value for name, value in arch.implied.items()):
                 return arch

@@ -40,8 +40,10 @@ class PeftConfig(NamedTuple):
     """The contents of an `adapter_config.json`.
 
     Attributes:
-      rank, alpha: r, and the factor of which alpha / r scales the adapters.
-      modules: the last names of the modules with an adapter, such as q_proj; None if the file has a pattern.
+      rank: r.
+      alpha: adapters are scaled by alpha / r. It is the file's `lora_alpha`, times sqrt(r) if `use_rslora` is on.
+      modules: the last parts of the names of the modules with an adapter, such as q_proj; None if the file has a
+        pattern.
       base: the name or folder of the model that the adapters were trained on; "" if it is not stated.
       dropout: the rate of dropout on the input of adapters, which peft applies in training, and `Llama` never.
     """

@@ -86,7 +86,8 @@ class Config(Sizes):
     def _adapters(self) -> int:
         """The number of parameters in adapters: rank x (in + out) for each projection that has one."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        outputs = {"query": queries, "key": keys, "value": keys, "out": queries}  # of `out` it is the input
+        # One side of every projection is D. This is the width of the other side, which for `out` is its input.
+        outputs = {"query": queries, "key": keys, "value": keys, "out": queries}
         widths = [self.dim + outputs.get(name, self.ffn) for name in self.lora_targets.split("+")]
         return self.layers * self.lora * sum(widths)
 
@@ -126,7 +127,7 @@ SIZES = {
 }
 
 # The dim of each kernel that `tensor` splits (Shoeybi et al. 2019, arXiv:1909.08053, section 3): heads, `ffn`, `vocab`.
-# Of an adapter, the matrix that touches the split dim is split with its kernel.
+# The matrix of an adapter that has the kernel's split dim is split with it.
 RULES = {
     "(query|key|value|gate|up|head)/kernel": -1, "(out|down)/kernel": -2, "embedding": -2,
     "(query|key|value|gate|up)/lora_b": -1, "(out|down)/lora_a": -2,
@@ -216,8 +217,8 @@ class Attention(nnx.Module):
         return self.out(mixed.reshape(*x_BTD.shape[:2], -1))
 
     def heads(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        # The number of heads follows from the kernel: keys and values may have fewer than queries.
         """Return the query [B, T, H, h] and the key and value [B, T, K, h], before rotation."""
+        # The number of heads follows from the kernel: keys and values may have fewer than queries.
         query, key, value = (
             project(x_BTD).reshape(*x_BTD.shape[:2], -1, self.head_dim)
             for project in (self.query, self.key, self.value)
@@ -281,12 +282,12 @@ class Llama(nnx.Module):
         return self.norm(self._last_layer(tokens_BT, segments_BT))
 
     def to_logits(self) -> jax.Array:
-        """The head's weights [D, V]."""
+        """Return the matrix [D, V] that maps `hidden` to logits: the head's kernel, or the embedding if it is tied."""
         return self.embedding[...].T if self.head is None else self.head.kernel[...]
 
     def extend(self, tokens_BT: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
         """Tokens [B, T] from position `start` on -> logits [B, T, V] and the cache; see `parts/cache.py`."""
-        # All angles that the cache has room for, and of them those of the new positions: `start` may be a tracer.
+        # `start` may be a tracer: compute the angles of all S positions, then slice those of the T new ones.
         angles = jax.lax.dynamic_slice_in_dim(self._angles(cache.positions), start, tokens_BT.shape[1])
         x_BTD, cache = run_with_cache(self.layers, self.embedding[...][tokens_BT], cache, start, angles)
         return self._logits(x_BTD), cache
@@ -301,7 +302,7 @@ class Llama(nnx.Module):
         return run(self.layers, self.embedding[...][tokens_BT], *self._layer_arguments(tokens_BT, segments_BT))
 
     def _layer_arguments(self, tokens_BT: jax.Array, segments_BT: jax.Array | None) -> tuple[Any, ...]:
-        """Return what every layer takes besides x: angles [T, h/2], or with segments [B, T, h/2], and attention."""
+        """Return the arguments of a layer after x: angles [T, h/2]; with segments, angles [B, T, h/2] and `attend`."""
         if segments_BT is None:
             return (self._angles(tokens_BT.shape[1]),)
         positions_BT, attend = packed(segments_BT)

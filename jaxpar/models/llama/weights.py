@@ -1,8 +1,8 @@
 """Conversion of Llama from and to `LlamaForCausalLM` of Hugging Face's `transformers`, and of its adapters to `peft`.
 
 The two compute the same function: Llama 2, 3, 3.1, 3.2, 3.3 and models with the same architecture. Both rotate the pair
-(i, i + h/2) of a head (`rotate_half` in transformers), so the columns of projections need no permutation. The tables
-are rows of `huggingface/architecture.py`; `mixtral/weights.py` reuses most of them.
+(i, i + h/2) of a head (`rotate_half` in transformers), so the columns of projections need no permutation.
+`huggingface/architecture.py` explains the tables; `mixtral/weights.py` reuses most of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ATTENTION = {
 _FFN = {f"ffn/{part}/kernel": linear(f"mlp.{part}_proj.weight") for part in ("gate", "up", "down")}
 # Fields of our config -> options of config.json.
 SIZES = {"vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
-# Fields -> (option, default). Without key/value heads, every head has its own key and value.
+# Fields -> (option, default). If `config.json` has no number of key/value heads, each query head has its own.
 HEADS = {"kv_heads": ("num_key_value_heads", lambda sizes: sizes["heads"]), "tied": ("tie_word_embeddings", False)}
 # Options -> supported values. "swish" is another name of "silu". Quantized weights must be dequantized before reading.
 ALWAYS = {"hidden_act": ("silu", "swish"), "attention_dropout": (0.0,), "quantization_config": ()}
@@ -133,7 +133,7 @@ def with_adapters(config: Config, folder: Path) -> Config:
                          "; give the base that the adapters were trained on")  # fmt: skip
     targets = [x for x in PROJECTIONS if any(path.split("/")[-2] == x for path in map(path_of.get, shapes) if path)]
     config = dataclasses.replace(config, lora=options.rank, lora_alpha=options.alpha, lora_targets="+".join(targets))
-    # 2. Each of them has both matrices in every layer, as the base needs them.
+    # 2. Each target has both matrices in every layer. A stack [L, in, r] here is L matrices [r, in] in the file.
     for path, shape in LLAMA.shapes(config).items():
         for name in names[path] if is_adapter(path) else ():
             if shapes.get(name) != (needed := shape[:0:-1]):

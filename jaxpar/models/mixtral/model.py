@@ -118,7 +118,7 @@ SIZES = {
     ),
 }
 
-_MAX_LOAD_METRICS = 16  # with more experts than this, their loads are no metrics
+_MAX_LOAD_METRICS = 16  # with more experts than this, their loads are not reported
 
 # The dim of each kernel that `tensor` splits: heads, every expert's `ffn`, `vocab`. Each rank stores the whole router.
 RULES = {
@@ -148,7 +148,7 @@ class Attention(llama.Attention):
 
 
 class Experts(nnx.Module):
-    """The weights of E SwiGLU feed-forwards: [E, D, F] and [E, F, D]."""
+    """The weights of E SwiGLU feed-forwards: `gate` and `up` [E, D, F], `down` [E, F, D]."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         # As `llama.linear`, for all experts at once.
@@ -213,9 +213,9 @@ class Mixtral(llama.Llama):
 def loss(module: Mixtral, batch: dict[str, jax.Array]) -> tuple[Any, dict[str, Any]]:
     """Return `text.loss` plus the routers' balance loss and z-loss, and metrics.
 
-    The two router losses are summed over layers and weighted by `config.balance` and `config.z`. With a mask, each row
-    weighs in them as much as it has predictions that count. Documents of one row share its router losses and, with a
-    `capacity`, the slots of its experts.
+    The two router losses are weighted by `config.balance` and `config.z`, summed over layers and averaged over rows.
+    With a mask or segments, a row weighs as much in this average as the sum of its predictions' weights. Documents of
+    one row share its router losses and, with a `capacity`, the slots of its experts.
 
     Args:
       module: the model.

@@ -42,7 +42,7 @@ class Cache:
 
     @classmethod
     def create(cls, layers: int, rows: int, positions: int, heads: int, head_dim: int, dtype: Any) -> Cache:
-        """Allocate an empty cache with room for `positions` positions: 2 L B S K h elements."""
+        """Return a cache of zeros with S = `positions` and K = `heads` key/value heads: 2 L B S K h elements."""
         zeros = jnp.zeros((layers, rows, positions, heads, head_dim), dtype)
         # One array twice: arrays never change, and `extend` returns new ones.
         return cls(zeros, zeros)

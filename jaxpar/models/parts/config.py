@@ -1,4 +1,4 @@
-"""Checks of the sizes of every model, made before any of them is multiplied, and the sizes of mixture models."""
+"""Checks of the sizes of every model, which run before a size is used, and the sizes of mixture-of-experts models."""
 
 import dataclasses
 from abc import abstractmethod
@@ -9,6 +9,7 @@ from .text import Sizes
 
 _MAX_SIZE = 2**31 - 1  # the largest index of 32 bits
 _MAX_FLOAT32 = 3.4e38  # about the largest number of float32
+# The type of a field's default -> the values that errors ask for.
 _DESCRIPTIONS = {
     int: "a whole number from 1",
     float: "a number from 0",
@@ -43,9 +44,9 @@ def check_sizes(config: Any) -> None:
     """Check every field of a config against the type of its default: number, boolean, text or tuple of integers.
 
     Raises:
-      ValueError: a field has another type than its default, an integer is less than 1 or does not fit into 32 bits,
-        another number is negative or not finite, or `dropout` is no probability. An integer whose default is 0 may
-        be 0.
+      ValueError: a field does not fit the type of its default, an integer is less than 1 or does not fit into 32 bits,
+        another number is negative, not finite or too large for float32, a tuple is empty, or `dropout` is not in
+        [0, 1). An integer whose default is 0 may be 0, and a field whose default is a float may be an integer.
     """
     for field in dataclasses.fields(config):
         value, kind = getattr(config, field.name), type(field.default)

@@ -256,7 +256,7 @@ def _generate_tokens(
     keys = jax.random.split(jax.random.wrap_key_data(key_data, impl=key_impl), num_cached + num_sliding)
 
     def module() -> Any:
-        # NNX forbids the use of a module at another level of tracing, such as inside a scan: each use merges a copy.
+        # NNX forbids the use of a module at another level of tracing, such as inside a loop: each use merges a copy.
         module = nnx.merge(graph, state, copy=True)
         module.eval()
         return module
