@@ -142,7 +142,7 @@ DEFECTS = (
            "Zigzag order gives a rank the second chunk from the wrong end."),
     Defect("pick-clip", "numerics/picks.py",
            "numerics/test_picks.py::test_values_and_derivatives_are_those_of_the_gather",
-           "jnp.clip(index, 0, last) if mode == _MODES.CLIP else index", "index",
+           "jnp.clip(index, 0, last_place) if mode == _MODES.CLIP else index", "index",
            "The gradient of a label beyond the words is dropped where it was clipped."),
     Defect("label-negative", "numerics/logits/cross_entropy.py",
            "numerics/logits/test_cross_entropy.py::test_ids_out_of_range_are_seen_and_ignored_ones_cost_nothing",

@@ -79,10 +79,10 @@ def _gathered(x: jax.Array, index: jax.Array, dim: int, mode: Any, fill: Any) ->
 def _spread(ct: jax.Array, index: jax.Array, shape: Sequence[int], dim: int, mode: Any) -> jax.Array:
     """Return the cotangent of a table of this shape: that of the result at the index of each row, and zeros."""
     # A uint8 cannot count 300 places; a wider type holds all its values.
-    last, largest = shape[dim] - 1, jnp.iinfo(index.dtype).max
-    index = index if largest >= last else index.astype(jnp.int32)
+    last_place, max_index = shape[dim] - 1, jnp.iinfo(index.dtype).max
+    index = index if max_index >= last_place else index.astype(jnp.int32)
     # An index that was clipped has read the first or last element. Any other index out of range meets no place.
-    index = jnp.clip(index, 0, last) if mode == _MODES.CLIP else index
+    index = jnp.clip(index, 0, last_place) if mode == _MODES.CLIP else index
     places = lax.broadcasted_iota(index.dtype, shape, dim)
     return jnp.where(places == jnp.expand_dims(index, dim), jnp.expand_dims(ct, dim), jnp.zeros((), ct.dtype))
 
@@ -130,28 +130,35 @@ def with_picks(flat: jx.Flat) -> tuple[jx.Flat, dict[str, int]]:
       The program, and for each line of the user's program that picks, the bytes of the table. A backward writes and
       reads these bytes at least once less.
     """
-    tables: dict[str, int] = {}
+    lookups: list[tuple[str, int]] = []
     # Only an array that is whole on this process can be read.
     consts = {
         v: x for v, x in zip(flat.constvars, flat.consts, strict=True) if getattr(x, "is_fully_addressable", True)
     }
-    return replace(flat, eqns=tuple(_replaced(flat.eqns, consts, tables))), tables
+    eqns = tuple(_replaced(flat.eqns, consts, lookups))
+    # If a line picks from several tables, the largest comes last.
+    return replace(flat, eqns=eqns), dict(sorted(lookups, key=lambda lookup: lookup[1]))
 
 
-def _replaced(eqns: Iterable[Any], consts: Mapping[Any, Any], tables: dict[str, int]) -> list[Any]:
-    """Return equations with picks; `consts` are known arrays, and `tables` gets the bytes of each table by its line."""
+def _replaced(eqns: Iterable[Any], consts: Mapping[Any, Any], lookups: list[tuple[str, int]]) -> list[Any]:
+    """Return equations with picks.
+
+    Args:
+      consts: the arrays that are known.
+      lookups: gets the line of each pick, and the bytes of its table.
+    """
     source = _Sources({v: eqn for eqn in eqns for v in eqn.outvars}, consts)
     new_eqns: list[Any] = []
     for eqn in eqns:
         if (rows := _Rows.of(eqn, source)) is not None:
             line = jx.where(eqn) or f"a lookup in {list(eqn.invars[0].aval.shape)}"
-            tables[line] = max(tables.get(line, 0), jx.nbytes(eqn.invars[0]))
+            lookups.append((line, jx.nbytes(eqn.invars[0])))
             new_eqns += rows.equations(eqn)
             continue
         if eqn.primitive.name not in jx.CUSTOM and kernels.of(eqn) is None:
-            num_tables = len(tables)
-            inner = with_programs(eqn, lambda jaxpr: jaxpr.replace(eqns=_replaced(jaxpr.eqns, {}, tables)))
-            eqn = inner if len(tables) > num_tables else eqn
+            num_lookups = len(lookups)
+            inner = with_programs(eqn, lambda jaxpr: jaxpr.replace(eqns=_replaced(jaxpr.eqns, {}, lookups)))
+            eqn = inner if len(lookups) > num_lookups else eqn
         new_eqns.append(eqn)
     return new_eqns
 
@@ -196,7 +203,7 @@ class _Sources:
             return None
         if name == "iota":
             return params["dimension"]
-        if name == "select_n" and len(operands) == 3 and self._counts_from_end(operands):
+        if name == "select_n" and len(operands) == 3 and self._wraps_negatives(operands):
             return self.counting_dim(operands[1])
         if name == "convert_element_type" and jnp.issubdtype(atom.aval.dtype, jnp.integer):
             dim = self.counting_dim(operands[0])
@@ -205,8 +212,10 @@ class _Sources:
             return self._moved(eqn)
         return None
 
-    def _counts_from_end(self, operands: Sequence[Any]) -> bool:
-        """Return whether a `select_n` is JAX's `select(i < 0, i, i + size)`, and so i where i counts from 0."""
+    def _wraps_negatives(self, operands: Sequence[Any]) -> bool:
+        """Return whether a `select_n` is JAX's `i + size if i < 0 else i`, which is i itself if i counts from 0."""
+        if jx.is_literal(operands[0]):
+            return False
         if operands[0] in self.consts:  # NumPy's `arange` was compared before the trace
             return not np.any(self.consts[operands[0]])
         test = self.producers.get(operands[0])
@@ -224,9 +233,9 @@ class _Sources:
             out_dim = eqn.params["broadcast_dimensions"][dim]
             return out_dim if shape[out_dim] == x.aval.shape[dim] else None
         # A reshape that only adds or drops dims of size 1 keeps the order of the others.
-        kept, out_kept = ([d for d, n in enumerate(s) if n != 1] for s in (x.aval.shape, shape))
-        same = [x.aval.shape[d] for d in kept] == [shape[d] for d in out_kept] and dim in kept
-        return out_kept[kept.index(dim)] if same else None
+        dims, out_dims = ([d for d, n in enumerate(s) if n != 1] for s in (x.aval.shape, shape))
+        keeps_order = [x.aval.shape[d] for d in dims] == [shape[d] for d in out_dims]
+        return out_dims[dims.index(dim)] if keeps_order and dim in dims else None
 
 
 def _iota(shape: Sequence[int], dim: int) -> np.ndarray:
@@ -242,13 +251,13 @@ class _Rows:
       dim: the dim of the table along which a row is.
       column: the coordinate of the index vectors that names the element.
       places: for each other dim of the table, in order, the dim of the indices that goes with it.
-      single: the other dims of the indices, of size 1.
+      unit_dims: the other dims of the indices, of size 1.
     """
 
     dim: int
     column: int
     places: tuple[int, ...]
-    single: tuple[int, ...]
+    unit_dims: tuple[int, ...]
 
     @classmethod
     def of(cls, eqn: Any, sources: _Sources) -> "_Rows | None":
@@ -261,33 +270,33 @@ class _Rows:
             return None
         # 1. Dims of the table whose index is the number of the row.
         rows = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
-        picked = []
+        picked_dims = []
         for column, d in enumerate(numbers.start_index_map):
             place = sources.counting_dim(indices, column)
             if place is not None and place < len(batch) and batch[place] == shape[d] and place not in rows.values():
                 rows[d] = place
             else:
-                picked.append((d, column))
+                picked_dims.append((d, column))
         # 2. All but one, and each row once.
-        single = tuple(place for place in range(len(batch)) if place not in rows.values())
-        if len(picked) != 1 or len(rows) != len(shape) - 1 or any(batch[place] != 1 for place in single):
+        unit_dims = tuple(place for place in range(len(batch)) if place not in rows.values())
+        if len(picked_dims) != 1 or len(rows) != len(shape) - 1 or any(batch[place] != 1 for place in unit_dims):
             return None
-        ((dim, column),) = picked
+        ((dim, column),) = picked_dims
         places = tuple(rows[d] for d in range(len(shape)) if d != dim)
-        return cls(dim, column, places, single) if shape[dim] > 1 else None
+        return cls(dim, column, places, unit_dims) if shape[dim] > 1 else None
 
     def equations(self, eqn: Any) -> list[Any]:
         """Return the equations of the pick that replaces a gather."""
         shape, out_shape = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-        order = (*self.single, *self.places)
+        order = (*self.unit_dims, *self.places)
 
-        def picked(table: jax.Array, indices: jax.Array) -> jax.Array:
+        def pick_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
             index = lax.index_in_dim(indices, self.column, indices.ndim - 1, keepdims=False).transpose(order)
-            singles, rows = index.shape[: len(self.single)], (*shape[: self.dim], *shape[self.dim + 1 :])
+            ones, rows = index.shape[: len(self.unit_dims)], (*shape[: self.dim], *shape[self.dim + 1 :])
             y = pick(table, index.reshape(rows), self.dim, eqn.params["mode"], eqn.params["fill_value"])
-            return y.reshape(*singles, *rows).transpose(np.argsort(order)).reshape(out_shape)
+            return y.reshape(*ones, *rows).transpose(np.argsort(order)).reshape(out_shape)
 
-        flat, _ = jx.trace(picked, *map(jx.type_of, eqn.invars))
+        flat, _ = jx.trace(pick_rows, *map(jx.type_of, eqn.invars))
         names = jx.Environment(
             [*zip(flat.invars, eqn.invars, strict=True), (flat.outvars[0], eqn.outvars[0])], jx.itself
         )

@@ -15,6 +15,7 @@ from jaxpar.hardware.devices import target
 from jaxpar.models import named
 from jaxpar.numerics.picks import with_picks
 from jaxpar.program import jaxpr as jx
+from jaxpar.program.walk import visit
 
 B, T, V = 3, 4, 6
 # Labels within the row, from its end, and beyond both ends.
@@ -77,10 +78,21 @@ def test_values_and_derivatives_are_those_of_the_gather(name: str) -> None:
         lambda z: z.reshape(-1, V)[jnp.arange(B * T)[::-1], FLAT],  # not in the rows' order
         lambda z: jnp.take_along_axis(z.astype(jnp.int32), LABELS[..., None], -1),  # without a derivative
         lambda z: jnp.take_along_axis(z[..., :1], LABELS[..., None], -1),  # of one element
+        # A select by a Python bool was a raw TypeError.
+        lambda z: z.reshape(-1, V)[jax.lax.select(True, jnp.zeros(B * T, jnp.int32), jnp.arange(B * T)), FLAT],
     ],
 )
 def test_other_lookups_stay(fun: Any) -> None:
     assert both(fun, jnp.ones((B, T, V)))[2] == {}
+
+
+def test_a_line_that_runs_twice_picks_twice() -> None:
+    """The second of two checkpoints of one line kept its gather, since it added no line to the report."""
+    losses = jax.checkpoint(lambda z: jnp.take_along_axis(z, LABELS[..., None], -1)[..., 0])
+    flat, _ = with_picks(jx.trace(lambda z: losses(z) + losses(2 * z), jnp.ones((B, T, V)))[0])
+    names = [eqn.primitive.name for eqn, _ in visit(flat.eqns)]
+    assert names.count("pick") == 2
+    assert "gather" not in names
 
 
 WORDS, DIM = 16, 8
