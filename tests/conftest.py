@@ -77,15 +77,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         cells[item.nodeid.partition("[")[0]].append(item)
     each, first = config.getoption("--sample"), config.getoption("--from")
     half = config.getoption("--half")
-    tests = [test for i, test in enumerate(cells) if not half or i % 2 == first // each % 2 or needed(test)]
+    tests = [test for i, test in enumerate(cells) if not half or i % 2 == first // each % 2 or finds_defect(test)]
     kept = {item for test in tests for item in cells[test][first % min(each, len(cells[test])) :: each]}
     deselect(config, items, [item for item in items if item not in kept])
     # Of tests in no group, those that start processes take longest: at the end one worker would wait for the other.
     items.sort(key=lambda item: item.path.parent.name not in ("hosts", "train"))
 
 
-def needed(test: str) -> bool:
-    """Return whether a planted defect names this test, its file or its folder as what must find it."""
+def finds_defect(test: str) -> bool:
+    """Return whether a planted defect names this test, its file or its folder as the one that must find it."""
     return any(re.match(rf"tests/{re.escape(defect.tests)}(/|::|$)", test) for defect in DEFECTS)
 
 

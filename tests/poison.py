@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
+from jax import lax
 
 
 def poison(shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -14,3 +16,10 @@ def poison(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.full(shape, jnp.nan, dtype)
     return jnp.full(shape, True if jnp.issubdtype(dtype, jnp.bool) else jnp.iinfo(dtype).max, dtype)
+
+
+def poison_empty(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Fill the buffers of `lax.empty` with poison; return a list that gets their shapes."""
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(lax, "empty", lambda shape, dtype: shapes.append(shape) or poison(shape, dtype))
+    return shapes

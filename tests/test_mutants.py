@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import rooms
-from conftest import needed
+from conftest import finds_defect
 from defects import DEFECTS, Defect
 from mutants import chosen
 
@@ -73,7 +73,7 @@ def test_a_room_that_does_not_exist_is_told_which_do(monkeypatch: pytest.MonkeyP
 
 def test_what_a_planted_defect_needs_is_always_run() -> None:
     for defect in DEFECTS:
-        assert needed(f"tests/{defect.tests}")
-    assert needed("tests/collectives/test_order.py::test_of_a_file_that_is_named_whole")
-    assert not needed("tests/layout/test_state.py::test_pad")  # named is test_padding
-    assert not needed("jaxpar/collectives/order.py::jaxpar.collectives.order")
+        assert finds_defect(f"tests/{defect.tests}")
+    assert finds_defect("tests/collectives/test_order.py::test_of_a_file_that_is_named_whole")
+    assert not finds_defect("tests/layout/test_state.py::test_pad")  # named is test_padding
+    assert not finds_defect("jaxpar/collectives/order.py::jaxpar.collectives.order")
