@@ -48,7 +48,7 @@ class RuleAccess:
         self.last = [runs_once and uses == (True,) for uses in program.uses]
         # A stack may read one leaf twice, as w[i] and w[i + 1]: their gradients add up too.
         slices = Counter(s.leaf for stack in program.stacks for s in stack.slices)
-        self.only = [runs_once and len(uses) == 1 and slices[i] <= 1 for i, uses in enumerate(program.uses)]
+        self.has_one_use = [runs_once and len(uses) == 1 and slices[i] <= 1 for i, uses in enumerate(program.uses)]
         self.sizes = layout.mesh.shape
         self.prefetch = strategy.prefetches(layout.mesh)
 
@@ -68,7 +68,7 @@ class RuleAccess:
         replica_axes = tuple(a for a in summed if a not in shard_axes)
         # A gradient to which nothing is added is exact in the dtype in which it was computed. In float32 it would take
         # twice the memory and traffic until the update, which casts it (`finish`) as it reads it.
-        is_sum = not self.only[index] or any(self.sizes[a] > 1 for a in summed)
+        is_sum = not self.has_one_use[index] or any(self.sizes[a] > 1 for a in summed)
         dtype = self.policy.reduced(leaf.dtype) if is_sum else self.policy.computed(leaf.dtype)
         return Use(dim, shard, replica_axes, self.last[index], dtype, second)
 

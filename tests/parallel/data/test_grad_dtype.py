@@ -75,7 +75,7 @@ def test_gradients_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch, mode
 
     def with_sums(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self.only = [False] * len(self.only)
+        self.has_one_use = [False] * len(self.has_one_use)
 
     monkeypatch.setattr(access.RuleAccess, "__init__", with_sums)
     for a, b in zip(narrow, gradients(), strict=True):
