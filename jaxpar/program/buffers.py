@@ -66,12 +66,13 @@ def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length
       The last carry, and the ys of all iterations, [length, ...].
     """
     # 1. Trace an iteration for the shapes of its y. The loop runs these equations, so that no body is traced twice.
-    first = jax.tree.map(lambda x: lax.index_in_dim(x, 0, keepdims=False), xs)
-    traced, shapes = jax.make_jaxpr(body, return_shape=True)(init, first)
+    first_x = jax.tree.map(lambda x: lax.index_in_dim(x, 0, keepdims=False), xs)
+    traced, shapes = jax.make_jaxpr(body, return_shape=True)(init, first_x)
     run, (carry_tree, y_tree) = jec.jaxpr_as_fun(traced), map(jax.tree.structure, shapes)
     y_avals = traced.out_avals[carry_tree.num_leaves :]
     is_carried = [not aval.weak_type and aval.memory_space == DEVICE for aval in y_avals]
-    select = lambda wanted, ys: [y for y, carried in zip(ys, is_carried, strict=True) if carried is wanted]
+    select_carried = lambda ys: [y for y, in_carry in zip(ys, is_carried, strict=True) if in_carry]
+    select_scanned = lambda ys: [y for y, in_carry in zip(ys, is_carried, strict=True) if not in_carry]
     # An index that may be negative becomes a `select`, which would hide from XLA that the loop fills the buffer.
     write = functools.partial(lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False)
 
@@ -82,14 +83,14 @@ def scan(body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length
         (carry, buffers), (number, x) = state, scanned
         results = run(*jax.tree.leaves((carry, x)))
         carry, ys = jax.tree.unflatten(carry_tree, results[: carry_tree.num_leaves]), results[carry_tree.num_leaves :]
-        buffers = [write(buffer, y, number) for buffer, y in zip(buffers, select(True, ys), strict=True)]
-        return (carry, buffers), select(False, ys)
+        buffers = [write(buffer, y, number) for buffer, y in zip(buffers, select_carried(ys), strict=True)]
+        return (carry, buffers), select_scanned(ys)
 
-    buffers = [uninitialized((length, *aval.shape), aval.dtype) for aval in select(True, y_avals)]
+    buffers = [uninitialized((length, *aval.shape), aval.dtype) for aval in select_carried(y_avals)]
     state, scanned = (init, buffers), (jnp.arange(length), xs)
     (carry, buffers), stacked = lax.scan(fill, state, scanned, length=length, reverse=reverse)
     filled, stacked = iter(buffers), iter(stacked)
-    return carry, jax.tree.unflatten(y_tree, [next(filled if carried else stacked) for carried in is_carried])
+    return carry, jax.tree.unflatten(y_tree, [next(filled if in_carry else stacked) for in_carry in is_carried])
 
 
 def zero_after(x: jax.Array, dtype: Any) -> jax.Array:

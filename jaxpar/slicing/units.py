@@ -106,7 +106,7 @@ class Unit:
         # 2. Choose smaller values from which the backward can recompute its residuals cheaply. It fetches the weights
         # that it reads in any case; without a policy, no other matrix is fetched to recompute a cheap value.
         read_vars = {v for v in residuals if not jx.is_literal(v)}
-        # The exception are vectors, such as the bias of a norm: they are no larger than a row of what they recompute.
+        # Vectors, such as the bias of a norm, may be fetched: they are no larger than one row of the value.
         is_vector = lambda v: math.prod(v.aval.shape) == max(v.aval.shape, default=1)
         readable_weights = weight_vars if self.policy else [v for v in weight_vars if v in read_vars or is_vector(v)]
         available = {*fixed, *pick(self.held, input_vars), *readable_weights}

@@ -31,7 +31,7 @@ class _Choice:
     """The values of a field that is chosen by name.
 
     Attributes:
-      names: the names.
+      names: the names that the field takes.
       suffix: the text of an error after the names: other values that the field takes, or why it takes no others.
       accepts: returns whether a value that is none of the names is accepted.
     """

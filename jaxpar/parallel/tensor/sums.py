@@ -153,7 +153,8 @@ def _gather(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fou
 def with_column(indices: jax.Array, column: int, values: jax.Array) -> jax.Array:
     """Return index vectors [..., coordinates] with other values [...] of one coordinate.
 
-    It joins columns, and updates nothing in place, so that `numerics/picks.py` sees what the other coordinates count.
+    It concatenates columns instead of updating one in place, so that `numerics/picks.py` can follow each of the others.
     """
-    before, after = (lax.slice_in_dim(indices, *ends, axis=-1) for ends in ((0, column), (column + 1, None)))
-    return jnp.concatenate([before, values[..., None].astype(indices.dtype), after], -1)
+    columns = lambda start, end: lax.slice_in_dim(indices, start, end, axis=-1)
+    new_column = values[..., None].astype(indices.dtype)
+    return jnp.concatenate([columns(0, column), new_column, columns(column + 1, None)], -1)

@@ -58,7 +58,7 @@ def _zero_bubble_orders(p: int, m: int, limit: int) -> Orders:
     orders: Orders = [[] for _ in range(p)]
     num_run: list[dict[Kind, int]] = [{"F": 0, "I": 0, "W": 0} for _ in range(p)]
     num_arrived: list[dict[Kind, int]] = [{"F": 0 if rank else m, "I": 0} for rank in range(p)]
-    preferred: list[Kind] = ["F"] * p  # which of F and I a rank runs if it can run both
+    preferred_kinds: list[Kind] = ["F"] * p  # which of F and I a rank runs if it can run both
     # Each iteration is one slot.
     while any(counts["W"] < m for counts in num_run):
         # A message that is sent in this slot can be used from the next slot on.
@@ -70,17 +70,17 @@ def _zero_bubble_orders(p: int, m: int, limit: int) -> Orders:
                 "I": counts["I"] < num_arrived[rank]["I"],
                 "W": counts["W"] < counts["I"],
             }
-            kind: Kind | None = next((choice for choice in _PREFERENCE[preferred[rank]] if can_run[choice]), None)
+            kind: Kind | None = next((choice for choice in _PREFERENCE[preferred_kinds[rank]] if can_run[choice]), None)
             if kind is None:
                 continue
             orders[rank].append(Op(kind, 0, counts[kind]))
             counts[kind] += 1
             # The last rank's forward is followed by its own backward, so that the message stays on the rank.
             if kind == "F":
-                preferred[rank] = "I"
+                preferred_kinds[rank] = "I"
                 messages.append((rank + 1, "F") if rank + 1 < p else (rank, "I"))
             elif kind == "I":
-                preferred[rank] = "F"
+                preferred_kinds[rank] = "F"
                 if rank > 0:
                     messages.append((rank - 1, "I"))
         for receiver, allowed_kind in messages:

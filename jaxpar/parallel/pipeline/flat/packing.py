@@ -138,5 +138,5 @@ def zeros(widths: Mapping[str, int], *lead: int) -> Buffers:
 
 
 def empty(widths: Mapping[str, int], *lead: int) -> Buffers:
-    """Return buffers [*lead, width], of which only the rooms that `Packing.write` has written may be read."""
+    """Return buffers [*lead, width], not filled: read only fields that `Packing.write` has written."""
     return {name: uninitialized((*lead, n), name) for name, n in widths.items()}
