@@ -29,7 +29,7 @@ import numpy as np
 from ..backend.buckets import Place
 from ..backend.files import place
 from ..backend.text import few
-from .corpus import BROKEN, HELD_OUT, Batch, files_below
+from .corpus import HELD_OUT, Batch, check_broken, files_below
 from .rows import RowBatches, Rows
 from .tokenizer import NoTemplateError, Rendered, Tokenizer
 
@@ -78,15 +78,15 @@ def pack(sizes: Sequence[int], room: int) -> list[list[int]]:
       The indices of the documents in each row.
     """
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (free tokens, row) of the rows that have some, sorted
+    open_rows: list[tuple[int, int]] = []  # (free tokens, row) of the rows that have free tokens, sorted
     for document in sorted(range(len(sizes)), key=lambda i: -sizes[i]):  # a stable order
-        at = bisect.bisect_left(free, (sizes[document], 0))
-        if at == len(free):
+        position = bisect.bisect_left(open_rows, (sizes[document], 0))
+        if position == len(open_rows):
             rows.append([])
-        left, row = free.pop(at) if at < len(free) else (room, len(rows) - 1)
+        num_free, row = open_rows.pop(position) if position < len(open_rows) else (room, len(rows) - 1)
         rows[row].append(document)
-        if left > sizes[document]:
-            bisect.insort(free, (left - sizes[document], row))
+        if num_free > sizes[document]:
+            bisect.insort(open_rows, (num_free - sizes[document], row))
     return rows
 
 
@@ -149,15 +149,14 @@ def chat(
       ValueError: there is no such file, lines are no documents, fewer than two documents remain, or an id is not below
         `vocabulary`.
     """
-    if broken not in BROKEN:
-        raise ValueError(f"broken={broken!r}: use {' or '.join(map(repr, BROKEN))}")
+    check_broken(broken)
     root = place(path, "path")
     if not root.exists():
         raise ValueError(f"there is no file or folder {root}; give a file {JSONL}, or a folder of some")
     # 1. Tokenize the lines.
     reading, lines = _Reading(tokenizer, length), _lines(root)
-    while some := list(itertools.islice(lines, _BLOCK)):
-        reading.add(some)
+    while block := list(itertools.islice(lines, _BLOCK)):
+        reading.add(block)
     documents, malformed = reading.documents, reading.left_out.get(_MALFORMED, [])
     # 2. Refuse what cannot be meant.
     if malformed and (broken == "error" or not documents):
@@ -207,7 +206,7 @@ class _Reading:
         for where, line in lines:
             try:
                 if line.strip():
-                    rendered[where] = _rendered(line, self._tokenizer)
+                    rendered[where] = _parse(line, self._tokenizer)
                 else:
                     self._leave_out("empty", where)
             # Without a template, no line with messages is a document, and the file is not to blame.
@@ -246,7 +245,7 @@ def _lines(root: Place) -> Iterator[tuple[str, bytes]]:
             yield f"{name}:{number}", line
 
 
-def _rendered(line: bytes, tokenizer: Tokenizer) -> Rendered:
+def _parse(line: bytes, tokenizer: Tokenizer) -> Rendered:
     """Return a line as text; raise ValueError if it is no document."""
     try:
         document = json.loads(line)

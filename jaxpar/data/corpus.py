@@ -25,6 +25,7 @@ import numpy as np
 
 from ..backend.buckets import Place, below, is_bucket
 from ..backend.files import place, plain
+from ..backend.text import did_you_mean
 from ..model.contents import check_mapped, chunks
 from .tokens import token_ids
 
@@ -164,6 +165,12 @@ def byte_corpus(path: Place | str | None = None) -> Corpus:
         train = np.concatenate([text for i, text in enumerate(texts, 1) if i % HELD_OUT])
         held_out = np.concatenate(texts[HELD_OUT - 1 :: HELD_OUT])
     return Corpus(str(root), len(texts), train, held_out)
+
+
+def check_broken(broken: str) -> None:
+    """Raise ValueError unless `broken` is in `BROKEN`."""
+    if broken not in BROKEN:
+        raise ValueError(f"broken={broken!r}: use {' or '.join(map(repr, BROKEN))}{did_you_mean(broken, BROKEN)}")
 
 
 def files_below(root: Place, stdlib: bool = False) -> Sequence[Place]:

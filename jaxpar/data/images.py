@@ -27,9 +27,9 @@ import numpy as np
 from ..backend.buckets import Place, below, is_bucket
 from ..backend.files import place, plain
 from ..backend.packages import needed
-from ..backend.text import did_you_mean, few
+from ..backend.text import few
 from . import Batch, pad_rows
-from .corpus import BROKEN
+from .corpus import check_broken
 
 HELD_OUT = 10  # one image in 10 of each class is held out
 THREADS = min(16, os.cpu_count() or 1)  # threads that decode images
@@ -179,8 +179,7 @@ def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
         pixels without a known range (32 bits, signed or floating-point numbers), has more pixels than Pillow takes
         (`PIL.Image.MAX_IMAGE_PIXELS`, 89 million) or a side of more than a million. The error names the file.
     """
-    if broken not in BROKEN:
-        raise ValueError(f"broken={broken!r}: use {' or '.join(map(repr, BROKEN))}{did_you_mean(broken, BROKEN)}")
+    check_broken(broken)
     root, pillow = place(path, "path"), needed("PIL.Image", "images need")
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}; give one that has a subfolder of images for each class")

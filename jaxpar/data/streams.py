@@ -247,7 +247,8 @@ def held_out(data: Data, rows: int, max_batches: int | None) -> Iterator[Any]:
         return (jax.tree.map(as_array, batch) for batch in new_pass())
     # The data may have no length, so count the batches by a pass.
     count = sum(1 for _ in new_pass())
-    chosen = {i * count // max_batches for i in range(max_batches)}
+    num_chosen = min(count, max_batches)
+    chosen = {i * count // num_chosen for i in range(num_chosen)}
     return (jax.tree.map(as_array, batch) for i, batch in enumerate(new_pass()) if i in chosen)
 
 

@@ -89,7 +89,7 @@ class Tokenizer:
         source, self._template_place = _template_source(self.folder, config)
         self.has_template = source is not None
         self._has_tag = source is not None and _TAG.search(source) is not None
-        self._template = None if source is None else _compiled(source, self._template_place)
+        self._template = None if source is None else _compile(source, self._template_place)
 
     @property
     def stop(self) -> list[int]:
@@ -114,7 +114,7 @@ class Tokenizer:
         Raises:
           ValueError: there is no template, or it refuses the messages.
         """
-        text, _ = self._render(messages, None, asks=True)
+        text, _ = self._render(messages, None, add_generation_prompt=True)
         return self.encode([Rendered(text, (), False)])[0][0].tolist()
 
     def decode(self, ids: Any) -> str:
@@ -139,9 +139,9 @@ class Tokenizer:
             True: iter(self._tokenizer.encode_batch(plain, add_special_tokens=True)),
             False: iter(self._tokenizer.encode_batch(rendered, add_special_tokens=False)),
         }
-        return [self._counted(x, next(encodings[x.is_plain])) for x in texts]
+        return [self._ids_and_counts(x, next(encodings[x.is_plain])) for x in texts]
 
-    def _counted(self, rendered: Rendered, encoding: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _ids_and_counts(self, rendered: Rendered, encoding: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a text and whether each counts, from what the package made of it."""
         ids, begins = np.array(encoding.ids, np.int32), np.array(encoding.offsets, int).reshape(-1, 2)[:, 0]
         # Tokens that the tokenizer adds have the offsets (0, 0).
@@ -170,21 +170,23 @@ class Tokenizer:
             return Rendered(text, answers, False)
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                asked, answered = self._render(messages[:i], tools, asks=True)[0], text
-                if i + 1 < len(messages):
-                    answered = self._render(messages[: i + 1], tools)[0]
-                if not (text.startswith(answered) and answered.startswith(asked)):
+                prompt, _ = self._render(messages[:i], tools, add_generation_prompt=True)
+                dialog = self._render(messages[: i + 1], tools)[0] if i + 1 < len(messages) else text
+                if not (text.startswith(dialog) and dialog.startswith(prompt)):
                     raise ValueError(
                         f"{self._template_place} renders message {i + 1} differently when others follow, so that its "
                         "answers cannot be found; put {% generation %} and {% endgeneration %} around them in it"
                     )
-                answers = [*answers, (len(asked), len(answered))]
+                answers = [*answers, (len(prompt), len(dialog))]
         return Rendered(text, answers, False)
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, asks: bool = False
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool = False
     ) -> tuple[str, Sequence[Span]]:
-        """Return the text of messages, and the spans of its generation blocks; `asks` begins an answer at the end."""
+        """Return the text of messages, and the spans of its generation blocks.
+
+        `add_generation_prompt` begins an answer at the end of the text.
+        """
         if self._template is None:
             raise NoTemplateError(
                 f"{self.folder} has no chat template, which messages need; copy chat_template.jinja or "
@@ -192,7 +194,7 @@ class Tokenizer:
             )
         variables = {**self._special, "messages": list(messages), "tools": tools, "documents": None}
         try:
-            text = self._template.render(**variables, add_generation_prompt=asks)
+            text = self._template.render(**variables, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template may fail as any program does
             raise ValueError(f"{self._template_place} cannot render it: {reason(error)}") from error
         if not self._has_tag:
@@ -220,7 +222,7 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> tuple[str | Non
     return source if isinstance(source, str) else None, f"chat_template of {folder / 'tokenizer_config.json'}"
 
 
-def _compiled(source: str, place: str) -> Any:
+def _compile(source: str, place: str) -> Any:
     """Compile a template as `transformers` does; raise ValueError if it is no Jinja."""
     needed("jinja2", f"{place} needs")
     import jinja2.exceptions

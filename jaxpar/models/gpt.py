@@ -21,7 +21,7 @@ from ..parallel.context.attention.fused import attention
 from .parts.cache import Attend, Cache, run_with_cache
 from .parts.config import check_sizes
 from .parts.stack import run, stack
-from .parts.text import Sizes, packed
+from .parts.text import Sizes, positions_and_attention
 from .parts.text import loss as loss
 
 
@@ -150,7 +150,7 @@ class GPT(nnx.Module):
             )
         if segments_BT is None:
             return self._logits(run(self.layers, self._embed(tokens_BT, self.position[:length])))
-        positions_BT, attend = packed(segments_BT)
+        positions_BT, attend = positions_and_attention(segments_BT)
         return self._logits(run(self.layers, self._embed(tokens_BT, self.position[...][positions_BT]), attend))
 
     def extend(self, tokens_BT: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:

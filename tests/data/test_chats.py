@@ -30,7 +30,7 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(folder)
 
 
-def counted(tokenizer: Tokenizer, ids: np.ndarray, counts: np.ndarray) -> str:
+def counted_text(tokenizer: Tokenizer, ids: np.ndarray, counts: np.ndarray) -> str:
     """The text of the tokens that count, special ones included."""
     return tokenizer._tokenizer.decode(ids[counts].tolist(), skip_special_tokens=False)
 
@@ -49,7 +49,7 @@ def test_tokens_and_answers_are_those_of_transformers(folder: Path, template: st
         assert counts.astype(int).tolist() == expected["assistant_masks"]
     # Without tags an answer has all that its message adds.
     end = "" if template is TAGGED else "\n"
-    assert counted(ours, ids, counts) == f"is blue<|im_end|>{end}is green\U0001f33f<|im_end|>{end}"
+    assert counted_text(ours, ids, counts) == f"is blue<|im_end|>{end}is green\U0001f33f<|im_end|>{end}"
     prompt = theirs.apply_chat_template(TALK["messages"][:3], add_generation_prompt=True, return_dict=False)
     assert ours.prompt(TALK["messages"][:3]) == prompt == ids[: len(prompt)].tolist()
     assert ours.stop == [1, 3]  # </s>, and the token behind an answer
@@ -62,7 +62,7 @@ def test_completions_and_texts_begin_and_end_as_the_tokenizer_says(tokenizer: To
     ((ids, counts),), ((text_ids, text_counts),) = data.train.documents, data.rest.documents
     show = lambda ids: tokenizer._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
     assert show(ids) == "<s>the sky is blue</s>"
-    assert counted(tokenizer, ids, counts) == " is blue</s>"
+    assert counted_text(tokenizer, ids, counts) == " is blue</s>"
     assert show(text_ids) == "<s>the grass is green</s>"
     assert text_counts.tolist() == [False, *[True] * (text_ids.size - 1)]
 
@@ -80,8 +80,8 @@ def test_documents_share_rows_and_count_by_themselves(tokenizer: Tokenizer, tmp_
         assert not tokens[segments == -1].any()
         for number in range(segments.max() + 1):
             ids, counts = tokens[segments == number], np.append(False, mask > 0)[segments == number]
-            seen.append((tuple(ids.tolist()), counted(tokenizer, ids, counts)))
-    expected = [(tuple(ids.tolist()), counted(tokenizer, ids, counts)) for ids, counts in data.train.documents]
+            seen.append((tuple(ids.tolist()), counted_text(tokenizer, ids, counts)))
+    expected = [(tuple(ids.tolist()), counted_text(tokenizer, ids, counts)) for ids, counts in data.train.documents]
     assert sorted(seen) == sorted(expected)
     assert all(text.startswith("is blue is") or text == "is blue <|im_end|>\n" for _, text in seen)
     assert len(data.train) < 57
@@ -182,7 +182,7 @@ def test_a_template_that_changes_earlier_messages_needs_tags(folder: Path) -> No
     write_tokenizer(folder, TAGGED.replace("{% generation %}", "{% generation %}" + last))
     tokenizer = Tokenizer(folder)
     ids, counts = tokenizer.encode([tokenizer.chat(TALK["messages"])])[0]
-    assert counted(tokenizer, ids, counts) == "is blue<|im_end|>thought is green\U0001f33f<|im_end|>"
+    assert counted_text(tokenizer, ids, counts) == "is blue<|im_end|>thought is green\U0001f33f<|im_end|>"
 
 
 def test_a_model_without_a_template_takes_one_or_completions(folder: Path, tmp_path: Path) -> None:

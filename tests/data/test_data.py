@@ -198,21 +198,9 @@ def test_token_ids_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ("t.npy", "int32", [-1] * 200, 4, "holds token -1, but the vocabulary"),
         ("t.npy", "int64", [1] * 150 + [2**32 + 5], 4, "holds token 4294967301, but .* at 150 of"),  # as int32 it is 5
         ("t.npy", "float32", [1] * 200, 4, r"holds float32\[200\]; save token ids as integers \[n\]"),
-        (
-            "t.bin",
-            "uint8",
-            [1] * 201,
-            4,
-            "has 201 bytes, and ids of a vocabulary of 100 are uint16, which takes a multiple",
-        ),
+        ("t.bin", "uint8", [1] * 201, 4, "201 bytes, and ids of a vocabulary of 100 are uint16, which takes a multi"),
         ("t.npy", "uint16", [1] * 200, 300, "length=300 needs windows of 301 tokens, .* has 190; use a length"),
-        (
-            "t.npy",
-            "uint16",
-            [1] * 200,
-            10,
-            "more than 10 held-out tokens, and of .*t.npy: 200 tokens, 10 are held out",
-        ),
+        ("t.npy", "uint16", [1] * 200, 10, "than 10 held-out tokens, and of .*t.npy: 200 tokens, 10 are held out"),
     ):
         with pytest.raises(ValueError, match=says):
             source_of(saved(np.asarray(ids, dtype), tmp_path / name), length, 100)

@@ -68,10 +68,8 @@ def test_adapters_add_their_product_to_the_kernels(
     assert config.lora_alpha / config.lora == pytest.approx(scale)
     assert config.parameters == sum(x.size for x in jax.tree.leaves(params))
     merged = llama.to_hf(config, params)
-    stored, original = (
-        safetensors.load_file(folder / "adapter_model.safetensors"),
-        llama.to_hf(BASE, llama.from_hf(base)[1]),
-    )
+    stored = safetensors.load_file(folder / "adapter_model.safetensors")
+    original = llama.to_hf(BASE, llama.from_hf(base)[1])
     for name, weight in original.items():
         module = f"base_model.model.{name.removesuffix('.weight')}"
         update = 0.0
@@ -113,10 +111,8 @@ def test_training_goes_on_under_a_strategy_and_is_written_again(base: Path, fold
     query = trained["layers"]["attention"]["query"]
     assert np.abs(query["lora_a"] - params["layers"]["attention"]["query"]["lora_a"]).max() > 1e-4
     llama.save_adapters(config, trained, tmp_path / "again", str(base))
-    assert json.loads((tmp_path / "again" / "adapter_config.json").read_text())["target_modules"] == [
-        "q_proj",
-        "v_proj",
-    ]
+    written = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    assert written["target_modules"] == ["q_proj", "v_proj"]
     again, again_params = llama.from_hf(tmp_path / "again")
     assert again == config
     np.testing.assert_array_equal(again_params["layers"]["attention"]["query"]["lora_b"], query["lora_b"])
@@ -166,6 +162,8 @@ def test_targets_are_projections() -> None:
         dataclasses.replace(BASE, lora=2, lora_targets="query+q_proj")
     with pytest.raises(ValueError, match="lora_targets=3: use names, such as query"):
         dataclasses.replace(BASE, lora_targets=3)
+    once, twice = (dataclasses.replace(BASE, lora=2, lora_targets=targets) for targets in ("query", "query+query"))
+    assert twice.parameters == once.parameters  # a name given twice was counted twice
 
 
 # peft reads a property of transformers that this version of transformers calls deprecated.

@@ -108,10 +108,8 @@ def test_the_mask_weighs_packed_predictions(loss: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        (
-            "llama-tiny",
-            "context=4,attention=ring",
-        ),  # zigzag order: a rank has two chunks, and documents lie across them
+        # In zigzag order a rank has two chunks, and documents lie across them.
+        ("llama-tiny", "context=4,attention=ring"),
         ("gpt-tiny", "context=2,fsdp=2,attention=ring"),
         pytest.param("llama-tiny", "context=4,attention=ulysses", marks=pytest.mark.battery),
         pytest.param("llama-tiny", "context=4,attention=gather", marks=pytest.mark.battery),

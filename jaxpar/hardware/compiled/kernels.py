@@ -331,18 +331,18 @@ def traffic(module: Module, instr: Instruction, shapes: dict[str, str]) -> tuple
         return nbytes(instr.shape) + sum(nbytes(shapes[index]) for index in instr.operands[1:]), nbytes(instr.shape)
     if instr.opcode in _UPDATES:
         # The rest of the first operand stays where it is. A scatter reads the elements to which it adds.
-        sources, changed = _updates_of(instr), sum(nbytes(shapes[operand]) for operand in _updates_of(instr))
-        indices = instr.operands[2:] if instr.opcode != "scatter" else instr.operands[len(sources) : -len(sources)]
-        read = changed + sum(nbytes(shapes[operand]) for operand in indices)
-        return read + changed * (instr.opcode == "scatter"), changed
+        updates, is_scatter = _updates_of(instr), instr.opcode == "scatter"
+        indices = instr.operands[len(updates) : -len(updates)] if is_scatter else instr.operands[2:]
+        changed = sum(nbytes(shapes[operand]) for operand in updates)
+        return changed * (1 + is_scatter) + sum(nbytes(shapes[operand]) for operand in indices), changed
     read = sum(nbytes(shapes[operand]) for operand in instr.operands)
     # The shape of a copy-start contains its operand too.
     return read, read if instr.opcode == "copy-start" else nbytes(instr.shape)
 
 
 def _updates_of(instr: Instruction) -> Sequence[str]:
-    """Return the operands with the new values: of a scatter, (n targets, indices, n updates), the last n."""
-    return instr.operands[1:2] if instr.opcode != "scatter" else instr.operands[len(instr.operands) // 2 + 1 :]
+    """Return the operands with the new values. The operands of a scatter are n targets, indices and n updates."""
+    return instr.operands[len(instr.operands) // 2 + 1 :] if instr.opcode == "scatter" else instr.operands[1:2]
 
 
 def _traffic_of_fusion(block: list[Instruction]) -> tuple[int, int]:

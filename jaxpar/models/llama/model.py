@@ -26,7 +26,7 @@ from ...parallel.context.attention.fused import attention
 from ..parts.cache import Attend, Cache, run_with_cache
 from ..parts.config import check_sizes
 from ..parts.stack import run, stack
-from ..parts.text import Sizes, packed
+from ..parts.text import Sizes, positions_and_attention
 from ..parts.text import chunked_loss as chunked_loss
 from ..parts.text import loss as loss
 from .lora import PROJECTIONS, LoRALinear
@@ -59,7 +59,7 @@ class Config(Sizes):
                 f"dim={self.dim} does not split into heads={self.heads} of an even size, which rotary embedding needs; "
                 f"try dim={2 * self.heads * max(1, round(self.dim / (2 * self.heads)))}"
             )
-        if unknown := sorted(set(self.lora_targets.split("+")) - {*PROJECTIONS}):
+        if unknown := sorted(self.adapted_projections - {*PROJECTIONS}):
             raise ValueError(
                 f"lora_targets={self.lora_targets!r} names {few(unknown)}; join some of these by +: "
                 f"{', '.join(PROJECTIONS)}"
@@ -83,12 +83,17 @@ class Config(Sizes):
         return base + self._adapters
 
     @property
+    def adapted_projections(self) -> frozenset[str]:
+        """The names in `lora_targets`."""
+        return frozenset(self.lora_targets.split("+"))
+
+    @property
     def _adapters(self) -> int:
         """The number of parameters in adapters: rank x (in + out) for each projection that has one."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         # One side of every projection is D. This is the width of the other side, which for `out` is its input.
         outputs = {"query": queries, "key": keys, "value": keys, "out": queries}
-        widths = [self.dim + outputs.get(name, self.ffn) for name in self.lora_targets.split("+")]
+        widths = [self.dim + outputs.get(name, self.ffn) for name in self.adapted_projections]
         return self.layers * self.lora * sum(widths)
 
     def flops(self, rows: int, length: int) -> float:
@@ -147,7 +152,7 @@ def _projection(
     config: Config, name: str, fan_in: int, fan_out: int, rngs: nnx.Rngs, *, branches: int = 1
 ) -> nnx.Linear:
     """Build a projection of a layer as `linear` does, with an adapter if the config has one for this name."""
-    if not config.lora or name not in config.lora_targets.split("+"):
+    if not config.lora or name not in config.adapted_projections:
         return linear(fan_in, fan_out, rngs, branches=branches)
     init = nnx.initializers.normal((fan_in * branches) ** -0.5)
     return LoRALinear(fan_in, fan_out, config.lora, config.lora_alpha / config.lora, kernel_init=init, rngs=rngs)
@@ -305,7 +310,7 @@ class Llama(nnx.Module):
         """Return the arguments of a layer after x: angles [T, h/2]; with segments, angles [B, T, h/2] and `attend`."""
         if segments_BT is None:
             return (self._angles(tokens_BT.shape[1]),)
-        positions_BT, attend = packed(segments_BT)
+        positions_BT, attend = positions_and_attention(segments_BT)
         return self._angles(positions_BT), attend
 
     def _angles(self, positions: int | jax.Array) -> jax.Array:

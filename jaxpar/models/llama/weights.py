@@ -111,10 +111,10 @@ def from_hf(
     with contextlib.ExitStack() as stack:
         tensors = _open_adapters(folder, stack)
         for path, names in _adapter_names(config.layers).items():
-            if path.split("/")[-2] in config.lora_targets.split("+"):
+            *keys, leaf = path.split("/")
+            if keys[-1] in config.adapted_projections:
                 # [r, in] or [out, r] in the file.
                 matrices = [np.asarray(tensors[name].read()).T for name in names]
-                *keys, leaf = path.split("/")
                 module = functools.reduce(lambda tree, key: tree[key], keys, params)
                 module[leaf] = np.stack(matrices).astype(matrices[0].dtype if dtype is None else jnp.dtype(dtype))
     return config, params
@@ -143,10 +143,10 @@ def with_adapters(config: Config, folder: Path) -> Config:
                     f"were trained on ({options.base or 'not stated'})"
                 )
     # 3. A module that has no tensor would silently have no adapter.
-    written = {name.split(".")[-3] for name in shapes}
-    if options.modules is not None and options.modules != written:
+    module_names = {name.split(".")[-3] for name in shapes}
+    if options.modules is not None and options.modules != module_names:
         raise ValueError(f"{folder}: target_modules are {sorted(options.modules)}, and the file has tensors of "
-                         f"{sorted(written)}; fetch the adapters once more")  # fmt: skip
+                         f"{sorted(module_names)}; fetch the adapters once more")  # fmt: skip
     return config
 
 

@@ -127,7 +127,7 @@ def predictions_of(batch: Mapping[str, jax.Array]) -> Predictions:
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if segments is None:
         # Without its documents, a packed row would train on text that runs from one document into the next.
-        for name in (name for name in _OTHER_NAMES_OF_SEGMENTS if name in batch):
+        if name := next((name for name in _OTHER_NAMES_OF_SEGMENTS if name in batch), None):
             raise ValueError(
                 f"the batch has {name}, which text models do not read; they need the document of each token as "
                 f"segments, integers [rows, {tokens.shape[1]}], negative for padding: rename {name}, or leave it out"
@@ -144,7 +144,7 @@ def predictions_of(batch: Mapping[str, jax.Array]) -> Predictions:
     return Predictions((inputs, segments[:, :-1]), targets, weights)
 
 
-def packed(segments_BT: jax.Array) -> tuple[jax.Array, Attend]:
+def positions_and_attention(segments_BT: jax.Array) -> tuple[jax.Array, Attend]:
     """Return how a model computes rows with several documents.
 
     Args:
@@ -286,26 +286,26 @@ def _generate_tokens(
     cached_end = length + num_cached
     fill = stop[0] if stop.size else jnp.int32(0)
     tokens_BT = jnp.concatenate([prompt_BT, jnp.full((rows, num_cached + num_sliding), fill)], axis=1)
-    added = tokens_BT, jnp.zeros(rows, bool)
+    output = tokens_BT, jnp.zeros(rows, bool)
     # 1. Fill the cache with the prompt, then add tokens one position at a time.
     if num_cached:
         cache = module().empty(rows, cached_end)
         logits_BTV, cache = module().extend(prompt_BT, cache, jnp.int32(0))
         carry = cache, logits_BTV[:, -1], jnp.int32(length)
-        added = _add_tokens(grow, draw_tokens, carry, added, (length, cached_end), stop)
+        output = _add_tokens(grow, draw_tokens, carry, output, (length, cached_end), stop)
     # 2. Slide the window over the last tokens, padded on the right if they do not fill it.
     if num_sliding:
-        visible = added[0][:, max(0, cached_end - window) : cached_end]
+        visible = output[0][:, max(0, cached_end - window) : cached_end]
         carry = jnp.pad(visible, [(0, 0), (0, window - visible.shape[1])]), jnp.int32(visible.shape[1])
-        added = _add_tokens(slide, draw_tokens, carry, added, (cached_end, cached_end + num_sliding), stop)
-    return added[0]
+        output = _add_tokens(slide, draw_tokens, carry, output, (cached_end, cached_end + num_sliding), stop)
+    return output[0]
 
 
 def _add_tokens(
     step: Callable[[Any, Draw], tuple[Any, jax.Array]],
     draw_tokens: Callable[[jax.Array, jax.Array], jax.Array],
     carry: Any,
-    added: tuple[jax.Array, jax.Array],
+    output: tuple[jax.Array, jax.Array],
     span: tuple[int, int],
     stop: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
@@ -315,12 +315,12 @@ def _add_tokens(
       step: (carry, draw) -> the next carry, and the tokens [B] that it has drawn.
       draw_tokens: (logits [B, V], position) -> tokens [B].
       carry: the first carry.
-      added: the tokens [B, T + count], filled up with the first id of `stop`, and whether each row is done, bool [B].
+      output: the tokens [B, T + count], filled up with the first id of `stop`, and whether each row is done, bool [B].
       span: the first position, and the one behind the last.
       stop: the ids at which a row ends, [S].
 
     Returns:
-      `added`, with these positions.
+      `output`, with these positions.
     """
 
     def body(state: Any) -> Any:
@@ -332,4 +332,4 @@ def _add_tokens(
         return position + 1, carry, tokens_BT.at[:, position].set(token_B), is_done_B
 
     unfinished = lambda state: (state[0] < span[1]) & ~state[-1].all()
-    return jax.lax.while_loop(unfinished, body, (jnp.int32(span[0]), carry, *added))[2:]
+    return jax.lax.while_loop(unfinished, body, (jnp.int32(span[0]), carry, *output))[2:]

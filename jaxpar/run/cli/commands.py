@@ -364,7 +364,7 @@ def _answer(trainer: Trainer, options: TrainOptions, source: Chat, model: Named)
     ((prompt, _),) = tokenizer.encode([source.question])
     module, stop = trainer.step.model(trainer.state), tokenizer.stop
     tokens = model.generate(module, prompt[None], options.sample, jax.random.key(0), temperature=0, stop=stop)
-    return tokenizer.decode(np.asarray(tokens)[0, prompt.size :].tolist())
+    return tokenizer.decode(np.asarray(tokens)[0, prompt.size :])
 
 
 def _printable(text: str) -> str:

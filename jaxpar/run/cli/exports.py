@@ -1,4 +1,4 @@
-"""Export of checkpoints for Hugging Face: a folder for `transformers`, or adapters for `peft`.
+"""Export of checkpoints for Hugging Face: a folder for `transformers`, or adapters for `peft`, which `--adapter` reads.
 
 A folder for `transformers` holds config.json, the weights, and the tokenizer's files of the folder that the run started
 from, if it did.
@@ -17,7 +17,7 @@ from ...backend.files import json_of, member
 from ...checkpoint.saved import Checkpoint
 from ...models import llama
 from .convert import weights_of
-from .model_sources import folder_path, is_folder, is_function
+from .model_sources import folder_path, is_folder, is_function, split_changes
 from .options import TrainOptions, named_model
 
 # Files that are copied from the folder that a run started from.
@@ -29,7 +29,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def with_adapter(options: TrainOptions) -> TrainOptions:
     """Return the options with the rank, scale and targets of `--adapter` behind the folder in `--model`.
 
-    So the run's config.yaml tells other commands of the adapters that the run has.
+    The run's config.yaml contains them, so that other commands know the run's adapters.
 
     Raises:
       ValueError: the model is no folder, has other adapters, or they do not fit it.
@@ -40,15 +40,18 @@ def with_adapter(options: TrainOptions) -> TrainOptions:
         raise ValueError(f"adapter={str(options.adapter)!r} needs the folder of its base: model='./folder'")
     config = named_model(options.model, options.length).config
     adapted = llama.with_adapters(config, options.adapter)
-    settings = ("lora", "lora_alpha", "lora_targets")
-    stated = [name for name in settings if f",{name}=" in options.model]
-    if differing := [name for name in stated if getattr(config, name) != getattr(adapted, name)]:
-        raise ValueError(
-            f"model={options.model!r} has another {differing[0]} than {options.adapter}, which has "
-            f"{getattr(adapted, differing[0])}; leave it out there"
-        )
-    added = "".join(f",{name}={getattr(adapted, name)}" for name in settings if name not in stated)
-    return dataclasses.replace(options, model=options.model + added)
+    model_changes = {change.partition("=")[0].strip() for change in split_changes(options.model)[1]}
+    adapter_changes = ""
+    for name in ("lora", "lora_alpha", "lora_targets"):
+        value = getattr(adapted, name)
+        if name not in model_changes:
+            adapter_changes += f",{name}={value}"
+        elif getattr(config, name) != value:
+            raise ValueError(
+                f"model={options.model!r} has another {name} than {options.adapter}, which has {value}; leave it out "
+                "there"
+            )
+    return dataclasses.replace(options, model=options.model + adapter_changes)
 
 
 def describe_adapter(folder: Path) -> str:

@@ -100,10 +100,7 @@ def test_adapters_are_tuned_on_chats_answer_and_come_back(base: Path, capsys: py
         ("--model ./base --data chats.jsonl --length 8", "longer than --length 8: 24, chats.jsonl:1 (49), "),
         ("--model llama-tiny --adapter adapters", "--adapter adapters needs the folder of its base: --model ./folder"),
         ("--model ./base --adapter none --data chats.jsonl", "none lacks adapter_config.json"),
-        (
-            "--model ./base,lora=2,lora_targets=all --data chats.jsonl",
-            "lora_targets='all' names all; join some of these",
-        ),
+        ("--model ./base,lora=2,lora_targets=all --data chats.jsonl", "lora_targets='all' names all; join some of"),
     ],
 )
 def test_what_has_no_tokens_is_refused(base: Path, words: str, message: str, capsys: pytest.CaptureFixture) -> None:
