@@ -196,7 +196,9 @@ class Tokenizer:
         try:
             text = self._template.render(**variables, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template may fail as any program does
-            raise ValueError(f"{self._template_place} cannot render it: {reason(error)}") from error
+            text = reason(error)
+            hint = "; write a date in its place, since today's would change a resumed run" * ("strftime_now" in text)
+            raise ValueError(f"{self._template_place} cannot render it: {text}{hint}") from error
         if not self._has_tag:
             return text, ()
         # Odd pieces are answers.

@@ -255,6 +255,20 @@ def test_a_packed_data_set_needs_no_tokenizer() -> None:
     assert row["mask"].tolist() == [0, 1, 0, 0, 1, 0]
 
 
+def test_a_template_that_asks_for_today_s_date_is_refused_and_one_with_a_date_is_not(tmp_path: Path) -> None:
+    """Mistral Small 3.1 asks always; Llama 3.1 asks only if there is the function, and else has a date."""
+    today = "{{ strftime_now('%Y') }}"
+    write_tokenizer(tmp_path / "asks", today + TEMPLATE)
+    with pytest.raises(ValueError, match="'strftime_now' is undefined; write a date in its place"):
+        Tokenizer(tmp_path / "asks").chat(TALK["messages"])
+    for name, source in {
+        "date": today.replace("strftime_now('%Y')", "'2026'"),
+        "tested": "{% if strftime_now is defined %}" + today + "{% else %}2026{% endif %}",
+    }.items():
+        write_tokenizer(tmp_path / name, source + TEMPLATE)
+        assert Tokenizer(tmp_path / name).chat(TALK["messages"]).text.startswith("2026<s>")
+
+
 def test_packed_documents_have_the_loss_of_documents_alone() -> None:
     random = np.random.default_rng(0)
     documents = [(random.integers(1, 256, n, dtype=np.int32), random.random(n) < 0.7) for n in (9, 14, 5, 11, 3, 7)]

@@ -40,6 +40,8 @@ def with_adapter(options: TrainOptions) -> TrainOptions:
         raise ValueError(f"adapter={str(options.adapter)!r} needs the folder of its base: model='./folder'")
     config = named_model(options.model, options.length).config
     adapted = llama.with_adapters(config, options.adapter)
+    if config.adapted_projections == adapted.adapted_projections:  # named in any order
+        adapted = dataclasses.replace(adapted, lora_targets=config.lora_targets)
     model_changes = {change.partition("=")[0].strip() for change in split_changes(options.model)[1]}
     adapter_changes = ""
     for name in ("lora", "lora_alpha", "lora_targets"):

@@ -1,5 +1,6 @@
 """Tuning a Hugging Face folder on chats from the command line: answers, adapters that come back, bytes refused."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ import jaxpar as jp
 from jaxpar.data import Tokenizer
 from jaxpar.models import llama
 from jaxpar.run.cli import main
+from jaxpar.run.cli.exports import with_adapter
 from jaxpar.run.cli.options import TrainOptions, model_of
 from jaxpar.run.cli.parsing import parse
 from jaxpar.run.train.recorder import read
@@ -113,3 +115,17 @@ def test_what_has_no_tokens_is_refused(base: Path, words: str, message: str, cap
 def test_bytes_that_are_asked_for_are_read(base: Path, words: str) -> None:
     _, source = model_of(parse(TrainOptions, "train", [*words.split(), "--bytes", "--length", "8"]))
     assert source.corpus is not None
+
+
+def test_the_projections_of_an_adapter_may_be_named_in_any_order(base: Path) -> None:
+    config, params = llama.from_hf(base)
+    adapted = dataclasses.replace(config, lora=2, lora_targets="query+value")
+    params, _ = jp.from_nnx(lambda rngs: llama.Llama(adapted, rngs=rngs), llama.loss).create(jax.random.key(0))
+    llama.save_adapters(adapted, params, "adapters", "base")
+    options = lambda model: parse(TrainOptions, "train", ["--model", model, "--adapter", "adapters"])
+    assert "lora_targets=value+query" in with_adapter(options("./base,lora_targets=value+query")).model
+    with pytest.raises(
+        ValueError, match=r"has another lora_targets than adapters, which has query\+value; leave it out"
+    ):
+        with_adapter(options("./base,lora_targets=query"))
+    assert with_adapter(options("./base")).model == "./base,lora=2,lora_alpha=16.0,lora_targets=query+value"
