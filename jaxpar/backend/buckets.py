@@ -123,8 +123,8 @@ def _await_answer(call: Callable[[], Any], address: str, seconds: float | None =
     text = getattr(error, "strerror", None) or reason(error)
     code = error.errno if isinstance(error, OSError) else None
     is_denied = isinstance(error, PermissionError) or text.startswith("PERMISSION_DENIED")  # TensorStore's text
-    # On S3 TensorStore gives the status of the answer, and neither its class nor its words.
-    if status := re.search(r"\[http_response_code='(401|403)'\]", text):
+    # On S3 TensorStore may give the status of the answer, and neither its class nor its words.
+    if not is_denied and (status := re.search(r"\[http_response_code='(401|403)'\]", str(error))):
         is_denied, text = True, f"the bucket refuses access (HTTP {status[1]}); check the credentials and their rights"
     if is_denied or isinstance(error, _REFUSALS) or code == errno.EINVAL:
         code = code or (errno.EACCES if is_denied else errno.ENOENT)

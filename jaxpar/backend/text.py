@@ -53,7 +53,7 @@ def did_you_mean(name: Any, valid_names: Iterable[Any], form: str = " ({})", lea
 
 
 def reason(error: BaseException, max_length: int = 300) -> str:
-    """Return an error's text in one line, without the description of the array that TensorStore appends.
+    """Return an error's text in one line, without the details that TensorStore appends in brackets.
 
     Of a longer text, the middle is left out: TensorStore writes its cause, such as a full disk, behind several paths.
 
@@ -62,7 +62,8 @@ def reason(error: BaseException, max_length: int = 300) -> str:
     >>> reason(ValueError("cannot open " + 100 * "path/" + ": disk full"), max_length=24)
     'cannot open  ... /: disk full'
     """
-    text = " ".join(str(error).split()).partition(" [tensorstore_spec")[0]
+    # The details are the answer of a bucket's server and the description of the array: [http_response_code='403'].
+    text = re.split(r" \[[\w-]+='", " ".join(str(error).split()), maxsplit=1)[0]
     return text if len(text) <= max_length else f"{text[: max_length // 2]} ... {text[-(max_length // 2) :]}"
 
 
