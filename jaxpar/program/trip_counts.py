@@ -7,16 +7,19 @@ These are loops that run one iteration or none, depending on the iteration of th
     rank     the rank that runs it, if each rank has different loops; None if all ranks run it
 
 For example `runs_8_paces_3_of_20`: the loop runs in 8 of 20 iterations, and all devices wait for it in 3.
+
+A loop over tokens that overflow their experts' slots has another name: `overflow_at_most_6` runs at most 6 iterations,
+and none with a balanced load.
 """
 
 import re
 from fractions import Fraction
 from typing import NamedTuple
 
-OVERFLOW = "where_tokens_overflow"  # the scope of a conditional for tokens without a slot in the experts' buffers
-
 # `named_scope` puts the name into the name stack of the loop, and JAX appends "/while".
 _NAME = re.compile(r"runs_(\d+)_paces_(\d+)_of_(\d+)(?:_on_(\d+))?(?:/while)?$")
+# Under a derivative the scope is written `transpose(jvp(overflow_at_most_6))`.
+_OVERFLOW = re.compile(r"overflow_at_most_(\d+)\)*(?:/while)?$")
 
 
 class Share(NamedTuple):
@@ -45,6 +48,21 @@ def share_of(name: str) -> Share | None:
         return None
     runs, paces, iterations = map(int, match.groups()[:3])
     return Share(Fraction(runs, iterations), Fraction(paces, iterations), None if match[4] is None else int(match[4]))
+
+
+def overflow_name(most: int) -> str:
+    """Return the name of the scope for a loop over tokens that overflow: at most `most` iterations, and rarely one."""
+    return f"overflow_at_most_{most}"
+
+
+def most_overflow_trips(name: str) -> int | None:
+    """Parse the scopes of a `while`: return the most iterations of a loop over tokens that overflow, else None.
+
+    >>> most_overflow_trips("jit(step)/while/body/jvp(overflow_at_most_6)/while")
+    6
+    """
+    match = _OVERFLOW.search(name)
+    return int(match[1]) if match else None
 
 
 def times(outer: int, trips: int | Fraction) -> int:

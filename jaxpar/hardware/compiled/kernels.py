@@ -20,7 +20,7 @@ from fractions import Fraction
 import jax
 
 from ...program.collectives import on_the_wire
-from ...program.trip_counts import OVERFLOW
+from ...program.trip_counts import most_overflow_trips
 from .hlo import Instruction, Module, arrays, bits, nbytes
 from .products import Product, products
 
@@ -148,12 +148,12 @@ class While:
 
 @dataclass(frozen=True)
 class Choice:
-    """A conditional: one of its branches runs.
+    """A conditional, or a loop over tokens that overflow their experts' slots: one of its branches runs.
 
     Attributes:
       name: name of its instruction.
       branches: the operations of each branch.
-      overflow: one branch serves tokens that find no slot in the experts' buffers, and the other one does nothing.
+      overflow: one branch is the loop over tokens that overflow, with all its iterations; the other one does nothing.
     """
 
     name: str
@@ -233,15 +233,17 @@ class Executable:
         # 2. Loops and branches.
         elif instr.opcode == "while":
             parts = re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", instr.rest)
+            # A loop over tokens that overflow is a choice between none and the most of its iterations.
+            most_trips = most_overflow_trips(instr.source)
             # GPUs do not run the condition of a loop whose length is known.
-            trips = self.module.trips(instr, siblings)
+            trips = self.module.trips(instr, siblings) if most_trips is None else most_trips
             parts = parts if trips is None else re.findall(r"\bbody=%?([\w.\-]+)", instr.rest)
             body = tuple(operation for part in parts for operation in self._block(part))
             share = instr.share
-            yield While(instr.name, trips, body, share and share.paces, share and share.rank)
+            loop = While(instr.name, trips, body, share and share.paces, share and share.rank)
+            yield loop if most_trips is None else Choice(instr.name, ((), (loop,)), overflow=True)
         elif instr.opcode == "conditional":
-            is_overflow = instr.source.endswith(f"{OVERFLOW}/cond")
-            yield Choice(instr.name, tuple(self._block(branch) for branch in instr.branches), is_overflow)
+            yield Choice(instr.name, tuple(self._block(branch) for branch in instr.branches))
         elif instr.opcode == "call":
             for called in instr.called:
                 yield from self._block(called)

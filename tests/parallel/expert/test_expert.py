@@ -19,6 +19,8 @@ from tensor_cells import SHARED_BATCH
 from two_processes import check_two
 
 import jaxpar as jp
+from jaxpar.hardware.compiled.cost import Costs
+from jaxpar.hardware.devices import target
 from jaxpar.inspect.ledger import Ledger
 from jaxpar.models import named
 from jaxpar.parallel.expert.dims import apart, expert_dims, looks_stacked
@@ -304,6 +306,20 @@ def test_two_axes_do_not_split_one_dim() -> None:
     rules = ast.literal_eval(str(error.value).partition("rules=")[2])
     batch = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype("float32")}
     assert jp.verify(model_of(rules), "expert=2,tensor=2,data=2", batch).ok
+
+
+@pytest.mark.cuda_compiler
+def test_no_gradient_of_experts_is_copied() -> None:
+    """A conditional in a scan over all blocks copied it in every iteration, though balanced experts need no block."""
+    mixtral = named("mixtral-tiny", layers=1)
+    config, devices = mixtral.config, target("1xH200").devices
+    step = jp.make_train_step(mixtral.model, optax.sgd(0.1), "single", mesh=devices)
+    costs = Costs.from_hlo(step.compile(mixtral.example(8, 64)).as_text())
+    copied = sum(cost.kernel.written * cost.executions for cost in costs if cost.kernel.name.startswith("copy"))
+    one_leaf = 4 * config.experts * config.dim * config.ffn
+    assert 0 < copied < one_leaf
+    # The loop is a choice, as it rarely runs.
+    assert any(cost.conditional and cost.kernel.products for cost in costs)
 
 
 @pytest.mark.battery

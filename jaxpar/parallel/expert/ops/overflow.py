@@ -3,9 +3,8 @@
     choices of expert e, sorted:   | first C: in its buffer | block | block | block .. |
                                    by_expert.start[e]
 
-The number of blocks is known only when the program runs. It loops over as many as there can be, and a condition skips
-those that are not needed, so that the time depends on the number of choices that overflow. Nothing of a block is saved
-for the backward, which computes it again.
+The number of blocks is known only when the program runs: it loops over those that are needed. Nothing of a block is
+saved for the backward, which computes it again.
 
 Dims: N tokens, k choices of a token, E experts, C slots of an expert, b tokens of a block, D features.
 """
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ....model.permutations import route
-from .rounds import rounds, where_needed
+from .rounds import loop_over_overflow, rounds
 from .tables import Order, accumulation_dtype, order, rows_of
 
 _numbers = itertools.count()
@@ -74,7 +73,7 @@ def overflow(
 
 @dataclass(frozen=True)
 class OverflowBlocks:
-    """The program of `overflow` on flat leaves: a scan over blocks.
+    """The program of `overflow` on flat leaves: a loop over blocks.
 
     Attributes:
       expert: as for `overflow`.
@@ -88,22 +87,25 @@ class OverflowBlocks:
     slots: int
     size: int
 
-    def table(self, by_expert: Order, n: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return for each block its expert, its first position in the sorted choices, and its number of choices."""
-        # Blocks are numbered expert after expert: block j belongs to the first expert whose blocks end after it. Blocks
-        # j >= ends[-1] are not needed.
+    def loop(self, step: Callable[[Any, Any], Any], carry: Any, by_expert: Order, n: int, k: int) -> Any:
+        """Run `step(block, carry)` for each block that is needed.
+
+        A block is its expert, its first position in the sorted choices, and its number of choices, all int32 [].
+        """
+        # Blocks are numbered expert after expert: block j belongs to the first expert whose blocks end after it.
         slots, size = self.slots, self.size
         num_overflowing = jnp.maximum(by_expert.load - slots, 0)
         num_blocks = (num_overflowing + size - 1) // size
         ends = jnp.cumsum(num_blocks)
-        j = jnp.arange(most_blocks(n, k, by_expert.load.size, slots, size), dtype=jnp.int32)
-        e = jnp.minimum((j[:, None] >= ends).sum(axis=1, dtype=jnp.int32), by_expert.load.size - 1)
-        offset = (j - (ends - num_blocks)[e]) * size
-        return (
-            e,
-            by_expert.start[e] + slots + offset,
-            jnp.where(j < ends[-1], jnp.clip(num_overflowing[e] - offset, 0, size), 0),
-        )
+
+        def step_of_number(j: jax.Array, carry: Any) -> Any:
+            e = (j >= ends).sum(dtype=jnp.int32)
+            offset = (j - (ends - num_blocks)[e]) * size
+            block = e, by_expert.start[e] + slots + offset, jnp.minimum(num_overflowing[e] - offset, size)
+            return step(block, carry)
+
+        most = most_blocks(n, k, by_expert.load.size, slots, size)
+        return loop_over_overflow(ends[-1], most, step_of_number, carry)
 
     def choices(self, by_expert: Order, start: jax.Array, count: jax.Array) -> jax.Array:
         """Return the choices of a block, [b]; N k beyond its `count`."""
@@ -120,60 +122,51 @@ class OverflowBlocks:
         """Compute the blocks one after the other, and add the results of each to its tokens."""
         by_expert, k = order(ids, None, leaves[0].shape[0]), ids.shape[1]
 
-        def step(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
+        def step(block: Any, total: jax.Array) -> jax.Array:
             e, start, count = block
-
-            def compute(total: jax.Array) -> jax.Array:
-                choices = self.choices(by_expert, start, count)
-                block_weights, rows = rows_of(weights.reshape(-1), choices), rows_of(x, choices // k)
-                result = self.weighted_expert(block_weights, rows, _leaves_of(e, leaves))
-                # Token N, of the choice N k, is beyond the last one, and is dropped.
-                return total.at[choices // k].add(result, mode="drop")
-
-            return where_needed(count > 0, compute, total), None
+            choices = self.choices(by_expert, start, count)
+            block_weights, rows = rows_of(weights.reshape(-1), choices), rows_of(x, choices // k)
+            result = self.weighted_expert(block_weights, rows, _leaves_of(e, leaves))
+            # Token N, of the choice N k, is beyond the last one, and is dropped.
+            return total.at[choices // k].add(result, mode="drop")
 
         # D' is known only by tracing the expert on one row.
         one_row = lambda x, leaves: self.weighted_expert(weights[:1, 0], x[:1], _leaves_of(by_expert.load[0], leaves))
         width = jax.eval_shape(one_row, x, leaves).shape[-1]
         zeros = jnp.zeros((x.shape[0], width), weights.dtype)
-        return jax.lax.scan(step, zeros, self.table(by_expert, *ids.shape))[0], *leaves
+        return self.loop(step, zeros, by_expert, *ids.shape), *leaves
 
     def forward(self, x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> Any:
         """Return the results of `run`, and the inputs as residuals."""
         return self.run(x, ids, weights, *leaves), (x, ids, weights, leaves)
 
     def backward(self, saved: Any, cotangents: Any) -> Any:
-        """Return the cotangents of the inputs of `run`: the same scan computes each block again, and its cotangents."""
+        """Return the cotangents of the inputs of `run`: the same loop computes each block again, and its cotangents."""
         (x, ids, weights, leaves), (cotangent, *leaf_cotangents) = saved, cotangents
         by_expert, k = order(ids, None, leaves[0].shape[0]), ids.shape[1]
 
-        def step(carry: Any, block: Any) -> tuple[Any, None]:
+        def step(block: Any, carry: Any) -> Any:
             e, start, count = block
-
-            def compute(carry: Any) -> Any:
-                grad_x, grad_weights, grad_expert, grad_leaves, previous_expert = carry
-                choices = self.choices(by_expert, start, count)
-                block_weights, rows = rows_of(weights.reshape(-1), choices), rows_of(x, choices // k)
-                _, pull = jax.vjp(self.weighted_expert, block_weights, rows, _leaves_of(e, leaves))
-                block_grad_weights, block_grad_x, block_grad_expert = pull(rows_of(cotangent, choices // k))
-                # Blocks of one expert follow each other. Their sum stays in float32 in the carry, and every block
-                # rounds it anew into the leaf's gradient, so that rounding errors do not add up.
-                grad_expert = [
-                    jnp.where(e == previous_expert, total, leaf_grad.astype(total.dtype))
-                    + block_grad.astype(total.dtype)
-                    for total, leaf_grad, block_grad in zip(
-                        grad_expert, _leaves_of(e, grad_leaves), block_grad_expert, strict=True
-                    )
-                ]
-                grad_leaves = [
-                    jax.lax.dynamic_update_index_in_dim(leaf, total.astype(leaf.dtype), e, 0)
-                    for leaf, total in zip(grad_leaves, grad_expert, strict=True)
-                ]
-                grad_x = grad_x.at[choices // k].add(block_grad_x.astype(grad_x.dtype), mode="drop")
-                grad_weights = grad_weights.at[choices].set(block_grad_weights, mode="drop")
-                return grad_x, grad_weights, grad_expert, grad_leaves, e
-
-            return where_needed(count > 0, compute, carry), None
+            grad_x, grad_weights, grad_expert, grad_leaves, previous_expert = carry
+            choices = self.choices(by_expert, start, count)
+            block_weights, rows = rows_of(weights.reshape(-1), choices), rows_of(x, choices // k)
+            _, pull = jax.vjp(self.weighted_expert, block_weights, rows, _leaves_of(e, leaves))
+            block_grad_weights, block_grad_x, block_grad_expert = pull(rows_of(cotangent, choices // k))
+            # Blocks of one expert follow each other. Their sum stays in float32 in the carry, and every block
+            # rounds it anew into the leaf's gradient, so that rounding errors do not add up.
+            grad_expert = [
+                jnp.where(e == previous_expert, total, leaf_grad.astype(total.dtype)) + block_grad.astype(total.dtype)
+                for total, leaf_grad, block_grad in zip(
+                    grad_expert, _leaves_of(e, grad_leaves), block_grad_expert, strict=True
+                )
+            ]
+            grad_leaves = [
+                jax.lax.dynamic_update_index_in_dim(leaf, total.astype(leaf.dtype), e, 0)
+                for leaf, total in zip(grad_leaves, grad_expert, strict=True)
+            ]
+            grad_x = grad_x.at[choices // k].add(block_grad_x.astype(grad_x.dtype), mode="drop")
+            grad_weights = grad_weights.at[choices].set(block_grad_weights, mode="drop")
+            return grad_x, grad_weights, grad_expert, grad_leaves, e
 
         start = (
             jnp.zeros(x.shape, accumulation_dtype(x.dtype)),
@@ -182,7 +175,7 @@ class OverflowBlocks:
             leaf_cotangents,
             jnp.int32(-1),
         )
-        (grad_x, grad_weights, _, grad_leaves, _), _ = jax.lax.scan(step, start, self.table(by_expert, *ids.shape))
+        grad_x, grad_weights, _, grad_leaves, _ = self.loop(step, start, by_expert, *ids.shape)
         return grad_x.astype(x.dtype), None, grad_weights.reshape(weights.shape), *grad_leaves
 
     def part(self, ranks: int) -> Callable[..., Any]:

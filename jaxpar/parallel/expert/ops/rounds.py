@@ -73,7 +73,7 @@ def rounds(overflow: Callable[..., Any], slots: int, ranks: int) -> Callable[...
 
 @dataclass(frozen=True)
 class OverflowRounds:
-    """The program of `rounds`, whose arguments its attributes are: a scan over all rounds that there can be."""
+    """The program of `rounds`, whose arguments its attributes are: a loop over the rounds that are needed."""
 
     overflow: Callable[..., Any]
     slots: int
@@ -113,9 +113,11 @@ class OverflowRounds:
         # A rank that ran fewer rounds would leave the others waiting in an all-to-all.
         return lax.pmax(-(-busiest_load // (self.slots * num_overflowing.shape[1])), AXIS)
 
-    def indices(self, x: jax.Array, ids: jax.Array, experts: int) -> jax.Array:
-        """Return the indices of all rounds that there can be."""
-        return jnp.arange(most_rounds(x.shape[0], ids.shape[1], experts, self.ranks, self.slots), dtype=jnp.int32)
+    def loop(self, step: Callable[[jax.Array, Any], Any], carry: Any, by_expert: Order, ids: jax.Array) -> Any:
+        """Run `step` for each round that the busiest rank needs, on all ranks."""
+        tokens, k = ids.shape
+        most = most_rounds(tokens, k, by_expert.load.size, self.ranks, self.slots)
+        return loop_over_overflow(self.count(by_expert), most, step, carry)
 
     def run_one(
         self, by_expert: Order, ids: jax.Array, number: jax.Array, x: jax.Array, weights: jax.Array, leaves: Any
@@ -131,43 +133,32 @@ class OverflowRounds:
         return combine(slot, results, weights, choice), leaves
 
     def run(self, x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-        """Run the rounds that are needed, under a condition that is the same on all ranks."""
-        experts = leaves[0].shape[0] * self.ranks
-        by_expert = order(ids, None, experts)
-        count = self.count(by_expert)
-
-        def step(total: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
-            compute = lambda total: total + self.run_one(by_expert, ids, number, x, weights, leaves)[0]
-            return where_needed(number < count, compute, total), None
-
+        """Run the rounds that are needed."""
+        by_expert = order(ids, None, leaves[0].shape[0] * self.ranks)
+        step = lambda number, total: total + self.run_one(by_expert, ids, number, x, weights, leaves)[0]
         width = jax.eval_shape(self.overflow, x, ids, weights, *leaves)[0].shape[-1]
         zeros = jnp.zeros((x.shape[0], width), weights.dtype)
-        return lax.scan(step, zeros, self.indices(x, ids, experts))[0], *leaves
+        return self.loop(step, zeros, by_expert, ids), *leaves
 
     def forward(self, x: jax.Array, ids: jax.Array, weights: jax.Array, *leaves: jax.Array) -> Any:
         """Return the results of `run`, and the inputs as residuals."""
         return self.run(x, ids, weights, *leaves), (x, ids, weights, leaves)
 
     def backward(self, saved: Any, cotangents: Any) -> Any:
-        """Return the cotangents of the inputs of `run`: the same scan runs each round again, and its derivative."""
+        """Return the cotangents of the inputs of `run`: the same loop runs each round again, and its derivative."""
         (x, ids, weights, leaves), (cotangent, *leaf_cotangents) = saved, cotangents
-        experts = leaves[0].shape[0] * self.ranks
-        by_expert = order(ids, None, experts)
-        count = self.count(by_expert)
+        by_expert = order(ids, None, leaves[0].shape[0] * self.ranks)
 
-        def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
-            def compute(carry: Any) -> Any:
-                grad_x, grad_weights, grad_leaves = carry
-                one_round = lambda x, weights, leaves: self.run_one(by_expert, ids, number, x, weights, leaves)
-                # The leaves pass through a round: their cotangents come out with the round's gradient added.
-                _, pull = jax.vjp(one_round, x, weights, list(leaves))
-                round_grad_x, round_grad_weights, grad_leaves = pull((cotangent, grad_leaves))
-                return grad_x + round_grad_x.astype(grad_x.dtype), grad_weights + round_grad_weights, grad_leaves
-
-            return where_needed(number < count, compute, carry), None
+        def step(number: jax.Array, carry: Any) -> Any:
+            grad_x, grad_weights, grad_leaves = carry
+            one_round = lambda x, weights, leaves: self.run_one(by_expert, ids, number, x, weights, leaves)
+            # The leaves pass through a round: their cotangents come out with the round's gradient added.
+            _, pull = jax.vjp(one_round, x, weights, list(leaves))
+            round_grad_x, round_grad_weights, grad_leaves = pull((cotangent, grad_leaves))
+            return grad_x + round_grad_x.astype(grad_x.dtype), grad_weights + round_grad_weights, grad_leaves
 
         start = jnp.zeros(x.shape, accumulation_dtype(x.dtype)), jnp.zeros_like(weights), list(leaf_cotangents)
-        (grad_x, grad_weights, grad_leaves), _ = lax.scan(step, start, self.indices(x, ids, experts))
+        grad_x, grad_weights, grad_leaves = self.loop(step, start, by_expert, ids)
         return grad_x.astype(x.dtype), None, grad_weights, *grad_leaves
 
 
@@ -176,10 +167,12 @@ def _all_to_all(x: jax.Array) -> jax.Array:
     return lax.all_to_all(x, AXIS, 0, 0, tiled=True)
 
 
-def where_needed(needed: jax.Array, compute: Callable[[Any], Any], carry: Any) -> Any:
-    """Return `compute(carry)` if `needed` (bool []) is true, else `carry`.
+def loop_over_overflow(count: jax.Array, most: int, step: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+    """Return the carry after `step(number, carry)` for number = 0 .. count - 1, int32 [].
 
-    The scope's name tells readers of compiled programs that the condition is an overflow of experts, which is rare.
+    The scope's name tells readers of compiled programs that there are at most `most` iterations, and rarely any.
     """
-    with jax.named_scope(trip_counts.OVERFLOW):
-        return jax.lax.cond(needed, compute, lambda carry: carry, carry)
+    # A scan over all possible iterations with a conditional in it would copy the carry twice in each of them: XLA's
+    # conditional does not write in place. The carry has the gradients of all experts.
+    with jax.named_scope(trip_counts.overflow_name(most)):
+        return lax.fori_loop(0, count, step, carry)
