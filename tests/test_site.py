@@ -263,16 +263,25 @@ def test_colours_follow_the_system(site: Path, home: str, browser: Browser) -> N
         assert (brightness < 64) == dark, shown
 
 
-def test_search_finds_a_strategy(site: Path, home: str, browser: Browser) -> None:
+@pytest.mark.parametrize(
+    ("text", "page"),
+    [
+        ("ZeRO-2", "strategies/zero2"),
+        ("FSDP", "strategies/zero3"),
+        ("DistributedSampler", "from-pytorch"),
+        ("gradient accumulation", "recipes/optimizers"),
+    ],
+)
+def test_search_finds_the_page(text: str, page: str, site: Path, home: str, browser: Browser) -> None:
     browser.look(DESK)
     browser.open(home)
     browser.wait("document.querySelector('.md-search__button') != null")
     browser.run("document.querySelector('.md-search__button').click()")
     inside = "[...document.querySelectorAll('*')].filter(x => x.shadowRoot).map(x => x.shadowRoot)"  # its own widget
     browser.wait(f"{inside}.some(x => x.activeElement?.tagName == 'INPUT')")
-    browser.call("Input.insertText", text="ZeRO-2")
+    browser.call("Input.insertText", text=text)
     found = f"{inside}.flatMap(x => [...x.querySelectorAll('a')]).map(x => x.href)"
-    browser.wait(f"{found}.some(x => x.includes('/strategies/zero2/'))")
+    browser.wait(f"{found}.some(x => x.includes('/{page}/'))")
 
 
 def test_a_snippet_is_copied(site: Path, home: str, browser: Browser) -> None:
