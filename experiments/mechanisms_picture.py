@@ -255,7 +255,7 @@ def draw_exchanges() -> str:
             yield label(170, y + 17, f"{'' if out else '&#8592; '}{one.kind}{' &#8594;' if out else ''}", "mid")
             yield label(496, y + 17, one.what)
         y = 52 + 34 * len(transfers)
-        yield label(12, y + 18, "ddp: one, in pieces behind the backward")
+        yield label(12, y + 18, "ddp: one, in pieces that overlap with the backward")
         for rank in range(RANKS):
             yield box(12 + 76 * rank, y + 32, 70, 24, COLORS[rank], f"device {rank}")
         yield label(326, y + 49, f"{kind} of gradients")

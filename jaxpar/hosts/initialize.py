@@ -44,7 +44,7 @@ def initialize(
     """Join the processes of one run. Call it in each, before anything that touches a device.
 
     Without arguments it reads the environment: `jaxpar launch`, srun, mpirun, Kubernetes' indexed Jobs and JobSets, or
-    the variables in `jaxpar/hosts/README.md`. If nothing says that the process is one of several, it runs alone.
+    the variables that docs/launch.md lists. If nothing says that the process is one of several, it runs alone.
 
     Process 0 prints one line about the run. From then on a watchdog ends every process, with exit status 75 and one
     sentence, if another process is lost, is stuck or has failed.

@@ -91,7 +91,9 @@ class Beat:
         num_finished, is_inside = divmod(self.position, 2)
         if not self.position:
             return "had not begun a step"
-        return f"last finished step {num_finished}" + (f" and was in step {num_finished + 1}" if is_inside else "")
+        # The process may have gone further since its last beat.
+        begun = f" and step {num_finished + 1} begun" if is_inside else ""
+        return f"last reported step {num_finished} finished{begun}"
 
 
 class Peer:

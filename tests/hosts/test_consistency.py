@@ -83,7 +83,7 @@ def test_who_has_gone_on_without_comparing_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ending, "watch", lambda: watch)
     assert consistency._why_never(1) == ""
     watch.peers[1].beat.position = 7
-    expected = "it last finished step 3 and was in step 4, with a batch of shapes that it has trained on before"
+    expected = "it last reported step 3 finished and step 4 begun, with a batch of shapes that it has trained on before"
     assert consistency._why_never(1) == expected
     watch.begin_run(0)  # a second run of the script, from which no beat of the other has come yet
     assert consistency._why_never(1) == ""

@@ -82,7 +82,7 @@ def test_the_death_of_process_0_is_told_by_the_others() -> None:
     (sentence,) = [line for line in output.splitlines() if "is lost" in line]
     assert sentence.startswith("[1] jaxpar: rank 0 on ")
     # As of its last beat, a second before at most: on a quick machine that was before the first step.
-    assert re.search(r"it (last finished step [0-3]|had not begun a step)\b", sentence)
+    assert re.search(r"it (last reported step [0-3] finished|had not begun a step)\b", sentence)
     # It is heard of by the closed connection, by its process's end, or by a collective that breaks off.
     assert sentence.endswith(("ends with it.", "which ends too."))
     assert "rank 0 was ended by SIGKILL; the run ends with status 137" in output
@@ -93,8 +93,8 @@ def test_the_death_of_process_0_is_told_by_the_others() -> None:
     ("fault", "status", "message"),
     [
         ("STOP:0:3", 75, "is lost: "),
-        ("sleep:1:3", 75, "is stuck: it last finished step 3"),
-        ("sleep:0:3", 75, "is stuck: it last finished step 3"),
+        ("sleep:1:3", 75, "is stuck: it last reported step 3 finished"),
+        ("sleep:0:3", 75, "is stuck: it last reported step 3 finished"),
         ("raise:1:3", 1, "failed: RuntimeError: no such row"),
         ("raise:0:0", 1, "failed: RuntimeError: no such row"),
         ("shape:1:3", 1, "rank 0 will not compare the batch to train with the others: it last finished step "),

@@ -85,7 +85,7 @@ def test_a_lost_process_ends_all_within_the_limit(run: Run) -> None:
     assert run.now - begin == 60
     (sentence,) = {verdict.sentence for verdict in run.verdicts.values()}
     assert sentence.startswith("rank 1 on node1 (pid 41) is lost: nothing was heard of it for 3")
-    assert sentence.endswith("it last finished step 5")  # it had said so, before step 6
+    assert sentence.endswith("it last reported step 5 finished")  # it had said so, before step 6
     run.advance(2)  # stopped, and continued: it hears what the others have decided
     assert run.verdicts[1] == run.verdicts[0]
 
@@ -94,7 +94,7 @@ def test_a_lost_process_ends_all_within_the_limit(run: Run) -> None:
     ("is_broken", "says"),
     [
         (False, "rank 0 on node0 (pid 40) is lost: nothing was heard of it"),
-        (True, "its coordinator has not answered for 37 s: UNAVAILABLE: Socket closed; it last finished step 5"),
+        (True, "its coordinator has not answered for 37 s: UNAVAILABLE: Socket closed; it last reported step 5 finished"),
     ],
 )
 def test_a_lost_process_0_is_judged_by_each(run: Run, is_broken: bool, says: str) -> None:
@@ -115,7 +115,7 @@ def test_a_stuck_process_is_who_others_wait_for(run: Run, slow: int) -> None:
     assert [*run.verdicts] == [0, 1, 2]
     assert all(verdict.stacks for verdict in run.verdicts.values())
     (sentence,) = {verdict.sentence for verdict in run.verdicts.values()}
-    says = "is stuck: it last finished step 5, and stayed there 37 s while others are in step 6"
+    says = "is stuck: it last reported step 5 finished, and stayed there 37 s while others are in step 6"
     assert sentence == f"rank {slow} on node{slow} (pid {40 + slow}) {says}"
 
 
@@ -147,7 +147,7 @@ def test_fewer_steps_than_others(run: Run) -> None:
     run.watches[2].beat.has_ended = True
     run.step(0, 1)
     run.advance(60)
-    expected = "(pid 42) ended, and last finished step 5, while others are past step 6; give every process"
+    expected = "(pid 42) ended, and last reported step 5 finished, while others are past step 6; give every process"
     assert expected in run.verdicts[0].sentence
     assert not run.verdicts[1].stacks
 
@@ -156,7 +156,7 @@ def test_a_failure_is_told_to_all(run: Run) -> None:
     run.advance(3, every_second=run.step)
     run.watches[2].beat.failure = "ValueError: no such row"
     run.advance(3)
-    expected = "rank 2 on node2 (pid 42) failed: ValueError: no such row (it last finished step 3)"
+    expected = "rank 2 on node2 (pid 42) failed: ValueError: no such row (it last reported step 3 finished)"
     assert run.verdicts[1].sentence == json.loads(run.table["verdict"])[0] == expected
 
 
@@ -188,7 +188,7 @@ def test_a_resumed_run_counts_from_its_checkpoint(run: Run) -> None:
     run.advance(200)  # it compiles
     assert not run.verdicts
     run.step()
-    assert run.watches[0].beat.progress_text == "last finished step 101"
+    assert run.watches[0].beat.progress_text == "last reported step 101 finished"
     assert Beat.from_json(run.watches[0].beat.to_json()) == run.watches[0].beat
 
 
@@ -235,7 +235,7 @@ def test_all_that_train_far_longer_than_before_are_stuck(run: Run) -> None:
     (sentence,) = {verdict.sentence for verdict in run.verdicts.values()}
     expected = (
         "all 3 processes are stuck: for 37 s none has begun anything else; rank 0 on node0 (pid 40) is training, "
-        "which took 2.0 s at most before (it last finished step 11); rank 1 on node1 (pid 41) is training"
+        "which took 2.0 s at most before (it last reported step 11 finished); rank 1 on node1 (pid 41) is training"
     )
     assert sentence.startswith(expected)
     assert run.verdicts[0].stacks
