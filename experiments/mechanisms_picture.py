@@ -132,6 +132,8 @@ def draw_collectives() -> str:
     calls: dict[str, tuple[jax.Array, Callable[[jax.Array], jax.Array]]] = {
         "broadcast": (all_chunks, lambda x: collectives.broadcast(x, "d")),
         "reduce": (all_chunks, lambda x: collectives.reduce(x, "d")),
+        "scatter": (all_chunks, lambda x: collectives.scatter(x, "d")),
+        "gather": (jnp.diagonal(all_chunks)[:, None], lambda x: collectives.gather(x, "d")),
         "all-reduce": (all_chunks, lambda x: collectives.all_reduce(x, "d")),
         "all-gather": (jnp.diagonal(all_chunks)[:, None], lambda x: collectives.all_gather(x, "d")),
         "reduce-scatter": (all_chunks, lambda x: collectives.reduce_scatter(x, "d")),
@@ -155,7 +157,7 @@ def draw_collectives() -> str:
             yield label(x + 112, y + 56, "&#8594;", "mid")
             yield from buffers(x + 128, y, jax.vmap(call, axis_name="d")(values))
 
-    return svg("Buffers of four ranks before and after each collective", 2 * wide, 3 * high + 20, lines())
+    return svg("Buffers of four ranks before and after each collective", 2 * wide, len(calls) // 2 * high + 20, lines())
 
 
 def events(jaxpr: Any) -> Iterator[str]:
