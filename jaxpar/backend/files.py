@@ -147,6 +147,8 @@ def member(folder: Path, name: Any, source: Path | None = None) -> Path:
     allowed_root = root.parent.parent if root.parent.name == "snapshots" else root
     if not (resolved := path.resolve()).is_relative_to(allowed_root):
         raise ValueError(f"{prefix}{path} is a link to {resolved}, outside of {folder}; copy that file into the folder")
+    if not folder.exists():
+        raise ValueError(f"there is no folder {folder}; give the folder that has {name}")
     if not path.exists():
         reference = f", which {source.name} names" if source else ""
         raise ValueError(f"{folder} lacks {name}{reference}; download the model once more")

@@ -28,13 +28,14 @@ import numpy as np
 
 from ..backend.buckets import Place
 from ..backend.files import place
-from ..backend.text import few
+from ..backend.text import did_you_mean, few
 from .corpus import HELD_OUT, Batch, check_broken, files_below
 from .rows import RowBatches, Rows
-from .tokenizer import NoTemplateError, Rendered, Tokenizer
+from .tokenizer import NoTemplateError, Rendered, TemplateError, Tokenizer
 
 JSONL = ".jsonl"
-_MALFORMED = "malformed"
+_MALFORMED, _REFUSED = "malformed", "refused by the chat template"
+_ROLES = ("system", "developer", "user", "assistant", "tool")  # a template may know more
 _BLOCK = 1024  # lines that are tokenized at once, on all cores
 _FORMS = '{"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}'
 
@@ -157,13 +158,15 @@ def chat(
     reading, lines = _Reading(tokenizer, length), _lines(root)
     while block := list(itertools.islice(lines, _BLOCK)):
         reading.add(block)
-    documents, malformed = reading.documents, reading.left_out.get(_MALFORMED, [])
+    documents = reading.documents
     # 2. Refuse what cannot be meant.
-    if malformed and (broken == "error" or not documents):
-        raise ValueError(
-            f"{len(malformed):,} of {reading.lines:,} lines are no documents: {few(malformed)}; write {_FORMS} a line, "
-            "or leave them out with broken='skip'"
-        )
+    skip = ", or leave them out with broken='skip'" if broken == "error" else ""
+    for kind, what, advice in (
+        (_MALFORMED, "are no documents", f"write {_FORMS} a line"),
+        (_REFUSED, "do not fit the chat template", "change the template, or give messages that it can render"),
+    ):
+        if (places := reading.left_out.get(kind, [])) and (broken == "error" or not documents):
+            raise ValueError(f"{len(places):,} of {reading.lines:,} lines {what}: {few(places)}; {advice}{skip}")
     if len(documents) < 2:
         hint = f", or use length={reading.longest - 1}" if reading.longest > length + 1 else ""
         raise ValueError(
@@ -213,7 +216,8 @@ class _Reading:
             except NoTemplateError:
                 raise
             except (ValueError, RecursionError) as error:
-                self._leave_out(_MALFORMED, f"{where} ({error or 'it is nested too deeply'})")
+                kind = _REFUSED if isinstance(error, TemplateError) else _MALFORMED
+                self._leave_out(kind, f"{where} ({error or 'it is nested too deeply'})")
         tokens = self._tokenizer.encode([*rendered.values()])
         for (where, text), (ids, counts) in zip(rendered.items(), tokens, strict=True):
             self._add_document(where, text, ids, counts)
@@ -255,12 +259,15 @@ def _parse(line: bytes, tokenizer: Tokenizer) -> Rendered:
         case {"messages": [_, *_] as messages}:
             for i, message in enumerate(messages, 1):
                 match message:
-                    case {"role": str(), "content": str()} | {"role": str(), "tool_calls": _}:
-                        pass
+                    case {"role": str(role), "content": str()} | {"role": str(role), "tool_calls": _}:
+                        # A misspelled role would go into the template as it is, and its message would not count.
+                        if role not in _ROLES and (correction := did_you_mean(role, _ROLES, "; {}", 0.7)):
+                            raise ValueError(f"message {i} has the role {role!r}{correction}")
                     case _:
                         raise ValueError(f"message {i} needs a role and a content, both texts")
             if not any(message["role"] == "assistant" for message in messages):
-                raise ValueError("no message of the assistant, and the loss counts these alone")
+                roles = sorted({message["role"] for message in messages})
+                raise ValueError(f"it has messages of {few(roles)}, and the loss counts those of the assistant alone")
             return tokenizer.chat(messages, document.get("tools"))
         case {"prompt": str(prompt), "completion": str(completion)}:
             return Rendered(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), True)

@@ -49,6 +49,10 @@ class NoTemplateError(ValueError):
     """A model without a chat template is given messages."""
 
 
+class TemplateError(ValueError):
+    """A chat template does not render the messages that it is given."""
+
+
 class Tokenizer:
     """The tokenizer and the chat template of a Hugging Face model.
 
@@ -173,7 +177,7 @@ class Tokenizer:
                 prompt, _ = self._render(messages[:i], tools, add_generation_prompt=True)
                 dialog = self._render(messages[: i + 1], tools)[0] if i + 1 < len(messages) else text
                 if not (text.startswith(dialog) and dialog.startswith(prompt)):
-                    raise ValueError(
+                    raise TemplateError(
                         f"{self._template_place} renders message {i + 1} differently when others follow, so that its "
                         "answers cannot be found; put {% generation %} and {% endgeneration %} around them in it"
                     )
@@ -198,7 +202,7 @@ class Tokenizer:
         except Exception as error:  # a template may fail as any program does
             text = reason(error)
             hint = "; write a date in its place, since today's would change a resumed run" * ("strftime_now" in text)
-            raise ValueError(f"{self._template_place} cannot render it: {text}{hint}") from error
+            raise TemplateError(f"{self._template_place} cannot render it: {text}{hint}") from error
         if not self._has_tag:
             return text, ()
         # Odd pieces are answers.

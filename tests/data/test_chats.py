@@ -1,6 +1,7 @@
 """Chats, completions and texts in JSONL: their tokens, what the loss counts, the packed rows, and lines left out."""
 
 import json
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,9 @@ def test_lines_that_do_not_fit_are_named_and_counted(tokenizer: Tokenizer, tmp_p
         ({"conversations": []}, r"x.jsonl:2 \(keys conversations, which have another form\)"),
         ({"prompt": "no completion"}, r"x.jsonl:2 \(keys prompt, which have another form\)"),
         ({"messages": []}, "keys messages, which have another form"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant, and the loss counts these"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "it has messages of user, and the loss counts those of the"),
+        # It was trained on, and the answer did not count.
+        ({"messages": [*TALK["messages"], {"role": "asistant", "content": "x"}]}, "the role 'asistant'; did you mean"),
         ({"messages": [{"role": "assistant", "content": [1]}]}, "message 1 needs a role and a content, both texts"),
         (conversation("REFUSE", "x"), "chat_template of .*tokenizer_config.json cannot render it: no such talk"),
         (conversation("ESCAPE", "x"), "cannot render it: .*unsafe"),
@@ -161,13 +164,18 @@ def test_lines_that_are_no_documents_are_refused_or_skipped(tmp_path: Path, line
     if message is None:  # another letter
         assert len(chat(file, tokenizer, 64).left_out) == 0
         return
-    with pytest.raises(ValueError, match=rf"1 of 3 lines are no documents: .*{message}.*; write .* broken='skip'"):
+    is_refused = "cannot render" in message
+    kind = "refused by the chat template" if is_refused else "malformed"
+    text = "do not fit the chat template: .*; change the" if is_refused else "are no documents: .*; write"
+    with pytest.raises(ValueError, match=rf"1 of 3 lines {text}.* broken='skip'") as error:
         chat(file, tokenizer, 64)
+    assert re.search(message, str(error.value))
     data = chat(file, tokenizer, 64, broken="skip")
-    assert len(data.left_out["malformed"]) == 1
-    assert "left out, malformed: 1, x.jsonl:2 (" in data.description
+    assert len(data.left_out[kind]) == 1
+    assert f"left out, {kind}: 1, x.jsonl:2 (" in data.description
     file.write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"1 of 1 lines are no documents: x.jsonl:1 \(no JSON: .*codec"):
+    # It advised to skip them.
+    with pytest.raises(ValueError, match=r"1 of 1 lines are no documents: x.jsonl:1 \(no JSON: .*codec.* a line$"):
         chat(file, tokenizer, 64, broken="skip")
 
 

@@ -94,7 +94,10 @@ def test_a_lost_process_ends_all_within_the_limit(run: Run) -> None:
     ("is_broken", "says"),
     [
         (False, "rank 0 on node0 (pid 40) is lost: nothing was heard of it"),
-        (True, "its coordinator has not answered for 37 s: UNAVAILABLE: Socket closed; it last reported step 5 finished"),
+        (
+            True,
+            "its coordinator has not answered for 37 s: UNAVAILABLE: Socket closed; it last reported step 5 finished",
+        ),
     ],
 )
 def test_a_lost_process_0_is_judged_by_each(run: Run, is_broken: bool, says: str) -> None:

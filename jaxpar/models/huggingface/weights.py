@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -297,9 +298,10 @@ def _folder(source: Any) -> Path:
     if not isinstance(source, str | os.PathLike):
         raise ValueError(f"from_hf({source!r}): needs a folder, or a state dict")
     if not local(source, "source").is_dir():
-        raise ValueError(
-            f"{source} is not a folder; download the model into one: hf download {source} --local-dir FOLDER"
-        )
+        # A name on the hub is OWNER/NAME.
+        is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source))
+        download = f"download the model into one: hf download {source} --local-dir FOLDER"
+        raise ValueError(f"{source} is not a folder; {download if is_hub_name else 'give the folder of the model'}")
     return Path(source)
 
 
