@@ -20,6 +20,7 @@ from rich.text import Text
 from ..backend.text import few
 from ..layout.state import State
 from ..make import make_train_step
+from ..model.batches import as_array
 from ..model.model import MAKERS, Model
 from ..step.core import Step
 from ..step.update import taking_value
@@ -121,6 +122,7 @@ def verify(
     """
     _check_arguments(model, strategy, batch, steps)
     key = jax.random.key(0) if key is None else key
+    batch = jax.tree.map(as_array, batch)
     name, strategy = str(strategy), as_strategy(strategy)
     optimizer = optax.sgd(0.1, momentum=0.9) if optimizer is None else optimizer
     model = dataclasses.replace(model, optimizer=None)  # the given optimizer updates every leaf

@@ -104,6 +104,9 @@ def test_tensors_of_other_libraries_are_batches() -> None:
     state = step.init(jax.random.key(0))
     losses = [float(step.evaluate(state, [kind(x)])["loss"]) for kind in (np.asarray, Tensor)]
     assert losses[0] == losses[1]
+    # These two refused what the step took.
+    assert step.explain([Tensor(x)]).json() == step.explain([x]).json()
+    assert jp.verify(model, "ddp", [Tensor(x)], steps=1).ok
 
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")

@@ -15,7 +15,7 @@ from ...hardware.compiled.cost import Costs
 from ...hardware.compiled.kernels import Executable, Operation, Start
 from ...hardware.hardware import of_device_kind
 from ...layout.leaves import PAD_FROM
-from ...model.batches import batch_shardings, is_array
+from ...model.batches import as_array, batch_shardings, is_array
 from ...model.paths import name_of
 from ...parallel.data import rule_of
 from ...parallel.data.eight_bits import BLOCK
@@ -47,6 +47,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
       batch: arrays or `jax.ShapeDtypeStruct`.
       compiled: `step.compile(batch)`, if it exists already.
     """
+    batch = jax.tree.map(as_array, batch)
     step.check(batch)
     jaxpr, closed_form = step.trace(batch), expected(step, batch)
     written_ledger = Ledger.from_jaxpr(jaxpr, step.mesh)
