@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from .backend.buckets import Place
 from .backend.compile_cache import keep_compiled
 from .checkpoint.checkpoints import Checkpoints
-from .checkpoint.commit import wait_for
 from .checkpoint.restore import extras, restored, weights
 from .checkpoint.saved import Checkpoint
 from .hosts import ending, initialize
@@ -448,7 +447,6 @@ class TrainStep(Step):
         Raises ValueError if the checkpoint is damaged, or of another model, optimizer or dtype (nothing is cast); it
         names the array and the file.
         """
-        wait_for(folder)
         saved = Checkpoint(folder)
         if weights_only:
             return weights(self, saved, jax.random.key(0) if key is None else key, fresh)
@@ -469,7 +467,6 @@ class TrainStep(Step):
 
         Raises ValueError if a tree is missing or damaged, or has another shape or dtype.
         """
-        wait_for(folder)
         return extras(self, Checkpoint(folder), like)
 
     def _prove(self, batch: Any, compiled: jax.stages.Compiled | None = None) -> None:

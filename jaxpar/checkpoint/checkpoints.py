@@ -139,7 +139,8 @@ class Checkpoints:
             return
         if number in complete_steps(self.folder):
             raise ValueError(
-                f"{self.folder}/{number} already exists, from another run; name another folder, or remove that one"
+                f"{self.folder}/{number} already exists, from another or an earlier run; "
+                "name another folder, or remove that one"
             )
         # 1. Plan the checkpoint, and copy the state from the devices.
         self._buffers = _buffers_by_step.pop(self.step, {})

@@ -12,6 +12,7 @@ from ..backend.text import few
 from ..layout.boxes import slabs
 from .about import TREE, About, DamagedError, check_files, complete_steps
 from .arrays import EXTRA
+from .commit import wait_for
 from .stores import OpenedArray, Tree
 
 STATE = "state"  # the item of a checkpoint that holds the state
@@ -38,6 +39,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Place | str):
+        wait_for(folder)
         self.folder = folder = _last_checkpoint(place(folder, "folder"))
         foreign_folder = None if (folder / "about").is_dir() else _foreign_tree(folder)
         self.is_foreign, self._foreign_tree = foreign_folder is not None, foreign_folder and Tree(foreign_folder)

@@ -160,13 +160,8 @@ def chat(
         reading.add(block)
     documents = reading.documents
     # 2. Refuse what cannot be meant.
-    skip = ", or leave them out with broken='skip'" if broken == "error" else ""
-    for kind, what, advice in (
-        (_MALFORMED, "are no documents", f"write {_FORMS} a line"),
-        (_REFUSED, "do not fit the chat template", "change the template, or give messages that it can render"),
-    ):
-        if (places := reading.left_out.get(kind, [])) and (broken == "error" or not documents):
-            raise ValueError(f"{len(places):,} of {reading.lines:,} lines {what}: {few(places)}; {advice}{skip}")
+    if broken == "error" or not documents:
+        reading.refuse_broken(", or leave them out with broken='skip'" if broken == "error" else "")
     if len(documents) < 2:
         hint = f", or use length={reading.longest - 1}" if reading.longest > length + 1 else ""
         raise ValueError(
@@ -221,6 +216,15 @@ class _Reading:
         tokens = self._tokenizer.encode([*rendered.values()])
         for (where, text), (ids, counts) in zip(rendered.items(), tokens, strict=True):
             self._add_document(where, text, ids, counts)
+
+    def refuse_broken(self, skip: str) -> None:
+        """Raise ValueError if there were lines that are no documents; `skip` is the advice to leave them out."""
+        for kind, fault, advice in (
+            (_MALFORMED, "are no documents", f"write {_FORMS} a line"),
+            (_REFUSED, "do not fit the chat template", "change the template, or give messages that it can render"),
+        ):
+            if places := self.left_out.get(kind):
+                raise ValueError(f"{len(places):,} of {self.lines:,} lines {fault}: {few(places)}; {advice}{skip}")
 
     def _add_document(self, where: str, rendered: Rendered, ids: np.ndarray, counts: np.ndarray) -> None:
         if not any(begin < end for begin, end in rendered.answers) or not counts[1:].any():

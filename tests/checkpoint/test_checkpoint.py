@@ -88,7 +88,10 @@ def test_what_does_not_fit_is_not_restored(tmp_path: Path) -> None:
         assert int(saves.restore().step) == 0
         assert "saved under fsdp=8, and goes on under data=8" in saves.notes[0]
         saves.save(0, state)  # is there
-    with checkpoints() as saves, pytest.raises(ValueError, match="0 already exists, from another run; name another"):
+    with (
+        checkpoints() as saves,
+        pytest.raises(ValueError, match="0 already exists, from another or an earlier run; name another"),
+    ):
         saves.save(0, state)
     with pytest.raises(ValueError, match="is not a folder"):
         jp.Checkpoint(tmp_path / "nowhere")

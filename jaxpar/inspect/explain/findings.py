@@ -223,8 +223,9 @@ def _step_remarks(
     yield from _expert_remarks(step, notes)
     if step.mesh.devices.flat[0].platform == "cpu":
         yield (
-            "CPU: the program's total is arguments + outputs + temporaries, since the backend's own peak omits "
-            "temporaries; collectives of bfloat16 are compiled as float32, and none overlaps with compute."
+            "CPU: the program's total is arguments + temporaries + outputs that reuse no argument, since the backend's "
+            "own peak omits temporaries; collectives of bfloat16 are compiled as float32, and none overlaps with "
+            "compute."
         )
     # 3. The update.
     yield from _optimizer_remarks(step)
@@ -270,9 +271,11 @@ def _attention_remarks(step: Step, notes: Notes) -> Iterator[str]:
     treatment, verb = "goes by blocks, as jp.attention does: none of", "is kept"
     if not step.tracing.takes_attention:
         treatment, verb = "stays so:", "are whole"
+    # The shapes are those before heads are split.
+    place = " over all ranks of tensor" if step.mesh.shape["tensor"] > 1 else ""
     for line, (mask, scores) in notes.attention_spelled.items():
         scores_text = f"{scores.str_short()}, {size(math.prod(scores.shape) * scores.dtype.itemsize)}"
-        yield f"{line}: attention that is spelled out, {mask}, {treatment} its scores, {scores_text}, {verb}."
+        yield f"{line}: attention that is spelled out, {mask}, {treatment} its scores, {scores_text}{place}, {verb}."
     for line, reason in notes.attention_not_taken.items():
         yield f"{line}: attention that is spelled out stays so, since it {reason}."
     if (mode := notes.attention_mode) is not None:
