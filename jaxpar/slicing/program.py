@@ -34,7 +34,7 @@ class Program:
       leaves: the variables of the parameter leaves.
       inputs: the variables of the constants, and of all inputs that are not parameters.
       outputs: its results, variables or literals.
-      uses: for each parameter leaf one bool for each use: whether a stack slices it there.
+      uses: for each parameter leaf, one bool for each piece that reads it: whether the piece is a stack that slices it.
       main: the stack that a pipeline cuts into stages.
       loops: what became of Python loops over layers.
       coupled: whether the loss of a row depends on other rows.
@@ -62,6 +62,11 @@ class Program:
     def stacks(self) -> tuple[Stack, ...]:
         """The layer stacks, in order."""
         return tuple(p for p in self.pieces if isinstance(p, Stack))
+
+    def is_read_once(self, leaf: int) -> bool:
+        """Return whether one stack alone reads a leaf, and none of its layers twice, as w[i] and w[i + 1] would."""
+        layers = [n for stack in self.stacks for s in stack.slices if s.leaf == leaf for n in s.layers(stack.length)]
+        return self.uses[leaf] == (True,) and len({*layers}) == len(layers)
 
     def in_flight(self, access: Sender, leaves: Sequence[Any]) -> Flights:
         """Return the `InFlight` of each stack before the first microbatch, by the number of the piece.

@@ -27,8 +27,9 @@ class Use:
       shard: the mesh axes over which it is sharded: `fsdp`, and also `pipe` for a leaf that all stages share.
       rest: the replica axes, all other axes along which devices use the same values. Gradients are summed over them
         too.
-      last: whether no other use of the leaf follows or precedes in the step: one use, in a stack, one microbatch. Its
-        gradient is then complete, and is reduced inside the backward loop instead of at the end of the step.
+      last: whether the gradient of this use is the whole gradient of the leaf, or of its layer, in the step. It is if a
+        stack alone reads the leaf, each layer once, and there is one microbatch. The gradient is then reduced inside
+        the backward loop instead of at the end of the step.
       dtype: the dtype in which gradients are reduced and accumulated; the compute dtype if nothing is added to them.
       second: the axes over which the stored shard is split once more, with `Strategy.hpz`. The step gathers over them
         before all uses. Gradients that are reduced over `shard` are then scattered over them.
