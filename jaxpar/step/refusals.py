@@ -243,11 +243,12 @@ def check_remat(program: Program, layout: Layout, strategy: Strategy, schedule: 
         units = layout.storage.units
         # A scan is no stack if its parameters are sharded along the layers: no device has a complete layer to fetch.
         if across := [leaf.path for leaf in units if leaf.dim == leaf.stage == 0 and leaf.logical[0] in lengths]:
+            without_hpz = " and without hpz" if strategy.hpz else ""
             raise ValueError(
                 f"remat={remat!r} applies to the layers of a layer stack, and the {layout.shards} shards of "
                 f"{', '.join(across[:_MAX_LEAVES])} have some of the layers each, since {layout.shards} divides no "
-                "other dim; use widths that it divides or fewer shards, as fsdp=2 with data=-1, or remat='none' with "
-                "jax.checkpoint in the model"
+                f"other dim; use widths that it divides or fewer shards, as fsdp=2 with data=-1{without_hpz}, or "
+                "remat='none' with jax.checkpoint in the model"
             )
         raise ValueError(
             f"remat={remat!r} applies to the layers of a layer stack and the model has none; scan "

@@ -68,7 +68,7 @@ def ring_attention(
 def gather_ids(axis: Axes, *ids: jax.Array) -> list[jax.Array]:
     """All-gather each [b, t/c] to [ranks, b, t/c].
 
-    One all-gather moves all of them. Nothing would order two, and ranks that start them in different orders deadlock.
+    One all-gather moves all of them, since ids are few bytes, and each collective has its latency.
     """
     ends = [*itertools.accumulate(x.shape[1] for x in ids)]
     return jnp.split(all_gather(jnp.concatenate(ids, 1)[None], axis), ends[:-1], 2) if ids else []
