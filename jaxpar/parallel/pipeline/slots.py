@@ -195,7 +195,7 @@ class Slots(Engine):
           cotangents of the prologue's variables come out of a stage.
         """
         schedule, stack = self.schedule, self.stack
-        consts, _, xs = stack.parts(stack.unit.linear)
+        consts, _, xs = stack.parts(stack.unit.active_inputs)
         # The carry's cotangents return from the first stage. Constants and scanned inputs have some from every stage.
         all_stages_return = any((*consts, *xs))
         marks: dict[str, list[bool]] = {"enters": [], "leaves": [], "returns": []}
@@ -380,7 +380,7 @@ class _Operations:
     def backward(self, stash: list[jax.Array], number: jax.Array, carry: Any) -> Any:
         """Run B: the message becomes the cotangents of the chunk's inputs, and gradients accumulate."""
         (message, _, grads), op, engine = carry, self._operation(number), self.engine
-        slot, stack_leaves = Stash(stash, op["stash"], self.saved), engine.stack.unit.leaves
+        slot, stack_leaves = Stash(stash, op["stash"], self.saved), engine.stack.unit.leaf_indices
         totals, cts = engine.chunk_stack.backward_loop(
             engine.chunk_layers(op),
             engine.inputs_without_carry(self.env, op),
@@ -401,7 +401,7 @@ class _Operations:
         """Run W: gradients accumulate."""
         op, engine = self._operation(number), self.engine
         assert self.weight_residuals is not None
-        stack_leaves = engine.stack.unit.leaves
+        stack_leaves = engine.stack.unit.leaf_indices
         # W reads a part of F's residuals; the others are in the stash until W frees the slot.
         stashes = (
             Stash(pick(self.weight_residuals.halves.saved, stash), op["stash"]),

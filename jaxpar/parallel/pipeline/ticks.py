@@ -191,14 +191,14 @@ class Pipeline(Engine):
         """Fetch the layer that a phase runs first, since the phase before has fetched another one."""
         if carry.flight is None:
             return carry
-        flight = self.chunk_stack.skipped(self.access, self.leaves, carry.flight, back=not phase.forward)
+        flight = self.chunk_stack.refetched(self.access, self.leaves, carry.flight, back=not phase.forward)
         return dataclasses.replace(carry, flight=flight)
 
     def _add_flight_grads(self, carry: Carry) -> Carry:
         """Add the gradients that are in flight after the last tick to the accumulated ones."""
         if carry.flight is None:
             return carry
-        grads = self.chunk_stack.landed(self.access, carry.flight, carry.grads)
+        grads = self.chunk_stack.with_pending_gradients(self.access, carry.flight, carry.grads)
         return dataclasses.replace(carry, grads=grads, flight=None)
 
     # ------------------------------------------------------------------------------------------------------------------

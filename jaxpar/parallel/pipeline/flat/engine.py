@@ -216,7 +216,7 @@ class FlatPipeline:
         # A backward reads its inputs again, but variables may have changed since its forward: those are stashed.
         changing = set(self._changing)
         is_fixed = [index not in changing for index in range(len(inputs))]
-        leaves_of = lambda stage: [self._stage_leaf(i) for i in stage.piece.unit.leaves]
+        leaves_of = lambda stage: [self._stage_leaf(i) for i in stage.piece.unit.leaf_indices]
         seeds, kinds = self.seeds, self.kinds
         operations = [StageOperations(stage, self.program, self.access, seeds) for stage in self.stages]
         return [fun.trace(leaves_of(fun.stage), inputs, is_fixed, kinds) for fun in operations]
@@ -304,7 +304,7 @@ class FlatPipeline:
         is_exchanged = lambda i: self.access.leaves[i].dim is not None
         return [
             self.weight_exchange.read(weights, rank, i, number) if is_exchanged(i) else self.parts[i]
-            for i in stage.piece.unit.leaves
+            for i in stage.piece.unit.leaf_indices
         ]
 
     def _forward(self, stage: Stage, run: StageRun, row: Any, weights: Buffers, number: jax.Array, carry: Any) -> Any:
@@ -356,7 +356,7 @@ class FlatPipeline:
             weight_residuals = run.weight_residuals.write(weight_residuals, row["residuals"] + number, new_residuals)
         else:
             replicated_grads = dict(replicated_grads)
-            for i, x in zip(stage.piece.unit.leaves, stage_grads, strict=True):
+            for i, x in zip(stage.piece.unit.leaf_indices, stage_grads, strict=True):
                 if x is not None and i in replicated_grads:
                     replicated_grads[i] = replicated_grads[i] + x
                 elif x is not None:
