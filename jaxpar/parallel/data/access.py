@@ -58,7 +58,7 @@ class RuleAccess:
         is_sharded = leaf.dim is not None and self.rules[index].sharded
         shard_axes = leaf.shard if is_sharded else ()
         # With hpZ a leaf is sharded over `data` too, but the step has gathered over that axis before any use.
-        shard, second = tuple(a for a in shard_axes if a != "data"), tuple(a for a in shard_axes if a == "data")
+        shard, hpz_axes = tuple(a for a in shard_axes if a != "data"), tuple(a for a in shard_axes if a == "data")
         if sliced:
             dim = leaf.inner(True, self.layer_dims[index])
         else:
@@ -70,7 +70,7 @@ class RuleAccess:
         # twice the memory and traffic until the update, which casts it (`finish`) as it reads it.
         is_sum = not self.has_one_use[index] or any(self.sizes[a] > 1 for a in summed)
         dtype = self.policy.reduced(leaf.dtype) if is_sum else self.policy.computed(leaf.dtype)
-        return Use(dim, shard, replica_axes, self.last[index], dtype, second)
+        return Use(dim, shard, replica_axes, self.last[index], dtype, hpz_axes)
 
     def sends(self, index: int) -> tuple[bool, bool]:
         """Return how a loop over layers overlaps a leaf's communication with compute.
