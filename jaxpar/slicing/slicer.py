@@ -420,7 +420,7 @@ def _saves_products(primitive: Any, *args: Any, **params: Any) -> Any:
     Saving the partial product would repeat the collective in the backward. With a split sequence, the sum is also
     smaller by the number of ranks.
     """
-    is_sum_over_ranks = primitive.name in ("tensor_leave", "tensor_scatter")
+    is_sum_over_ranks = primitive.name in ("tensor_leave", "tensor_reduce_scatter")
     return is_sum_over_ranks or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
 
 

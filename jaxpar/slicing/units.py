@@ -113,7 +113,7 @@ class Unit:
         readable_weights = weight_vars if self.policy else [v for v in weight_vars if v in read_vars or is_vector(v)]
         available = {*fixed, *pick(self.held, input_vars), *readable_weights}
         required = allowed(flat.eqns, residuals, available, self.policy) if self.policy else residuals
-        may_rerun = lambda eqn: cheap(eqn) or (self.gathers_again and eqn.primitive.name == "tensor_gather")
+        may_rerun = lambda eqn: cheap(eqn) or (self.gathers_again and eqn.primitive.name == "tensor_all_gather")
         to_save, _ = residuals_to_save(flat.eqns, required, available, weight_vars, may_rerun)
         choices = Residuals(flat.eqns, flat.invars, residuals, available, weight_vars, to_save)
         saved, is_on_host, recomputed = choices.kept(self.choice)
