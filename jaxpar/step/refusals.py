@@ -33,7 +33,7 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
       variables: a tree of the positions of its new variables among its outputs.
     """
     ranks = layout.mesh.shape["pipe"]
-    # Stages of a cut program need no layers, and can change variables in turn.
+    # Stages of a cut program need no layers, and can change variables one after another.
     if layout.storage.cut:
         check_variables(program, jax.tree_util.tree_leaves_with_path(variables), ranks)
         return
