@@ -13,7 +13,7 @@ from ..program import jaxpr as jx
 from ..program.primitives import PRODUCTS
 from ..program.walk import visit
 from ..slicing.access import WholeAccess
-from ..step.pipeline import Piped, rows_of
+from ..step.pipeline import Piped, slot_tables_of
 from ..step.server import OF_REPLICAS, ServerStep
 from ..step.tracing import Loss
 from .step_view import StepView as Step
@@ -31,9 +31,9 @@ class Memory:
         part of the temporaries, or with `offload` in the host's memory.
       host: the compiled program's arrays in the host's memory, per device.
       host_state: the part of `host` that is parameters and optimizer state.
-      program: the name of the compiled program: "step", or the largest of several programs that run in turn.
+      program: the name of the compiled program: "step", or the largest of several programs that run one after another.
       arguments, outputs, temporaries: of the compiled program, as in `memory_analysis()`. Gradients are temporaries, or
-        arguments and outputs where programs run in turn.
+        arguments and outputs where programs run one after another.
       total: arguments, outputs and temporaries. An output that reuses an argument's memory is counted once.
     """
 
@@ -101,7 +101,7 @@ def slot_bytes(step: Step, batch: Any) -> int:
     Nothing is compiled or allocated.
     """
     assert step.schedule is not None
-    slots = rows_of(step.schedule).stashes if step.layout.storage.cut else step.schedule.slots
+    slots = slot_tables_of(step.schedule).num_stash_slots if step.layout.storage.cut else step.schedule.slots
     return _stash_bytes(step, batch)[0] // slots
 
 

@@ -109,7 +109,7 @@ class _Stack:
     def cost(self, choice: str) -> _Cost:
         """Return the bytes that all layers leave on the device and the host, and the seconds added to a step.
 
-        Values on the host also take the device memory of two layers, which copies fill and empty in turn.
+        Values on the host also take the device memory of two layers, which copies fill and empty alternately.
         """
         kept, eqns = self.residuals.kept(choice), self.residuals.eqns
         host_values = {value for value, is_on_host in zip(kept.values, kept.host, strict=True) if is_on_host}

@@ -83,7 +83,7 @@ def leaf_uses(step: Step, traced: Traced, step_uses: StepUses) -> Iterator[Uses]
     program = traced.program
     layer_dims = {leaf_slice.leaf: leaf_slice.dim for stack in program.stacks for leaf_slice in stack.slices}
     for i in range(len(step_uses.use_counts)):
-        is_only_use = step_uses.is_single_turn and program.uses[i] == (True,)
+        is_only_use = step_uses.is_single_turn and program.is_read_once(i)
         yield _uses_of_leaf(step, step_uses, i, is_only_use, layer_dims.get(i, 0))
 
 
@@ -92,7 +92,7 @@ def _uses_of_leaf(step: Step, step_uses: StepUses, index: int, is_only_use: bool
 
     Args:
       index: the unit's position in `Storage.units`.
-      is_only_use: whether the step uses the unit once.
+      is_only_use: whether the step uses the unit, or each layer of it, once.
       layer_dim: the dim along which the unit is cut into layers.
     """
     unit, shape, policy = step.layout.storage.units[index], step.mesh.shape, step.policy

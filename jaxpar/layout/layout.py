@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..backend.text import size
 from ..model.paths import name_of
 from ..program.buffers import HOST, is_on_host
-from ..strategy.axes import SHARDS
 from .leaves import PAD_FROM, Leaf
 from .precision import Policy
 from .storage import Storage, uneven
@@ -68,6 +67,7 @@ class Layout:
       found: the paths of the model's leaves that `parallel/tensor/pairs.py` splits over `tensor` without a rule.
       whole: the paths of large leaves that every rank of `tensor` holds whole, with the reason.
       host: whether large stacks of layers rest in the host's memory.
+      shards: the number of devices over which ZeRO shards a leaf; 1 if the strategy has no `fsdp`.
       loops: how the layers of each list of blocks, and of each stack, run. A step adds this when it traces a batch.
     """
 
@@ -80,6 +80,7 @@ class Layout:
     found: frozenset[str] = frozenset()
     whole: Mapping[str, str] = field(default_factory=dict, compare=False)
     host: bool = False
+    shards: int = 1
     loops: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -91,11 +92,6 @@ class Layout:
         models, stored = self.storage.models, zip(self.leaves, self.storage.origin, strict=True)
         unnamed = self.found | {leaf.path for leaf, members in stored if models[members[0]].path in self.found}
         return ["" if leaf.path in unnamed else leaf.path for leaf in self.storage.units]
-
-    @property
-    def shards(self) -> int:
-        """The number of devices over which ZeRO shards."""
-        return math.prod(self.mesh.shape[axis] for axis in SHARDS)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:

@@ -23,9 +23,9 @@ KINDS = {
     ),
     "all-gather": (
         *("all_gather", "all_gather_invariant", "all_gather_reduced"),
-        *("tensor_gather", "tensor_all_gather_replicated"),
+        *("tensor_all_gather", "tensor_all_gather_replicated"),
     ),
-    "reduce-scatter": ("reduce_scatter", "unreduced_reduce_scatter", "tensor_scatter"),
+    "reduce-scatter": ("reduce_scatter", "unreduced_reduce_scatter", "tensor_reduce_scatter"),
     "all-to-all": ("all_to_all",),
     "ragged-all-to-all": ("ragged_all_to_all",),
     "collective-permute": ("ppermute",),

@@ -43,7 +43,7 @@ class Halves:
       fetched: which leaves the first half reads, and which the second half reads.
       saved: which of the forward's saved values the second half reads; the others are free after the first half.
       floats: which leaves are floating-point.
-      num_linear: the number of the linear inputs.
+      num_active_inputs: the number of the active inputs.
       consts: the arrays that both halves close over.
       run_first, run_second: the halves as functions of `consts` and their operands.
     """
@@ -51,7 +51,7 @@ class Halves:
     fetched: tuple[tuple[bool, ...], tuple[bool, ...]]
     saved: tuple[bool, ...]
     floats: Sequence[bool]
-    num_linear: int
+    num_active_inputs: int
     consts: Sequence[Any] = field(repr=False)
     run_first: Callable[..., list[Any]] = field(repr=False)
     run_second: Callable[..., list[Any]] = field(repr=False)
@@ -70,7 +70,7 @@ class Halves:
 
         Args:
           flat: the backward. Its inputs are the leaves, the held inputs, the saved values and the cotangents. Its
-            outputs are the cotangents of the leaves that are `floats`, and then of the linear inputs.
+            outputs are the cotangents of the leaves that are `floats`, and then of the active inputs.
           eqns: its live equations.
           floats: which leaves are floating-point.
           num_held, num_saved: the numbers of these inputs.
@@ -124,10 +124,10 @@ class Halves:
           cotangents: as for the whole backward.
 
         Returns:
-          The cotangents of the linear inputs, and the residuals for the second half.
+          The cotangents of the active inputs, and the residuals for the second half.
         """
         results = self.run_first(*self.consts, *full, *held_inputs, *saved, *cotangents)
-        return results[: self.num_linear], WeightGradResiduals(results[self.num_linear :], self)
+        return results[: self.num_active_inputs], WeightGradResiduals(results[self.num_active_inputs :], self)
 
     def weights(
         self,

@@ -95,6 +95,8 @@ class LayerAccess:
 
         Beyond an end, the layer is the one at that end.
         """
+        # The layers of a stage, which begin at `start`, never rest on the host (`Strategy.kept_on_device`).
+        assert not self.is_on_host or (isinstance(self.start, int) and self.start == 0), self.start
         layer = jnp.clip(layer, 0, self.length - 1)
         copy = lambda s, x: on_device(s.read(x, layer)) if is_on_host(x) else None
         return [copy(s, self.leaves[s.leaf]) for s in self.slices]

@@ -2,7 +2,7 @@
 
 Compilers schedule the body of one loop at a time: a collective overlaps only with compute in the same body. XLA does
 not estimate how long an all-to-all or a kernel takes (jax 0.10.2). With two equal layers in one body, it would compute
-both and then wait for both. `LayerLoop.beside` therefore makes the two loops take turns:
+both and then wait for both. `LayerLoop.beside` therefore makes the two loops alternate:
 
     other     C0         C1       C2                   C0 needs no all-to-all, C1 needs the first all-to-alls,
     first           C0       C1       C2               C2 those that send results of C1
@@ -85,7 +85,7 @@ class LayerLoop:
         def body(carry: Any, iteration: Any, x: Any) -> Any:
             other_iteration = other.length - 1 - iteration if is_opposite else iteration
             other_x = row(other.xs, other_iteration)
-            (self_carry, y), (other_carry, other_y) = _take_turns(
+            (self_carry, y), (other_carry, other_y) = _alternate(
                 _Iteration(self.body, carry[0], iteration, x),
                 _Iteration(other.body, carry[1], other_iteration, other_x),
             )
@@ -359,8 +359,8 @@ def _spread(body: Body) -> Body:
     return spread
 
 
-def _take_turns(first: _Iteration, second: _Iteration) -> tuple[Any, Any]:
-    """Run two iterations in turns, and return both results. The second one's exchanges start first.
+def _alternate(first: _Iteration, second: _Iteration) -> tuple[Any, Any]:
+    """Run two iterations alternately, and return both results. The second one's exchanges start first.
 
     A result that has arrived for one iteration is not used before the other's exchanges can start. So these overlap
     with the computation that uses it.

@@ -27,7 +27,7 @@ from jax import lax
 from ..program.buffers import scan
 from .access import Access, Sender
 from .flights import InFlight, Lookahead
-from .halves import WeightGradResiduals, pick
+from .halves import WeightGradResiduals, merge, pick
 from .layer_access import LayerAccess, identity_cotangents, select
 from .loop import LayerLoop
 from .slices import Slice
@@ -53,7 +53,7 @@ class Segment:
 
     def forward(self, access: Access, leaves: Sequence[Any], inputs: list[Any], grad: bool) -> tuple[list[Any], Any]:
         """Return the outputs, and what `backward` needs (None without `grad`)."""
-        full = [access.fetch(i, leaves[i], False) for i in self.unit.leaves]
+        full = [access.fetch(i, leaves[i], False) for i in self.unit.leaf_indices]
         if not (grad and any(self.unit.active)):
             return self.unit.value(full, inputs), None
         outputs, saved = self.unit.forward(full, inputs)
@@ -79,12 +79,12 @@ class Segment:
           into: the accumulated gradient of each leaf of the unit, None for zero.
 
         Returns:
-          `into` with this use's gradients added, and the cotangents of the linear inputs.
+          `into` with this use's gradients added, and the cotangents of the active inputs.
         """
         saved, full = saved
         reads, pull_back = self.unit.backward(inputs, saved, cotangents)
         if full is None:
-            needed = pick(reads, self.unit.leaves)
+            needed = pick(reads, self.unit.leaf_indices)
             # The second fetch waits for the cotangents. Else XLA would merge it with the forward's fetch, and the whole
             # parameters would stay in memory in between.
             shards, cotangents = lax.optimization_barrier(([leaves[i] for i in needed], cotangents))
@@ -96,7 +96,8 @@ class Segment:
         # backward of the previous piece.
         ct_full, ct_inputs = lax.optimization_barrier((ct_full, ct_inputs))
         grads = [
-            None if ct is None else access.give(i, ct, False) for i, ct in zip(self.unit.leaves, ct_full, strict=True)
+            None if ct is None else access.give(i, ct, False)
+            for i, ct in zip(self.unit.leaf_indices, ct_full, strict=True)
         ]
         # The sums stand before the barrier, so that XLA fuses their casts. Behind it, the cast of a head's gradient
         # would be an array of gigabytes.
@@ -112,11 +113,11 @@ class Stack:
     makes these copies asynchronous. So a device holds them for two layers. The last copy of a loop is not used.
 
     Attributes:
-      slices: the layer that an iteration reads, for each entry of `unit.leaves`. A leaf may occur several times.
+      slices: the layer that an iteration reads, for each entry of `unit.leaf_indices`. A leaf may occur several times.
       inputs: the program's variables that the scan reads, parameters aside.
       outputs: the program's variables that it computes.
-      consts: the number of inputs that all layers share.
-      carry: the number of inputs that pass from layer to layer.
+      num_consts: the number of inputs that all layers share.
+      num_carry: the number of inputs that pass from layer to layer.
       length: the number of layers.
       reverse: whether the forward starts at the last layer.
     """
@@ -125,19 +126,19 @@ class Stack:
     slices: tuple[Slice, ...]
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
-    consts: int
-    carry: int
+    num_consts: int
+    num_carry: int
     length: int
     reverse: bool
 
     def parts(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Split values of the inputs into constants, carry and scanned values."""
-        n, k = self.consts, self.carry
+        n, k = self.num_consts, self.num_carry
         return list(values[:n]), list(values[n : n + k]), list(values[n + k :])
 
     def split_cotangents(self, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Split the cotangents of the linear inputs into those of constants, carry and scanned values."""
-        n, k, _ = (sum(part) for part in self.parts(self.unit.linear))
+        """Split the cotangents of the active inputs into those of constants, carry and scanned values."""
+        n, k, _ = (sum(part) for part in self.parts(self.unit.active_inputs))
         return list(cotangents[:n]), list(cotangents[n : n + k]), list(cotangents[n + k :])
 
     def layers(
@@ -159,7 +160,7 @@ class Stack:
         cotangents: list[Any],
         into: list[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """Return the gradients and the cotangents of the linear inputs; the arguments are as for `Segment`."""
+        """Return the gradients and the cotangents of the active inputs; the arguments are as for `Segment`."""
         return self.backward_loop(self.layers(access, leaves), inputs, saved, cotangents, into).run()
 
     def in_flight(self, access: Sender, leaves: Sequence[Any]) -> InFlight | None:
@@ -167,14 +168,16 @@ class Stack:
         sends = [access.sends(s.leaf) for s in self.slices]
         if self.length == 1 or not any(map(any, sends)):
             return None
-        # The first layer's weights are fetched before the first loop begins (each entry that is not None).
-        weights = self.layers(access, leaves).prefetch([() if early else None for early, _ in sends], self._first_layer)
+        # The first layer's weights are fetched before the first loop begins.
+        is_early = [early for early, _ in sends]
+        fetched = self.layers(access, leaves).fetch(self._first_layer, is_early)
+        weights = merge(is_early, fetched, [None] * len(is_early))
         # No gradient is pending yet: the first iteration gives zeros.
         pairs = zip(self.unit.shapes, sends, strict=True)
         return InFlight(weights, [jnp.zeros(x.shape, x.dtype) if late else None for x, (_, late) in pairs])
 
-    def skipped(self, access: Access, leaves: Sequence[Any], flight: InFlight, back: bool = False) -> InFlight:
-        """Return the state when the expected loop does not run, so that another layer is next.
+    def refetched(self, access: Access, leaves: Sequence[Any], flight: InFlight, back: bool = False) -> InFlight:
+        """Return the state with the weights of the layer that is next, if the previous loop has fetched another one.
 
         Args:
           access: how leaves are fetched.
@@ -188,7 +191,7 @@ class Stack:
         leaves, flight = lax.optimization_barrier((leaves, flight))
         return dataclasses.replace(flight, weights=self.layers(access, leaves).prefetch(flight.weights, layer))
 
-    def landed(self, access: Access, flight: InFlight, grads: list[Any]) -> list[Any]:
+    def with_pending_gradients(self, access: Access, flight: InFlight, grads: list[Any]) -> list[Any]:
         """Return gradients, one for each leaf of the program, with the pending ones of the last microbatch added.
 
         None stays where no backward ran.
@@ -234,7 +237,7 @@ class Stack:
             else:
                 outputs, saved = self.unit.value(full, inputs), None
             # 3. A layer of padding passes its carry on.
-            new_carry = outputs[: self.carry]
+            new_carry = outputs[: self.num_carry]
             if is_real is not None:
                 new_carry = select(is_real, new_carry, carry)
             # 4. Save for the backward.
@@ -242,7 +245,7 @@ class Stack:
                 buffers, saved = stash.put(buffers, iteration, saved.values), None
             elif saved is not None:
                 saved = saved.offloaded()
-            return (new_carry, buffers, prefetched, device_copies), (outputs[self.carry :], saved)
+            return (new_carry, buffers, prefetched, device_copies), (outputs[self.num_carry :], saved)
 
         def result(state: Any, stacked: Any) -> Any:
             (carry, buffers, prefetched, _), (ys, saved) = state, stacked
@@ -272,7 +275,7 @@ class Stack:
           lookahead: what the loop fetches and gives for other iterations.
 
         Returns:
-          A loop whose result is `into` with this use's gradients added; the cotangents of the linear inputs; and, with
+          A loop whose result is `into` with this use's gradients added; the cotangents of the active inputs; and, with
           `lookahead`, the state in flight after the loop.
         """
         totals, accumulate = layers.accumulators(into, cotangents[0])
@@ -290,7 +293,7 @@ class Stack:
                 host_values = saved.copied_from_host(self._clip(iteration - self._layer_step))
             # 2. Fetch the weights that the backward reads, and pull the cotangents back.
             # The carry's value, where the backward needs it, is inside `saved`.
-            layer_inputs = [*consts, *([None] * self.carry), *xs]
+            layer_inputs = [*consts, *([None] * self.num_carry), *xs]
             reads, pull_back = self.unit.backward(layer_inputs, layer_saved, [*ct_carry, *ct_ys])
             traced_reads[:] = [reads]
             full = layers.fetch(layers.start + iteration, reads, flight and flight.weights, device_copies)
@@ -313,7 +316,7 @@ class Stack:
 
         def result(state: Any, ct_xs: Any) -> Any:
             ct_carry, ct_consts, totals, flight, _, _ = state
-            results = [totals[i] for i in self.unit.leaves], [*ct_consts, *ct_carry, *ct_xs]
+            results = [totals[i] for i in self.unit.leaf_indices], [*ct_consts, *ct_carry, *ct_xs]
             if flight is None:
                 return results
             # No backward reads biases, so that this loop did not fetch them: their prefetched value is still from the
@@ -345,7 +348,7 @@ class Stack:
           residual_stash: where to put the residuals for the second half; without it they are stacked by layer.
 
         Returns:
-          The cotangents of the linear inputs, and the residuals for `backward_weights`: a `WeightGradResiduals`, or
+          The cotangents of the active inputs, and the residuals for `backward_weights`: a `WeightGradResiduals`, or
           the buffers of `residual_stash`.
         """
         (consts, _, xs), (ct_carry, ct_consts, ct_ys) = self.parts(inputs), self._initial_cotangents(inputs, cotangents)
@@ -355,7 +358,7 @@ class Stack:
             iteration, layer_saved, xs, ct_ys, is_real = scanned
             if isinstance(saved, Stash):
                 layer_saved = saved.at(iteration)
-            layer_inputs, layer_cts = [*consts, *([None] * self.carry), *xs], [*ct_carry, *ct_ys]
+            layer_inputs, layer_cts = [*consts, *([None] * self.num_carry), *xs], [*ct_carry, *ct_ys]
             halves = self.unit.halves(layer_inputs, layer_saved, layer_cts)
             full = layers.fetch(layers.start + iteration, halves.fetched[0])
             held_inputs = pick(self.unit.held, layer_inputs)
@@ -408,7 +411,7 @@ class Stack:
                 layer_saved = saved.at(iteration)
             if isinstance(residuals, Stash):
                 layer_residuals = residuals.at(iteration)
-            held_inputs = pick(self.unit.held, [*consts, *([None] * self.carry), *xs])
+            held_inputs = pick(self.unit.held, [*consts, *([None] * self.num_carry), *xs])
             halves = layer_residuals.halves
             full = layers.fetch(layers.start + iteration, halves.fetched[1])
             ct_full = halves.weights(full, held_inputs, layer_saved, layer_residuals)
@@ -419,13 +422,13 @@ class Stack:
         stacked = [None if isinstance(x, Stash) else x for x in (saved, residuals)]
         scanned = (jnp.arange(self.length), *stacked, xs, layers.is_real)
         totals, _ = lax.scan(weight_grads, totals, scanned, length=self.length, reverse=not self.reverse)
-        return [totals[i] for i in self.unit.leaves]
+        return [totals[i] for i in self.unit.leaf_indices]
 
     def _initial_cotangents(self, inputs: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Return cotangents before a backward's first layer: of the carry, of the constants (zeros), and of the ys."""
-        linear_consts, linear_carry, _ = self.parts(self.unit.linear)
-        zeros = [jnp.zeros_like(c) for c in pick(linear_consts, self.parts(inputs)[0])]
-        return cotangents[: sum(linear_carry)], zeros, cotangents[sum(linear_carry) :]
+        active_consts, active_carry, _ = self.parts(self.unit.active_inputs)
+        zeros = [jnp.zeros_like(c) for c in pick(active_consts, self.parts(inputs)[0])]
+        return cotangents[: sum(active_carry)], zeros, cotangents[sum(active_carry) :]
 
     def _add_cotangents(
         self, ct_carry: list[Any], ct_consts: list[Any], ct_inputs: list[Any], is_real: jax.Array | None
@@ -434,7 +437,7 @@ class Stack:
 
         Args:
           ct_carry, ct_consts: before the layer.
-          ct_inputs: the cotangents of the layer's linear inputs.
+          ct_inputs: the cotangents of the layer's active inputs.
           is_real: false for a layer of padding, which is the identity.
         """
         if is_real is not None:

@@ -34,7 +34,7 @@ class Program:
       leaves: the variables of the parameter leaves.
       inputs: the variables of the constants, and of all inputs that are not parameters.
       outputs: its results, variables or literals.
-      uses: for each parameter leaf one bool for each use: whether a stack slices it there.
+      uses: for each parameter leaf, one bool for each piece that reads it: whether the piece is a stack that slices it.
       main: the stack that a pipeline cuts into stages.
       loops: what became of Python loops over layers.
       coupled: whether the loss of a row depends on other rows.
@@ -63,6 +63,11 @@ class Program:
         """The layer stacks, in order."""
         return tuple(p for p in self.pieces if isinstance(p, Stack))
 
+    def is_read_once(self, leaf: int) -> bool:
+        """Return whether one stack alone reads a leaf, and none of its layers twice, as w[i] and w[i + 1] would."""
+        layers = [n for stack in self.stacks for s in stack.slices if s.leaf == leaf for n in s.layers(stack.length)]
+        return self.uses[leaf] == (True,) and len({*layers}) == len(layers)
+
     def in_flight(self, access: Sender, leaves: Sequence[Any]) -> Flights:
         """Return the `InFlight` of each stack before the first microbatch, by the number of the piece.
 
@@ -71,12 +76,12 @@ class Program:
         flights = {i: p.in_flight(access, leaves) for i, p in enumerate(self.pieces) if isinstance(p, Stack)}
         return {i: flight for i, flight in flights.items() if flight is not None}
 
-    def landed(self, access: Access, flights: Flights, grads: list[Any]) -> list[Any]:
+    def with_pending_gradients(self, access: Access, flights: Flights, grads: list[Any]) -> list[Any]:
         """Return the gradients with those added that are pending after the last microbatch."""
         for i, flight in flights.items():
             stack = self.pieces[i]
             assert isinstance(stack, Stack)
-            grads = stack.landed(access, flight, grads)
+            grads = stack.with_pending_gradients(access, flight, grads)
         return grads
 
     def forward(
@@ -165,8 +170,8 @@ def forward(
     for i, piece in enumerate(pieces):
         inputs = [read(env, v) for v in piece.inputs]
         # 1. Tied weights: a leaf that an earlier piece has read is fetched again.
-        tied = leaves_read & set(piece.unit.leaves)
-        ordered_leaves = _delay_leaves(leaves, tied, inputs, piece.unit.linear)
+        tied = leaves_read & set(piece.unit.leaf_indices)
+        ordered_leaves = _delay_leaves(leaves, tied, inputs, piece.unit.active_inputs)
         # 2. Run the piece.
         if isinstance(piece, Stack) and i in flights:
             layers = piece.layers(access, ordered_leaves)
@@ -174,7 +179,7 @@ def forward(
         else:
             outputs, saved = piece.forward(access, ordered_leaves, inputs, grad)
         # 3. Store what it computed and what its backward needs.
-        leaves_read.update(piece.unit.leaves)
+        leaves_read.update(piece.unit.leaf_indices)
         env.update(zip(piece.outputs, outputs, strict=True))
         tape.append((inputs, saved))
     return tape
@@ -205,41 +210,41 @@ def backward(
         # 1. Skip a piece on which the seeded outputs do not depend.
         active = pick(piece.unit.active, piece.outputs)
         if not any(v in cts for v in active):
-            # The next loop of a skipped stack is a forward again: its first layer is fetched.
+            # The next loop of this stack is a forward again, which begins with the first layer.
             if isinstance(piece, Stack) and i in flights:
-                flights[i] = piece.skipped(access, leaves, flights[i])
+                flights[i] = piece.refetched(access, leaves, flights[i])
             continue
         # 2. Collect the cotangents of its outputs. They are popped: two pieces may write one variable (a value that two
         # stacks read whole), and each of them takes its own cotangent.
         ct_outputs = [cts.pop(v) if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in active]
         # 3. Run its backward.
-        args = (inputs, saved, ct_outputs, [grads[leaf] for leaf in piece.unit.leaves])
+        args = (inputs, saved, ct_outputs, [grads[leaf] for leaf in piece.unit.leaf_indices])
         if isinstance(piece, Stack) and i in flights:
             layers = piece.layers(access, leaves)
             totals, ct_inputs, flights[i] = piece.backward_loop(layers, *args, Lookahead(flights[i])).run()
         else:
             totals, ct_inputs = piece.backward(access, leaves, *args)
         # 4. Store the gradients, and add up the cotangents of its inputs.
-        for leaf, total in zip(piece.unit.leaves, totals, strict=True):
+        for leaf, total in zip(piece.unit.leaf_indices, totals, strict=True):
             grads[leaf] = total
-        for var, ct in zip(pick(piece.unit.linear, piece.inputs), ct_inputs, strict=True):
+        for var, ct in zip(pick(piece.unit.active_inputs, piece.inputs), ct_inputs, strict=True):
             if not jx.is_literal(var):
                 cts[var] = add(cts.get(var), ct)
     return grads
 
 
-def _delay_leaves(leaves: Sequence[Any], delayed: set[int], inputs: list[Any], linear: Sequence[bool]) -> Sequence[Any]:
-    """Return the leaves, where the `delayed` ones wait for a piece's linear inputs.
+def _delay_leaves(leaves: Sequence[Any], delayed: set[int], inputs: list[Any], active: Sequence[bool]) -> Sequence[Any]:
+    """Return the leaves, where the `delayed` ones wait for a piece's active inputs.
 
     Without the barrier, the compiler would merge the fetches of a tied weight, and hold it whole from its first use to
     its last.
     """
-    linear_inputs = pick(linear, inputs)
-    # Without linear inputs, there is no value to wait for.
-    if not delayed or not linear_inputs:
+    active_inputs = pick(active, inputs)
+    # Without active inputs, there is no value to wait for.
+    if not delayed or not active_inputs:
         return leaves
     ordered_leaves = list(leaves)
-    barred, _ = lax.optimization_barrier(([leaves[i] for i in sorted(delayed)], linear_inputs))
+    barred, _ = lax.optimization_barrier(([leaves[i] for i in sorted(delayed)], active_inputs))
     for i, leaf in zip(sorted(delayed), barred, strict=True):
         ordered_leaves[i] = leaf
     return ordered_leaves

@@ -1,7 +1,7 @@
 """The loss of several groups of rows as one program, whose layers run side by side.
 
 While a rank waits for a collective of one group of rows, it can compute another group. So the equations of the groups
-stand next to each other in the program, and the groups take turns to send (Wang et al. 2024, "Domino: eliminating
+stand next to each other in the program, and the groups alternate in sending (Wang et al. 2024, "Domino: eliminating
 communication in LLM training via generic tensor slicing and overlapping", section 3.2, on rows):
 
     group 1    compute | gather  | compute | scatter | compute
@@ -101,9 +101,9 @@ def _compute(eqns: Sequence[Any], env: jx.Environment[Any]) -> None:
 
 
 def _compute_groups(eqns: Sequence[Any], env: jx.Environment[Any], groups: int, is_layer: bool) -> None:
-    """Run equations for each group; in a layer, the groups take turns at each collective.
+    """Run equations for each group; in a layer, the groups alternate at each collective.
 
-    In turn, a group sends and then the previous group computes. What a group has received is held back until the next
+    A group sends, then the previous group computes, and so on. What a group has received is held back until the next
     group's collective can start. Otherwise XLA combines the collectives of several groups into one, and no group
     computes meanwhile (jax 0.10.2). It does not combine all-to-alls.
     """

@@ -125,7 +125,7 @@ def _program(
     flat: jx.Flat, eqns: Sequence[Any], leaves: Sequence[Any], pieces: Sequence[Segment | Stack], **options: Any
 ) -> Program:
     """Assemble the program of some pieces; `options` are further fields of `Program`."""
-    uses = tuple(tuple(isinstance(p, Stack) for p in pieces if i in p.unit.leaves) for i in range(len(leaves)))
+    uses = tuple(tuple(isinstance(p, Stack) for p in pieces if i in p.unit.leaf_indices) for i in range(len(leaves)))
     inputs = (*flat.constvars, *flat.invars[len(leaves) :])
     return Program(tuple(pieces), tuple(eqns), flat.consts, tuple(leaves), inputs, tuple(flat.outvars), uses, **options)
 
@@ -280,20 +280,18 @@ def _segment(
     inputs = [v for v in free if v not in index]
     # 2. Split off the computation of the weights.
     weights_of, compute, active_weights = split(eqns, leaves, inputs, outputs, variables.constants)
-    linear = tuple(v in active and _is_inexact(v) for v in inputs)
     shapes = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in leaves)
     active_outputs = tuple(v in active and _is_inexact(v) for v in outputs)
     options = {} if stage is None else {"twice": stage.remat == "twice", "policy": stage.policy, "gathers_again": True}
-    held = (True,) * len(inputs)  # the tape has them all
     unit = Unit(
-        tuple(index[v] for v in leaves),
-        shapes,
-        weights_of,
-        compute,
-        active_weights,
-        linear,
-        active_outputs,
-        held,
+        leaf_indices=tuple(index[v] for v in leaves),
+        shapes=shapes,
+        weights_of=weights_of,
+        compute=compute,
+        active_weights=active_weights,
+        active_inputs=tuple(v in active and _is_inexact(v) for v in inputs),
+        active=active_outputs,
+        held=(True,) * len(inputs),  # the tape has them all
         **options,
     )
     return Segment(unit, tuple(inputs), tuple(outputs), keep)
@@ -310,38 +308,40 @@ def _stack(eqn: Any, reads: Reads, variables: _Variables, slicing: Slicing, numb
     parts = jx.scan_parts(eqn)
     n, k = len(parts.consts), len(parts.carry)
     slices = tuple(dict.fromkeys(layer_slice for layer_slice, _ in reads.values()))  # one layer may be scanned twice
-    leaves = tuple(layer_slice.leaf for layer_slice in slices)
+    leaf_indices = tuple(layer_slice.leaf for layer_slice in slices)
     flat, shapes = _trace_layer(parts, reads, slices, variables, slicing)
 
     # Find which inputs and outputs carry derivatives.
     inputs = (*parts.consts, *parts.carry, *(v for p, v in enumerate(parts.xs) if p not in reads))
-    weight_vars, input_vars = flat.invars[: len(leaves)], flat.invars[len(leaves) :]
-    linear = [
+    weight_vars, input_vars = flat.invars[: len(leaf_indices)], flat.invars[len(leaf_indices) :]
+    active_inputs = [
         not jx.is_literal(v) and v in variables.active and _is_inexact(w)
         for v, w in zip(inputs, input_vars, strict=True)
     ]
-    linear, active_outputs = _propagate_linear(flat, linear, len(leaves), slice(n, n + k))
+    active_inputs, active_outputs = _propagate_active(flat, active_inputs, len(leaf_indices), slice(n, n + k))
 
     # Split off the computation of the weights. It may read the loop's constants that carry no derivative: the backward
     # has these too.
-    fixed = {v for v, is_linear in zip(input_vars[:n], linear, strict=False) if not is_linear} | set(flat.constvars)
+    fixed = {v for v, is_active in zip(input_vars[:n], active_inputs, strict=False) if not is_active}
+    fixed |= set(flat.constvars)
     weights_of, compute, active_weights = split(
         flat.eqns, weight_vars, [*flat.constvars, *input_vars], flat.outvars, fixed
     )
     consts = list(flat.consts)
     unit = Unit(
-        leaves,
-        tuple(shapes),
-        lambda full, values: weights_of(full, [*consts, *values]),
-        lambda weights, values: compute(weights, [*consts, *values]),
-        active_weights,
-        tuple(linear),
-        tuple(active_outputs),
-        tuple(not n <= i < n + k for i in range(len(input_vars))),  # the carry is not held: the backward reads `saved`
-        slicing.remat == "twice",
-        slicing.choices[number] if slicing.choices else slicing.default_choice,
-        slicing.policy,
-        True,
+        leaf_indices=leaf_indices,
+        shapes=tuple(shapes),
+        weights_of=lambda full, values: weights_of(full, [*consts, *values]),
+        compute=lambda weights, values: compute(weights, [*consts, *values]),
+        active_weights=active_weights,
+        active_inputs=tuple(active_inputs),
+        active=tuple(active_outputs),
+        # The carry is not held: the backward reads `saved`.
+        held=tuple(not n <= i < n + k for i in range(len(input_vars))),
+        twice=slicing.remat == "twice",
+        choice=slicing.choices[number] if slicing.choices else slicing.default_choice,
+        policy=slicing.policy,
+        gathers_again=True,
     )
     outputs = (*parts.carry_out, *parts.ys)
     return Stack(unit, slices, inputs, outputs, n, k, parts.length, parts.reverse)
@@ -386,8 +386,8 @@ def _trace_layer(
     return flat, shapes
 
 
-def _propagate_linear(
-    flat: jx.Flat, linear: list[bool], num_weights: int, carry: slice
+def _propagate_active(
+    flat: jx.Flat, active_inputs: list[bool], num_weights: int, carry: slice
 ) -> tuple[list[bool], list[bool]]:
     """Find which inputs and outputs of a layer carry derivatives.
 
@@ -395,23 +395,23 @@ def _propagate_linear(
 
     Args:
       flat: the layer; its first inputs are `num_weights` weights, its first outputs the carry.
-      linear: which other inputs carry derivatives in the first layer.
-      carry: the positions of the carry in `linear`.
+      active_inputs: which other inputs carry derivatives in the first layer.
+      carry: the positions of the carry in `active_inputs`.
 
     Returns:
       For each input except the weights, and for each output, whether it carries derivatives in any layer.
     """
-    linear, num_carry = list(linear), carry.stop - carry.start
+    active_inputs, num_carry = list(active_inputs), carry.stop - carry.start
     weight_vars, input_vars = flat.invars[:num_weights], flat.invars[num_weights:]
     while True:
         # A carry is active if it is so at the start or after any layer: repeat until nothing changes.
-        linear_vars = [v for v, is_linear in zip(input_vars, linear, strict=True) if is_linear]
-        marked = jx.active(flat.eqns, [*weight_vars, *linear_vars])
+        active_vars = [v for v, is_active in zip(input_vars, active_inputs, strict=True) if is_active]
+        marked = jx.active(flat.eqns, [*weight_vars, *active_vars])
         active_outputs = [not jx.is_literal(v) and v in marked and _is_inexact(v) for v in flat.outvars]
-        union = [a or b for a, b in zip(linear[carry], active_outputs[:num_carry], strict=True)]
-        if union == linear[carry]:
-            return linear, [*union, *active_outputs[num_carry:]]
-        linear[carry] = union
+        union = [a or b for a, b in zip(active_inputs[carry], active_outputs[:num_carry], strict=True)]
+        if union == active_inputs[carry]:
+            return active_inputs, [*union, *active_outputs[num_carry:]]
+        active_inputs[carry] = union
 
 
 def _saves_products(primitive: Any, *args: Any, **params: Any) -> Any:
@@ -420,7 +420,7 @@ def _saves_products(primitive: Any, *args: Any, **params: Any) -> Any:
     Saving the partial product would repeat the collective in the backward. With a split sequence, the sum is also
     smaller by the number of ranks.
     """
-    is_sum_over_ranks = primitive.name in ("tensor_leave", "tensor_scatter")
+    is_sum_over_ranks = primitive.name in ("tensor_leave", "tensor_reduce_scatter")
     return is_sum_over_ranks or jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
 
 

@@ -70,7 +70,7 @@ def gathered(pieces: Sequence[Segment | Stack], leaves: Sequence[Leaf]) -> tuple
     """
 
     def gathered_by(piece: Segment | Stack) -> tuple[int, list[Leaf]]:
-        leaf_shapes = [(leaves[i], x) for i, x in zip(piece.unit.leaves, piece.unit.shapes, strict=True)]
+        leaf_shapes = [(leaves[i], x) for i, x in zip(piece.unit.leaf_indices, piece.unit.shapes, strict=True)]
         sharded = [(leaf, math.prod(x.shape)) for leaf, x in leaf_shapes if leaf.dim is not None]
         sharded = sorted(sharded, key=lambda pair: -pair[1])
         return sum(n for _, n in sharded), [leaf for leaf, _ in sharded]

@@ -33,12 +33,12 @@ class Unit:
     """One differentiable program: leaves -> weights, then weights and inputs -> outputs.
 
     Attributes:
-      leaves: the numbers of the parameter leaves that it reads.
+      leaf_indices: the numbers of the parameter leaves that it reads.
       shapes: shapes and dtypes of the whole leaves, or of one layer of them.
       weights_of: `weights_of(whole leaves, inputs)` returns the weights.
       compute: `compute(weights, inputs)` returns the outputs.
       active_weights: which weights carry derivatives.
-      linear: which inputs carry derivatives.
+      active_inputs: which inputs carry derivatives.
       active: which outputs carry derivatives.
       held: which inputs the backward gets too, so that the forward need not save them.
       twice: whether each half of a backward recomputes what the forward has not saved.
@@ -48,12 +48,12 @@ class Unit:
         backward, and not saved.
     """
 
-    leaves: tuple[int, ...]
+    leaf_indices: tuple[int, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     weights_of: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     compute: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     active_weights: tuple[bool, ...]
-    linear: tuple[bool, ...]
+    active_inputs: tuple[bool, ...]
     active: tuple[bool, ...]
     held: tuple[bool, ...]
     twice: bool = False
@@ -84,13 +84,15 @@ class Unit:
 
         # 1. Trace outputs and JAX's residuals (the leaves of the vjp function) as one program.
         def program(weights: Any, inputs: Any) -> Any:
-            def fun(active_weights: Any, linear: Any) -> tuple[Any, Any]:
+            def fun(active_weights: Any, active_inputs: Any) -> tuple[Any, Any]:
                 outputs = self.compute(
-                    merge(self.active_weights, active_weights, weights), merge(self.linear, linear, inputs)
+                    merge(self.active_weights, active_weights, weights),
+                    merge(self.active_inputs, active_inputs, inputs),
                 )
                 return pick(self.active, outputs), outputs
 
-            _, pull, outputs = jax.vjp(fun, pick(self.active_weights, weights), pick(self.linear, inputs), has_aux=True)
+            primals = pick(self.active_weights, weights), pick(self.active_inputs, inputs)
+            _, pull, outputs = jax.vjp(fun, *primals, has_aux=True)
             # The vjp function is a pytree: its leaves are the residuals, its structure the backward.
             leaves, tree = jax.tree.flatten(pull)
             trees.append((tree, len(outputs)))
@@ -111,7 +113,7 @@ class Unit:
         readable_weights = weight_vars if self.policy else [v for v in weight_vars if v in read_vars or is_vector(v)]
         available = {*fixed, *pick(self.held, input_vars), *readable_weights}
         required = allowed(flat.eqns, residuals, available, self.policy) if self.policy else residuals
-        may_rerun = lambda eqn: cheap(eqn) or (self.gathers_again and eqn.primitive.name == "tensor_gather")
+        may_rerun = lambda eqn: cheap(eqn) or (self.gathers_again and eqn.primitive.name == "tensor_all_gather")
         to_save, _ = residuals_to_save(flat.eqns, required, available, weight_vars, may_rerun)
         choices = Residuals(flat.eqns, flat.invars, residuals, available, weight_vars, to_save)
         saved, is_on_host, recomputed = choices.kept(self.choice)
@@ -138,7 +140,7 @@ class Unit:
 
         Returns:
           A bool for each leaf, and `pull_back(whole leaves that it reads, after)`. This function returns the cotangents
-          of all leaves (None for integers) and of the linear inputs. Its large constants cannot exist before `after`.
+          of all leaves (None for integers) and of the active inputs. Its large constants cannot exist before `after`.
         """
         operands = (pick(self.held, inputs), saved.values, list(cotangents))
         kind = _trace_key(*operands)
@@ -210,7 +212,7 @@ class Forward:
       consts: the arrays that it closes over.
       run: `run(*consts, *weights, *inputs)` returns the outputs, and then the saved values.
       pull: `pull(saved, weights, held inputs)` returns the vjp function: from cotangents of the active outputs to
-        cotangents of the active weights and of the linear inputs.
+        cotangents of the active weights and of the active inputs.
       residuals: the saved values, and those that could be saved.
       host: which saved values wait on the host.
       backwards: the traced backwards, whole and in halves, by the kind of their operands.

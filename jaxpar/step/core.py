@@ -99,7 +99,14 @@ class Step(FirstState, Intake):
         has_copy = self.rule.published and placement.num_shards > 1 and self.policy.compute != jnp.float32
         undivided = undivided_leaves(shapes, tensor_split, tensor_ranks) if tensor_ranks > 1 else {}
         choices = self.rule.sharded, has_copy, places, tensor_split.found, undivided
-        self.layout = Layout(storage, self._home(), self.policy, *choices, host="params" in strategy.offloads)
+        self.layout = Layout(
+            storage,
+            self._home(),
+            self.policy,
+            *choices,
+            host="params" in strategy.offloads,
+            shards=placement.num_shards,
+        )
 
         # 4. The parts of a step: trace the loss, differentiate it on one device, update.
         streamed = streams(self.optimizer, self.layout, strategy.offloads, as_stacked, owners is not None)

@@ -109,7 +109,7 @@ def run_microbatches(loss: Loss, variables: Any, blocks: Any, seed: jax.Array) -
         (variables, grads, flights), sums = lax.scan(micro, (variables, zeros, flights), blocks)
         sums = sum_leading_dim(sums)
     # With prefetch, the last gradients of a stack are still to be reduced.
-    return loss.traced.program.landed(loss.access, flights, grads), variables, sums
+    return loss.traced.program.with_pending_gradients(loss.access, flights, grads), variables, sums
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ The leaf part runs on blocks. A block is one layer of a stack, or as many of its
 copied to the device, updated there, and copied back to its place.
 
 The loop over the blocks of a leaf carries the host's own buffers, which XLA updates in place by asynchronous copies,
-and the next block of each array. The moments take turns, so that copies run in both directions at once. For the two
+and the next block of each array. The moments alternate, so that copies run in both directions at once. For the two
 moments of Adam, while block 0 and then block 1 is updated:
 
     to the device     mu of block 1    nu of block 1    mu of block 2    nu of block 2

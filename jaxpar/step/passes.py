@@ -187,19 +187,27 @@ def _roll(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
 
 def _split(setting: Setting, loss: PlacedLoss, notes: Notes) -> PlacedLoss:
     """Take the equations of one context rank, on its positions of the sequence (parallel/context/)."""
-    leaves, (variables, rows, _), ranks = len(loss.placements), loss.inputs, setting.sizes["context"]
+    num_leaves, (variables, rows, _), ranks = len(loss.placements), loss.inputs, setting.sizes["context"]
     tensor_ranks = setting.sizes["tensor"]
     # The program's inputs are parameters, variables, rows and key, in this order.
-    first_row = leaves + len(jax.tree.leaves(variables))
+    first_row = num_leaves + len(jax.tree.leaves(variables))
     batch = range(first_row, first_row + len(jax.tree.leaves(rows)))
     # The ranks of such a pipeline are not in the same layer at the same time, so that a hop around all ranks of a ring
     # is impossible.
-    out_of_step = setting.layout.storage.cut or (setting.schedule is not None and setting.schedule.branches)
-    branching = setting.schedule.kind if out_of_step and setting.schedule else ""
-    mode = choose(setting.strategy.attention, loss.flat.eqns, ranks, tensor_ranks, branching, notes.attention_not_taken)
+    schedule = setting.schedule
+    is_out_of_step = schedule is not None and (setting.layout.storage.cut or schedule.branches)
+    out_of_step_schedule = schedule.kind if schedule is not None and is_out_of_step else ""
+    mode = choose(
+        setting.strategy.attention,
+        loss.flat.eqns,
+        ranks,
+        tensor_ranks,
+        out_of_step_schedule,
+        notes.attention_not_taken,
+    )
     notes.attention_mode = mode
-    whole_loss = WholeLoss(loss.flat, leaves, batch, loss.num_sums)
-    fun = split_sequence(whole_loss, ranks, mode, CONTEXT_RULES, tensor_ranks, not branching)
+    whole_loss = WholeLoss(loss.flat, num_leaves, batch, loss.num_sums)
+    fun = split_sequence(whole_loss, ranks, mode, CONTEXT_RULES, tensor_ranks, not out_of_step_schedule)
     return loss.of_rank(fun, loss.placements, setting.traced_axes)
 
 

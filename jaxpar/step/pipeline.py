@@ -29,7 +29,7 @@ from .tracing import Loss, Tracing
 Values = Callable[[jax.Array], list[Any]]  # microbatch number -> values of a program's inputs
 
 
-def rows_of(schedule: Schedule) -> SlotTables:
+def slot_tables_of(schedule: Schedule) -> SlotTables:
     """Return the tables that ranks look up, with one operation per rank in each slot.
 
     A tick of a schedule in lockstep may run a forward and a backward. It becomes two slots, forwards first.
@@ -42,7 +42,7 @@ def rows_of(schedule: Schedule) -> SlotTables:
         for kind in "FB"
     ]
     slots = tuple(half_tick for half_tick in half_ticks if any(half_tick))
-    return Walk(slots, schedule.placement, schedule.chunks, schedule.forwards_only).rows()
+    return Walk(slots, schedule.placement, schedule.chunks, schedule.forwards_only).slot_tables()
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Piped:
         seeds = None if seed is None else {traced.total: seed}
         schedule = schedule if seed is not None else schedule.forwards
         inputs = (self.loss.access, stored, self._values, variables)
-        return FlatPipeline(traced.program, schedule, rows_of(schedule), *inputs, sums, new_variables, seeds)
+        return FlatPipeline(traced.program, schedule, slot_tables_of(schedule), *inputs, sums, new_variables, seeds)
 
     def _values(self, microbatch: jax.Array) -> list[Any]:
         """Return the values of the program's inputs for one microbatch."""

@@ -33,7 +33,7 @@ def check_pipe(program: Program, variables: Any, layout: Layout, strategy: Strat
       variables: a tree of the positions of its new variables among its outputs.
     """
     ranks = layout.mesh.shape["pipe"]
-    # Stages of a cut program need no layers, and can change variables in turn.
+    # Stages of a cut program need no layers, and can change variables one after another.
     if layout.storage.cut:
         check_variables(program, jax.tree_util.tree_leaves_with_path(variables), ranks)
         return
@@ -243,11 +243,12 @@ def check_remat(program: Program, layout: Layout, strategy: Strategy, schedule: 
         units = layout.storage.units
         # A scan is no stack if its parameters are sharded along the layers: no device has a complete layer to fetch.
         if across := [leaf.path for leaf in units if leaf.dim == leaf.stage == 0 and leaf.logical[0] in lengths]:
+            without_hpz = " and without hpz" if strategy.hpz else ""
             raise ValueError(
                 f"remat={remat!r} applies to the layers of a layer stack, and the {layout.shards} shards of "
                 f"{', '.join(across[:_MAX_LEAVES])} have some of the layers each, since {layout.shards} divides no "
-                "other dim; use widths that it divides or fewer shards, as fsdp=2 with data=-1, or remat='none' with "
-                "jax.checkpoint in the model"
+                f"other dim; use widths that it divides or fewer shards, as fsdp=2 with data=-1{without_hpz}, or "
+                "remat='none' with jax.checkpoint in the model"
             )
         raise ValueError(
             f"remat={remat!r} applies to the layers of a layer stack and the model has none; scan "

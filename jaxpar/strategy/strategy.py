@@ -278,7 +278,7 @@ class Strategy:
         return sizes
 
     def prefetches(self, mesh: Any) -> bool:
-        """Return whether loops over layers gather and reduce one layer ahead on a `jax.sharding.Mesh`."""
+        """Return whether loops over layers gather one layer ahead and reduce one layer behind on a mesh."""
         # With one backward in a step, the gradients that ZeRO shards are also summed over `data` in the loop.
         axes = SHARDS if self.turns > 1 or self.fsdp == 1 else ("data", *SHARDS)
         # With offloaded parameters, loops bring the next layer from the host instead, and gather it when it runs.

@@ -64,7 +64,7 @@ def example_of(stack: Stack) -> tuple[list[Any], list[Any], list[Any]]:
 
 def whole_backward(stack: Stack, leaves: Any, inputs: Any, cotangents: Any) -> Any:
     _, saved = stack.forward(WholeAccess(), leaves, inputs, True)
-    return stack.backward(WholeAccess(), leaves, inputs, saved, cotangents, [None] * len(stack.unit.leaves))
+    return stack.backward(WholeAccess(), leaves, inputs, saved, cotangents, [None] * len(stack.unit.leaf_indices))
 
 
 def split_backward(stack: Stack, leaves: Any, inputs: Any, cotangents: Any) -> Any:
@@ -72,7 +72,7 @@ def split_backward(stack: Stack, leaves: Any, inputs: Any, cotangents: Any) -> A
     layers = stack.layers(WholeAccess(), leaves)
     cts, residuals = stack.backward_inputs(layers, inputs, saved, cotangents)
     saved_values = [x for x, on in zip(saved.values, residuals.halves.saved, strict=True) if on]
-    into = [None] * len(stack.unit.leaves)
+    into = [None] * len(stack.unit.leaf_indices)
     return stack.backward_weights(layers, inputs, saved_values, residuals, into), cts
 
 

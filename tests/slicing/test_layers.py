@@ -99,8 +99,8 @@ def test_cut() -> None:
     kinds = [type(piece) for piece in program.pieces]
     assert kinds == [Segment, Stack, Stack, Segment]
     first, second = program.stacks
-    assert sorted(first.unit.leaves) == [1, 2, 5]  # through the cast and the product before the scan
-    assert second.unit.leaves == (3,)
+    assert sorted(first.unit.leaf_indices) == [1, 2, 5]  # through the cast and the product before the scan
+    assert second.unit.leaf_indices == (3,)
     assert second.reverse
     assert program.uses[0] == (False, False)  # tied: in the prologue and in the epilogue
     assert program.uses[3] == (True, False)  # sliced by its stack, whole in the penalty
@@ -147,7 +147,7 @@ def test_a_leaf_scanned_twice_by_one_scan_and_read_beside_it() -> None:
 
     w, x = jax.random.normal(jax.random.key(0), (3, 4, 4)), jnp.ones((2, 4))
     program = slice_program(trace(twice, [w], x)[0], Slicing([w], [None]))
-    assert program.stacks[0].unit.leaves == (0,)
+    assert program.stacks[0].unit.leaf_indices == (0,)
     _, tape = program.forward(WholeAccess(), [w], [x], grad=True)
     (ours,) = program.backward(WholeAccess(), [w], tape, {0: jnp.ones(())}, [None])
     np.testing.assert_allclose(ours, jax.grad(lambda w: twice([w], x))(w), rtol=1e-5)

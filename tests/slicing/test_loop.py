@@ -1,4 +1,4 @@
-"""Two loops over layers that run as one: both results are right, and the loops take turns at their all-to-alls."""
+"""Two loops over layers that run as one: both results are right, and the loops alternate at their all-to-alls."""
 
 from typing import Any
 

@@ -19,6 +19,9 @@ from jaxpar.hardware.compiled.kernels import Done, Executable, HostCopy, Kernel,
 from jaxpar.inspect.predict.prediction import predict
 from jaxpar.models import named
 from jaxpar.program.walk import visit
+from jaxpar.slicing.access import WholeAccess
+from jaxpar.slicing.layer_access import LayerAccess
+from jaxpar.slicing.slices import Slice
 
 pytestmark = SHARED_BATCH
 
@@ -130,3 +133,16 @@ def test_compiled_for_gpus() -> None:
     # The last layer comes back before the loop.
     assert sum(part.bytes for part in copies) == (2 * layers + 1) * layer_bytes
     assert sum(part.exposed for part in copies) < 0.2 * sum(part.seconds for part in copies)
+
+
+def test_no_stage_copies_its_layers_from_the_host() -> None:
+    """The copies do not count from the first layer of a stage: for any chunk but the first they would be wrong."""
+
+    def copy(stack: jax.Array, start: int) -> Any:
+        on_host = jax.device_put(stack, jax.memory.Space.Host)
+        return LayerAccess(WholeAccess(), [on_host], (Slice(0),), 2, start).copy_from_host(0)
+
+    stack = jax.ShapeDtypeStruct((4, 2), "float32")
+    assert jax.eval_shape(functools.partial(copy, start=0), stack)[0].shape == (2,)
+    with pytest.raises(AssertionError):
+        jax.eval_shape(functools.partial(copy, start=2), stack)

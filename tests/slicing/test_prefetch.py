@@ -74,7 +74,7 @@ def test_gradients_of_two_microbatches(remat: str, frozen: int, at_once: int) ->
         for block in blocks:
             _, tape = program.forward(access, leaves, [block], True, flights)
             grads = program.backward(access, leaves, tape, {0: jnp.ones(())}, grads, flights)
-        return program.landed(access, flights, grads)
+        return program.with_pending_gradients(access, flights, grads)
 
     theirs = jax.grad(lambda leaves: sum(loss(leaves, block) for block in blocks))(params())
     for i, (a, b) in enumerate(zip(run(params()), theirs, strict=True)):
@@ -98,7 +98,7 @@ def test_a_stack_that_the_loss_does_not_differentiate_begins_again() -> None:
         (_, value), tape = program.forward(access, leaves, [x], True, flights)
         np.testing.assert_allclose(value, beside(leaves, x)[1], rtol=1e-5)
         grads = program.backward(access, leaves, tape, {0: jnp.ones(())}, [None] * 2, flights)
-        assert program.landed(access, flights, grads)[0] is None
+        assert program.with_pending_gradients(access, flights, grads)[0] is None
 
 
 @functools.cache

@@ -353,6 +353,11 @@ def test_remat_without_stack() -> None:
     raises(lambda: train(strategy="fsdp,remat=layer", init=init, loss=scanned(itself), mesh=mesh), *parts)
     train(strategy="fsdp=2,data=-1,remat=layer", init=init, loss=scanned(itself), mesh=mesh)
     train(strategy="fsdp", init=init, loss=scanned(jax.checkpoint), mesh=mesh)
+    # With hpZ the error counted the shards of `fsdp` alone, and advised what was given.
+    init, hpz = lambda key: {"w": jax.random.normal(key, (8, 2, 2))}, "fsdp=2,data=-1,remat=layer,hpz=true"
+    parts = "the 8 shards of w have some of the layers each, since 8 divides", "fsdp=2 with data=-1 and without hpz"
+    raises(lambda: train(strategy=hpz, init=init, loss=scanned(itself)), *parts)
+    train(strategy="fsdp=2,data=-1,remat=layer", init=init, loss=scanned(itself))
     raises(lambda: train(strategy="ddp,remat=twice"), "remat='twice'", "backwards are whole", "remat='layer'", "zb-h1")
 
 

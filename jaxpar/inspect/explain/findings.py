@@ -24,7 +24,7 @@ from ...parallel.pipeline.flat import stages
 from ...slicing.program import Program
 from ...slicing.stacks import described
 from ...step.passes import Notes
-from ...step.pipeline import rows_of
+from ...step.pipeline import slot_tables_of
 from ...step.server import OF_REPLICAS, ServerStep
 from ...step.tracing import Traced
 from ..check.promises import SCALARS
@@ -252,13 +252,14 @@ def _pipeline_remarks(step: Step, program: Program) -> Iterator[str]:
             math.prod(leaf.local.stored) * step.policy.computed(leaf.dtype).itemsize for leaf in step.layout.leaves
         ]
         yield (
-            f"{schedule.title}: {stages.described(program, leaf_bytes)}. The stash has {rows_of(schedule).stashes} "
-            f"slots, each as large as the largest stage's; idle {float(schedule.bubble):.1%} of the time, if stages "
-            "are even. Collectives inside of stages are those of the rank that sends most."
+            f"{schedule.title}: {stages.described(program, leaf_bytes)}. The stash has "
+            f"{slot_tables_of(schedule).num_stash_slots} slots, each as large as the largest stage's; idle "
+            f"{float(schedule.bubble):.1%} of the time, if stages are even. Collectives inside of stages are those of "
+            "the rank that sends most."
         )
     elif schedule is not None:
         # Schedules with separate weight gradients (W) also keep operands from I to W.
-        num_kept = schedule.rows.keeps if schedule.branches else 0
+        num_kept = schedule.rows.num_residual_slots if schedule.branches else 0
         yield (
             f"{schedule.title}: the stash has {schedule.slots} slots, each what one microbatch leaves in one chunk of "
             f"layers{f', and {num_kept} of what gradients of inputs leave for those of weights' if num_kept else ''}; "

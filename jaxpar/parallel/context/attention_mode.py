@@ -2,7 +2,7 @@
 
 The modes, for c ranks, with Hq query heads and Hkv key heads:
 
-    gather     keys and values are gathered, queries stay        any mask; sends 2 Hkv a position, c times over
+    gather     keys and values are gathered, queries stay        any mask; 2 Hkv heads a position go to all other ranks
     ulysses    ranks exchange positions for heads, and back      sends (2 Hq + 2 Hkv) a position; c divides the heads
     ring       keys and values move from rank to rank            sends as gather; holds two blocks of keys at a time
     usp        ulysses in groups of ranks, a ring of the groups  where a divisor of c divides the heads
@@ -33,7 +33,7 @@ class AttentionMode:
     Attributes:
       name: the mode.
       why: the reason for it, for reports.
-      group: for usp, the number of neighbouring ranks that share the heads.
+      group: for usp, the number of neighbouring ranks that share the heads; 1 for other modes (see `sharing`).
       order: the order in which ranks hold chunks; zigzag balances causal work on a ring.
     """
 

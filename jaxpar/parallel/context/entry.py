@@ -53,15 +53,15 @@ class WholeLoss:
 
     Attributes:
       flat: its equations. Its first inputs are the parameters.
-      leaves: the number of parameters.
+      num_leaves: the number of parameters.
       batch: the positions of the inputs that are rows of a batch [rows, positions, ...].
-      sums: the number of outputs, from the first on, that are totals and counts.
+      num_sums: the number of outputs, from the first on, that are totals and counts.
     """
 
     flat: jx.Flat
-    leaves: int
+    num_leaves: int
     batch: Collection[int]
-    sums: int
+    num_sums: int
 
 
 def find_first_splits(loss: WholeLoss, ranks: int, parts: int) -> dict[int, FirstSplit]:
@@ -75,7 +75,7 @@ def find_first_splits(loss: WholeLoss, ranks: int, parts: int) -> dict[int, Firs
       ValueError: if there is no such equation.
     """
     flat = loss.flat
-    weights = jx.depends(flat.eqns, flat.invars[: loss.leaves])
+    weights = jx.depends(flat.eqns, flat.invars[: loss.num_leaves])
     fed = jx.depends(flat.eqns, [flat.invars[i] for i in loss.batch])
     first_splits: dict[int, FirstSplit] = {}
     for eqn in flat.eqns:

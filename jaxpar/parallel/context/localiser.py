@@ -316,7 +316,7 @@ def split_sequence(
         localiser = ContextLocaliser(
             ranks, False, rules, first_splits=first_splits, max_gathered=max_gathered, **options
         )
-        outs = localiser.run(flat, localiser.arguments(flat, values, [None] * loss.leaves), linear=True)
-        return [localiser.as_partial_sum(x) if i < loss.sums else localiser.whole(x) for i, x in enumerate(outs)]
+        outs = localiser.run(flat, localiser.arguments(flat, values, [None] * loss.num_leaves), linear=True)
+        return [localiser.as_partial_sum(x) if i < loss.num_sums else localiser.whole(x) for i, x in enumerate(outs)]
 
     return local_program

@@ -145,7 +145,7 @@ def _dot(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) ->
 
 
 @rule("gather")
-def _gather(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _lookup(localiser: ContextLocaliser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Look up known positions, `x[:, places]`, or one element of each position, `logits[jnp.arange(n), labels]`.
 
     The second works for any indices in the other dims, also for indices that each rank computes, such as the best

@@ -43,10 +43,10 @@ class RuleAccess:
         self.rules = [of_leaf(rule, leaf, in_fp8) for leaf in self.leaves]
         self.pipe = layout.mesh.shape["pipe"]
         self.layer_dims = {s.leaf: s.dim for stack in program.stacks for s in stack.slices}
-        # A use completes the leaf's gradient if it is the only use, lies in a stack, and runs once per step.
+        # The gradient of a use is the whole one if a stack alone reads the leaf, each layer once, and runs once a step.
         runs_once = strategy.turns == 1 and self.pipe == 1
-        self.last = [runs_once and uses == (True,) for uses in program.uses]
-        # A stack may read one leaf twice, as w[i] and w[i + 1]: their gradients add up too.
+        self.last = [runs_once and program.is_read_once(i) for i in range(len(program.uses))]
+        # Nothing is added to a gradient if one piece reads the leaf, whole or as one slice.
         slices = Counter(s.leaf for stack in program.stacks for s in stack.slices)
         self.has_one_use = [runs_once and len(uses) == 1 and slices[i] <= 1 for i, uses in enumerate(program.uses)]
         self.sizes = layout.mesh.shape
@@ -58,7 +58,7 @@ class RuleAccess:
         is_sharded = leaf.dim is not None and self.rules[index].sharded
         shard_axes = leaf.shard if is_sharded else ()
         # With hpZ a leaf is sharded over `data` too, but the step has gathered over that axis before any use.
-        shard, second = tuple(a for a in shard_axes if a != "data"), tuple(a for a in shard_axes if a == "data")
+        shard, hpz_axes = tuple(a for a in shard_axes if a != "data"), tuple(a for a in shard_axes if a == "data")
         if sliced:
             dim = leaf.inner(True, self.layer_dims[index])
         else:
@@ -70,7 +70,7 @@ class RuleAccess:
         # twice the memory and traffic until the update, which casts it (`finish`) as it reads it.
         is_sum = not self.has_one_use[index] or any(self.sizes[a] > 1 for a in summed)
         dtype = self.policy.reduced(leaf.dtype) if is_sum else self.policy.computed(leaf.dtype)
-        return Use(dim, shard, replica_axes, self.last[index], dtype, second)
+        return Use(dim, shard, replica_axes, self.last[index], dtype, hpz_axes)
 
     def sends(self, index: int) -> tuple[bool, bool]:
         """Return how a loop over layers overlaps a leaf's communication with compute.

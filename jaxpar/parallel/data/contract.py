@@ -1,6 +1,6 @@
 """The contract of a strategy along the data axes: a `Rule` of three functions, and a `Promise` in numbers.
 
-    Rule.fetch     stored parameter          -> the whole leaf            at every use, forward and backward
+    Rule.fetch     stored parameter          -> the whole leaf            at every use, and in backwards that read it
     Rule.give      local gradient of a use   -> accumulated gradient      at every use, in the backward
     Rule.finish    accumulated gradient      -> gradient of the update    once per step
     Promise        Uses of a leaf            -> memory at rest, and every collective (`Sent`)
@@ -27,10 +27,11 @@ class Use:
       shard: the mesh axes over which it is sharded: `fsdp`, and also `pipe` for a leaf that all stages share.
       rest: the replica axes, all other axes along which devices use the same values. Gradients are summed over them
         too.
-      last: whether no other use of the leaf follows or precedes in the step: one use, in a stack, one microbatch. Its
-        gradient is then complete, and is reduced inside the backward loop instead of at the end of the step.
+      last: whether the gradient of this use is the whole gradient of the leaf, or of its layer, in the step. It is if a
+        stack alone reads the leaf, each layer once, and there is one microbatch. The gradient is then reduced inside
+        the backward loop instead of at the end of the step.
       dtype: the dtype in which gradients are reduced and accumulated; the compute dtype if nothing is added to them.
-      second: the axes over which the stored shard is split once more, with `Strategy.hpz`. The step gathers over them
+      second: hpZ's axes: with `Strategy.hpz`, the stored shard is split once more over them. The step gathers over them
         before all uses. Gradients that are reduced over `shard` are then scattered over them.
     """
 
@@ -95,7 +96,7 @@ class Uses:
 
     @property
     def once(self) -> tuple[Times, ...]:
-        """The accumulated gradients of the step: one of the whole leaf, or the gradients of its only use."""
+        """The accumulated gradients of the step: one of the whole leaf, or one of each layer if `last`."""
         return self.given if self.last or not self.given else (Times(1, self.elements),)
 
     @property
@@ -104,7 +105,7 @@ class Uses:
         return math.prod(self.sizes[axis] for axis in self.shard)
 
     @property
-    def seconds(self) -> int:
+    def hpz_parts(self) -> int:
         """The number of parts into which hpZ splits a shard at rest, 1 without it."""
         return math.prod(self.sizes[axis] for axis in self.second)
 
@@ -163,12 +164,13 @@ class Rule:
       name: the name that reports show: "ddp", "ZeRO-2".
       sharded: which of "params", "grads", "optimizer" are sharded over `fsdp` between steps; "grads" are the gradients
         that the update receives, whether or not they accumulate whole.
-      fetch: maps the stored parameter to the whole leaf, or one layer of it. Runs at every use, forward and backward.
+      fetch: maps the stored parameter to the whole leaf, or one layer of it. Runs at every use, and again in its
+        backward if that reads the leaf. It does not read biases, and the epilogue keeps its leaves from the forward.
       give: maps the local gradient of one use to what this use adds to the accumulated gradient, in the reduce dtype.
       finish: maps the accumulated gradient to the gradient of the update. Runs once per step.
       promise: the memory and the communication of these functions.
       published: whether updated shards are all-gathered into the stored parameters.
-      at_once: whether `give` communicates at every use, instead of on a leaf's only use alone.
+      at_once: whether `give` communicates at every use, instead of at uses with `Use.last` alone.
     """
 
     name: str

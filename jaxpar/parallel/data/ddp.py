@@ -26,7 +26,7 @@ def use_params(params: jax.Array, use: Use) -> jax.Array:
 
 
 def accumulate_grad(grad: jax.Array, use: Use) -> jax.Array:
-    """Return what one use adds to the accumulator: its local gradient, all-reduced already on the leaf's only use."""
+    """Return what one use adds to the accumulator: its local gradient, all-reduced already if `use.last`."""
     # Before any sum, so that microbatches and replicas add up in the dtype of `reduce`.
     grad = grad.astype(use.dtype)
     return all_reduce(grad, use.rest) if use.last else grad

@@ -13,7 +13,7 @@ A device cuts an array that it sends into blocks of 256 numbers, in the order of
 Each block is quantised to 8 bits with its own scale, a float32 that follows the numbers in the same buffer. So each
 collective of the rule remains one collective of bytes. Every rank computes with the quantised values, also the rank
 that owns them. A gradient is quantised once on its way to the sum, whatever the number of ranks. A ring of sums would
-quantise it at every hop (section 3.3). Arrays of less than 16,384 elements, norms and biases, travel unquantised.
+quantise it at every hop (section 3.3). Arrays of fewer than 16,384 elements, norms and biases, travel unquantised.
 
     int8    round(127 x / amax), with amax the largest magnitude of the block: errors up to amax / 254
     fp8     float8_e4m3fn times a power of two. FP8 products (`numerics/fp8/`) quantise their weights in the same way.

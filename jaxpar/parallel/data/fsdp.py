@@ -5,7 +5,8 @@ For P parameters, N devices along `fsdp`, K optimizer values per parameter and m
     stores        params P/N   grads P/N   optimizer K P/N
     sends         all-gather m P in the forward and m P in the backward, reduce-scatter m P
                   over `data` an all-reduce of P/N (hybrid sharding, FSDP section 3.2.2)
-    sync="step"   accumulates whole gradients, P, and sends reduce-scatter P (FSDP section 3.3.4, no communication)
+    sync="step"   accumulates whole gradients, P, and sends reduce-scatter P
+                  (FSDP section 3.3.4, "gradient accumulation without communication")
     hpz           stores params P/N and optimizer K P/N over all N devices along `data` and `fsdp`. While a step runs,
                   it also stores a second shard in the compute dtype, P over `fsdp` alone. Once per step, it sends an
                   all-gather of that shard over `data` and a reduce-scatter of the same size. Layers are gathered over

@@ -37,7 +37,7 @@ from .ddp import use_params
 def give_whole_grad(grad: jax.Array, use: Use) -> jax.Array:
     """Return what one use adds to the accumulator under ZeRO-1: its whole local gradient, [*leaf] in `use.dtype`.
 
-    If this is the leaf's only use in the step (`use.last`), return the reduced shard, [*leaf / N].
+    If this gradient is the leaf's whole gradient of the step (`use.last`), return the reduced shard, [*leaf / N].
     """
     if use.last:
         # Nothing is accumulated after this use. Reducing here lets XLA overlap it with the rest of the backward.
@@ -53,7 +53,7 @@ def finish_whole_grad(accumulated: jax.Array, use: Use) -> jax.Array:
 def scatter_grad(grad: jax.Array, use: Use) -> jax.Array:
     """Return what one use adds to the accumulator under ZeRO-2 and ZeRO-3: the shard of its gradient.
 
-    Communicates a reduce-scatter over `use.shard`; on the leaf's only use also an all-reduce over `use.rest`.
+    Communicates a reduce-scatter over `use.shard`; if `use.last`, also an all-reduce over `use.rest`.
     """
     grad_shard = reduce_scatter_as(grad, use.shard, use.dim, use.dtype)
     return reduce_over_replicas(grad_shard, use) if use.last else grad_shard
@@ -145,7 +145,7 @@ def reductions(leaf: Uses, grads: Sequence[Times]) -> Iterator[Sent]:
     for grad in leaf.once:
         shard_elements = grad.total // leaf.shards
         yield Sent("reduce-scatter", leaf.second, leaf.reduce, grad.count, shard_elements)
-        yield Sent("all-reduce", leaf.rest, leaf.reduce, grad.count, shard_elements // leaf.seconds)
+        yield Sent("all-reduce", leaf.rest, leaf.reduce, grad.count, shard_elements // leaf.hpz_parts)
 
 
 def publications(leaf: Uses) -> Iterator[Sent]:

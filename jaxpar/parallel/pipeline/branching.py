@@ -45,7 +45,7 @@ def write_row(tree: Any, values: Any, index: jax.Array) -> Any:
 
 
 def receive(message: Any, buffers: Any, row: Any, sent: np.ndarray) -> Any:
-    """Send the message to both neighbours and over the turn of a V; return the buffers with the received messages.
+    """Send the message to both neighbours and at the bend of a V; return the buffers with the received messages.
 
     Every rank sends in every slot. A rank that needs no message writes it to a free buffer (`SlotTables`).
 

@@ -47,12 +47,12 @@ class SlotTables:
         Without a message, this is a free buffer, which may be overwritten. The four buffers of a slot differ where two
         of them receive messages, and a free buffer never equals one that receives a message.
       from_next: the same for the message from rank + 1.
-      from_self: the same for the message from this rank itself, at the turn of a V.
+      from_self: the same for the message from this rank itself, at the bend of a V.
       from_epilogue: the same for the cotangents that the epilogue makes of the microbatch that leaves the last stage.
       sent: bool [slot, 4], in the order of `WAYS`: whether any rank receives a message that way in the slot.
-      stashes: the number of stash slots.
-      keeps: the number of slots of the second stash, for `residuals`.
-      buffers: the number of message buffers.
+      num_stash_slots: the number of stash slots.
+      num_residual_slots: the number of slots of the second stash, for `residuals`.
+      num_buffers: the number of message buffers.
     """
 
     kind: np.ndarray
@@ -66,9 +66,9 @@ class SlotTables:
     from_self: np.ndarray
     from_epilogue: np.ndarray
     sent: np.ndarray
-    stashes: int
-    keeps: int
-    buffers: int
+    num_stash_slots: int
+    num_residual_slots: int
+    num_buffers: int
 
 
 WAYS = ("from_previous", "from_next", "from_self", "from_epilogue")
@@ -113,7 +113,7 @@ class Walk:
         """Return the number of ranks."""
         return len(self.table[0])
 
-    def rows(self) -> SlotTables:
+    def slot_tables(self) -> SlotTables:
         """Walk through the table, and return the tables that the program looks up."""
         p, shape = self.ranks, (len(self.table), self.ranks)
         # 0 for idle ranks and unread buffers: a rank that runs nothing reads buffer 0, and drops it.
@@ -169,9 +169,9 @@ class Walk:
             **tables,
             **dict(zip(WAYS, ways, strict=True)),
             sent=sent,
-            stashes=largest(stash),
-            keeps=largest(residuals),
-            buffers=max(num_buffers),
+            num_stash_slots=largest(stash),
+            num_residual_slots=largest(residuals),
+            num_buffers=max(num_buffers),
         )
 
     def _stage(self, rank: int, op: Op) -> int:

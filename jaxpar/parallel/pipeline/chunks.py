@@ -66,10 +66,10 @@ def epilogue_pieces(program: Program) -> tuple[Any, ...]:
 
 def bypass_variables(program: Program) -> list[Any]:
     """Return the variables with cotangents that the prologue computes and the epilogue reads."""
-    pairs = [pair for p in epilogue_pieces(program) for pair in zip(p.inputs, p.unit.linear, strict=True)]
+    pairs = [pair for p in epilogue_pieces(program) for pair in zip(p.inputs, p.unit.active_inputs, strict=True)]
     # Integers, such as tokens that a loss compares with, have no cotangents.
-    linear = {v for v, is_linear in pairs if is_linear and not jx.is_literal(v)}
-    return [v for piece in prologue_pieces(program) for v in piece.outputs if v in linear]
+    active = {v for v, is_active in pairs if is_active and not jx.is_literal(v)}
+    return [v for piece in prologue_pieces(program) for v in piece.outputs if v in active]
 
 
 def shareable(program: Program, part: Program, keys: Sequence[Any], ranks: int) -> bool:
@@ -95,7 +95,7 @@ def shareable(program: Program, part: Program, keys: Sequence[Any], ranks: int) 
         # Random numbers for a part would differ from those for all rows.
         and not any(v in random for v in inputs - stack_outputs)
         # Outputs by layer are [layers, ...]: dim 0 has no rows to divide.
-        and not inputs & set(program.main.outputs[program.main.carry :])
+        and not inputs & set(program.main.outputs[program.main.num_carry :])
         # The loss of a row would need other ranks' rows.
         and not program.coupled
         # The carry must divide along dim 0, since a reduce-scatter gives each rank its rows.
@@ -103,7 +103,7 @@ def shareable(program: Program, part: Program, keys: Sequence[Any], ranks: int) 
             v.aval.ndim > 0
             and v.aval.shape == (w.aval.shape[0] * ranks, *w.aval.shape[1:])
             and jnp.issubdtype(v.aval.dtype, jnp.number)
-            for v, w in pairs[: program.main.carry]
+            for v, w in pairs[: program.main.num_carry]
         )
     )
 
@@ -175,7 +175,7 @@ class Cut:
         read_later = {v for piece in epilogue_pieces(self.program) for v in piece.inputs if not jx.is_literal(v)}
         # Outputs of the loss itself count too, such as metrics by layer.
         read_later.update(v for v in self.program.outputs if not jx.is_literal(v))
-        ys = self.stack.outputs[self.stack.carry :]
+        ys = self.stack.outputs[self.stack.num_carry :]
         return [j for j, v in enumerate(ys) if v in read_later]
 
     @property
@@ -186,13 +186,13 @@ class Cut:
     @property
     def has_cotangent(self) -> Message:
         """Return flags: whether a part of the message has a cotangent (integers, for example, have none)."""
-        k, active = self.stack.carry, self.stack.unit.active
+        k, active = self.stack.num_carry, self.stack.unit.active
         return Message(list(active[:k]), [active[k + j] for j in self.by_layer_positions])
 
     def message_variables(self, program: Program) -> Message:
         """Return the variables of the message that leaves the last stage, in a loss on a microbatch or a part of it."""
         assert program.main is not None
-        k, outputs = program.main.carry, program.main.outputs
+        k, outputs = program.main.num_carry, program.main.outputs
         return Message(list(outputs[:k]), [outputs[k + j] for j in self.by_layer_positions])
 
     def merge_cotangents(self, cotangents: Message, message: Message) -> Message:
@@ -204,8 +204,8 @@ class Cut:
     def zero_extra_cotangents(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return zero cotangents of the stack's constants, and of one chunk's scanned inputs."""
         stack = self.stack
-        atoms, linear = stack.parts(stack.inputs), stack.parts(stack.unit.linear)
-        consts, _, xs = (pick(flags, parts) for flags, parts in zip(linear, atoms, strict=True))
+        atoms, active = stack.parts(stack.inputs), stack.parts(stack.unit.active_inputs)
+        consts, _, xs = (pick(flags, parts) for flags, parts in zip(active, atoms, strict=True))
         zeros = lambda x, shape: jnp.zeros(shape, x.aval.dtype)
         # Scanned inputs are [layers of a chunk, ...] in a chunk's backward.
         return (

@@ -36,7 +36,7 @@ def shares_prologues(program: Program) -> bool:
     """
     stack = program.main
     assert stack is not None
-    consts, carry, xs = stack.parts(stack.unit.linear)
+    consts, carry, xs = stack.parts(stack.unit.active_inputs)
     first_carry = stack.parts(stack.inputs)[1]
     return (
         any(isinstance(piece, Stack) for piece in prologue_pieces(program))

@@ -36,7 +36,7 @@ class Phase(NamedTuple):
     """Consecutive ticks that all run the same operations: forwards, backwards, and the epilogue after the last layer.
 
     Attributes:
-      start: the first tick. If the phase repeats in turn with another, the first tick of its first repetition.
+      start: the first tick. If the phase alternates with another, the first tick of its first repetition.
       length: the number of ticks, in one repetition.
       forward: whether its ticks run forwards.
       backward: whether its ticks run backwards.
@@ -57,7 +57,7 @@ def group_phases(flags: Iterable[tuple[bool, bool, bool]]) -> list[tuple[int, li
       flags: for each tick, whether it has forwards, backwards, an epilogue.
 
     Returns:
-      Pairs (repeats, phases): one phase that runs once, or two phases that run in turn `repeats` times.
+      Pairs (repeats, phases): one phase that runs once, or two phases that alternate `repeats` times.
     """
     # 1. Consecutive ticks with the same flags are one phase.
     phases = []
@@ -124,7 +124,7 @@ def operation_tables(table: Table) -> dict[str, np.ndarray]:
     return arrays
 
 
-def ring_size(write_ticks: Mapping[int, int], read_ticks: Mapping[int, int]) -> int:
+def num_waiting_positions(write_ticks: Mapping[int, int], read_ticks: Mapping[int, int]) -> int:
     """Return the smallest n for which microbatch b can wait at position b mod n from its write to its read.
 
     Args:

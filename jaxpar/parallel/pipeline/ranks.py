@@ -150,7 +150,7 @@ class Engine(Cut):
         Returns:
           A loop with the result of `Stack.forward_loop`, except that the next message replaces the outputs.
         """
-        k, is_first = self.stack.carry, self._stage(op) == 0
+        k, is_first = self.stack.num_carry, self._stage(op) == 0
         consts, _, xs = self._stack_inputs(env, op)
 
         def next_message(result: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -232,7 +232,7 @@ class Engine(Cut):
           A loop with the results: accumulated gradients, cotangents for the stage before, cotangents of the prologue's
           variables, and the state in flight after the loop (None without `lookahead`).
         """
-        stack_leaves, layers = self.stack.unit.leaves, self.chunk_layers(op)
+        stack_leaves, layers = self.stack.unit.leaf_indices, self.chunk_layers(op)
         if lookahead is None:
             layers = dataclasses.replace(layers, access=_MaskedAccess(self.access, op["valid"]))
         else:
@@ -262,11 +262,11 @@ class Engine(Cut):
     def inputs_without_carry(self, env: dict[Any, Any], op: Any) -> list[Any]:
         """Return the stack's inputs for a backward, with None for the carry: residuals have its values."""
         consts, _, xs = self._stack_inputs(env, op)
-        return [*consts, *([None] * self.stack.carry), *xs]
+        return [*consts, *([None] * self.stack.num_carry), *xs]
 
     def output_cotangents(self, op: Any, cts: Message) -> list[Any]:
         """Return the cotangents of one chunk's outputs, given the cotangents of its outgoing message."""
-        stack, k = self.stack, self.stack.carry
+        stack, k = self.stack, self.stack.num_carry
         cts_by_layer = dict(
             zip([j for j in self.by_layer_positions if stack.unit.active[k + j]], cts.by_layer, strict=True)
         )
@@ -287,7 +287,7 @@ class Engine(Cut):
     ) -> dict[Any, Any]:
         """Return one chunk's contribution to the cotangents of the prologue's variables, by variable."""
         stack = self.stack
-        n, k, linear = stack.consts, stack.carry, stack.unit.linear
+        n, k, active_inputs = stack.num_consts, stack.num_carry, stack.unit.active_inputs
         is_first = self._stage(op) == 0
         cts_by_variable: dict[Any, Any] = {}
 
@@ -297,7 +297,7 @@ class Engine(Cut):
                 cts_by_variable[atom] = cts_by_variable[atom] + ct if atom in cts_by_variable else ct
 
         # An idle rank contributes zeros. A variable that is several inputs of the stack gets the sum.
-        atoms = [(i, a) for i, a in enumerate(stack.inputs) if linear[i]]
+        atoms = [(i, a) for i, a in enumerate(stack.inputs) if active_inputs[i]]
         for (i, atom), ct in zip(atoms, [*ct_consts, *ct_carry, *ct_xs], strict=True):
             if i < n:
                 add(atom, ct, op["valid"])

@@ -47,7 +47,7 @@ from ...strategy.schedules.operations import (
 )
 from ...strategy.schedules.orders import Number, as_soon_as_possible, in_lockstep, orders_of, spans
 from .buffers import SlotTables, Walk
-from .phases import Column, Phase, group_phases, operation_tables, ring_size, stash_slots
+from .phases import Column, Phase, group_phases, num_waiting_positions, operation_tables, stash_slots
 
 TICK_KINDS: tuple[Kind, ...] = ("F", "B")  # in the order in which a tick runs them
 
@@ -206,8 +206,8 @@ class Schedule:
 
     @functools.cached_property
     def rows(self) -> SlotTables:
-        """Return the tables that a program with branches looks up."""
-        return Walk(self.table(), self.placement, self.chunks, self.forwards_only).rows()
+        """Return the arrays [slot, rank] that a program with branches looks up, and the sizes of its buffers."""
+        return Walk(self.table(), self.placement, self.chunks, self.forwards_only).slot_tables()
 
     @property
     def forwards(self) -> "Schedule":
@@ -331,7 +331,7 @@ class Schedule:
         return sum(column.kinds == kind for column in self.columns)
 
     def phases(self) -> list[tuple[int, list[Phase]]]:
-        """Return the ticks in order, as pairs (repeats, phases): one phase, or two that run in turn."""
+        """Return the ticks in order, as pairs (repeats, phases): one phase, or two that alternate."""
         assert not self.branches
         tick_kinds = {column[:2] for column in self.columns}
 
@@ -349,7 +349,7 @@ class Schedule:
 
     @functools.cached_property
     def in_turn(self) -> bool:
-        """Return whether all ticks run the same layers in the same order, so that each knows which layer is next."""
+        """Return whether every forward and backward runs the rank's one chunk, so that a tick knows the next layer."""
         # Chunks have different layers; with `waiting`, the loops of a forward and a backward are one.
         has_other_layers = self.branches or self.chunks > 1 or self.waiting
         return not has_other_layers and all(repeats == 1 for repeats, _ in self.phases())
@@ -360,18 +360,18 @@ class Schedule:
 
     @functools.cached_property
     def waiting(self) -> int:
-        """Return the number of microbatches whose epilogue's cotangents wait for a backward in a later tick.
+        """Return the size of the ring buffer in which cotangents of epilogues wait for backwards of later ticks.
 
-        Microbatch b waits at position b mod `waiting`. A tick with a forward and a backward reads the cotangents before
-        it writes the epilogue's, and so it can run the two side by side. 0 if every backward begins in the tick of its
-        epilogue.
+        Those of microbatch b wait at position b mod `waiting`. A tick with a forward and a backward reads the
+        cotangents before it writes the epilogue's, and so it can run the two side by side. 0 if every backward begins
+        in the tick of its epilogue.
         """
         ticks_of = lambda kind: {microbatch: tick for tick, microbatch in self._last_stage[kind].items()}
         # The stage's own cotangents are read by B, or by I if its backward has halves.
         epilogue_ticks, backward_ticks = ticks_of("F"), ticks_of("B") | ticks_of("I")
         if self.forwards_only or backward_ticks == epilogue_ticks:
             return 0
-        return ring_size(epilogue_ticks, backward_ticks)
+        return num_waiting_positions(epilogue_ticks, backward_ticks)
 
     @functools.cached_property
     def _stash_slots(self) -> tuple[np.ndarray, np.ndarray]:
@@ -386,7 +386,7 @@ class Schedule:
         spare if the first rank holds all m v while other ranks still run forwards. If ranks branch, it is the largest
         `in_flight` of all ranks.
         """
-        return self.rows.stashes if self.branches else 1 + int(self._stash_slots[0].max())
+        return self.rows.num_stash_slots if self.branches else 1 + int(self._stash_slots[0].max())
 
     def in_flight(self, rank: int) -> int:
         """Return how many activations of one chunk and microbatch a rank holds at once, from F to B or W.

@@ -9,8 +9,9 @@
     one slot, on every rank
       look up the operation -> F, B, I or W -> epilogue -> prologue's backward -> messages to neighbours
 
-    memory per rank    L/p layers, their gradients and optimizer state; a stash of `stashes` slots with the residuals of
-                       forwards, one of `keeps` slots with the residuals that I leaves for W, `buffers` messages
+    memory per rank    L/p layers, their gradients and optimizer state; a stash of `num_stash_slots` slots with the
+                       residuals of forwards, one of `num_residual_slots` slots with the residuals that I leaves for W,
+                       `num_buffers` messages
     sends per slot     one message each way, also from ranks whose message nobody reads
 
 One scan goes over the slots. Collectives over `pipe` run outside the operations, where all ranks meet:
@@ -68,9 +69,9 @@ class SlotCarry:
     """The state between two slots.
 
     Attributes:
-      buffers: messages and cotangents that wait, [buffers, ...].
-      stash: residuals of forwards for their backwards, [stashes, ...]; no weights.
-      residuals: residuals of I for W, [keeps, ...].
+      buffers: messages and cotangents that wait, [num_buffers, ...].
+      stash: residuals of forwards for their backwards, [num_stash_slots, layers of a chunk, ...]; no weights.
+      residuals: residuals of I for W, [num_residual_slots, layers of a chunk, ...].
       prologue_carries: the first carries of the microbatches whose prologues this rank computes, [microbatches, ...];
         empty if all ranks compute a prologue when it is read (`distributed_prologue.py`).
       prologue_cts: the cotangents of `prologue_carries`.
@@ -100,15 +101,15 @@ class Slots(Engine):
         Returns:
           The accumulated gradient of each leaf (None if it has none), and this rank's part of the summed outputs.
         """
-        rows = self.rows()
-        first_row = read_row(rows, jnp.int32(0))
+        lookups = self.lookups()
+        first_row = read_row(lookups, jnp.int32(0))
         state, saved, weight_residuals = self._initial_state(first_row)
         if shares_prologues(self.program):
             state = dataclasses.replace(state, prologue_carries=self.prologues.compute())
         body = eliminate_dead_code(
             lambda state, row: self.slot(state, row, saved, weight_residuals, self._loop), state, first_row
         )
-        state, _ = lax.scan(lambda state, row: (body(state, row), None), state, rows)
+        state, _ = lax.scan(lambda state, row: (body(state, row), None), state, lookups)
         return self.add_prologue_grads(state.grads, state.prologue_cts), state.sums
 
     def _loop(self, name: str, condition: jax.Array, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
@@ -119,7 +120,7 @@ class Slots(Engine):
 
     def held(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the stash of forwards' residuals and the stash of I's residuals for W."""
-        state, _, _ = self._initial_state(read_row(self.rows(), jnp.int32(0)))
+        state, _, _ = self._initial_state(read_row(self.lookups(), jnp.int32(0)))
         return state.stash, state.residuals
 
     def separated(self) -> list[tuple[int, Any]]:
@@ -128,7 +129,7 @@ class Slots(Engine):
         Returns:
           Pairs: how many slots run a part, and the results of running it alone. The first pair is a slot without parts.
         """
-        row = read_row(self.rows(), jnp.int32(0))
+        row = read_row(self.lookups(), jnp.int32(0))
         state, saved, weight_residuals = self._initial_state(row)
 
         def run_part(part: str) -> Any:
@@ -178,13 +179,13 @@ class Slots(Engine):
         """Return the number of slots of the parts that all ranks run together."""
         return {name: sum(flags) for name, flags in self.marks.items()}
 
-    def rows(self) -> dict[str, jax.Array]:
+    def lookups(self) -> dict[str, jax.Array]:
         """Return the arrays that this rank looks up by slot: its operations, and the marks that all ranks share."""
-        rank_rows = {name: jnp.asarray(getattr(self.schedule.rows, name))[:, lax.axis_index(AXIS)] for name in _LOOKUPS}
+        of_rank = {name: jnp.asarray(getattr(self.schedule.rows, name))[:, lax.axis_index(AXIS)] for name in _LOOKUPS}
         leaving = [self.schedule.epilogue(slot) for slot in range(self.schedule.ticks)]
         uniform = {name: jnp.array(by_slot) for name, by_slot in {**self.marks, **self.prologue_microbatches()}.items()}
         # 0 where no microbatch leaves: the mark `leaves` keeps the epilogue from running there.
-        return rank_rows | uniform | {"leaving": jnp.array([microbatch or 0 for microbatch in leaving])}
+        return of_rank | uniform | {"leaving": jnp.array([microbatch or 0 for microbatch in leaving])}
 
     @functools.cached_property
     def marks(self) -> dict[str, list[bool]]:
@@ -195,7 +196,7 @@ class Slots(Engine):
           cotangents of the prologue's variables come out of a stage.
         """
         schedule, stack = self.schedule, self.stack
-        consts, _, xs = stack.parts(stack.unit.linear)
+        consts, _, xs = stack.parts(stack.unit.active_inputs)
         # The carry's cotangents return from the first stage. Constants and scanned inputs have some from every stage.
         all_stages_return = any((*consts, *xs))
         marks: dict[str, list[bool]] = {"enters": [], "leaves": [], "returns": []}
@@ -224,7 +225,7 @@ class Slots(Engine):
         stash = lambda n, values: [uninitialized((n, *x.shape), x.dtype) for x in values]
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
         carries = self.prologues.zeros() if shares_prologues(self.program) else []
-        state = SlotCarry(zeros(tables.buffers, message), [], [], carries, [], [None] * len(self.leaves), sums)
+        state = SlotCarry(zeros(tables.num_buffers, message), [], [], carries, [], [None] * len(self.leaves), sums)
         if self.seeds is None:
             return state, None, None
 
@@ -239,8 +240,8 @@ class Slots(Engine):
         state = dataclasses.replace(
             state,
             # Only the operations of the table run, so that each slot is written before it is read.
-            stash=stash(tables.stashes, saved.values),
-            residuals=stash(tables.keeps, of_weights),
+            stash=stash(tables.num_stash_slots, saved.values),
+            residuals=stash(tables.num_residual_slots, of_weights),
             prologue_cts=carries,
         )
 
@@ -266,7 +267,7 @@ class Slots(Engine):
 
         Args:
           state: the state after the slot before.
-          row: this rank's row of `rows`.
+          row: this rank's row of `lookups`.
           saved: the structure of the residuals of F.
           weight_residuals: the structure of the residuals of I for W.
           run_if: runs a part of the slot if its condition holds.
@@ -380,7 +381,7 @@ class _Operations:
     def backward(self, stash: list[jax.Array], number: jax.Array, carry: Any) -> Any:
         """Run B: the message becomes the cotangents of the chunk's inputs, and gradients accumulate."""
         (message, _, grads), op, engine = carry, self._operation(number), self.engine
-        slot, stack_leaves = Stash(stash, op["stash"], self.saved), engine.stack.unit.leaves
+        slot, stack_leaves = Stash(stash, op["stash"], self.saved), engine.stack.unit.leaf_indices
         totals, cts = engine.chunk_stack.backward_loop(
             engine.chunk_layers(op),
             engine.inputs_without_carry(self.env, op),
@@ -401,7 +402,7 @@ class _Operations:
         """Run W: gradients accumulate."""
         op, engine = self._operation(number), self.engine
         assert self.weight_residuals is not None
-        stack_leaves = engine.stack.unit.leaves
+        stack_leaves = engine.stack.unit.leaf_indices
         # W reads a part of F's residuals; the others are in the stash until W frees the slot.
         stashes = (
             Stash(pick(self.weight_residuals.halves.saved, stash), op["stash"]),

@@ -60,13 +60,13 @@ def _operation(kind: Kind, row: Any) -> dict[str, jax.Array]:
 
 
 @dataclass(frozen=True)
-class Carry:
+class TickState:
     """The state between two ticks.
 
     Attributes:
       message: the message from the rank before.
       cotangents: the cotangents of a message, from the next rank.
-      stash: residuals of forwards for their backwards, [slots, ...]; no weights.
+      stash: residuals of forwards for their backwards, [slots, layers of a chunk, ...]; no weights.
       waiting_cts: cotangents from epilogues, for backwards of later ticks, [`Schedule.waiting`, ...]; None if every
         backward begins in the tick of its epilogue.
       prologue_carries: the first carries of the microbatches whose prologues this rank computes, [microbatches, ...];
@@ -74,7 +74,7 @@ class Carry:
       prologue_cts: the cotangents of `prologue_carries`.
       grads: accumulated gradients, one for each leaf.
       sums: outputs of the loss, summed over microbatches.
-      flight: the weights of the next layer and the gradients of the layer before, which loops send ahead (`Stack`).
+      flight: weights that are fetched early, and gradients that are not given yet (`InFlight`); None without them.
     """
 
     message: Message
@@ -88,7 +88,7 @@ class Carry:
     flight: InFlight | None = None
 
 
-jax.tree_util.register_dataclass(Carry, [f.name for f in dataclasses.fields(Carry)], [])
+jax.tree_util.register_dataclass(TickState, [f.name for f in dataclasses.fields(TickState)], [])
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,15 @@ class Pipeline(Engine):
         Returns:
           The accumulated gradient of each leaf (None if it has none), and this rank's part of the summed outputs.
         """
-        # 1. The rows of the schedule's arrays that this rank looks up, [tick] each.
+        # 1. This rank's columns of the schedule's arrays, which ticks look up, [tick] each.
         schedule, rank = self.schedule, lax.axis_index(AXIS)
-        rows = {name: jnp.asarray(table)[:, rank] for name, table in schedule.arrays().items()}
+        lookups = {name: jnp.asarray(table)[:, rank] for name, table in schedule.arrays().items()}
         # 0 where no microbatch leaves: the phases of such ticks have no epilogue that would look it up.
-        rows["epilogue"] = jnp.array([schedule.epilogue(tick) or 0 for tick in range(schedule.ticks)])
-        rows |= {name: jnp.array(microbatches) for name, microbatches in self.prologue_microbatches().items()}
+        lookups["epilogue"] = jnp.array([schedule.epilogue(tick) or 0 for tick in range(schedule.ticks)])
+        lookups |= {name: jnp.array(microbatches) for name, microbatches in self.prologue_microbatches().items()}
 
         # 2. The state before the first tick.
-        row = jax.tree.map(lambda x: x[0], rows)
+        row = jax.tree.map(lambda x: x[0], lookups)
         carry, saved = self._initial_carry(row)
         if shares_prologues(self.program):
             carry = dataclasses.replace(carry, prologue_carries=self.prologues.compute())
@@ -117,24 +117,24 @@ class Pipeline(Engine):
         # Until here zeros stood for these weights, whose shapes were enough. This is the only fetch before the ticks.
         carry = dataclasses.replace(carry, flight=carry.flight and self._initial_flight())
 
-        # 3. A scan for each phase. Two phases that run in turn are one round, and rounds are an outer scan.
+        # 3. A scan for each phase. Two phases that alternate are one round, and rounds are an outer scan.
         for repeats, phases in schedule.phases():
             first, length = phases[0].start, sum(phase.length for phase in phases)
 
-            def run_round(carry: Carry, rows: Any, phases: list[Phase] = phases) -> tuple[Carry, None]:
+            def run_round(carry: TickState, lookups: Any, phases: list[Phase] = phases) -> tuple[TickState, None]:
                 start = 0
                 for phase in phases:
                     carry = self._refetch_flight(carry, phase) if phase.start in self._direction_changes else carry
-                    phase_rows = jax.tree.map(lambda x, start=start, n=phase.length: x[start : start + n], rows)
-                    carry, _ = lax.scan(self._phase_body(phase, saved, carry, phase_rows), carry, phase_rows)
+                    of_phase = jax.tree.map(lambda x, start=start, n=phase.length: x[start : start + n], lookups)
+                    carry, _ = lax.scan(self._phase_body(phase, saved, carry, of_phase), carry, of_phase)
                     start += phase.length
                 return carry, None
 
-            rows_of_rounds = jax.tree.map(lambda x, a=first, n=repeats * length: x[a : a + n], rows)
+            of_rounds = jax.tree.map(lambda x, a=first, n=repeats * length: x[a : a + n], lookups)
             if repeats == 1:
-                carry, _ = run_round(carry, rows_of_rounds)
+                carry, _ = run_round(carry, of_rounds)
             else:
-                by_round = jax.tree.map(lambda x, n=repeats, k=length: x.reshape(n, k), rows_of_rounds)
+                by_round = jax.tree.map(lambda x, n=repeats, k=length: x.reshape(n, k), of_rounds)
                 carry, _ = lax.scan(run_round, carry, by_round)
 
         # 4. Gradients that are still in flight, and gradients of the prologues that ran before the ticks.
@@ -172,7 +172,7 @@ class Pipeline(Engine):
         return parts
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Layers whose weights and gradients loops send ahead (`prefetch=1`).
+    # Weights that are fetched early, and gradients that are not given yet (`prefetch=1`).
 
     def _initial_flight(self) -> InFlight | None:
         """Return the weights in flight before the first tick; None if ticks do not know which layers run next."""
@@ -187,25 +187,25 @@ class Pipeline(Engine):
         phases = [phase for _, phases in self.schedule.phases() for phase in phases]
         return [phase.start for earlier, phase in itertools.pairwise(phases) if earlier.forward != phase.forward]
 
-    def _refetch_flight(self, carry: Carry, phase: Phase) -> Carry:
+    def _refetch_flight(self, carry: TickState, phase: Phase) -> TickState:
         """Fetch the layer that a phase runs first, since the phase before has fetched another one."""
         if carry.flight is None:
             return carry
-        flight = self.chunk_stack.skipped(self.access, self.leaves, carry.flight, back=not phase.forward)
+        flight = self.chunk_stack.refetched(self.access, self.leaves, carry.flight, back=not phase.forward)
         return dataclasses.replace(carry, flight=flight)
 
-    def _add_flight_grads(self, carry: Carry) -> Carry:
+    def _add_flight_grads(self, carry: TickState) -> TickState:
         """Add the gradients that are in flight after the last tick to the accumulated ones."""
         if carry.flight is None:
             return carry
-        grads = self.chunk_stack.landed(self.access, carry.flight, carry.grads)
+        grads = self.chunk_stack.with_pending_gradients(self.access, carry.flight, carry.grads)
         return dataclasses.replace(carry, grads=grads, flight=None)
 
     # ------------------------------------------------------------------------------------------------------------------
     # The state before the first tick.
 
     def _first_row(self) -> dict[str, jax.Array]:
-        """Return the row that this rank looks up in the first tick."""
+        """Return this rank's row of the lookups in the first tick."""
         row = {name: jnp.asarray(table)[0, lax.axis_index(AXIS)] for name, table in self.schedule.arrays().items()}
         return row | {name: jnp.int32(0) for name in ("epilogue", "entering", "returning")}
 
@@ -213,13 +213,13 @@ class Pipeline(Engine):
         """Return the stash of forwards' residuals, and the stash for W, which is empty in lockstep."""
         return self._initial_carry(self._first_row())[0].stash, []
 
-    def _phase_body(self, phase: Phase, saved: Any, carry: Carry, rows: Any) -> Callable[..., Any]:
+    def _phase_body(self, phase: Phase, saved: Any, carry: TickState, lookups: Any) -> Callable[..., Any]:
         """Return the body of a phase's scan, without dead code: most ticks need only the masks of the prologue."""
-        row = jax.tree.map(lambda x: x[0], rows)
+        row = jax.tree.map(lambda x: x[0], lookups)
         body = eliminate_dead_code(lambda carry, row: self.tick(phase, saved, carry, row), carry, row)
         return lambda carry, row: (body(carry, row), None)
 
-    def _initial_carry(self, row: Any) -> tuple[Carry, Any]:
+    def _initial_carry(self, row: Any) -> tuple[TickState, Any]:
         """Return the first carry, without gradients, and the structure of a chunk's residuals."""
         # 1. Messages, sums and prologues: all that an evaluation needs. Idle ranks compute on the first messages, and a
         # model may look up or loop by their values: these must be zeros.
@@ -228,7 +228,7 @@ class Pipeline(Engine):
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
         carries = self.prologues.zeros() if shares_prologues(self.program) else []
         if self.seeds is None:
-            return Carry(message, Message([], []), [], None, carries, [], [], sums), None
+            return TickState(message, Message([], []), [], None, carries, [], [], sums), None
 
         # 2. The stash, which needs the shapes of residuals: trace one chunk's forward.
         def residuals(row: Any) -> Any:
@@ -249,7 +249,7 @@ class Pipeline(Engine):
             waiting_cts = jax.tree.map(lambda v: uninitialized((n, *v.aval.shape), v.aval.dtype), ct_variables)
         no_grads: list[jax.Array | None] = [None] * len(self.leaves)
         flight = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(self._initial_flight))
-        return Carry(
+        return TickState(
             message,
             message.select(self.has_cotangent),
             stash,
@@ -261,11 +261,11 @@ class Pipeline(Engine):
             flight,
         ), saved
 
-    def _with_zero_grads(self, carry: Carry, saved: Any, row: Any) -> Carry:
+    def _with_zero_grads(self, carry: TickState, saved: Any, row: Any) -> TickState:
         """Return the first carry with zeros for all gradients that a step makes: a scan's carry has one structure."""
         all_operations = Phase(0, 1, True, True, True)
 
-        def grads_of_step(carry: Carry, row: Any) -> list[Any]:
+        def grads_of_step(carry: TickState, row: Any) -> list[Any]:
             carry = self._add_flight_grads(self.tick(all_operations, saved, carry, row))
             return self.add_prologue_grads(carry.grads, carry.prologue_cts)
 
@@ -275,14 +275,14 @@ class Pipeline(Engine):
     # ------------------------------------------------------------------------------------------------------------------
     # One tick.
 
-    def tick(self, phase: Phase, saved: Any, carry: Carry, row: Any) -> Carry:
+    def tick(self, phase: Phase, saved: Any, carry: TickState, row: Any) -> TickState:
         """Run one tick.
 
         Args:
           phase: which operations the tick has.
           saved: the structure of a chunk's residuals.
           carry: the state after the tick before.
-          row: this rank's row of the schedule's arrays.
+          row: this rank's row of the lookups.
 
         Communicates each message to the next rank, and each message's cotangents to the rank before.
         """
@@ -316,9 +316,10 @@ class Pipeline(Engine):
                 (outputs, residuals), (grads, input_cts, chunk_prologue_cts, _) = forward_loop.beside(backward_loop)
                 stash = slot.put_layers(residuals.values)
             else:
-                outputs, residuals, *rest = forward_loop.run()
+                # With `seeds`, the loop returns the whole stash with this microbatch's residuals in it.
+                outputs, new_stash, *rest = forward_loop.run()
                 flight = rest[0] if rest else None
-                stash = residuals if self.seeds else stash
+                stash = new_stash if self.seeds else stash
             if phase.epilogue:
                 grads, sums, epilogue_cts = self.epilogue(env, outputs, row["epilogue"], grads, sums)
                 if waiting_cts is not None:
@@ -339,7 +340,7 @@ class Pipeline(Engine):
             if prologue_cts:
                 prologue_cts = self.prologues.store_cotangents(prologue_cts, chunk_prologue_cts, row["returning"])
             cotangents = jax.tree.map(lambda x: collectives.shift(x, AXIS, -1), input_cts)
-        return Carry(message, cotangents, stash, waiting_cts, carries, prologue_cts, grads, sums, flight)
+        return TickState(message, cotangents, stash, waiting_cts, carries, prologue_cts, grads, sums, flight)
 
     def _read_waiting(self, waiting_cts: Cotangents, row: Any) -> Cotangents:
         """Return the waiting cotangents of the microbatch whose backward runs in this tick."""
@@ -361,8 +362,8 @@ class Pipeline(Engine):
 
         Args:
           saved: the structure of a chunk's residuals.
-          stash: the stash, [slots, ...].
-          row: this rank's row of the schedule's arrays.
+          stash: the stash, [slots, layers of a chunk, ...].
+          row: this rank's row of the lookups.
           cts: the cotangents from the next rank.
           epilogue_cts: the cotangents from the epilogue, which the last stage reads instead; None without an epilogue.
           grads: accumulated gradients, one for each leaf.

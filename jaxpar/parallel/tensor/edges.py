@@ -8,15 +8,17 @@ layout into another. The functions of a pair are each other's transpose:
     enter     whole -> whole, read by split computation, which gives partial cotangents          sends nothing
     leave     partial sum -> whole                                                                all-reduce
 
-    gather    split -> whole, read by split computation                                           all-gather
-    scatter   partial sum -> split                                                                reduce-scatter
+    all_gather
+              split -> whole, read by split computation                                           all-gather
+    reduce_scatter
+              partial sum -> split                                                                reduce-scatter
 
     all_gather_replicated
               split -> whole, read by computation that every rank repeats                         all-gather
     take      whole -> split                                                                      sends nothing
 
-`enter` and `leave` are f and g of Megatron-LM (Shoeybi et al. 2019, section 3). `gather` and `scatter` are the
-conversions of its sequence parallelism (Korthikanti et al. 2022, section 4.2.2). They are primitives instead of
+`enter` and `leave` are f and g of Megatron-LM (Shoeybi et al. 2019, section 3). `all_gather` and `reduce_scatter` are
+the conversions of its sequence parallelism (Korthikanti et al. 2022, section 4.2.2). They are primitives instead of
 `jax.custom_vjp`, because a model's own rules of differentiation may put them among tangents, which JAX must transpose.
 """
 
@@ -41,14 +43,14 @@ def leave(x: jax.Array, ranks: int) -> jax.Array:
     return _bind("leave", x, 0, ranks)
 
 
-def gather(x: jax.Array, dim: int, ranks: int) -> jax.Array:
+def all_gather(x: jax.Array, dim: int, ranks: int) -> jax.Array:
     """All-gather a value split along `dim` for split computation; the transpose reduce-scatters the cotangent."""
-    return _bind("gather", x, dim, ranks)
+    return _bind("all_gather", x, dim, ranks)
 
 
-def scatter(x: jax.Array, dim: int, ranks: int) -> jax.Array:
+def reduce_scatter(x: jax.Array, dim: int, ranks: int) -> jax.Array:
     """Reduce-scatter a partial sum into a value split along `dim`."""
-    return _bind("scatter", x, dim, ranks)
+    return _bind("reduce_scatter", x, dim, ranks)
 
 
 def all_gather_replicated(x: jax.Array, dim: int, ranks: int) -> jax.Array:
@@ -75,15 +77,15 @@ def _local_slice(x: jax.Array, dim: int, ranks: int) -> jax.Array:
 _RUN: dict[str, Callable[..., jax.Array]] = {
     "enter": lambda x, dim, ranks: x,
     "leave": lambda x, dim, ranks: lax.psum(x, AXIS),
-    "gather": lambda x, dim, ranks: lax.all_gather(x, AXIS, axis=dim, tiled=True),
-    "scatter": lambda x, dim, ranks: lax.psum_scatter(x, AXIS, scatter_dimension=dim, tiled=True),
+    "all_gather": lambda x, dim, ranks: lax.all_gather(x, AXIS, axis=dim, tiled=True),
+    "reduce_scatter": lambda x, dim, ranks: lax.psum_scatter(x, AXIS, scatter_dimension=dim, tiled=True),
     "all_gather_replicated": lambda x, dim, ranks: lax.all_gather(x, AXIS, axis=dim, tiled=True),
     "take": _local_slice,
 }
 # Each pair is listed once, and completed below.
-_TRANSPOSE = {"enter": "leave", "gather": "scatter", "all_gather_replicated": "take"}
+_TRANSPOSE = {"enter": "leave", "all_gather": "reduce_scatter", "all_gather_replicated": "take"}
 _TRANSPOSE |= {b: a for a, b in _TRANSPOSE.items()}
-# Other rooms recognise an edge in a program by its name: `tensor_enter`, `tensor_gather`, ...
+# Other rooms recognise an edge in a program by its name: `tensor_enter`, `tensor_all_gather`, ...
 _PRIMITIVES = {name: jec.Primitive(f"tensor_{name}") for name in _RUN}
 EDGES = tuple(primitive.name for primitive in _PRIMITIVES.values())  # as equations name them
 
@@ -92,8 +94,8 @@ def _define(name: str, primitive: Any) -> None:
     """Register the shape, lowering, transpose and batching rules of an edge."""
 
     def abstract_eval(x: Any, axis_name: str, dim: int, ranks: int) -> Any:
-        size = {"gather": lambda n: n * ranks, "scatter": lambda n: n // ranks}
-        size |= {"all_gather_replicated": size["gather"], "take": size["scatter"]}
+        size = {"all_gather": lambda n: n * ranks, "reduce_scatter": lambda n: n // ranks}
+        size |= {"all_gather_replicated": size["all_gather"], "take": size["reduce_scatter"]}
         resize = size.get(name, lambda n: n)
         return x.update(shape=tuple(resize(n) if d == dim else n for d, n in enumerate(x.shape)))
 

@@ -46,7 +46,7 @@ class LocalValue:
       shape: the shape of the whole value.
       active: whether it has a cotangent.
       weight: whether it comes from parameters alone. Where two splits conflict, weights keep theirs.
-      origin: the parameter, or the step, that caused the split; empty if no rule asked for it.
+      origin: the path of the parameter whose rule caused the split; empty if no rule did.
       broadcast: for a broadcast of a whole value, that value and the dims that it has in this one; else None.
       partial: whether the value is a partial sum over ranks. Context ranks have these; tensor ranks sum immediately.
       made: the equation that computed it, and its inputs. Context ranks note this for whole values, whose parts may be
@@ -102,10 +102,10 @@ class Localiser:
         return x.once("whole", lambda: edges.all_gather_replicated(x.value, dim, self.ranks))
 
     def entered(self, x: LocalValue) -> jax.Array:
-        """Return the whole value, for split computation."""
+        """Return the whole value, for split computation: its cotangent is summed over the ranks."""
         if (dim := x.dim) is not None:
             # Each rank's cotangent is partial: the transpose reduce-scatters them.
-            return x.once("entered", lambda: edges.gather(x.value, dim, self.ranks))
+            return x.once("entered", lambda: edges.all_gather(x.value, dim, self.ranks))
         # A value without a cotangent needs no edge: there is nothing to all-reduce in the backward.
         if not x.active:
             return x.value
@@ -193,7 +193,7 @@ class Localiser:
                 stacklevel=2,
             )
             return edges.leave(value, self.ranks), None
-        return edges.scatter(value, 1, self.ranks), 1
+        return edges.reduce_scatter(value, 1, self.ranks), 1
 
     def run(self, flat: jx.Flat, args: Sequence[LocalValue], linear: bool = False) -> list[LocalValue]:
         """Return the outputs of a flat program; `linear` tells that it maps cotangents to cotangents."""

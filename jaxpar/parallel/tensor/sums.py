@@ -104,7 +104,7 @@ def _product(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Fo
 
 
 @rule("gather")
-def _gather(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
+def _lookup(localiser: Localiser, eqn: Any, inputs: Sequence[LocalValue]) -> Found | None:
     """Look up rows of a table that is split along the looked-up dim (vocabulary-parallel embedding).
 
     Each rank returns the rows that it stores, and zeros for the others; the sum over ranks is the result.

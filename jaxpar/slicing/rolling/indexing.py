@@ -2,7 +2,7 @@
 
 A `fori_loop` is written like this, a `scan` over `arange`, and the layer stack of AlphaFold: the loop reads the stacked
 weights whole, and every iteration takes its row. If each iteration reads only its row of an array, the scan can slice
-the array itself, and a strategy fetches each layer when its turn comes:
+the array itself, and a strategy fetches each layer when it runs:
 
     scan(i in 0..n)   reads w whole, takes w[i]        becomes        scan((i, w_i) in zip(0..n, w))
 """

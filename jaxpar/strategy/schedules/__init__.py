@@ -133,7 +133,7 @@ SCHEDULES = {
     "zb-v": Recipe("two chunks a rank, placed as a V, in the memory of 1f1b", zb_v, False, "V", near=True, chunks=2),
     "v-half": Recipe("the same in half the memory", v_half, planned=False, placement="V", chunks=2),
     "v-min": Recipe("the same in a third of the memory", v_min, planned=False, placement="V", chunks=2),
-    "dualpipe-v": Recipe("forwards and backwards of a V in turn", dualpipe_v, planned=False, placement="V", chunks=2),
+    "dualpipe-v": Recipe("forwards and backwards of a V alternate", dualpipe_v, planned=False, placement="V", chunks=2),
 }
 
 

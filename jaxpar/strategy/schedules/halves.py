@@ -112,7 +112,7 @@ def one_f_one_b_halves(p: int, m: int, v: int) -> Table:
     """
     _require_one_chunk("1f1b-halves", v)
     orders: list[list[Op]] = []
-    for num_warmup in reversed(range(p)):  # forwards before a rank's first turn of F, I and W
+    for num_warmup in reversed(range(p)):  # forwards before a rank's first round of F, I and W
         order = [Op("F", 0, i) for i in range(min(num_warmup, m))]
         for i in range(m):
             order += [Op("F", 0, i + num_warmup)] * (i + num_warmup < m) + [Op("I", 0, i), Op("W", 0, i)]

@@ -95,7 +95,8 @@ def neighbour(
     """Return where an operation's result is needed, and the way there.
 
     "loop": activations go to the next rank, cotangents to the previous one. "V": activations of even chunks go to the
-    next rank, and of odd chunks to the previous one; cotangents go the other way. At the turn both stay on the rank.
+    next rank, and of odd chunks to the previous one; cotangents go the other way. At the bend of the V both stay on the
+    rank.
 
     Returns:
       (place, way): the place is None if no stage waits for the result. The way is 1 to the next rank, -1 to the
@@ -108,5 +109,5 @@ def neighbour(
     if placement == "loop" and ranks > 1:
         # From the last rank the ring leads to rank 0, so that a difference of ranks would not be the way.
         return place, 1 if kind == "F" else -1
-    # On a V the receiver is one rank away, or on the same rank at the turn, as on a loop of one rank.
+    # On a V the receiver is one rank away, or on the same rank at the bend, as on a loop of one rank.
     return place, place.rank - rank

@@ -128,7 +128,7 @@ def dualpipe_v_orders(p: int, m: int) -> Orders:
         # other ranks wait. With an odd number of pairs, the middle pair is B1 and I0.
         whole_backwards = ["B1", "B0"] * half + ["B1"] * (1 - s % 2)
         rank_order.append(*whole_backwards, *["I1", "I0"][1 - s % 2 :], *["I1", "I0"] * (s - half))
-        # Steps 7 and 8: the pending gradients of weights, first in turn with chunk 0's remaining I.
+        # Steps 7 and 8: the pending gradients of weights, first alternating with chunk 0's remaining I.
         rank_order.append(*["W", "I0"] * (p - s - 1))
         rank_order.append(*["W"] * len(rank_order.pending_weights))
         orders.append(rank_order.order)

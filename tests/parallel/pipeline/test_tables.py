@@ -147,7 +147,7 @@ def test_the_1f1b_of_the_papers_holds_p_activations() -> None:
     assert schedule.time == 4 * (m + p - 1) - p
     halves = Schedule("1f1b-halves", p, m)
     assert [halves.in_flight(rank) for rank in range(p)] == [p - rank for rank in range(p)]
-    assert (halves.time, halves.rows.keeps) == (3 * m + 2 * (p - 1), 1)
+    assert (halves.time, halves.rows.num_residual_slots) == (3 * m + 2 * (p - 1), 1)
 
 
 # -- what a program looks up -------------------------------------------------------------------------------------------
@@ -157,7 +157,9 @@ def count_messages(schedule: Schedule) -> Counter[str]:
     """Run `rows` as a program would, on buffers that hold names; return how many messages went each way."""
     p, rows, sent = schedule.ranks, schedule.rows, Counter()
     kinds = {code: kind for kind, code in CODES.items()}
-    stash, residuals, messages = ([[None] * n for _ in range(p)] for n in (rows.stashes, rows.keeps, rows.buffers))  # type: ignore[var-annotated]
+    stash, residuals, messages = (
+        [[None] * n for _ in range(p)] for n in (rows.num_stash_slots, rows.num_residual_slots, rows.num_buffers)
+    )  # type: ignore[var-annotated]
     last = p * schedule.chunks - 1
     for slot in range(schedule.ticks):
         results: list = [None] * p
@@ -231,7 +233,7 @@ def test_nothing_is_lost_in_buffers(p: int) -> None:
         assert (
             sent["from_previous"] + sent["from_next"] == v * per_chunk
         )  # a V sends twice as many as one chunk per rank
-        assert rows.keeps <= rows.stashes == schedule.slots
+        assert rows.num_residual_slots <= rows.num_stash_slots == schedule.slots
         count_messages(schedule.forwards)
         assert schedule.forwards.ticks <= schedule.ticks
         assert not any(op.kind != "F" for column in schedule.forwards.table() for ops in column for op in ops)
@@ -239,7 +241,10 @@ def test_nothing_is_lost_in_buffers(p: int) -> None:
 
 def test_buffers_do_not_grow_with_the_microbatches() -> None:
     for kind, v in ((kind, v) for kind, v in kinds() if kind not in LOCKSTEP):
-        room = {(s.rows.stashes, s.rows.keeps, s.rows.buffers) for s in (Schedule(kind, 4, m, v) for m in (16, 32, 64))}
+        room = {
+            (s.rows.num_stash_slots, s.rows.num_residual_slots, s.rows.num_buffers)
+            for s in (Schedule(kind, 4, m, v) for m in (16, 32, 64))
+        }
         assert len(room) == 1, kind
 
 

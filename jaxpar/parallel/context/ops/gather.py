@@ -91,41 +91,43 @@ gather_kv.defvjp(lambda kv, axis: (gather_kv(kv, axis), None), _gather_kv_backwa
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def by_blocks(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+def by_blocks(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array) -> jax.Array:
     """Attend to gathered keys and values, the block of one rank at a time.
 
     Only a rank's own block needs a causal mask. In zigzag order hidden rectangles are skipped; in plain order they are
     computed and dropped. Arguments and result are those of `ring.by_rounds`.
     """
-    return _forward(rounds, q, k, v, *ids)[0]
+    return _forward(rounds, q, k, v, *operands)[0]
 
 
-def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array) -> tuple[jax.Array, Any]:
     """Return the result, and the residuals of the backward: the gathered keys and values are not gathered again."""
     kv = all_gather(jnp.stack([k, v])[None], rounds.ring.axis)  # [c, 2, b, s/c, hkv, d]
     # Round 0 is outside the loop: its step is a Python int, which selects the causal rectangle of a rank's own keys.
-    block = lambda step: (rounds.rectangles(step, ids), q, kv[rounds.key_rank(step)])
+    block = lambda step: (rounds.rectangles(step, operands), q, kv[rounds.key_rank(step)])
     attend_round = lambda step, state: rounds.block_ops.attend(*block(step), state)
     state = lax.fori_loop(1, rounds.hops + 1, attend_round, attend_round(0, None))
     output, stats = rounds.block_ops.finish(q, *state)
-    return output, (q, kv, ids, output, stats)
+    return output, (q, kv, operands, output, stats)
 
 
 def _backward(rounds: Rounds, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
     """Return the cotangents of `by_blocks`. Gradients of all keys add up here, and go home in one reduce-scatter."""
-    q, kv, ids, output, stats = residuals
+    q, kv, operands, output, stats = residuals
     final = (output, stats, cotangent)
 
     def backward_round(step: jax.Array | int, sums: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         key_rank = rounds.key_rank(step)
-        query_sums, block_dkv = rounds.block_ops.backward(rounds.rectangles(step, ids), q, kv[key_rank], final, sums[0])
+        query_sums, block_dkv = rounds.block_ops.backward(
+            rounds.rectangles(step, operands), q, kv[key_rank], final, sums[0]
+        )
         return query_sums, lax.dynamic_update_index_in_dim(sums[1], block_dkv, key_rank, 0)
 
     # dkv [c, 2, b, s/c, hkv, d] stays zero for the blocks that no round visits, with a window.
     dkv = jnp.zeros(kv.shape, accumulation_dtype(q))
-    first_sums = backward_round(0, (rounds.block_ops.initial_gradients(q, rounds, ids, final), dkv))
+    first_sums = backward_round(0, (rounds.block_ops.initial_gradients(q, rounds, operands, final), dkv))
     sums, dkv = lax.fori_loop(1, rounds.hops + 1, backward_round, first_sums)
-    return rounds.cotangents(q, sums, reduce_scatter(dkv, rounds.ring.axis)[0], ids)
+    return rounds.cotangents(q, sums, reduce_scatter(dkv, rounds.ring.axis)[0], operands)
 
 
 by_blocks.defvjp(_forward, _backward)

@@ -68,14 +68,14 @@ def ring_attention(
 def gather_ids(axis: Axes, *ids: jax.Array) -> list[jax.Array]:
     """All-gather each [b, t/c] to [ranks, b, t/c].
 
-    One all-gather moves all of them. Nothing would order two, and ranks that start them in different orders deadlock.
+    One all-gather moves all of them, since ids are few bytes, and each collective has its latency.
     """
     ends = [*itertools.accumulate(x.shape[1] for x in ids)]
     return jnp.split(all_gather(jnp.concatenate(ids, 1)[None], axis), ends[:-1], 2) if ids else []
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def by_rounds(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+def by_rounds(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array) -> jax.Array:
     """Attend to the keys and values of all ranks on a ring, one hop a round.
 
     Args:
@@ -83,34 +83,34 @@ def by_rounds(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: ja
       q: [b, t/c, hq, d], this rank's queries.
       k: [b, s/c, hkv, d], this rank's keys.
       v: as `k`.
-      ids: the segments of all ranks on the ring, int [ranks, b, t/c], and those of keys, [ranks, b, s/c], if they
-        differ. With a function of scores, its operands.
+      operands: the segments of all ranks on the ring, int [ranks, b, t/c], and those of keys, [ranks, b, s/c], if they
+        differ; or the operands of the function of scores.
 
     Returns:
       [b, t/c, hq, d], in the dtype of q.
     """
-    return _forward(rounds, q, k, v, *ids)[0]
+    return _forward(rounds, q, k, v, *operands)[0]
 
 
-def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(rounds: Rounds, q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array) -> tuple[jax.Array, Any]:
     """Return the result, and the residuals of the backward: this rank's own keys and values alone, not those passed."""
     kv, state = jnp.stack([k, v]), None
     if rounds.hops:
         # In each round the permute is issued before the compute that it overlaps with.
         next_kv = rounds.ring.shift(kv)
-        state = rounds.block_ops.attend(rounds.rectangles(0, ids), q, kv, None)
+        state = rounds.block_ops.attend(rounds.rectangles(0, operands), q, kv, None)
 
         def attend_round(carry: Any, step: jax.Array) -> tuple[Any, None]:
             kv, state = carry
             next_kv = rounds.ring.shift(kv)
-            return (next_kv, rounds.block_ops.attend(rounds.rectangles(step, ids), q, kv, state)), None
+            return (next_kv, rounds.block_ops.attend(rounds.rectangles(step, operands), q, kv, state)), None
 
         (kv, state), _ = lax.scan(attend_round, (next_kv, state), jnp.arange(1, rounds.hops))
     # The last round is outside the loop, since it passes nothing on.
     output, stats = rounds.block_ops.finish(
-        q, *rounds.block_ops.attend(rounds.rectangles(rounds.hops, ids), q, kv, state)
+        q, *rounds.block_ops.attend(rounds.rectangles(rounds.hops, operands), q, kv, state)
     )
-    return output, (q, k, v, ids, output, stats)
+    return output, (q, k, v, operands, output, stats)
 
 
 def _backward(rounds: Rounds, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
@@ -119,30 +119,30 @@ def _backward(rounds: Rounds, residuals: Any, cotangent: jax.Array) -> tuple[jax
     Keys take the same hops as in the forward. The gradient of a block is one hop behind its keys: a rank receives it
     from the rank before it, and adds its own part.
     """
-    q, k, v, ids, output, stats = residuals
+    q, k, v, operands, output, stats = residuals
     kv, final = jnp.stack([k, v]), (output, stats, cotangent)
-    sums = rounds.block_ops.initial_gradients(q, rounds, ids, final)
+    sums = rounds.block_ops.initial_gradients(q, rounds, operands, final)
     if not rounds.hops:
-        sums, dkv = rounds.block_ops.backward(rounds.rectangles(0, ids), q, kv, final, sums)
+        sums, dkv = rounds.block_ops.backward(rounds.rectangles(0, operands), q, kv, final, sums)
     else:
         # 1. Own keys. Their gradient stays until the next round's permute.
         next_kv = rounds.ring.shift(kv)
-        sums, dkv = rounds.block_ops.backward(rounds.rectangles(0, ids), q, kv, final, sums)
+        sums, dkv = rounds.block_ops.backward(rounds.rectangles(0, operands), q, kv, final, sums)
 
         # 2. Keys of other ranks.
         def backward_round(carry: Any, step: jax.Array) -> tuple[Any, None]:
             kv, sums, dkv = carry
             # The part that earlier ranks added to these keys' gradient arrives while this rank computes its own part.
             next_kv, arriving_dkv = _shift_together(rounds, kv, dkv)
-            sums, block_dkv = rounds.block_ops.backward(rounds.rectangles(step, ids), q, kv, final, sums)
+            sums, block_dkv = rounds.block_ops.backward(rounds.rectangles(step, operands), q, kv, final, sums)
             return (next_kv, sums, arriving_dkv + block_dkv), None
 
         (kv, sums, dkv), _ = lax.scan(backward_round, (next_kv, sums, dkv), jnp.arange(1, rounds.hops))
         # 3. The last keys are passed on no more; their gradient is, and then takes all hops back to its rank.
         arriving_dkv = rounds.ring.shift(dkv)
-        sums, block_dkv = rounds.block_ops.backward(rounds.rectangles(rounds.hops, ids), q, kv, final, sums)
+        sums, block_dkv = rounds.block_ops.backward(rounds.rectangles(rounds.hops, operands), q, kv, final, sums)
         dkv = rounds.ring.shift(arriving_dkv + block_dkv, -rounds.hops)
-    return rounds.cotangents(q, sums, dkv, ids)
+    return rounds.cotangents(q, sums, dkv, operands)
 
 
 def _shift_together(rounds: Rounds, kv: jax.Array, dkv: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -77,13 +77,13 @@ class Rounds:
         """Return the rank on the ring whose keys round `step` attends to."""
         return (self.ring.place - step) % self.ring.size
 
-    def rectangles(self, step: jax.Array | int, ids: tuple[jax.Array, ...]) -> list[Rectangle]:
+    def rectangles(self, step: jax.Array | int, operands: tuple[jax.Array, ...]) -> list[Rectangle]:
         """Return the rectangles of round `step` that this rank's queries may see.
 
         Args:
           step: the number of hops that the keys have taken; the Python int 0 for a rank's own keys.
-          ids: int [ranks, b, t/c] segments of queries and, if they differ, [ranks, b, s/c] of keys; or the operands
-            of the function of scores, with the keys of all ranks one after the other.
+          operands: int [ranks, b, t/c] segments of queries and, if they differ, [ranks, b, s/c] of keys; or the
+            operands of the function of scores, with the keys of all ranks one after the other.
         """
         ring, call = self.ring, self.options
         rank, key_rank = ring.place, self.key_rank(step)
@@ -110,14 +110,14 @@ class Rounds:
                     sides = zip(positions.items(), self.lengths, strict=True)
                     positions = {side: jnp.minimum(x, n - 1) for (side, x), n in sides}
                 first = key_rank * self.num_keys + first_key
-                block = score_function.ScoreBlock(call.function, positions, ids, first, is_real_key)
+                block = score_function.ScoreBlock(call.function, positions, operands, first, is_real_key)
                 return replace(rectangle, score_block=block)
             # Otherwise the mask has what the kernel cannot be told: a window off the diagonal, and segments.
             mask = None
             if call.window is not None and kernel_window is None:
                 mask = (positions["t"][:, None] - positions["s"] < call.window)[None]
-            if ids:
-                query_ids, key_ids = ids[0][rank], ids[-1][key_rank]
+            if operands:
+                query_ids, key_ids = operands[0][rank], operands[-1][key_rank]
                 same_segment = rectangle.slice_queries(query_ids)[:, :, None] == rectangle.slice_keys(key_ids)[:, None]
                 mask = same_segment if mask is None else same_segment & mask
             if mask is None:
@@ -138,12 +138,14 @@ class Rounds:
         squares = ((half, 0), (first_seen, first_seen))
         return [make_rectangle(*corner, (half, half), False) for corner in squares]
 
-    def cotangents(self, q: jax.Array, sums: tuple[jax.Array, ...], dkv: Any, ids: tuple[jax.Array, ...]) -> Any:
-        """Return the result of a backward: the cotangents of queries, keys, values and `ids` (None for integers).
+    def cotangents(self, q: jax.Array, sums: tuple[jax.Array, ...], dkv: Any, operands: tuple[jax.Array, ...]) -> Any:
+        """Return the result of a backward: the cotangents of queries, keys, values and `operands` (None for integers).
 
-        `sums` are the gradients of queries, and of `ids` that are floats. The cotangents have the dtype of `q`.
+        `sums` are the gradients of queries, and of `operands` that are floats. The cotangents have the dtype of `q`.
         """
         dq, *operand_gradients = sums
         remaining = iter(operand_gradients)
-        id_cotangents = (next(remaining).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in ids)
-        return (*(x.astype(q.dtype) for x in (dq, *dkv)), *id_cotangents)
+        operand_cotangents = (
+            next(remaining).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in operands
+        )
+        return (*(x.astype(q.dtype) for x in (dq, *dkv)), *operand_cotangents)

@@ -39,7 +39,7 @@ _MAX_PLACES = 3000
 
 # How often a collective sends its larger side, forward and backward together, on a ring of many ranks. An all-reduce
 # sends it twice; an all-gather, a reduce-scatter and an all-to-all send it once. So does the backward, if it sends.
-_SENDS = dict.fromkeys(("tensor_enter", "tensor_leave", "tensor_gather", "tensor_scatter"), 2)
+_SENDS = dict.fromkeys(("tensor_enter", "tensor_leave", "tensor_all_gather", "tensor_reduce_scatter"), 2)
 _SENDS |= dict.fromkeys(("tensor_all_gather_replicated", "tensor_take"), 1)  # one way only
 _SENT_TWICE = ("all-gather", "reduce-scatter", "all-to-all")
 _SENDS |= {"psum": 4} | {n: 2 for n, kind in COLLECTIVES.items() if kind in _SENT_TWICE and n not in _SENDS}

@@ -45,8 +45,8 @@ class FlatCarry:
 
     Attributes:
       buffers: messages and cotangents that wait, [buffers, width].
-      stash: residuals of forwards for their backwards, [stashes, width].
-      residuals: residuals of I for W, [keeps, width].
+      stash: residuals of forwards for their backwards, [num_stash_slots, width].
+      residuals: residuals of I for W, [num_residual_slots, width].
       grads: accumulated gradients of the leaves that `pipe` shards, [pipe, width].
       replicated_grads: accumulated gradients of the leaves that all ranks store, by number.
       sums: outputs of the loss, summed over microbatches.
@@ -72,7 +72,7 @@ class FlatPipeline:
     Attributes:
       program: the loss on the rows of one microbatch, cut into p v segments.
       schedule: its schedule.
-      rows: the tables that its slots look up (`parallel/pipeline/buffers.SlotTables`).
+      slot_tables: the tables that its slots look up (`parallel/pipeline/buffers.SlotTables`).
       access: how parameters are fetched and gradients given.
       parts: this rank's part of every leaf, in the compute dtype.
       values: `values(microbatch)` returns the values of the program's inputs; the first are `variables`.
@@ -84,7 +84,7 @@ class FlatPipeline:
 
     program: Program
     schedule: SlotOrder
-    rows: Any
+    slot_tables: Any
     access: LeafAccess
     parts: Sequence[jax.Array]
     values: Callable[[jax.Array], list[Any]]
@@ -128,7 +128,9 @@ class FlatPipeline:
         row = {name: x[0] for name, x in self.lookups().items()}
         state, weights = self.initial_state(), zeros(self.weight_exchange.widths, self.schedule.ranks)
         message = {name: x[0] for name, x in state.buffers.items()}
-        parts: list[Any] = [(len(self.rows.kind), None, receive(message, state.buffers, row, self.rows.sent))]
+        parts: list[Any] = [
+            (len(self.slot_tables.kind), None, receive(message, state.buffers, row, self.slot_tables.sent))
+        ]
         m, number = self.schedule.microbatches, jnp.int32(0)
         # An operation runs once per microbatch, on its stage's rank.
         for stage, run in zip(self.stages, self.stage_runs, strict=True):
@@ -157,18 +159,18 @@ class FlatPipeline:
     @functools.cached_property
     def kinds(self) -> str:
         """Return the kinds of operations in the schedule, in the order of `KINDS`."""
-        return "".join(kind for code, kind in enumerate(KINDS, start=1) if (self.rows.kind == code).any())
+        return "".join(kind for code, kind in enumerate(KINDS, start=1) if (self.slot_tables.kind == code).any())
 
     @functools.cached_property
     def paces(self) -> dict[tuple[str, int], int]:
         """Return, for each operation of each stage, the number of slots whose length it determines."""
         numbers = {self.schedule.place(stage.number): stage.number for stage in self.stages}
-        return paces(self.program, numbers, self.rows.kind, self.rows.chunk)
+        return paces(self.program, numbers, self.slot_tables.kind, self.slot_tables.chunk)
 
     def lookups(self) -> dict[str, jax.Array]:
         """Return the arrays that this rank looks up, [slots] each."""
         rank = lax.axis_index(AXIS)
-        return {name: jnp.asarray(getattr(self.rows, name))[:, rank] for name in _LOOKUPS}
+        return {name: jnp.asarray(getattr(self.slot_tables, name))[:, rank] for name in _LOOKUPS}
 
     def _leaves_by_rank(self) -> list[list[int]]:
         """Return the leaves that each rank's stages read."""
@@ -216,7 +218,7 @@ class FlatPipeline:
         # A backward reads its inputs again, but variables may have changed since its forward: those are stashed.
         changing = set(self._changing)
         is_fixed = [index not in changing for index in range(len(inputs))]
-        leaves_of = lambda stage: [self._stage_leaf(i) for i in stage.piece.unit.leaves]
+        leaves_of = lambda stage: [self._stage_leaf(i) for i in stage.piece.unit.leaf_indices]
         seeds, kinds = self.seeds, self.kinds
         operations = [StageOperations(stage, self.program, self.access, seeds) for stage in self.stages]
         return [fun.trace(leaves_of(fun.stage), inputs, is_fixed, kinds) for fun in operations]
@@ -256,9 +258,9 @@ class FlatPipeline:
         # Sums over microbatches are float32 whatever the loss computes in.
         sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
         return FlatCarry(
-            zeros(self.message_widths, self.rows.buffers),
-            empty(stash, self.rows.stashes),
-            empty(residuals, self.rows.keeps),
+            zeros(self.message_widths, self.slot_tables.num_buffers),
+            empty(stash, self.slot_tables.num_stash_slots),
+            empty(residuals, self.slot_tables.num_residual_slots),
             grads,
             replicated_grads,
             sums,
@@ -288,14 +290,14 @@ class FlatPipeline:
         message, residuals, grads, replicated_grads = carry
 
         # 2. Messages.
-        buffers = receive(message, state.buffers, row, self.rows.sent)
+        buffers = receive(message, state.buffers, row, self.slot_tables.sent)
         return FlatCarry(buffers, stash, residuals, grads, replicated_grads, sums, variables)
 
     def _loop(self, kind: str, stage: Stage, row: Any, fun: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
         """Return `fun(0, carry)` on the rank that runs the operation in this slot, and `carry` on the others."""
         rank, chunk = self.schedule.place(stage.number)
         is_run = (row["kind"] == (1 + KINDS.index(kind))) & (row["chunk"] == chunk) & (lax.axis_index(AXIS) == rank)
-        m, slots = self.schedule.microbatches, len(self.rows.kind)
+        m, slots = self.schedule.microbatches, len(self.slot_tables.kind)
         return run_if(is_run, fun, carry, trip_counts.name_of(m, self.paces[kind, stage.number], slots, rank))
 
     def _leaves(self, stage: Stage, weights: Buffers, number: jax.Array) -> list[jax.Array]:
@@ -304,7 +306,7 @@ class FlatPipeline:
         is_exchanged = lambda i: self.access.leaves[i].dim is not None
         return [
             self.weight_exchange.read(weights, rank, i, number) if is_exchanged(i) else self.parts[i]
-            for i in stage.piece.unit.leaves
+            for i in stage.piece.unit.leaf_indices
         ]
 
     def _forward(self, stage: Stage, run: StageRun, row: Any, weights: Buffers, number: jax.Array, carry: Any) -> Any:
@@ -356,7 +358,7 @@ class FlatPipeline:
             weight_residuals = run.weight_residuals.write(weight_residuals, row["residuals"] + number, new_residuals)
         else:
             replicated_grads = dict(replicated_grads)
-            for i, x in zip(stage.piece.unit.leaves, stage_grads, strict=True):
+            for i, x in zip(stage.piece.unit.leaf_indices, stage_grads, strict=True):
                 if x is not None and i in replicated_grads:
                     replicated_grads[i] = replicated_grads[i] + x
                 elif x is not None:

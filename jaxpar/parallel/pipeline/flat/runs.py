@@ -129,7 +129,7 @@ class StageOperations:
         """Compute F: the outgoing variables, the results, and the tape (None in an evaluation)."""
         stage, program, env = self.stage, self.program, self.program.environment(inputs)
         env.update(zip(stage.incoming, incoming, strict=True))
-        program_leaves = _program_leaves(leaves, stage.piece.unit.leaves, len(program.leaves))
+        program_leaves = _program_leaves(leaves, stage.piece.unit.leaf_indices, len(program.leaves))
         tape = forward([stage.piece], self.access, program_leaves, env, self.seeds is not None)
         values = [read(env, v) for v in stage.outgoing], [read(env, program.outputs[i]) for i in stage.results]
         return *values, tape if self.seeds is not None else None
@@ -137,9 +137,9 @@ class StageOperations:
     def whole_grads(self, leaves: Sequence[Any], tape: Any, output_cts: Sequence[Any]) -> Any:
         """Compute B."""
         cts, piece = self._output_cotangents(output_cts), self.stage.piece
-        program_leaves = _program_leaves(leaves, piece.unit.leaves, len(self.program.leaves))
+        program_leaves = _program_leaves(leaves, piece.unit.leaf_indices, len(self.program.leaves))
         grads = backward([piece], self.access, program_leaves, tape, cts, [None] * len(program_leaves))
-        return self._incoming_cotangents(cts), [grads[i] for i in piece.unit.leaves], []
+        return self._incoming_cotangents(cts), [grads[i] for i in piece.unit.leaf_indices], []
 
     def input_grads(self, leaves: Sequence[Any], tape: Any, output_cts: Sequence[Any]) -> Any:
         """Compute I."""
@@ -157,7 +157,7 @@ class StageOperations:
             self._fetch(halves.fetched[0], leaves), pick(unit.held, inputs), saved[0].values, active_cts
         )
         # An incoming variable may also pass through the stage: then it has cotangents from the next stage already.
-        for v, ct in zip(pick(unit.linear, piece.inputs), input_cts, strict=True):
+        for v, ct in zip(pick(unit.active_inputs, piece.inputs), input_cts, strict=True):
             cts[v] = add(cts.get(v), ct)
         return self._incoming_cotangents(cts), [], weight_residuals.values
 
@@ -176,12 +176,12 @@ class StageOperations:
             values,
             WeightGradResiduals(list(weight_residuals), halves),
         )
-        pairs = zip(unit.leaves, cts, strict=True)
+        pairs = zip(unit.leaf_indices, cts, strict=True)
         return [], [None if ct is None else self.access.give(i, ct, False) for i, ct in pairs], []
 
     def _fetch(self, is_read: Sequence[bool], leaves: Sequence[Any]) -> list[jax.Array]:
         """Fetch the leaves of the stage that a half reads."""
-        numbers = pick(is_read, self.stage.piece.unit.leaves)
+        numbers = pick(is_read, self.stage.piece.unit.leaf_indices)
         return [self.access.fetch(i, x, False) for i, x in zip(numbers, pick(is_read, leaves), strict=True)]
 
     def _output_cotangents(self, output_cts: Sequence[Any]) -> dict[Any, Any]:
@@ -195,7 +195,7 @@ class StageOperations:
         return cts
 
     def _incoming_cotangents(self, cts: Mapping[Any, Any]) -> list[jax.Array]:
-        """Return the cotangents of the stage's linear incoming variables, in order."""
+        """Return the cotangents of the stage's active incoming variables, in order."""
         variables = [v for v in self.stage.incoming if is_linear(self.program, v)]
         return [cts[v] if v in cts else jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables]
 

@@ -93,7 +93,7 @@ def used(program: Program, schedule: SlotOrder) -> list[list[int]]:
     # Dicts as ordered sets: a leaf that several stages of a rank read is listed once.
     leaves_by_rank: list[dict[int, None]] = [{} for _ in range(schedule.ranks)]
     for number, piece in enumerate(program.pieces):
-        leaves_by_rank[schedule.place(number).rank].update(dict.fromkeys(piece.unit.leaves))
+        leaves_by_rank[schedule.place(number).rank].update(dict.fromkeys(piece.unit.leaf_indices))
     return [list(leaves) for leaves in leaves_by_rank]
 
 
@@ -105,7 +105,7 @@ def described(program: Program, held: Sequence[int]) -> str:
     """
     stage_times = [float(times(group).sum()) for group in program.groups]
     program_stages = stages(program)
-    weights = [size(sum(held[i] for i in dict.fromkeys(stage.piece.unit.leaves))) for stage in program_stages]
+    weights = [size(sum(held[i] for i in dict.fromkeys(stage.piece.unit.leaf_indices))) for stage in program_stages]
     # A skip is in both messages of a stage.
     carried = [sum(bytes_of(v) for v in stage.incoming if v in stage.outgoing) for stage in program_stages]
     shares = ", ".join(f"{x / sum(stage_times):.0%}" for x in stage_times)
