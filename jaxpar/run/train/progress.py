@@ -103,7 +103,11 @@ class Progress:
         self._step_seconds, self._input_share, self._num_steps = 0.0, 0.0, 0
 
     def say(self, text: str) -> None:
-        """Print text, above a live bar; long lines are not wrapped, so that a pipe gets them whole."""
+        """Print text after the time of day, above a live bar."""
+        self.write(f"{time.strftime('%H:%M:%S')}  {text}")
+
+    def write(self, text: str) -> None:
+        """Print text as it is; long lines are not wrapped, so that a pipe gets them whole."""
         self.console.print(Text(text), soft_wrap=True)
 
     @contextlib.contextmanager
@@ -139,11 +143,12 @@ class Progress:
 
     def _show(self, text: str) -> None:
         """Print text, or put it into the line below the bar."""
-        if self._bar is None:
+        # Read once: the run's end removes the bar while the thread of an activity may be here.
+        if (bar := self._bar) is None:
             self.say(text)
         else:
-            self._bar.line.plain = text
-            self._bar.refresh()
+            bar.line.plain = text
+            bar.refresh()
 
     def on_start(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         """Print the number of parameters, strategy, devices and memory, and start the bar in a terminal."""
