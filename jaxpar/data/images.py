@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from ..backend.buckets import Place, below, is_bucket
+from ..backend.counts import is_count
 from ..backend.files import place, plain
 from ..backend.packages import needed
 from ..backend.text import few
@@ -183,7 +184,7 @@ def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
     root, pillow = place(path, "path"), needed("PIL.Image", "images need")
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}; give one that has a subfolder of images for each class")
-    if not isinstance(size, int) or size < 1:
+    if not is_count(size):
         raise ValueError(f"size={size!r} leaves no pixels; use a whole number from 1, such as 224")
     # 1. The classes.
     folders = [subfolder for subfolder in root.iterdir() if subfolder.is_dir() and not subfolder.name.startswith(".")]

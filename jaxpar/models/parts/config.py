@@ -2,9 +2,10 @@
 
 import dataclasses
 from abc import abstractmethod
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
+from ...backend.counts import is_count
 from .text import Sizes
 
 _MAX_SIZE = 2**31 - 1  # the largest index of 32 bits
@@ -75,4 +76,4 @@ def _in_float32(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and 0 < int(value) <= _MAX_SIZE
+    return is_count(value) and value <= _MAX_SIZE
