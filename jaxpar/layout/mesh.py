@@ -133,6 +133,11 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def devices_text(mesh: Mesh) -> str:
+    """Return the number and kind of a mesh's devices: "8 x cpu"."""
+    return f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
+
+
 def _devices_of(mesh: Mesh | Sequence[jax.Device] | None, is_single: bool) -> list[jax.Device]:
     """Return the devices in the order in which they fill a mesh; the arguments are as for `make_mesh`."""
     if isinstance(mesh, Mesh):

@@ -75,5 +75,12 @@ def _in_float32(value: Any) -> bool:
     return 0 <= value <= _MAX_FLOAT32
 
 
+def check_kv_heads(heads: int, kv_heads: int) -> None:
+    """Raise ValueError unless the heads of keys and values divide those of queries."""
+    if heads % kv_heads:
+        divisors = [k for k in range(1, heads + 1) if heads % k == 0]
+        raise ValueError(f"{kv_heads=} does not divide {heads=}; use one of {divisors}")
+
+
 def _is_size(value: Any) -> bool:
     return is_count(value) and value <= _MAX_SIZE

@@ -24,6 +24,7 @@ from rich.text import Text
 from ...backend.text import size
 from ...checkpoint.about import resolved_strategy
 from ...hardware.devices import peak_flops
+from ...layout.mesh import devices_text
 from .loop import Run
 from .picture import loads
 
@@ -155,9 +156,8 @@ class Progress:
         step = trainer.step
         num_params = sum(math.prod(leaf.shape) for leaf in step.layout.leaves)
         num_bytes, source = trainer.memory
-        devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
         memory = f"{size(num_bytes)} a device ({_MEMORY_SOURCES[source]})"
-        self.say(f"{num_params:,} parameters under {resolved_strategy(step)} on {devices}, {memory}")
+        self.say(f"{num_params:,} parameters under {resolved_strategy(step)} on {devices_text(step.mesh)}, {memory}")
         # A text from `_mfu` says why the MFU is not known. The time does not matter here.
         if isinstance(reason := _mfu(trainer, 1.0), str):
             self.say(f"MFU is not shown: {reason}")
