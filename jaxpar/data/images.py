@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -199,7 +198,8 @@ def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
     groups = []
     for label, subfolder in enumerate(folders):
         listing = sorted(below(subfolder).items(), key=lambda item: item[0].as_posix())
-        candidates = (file for name, file in listing if name.suffix.lower() in suffixes and not _is_hidden(name))
+        is_hidden = lambda name: any(part.startswith(".") for part in name.parts)
+        candidates = (file for name, file in listing if name.suffix.lower() in suffixes and not is_hidden(name))
         # In a bucket there are no FIFOs, devices or folders, and asking for each file's kind would take a request.
         files = [
             file if is_bucket(file) else plain(file) for file in candidates if is_bucket(file) or not file.is_dir()
@@ -264,11 +264,6 @@ def _split(
     rest = [item for items in rounds for item in items if item is not None]
     counts = f"{len(train) + len(rest):,} images of {len(classes)} classes, {len(rest):,} of them held out"
     return Images(f"{source}: {counts}", classes, size, channels, train, rest, read)
-
-
-def _is_hidden(file: PurePath) -> bool:
-    """Tell whether a file or one of its folders is hidden."""
-    return any(part.startswith(".") for part in file.parts)
 
 
 def _decode(file: Place, size: int) -> np.ndarray:
