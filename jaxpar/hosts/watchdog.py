@@ -277,8 +277,8 @@ class Watch:
             return
         rank = self.place.process
         self._next_notice = math.inf if rank else now + _NOTICE_INTERVAL
-        others = list_busy(self.peers) or "the others"
-        notice = f"rank {rank} has come to its end, after step {self.beat.position // 2}, and waits for {others}"
+        busy = list_busy(self.peers) or "the others"
+        notice = f"rank {rank} has come to its end, after step {self.beat.position // 2}, and waits for {busy}"
         os.write(2, f"jaxpar: {notice}, {now - self._ended_at:.0f} s so far\n".encode())
 
     def _judge(self, now: float) -> Verdict | None:
