@@ -23,6 +23,7 @@ from typing import Any
 import jax
 from jax._src import compilation_cache, compiler  # JAX has no public API to choose the process that writes
 
+from .files import user_cache
 from .machines import host_of, is_away
 
 _ALTERNATIVES = (
@@ -31,9 +32,8 @@ _ALTERNATIVES = (
 
 
 def folder() -> Path:
-    """Return this host's cache folder, in the user's folder for caches, which hosts may share by a network disk."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "jaxpar" / "compiled" / socket.gethostname()
+    """Return this host's cache folder."""
+    return user_cache("compiled", socket.gethostname())
 
 
 def keep_compiled(first_device: Any) -> None:

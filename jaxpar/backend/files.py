@@ -78,6 +78,11 @@ def _address(path: os.PathLike[str] | str) -> str:
     return text if "://" in text else text.replace(":/", "://", 1)
 
 
+def user_cache(*names: str) -> Path:
+    """Return a folder in the user's folder for caches, which hosts may share by a network disk."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jaxpar", *names)
+
+
 def plain(path: PathT) -> PathT:
     """Return the path if it is a regular file or a link to one.
 

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ import jax
 import numpy as np
 
 from ..backend.buckets import Place, below, is_bucket
+from ..backend.counts import is_count
 from ..backend.files import place, plain
 from ..backend.text import did_you_mean
 from ..model.contents import check_mapped, chunks
@@ -365,8 +365,7 @@ def pad_rows(batch: Any, multiple: int) -> tuple[Any, np.ndarray]:
     Raises:
       ValueError: the leaves have different numbers of rows, or `multiple` is no whole number from 1.
     """
-    # A bool is an Integral in Python.
-    if not isinstance(multiple, Integral) or isinstance(multiple, bool) or multiple < 1:
+    if not is_count(multiple):
         raise ValueError(
             f"multiple={multiple!r} is no whole number from 1; give one to pad_rows, such as step.replicas"
         )

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
 from ..backend.buckets import Place, below, is_bucket
+from ..backend.counts import is_count
 from ..backend.files import place, plain
 from ..backend.packages import needed
 from ..backend.text import few
@@ -183,7 +183,7 @@ def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
     root, pillow = place(path, "path"), needed("PIL.Image", "images need")
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}; give one that has a subfolder of images for each class")
-    if not isinstance(size, int) or size < 1:
+    if not is_count(size):
         raise ValueError(f"size={size!r} leaves no pixels; use a whole number from 1, such as 224")
     # 1. The classes.
     folders = [subfolder for subfolder in root.iterdir() if subfolder.is_dir() and not subfolder.name.startswith(".")]
@@ -198,7 +198,8 @@ def folder(path: Place | str, size: int = 224, broken: str = "error") -> Images:
     groups = []
     for label, subfolder in enumerate(folders):
         listing = sorted(below(subfolder).items(), key=lambda item: item[0].as_posix())
-        candidates = (file for name, file in listing if name.suffix.lower() in suffixes and not _is_hidden(name))
+        is_hidden = lambda name: any(part.startswith(".") for part in name.parts)
+        candidates = (file for name, file in listing if name.suffix.lower() in suffixes and not is_hidden(name))
         # In a bucket there are no FIFOs, devices or folders, and asking for each file's kind would take a request.
         files = [
             file if is_bucket(file) else plain(file) for file in candidates if is_bucket(file) or not file.is_dir()
@@ -263,11 +264,6 @@ def _split(
     rest = [item for items in rounds for item in items if item is not None]
     counts = f"{len(train) + len(rest):,} images of {len(classes)} classes, {len(rest):,} of them held out"
     return Images(f"{source}: {counts}", classes, size, channels, train, rest, read)
-
-
-def _is_hidden(file: PurePath) -> bool:
-    """Tell whether a file or one of its folders is hidden."""
-    return any(part.startswith(".") for part in file.parts)
 
 
 def _decode(file: Place, size: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..backend.counts import is_count
 from ..model.contents import add_array, check_mapped
 from ..model.paths import name_of
 from .sampler import Position, Sampler
@@ -75,7 +76,7 @@ class Rows:
         Raises:
           ValueError: no batch can have `rows` rows, or `epochs` is no whole number from 1.
         """
-        if epochs is not None and (not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1):
+        if epochs is not None and not is_count(epochs):
             raise ValueError(f"epochs={epochs!r}: use a whole number from 1, or None for batches that never end")
         sampler = Sampler(self.size, self.last, self.shuffle, seed)
         return RowBatches(self, sampler, rows, sampler.after(start, rows), epochs)

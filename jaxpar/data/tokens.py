@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import numpy as np
 from filelock import FileLock
 
 from ..backend.buckets import Place, is_bucket, pieces, writing
-from ..backend.files import place, plain
+from ..backend.files import place, plain, user_cache
 from ..model.contents import check_mapped, outside
 
 if TYPE_CHECKING:
@@ -96,9 +95,8 @@ def local_copy(path: UPath) -> Path:
     Raises:
       OSError: the disk is full, or the bucket does not answer.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpar" / "data"
     # A folder for each address: the copies in it are older versions of one file.
-    folder = base / hashlib.sha256(str(path).encode()).hexdigest()[:16]
+    folder = user_cache("data", hashlib.sha256(str(path).encode()).hexdigest()[:16])
     folder.mkdir(parents=True, exist_ok=True)
     # `ukey` changes with the file's contents, so the name of an outdated copy differs.
     copy = folder / f"{path.fs.ukey(path.path)[:16]}{path.suffix}"

@@ -70,14 +70,14 @@ def compare(
     Comparison(Coordinator(), place, f"{subject}/{count}", patience)(subject, notes, texts or {}, hint)
 
 
-def told(subject: str, statement: str, patience: float = 10.0) -> dict[int, str]:
-    """Exchange one statement per process; return rank -> statement, of all that come within `patience` seconds.
+def told(subject: str, statement: str) -> dict[int, str]:
+    """Exchange one statement per process; return rank -> statement, of all that come within 10 seconds.
 
     All processes call this with the same `subject`, equally often.
     """
     if jax.process_count() == 1:
         return {0: statement}
-    store, deadline = Coordinator(), time.monotonic() + patience
+    store, deadline = Coordinator(), time.monotonic() + 10
     # Counted alike in all processes, so that statements of an earlier call are never read.
     count = _counts[subject] = _counts.get(subject, 0) + 1
     key = f"told/{subject}/{count}"

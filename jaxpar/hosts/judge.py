@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..backend.text import few
+
 _MAX_NAMED = 4  # processes that a sentence names
 
 
@@ -196,6 +198,12 @@ def find_all_stuck(peers: Mapping[int, Peer], now: float) -> Verdict | None:
     more = f"; and {len(clauses) - _MAX_NAMED} more" if len(clauses) > _MAX_NAMED else ""
     return Verdict(f"all {len(clauses)} processes are stuck: for {delay:.0f} s none has begun anything else; "
                    f"{'; '.join(clauses[:_MAX_NAMED])}{more}", True)  # fmt: skip
+
+
+def list_busy(peers: Mapping[int, Peer]) -> str:
+    """Return the processes whose script has not ended, each with its activity, for a sentence; "" if there is none."""
+    busy = [f"rank {rank} ({peer.beat.activity})" for rank, peer in peers.items() if not peer.beat.has_ended]
+    return few(busy, _MAX_NAMED)
 
 
 def describe(rank: int, beat: Beat) -> str:

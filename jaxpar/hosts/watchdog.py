@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import sys
 import threading
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .environment import Place
-from .judge import Beat, Peer, Verdict, describe, find_all_stuck, find_failed, find_lost, find_stuck
+from .judge import Beat, Peer, Verdict, describe, find_all_stuck, find_failed, find_lost, find_stuck, list_busy
 from .store import Store
 
 ENDED_BY_ANOTHER = 75  # exit status of a process that ends because of another one
@@ -37,7 +38,7 @@ _MIN_STEPS = 5  # steps after which the longest one tells how long a step takes
 _PATIENCE_FACTOR = 10  # an activity may take this many times its longest duration so far
 # The part of the limit after which a process that is silent or behind is given up. In the rest the news spreads.
 _SILENCE_FRACTION = 0.6
-_NOTICE_AFTER = 10.0  # seconds after its end at which a process says that it waits for the others
+_NOTICE_INTERVAL = 10.0  # seconds until a process that has ended says that it waits; process 0 then repeats it
 # Seconds that process 0, which holds the coordinator, waits for the others to hear why they end.
 _SPREAD_TIME = 3.0
 
@@ -119,7 +120,8 @@ class Watch:
         self.waits_for_steps = False
         self._stall, self._activity_since, self._activity_before_compiling = stall, now, ""
         self._history: dict[str, tuple[int, float]] = {}  # activity -> number of times, longest seconds
-        self._ended_at: float | None = None  # when this process ended its script; 0 after the notice
+        self._ended_at: float | None = None  # when this process ended its script
+        self._next_notice = 0.0  # when it says next that it waits for the others
         self._closed = threading.Event()
         loops = (self._exchange_forever, self._check_forever)
         self._threads = [threading.Thread(target=loop, daemon=True) for loop in loops]
@@ -260,16 +262,24 @@ class Watch:
                 peer.heard_at = peer.active_since = now
                 peer.behind_since = None
         self._checked_at = now
-        if self.beat.has_ended and self._ended_at is None:
-            self._ended_at = now
-        elif self._ended_at and now - self._ended_at > _NOTICE_AFTER:
-            self._ended_at = 0.0
-            notice = f"rank {self.place.process} has come to its end, after step {self.beat.position // 2}"
-            os.write(2, f"jaxpar: {notice}, and waits for the others\n".encode())
+        if self.beat.has_ended:
+            self._say_waiting(now)
         self.verdict = self.verdict or self._judge(now)
         if self.verdict is not None:
             self._wait_for_spread()
             self.on_verdict(self, self.verdict)
+
+    def _say_waiting(self, now: float) -> None:
+        """Say that this process has ended and waits for the others. Process 0 repeats it at intervals, for all."""
+        if self._ended_at is None:
+            self._ended_at, self._next_notice = now, now + _NOTICE_INTERVAL
+        if now < self._next_notice:
+            return
+        rank = self.place.process
+        self._next_notice = math.inf if rank else now + _NOTICE_INTERVAL
+        busy = list_busy(self.peers) or "the others"
+        notice = f"rank {rank} has come to its end, after step {self.beat.position // 2}, and waits for {busy}"
+        os.write(2, f"jaxpar: {notice}, {now - self._ended_at:.0f} s so far\n".encode())
 
     def _judge(self, now: float) -> Verdict | None:
         """Return this process's verdict at this time: process 0 judges all, the others judge process 0."""

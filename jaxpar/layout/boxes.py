@@ -47,14 +47,14 @@ def slices(box: Box, within: Box) -> tuple[slice, ...]:
     return tuple(slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, within, strict=True))
 
 
-def slabs(shape: Sequence[int], itemsize: int, size: int = 1 << 26) -> list[Box]:
-    """Cut an array along its first dim into boxes of about `size` bytes; return the boxes."""
+def slabs(shape: Sequence[int], itemsize: int) -> list[Box]:
+    """Cut an array along its first dim into boxes of about 64 MiB; return the boxes."""
     inner_dims = tuple((0, n) for n in shape[1:])
     # A scalar or an array without elements is one box.
     if not math.prod(shape) or not shape:
         return [(*((0, n) for n in shape[:1]), *inner_dims)]
-    # One row at least, even if it is larger than `size`.
-    rows = max(1, size * shape[0] // (math.prod(shape) * itemsize))
+    # One row at least, even if it is larger.
+    rows = max(1, (1 << 26) * shape[0] // (math.prod(shape) * itemsize))
     return [((begin, min(begin + rows, shape[0])), *inner_dims) for begin in range(0, shape[0], rows)]
 
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from ..backend.counts import is_count
 from ..backend.cpu_compiler import set_flag, warn_unset
 from ..backend.machines import host_of
 from ..strategy import Strategy
@@ -53,14 +54,14 @@ def simulate(devices: int) -> None:
       ValueError: if the number is out of range.
       RuntimeError: if jax has already started a backend with other devices.
     """
-    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+    if not is_count(devices):
         raise ValueError(f"simulate({devices!r}): the number of devices must be a whole number from 1, such as 8")
     if devices > MOST_SIMULATED:
         raise ValueError(f"simulate({devices}): each device has threads of its own; use at most {MOST_SIMULATED:,}")
     set_flag()  # again: XLA_FLAGS may have been set since the import
     try:
         # It raises RuntimeError once a backend has started.
-        jax.config.update("jax_num_cpu_devices", devices)
+        jax.config.update("jax_num_cpu_devices", int(devices))
         jax.config.update("jax_platforms", "cpu")
         enough_threads(devices)
     except RuntimeError as error:
@@ -130,6 +131,11 @@ def make_mesh(strategy: Strategy, mesh: Mesh | Sequence[jax.Device] | None = Non
     shape = tuple(sizes.values())
     assert math.prod(shape) == len(devices)
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def devices_text(mesh: Mesh) -> str:
+    """Return the number and kind of a mesh's devices: "8 x cpu"."""
+    return f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
 
 
 def _devices_of(mesh: Mesh | Sequence[jax.Device] | None, is_single: bool) -> list[jax.Device]:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from .paths import keys_of
+
 
 class ArrayTree:
     """Translates a pytree of arrays to nested dicts by path and back: checkpoints and steps know no modules.
@@ -28,7 +30,7 @@ class ArrayTree:
 
     def pure(self, tree: Any) -> dict[Any, Any]:
         """Return the nested dicts of a pytree."""
-        return unflatten_dict({(*map(_key, path),): x for path, x in jax.tree_util.tree_leaves_with_path(tree)})
+        return unflatten_dict({keys_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)})
 
     def filled(self, pure: Any) -> Any:
         """Return the pytree with the arrays of nested dicts."""
@@ -36,11 +38,6 @@ class ArrayTree:
         for i, leaf in zip(self.order, jax.tree.leaves(pure), strict=True):
             leaves[i] = leaf
         return jax.tree.unflatten(self.tree, leaves)
-
-
-def _key(entry: Any) -> Any:
-    """Return the key of an entry of a path: the name of an attribute, the key of an item, or a child's index."""
-    return next(getattr(entry, name) for name in ("name", "key", "idx") if hasattr(entry, name))
 
 
 def hidden_values(compute: Callable[[jax.Array], list[jax.Array]]) -> tuple[list[jax.Array], list[bool]]:

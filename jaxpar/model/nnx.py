@@ -27,6 +27,7 @@ from jax.core import Tracer
 from .calls import IN_INIT, check_call, traced
 from .model import Model, row_axes
 from .module_arrays import ArrayTree, hidden_values
+from .paths import keys_of
 
 _OF_LINEN = "a Linen module; use jp.from_linen(Net(...), loss, batch), whose loss gets apply"
 
@@ -320,7 +321,7 @@ class _StateTree(ArrayTree):
         # Folding keeps streams different from each other, which one common key would not.
         def fold(path: Any, leaf: Any) -> Any:
             # Only keys are folded: a stream's count of draws stays.
-            if not issubclass(self._type(_keys(path)), nnx.RngKey):
+            if not issubclass(self._type(keys_of(path)), nnx.RngKey):
                 return leaf
             # Stacked layers have an array of keys.
             return jax.vmap(lambda k: jax.random.fold_in(k, bits))(leaf.reshape(-1)).reshape(leaf.shape)
@@ -365,7 +366,7 @@ class _StateTree(ArrayTree):
         self.check(state)
 
         def new_value(path: Any, old_leaf: Any) -> Any:
-            key_path = _keys(path)
+            key_path = keys_of(path)
             return (
                 old_leaf
                 if issubclass(self._type(key_path), nnx.RngState) or key_path not in new_leaves
@@ -373,8 +374,3 @@ class _StateTree(ArrayTree):
             )
 
         return jax.tree_util.tree_map_with_path(new_value, old)
-
-
-def _keys(path: Any) -> tuple[Any, ...]:
-    """Return a key path as a tuple of keys."""
-    return tuple(entry.key for entry in path)

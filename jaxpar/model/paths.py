@@ -13,6 +13,11 @@ def name_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def keys_of(path: Any) -> tuple[Any, ...]:
+    """Return the keys of a key path: names of attributes, keys of items, indices of children."""
+    return tuple(next(getattr(entry, x) for x in ("name", "key", "idx") if hasattr(entry, x)) for entry in path)
+
+
 def as_flax_saves(names: Sequence[str]) -> list[str]:
     """Return the paths of the parameters in a tree that was restored from a checkpoint of Flax.
 

@@ -97,6 +97,9 @@ def named(name: str, **changes: Any) -> Named:
     if advice := removed(f"model {name}"):
         raise ValueError(advice)
     if name not in _FAMILY:
+        base, comma, changes_in_name = name.partition(",")
+        if comma and base in _FAMILY:  # the command line has sizes behind the name
+            raise ValueError(f'{name!r} is a name with sizes; pass these apart: named("{base}", {changes_in_name})')
         raise ValueError(f"there is no model {name!r}{_suggest(name, NAMES)}")
     family, module, kind = _FAMILY[name]
     sizes = [field.name for field in dataclasses.fields(family.Config)]

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
+from ..backend.counts import is_count
 from ..backend.text import few
 from ..layout.state import State
 from ..make import make_train_step
@@ -175,7 +176,7 @@ def verify(
 
 def _check_arguments(model: Any, strategy: Any, batch: Any, steps: Any) -> None:
     """Raise ValueError for arguments of `verify` that are often confused with others."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+    if not is_count(steps):
         raise ValueError(f"verify(steps={steps!r}): use a whole number from 1, such as 3")
     if not isinstance(model, Model):
         raise ValueError(f"model is a {type(model).__name__}; make one with {MAKERS}: verify(model, strategy, batch)")

@@ -9,11 +9,14 @@ turns it into a plain reduction:
     psum[axes=("data", 0)] x   -->   y = reduce_sum[axes=(0,)] x    psum[axes=("data",)] y
 """
 
+import operator
 from typing import Any
 
 import jax
 import jax.extend.core as jec
 from jax import lax
+
+from .walk import with_programs
 
 # Each kind, and its primitives.
 KINDS = {
@@ -62,12 +65,9 @@ def on_the_wire(kind: str, ranks: int) -> float:
 
 
 def reduced(jaxpr: Any) -> Any:
-    """Return a jaxpr, closed or not, with plain reductions over dims; the same object if nothing changes."""
-    if hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:  # closed; newer jax has one class for both
-        inner = reduced(jaxpr.jaxpr)
-        return jaxpr if inner is jaxpr.jaxpr else jec.ClosedJaxpr(inner, jaxpr.consts)
+    """Return an open jaxpr with plain reductions over dims; the same object if nothing changes."""
     eqns = [new_eqn for eqn in jaxpr.eqns for new_eqn in _reduced_eqn(eqn)]
-    is_same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
+    is_same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
     return jaxpr if is_same else jaxpr.replace(eqns=eqns)
 
 
@@ -76,9 +76,7 @@ def _reduced_eqn(eqn: Any) -> list[Any]:
     axes = eqn.params["axes"] if eqn.primitive.name in _PLAIN_REDUCTIONS else ()
     dims = tuple(axis for axis in axes if isinstance(axis, int))
     if not dims:
-        params = {name: _reduced_param(value) for name, value in eqn.params.items()}
-        is_changed = any(params[name] is not value for name, value in eqn.params.items())
-        return [eqn.replace(params=params) if is_changed else eqn]
+        return [with_programs(eqn, reduced)]
     names = tuple(axis for axis in axes if not isinstance(axis, int))
     # The variables between the reduction over dims and the collective; without a collective, the results themselves.
     outs = [jec.Var(v.aval) for v in eqn.outvars] if names else eqn.outvars
@@ -90,13 +88,3 @@ def _reduced_eqn(eqn: Any) -> list[Any]:
         eqns.append(plain.replace(invars=[x], outvars=[out], source_info=eqn.source_info))
     # Reduce over the mesh axes afterwards: fewer bytes are sent.
     return [*eqns, eqn.replace(invars=outs, params={**eqn.params, "axes": names})] if names else eqns
-
-
-def _reduced_param(value: Any) -> Any:
-    """Return a parameter, with the programs in it reduced; the same object if nothing changes."""
-    if isinstance(value, jec.Jaxpr | jec.ClosedJaxpr):
-        return reduced(value)
-    if type(value) is tuple:  # the branches of a cond; a named tuple is no list of programs
-        inner = tuple(map(_reduced_param, value))
-        return value if all(a is b for a, b in zip(inner, value, strict=True)) else inner
-    return value

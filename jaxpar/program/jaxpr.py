@@ -135,7 +135,8 @@ def flatten(closed: Any, remats: Any = False, calls: Callable[[Any], bool] = lam
                 eqns.append(_unconstrained(eqn) if constrained else eqn)
         return env.read(jaxpr.outvars)
 
-    jaxpr, values = opened(collectives.reduced(closed))
+    jaxpr, values = opened(closed)
+    jaxpr = collectives.reduced(jaxpr)
     invars = tuple(jec.Var(v.aval) for v in jaxpr.invars)
     outvars = tuple(walk(jaxpr, values, invars))
     return Flat(tuple(constvars), tuple(consts), invars, outvars, tuple(eqns))

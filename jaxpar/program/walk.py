@@ -10,6 +10,7 @@ three ways:
 The two ends of the supported range of jax spell some parameters differently. Only this file knows.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -92,7 +93,7 @@ def fold(eqns: Sequence[Any], combine: Callable[[Sequence[Any], list[list[V]]], 
 
 
 def with_programs(eqn: Any, transform: Callable[[Any], Any], constant: Callable[[Any], Any] = lambda x: x) -> Any:
-    """Return an equation with other programs inside: branches, bodies and calls.
+    """Return an equation with other programs inside: branches, bodies and calls; itself if none of them changes.
 
     Args:
       transform: returns the program that replaces an open jaxpr.
@@ -101,16 +102,19 @@ def with_programs(eqn: Any, transform: Callable[[Any], Any], constant: Callable[
 
     def transformed(value: Any) -> Any:
         if type(value) is tuple:  # the branches of a cond; a named tuple is no list of programs
-            return tuple(map(transformed, value))
+            items = tuple(map(transformed, value))
+            return value if all(map(operator.is_, items, value)) else items
         if not isinstance(value, jec.Jaxpr | jec.ClosedJaxpr):
             return value
         jaxpr, consts = opened(value)
+        new_jaxpr, new_consts = transform(jaxpr), list(map(constant, consts))
+        if new_jaxpr is jaxpr and all(map(operator.is_, new_consts, consts)):
+            return value
         # An open jaxpr stays open, as its equation expects.
-        if not hasattr(value, "consts"):
-            return transform(jaxpr)
-        return jec.ClosedJaxpr(transform(jaxpr), list(map(constant, consts)))
+        return jec.ClosedJaxpr(new_jaxpr, new_consts) if hasattr(value, "consts") else new_jaxpr
 
-    return eqn.replace(params={name: transformed(x) for name, x in eqn.params.items()})
+    params = {name: transformed(x) for name, x in eqn.params.items()}
+    return eqn if all(params[name] is x for name, x in eqn.params.items()) else eqn.replace(params=params)
 
 
 def replaced(

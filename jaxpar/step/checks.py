@@ -14,6 +14,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from ..backend.counts import is_count
 from ..collectives.divergence import not_reached
 from ..layout.layout import Layout
 from ..layout.state import State
@@ -54,7 +55,7 @@ def check_made_of(
     if rows not in GIVEN:
         raise ValueError(f"rows={rows!r}: use 'global' (the same batch on every host) or 'host' (each its own rows)")
     for name, limit in (ids or {}).items():
-        if not isinstance(limit, int) or limit < 1:
+        if not is_count(limit):
             raise ValueError(f"ids={{{name!r}: {limit!r}}}: give the number of ids, a whole number from 1")
     if check not in (True, False, "overlap"):
         raise ValueError(f"check={check!r}: use True, False or 'overlap'")

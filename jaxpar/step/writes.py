@@ -143,15 +143,12 @@ def _sources(flat: jx.Flat) -> list[Any]:
 
     def outputs_of(eqn: Any, ins: list[Any]) -> Sequence[Any]:
         # A loop's carry that no iteration changes is its own source.
-        outs = propagate(eqn, ins, lambda program, ins, _: through(program, ins, outputs_of, None), _same_source)
+        # Values that meet, such as the branches of a `cond`, have a common source or None.
+        join = lambda a, b: a if a is b else None
+        outs = propagate(eqn, ins, lambda program, ins, _: through(program, ins, outputs_of, None), join)
         return [None] * len(eqn.outvars) if outs is None else outs
 
     return through(flat, flat.invars, outputs_of, None)
-
-
-def _same_source(a: Any, b: Any) -> Any:
-    """Return the common source of two values that meet, such as the branches of a `cond`; None if they differ."""
-    return a if a is b else None
 
 
 def _line(flat: jx.Flat, out: Any) -> str:

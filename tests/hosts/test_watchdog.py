@@ -272,12 +272,19 @@ def test_what_jax_compiles_is_no_hang() -> None:
     assert (watch.beat.activity, watch.beat.patience) == ("in a step", 20)
 
 
-def test_a_process_that_waits_for_the_others_says_so_once(run: Run, capfd: pytest.CaptureFixture) -> None:
-    """A script that returned before the others did waited for minutes, and nothing was said."""
+def test_a_process_that_waits_for_the_others_says_so(run: Run, capfd: pytest.CaptureFixture) -> None:
+    """A script that returned before the others did waited for minutes, and nothing was said; then once."""
     run.advance(3, every_second=run.step)
     run.watches[1].beat.has_ended = True
     run.advance(5)
     assert not capfd.readouterr().err
     run.advance(60)
-    assert capfd.readouterr().err == "jaxpar: rank 1 has come to its end, after step 3, and waits for the others\n"
+    assert capfd.readouterr().err == (
+        "jaxpar: rank 1 has come to its end, after step 3, and waits for rank 0 (between steps), 10 s so far\n"
+    )
+    run.watches[0].beat.has_ended = True
+    run.watches[2].begin_activity("compiling")
+    run.advance(25)
+    says = "jaxpar: rank 0 has come to its end, after step 3, and waits for rank 2 (compiling)"
+    assert capfd.readouterr().err == f"{says}, 10 s so far\n{says}, 20 s so far\n"
     assert not run.verdicts

@@ -10,7 +10,7 @@ import pytest
 from beside_transformers import assert_same_logits, reference
 from flax import nnx
 
-from jaxpar.models import llama
+from jaxpar.models import llama, mixtral
 from jaxpar.models.llama import Config, Llama
 from jaxpar.models.llama.weights import LLAMA
 from jaxpar.models.mixtral.weights import MIXTRAL
@@ -122,6 +122,17 @@ def test_unknown_options_are_named_once() -> None:
     with pytest.warns(UserWarning, match="config has mup_denominator, ngram_order, which the model here does not know"):
         config = read({"mup_denominator": 32, "ngram_order": 2})
     assert config == read({})  # the advice: without them
+
+
+@pytest.mark.parametrize("family", [llama, mixtral, LLAMA], ids=["llama", "mixtral", "Family"])
+def test_the_warning_of_unknown_options_points_at_the_users_line(family: Any) -> None:
+    """`llama.from_hf` calls `Family.from_hf`, and the warning pointed into jaxpar."""
+    options = {**SIZES, **COMMON, "mup_denominator": 32, "model_type": "llama"}
+    if family is mixtral:
+        options |= {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    with pytest.warns(UserWarning, match="mup") as warnings, pytest.raises(ValueError, match="the model lacks"):
+        family.from_hf({}, options)
+    assert [warning.filename for warning in warnings] == [__file__]
 
 
 def test_qwen3_mixtures_with_a_window_are_refused() -> None:

@@ -76,6 +76,8 @@ def test_names_and_sizes_that_are_not_there_suggest_the_nearest() -> None:
         named("lama-tiny")
     with pytest.raises(ValueError, match=r"no model 'xyz'; use one of llama-tiny, .*mlp-large"):
         named("xyz")
+    with pytest.raises(ValueError, match=r"pass these apart: named\(\"llama-tiny\", layers=2,dim=8\)"):
+        named("llama-tiny,layers=2,dim=8")
     with pytest.raises(ValueError, match=r"resnet18 has no size 'class'; did you mean 'classes'\?"):
         named("resnet18", **{"class": 10})
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from ...backend.files import json_of, local
+from ...backend.files import json_of, local, user_cache
 from ...hardware.devices import Target
 from ...model.model import Model
 from ...model.paths import name_of
@@ -30,8 +30,7 @@ def folder(path: str | os.PathLike[str] | None) -> Path:
         return local(path, "cache")
     if from_environment := os.environ.get("JAXPAR_CACHE"):
         return Path(from_environment)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "jaxpar" / "plan"
+    return user_cache("plan")
 
 
 class PlanCache:

@@ -21,6 +21,7 @@ import optax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ...backend.counts import is_count
 from ...backend.text import size
 from ...hardware.compiled.compiler_remarks import why_unread
 from ...hardware.devices import Target
@@ -95,7 +96,7 @@ def plan(
     # Raises an error for a precision that does not exist.
     Strategy(precision=precision)
     target = planned_for(target, memory_bytes)
-    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+    if not is_count(top):
         raise ValueError(f"top={top!r}: use a whole number from 1")
     if isinstance(strategies, str | Strategy):
         raise ValueError(f"strategies={str(strategies)!r} is one strategy; give a list: [{str(strategies)!r}]")

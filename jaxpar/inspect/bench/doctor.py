@@ -42,6 +42,8 @@ PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "numpy")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 LIBRARIES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "libtpu")
 SKEW = 1.0  # seconds by which clocks may differ
+_ANSWER_SECONDS = 60.0  # how long a process waits for a value of another one
+_FILE_SECONDS = 5.0  # how long a process waits for a file of another one: NFS may show it only after some seconds
 SHARE = 0.5  # the lowest good bandwidth, as a share of the hardware's
 PINGS = 5  # tries of each process to measure its clock
 # Constants, so that all hosts run equally many collectives.
@@ -71,16 +73,12 @@ class Silent(RuntimeError):
 
 
 class ProcessGroup:
-    """The processes of a run, which exchange values through JAX's key-value store.
+    """The processes of a run, which exchange values through JAX's key-value store."""
 
-    Args:
-      seconds: how long to wait for a value before `Silent` is raised.
-    """
-
-    def __init__(self, seconds: float = 60.0):
+    def __init__(self) -> None:
         from jax._src import distributed as joined  # JAX's public API has no key-value store
 
-        self.count, self.index, self._seconds = jax.process_count(), jax.process_index(), seconds
+        self.count, self.index = jax.process_count(), jax.process_index()
         self._client: Any = joined.global_state.client
 
     def publish(self, key: str, value: Any) -> None:
@@ -90,10 +88,10 @@ class ProcessGroup:
     def receive(self, key: str, sender: int) -> Any:
         """Return the value that process `sender` publishes under a key; wait for it."""
         try:
-            return json.loads(self._client.blocking_key_value_get(f"jaxpar/doctor/{key}", int(1e3 * self._seconds)))
+            return json.loads(self._client.blocking_key_value_get(f"jaxpar/doctor/{key}", int(1e3 * _ANSWER_SECONDS)))
         except jax.errors.JaxRuntimeError as error:
             raise Silent(
-                f"process {sender} has not answered for {self._seconds:g} s ({key}); see what it printed last"
+                f"process {sender} has not answered for {_ANSWER_SECONDS:g} s ({key}); see what it printed last"
             ) from error
 
     def gather(self, name: str, value: Any) -> list[Any]:
@@ -105,18 +103,15 @@ class ProcessGroup:
         return [self.receive(f"{name}/{process}", process) for process in range(self.count)]
 
 
-def examine(
-    strategy: str, folder: Path, num_bytes: int | None = None, processes: ProcessGroup | None = None
-) -> Iterator[Diagnosis]:
+def examine(strategy: str, folder: Path, num_bytes: int | None) -> Iterator[Diagnosis]:
     """Yield the diagnoses one by one. Every process of the run calls this, and all get the same ones.
 
     Args:
       strategy: the strategy whose mesh axes the collectives are measured over. The devices must suit it.
       folder: the folder that all hosts should share. It is created if it does not exist.
-      num_bytes: the size of a collective; by default 64 MB on accelerators, 1 MB on CPUs.
-      processes: the processes; by default all of JAX's.
+      num_bytes: the size of a collective; if None, 64 MB on accelerators and 1 MB on CPUs.
     """
-    processes = processes or ProcessGroup()
+    processes = ProcessGroup()
     host_names = [f"host {host}" for host in processes.gather("name", socket.gethostname())]
     # If every host has one process, the host's name is enough to name it.
     labels = (
@@ -353,9 +348,9 @@ def check_folder(processes: ProcessGroup, folder: Path, labels: Sequence[str]) -
     return Diagnosis("folder", summary, problems[0], hint) if problems else Diagnosis("folder", summary)
 
 
-def _wait_for_text(path: Path, text: str, seconds: float = 5.0) -> bool:
-    """Wait until a file has this text; return whether it does. NFS may show a new file only after some seconds."""
-    deadline = time.monotonic() + seconds
+def _wait_for_text(path: Path, text: str) -> bool:
+    """Wait until a file has this text; return whether it does."""
+    deadline = time.monotonic() + _FILE_SECONDS
     while not (path.exists() and path.read_text() == text):
         if time.monotonic() > deadline:
             return False

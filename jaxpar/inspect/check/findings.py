@@ -26,6 +26,7 @@ from ...hardware.compiled.cost import Costs
 from ...hardware.compiled.kernels import Executable
 from ...hardware.hardware import Hardware
 from ...layout.leaves import Leaf
+from ...layout.mesh import devices_text
 from ...layout.precision import F8
 from ...numerics.fp8.product import SCOPE
 from ...program import jaxpr as jx
@@ -79,8 +80,7 @@ def check(
         program = Executable(compiled.as_text() or "", step.mesh)
         findings += _collective_findings(step, batch, program)
         findings += overlap_findings(step, batch, program, hardware) if hardware else ()
-    devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
-    return Proof(str(step.strategy), devices, tuple(findings))
+    return Proof(str(step.strategy), devices_text(step.mesh), tuple(findings))
 
 
 def _state_findings(step: Step, batch: Any, compiled: jax.stages.Compiled) -> Iterator[Finding]:

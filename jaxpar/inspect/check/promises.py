@@ -130,8 +130,8 @@ def not_by_layer(step: Step, program: Program) -> list[Leaf]:
     return [units[i] for i in sorted(scanned_leaves) if units[i].dim != 0 and not any(program.uses[i])]
 
 
-def gathered_weights(jaxpr: Any, leaves: int, axis: str = "tensor") -> dict[str, int]:
-    """Return the bytes of all-gathers over an axis whose values depend on parameters alone, by source line.
+def gathered_weights(jaxpr: Any, leaves: int) -> dict[str, int]:
+    """Return the bytes of all-gathers over `tensor` whose values depend on parameters alone, by source line.
 
     Ranks of `tensor` compute with their parts of the weights (Shoeybi et al. 2019, section 3), so there should be none.
 
@@ -153,7 +153,7 @@ def gathered_weights(jaxpr: Any, leaves: int, axis: str = "tensor") -> dict[str,
     def visit_program(program: Any, depends_on_data: Sequence[bool], outer_eqns: tuple[int, ...] = ()) -> list[bool]:
         def visit_eqn(eqn: Any, input_dependencies: list[bool]) -> list[bool]:
             eqn_path, result_depends_on_data = (*outer_eqns, id(eqn)), any(input_dependencies) and not is_token(eqn)
-            if PRIMITIVES.get(eqn.primitive.name) == "all-gather" and axis in axes_of(eqn):
+            if PRIMITIVES.get(eqn.primitive.name) == "all-gather" and "tensor" in axes_of(eqn):
                 num_bytes = sum(map(jx.nbytes, eqn.outvars))
                 # A loop is visited until its carries settle. The last visit overwrites the earlier ones and is right.
                 gathers[eqn_path] = jx.where(eqn), 0 if any(input_dependencies) else num_bytes

@@ -15,6 +15,7 @@ from ...hardware.compiled.cost import Costs
 from ...hardware.compiled.kernels import Executable, Operation, Start
 from ...hardware.hardware import of_device_kind
 from ...layout.leaves import PAD_FROM
+from ...layout.mesh import devices_text
 from ...model.batches import as_array, batch_shardings, is_array
 from ...model.paths import name_of
 from ...parallel.data import rule_of
@@ -82,7 +83,7 @@ def explain(step: Step, batch: Any, compiled: jax.stages.Compiled | None = None)
     ]
     return Explanation(
         strategy=str(step.strategy),
-        devices=f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}",
+        devices=devices_text(step.mesh),
         hosts=len({*hosts_of(step.mesh.devices).flat}),
         axes={axis: axis_size for axis, axis_size in step.mesh.shape.items() if axis_size > 1},
         parameters=sum(math.prod(leaf.shape) for leaf in storage.models),

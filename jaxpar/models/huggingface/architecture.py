@@ -17,8 +17,9 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, NamedTuple
+
+from ...backend.counts import is_count
 
 _PLACEHOLDER = re.compile(r"{(\w+)}")
 _ROPE_OPTIONS = {
@@ -158,7 +159,7 @@ class Architecture:
             raise ValueError(f"config lacks {', '.join(missing)}; pass all that the model's config.json holds")
         fields = {config_field: options[name] for config_field, name in self.required.items()}
         for config_field, size in fields.items():
-            if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+            if not is_count(size):
                 raise ValueError(
                     f"{self.required[config_field]}={size!r} is no size; needs a whole number from 1, as the model's "
                     "own config.json has it"

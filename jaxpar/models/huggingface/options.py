@@ -9,6 +9,7 @@ would thus lose what distinguishes its model from a Llama. `NEUTRAL` has the opt
 same names as a Llama's: Granite, MiniCPM, SmolLM3, Mistral, Qwen, Gemma, Cohere, OLMo, Phi, GLM, Llama 4 and gpt-oss.
 """
 
+import inspect
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -97,7 +98,12 @@ def check_unread(options: Mapping[str, Any], read: Collection[str], support_phra
         warnings.warn(
             f"config has {', '.join(unknown)}, which the model here does not know and ignores. If they change what the "
             "model computes, its results are wrong: compare logits with transformers, then remove them from the config",
-            stacklevel=4,  # the caller of `Family.from_hf`
+            # The line of the user, who may have called `llama.from_hf`, `Family.from_hf` or `Family.to_config`.
+            stacklevel=next(
+                level
+                for level, info in enumerate(inspect.stack(0), 1)
+                if not info.frame.f_globals["__name__"].startswith("jaxpar.")
+            ),
         )
 
 

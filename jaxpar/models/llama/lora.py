@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ...backend.counts import is_count
 from ...backend.files import json_of, member
 
 PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")  # of a layer; each may have an adapter
@@ -71,7 +72,7 @@ class PeftConfig(NamedTuple):
             )
         rank, alpha, dropout = (options.get(name, 0) for name in ("r", "lora_alpha", "lora_dropout"))
         is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
-        if not isinstance(rank, int) or not all(map(is_number, (rank, alpha, dropout))) or rank < 1:
+        if not is_count(rank) or not all(map(is_number, (alpha, dropout))):
             raise ValueError(
                 f"{file}: r={rank!r}, lora_alpha={alpha!r}, lora_dropout={dropout!r}; needs a whole number from 1, and "
                 "two numbers: fetch the file once more"

@@ -24,7 +24,7 @@ from flax import nnx
 from ...backend.text import few
 from ...parallel.context.attention.fused import attention
 from ..parts.cache import Attend, Cache, run_with_cache
-from ..parts.config import check_sizes
+from ..parts.config import check_kv_heads, check_sizes
 from ..parts.stack import run, stack
 from ..parts.text import Sizes, positions_and_attention
 from ..parts.text import chunked_loss as chunked_loss
@@ -64,9 +64,7 @@ class Config(Sizes):
                 f"lora_targets={self.lora_targets!r} names {few(unknown)}; join some of these by +: "
                 f"{', '.join(PROJECTIONS)}"
             )
-        if self.heads % self.kv_heads:
-            divisors = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
-            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; use one of {divisors}")
+        check_kv_heads(self.heads, self.kv_heads)
 
     @property
     def head_dim(self) -> int:

@@ -106,10 +106,8 @@ def from_hf(
     config, params = LLAMA.from_hf(source, config, dtype)
     if adapter is None:
         return config, params
-    folder = local(adapter, "adapter")
-    config = with_adapters(config, folder)
     with contextlib.ExitStack() as stack:
-        tensors = _open_adapters(folder, stack)
+        config, tensors = _open_adapters(config, local(adapter, "adapter"), stack)
         for path, names in _adapter_names(config.layers).items():
             *keys, leaf = path.split("/")
             if keys[-1] in config.adapted_projections:
@@ -122,10 +120,17 @@ def from_hf(
 
 def with_adapters(config: Config, folder: Path) -> Config:
     """Return the config of a base with the adapters in a folder; raise ValueError if they do not fit the base."""
-    options = PeftConfig.read(folder)
-    names = _adapter_names(config.layers)
     with contextlib.ExitStack() as stack:
-        shapes = {name: tensor.shape for name, tensor in _open_adapters(folder, stack).items()}
+        return _open_adapters(config, folder, stack)[0]
+
+
+def _open_adapters(config: Config, folder: Path, stack: contextlib.ExitStack) -> tuple[Config, dict[str, Tensor]]:
+    """Return the config as `with_adapters`, and the tensors of the folder, which can be read until `stack` closes."""
+    options, names = PeftConfig.read(folder), _adapter_names(config.layers)
+    if not (folder / _ADAPTERS).exists():
+        raise ValueError(f"{folder} has no {_ADAPTERS}; write it in peft: model.save_pretrained(FOLDER)")
+    tensors = open_file(member(folder, _ADAPTERS), stack)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     # 1. The targets are the projections with a tensor, whatever pattern chose them.
     path_of = {name: path for path, tensor_names in names.items() for name in tensor_names}
     if unexpected := sorted(shapes.keys() - path_of.keys()):
@@ -147,7 +152,7 @@ def with_adapters(config: Config, folder: Path) -> Config:
     if options.modules is not None and options.modules != module_names:
         raise ValueError(f"{folder}: target_modules are {sorted(options.modules)}, and the file has tensors of "
                          f"{sorted(module_names)}; fetch the adapters once more")  # fmt: skip
-    return config
+    return config, tensors
 
 
 def _adapter_names(layers: int) -> dict[str, list[str]]:
@@ -162,13 +167,6 @@ def _adapter_names(layers: int) -> dict[str, list[str]]:
         if path.rpartition("/")[2] in PROJECTIONS
         for matrix in "AB"
     }
-
-
-def _open_adapters(folder: Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:
-    """Return the tensors of a folder of adapters, which can be read until `stack` closes."""
-    if not (folder / _ADAPTERS).exists():
-        raise ValueError(f"{folder} has no {_ADAPTERS}; write it in peft: model.save_pretrained(FOLDER)")
-    return open_file(member(folder, _ADAPTERS), stack)
 
 
 def save_adapters(config: Config, params: Any, path: str | Path, base: str = "") -> None:

@@ -26,7 +26,7 @@ from ...parallel.expert.ops.experts import Routing, experts
 from .. import llama
 from ..parts import text
 from ..parts.cache import Attend
-from ..parts.config import MixtureSizes, check_sizes
+from ..parts.config import MixtureSizes, check_kv_heads, check_sizes
 from ..parts.stack import run_with
 
 
@@ -62,9 +62,7 @@ class Config(MixtureSizes):
         check_sizes(self)
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embedding needs pairs: {self.head_dim + 1}, say")
-        if self.heads % self.kv_heads:
-            divisors = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
-            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; use one of {divisors}")
+        check_kv_heads(self.heads, self.kv_heads)
         if self.chosen > self.experts:
             raise ValueError(f"chosen={self.chosen} of experts={self.experts}; use 1 to {self.experts}")
         if min(self.capacity, self.balance, self.z) < 0:

@@ -2,9 +2,10 @@
 
 import dataclasses
 from abc import abstractmethod
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
+from ...backend.counts import is_count
 from .text import Sizes
 
 _MAX_SIZE = 2**31 - 1  # the largest index of 32 bits
@@ -74,5 +75,12 @@ def _in_float32(value: Any) -> bool:
     return 0 <= value <= _MAX_FLOAT32
 
 
+def check_kv_heads(heads: int, kv_heads: int) -> None:
+    """Raise ValueError unless the heads of keys and values divide those of queries."""
+    if heads % kv_heads:
+        divisors = [k for k in range(1, heads + 1) if heads % k == 0]
+        raise ValueError(f"{kv_heads=} does not divide {heads=}; use one of {divisors}")
+
+
 def _is_size(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and 0 < int(value) <= _MAX_SIZE
+    return is_count(value) and value <= _MAX_SIZE

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from ...backend.counts import is_count
+
 CHUNK = 2048  # tokens
 
 
@@ -202,5 +204,5 @@ def _check(hidden: jax.Array, head: jax.Array, labels: jax.Array, chunk: int) ->
         raise ValueError(f"hidden is {hidden.dtype}, head {head.dtype}; give floating-point numbers")
     if labels.shape != hidden.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(f"labels are {labels.dtype} {list(labels.shape)}; give integers {list(hidden.shape[:-1])}")
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+    if not is_count(chunk):
         raise ValueError(f"chunk={chunk!r}; give a number of tokens from 1 on, such as {CHUNK}")

@@ -135,7 +135,7 @@ class Walk:
                 place = op.chunk, op.microbatch
                 tables["kind"][slot, rank] = CODES[op.kind]
                 tables["chunk"][slot, rank], tables["microbatch"][slot, rank] = place
-                if op.kind in "BI" or (op.kind == "F" and self._stage(rank, op) > 0):
+                if op.kind in "BI" or (op.kind == "F" and stage_of(self.placement, self.ranks, rank, op.chunk)):
                     tables["read"][slot, rank] = messages[rank].release((op.kind == "F", *place))
                 if self.forwards_only:
                     continue
@@ -173,9 +173,6 @@ class Walk:
             num_residual_slots=largest(residuals),
             num_buffers=max(num_buffers),
         )
-
-    def _stage(self, rank: int, op: Op) -> int:
-        return stage_of(self.placement, self.ranks, rank, op.chunk)
 
     def _moves(self, rank: int, op: Op) -> Iterator[tuple[int, StagePlace]]:
         """Yield the way that an operation's message takes, as an index into `WAYS`, and its target."""

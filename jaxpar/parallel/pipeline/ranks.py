@@ -31,7 +31,7 @@ from ...slicing.loop import LayerLoop
 from ...slicing.program import Program, backward, forward, read
 from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Cut, Message, bypass_variables, epilogue_pieces, prologue_pieces
-from .distributed_prologue import SharedPrologues
+from .distributed_prologue import SharedPrologues, shares_prologues
 from .unstaged_params import UnstagedParams
 
 
@@ -96,6 +96,18 @@ class Engine(Cut):
         """Return the prologues that the ranks share, if they do (`distributed_prologue.py`)."""
         ranks, m = self.schedule.ranks, self.schedule.microbatches
         return SharedPrologues(self.program, self.access, self.leaves, self.values, ranks, m)
+
+    def zeros(self) -> tuple[Message, list[jax.Array], list[jax.Array]]:
+        """Return zeros for messages, summed outputs, and the first carries of prologues that the ranks share."""
+        variables = self.message_variables(self.program)
+        message = self.pad_by_layer(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
+        carries = self.prologues.zeros() if shares_prologues(self.program) else []
+        return message, [jnp.zeros((), jnp.float32) for _ in self.summed], carries
+
+    def prologue(self, microbatch: jax.Array, grad: bool) -> tuple[dict[Any, Any], list[Any]]:
+        """Return the values of variables after a microbatch's prologue, and its tape."""
+        env = self.program.environment(self.values(microbatch))
+        return env, forward(prologue_pieces(self.program), self.access, self.leaves, env, grad)
 
     def add_prologue_grads(self, grads: Sequence[Any], prologue_cts: Sequence[jax.Array]) -> list[Any]:
         """Add the gradients of the prologues that this rank computed before the first tick.

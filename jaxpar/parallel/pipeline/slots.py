@@ -38,7 +38,7 @@ from jax import lax
 from ...program import trip_counts
 from ...program.buffers import uninitialized
 from ...slicing.halves import WeightGradResiduals, pick
-from ...slicing.program import backward, forward
+from ...slicing.program import backward
 from ...slicing.stash import Stash
 from ...strategy.schedules.orders import orders_of
 from .branching import read_row, receive, run_if, write_row
@@ -141,7 +141,7 @@ class Slots(Engine):
                     results.append(fun(jnp.int32(0), carry))
                 return results[-1] if name == part else carry
 
-            env, _ = self._prologue(row["microbatch"], False)  # every slot computes the operation's inputs
+            env, _ = self.prologue(row["microbatch"], False)  # every slot computes the operation's inputs
             consts, _, xs = self._stack_inputs(env, row)
             return self.slot(state, row, saved, weight_residuals, run_if), results, consts, xs
 
@@ -218,20 +218,18 @@ class Slots(Engine):
     def _initial_state(self, row: Any) -> tuple[SlotCarry, Any, WeightGradResiduals | None]:
         """Return the first state, and the structures of the residuals of F, and of I for W."""
         # 1. Message buffers and sums: all that an evaluation needs.
-        tables, variables = self.schedule.rows, self.message_variables(self.program)
-        message = self.pad_by_layer(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
+        tables = self.schedule.rows
+        message, sums, carries = self.zeros()
         # Idle ranks send messages on, and epilogues compute on them in all ranks: these must be zeros.
         zeros = lambda n, tree: jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), tree)
         stash = lambda n, values: [uninitialized((n, *x.shape), x.dtype) for x in values]
-        sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
-        carries = self.prologues.zeros() if shares_prologues(self.program) else []
         state = SlotCarry(zeros(tables.num_buffers, message), [], [], carries, [], [None] * len(self.leaves), sums)
         if self.seeds is None:
             return state, None, None
 
         # 2. Both stashes: trace one chunk forwards and backwards for the shapes of residuals.
         def residuals(row: Any) -> Any:
-            env, _ = self._prologue(row["microbatch"], False)
+            env, _ = self.prologue(row["microbatch"], False)
             _, saved = self.chunk_forward(env, row, message, True).run()
             return saved, self.input_grads(env, row, message.select(self.has_cotangent), saved)[1]
 
@@ -275,11 +273,11 @@ class Slots(Engine):
         # 1. The operation's input: from its message buffer, or in the first stage from the prologue.
         stash, residuals, prologue_cts, buffers = state.stash, state.residuals, state.prologue_cts, state.buffers
         grads, sums = list(state.grads), state.sums
-        env, _ = self._prologue(row["microbatch"], False)
+        env, _ = self.prologue(row["microbatch"], False)
         message = read_row(buffers, row["read"])
 
         def enter(number: jax.Array, message: Message) -> Message:
-            env, _ = self._prologue(row["microbatch"] + number, False)
+            env, _ = self.prologue(row["microbatch"] + number, False)
             if state.prologue_carries:
                 env |= self.prologues.broadcast(state.prologue_carries, row["entering"] + number)
             # On ranks that do not run F, chunk 1 is never the first stage: their message stays.
@@ -304,7 +302,7 @@ class Slots(Engine):
         # 3. The epilogue of the microbatch that leaves the last stage. Its cotangents wait in a buffer for B or I.
         def epilogue(number: jax.Array, carry: Any) -> Any:
             buffers, grads, sums = carry
-            env, tape = self._prologue(row["leaving"] + number, bool(self.seeds))
+            env, tape = self.prologue(row["leaving"] + number, bool(self.seeds))
             grads, sums, cts = self.epilogue(env, message, row["leaving"] + number, list(grads), sums)
             if cts is not None:
                 position = row["from_epilogue"] + number
@@ -325,7 +323,7 @@ class Slots(Engine):
             cts = self.prologue_cotangents({"valid": valid, "chunk": row["chunk"]}, consts, carry_cts, xs)
             if prologue_cts:
                 return grads, self.prologues.store_cotangents(prologue_cts, cts, row["returning"] + number)
-            _, tape = self._prologue(row["microbatch"] + number, True)
+            _, tape = self.prologue(row["microbatch"] + number, True)
             grads = backward(prologue_pieces(self.program), self.access, self.leaves, tape, cts, grads)
             return grads, prologue_cts
 
@@ -336,11 +334,6 @@ class Slots(Engine):
         # 5. Messages.
         buffers = receive(message, buffers, row, self.schedule.rows.sent)
         return SlotCarry(buffers, stash, residuals, state.prologue_carries, prologue_cts, grads, sums)
-
-    def _prologue(self, microbatch: jax.Array, grad: bool) -> tuple[dict[Any, Any], list[Any]]:
-        """Return the values of variables after a microbatch's prologue, and its tape."""
-        env = self.program.environment(self.values(microbatch))
-        return env, forward(prologue_pieces(self.program), self.access, self.leaves, env, grad)
 
     def input_grads(self, env: Any, op: Any, cts: Message, saved: Any, *stash: Stash) -> tuple[list[Any], Any]:
         """Return the cotangents of a chunk's inputs, and residuals for W; see `Stack.backward_inputs`."""

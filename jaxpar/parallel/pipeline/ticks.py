@@ -46,7 +46,7 @@ from ...program.buffers import uninitialized
 from ...slicing.flights import InFlight, Lookahead
 from ...slicing.loop import LayerLoop
 from ...slicing.pieces import add
-from ...slicing.program import backward, forward
+from ...slicing.program import backward
 from ...slicing.stash import Stash
 from .chunks import AXIS, Cotangents, Message, bypass_variables, prologue_pieces
 from .distributed_prologue import shares_prologues
@@ -223,18 +223,14 @@ class Pipeline(Engine):
         """Return the first carry, without gradients, and the structure of a chunk's residuals."""
         # 1. Messages, sums and prologues: all that an evaluation needs. Idle ranks compute on the first messages, and a
         # model may look up or loop by their values: these must be zeros.
-        variables = self.message_variables(self.program)
-        message = self.pad_by_layer(jax.tree.map(lambda v: jnp.zeros(v.aval.shape, v.aval.dtype), variables))
-        sums = [jnp.zeros((), jnp.float32) for _ in self.summed]
-        carries = self.prologues.zeros() if shares_prologues(self.program) else []
+        message, sums, carries = self.zeros()
         if self.seeds is None:
             return TickState(message, Message([], []), [], None, carries, [], [], sums), None
 
         # 2. The stash, which needs the shapes of residuals: trace one chunk's forward.
         def residuals(row: Any) -> Any:
             op = _operation("F", row)
-            env = self.program.environment(self.values(op["microbatch"]))
-            forward(prologue_pieces(self.program), self.access, self.leaves, env, False)
+            env, _ = self.prologue(op["microbatch"], False)
             return self.chunk_forward(env, op, self.chunk_input(env, op, message), True).run()[1]
 
         saved = jax.eval_shape(residuals, row)
@@ -244,7 +240,8 @@ class Pipeline(Engine):
         # 3. Cotangents that wait for a backward, and weights in flight. `_with_zero_grads` adds the gradients.
         waiting_cts = None
         if self.schedule.waiting:
-            ct_variables = Cotangents(variables.select(self.has_cotangent), bypass_variables(self.program))
+            variables = self.message_variables(self.program).select(self.has_cotangent)
+            ct_variables = Cotangents(variables, bypass_variables(self.program))
             n = self.schedule.waiting
             waiting_cts = jax.tree.map(lambda v: uninitialized((n, *v.aval.shape), v.aval.dtype), ct_variables)
         no_grads: list[jax.Array | None] = [None] * len(self.leaves)
@@ -300,8 +297,7 @@ class Pipeline(Engine):
         # 1. Forward, epilogue, message to the next rank.
         if phase.forward:
             op = _operation("F", row)
-            env = self.program.environment(self.values(op["microbatch"]))
-            forward(prologue_pieces(self.program), self.access, self.leaves, env, False)
+            env, _ = self.prologue(op["microbatch"], False)
             if carries:
                 env |= self.prologues.broadcast(carries, row["entering"])
             slot = Stash(stash, row["write"]) if self.seeds else None
@@ -374,8 +370,7 @@ class Pipeline(Engine):
           variables if the ranks share prologues, and `flight` after the loop.
         """
         op = _operation("B", row)
-        env = self.program.environment(self.values(op["microbatch"]))
-        tape = forward(prologue_pieces(self.program), self.access, self.leaves, env, True)
+        env, tape = self.prologue(op["microbatch"], True)
         # The last rank has the last stage in its last chunk alone. All other chunks get cotangents by message.
         is_last_stage = self.is_last & (op["chunk"] == self.schedule.chunks - 1)
         if epilogue_cts is not None:

@@ -30,6 +30,7 @@ from typing import Any
 
 from ...backend.text import did_you_mean
 from ...layout.leaves import PAD_FROM
+from ...strategy.constraints import is_int
 from .pairs import pair_dims
 from .patterns import pattern
 
@@ -205,8 +206,7 @@ def _kinds(source: str, rules: Any, dim_names: set[str]) -> tuple[dict[str, int 
             )
         if value == "tensor" or (value is None and key in dim_names):
             names[key] = value
-        # `True` is an int for Python, and surely a mistake.
-        elif value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        elif value is None or is_int(value):
             paths[key] = value
         else:
             raise ValueError(

@@ -245,8 +245,7 @@ def train(options: TrainOptions) -> None:
         # Sampling compiles another program, which takes tens of seconds if several processes share a machine.
         with activity(f"compiling and writing a sample of {options.sample} tokens"):
             sample = _sample(trainer, options, source.corpus.held_out[: options.length // 2], generate)
-        say("a sample, after the beginning of the held-out text:")
-        say(sample)
+        say(f"a sample, after the beginning of the held-out text:\n{sample}")
     if options.sample and isinstance(source, Chat) and source.question is not None and model is not None:
         with activity(f"compiling and writing an answer of up to {options.sample} tokens"):
             answer = _answer(trainer, options, source, model)

@@ -310,7 +310,7 @@ def model_of(options: TrainOptions) -> tuple[Named, data.Text | data.Chat | imag
     # Without --data: handwritten digits, which need no download.
     source = images.digits() if options.data is None else images.folder(options.data, model.config.size, options.broken)
     # The data decide the sizes of an image model, such as its number of classes, unless the options do.
-    name, changes = _split_model(options.model)
+    name, changes = split_model(options.model)
     return named(name, **{**source.sizes, **changes}), source
 
 
@@ -344,7 +344,7 @@ def named_model(text: str, length: int) -> Named:
     Raises:
       ValueError: if the model or a size is unknown, or the `length` of a row is beyond the model's context.
     """
-    name, changes = _split_model(text)
+    name, changes = split_model(text)
     model = model_from_folder(text, changes) if is_folder(text) else named(name, **changes)
     if model.kind == "text" and length > model.config.context:
         raise ValueError(
@@ -354,7 +354,7 @@ def named_model(text: str, length: int) -> Named:
     return model
 
 
-def _split_model(text: str) -> tuple[str, dict[str, Any]]:
+def split_model(text: str) -> tuple[str, dict[str, Any]]:
     """Split "llama-tiny,layers=2" into the name and the changes: ("llama-tiny", {"layers": 2})."""
     name, parts = split_changes(text)
     changes: dict[str, Any] = {}

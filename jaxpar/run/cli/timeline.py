@@ -20,6 +20,7 @@ from ...models import named
 from ...parallel.pipeline.schedules import Schedule
 from ...strategy import Strategy
 from ...strategy.schedules import SCHEDULES
+from .options import split_model
 
 _SCHEDULE_HELP = "; ".join(f"{name}: {recipe.words}" for name, recipe in SCHEDULES.items())
 
@@ -95,7 +96,8 @@ def _slot_bytes(options: TimelineOptions, schedule: Schedule) -> int:
             f"pipe={schedule.ranks} ranks need as many devices, and jax already runs on {len(jax.devices())}; draw the "
             "timeline before anything else uses a device"
         )
-    model = named(options.model)
+    name, changes = split_model(options.model)
+    model = named(name, **changes)
     strategy = Strategy(
         pipe=schedule.ranks,
         microbatches=schedule.microbatches,

@@ -24,6 +24,7 @@ from rich.text import Text
 from ...backend.text import size
 from ...checkpoint.about import resolved_strategy
 from ...hardware.devices import peak_flops
+from ...layout.mesh import devices_text
 from .loop import Run
 from .picture import loads
 
@@ -103,7 +104,11 @@ class Progress:
         self._step_seconds, self._input_share, self._num_steps = 0.0, 0.0, 0
 
     def say(self, text: str) -> None:
-        """Print text, above a live bar; long lines are not wrapped, so that a pipe gets them whole."""
+        """Print text after the time of day, above a live bar."""
+        self.write(f"{time.strftime('%H:%M:%S')}  {text}")
+
+    def write(self, text: str) -> None:
+        """Print text as it is; long lines are not wrapped, so that a pipe gets them whole."""
         self.console.print(Text(text), soft_wrap=True)
 
     @contextlib.contextmanager
@@ -139,20 +144,20 @@ class Progress:
 
     def _show(self, text: str) -> None:
         """Print text, or put it into the line below the bar."""
-        if self._bar is None:
+        # Read once: the run's end removes the bar while the thread of an activity may be here.
+        if (bar := self._bar) is None:
             self.say(text)
         else:
-            self._bar.line.plain = text
-            self._bar.refresh()
+            bar.line.plain = text
+            bar.refresh()
 
     def on_start(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         """Print the number of parameters, strategy, devices and memory, and start the bar in a terminal."""
         step = trainer.step
         num_params = sum(math.prod(leaf.shape) for leaf in step.layout.leaves)
         num_bytes, source = trainer.memory
-        devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
         memory = f"{size(num_bytes)} a device ({_MEMORY_SOURCES[source]})"
-        self.say(f"{num_params:,} parameters under {resolved_strategy(step)} on {devices}, {memory}")
+        self.say(f"{num_params:,} parameters under {resolved_strategy(step)} on {devices_text(step.mesh)}, {memory}")
         # A text from `_mfu` says why the MFU is not known. The time does not matter here.
         if isinstance(reason := _mfu(trainer, 1.0), str):
             self.say(f"MFU is not shown: {reason}")

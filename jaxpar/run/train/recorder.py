@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from ...backend.buckets import Place
 from ...checkpoint.about import resolved_strategy
+from ...layout.mesh import devices_text
 from .folder import write_whole
 from .loop import Run
 from .picture import plot
@@ -144,9 +145,7 @@ class _Board:
 
 def _setup(trainer: Run) -> dict[str, str]:
     """Return the strategy of a run, with the sizes of its axes, and its devices."""
-    step = trainer.step
-    devices = f"{step.mesh.size} x {step.mesh.devices.flat[0].device_kind}"
-    return {"strategy": str(resolved_strategy(step)), "devices": devices}
+    return {"strategy": str(resolved_strategy(trainer.step)), "devices": devices_text(trainer.step.mesh)}
 
 
 def read(path: Place) -> list[dict[str, Any]]:

@@ -163,7 +163,7 @@ class Trainer:
             batch = next(training(self.data, loop.rows, loop.seed))
             with self.progress.activity("compiling the step", at_once=False):
                 explanation = self.step.explain(batch)
-            self.progress.say(str(explanation))
+            self.progress.write(str(explanation))
             return None
         # The stack unwinds from its end: data, hooks and checkpoints are closed before the claim on the folder ends.
         with contextlib.ExitStack() as stack:
@@ -172,15 +172,15 @@ class Trainer:
             # Signals are caught until the last save is complete. All hosts wait for that save.
             stop = stack.enter_context(Stop())
             changed = ("data",) if loop.changed_data else ()
+            last_writes = stack.enter_context(contextlib.ExitStack())  # left after checkpoints and staging
             self.files = (staging := stack.enter_context(Staging(self._claim))).folder
-            last_writes = stack.enter_context(contextlib.ExitStack())  # left after the checkpoints
             saves = out and stack.enter_context(
                 Checkpoints(out / "checkpoints", self.step, self.about, loop.keep, changed, staging.copy)
             )
+            stack.callback(lambda: self._emit("on_end", {"step": self.number}))
             stack.callback(
                 lambda: last_writes.enter_context(self.progress.activity("writing the last files", at_once=False))
             )
-            stack.callback(lambda: self._emit("on_end", {"step": self.number}))
             stack.callback(ending.doing, "done with the run")
             stack.callback(lambda: self._input.close())
             stack.enter_context(ending.failing())

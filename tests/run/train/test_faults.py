@@ -161,7 +161,7 @@ def test_compiling_again_and_slow_input_are_told(
     assert shown.count("compiled again") == 1  # not when the first shapes come back
     assert "step 3 is compiled again: rows 8, 16 before (program 2)" in shown
     assert shares[3] > 0.5  # most of the fourth step's time was spent waiting for the fifth batch
-    assert "input " in next(line for line in shown.splitlines() if line.startswith("step 4/"))
+    assert "input " in next(line for line in shown.splitlines() if "  step 4/" in line)
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from jaxpar.run.train.progress import Progress, _Bar
 from jaxpar.run.train.recorder import read
 
 STEPS = 6
+TIME_OF_DAY = re.compile(r"\d\d:\d\d:\d\d  ")
 
 
 def batches(start: int = 0, rows: int = 16) -> Iterator[dict[str, np.ndarray]]:
@@ -400,6 +401,11 @@ def shown(terminal: bool, width: int, **options: Any) -> str:
     return console.file.getvalue()
 
 
+def untimed(text: str) -> list[str]:
+    """Return the lines of an output without their time of day."""
+    return [TIME_OF_DAY.sub("", line) for line in text.splitlines()]
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_pipe_gets_plain_lines_and_a_step_is_compiled_once(prefetch: int, caplog: pytest.LogCaptureFixture) -> None:
     """Batches on their devices have another type than shapes, for which the step used to be compiled first."""
@@ -409,7 +415,8 @@ def test_a_pipe_gets_plain_lines_and_a_step_is_compiled_once(prefetch: int, capl
     assert text.isascii()
     assert "\x1b" not in text
     assert "\r" not in text
-    lines = text.splitlines()
+    assert all(TIME_OF_DAY.match(line) for line in text.splitlines())
+    lines = untimed(text)
     assert "parameters under" in lines[2]
     assert [line.split("  ")[0] for line in lines[:2] + lines[3:]] == [
         "compiling the step", "compiling and computing the first parameters", "step 1/6", "step 2/6", "evaluating",
@@ -423,11 +430,23 @@ def test_a_run_says_again_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> No
     """Two processes printed nothing for over a minute while they compiled, and in the last evaluation."""
     monkeypatch.setattr("jaxpar.run.train.progress._REPEAT_SECONDS", 0.02)
     monkeypatch.setattr(jp.Trainer, "evaluate", lambda self: time.sleep(0.2) or {"held_out_loss": 1.0})
-    lines = shown(terminal=False, width=80, strategy="ddp").splitlines()
+    lines = untimed(shown(terminal=False, width=80, strategy="ddp"))
     compiling, evaluating = lines.index("compiling the step"), lines.index("evaluating")
     assert lines[compiling + 1] == "compiling the step, 0 s so far"
     assert lines[evaluating + 1 : evaluating + 4] == 3 * ["evaluating, 0 s so far"]
     assert "held out" in lines[-1]  # and nothing is printed after the end
+
+
+def test_a_run_says_that_it_writes_its_last_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plot of the loss, hooks at the end and copies into a bucket took their time in silence."""
+    monkeypatch.setattr("jaxpar.run.train.progress._REPEAT_SECONDS", 0.02)
+    monkeypatch.setattr("jaxpar.run.train.recorder.plot", lambda *_: time.sleep(0.2))
+    lines = untimed(shown(terminal=False, width=80, out=tmp_path / "run"))
+    assert all(re.fullmatch(r"writing the last files, \d s so far", line) for line in lines[-3:])
+
+
+def test_a_report_has_no_time_of_day() -> None:
+    assert not TIME_OF_DAY.search(shown(terminal=False, width=80, steps=0))
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -390,7 +390,7 @@ def test_stages_begin_where_the_user_says(name: str, cuts: Any) -> None:
 @pytest.mark.parametrize(
     ("strategy", "devices", "message"),
     [
-        ("pipe=2,context=2,attention=ring,microbatches=4", 4, "attention='ring': the model has no stack"),
+        ("pipe=2,context=2,attention=ring,microbatches=4", 4, "attention='ring': pipe=2 cuts the program"),
         ("pipe=8,chunks=16,microbatches=8", 8, "makes 128 stages of a loss that has .* operations"),
         ("pipe=2,stages=layers,microbatches=4", 2, "stages='cut', which makes stages of any program"),
         ("data=2,stages=cut", 2, "stages='cut' without a pipeline"),
