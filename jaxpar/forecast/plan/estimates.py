@@ -44,6 +44,7 @@ from ...model.model import Model
 from ...numerics.matrices.owners import Owners
 from ...parallel.data import DDP, Times, Uses, rule_of
 from ...parallel.pipeline.schedules import Schedule
+from ...slicing.pieces import Stack
 from ...step.core import Step
 from ...strategy import Strategy
 from ...strategy.axes import ROWS, SHARDS
@@ -330,9 +331,10 @@ class Estimator:
                 sent[collective.kind, collective.axes] = times + collective.count, size + collective.bytes
         # saved(rows) = fixed + rows * per_row, through the two points.
         saved_fixed = max(0, 2 * cost.saved - cost_of_two.saved)
-        main = step.traced(one_row).program.main
-        num_layers = main.length if main else 0
-        layer_elements = sum(math.prod(x.shape) for x in main.unit.shapes) if main else 0
+        # A program without stages marks no stack as the one that a pipeline cuts: it is the one with most parameters.
+        stacks = [piece for piece in step.traced(one_row).program.pieces if isinstance(piece, Stack)]
+        sizes = [(stack.length, sum(math.prod(x.shape) for x in stack.unit.shapes)) for stack in stacks]
+        num_layers, layer_elements = max(sizes, key=math.prod, default=(0, 0))
         return _LossCost(
             cost.flops, cost.products, cost_of_two.saved - cost.saved, saved_fixed, num_layers, layer_elements, sent
         )
