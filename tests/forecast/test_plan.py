@@ -422,7 +422,7 @@ def faked(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[jp.Strategy]:
         fields = {name: line[name] for name in names} | {"memory": {"total": total, "arguments": 5}}
         return fields | {"prediction": {**fields["prediction"], "chunked": chunked}}
 
-    monkeypatch.setattr(planning._Planner, "_line_fields", line_fields)
+    monkeypatch.setattr(planning.Planner, "_line_fields", line_fields)
     return compiled
 
 

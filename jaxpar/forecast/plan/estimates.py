@@ -174,6 +174,10 @@ class Estimator:
     _states: dict[Any, _StoredState | ValueError] = field(default_factory=dict)
     _schedules: dict[Any, Schedule | ValueError] = field(default_factory=dict)
 
+    def for_target(self, target: Target) -> "Estimator":
+        """Return the closed forms on another number of the same devices; both share what does not depend on it."""
+        return dataclasses.replace(self, target=target, _states={})
+
     def splits(self) -> tuple[Splits, str]:
         """Return how many ranks may share experts and positions, and the error of `context=2`; "" if it is valid."""
         n = len(self.target.devices)
