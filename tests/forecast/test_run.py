@@ -111,6 +111,7 @@ def test_a_count_that_is_given_is_compiled(compiled: list[Any]) -> None:
     """And it is said whether it is late."""
     late = plan_run(planners([], (2,)), run_of(0.5 * bound(2)), "a model", searched=False, top=1)
     assert [row.compiled for row in late.rows] == [1]
+    assert "not compiled" not in str(late)
     assert late.answer is None
     assert str(late).startswith("1 host (2 cpu): ")
     assert "no count" not in str(late)
@@ -228,3 +229,15 @@ def test_sigterm_prints_the_table_and_exits_with_143(
     assert exit_.value.code == 143
     assert "this table is not complete" in capsys.readouterr().out
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
+@pytest.mark.cuda_compiler
+def test_sigterm_ends_a_background_job_whose_shell_lets_it_ignore_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Any
+) -> None:
+    """SIGTERM was passed on as SIGINT, which such a job ignores: the plan went on."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        test_sigterm_prints_the_table_and_exits_with_143(False, monkeypatch, capsys, tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, handler)

@@ -207,7 +207,7 @@ class RunPlan:
                 "layout.",
                 2,
             )
-        elif not self.ratios:
+        elif not all(row.compiled for row in self.rows):
             yield fill("at least: not compiled; closed forms are lower bounds on time.", 2)
         if self.interrupted:
             yield "Interrupted: this table is not complete."

@@ -111,6 +111,9 @@ def _stopped_by_sigterm() -> Iterator[None]:
 
     def interrupt(number: int, _: FrameType | None) -> None:
         received.append(number)
+        # A shell's background job ignores Ctrl-C, and so a SIGINT that is raised here.
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
     previous_handler = signal.signal(signal.SIGTERM, interrupt)
